@@ -28,7 +28,7 @@ def module(name: str) -> Any:
     return __import__("_safelaunch_beacon." + name, fromlist=["_"])
 
 
-class Watched:
+class WatchedFunction:
     """Calls ``function`` in a rank, and records how it ends. It has the function's name, which torch shows.
 
     ``env``: the variables of this launch. A fork server started by an earlier launch has those of that one.
@@ -42,7 +42,7 @@ class Watched:
         self.__qualname__ = getattr(function, "__qualname__", self.__name__)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Watched, (self._function, self._env)
+        return WatchedFunction, (self._function, self._env)
 
     def __call__(self, *args: Any) -> Any:
         _start_beacon(self._env)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from safelaunch.bundle import copier
-from safelaunch.capture.result import Made, Sink
+from safelaunch.capture.result import FileContent, Sink
 from safelaunch.model import Artifact, Outcome
 from safelaunch.system.files import is_dir, lexists, replace_file
 from safelaunch.system.printable import clean_json
@@ -95,7 +95,7 @@ class Staging(Sink):
         with suppress(OSError):
             make_private(root)  # otherwise each file reports it; the action on the job does not depend on it
 
-    def made(self, artifact: Artifact, data: bytes | str | None) -> Made:
+    def made(self, artifact: Artifact, data: bytes | str | None) -> FileContent:
         if isinstance(data, str):
             content = self.redactor.text(data).encode("utf-8", "backslashreplace")
             if len(content) > self._limit and artifact.how != OURS:
@@ -104,7 +104,7 @@ class Staging(Sink):
             return artifact, content
         return self._whole(artifact, self.redactor.data(data) if data is not None else None)
 
-    def made_json(self, artifact: Artifact, value: object) -> Made:
+    def made_json(self, artifact: Artifact, value: object) -> FileContent:
         if value is None:
             return artifact, None
         return self._whole(artifact, _document(self.redactor.tree(msgspec.to_builtins(value))))
@@ -114,7 +114,7 @@ class Staging(Sink):
         content = self.redactor.markup(text).encode("utf-8", "backslashreplace") if text is not None else None
         self.put((artifact, content))
 
-    def made_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> Made:
+    def made_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> FileContent:
         try:
             info = source.lstat()
             if not stat.S_ISREG(info.st_mode):
@@ -182,12 +182,12 @@ class Staging(Sink):
         reason = "something removed it while the bundle was being assembled"
         return msgspec.structs.replace(artifact, missing=reason, bytes=0)
 
-    def _whole(self, artifact: Artifact, content: bytes | None) -> Made:
+    def _whole(self, artifact: Artifact, content: bytes | None) -> FileContent:
         if content is not None and len(content) > self._limit and artifact.how != OURS:
             return _missing(artifact, self._too_large(len(content))), None
         return artifact, content
 
-    def put(self, made: Made) -> None:
+    def put(self, made: FileContent) -> None:
         """A full disk costs only this file."""
         artifact, content = made
         artifact = msgspec.structs.replace(artifact, path=self.redactor.text(artifact.path))  # the job names its files
@@ -272,7 +272,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class BundleOwner:
     """A user with the groups that its processes have."""
 
     uid: int
@@ -280,7 +280,7 @@ class Owner:
     groups: tuple[int, ...] = ()
 
 
-def owner_under_sudo(environ: Mapping[str, str]) -> Owner | None:
+def owner_under_sudo(environ: Mapping[str, str]) -> BundleOwner | None:
     """The user who started this process with sudo, if any."""
     uid, gid = environ.get("SUDO_UID", ""), environ.get("SUDO_GID", "")
     if os.geteuid() != 0 or not (uid.isdecimal() and gid.isdecimal() and int(uid)):
@@ -289,7 +289,7 @@ def owner_under_sudo(environ: Mapping[str, str]) -> Owner | None:
         groups = os.getgrouplist(pwd.getpwuid(int(uid)).pw_name, int(gid))
     except KeyError:
         groups = []
-    return Owner(int(uid), int(gid), tuple(groups))
+    return BundleOwner(int(uid), int(gid), tuple(groups))
 
 
 def name_of(run_name: str, unix_s: float, outcome: Outcome | Literal["record"]) -> str:
@@ -304,7 +304,7 @@ def publish(
     fallback: Path,
     keeping: Keeping | None = None,
     *,
-    owner: Owner | None = None,
+    owner: BundleOwner | None = None,
     deadline_s: float,
 ) -> Published:
     """Copies the staged bundle to ``directory/name``; takes at most ``deadline_s`` seconds and never raises.
@@ -323,7 +323,7 @@ def publish(
 
 
 def _copied(
-    staged: Path, directory: Path, name: str, keeping: Keeping, owner: Owner | None, deadline_s: float
+    staged: Path, directory: Path, name: str, keeping: Keeping, owner: BundleOwner | None, deadline_s: float
 ) -> tuple[Published | None, str]:
     """The published copy, or None and the reason."""
     helper = [sys.executable, "-I", "-S", os.fspath(Path(__file__).parent / "copier.py")]
@@ -354,7 +354,7 @@ def _copied(
     return Published(Path(os.fsdecode(path)), note="; ".join(notes.decode("utf-8", "replace").splitlines())), ""
 
 
-def _rights_of(owner: Owner | None, staged: Path) -> dict[str, Any]:
+def _rights_of(owner: BundleOwner | None, staged: Path) -> dict[str, Any]:
     """The arguments of ``Popen`` that start a process of ``owner``, to whom the staged files belong from then on."""
     if owner is None:
         return {}

@@ -14,7 +14,7 @@ import msgspec
 
 from safelaunch.capture import flight_dump, flight_recorder, last_words, stacks
 from safelaunch.capture.redaction import without_secrets
-from safelaunch.capture.result import Gate, Result, Sink, Step, gather, late
+from safelaunch.capture.result import FileGroup, Gate, Result, Sink, gather, late
 from safelaunch.model import OWN_RECORDS, Artifact, GilTest, Processes, Progress, RankEvidence, RankExit
 from safelaunch.system.printable import is_clean
 from safelaunch.system.redaction.redactor import Redactor
@@ -27,7 +27,7 @@ RANK_DEADLINE_S = 8.0
 RAW_OUTPUT = "contains the job's terminal sequences: read it with less or vim, not with cat"
 
 
-Answer = tuple[GilTest, FlightCapture]  # of a rank's worker server
+ServerReply = tuple[GilTest, FlightCapture]  # of a rank's worker server
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Known:
     exit: RankExit | None = None
     code_roots: tuple[str, ...] = ()
     gpu: str = ""
-    answer: Answer | None = None  # given before the rank was released
+    answer: ServerReply | None = None  # given before the rank was released
     output: Result[str] | None = None  # the end of it, of a rank without a beacon
 
 
@@ -128,7 +128,7 @@ def _rank(
 ) -> RankEvidence:
     """Collects the evidence of one rank in steps; after each, ``found`` has what there is so far."""
     folder = f"ranks/{target.rank}"
-    step = Step(gate)
+    step = FileGroup(gate)
 
     def take(side: RankEvidence) -> RankEvidence:
         step.done(lambda: found.update({target.rank: side}))
@@ -223,7 +223,7 @@ def of_another_node(side: RankEvidence, sink: Sink) -> None:
         sink.add(Artifact(f"{folder}/log_tail.txt", how, 0.0, note=note), side.log_tail)
 
 
-def ask_server(target: Target, *, deadline_s: float = 2.0) -> Answer:
+def ask_server(target: Target, *, deadline_s: float = 2.0) -> ServerReply:
     """The GIL test and the Flight Recorder of a rank. A rank that is exiting gets no question that needs the GIL."""
     path, questions = str(target.socket), target.questions
     gil = flight_recorder.gil_test(path, questions, deadline_s=deadline_s / 2) if questions is not None else GilTest()

@@ -99,7 +99,7 @@ def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Outpu
     """
     begin = time.monotonic()
     with helper_reports.running(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd) as process:
-        readers = [_Reader(process.stdout), _Reader(process.stderr)]
+        readers = [_PipeReader(process.stdout), _PipeReader(process.stderr)]
         for reader in readers:  # the pipes first: unlike waiting for a pid, this needs no polling
             reader.thread.join(_left(begin, deadline_s))
         timed_out = any(reader.thread.is_alive() for reader in readers)  # or a child of the helper keeps them open
@@ -163,7 +163,7 @@ def _ended(one: subprocess.Popen[bytes] | str, log: Path) -> Output:
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {}
 
 
-class _Reader:
+class _PipeReader:
     """Drains one pipe in a daemon thread; keeps ``MAX_OUTPUT_BYTES`` and drops the rest."""
 
     def __init__(self, pipe: object) -> None:

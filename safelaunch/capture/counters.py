@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from safelaunch.capture import proc, sockets
-from safelaunch.job.process import Table, process_table
+from safelaunch.job.process import ProcessTable, process_table
 from safelaunch.system import procstat
 from safelaunch.system.files import link_of
 
@@ -28,7 +28,7 @@ _RDMA_COUNTERS = {  # bytes in each unit; the second two are those of EFA
 }  # fmt: skip
 _TICKS_S = os.sysconf("SC_CLK_TCK")
 
-Key = tuple[int, int]  # pid, start_ticks
+CounterKey = tuple[int, int]  # pid, start_ticks
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Counters:
 
     at_s: float
     at_ticks: int
-    processes: Mapping[Key, ProcessCounters] = field(default_factory=dict)
+    processes: Mapping[CounterKey, ProcessCounters] = field(default_factory=dict)
     rdma_bytes: int = 0
     connections: Collection[int] = ()
     partial: bool = False
@@ -80,8 +80,8 @@ def read(pids: Collection[int], before: Counters | None = None) -> Counters:
     With the counters read ``before``, descriptors are searched for new connections only.
     """
     at_s, at_ticks = time.monotonic(), int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_S)
-    reader = _Reader(before or Counters(0.0, 0))
-    found: dict[Key, ProcessCounters] = {}
+    reader = _CounterReader(before or Counters(0.0, 0))
+    found: dict[CounterKey, ProcessCounters] = {}
     for rank in pids:
         with suppress(OSError):
             found.update(reader.tree(rank))
@@ -94,14 +94,14 @@ def read(pids: Collection[int], before: Counters | None = None) -> Counters:
     return Counters(at_s, at_ticks, found, _rdma_bytes(), frozenset(connections), reader.partial)
 
 
-class _Reader:
+class _CounterReader:
     def __init__(self, before: Counters) -> None:
         self.partial = False
         self._before = before
         self._left = MAX_THREADS
-        self._table: Table | None = None  # where the kernel names no children
+        self._table: ProcessTable | None = None  # where the kernel names no children
 
-    def tree(self, rank: int) -> Iterator[tuple[Key, ProcessCounters]]:
+    def tree(self, rank: int) -> Iterator[tuple[CounterKey, ProcessCounters]]:
         waiting = [rank]
         for pid in waiting:  # grows: parents before children
             stat = procstat.read(pid)
@@ -136,15 +136,17 @@ class _Reader:
                 ),
             )
 
-    def _serves(self, key: Key, tid: int) -> bool:
+    def _serves(self, key: CounterKey, tid: int) -> bool:
         was = self._before.processes.get(key)
         if was is not None and (tid in was.threads or tid in was.servers):
             return tid in was.servers
         return _text(f"/proc/{key[0]}/task/{tid}/comm").strip() == SERVER_THREAD
 
-    def owned(self, connections: Mapping[int, int], processes: Collection[Key]) -> dict[Key, dict[int, int]]:
+    def owned(
+        self, connections: Mapping[int, int], processes: Collection[CounterKey]
+    ) -> dict[CounterKey, dict[int, int]]:
         """Whose connections these are, with their bytes; parents come before the children that inherit them."""
-        found: dict[Key, dict[int, int]] = {key: {} for key in processes}
+        found: dict[CounterKey, dict[int, int]] = {key: {} for key in processes}
         past = self._before.processes
         for key, one in past.items():
             if key in found:

@@ -46,7 +46,7 @@ _NUMBERS_OR_NONE = frozenset({int, type(None)})
 _TEXTS_OR_NONE = frozenset({str, type(None)})
 
 
-class Shared:
+class DumpParts:
     """The common parts of a job's dumps, kept once: kinds of entry, stacks, members of groups."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Shared:
         self.ranks: dict[str, tuple[int, ...]] = {}
 
 
-def parse_json(data: bytes, shared: Shared | None = None) -> FlightRecord:
+def parse_json(data: bytes, shared: DumpParts | None = None) -> FlightRecord:
     """A dump of handler ``fr_trace_json`` or ``dump_nccl_trace_json``. Raises ``CaptureError``."""
     _check_size(data)
     try:
@@ -65,7 +65,7 @@ def parse_json(data: bytes, shared: Shared | None = None) -> FlightRecord:
     return record_of(dump, shared)
 
 
-def parse_pickle(data: bytes, shared: Shared | None = None) -> FlightRecord:
+def parse_pickle(data: bytes, shared: DumpParts | None = None) -> FlightRecord:
     """A dump from ``_dump_fr_trace()`` or NCCL. Raises ``CaptureError``."""
     _check_size(data)
     return record_of(load_pickle(data), shared)
@@ -114,7 +114,7 @@ def _entry(entry: Collective, *, timed: bool) -> dict[str, object]:
     }
 
 
-def record_of(dump: object, shared: Shared | None = None) -> FlightRecord:
+def record_of(dump: object, shared: DumpParts | None = None) -> FlightRecord:
     """The record in a decoded dump. Missing keys, and values of another type, keep their defaults.
 
     ``shared``: from the other dumps of the same job. Raises ``CaptureError`` if it is not a Flight Recorder dump.
@@ -124,7 +124,7 @@ def record_of(dump: object, shared: Shared | None = None) -> FlightRecord:
     entries = dump.get("entries", [])
     if len(entries) > MAX_ENTRIES:
         raise CaptureError(f"a Flight Recorder dump with too many entries: {len(entries)}")
-    shared = shared or Shared()
+    shared = shared or DumpParts()
     damaged: set[str] = set()
     if not {dict}.issuperset(map(type, entries)):
         entries = [entry for entry in entries if isinstance(entry, dict)]
@@ -154,7 +154,7 @@ _NUMBERS = (
     "collective_seq_id", "p2p_seq_id", "record_id", "time_created_ns", "time_discovered_started_ns", "thread_id",
 )  # fmt: skip
 _CALLED_BEFORE = {"collective_seq_id": "seq_id", "record_id": "id"}  # up to version 2.2
-_Row = tuple[Any, ...]
+_EntryRow = tuple[Any, ...]
 
 
 class _Decoder:
@@ -167,7 +167,7 @@ class _Decoder:
     so no deeper than that one goes.
     """
 
-    def __init__(self, entries: list[dict[Any, Any]], shared: Shared, damaged: set[str]) -> None:
+    def __init__(self, entries: list[dict[Any, Any]], shared: DumpParts, damaged: set[str]) -> None:
         self.names_by_id = {"0": "0"}  # pg_id → name; the default group is the first on every rank
         self._entries = entries
         self._shared = shared
@@ -179,7 +179,7 @@ class _Decoder:
         if not LISTS.issuperset(map(type, groups)):  # some entries have no name: read all names first
             self.names_by_id.update(_names(groups, columns[KEYS.index("pg_id")]))
         self._values = dict(zip(_NUMBERS, columns[len(KEYS) :], strict=True))
-        self._rows: list[_Row] = []
+        self._rows: list[_EntryRow] = []
         self._numbers: list[int] = []  # of the rows: the kind, among those that all records share
         self._found: dict[Hashable, int] = {}
 
@@ -229,7 +229,7 @@ class _Decoder:
             if alike < most:
                 return
 
-    def _look_up(self, row: _Row) -> int:
+    def _look_up(self, row: _EntryRow) -> int:
         key = _key_of(row)
         if key is None:
             row = self._mended(row)
@@ -244,13 +244,13 @@ class _Decoder:
             self._numbers.append(self._shared.kinds.number_of(self._kind(row)))
         return number
 
-    def _mended(self, row: _Row) -> _Row:
+    def _mended(self, row: _EntryRow) -> _EntryRow:
         """The row, with each value that c10d does not write as unknown; adds their names to ``damaged``."""
         mended = tuple(mend(value) for value, (mend, _) in zip(row, _FIELDS.values(), strict=True))
         self._damaged.update(name for name, was, now in zip(KEYS, row, mended, strict=True) if was is not now)
         return mended
 
-    def _kind(self, row: _Row) -> Collective:
+    def _kind(self, row: _EntryRow) -> Collective:
         state, retired, op, group, pg_id, is_p2p, timeout_ms, in_sizes, in_types, out_sizes, out_types, frames = row
         # An entry without a group name belongs to the group that other entries with its number name.
         pair = group if isinstance(group, (list, tuple)) else (self.names_by_id.get(text_of(pg_id), pg_id), "")
@@ -367,7 +367,7 @@ def _names(groups: Sequence[object], ids: Sequence[object]) -> dict[str, str]:
     return found
 
 
-def _key_of(row: _Row) -> tuple[_Row, _Row, _Row] | None:
+def _key_of(row: _EntryRow) -> tuple[_EntryRow, _EntryRow, _EntryRow] | None:
     """A key that is equal for equal rows; None if a value is not a text, a number or a short list of them.
 
     Frames count by identity, because the dump keeps them alive.

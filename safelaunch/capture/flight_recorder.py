@@ -90,10 +90,10 @@ def kept_at_exit(page: Path) -> FlightCapture | None:
     return FlightCapture(Result(record, raw.how, 0.0), Result(to_json(record), raw.how, 0.0), raw)
 
 
-_Read = tuple[Result[bytes], FlightRecord | None, str]
+_DumpRead = tuple[Result[bytes], FlightRecord | None, str]
 
 
-def _of_all(answers: Sequence[Result[bytes]], parse: Callable[[bytes], FlightRecord]) -> _Read:
+def _of_all(answers: Sequence[Result[bytes]], parse: Callable[[bytes], FlightRecord]) -> _DumpRead:
     """One dump of all answers, the record in it, and why there is none. A single recorder's dump is kept as it is."""
     found: list[tuple[Result[bytes], FlightRecord]] = []
     reasons: list[str] = []

@@ -20,7 +20,7 @@ import msgspec
 from safelaunch.beacon import inside, layout
 from safelaunch.capture import proc, stacks
 from safelaunch.capture.flight_recorder import Questions, Unanswered, post_to_python
-from safelaunch.capture.memory import Memory
+from safelaunch.capture.memory import ProcessMemory
 from safelaunch.capture.proc import NOTHING, Own
 from safelaunch.capture.result import Result, attempt, left
 from safelaunch.model import StackSample, Thread
@@ -32,7 +32,7 @@ ASK_S = 1.0  # of one question: the GIL is free, or it is not
 MOST_BYTES = 32 << 20
 
 
-class _Told(msgspec.Struct):
+class _InsideReply(msgspec.Struct):
     threads: msgspec.Raw
     calls: dict[int, str] = {}
     waits: dict[int, str] = {}
@@ -40,7 +40,7 @@ class _Told(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class InsideReport:
     """A rank's answer. ``own`` holds a descriptor. ``roles``: what it has started its children for, by their pids."""
 
     stack: Result[StackSample]
@@ -49,7 +49,7 @@ class Inside:
 
 
 @contextmanager
-def asked(server: Path, pid: int, questions: Questions, *, deadline_s: float) -> Iterator[Inside]:
+def asked(server: Path, pid: int, questions: Questions, *, deadline_s: float) -> Iterator[InsideReport]:
     """The stacks of rank ``pid`` as it tells them itself, for at most ``deadline_s`` seconds; never raises.
 
     ``server``: the socket of its worker server. The descriptor in the answer is closed at the end.
@@ -63,23 +63,23 @@ def asked(server: Path, pid: int, questions: Questions, *, deadline_s: float) ->
         data, fd = _answer(server, questions, min(until, begin + ASK_S))
         owns.append(Own({}, {}, fd))
         try:
-            told = from_json(data, _Told)
+            told = from_json(data, _InsideReply)
         except (msgspec.DecodeError, RecursionError) as error:
             raise CaptureError(f"{HOW}: unreadable answer: {error}") from error
         owns[-1] = Own(told.calls, told.waits, fd)
         roles.update(told.roles)
-        return _with_tids(stacks.parse(bytes(told.threads), pid=pid, at_s=begin, how=HOW), Memory(pid, fd))
+        return _with_tids(stacks.parse(bytes(told.threads), pid=pid, at_s=begin, how=HOW), ProcessMemory(pid, fd))
 
     try:
         stack = stacks.settled(pid, until, lambda: attempt(HOW, read))
-        yield Inside(stack, owns[-1] if owns else NOTHING, roles)
+        yield InsideReport(stack, owns[-1] if owns else NOTHING, roles)
     finally:
         for own in owns:
             if own.memory >= 0:
                 os.close(own.memory)
 
 
-def _with_tids(sample: StackSample, memory: Memory) -> StackSample:
+def _with_tids(sample: StackSample, memory: ProcessMemory) -> StackSample:
     """With the kernel's numbers of threads that ``threading`` does not know."""
     tids = proc.scheduled(sample.pid)
 

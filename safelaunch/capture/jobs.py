@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safelaunch.beacon.layout import OF_A_RANK, TASKS, numbers_in
 from safelaunch.capture import sockets
-from safelaunch.capture.memory import Memory
+from safelaunch.capture.memory import ProcessMemory
 from safelaunch.capture.node import parse_environ
 from safelaunch.capture.result import gather, within_or
 from safelaunch.system import procstat
@@ -33,7 +33,7 @@ _LOOPBACK = re.compile(r"localhost|127\.|::1$")
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class JobProcess:
     """``env``: the variables that it was started with, or has now, if only these make it a rank; None where they may
     not be read.
 
@@ -49,10 +49,10 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class FoundRank:
     """``rank``, ``world_size``, ``local_rank``: as ``process`` was told. ``is_task``: by srun or mpirun alone."""
 
-    process: Process
+    process: JobProcess
     rank: int
     world_size: int
     local_rank: int
@@ -66,7 +66,7 @@ class FoundJob:
     """
 
     world_size: int
-    ranks: Mapping[int, Rank]
+    ranks: Mapping[int, FoundRank]
     agent: int
     members: Collection[int]
 
@@ -76,7 +76,7 @@ class FoundJob:
         return self.ranks[min(self.ranks)].process.env or {}
 
 
-def jobs_in(table: Mapping[int, Process], runs_torch: Callable[[int], object]) -> tuple[FoundJob, ...]:
+def jobs_in(table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]) -> tuple[FoundJob, ...]:
     """Every job in a table of processes, by pid. Pure.
 
     The process of a rank is the topmost one with its number that ``runs_torch``: others are shells and launchers around
@@ -85,7 +85,7 @@ def jobs_in(table: Mapping[int, Process], runs_torch: Callable[[int], object]) -
     named = {pid: rank for pid, process in table.items() if (rank := _rank_of(process)) is not None}
     # A launcher in a task of srun has the variables of the task, and ranks below it that have their own.
     launchers = {above for pid, rank in named.items() if not rank.is_task for above in _above(pid, table)}
-    alike: dict[tuple[object, ...], dict[int, Rank]] = {}
+    alike: dict[tuple[object, ...], dict[int, FoundRank]] = {}
     for pid, rank in sorted(named.items()):
         if not (rank.is_task and pid in launchers):
             alike.setdefault(_key(rank), {})[pid] = rank
@@ -93,16 +93,16 @@ def jobs_in(table: Mapping[int, Process], runs_torch: Callable[[int], object]) -
 
 
 def _jobs_of(
-    members: Mapping[int, Rank], table: Mapping[int, Process], runs_torch: Callable[[int], object]
+    members: Mapping[int, FoundRank], table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]
 ) -> Iterator[FoundJob]:
     """Processes that tell the same of their job. Where two of them are one rank of it, they are of two jobs: one, say,
     whose launcher was killed, and the next.
     """
-    by_agent: dict[int, dict[int, list[Rank]]] = {}
+    by_agent: dict[int, dict[int, list[FoundRank]]] = {}
     for pid, rank in members.items():
         agent = next(above for above in (*_above(pid, table), 0) if above not in members)
         by_agent.setdefault(agent, {}).setdefault(rank.rank, []).append(rank)
-    jobs: list[tuple[int, dict[int, list[Rank]]]] = []
+    jobs: list[tuple[int, dict[int, list[FoundRank]]]] = []
     for agent, ranks in sorted(by_agent.items(), key=lambda item: (-len(item[1]), -item[0])):
         job = next((known for _, known in jobs if not known.keys() & ranks.keys()), None)
         if job is None:
@@ -115,14 +115,16 @@ def _jobs_of(
         yield FoundJob(next(iter(chosen.values())).world_size, chosen, agent, frozenset(pids))
 
 
-def _main_of(several: Sequence[Rank], table: Mapping[int, Process], runs_torch: Callable[[int], object]) -> Rank:
+def _main_of(
+    several: Sequence[FoundRank], table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]
+) -> FoundRank:
     topmost = sorted(several, key=lambda one: (len(_above(one.process.pid, table)), one.process.start_ticks))
     return next((one for one in topmost if runs_torch(one.process.pid)), topmost[0])
 
 
-def with_spawned(table: Mapping[int, Process], is_spawned: Callable[[int], bool]) -> dict[int, Process]:
+def with_spawned(table: Mapping[int, JobProcess], is_spawned: Callable[[int], bool]) -> dict[int, JobProcess]:
     """The table, where what ``mp.spawn`` has started has ranks, too: siblings, in the order of their start. Pure."""
-    found: dict[int, list[Process]] = {}
+    found: dict[int, list[JobProcess]] = {}
     for one in sorted(table.values(), key=lambda one: (one.start_ticks, one.pid)):
         if one.env is not None and _rank_of(one) is None and is_spawned(one.pid):
             found.setdefault(one.ppid, []).append(one)
@@ -136,14 +138,14 @@ def with_spawned(table: Mapping[int, Process], is_spawned: Callable[[int], bool]
     }
 
 
-def _rank_of(process: Process) -> Rank | None:
+def _rank_of(process: JobProcess) -> FoundRank | None:
     for names in (OF_A_RANK, *TASKS):
         if (numbers := numbers_in(process.env or {}, names)) is not None:
-            return Rank(process, *numbers, is_task=names is not OF_A_RANK)
+            return FoundRank(process, *numbers, is_task=names is not OF_A_RANK)
     return None
 
 
-def _key(rank: Rank) -> tuple[object, ...]:
+def _key(rank: FoundRank) -> tuple[object, ...]:
     """What all ranks of one job have in common, and no other job."""
     process = rank.process
     env = process.env or {}
@@ -152,7 +154,7 @@ def _key(rank: Rank) -> tuple[object, ...]:
     return process.user, rank.world_size, network, *(env.get(name, "") for name in where)
 
 
-def _above(pid: int, table: Mapping[int, Process]) -> list[int]:
+def _above(pid: int, table: Mapping[int, JobProcess]) -> list[int]:
     """The pids above a process, its parent first."""
     found: list[int] = []
     while (process := table.get(pid)) is not None and process.ppid and process.ppid not in found:
@@ -166,7 +168,7 @@ _STARTERS = 3  # a shell script, say, that a scheduler's step runs
 
 def job_of(
     pid: int,
-    table: Mapping[int, Process],
+    table: Mapping[int, JobProcess],
     jobs: Sequence[FoundJob],
     what: Callable[[int], str] = lambda pid: "",
 ) -> FoundJob:
@@ -206,7 +208,7 @@ def job_of(
     )
 
 
-def _has_started(process: Process, job: FoundJob, table: Mapping[int, Process]) -> bool:
+def _has_started(process: JobProcess, job: FoundJob, table: Mapping[int, JobProcess]) -> bool:
     """Whether it is the job's launcher, or as near above it as what a user types."""
     first = job.ranks[min(job.ranks)].process
     near = [job.agent, *_above(job.agent, table)][: _STARTERS + 1]
@@ -231,14 +233,14 @@ def name_of_user(user: int) -> str:
 # --- effects ----------------------------------------------------------------------------------------------------------
 
 
-def processes() -> dict[int, Process]:
+def processes() -> dict[int, JobProcess]:
     """All processes of this host; without those that do not answer in time, whose memory is locked in the kernel."""
     pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
     read = gather([partial(_read, pid) for pid in pids], deadline_s=READ_DEADLINE_S)
     return with_spawned({one.pid: one for one in read if one is not None}, is_spawned)
 
 
-def _read(pid: int) -> Process | None:
+def _read(pid: int) -> JobProcess | None:
     stat = procstat.read(pid)
     if stat is None:
         return None
@@ -247,12 +249,12 @@ def _read(pid: int) -> Process | None:
         user = place.stat().st_uid
         env = parse_environ((place / "environ").read_bytes())
     except PermissionError:
-        return Process(pid, stat.ppid, stat.start_ticks, user, None)
+        return JobProcess(pid, stat.ppid, stat.start_ticks, user, None)
     except OSError:  # it has ended meanwhile
         return None
-    found = Process(pid, stat.ppid, stat.start_ticks, user, env)
+    found = JobProcess(pid, stat.ppid, stat.start_ticks, user, env)
     if _rank_of(found) is None and packages_of(pid):  # Ray's workers, say, are told later
-        found = replace(found, env={**env, **Memory(pid).environment()})
+        found = replace(found, env={**env, **ProcessMemory(pid).environment()})
     return replace(found, network=link_of(place / "ns/net"))
 
 

@@ -188,8 +188,8 @@ def _with_ends(ranks: dict[int, RankLook], table: Iterable[int], deadline_s: flo
 
 def _rank(
     target: Target,
-    table: process.Table,
-    locks: tuple[waits.Held, ...] | None,
+    table: process.ProcessTable,
+    locks: tuple[waits.LockRow, ...] | None,
     deadline_s: float,
     until: float,
 ) -> RankLook:
@@ -209,7 +209,7 @@ def _rank(
 
 
 def _from_inside(
-    target: Target, main: ProcessLook, locks: tuple[waits.Held, ...] | None, until: float
+    target: Target, main: ProcessLook, locks: tuple[waits.LockRow, ...] | None, until: float
 ) -> tuple[ProcessLook, Mapping[int, str]]:
     """The rank's main process with its stacks as it tells them itself, if they could not be read from outside; and the
     roles of its children.
@@ -231,7 +231,7 @@ def _from_inside(
         return replace(main, state=_with_polled_lock(state, stack), stack=stack), told.roles
 
 
-def _process(pid: int, deadline_s: float, locks: tuple[waits.Held, ...] | None) -> ProcessLook:
+def _process(pid: int, deadline_s: float, locks: tuple[waits.LockRow, ...] | None) -> ProcessLook:
     try:
         state = proc.read_process(pid, deadline_s=deadline_s * 2 / 3, locks=locks)
     except CaptureError as error:
@@ -240,7 +240,7 @@ def _process(pid: int, deadline_s: float, locks: tuple[waits.Held, ...] | None) 
     return ProcessLook(pid, _with_polled_lock(state, stack), stack)
 
 
-def _child(target: Target, pid: int, deadline_s: float, locks: tuple[waits.Held, ...] | None) -> ProcessLook:
+def _child(target: Target, pid: int, deadline_s: float, locks: tuple[waits.LockRow, ...] | None) -> ProcessLook:
     found = _process(pid, deadline_s, locks)
     if found.state is None or not target.page_name:
         return found

@@ -39,7 +39,7 @@ class Symbol(NamedTuple):
     name: str
 
 
-class Memory:
+class ProcessMemory:
     """The memory of process ``pid``. ``fd``: an open descriptor of it, which the process itself has sent; -1: none."""
 
     def __init__(self, pid: int, fd: int = -1) -> None:

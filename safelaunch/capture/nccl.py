@@ -145,7 +145,7 @@ def _first_answer(addresses: Sequence[tuple[str, int]], until: float) -> tuple[s
         address = addresses[number % len(addresses)]
         try:
             with socket.create_connection(address, timeout=min(HANDSHAKE_S, left(until))) as connection:
-                service = _Service(connection)
+                service = _RasConnection(connection)
                 service.begin(min(until, time.monotonic() + HANDSHAKE_S))
                 return service.status(until)
         except OSError as error:  # also a timeout
@@ -153,7 +153,7 @@ def _first_answer(addresses: Sequence[tuple[str, int]], until: float) -> tuple[s
     raise CaptureError(f"no answer on port {addresses[0][1]}: {'; '.join(dict.fromkeys(reasons))}", kind="timeout")
 
 
-class _Service:
+class _RasConnection:
     """One connection to it."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -216,24 +216,24 @@ class _Missing(msgspec.Struct):
     considered_dead: bool = False
 
 
-class _Rank(msgspec.Struct):
+class _RasRank(msgspec.Struct):
     rank: int = -1
     host: str = ""
     pid: int = -1
     nvml_dev: int = -1
 
 
-class _MissingRank(_Rank):
+class _MissingRank(_RasRank):
     status: _Missing = msgspec.field(default_factory=_Missing)
 
 
 class _Communicator(msgspec.Struct):
     size: int = 0
-    ranks: list[_Rank] = []
+    ranks: list[_RasRank] = []
     missing_ranks: list[_MissingRank] = []
 
 
-class _Answer(msgspec.Struct):
+class _RasReply(msgspec.Struct):
     nccl_version: str
     communicators: list[_Communicator]
 
@@ -262,13 +262,13 @@ def parse(text: str, file: str = "") -> NcclWitness:
     return NcclWitness(answer.nccl_version[:64], communicators, file=file)
 
 
-def _decoded(text: str) -> _Answer:
+def _decoded(text: str) -> _RasReply:
     try:
-        return from_json(text, _Answer)
+        return from_json(text, _RasReply)
     except msgspec.ValidationError:
         raise
     except msgspec.DecodeError:
-        return from_json(_NO_COMMA.sub(r"\1,\2", text), _Answer)
+        return from_json(_NO_COMMA.sub(r"\1,\2", text), _RasReply)
 
 
 def _processes(communicator: _Communicator) -> Iterator[NcclProcess]:

@@ -30,7 +30,7 @@ Kills = Mapping[str, Mapping[str, int | None] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class NodeSubject:
     """Whom a node's sources ask. ``pid``: one of the ranks, whose packages are in ``code_roots``; ``env``: the
     environment it was started with; ``kills``: what the out-of-memory killer had counted at the job's start, and now.
     """
@@ -41,7 +41,7 @@ class Subject:
     kills: Kills = field(default_factory=dict)
 
 
-def sources() -> Mapping[str, Callable[[Subject], Result[Any] | None]]:
+def sources() -> Mapping[str, Callable[[NodeSubject], Result[Any] | None]]:
     """The sources of a node's evidence, by the fields of ``NodeFiles``. None: there is nothing to ask."""
     return {
         "gpus": lambda _: gpu.gpus(deadline_s=DEADLINE_S),

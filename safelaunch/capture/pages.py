@@ -30,25 +30,27 @@ MAX_BYTES = 1 << 20  # of a note
 MTIME_TICK_NS = 100_000_000  # the kernel's coarse clock ticks at least every 10 ms
 
 
-class _Word:
+class _PageField:
     """One word of a page, as an attribute."""
 
     def __init__(self, at: int) -> None:
         self._at = at
 
-    def __get__(self, page: Page, kind: object) -> int:
+    def __get__(self, page: ProgressPage, kind: object) -> int:
         return page._words[self._at]
 
 
-class Page:
+class ProgressPage:
     """The mapped progress page of a rank or the agent. Raises OSError or ValueError if the file is not a whole page."""
 
-    pid = _Word(layout.PID)
-    start_ticks = _Word(layout.START_TICKS)
-    rank = _Word(layout.RANK)
-    kind = _Word(layout.KIND)  # EXPLICIT, IMPLICIT or LAUNCHER
-    claimed_ns = _Word(layout.CLAIMED_NS)
-    exited_ns = _Word(layout.EXIT_NS)  # when its process left the interpreter; 0 while it runs, or if it was killed
+    pid = _PageField(layout.PID)
+    start_ticks = _PageField(layout.START_TICKS)
+    rank = _PageField(layout.RANK)
+    kind = _PageField(layout.KIND)  # EXPLICIT, IMPLICIT or LAUNCHER
+    claimed_ns = _PageField(layout.CLAIMED_NS)
+    exited_ns = _PageField(
+        layout.EXIT_NS
+    )  # when its process left the interpreter; 0 while it runs, or if it was killed
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -241,7 +243,7 @@ def read_note(path: Path, kind: type[_T]) -> _T | None:
         return None
 
 
-_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+_PageNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
 
 class Meta(msgspec.Struct, frozen=True):
@@ -266,8 +268,8 @@ class Noted(msgspec.Struct, frozen=True):
     ``batch``: the size of its DataLoader's. ``device``: the number of its current CUDA device, where it has a choice.
     """
 
-    batch: _Number | None = None
-    device: _Number | None = None
+    batch: _PageNumber | None = None
+    device: _PageNumber | None = None
 
 
 def read_contract(base: Path) -> Noted | None:
@@ -287,7 +289,7 @@ class Roster:
         self._run = run
         self._directory = os.fspath(run.pages)
         self._events = EventReader(run.agent_events)
-        self._pages: dict[str, Page] = {}
+        self._pages: dict[str, ProgressPage] = {}
         self._ignored: set[str] = set()
         self._damaged: list[int] = []
         self._seen_ns = 0
@@ -298,7 +300,7 @@ class Roster:
         self.master_port = ""
         self.world_size = 0  # as torchrun told its workers
         self.agent_error = ""  # what the agent itself has failed of
-        self.agent_page: Page | None = None
+        self.agent_page: ProgressPage | None = None
 
     def refresh(self) -> list[AgentEvent]:
         """Looks for new pages and agent events. Returns the events."""
@@ -357,14 +359,14 @@ class Roster:
                 self._seen_ns = 0
 
     @staticmethod
-    def _open(path: Path) -> Page | None:
+    def _open(path: Path) -> ProgressPage | None:
         try:
-            page = Page(path)
+            page = ProgressPage(path)
         except (OSError, ValueError):
             return None
         return page if page.ready else None
 
-    def pages(self) -> dict[int, Page]:
+    def pages(self) -> dict[int, ProgressPage]:
         """Returns one page per rank of the newest attempt.
 
         Several processes may claim the same rank: a shell that runs a helper first, for example. A rank's progress is
@@ -372,7 +374,7 @@ class Roster:
         one that has not exited, the worker itself, and the latest claim. If any rank has its number from its
         environment, processes without one are ignored unless they mark steps.
         """
-        claims: dict[int, list[Page]] = {}
+        claims: dict[int, list[ProgressPage]] = {}
         for page in self._pages.values():
             if (
                 page.named[0] == self.attempt
@@ -387,7 +389,7 @@ class Roster:
         explicit = any(page.kind == layout.EXPLICIT for page in chosen)
         return {page.rank: page for page in chosen if not explicit or page.kind == layout.EXPLICIT or page.steps}
 
-    def _score(self, page: Page) -> tuple[int, ...]:
+    def _score(self, page: ProgressPage) -> tuple[int, ...]:
         worker = self.workers.get(page.rank)
         return (
             int(page.steps),
@@ -398,11 +400,11 @@ class Roster:
             page.claimed_ns,
         )
 
-    def companion(self, page: Page, suffix: str) -> Path:
+    def companion(self, page: ProgressPage, suffix: str) -> Path:
         return self._run.of_page(page.name, suffix)
 
 
-def _not_succeeded(pages: list[Page]) -> list[Page]:
+def _not_succeeded(pages: list[ProgressPage]) -> list[ProgressPage]:
     """Without those of processes that exited before another one that has torch, or steps, claimed the rank."""
     newest_ns = max((page.claimed_ns for page in pages if page.has_torch or page.steps), default=0)
     return [page for page in pages if not 0 < page.exited_ns < newest_ns]

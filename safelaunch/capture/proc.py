@@ -22,7 +22,7 @@ from msgspec import structs
 
 from safelaunch.capture import sockets, waits
 from safelaunch.capture.cgroups import is_frozen, throttled_ms
-from safelaunch.capture.memory import Memory
+from safelaunch.capture.memory import ProcessMemory
 from safelaunch.capture.result import within
 from safelaunch.capture.waits import Resting
 from safelaunch.job import process
@@ -81,7 +81,7 @@ def parse_schedstat(text: str) -> tuple[int, int] | None:
 
 
 def read_process(
-    pid: int, *, deadline_s: float = 2.0, locks: Sequence[waits.Held] | None = None, own: Own = NOTHING
+    pid: int, *, deadline_s: float = 2.0, locks: Sequence[waits.LockRow] | None = None, own: Own = NOTHING
 ) -> ProcessState:
     """The current state of a process and its threads; takes at most ``deadline_s`` seconds.
 
@@ -149,7 +149,7 @@ def state_letter(pid: int) -> str:
     return stat.state if stat is not None else ""
 
 
-def orphans(pid: int, table: process.Table) -> list[ProcessId]:
+def orphans(pid: int, table: process.ProcessTable) -> list[ProcessId]:
     """Processes of the session that ``pid`` leads, as torchrun's ranks do, which aren't below it: their parent has
     ended.
     """
@@ -187,12 +187,12 @@ def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) ->
 
 
 def _details(
-    pid: int, letter: str, locks: Sequence[waits.Held] | None, own: Own
+    pid: int, letter: str, locks: Sequence[waits.LockRow] | None, own: Own
 ) -> tuple[tuple[ThreadState, ...], tuple[str, ...], tuple[FileLock, ...], list[str]]:
     """Threads, command line, file locks and notes: the part that may block."""
     notes: list[str] = []
     denied: set[str] = set()
-    memory = Memory(pid, own.memory)
+    memory = ProcessMemory(pid, own.memory)
     resting = Resting(memory)
     threads = _threads(pid, lambda pid, tid: _full_thread(pid, tid, denied, resting, memory, own))
     if denied:
@@ -212,7 +212,7 @@ def _details(
     return threads, cmdline, _locks(pid, threads, locks), notes
 
 
-def _locks(pid: int, threads: tuple[ThreadState, ...], known: Sequence[waits.Held] | None) -> tuple[FileLock, ...]:
+def _locks(pid: int, threads: tuple[ThreadState, ...], known: Sequence[waits.LockRow] | None) -> tuple[FileLock, ...]:
     """Those of others only of a process whose main thread sleeps: it may be asking for one again and again."""
     asleep = any(thread.tid == pid and kind_of(thread) in ("sleep", "select") for thread in threads)
     try:
@@ -247,7 +247,9 @@ def _quick_thread(pid: int, tid: int) -> ThreadState:
     return ThreadState(tid=tid, name=stat.name, state=stat.state, cpu_ms=stat.cpu_ms)
 
 
-def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting, memory: Memory, own: Own) -> ThreadState:
+def _full_thread(
+    pid: int, tid: int, denied: set[str], resting: Resting, memory: ProcessMemory, own: Own
+) -> ThreadState:
     task = Path(f"/proc/{pid}/task/{tid}")
     stat = _thread_stat(pid, tid)
 
@@ -292,7 +294,7 @@ def _full_thread(pid: int, tid: int, denied: set[str], resting: Resting, memory:
     return _with_target(thread, pid, arguments, memory)
 
 
-def _with_target(thread: ThreadState, pid: int, arguments: tuple[int, ...], memory: Memory) -> ThreadState:
+def _with_target(thread: ThreadState, pid: int, arguments: tuple[int, ...], memory: ProcessMemory) -> ThreadState:
     """With what its call works on: a descriptor, or a path."""
     name, fd = thread.syscall_name, None
     if name in waits.FD_FIRST:
@@ -369,7 +371,7 @@ def _slices(pid: int, tid: int) -> str:
 _TID_AT = {"x86_64": 720, "aarch64": 208}  # in glibc's struct pthread, which pthread_self() points at
 
 
-def tid_of(memory: Memory, ident: int, tids: Collection[int]) -> int | None:
+def tid_of(memory: ProcessMemory, ident: int, tids: Collection[int]) -> int | None:
     """The kernel's number of a thread of which Python knows ``pthread_self()``; one of ``tids``."""
     at = _TID_AT.get(platform.machine())
     data = memory.read(ident + at, 4) if at and ident else b""

@@ -109,7 +109,7 @@ def why(error: CaptureError) -> str:
 # The verdict is made of what was there in time. So a source that misses its deadline must leave in the bundle exactly
 # what it has told the verdict: each of its steps, files and evidence together, counts as a whole or not at all.
 
-Made = tuple[Artifact, bytes | None]  # None: it is missing
+FileContent = tuple[Artifact, bytes | None]  # None: it is missing
 
 
 class Late(Exception):
@@ -126,16 +126,16 @@ class Sink:
         self.redactor = redactor
         self.maker = maker or self
 
-    def made(self, artifact: Artifact, data: bytes | str | None) -> Made:
+    def made(self, artifact: Artifact, data: bytes | str | None) -> FileContent:
         return artifact, None
 
-    def made_json(self, artifact: Artifact, value: object) -> Made:
+    def made_json(self, artifact: Artifact, value: object) -> FileContent:
         return artifact, None
 
-    def made_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> Made:
+    def made_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> FileContent:
         return artifact, None
 
-    def put(self, made: Made) -> None: ...
+    def put(self, made: FileContent) -> None: ...
 
     def add(self, artifact: Artifact, data: bytes | str | None) -> None:
         """Writes ``data`` to ``artifact.path``; None lists it as missing."""
@@ -164,10 +164,10 @@ class Gate(Sink):
     def _is_closed(self) -> bool:
         return self._closed or (self._outer is not None and self._outer._is_closed)
 
-    def put(self, made: Made) -> None:
+    def put(self, made: FileContent) -> None:
         self.put_all([made])
 
-    def put_all(self, several: list[Made], then: Callable[[], object] = lambda: None) -> None:
+    def put_all(self, several: list[FileContent], then: Callable[[], object] = lambda: None) -> None:
         """Puts all of ``several`` and does ``then``, or nothing of it."""
         with self._lock:
             if self._is_closed:
@@ -181,15 +181,15 @@ class Gate(Sink):
             self._closed = True
 
 
-class Step(Sink):
+class FileGroup(Sink):
     """Files that belong together, kept until ``done`` puts them."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__(gate.redactor, gate.maker)
         self._gate = gate
-        self._made: list[Made] = []
+        self._made: list[FileContent] = []
 
-    def put(self, made: Made) -> None:
+    def put(self, made: FileContent) -> None:
         self._made.append(made)
 
     def done(self, then: Callable[[], object]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from safelaunch.capture.memory import Memory
+from safelaunch.capture.memory import ProcessMemory
 from safelaunch.model import OtherEnd, ProcessState, ThreadState
 from safelaunch.system import procstat
 from safelaunch.system.files import link_of, text_of
@@ -326,7 +326,7 @@ _KTHREADD = 2
 
 _READS = frozenset({"read", "readv", "recvfrom", "recvmsg", "recvmmsg", "poll", "ppoll", "splice"})
 
-Wanted = tuple[str, bool]  # what the descriptor points at, or a mapping; whether it has to be one for writing
+WantedEnds = tuple[str, bool]  # what the descriptor points at, or a mapping; whether it has to be one for writing
 
 
 @dataclass(frozen=True)
@@ -340,16 +340,16 @@ class _Until:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Holders:
     """Who has what was wanted. ``closed``: no descriptor can be out of sight. ``rings``: processes for which the kernel
     reads and writes (io_uring).
     """
 
-    by: Mapping[Wanted, tuple[OtherEnd, ...]]
+    by: Mapping[WantedEnds, tuple[OtherEnd, ...]]
     closed: bool = False
     rings: frozenset[int] = frozenset()
 
-    def is_closed(self, one: Wanted) -> bool:
+    def is_closed(self, one: WantedEnds) -> bool:
         """As ``ends_closed`` in ``ThreadState``."""
         return self.closed and self.rings.isdisjoint(end.pid for end in self.by[one])
 
@@ -378,7 +378,7 @@ def with_ends(
     return tuple(_told(state, wanted, found) for state in states)
 
 
-def _wanted(state: ProcessState) -> Iterator[tuple[int, Wanted]]:
+def _wanted(state: ProcessState) -> Iterator[tuple[int, WantedEnds]]:
     """What the other ends look like among the descriptors of whoever has them: tid → that."""
     waiting = [
         thread for thread in state.threads if thread.inode is not None and thread.syscall_name in _WRITES | _READS
@@ -400,10 +400,10 @@ def _own_socket(thread: ThreadState) -> str:
     return f"socket:[{thread.inode}]"
 
 
-def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int], until: _Until) -> _Held:
+def _holders(wanted: frozenset[WantedEnds], own: Collection[int], pids: Iterable[int], until: _Until) -> _Holders:
     targets = {target for target, _ in wanted}
     mapped = [one for one in wanted if " " in one[0]]  # device and inode
-    found: dict[Wanted, dict[int, OtherEnd]] = {one: {} for one in wanted}
+    found: dict[WantedEnds, dict[int, OtherEnd]] = {one: {} for one in wanted}
     mine: set[str] = set()  # of the job's processes: through these, a descriptor may have been given away
     seen: set[str] = set()
     given = {link_of(f"/proc/self/fd/{number}") for number in range(3)}  # to safelaunch, and on to the job
@@ -412,7 +412,7 @@ def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int
     groups = {_group(pid) for pid in own}
     for pid in dict.fromkeys((*own, *pids)):
         if pid not in own and until.is_over:
-            return _Held({one: tuple(each.values()) for one, each in found.items() if each and _is_socket(one)})
+            return _Holders({one: tuple(each.values()) for one, each in found.items() if each and _is_socket(one)})
         its: set[str] = set()
         for path, target in descriptors(pid):
             its.add(target)
@@ -431,7 +431,7 @@ def _holders(wanted: frozenset[Wanted], own: Collection[int], pids: Iterable[int
     closed = not unreadable and _are_closed(own, mine, seen)
     if any(_may_have_inherited(pid, began, groups) for pid in unreadable):
         found = {one: each for one, each in found.items() if one not in mapped}
-    return _Held({one: tuple(each.values()) for one, each in found.items()}, closed, frozenset(rings))
+    return _Holders({one: tuple(each.values()) for one, each in found.items()}, closed, frozenset(rings))
 
 
 def _mapped_files(pid: int) -> frozenset[str]:
@@ -439,11 +439,11 @@ def _mapped_files(pid: int) -> frozenset[str]:
     who opened it by its name.
     """
     with suppress(OSError):  # it has ended, or is another user's
-        return frozenset(mapping.identity for mapping in Memory(pid).mappings)
+        return frozenset(mapping.identity for mapping in ProcessMemory(pid).mappings)
     return frozenset()
 
 
-def _is_socket(one: Wanted) -> bool:
+def _is_socket(one: WantedEnds) -> bool:
     return one[0].startswith("socket:")
 
 
@@ -503,7 +503,7 @@ def _name(pid: int) -> str:
     return found.name if found is not None else ""
 
 
-def _told(state: ProcessState, wanted: Mapping[tuple[int, int], Wanted], found: _Held) -> ProcessState:
+def _told(state: ProcessState, wanted: Mapping[tuple[int, int], WantedEnds], found: _Holders) -> ProcessState:
     def one(thread: ThreadState) -> ThreadState:
         asked = wanted.get((state.pid, thread.tid))
         if thread.locked_by is not None:

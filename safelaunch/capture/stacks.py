@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.capture import command, proc, user_source
-from safelaunch.capture.memory import Memory
+from safelaunch.capture.memory import ProcessMemory
 from safelaunch.capture.result import Result, attempt
 from safelaunch.capture.result import why as reason_of
 from safelaunch.job.process import ProcessId, identify
@@ -269,7 +269,7 @@ def settled(pid: int, until: float, read: Callable[[], Result[StackSample]]) -> 
 def _seen(thread: Thread, pid: int, threads: Mapping[int, proc.Scheduled], quiet: Collection[int]) -> Thread:
     """With its kernel id, which py-spy finds without a stop only on Python 3.11+, and whether it ran meanwhile."""
     tid = thread.os_tid
-    if tid is None and (tid := proc.tid_of(Memory(pid), thread.ident, threads)) is not None:
+    if tid is None and (tid := proc.tid_of(ProcessMemory(pid), thread.ident, threads)) is not None:
         thread = msgspec.structs.replace(thread, os_tid=tid, active=threads[tid].runs)
     return msgspec.structs.replace(thread, torn=len(quiet) < len(threads) if tid is None else tid not in quiet)
 
@@ -391,7 +391,7 @@ _ADD_CAPABILITY = "docker run --cap-add=SYS_PTRACE, or securityContext.capabilit
 
 
 @dataclass(frozen=True)
-class Facts:
+class PtraceFacts:
     """The facts that decide whether we may trace a process. ``yama``: kernel.yama.ptrace_scope, None = off."""
 
     alive: bool
@@ -402,13 +402,13 @@ class Facts:
     executable: str = ""
 
 
-def tracing_facts(pid: int) -> Facts:
+def tracing_facts(pid: int) -> PtraceFacts:
     """The current facts for ``pid``; never raises."""
     status = text_of(Path("/proc/self/status"))
     effective = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
     target = re.search(r"^Uid:\s*\d+\s+(\d+)", text_of(Path(f"/proc/{pid}/status")), re.MULTILINE)
     yama = text_of(Path("/proc/sys/kernel/yama/ptrace_scope")).strip()
-    return Facts(
+    return PtraceFacts(
         alive=target is not None,
         same_user=target is not None and int(target[1]) == os.geteuid(),
         capable=effective is not None and bool(int(effective[1], 16) & _CAP_SYS_PTRACE),
@@ -419,7 +419,7 @@ def tracing_facts(pid: int) -> Facts:
     )
 
 
-def explain(stderr: str, facts: Facts) -> CaptureError:
+def explain(stderr: str, facts: PtraceFacts) -> CaptureError:
     """py-spy's error message as cause, remedy and kind of failure."""
     said = stderr.lower()
     if not facts.alive:
@@ -482,7 +482,7 @@ def summary(stderr: str) -> str:
     return ": ".join(parts)[:300]
 
 
-def _denied(facts: Facts) -> CaptureError:
+def _denied(facts: PtraceFacts) -> CaptureError:
     if not facts.same_user and not facts.capable:
         other = f"with CAP_SYS_PTRACE: {_ADD_CAPABILITY}" if facts.container else "as root"
         fix = f"run safelaunch as that user, or {other}"

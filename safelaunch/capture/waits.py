@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from safelaunch.capture.memory import Mapping, Memory, Symbol
+from safelaunch.capture.memory import Mapping, ProcessMemory, Symbol
 from safelaunch.model import FileLock
 from safelaunch.system import procstat
 from safelaunch.system.files import text_of
@@ -91,7 +91,7 @@ def child_of(name: str, arguments: Sequence[int]) -> int | None:
 
 UNREADABLE_S = 0.0  # it has an unknown limit: it may end at any time
 
-Read = Callable[[int, int], bytes]  # (address, size) → bytes of the process, fewer if they can't be read
+MemoryReader = Callable[[int, int], bytes]  # (address, size) → bytes of the process, fewer if they can't be read
 
 _P_PID = 1
 _MONOTONIC, _REALTIME = 1, 0
@@ -106,7 +106,7 @@ _RELATIVE = {"ppoll": 2, "pselect6": 4, "select": 4, "epoll_pwait2": 3, "rt_sigt
 _PER_SECOND = {"select": 1e6}  # a timeval; the others are timespecs
 
 
-def ends_s(name: str, arguments: Sequence[int], memory: Read, *, now: float | None = None) -> float | None:
+def ends_s(name: str, arguments: Sequence[int], memory: MemoryReader, *, now: float | None = None) -> float | None:
     """The latest time at which the call ends by itself (CLOCK_MONOTONIC, seconds); None if it has no limit.
 
     A thread that sleeps for a day is stuck; one that sleeps for a second may be polling. A relative limit is counted
@@ -130,14 +130,14 @@ def ends_s(name: str, arguments: Sequence[int], memory: Read, *, now: float | No
     return None
 
 
-def _relative(address: int, memory: Read, now: float, per_second: float = 1e9) -> float | None:
+def _relative(address: int, memory: MemoryReader, now: float, per_second: float = 1e9) -> float | None:
     if not address:
         return None
     seconds = _seconds(memory(address, 16), per_second)
     return UNREADABLE_S if seconds is None else now + seconds
 
 
-def _absolute(address: int, memory: Read, now: float, clock: int | None) -> float | None:
+def _absolute(address: int, memory: MemoryReader, now: float, clock: int | None) -> float | None:
     """The time on CLOCK_MONOTONIC, in seconds. ``clock`` None: it is relative to now."""
     if clock is None or not address:
         return _relative(address, memory, now)
@@ -189,7 +189,7 @@ def _passed(mapping: Mapping) -> bool:
 class Resting:
     """The threads of one process."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: ProcessMemory) -> None:
         self._memory = memory
         self._left = MAX_THREADS
 
@@ -342,7 +342,7 @@ _MAX_NAME = 60
 
 
 @dataclass(frozen=True)
-class Held:
+class LockRow:
     """A line of ``/proc/locks``: ``place`` is (major, minor, inode) of the file."""
 
     pid: int
@@ -373,7 +373,7 @@ def holders(pid: int, fd: int) -> tuple[int, ...]:
     return (*taker, *(other for other in others if other not in (pid, held.pid) and _has(other, held)))
 
 
-def _in_the_way(table: str, pid: int, place: tuple[int, int, int]) -> Held | None:
+def _in_the_way(table: str, pid: int, place: tuple[int, int, int]) -> LockRow | None:
     """The lock for whose end ``pid`` waits: its line stands above all that wait for it. None if its holder is unknown.
 
     Several processes may have locks on the same file, each on bytes of its own.
@@ -388,7 +388,7 @@ def _in_the_way(table: str, pid: int, place: tuple[int, int, int]) -> Held | Non
     return None
 
 
-def _has(pid: int, lock: Held) -> bool | None:
+def _has(pid: int, lock: LockRow) -> bool | None:
     """Whether a descriptor of the process has the lock; None if they cannot be read."""
     try:
         names = os.listdir(f"/proc/{pid}/fdinfo")  # noqa: PTH208
@@ -398,16 +398,16 @@ def _has(pid: int, lock: Held) -> bool | None:
     return any(lock in _locks_in(text) for text in texts)
 
 
-def _locks_in(fdinfo: str) -> Iterator[Held]:
+def _locks_in(fdinfo: str) -> Iterator[LockRow]:
     return parse(fdinfo.replace("lock:", ""))
 
 
-def lock_table() -> tuple[Held, ...]:
+def lock_table() -> tuple[LockRow, ...]:
     """All locks of the node. While the kernel writes them down, nobody there gets or releases one: read it seldom."""
     return tuple(parse(text_of("/proc/locks")))
 
 
-def locks_of(pid: int, *, of_others: bool, known: Sequence[Held] | None = None) -> tuple[FileLock, ...]:
+def locks_of(pid: int, *, of_others: bool, known: Sequence[LockRow] | None = None) -> tuple[FileLock, ...]:
     """The exclusive locks on files that ``pid`` has open: its own, with ``of_others`` those of other processes too.
 
     ``known``: the locks of the node, where they have been read.
@@ -418,8 +418,8 @@ def locks_of(pid: int, *, of_others: bool, known: Sequence[Held] | None = None) 
     every = lock_table() if known is None else known
     wanted = {held for held in every if held.exclusive and (of_others or held.pid == pid)}
     inodes = {held.place[2] for held in wanted}
-    found: dict[Held, str] = {}
-    shared: set[Held] = set()
+    found: dict[LockRow, str] = {}
+    shared: set[LockRow] = set()
     for path in Path(f"/proc/{pid}/fdinfo").iterdir() if inodes else ():
         try:
             text = path.read_text()
@@ -476,7 +476,7 @@ def _since(pid: int) -> str:
     return time.strftime(", since %Y-%m-%d %H:%M:%S UTC", begun)
 
 
-def parse(text: str) -> Iterator[Held]:
+def parse(text: str) -> Iterator[LockRow]:
     """``1: FLOCK  ADVISORY  WRITE 4711 08:02:131 0 EOF``; those who wait have ``->`` behind the number, and are left
     out, as are those of another container, who have no number here.
     """
@@ -488,7 +488,7 @@ def parse(text: str) -> Iterator[Held]:
         minor, _, inode = rest.partition(":")
         try:
             where = (int(major, 16), int(minor, 16), int(inode))
-            held = Held(int(fields[4]), where, fields[3] == "WRITE", fields[1] == "FLOCK")
+            held = LockRow(int(fields[4]), where, fields[3] == "WRITE", fields[1] == "FLOCK")
         except ValueError:
             continue  # a line of another kernel
         if held.pid > 0:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from safelaunch.bundle.reading.guard import Found, Unreadable
+from safelaunch.bundle.reading.guard import FoundEvidence, Unreadable
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import seen_from_here, working_directory
 from safelaunch.model import Claim, Evidence, NextStep, ProofEdge, Verdict, format_ranks
@@ -47,7 +47,7 @@ _Cited = TypeVar("_Cited", Claim, ProofEdge)
 
 
 @dataclass(frozen=True)
-class _Told:
+class _ChildOutput:
     """The output and exit code; ``notes`` go to stderr; ``files``: the wanted files, by name."""
 
     code: int
@@ -57,7 +57,7 @@ class _Told:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _ShownParts:
     """What to show: the verdict, or a table of calls; and which of ``FILES`` to make."""
 
     as_json: bool
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     targets = _targets(words.html, words.output)
     for path in paths:
         check_targets(path, targets.values())
-    wanted = _Wanted(words.json, _selection(words), tuple(targets))
+    wanted = _ShownParts(words.json, _selection(words), tuple(targets))
     collects = gc.isenabled()
     gc.disable()  # hundreds of dumps are millions of objects that live to the end: collecting would double the time
     try:
@@ -207,7 +207,7 @@ def _write(target: Path, text: str) -> None:
         raise SafelaunchError(f"diagnose: {clean(os.fspath(target))} could not be written: {why}") from error
 
 
-def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callable[[Found], T]) -> T:
+def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callable[[FoundEvidence], T]) -> T:
     """What ``work`` makes of the evidence at ``paths``, in a bounded child; what it needs is imported before. Raises
     UsageError if nothing can be read there.
     """
@@ -227,7 +227,7 @@ def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callab
         raise UsageError(f"cannot {command} {clean(called)}. {why[:1].upper()}{why[1:]}.", error.fix) from error
 
 
-def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
+def _tell(found: FoundEvidence, path: str, wanted: _ShownParts) -> _ChildOutput:
     """The verdict on what was found at ``path``, in the child."""
     from safelaunch.verdict.diagnose import diagnose
 
@@ -241,11 +241,11 @@ def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
         return replace(_calls(found, wanted.table, as_json=wanted.as_json), files=files)
     code = REACHED if was_reached(verdict) else NOT_ENOUGH
     if wanted.as_json:
-        return _Told(code, document, files=files)
+        return _ChildOutput(code, document, files=files)
     if not (found.evidence.ranks or found.evidence.rendezvous or found.evidence.nodes):
-        return _Told(REACHED if found.remarks else NOT_ENOUGH, "", _closing(found), files)
+        return _ChildOutput(REACHED if found.remarks else NOT_ENOUGH, "", _closing(found), files)
     on = display(1, os.environ)
-    return _Told(
+    return _ChildOutput(
         code,
         terminal_safe(_screen(verdict, found.evidence, path, on), color=on.color),
         (*_notes(found), *_unexplained(found, verdict)),
@@ -253,14 +253,14 @@ def _tell(found: Found, path: str, wanted: _Wanted) -> _Told:
     )
 
 
-def _unexplained(found: Found, verdict: Verdict) -> list[str]:
+def _unexplained(found: FoundEvidence, verdict: Verdict) -> list[str]:
     """The exceptions in a log on which the verdict does not rest, and which are no effects of others."""
     cited = " ".join(claim.file for claim in verdict.evidence)
     others = [error for error in found.errors if error.where not in cited]
     return [f"also in the log: {clean(error.words)}" for error in others[:_MOST_OTHERS]]
 
 
-def _closing(found: Found) -> tuple[str, ...]:
+def _closing(found: FoundEvidence) -> tuple[str, ...]:
     """The lines that are printed where nothing shows how a rank ended or where it waits."""
     first, *rest = (*found.remarks, *found.summary) or ("nothing wrong seen",)
     step = _under_safelaunch(found)
@@ -268,7 +268,7 @@ def _closing(found: Found) -> tuple[str, ...]:
     return (*map(clean, (f"{found.what}: {first}", *rest)), *may_hang, f"{step.why}: {clean(step.command)}")
 
 
-def _with_next(verdict: Verdict, found: Found) -> Verdict:
+def _with_next(verdict: Verdict, found: FoundEvidence) -> Verdict:
     """Returns the verdict with a next command. Only a bundle knows how the job was started."""
     if verdict.next is not None or found.bundles or any(rank.beacon for rank in found.evidence.ranks):
         return verdict
@@ -276,7 +276,7 @@ def _with_next(verdict: Verdict, found: Found) -> Verdict:
     return msgspec.structs.replace(verdict, next=_DUMP if may_hang else _under_safelaunch(found))
 
 
-def _under_safelaunch(found: Found) -> NextStep:
+def _under_safelaunch(found: FoundEvidence) -> NextStep:
     """Returns the command that runs the job under safelaunch: the one that its log shows, without secrets."""
     from safelaunch.system.redaction.redact import redact_argv
 
@@ -291,12 +291,12 @@ def _as_typed(word: str) -> str:
     return word if _WITH_VARIABLES.fullmatch(rest) or (name and not rest) else name + shlex.quote(rest)
 
 
-def _calls(found: Found, chosen: Selection, *, as_json: bool) -> _Told:
+def _calls(found: FoundEvidence, chosen: Selection, *, as_json: bool) -> _ChildOutput:
     """The table of calls: exit code 0 if it has any."""
     from safelaunch.report import calls
-    from safelaunch.verdict.rank_state import Facts
+    from safelaunch.verdict.rank_state import CaseFacts
 
-    shown = calls.table(Facts.of(found.evidence), chosen)
+    shown = calls.table(CaseFacts.of(found.evidence), chosen)
     code = REACHED if shown.rows else NOT_ENOUGH
     notes = _notes(found)
     if shown.unrecorded:
@@ -308,12 +308,12 @@ def _calls(found: Found, chosen: Selection, *, as_json: bool) -> _Told:
         text = f"only the newest calls of each rank are shown (--last {chosen.last})"
         notes.append(f"{text}: a line may lack ranks that made its call before these. --last 0 shows all")
     if as_json:
-        return _Told(code, json_text(calls.document(shown)), tuple(notes))
+        return _ChildOutput(code, json_text(calls.document(shown)), tuple(notes))
     table = "\n".join(calls.lines(shown)) if shown.rows else ""
-    return _Told(code, folded(terminal_safe(table), room()), tuple(notes))
+    return _ChildOutput(code, folded(terminal_safe(table), room()), tuple(notes))
 
 
-def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, str]:
+def _files(verdict: Verdict, found: FoundEvidence, names: Collection[str]) -> dict[str, str]:
     """The report, and the files for viewers."""
     if not names:
         return {}
@@ -321,11 +321,11 @@ def _files(verdict: Verdict, found: Found, names: Collection[str]) -> dict[str, 
     from safelaunch.capture import user_source
     from safelaunch.report import exports, page
     from safelaunch.system.redaction.redactor import Redactor
-    from safelaunch.verdict.rank_state import Facts
+    from safelaunch.verdict.rank_state import CaseFacts
 
     about = bundles.about_all(found.bundles)
     redactor = Redactor()
-    facts = Facts.of(found.evidence, user_source.text_for_stranger)
+    facts = CaseFacts.of(found.evidence, user_source.text_for_stranger)
     made: dict[str, str] = {}
     if HTML in names:
         elsewhere = replace(about, bundle="")  # the page has links to the files beside it, and there are none
@@ -341,7 +341,7 @@ def was_reached(verdict: Verdict) -> bool:
     return bool(verdict.culprits or verdict.processes_at_fault or verdict.nodes_at_fault) or verdict.confidence != "low"
 
 
-def _pointing_at(verdict: Verdict, found: Found) -> Verdict:
+def _pointing_at(verdict: Verdict, found: FoundEvidence) -> Verdict:
     """The verdict with the files' present paths, and with the unreadable files in ``missing``."""
     claims = tuple(_citing(claim, found) for claim in verdict.evidence)
     proof = tuple(_citing(edge, found) for edge in verdict.proof)
@@ -350,7 +350,7 @@ def _pointing_at(verdict: Verdict, found: Found) -> Verdict:
     return msgspec.structs.replace(verdict, evidence=claims, proof=proof, missing=(*verdict.missing, *problems))
 
 
-def _citing(one: _Cited, found: Found) -> _Cited:
+def _citing(one: _Cited, found: FoundEvidence) -> _Cited:
     return msgspec.structs.replace(one, file=_utf8(_real_name(one.file, found.files)))
 
 
@@ -371,7 +371,7 @@ def _real_name(name: str, files: Mapping[str, str]) -> str:
     return files[longest] + name[len(longest) :] if longest is not None and is_folder else name
 
 
-def _notes(found: Found) -> list[str]:
+def _notes(found: FoundEvidence) -> list[str]:
     least = "at least " if found.evidence.world_guessed else ""
     others = len(found.evidence.labels)
     known = len(found.evidence.ranks) - others

@@ -22,7 +22,7 @@ from safelaunch.capture import gpu
 from safelaunch.capture.result import gather
 from safelaunch.cli import doctor_node as node
 from safelaunch.cli import doctor_rules as rules
-from safelaunch.cli.doctor_rules import RESULTS, Check, Result, failed, warning
+from safelaunch.cli.doctor_rules import RESULTS, Check, CheckResult, failed, warning
 from safelaunch.cli.parsing import Parser
 from safelaunch.job import paths, torchrun
 from safelaunch.settings.config import INTERNAL_ENV, resolve
@@ -66,7 +66,7 @@ class Document(msgspec.Struct, frozen=True):
     safelaunch: str
     host: str
     user: int
-    result: Result
+    result: CheckResult
     checks: list[Check]
 
 
@@ -97,13 +97,13 @@ def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class DoctorSubject:
     """The subject of the checks. ``torch`` None: not found, for the reason ``no_torch``."""
 
     environ: Mapping[str, str]
     uid: int
     cwd: Path
-    torch: torchrun.Torch | None
+    torch: torchrun.TorchInstallation | None
     no_torch: SafelaunchError | None
 
     @property
@@ -118,8 +118,8 @@ def examine(environ: Mapping[str, str], uid: int, cwd: Path) -> tuple[Check, ...
         torch = torchrun.find(environ)
     except SafelaunchError as error:
         problem = error
-    subject = Subject(environ, uid, cwd, torch, problem)
-    looks: dict[str, Callable[[Subject], tuple[Check | None, ...]]] = {
+    subject = DoctorSubject(environ, uid, cwd, torch, problem)
+    looks: dict[str, Callable[[DoctorSubject], tuple[Check | None, ...]]] = {
         "reading stacks": _tracing,
         "torch": _torch,
         "disks": _disks,
@@ -134,19 +134,21 @@ def examine(environ: Mapping[str, str], uid: int, cwd: Path) -> tuple[Check, ...
     return tuple(found)
 
 
-def worst(checks: tuple[Check, ...]) -> Result:
+def worst(checks: tuple[Check, ...]) -> CheckResult:
     """The worst result of the checks."""
     return max((check.result for check in checks), key=RESULTS.index, default="ok")
 
 
-def _guarded(name: str, look: Callable[[Subject], tuple[Check | None, ...]], subject: Subject) -> list[Check]:
+def _guarded(
+    name: str, look: Callable[[DoctorSubject], tuple[Check | None, ...]], subject: DoctorSubject
+) -> list[Check]:
     try:
         return [check for check in look(subject) if check is not None]
     except Exception as error:  # noqa: BLE001 - a failing check is reported, and the others run
         return [warning(name, f"the check failed: {type(error).__name__}: {error}")]
 
 
-def _tracing(subject: Subject) -> tuple[Check | None, ...]:
+def _tracing(subject: DoctorSubject) -> tuple[Check | None, ...]:
     path, version = node.py_spy()
     installed = rules.py_spy_check(path, version, node.python_of(subject.python))
     if not path:
@@ -159,7 +161,7 @@ def _tracing(subject: Subject) -> tuple[Check | None, ...]:
     return tuple(checks)
 
 
-def _torch(subject: Subject) -> tuple[Check | None, ...]:
+def _torch(subject: DoctorSubject) -> tuple[Check | None, ...]:
     if subject.torch is None:
         assert subject.no_torch is not None
         detail = f"{subject.no_torch.message} No job can be started, but dump, diagnose and status work."
@@ -186,7 +188,7 @@ def _gpus(cuda: str | None) -> Check:
     return rules.gpu_check(count, found.missing, found.kind, cuda, node.has_gpu_devices())
 
 
-def _disks(subject: Subject) -> tuple[Check | None, ...]:
+def _disks(subject: DoctorSubject) -> tuple[Check | None, ...]:
     root = paths.run_root(subject.environ, subject.uid)
     place = node.rights(subject.environ).place
     return (
@@ -198,11 +200,11 @@ def _disks(subject: Subject) -> tuple[Check | None, ...]:
     )
 
 
-def _node(subject: Subject) -> tuple[Check | None, ...]:
+def _node(subject: DoctorSubject) -> tuple[Check | None, ...]:
     return node.ports(), node.host_name()
 
 
-def _configuration(subject: Subject) -> tuple[Check | None, ...]:
+def _configuration(subject: DoctorSubject) -> tuple[Check | None, ...]:
     """The configuration of a run started here: its environment, configuration file and bundle directory."""
     own = {name: value for name, value in subject.environ.items() if name not in INTERNAL_ENV}
     try:

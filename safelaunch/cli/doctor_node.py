@@ -20,10 +20,10 @@ from safelaunch.capture import command, stacks
 from safelaunch.capture.result import within
 from safelaunch.cli.doctor_rules import (
     Check,
+    Container,
     Disk,
-    Place,
-    Probe,
     Rights,
+    TorchProbe,
     Trial,
     hostname_check,
     leftover_check,
@@ -242,7 +242,7 @@ def rights(environ: Mapping[str, str]) -> Rights:
     )
 
 
-def place(environ: Mapping[str, str], container: bool) -> Place:
+def place(environ: Mapping[str, str], container: bool) -> Container:
     """The kind of container: each needs a different fix."""
     if "KUBERNETES_SERVICE_HOST" in environ or Path("/var/run/secrets/kubernetes.io").exists():
         return "kubernetes"
@@ -256,7 +256,7 @@ def place(environ: Mapping[str, str], container: bool) -> Place:
 _ID = re.compile(r"containers/([0-9a-f]{12})[0-9a-f]{52}/(?:userdata/)?(?:hostname|hosts|resolv\.conf) /etc/")
 
 
-def container(place: Place, mounts: str) -> str:
+def container(place: Container, mounts: str) -> str:
     """The name of this pod or container in a command outside it: the host name, or an id if ``mounts`` hold it.
 
     A container in the network of its host has that host's name. ``mounts``: ``/proc/self/mountinfo``.
@@ -319,7 +319,7 @@ os._exit(0)
 """
 
 
-def ask(python: str, environ: Mapping[str, str], *, deadline_s: float = TORCH_DEADLINE_S) -> Probe:
+def ask(python: str, environ: Mapping[str, str], *, deadline_s: float = TORCH_DEADLINE_S) -> TorchProbe:
     """Runs the program in ``python`` with the beacon on its PYTHONPATH; never raises."""
     own = environ.get("PYTHONPATH")
     entries = [str(Path(entry).absolute()) for entry in own.split(os.pathsep)] if own else []
@@ -330,18 +330,18 @@ def ask(python: str, environ: Mapping[str, str], *, deadline_s: float = TORCH_DE
         # With -c, the working directory comes first on the module path, so it must not be one that others may write to.
         output = command.run(argv, deadline_s=deadline_s, cwd=Path("/"))
     except CaptureError as error:
-        return Probe(problem=error.message)
+        return TorchProbe(problem=error.message)
     if output.timed_out:
-        return Probe(problem=f"import torch did not finish within {deadline_s:g} s")
+        return TorchProbe(problem=f"import torch did not finish within {deadline_s:g} s")
     return parse(output.stdout, output.stderr, output.returncode)
 
 
-def parse(stdout: bytes, stderr: str, code: int | None) -> Probe:
+def parse(stdout: bytes, stderr: str, code: int | None) -> TorchProbe:
     """The document on the program's last line, or the reason for having none."""
     lines = stdout.splitlines()
     try:
         seen: dict[str, Any] = json.loads(lines[-1])
-        return Probe(**seen)
+        return TorchProbe(**seen)
     except (IndexError, ValueError, TypeError):
         said = stderr.strip().splitlines()
-        return Probe(problem=f"import torch failed: {said[-1][:300] if said else f'exit status {code}'}")
+        return TorchProbe(problem=f"import torch failed: {said[-1][:300] if said else f'exit status {code}'}")

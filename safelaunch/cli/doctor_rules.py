@@ -14,8 +14,8 @@ from safelaunch.system.errors import Failure
 # --- The result of one check of ``safelaunch doctor`` -----------------------------------------------------------------
 
 
-Result = Literal["ok", "warning", "failed"]
-RESULTS: tuple[Result, ...] = ("ok", "warning", "failed")
+CheckResult = Literal["ok", "warning", "failed"]
+RESULTS: tuple[CheckResult, ...] = ("ok", "warning", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Check:
     """
 
     name: str
-    result: Result
+    result: CheckResult
     detail: str
     fix: str = ""
 
@@ -47,10 +47,10 @@ def failed(name: str, detail: str, fix: str = "") -> Check:
 # --- Judges whether stacks can be read, by trials and the kernel's settings, with the fix for this environment --------
 
 
-Place = Literal["host", "docker", "podman", "kubernetes", "apptainer"]
+Container = Literal["host", "docker", "podman", "kubernetes", "apptainer"]
 OLDEST_FOR = {(3, 13): (0, 4, 0)}  # py-spy's release notes
 
-_ADD_CAPABILITY: dict[Place, str] = {
+_ADD_CAPABILITY: dict[Container, str] = {
     "docker": "docker run --cap-add=SYS_PTRACE ...   (compose: cap_add: [SYS_PTRACE])",
     "podman": "podman run --cap-add=SYS_PTRACE ...",
     "kubernetes": "in the pod's specification, for the container of the job:\n"
@@ -60,7 +60,7 @@ _ADD_CAPABILITY: dict[Place, str] = {
     "apptainer": "apptainer exec --add-caps CAP_SYS_PTRACE ...   (once, as root: apptainer capability add)",
     "host": "sudo setcap cap_sys_ptrace+ep $(readlink -f $(command -v py-spy)), or run the job as root",
 }
-_NO_SECCOMP: dict[Place, str] = {
+_NO_SECCOMP: dict[Container, str] = {
     "docker": "docker run --security-opt seccomp=unconfined ..., or docker >= 19.03 on a kernel >= 4.8",
     "podman": "podman run --security-opt seccomp=unconfined ...",
     "kubernetes": "securityContext: {seccompProfile: {type: Unconfined}}, or a profile that allows ptrace",
@@ -92,7 +92,7 @@ class Rights:
     yama: int | None
     capable: bool
     seccomp: int
-    place: Place
+    place: Container
     root: bool = False
 
     def __str__(self) -> str:
@@ -201,7 +201,7 @@ SLOW_IMPORT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class TorchProbe:
     """The answer of torch's interpreter. ``problem``: why there is none.
 
     ``handlers``: the HTTP status of each handler of its worker server, 0 without an answer. ``beacon``: our
@@ -234,7 +234,7 @@ def version_check(version: str, package: str, options: int) -> Check:
     return ok("torch", f"{where}; {options} spellings of torchrun's options")
 
 
-def import_check(probe: Probe) -> Check:
+def import_check(probe: TorchProbe) -> Check:
     """Checks whether torch can be imported, and how fast."""
     name = "import torch"
     if probe.problem:
@@ -247,7 +247,7 @@ def import_check(probe: Probe) -> Check:
     return ok(name, detail)
 
 
-def server_check(probe: Probe) -> Check | None:
+def server_check(probe: TorchProbe) -> Check | None:
     """Checks c10d's worker server, the door into a rank that hangs. None if torch was not imported."""
     name = "worker server"
     if probe.problem or not probe.distributed:
@@ -263,7 +263,7 @@ def server_check(probe: Probe) -> Check | None:
     return ok(name, "it answers, and accepts handlers")
 
 
-def recorder_check(probe: Probe) -> Check | None:
+def recorder_check(probe: TorchProbe) -> Check | None:
     """Checks the Flight Recorder, c10d's record of the last collectives. None if torch was not imported."""
     name = "Flight Recorder"
     if probe.problem or not probe.distributed or not probe.server:
@@ -280,7 +280,7 @@ def recorder_check(probe: Probe) -> Check | None:
     )
 
 
-def beacon_check(probe: Probe) -> Check | None:
+def beacon_check(probe: TorchProbe) -> Check | None:
     """Checks whether ranks run the sitecustomize that starts the beacon. None if unknown."""
     name = "beacon"
     if probe.problem:
@@ -367,7 +367,7 @@ def bundle_check(disk: Disk) -> Check:
     return found
 
 
-def shm_check(disk: Disk, place: Place) -> Check:
+def shm_check(disk: Disk, place: Container) -> Check:
     """Checks ``/dev/shm``, which holds the batches of DataLoader workers and NCCL's buffers."""
     more = {
         "docker": "docker run --shm-size=16g ..., or --ipc=host",

@@ -21,7 +21,7 @@ from safelaunch.model import rank_words
 from safelaunch.settings.config import bundle_dir_of
 from safelaunch.settings.options import DEFAULT_BUNDLE_DIR
 from safelaunch.supervise.control.discover import Run, describe, look, one_of_each_job, our_roots, select
-from safelaunch.supervise.control.protocol import DumpAnswer, Request, ask
+from safelaunch.supervise.control.protocol import ControlRequest, DumpAnswer, ask
 from safelaunch.system import commands
 from safelaunch.system.console import say, show, show_json
 from safelaunch.system.decoding import from_json
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
 
 def _dump_run(run: Run, words: Namespace) -> int:
     say(f"collecting evidence from {run.label}, which continues")
-    request = Request("dump", os.fspath(working_directory() / words.bundle_dir) if words.bundle_dir else "")
+    request = ControlRequest("dump", os.fspath(working_directory() / words.bundle_dir) if words.bundle_dir else "")
     answer = answer_of(run, request, DumpAnswer, DUMP_DEADLINE_S, "the run still writes the bundle")
     return _show(run, answer, as_json=words.json)
 
@@ -108,7 +108,7 @@ def _of_this_directory(runs: Sequence[Run]) -> Sequence[Run]:
     return [run for run in runs if run.status is not None and run.status.cwd == here] or silent
 
 
-def answer_of(run: Run, request: Request, kind: type[T], deadline_s: float, meanwhile: str) -> T:
+def answer_of(run: Run, request: ControlRequest, kind: type[T], deadline_s: float, meanwhile: str) -> T:
     """What the run's supervisor answers. Raises SafelaunchError if it is of another version.
 
     ``meanwhile``: what becomes of the request if nobody waits for the answer any longer.

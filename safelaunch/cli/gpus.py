@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from safelaunch.leases.choose import Gpu, Inventory, users_of
-from safelaunch.leases.holder import Holder, User, look, moment
+from safelaunch.leases.choose import Inventory, LeasableGpu, users_of
+from safelaunch.leases.holder import LeaseHolder, User, look, moment
 from safelaunch.leases.inventory import inventory
-from safelaunch.leases.store import Store, store_of
+from safelaunch.leases.store import LeaseStore, store_of
 from safelaunch.system.console import cut, redact, say, show, show_json
 from safelaunch.system.errors import StoreError
 from safelaunch.system.printable import clean
 
 from .parsing import Parser
-from .table import GAP, Table
+from .table import GAP, TextTable
 
 # --- The lines of ``safelaunch gpus``: the state of each GPU, from leases and NVML ------------------------------------
 
@@ -40,9 +40,9 @@ STYLES: dict[State, str] = {
 class Row:
     """A GPU, its state, its holder (None: nobody) and the processes that NVML sees on it."""
 
-    gpu: Gpu
+    gpu: LeasableGpu
     state: State
-    holder: Holder | None
+    holder: LeaseHolder | None
     users: tuple[User, ...]
     note: str = ""
 
@@ -70,7 +70,7 @@ class Row:
         return str(first.pid), first.user or "-", moment(first.since_unix_s), command + more
 
 
-def rows(gpus: Sequence[Gpu], held: Mapping[str, Holder], users: Mapping[int, User]) -> tuple[Row, ...]:
+def rows(gpus: Sequence[LeasableGpu], held: Mapping[str, LeaseHolder], users: Mapping[int, User]) -> tuple[Row, ...]:
     """One row per GPU."""
     found = []
     for gpu in gpus:
@@ -82,7 +82,7 @@ def rows(gpus: Sequence[Gpu], held: Mapping[str, Holder], users: Mapping[int, Us
     return tuple(found)
 
 
-def _state(gpu: Gpu, holder: Holder | None, users: Sequence[User], use: str) -> State:
+def _state(gpu: LeasableGpu, holder: LeaseHolder | None, users: Sequence[User], use: str) -> State:
     if gpu.error:
         return "fault"
     if holder is not None:
@@ -143,7 +143,7 @@ class Document:
     waiting: list[LeaseDocument]
 
 
-def document(table: Sequence[Row], waiting: Sequence[Holder], missing: str) -> Document:
+def document(table: Sequence[Row], waiting: Sequence[LeaseHolder], missing: str) -> Document:
     """For ``--json``."""
     return Document(missing, [_gpu(row) for row in table], [_holder(one) for one in waiting])
 
@@ -165,17 +165,17 @@ def _gpu(row: Row) -> GpuDocument:
     )
 
 
-def _holder(one: Holder) -> LeaseDocument:
+def _holder(one: LeaseHolder) -> LeaseDocument:
     alive = one.by != "ranks"  # by its lock: a pid says nothing from another pid namespace
     return LeaseDocument(one.pid, one.user, one.uid, one.name, one.command, one.since_unix_s, one.by, alive)
 
 
-def waiting_line(one: Holder) -> str:
+def waiting_line(one: LeaseHolder) -> str:
     """One job in the queue."""
     return f"waiting: pid {one.pid} ({one.user}) since {moment(one.since_unix_s)}: {cut(clean(one.command), 60)}"
 
 
-def _memory(gpu: Gpu) -> str:
+def _memory(gpu: LeasableGpu) -> str:
     if gpu.memory_used_bytes is None or gpu.memory_total_bytes is None:
         return "-"
     return f"{gpu.memory_used_bytes / (1 << 30):.1f}/{gpu.memory_total_bytes / (1 << 30):.0f} GiB"
@@ -212,7 +212,7 @@ def parser() -> Parser:
     return found
 
 
-def _leases(found: Inventory, store: Store) -> tuple[dict[str, Holder], list[Holder]]:
+def _leases(found: Inventory, store: LeaseStore) -> tuple[dict[str, LeaseHolder], list[LeaseHolder]]:
     try:
         return store.look(gpu.uuid for gpu in found.gpus), store.waiting()
     except StoreError as error:
@@ -229,8 +229,8 @@ def _users(found: Inventory) -> dict[int, User]:
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
-def as_table(found: Sequence[Row]) -> Table:
-    return Table(COLUMNS, [row.cells for row in found], RIGHT, [STYLES[row.state] for row in found])
+def as_table(found: Sequence[Row]) -> TextTable:
+    return TextTable(COLUMNS, [row.cells for row in found], RIGHT, [STYLES[row.state] for row in found])
 
 
 def picture(found: Sequence[Row], width: int) -> Any:
@@ -243,7 +243,7 @@ def picture(found: Sequence[Row], width: int) -> Any:
     return table.drawn(cut=widths)
 
 
-def _print_rich(table: Sequence[Row], waiting: Sequence[Holder]) -> None:
+def _print_rich(table: Sequence[Row], waiting: Sequence[LeaseHolder]) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -13,9 +13,9 @@ from safelaunch.job.argv import CommandLine, options_given, restarts, split
 from safelaunch.job.mistakes import is_given, nodes_never_meet
 from safelaunch.job.paths import run_root, working_directory
 from safelaunch.job.plan import Plan, Surroundings, build, describe
-from safelaunch.job.torchrun import Torch
+from safelaunch.job.torchrun import TorchInstallation
 from safelaunch.leases import resources
-from safelaunch.leases.resources import Resources
+from safelaunch.leases.resources import JobResources
 from safelaunch.settings.config import resolve
 from safelaunch.settings.options import BY_FLAG, OWN_OPTIONS, Settings
 from safelaunch.settings.yamlfile import nearest
@@ -51,10 +51,10 @@ def main(words: list[str]) -> int:
     settings = _settings(command, options, environ, torch)
     given = resources.gather(command, settings, environ, torch)
 
-    def planned(given: Resources) -> Plan:
+    def planned(given: JobResources) -> Plan:
         return build(given.command, settings, torch, surroundings(environ, given, words))
 
-    def again(given: Resources) -> tuple[Plan, Resources]:
+    def again(given: JobResources) -> tuple[Plan, JobResources]:
         other = resources.with_another_port(given, settings, environ)
         return planned(other), other
 
@@ -62,7 +62,7 @@ def main(words: list[str]) -> int:
 
 
 def _settings(
-    command: CommandLine, options: Collection[str] | None, environ: Mapping[str, str], torch: Torch
+    command: CommandLine, options: Collection[str] | None, environ: Mapping[str, str], torch: TorchInstallation
 ) -> Settings:
     """The settings of the run. Raises UsageError if nothing could be started; prints what the user may not expect."""
     settings = resolve(command.own, environ, working_directory(), lambda: torch.version)
@@ -106,7 +106,9 @@ def _nearest(option: str, known: Iterable[str]) -> str:
     return f"--{found}" if found else ""
 
 
-def _why_no_script(command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: Torch) -> str:
+def _why_no_script(
+    command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: TorchInstallation
+) -> str:
     """Why there is nothing to run, in one line; empty if there is."""
     if not command.script:
         return "the script is missing (usage: safelaunch [options] script.py [script args...])"
@@ -120,7 +122,7 @@ def _why_no_script(command: CommandLine, options: Collection[str], environ: Mapp
     return why
 
 
-def surroundings(environ: dict[str, str], given: Resources, typed: Sequence[str]) -> Surroundings:
+def surroundings(environ: dict[str, str], given: JobResources, typed: Sequence[str]) -> Surroundings:
     """The plan's inputs besides the command line: the job's resources, and the path of its run directory.
 
     ``typed``: the words behind ``safelaunch``.
@@ -129,7 +131,9 @@ def surroundings(environ: dict[str, str], given: Resources, typed: Sequence[str]
     return Surroundings(environ, run_dir, os.getpid(), given.visible_gpus, given.rank_locks, given.note, tuple(typed))
 
 
-def start(plan: Plan, given: Resources, again: Callable[[Resources], tuple[Plan, Resources]] | None = None) -> int:
+def start(
+    plan: Plan, given: JobResources, again: Callable[[JobResources], tuple[Plan, JobResources]] | None = None
+) -> int:
     """Starts the job of ``plan`` and waits for its end; with ``--dry-run`` only prints the plan.
 
     ``again``: see ``session.run``.

@@ -25,8 +25,8 @@ from safelaunch.system.errors import UsageError
 from safelaunch.system.printable import clean
 
 from .parsing import Parser
-from .status_screen import ASCII, COLUMNS, NODE_COLUMNS, Glyphs, Line, drawn, node_cells, rows, screen, told
-from .table import ENDLESS, Table
+from .status_screen import ASCII, COLUMNS, NODE_COLUMNS, Glyphs, StatusLine, drawn, node_cells, rows, screen, told
+from .table import ENDLESS, TextTable
 
 REFRESH_S = 1.0
 PLAIN_REFRESH_S = 5.0
@@ -121,7 +121,7 @@ def _lines(run: Run, now_unix_s: float, width: int | None) -> list[str]:
     if run.status is None:
         return _broken([f"{run.id}  {clean(run.problem)}"], width)
     lines = _broken([headline(run.status, now_unix_s), *(f"  {line}" for line in details(run.status))], width)
-    table = Table(COLUMNS, [row.cells for row in rows(run.status)], _RIGHT, less_wanted=_LESS_WANTED)
+    table = TextTable(COLUMNS, [row.cells for row in rows(run.status)], _RIGHT, less_wanted=_LESS_WANTED)
     if not table.rows:
         lines.append("  no rank has started yet")
     elif width is None or "signals" in table.fitted(width - 2).columns:
@@ -129,7 +129,7 @@ def _lines(run: Run, now_unix_s: float, width: int | None) -> list[str]:
     else:  # a note goes on in its column, which is the last one then
         lines += table.without("signals").fitted(width - 2, NOTE_WIDTH).lines(width, "  ")
     if run.status.nodes:
-        lines += ["", *Table(NODE_COLUMNS, [*map(node_cells, run.status.nodes)], _RIGHT).lines(indent="  ")]
+        lines += ["", *TextTable(NODE_COLUMNS, [*map(node_cells, run.status.nodes)], _RIGHT).lines(indent="  ")]
     return lines
 
 
@@ -260,7 +260,7 @@ def _watch_terminal(again: Callable[[], tuple[Run, ...]], word: str | None) -> i
     with Live(screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         while (runs := again()) or word is None:
             lines = screen(runs, time.time(), *live.console.size, glyphs)
-            live.update(drawn([Line(redact(line.text), line.style) for line in lines], encoding), refresh=True)
+            live.update(drawn([StatusLine(redact(line.text), line.style) for line in lines], encoding), refresh=True)
             time.sleep(REFRESH_S)
     return 0
 

@@ -172,7 +172,9 @@ class Glyphs:
 ASCII = Glyphs("_.:-=+*#", "~", "-")
 
 
-def screen(runs: Sequence[Run], now_unix_s: float, width: int, height: int, glyphs: Glyphs = Glyphs()) -> list[StatusLine]:
+def screen(
+    runs: Sequence[Run], now_unix_s: float, width: int, height: int, glyphs: Glyphs = Glyphs()
+) -> list[StatusLine]:
     """At most ``height`` lines of at most ``width`` characters."""
     clock = time.strftime("%H:%M:%S", time.localtime(now_unix_s))
     room = max(1, height - 1)
@@ -231,7 +233,11 @@ def _whole_run(run: Run, now_unix_s: float, width: int, room: int, glyphs: Glyph
     head += _words(status, width)
     notes = [line for one in status.wrong_results for line in _wrapped(f"wrong result: {one.words}", width)]
     notes += [StatusLine(f"  note: {clean(note)}", "warn") for note in status.notes]
-    notes += [StatusLine(f"  the state of the other nodes is unknown: {clean(status.alone)}", "warn")] if status.alone else []
+    notes += (
+        [StatusLine(f"  the state of the other nodes is unknown: {clean(status.alone)}", "warn")]
+        if status.alone
+        else []
+    )
     about_nodes = _nodes(status.nodes, width, max(3, room // 3), glyphs) if len(status.nodes) > 1 else []
     left = room - len(head) - len(about_nodes)
     notes = notes[: max(0, left - LEAST_ROWS)]
@@ -269,7 +275,9 @@ def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[StatusLine]
     steps = [one.step or 0 for one in stepping(status)]
     if not steps:
         what = "no rank has started yet" if not status.ranks else "no step yet"
-        return [StatusLine(f"  {what}; suspected after {status.threshold_s:g} s ({clean(status.threshold_why)})", "dim")]
+        return [
+            StatusLine(f"  {what}; suspected after {status.threshold_s:g} s ({clean(status.threshold_why)})", "dim")
+        ]
     standing = standing_s(status)
     bars = spark(course(status.history), glyphs) if width >= 60 else ""
     first = f"  step {min(steps):,}  {_pace(status)}  {bars}".rstrip()

@@ -14,7 +14,7 @@ ENDLESS = 1 << 16  # columns: nothing is cut or broken
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TextTable:
     """Cells below ``columns``. ``right``: columns of numbers; ``styles``: rich's, one for each row.
 
     ``less_wanted``: the columns to leave out where there is no room for all, the first one first; empty ones go before.
@@ -30,12 +30,12 @@ class Table:
         """The length of its longest cell."""
         return max(map(len, (column, *(row[self.columns.index(column)] for row in self.rows))))
 
-    def without(self, column: str) -> Table:
+    def without(self, column: str) -> TextTable:
         at = self.columns.index(column)
         rows = [[*row[:at], *row[at + 1 :]] for row in self.rows]
         return replace(self, columns=(*self.columns[:at], *self.columns[at + 1 :]), rows=rows)
 
-    def fitted(self, width: int, last: int = ENDLESS) -> Table:
+    def fitted(self, width: int, last: int = ENDLESS) -> TextTable:
         """With as many columns as fit into ``width``. ``last``: the room that the last one needs at least."""
         table = self
         empty = [name for name in self.columns[1:] if {row[self.columns.index(name)] for row in self.rows} <= {"-"}]

@@ -165,7 +165,7 @@ class First:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class SupervisorMessage:
     """A message of the supervisor: a dismissal, or members that can't be found from the others."""
 
     well: bool
@@ -179,13 +179,13 @@ class Commands:
         self.pipe = pipe
         self._rest = b""
 
-    def read(self) -> Told | None:
+    def read(self) -> SupervisorMessage | None:
         """Reads a message; call it when one is ready. None: the supervisor was killed."""
         chunk = os.read(self.pipe, 65536)
         if not chunk:
             return None
         *lines, self._rest = (self._rest + chunk).split(b"\n")
-        return Told(WELL in lines, parse(line.decode("ascii", "replace") for line in lines))
+        return SupervisorMessage(WELL in lines, parse(line.decode("ascii", "replace") for line in lines))
 
 
 class Every:

@@ -97,7 +97,12 @@ def build_exec(
 
 
 def build_beside(
-    command: CommandLine, argv: tuple[str, ...], settings: Settings, torch: TorchInstallation, around: Surroundings, caller: int
+    command: CommandLine,
+    argv: tuple[str, ...],
+    settings: Settings,
+    torch: TorchInstallation,
+    around: Surroundings,
+    caller: int,
 ) -> Plan:
     """The plan for ranks that another process, of pid ``caller``, starts itself, as torchrun would for ``command``.
 

@@ -87,17 +87,17 @@ def identify(pid: int) -> ProcessId | None:
     return ProcessId(pid, found.start_ticks) if found else None
 
 
-Table = Mapping[int, tuple[int, int]]
+ProcessTable = Mapping[int, tuple[int, int]]
 
 
-def process_table() -> Table:
+def process_table() -> ProcessTable:
     """All current processes: pid → (ppid, start_ticks). One scan serves the trees of all ranks."""
     pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
     return {pid: (found.ppid, found.start_ticks) for pid in pids if (found := procstat.read(pid)) is not None}
 
 
 def descendants(
-    roots: Iterable[int], *, exclude: Iterable[int] = (), table: Table | None = None
+    roots: Iterable[int], *, exclude: Iterable[int] = (), table: ProcessTable | None = None
 ) -> tuple[ProcessId, ...]:
     """Every process below ``roots`` (without them), parents before children.
 

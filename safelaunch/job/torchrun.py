@@ -22,7 +22,7 @@ FLAG_ACTIONS = {"check_env", "store_true", "store_false", "store_const", "help",
 
 
 @dataclass(frozen=True, slots=True)
-class Torch:
+class TorchInstallation:
     """An interpreter that has torch. ``package`` is torch's directory, ``version`` e.g. ``2.13.0+cpu``.
 
     ``note``: why it is this interpreter, in one line; empty where nobody expects another one.
@@ -34,14 +34,14 @@ class Torch:
     note: str = ""
 
 
-def find(environ: Mapping[str, str]) -> Torch:
+def find(environ: Mapping[str, str]) -> TorchInstallation:
     """The torch for the user's script: that of the active environment, else of this interpreter, else of PATH.
 
     pipx and ``uv tool`` give safelaunch an environment that no script is meant for, so PATH comes before it. Raises
     UsageError if no torch is found.
     """
     own, is_tool = _torch_on(sys.path), _is_tool()
-    at_home = Torch(sys.executable, own, _version(own)) if own is not None else None
+    at_home = TorchInstallation(sys.executable, own, _version(own)) if own is not None else None
     active = list(_active(environ, is_tool or own is None))
     if at_home is not None and active and _is_ours(active[0][0]):
         return at_home
@@ -50,7 +50,7 @@ def find(environ: Mapping[str, str]) -> Torch:
         package = None if _is_ours(python) else _ask_for_torch(python)
         if package is not None:
             note = f"the job runs with {python} ({origin}); safelaunch itself is installed in {sys.prefix}"
-            return Torch(python, package, _version(package), note)
+            return TorchInstallation(python, package, _version(package), note)
     if at_home is not None and (active or is_tool):
         lacking = f"{active[0][1] if active else 'PATH'} has no torch"
         return replace(at_home, note=f"the job runs with safelaunch's own {sys.executable}: {lacking}")

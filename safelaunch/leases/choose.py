@@ -11,11 +11,11 @@ from safelaunch.system.errors import ResourceError
 
 MOST_UNUSED_BYTES = 256 << 20  # of memory that is in use on an idle GPU
 
-Ranks = int | Literal["all"] | None
+GpuRanking = int | Literal["all"] | None
 
 
 @dataclass(frozen=True, slots=True)
-class GpuProcess:
+class GpuUser:
     """A process that uses a GPU. ``memory_bytes`` is None if NVML does not report it."""
 
     pid: int
@@ -23,7 +23,7 @@ class GpuProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class LeasableGpu:
     """A GPU, or a MIG instance of one (``parent``: the GPU's UUID), as NVML lists it.
 
     ``label`` is the GPU's number, for an instance ``number.instance``. ``uuid`` is independent of CUDA's device order.
@@ -36,7 +36,7 @@ class Gpu:
     parent: str = ""
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
-    processes: tuple[GpuProcess, ...] = ()
+    processes: tuple[GpuUser, ...] = ()
     error: str = ""
 
     @property
@@ -52,28 +52,28 @@ class Inventory:
     ``trouble``: a driver is loaded, but did not answer in time (``silent``) or gave no usable answer (``garbled``).
     """
 
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[LeasableGpu, ...] = ()
     missing: str = ""
     trouble: Literal["", "silent", "garbled"] = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class GpuCandidates:
     """The GPUs that a job may use. ``origin``: what limits them, empty for no limit.
 
     ``exact``: the limit is CUDA_VISIBLE_DEVICES, so the job uses all of them.
     """
 
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[LeasableGpu, ...]
     origin: str = ""
     exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class GpuRequest:
     """A request for ``count`` of ``candidates``. ``origin``: its source; ``keep``: leave CUDA_VISIBLE_DEVICES alone."""
 
-    candidates: tuple[Gpu, ...]
+    candidates: tuple[LeasableGpu, ...]
     count: int
     origin: str
     keep: bool = False
@@ -82,7 +82,7 @@ class Wish:
 # --- the pool ---------------------------------------------------------------------------------------------------------
 
 
-def pool_of(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> Pool:
+def pool_of(environ: Mapping[str, str], gpus: Sequence[LeasableGpu]) -> GpuCandidates:
     """The GPUs that the user or the scheduler allows.
 
     CUDA_VISIBLE_DEVICES counts first. Under Slurm, GPU_DEVICE_ORDINAL (which Slurm sets to the same value),
@@ -91,24 +91,24 @@ def pool_of(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> Pool:
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return Pool(_named(visible, gpus), f"CUDA_VISIBLE_DEVICES={visible}", exact=True)
+        return GpuCandidates(_named(visible, gpus), f"CUDA_VISIBLE_DEVICES={visible}", exact=True)
     if not any(name in environ for name in ("SLURM_JOB_ID", "SLURM_JOBID")):
-        return Pool(tuple(gpus))
+        return GpuCandidates(tuple(gpus))
     ordinal = environ.get("GPU_DEVICE_ORDINAL")
     if ordinal is not None:
-        return Pool(_named(ordinal, gpus), f"GPU_DEVICE_ORDINAL={ordinal}")
+        return GpuCandidates(_named(ordinal, gpus), f"GPU_DEVICE_ORDINAL={ordinal}")
     for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
         if environ.get(name, "").strip():
-            return Pool(_of_node(environ[name], gpus), f"{name}={environ[name]}")
-    return Pool(tuple(gpus))
+            return GpuCandidates(_of_node(environ[name], gpus), f"{name}={environ[name]}")
+    return GpuCandidates(tuple(gpus))
 
 
-def _named(text: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+def _named(text: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES names: numbers and UUID prefixes. As in CUDA, an unknown one ends the list.
 
     A GPU in MIG mode means its instances.
     """
-    found: dict[str, Gpu] = {}
+    found: dict[str, LeasableGpu] = {}
     for word in text.split(","):
         matches = matching(word.strip(), gpus)
         if not matches:
@@ -117,7 +117,7 @@ def _named(text: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     return tuple(found.values())
 
 
-def _of_node(text: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+def _of_node(text: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
     numbers = {str(number) for number in numbers_in(text)}
     there = {gpu.index for gpu in gpus}
     if not numbers <= there and len(there) <= len(numbers):
@@ -133,7 +133,7 @@ def numbers_in(text: str) -> Iterator[int]:
             yield from range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
-def matching(word: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+def matching(word: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
     """The GPU, or its instances, that a number (``3``; ``3.1``: an instance) or a UUID prefix names."""
     if re.fullmatch(r"\d+(\.\d+)?", word):
         return tuple(gpu for gpu in gpus if word in (gpu.label, gpu.index))
@@ -148,7 +148,7 @@ def matching(word: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 # --- the wish ---------------------------------------------------------------------------------------------------------
 
 
-def wish_of(request: str | None, ranks: Ranks, pool: Pool, found: Inventory) -> Wish | None:
+def wish_of(request: str | None, ranks: GpuRanking, pool: GpuCandidates, found: Inventory) -> GpuRequest | None:
     """The GPUs that a job requests, or None if it needs no lease.
 
     ``request`` is ``--gpus`` (not ``none``). ``ranks`` is the number of ranks; ``all`` if torchrun starts one per GPU;
@@ -163,35 +163,35 @@ def wish_of(request: str | None, ranks: Ranks, pool: Pool, found: Inventory) -> 
             raise ResourceError(
                 f"--gpus all: no GPU is available{_because(pool, found)}.", "--gpus none starts the job without GPUs."
             )
-        return Wish(pool.gpus, len(pool.gpus), "--gpus all", keep=pool.exact)
+        return GpuRequest(pool.gpus, len(pool.gpus), "--gpus all", keep=pool.exact)
     if request.isdigit():
         if int(request) > len(pool.gpus):
             some = f"only {len(pool.gpus)} GPU{'s are' if len(pool.gpus) > 1 else ' is'} available"
             limit = some if pool.gpus else "no GPU is available"
             fix = "Request fewer; 'safelaunch gpus' lists them." if pool.gpus else "--gpus none starts without GPUs."
             raise ResourceError(f"--gpus {request}: {limit}{_because(pool, found)}.", fix)
-        return Wish(pool.gpus, int(request), f"--gpus {request}")
+        return GpuRequest(pool.gpus, int(request), f"--gpus {request}")
     named = [_by_name(word, pool, found) for word in request.split(",") if word]
     chosen = tuple({gpu.uuid: gpu for gpu in named}.values())
-    return Wish(chosen, len(chosen), f"--gpus {request}")
+    return GpuRequest(chosen, len(chosen), f"--gpus {request}")
 
 
-def _by_default(ranks: Ranks, pool: Pool) -> Wish | None:
+def _by_default(ranks: GpuRanking, pool: GpuCandidates) -> GpuRequest | None:
     if not pool.gpus:
         return None
     if pool.exact:
-        return Wish(pool.gpus, len(pool.gpus), pool.origin, keep=True)
+        return GpuRequest(pool.gpus, len(pool.gpus), pool.origin, keep=True)
     if ranks is None:
         return None
     if ranks == "all":
-        return Wish(pool.gpus, len(pool.gpus), "all GPUs, because of --nproc-per-node")
+        return GpuRequest(pool.gpus, len(pool.gpus), "all GPUs, because of --nproc-per-node")
     count = min(ranks, len(pool.gpus))
     if count < ranks:
-        return Wish(pool.gpus, count, f"for {ranks} ranks, which share them")
-    return Wish(pool.gpus, count, "for 1 rank" if ranks == 1 else f"one for each of {ranks} ranks")
+        return GpuRequest(pool.gpus, count, f"for {ranks} ranks, which share them")
+    return GpuRequest(pool.gpus, count, "for 1 rank" if ranks == 1 else f"one for each of {ranks} ranks")
 
 
-def _by_name(word: str, pool: Pool, found: Inventory) -> Gpu:
+def _by_name(word: str, pool: GpuCandidates, found: Inventory) -> LeasableGpu:
     matches = matching(word, pool.gpus)
     if len(matches) == 1:
         return matches[0]
@@ -202,7 +202,7 @@ def _by_name(word: str, pool: Pool, found: Inventory) -> Gpu:
     raise ResourceError(f"--gpus: GPU {word!r} is not available{_because(pool, found)}.", f"Available GPUs: {there}.")
 
 
-def _because(pool: Pool, found: Inventory) -> str:
+def _because(pool: GpuCandidates, found: Inventory) -> str:
     reason = found.missing if not found.gpus else pool.origin
     return f" ({reason})" if reason else ""
 
@@ -210,7 +210,7 @@ def _because(pool: Pool, found: Inventory) -> str:
 # --- unleased use -----------------------------------------------------------------------------------------------------
 
 
-def users_of(gpu: Gpu) -> str:
+def users_of(gpu: LeasableGpu) -> str:
     """How an unleased GPU is used, in words; empty if it is idle.
 
     A compute process counts as use. So does memory in use beyond the driver's own: then an invisible process uses it.

@@ -16,7 +16,7 @@ MOST_THINGS = 1024
 _Thing = Annotated[str, Meta(max_length=256)]
 
 
-class Said(msgspec.Struct, frozen=True):
+class HolderRecord(msgspec.Struct, frozen=True):
     """A lock file's description of its holder. Times are in seconds since 1970, up to the year 5138."""
 
     pid: Annotated[int, Meta(ge=0, le=1 << 22)]
@@ -26,14 +26,14 @@ class Said(msgspec.Struct, frozen=True):
     since_unix_s: Annotated[float, Meta(ge=0, le=1e11)]
 
 
-class SaidTicket(Said, frozen=True):
+class SaidTicket(HolderRecord, frozen=True):
     """A ticket's contents: who waits, and for how many of what."""
 
     candidates: Annotated[list[_Thing], Meta(max_length=MOST_THINGS)]
     count: Annotated[int, Meta(ge=0, le=MOST_THINGS)]
 
 
-_AnySaid = TypeVar("_AnySaid", bound=Said)
+_AnySaid = TypeVar("_AnySaid", bound=HolderRecord)
 
 
 def read(data: bytes, kind: type[_AnySaid]) -> _AnySaid | None:

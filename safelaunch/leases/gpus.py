@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from safelaunch.leases.choose import Gpu, Inventory, Wish, users_of
-from safelaunch.leases.holder import Holder, User, described, look, moment, told
+from safelaunch.leases.choose import GpuRequest, Inventory, LeasableGpu, users_of
+from safelaunch.leases.holder import LeaseHolder, User, described, look, moment, told
 from safelaunch.leases.lease import Lease
-from safelaunch.leases.store import Attempt, Store, Ticket
+from safelaunch.leases.store import LeaseAttempt, LeaseStore, Ticket
 from safelaunch.system.errors import InterruptedWait, ResourceError
 
 # --- A claim on GPUs: the request, the driver's answer about them, the attempts to lease them; and these in words -----
@@ -25,7 +25,7 @@ class Taken:
     """Leased GPUs. ``visible``: their value for CUDA_VISIBLE_DEVICES; ``notes``: what the user should know."""
 
     lease: Lease
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[LeasableGpu, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -61,7 +61,7 @@ class Survey:
         """Invalidates the last answer: something has changed."""
         self._old_s = float("-inf")
 
-    def users(self, gpus: Sequence[Gpu]) -> dict[str, str]:
+    def users(self, gpus: Sequence[LeasableGpu]) -> dict[str, str]:
         """UUID → how NVML says the GPU is used, leased or not."""
         now = {gpu.uuid: gpu for gpu in self.found.gpus}
         used = {gpu.uuid: users_of(now.get(gpu.uuid, gpu)) for gpu in gpus}
@@ -73,17 +73,17 @@ class Survey:
         return [user for pid in pids if (user := look(pid)).command]
 
 
-class Claim:
+class LeaseRequest:
     """A request that is tried until it succeeds or is given up. ``about``: who makes it.
 
     ``last``: the result of the last attempt. Without ``queue``, everybody who waits comes first, whenever they came.
     """
 
-    def __init__(self, store: Store, wish: Wish, about: Holder, survey: Survey) -> None:
+    def __init__(self, store: LeaseStore, wish: GpuRequest, about: LeaseHolder, survey: Survey) -> None:
         self.wish = wish
         self.about = about
         self.survey = survey
-        self.last = Attempt(None)
+        self.last = LeaseAttempt(None)
         self._store = store
         self._ticket: Ticket | None = None
 
@@ -124,7 +124,7 @@ class Claim:
             return None
         return len(free) - len(self.survey.users(free))
 
-    def foresee(self) -> tuple[Gpu, ...] | None:
+    def foresee(self) -> tuple[LeasableGpu, ...] | None:
         """The GPUs that ``advance`` would lease now if nobody waited."""
         chosen = self._pick(self._store.look(self._keys))
         return tuple(gpu for gpu in self.wish.candidates if gpu.uuid in chosen) if chosen is not None else None
@@ -138,7 +138,7 @@ class Claim:
         """Use without a lease gives only a note, because the user named these GPUs in CUDA_VISIBLE_DEVICES."""
         return self.wish.keep and self.wish.origin.startswith("CUDA_VISIBLE_DEVICES")
 
-    def _pick(self, held: Mapping[str, Holder]) -> list[str] | None:
+    def _pick(self, held: Mapping[str, LeaseHolder]) -> list[str] | None:
         wish = self.wish
         used = {} if self._tolerant else self.survey.users(wish.candidates)
         free = [gpu for gpu in wish.candidates if gpu.uuid not in held and gpu.uuid not in used]
@@ -148,12 +148,12 @@ class Claim:
 # --- in words: who holds the GPUs that a job requests ----------------------------------------------------------------
 
 
-def refusal(claim: Claim) -> str:
+def refusal(claim: LeaseRequest) -> str:
     """Says that the GPUs are not available, and who holds them."""
     return f"{what(claim)}: not available now.\n{table(claim)}"
 
 
-def what(claim: Claim) -> str:
+def what(claim: LeaseRequest) -> str:
     """The request and its source."""
     wish = claim.wish
     if wish.count == len(wish.candidates):
@@ -162,7 +162,7 @@ def what(claim: Claim) -> str:
     return f"{wish.count} of {len(wish.candidates)} GPUs ({wish.origin})"
 
 
-def table(claim: Claim, ours: Collection[int] | None = None) -> str:
+def table(claim: LeaseRequest, ours: Collection[int] | None = None) -> str:
     """One line per GPU: free, or who holds it, or who uses it without a lease.
 
     With ``ours``, the pids of our own jobs, it lists only what others hold; empty if that is nothing.
@@ -187,7 +187,7 @@ def table(claim: Claim, ours: Collection[int] | None = None) -> str:
     return "\n".join(lines)
 
 
-def _is_one_of(holder: Holder, ours: Collection[int]) -> bool:
+def _is_one_of(holder: LeaseHolder, ours: Collection[int]) -> bool:
     """Whether the holder is one of our jobs. Anybody can write our pid, so the file's owner counts too."""
     return holder.pid in ours and holder.uid == os.getuid()
 
@@ -207,7 +207,7 @@ class Patience:
     sleep: Callable[[float], None] = time.sleep
 
 
-def take(claim: Claim, patience: Patience) -> Taken:
+def take(claim: LeaseRequest, patience: Patience) -> Taken:
     """Leases the GPUs that ``claim`` requests, all or none. Raises ResourceError if they are not available (in time).
 
     Those who wait are served in order of arrival. Those who don't wait come after all who do.
@@ -222,7 +222,7 @@ def take(claim: Claim, patience: Patience) -> Taken:
     return taken
 
 
-def _wait(claim: Claim, patience: Patience) -> Taken | None:
+def _wait(claim: LeaseRequest, patience: Patience) -> Taken | None:
     deadline = patience.clock() + patience.timeout_s if patience.timeout_s is not None else None
     try:
         claim.queue()

@@ -13,14 +13,14 @@ from safelaunch.system import procstat
 from safelaunch.system.files import text_of
 
 if TYPE_CHECKING:
-    from safelaunch.leases.format import Said
+    from safelaunch.leases.format import HolderRecord
 
 MAGIC = b'{"safelaunch": '
 MOST_BYTES = 16384  # each character of a text may be escaped
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class LeaseHolder:
     """Who holds, or waits for, something.
 
     ``uid`` is the file's owner according to the kernel; the holder wrote the rest. ``by``: ``supervisor``, ``ranks`` if
@@ -52,17 +52,17 @@ class Holder:
         return MAGIC + b"1, " + json.dumps({**said, **more}).encode()[1:] + b"\n"
 
 
-def decode(data: bytes, uid: int, by: str = "supervisor") -> Holder:
+def decode(data: bytes, uid: int, by: str = "supervisor") -> LeaseHolder:
     """The holder that a file describes, whoever wrote it. Unexpected contents give no pid and no texts."""
-    from safelaunch.leases.format import Said, read
+    from safelaunch.leases.format import HolderRecord, read
 
-    words = read(data, Said)
-    return Holder(uid=uid, by=by) if words is None else of_words(words, uid, by)
+    words = read(data, HolderRecord)
+    return LeaseHolder(uid=uid, by=by) if words is None else of_words(words, uid, by)
 
 
-def of_words(said: Said, uid: int, by: str) -> Holder:
+def of_words(said: HolderRecord, uid: int, by: str) -> LeaseHolder:
     """The holder described by checked words in a file of user ``uid``."""
-    return Holder(
+    return LeaseHolder(
         said.pid, said.start_ticks, _printable(said.name), _printable(said.command), said.since_unix_s, uid, by
     )
 
@@ -71,14 +71,14 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
-def ourselves(name: str, command: str) -> Holder:
+def ourselves(name: str, command: str) -> LeaseHolder:
     """This process as a holder, as of now."""
     pid = os.getpid()
     found = procstat.read(pid)
-    return Holder(pid, found.start_ticks if found else 0, name, command, time.time(), os.getuid())
+    return LeaseHolder(pid, found.start_ticks if found else 0, name, command, time.time(), os.getuid())
 
 
-def since_now(holder: Holder) -> Holder:
+def since_now(holder: LeaseHolder) -> LeaseHolder:
     """``holder``, as of now."""
     return replace(holder, since_unix_s=time.time())
 
@@ -86,7 +86,7 @@ def since_now(holder: Holder) -> Holder:
 # --- in words ---------------------------------------------------------------------------------------------------------
 
 
-def told(holder: Holder) -> str:
+def told(holder: LeaseHolder) -> str:
     """``leased by pid 4711 (alice) since 12:03:09: train.py``."""
     if holder.by == "waiter":
         return f"next for {described(holder)}"
@@ -95,7 +95,7 @@ def told(holder: Holder) -> str:
     return f"leased by {described(holder)}"
 
 
-def described(holder: Holder) -> str:
+def described(holder: LeaseHolder) -> str:
     pid = f"pid {holder.pid} " if holder.pid else ""
     verb = "waiting since" if holder.by == "waiter" else "since"
     command = f": {holder.command[:80]}" if holder.command else ""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safelaunch.leases.choose import Gpu, GpuProcess, Inventory
+from safelaunch.leases.choose import GpuUser, Inventory, LeasableGpu
 from safelaunch.system import procstat
 from safelaunch.system.nvml import ask, processes, text
 
@@ -145,7 +145,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def parse(document: Mapping[str, Any]) -> Inventory:
     """``query``'s document as records. A GPU in MIG mode appears as its instances."""
-    gpus: list[Gpu] = []
+    gpus: list[LeasableGpu] = []
     for one in document.get("gpus", ()):
         instances = one.get("instances")
         if instances is None:
@@ -157,15 +157,15 @@ def parse(document: Mapping[str, Any]) -> Inventory:
     return Inventory(tuple(gpus), missing)
 
 
-def _record(one: Mapping[str, Any], label: str, parent: str = "") -> Gpu:
-    return Gpu(
+def _record(one: Mapping[str, Any], label: str, parent: str = "") -> LeasableGpu:
+    return LeasableGpu(
         label=label,
         uuid=str(one.get("uuid") or f"unknown-{label}"),
         name=str(one.get("name") or ""),
         parent=parent,
         memory_used_bytes=one.get("memory_used_bytes"),
         memory_total_bytes=one.get("memory_total_bytes"),
-        processes=tuple(GpuProcess(int(p["pid"]), p.get("memory_bytes")) for p in one.get("processes") or ()),
+        processes=tuple(GpuUser(int(p["pid"]), p.get("memory_bytes")) for p in one.get("processes") or ()),
         error=str(one.get("error") or ""),
     )
 

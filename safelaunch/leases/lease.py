@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from safelaunch.leases.holder import MAGIC, Holder, since_now
+from safelaunch.leases.holder import MAGIC, LeaseHolder, since_now
 
 # --- Files in a directory that every user may write to, opened so that nobody can redirect or block us ----------------
 
@@ -234,7 +234,7 @@ class Lease:
         given = [*self.locks.items(), *self.sockets.items()]
         return {HANDED_OVER: ",".join(f"{fd}:{key}" for key, fd in given)}, tuple(fd for _, fd in given)
 
-    def tell(self, about: Holder) -> None:
+    def tell(self, about: LeaseHolder) -> None:
         """Writes the holder's description into the lock files, for people to read."""
         data = since_now(about).encode()
         for fd in self.descriptors:

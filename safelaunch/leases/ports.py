@@ -14,9 +14,9 @@ import socket
 from collections.abc import Iterator, Mapping
 
 from safelaunch.leases.choose import numbers_in
-from safelaunch.leases.holder import Holder
+from safelaunch.leases.holder import LeaseHolder
 from safelaunch.leases.lease import Lease, port_key
-from safelaunch.leases.store import Store
+from safelaunch.leases.store import LeaseStore
 from safelaunch.system.errors import ResourceError
 from safelaunch.system.files import text_of
 
@@ -29,12 +29,12 @@ LISTEN = "0A"
 WELL_KNOWN = (29400, 29500)  # torchrun's defaults
 
 
-def take(store: Store, count: int, about: Holder) -> Lease:
+def take(store: LeaseStore, count: int, about: LeaseHolder) -> Lease:
     """Leases ``count`` ports, outside the kernel's ephemeral range if possible. Raises ResourceError."""
     wanted = {port_key(port): port for port in candidates(text_of(EPHEMERAL), text_of(RESERVED))}
     bound: dict[str, socket.socket] = {}
 
-    def pick(held: Mapping[str, Holder]) -> list[str] | None:
+    def pick(held: Mapping[str, LeaseHolder]) -> list[str] | None:
         """Ports that nobody uses, with or without a lease."""
         _close(bound)
         for key, port in wanted.items():

@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from safelaunch.leases.holder import MOST_BYTES, Holder, decode, of_words
+from safelaunch.leases.holder import MOST_BYTES, LeaseHolder, decode, of_words
 from safelaunch.leases.lease import (
     RANKS,
     Lease,
@@ -75,7 +75,7 @@ class Ticket:
             self.descriptor = -1
 
 
-def draw(candidates: Sequence[str], count: int, about: Holder, directory: int) -> Ticket:
+def draw(candidates: Sequence[str], count: int, about: LeaseHolder, directory: int) -> Ticket:
     """Draws a ticket behind all others. CLOCK_MONOTONIC orders them; a reboot restarts the clock and the queue."""
     name = f"{PREFIX}{time.monotonic_ns():020d}.{os.getpid()}"
     unfinished = f".{name}"  # until it is locked: an unlocked ticket counts as given up
@@ -93,14 +93,14 @@ def draw(candidates: Sequence[str], count: int, about: Holder, directory: int) -
 
 def before(
     ticket: Ticket | None, candidates: Sequence[str], names: Iterable[str], directory: int, odd: Odd
-) -> tuple[dict[str, Holder], Holder | None]:
+) -> tuple[dict[str, LeaseHolder], LeaseHolder | None]:
     """Those who came before ``ticket`` (None: before now): who waits exclusively for which of ``candidates``.
 
     And one who waits for some of many and may need any that becomes free, so later ones wait behind him. ``odd`` is
     called for unexpected files.
     """
     wanted = set(candidates)
-    promised: dict[str, Holder] = {}
+    promised: dict[str, LeaseHolder] = {}
     for name, holder, words in _waiters(names, directory, odd):
         if ticket is not None and name >= ticket.name:
             break
@@ -112,7 +112,7 @@ def before(
     return promised, None
 
 
-def _waiters(names: Iterable[str], directory: int, odd: Odd) -> Iterator[tuple[str, Holder, SaidTicket]]:
+def _waiters(names: Iterable[str], directory: int, odd: Odd) -> Iterator[tuple[str, LeaseHolder, SaidTicket]]:
     """Those who wait, in queue order, with what their tickets say."""
     seen: Counter[int] = Counter()
     for name in sorted(name for name in names if name.startswith(PREFIX)):
@@ -130,7 +130,7 @@ def _waiters(names: Iterable[str], directory: int, odd: Odd) -> Iterator[tuple[s
             yield name, *found
 
 
-def _read(name: str, directory: int) -> tuple[Holder, SaidTicket] | None:
+def _read(name: str, directory: int) -> tuple[LeaseHolder, SaidTicket] | None:
     from safelaunch.leases.format import SaidTicket, read
 
     data, uid = read_small(name, directory, _MOST_BYTES)
@@ -138,7 +138,7 @@ def _read(name: str, directory: int) -> tuple[Holder, SaidTicket] | None:
     return (of_words(words, uid, "waiter"), words) if words else None
 
 
-def _is_stopped(waiter: Holder) -> bool:
+def _is_stopped(waiter: LeaseHolder) -> bool:
     """Whether a waiter is stopped (Ctrl-Z): it would block everybody. It gets its place back when it continues.
 
     The pid alone does not identify it: in another pid namespace it is another process.
@@ -162,11 +162,11 @@ SHUT_S = 60.0  # pause before waiting again at a gate that somebody keeps shut
 _TRIES = 20  # to take what somebody else takes at the same moment
 _SHARED = 0o1777
 
-Pick = Callable[[Mapping[str, Holder]], Sequence[str] | None]
+Pick = Callable[[Mapping[str, LeaseHolder]], Sequence[str] | None]
 
 
 @dataclass(frozen=True)
-class Attempt:
+class LeaseAttempt:
     """The result of one attempt.
 
     With ``lease`` None, ``held`` says who holds which candidate or waits for exactly that one (``Holder.by``), and
@@ -174,11 +174,11 @@ class Attempt:
     """
 
     lease: Lease | None
-    held: Mapping[str, Holder] = field(default_factory=dict)
-    ahead: Holder | None = None
+    held: Mapping[str, LeaseHolder] = field(default_factory=dict)
+    ahead: LeaseHolder | None = None
 
 
-class Store:
+class LeaseStore:
     """The lease directory. Every method raises StoreError if it is unusable."""
 
     def __init__(self, directory: str = DIRECTORY, say: Callable[[str], None] = say) -> None:
@@ -187,7 +187,9 @@ class Store:
         self._said: set[str] = set()
         self._shut_until_s = float("-inf")
 
-    def attempt(self, candidates: Sequence[str], pick: Pick, about: Holder, ticket: Ticket | None = None) -> Attempt:
+    def attempt(
+        self, candidates: Sequence[str], pick: Pick, about: LeaseHolder, ticket: Ticket | None = None
+    ) -> LeaseAttempt:
         """Leases what ``pick`` chooses among ``candidates``, all or nothing, if it is our turn.
 
         ``pick`` gets the holders of the candidates, and returns None if too few are left. It runs behind the gate and
@@ -199,11 +201,11 @@ class Store:
             if found is not None:
                 return found
             time.sleep(random.uniform(0.001, 0.02))
-        return Attempt(None, self.look(candidates))
+        return LeaseAttempt(None, self.look(candidates))
 
     def _attempt(
-        self, candidates: Sequence[str], pick: Pick, about: Holder, ticket: Ticket | None, directory: int
-    ) -> Attempt | None:
+        self, candidates: Sequence[str], pick: Pick, about: LeaseHolder, ticket: Ticket | None, directory: int
+    ) -> LeaseAttempt | None:
         """One attempt; None if somebody took the same thing at the same moment."""
         names = os.listdir(directory)
         held = _held(candidates, names, directory)
@@ -211,30 +213,30 @@ class Store:
         held = {**promised, **held}
         chosen = None if blocking is not None else pick(held)
         if chosen is None:
-            return Attempt(None, held, blocking)
+            return LeaseAttempt(None, held, blocking)
         lease = self._take(chosen, directory)
         if lease is None:
             return None
         lease.tell(about)
         if ticket is not None:
             ticket.tear(directory)
-        return Attempt(lease, held)
+        return LeaseAttempt(lease, held)
 
-    def look(self, keys: Iterable[str]) -> dict[str, Holder]:
+    def look(self, keys: Iterable[str]) -> dict[str, LeaseHolder]:
         """The holders of ``keys``. Creates nothing."""
         if not os.path.isdir(self.directory):
             return {}
         with self._gate() as directory:
             return _held(keys, os.listdir(directory), directory)
 
-    def waiting(self) -> list[Holder]:
+    def waiting(self) -> list[LeaseHolder]:
         """Those who wait, in queue order. Creates nothing."""
         if not os.path.isdir(self.directory):
             return []
         with self._gate() as directory:
             return [holder for _, holder, _ in _waiters(os.listdir(directory), directory, self._odd)]
 
-    def queue(self, candidates: Sequence[str], count: int, about: Holder) -> Ticket:
+    def queue(self, candidates: Sequence[str], count: int, about: LeaseHolder) -> Ticket:
         """Joins the queue for ``count`` of ``candidates``."""
         with self._gate() as directory:
             return draw(candidates, count, about, directory)
@@ -324,12 +326,12 @@ class Store:
             pause_s = min(2 * pause_s, 0.005)
 
 
-def store_of(environ: Mapping[str, str]) -> Store:
+def store_of(environ: Mapping[str, str]) -> LeaseStore:
     """The node's lease directory, or the one that the environment names."""
-    return Store(environ.get(VARIABLE) or DIRECTORY)
+    return LeaseStore(environ.get(VARIABLE) or DIRECTORY)
 
 
-def _held(keys: Iterable[str], names: Iterable[str], directory: int) -> dict[str, Holder]:
+def _held(keys: Iterable[str], names: Iterable[str], directory: int) -> dict[str, LeaseHolder]:
     files_of: dict[str, list[str]] = {}
     for name in names:
         files_of.setdefault(name.partition(".")[0], []).append(name)
@@ -343,7 +345,7 @@ def _held(keys: Iterable[str], names: Iterable[str], directory: int) -> dict[str
     return held
 
 
-def _holder(name: str, directory: int) -> Holder:
+def _holder(name: str, directory: int) -> LeaseHolder:
     """The holder of a locked file: its owner, described by the supervisor's file if he owns that too."""
     by = "ranks" if name.endswith(RANKS) else "supervisor"
     uid = owner_of(name, directory)

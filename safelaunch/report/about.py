@@ -23,7 +23,7 @@ class Link(msgspec.Struct, frozen=True):
     errors: str = ""
 
 
-class Launch(msgspec.Struct, frozen=True):
+class LaunchFacts(msgspec.Struct, frozen=True):
     """The part of ``launch.json`` that people ask for first. ``command``: what ran, as torchrun; ``typed``: how."""
 
     run_name: str = ""
@@ -62,12 +62,12 @@ class NodeSummary:
 
 
 @dataclass(frozen=True)
-class About:
+class ReportHeader:
     """``bundle``: its name. ``at_unix_s``: when the evidence was taken; 0: not known."""
 
     bundle: str = ""
     at_unix_s: float = 0.0
-    launch: Launch = field(default_factory=Launch)
+    launch: LaunchFacts = field(default_factory=LaunchFacts)
     nodes: tuple[NodeSummary, ...] = ()
 
 

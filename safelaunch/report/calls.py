@@ -14,11 +14,11 @@ from typing import Generic, TypedDict, TypeVar
 
 from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence, format_ranks
 from safelaunch.model.entries import Entries
-from safelaunch.report.tables import Numbers
+from safelaunch.report.tables import ItemNumbers
 from safelaunch.stacks.frames import place, stack_of
 from safelaunch.system.printable import clean
 from safelaunch.verdict.collectives import describe, op_name
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 
 NOT_CALLED = "not called"
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Selection:
 
 
 @dataclass
-class Row:
+class CallRow:
     """One call. ``kinds``: what ranks made of it, with these ranks; ``absent``: members that have not called it."""
 
     slot: Slot
@@ -48,35 +48,35 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class CallTable:
     """``kinds``: the calls that rows refer to, with where they were made. ``more``: whether ``last`` cut any off.
 
     ``unrecorded``: the ranks of the selection without a Flight Recorder.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[CallRow, ...]
     kinds: tuple[tuple[Collective, str], ...]
     unrecorded: tuple[int, ...]
     groups: tuple[str, ...]
     more: bool
 
 
-def table(facts: Facts, chosen: Selection) -> Table:
+def table(facts: CaseFacts, chosen: Selection) -> CallTable:
     """The calls of ``chosen``, oldest first."""
     wanted = [rank for rank in facts.ranks if chosen.ranks is None or rank in chosen.ranks]
     records = {rank: record for rank in wanted if (record := facts.ranks[rank].evidence.flight_record) is not None}
     rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
-    numbers = Numbers[tuple[Collective, str]]()
+    numbers = ItemNumbers[tuple[Collective, str]]()
     columns = _columns(facts, rings, chosen, numbers)
-    rows: dict[Slot, Row] = {}
+    rows: dict[Slot, CallRow] = {}
     for column in columns:
         for slot, kind, time_ns in zip(column.slots, column.kinds, column.at_ns, strict=True):
-            row = rows.setdefault(slot, Row(slot, time_ns))
+            row = rows.setdefault(slot, CallRow(slot, time_ns))
             row.at_ns = min(row.at_ns, time_ns)
             row.kinds.setdefault(kind, []).extend(column.ranks)
     _note_absent(rows.values(), records, rings)
     order = in_order([column.slots for column in columns], {slot: row.at_ns for slot, row in rows.items()})
-    return Table(
+    return CallTable(
         tuple(rows[slot] for slot in order),
         tuple(numbers),
         tuple(sorted({*(chosen.ranks or facts.ranks), *wanted} - set(records))),
@@ -86,7 +86,7 @@ def table(facts: Facts, chosen: Selection) -> Table:
 
 
 @dataclass
-class _Column:
+class _CallColumn:
     """The chosen calls of ranks that called alike. ``at_ns``: of the first of them; ``recorded``: before the cut."""
 
     slots: list[Slot]
@@ -97,15 +97,15 @@ class _Column:
 
 
 def _columns(
-    facts: Facts, rings: Mapping[int, Entries], chosen: Selection, numbers: Numbers[tuple[Collective, str]]
-) -> list[_Column]:
+    facts: CaseFacts, rings: Mapping[int, Entries], chosen: Selection, numbers: ItemNumbers[tuple[Collective, str]]
+) -> list[_CallColumn]:
     """Ranks that called alike share a column."""
 
     def number(rank: RankEvidence, call: Collective) -> int:
         frame = called_at(rank, call)
         return numbers[call, place(frame) if frame is not None else ""]
 
-    folded: dict[Hashable, _Column] = {}
+    folded: dict[Hashable, _CallColumn] = {}
     kinds = ByKind(number)
     for rank, ring in rings.items():
         used, known = ring.used(), kinds.of(facts.ranks[rank].evidence, ring)
@@ -117,7 +117,7 @@ def _columns(
         seqs = [ring.p2p_seqs[n] if used[ring.kind_of[n]].is_p2p else ring.seqs[n] for n in at]
         key = (tuple(called), tuple(seqs))
         if key not in folded:
-            folded[key] = _Column(_slots(ring, at, seqs), called, [ring.created_ns[n] for n in at])
+            folded[key] = _CallColumn(_slots(ring, at, seqs), called, [ring.created_ns[n] for n in at])
         folded[key].ranks.append(rank)
         folded[key].recorded = max(folded[key].recorded, len(every))
     return list(folded.values())
@@ -161,7 +161,7 @@ def _slots(ring: Entries, at: Sequence[int], numbers: Sequence[int]) -> list[Slo
     return found
 
 
-def _note_absent(rows: Iterable[Row], records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> None:
+def _note_absent(rows: Iterable[CallRow], records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> None:
     """A member of the group whose last collective has a smaller number has not called this one."""
     last: dict[str, dict[int, int]] = {}
     members: dict[str, set[int]] = {}
@@ -222,7 +222,7 @@ def in_order(columns: Iterable[Sequence[Slot]], at_ns: Mapping[Slot, int]) -> li
 # --- as text and as JSON ----------------------------------------------------------------------------------------------
 
 
-def lines(shown: Table) -> list[str]:
+def lines(shown: CallTable) -> list[str]:
     """The table as aligned lines."""
     cells = [("group", "number", "call", "ranks", "state", "at")]
     for row in shown.rows:
@@ -261,7 +261,7 @@ class CallDocument(TypedDict):
     not_called_by: list[int]
 
 
-def document(shown: Table) -> list[CallDocument]:
+def document(shown: CallTable) -> list[CallDocument]:
     """The table for ``--json``: an object for each line."""
     return [
         {

@@ -12,7 +12,7 @@ from safelaunch.stacks.frames import place, same_line, stack_of
 from safelaunch.stacks.guards import Guard, way_to
 from safelaunch.verdict.findings import capital
 from safelaunch.verdict.guarding import whereabouts
-from safelaunch.verdict.rank_state import Facts, child_views, user_stack_of, view_of
+from safelaunch.verdict.rank_state import CaseFacts, child_views, user_stack_of, view_of
 
 MOST_SIDES = 6
 MOST_PLACES = 3  # of one side, with source: its line and the callers that lead to it
@@ -22,7 +22,7 @@ MOST_BESIDE = 3
 
 
 @dataclass(frozen=True)
-class Line:
+class SourceLine:
     """One line of source. ``mark``: ``here`` where the ranks are, ``guard`` where ranks may part, ``way`` for other
     conditions and loops on the way, else empty. ``note``: what the condition does. ``gap``: lines are left out before.
     """
@@ -35,18 +35,18 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Place:
+class FrameWithSource:
     """A frame with its source; no ``lines`` where that cannot be read. ``whose``: another thread or process of the
     rank, in words, where the frame is not of the one at fault.
     """
 
     frame: Frame
-    lines: tuple[Line, ...]
+    lines: tuple[SourceLine, ...]
     whose: str = ""
 
 
 @dataclass(frozen=True)
-class Side:
+class CallSide:
     """``ranks`` are at ``places``, innermost first; ``callers`` are the user's frames without source. ``does``: what
     they do there. ``more``: places of ranks at fault that are left out.
     """
@@ -54,11 +54,11 @@ class Side:
     ranks: tuple[int, ...]
     culprit: bool
     does: str
-    places: tuple[Place, ...]
+    places: tuple[FrameWithSource, ...]
     callers: tuple[Frame, ...]
 
 
-def sides(facts: Facts, verdict: Verdict, said: Callable[[str], str]) -> list[Side]:
+def sides(facts: CaseFacts, verdict: Verdict, said: Callable[[str], str]) -> list[CallSide]:
     """The sides: those at fault first, then who waits in the same group, the largest first.
 
     ``said`` takes secrets out of a line of source.
@@ -83,8 +83,8 @@ def sides(facts: Facts, verdict: Verdict, said: Callable[[str], str]) -> list[Si
     at_fault = [item for item in ordered if item[0][0]][: MOST_SIDES - 2]
     others = [item for item in ordered if not item[0][0]][: MOST_SIDES - len(at_fault)]
     shown = [*at_fault, *others]
-    reader = _Reader(facts, said)
-    found: list[Side] = []
+    reader = _SourceReader(facts, said)
+    found: list[CallSide] = []
     for (culprit, stack), ranks in shown:
         reasons = _reasons(ranks, named) if culprit else [_does(facts, ranks)]
         counted = _steps(facts, ranks) if verdict.cause == "uneven-batches" else []
@@ -100,17 +100,17 @@ def sides(facts: Facts, verdict: Verdict, said: Callable[[str], str]) -> list[Si
             places = [reader.as_left(place) for place in places]
         beside = _beside(facts, named[ranks[0]], stack) if culprit else {}
         places += [replace(reader.place(frame), whose=whose) for frame, whose in beside.items()]
-        found.append(Side(tuple(ranks), culprit, does, tuple(places), callers))
+        found.append(CallSide(tuple(ranks), culprit, does, tuple(places), callers))
     return found
 
 
-def _steps(facts: Facts, ranks: Sequence[int]) -> list[str]:
+def _steps(facts: CaseFacts, ranks: Sequence[int]) -> list[str]:
     """How many steps the ranks made, as far as that is known."""
     steps = [step for rank in ranks if (step := facts.ranks[rank].step) is not None]
     return [f"Steps: {range_of(steps)}."] if steps else []
 
 
-def _beside(facts: Facts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Frame, str]:
+def _beside(facts: CaseFacts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Frame, str]:
     """Frame → whose it is: of the rank itself, while a thread or a child is at fault, and of those the reason names."""
     rank = facts.ranks[culprit.rank].evidence
     view = view_of(rank)
@@ -158,7 +158,7 @@ def _groups_waited_in(ranks: Sequence[int], waits: Mapping[int, str | None]) -> 
     return [capital(text)]
 
 
-def _stack(facts: Facts, rank: int) -> tuple[Frame, ...]:
+def _stack(facts: CaseFacts, rank: int) -> tuple[Frame, ...]:
     """The user's frames of a rank, where it waits, raised, or is."""
     one = facts.ranks[rank]
     stack = user_stack_of(one.evidence)
@@ -166,7 +166,7 @@ def _stack(facts: Facts, rank: int) -> tuple[Frame, ...]:
     return stack if frame is None or frame in stack else _recorded(facts, rank, frame) or (frame,)
 
 
-def _stack_of_culprit(facts: Facts, culprit: Culprit) -> tuple[Frame, ...]:
+def _stack_of_culprit(facts: CaseFacts, culprit: Culprit) -> tuple[Frame, ...]:
     """The user's frames from the culprit's line outwards; that line alone where it lies in the past."""
     evidence = facts.ranks[culprit.rank].evidence
     stack = stack_of(evidence, frames_at_fault(culprit, evidence)).user_frames
@@ -178,7 +178,7 @@ def _stack_of_culprit(facts: Facts, culprit: Culprit) -> tuple[Frame, ...]:
     return _recorded(facts, culprit.rank, culprit.frame) or (culprit.frame,)
 
 
-def _recorded(facts: Facts, rank: int, frame: Frame | None) -> tuple[Frame, ...]:
+def _recorded(facts: CaseFacts, rank: int, frame: Frame | None) -> tuple[Frame, ...]:
     """The user's frames of the newest recorded call from the line of ``frame``; without one, of the newest call."""
     evidence = facts.ranks[rank].evidence
     record = evidence.flight_record
@@ -190,7 +190,7 @@ def _recorded(facts: Facts, rank: int, frame: Frame | None) -> tuple[Frame, ...]
     return ()
 
 
-def _does(facts: Facts, ranks: Sequence[int]) -> str:
+def _does(facts: CaseFacts, ranks: Sequence[int]) -> str:
     one = facts.ranks[ranks[0]]
     if one.wait is not None:
         waits = "Waited" if one.evidence.exit is not None else "Waits" if len(ranks) == 1 else "Wait"
@@ -200,28 +200,28 @@ def _does(facts: Facts, ranks: Sequence[int]) -> str:
     return ""
 
 
-def _handled(facts: Facts, rank: int) -> list[str]:
+def _handled(facts: CaseFacts, rank: int) -> list[str]:
     """The exceptions that a rank is handling there: in an ``except``, or on its way through a ``finally``."""
     handled = facts.ranks[rank].evidence.gil.handling[:2]
     return [f"It is handling {one.type}{f': {one.message[:200]}' if one.message else ''}." for one in handled]
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _SourceReader:
     """Reads the source around frames."""
 
-    facts: Facts
+    facts: CaseFacts
     said: Callable[[str], str]
 
     def places(
         self, stack: Sequence[Frame], elsewhere: Sequence[Sequence[Frame]], alike: bool
-    ) -> tuple[list[Place], tuple[Frame, ...]]:
+    ) -> tuple[list[FrameWithSource], tuple[Frame, ...]]:
         """The frames of a stack whose source tells something, and the other callers.
 
         A caller tells something where the other sides did not come by it, or where ranks may part there; or where
         others came by the same lines (``alike``): then they differ in what they handed on.
         """
-        places: list[Place] = []
+        places: list[FrameWithSource] = []
         callers: list[Frame] = []
         for number, frame in enumerate(stack):
             asks = any(step.asks_for_rank for step in way_to(frame, self.facts.read_source))
@@ -232,7 +232,7 @@ class _Reader:
                 callers.append(frame)
         return places, tuple(callers)
 
-    def as_left(self, place: Place) -> Place:
+    def as_left(self, place: FrameWithSource) -> FrameWithSource:
         """The place of a rank that has ended: it is not at that line, and has left the loop around it."""
         loop = next((step.line for step in way_to(place.frame, self.facts.read_source) if step.loop), None)
         lines = []
@@ -244,21 +244,21 @@ class _Reader:
             lines.append(one)
         return replace(place, lines=tuple(lines))
 
-    def place(self, frame: Frame) -> Place:
+    def place(self, frame: Frame) -> FrameWithSource:
         text = self.facts.read_source(frame.file)
         source = text.splitlines() if text else []
         if not 0 < frame.line <= len(source):
-            return Place(frame, ())
+            return FrameWithSource(frame, ())
         steps = way_to(frame, self.facts.read_source)
         marked = {step.line: step for step in steps if "__name__" not in step.text}
-        return Place(
+        return FrameWithSource(
             frame, tuple(self._lines(source, frame.line, marked, _wanted(source, frame.line, steps, set(marked))))
         )
 
     def _lines(
         self, source: Sequence[str], here: int, marked: Mapping[int, Guard], wanted: Sequence[int]
-    ) -> list[Line]:
-        made: list[Line] = []
+    ) -> list[SourceLine]:
+        made: list[SourceLine] = []
         for number in wanted:
             mark, note = "", ""
             if number in marked:
@@ -266,7 +266,7 @@ class _Reader:
             if number == here:
                 mark = "here"
             shown = self.said(source[number - 1].expandtabs(4).rstrip())[:MOST_COLUMNS]
-            made.append(Line(number, shown, mark, note, gap=bool(made) and made[-1].number != number - 1))
+            made.append(SourceLine(number, shown, mark, note, gap=bool(made) and made[-1].number != number - 1))
         return made
 
 
@@ -322,7 +322,7 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip()) if line.strip() else -1
 
 
-def _note(facts: Facts, step: Guard) -> str:
+def _note(facts: CaseFacts, step: Guard) -> str:
     """``leads rank 0 here; keeps ranks 1-3 from here`` where the rank decides."""
     if step.loop or not step.asks_for_rank:
         return ""

@@ -17,7 +17,7 @@ from safelaunch.report.calls import ByKind, state
 from safelaunch.report.timeline import LONGEST_S
 from safelaunch.stacks.frames import stack_of
 from safelaunch.verdict.collectives import describe, op_name
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 
 MOST_EVENTS = 40_000
 LEAST_CALLS = 8  # of a rank
@@ -34,7 +34,7 @@ def as_json(document: dict[str, Any]) -> str:
     return text.replace("\x7f", "\\u007f")
 
 
-def perfetto(facts: Facts, name: str = "") -> dict[str, Any]:
+def perfetto(facts: CaseFacts, name: str = "") -> dict[str, Any]:
     """The newest calls of every rank: a process is a rank, a thread of it a process group.
 
     A call lasts until the next of its rank in that group, and the last one until the evidence was taken, unless it had

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from safelaunch.model import Gpu, format_ranks
-from safelaunch.report.about import About, Link, NodeSummary
-from safelaunch.report.tables import Numbers, hosts_word
+from safelaunch.report.about import Link, NodeSummary, ReportHeader
+from safelaunch.report.tables import ItemNumbers, hosts_word
 from safelaunch.system.printable import clean
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 
 FULL = 0.95
 MOST_LINE = 300
@@ -23,7 +23,7 @@ _UP = ("up", "active", "unknown", "")  # "unknown" is what a virtual interface s
 
 
 @dataclass(frozen=True)
-class _Node:
+class _NodeRow:
     """``state``: what the verdict's evidence knows of it. ``files``: None where the bundle has none of it. ``notes``:
     what of it is worth a look, without numbers.
     """
@@ -37,18 +37,18 @@ class _Node:
 
 
 def nodes(
-    facts: Facts, about: About, states: Mapping[str, tuple[str, str]], culprits: Collection[int]
+    facts: CaseFacts, about: ReportHeader, states: Mapping[str, tuple[str, str]], culprits: Collection[int]
 ) -> dict[str, Any]:
     """``rows``: one for each class of nodes that are alike; those with ranks at fault first, then what stands out.
 
     ``every``: each node. ``states``: host → its ranks and what is known of it.
     """
-    classes: dict[Hashable, list[_Node]] = {}
+    classes: dict[Hashable, list[_NodeRow]] = {}
     for node in _all(facts, about, states, set(culprits)):
         classes.setdefault(_class_of(node), []).append(node)
     ordered = sorted(classes.values(), key=lambda members: (not members[0].culprit, not members[0].notes))
-    versions, environments = Numbers[tuple[tuple[str, str], ...]](), Numbers[tuple[tuple[str, str], ...]]()
-    logs, names = Numbers[tuple[str, ...]](), Numbers[str]()
+    versions, environments = ItemNumbers[tuple[tuple[str, str], ...]](), ItemNumbers[tuple[tuple[str, str], ...]]()
+    logs, names = ItemNumbers[tuple[str, ...]](), ItemNumbers[str]()
     every: list[dict[str, Any]] = []
     left = MOST_LOG_BYTES
     for number, members in enumerate(ordered):
@@ -73,7 +73,9 @@ def nodes(
     }
 
 
-def _all(facts: Facts, about: About, states: Mapping[str, tuple[str, str]], culprits: set[int]) -> Iterable[_Node]:
+def _all(
+    facts: CaseFacts, about: ReportHeader, states: Mapping[str, tuple[str, str]], culprits: set[int]
+) -> Iterable[_NodeRow]:
     files = {node.host: node for node in about.nodes}
     of_host: dict[str, list[int]] = {}
     for rank, one in facts.ranks.items():
@@ -83,10 +85,10 @@ def _all(facts: Facts, about: About, states: Mapping[str, tuple[str, str]], culp
             told, state = states.get(host, ("", ""))
             mine, summary = of_host.get(host, []), files.get(host)
             notes = _standing_out(summary) if summary is not None else ()
-            yield _Node(host, told or format_ranks(mine), state, bool(culprits & set(mine)), summary, notes)
+            yield _NodeRow(host, told or format_ranks(mine), state, bool(culprits & set(mine)), summary, notes)
 
 
-def _class_of(node: _Node) -> Hashable:
+def _class_of(node: _NodeRow) -> Hashable:
     """Nodes of one class differ in their numbers alone, but not in speed and MTU of their network."""
     state = re.sub(r"\d+", "", node.state)
     if node.files is None:
@@ -117,7 +119,7 @@ def _used(one: NodeSummary) -> float:
     return 1 - one.memory_available_bytes / one.memory_total_bytes if one.memory_total_bytes else 0.0
 
 
-def _row(members: Sequence[_Node]) -> dict[str, Any]:
+def _row(members: Sequence[_NodeRow]) -> dict[str, Any]:
     first = members[0]
     files = [node.files for node in members if node.files is not None]
     gpus = [gpu for file in files for gpu in file.gpus if not gpu.error]
@@ -170,7 +172,7 @@ def _network_words(links: Sequence[Link]) -> str:
     return ", ".join([*plain[:3], *more, *([f"{ports} InfiniBand port{'s' * (ports > 1)}"] if ports else [])])
 
 
-def _details(one: NodeSummary, names: Numbers[str]) -> dict[str, Any]:
+def _details(one: NodeSummary, names: ItemNumbers[str]) -> dict[str, Any]:
     return {
         "gpus": [_gpu(gpu, names) for gpu in one.gpus[:MOST_GPUS]],
         "no_gpus": one.no_gpus,
@@ -182,7 +184,7 @@ def _details(one: NodeSummary, names: Numbers[str]) -> dict[str, Any]:
     }
 
 
-def _gpu(gpu: Gpu, names: Numbers[str]) -> list[Any]:
+def _gpu(gpu: Gpu, names: ItemNumbers[str]) -> list[Any]:
     """``[index, name's number, % busy, used, total, °C, W, ECC errors, error]``."""
     numbers = (gpu.utilisation_percent, gpu.memory_used_bytes, gpu.memory_total_bytes, gpu.temperature_c, gpu.power_w)
     rounded = [None if number is None else round(number) for number in numbers]
@@ -192,7 +194,7 @@ def _gpu(gpu: Gpu, names: Numbers[str]) -> list[Any]:
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 
-def misplaced(facts: Facts, about: About) -> str:
+def misplaced(facts: CaseFacts, about: ReportHeader) -> str:
     """Ranks whose memory is on a GPU that another rank uses, or on another one than they were given; by NVML.
 
     ``ranks 0-1 share GPU 0 of node1; rank 1 has memory on GPU 0 and was given GPU 1``.

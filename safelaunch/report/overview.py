@@ -11,7 +11,7 @@ from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, format_rank
 from safelaunch.report.tables import hosts_word
 from safelaunch.stacks.frames import is_ours, own_part
 from safelaunch.verdict.conditions import View
-from safelaunch.verdict.rank_state import Facts, RankFacts, child_views, view_of
+from safelaunch.verdict.rank_state import CaseFacts, RankFacts, child_views, view_of
 
 # --- The main threads of all ranks as one tree: where the calls of a job begin together, and where ranks part ---------
 
@@ -20,7 +20,7 @@ _DEEPEST = 60  # branches within branches: a runaway recursion, caught by each r
 
 
 @dataclass(frozen=True)
-class Branch:
+class StackBranch:
     """``frames``, outermost first, that all of ``ranks`` share, and how they go on: ``branches``, the largest first.
 
     ``missing``: who had come as far as where this branch begins and is not in it; empty where they are the majority.
@@ -32,10 +32,10 @@ class Branch:
     ranks: str
     missing: str
     count: int
-    branches: tuple[Branch, ...] = ()
+    branches: tuple[StackBranch, ...] = ()
 
 
-def stack_tree(stacks: Mapping[int, Sequence[Frame]], everybody: Iterable[int]) -> tuple[Branch, ...]:
+def stack_tree(stacks: Mapping[int, Sequence[Frame]], everybody: Iterable[int]) -> tuple[StackBranch, ...]:
     """The branches of the job's tree. ``stacks``: rank → frames, innermost first; ``everybody``: all ranks of it."""
     groups: dict[tuple[Frame, ...], int] = {}
     for rank, frames in stacks.items():
@@ -47,7 +47,7 @@ def stack_tree(stacks: Mapping[int, Sequence[Frame]], everybody: Iterable[int]) 
 
 def _branches(
     stacks: Sequence[tuple[tuple[Frame, ...], int]], depth: int, whole: int, nesting: int
-) -> tuple[Branch, ...]:
+) -> tuple[StackBranch, ...]:
     """``depth``: how many frames the stacks have in common; ``whole``: the ranks that have come so far."""
     sides: dict[Frame | None, list[tuple[tuple[Frame, ...], int]]] = {}
     for frames, ranks in stacks:
@@ -62,7 +62,7 @@ def _branches(
         end = depth if frame is None else _common_end([frames for frames, _ in members], depth)
         further = len(members) > 1 and nesting < _DEEPEST
         branches = _branches(members, end, ranks, nesting + 1) if further else ()
-        made.append((ranks, Branch(members[0][0][depth:end], ranges(ranks), missing, count, branches)))
+        made.append((ranks, StackBranch(members[0][0][depth:end], ranges(ranks), missing, count, branches)))
     made.sort(key=lambda item: (-item[1].count, item[0] & -item[0]))
     return tuple(branch for _, branch in made)
 
@@ -75,7 +75,7 @@ def _common_end(stacks: Sequence[tuple[Frame, ...]], begin: int) -> int:
     return end
 
 
-def tree_lines(branches: Sequence[Branch], *, frames: int = 40, lines: int = 240) -> list[str]:
+def tree_lines(branches: Sequence[StackBranch], *, frames: int = 40, lines: int = 240) -> list[str]:
     """The tree as text. Of a long run of frames the middle is left out, of a large tree the end."""
     made: list[str] = []
     for branch in branches:
@@ -84,7 +84,7 @@ def tree_lines(branches: Sequence[Branch], *, frames: int = 40, lines: int = 240
     return [*made[:lines], f"... {left} more lines"] if left > 0 else made
 
 
-def _lines_of(branch: Branch, indent: str, most: int, made: list[str]) -> None:
+def _lines_of(branch: StackBranch, indent: str, most: int, made: list[str]) -> None:
     made.append(f"{indent}{_who(branch)}")
     shown = list(branch.frames)
     if len(shown) > most:
@@ -97,7 +97,7 @@ def _lines_of(branch: Branch, indent: str, most: int, made: list[str]) -> None:
         _lines_of(further, f"{indent}    ", most, made)
 
 
-def _who(branch: Branch) -> str:
+def _who(branch: StackBranch) -> str:
     """``ranks 0-2,5 | missing 3-4``."""
     missing = f" | missing {branch.missing}" if branch.missing else ""
     return f"{rank_words(branch.ranks)}{'' if branch.frames else ': here'}{missing}"
@@ -222,7 +222,7 @@ class StackGroup:
     count: int
 
 
-def merged_stacks(facts: Facts) -> tuple[Branch, ...]:
+def merged_stacks(facts: CaseFacts) -> tuple[StackBranch, ...]:
     """The main threads of all ranks as a tree; empty where only one rank's was seen."""
     found = {rank: main_frames(one.evidence) for rank, one in facts.ranks.items()}
     mains = {rank: frames for rank, frames in found.items() if frames}
@@ -305,7 +305,7 @@ def _state(one: RankFacts) -> str:
     return f"{view.process.states[-1].state} {view.wait.call or view.wait.kind}"
 
 
-def stack_groups(facts: Facts) -> tuple[list[StackGroup], set[int]]:
+def stack_groups(facts: CaseFacts) -> tuple[list[StackGroup], set[int]]:
     """Groups of equal stacks, the largest first, ranks before their children; and the ranks without any."""
     groups: dict[tuple[bool, str, tuple[Frame, ...]], list[tuple[int, View]]] = {}
     for rank, one in facts.ranks.items():

@@ -9,12 +9,12 @@ from typing import Any
 
 from safelaunch.model import Artifact, Collective, RankEvidence, Verdict, format_ranks
 from safelaunch.report.overview import Alike, alike, main_frames, row_of, without_ours
-from safelaunch.report.tables import Frames, Numbers
+from safelaunch.report.tables import Frames, ItemNumbers
 from safelaunch.system.printable import clean_lines, is_clean
 from safelaunch.verdict.collectives import describe, number_of
 from safelaunch.verdict.comparable import Window
 from safelaunch.verdict.conditions import View
-from safelaunch.verdict.rank_state import Facts, RankFacts, child_views, view_of
+from safelaunch.verdict.rank_state import CaseFacts, RankFacts, child_views, view_of
 
 MOST_CHILDREN = 12
 MOST_THREADS = 40
@@ -26,7 +26,7 @@ MOST_STANDINGS = 40
 MOST_CALLS = 5
 
 
-def ranks(facts: Facts, verdict: Verdict, frames: Frames) -> dict[str, Any]:
+def ranks(facts: CaseFacts, verdict: Verdict, frames: Frames) -> dict[str, Any]:
     """``rows``: one for each class of ranks that are alike. ``ranks``: each rank, with the numbers of its row, its
     output's end in ``logs``, and its last calls in ``calls``.
     """
@@ -37,7 +37,7 @@ def ranks(facts: Facts, verdict: Verdict, frames: Frames) -> dict[str, Any]:
         number_of |= dict.fromkeys(row.ranks, len(rows))
         rows.append(_row(row, facts, frames))
     every: list[dict[str, Any]] = []
-    called = Numbers[tuple[str, ...]]()
+    called = ItemNumbers[tuple[str, ...]]()
     for rank, one in facts.ranks.items():
         every.append({"r": rank, "row": number_of[rank], **_details(one, frames)})
         if calls := _calls(facts, rank):
@@ -45,7 +45,7 @@ def ranks(facts: Facts, verdict: Verdict, frames: Frames) -> dict[str, Any]:
     return {"rows": rows, "ranks": every, "logs": _add_logs(facts, every, named), "calls": list(called)}
 
 
-def _row(row: Alike, facts: Facts, frames: Frames) -> dict[str, Any]:
+def _row(row: Alike, facts: CaseFacts, frames: Frames) -> dict[str, Any]:
     frame, roots = row.first.frame, facts.ranks[row.ranks[0]].evidence.code_roots
     return {
         "r": format_ranks(row.ranks),
@@ -105,7 +105,7 @@ def _child(child: View, rank: RankEvidence, frames: Frames) -> list[Any]:
     ]
 
 
-def _calls(facts: Facts, rank: int) -> tuple[str, ...]:
+def _calls(facts: CaseFacts, rank: int) -> tuple[str, ...]:
     """The last calls on its record, the newest first: ``all_reduce of (4,) Float · #31 of group '0' · pending``."""
     record = facts.ranks[rank].evidence.flight_record
     if record is None or not record.entries:
@@ -115,7 +115,7 @@ def _calls(facts: Facts, rank: int) -> tuple[str, ...]:
     return tuple(f"{describe(one)} · #{number_of(one)} of group {one.group!r} · {state[one.completed]}" for one in last)
 
 
-def _add_logs(facts: Facts, every: Sequence[dict[str, Any]], named: set[int]) -> list[tuple[str, ...]]:
+def _add_logs(facts: CaseFacts, every: Sequence[dict[str, Any]], named: set[int]) -> list[tuple[str, ...]]:
     """The end of each rank's output, as far as there is room: those at fault first, then one of each class."""
     firsts: set[int] = set()
     order = []
@@ -124,7 +124,7 @@ def _add_logs(facts: Facts, every: Sequence[dict[str, Any]], named: set[int]) ->
         firsts.add(item["row"])
         order.append((item["r"] not in named, not is_first, item["r"], item))
     left = MOST_LOG_BYTES
-    logs = Numbers[tuple[str, ...]]()
+    logs = ItemNumbers[tuple[str, ...]]()
     for *_, item in sorted(order, key=lambda one: one[:3]):
         text = facts.ranks[item["r"]].evidence.log_tail
         if not text:
@@ -141,7 +141,7 @@ def _add_logs(facts: Facts, every: Sequence[dict[str, Any]], named: set[int]) ->
     return list(logs)
 
 
-def groups(facts: Facts) -> dict[str, Any]:
+def groups(facts: CaseFacts) -> dict[str, Any]:
     """The process groups: members, and which of them is how far. Those that ranks wait in come first."""
     alignment = facts.alignment
     waited = {rank.wait.group for rank in facts.ranks.values() if rank.wait is not None}
@@ -154,9 +154,9 @@ def groups(facts: Facts) -> dict[str, Any]:
     return {"rows": rows, "left_out": max(0, len(ordered) - MOST_GROUPS)}
 
 
-def _group(facts: Facts, name: str, waited: bool) -> dict[str, Any]:
+def _group(facts: CaseFacts, name: str, waited: bool) -> dict[str, Any]:
     members, known = _members(facts, name)
-    standings: dict[_Standing, list[int]] = {}
+    standings: dict[_RankPosition, list[int]] = {}
     for rank in sorted(members):
         standings.setdefault(_standing(facts, rank, name), []).append(rank)
     at = sorted(standings.items(), key=lambda item: (-item[0][0], item[1][0]))
@@ -176,10 +176,12 @@ def _group(facts: Facts, name: str, waited: bool) -> dict[str, Any]:
     }
 
 
-_Standing = tuple[int, int, str]  # the numbers of the last call entered and completed, -1 for none; what the rank does
+_RankPosition = tuple[
+    int, int, str
+]  # the numbers of the last call entered and completed, -1 for none; what the rank does
 
 
-def _standing(facts: Facts, rank: int, name: str) -> _Standing:
+def _standing(facts: CaseFacts, rank: int, name: str) -> _RankPosition:
     """How far a rank is in a group, by the calls that the verdict goes by: its oldest that is not completed."""
     alignment = facts.alignment
     record = alignment.records.get(rank)
@@ -196,7 +198,7 @@ def _standing(facts: Facts, rank: int, name: str) -> _Standing:
     return last, min(completed, last), does  # NCCL's status counts sends along
 
 
-def _in_a_call(window: Window | None, waits: Collective) -> _Standing:
+def _in_a_call(window: Window | None, waits: Collective) -> _RankPosition:
     at = bisect_left(window.numbers, waits.seq) if window is not None else 0
     completed = window.numbers[at - 1] if window is not None and at else waits.seq - 1
     if waits.started is False:
@@ -204,7 +206,7 @@ def _in_a_call(window: Window | None, waits: Collective) -> _Standing:
     return waits.seq, completed, f"waits in {describe(waits)}"
 
 
-def _members(facts: Facts, name: str) -> tuple[frozenset[int], bool]:
+def _members(facts: CaseFacts, name: str) -> tuple[frozenset[int], bool]:
     """The ranks of a group, and whether these are known: by the records, else by what a rank in it says."""
     members, known = facts.alignment.members(name)
     told = (rank.evidence.gil.groups.get(name, ()) for rank in facts.ranks.values())

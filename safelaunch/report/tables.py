@@ -18,7 +18,7 @@ _STANDARD = re.compile(r".*/lib(?:64)?/(?=python3(?:\.\d+)?t?/)")
 T = TypeVar("T")
 
 
-class Numbers(dict[T, int]):
+class ItemNumbers(dict[T, int]):
     """Numbers items in the order in which they are first asked for: equal ones have one number."""
 
     def __missing__(self, item: T) -> int:
@@ -55,8 +55,8 @@ class Frames:
     """All frames of a page, and all stacks as lists of their numbers."""
 
     paths: Paths
-    stacks: Numbers[tuple[int, ...]] = field(default_factory=Numbers)
-    _frames: Numbers[tuple[Frame, bool]] = field(default_factory=Numbers)
+    stacks: ItemNumbers[tuple[int, ...]] = field(default_factory=ItemNumbers)
+    _frames: ItemNumbers[tuple[Frame, bool]] = field(default_factory=ItemNumbers)
 
     def number(self, frame: Frame | None, code_roots: Sequence[str] = ()) -> int:
         """The number of its row; -1 without a frame."""

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence, format_ranks
 from safelaunch.model.entries import Entries
 from safelaunch.report.calls import ByKind, called_at
-from safelaunch.report.tables import Frames, Numbers
+from safelaunch.report.tables import Frames, ItemNumbers
 from safelaunch.verdict.collectives import number_of, op_name
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 
 MOST_CALLS = 96  # of a lane
 MOST_LANES = 160
@@ -22,7 +22,7 @@ _NAMELESS = ("", "undefined")
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _CallKind:
     """What many calls have in common. ``group``: its label. ``state``: ``queued`` where the CPU has entered the call,
     and the device has not begun it.
     """
@@ -35,7 +35,7 @@ class _Kind:
     state: Literal["done", "waits", "queued"]
 
     @classmethod
-    def of(cls, rank: RankEvidence, call: Collective, group: str) -> _Kind:
+    def of(cls, rank: RankEvidence, call: Collective, group: str) -> _CallKind:
         sizes = ", ".join("×".join(map(str, size)) or "scalar" for size in call.input_sizes[:4] if -1 not in size)
         dtypes = ", ".join(dict.fromkeys(call.input_dtypes))
         state: Literal["done", "waits", "queued"] = "queued" if call.started is False else "waits"
@@ -57,7 +57,7 @@ class _Lane:
     at_ns: Sequence[int] = ()
 
 
-def timeline(facts: Facts, culprits: Collection[int], frames: Frames) -> dict[str, Any]:
+def timeline(facts: CaseFacts, culprits: Collection[int], frames: Frames) -> dict[str, Any]:
     """The lanes of all ranks whose Flight Recorder holds any calls: those at fault first, then the largest.
 
     Kinds are rows, times microseconds since the oldest call that is shown. ``part``: the call at which ranks part;
@@ -71,8 +71,10 @@ def timeline(facts: Facts, culprits: Collection[int], frames: Frames) -> dict[st
     rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
     labels = _labels(records, rings)
     groups = Counter(labels.values())  # how many groups a label stands for
-    kinds = Numbers[_Kind]()
-    every = _lanes(facts, rings, culprits, ByKind(lambda rank, call: kinds[_Kind.of(rank, call, labels[call.group])]))
+    kinds = ItemNumbers[_CallKind]()
+    every = _lanes(
+        facts, rings, culprits, ByKind(lambda rank, call: kinds[_CallKind.of(rank, call, labels[call.group])])
+    )
     lanes, left_out = every[:MOST_LANES], every[MOST_LANES:]
     rows = list(kinds)
     used = sorted({kind for lane in lanes for kind in lane.kinds})
@@ -98,7 +100,7 @@ def timeline(facts: Facts, culprits: Collection[int], frames: Frames) -> dict[st
     }
 
 
-def _row(kind: _Kind, ops: list[str], groups: list[str], frames: Frames) -> list[Any]:
+def _row(kind: _CallKind, ops: list[str], groups: list[str], frames: Frames) -> list[Any]:
     group = groups.index(kind.group) if kind.group in groups else -1
     return [ops.index(kind.op), group, kind.sizes, kind.dtypes, frames.number(kind.frame), kind.state]
 
@@ -116,7 +118,9 @@ def _lane(lane: _Lane, kinds: Mapping[int, int], start: int, absent: Set[int]) -
     }
 
 
-def _lanes(facts: Facts, rings: Mapping[int, Entries], culprits: Collection[int], kinds: ByKind[int]) -> list[_Lane]:
+def _lanes(
+    facts: CaseFacts, rings: Mapping[int, Entries], culprits: Collection[int], kinds: ByKind[int]
+) -> list[_Lane]:
     """Ranks that called alike share one: that of the first of them."""
     folded: dict[Hashable, _Lane] = {}
     for rank, ring in rings.items():
@@ -159,7 +163,7 @@ def _labels(records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -
 
 
 def _parting(
-    facts: Facts, labels: Mapping[str, str], culprits: Collection[int]
+    facts: CaseFacts, labels: Mapping[str, str], culprits: Collection[int]
 ) -> tuple[tuple[str, int] | None, Set[int]]:
     """Where the calls of the ranks part, as far as their records show it: the group's label and the call's number; and
     who never entered it.
@@ -175,7 +179,7 @@ def _parting(
     return (labels.get(group, group), number), absent if known else set()
 
 
-def _shifted(facts: Facts, culprits: Collection[int]) -> tuple[str, int] | None:
+def _shifted(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int] | None:
     """A call too many or too few, by the ranks at fault, behind which the calls agree again."""
     for group in _waited_in(facts):
         shift = facts.histories.shift_in(group)
@@ -184,7 +188,7 @@ def _shifted(facts: Facts, culprits: Collection[int]) -> tuple[str, int] | None:
     return None
 
 
-def _not_entered(facts: Facts, culprits: Collection[int]) -> tuple[str, int] | None:
+def _not_entered(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int] | None:
     """The first collective that some rank waits in and another member has not entered: one at fault before others, and
     one in whose group another one at fault waits before those.
     """
@@ -207,7 +211,7 @@ def _not_entered(facts: Facts, culprits: Collection[int]) -> tuple[str, int] | N
     return min(found)[3:] if found else None
 
 
-def _met(facts: Facts, culprits: Set[int]) -> tuple[str, int] | None:
+def _met(facts: CaseFacts, culprits: Set[int]) -> tuple[str, int] | None:
     """The call that ranks at fault and others wait in together: they differ in something that it was called with."""
     pending: dict[tuple[str, int], set[int]] = {}
     for rank in facts.ranks:
@@ -217,13 +221,13 @@ def _met(facts: Facts, culprits: Set[int]) -> tuple[str, int] | None:
     return next((place for place, ranks in pending.items() if ranks & culprits and ranks - culprits), None)
 
 
-def _waited_in(facts: Facts) -> list[str]:
+def _waited_in(facts: CaseFacts) -> list[str]:
     """The groups that ranks wait in; where none is known to wait, as after a crash, those of calls that are pending."""
     groups = _groups_of(facts, facts.ranks)
     return sorted(groups or {call.group for rank in facts.ranks for call in facts.alignment.pending(rank)})[:64]
 
 
-def _groups_of(facts: Facts, ranks: Collection[int]) -> set[str]:
+def _groups_of(facts: CaseFacts, ranks: Collection[int]) -> set[str]:
     """The groups that these ranks wait in."""
     waits = (facts.ranks[rank].wait for rank in ranks if rank in facts.ranks)
     return {wait.group for wait in waits if wait is not None and wait.group is not None}

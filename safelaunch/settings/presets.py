@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from safelaunch.settings.options import BY_NAME, RUN_DIR, WATCHDOG_KEYS, EnvSetting
 from safelaunch.settings.yamlfile import (
-    Node,
+    YamlNode,
     did_you_mean,
     known_entries,
     not_boolean,
@@ -94,7 +94,7 @@ def read_preset(name: str, path: Path, shown: str) -> Preset:
     )
 
 
-def read_env(node: Node, origin: str, *, reasons: bool) -> tuple[EnvSetting, ...]:
+def read_env(node: YamlNode, origin: str, *, reasons: bool) -> tuple[EnvSetting, ...]:
     """The ``env`` section of a preset, or of a configuration file (``reasons`` False: plain ``NAME: value``)."""
     settings = []
     fix = f"safelaunch's own settings go under 'watchdog' ({', '.join(WATCHDOG_KEYS)})"
@@ -110,7 +110,7 @@ def read_env(node: Node, origin: str, *, reasons: bool) -> tuple[EnvSetting, ...
     return tuple(settings)
 
 
-def _read_setting(key: Node, node: Node, origin: str, reasons: bool) -> EnvSetting:
+def _read_setting(key: YamlNode, node: YamlNode, origin: str, reasons: bool) -> EnvSetting:
     name = key.text
     found = {k: value for k, _, value in known_entries(node, ("value", "why", "torch", "yields-to"), name)}
     for needed in ("value", "why") if reasons else ("value",):
@@ -129,7 +129,7 @@ def _read_setting(key: Node, node: Node, origin: str, reasons: bool) -> EnvSetti
     return EnvSetting(name, _env_value(name, found["value"]), why, origin, torch, yields_to)
 
 
-def _env_value(name: str, node: Node) -> str:
+def _env_value(name: str, node: YamlNode) -> str:
     if not_boolean(node, name).kind not in ("text", "number"):
         raise PresetError(f"{node.where}: {name}: a value must be text or a number, not {node.describe()}", 'or ""')
     if "\0" in node.text:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 1 << 20
 
-Kind = Literal["mapping", "list", "text", "number", "boolean", "nothing"]
+ValueKind = Literal["mapping", "list", "text", "number", "boolean", "nothing"]
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ARTICLES = {"mapping": "a mapping", "list": "a list", "number": "a number", "boolean": "a boolean"}
-_TAGS: Mapping[str, Kind] = {
+_TAGS: Mapping[str, ValueKind] = {
     "tag:yaml.org,2002:map": "mapping",
     "tag:yaml.org,2002:seq": "list",
     "tag:yaml.org,2002:str": "text",
@@ -42,14 +42,14 @@ _TAGS: Mapping[str, Kind] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class YamlNode:
     """One value of a file. ``where`` is ``file:line``; ``text`` is a scalar as written (strings unquoted)."""
 
     where: str
-    kind: Kind
+    kind: ValueKind
     text: str = ""
-    items: tuple[Node, ...] = ()
-    entries: tuple[tuple[Node, Node], ...] = ()
+    items: tuple[YamlNode, ...] = ()
+    entries: tuple[tuple[YamlNode, YamlNode], ...] = ()
 
     def describe(self) -> str:
         """What this is, for a message: ``a list``, ``text``, ``nothing``."""
@@ -71,7 +71,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {match!r}?" if match else ""
 
 
-def known_entries(node: Node, known: Iterable[str], what: str) -> Iterator[tuple[str, Node, Node]]:
+def known_entries(node: YamlNode, known: Iterable[str], what: str) -> Iterator[tuple[str, YamlNode, YamlNode]]:
     """Yields (key, key node, value node) of a mapping whose keys are all known.
 
     Raises PresetError if ``node`` (called ``what`` in the message) is not a mapping, or at its first unknown key.
@@ -86,14 +86,14 @@ def known_entries(node: Node, known: Iterable[str], what: str) -> Iterator[tuple
         yield key.text, key, value
 
 
-def mapping_entries(node: Node, what: str) -> tuple[tuple[Node, Node], ...]:
+def mapping_entries(node: YamlNode, what: str) -> tuple[tuple[YamlNode, YamlNode], ...]:
     """The entries of a mapping. Raises PresetError if ``node``, called ``what`` in the message, is something else."""
     if node.kind != "mapping":
         raise PresetError(f"{node.where}: {what} must be a mapping, not {node.describe()}")
     return node.entries
 
 
-def text_of(node: Node, what: str) -> str:
+def text_of(node: YamlNode, what: str) -> str:
     """The node's text. Raises PresetError if it is blank or not text."""
     if node.kind != "text" or not node.text.strip():
         found = "empty" if node.kind == "text" else node.describe()
@@ -101,7 +101,7 @@ def text_of(node: Node, what: str) -> str:
     return node.text
 
 
-def texts_of(node: Node, what: str) -> tuple[Node, ...]:
+def texts_of(node: YamlNode, what: str) -> tuple[YamlNode, ...]:
     """One text or a list of texts, as nodes. Raises PresetError for anything else."""
     nodes = node.items if node.kind == "list" else (node,)
     for item in nodes:
@@ -109,7 +109,7 @@ def texts_of(node: Node, what: str) -> tuple[Node, ...]:
     return nodes
 
 
-def scalar(node: Node, what: str) -> str:
+def scalar(node: YamlNode, what: str) -> str:
     """The text of a word, as written. Raises PresetError."""
     if node.kind in ("text", "number", "boolean"):
         if "\0" in node.text:
@@ -119,7 +119,7 @@ def scalar(node: Node, what: str) -> str:
     raise PresetError(f"{node.where}: {what}: a value must be text or a number, not {node.describe()}", hint)
 
 
-def variables_of(node: Node, fix: str, but: Collection[str] = ()) -> tuple[tuple[Node, Node], ...]:
+def variables_of(node: YamlNode, fix: str, but: Collection[str] = ()) -> tuple[tuple[YamlNode, YamlNode], ...]:
     """The entries of a section ``env``. Raises PresetError for what cannot be the name of an environment variable.
 
     Nor can it be one of safelaunch's own, ``but`` these; ``fix`` says what to do instead.
@@ -132,7 +132,7 @@ def variables_of(node: Node, fix: str, but: Collection[str] = ()) -> tuple[tuple
     return node.entries
 
 
-def not_boolean(node: Node, name: str) -> Node:
+def not_boolean(node: YamlNode, name: str) -> YamlNode:
     """The value of a variable. Raises PresetError for ``yes``, which YAML would turn into something else."""
     if node.kind == "boolean":
         raise PresetError(
@@ -179,7 +179,7 @@ def decode(data: bytes, name: str) -> str:
         raise PresetError(f"{name}:{line}: not UTF-8 text", "save the file as UTF-8") from error
 
 
-def read_yaml(path: Path, name: str) -> Node:
+def read_yaml(path: Path, name: str) -> YamlNode:
     """The one document of a YAML file; a node of kind ``nothing`` if it is empty.
 
     Raises PresetError, with ``name`` and line, for a file that cannot be read, a syntax error, a duplicate
@@ -188,13 +188,13 @@ def read_yaml(path: Path, name: str) -> Node:
     return parse_yaml(decode(read_bytes(path, name), name), name)
 
 
-def parse_yaml(text: str, name: str) -> Node:
+def parse_yaml(text: str, name: str) -> YamlNode:
     """Like ``read_yaml``, from text."""
     import yaml
 
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        return Node(f"{name}:1", "nothing") if root is None else _YamlTree(name).node(root)
+        return YamlNode(f"{name}:1", "nothing") if root is None else _YamlTree(name).node(root)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise PresetError(f"{name}:{line}: not valid YAML: {error.problem or error.context}") from error
@@ -212,7 +212,7 @@ class _YamlTree:
         self.name = name
         self.seen: set[int] = set()
 
-    def node(self, raw: yaml.Node) -> Node:
+    def node(self, raw: yaml.Node) -> YamlNode:
         where = f"{self.name}:{raw.start_mark.line + 1}"
         if id(raw) in self.seen:
             raise PresetError(f"{where}: anchors and aliases are not supported", "write the value out where it is used")
@@ -223,12 +223,12 @@ class _YamlTree:
         if isinstance(raw.value, str) != (kind not in ("mapping", "list")):
             raise PresetError(f"{where}: the tag {raw.tag} does not fit what follows it")
         if kind == "mapping":
-            return Node(where, kind, entries=self._entries(raw))
+            return YamlNode(where, kind, entries=self._entries(raw))
         if kind == "list":
-            return Node(where, kind, items=tuple(self.node(item) for item in raw.value))
-        return Node(where, kind, text=raw.value)
+            return YamlNode(where, kind, items=tuple(self.node(item) for item in raw.value))
+        return YamlNode(where, kind, text=raw.value)
 
-    def _entries(self, raw: yaml.Node) -> tuple[tuple[Node, Node], ...]:
+    def _entries(self, raw: yaml.Node) -> tuple[tuple[YamlNode, YamlNode], ...]:
         first_seen: dict[str, str] = {}
         entries = []
         for raw_key, raw_value in raw.value:
@@ -242,7 +242,7 @@ class _YamlTree:
         return tuple(entries)
 
 
-def parse_toml_table(text: str, name: str, table: str) -> Node:
+def parse_toml_table(text: str, name: str, table: str) -> YamlNode:
     """One table of a TOML file, e.g. ``tool.safelaunch``; kind ``nothing`` if it is absent. ``""``: the whole file.
 
     TOML parsers keep no positions, so the line is that of the first ``key =`` (or sub-table) after the table's
@@ -259,24 +259,24 @@ def parse_toml_table(text: str, name: str, table: str) -> Node:
     start = next((number for number, line in enumerate(lines) if header.match(line)), 0) if table else 0
     for part in table.split(".") if table else ():
         if not isinstance(value, dict) or part not in value:
-            return Node(f"{name}:1", "nothing")
+            return YamlNode(f"{name}:1", "nothing")
         value = value[part]
     return _toml_node(value, name, lines, start)
 
 
-def _toml_node(value: Any, name: str, lines: list[str], start: int) -> Node:
+def _toml_node(value: Any, name: str, lines: list[str], start: int) -> YamlNode:
     where = f"{name}:{start + 1}"
     if isinstance(value, dict):
         entries = []
         for key, item in value.items():
             line = _toml_line(key, lines, start)
-            entries.append((Node(f"{name}:{line + 1}", "text", key), _toml_node(item, name, lines, line)))
-        return Node(where, "mapping", entries=tuple(entries))
+            entries.append((YamlNode(f"{name}:{line + 1}", "text", key), _toml_node(item, name, lines, line)))
+        return YamlNode(where, "mapping", entries=tuple(entries))
     if isinstance(value, list):
-        return Node(where, "list", items=tuple(_toml_node(item, name, lines, start) for item in value))
+        return YamlNode(where, "list", items=tuple(_toml_node(item, name, lines, start) for item in value))
     if isinstance(value, bool):
-        return Node(where, "boolean", str(value).lower())
-    return Node(where, "number" if isinstance(value, (int, float)) else "text", str(value))
+        return YamlNode(where, "boolean", str(value).lower())
+    return YamlNode(where, "number" if isinstance(value, (int, float)) else "text", str(value))
 
 
 def _toml_line(key: str, lines: list[str], start: int) -> int:

@@ -16,7 +16,7 @@ from safelaunch.stacks.frames import Stack, is_native, normal, own_part, short
 
 
 @dataclass(frozen=True)
-class Mark:
+class LibraryCall:
     """A call of a library's, known by the end of its file's path, or a folder in it, and by its function; without
     ``functions``, by any.
     """
@@ -52,7 +52,9 @@ _C10D_FILES = (
     "/torch/distributed/rendezvous.py",
     "/torch/distributed/constants.py",
 )
-C10D = Mark(_C10D_FILES)  # under way, whatever it calls inside: ``wait_tensor`` of a DTensor rests in an operator
+C10D = LibraryCall(
+    _C10D_FILES
+)  # under way, whatever it calls inside: ``wait_tensor`` of a DTensor rests in an operator
 _C10D_NOISE = frozenset({"wrapper", "inner", "_time_logger", "_exception_logger"})
 _INIT_FUNCTIONS = frozenset({"init_process_group", "_init_process_group", "rendezvous", "_create_c10d_store"})
 _NEW_GROUP = frozenset({"new_group", "_new_group_with_tag", "_new_process_group_helper", "split_group"})
@@ -113,30 +115,32 @@ def passes_objects(stack: Stack) -> bool:
 
 _MESSAGES = ("multiprocessing/queues.py", "multiprocessing/connection.py")
 
-RPC = Mark(("/torch/distributed/rpc/",))  # waits for what another rank is to answer (``rpc_sync``, ``to_here``)
-ANSWERS_RPC = Mark(("torch/distributed/rpc/internal.py",), frozenset({"_run_function"}))
-FUTURE = Mark(("/torch/futures/",))  # of a call of c10d or of RPC, or one that other code sets
-FILE_LOCK = Mark(("/filelock/",), frozenset({"acquire"}))  # the library asks, sleeps, and asks again
-BUILD = Mark(("torch/utils/file_baton.py",), frozenset({"wait"}))  # of a C++ extension, by another process
-REPLACED = Mark(("multiprocessing/pool.py",), frozenset({"_maintain_pool"}))  # forked in place of one that had ended
-CHILD = Mark(("/subprocess.py", "multiprocessing/popen_fork.py", "multiprocessing/popen_spawn_posix.py"))
-MESSAGE = Mark(_MESSAGES, frozenset({"get", "recv", "recv_bytes", "recv_bytes_into", "poll", "wait"}))
-TAKES_ITEM = Mark(("/queue.py", "multiprocessing/queues.py"), frozenset({"get"}))
-FEEDS_QUEUE = Mark(("multiprocessing/queues.py",), frozenset({"_feed"}))  # the thread that writes what was put
-EVENT_LOOP = Mark(("/asyncio/",))
-RUNS_LOOP = Mark(("/asyncio/base_events.py",), frozenset({"_run_once"}))  # in one of its callbacks or coroutines
-POOL = Mark(("/concurrent/futures/thread.py", "/multiprocessing/pool.py"))
+RPC = LibraryCall(("/torch/distributed/rpc/",))  # waits for what another rank is to answer (``rpc_sync``, ``to_here``)
+ANSWERS_RPC = LibraryCall(("torch/distributed/rpc/internal.py",), frozenset({"_run_function"}))
+FUTURE = LibraryCall(("/torch/futures/",))  # of a call of c10d or of RPC, or one that other code sets
+FILE_LOCK = LibraryCall(("/filelock/",), frozenset({"acquire"}))  # the library asks, sleeps, and asks again
+BUILD = LibraryCall(("torch/utils/file_baton.py",), frozenset({"wait"}))  # of a C++ extension, by another process
+REPLACED = LibraryCall(
+    ("multiprocessing/pool.py",), frozenset({"_maintain_pool"})
+)  # forked in place of one that had ended
+CHILD = LibraryCall(("/subprocess.py", "multiprocessing/popen_fork.py", "multiprocessing/popen_spawn_posix.py"))
+MESSAGE = LibraryCall(_MESSAGES, frozenset({"get", "recv", "recv_bytes", "recv_bytes_into", "poll", "wait"}))
+TAKES_ITEM = LibraryCall(("/queue.py", "multiprocessing/queues.py"), frozenset({"get"}))
+FEEDS_QUEUE = LibraryCall(("multiprocessing/queues.py",), frozenset({"_feed"}))  # the thread that writes what was put
+EVENT_LOOP = LibraryCall(("/asyncio/",))
+RUNS_LOOP = LibraryCall(("/asyncio/base_events.py",), frozenset({"_run_once"}))  # in one of its callbacks or coroutines
+POOL = LibraryCall(("/concurrent/futures/thread.py", "/multiprocessing/pool.py"))
 # Waits for DataLoader workers (not: runs the dataset itself, as with ``num_workers=0``).
-LOADER_WAIT = Mark(
+LOADER_WAIT = LibraryCall(
     ("torch/utils/data/dataloader.py",),
     frozenset({"_try_get_data", "_get_data", "_next_data", "_try_put_index", "_shutdown_workers"}),
 )
-_LOADER, _DATALOADER = Mark(("torch/utils/data/",)), Mark(("torch/utils/data/dataloader.py",))
-LOADER_WORKER = Mark(("torch/utils/data/_utils/worker.py",))
-_TORCH, _DISTRIBUTED = Mark(("/torch/",)), Mark(("/torch/distributed/",))
-_BACKWARD = Mark(("torch/autograd/graph.py", "torch/autograd/__init__.py"))
-_QUEUES = Mark(("multiprocessing/queues.py",))
-_SHUTDOWN = Mark(("/threading.py", "<frozen threading>"), frozenset({"_shutdown"}))
+_LOADER, _DATALOADER = LibraryCall(("torch/utils/data/",)), LibraryCall(("torch/utils/data/dataloader.py",))
+LOADER_WORKER = LibraryCall(("torch/utils/data/_utils/worker.py",))
+_TORCH, _DISTRIBUTED = LibraryCall(("/torch/",)), LibraryCall(("/torch/distributed/",))
+_BACKWARD = LibraryCall(("torch/autograd/graph.py", "torch/autograd/__init__.py"))
+_QUEUES = LibraryCall(("multiprocessing/queues.py",))
+_SHUTDOWN = LibraryCall(("/threading.py", "<frozen threading>"), frozenset({"_shutdown"}))
 
 
 Purpose = Literal[
@@ -144,18 +148,24 @@ Purpose = Literal[
 ]
 _FSDP, _DDP = ("torch/distributed/fsdp/",), ("torch/nn/parallel/distributed.py",)
 # The first row that fits one of the frames counts.
-_PURPOSES: tuple[tuple[Purpose, Mark], ...] = (
-    ("state-dict", Mark(("torch/distributed/checkpoint/state_dict.py", "torch/distributed/_state_dict_utils.py"))),
-    ("state-dict", Mark(("torch/distributed/fsdp/_state_dict_utils.py", "torch/distributed/fsdp/_optim_utils.py"))),
-    ("state-dict", Mark(("torch/distributed/tensor/_api.py",), frozenset({"full_tensor"}))),
-    ("sync-batchnorm", Mark(("torch/nn/modules/_functions.py",), frozenset({"forward"}))),
-    ("fsdp-backward", Mark(_FSDP, frozenset({"pre_backward", "post_backward", "_pre_backward"}))),
-    ("fsdp-backward", Mark(_FSDP, frozenset({"_post_backward_hook", "_pre_backward_hook"}))),
-    ("fsdp-forward", Mark(_FSDP, frozenset({"_pre_forward", "pre_forward", "_pre_forward_unshard"}))),
-    ("ddp-constructor", Mark(_DDP, frozenset({"__init__", "_ddp_init_helper"}))),
-    ("ddp-forward", Mark(_DDP, frozenset({"forward", "_pre_forward", "_post_forward"}))),
-    ("gradients", Mark(("torch/autograd/graph.py",), frozenset({"_engine_run_backward"}))),
-    ("gradients", Mark(("torch/autograd/__init__.py",), frozenset({"backward"}))),
+_PURPOSES: tuple[tuple[Purpose, LibraryCall], ...] = (
+    (
+        "state-dict",
+        LibraryCall(("torch/distributed/checkpoint/state_dict.py", "torch/distributed/_state_dict_utils.py")),
+    ),
+    (
+        "state-dict",
+        LibraryCall(("torch/distributed/fsdp/_state_dict_utils.py", "torch/distributed/fsdp/_optim_utils.py")),
+    ),
+    ("state-dict", LibraryCall(("torch/distributed/tensor/_api.py",), frozenset({"full_tensor"}))),
+    ("sync-batchnorm", LibraryCall(("torch/nn/modules/_functions.py",), frozenset({"forward"}))),
+    ("fsdp-backward", LibraryCall(_FSDP, frozenset({"pre_backward", "post_backward", "_pre_backward"}))),
+    ("fsdp-backward", LibraryCall(_FSDP, frozenset({"_post_backward_hook", "_pre_backward_hook"}))),
+    ("fsdp-forward", LibraryCall(_FSDP, frozenset({"_pre_forward", "pre_forward", "_pre_forward_unshard"}))),
+    ("ddp-constructor", LibraryCall(_DDP, frozenset({"__init__", "_ddp_init_helper"}))),
+    ("ddp-forward", LibraryCall(_DDP, frozenset({"forward", "_pre_forward", "_post_forward"}))),
+    ("gradients", LibraryCall(("torch/autograd/graph.py",), frozenset({"_engine_run_backward"}))),
+    ("gradients", LibraryCall(("torch/autograd/__init__.py",), frozenset({"backward"}))),
 )
 
 
@@ -355,7 +365,7 @@ def _native_frames(samples: Iterable[StackSample], os_tid: int | None) -> Iterat
 
 # --- the own GPU ------------------------------------------------------------------------------------------------------
 
-_SYNCHRONIZE = Mark(
+_SYNCHRONIZE = LibraryCall(
     ("torch/cuda/__init__.py", "torch/cuda/streams.py", "torch/cuda/graphs.py", "torch/accelerator/__init__.py"),
     frozenset({"synchronize", "wait", "replay"}),
 )

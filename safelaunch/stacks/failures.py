@@ -12,17 +12,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal[
+FailureKind = Literal[
     "nccl-cuda", "nccl-memory", "nccl-shm", "nccl-limit", "infiniband", "interface", "one-gpu", "mesh", "nccl-versions",
     "nccl-sizes", "nccl-ending", "socket", "nccl-system", "port", "host-name", "open-files", "peer-late",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Failure:
+class KnownFailure:
     """``means``: in a clause. ``own``: this rank itself failed, whatever its peers do. ``text``: that says so."""
 
-    kind: Kind
+    kind: FailureKind
     means: str
     own: bool
     text: str
@@ -37,7 +37,7 @@ _UNTOLD = {"peer": "a peer", "what": "the driver refused it"}
 
 
 # Kind, own, pattern, meaning. The first that fits; ``{...}``: a group of the pattern.
-_KINDS: tuple[tuple[Kind, bool, str, str], ...] = (
+_KINDS: tuple[tuple[FailureKind, bool, str, str], ...] = (
     (
         "one-gpu",
         True,
@@ -217,17 +217,17 @@ def fingerprints(message: str) -> dict[int, Fingerprint]:
     return told
 
 
-def failure(text: str) -> Failure | None:
+def failure(text: str) -> KnownFailure | None:
     """What the error says; None for one of anything else."""
     for kind, own, pattern, means in _KINDS:
         found = re.search(pattern, text, re.IGNORECASE)
         if found is not None:
             told = {name: value or _UNTOLD.get(name, "") for name, value in found.groupdict().items()}
-            return Failure(kind, means.format(**told), own, text)
+            return KnownFailure(kind, means.format(**told), own, text)
     return None
 
 
-def first_failure(messages: Iterable[str]) -> Failure | None:
+def first_failure(messages: Iterable[str]) -> KnownFailure | None:
     """Of the warnings of one process, in their order: the first of the process's own, else the first of any."""
     told = [found for text in messages if (found := failure(text)) is not None and found.kind != "nccl-ending"]
     return next((one for one in told if one.own), told[0] if told else None)

@@ -20,10 +20,10 @@ from safelaunch.stacks.frames import basename
 from safelaunch.stacks.source import ReadSource
 
 # A file; a call of c10d under way; a child process; a key of c10d's store; the same call, which raises each time.
-Kind = Literal["file", "work", "process", "key", "attempt", ""]
+WaitKind = Literal["file", "work", "process", "key", "attempt", ""]
 
 # The names of the standard library and of torch for these questions.
-_ASKS: tuple[tuple[Kind, frozenset[str]], ...] = (
+_ASKS: tuple[tuple[WaitKind, frozenset[str]], ...] = (
     ("work", frozenset({"is_completed", "is_success", "test"})),
     ("process", frozenset({"poll", "is_alive", "exitcode", "returncode"})),
     ("key", frozenset({"check", "num_keys"})),
@@ -38,7 +38,7 @@ _ASKS: tuple[tuple[Kind, frozenset[str]], ...] = (
 _SLEEPS = "sleep"
 _LOCKS_A_FILE = re.compile(r"\b(?:flock|lockf)\(")
 _MOST_TEXT = 120
-_Loop = ast.While | ast.For
+_LoopNode = ast.While | ast.For
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Poll:
     file: str
     line: int
     text: str
-    of: Kind
+    of: WaitKind
     made_at: tuple[Frame, ...] = ()
 
     @property
@@ -85,11 +85,11 @@ def _in_source(text: str, file: str, line: int, sleeping: bool) -> Poll | Litera
     here = (one for one in src.calls_in(scope) if src.spans(one, line))
     if sleeping and not any(_SLEEPS in name for one in here for name in src.names_in(one)):
         return "not here"
-    loops = [one for one in src.loops_around(scope, line) if isinstance(one, _Loop) and src.holds(one.body, line)]
+    loops = [one for one in src.loops_around(scope, line) if isinstance(one, _LoopNode) and src.holds(one.body, line)]
     return (_of_loop(loops[-1], file, line, tree) or "not here") if loops else "no loop"
 
 
-def _of_loop(loop: _Loop, file: str, line: int, tree: ast.Module) -> Poll | None:
+def _of_loop(loop: _LoopNode, file: str, line: int, tree: ast.Module) -> Poll | None:
     """Its condition; else that of the branch by which it is left; else what it tries."""
     asks = isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant)
     for one in (loop,) if asks else loop.body:
@@ -136,7 +136,7 @@ def _leaves(block: Sequence[ast.stmt]) -> bool:
     return _leaves(last.body) if isinstance(last, ast.With) else isinstance(last, (ast.Break, ast.Return))
 
 
-def _kind(test: ast.AST) -> Kind:
+def _kind(test: ast.AST) -> WaitKind:
     names = set(src.names_in(test))
     return next((kind for kind, asks in _ASKS if names & asks), "")
 

@@ -86,7 +86,7 @@ def _loops_with_names(frame: Frame, read_source: ReadSource) -> Iterator[tuple[G
             yield Guard(frame.file, loop.lineno, text, taken=True), set(src.names_in(loop.target))
 
 
-def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> src.Loop | None:
+def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> src.SourceLoop | None:
     """The loop that ``behind`` is inside of and ``ahead`` is past, in the same function; None if there is none. Stacks
     are innermost first.
 
@@ -109,17 +109,19 @@ def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: Read
 
 def _left(
     loop: src.AnyLoop, inside: Frame, enclosed: bool, ends: tuple[type[ast.stmt], ...], read_source: ReadSource
-) -> src.Loop:
+) -> src.SourceLoop:
     """``ends``: the statements by which it is left early, under a condition that may differ between ranks."""
     names = names_at(inside, read_source)
     counters = {*_counters(src.scope_at(inside, read_source))}
     ifs = src.ifs_with(
         ends, loop, lambda test: asks_for_the_rank(test, names) or not counters.issuperset(_asked(test, names))
     )
-    return src.Loop(loop.lineno, enclosed, inside, ifs, src.end_of(loop))
+    return src.SourceLoop(loop.lineno, enclosed, inside, ifs, src.end_of(loop))
 
 
-def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> src.Loop | None:
+def loop_returned_from(
+    ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource
+) -> src.SourceLoop | None:
     """The loop that ``behind`` is inside of, in a function that both have called and from which ``ahead`` has returned:
     it stands behind that call, and everything that leads to the call leads there as well.
     """

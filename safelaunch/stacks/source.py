@@ -130,7 +130,7 @@ def names_called_at(frame: Frame, read_source: ReadSource) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Loop:
+class SourceLoop:
     """``line``: where it begins. ``enclosed``: in another loop, of its function or of a caller, that goes on behind it:
     a rank that is past it may be a round behind, as well as ahead. ``inside``: the frame that is in it. ``breaks``:
     in words, the conditions that end one early which a rank has left, by a ``break``, or a ``return`` to where the rank
@@ -160,10 +160,10 @@ def ifs_with(ends: tuple[type[ast.stmt], ...], loop: AnyLoop, may: Callable[[ast
     return tuple(f"`if {text_of(one.test)}` at line {one.lineno}" for one in sorted(ifs, key=lambda one: one.lineno))
 
 
-def loops_at(frame: Frame, read_source: ReadSource) -> list[Loop]:
+def loops_at(frame: Frame, read_source: ReadSource) -> list[SourceLoop]:
     """The loops around its line, the outermost first."""
     around = loops_around(scope_at(frame, read_source), frame.line)
-    return [Loop(one.lineno, n > 0, frame, end=end_of(one)) for n, one in enumerate(around)]
+    return [SourceLoop(one.lineno, n > 0, frame, end=end_of(one)) for n, one in enumerate(around)]
 
 
 def loops_around(scope: ast.AST, line: int) -> list[AnyLoop]:

@@ -14,7 +14,7 @@ _PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} (?:err|out)\| ")  # of ``log_tail.
 
 
 @dataclass(frozen=True)
-class Traceback:
+class ParsedTraceback:
     """``frames``: innermost first. ``message``: its last line, with the type. ``thread``: which it has ended."""
 
     frames: tuple[Frame, ...]
@@ -22,7 +22,7 @@ class Traceback:
     thread: str = ""
 
 
-def parse(lines: Iterable[str]) -> Traceback | None:
+def parse(lines: Iterable[str]) -> ParsedTraceback | None:
     """The first traceback in these lines; None where they hold none."""
     frames: list[Frame] = []
     for line in lines:
@@ -30,8 +30,8 @@ def parse(lines: Iterable[str]) -> Traceback | None:
         if found:
             frames.append(Frame(found["file"], int(found["line"]), found["function"]))
         elif frames and line and not line.startswith(" "):
-            return Traceback(tuple(reversed(frames)), line)
-    return Traceback(tuple(reversed(frames)), "") if frames else None
+            return ParsedTraceback(tuple(reversed(frames)), line)
+    return ParsedTraceback(tuple(reversed(frames)), "") if frames else None
 
 
 # Between an exception and the one that came from it.
@@ -54,7 +54,7 @@ GATHERED = "Traceback (most recent call last): (RANK "  # as torch.distributed.c
 _OF_A_RANK = re.compile(rf"^{re.escape(GATHERED)}(\d{{1,9}})\)$", re.MULTILINE)
 
 
-def gathered(message: str) -> dict[int, Traceback]:
+def gathered(message: str) -> dict[int, ParsedTraceback]:
     """Rank of the group → what it raised, of an error that every rank raises for those that failed."""
     _, *parts = _OF_A_RANK.split(message)
     read = ((int(rank), parse(text.splitlines())) for rank, text in zip(parts[::2], parts[1::2], strict=True))
@@ -71,12 +71,12 @@ _OF_A_WORKER = (
 )
 
 
-def of_worker(text: str) -> tuple[str, Traceback]:
+def of_worker(text: str) -> tuple[str, ParsedTraceback]:
     """A worker process, and what it raised, inside the text of the rank's own; without frames where it has none."""
     begin = next(filter(None, (pattern.search(text) for pattern in _OF_A_WORKER)), None)
     inner = parse(text[begin.end() :].splitlines()) if begin is not None else None
     who = f"dataloader worker{begin['number'] or ''}" if begin is not None and begin["who"] else "worker process"
-    return who, inner or Traceback((), "")
+    return who, inner or ParsedTraceback((), "")
 
 
 def lines_of(log_tail: str) -> list[str]:
@@ -84,11 +84,11 @@ def lines_of(log_tail: str) -> list[str]:
     return [_PREFIX.sub("", line) for line in log_tail.splitlines()]
 
 
-def of_threads(log_tail: str) -> Iterator[Traceback]:
+def of_threads(log_tail: str) -> Iterator[ParsedTraceback]:
     """Of the threads that an exception has ended, as ``threading`` prints them, the newest first."""
     lines = lines_of(log_tail)
     for at in range(len(lines) - 1, -1, -1):
         head = _OF_A_THREAD.match(lines[at])
         found = parse(lines[at + 1 : at + 400]) if head else None
         if head and found is not None and found.message:
-            yield Traceback(found.frames, found.message, head["name"])
+            yield ParsedTraceback(found.frames, found.message, head["name"])

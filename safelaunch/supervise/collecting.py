@@ -24,7 +24,7 @@ from safelaunch.capture import collect, gpu, inside, nccl, node
 from safelaunch.capture.cgroups import deaths_between, kill_counts, kills_of
 from safelaunch.capture.node import NodeSubject, since
 from safelaunch.capture.pages import read_meta
-from safelaunch.capture.result import Gate, Result, Sink, FileGroup, gather_into
+from safelaunch.capture.result import FileGroup, Gate, Result, Sink, gather_into
 from safelaunch.job.paths import may_be_ours
 from safelaunch.model import (
     Artifact,

@@ -22,8 +22,8 @@ from safelaunch.model import Lost, NodeEvidence, Rendezvous
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S
 from safelaunch.supervise.cluster.hosting import StoreHost
-from safelaunch.supervise.cluster.messages import Action, Node, Page, PeerStatus, Result, Seen, Vote
-from safelaunch.supervise.cluster.rendezvous import Alone, Meeting, hosts_of, meeting
+from safelaunch.supervise.cluster.messages import Action, LeaderPage, NodeCard, PeerStatus, PeerView, Vote, VoteResult
+from safelaunch.supervise.cluster.rendezvous import NoRendezvous, SharedStore, hosts_of, meeting
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.supervise.control.protocol import NodeStatus
 from safelaunch.supervise.job_context import JobContext
@@ -32,14 +32,14 @@ from safelaunch.supervise.preflight import BadKeyFile, read_key
 from safelaunch.supervise.rounds import Rounds
 from safelaunch.supervise.watch.progress import Watch
 
-Outcome = Result | Literal["hang", "alone"]
+RoundOutcome = VoteResult | Literal["hang", "alone"]
 
 OPEN_S = 25.0  # a suspicion waits so long for the leader, or for who follows it
 SUCCEED_S = 12.0  # for another node to take over from a leader that is no longer heard
 WORD_S = 3.5  # a node that was killed is quiet by then
 GOODBYE_S = 1.2  # the others read it where this node's agent, which ends, hosts the store
 AGENT_EVERY_S = 2.0
-_NOWHERE = Meeting(Address("", 0), "", nodes=1)
+_NOWHERE = SharedStore(Address("", 0), "", nodes=1)
 
 
 class Council:
@@ -58,31 +58,31 @@ class Council:
         self._joined = 0  # the newest incident that this node takes part in
         found = meeting(plan.command, plan.env, plan.settings.cluster_store)
         self._port: int | None = None
-        self.job = f"{found.address} {found.prefix}" if isinstance(found, Meeting) else ""
+        self.job = f"{found.address} {found.prefix}" if isinstance(found, SharedStore) else ""
         version = plan.torch.version if plan.torch is not None else ""
-        node = Node("", context.host[:255], os.getpid(), __version__, version[:255])
-        self.channel = Channel(node, found.why if isinstance(found, Alone) else "")
+        node = NodeCard("", context.host[:255], os.getpid(), __version__, version[:255])
+        self.channel = Channel(node, found.why if isinstance(found, NoRendezvous) else "")
         hosts = hosts_of(plan.env)
-        self._notices = NodeNotices(found if isinstance(found, Meeting) else _NOWHERE, self.channel, hosts)
-        if isinstance(found, Meeting):
+        self._notices = NodeNotices(found if isinstance(found, SharedStore) else _NOWHERE, self.channel, hosts)
+        if isinstance(found, SharedStore):
             self._meet(plan, found)
         on_stall = plan.settings.on_stall
         self._action: Action = "restart" if on_stall == "restart" else "dump" if on_stall == "dump" else "kill"
         self.rounds = Rounds(self.channel, context, lambda: self.nodes(probing=False), self._action)
 
-    def _meet(self, plan: Plan, found: Meeting) -> None:
+    def _meet(self, plan: Plan, found: SharedStore) -> None:
         key_file = plan.settings.cluster_key_file
         try:
             key = read_key(key_file) if key_file is not None else b""
         except BadKeyFile as error:
-            self.channel.seen = Seen(why=f"--cluster-key-file {key_file}: {error}")
+            self.channel.seen = PeerView(why=f"--cluster-key-file {key_file}: {error}")
             return
         self._port = found.address.port
         script = digest_of(Path(plan.script[0])) if plan.script else ""
         self.channel.node = replace(self.channel.node, script=script, node_rank=found.node_rank)
         self.channel.start(found, key, self._store_host(plan, found))
 
-    def _store_host(self, plan: Plan, found: Meeting) -> StoreHost | None:
+    def _store_host(self, plan: Plan, found: SharedStore) -> StoreHost | None:
         """Starts the store, should this be its host; None where torchrun has one, or there is no torch to start it."""
         if not found.to_start or plan.torch is None:
             return None
@@ -94,11 +94,11 @@ class Council:
         self.channel.close(at_once=at_once)
 
     @property
-    def _seen(self) -> Seen:
+    def _seen(self) -> PeerView:
         return self.channel.seen
 
     @property
-    def _page(self) -> Page | None:
+    def _page(self) -> LeaderPage | None:
         return self.rounds.page
 
     @property
@@ -107,7 +107,7 @@ class Council:
         page = self._page
         return page is not None and self._covers(page)
 
-    def _covers(self, page: Page) -> bool:
+    def _covers(self, page: LeaderPage) -> bool:
         """Whether it counts every rank of the job as this node knows it: it may be of before this node came."""
         return page.covered and page.world == self._watch.world_size
 
@@ -241,12 +241,12 @@ class Council:
         """This node suspects nothing any more."""
         self.channel.tell(doing="watching", at_limit=False)
 
-    def calls(self) -> Page | None:
+    def calls(self) -> LeaderPage | None:
         """An incident in which all are to look, and this node does not yet."""
         page = self._page
         return page if page is not None and page.phase == "looking" and page.incident > self._joined else None
 
-    def answer_call(self) -> Page | None:
+    def answer_call(self) -> LeaderPage | None:
         """Takes part in the incident in which all are to look, where this node does not yet."""
         call = self.calls()
         if call is not None:
@@ -259,7 +259,7 @@ class Council:
     def vote(self, vote: Vote) -> None:
         self.channel.tell(vote=vote)
 
-    def outcome(self, incident: int) -> Outcome | None:
+    def outcome(self, incident: int) -> RoundOutcome | None:
         """What became of it; None: nothing yet. 0: the one that this node has asked for, where that is over already."""
         seen = self._seen
         page = seen.page if seen.silent_s < SILENT_S + SUCCEED_S else None

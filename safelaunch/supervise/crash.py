@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from safelaunch.capture.collect import Answer, ask_server
+from safelaunch.capture.collect import ServerReply, ask_server
 from safelaunch.capture.look import Target
 from safelaunch.capture.pages import AgentEvent
 from safelaunch.model import GilTest, RankEvidence, RankException
@@ -38,7 +38,7 @@ _OWN_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, si
 
 
 @dataclass
-class _Failure:
+class _FailedAttempt:
     """An attempt that failed, and what is known of it; see ``CrashCase``."""
 
     attempt: tuple[int, int]
@@ -72,8 +72,8 @@ class CrashCase:
     def __init__(self, job: JobView) -> None:
         self._job = job
         self._watch, self._rounds = job.watch, job.council.rounds
-        self._failure: _Failure | None = None  # of the current attempt
-        self._open: list[tuple[_Failure, Incident[Report | None]]] = []  # without a bundle yet
+        self._failure: _FailedAttempt | None = None  # of the current attempt
+        self._open: list[tuple[_FailedAttempt, Incident[Report | None]]] = []  # without a bundle yet
         self._ended_for = ""  # why torchrun has ended ranks none of which had failed; if it starts others, that is all
         self._turn = threading.Lock()
         self._written: dict[Kin, tuple[int, Report]] = {}  # the first attempt that failed so, counted from 1
@@ -154,10 +154,10 @@ class CrashCase:
                 return one[1].result
         return None
 
-    def begin(self) -> _Failure:
+    def begin(self) -> _FailedAttempt:
         """Handles a failure; also one that no rank reported: it was killed, or native code ended it."""
         if self._failure is None:
-            failure = _Failure(self._watch.attempt, self._watch.quiet_s(time.monotonic()))
+            failure = _FailedAttempt(self._watch.attempt, self._watch.quiet_s(time.monotonic()))
             failure.due_s = failure.begun_s + EXIT_S
             self._failure = failure
             self._open.append((failure, Incident("crash", lambda at: self._respond(failure, at))))
@@ -178,14 +178,14 @@ class CrashCase:
             self._remember(failure)
             failure.told = True
 
-    def _remember(self, failure: _Failure) -> None:
+    def _remember(self, failure: _FailedAttempt) -> None:
         """Keeps what pages and exceptions say now; once the next attempt has begun, they describe that one."""
         if self._watch.attempt == failure.attempt:
             failure.known = self._job.snapshot()
 
     # --- in the thread of a failure ---------------------------------------------------------------------------------
 
-    def _respond(self, failure: _Failure, at: Incident[Report | None]) -> Report | None:
+    def _respond(self, failure: _FailedAttempt, at: Incident[Report | None]) -> Report | None:
         targets = self._watch.targets()
         try:
             looks, answers = look(CRASH, self._job, at), _answers(targets)
@@ -199,7 +199,7 @@ class CrashCase:
             return self._write(failure, looks, answers, agreed)
 
     def _agree(
-        self, failure: _Failure, looks: Looks, answers: Mapping[int, Answer], at: Incident[Report | None]
+        self, failure: _FailedAttempt, looks: Looks, answers: Mapping[int, ServerReply], at: Incident[Report | None]
     ) -> Agreement:
         """With the other nodes, as soon as it is known how the ranks of this one failed."""
         if self._job.is_whole or failure.attempt != self._watch.attempt:
@@ -214,13 +214,13 @@ class CrashCase:
             self._rounds.trouble(context.redactor.said(text))
         return self._rounds.crash(local)
 
-    def _known_of(self, failure: _Failure, answers: Mapping[int, Answer]) -> JobSnapshot:
+    def _known_of(self, failure: _FailedAttempt, answers: Mapping[int, ServerReply]) -> JobSnapshot:
         known = failure.known or self._job.snapshot()
         ranks = {rank: replace(item, answer=answers.get(rank)) for rank, item in known.ranks.items()}
         return replace(known, ranks=ranks)
 
     def _write(
-        self, failure: _Failure, looks: Looks, answers: Mapping[int, Answer], agreed: Agreement
+        self, failure: _FailedAttempt, looks: Looks, answers: Mapping[int, ServerReply], agreed: Agreement
     ) -> Report | None:
         whole, context = self._job.is_whole, self._job.context
         notes = (f"torchrun itself failed: {failure.error}",) if failure.error else ()
@@ -254,7 +254,7 @@ class CrashCase:
             self._written.setdefault(kin, (failure.attempt[0] + 1, report))
         return report
 
-    def _earlier(self, failure: _Failure, found: Collected) -> Report | None:
+    def _earlier(self, failure: _FailedAttempt, found: Collected) -> Report | None:
         """Returns the report of an earlier attempt that failed in the same way, if its bundle is still there."""
         context = self._job.context
         verdict = publishing.judged(found.evidence, context)
@@ -309,10 +309,10 @@ def unreadable_script(ranks: Sequence[RankEvidence]) -> str:
     return error if len(raised) == 1 and not began and error.startswith(_UNREADABLE) else ""
 
 
-def _answers(targets: Sequence[Target]) -> dict[int, Answer]:
+def _answers(targets: Sequence[Target]) -> dict[int, ServerReply]:
     """What the ranks that still answer say of themselves: where each was when the first one failed."""
 
-    def one(target: Target) -> Answer:
+    def one(target: Target) -> ServerReply:
         told, flight = ask_server(target, deadline_s=FLIGHT_DEADLINE_S / 2)
         # Who has no answer in so short a time need not be stuck.
         return GilTest(groups=told.groups, called=told.called, batches=told.batches), flight

@@ -36,7 +36,7 @@ QUESTION_FILE = "early"
 
 
 @dataclass(frozen=True)
-class _Word:
+class _EarlyReport:
     """What both looks found, if that is worth a word, and whether it proves the job dead.
 
     ``worked_s``: when they saw the job work (CLOCK_MONOTONIC), or 0.
@@ -55,7 +55,7 @@ class EarlyLooks:
         self._watch, self._context = job.watch, job.context
         self._quiet = Quiet()
         self._attempt = self._watch.attempt
-        self._under_way: Incident[_Word] | None = None
+        self._under_way: Incident[_EarlyReport] | None = None
         self._spell: tuple[Spell, float] | None = None  # that which is looked at, and its begin
         self._failed = False
         self._kept: tuple[EarlyLook, ...] = ()
@@ -92,7 +92,7 @@ class EarlyLooks:
                 self._under_way = None
                 if not at.cancelled.is_set():
                     self._watch.read_quiet_again()
-                    self._tell(at.result or _Word(), spell, begin_s, now)
+                    self._tell(at.result or _EarlyReport(), spell, begin_s, now)
         elif free and spell is not None and self._may_look(now) and quiet.is_due(self._quiet, spell, now):
             self._quiet = quiet.looking(self._quiet, now)
             self._spell = spell, self._quiet.begin_s
@@ -102,7 +102,7 @@ class EarlyLooks:
         due_s = self._watch.state.due_s
         return not due_s or due_s - now > NEARLY_DUE_S
 
-    def _look(self, spell: Spell, at: Incident[_Word]) -> _Word:
+    def _look(self, spell: Spell, at: Incident[_EarlyReport]) -> _EarlyReport:
         """In a thread."""
         looks = look(FIRST_WORD, self._job, at, quiet=self._watch.quiet)
         at.pause(0.0)
@@ -110,7 +110,7 @@ class EarlyLooks:
         at.pause(0.0)
         return word
 
-    def _judge(self, spell: Spell, looks: Looks) -> _Word:
+    def _judge(self, spell: Spell, looks: Looks) -> _EarlyReport:
         done = answer.work_in(looks, self._watch.background)
         ranks = {target.pid: target.rank for target in looks.targets}
         active = tuple(sorted({ranks[one.rank] for one in done if one.rank in ranks}))
@@ -118,7 +118,7 @@ class EarlyLooks:
         tells = still or (active and self._job.is_whole and spell.stage == "steps")
         worked_s = 0.0 if still else looks.taken[-1].end_s
         if answer.all_are_stopped(looks.taken[-1]) or not tells:
-            return _Word(worked_s=worked_s)
+            return _EarlyReport(worked_s=worked_s)
         prove = still and self._job.is_whole and not answer.what_was_not_seen(looks.taken[-1], looks)
         looks = replace(looks, targets=tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets))
         kind = replace(FIRST_WORD, asks=still)
@@ -127,7 +127,7 @@ class EarlyLooks:
         found = answer.ask(evidence, None if still else active, place, prove=prove)
         found = self._context.cleaned(found)
         if not found.words or (found.common and spell.stage != "steps"):
-            return _Word(None, found.proved, worked_s)
+            return _EarlyReport(None, found.proved, worked_s)
         early = EarlyLook(
             unix_s=round(time.time(), 3),
             quiet_s=0.0,
@@ -137,9 +137,9 @@ class EarlyLooks:
             cause=found.cause,
             places=found.places,
         )
-        return _Word(early, found.proved, worked_s)
+        return _EarlyReport(early, found.proved, worked_s)
 
-    def _tell(self, word: _Word, spell: Spell, begin_s: float, now: float) -> None:
+    def _tell(self, word: _EarlyReport, spell: Spell, begin_s: float, now: float) -> None:
         if word.proved:
             self._watch.is_proved_dead(spell.since_s)
         if word.worked_s:

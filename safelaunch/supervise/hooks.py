@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safelaunch.model import EarlyLook, Verdict
 from safelaunch.system.console import say
-from safelaunch.system.task import Task
+from safelaunch.system.task import BackgroundTask
 
 DEADLINE_S = 30.0
 SHELL = "/bin/sh"
@@ -43,7 +43,7 @@ class Notifier:
         self._option = option
         self._deadline_s = deadline_s
         self._say = tell_user
-        self._under_way: list[Task[None]] = []
+        self._under_way: list[BackgroundTask[None]] = []
         self._ended = False
 
     @property
@@ -65,7 +65,7 @@ class Notifier:
             return
         command, env = self._command, {**os.environ, **variables}
         self._under_way = [task for task in self._under_way if not task.done]
-        self._under_way.append(Task(self._option, lambda: self._run(command, env)))
+        self._under_way.append(BackgroundTask(self._option, lambda: self._run(command, env)))
 
     def end(self) -> None:
         """Ends running commands: somebody stops the job and does not want to wait."""

@@ -24,8 +24,8 @@ from safelaunch.model import Answer, Evidence, FirstWord, ThreadState
 from safelaunch.supervise.cluster.evidence import condensed, received
 from safelaunch.supervise.looks import Looks, main_thread
 from safelaunch.supervise.watch import work
-from safelaunch.supervise.watch.stall import UNLIMITED, Found, Limits
-from safelaunch.supervise.watch.work import Background, Work
+from safelaunch.supervise.watch.stall import UNLIMITED, JobCondition, Limits
+from safelaunch.supervise.watch.work import Background, ObservedWork
 from safelaunch.system.decoding import from_json, from_msgpack
 from safelaunch.system.errors import CaptureError
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Judgement:
     """``unseen``: what was not seen, or is stopped, in a clause; empty for nothing. ``free``: what could still release
     the ranks, in a clause, if that is what a proof lacks. ``group``: whose time limit is the first to end, in words.
     """
 
-    found: Found
-    work: tuple[Work, ...] = ()
+    found: JobCondition
+    work: tuple[ObservedWork, ...] = ()
     unseen: str = ""
     free: str = ""
     limits: Limits = UNLIMITED
@@ -53,7 +53,7 @@ class Judged:
         return "alive" if self.found == "moving" else "unseen" if self.found == "stopped" else self.found
 
 
-def work_in(looks: Looks, background: Background) -> tuple[Work, ...]:
+def work_in(looks: Looks, background: Background) -> tuple[ObservedWork, ...]:
     """The work between the last two looks, and before the first; what the ranks wait for counts in full."""
     last = looks.taken[-1]
     waiting, foreground = set[int](), set[int]()
@@ -76,7 +76,7 @@ _SHORT_S = 0.05  # a wait with a shorter limit is part of a polling loop, whatev
 _TURNS = 4.0  # per limit: on a busy machine, or with a busy GIL, a loop is interrupted between two waits
 
 
-def _fed(before: Look, after: Look, awaited: Collection[int]) -> Iterator[Work]:
+def _fed(before: Look, after: Look, awaited: Collection[int]) -> Iterator[ObservedWork]:
     """Yields the threads that were woken by data that they receive, if the kernel doesn't count its bytes.
 
     A wait with a time limit ends by itself once in that time, so a loop that only polls wakes no more often than its
@@ -106,7 +106,7 @@ def _fed(before: Look, after: Look, awaited: Collection[int]) -> Iterator[Work]:
                 receives = all(map(_is_fed if is_main else _is_on_unix_socket, (one, thread)))
                 polls = max(_turns_per_s(one, was.at_s), _turns_per_s(thread, now.at_s))
                 if receives and woken > max(_LEAST_PER_S, polls) * seconds:
-                    yield Work(rank.main.pid, process.pid, thread.tid, "messages", woken / seconds)
+                    yield ObservedWork(rank.main.pid, process.pid, thread.tid, "messages", woken / seconds)
 
 
 def _turns_per_s(thread: ThreadState, at_s: float) -> float:
@@ -242,29 +242,31 @@ def _limits_of(case: Case, mark_s: float) -> tuple[Limits, str]:
     return Limits(unix_s - time.time() + time.monotonic() - mark_s, raises), group
 
 
-def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: bool, mark_s: float) -> Judged:
+def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: bool, mark_s: float) -> Judgement:
     """The answer of two looks at what is here. ``covers``: that is every rank of the job; else nothing is proved.
 
     ``mark_s``: since when it makes no step.
     """
     last = looks.taken[-1]
     if all_are_stopped(last):
-        return Judged("stopped")
+        return Judgement("stopped")
     done = () if looks.collectives_moved else work_in(looks, background)
     unseen = what_was_not_seen(last, looks)
     try:
         case = _case_of(evidence)
         examined, (limits, group) = _examined(case), _limits_of(case, mark_s)
     except Exception as error:  # noqa: BLE001 - a fault of a rule's is no reason to end a job
-        return Judged("alive" if done else "unseen", done, f"the evidence was not understood: {type(error).__name__}")
+        return Judgement(
+            "alive" if done else "unseen", done, f"the evidence was not understood: {type(error).__name__}"
+        )
     # Who has sent may be elsewhere while its bytes are still on their way: gloo records no send.
     arriving = looks.collectives_moved or any(one.kind == "network" and one.pid == one.rank for one in done)
     if examined.proof and covers and not unseen and not arriving:
-        return Judged("dead", done, limits=limits, group=group)
+        return Judgement("dead", done, limits=limits, group=group)
     if done or looks.collectives_moved:
-        return Judged("alive", done, unseen, limits=limits, group=group)
+        return Judgement("alive", done, unseen, limits=limits, group=group)
     free = examined.free.claim if examined.free is not None else ""
-    return Judged("unseen" if unseen else "unknown", done, unseen, free, limits, group)
+    return Judgement("unseen" if unseen else "unknown", done, unseen, free, limits, group)
 
 
 # --- asked of a process of its own ------------------------------------------------------------------------------------
@@ -274,7 +276,7 @@ DEADLINE_S = 30.0  # of a busy machine, where an interpreter alone takes seconds
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-class _Question(msgspec.Struct, frozen=True):
+class _JudgeInput(msgspec.Struct, frozen=True):
     """``active``: the ranks that compute, read or write; None: none moves. ``prove``: everything was seen."""
 
     evidence: list[bytes]
@@ -292,7 +294,7 @@ def ask(evidence: Evidence, active: Collection[int] | None, place: Path, *, prov
     ``prove``: also whether the evidence, which lacks nothing, proves that the job is dead.
     """
     ranks = tuple(active) if active is not None else None
-    question = _Question(condensed(evidence), evidence.missing_ranks, ranks, prove)
+    question = _JudgeInput(condensed(evidence), evidence.missing_ranks, ranks, prove)
     try:
         place.write_bytes(msgspec.msgpack.encode(question))
         # The working directory may hold anybody's modules.
@@ -311,7 +313,7 @@ def main(place: str) -> None:
     from safelaunch.capture import user_source
     from safelaunch.verdict.diagnose import first_word, first_word_of_active
 
-    question = from_msgpack(Path(place).read_bytes(), _Question)
+    question = from_msgpack(Path(place).read_bytes(), _JudgeInput)
     evidence, _ = received(question.evidence)
     evidence = msgspec.structs.replace(evidence, missing_ranks=question.missing_ranks)
     if question.active is None:

@@ -12,7 +12,7 @@ ASKING_S = 0.3  # of what Ctrl-C waits: for what the ranks themselves are asked
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class IncidentKind:
     """One kind. All that it needs of the ranks comes first, so that they may end while the bundle is written."""
 
     outcome: Outcome
@@ -31,12 +31,12 @@ class Kind:
     """C frames, where they tell: that pauses a process, so not in a job that may go on"""
 
 
-HANG = Kind("hang")
-SUSPECT = Kind("suspect", native=False)
-FIRST_WORD = Kind("hang", between_s=2.0)
-INTERRUPT = Kind("hang", look_s=0.8, between_s=0.5, budget_s=HOLD_S - ASKING_S, native=False)
-DUMP = Kind("dump")
-ATTACH = Kind("dump", between_s=2.0, native=False)
-CRASH = Kind("crash", looks=1, asks=False)
-ENDED = Kind("dump", between_s=0.0, asks=False)
-RENDEZVOUS = Kind("crash", looks=0, asks=False)
+HANG = IncidentKind("hang")
+SUSPECT = IncidentKind("suspect", native=False)
+FIRST_WORD = IncidentKind("hang", between_s=2.0)
+INTERRUPT = IncidentKind("hang", look_s=0.8, between_s=0.5, budget_s=HOLD_S - ASKING_S, native=False)
+DUMP = IncidentKind("dump")
+ATTACH = IncidentKind("dump", between_s=2.0, native=False)
+CRASH = IncidentKind("crash", looks=1, asks=False)
+ENDED = IncidentKind("dump", between_s=0.0, asks=False)
+RENDEZVOUS = IncidentKind("crash", looks=0, asks=False)

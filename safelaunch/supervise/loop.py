@@ -142,7 +142,9 @@ class Supervisor:
         self._restarting_s = 0.0  # when
         self._outlives_stop = False  # asked to stop, and watched again
         self._ending: BackgroundTask[tuple[process.ProcessId, ...]] | None = None
-        self._pollers: list[Poller[Any]] = [GroupTimeoutPoller(self._watch, bounds.floor_s)] if bounds is not None else []
+        self._pollers: list[Poller[Any]] = (
+            [GroupTimeoutPoller(self._watch, bounds.floor_s)] if bounds is not None else []
+        )
         self._pollers.append(Health(self._watch, lambda: [one.pid for one in self._processes.all()]))
         self._pollers += PulseTaker(self._watch), WorkTaker(self._watch), Tracing(self._watch)
         self._notices = Notices(

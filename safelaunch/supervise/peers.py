@@ -12,12 +12,12 @@ from typing import Literal
 from msgspec.structs import replace
 
 from safelaunch.capture.result import gather
-from safelaunch.model import AgentState, Lost, NodeEvidence, Probe, Rendezvous, format_ranks
+from safelaunch.model import AgentState, Lost, NodeEvidence, Rendezvous, ServerProbe, format_ranks
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S
 from safelaunch.supervise.cluster.hosting import is_this_host
-from safelaunch.supervise.cluster.messages import Beat, Node, Page, Peer, Seen, node_count
-from safelaunch.supervise.cluster.rendezvous import Meeting
+from safelaunch.supervise.cluster.messages import Beat, LeaderPage, NodeCard, Peer, PeerView, node_count
+from safelaunch.supervise.cluster.rendezvous import SharedStore
 from safelaunch.supervise.cluster.store import probe
 from safelaunch.system import procstat
 from safelaunch.system.console import say
@@ -30,7 +30,14 @@ Last = Literal["", "watching", "failing", "stopping", "ended"]
 
 
 def nodes_of(
-    seen: Seen, node: Node, beat: Beat, *, store: Lost, port: int | None, agent_error: str = "", missed_s: float = 0.0
+    seen: PeerView,
+    node: NodeCard,
+    beat: Beat,
+    *,
+    store: Lost,
+    port: int | None,
+    agent_error: str = "",
+    missed_s: float = 0.0,
 ) -> tuple[NodeEvidence, ...]:
     """This node and the others that it has heard of; takes ``PROBE_S`` where some of them are silent.
 
@@ -49,7 +56,7 @@ def _evidence_of(peer: Peer, peers: Sequence[Peer], store: Lost) -> NodeEvidence
     return replace(found, silent_s=round(peer.silent_s, 1), store=store if hosts else "")
 
 
-def _said(slot: int, node: Node, beat: Beat | None) -> NodeEvidence:
+def _said(slot: int, node: NodeCard, beat: Beat | None) -> NodeEvidence:
     """What the node says of itself."""
     found = NodeEvidence(node.host, slot, (), torch=node.torch, safelaunch=node.safelaunch, script=node.script)
     if beat is None:
@@ -69,7 +76,7 @@ def _probed(nodes: Sequence[NodeEvidence], own: str, peers: Sequence[Peer], port
         return [replace(node, probe="no route") if node.is_gone else node for node in nodes]
     silent = silent[:MOST_PROBED]
     calls = [lambda at=at: probe(peers[at].node.address, port, deadline_s=PROBE_S) for at in silent]
-    answers: dict[int, Probe | None] = dict(zip(silent, gather(calls, deadline_s=PROBE_S + 1.0), strict=True))
+    answers: dict[int, ServerProbe | None] = dict(zip(silent, gather(calls, deadline_s=PROBE_S + 1.0), strict=True))
     return [replace(node, probe=answers.get(at) or "") for at, node in enumerate(nodes)]
 
 
@@ -131,7 +138,7 @@ class NodeNotices:
     over; ``apart``: the person was.
     """
 
-    def __init__(self, meeting: Meeting, channel: Channel, hosts: Sequence[str] = ()) -> None:
+    def __init__(self, meeting: SharedStore, channel: Channel, hosts: Sequence[str] = ()) -> None:
         """``hosts``: those that the scheduler has given to the job."""
         self._meeting = meeting
         self._hosts = hosts
@@ -139,7 +146,7 @@ class NodeNotices:
         self.met = self.apart = False
         self._lost_s: float | None = None
         self._silent: frozenset[int] = frozenset()
-        self._compared: tuple[Node, ...] = ()
+        self._compared: tuple[NodeCard, ...] = ()
         self._said: set[str] = set()
         self._begin_s: float | None = None
         self._next_s = 0.0
@@ -153,7 +160,7 @@ class NodeNotices:
         found = self._waiting
         return found if found is not None and found.come < found.wanted else None
 
-    def who_has_come(self, page: Page | None, now: float) -> None:
+    def who_has_come(self, page: LeaderPage | None, now: float) -> None:
         """Of a rendezvous that does not complete; once, and again where more nodes have come."""
         self._begin_s = self._begin_s if self._begin_s is not None else now
         nodes = (self._channel.node, *self._channel.seen.nodes)
@@ -173,7 +180,7 @@ class NodeNotices:
             text += f"; the store where nodes meet does not answer ({self._channel.seen.why})"
         say(text)
 
-    def _note(self, page: Page | None, come: int, nodes: Sequence[Node], waited_s: float) -> None:
+    def _note(self, page: LeaderPage | None, come: int, nodes: Sequence[NodeCard], waited_s: float) -> None:
         """Those that give up leave one by one, and the store ends with one of them: what counts is before that."""
         known = self._waiting
         if known is not None and (page is None or come < known.come):
@@ -192,7 +199,7 @@ class NodeNotices:
             "" if page is not None else self._channel.seen.why,
         )
 
-    def changes(self, seen: Seen, now: float, *, covered: bool, ending: bool) -> None:
+    def changes(self, seen: PeerView, now: float, *, covered: bool, ending: bool) -> None:
         """What has changed since the last tick. ``covered``: every rank is under a supervisor that is heard now.
 
         ``ending``: the ranks of this node have ended, or somebody stops the job here, so it judges nothing any more.
@@ -222,7 +229,7 @@ class NodeNotices:
                 self.met, self.apart = False, True
                 say(f"lost contact with the other nodes ({seen.why}): until they are back, this node judges alone")
 
-    def _compare(self, nodes: tuple[Node, ...]) -> None:
+    def _compare(self, nodes: tuple[NodeCard, ...]) -> None:
         """Nodes that run something else than this one: NCCL and pickles of two versions rarely agree."""
         mine = self._channel.node
         for other in nodes if nodes != self._compared else ():
@@ -236,7 +243,7 @@ class NodeNotices:
         self._compared = nodes
 
 
-def _absent(hosts: Sequence[str], nodes: Sequence[Node]) -> tuple[str, ...]:
+def _absent(hosts: Sequence[str], nodes: Sequence[NodeCard]) -> tuple[str, ...]:
     """The hosts of which no node has come, by their short names."""
     come = {node.host.partition(".")[0] for node in nodes}
     return tuple(host for host in hosts if host.partition(".")[0] not in come)[:MOST_HOSTS]

@@ -44,7 +44,7 @@ def without_effect(settings: Settings) -> list[str]:
 
 
 def mistakes_of_torchrun(
-    command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: torchrun.Torch
+    command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: torchrun.TorchInstallation
 ) -> list[str]:
     """A line about a port that is taken, and about a script that wants NCCL from a torch without it."""
     port = mistakes.port_to_serve(command, options, environ)

@@ -19,14 +19,14 @@ from safelaunch.supervise.collecting import Collected, Exits, JobSnapshot, Timel
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.judge import proves, work_in
-from safelaunch.supervise.kinds import ENDED, INTERRUPT, Kind
+from safelaunch.supervise.kinds import ENDED, INTERRUPT, IncidentKind
 from safelaunch.supervise.looks import Looks, look_at
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.quiet import FROZEN_TIMES
 from safelaunch.supervise.watch.rhythm import NONE, Threshold
 from safelaunch.system.console import say
-from safelaunch.system.task import Task
+from safelaunch.system.task import BackgroundTask
 
 T = TypeVar("T")
 STEP_S = 0.02
@@ -42,7 +42,7 @@ class Incident(Generic[T]):
 
     def __init__(self, name: str, work: Callable[[Incident[T]], T]) -> None:
         self.cancelled, self._seen = threading.Event(), threading.Event()
-        self._task: Task[T | None] = Task(name, lambda: self._run(work))
+        self._task: BackgroundTask[T | None] = BackgroundTask(name, lambda: self._run(work))
 
     def _run(self, work: Callable[[Incident[T]], T]) -> T | None:
         try:
@@ -112,7 +112,7 @@ class JobView:
 
 
 def look(
-    kind: Kind,
+    kind: IncidentKind,
     job: JobView,
     at: Incident[T],
     *,
@@ -139,7 +139,7 @@ def look(
 
 
 def observe(
-    kind: Kind,
+    kind: IncidentKind,
     job: JobView,
     at: Incident[T],
     *,

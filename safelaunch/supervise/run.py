@@ -17,24 +17,24 @@ from safelaunch.job.job import Job, JobProcesses
 from safelaunch.job.paths import RunPaths, create_run
 from safelaunch.job.plan import Plan, in_directory
 from safelaunch.job.process import ProcessId
-from safelaunch.leases.resources import Resources
+from safelaunch.leases.resources import JobResources
 from safelaunch.system.console import fresh_line, say
 from safelaunch.system.errors import internal_error
 
 MORE_PORTS = 3
 
-Again = Callable[[Resources], tuple[Plan, Resources]]
+Again = Callable[[JobResources], tuple[Plan, JobResources]]
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
+class _RunEnd:
     """The wait status to end with. ``for_nothing``: the launcher failed by itself before it started any rank."""
 
     status: int
     for_nothing: bool = False
 
 
-def run(plan: Plan, given: Resources, again: Again | None = None) -> int:
+def run(plan: Plan, given: JobResources, again: Again | None = None) -> int:
     """Starts the job of ``plan`` and waits for its end; returns the exit code. Raises OSError when it can't start.
 
     The job's resources (``given``) stay leased until no process of it is left. ``again`` gives it another port if a
@@ -55,7 +55,7 @@ def run(plan: Plan, given: Resources, again: Again | None = None) -> int:
     return process.end_as(end.status)
 
 
-def _run(plan: Plan, given: Resources, mask: frozenset[signal.Signals]) -> _End:
+def _run(plan: Plan, given: JobResources, mask: frozenset[signal.Signals]) -> _RunEnd:
     """Runs the job once, as ``run`` does. ``mask``: the signals that are blocked when the job starts."""
     directory = directory_for(plan)
     if directory is not None:
@@ -74,7 +74,7 @@ def _run(plan: Plan, given: Resources, mask: frozenset[signal.Signals]) -> _End:
     # From here on, imports cost the job nothing.
     processes = JobProcesses(agent, watcher)
     if directory is None:
-        return _End(_only_forward(processes))
+        return _RunEnd(_only_forward(processes))
     job = Job(plan, agent, directory, time.time())
     try:
         from safelaunch.capture.last_words import UnfinishedLine
@@ -83,10 +83,10 @@ def _run(plan: Plan, given: Resources, mask: frozenset[signal.Signals]) -> _End:
         fresh_line.use(UnfinishedLine(directory.pages).line_feeds)
         supervisor = Supervisor(job, processes, given.touch)
         status = supervisor.run()
-        return _End(status, for_nothing=status != 0 and supervisor.began_nothing)
+        return _RunEnd(status, for_nothing=status != 0 and supervisor.began_nothing)
     except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
         say(internal_error(error, "the watch", "The job continues, unwatched."))
-        return _End(_only_forward(processes))
+        return _RunEnd(_only_forward(processes))
     finally:
         _leave(directory, watcher)
 
@@ -103,7 +103,7 @@ def _leave(directory: RunPaths | None, watcher: Guardian | None) -> None:
 
 
 def _guardian(
-    directory: RunPaths | None, given: Resources, become: Callable[[], NoReturn], *, at_once: bool
+    directory: RunPaths | None, given: JobResources, become: Callable[[], NoReturn], *, at_once: bool
 ) -> Guardian | None:
     """Starts the guardian, with the waiting job behind it; None if the job is not watched or that fails."""
     if directory is None:
@@ -120,7 +120,9 @@ def _guardian(
     return watcher
 
 
-def _start_without(plan: Plan, env: Mapping[str, str], mask: frozenset[signal.Signals], given: Resources) -> ProcessId:
+def _start_without(
+    plan: Plan, env: Mapping[str, str], mask: frozenset[signal.Signals], given: JobResources
+) -> ProcessId:
     """Starts the job without a guardian: the job itself then holds its leases if safelaunch is killed."""
     for descriptor in given.descriptors:
         os.set_inheritable(descriptor, True)

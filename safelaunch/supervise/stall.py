@@ -12,18 +12,18 @@ from safelaunch.supervise import judge as answer
 from safelaunch.supervise.cluster.messages import Vote
 from safelaunch.supervise.collecting import Collected, JobSnapshot, Timeline
 from safelaunch.supervise.council import OPEN_S
-from safelaunch.supervise.council import Outcome as Joint
+from safelaunch.supervise.council import RoundOutcome as Joint
 from safelaunch.supervise.early import without_the_gil
-from safelaunch.supervise.judge import Judged
-from safelaunch.supervise.kinds import HANG, LOOK_S, SUSPECT, Kind
+from safelaunch.supervise.judge import Judgement
+from safelaunch.supervise.kinds import HANG, LOOK_S, SUSPECT, IncidentKind
 from safelaunch.supervise.looks import Looks, Starvation
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import ADVANCED, STEP_S, Incident, JobView, look
 from safelaunch.supervise.watch.progress import Glance
 from safelaunch.supervise.watch.rhythm import Threshold
-from safelaunch.supervise.watch.stall import Found, Stall, ends_after_s, idle_s, suspect_after_s
+from safelaunch.supervise.watch.stall import JobCondition, Stall, ends_after_s, idle_s, suspect_after_s
 from safelaunch.system.console import say
-from safelaunch.system.task import Task
+from safelaunch.system.task import BackgroundTask
 
 MOST_LOOK_S = 24.0
 REMIND_EVERY_S = 3600.0  # of a job that makes no step and continues
@@ -48,13 +48,13 @@ class _Suspicion:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _LookResult:
     """What the closer look has found. ``outcome``: what has come of it on all nodes, if these have looked as well;
     ``looks`` None: it was over before this node looked.
     """
 
     looks: Looks | None = None
-    judged: Judged = field(default_factory=lambda: Judged("alive"))
+    judged: Judgement = field(default_factory=lambda: Judgement("alive"))
     outcome: Joint | None = None
 
 
@@ -77,7 +77,7 @@ class StallCase:
         self._job = job
         self._watch, self._council = job.watch, job.council
         self._suspicion: _Suspicion | None = None
-        self._closer: Incident[_Seen] | None = None  # the closer look
+        self._closer: Incident[_LookResult] | None = None  # the closer look
         self._writing: Incident[Report | None] | None = None
         self._written_of = 0.0  # the mark of the stall that is being written about
         self._suspect_bundle: _Suspect | None = None
@@ -145,7 +145,7 @@ class StallCase:
         if not self.busy and self._council.calls() is not None:
             self._look_for_others(now)
         if self._suspicion is not None and self._closer is not None and self._closer.done:
-            self._take(self._suspicion, self._closer.result or _Seen(), now)
+            self._take(self._suspicion, self._closer.result or _LookResult(), now)
         if self._watch.is_hung and not self.writing and self._suspect_bundle is not None:
             self._watch_again(now)
         return self.written(now)
@@ -212,12 +212,12 @@ class StallCase:
         threshold = self._watch.threshold_without_steps() if stall.before_first_step else self._watch.threshold()
         return threshold.why
 
-    def _look_closer(self, suspicion: _Suspicion, closer: Incident[_Seen]) -> _Seen:
+    def _look_closer(self, suspicion: _Suspicion, closer: Incident[_LookResult]) -> _LookResult:
         """In a thread. When all nodes are called to look, each looks then, whatever it has seen before."""
         if suspicion.own and self._council.suspect(suspicion.window_s):
             outcome = self._await_call(suspicion, closer)
             if outcome is not None:
-                return _Seen(outcome=outcome)
+                return _LookResult(outcome=outcome)
         while True:
             call = self._council.answer_call()
             if call is not None:
@@ -227,20 +227,20 @@ class StallCase:
             if self._council.calls() is not None:
                 continue
             if not suspicion.incident:
-                return _Seen(looks, judged)
+                return _LookResult(looks, judged)
             if self._is_at_limit(suspicion.stall, judged):
                 self._council.at_limit()
             self._council.vote(_VOTES[judged.found])
             while self._council.calls() is None:
                 outcome = self._council.outcome(suspicion.incident)
                 if outcome is not None:
-                    return _Seen(looks, judged, outcome)
+                    return _LookResult(looks, judged, outcome)
                 if judged.found != "moving" and self._watch.stepped_since(suspicion.stall):
                     judged = replace(judged, found="moving")
                     self._council.vote("moving")
                 closer.pause(STEP_S)
 
-    def _await_call(self, suspicion: _Suspicion, closer: Incident[_Seen]) -> Joint | None:
+    def _await_call(self, suspicion: _Suspicion, closer: Incident[_LookResult]) -> Joint | None:
         """Waits until all look; returns what came of it where that was over before this node could."""
         until = time.monotonic() + OPEN_S
         while self._council.calls() is None:
@@ -255,7 +255,7 @@ class StallCase:
             closer.pause(STEP_S)
         return None
 
-    def _look(self, suspicion: _Suspicion, closer: Incident[_Seen]) -> Looks:
+    def _look(self, suspicion: _Suspicion, closer: Incident[_LookResult]) -> Looks:
         suspicion.steps = self._watch.steps()
         self._patience = self._starvation.factor()
         look_s = min(MOST_LOOK_S, self._look_s * self._patience)
@@ -267,13 +267,13 @@ class StallCase:
             closer,
             quiet=self._watch.quiet,
             network=suspicion.incident > 0,
-            between=lambda: Task("prepare", publishing.prepare),
+            between=lambda: BackgroundTask("prepare", publishing.prepare),
         )
         closer.pause(0.0)
         self._look_s = min(2 * self._look_s, MOST_LOOK_S) if looks.is_late else LOOK_S
         return looks
 
-    def _judge(self, suspicion: _Suspicion, looks: Looks) -> Judged:
+    def _judge(self, suspicion: _Suspicion, looks: Looks) -> Judgement:
         """Asks the ranks for their records, and what all of it says."""
         watch, context = self._watch, self._job.context
         targets = tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets)
@@ -295,7 +295,7 @@ class StallCase:
         """Whether a bundle of this stall did not bear out its proof, and that is not long ago."""
         return self._refuted is not None and mark_s == self._refuted[0] and time.monotonic() < self._refuted[1]
 
-    def _is_at_limit(self, stall: Stall, judged: Judged) -> bool:
+    def _is_at_limit(self, stall: Stall, judged: Judgement) -> bool:
         watch = self._watch
         limit_s = ends_after_s(watch.policy, stall, judged.answer, judged.limits)
         without_s = idle_s(watch.state, watch.policy, stall, judged.answer, time.monotonic())
@@ -303,7 +303,7 @@ class StallCase:
 
     # --- what follows -----------------------------------------------------------------------------------------------
 
-    def _take(self, suspicion: _Suspicion, seen: _Seen, now: float) -> None:
+    def _take(self, suspicion: _Suspicion, seen: _LookResult, now: float) -> None:
         self._suspicion = self._closer = None
         if seen.outcome == "hang" and seen.looks is not None:
             self._watch.mark_hung()
@@ -318,10 +318,10 @@ class StallCase:
             self._conclude(suspicion, seen.looks, seen.judged, now)
             return
         stopped = seen.outcome in ("paused", "stopped")
-        found: Found = "stopped" if stopped else "moving" if seen.outcome == "moving" else "alive"
+        found: JobCondition = "stopped" if stopped else "moving" if seen.outcome == "moving" else "alive"
         self._told(suspicion.stall, replace(seen.judged, found=found), now)
 
-    def _conclude(self, suspicion: _Suspicion, looks: Looks, judged: Judged, now: float) -> None:
+    def _conclude(self, suspicion: _Suspicion, looks: Looks, judged: Judgement, now: float) -> None:
         if not self._job.is_whole and judged.found == "unknown":
             judged = replace(judged, found="unseen", unseen="the other nodes were not seen")
         event = self._told(suspicion.stall, judged, now)
@@ -331,7 +331,7 @@ class StallCase:
         elif event == "undecided" and self._is_worth_a_bundle(suspicion.stall, judged, now):
             self._write(suspicion, looks, judged, SUSPECT, now)
 
-    def _told(self, stall: Stall, judged: Judged, now: float) -> str:
+    def _told(self, stall: Stall, judged: Judgement, now: float) -> str:
         """Feeds the detector; returns the kind of its event. Prints what the user needs to know."""
         event = self._watch.conclude(stall, judged.found, now, judged.limits)
         if event is None:
@@ -342,7 +342,7 @@ class StallCase:
             self.note_recovery(now)
         return event.kind
 
-    def _is_worth_a_bundle(self, stall: Stall, judged: Judged, now: float) -> bool:
+    def _is_worth_a_bundle(self, stall: Stall, judged: Judgement, now: float) -> bool:
         due_s = suspect_after_s(self._watch.policy, stall, judged.answer, judged.limits)
         if due_s is None or now - stall.mark_s < max(due_s, AGAIN * self._waited_s):
             return False
@@ -352,7 +352,7 @@ class StallCase:
         """Whether a bundle of this stall, in which the job goes on, is there."""
         return self._suspect_bundle is not None and self._suspect_bundle.mark_s == stall.mark_s
 
-    def _write(self, suspicion: _Suspicion, looks: Looks, judged: Judged, kind: Kind, now: float) -> None:
+    def _write(self, suspicion: _Suspicion, looks: Looks, judged: Judgement, kind: IncidentKind, now: float) -> None:
         collect = self._collecting(suspicion, looks, judged, kind, now)
         queries = kind is HANG and self._council.queries_nccl
         spare = self._council.must_keep_ranks_alive
@@ -380,7 +380,7 @@ class StallCase:
 
         self._writing = Incident("bundle", write)
 
-    def _write_with_all(self, suspicion: _Suspicion, looks: Looks, judged: Judged, now: float) -> None:
+    def _write_with_all(self, suspicion: _Suspicion, looks: Looks, judged: Judgement, now: float) -> None:
         """Nobody knows yet whether the job ends, so no process is stopped for it."""
         collect = self._collecting(suspicion, looks, judged, SUSPECT, now)
         queries, spare = self._council.queries_nccl, self._council.must_keep_ranks_alive
@@ -409,7 +409,7 @@ class StallCase:
         self._writing = Incident("bundle", write)
 
     def _collecting(
-        self, suspicion: _Suspicion, looks: Looks, judged: Judged, kind: Kind, now: float
+        self, suspicion: _Suspicion, looks: Looks, judged: Judgement, kind: IncidentKind, now: float
     ) -> Callable[[Incident[Report | None]], Collected]:
         """What takes the evidence, in the thread that writes the bundle."""
         self.attempt, self._written_of = self._watch.attempt, suspicion.stall.mark_s
@@ -449,7 +449,7 @@ class StallCase:
 
     # --- what is said -----------------------------------------------------------------------------------------------
 
-    def _say_hang(self, stall: Stall, judged: Judged, now: float) -> None:
+    def _say_hang(self, stall: Stall, judged: Judgement, now: float) -> None:
         where = "no step yet" if stall.before_first_step else f"last step {stall.step}"
         stall_s = now - stall.mark_s
         since = f"for {stall_s:.0f} s ({where})"
@@ -467,7 +467,7 @@ class StallCase:
         """The evidence of all nodes may prove it, once it is merged."""
         return "nothing on this node proves a hang" if not self._job.is_whole else "nothing proves a hang"
 
-    def _why_ended(self, stall: Stall, judged: Judged) -> str:
+    def _why_ended(self, stall: Stall, judged: Judgement) -> str:
         policy = self._watch.policy
         if policy.is_given(stall) and judged.found == "unknown":
             at_start = stall.before_first_step and not policy.has_one_limit
@@ -478,7 +478,7 @@ class StallCase:
             return f"the timeout of group {judged.group} expires then"
         return "the nodes of this job have agreed to end it"
 
-    def _say_waiting(self, stall: Stall, judged: Judged, now: float) -> None:
+    def _say_waiting(self, stall: Stall, judged: Judgement, now: float) -> None:
         """Once for each answer, and then every ``REMIND_EVERY_S``."""
         if self._said_waiting == judged.found and now < self._remind_s:
             return
@@ -497,7 +497,7 @@ class StallCase:
         say(text)
 
 
-_VOTES: Mapping[Found, Vote] = {
+_VOTES: Mapping[JobCondition, Vote] = {
     "moving": "moving",
     "stopped": "stopped",
     "alive": "active",

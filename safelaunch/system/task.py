@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Task(Generic[T]):
+class BackgroundTask(Generic[T]):
     """Starts ``work`` in a thread. ``result`` raises the exception that ``work`` raised, if any."""
 
     def __init__(self, name: str, work: Callable[[], T]) -> None:

@@ -16,7 +16,7 @@ from safelaunch.verdict.causes import CAUSES, Advice
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import aborted_in, failure_of_rank, has_lost_a_peer, is_timeout
 from safelaunch.verdict.findings import Finding
-from safelaunch.verdict.rank_state import Facts, view_of
+from safelaunch.verdict.rank_state import CaseFacts, view_of
 
 # The same call on other ranks is part of training.
 _TRAINING: frozenset[calls.Purpose] = frozenset(
@@ -28,7 +28,7 @@ _TRAINING: frozenset[calls.Purpose] = frozenset(
 class Scene:
     """A finding with its evidence."""
 
-    facts: Facts
+    facts: CaseFacts
     finding: Finding
 
     @property
@@ -96,7 +96,7 @@ class Scene:
         return any(one is not None and pattern.search(f"{one.type}: {one.message}") for one in raised)
 
     @cached_property
-    def failures(self) -> set[failures.Kind]:
+    def failures(self) -> set[failures.FailureKind]:
         """What the errors of ranks at fault mean; where none is named, those of all ranks."""
         ranks = (self.facts.ranks[rank].evidence for rank in self.named or self.facts.ranks)
         return {told.kind for rank in ranks if (told := failure_of_rank(rank)) is not None}
@@ -165,7 +165,7 @@ def _has_ended(rank: RankEvidence) -> bool:
     )
 
 
-def advise(facts: Facts, finding: Finding) -> tuple[tuple[str, ...], NextStep | None]:
+def advise(facts: CaseFacts, finding: Finding) -> tuple[tuple[str, ...], NextStep | None]:
     """What to do, the surest first; and what to type next, where it is known how the job was started."""
     scene = Scene(facts, finding)
     given = [one for one in CAUSES[finding.cause].advice if one.fits(scene)]

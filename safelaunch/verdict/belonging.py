@@ -16,7 +16,7 @@ from safelaunch.stacks.failures import Shortage, shortage
 from safelaunch.verdict.causes import GPU_FRAGMENTED, GPU_FULL, GPU_OF_TWO_RANKS, GPU_SHARED, GPU_UNSHARDED, Advice
 from safelaunch.verdict.collectives import DEFAULT_GROUPS, label_of
 from safelaunch.verdict.findings import Annotation, Finding, ranks_word
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.waits import Case
 
 MOST_RANKS, MOST_GROUPS = 4, 6
@@ -82,7 +82,7 @@ def _with_label(text: str, name: str, label: str) -> str:
     return f"group {label} ('{name}')" if label and not label.startswith("'") else text
 
 
-def _labels(facts: Facts, rank: int) -> dict[str, str]:
+def _labels(facts: CaseFacts, rank: int) -> dict[str, str]:
     """Name → what people call a group: its description, by the rank itself or by its calls."""
     told, used = _told(facts.ranks[rank].evidence), facts.alignment.ring(rank).used().values()
     return {**told, **{kind.group: told.get(kind.group) or label_of(kind) for kind in used}}
@@ -97,7 +97,7 @@ def _told(rank: RankEvidence) -> dict[str, str]:
 _OF_A_MESH = "mesh_"  # begins the description of a DeviceMesh's groups; its dimension's name follows
 
 
-def mesh(facts: Facts) -> tuple[tuple[str, int], ...]:
+def mesh(facts: CaseFacts) -> tuple[tuple[str, int], ...]:
     """Dimensions and sizes of the DeviceMesh over all ranks, the outermost first; empty where no such mesh is seen.
 
     A mesh leaves its name only in the descriptions of its groups. Those of flattened dimensions are made after them.
@@ -106,7 +106,7 @@ def mesh(facts: Facts) -> tuple[tuple[str, int], ...]:
     return found.pop() if len(found) == 1 else ()
 
 
-def _dimensions(facts: Facts, rank: int) -> tuple[tuple[str, int], ...]:
+def _dimensions(facts: CaseFacts, rank: int) -> tuple[tuple[str, int], ...]:
     labels, dimensions = _labels(facts, rank), []
     for name, members in facts.alignment.listed(rank).items():
         label = labels.get(name, "")
@@ -124,7 +124,7 @@ _NAMES = 3
 _SHARE = 10  # a tenth of what is in tensors
 
 
-def gpu_memory(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+def gpu_memory(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Where the memory of each rank's GPU is that had none left; the first one's in a sentence."""
     ranks = [facts.ranks[culprit.rank].evidence for culprit in finding.culprits]
     short = [(rank, told) for rank in ranks if (told := shortage_of(rank)) is not None]
@@ -202,7 +202,7 @@ def _is_hardly_sharded(seen: DeviceMemory) -> bool:
     )
 
 
-def _others(facts: Facts, told: Shortage) -> Iterator[str]:
+def _others(facts: CaseFacts, told: Shortage) -> Iterator[str]:
     """Who else is on that GPU."""
     by_pid = _by_pid(facts)
     for pid, size in told.others:
@@ -212,7 +212,7 @@ def _others(facts: Facts, told: Shortage) -> Iterator[str]:
         yield "The memory that torch holds unused would have been enough, but it is fragmented."
 
 
-def _advice(facts: Facts, rank: RankEvidence, told: Shortage) -> Iterator[Advice]:
+def _advice(facts: CaseFacts, rank: RankEvidence, told: Shortage) -> Iterator[Advice]:
     by_pid = _by_pid(facts)
     others = [pid for pid, _ in told.others]
     if any(pid in by_pid for pid in others):
@@ -227,7 +227,7 @@ def _advice(facts: Facts, rank: RankEvidence, told: Shortage) -> Iterator[Advice
         yield GPU_FULL
 
 
-def _by_pid(facts: Facts) -> dict[int, str]:
+def _by_pid(facts: CaseFacts) -> dict[int, str]:
     """The processes of the job's ranks, in words."""
     found: dict[int, str] = {}
     for number, one in facts.ranks.items():

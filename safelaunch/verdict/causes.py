@@ -16,7 +16,7 @@ from safelaunch.settings.presets import version_matches
 from safelaunch.verdict.doubts import confidence_of
 
 if TYPE_CHECKING:
-    from safelaunch.stacks.failures import Kind
+    from safelaunch.stacks.failures import FailureKind
     from safelaunch.verdict.advice import Scene
 
 
@@ -89,7 +89,7 @@ def _advice(*advice: Advice | str) -> tuple[Advice, ...]:
     return tuple(Advice(one) if isinstance(one, str) else one for one in advice)
 
 
-def _failed_by(kind: Kind) -> Callable[[Scene], bool]:
+def _failed_by(kind: FailureKind) -> Callable[[Scene], bool]:
     """An error of a rank at fault, or of any where none is named, means this."""
     return lambda case: kind in case.failures
 
@@ -420,7 +420,7 @@ DRAWN = frozenset({_DRAWN, _DRAWN_BATCHES})
 GPU_FRAGMENTED = frozenset({_GPU_FRAGMENTED, _GPU_FRAGMENTED_BEFORE})
 
 # Errors of NCCL, of the network under it, and of device meshes.
-_BY_FAILURE: dict[Kind, str] = {
+_BY_FAILURE: dict[FailureKind, str] = {
     "one-gpu": "Give each rank its own GPU first: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))`.",
     "nccl-memory": "Leave some GPU memory for NCCL: a smaller batch, fewer process groups, or a smaller "
     "`NCCL_BUFFSIZE`.",
@@ -1091,7 +1091,7 @@ class RankKilled(Cause, name="rank-killed"):
     failure = True
 
 
-class RankException(Cause, name="rank-exception"):
+class RankExceptionCause(Cause, name="rank-exception"):
     """A rank raised an uncaught exception, and this was the first failure: the errors of the other ranks follow from
     it, whatever torchrun's summary says. If all ranks raised the same at one line, all are named.
 

@@ -30,7 +30,7 @@ from safelaunch.verdict.comparable import (
 )
 
 Signature = tuple[object, ...]
-Sizes = tuple[tuple[int, ...], ...]
+TensorSizes = tuple[tuple[int, ...], ...]
 _UNKNOWN: Signature = (None,)  # of an operation without a name
 
 # Operations in which every rank has to pass the same number of elements of the same type: as input, or, where only the
@@ -91,12 +91,12 @@ def signature(entry: Collective) -> Signature:
     return (op,)
 
 
-def elements(sizes: Sizes) -> int | None:
+def elements(sizes: TensorSizes) -> int | None:
     """How many there are in these tensors; None where that is not known, or no tensor is told of."""
     return None if not sizes or any(n < 0 for size in sizes for n in size) else sum(prod(size) for size in sizes)
 
 
-def _types(sizes: Sizes, dtypes: tuple[str, ...]) -> tuple[str, ...] | None:
+def _types(sizes: TensorSizes, dtypes: tuple[str, ...]) -> tuple[str, ...] | None:
     """One for each tensor, else they are not known."""
     return dtypes if dtypes and all(dtypes) and (len(dtypes) == len(sizes) or elements(sizes) is None) else None
 

@@ -35,7 +35,7 @@ from safelaunch.stacks.frames import Stack
 OPEN = "open"  # the state of what stands in a group that the rank has not ended: nothing of it is launched
 
 _NEWEST = 64
-_Members = tuple[str, frozenset[int]]  # of one group: others may have the same name
+_MemberRanks = tuple[str, frozenset[int]]  # of one group: others may have the same name
 
 
 class Block(Collective, frozen=True):
@@ -82,7 +82,7 @@ def _without_early_ends(records: Mapping[int, FlightRecord]) -> Mapping[int, Fli
     early = {rank: {n for n, kind in ring.used().items() if _ended_early(kind)} for rank, ring in rings.items()}
     if not any(early.values()):
         return records
-    newest: dict[_Members, dict[int, int]] = {}
+    newest: dict[_MemberRanks, dict[int, int]] = {}
     last: dict[tuple[int, str], int] = {}
     for rank, record in records.items():
         for name in (name for name, members in record.groups.items() if rank in members):
@@ -120,7 +120,7 @@ def _ended_early(kind: Collective) -> bool:
     return kind.completed and kind.state != "completed" and kind.op.partition(":")[0] not in (kind.op, "gloo")
 
 
-def _members(record: FlightRecord, group: str) -> _Members:
+def _members(record: FlightRecord, group: str) -> _MemberRanks:
     return group, frozenset(record.groups.get(group, ()))
 
 
@@ -422,7 +422,7 @@ def program_of(entries: Entries, code_roots: tuple[str, ...], *, counted: bool) 
 
 
 @dataclass(frozen=True)
-class Column:
+class NumberedColumn:
     """A value for every one of ``numbers``, which ascend. Values are equal where what they stand for is equal."""
 
     numbers: Sequence[int]
@@ -440,10 +440,10 @@ class Column:
         """Of ``count`` numbers from ``begin`` on, all of which it has, without a gap."""
         return self.values[begin - self.numbers[0] : begin - self.numbers[0] + count]
 
-    def between(self, first: int, last: int) -> Column:
+    def between(self, first: int, last: int) -> NumberedColumn:
         """The part from ``first`` to ``last``, both of which it has, without a gap."""
         count = max(0, last - first + 1)
-        return Column(range(first, first + count), self.values_of(first, count))
+        return NumberedColumn(range(first, first + count), self.values_of(first, count))
 
     @property
     def whole(self) -> bool:
@@ -464,7 +464,7 @@ class Numbering:
         self._known: dict[tuple[int, tuple[str, ...]], tuple[Kinds, dict[int, int]]] = {}
         self._translated: dict[tuple[int, tuple[str, ...], bytes], array[int]] = {}
 
-    def column(self, window: Window) -> Column:
+    def column(self, window: Window) -> NumberedColumn:
         kinds, roots = window.entries.kinds, window.code_roots
         _, known = self._known.setdefault((id(kinds), roots), (kinds, {}))  # which keeps them, and so their id
         column = window.kinds()
@@ -474,7 +474,7 @@ class Numbering:
                 entry = kinds.all[kind]
                 known[kind] = self.number_of(self._of(entry, window.stack(entry)))
             self._translated[key] = array("I", map(known.__getitem__, column))
-        return Column(window.numbers, self._translated[key])
+        return NumberedColumn(window.numbers, self._translated[key])
 
     def value(self, number: int | None) -> Hashable:
         """What a number of a column stands for; None for None."""
@@ -487,14 +487,14 @@ class Numbering:
         return number
 
 
-def first_difference(columns: Iterable[Column]) -> int | None:
+def first_difference(columns: Iterable[NumberedColumn]) -> int | None:
     """The smallest number for which two columns have different values; None where there is none.
 
     Linear in the entries: columns without a gap, sorted by where they begin, are each compared with that one before it
     which reaches furthest. It covers whatever number two earlier ones share with this one, so no pair is missed.
     """
     found: list[int] = []
-    reference: Column | None = None
+    reference: NumberedColumn | None = None
     columns = list(columns)
     if not all(column.whole for column in columns):
         return _first_difference_with_gaps(columns)
@@ -508,13 +508,13 @@ def first_difference(columns: Iterable[Column]) -> int | None:
     return min(found, default=None)
 
 
-def _first_difference_with_gaps(columns: Iterable[Column]) -> int | None:
+def _first_difference_with_gaps(columns: Iterable[NumberedColumn]) -> int | None:
     values: dict[int, int] = {}
     pairs = (pair for column in columns for pair in zip(column.numbers, column.values, strict=True))
     return min((number for number, value in pairs if values.setdefault(number, value) != value), default=None)
 
 
-def _difference(one: Column, other: Column) -> int | None:
+def _difference(one: NumberedColumn, other: NumberedColumn) -> int | None:
     """The first number that both have and that differs."""
     begin = max(one.numbers[0], other.numbers[0])
     end = min(one.numbers[-1], other.numbers[-1]) + 1

@@ -38,7 +38,7 @@ from safelaunch.verdict.findings import (
 )
 from safelaunch.verdict.guarding import guards, parted
 from safelaunch.verdict.proof import Examined, examine
-from safelaunch.verdict.rank_state import Facts, view_of
+from safelaunch.verdict.rank_state import CaseFacts, view_of
 from safelaunch.verdict.remarks import with_gpus, with_loops_left, with_repeats
 from safelaunch.verdict.rules import KINDS
 from safelaunch.verdict.rules_live import WRONG_RESULTS, has_no_steps, with_the_time_without_a_step
@@ -155,7 +155,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
     )
 
 
-def _is_corroborated(facts: Facts, named: Collection[int]) -> bool:
+def _is_corroborated(facts: CaseFacts, named: Collection[int]) -> bool:
     """Lines of two kinds tell it of each: what it raised, how its launcher saw it end, what a peer of its reports."""
     waits = not facts.waiting.keys() <= set(named)
     kinds = [
@@ -166,7 +166,7 @@ def _is_corroborated(facts: Facts, named: Collection[int]) -> bool:
     return len(kinds) == len(named) and min(kinds, default=0) > 1
 
 
-def _is_victim(facts: Facts, rank: int) -> bool:
+def _is_victim(facts: CaseFacts, rank: int) -> bool:
     """In a crash the launcher ends everybody who did not fail, whatever they were about when they were looked at."""
     condition = facts.ranks[rank].condition
     if facts.evidence.outcome == "crash":
@@ -174,7 +174,7 @@ def _is_victim(facts: Facts, rank: int) -> bool:
     return condition is None
 
 
-def _missing(facts: Facts, named: Collection[int]) -> Iterator[str]:
+def _missing(facts: CaseFacts, named: Collection[int]) -> Iterator[str]:
     """What was not seen, rank by rank: the verdict is only as good as that."""
     if facts.unseen:
         yield f"ranks not seen: {format_ranks(set(facts.unseen))}"
@@ -195,13 +195,13 @@ def _missing(facts: Facts, named: Collection[int]) -> Iterator[str]:
         yield f"damaged in the Flight Recorder of {ranks_word(ranks)}: {', '.join(fields)}"
 
 
-def _damaged(facts: Facts) -> dict[tuple[str, ...], list[int]]:
+def _damaged(facts: CaseFacts) -> dict[tuple[str, ...], list[int]]:
     """Fields → ranks whose records hold in them what no torch writes."""
     records = {rank: one.evidence.flight_record for rank, one in facts.ranks.items()}
     return sides_of({rank: one.damaged for rank, one in records.items() if one is not None and one.damaged})
 
 
-def _lost(facts: Facts, finding: Finding, limit: int = 3) -> Iterator[str]:
+def _lost(facts: CaseFacts, finding: Finding, limit: int = 3) -> Iterator[str]:
     """Where ranks did not meet, or met and stand still: what may have parted them before the ring buffers begin."""
     told = ("collective-mismatch", "group-order", "p2p-cycle", "no-rank-stands-out")
     if finding.cause not in told or facts.evidence.printed is not None:
@@ -237,7 +237,7 @@ def first_word(evidence: Evidence, read_source: ReadSource | None = None) -> Fir
 
 def _of_part(evidence: Evidence) -> FirstWord:
     """Of the ranks that are seen, those that don't wait for peers. Whether anybody waits for them is not seen."""
-    facts = Facts.of(evidence)
+    facts = CaseFacts.of(evidence)
     own = conditions(facts)
     if not own:
         return FirstWord(_clause(apart(facts, wait_words(facts, facts.waiting))), common=True)
@@ -248,7 +248,7 @@ def _of_part(evidence: Evidence) -> FirstWord:
 
 def first_word_of_active(evidence: Evidence, ranks: Collection[int]) -> FirstWord:
     """Of ranks that compute, read or write: where they do, and who waits for them."""
-    facts = Facts.of(evidence)
+    facts = CaseFacts.of(evidence)
     frames = {rank: facts.ranks[rank].frame for rank in sorted(ranks) if rank in facts.ranks}
     seen = {rank: fr.place(frame) for rank, frame in frames.items() if frame is not None}
     if not seen:

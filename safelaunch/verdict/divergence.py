@@ -24,7 +24,7 @@ from typing import Literal
 from safelaunch.model import Collective, Frame
 from safelaunch.stacks.frames import Stack
 from safelaunch.verdict.collectives import Alignment, Mismatch, first_mismatch, fits, sides_of, signature, vote
-from safelaunch.verdict.comparable import Column, Numbering, Window, first_difference
+from safelaunch.verdict.comparable import NumberedColumn, Numbering, Window, first_difference
 
 _TWICE = 2  # as long as the shift itself, a stretch agrees where both sides repeat one call
 MOST_CALLS = 64  # more or fewer than the peers, in one place: an evaluation over a sharded model makes a few dozen
@@ -54,10 +54,10 @@ def signature_of(entry: Collective, stack: Stack) -> Identity:
     return UNKNOWN if None in told else told
 
 
-class History:
+class CallHistory:
     """The calls of one rank by number, without a gap; ``at(number)`` is a call's identity."""
 
-    def __init__(self, window: Window, column: Column, identities: Numbering, signatures: Numbering) -> None:
+    def __init__(self, window: Window, column: NumberedColumn, identities: Numbering, signatures: Numbering) -> None:
         self.window = window
         self.column = column
         self._identities = identities
@@ -80,7 +80,7 @@ class History:
         entry = self.window.at(number)
         return entry is not None and entry.completed
 
-    def misfits(self, begin: int, other: History, at: int, count: int) -> int:
+    def misfits(self, begin: int, other: CallHistory, at: int, count: int) -> int:
         """Returns how many of ``count`` calls from the same places cannot meet, as one line leads to many calls."""
         sides = ((self, begin), (other, at))
         mine, theirs = (one._signatures.column(one.window).values_of(first, count) for one, first in sides)
@@ -98,7 +98,7 @@ class History:
     def all(self) -> set[Identity]:
         return self._of(self.column.values)
 
-    def overlap(self, begin: int, other: History, at: int) -> int:
+    def overlap(self, begin: int, other: CallHistory, at: int) -> int:
         """How many calls both have from there on."""
         return min(self.last - begin, other.last - at) + 1
 
@@ -106,7 +106,7 @@ class History:
         return {found for value in set(values) if isinstance(found := self._identities.value(value), tuple)}
 
 
-def histories_of(windows: Mapping[int, Window]) -> tuple[dict[int, History], bool]:
+def histories_of(windows: Mapping[int, Window]) -> tuple[dict[int, CallHistory], bool]:
     """``(rank → history, are calls told by frames)``, of the ranks whose records hold neither gaps nor riddles.
 
     One way of telling calls serves all ranks: a record with frames is not compared with one that has none.
@@ -117,7 +117,7 @@ def histories_of(windows: Mapping[int, Window]) -> tuple[dict[int, History], boo
     columns = {rank: identities.column(window) for rank, window in windows.items()}
     riddle = identities.number_of(UNKNOWN)
     found = {
-        rank: History(windows[rank], column, identities, signatures)
+        rank: CallHistory(windows[rank], column, identities, signatures)
         for rank, column in columns.items()
         if column.whole and riddle not in column.values
     }
@@ -150,7 +150,7 @@ class Offset:
         return replace(self, extra=not self.extra, of_first=not self.of_first)
 
 
-def offset(mine: History, theirs: History, parted: int, *, odd: bool = False) -> Offset | None:
+def offset(mine: CallHistory, theirs: CallHistory, parted: int, *, odd: bool = False) -> Offset | None:
     """What ``mine`` has more or less than ``theirs`` from ``parted`` on; None where neither explains the rest, or where
     fewer calls that were merely other ones explain as much: then nobody is ahead.
 
@@ -167,7 +167,7 @@ def offset(mine: History, theirs: History, parted: int, *, odd: bool = False) ->
     return None if differ < odd_ones + ends_alike else found
 
 
-def _shift(mine: History, theirs: History, parted: int, *, odd: bool) -> Offset | None:
+def _shift(mine: CallHistory, theirs: CallHistory, parted: int, *, odd: bool) -> Offset | None:
     """Calls too many or too few, behind which the two agree again.
 
     In a loop a shift by nearly a whole round the other way agrees as well as the true one: calls that the other side
@@ -191,7 +191,7 @@ def _shift(mine: History, theirs: History, parted: int, *, odd: bool) -> Offset 
     return found[0] if found and (odd or len(found) == 1 or found[0].size < found[1].size) else None
 
 
-def _is_by_chance(mine: History, theirs: History, parted: int, calls: int) -> bool:
+def _is_by_chance(mine: CallHistory, theirs: CallHistory, parted: int, calls: int) -> bool:
     """A shift by fewer calls explains so much of what follows, though not all, that the two have parted once more:
     then a larger one that agrees to the end, with one round in place of another, says nothing.
     """
@@ -207,7 +207,7 @@ def common_offset(offsets: Sequence[Offset | None]) -> Offset | None:
     return min(known, key=lambda one: one.matched) if alike else None
 
 
-def reordered(mine: History, theirs: History, parted: int) -> bool:
+def reordered(mine: CallHistory, theirs: CallHistory, parted: int) -> bool:
     """The next few calls are the same ones in another order, and what follows, if anything, is the same again."""
     for count in range(2, 5):
         calls = [[history.at(parted + number) for number in range(count)] for history in (mine, theirs)]
@@ -226,7 +226,7 @@ def branch(stack: Sequence[Frame], other: Identity) -> Frame | None:
     return stack[0] if stack else None
 
 
-def _replaced(mine: History, theirs: History, parted: int) -> tuple[int, bool] | None:
+def _replaced(mine: CallHistory, theirs: CallHistory, parted: int) -> tuple[int, bool] | None:
     """``(how many calls from there on differ under the same numbers, do both end in the same one)``; None where
     more differ than agree.
 
@@ -243,7 +243,7 @@ def _replaced(mine: History, theirs: History, parted: int) -> tuple[int, bool] |
     return (sum(differ), level) if few or agree > sum(differ) else None
 
 
-def _smallest(longer: History, shorter: History, parted: int) -> tuple[int, int, bool] | None:
+def _smallest(longer: CallHistory, shorter: CallHistory, parted: int) -> tuple[int, int, bool] | None:
     """The fewest calls that ``longer`` has more, how many agree behind them, and whether none there disagrees."""
     for calls in range(1, MOST_CALLS + 1):
         matched = _matched(longer, parted + calls, shorter, parted)
@@ -252,12 +252,12 @@ def _smallest(longer: History, shorter: History, parted: int) -> tuple[int, int,
     return None
 
 
-def _is_novel(longer: History, shorter: History, parted: int, calls: int) -> bool:
+def _is_novel(longer: CallHistory, shorter: CallHistory, parted: int, calls: int) -> bool:
     known = shorter.all()
     return all(longer.at(parted + number) not in known for number in range(calls))
 
 
-def _matched(ahead: History, begin: int, behind: History, at: int) -> int:
+def _matched(ahead: CallHistory, begin: int, behind: CallHistory, at: int) -> int:
     """How many calls of ``ahead`` from ``begin`` on are those of ``behind`` from ``at`` on, without a break.
 
     A few that agree and then do not, are chance: 0. Many may end in a break, for that is where the hang is; where both
@@ -270,7 +270,7 @@ def _matched(ahead: History, begin: int, behind: History, at: int) -> int:
     return agree if agree == overlap or agree >= SURE_MATCHES else 0
 
 
-def _agreeing(ahead: History, begin: int, behind: History, at: int) -> int:
+def _agreeing(ahead: CallHistory, begin: int, behind: CallHistory, at: int) -> int:
     """How many calls agree, whatever follows."""
     overlap = max(0, ahead.overlap(begin, behind, at))
     differ = map(ne, ahead.column.values_of(begin, overlap), behind.column.values_of(at, overlap))
@@ -281,7 +281,7 @@ def _agreeing(ahead: History, begin: int, behind: History, at: int) -> int:
 
 _LONG_ALIKE = 2 * SURE_MATCHES
 
-Kind = Literal["extra", "missing", "reordered", "different"]
+DivergenceKind = Literal["extra", "missing", "reordered", "different"]
 
 _MOST_ENDS = 4
 
@@ -304,7 +304,7 @@ class Divergence:
     ranks: tuple[int, ...]
     peers: tuple[int, ...]
     number: int
-    kind: Kind
+    kind: DivergenceKind
     calls: int
     call: Collective
     stack: tuple[Frame, ...]
@@ -362,11 +362,11 @@ class Aligned:
         self._windows = windows
 
     @cached_property
-    def _read(self) -> tuple[dict[int, History], bool]:
+    def _read(self) -> tuple[dict[int, CallHistory], bool]:
         return histories_of(self._windows)
 
     @property
-    def histories(self) -> dict[int, History]:
+    def histories(self) -> dict[int, CallHistory]:
         return self._read[0]
 
     @cached_property
@@ -493,7 +493,7 @@ class Aligned:
         return self._divergence(tuple(first), peer, parted, "different", found)
 
     def _divergence(
-        self, ranks: tuple[int, ...], peer: int, parted: int, kind: Kind, found: Offset | None = None
+        self, ranks: tuple[int, ...], peer: int, parted: int, kind: DivergenceKind, found: Offset | None = None
     ) -> Divergence:
         if found is not None:
             kind = "extra" if found.extra else "missing"

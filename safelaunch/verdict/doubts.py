@@ -15,7 +15,7 @@ from safelaunch.model import Confidence
 # The parts of a finding: what the ranks at fault do; where their calls parted from their peers'; whether others may be
 # at fault; whether another explanation fits; how good the evidence is, and how many are named, which both count only
 # where nothing else does.
-About = Literal["state", "calls", "others", "rival", "evidence", "share", "proof"]
+DoubtSubject = Literal["state", "calls", "others", "rival", "evidence", "share", "proof"]
 
 _LEVELS: tuple[Confidence, ...] = ("high", "medium", "low")
 
@@ -23,11 +23,11 @@ _LEVELS: tuple[Confidence, ...] = ("high", "medium", "low")
 class Doubt(Enum):
     """``levels``: by how many it lowers the confidence. ``why``: one sentence."""
 
-    about: About
+    about: DoubtSubject
     levels: int
     why: str
 
-    def __init__(self, about: About, levels: int, why: str) -> None:
+    def __init__(self, about: DoubtSubject, levels: int, why: str) -> None:
         self.about, self.levels, self.why = about, levels, why
 
     STATE_INFERRED = "state", 1, "What the rank does is inferred: other states look the same from outside."
@@ -106,7 +106,7 @@ def those(found: Mapping[Doubt, bool]) -> tuple[Doubt, ...]:
 
 def levels_of(doubts: Iterable[Doubt]) -> int:
     """By how many levels these lower the confidence, all together."""
-    worst: dict[About, int] = {}
+    worst: dict[DoubtSubject, int] = {}
     for doubt in doubts:
         worst[doubt.about] = max(worst.get(doubt.about, 0), doubt.levels)
     at_least = max(worst.pop("evidence", 0), worst.pop("share", 0), worst.pop("proof", 0))

@@ -100,7 +100,7 @@ def _is_another_way(handled: EarlierException, later: RankException | EarlierExc
     return raised is None or (handler.file, handler.function) != (raised.file, raised.function)
 
 
-def _inner(exception: RankException, part: tracebacks.Traceback) -> RankException:
+def _inner(exception: RankException, part: tracebacks.ParsedTraceback) -> RankException:
     """One that the text of ``exception`` holds."""
     kind, _, message = part.message.partition(": ")
     return RankException(kind, message, exception.time_unix_s, part.frames)
@@ -160,7 +160,7 @@ def _in_communication(exception: RankException) -> bool:
     )
 
 
-def failure_of(exception: RankException) -> failures.Failure | None:
+def failure_of(exception: RankException) -> failures.KnownFailure | None:
     """What an error that came out of torch's communication or of a device mesh means."""
     inside = any("/torch/distributed/" in fr.normal(frame.file) for frame in exception.frames)
     kind = failure_kind(exception)
@@ -170,19 +170,19 @@ def failure_of(exception: RankException) -> failures.Failure | None:
     return found if found is not None and (inside or named or found.kind == "mesh") else None
 
 
-def failure_of_rank(rank: RankEvidence) -> failures.Failure | None:
+def failure_of_rank(rank: RankEvidence) -> failures.KnownFailure | None:
     """What ended its communication: its exception's words, else those of NCCL's log where these are general or none."""
     told = failure_of(rank.exception) if rank.exception is not None else None
     logged = nccl_failure(rank) if (told.general if told is not None else is_aborted(rank)) else None
     return logged or told
 
 
-def nccl_failure(rank: RankEvidence) -> failures.Failure | None:
+def nccl_failure(rank: RankEvidence) -> failures.KnownFailure | None:
     """The warning in its NCCL's log that began it."""
     return _logged(rank.nccl_log)
 
 
-def _logged(log: NcclLog | None) -> failures.Failure | None:
+def _logged(log: NcclLog | None) -> failures.KnownFailure | None:
     return failures.first_failure(log.warnings) if log is not None else None
 
 

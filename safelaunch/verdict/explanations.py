@@ -34,7 +34,7 @@ from safelaunch.verdict.findings import (
     waiting_culprit,
     waits_words,
 )
-from safelaunch.verdict.rank_state import Facts, user_stack_of
+from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
 from safelaunch.verdict.waits import Case, Waiters
 
 # Findings that say who is behind or went another way, and not why.
@@ -76,7 +76,7 @@ def _explained(
     )
 
 
-def caught_exception(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+def caught_exception(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """The exception as the cause, where one explains the finding.
 
     It has to lie between the last call that the rank made as its peers did and the first that it did not, or where a
@@ -98,7 +98,7 @@ def caught_exception(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     yield _explained(finding, fits, "swallowed-exception", words, "the exception", frozenset())
 
 
-def skipped_batch(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """What the ranks at fault alone have printed as they left out calls that their peers made, as the cause.
 
     Of the records only a call too many contradicts that; where they show a call left out, they agree with it. Who has
@@ -127,7 +127,7 @@ def skipped_batch(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     yield _explained(finding, told, cause, words, "what the rank printed", advice)
 
 
-def _said(facts: Facts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
+def _said(facts: CaseFacts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
     """Rank → the newest of its lines that no peer has printed, and the statement behind which it left out calls."""
     printed = {rank: lines for rank in named if (lines := lines_of(facts.ranks[rank].evidence.log_tail))}
     others = [rank for rank in facts.ranks if rank not in named]
@@ -145,7 +145,7 @@ def _said(facts: Facts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
     return found
 
 
-def _lines_called_from(facts: Facts, rank: int) -> Iterator[Frame]:
+def _lines_called_from(facts: CaseFacts, rank: int) -> Iterator[Frame]:
     """The user's frames where the rank is, and of the calls on its record."""
     yield from user_stack_of(facts.ranks[rank].evidence)
     for kind in facts.alignment.ring(rank).used().values():
@@ -168,7 +168,7 @@ def _as_caught(rank: int, one: CaughtException, group: str, number: int, later: 
     return _LeftOut(reason, one.raised, Claim(text, f"ranks/{rank}/caught.json"), sure, one.type)
 
 
-def _next_call(facts: Facts, rank: int, group: str, time_unix_s: float) -> tuple[int, bool] | None:
+def _next_call(facts: CaseFacts, rank: int, group: str, time_unix_s: float) -> tuple[int, bool] | None:
     """The number in ``group`` that the rank's next call after that time has, or would have; and whether it was made.
 
     None for what is older than the record, or without a record.
@@ -183,7 +183,7 @@ def _next_call(facts: Facts, rank: int, group: str, time_unix_s: float) -> tuple
     return (window.numbers[at] if later else window.numbers[-1] + 1), later
 
 
-def _parted_at(facts: Facts, rank: int, group: str, mismatch: Mismatch | None) -> tuple[int, bool]:
+def _parted_at(facts: CaseFacts, rank: int, group: str, mismatch: Mismatch | None) -> tuple[int, bool]:
     """The first number of ``group`` that ``rank`` did not call as its peers did; and whether the histories show it.
 
     Where they do not, they may agree with several places.
@@ -197,7 +197,7 @@ def _parted_at(facts: Facts, rank: int, group: str, mismatch: Mismatch | None) -
     return window.numbers[-1] + 1 if window else 0, shift is not None
 
 
-def _fit(facts: Facts, rank: int, mismatch: Mismatch | None) -> _LeftOut | None:
+def _fit(facts: CaseFacts, rank: int, mismatch: Mismatch | None) -> _LeftOut | None:
     """The newest exception of ``rank`` at the point where it parted from its peers."""
     parted = {group: _parted_at(facts, rank, group, mismatch) for group in facts.alignment.groups()}
     tried: dict[tuple[str, int], bool] = {}
@@ -218,7 +218,7 @@ def _fit(facts: Facts, rank: int, mismatch: Mismatch | None) -> _LeftOut | None:
     return None
 
 
-def _peers_did_too(facts: Facts, rank: int, group: str, number: int, exception: CaughtException) -> bool:
+def _peers_did_too(facts: CaseFacts, rank: int, group: str, number: int, exception: CaughtException) -> bool:
     others = ((peer, other) for peer, one in facts.ranks.items() if peer != rank for other in one.evidence.caught)
     same = (one for one in others if (one[1].type, one[1].raised) == (exception.type, exception.raised))
     calls = (_next_call(facts, peer, group, other.time_unix_s) for peer, other in same)
@@ -304,7 +304,7 @@ def _called(rank: int, one: Waiters) -> str:
     return f"Rank {rank} called {one.wait.op} on a group that it is not in, where torch only warns and goes on."
 
 
-def unusual_group(facts: Facts) -> Ruling:
+def unusual_group(facts: CaseFacts) -> Ruling:
     """Ranks have ended, and a survivor's last call is in a different group from all its earlier ones on that code path.
 
     Nobody meets it there, so its connections break once its peers end: that they end is no uneven loop.
@@ -330,7 +330,7 @@ def habit_claim(rank: int) -> Claim:
     return record_claim(rank, f"rank {rank}: its calls from that line, and their groups")
 
 
-def unusual(facts: Facts, rank: int, site: Frame | None = None) -> str:
+def unusual(facts: CaseFacts, rank: int, site: Frame | None = None) -> str:
     """Returns how a rank's present call differs from its earlier ones, as a sentence.
 
     Example: ``Rank 2 made its 5 earlier calls at train.py:8 in group '1': in group '4' it may be in the wrong one.``

@@ -12,11 +12,11 @@ from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.collectives import sides_of
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.doubts import Doubt, levels_of
-from safelaunch.verdict.rank_state import Facts, RankFacts
+from safelaunch.verdict.rank_state import CaseFacts, RankFacts
 
 
 @dataclass(frozen=True)
-class Branch:
+class GuardedCall:
     """``ranks`` come to ``call``, which is past ``guard``. ``kept``: those that it is known to keep away from there;
     empty where it asks for more than the rank.
     """
@@ -46,7 +46,7 @@ class Finding:
     """rank → the user's frames, innermost first, of the call at which ways diverged, if the ranks are elsewhere now"""
     advice: frozenset[Advice] = frozenset()
     """on the sub-case that it is"""
-    branches: tuple[Branch, ...] = ()
+    branches: tuple[GuardedCall, ...] = ()
     """the conditions on the rank that sent those at fault another way than their peers"""
 
 
@@ -68,7 +68,7 @@ class Annotation:
     """and the rule's own summary follows from it, and is left out"""
     ruled_out: tuple[str, ...] = ()
     nodes: tuple[NodeAtFault, ...] = ()
-    branches: tuple[Branch, ...] = ()
+    branches: tuple[GuardedCall, ...] = ()
     context: tuple[Claim, ...] = ()
     """claims about the ranks at fault that come last"""
 
@@ -127,12 +127,12 @@ def ranks_do(ranks: Collection[int], one: str, many: str) -> str:
     return f"{ranks_word(ranks)} {one if len(ranks) == 1 else many}"
 
 
-def ranks_wait(facts: Facts, ranks: Collection[int]) -> str:
+def ranks_wait(facts: CaseFacts, ranks: Collection[int]) -> str:
     """``rank 3 waits``, ``ranks 0-2 wait``; ``ranks 0-2 waited``, once they have all ended."""
     return ranks_do(ranks, "waited", "waited") if facts.gone.issuperset(ranks) else ranks_do(ranks, "waits", "wait")
 
 
-def unseen_words(facts: Facts) -> str:
+def unseen_words(facts: CaseFacts) -> str:
     """``ranks 4-7 were not seen``."""
     return f"{ranks_do(facts.unseen, 'was', 'were')} not seen"
 
@@ -155,7 +155,7 @@ def waiting_culprit(facts: RankFacts, reason: str, site: Frame | None = None) ->
     return Culprit(facts.rank, facts.evidence.host, facts.evidence.pid, "main", frame, facts.step, reason)
 
 
-def waiting_culprits(facts: Facts, ranks: Iterable[int]) -> tuple[Culprit, ...]:
+def waiting_culprits(facts: CaseFacts, ranks: Iterable[int]) -> tuple[Culprit, ...]:
     """Ranks of which nothing more is to be said than what they wait in."""
     waits = {
         rank: f"{ranks_wait(facts, [rank])} in {facts.waiting[rank].words}"
@@ -166,7 +166,7 @@ def waiting_culprits(facts: Facts, ranks: Iterable[int]) -> tuple[Culprit, ...]:
     return tuple(waiting_culprit(facts.ranks[rank], f"{capital(does)}.") for rank, does in waits.items())
 
 
-def wait_words(facts: Facts, ranks: Iterable[int]) -> dict[int, str]:
+def wait_words(facts: CaseFacts, ranks: Iterable[int]) -> dict[int, str]:
     """rank → what it waits in, of those that do. Where only some of those at one line tell which call it is, or of what
     class the function is, all of them are said to wait in that one.
     """
@@ -203,7 +203,7 @@ def by_place(words: Mapping[int, P]) -> list[tuple[P, list[int]]]:
     return list(sides_of(words).items())
 
 
-def apart(facts: Facts, words: Mapping[int, str], limit: int = 3) -> str:
+def apart(facts: CaseFacts, words: Mapping[int, str], limit: int = 3) -> str:
     """``rank 0 waits in all_gather at train.py:41 while ranks 1-3 wait in all_reduce at train.py:9``; three or more
     places as a list.
     """
@@ -217,7 +217,7 @@ def apart(facts: Facts, words: Mapping[int, str], limit: int = 3) -> str:
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def waits_words(facts: Facts, ranks: Iterable[int], limit: int = 3) -> str:
+def waits_words(facts: CaseFacts, ranks: Iterable[int], limit: int = 3) -> str:
     """``ranks 1-3 wait in all_reduce at train.py:9 and rank 4 in barrier at train.py:30``."""
     places = sorted(by_place(wait_words(facts, ranks)), key=lambda item: (-len(item[1]), item[1]))
     parts = [f"{ranks_word(members)} in {place}" for place, members in places[:limit]]
@@ -228,7 +228,7 @@ def waits_words(facts: Facts, ranks: Iterable[int], limit: int = 3) -> str:
     return " and ".join(parts)
 
 
-def summary_of(named: Mapping[int, Condition], facts: Facts, waiters: Iterable[int]) -> str:
+def summary_of(named: Mapping[int, Condition], facts: CaseFacts, waiters: Iterable[int]) -> str:
     """Returns ``Rank 1 is asleep in train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9.`` and the like."""
     groups = by_place({rank: condition.reason for rank, condition in named.items()})
     parts = [f"{each_of(ranks)} {reason}" for reason, ranks in groups[:2]]
@@ -239,7 +239,7 @@ def summary_of(named: Mapping[int, Condition], facts: Facts, waiters: Iterable[i
     return f"{text}, while {waits}." if waits else f"{text}."
 
 
-def wait_claims(facts: Facts, ranks: Iterable[int], limit: int = 4) -> tuple[Claim, ...]:
+def wait_claims(facts: CaseFacts, ranks: Iterable[int], limit: int = 4) -> tuple[Claim, ...]:
     """One claim for each place in which peers wait, with its first rank as the example."""
     first = {facts.waiting[rank].words: rank for rank in sorted(ranks, reverse=True) if rank in facts.waiting}
     return tuple(
@@ -257,14 +257,14 @@ def condition_claims(named: Mapping[int, Condition]) -> tuple[Claim, ...]:
     )
 
 
-def conditions(facts: Facts, *causes: str) -> dict[int, Condition]:
+def conditions(facts: CaseFacts, *causes: str) -> dict[int, Condition]:
     """The ranks that do something of their own: all, or those of these causes."""
     own = {rank: one.condition for rank, one in facts.ranks.items()}
     return {rank: c for rank, c in own.items() if c is not None and (not causes or c.cause in causes)}
 
 
 def blame(
-    facts: Facts,
+    facts: CaseFacts,
     cause: str,
     doubts: tuple[Doubt, ...],
     named: Mapping[int, Condition],

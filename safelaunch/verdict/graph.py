@@ -19,7 +19,7 @@ Node = Hashable
 # holds; of processes: a child's end, a child's message, who has the other end of a pipe, a DataLoader's workers.
 # Between ranks, too: what one is to send over a connection, or to make, a file, say, that others look for, or a key of
 # the store.
-Kind = Literal["call", "file", "work", "signal", "lock", "child", "message", "pipe", "workers", "poll", "key"]
+NodeKind = Literal["call", "file", "work", "signal", "lock", "child", "message", "pipe", "workers", "poll", "key"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Edge:
 
     of: Node
     on: tuple[Node, ...]
-    kind: Kind
+    kind: NodeKind
     claims: tuple[Claim, ...] = ()
     may_end: bool = False
 

@@ -17,13 +17,13 @@ from safelaunch.model.entries import Entries
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.guards import Guard, Whereabouts, guards_of, way_to
 from safelaunch.stacks.parting import Parting, loop_of_both, parting, ways_around
-from safelaunch.stacks.source import Loop, loops_at, names_called_at
+from safelaunch.stacks.source import SourceLoop, loops_at, names_called_at
 from safelaunch.verdict import causes
 from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.collectives import signature
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Annotation, Branch, Finding, by_place, capital, ranks_do, ranks_word
-from safelaunch.verdict.rank_state import Facts, user_stack_of
+from safelaunch.verdict.findings import Annotation, Finding, GuardedCall, by_place, capital, ranks_do, ranks_word
+from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
 from safelaunch.verdict.remarks import says_why
 
 # Findings that say who went another way than its peers, and not why.
@@ -32,7 +32,7 @@ _OF_A_LOOP = {Doubt.ROUND_UNKNOWN, Doubt.HABIT_ALONE}  # what the finding says o
 _MOST = 2
 
 
-def guards(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+def guards(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """The conditions on the rank that sent those at fault another way than their peers; and where none did, whether
     each rank may have decided for itself.
     """
@@ -58,7 +58,7 @@ def guards(facts: Facts, finding: Finding) -> Iterator[Annotation]:
         yield _unless_drawn(facts, finding, found)
 
 
-def _advice(facts: Facts, finding: Finding, found: Sequence[Branch]) -> frozenset[Advice]:
+def _advice(facts: CaseFacts, finding: Finding, found: Sequence[GuardedCall]) -> frozenset[Advice]:
     """Of an ``if`` with its ``else``, each side is kept from the other's call: who made the odd one counts. Where they
     wait in several groups, each side may call the other group next.
     """
@@ -71,7 +71,7 @@ def _advice(facts: Facts, finding: Finding, found: Sequence[Branch]) -> frozense
     return frozenset({causes.GUARDED}) if causes.GUARDED in advice else advice
 
 
-def _advice_on(facts: Facts, one: Branch, named: frozenset[int]) -> frozenset[Advice]:
+def _advice_on(facts: CaseFacts, one: GuardedCall, named: frozenset[int]) -> frozenset[Advice]:
     """Whether those at fault came to the call by the condition, or were kept from it: where both sides are named, the
     fewer ones did what they should not.
     """
@@ -84,7 +84,7 @@ def _advice_on(facts: Facts, one: Branch, named: frozenset[int]) -> frozenset[Ad
     return frozenset({causes.GUARDED if came else causes.LEFT_OUT})
 
 
-def _may_have_admitted(facts: Facts, one: Branch) -> bool:
+def _may_have_admitted(facts: CaseFacts, one: GuardedCall) -> bool:
     """Whether peers have made such a call before: the condition asks for more than the rank, and may let them pass."""
     wait = facts.ranks[one.ranks[0]].wait
     if wait is None or wait.group is None or wait.seq is None:
@@ -101,7 +101,7 @@ _MOST_RANKS = 1 << 14  # of which patterns are looked for: their number times th
 CHANCE = 0.01  # that ranks which draw for themselves make a pattern
 
 
-def _drawn(facts: Facts, finding: Finding) -> tuple[Doubt, ...]:
+def _drawn(facts: CaseFacts, finding: Finding) -> tuple[Doubt, ...]:
     """Whether several ranks at fault on one side may have drawn for themselves, or decided by data of their own.
 
     Then no rank is wrong. A decision by the rank parts those of a group, of a node, or in an order among all ranks; of
@@ -125,12 +125,12 @@ def _drawn(facts: Facts, finding: Finding) -> tuple[Doubt, ...]:
     return (Doubt.PATTERN_BY_CHANCE,) if max(chances, default=0.0) > CHANCE else ()
 
 
-def _is_in_a_transfer(facts: Facts, rank: int, frame: Frame | None) -> bool:
+def _is_in_a_transfer(facts: CaseFacts, rank: int, frame: Frame | None) -> bool:
     wait = facts.ranks[rank].wait
     return wait is not None and wait.kind == "p2p" and wait.frame == frame
 
 
-def _may_have_decided(facts: Facts, finding: Finding) -> bool:
+def _may_have_decided(facts: CaseFacts, finding: Finding) -> bool:
     """Some ranks stand behind a condition, whatever it asks for, that others do not; or the source does not say."""
     ways = set()
     for stack in _where_they_wait(facts, finding).values():
@@ -141,7 +141,7 @@ def _may_have_decided(facts: Facts, finding: Finding) -> bool:
     return len(ways) != 1
 
 
-def _unless_drawn(facts: Facts, finding: Finding, found: Iterable[Branch]) -> Annotation:
+def _unless_drawn(facts: CaseFacts, finding: Finding, found: Iterable[GuardedCall]) -> Annotation:
     """Nobody is at fault where each rank has decided for itself which way to go: by a random number, or by data of its
     own.
 
@@ -163,12 +163,12 @@ _DRAWN = (
 )
 
 
-def is_scattered(facts: Facts, ranks: Set[int]) -> bool:
+def is_scattered(facts: CaseFacts, ranks: Set[int]) -> bool:
     """Neither these ranks nor all the others are a pattern, and both are several."""
     return _chance(facts, ranks) == 1.0
 
 
-def _chance(facts: Facts, ranks: Set[int]) -> float:
+def _chance(facts: CaseFacts, ranks: Set[int]) -> float:
     """How many of all sets of so many ranks make a pattern; 1.0 where ``ranks`` make none, nor do all the others."""
     sides = [set(side) for side in (ranks, facts.world - ranks)]
     if any(len(side) < 2 for side in sides) or len(facts.world) > _MOST_RANKS:
@@ -179,7 +179,7 @@ def _chance(facts: Facts, ranks: Set[int]) -> float:
     return len(patterns) / comb(len(facts.world), len(ranks))
 
 
-def _patterns(facts: Facts, size: int) -> Iterator[Iterable[int]]:
+def _patterns(facts: CaseFacts, size: int) -> Iterator[Iterable[int]]:
     """The sets of ``size`` ranks that are the first or last ones, every k-th, a group's or a node's."""
     world = sorted(facts.world)
     yield from (world[:size], world[-size:])
@@ -190,7 +190,7 @@ def _patterns(facts: Facts, size: int) -> Iterator[Iterable[int]]:
     yield from (found for found in (*hosts, *set(groups)) if len(found) == size)
 
 
-def _where_they_wait(facts: Facts, finding: Finding) -> dict[int, tuple[Frame, ...]]:
+def _where_they_wait(facts: CaseFacts, finding: Finding) -> dict[int, tuple[Frame, ...]]:
     named = {culprit.rank for culprit in finding.culprits}
     waiting = (rank for rank, one in facts.ranks.items() if one.wait is not None or rank in named)
     return {rank: user_stack_of(facts.ranks[rank].evidence) for rank in waiting}
@@ -202,7 +202,7 @@ def by_stack(stacks: Mapping[int, Sequence[Frame]]) -> dict[tuple[Frame, ...], l
     return {tuple(stacks[ranks[0]]): ranks for _, ranks in places}
 
 
-def branches(facts: Facts, stacks: Mapping[int, Sequence[Frame]], named: frozenset[int]) -> list[Branch]:
+def branches(facts: CaseFacts, stacks: Mapping[int, Sequence[Frame]], named: frozenset[int]) -> list[GuardedCall]:
     """The guards of each call that are not those of the others' calls, the most telling first.
 
     ``stacks``: rank → the user's frames of the call that it made there, innermost first; none for no call.
@@ -224,39 +224,41 @@ def branches(facts: Facts, stacks: Mapping[int, Sequence[Frame]], named: frozens
     return sorted(found, key=lambda one: (not one.kept, one.ranks))
 
 
-def _tells(one: Branch, named: Set[int], others: Sequence[int]) -> bool:
+def _tells(one: GuardedCall, named: Set[int], others: Sequence[int]) -> bool:
     """Where ranks on either side may be at fault, it has to keep one of these away: the rest is where it always is."""
     both = bool(named & set(one.ranks)) and bool(named & set(others))
     return not both or not one.kept or bool(named & set(one.kept))
 
 
-def _branch(facts: Facts, guard: Guard, call: Frame, ranks: Sequence[int], others: Sequence[int]) -> Branch | None:
+def _branch(
+    facts: CaseFacts, guard: Guard, call: Frame, ranks: Sequence[int], others: Sequence[int]
+) -> GuardedCall | None:
     here = {guard.admits(whereabouts(facts, rank)) for rank in ranks}
     there = {rank: guard.admits(whereabouts(facts, rank)) for rank in others}
     if False in here or (there and all(there.values())):
         return None  # it is not what it seems, or keeps nobody away
-    return Branch(
+    return GuardedCall(
         guard, call, tuple(sorted(ranks)), tuple(sorted(rank for rank, comes in there.items() if comes is False))
     )
 
 
-def whereabouts(facts: Facts, rank: int) -> Whereabouts:
+def whereabouts(facts: CaseFacts, rank: int) -> Whereabouts:
     local = facts.ranks[rank].evidence.local_rank if rank in facts.ranks else -1
     return Whereabouts(rank, local, facts.evidence.world_size)
 
 
-def _sentence(one: Branch) -> str:
+def _sentence(one: GuardedCall) -> str:
     if one.kept:
         kept = capital(ranks_do(one.kept, "never reaches", "never reach"))
         return f"{kept} {fr.place(one.call)} because of `{one.guard.words}`."
     return f"{capital(ranks_do(one.ranks, 'comes', 'come'))} to {fr.place(one.call)} under `{one.guard.words}`."
 
 
-def claim_of(facts: Facts, one: Branch) -> Claim:
+def claim_of(facts: CaseFacts, one: GuardedCall) -> Claim:
     return facts.ranks[one.ranks[0]].line_claim(_sentence(one).rstrip("."))
 
 
-def guard_of(facts: Facts, rank: int, others: Iterable[int]) -> Guard | None:
+def guard_of(facts: CaseFacts, rank: int, others: Iterable[int]) -> Guard | None:
     """The innermost condition on the rank around where ``rank`` is that may keep ``others`` away; None without one."""
     for guard in guards_of(user_stack_of(facts.ranks[rank].evidence), facts.read_source):
         if any(guard.admits(whereabouts(facts, other)) is not True for other in others):
@@ -266,10 +268,10 @@ def guard_of(facts: Facts, rank: int, others: Iterable[int]) -> Guard | None:
 
 # --- any condition at all, where two sides part -----------------------------------------------------------------------
 
-Side = tuple[Sequence[Frame], Sequence[int]]  # the user's frames, innermost first, and the ranks that are there
+RankSide = tuple[Sequence[Frame], Sequence[int]]  # the user's frames, innermost first, and the ranks that are there
 
 
-def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+def parted(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """The conditions that only one of two ways has, those of the ranks at fault first. Where all of these ask for the
     round alone, who is in the later one has made fewer calls; and where there are none, a loop has ended for one side.
     """
@@ -307,7 +309,7 @@ def parted(facts: Facts, finding: Finding) -> Iterator[Annotation]:
         yield from _in_a_later_round(facts, found, sides, later[0])
 
 
-def _sides(facts: Facts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]) -> Sequence[Side]:
+def _sides(facts: CaseFacts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]) -> Sequence[RankSide]:
     """Of those at fault, and of most of the others; none where they are at several places, or say why they are. Twice
     the same where all pass different sizes at one line.
 
@@ -330,29 +332,31 @@ def _sides(facts: Facts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]
     return [*odd, rest[0]] if len(odd) == 1 and rest and not any(says_why(facts, rank) for rank in named) else ()
 
 
-def _in_several_groups(facts: Facts, ranks: Iterable[int]) -> bool:
+def _in_several_groups(facts: CaseFacts, ranks: Iterable[int]) -> bool:
     return len({wait.group for rank in ranks if (wait := facts.ranks[rank].wait) is not None}) > 1
 
 
-def _members_of_waits(facts: Facts, ranks: Iterable[int]) -> frozenset[int]:
+def _members_of_waits(facts: CaseFacts, ranks: Iterable[int]) -> frozenset[int]:
     """Those in the groups in which ``ranks`` wait."""
     waits = [wait for rank in ranks if (wait := facts.ranks[rank].wait) is not None and wait.group is not None]
     return frozenset[int]().union(*(facts.alignment.members(str(wait.group))[0] for wait in waits))
 
 
-def _may_part(facts: Facts, one: Guard, ranks: Iterable[int]) -> bool:
+def _may_part(facts: CaseFacts, one: Guard, ranks: Iterable[int]) -> bool:
     """Neither what is the same on all ranks in one round, nor what the rank alone decides: that is known already."""
     return not one.by_round and any(one.admits(whereabouts(facts, rank)) is None for rank in ranks)
 
 
-def _of_other_items(facts: Facts, loop: Guard, around: Sequence[Frame]) -> Annotation:
+def _of_other_items(facts: CaseFacts, loop: Guard, around: Sequence[Frame]) -> Annotation:
     """Both sides are in the call that the loop makes with each of its items, by the way ``around``, innermost first."""
     skips = ways_around(around, loop.line, facts.read_source)
     text = f"Both sides come from one line of `{loop.words}`: they go through different items, or in another order"
     return Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({causes.OTHER_ITEMS}))
 
 
-def _in_another_round(facts: Facts, found: Parting, sides: Sequence[Side]) -> tuple[Loop, Annotation] | None:
+def _in_another_round(
+    facts: CaseFacts, found: Parting, sides: Sequence[RankSide]
+) -> tuple[SourceLoop, Annotation] | None:
     """One side makes once more the call that the other has made last: a loop around it has ended for one of them.
 
     Under a condition, the other may not call in each round of what is around them, and the calls be those of several.
@@ -373,7 +377,7 @@ def _in_another_round(facts: Facts, found: Parting, sides: Sequence[Side]) -> tu
     return None
 
 
-def _run(facts: Facts, rank: int, way: Sequence[Frame], before: int) -> int:
+def _run(facts: CaseFacts, rank: int, way: Sequence[Frame], before: int) -> int:
     """How many calls in a row the rank has made by this way, of whatever groups, up to the one that it waits in, or up
     to so many ``before`` that; 0 where records do not tell.
     """
@@ -387,7 +391,7 @@ def _run(facts: Facts, rank: int, way: Sequence[Frame], before: int) -> int:
     return len(list(takewhile(lambda stack: stack == spots, made)))
 
 
-def _in_a_later_round(facts: Facts, found: Parting, sides: Sequence[Side], later: int) -> Iterator[Annotation]:
+def _in_a_later_round(facts: CaseFacts, found: Parting, sides: Sequence[RankSide], later: int) -> Iterator[Annotation]:
     """Of those that should meet under one number. None where a library made a call on the way, under conditions of its
     own.
     """

@@ -20,9 +20,9 @@ from safelaunch.verdict.collectives import Alignment, Signature, described, numb
 from safelaunch.verdict.conditions import Condition, View, record_claim
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import kernel_claim
-from safelaunch.verdict.processes import Inside
+from safelaunch.verdict.processes import ProcessView
 
-Place = tuple[str, str]  # file and function
+CallPlace = tuple[str, str]  # file and function
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PeerWait:
     frame: Frame | None
     words: str
     claims: tuple[Claim, ...] = ()
-    thread: Place | None = None
+    thread: CallPlace | None = None
     holds_lock: bool = False
     source: int | None = None
     target: int | None = None
@@ -101,7 +101,7 @@ def _made_by(view: View | None, pending: list[Collective]) -> list[Collective]:
     return [entry for entry in pending if entry.thread not in others]
 
 
-def through_a_thread(rank: RankEvidence, inside: Inside, alignment: Alignment) -> PeerWait | None:
+def through_a_thread(rank: RankEvidence, inside: ProcessView, alignment: Alignment) -> PeerWait | None:
     """The main thread waits for a thread that waits for other ranks: so the rank waits for them, too."""
     view = inside.end
     waits = view.awaited.peers is not None or inside.has_called(view) or _rests_without_a_record(view)
@@ -118,7 +118,7 @@ def through_a_thread(rank: RankEvidence, inside: Inside, alignment: Alignment) -
     )
 
 
-def begins_at(stack: fr.Stack) -> Place | None:
+def begins_at(stack: fr.Stack) -> CallPlace | None:
     """Where the code of a thread begins: the user's outermost function, or the library's inside ``threading``."""
     frames = stack.user_frames or [f for f in stack.frames if not f.file.endswith("/threading.py")]
     return (frames[-1].file, fr.short(frames[-1].function)) if frames else None

@@ -23,7 +23,7 @@ from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.conditions import Condition, View, thread_condition
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import signal_name
-from safelaunch.verdict.graph import Edge, Graph, Kind, Node
+from safelaunch.verdict.graph import Edge, Graph, Node, NodeKind
 
 _HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
 _CANNOT_RUN = ("stopped", "dead", "disk")
@@ -34,7 +34,7 @@ _FORK_NOTE = (
 _SHARED_NOTE = "; processes share it, and one that ends while it holds it never releases it"
 
 
-class Inside:
+class ProcessView:
     """One process (``main``: its main thread) with its ``children``, as a part of the graph of waits.
 
     ``callers``: the threads (``Thread.ident``) that have made calls of c10d which are still pending.
@@ -172,7 +172,7 @@ class Inside:
     def _rests(self, view: View) -> bool:
         return view.awaited.processes == "message" or self._condition(view).lock is not None
 
-    def _to(self, view: View, kind: Kind, others: Sequence[View], *, may_end: bool = False) -> Edge | None:
+    def _to(self, view: View, kind: NodeKind, others: Sequence[View], *, may_end: bool = False) -> Edge | None:
         """An edge where it can be told who is waited for."""
         if not others or (len(others) > 1 and kind != "workers"):
             return None
@@ -245,7 +245,7 @@ class Inside:
     def _told(self, child: View) -> Condition:
         """What holds a child."""
         if child.process.pid not in self._of_children:
-            self._of_children[child.process.pid] = Inside(child).condition()
+            self._of_children[child.process.pid] = ProcessView(child).condition()
         return self._of_children[child.process.pid]
 
     # --- what stands at the end ---------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class _Actor:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _OpenCall:
     """A call of c10d under way, on all ranks that have entered it alike."""
 
     group: str
@@ -92,7 +92,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Transfer:
+class _OpenTransfer:
     """A send or receive of a thread; None for what was not seen. ``peer``: a rank of the world."""
 
     sends: bool | None
@@ -100,12 +100,12 @@ class _Transfer:
     tag: int | None
 
     @classmethod
-    def of(cls, wait: PeerWait) -> _Transfer:
+    def of(cls, wait: PeerWait) -> _OpenTransfer:
         named = {word for word in ("send", "recv") if word in wait.op}
         sends = (wait.target is not None) if wait.peer is not None else ("send" in named) if len(named) == 1 else None
         return cls(sends, wait.peer, wait.tag)
 
-    def may_meet(self, rank: int, other: _Transfer, other_rank: int) -> bool:
+    def may_meet(self, rank: int, other: _OpenTransfer, other_rank: int) -> bool:
         """Whether this one, of ``rank``, and ``other`` may be the two ends of a transfer that is under way."""
         directions = self.sends is None or other.sends is None or self.sends is not other.sends
         tags = self.tag is None or other.tag is None or self.tag == other.tag
@@ -113,7 +113,7 @@ class _Transfer:
 
 
 @dataclass(frozen=True)
-class _Torch:
+class _ImportedTorch:
     """The installation that a rank has imported: what is torch's, and what is below it.
 
     ``places``: directories of torch; none if they are not known. ``roots``: those of installed packages.
@@ -123,7 +123,7 @@ class _Torch:
     roots: tuple[str, ...]
 
     @classmethod
-    def of(cls, rank: RankEvidence) -> _Torch:
+    def of(cls, rank: RankEvidence) -> _ImportedTorch:
         places = rank.gil.torch or tuple(f"{root.rstrip('/')}/torch" for root in rank.code_roots)
         return cls(tuple(f"{place}/" for place in places), rank.code_roots)
 
@@ -150,7 +150,7 @@ class _Torch:
 
 
 @dataclass(frozen=True)
-class _Process:
+class _ProvedProcess:
     """``views``: of its threads that run Python, the main one first; of its first thread alone where none does. Those
     that run the beacon alone are left out: they release nothing and call nothing.
     """
@@ -159,10 +159,10 @@ class _Process:
     evidence: ProcessEvidence
     views: Mapping[_Actor, View]
     runs_python: bool
-    torch: _Torch
+    torch: _ImportedTorch
 
     @classmethod
-    def of(cls, evidence: ProcessEvidence, rank: RankEvidence, read_source: ReadSource) -> _Process:
+    def of(cls, evidence: ProcessEvidence, rank: RankEvidence, read_source: ReadSource) -> _ProvedProcess:
         first = View(evidence, rank, read_source=read_source)
         threads = [thread for thread in _python_threads(evidence) if not _is_ours(thread)]
         views = {
@@ -170,7 +170,7 @@ class _Process:
             for number, one in enumerate(threads)
         }
         main = {_Actor(rank.rank, evidence.pid, 0): first}
-        return cls(rank.rank, evidence, views or main, bool(threads), _Torch.of(rank))
+        return cls(rank.rank, evidence, views or main, bool(threads), _ImportedTorch.of(rank))
 
     @property
     def main(self) -> _Actor:
@@ -256,14 +256,16 @@ class _Prover:
     def __init__(self, case: Case, living: list[int]) -> None:
         self._case = case
         self._living = frozenset(living)
-        self._processes: dict[tuple[str, int], _Process] = {}
-        self._of_ranks: dict[int, _Process] = {}  # those of the ranks themselves
-        self._roots: dict[_Call, set[tuple[int | None, int | None]]] = {}  # that those who wait in a call have named
+        self._processes: dict[tuple[str, int], _ProvedProcess] = {}
+        self._of_ranks: dict[int, _ProvedProcess] = {}  # those of the ranks themselves
+        self._roots: dict[
+            _OpenCall, set[tuple[int | None, int | None]]
+        ] = {}  # that those who wait in a call have named
         for rank in living:
             one = case.ranks[rank].evidence
             for process in (one.main, *one.children):
                 if process is not None and not _is_gone(process):
-                    self._processes[one.host, process.pid] = _Process.of(process, one, case.read_source)
+                    self._processes[one.host, process.pid] = _ProvedProcess.of(process, one, case.read_source)
             if (main := self._processes.get((one.host, one.pid))) is not None and main.runs_python:
                 self._of_ranks[rank] = main
 
@@ -281,7 +283,7 @@ class _Prover:
             return Examined(self._edges(found))
         return Examined((), self._what_is_free(needs, found))
 
-    def _needs_of_others(self, process: _Process) -> dict[Node, tuple[Need, ...]]:
+    def _needs_of_others(self, process: _ProvedProcess) -> dict[Node, tuple[Need, ...]]:
         """Native threads that rest go on only if a thread of their process, or the end of a call, wakes one of them."""
         if not process.others or not process.others_rest or self._handles(process):
             return {}
@@ -344,7 +346,7 @@ class _Prover:
 
     # --- what one thread needs ----------------------------------------------------------------------------------------
 
-    def _needs(self, view: View, process: _Process) -> tuple[Need, ...]:
+    def _needs(self, view: View, process: _ProvedProcess) -> tuple[Need, ...]:
         """Nothing: it may go on."""
         if not _is_steady(view, spins=self._uses_device(view) and not _in_lock(view)):
             return ()
@@ -366,17 +368,17 @@ class _Prover:
         handled = self._ends_handled(view, process)
         return tuple(replace(need, givers=need.givers | handled) for need in needs)
 
-    def _ends_handled(self, view: View, process: _Process) -> frozenset[Node]:
+    def _ends_handled(self, view: View, process: _ProvedProcess) -> frozenset[Node]:
         """The threads of children, where a handler of the main thread hears of their ends: it may release that."""
         return self._children_heard([process]) if view.os_tid == view.process.pid else _NEVER
 
-    def _children_heard(self, processes: Iterable[_Process]) -> frozenset[Node]:
+    def _children_heard(self, processes: Iterable[_ProvedProcess]) -> frozenset[Node]:
         """The threads of the children of whose ends a handler of these processes hears."""
         parents = {process.evidence.pid: process.rank for process in processes if process.newest.handles_child_ends}
         family = self._processes.items()
         return self._threads_of(owner for owner, one in family if parents.get(one.newest.ppid) == one.rank)
 
-    def _of_c10d(self, view: View, process: _Process) -> tuple[Need, ...]:
+    def _of_c10d(self, view: View, process: _ProvedProcess) -> tuple[Need, ...]:
         seen = view.awaited.peers
         if process is not self._of_ranks[view.rank.rank] or view.rank.gil.foreign_backend:
             return ()  # its groups are its own, and no rank's; or nobody knows what ends their calls
@@ -420,7 +422,7 @@ class _Prover:
 
     def _of_transfer(self, view: View, wait: PeerWait) -> tuple[Need, ...]:
         """One that is not recorded: any thread of the peer that runs the user's code may be the one to meet it."""
-        mine, rank = _Transfer.of(wait), view.rank.rank
+        mine, rank = _OpenTransfer.of(wait), view.rank.rank
         if not self._case.alignment.is_in_closed_groups(rank) or not all(map(self._is_one, view.rank.gil.stores)):
             return ()
         peers = [wait.peer] if wait.peer is not None else sorted(self._case.world - {rank})
@@ -430,17 +432,17 @@ class _Prover:
         return (Need(givers, wait.words, wait.claims[0] if wait.claims else None),)
 
     @cached_property
-    def _transfers(self) -> dict[int, list[_Transfer]]:
+    def _transfers(self) -> dict[int, list[_OpenTransfer]]:
         """Rank → the sends and receives that its threads are in, with all of their batches."""
-        found: dict[int, list[_Transfer]] = {}
+        found: dict[int, list[_OpenTransfer]] = {}
         for process in self._processes.values():
             mine = found.setdefault(process.rank, [])
             for view in process.views.values():
                 wait = peer_wait(view.rank, view, self._case.alignment)
-                mine += [_Transfer.of(wait)] if wait is not None and wait.kind == "p2p" else []
+                mine += [_OpenTransfer.of(wait)] if wait is not None and wait.kind == "p2p" else []
         for rank, mine in found.items():
             posted = self._case.ranks[rank].evidence.gil.posted
-            mine += [_Transfer(one.sends, one.peer, one.tag) for one in posted]
+            mine += [_OpenTransfer(one.sends, one.peer, one.tag) for one in posted]
         return found
 
     def _has_come(self, rank: int) -> bool:
@@ -466,7 +468,7 @@ class _Prover:
         rank, claim = view.rank.rank, _stack_claim(view)
         return tuple(Need(frozenset({_call(one, rank)}), described(one), claim) for one in begun)
 
-    def _of_open_calls(self, view: View, process: _Process) -> tuple[Need, ...]:
+    def _of_open_calls(self, view: View, process: _ProvedProcess) -> tuple[Need, ...]:
         """``work.wait()`` and a backward pass show no frame of c10d: it may be any of the calls that are under way."""
         if view.wait.kind != "lock" and view.native() != "peers":
             return ()
@@ -494,7 +496,7 @@ class _Prover:
             givers |= self._ends_handled(view, process)
         return (Need(frozenset(givers), " or ".join(described(one) for one in pending[:3]), _stack_claim(view)),)
 
-    def _of_lock(self, view: View, process: _Process) -> tuple[Need, ...]:
+    def _of_lock(self, view: View, process: _ProvedProcess) -> tuple[Need, ...]:
         """Whoever holds a lock, or fills a queue, is a thread that runs Python: any other one of the process."""
         lock, rests_in = calls.lock_wait(view.stack.called), _rests_in(view)
         shared = rests_in.startswith("_multiprocessing")
@@ -516,7 +518,7 @@ class _Prover:
         why = f"another thread to end the wait for {what} at {view.place}"
         return (Need(givers, why, _stack_claim(view)),)
 
-    def _of_child(self, view: View, process: _Process) -> tuple[Need, ...]:
+    def _of_child(self, view: View, process: _ProvedProcess) -> tuple[Need, ...]:
         pid, host = view.wait.thread.child, view.rank.host
         children = [
             (host, child.pid)
@@ -530,7 +532,7 @@ class _Prover:
         givers = self._threads_of(self._family(process.rank)) - {process.actor(view)}
         return (Need(givers, f"a child process to end ({view.place})", _stack_claim(view)),)
 
-    def _of_descriptor(self, view: View, process: _Process) -> tuple[Need, ...]:
+    def _of_descriptor(self, view: View, process: _ProvedProcess) -> tuple[Need, ...]:
         wait, thread, host = view.wait, view.wait.thread, view.rank.host
         if thread.locked_by is not None and thread.ends_closed:
             pids = [*self._sharing(host, thread.locked_by), *thread.lock_sharers]
@@ -563,17 +565,17 @@ class _Prover:
         """The processes of a rank: any of them can kill another one."""
         return {owner for owner, one in self._processes.items() if one.rank == rank}
 
-    def _is_rank(self, process: _Process) -> bool:
+    def _is_rank(self, process: _ProvedProcess) -> bool:
         return process is self._of_ranks.get(process.rank)
 
-    def _never_ends(self, process: _Process) -> bool:
+    def _never_ends(self, process: _ProvedProcess) -> bool:
         """Whether no timer can end it: a rank, whose end is the job's; or a fork of a rank that sets no timers."""
         if self._is_rank(process):
             return True
         progress = self._case.ranks[process.rank].evidence.progress
         return process.newest.is_fork and progress is not None and not progress.sets_timers
 
-    def _handles(self, process: _Process) -> bool:
+    def _handles(self, process: _ProvedProcess) -> bool:
         """Whether a signal's handler of the script's can run in it, whoever sends the signal.
 
         The beacon and torch handle SIGTERM themselves, and only a rank reports the handlers that Python has.
@@ -585,7 +587,7 @@ class _Prover:
         unknown = state.handles_termination and told is None and not is_loader
         return state.handles_signals or unknown or bool(set(told or ()) - {signal.SIGCHLD})
 
-    def _may_be_interrupted(self, view: View, process: _Process) -> bool:
+    def _may_be_interrupted(self, view: View, process: _ProvedProcess) -> bool:
         """A signal's handler runs in the main thread, and may raise there. Calls of c10d don't return for it."""
         return view.os_tid == view.process.pid and self._handles(process)
 
@@ -716,7 +718,7 @@ class _Prover:
 
     @staticmethod
     def _name(node: Node) -> str:
-        if isinstance(node, _Call):
+        if isinstance(node, _OpenCall):
             whose = f" of rank {node.rank}" if node.rank >= 0 else ""
             return f"{node.signature[0]} #{node.number} of group {node.group!r}{whose}"
         assert isinstance(node, _Actor)
@@ -724,10 +726,10 @@ class _Prover:
         return f"{what if node.tid != node.pid else ''}process {node.pid} of rank {node.rank}"
 
 
-def _call(entry: Collective, rank: int) -> _Call:
+def _call(entry: Collective, rank: int) -> _OpenCall:
     named = signature(entry)
     whose = rank if entry.is_p2p else -1
-    return _Call(entry.group, number_of(entry), entry.is_p2p, (named[0] or "", *named[1:]), whose)
+    return _OpenCall(entry.group, number_of(entry), entry.is_p2p, (named[0] or "", *named[1:]), whose)
 
 
 def _can_meet(one: Collective, other: Collective) -> bool:
@@ -819,7 +821,7 @@ def _rests(thread: ThreadState, before: ThreadState | None) -> bool:
     return thread.slices is not None and thread.slices == before.slices
 
 
-def _is_in_torch(view: View, torch: _Torch) -> bool:
+def _is_in_torch(view: View, torch: _ImportedTorch) -> bool:
     """Whether the call that its frames show is torch's, and the thread rests in torch's native code.
 
     Another library can have a file of the same name; and an object that c10d unpickles runs code of its own.
@@ -834,7 +836,7 @@ def _is_in_torch(view: View, torch: _Torch) -> bool:
     return fr.short(inner[0].function) not in _PICKLING
 
 
-def _is_of_torch(view: View, torch: _Torch) -> bool:
+def _is_of_torch(view: View, torch: _ImportedTorch) -> bool:
     """Whether torch has begun the thread for itself. What ``torch.distributed`` begins can make calls."""
     begun = next((frame.file for frame in reversed(view.frames) if fr.basename(frame.file) != "threading.py"), "")
     return torch.owns(begun) and "/torch/distributed/" not in fr.normal(begun) and not view.user_frame

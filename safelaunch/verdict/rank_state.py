@@ -20,7 +20,7 @@ from safelaunch.verdict.conditions import Condition, View, gil_condition, record
 from safelaunch.verdict.divergence import Histories
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.peers import PeerWait, begins_at
-from safelaunch.verdict.processes import Inside, may_train_elsewhere
+from safelaunch.verdict.processes import ProcessView, may_train_elsewhere
 from safelaunch.verdict.transfers import Transfers
 
 UNKNOWN_OP = "communication"  # where ``work.wait()`` raised, on the user's own line: of what work, no frame tells
@@ -61,11 +61,11 @@ class RankFacts:
         return Claim(text, f"{self.folder}/{name}")
 
 
-F = TypeVar("F", bound="Facts")
+F = TypeVar("F", bound="CaseFacts")
 
 
 @dataclass(frozen=True)
-class Facts:
+class CaseFacts:
     evidence: Evidence
     ranks: Mapping[int, RankFacts]
     alignment: Alignment
@@ -147,7 +147,7 @@ def _locks_of(process: ProcessEvidence) -> tuple[FileLock, ...]:
     return tuple(lock for lock in locks if lock.pid == process.pid)
 
 
-def _seen_from_the_others(facts: Facts, rank: int) -> RankFacts | None:
+def _seen_from_the_others(facts: CaseFacts, rank: int) -> RankFacts | None:
     """A rank as the others' evidence shows it, where that says more than its own."""
     one = facts.ranks[rank]
     if one.evidence.exception is not None and (others := exits.missed_the_store(one.evidence, facts.evidence.ranks)):
@@ -172,12 +172,12 @@ def _seen_from_the_others(facts: Facts, rank: int) -> RankFacts | None:
     return replace(one, condition=condition) if condition is not one.condition else None
 
 
-def _at_its_end(facts: Facts, one: RankFacts, left: Condition) -> Condition:
+def _at_its_end(facts: CaseFacts, one: RankFacts, left: Condition) -> Condition:
     """A rank whose script has ended, and which no peer waits for: what keeps it from its end is the cause."""
     view = view_of(one.evidence, facts.read_source)
     if view is None or any(other.wait is not None for other in facts.ranks.values()):
         return left
-    own = Inside(view, child_views(one.evidence, facts.read_source)).condition()
+    own = ProcessView(view, child_views(one.evidence, facts.read_source)).condition()
     threads = view.beside()
     if own.frame is None and threads and calls.leaving(view.thread.frames if view.thread else ()):
         thread = threads[0]
@@ -190,13 +190,13 @@ def _at_its_end(facts: Facts, one: RankFacts, left: Condition) -> Condition:
     return replace(own, reason=f"has ended its script, and {own.reason}")
 
 
-def _never_exited(facts: Facts, one: RankFacts, raised: Condition) -> RankFacts | None:
+def _never_exited(facts: CaseFacts, one: RankFacts, raised: Condition) -> RankFacts | None:
     """Returns a rank that raised with what keeps its process from exiting; None if that has ended."""
     view = view_of(one.evidence, facts.read_source)
     if one.evidence.exit is not None or view is None or not view.frames or view.wait.kind == "dead":
         return None
     callers = {entry.thread for entry in facts.alignment.pending(one.rank)} - {0}
-    inside = Inside(view, child_views(one.evidence, facts.read_source), callers)
+    inside = ProcessView(view, child_views(one.evidence, facts.read_source), callers)
     wait = peers.peer_wait(one.evidence, view, facts.alignment)
     wait = wait or peers.through_a_thread(one.evidence, inside, facts.alignment)
     raw = view.thread.frames if view.thread is not None else ()
@@ -216,7 +216,7 @@ def _never_exited(facts: Facts, one: RankFacts, raised: Condition) -> RankFacts 
     return replace(one, condition=replace(raised, reason=reason, claims=(*raised.claims, *claims), advice=advice))
 
 
-def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition:
+def _locked_by_a_peer(facts: CaseFacts, one: RankFacts, own: Condition) -> Condition:
     """``filelock`` closes the file between its attempts, so the kernel tells only who holds one: where that is one
     other rank's process alone, it is what is waited for.
     """
@@ -248,7 +248,7 @@ def _locked_by_a_peer(facts: Facts, one: RankFacts, own: Condition) -> Condition
     )
 
 
-def _locked_elsewhere(facts: Facts, one: RankFacts, own: Condition) -> Condition:
+def _locked_elsewhere(facts: CaseFacts, one: RankFacts, own: Condition) -> Condition:
     """Of a lock that no rank's process here holds: whether one of another node has locked a file of this name.
 
     Where nodes share files, each kernel knows its own locks alone.
@@ -274,7 +274,7 @@ def _locked_elsewhere(facts: Facts, one: RankFacts, own: Condition) -> Condition
     return replace(own, reason=reason, advice=own.advice | {FOREIGN_LOCK})
 
 
-def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition:
+def _at_the_other_end(facts: CaseFacts, one: RankFacts, own: Condition) -> Condition:
     """Whose the other end of its pipe or connection is: another rank's, or a process's of no rank."""
     owners = {end.pid: facts.processes.get((one.evidence.host, end.pid), (None, ()))[0] for end in own.ends}
     if len(set(owners.values())) > 1 or one.rank in owners.values():
@@ -292,7 +292,7 @@ def _at_the_other_end(facts: Facts, one: RankFacts, own: Condition) -> Condition
     return replace(told, awaits_message_from=pid)
 
 
-def _absent_thread(facts: Facts, one: RankFacts) -> Condition | None:
+def _absent_thread(facts: CaseFacts, one: RankFacts) -> Condition | None:
     """A thread of the rank is where its peers' threads are not: beside the call in which these wait, by its own doing.
 
     The peers wait in threads for the same thread of this rank, whatever its main thread waits in. A thread that waits
@@ -370,7 +370,7 @@ def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource
         wait = _raised_wait(rank) or peers.peer_wait(rank, view, alignment)
     if condition is None and wait is None and (view is not None or not exits.ended_by_others(rank)):
         callers = {entry.thread for entry in alignment.pending(rank.rank)} - {0}
-        inside = Inside(view, child_views(rank, read_source), callers) if view is not None else None
+        inside = ProcessView(view, child_views(rank, read_source), callers) if view is not None else None
         wait = peers.through_a_thread(rank, inside, alignment) if inside is not None else None
         condition = _own(rank, inside, alignment) if wait is None else None
     if wait is not None and frame is None:
@@ -428,7 +428,7 @@ def _handles_an_exception(view: View) -> bool:
     return bool(ident) and any(one.thread == ident for one in view.rank.gil.handling)
 
 
-def _own(rank: RankEvidence, inside: Inside | None, alignment: Alignment) -> Condition:
+def _own(rank: RankEvidence, inside: ProcessView | None, alignment: Alignment) -> Condition:
     view = inside.main if inside is not None else None
     if inside is None or view is None or not (view.process.states or view.frames):
         return _only_record(rank, alignment)

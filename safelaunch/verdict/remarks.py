@@ -33,8 +33,8 @@ from safelaunch.verdict.causes import ASIDE, DETAIL_CRASH, HANDLES, ITERABLE
 from safelaunch.verdict.collectives import sides_of
 from safelaunch.verdict.exits import kernel_claim, one_line
 from safelaunch.verdict.findings import Annotation, Finding, by_place, capital, ranks_do, ranks_word
-from safelaunch.verdict.peers import Place, begins_at
-from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
+from safelaunch.verdict.peers import CallPlace, begins_at
+from safelaunch.verdict.rank_state import CaseFacts, user_stack_of, view_of
 from safelaunch.verdict.rules_live import WRONG_RESULTS
 
 _MOST_SIDES = 3
@@ -42,7 +42,7 @@ _APART = frozenset({"collective-mismatch", "p2p-cycle", "group-order"})
 _MOST_TOLD = 2  # ranks whose own words the summary has
 
 
-def frames_below(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+def frames_below(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """The frames of a framework that set apart ranks which are at one line of the user's, as ``trainer.fit(model)``:
     callbacks, metrics.
     """
@@ -67,7 +67,7 @@ def frames_below(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     yield Annotation(f"{capital(text)}.", (claim,))
 
 
-def frames_above(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+def frames_above(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """From where ranks came to one line of the user's, as that of a helper, if some came from elsewhere than others."""
     if finding.cause not in _APART or not finding.culprits:
         return
@@ -90,7 +90,7 @@ def _telling(side: tuple[Frame, ...], sides: Iterable[tuple[Frame, ...]], shared
     return next((frame for frame in side[shared:] if frame.file not in others), side[-1])
 
 
-def _stack_of(facts: Facts, rank: int) -> fr.Stack | None:
+def _stack_of(facts: CaseFacts, rank: int) -> fr.Stack | None:
     """Of the call that it waits in, as recorded; else of its main thread."""
     one = facts.ranks[rank]
     if one.wait is not None and one.wait.group is not None and one.wait.seq is not None:
@@ -104,36 +104,36 @@ def _stack_of(facts: Facts, rank: int) -> fr.Stack | None:
 # --- what the ranks at fault say themselves ---------------------------------------------------------------------------
 
 
-def own_words(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+def own_words(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """What its culprits say themselves of the reason, where they have not failed by it."""
     told = [words for culprit in finding.culprits if (words := _words_of(facts, culprit.rank)) is not None]
     for number, one in enumerate(told):
         yield replace(one, sentence=one.sentence if number < _MOST_TOLD else "")
 
 
-def says_why(facts: Facts, rank: int) -> bool:
+def says_why(facts: CaseFacts, rank: int) -> bool:
     """Whether the rank says itself why it is where it is."""
     return _words_of(facts, rank) is not None
 
 
-def is_aside(facts: Facts, rank: int) -> bool:
+def is_aside(facts: CaseFacts, rank: int) -> bool:
     """Whether the rank is where it is beside the course of its program: as it handles an exception or a signal."""
     handles = _handles(facts, facts.ranks[rank].evidence)
     return is_interrupted(facts, rank) or (handles is not None and bool(handles.advice))
 
 
-def is_interrupted(facts: Facts, rank: int) -> bool:
+def is_interrupted(facts: CaseFacts, rank: int) -> bool:
     return _interrupted(facts, facts.ranks[rank].evidence) is not None
 
 
-def _words_of(facts: Facts, number: int) -> Annotation | None:
+def _words_of(facts: CaseFacts, number: int) -> Annotation | None:
     rank = facts.ranks[number].evidence
     if rank.exception is not None or rank.exit is not None:
         return None
     return _handles(facts, rank) or _interrupted(facts, rank) or _lost_a_thread(facts, rank)
 
 
-def _interrupted(facts: Facts, rank: RankEvidence) -> Annotation | None:
+def _interrupted(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     """By what Python calls of its own accord: each rank at another moment, or one alone."""
     for frame in user_stack_of(rank):
         if what := runs_aside(frame, facts.read_source):
@@ -143,7 +143,7 @@ def _interrupted(facts: Facts, rank: RankEvidence) -> Annotation | None:
     return None
 
 
-def _handles(facts: Facts, rank: RankEvidence) -> Annotation | None:
+def _handles(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     """Its main thread is in a ``finally``, or an ``except``: what it waits for there, it would not else."""
     view = view_of(rank)
     ident = view.thread.ident if view is not None and view.thread is not None else 0
@@ -158,7 +158,7 @@ def _handles(facts: Facts, rank: RankEvidence) -> Annotation | None:
     return None
 
 
-def _always_does(facts: Facts, rank: RankEvidence) -> bool:
+def _always_does(facts: CaseFacts, rank: RankEvidence) -> bool:
     """Its call in the body of an ``except`` is one that it has made there before: a way that it takes by design."""
     wait = facts.ranks[rank.rank].wait
     if wait is None or wait.group is None or wait.seq is None:
@@ -172,7 +172,7 @@ def _words(rank: RankEvidence, one: HandledException) -> str:
     return f"{one.type}{message}, raised{fr.at(fr.stack_of(rank, one.frames).user_frame)}"
 
 
-def _lost_a_thread(facts: Facts, rank: RankEvidence) -> Annotation | None:
+def _lost_a_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     """It waits for its own threads, and its output ends with the exception of one; or all its peers have one more."""
     condition = facts.ranks[rank.rank].condition
     if condition is None or condition.lock is None:
@@ -185,13 +185,13 @@ def _lost_a_thread(facts: Facts, rank: RankEvidence) -> Annotation | None:
     return Annotation(f"Its {words}.", (Claim(f"rank {rank.rank}: its {words}", f"ranks/{rank.rank}/log_tail.txt"),))
 
 
-def _lacks_a_thread(facts: Facts, rank: RankEvidence) -> Annotation | None:
+def _lacks_a_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     """One that all its peers have: where an exception is swallowed, nothing else is left of it."""
     mine = _threads_of(rank)
     if mine is None:
         return None
     peers = (_threads_of(one.evidence) for number, one in facts.ranks.items() if number != rank.rank)
-    missing: dict[Place | None, Frame] = {}
+    missing: dict[CallPlace | None, Frame] = {}
     for theirs in (threads for threads in peers if threads is not None):
         missing = {place: at for place, at in (missing or theirs).items() if place in theirs and place not in mine}
         if not missing:
@@ -203,7 +203,7 @@ def _lacks_a_thread(facts: Facts, rank: RankEvidence) -> Annotation | None:
     return Annotation(f"Rank {rank.rank} {words}: it has ended, or was never started.", (claim,))
 
 
-def _threads_of(rank: RankEvidence) -> dict[Place | None, Frame] | None:
+def _threads_of(rank: RankEvidence) -> dict[CallPlace | None, Frame] | None:
     """Where its other threads begin, and are now; None where they were not seen."""
     view = view_of(rank)
     if view is None or view.sample is None:
@@ -214,7 +214,7 @@ def _threads_of(rank: RankEvidence) -> dict[Place | None, Frame] | None:
 # --- what was seen before ---------------------------------------------------------------------------------------------
 
 
-def debug_detail(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+def debug_detail(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """The variable under which torch 2.13 and later crash where a DDP model is built."""
     ranks = [facts.ranks[culprit.rank].evidence for culprit in finding.culprits]
     launched = facts.evidence.launched
@@ -227,7 +227,7 @@ def debug_detail(facts: Facts, finding: Finding) -> Iterator[Annotation]:
         yield Annotation(f"{text} crashes when a DDP model is created.", (claim,), advice=frozenset({DETAIL_CRASH}))
 
 
-def wrong_results_before(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+def wrong_results_before(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Whatever has happened to the job, it had computed wrong results before."""
     if finding.cause not in WRONG_RESULTS:
         yield Annotation(context=tuple(Claim(one.words, WRONG_RESULTS_FILE) for one in facts.evidence.wrong_results))
@@ -236,7 +236,7 @@ def wrong_results_before(facts: Facts, finding: Finding) -> Iterator[Annotation]
 # --- hardware ---------------------------------------------------------------------------------------------------------
 
 
-def driver_errors(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+def driver_errors(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """What the driver has reported of the GPUs of ranks that failed: CUDA's own words come later and say less."""
     for rank in (facts.ranks[culprit.rank].evidence for culprit in finding.culprits if finding.cause != "gpu-lost"):
         yield Annotation(context=tuple(kernel_claim(rank, line, f"rank {rank.rank}: ") for line in rank.gpu_errors))
@@ -298,7 +298,7 @@ def _uuid(rank: RankEvidence, evidence: Evidence) -> str:
 _UNEVEN = "uneven-batches"
 
 
-def steps_made(facts: Facts, finding: Finding) -> Iterator[Annotation]:
+def steps_made(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """The steps of each rank, and advice for a dataset that no sampler divides."""
     if finding.cause != _UNEVEN or not finding.culprits:
         return
@@ -315,7 +315,7 @@ def steps_made(facts: Facts, finding: Finding) -> Iterator[Annotation]:
     )
 
 
-def with_loops_left(facts: Facts, finding: Finding) -> Finding:
+def with_loops_left(facts: CaseFacts, finding: Finding) -> Finding:
     """The same, with the loop that each rank has left which is out of the script: the outermost of its peers'."""
     if finding.cause != _UNEVEN:
         return finding

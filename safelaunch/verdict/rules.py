@@ -53,7 +53,7 @@ _WAS_SEEN: Mapping[str, Callable[[RankFacts], bool]] = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class RuleKind:
     """``concludes``: the causes that it may name. ``witness``: without it of every rank, it rules nothing out."""
 
     decide: Callable[[Case], Ruling]
@@ -85,7 +85,7 @@ class Rule:
     """One question, and the kinds of case that answer it, in the order in which they are asked."""
 
     asks: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[RuleKind, ...]
 
 
 _MISMATCH = ("collective-mismatch",)
@@ -96,67 +96,70 @@ _WHOLE: tuple[str, ...] = ("every rank seen", "ranks that wait for peers")
 OWN = tuple(name for name, cause in CAUSES.items() if cause.own)
 
 RULES: tuple[Rule, ...] = (
-    Rule("Did all nodes join?", (Kind(rules_nodes.rendezvous_incomplete, ("init-not-joined",)),)),
+    Rule("Did all nodes join?", (RuleKind(rules_nodes.rendezvous_incomplete, ("init-not-joined",)),)),
     Rule(
         "Does a live job compute wrong results?",
-        (Kind(rules_live.wrong_results, rules_live.WRONG_RESULTS, ("a live job",)),),
+        (RuleKind(rules_live.wrong_results, rules_live.WRONG_RESULTS, ("a live job",)),),
     ),
-    Rule("Does it make progress?", (Kind(rules_live.slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),)),
+    Rule(
+        "Does it make progress?",
+        (RuleKind(rules_live.slow_not_stuck, ("slow-not-stuck",), ("a live job that moves",)),),
+    ),
     Rule(
         "What broke the calls between ranks?",
         (
-            Kind(rules_aborted.aborted_by_a_peer, _EITHER, ("a crash",)),
-            Kind(rules_aborted.wrong_size_received, _EITHER, ("a crash",)),
-            Kind(rules_nodes.node_lost, ("node-lost",), ("a crash", "several nodes")),
-            Kind(rules_nodes.silent_host, ("node-lost",), ("a crash",)),
-            Kind(explanations.unusual_group, ("missing-from-collective",), ("a crash",)),
-            Kind(rules_mismatch.compared_by_torch, _MISMATCH, ("a crash",)),
+            RuleKind(rules_aborted.aborted_by_a_peer, _EITHER, ("a crash",)),
+            RuleKind(rules_aborted.wrong_size_received, _EITHER, ("a crash",)),
+            RuleKind(rules_nodes.node_lost, ("node-lost",), ("a crash", "several nodes")),
+            RuleKind(rules_nodes.silent_host, ("node-lost",), ("a crash",)),
+            RuleKind(explanations.unusual_group, ("missing-from-collective",), ("a crash",)),
+            RuleKind(rules_mismatch.compared_by_torch, _MISMATCH, ("a crash",)),
         ),
     ),
     Rule(
         "Who ended first?",
         (
-            Kind(rules_history.called_past_the_end, _MISMATCH, _WHOLE),
-            Kind(rules_state.launcher_failed, ("rank-exception", "rank-exited"), ("a crash",)),
-            Kind(rules_state.first_failure, _FAILED, witness="the rank"),
-            Kind(rules_nodes.store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
-            Kind(rules_state.a_peer_ended, ("rank-exited", "node-unreachable"), ("a crash",)),
+            RuleKind(rules_history.called_past_the_end, _MISMATCH, _WHOLE),
+            RuleKind(rules_state.launcher_failed, ("rank-exception", "rank-exited"), ("a crash",)),
+            RuleKind(rules_state.first_failure, _FAILED, witness="the rank"),
+            RuleKind(rules_nodes.store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
+            RuleKind(rules_state.a_peer_ended, ("rank-exited", "node-unreachable"), ("a crash",)),
         ),
     ),
     Rule(
         "What cannot run?",
         (
-            Kind(rules_state.stopped_ranks, ("rank-stopped",), witness="its process"),
-            Kind(rules_nodes.launcher_stopped, ("launcher-stopped",), ("several nodes",)),
-            Kind(rules_nodes.failed_elsewhere, ("rank-exited",), ("several nodes",)),
+            RuleKind(rules_state.stopped_ranks, ("rank-stopped",), witness="its process"),
+            RuleKind(rules_nodes.launcher_stopped, ("launcher-stopped",), ("several nodes",)),
+            RuleKind(rules_nodes.failed_elsewhere, ("rank-exited",), ("several nodes",)),
         ),
     ),
     Rule(
         "Who is missing when groups are created?",
         (
-            Kind(rules_state.init_not_joined, ("init-not-joined",)),
-            Kind(rules_unfit.groups_made_apart, _MISMATCH, _WHOLE),
+            RuleKind(rules_state.init_not_joined, ("init-not-joined",)),
+            RuleKind(rules_unfit.groups_made_apart, _MISMATCH, _WHOLE),
         ),
     ),
     Rule(
         "Did calls diverge long before?",
         (
-            Kind(rules_unfit.threads_that_race, _MISMATCH, _WHOLE),
-            Kind(rules_history.diverged_earlier, _MISMATCH, _WHOLE),
+            RuleKind(rules_unfit.threads_that_race, _MISMATCH, _WHOLE),
+            RuleKind(rules_history.diverged_earlier, _MISMATCH, _WHOLE),
         ),
     ),
     Rule(
         "Where do the waits end?",
         (
-            Kind(rules_wait.waits_outside_collectives, OWN),
-            Kind(rules_wait.blocked_by, OWN, witness="the rank"),
-            Kind(rules_nodes.node_cut_off, ("node-unreachable",), ("several nodes",)),
-            Kind(
+            RuleKind(rules_wait.waits_outside_collectives, OWN),
+            RuleKind(rules_wait.blocked_by, OWN, witness="the rank"),
+            RuleKind(rules_nodes.node_cut_off, ("node-unreachable",), ("several nodes",)),
+            RuleKind(
                 rules_nodes.node_silent,
                 ("node-unreachable", "launcher-stopped"),
                 ("several nodes", "ranks that wait for peers"),
             ),
-            Kind(
+            RuleKind(
                 rules_wait.unseen_peers,
                 ("missing-from-collective", "collective-mismatch"),
                 ("ranks that wait for peers",),
@@ -166,28 +169,28 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "All wait for each other, or have arrived: where do their calls diverge?",
         (
-            Kind(rules_history.out_of_step, _MISMATCH, _WHOLE),
-            Kind(rules_wait.other_tags, _MISMATCH, _IN_CIRCLE),
-            Kind(rules_wait.other_peer, _MISMATCH, ("every rank seen", *_IN_CIRCLE)),
-            Kind(rules_wait.sends_and_receives, ("p2p-cycle",), _IN_CIRCLE),
-            Kind(rules_wait.one_sided, _MISMATCH, ("every rank seen", *_IN_CIRCLE)),
-            Kind(rules_history.left_its_role, _MISMATCH, ("every rank seen", "a cycle of waits")),
-            Kind(rules_history.left_out_between_groups, _MISMATCH, ("a cycle over several groups",)),
-            Kind(rules_history.new_between_groups, _MISMATCH, ("a cycle over several groups",)),
-            Kind(rules_history.group_order, ("group-order",), ("a cycle over several groups",)),
-            Kind(rules_unfit.unfit_transfers, _MISMATCH, ("ranks that wait for peers",)),
-            Kind(rules_mismatch.mismatch, _EITHER, ("ranks that wait for peers",), "its record"),
+            RuleKind(rules_history.out_of_step, _MISMATCH, _WHOLE),
+            RuleKind(rules_wait.other_tags, _MISMATCH, _IN_CIRCLE),
+            RuleKind(rules_wait.other_peer, _MISMATCH, ("every rank seen", *_IN_CIRCLE)),
+            RuleKind(rules_wait.sends_and_receives, ("p2p-cycle",), _IN_CIRCLE),
+            RuleKind(rules_wait.one_sided, _MISMATCH, ("every rank seen", *_IN_CIRCLE)),
+            RuleKind(rules_history.left_its_role, _MISMATCH, ("every rank seen", "a cycle of waits")),
+            RuleKind(rules_history.left_out_between_groups, _MISMATCH, ("a cycle over several groups",)),
+            RuleKind(rules_history.new_between_groups, _MISMATCH, ("a cycle over several groups",)),
+            RuleKind(rules_history.group_order, ("group-order",), ("a cycle over several groups",)),
+            RuleKind(rules_unfit.unfit_transfers, _MISMATCH, ("ranks that wait for peers",)),
+            RuleKind(rules_mismatch.mismatch, _EITHER, ("ranks that wait for peers",), "its record"),
         ),
     ),
     Rule(
         "What stands out when no rank visibly waits for it?",
         (
-            Kind(rules_state.kept_by_its_device, ("gpu-lost", "gpu-kernel")),
-            Kind(rules_state.alone, OWN, ("no rank that waits for peers",)),
-            Kind(rules_live.printed_fewer_steps, ("missing-from-collective",), ("no rank that waits for peers",)),
-            Kind(rules_nodes.versions_differ, ("versions-differ",), ("several nodes",)),
+            RuleKind(rules_state.kept_by_its_device, ("gpu-lost", "gpu-kernel")),
+            RuleKind(rules_state.alone, OWN, ("no rank that waits for peers",)),
+            RuleKind(rules_live.printed_fewer_steps, ("missing-from-collective",), ("no rank that waits for peers",)),
+            RuleKind(rules_nodes.versions_differ, ("versions-differ",), ("several nodes",)),
         ),
     ),
-    Rule("Nothing else?", (Kind(rules_state.nobody_stands_out, ("no-rank-stands-out",)),)),
+    Rule("Nothing else?", (RuleKind(rules_state.nobody_stands_out, ("no-rank-stands-out",)),)),
 )
 KINDS = tuple(kind for rule in RULES for kind in rule.kinds)

@@ -28,11 +28,11 @@ from safelaunch.verdict.findings import (
     waits_words,
 )
 from safelaunch.verdict.peers import PeerWait
-from safelaunch.verdict.rank_state import Facts, RankFacts, user_stack_of, view_of
-from safelaunch.verdict.rules_mismatch import Call, Meeting, by_a_break, by_the_source, of_record
+from safelaunch.verdict.rank_state import CaseFacts, RankFacts, user_stack_of, view_of
+from safelaunch.verdict.rules_mismatch import CallSite, ExpectedMatch, by_a_break, by_the_source, of_record
 
 
-def aborted_by_a_peer(facts: Facts) -> Ruling:
+def aborted_by_a_peer(facts: CaseFacts) -> Ruling:
     """A rank was aborted inside a collective, and the survivors' records disagree about that collective.
 
     gloo aborts the rank that *receives* another number of bytes than it expects, whoever is wrong. What the aborted
@@ -70,7 +70,7 @@ def _in_communication(rank: RankEvidence) -> bool:
     return aborted_in(rank) is not None or calls.in_torch(fr.stack_of(rank, rank.fatal.frames))
 
 
-def _aborted_by_gloo(facts: Facts, one: RankFacts) -> bool:
+def _aborted_by_gloo(facts: CaseFacts, one: RankFacts) -> bool:
     """In a call of c10d over gloo, and not at the end of its script, where torch may abort as well. In a log, gloo's
     own words say so.
     """
@@ -83,7 +83,7 @@ def _aborted_by_gloo(facts: Facts, one: RankFacts) -> bool:
     return any("gloo" in text for text in messages) or any(e.by_gloo for mine in recorded for e in mine)
 
 
-def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mismatch:
+def _with_aborted(facts: CaseFacts, found: Mismatch, aborted: Sequence[int]) -> Mismatch:
     """The vote with the aborted ranks, whose records are lost: each is of the side that came to its call as it did."""
     sides = {key: list(ranks) for key, ranks in found.classes.items()}
     known = {rank: key for key, ranks in found.classes.items() for rank in ranks}
@@ -98,7 +98,7 @@ def _with_aborted(facts: Facts, found: Mismatch, aborted: Sequence[int]) -> Mism
     return replace(found, odd=tuple(rank for rank in odd if rank in known), majority=majority)
 
 
-def wrong_size_received(facts: Facts) -> Ruling:
+def wrong_size_received(facts: CaseFacts) -> Ruling:
     """gloo aborted a rank in a call: a peer sent more than it has room for, so the calls that met do not match.
 
     gloo does so from a thread of its own, and for hardly another reason; its words go past Python. Which side is wrong
@@ -145,21 +145,21 @@ def _why(aborted: Sequence[RankFacts]) -> str:
     return told.means if told is not None and "bytes into" in told.means else "a peer sent more than it expected"
 
 
-def _meeting(facts: Facts, ranks: Iterable[int]) -> Meeting:
+def _meeting(facts: CaseFacts, ranks: Iterable[int]) -> ExpectedMatch:
     """Of calls of which nothing but the stacks is known."""
     stacks = {rank: user_stack_of(facts.ranks[rank].evidence) for rank in ranks}
     made = {
-        rank: Call(f"a call{fr.at(stack[0])}", stack[0], stack) if stack else Call("another place", None, ())
+        rank: CallSite(f"a call{fr.at(stack[0])}", stack[0], stack) if stack else CallSite("another place", None, ())
         for rank, stack in stacks.items()
     }
-    return Meeting(tuple(sorted(made)), False, made)
+    return ExpectedMatch(tuple(sorted(made)), False, made)
 
 
-def _shown_in(facts: Facts, rank: int) -> str:
+def _shown_in(facts: CaseFacts, rank: int) -> str:
     return f"ranks/{rank}/{'fault' if facts.evidence.printed is None else 'log_tail'}.txt"
 
 
-def _ways(facts: Facts, ranks: Iterable[int]) -> dict[tuple[fr.Spot, ...], list[int]]:
+def _ways(facts: CaseFacts, ranks: Iterable[int]) -> dict[tuple[fr.Spot, ...], list[int]]:
     """The frames, a library's too, through which these came to the call: not those of c10d inside of it."""
     ways = {}
     for rank in sorted(ranks):
@@ -172,20 +172,20 @@ def _ways(facts: Facts, ranks: Iterable[int]) -> dict[tuple[fr.Spot, ...], list[
     return sides_of(ways)
 
 
-def _may_meet(facts: Facts, wait: PeerWait, aborted: Iterable[RankFacts]) -> bool:
+def _may_meet(facts: CaseFacts, wait: PeerWait, aborted: Iterable[RankFacts]) -> bool:
     """Whether one of the aborted ranks is of the group in which a rank waits: what that sends reaches nobody else."""
     members, known = facts.alignment.members(wait.group) if wait.group is not None else (frozenset(), False)
     return not known or any(one.rank in members for one in aborted)
 
 
-def _in_one_group(facts: Facts, waits: Mapping[int, PeerWait]) -> bool:
+def _in_one_group(facts: CaseFacts, waits: Mapping[int, PeerWait]) -> bool:
     """Who waits in another group may well have come there by another way."""
     groups = {wait.group for wait in waits.values()}
     listed = (members for rank in waits for members in facts.alignment.listed(rank).values())
     return len(groups) == 1 and (None not in groups or not any(1 < len(m) < len(facts.world) for m in listed))
 
 
-def _in_another_group(facts: Facts, rank: int, words: str, aborted: Sequence[int], text: str) -> Finding:
+def _in_another_group(facts: CaseFacts, rank: int, words: str, aborted: Sequence[int], text: str) -> Finding:
     """The call that did not fit came from the one rank that has left its habit."""
     claims = [habit_claim(rank), *(Claim(f"rank {r}: aborted in a collective", _shown_in(facts, r)) for r in aborted)]
     return Finding(

@@ -29,7 +29,7 @@ from safelaunch.verdict.findings import (
     waiting_culprit,
     waiting_culprits,
 )
-from safelaunch.verdict.rank_state import Facts, user_stack_of
+from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
 from safelaunch.verdict.remarks import is_aside
 from safelaunch.verdict.waits import Case, same_op
 
@@ -180,7 +180,7 @@ def of_role(case: Case, one: Divergence) -> Finding:
 # --- calls too many or too few ----------------------------------------------------------------------------------------
 
 
-def shifted(facts: Facts, shift: Divergence, words: Mapping[int, str], claims: tuple[Claim, ...] = ()) -> Finding:
+def shifted(facts: CaseFacts, shift: Divergence, words: Mapping[int, str], claims: tuple[Claim, ...] = ()) -> Finding:
     """The finding for histories that parted: who made the call too many, or left one out, and where.
 
     ``words``: rank → what it waits in now. ``claims``: what shows that.
@@ -224,7 +224,7 @@ _OF_MODELS: Mapping[calls.Purpose, causes.Advice] = {
 }
 
 
-def _advice_on(facts: Facts, shift: Divergence) -> frozenset[causes.Advice]:
+def _advice_on(facts: CaseFacts, shift: Divergence) -> frozenset[causes.Advice]:
     """By what torch made the call for that was too many, or left out."""
     caller = shift.ranks[0] if shift.kind == "extra" else shift.peers[0]
     purpose = calls.purpose(facts.alignment.stack(caller, shift.call))
@@ -245,7 +245,7 @@ def _what(shift: Divergence) -> str:
     return f"{shift.calls} collectives from {where}" if shift.calls > 1 else f"{op_name(shift.call)} at {where}"
 
 
-def _own_number(facts: Facts, shift: Divergence) -> tuple[str, int]:
+def _own_number(facts: CaseFacts, shift: Divergence) -> tuple[str, int]:
     """Group and number of the call that was left out, as it would have been on the rank that left it out.
 
     A peer made that call in a group of its own, it may be: then the rank's own group is the one in which it made
@@ -264,7 +264,7 @@ def _own_number(facts: Facts, shift: Divergence) -> tuple[str, int]:
     return group, 1 + max((number_of(e) for e in mine if e.group == group), default=0)
 
 
-def _called(facts: Facts, rank: int, shift: Divergence) -> str:
+def _called(facts: CaseFacts, rank: int, shift: Divergence) -> str:
     call = shift.there[rank]
     places = _way(facts.alignment.stack(rank, call).user_frames)
     return f"{op_name(call)} at {places}" if places else describe(call)
@@ -274,7 +274,7 @@ def _way(frames: Sequence[Frame]) -> str:
     return " < ".join(map(fr.place, frames[:3]))
 
 
-def _site_of(facts: Facts, rank: int, shift: Divergence) -> Frame | None:
+def _site_of(facts: CaseFacts, rank: int, shift: Divergence) -> Frame | None:
     """The line to show: of the call that was too many; of the one left out, where peers called it."""
     if shift.kind == "missing" and shift.stack:
         return shift.stack[0]

@@ -21,12 +21,12 @@ from safelaunch.verdict.findings import (
     ranks_word,
     waits_words,
 )
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 
 WRONG_RESULTS = ("replicas-diverged", "non-finite-gradient", "loss-diverged")
 
 
-def wrong_results(facts: Facts) -> Ruling:
+def wrong_results(facts: CaseFacts) -> Ruling:
     """A live job computes wrong results: replicas that differ, gradients or a loss that went wrong.
 
     The first one by step is the finding: what was wrong later may follow from it.
@@ -77,7 +77,7 @@ def _detail(one: WrongResult) -> tuple[Claim, ...]:
     return (Claim(f"at step {one.step}: an infinity or a NaN in the gradients of {share}", WRONG_RESULTS_FILE), *before)
 
 
-def _named(facts: Facts, one: WrongResult) -> tuple[int, ...]:
+def _named(facts: CaseFacts, one: WrongResult) -> tuple[int, ...]:
     """The ranks that are off, of those that were seen.
 
     Nobody where that is said of all of them, as of gradients that were averaged already.
@@ -85,7 +85,7 @@ def _named(facts: Facts, one: WrongResult) -> tuple[int, ...]:
     return tuple(rank for rank in one.ranks if rank in facts.ranks) if set(one.ranks) < set(facts.world) else ()
 
 
-def _culprit(facts: Facts, rank: int, one: WrongResult) -> Culprit:
+def _culprit(facts: CaseFacts, rank: int, one: WrongResult) -> Culprit:
     """Without a frame: where the rank is now is not where it went wrong."""
     seen = facts.ranks[rank].evidence
     return Culprit(rank, seen.host, seen.pid, "main", None, one.step, f"{_reason(rank, one)}.")
@@ -102,7 +102,7 @@ def _reason(rank: int, one: WrongResult) -> str:
     return f"The gradients of rank {rank} are not finite {since}, first that of {one.parameter}"
 
 
-def slow_not_stuck(facts: Facts) -> Ruling:
+def slow_not_stuck(facts: CaseFacts) -> Ruling:
     """The job is still making progress: a dump of it names no rank.
 
     Steps or collectives advanced between two looks, or the last ones are no more than a few usual steps ago. Only for
@@ -159,7 +159,7 @@ def is_stalled(evidence: Evidence) -> bool:
     return evidence.stall_s > max(LEAST_S, FEW * rhythm_of(evidence).usual_s)
 
 
-def printed_fewer_steps(facts: Facts) -> Ruling:
+def printed_fewer_steps(facts: CaseFacts) -> Ruling:
     """All that is known of a job is its output, and most of its ranks printed a later step than the others."""
     steps = {rank: one.step for rank, one in facts.ranks.items() if one.evidence.progress is not None}
     if facts.evidence.printed is None or not steps:
@@ -226,7 +226,7 @@ def _rhythm(page: Progress) -> Rhythm:
     return Rhythm(max(0.0, page.mean_step_s(steps)) if steps > 1 else 0.0, 0.0)
 
 
-def with_the_time_without_a_step(facts: Facts, finding: Finding) -> Finding:
+def with_the_time_without_a_step(facts: CaseFacts, finding: Finding) -> Finding:
     """Of a job that stands while somebody computes: since when, and that one look cannot tell slow from endless."""
     evidence = facts.evidence
     if not (evidence.moving and is_stalled(evidence)):

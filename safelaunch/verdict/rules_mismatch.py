@@ -12,7 +12,7 @@ from safelaunch.model import Claim, Culprit, Frame
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.failures import Fingerprint, fingerprints
 from safelaunch.stacks.parting import loop_left, loop_returned_from, ways_around
-from safelaunch.stacks.source import Loop, loops_at
+from safelaunch.stacks.source import SourceLoop, loops_at
 from safelaunch.verdict.causes import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
 from safelaunch.verdict.collectives import (
     Mismatch,
@@ -42,14 +42,14 @@ from safelaunch.verdict.findings import (
     waiting_culprit,
 )
 from safelaunch.verdict.guarding import branches
-from safelaunch.verdict.rank_state import Facts, user_stack_of, view_of
+from safelaunch.verdict.rank_state import CaseFacts, user_stack_of, view_of
 from safelaunch.verdict.remarks import is_aside, is_interrupted
 from safelaunch.verdict.rules_history import of_role, shifted
 from safelaunch.verdict.waits import Case, same_op
 
 
 @dataclass(frozen=True)
-class Call:
+class CallSite:
     """What a rank is in. ``site``: the user frame of the call; ``stack``: the frames from it outwards."""
 
     words: str
@@ -58,7 +58,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class ExpectedMatch:
     """Ranks that should have met, by what each of them is in.
 
     ``odd``: those not of the majority; all of them where there is none. ``doubts``: about what they are in.
@@ -67,7 +67,7 @@ class Meeting:
 
     odd: tuple[int, ...]
     majority: bool
-    calls: Mapping[int, Call]
+    calls: Mapping[int, CallSite]
     doubts: tuple[Doubt, ...] = ()
     claims: tuple[Claim, ...] = ()
     number: tuple[str, int] = ("", 0)
@@ -159,7 +159,7 @@ def _mispaired(case: Case) -> Ruling:
     return "" if case.alignment.members(found.group)[0] & case.unseen else of_record(case, found)
 
 
-def of_record(facts: Facts, found: Mismatch) -> Finding:
+def of_record(facts: CaseFacts, found: Mismatch) -> Finding:
     """The finding for a mismatch that the Flight Recorders show; where it began earlier, who began it."""
     meeting = _recorded(facts, found)
     shift = facts.histories.shift_in(found.group)
@@ -172,7 +172,7 @@ def of_record(facts: Facts, found: Mismatch) -> Finding:
 _MOST_SIDES = 4
 
 
-def _of_sides(facts: Facts, found: Mismatch, meeting: Meeting, sides: Sequence[Sequence[int]]) -> Finding:
+def _of_sides(facts: CaseFacts, found: Mismatch, meeting: ExpectedMatch, sides: Sequence[Sequence[int]]) -> Finding:
     """No side outvotes the others, so nobody is named: what each calls is told."""
     told = [f"{ranks_word(side)} {_calls_of(facts, found, meeting, side)}" for side in sides[:_MOST_SIDES]]
     told += [f"{len(sides) - _MOST_SIDES} more ways"] if len(sides) > _MOST_SIDES else []
@@ -185,7 +185,7 @@ def _of_sides(facts: Facts, found: Mismatch, meeting: Meeting, sides: Sequence[S
     )
 
 
-def _calls_of(facts: Facts, found: Mismatch, meeting: Meeting, side: Sequence[int]) -> str:
+def _calls_of(facts: CaseFacts, found: Mismatch, meeting: ExpectedMatch, side: Sequence[int]) -> str:
     """``broadcast at train.py:48, then all_gather``, of who came furthest."""
     rank = max(side, key=lambda one: (facts.alignment.last(one, found.group), -one))
     later = (facts.alignment.entry(rank, found.group, found.seq + number) for number in range(1, _NEXT + 1))
@@ -193,19 +193,19 @@ def _calls_of(facts: Facts, found: Mismatch, meeting: Meeting, side: Sequence[in
     return meeting.calls[rank].words + (f", then {', '.join(names)}" if names else "")
 
 
-def _recorded(facts: Facts, found: Mismatch) -> Meeting:
+def _recorded(facts: CaseFacts, found: Mismatch) -> ExpectedMatch:
     sizes_differ = len({key[0] for key in found.classes}) == 1
     names: dict[int, str] = {}
-    made: dict[int, Call] = {}
+    made: dict[int, CallSite] = {}
     for rank, entry in found.entries.items():
         names[rank] = name = describe(entry) if sizes_differ else op_name(entry)
         site, stack = _user_stack(facts, rank, entry.frames)
         numbered = f"{op_name(entry)} #{entry.seq}{name.removeprefix(op_name(entry))}"
-        made[rank] = Call(f"{name} at {fr.place(site)}" if site else numbered, site, stack)
+        made[rank] = CallSite(f"{name} at {fr.place(site)}" if site else numbered, site, stack)
     parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in found.classes.values())
     text = f"collective #{found.seq} of group {found.group!r} is {', '.join(parts)}"
     claims = (record_claim((found.odd or (*made,))[0], text),)
-    return Meeting(
+    return ExpectedMatch(
         found.odd,
         found.majority,
         made,
@@ -215,18 +215,20 @@ def _recorded(facts: Facts, found: Mismatch) -> Meeting:
     )
 
 
-def _by_stacks(facts: Facts, ranks: list[int]) -> Meeting:
+def _by_stacks(facts: CaseFacts, ranks: list[int]) -> ExpectedMatch:
     waits, ops = {rank: facts.waiting[rank] for rank in ranks}, dict[int, str]()
     for rank, wait in waits.items():
         ops[rank] = next((op for op in ops.values() if same_op(op, wait.op)), wait.op)
     ops_differ = len({*ops.values()}) > 1
     lines = {rank: (wait.frame.file, wait.frame.line) if wait.frame else ("", 0) for rank, wait in waits.items()}
     odd, majority = vote(sides_of(ops)) if ops_differ else vote(sides_of(lines))
-    made = {rank: Call(words, *_user_stack(facts, rank)) for rank, words in wait_words(facts, ranks).items()}
-    return Meeting(odd, majority, made, (Doubt.STACKS_ALONE if ops_differ else Doubt.LINES_ALONE,))
+    made = {rank: CallSite(words, *_user_stack(facts, rank)) for rank, words in wait_words(facts, ranks).items()}
+    return ExpectedMatch(odd, majority, made, (Doubt.STACKS_ALONE if ops_differ else Doubt.LINES_ALONE,))
 
 
-def _user_stack(facts: Facts, rank: int, recorded: tuple[Frame, ...] = ()) -> tuple[Frame | None, tuple[Frame, ...]]:
+def _user_stack(
+    facts: CaseFacts, rank: int, recorded: tuple[Frame, ...] = ()
+) -> tuple[Frame | None, tuple[Frame, ...]]:
     """The user's call and its callers: as recorded with the entry, else as the main thread shows them if it waits."""
     one = facts.ranks[rank]
     view = view_of(one.evidence) if one.wait is None or one.wait.thread is None else None
@@ -235,7 +237,7 @@ def _user_stack(facts: Facts, rank: int, recorded: tuple[Frame, ...] = ()) -> tu
     return site, frames[frames.index(site) :] if site in frames else ()
 
 
-def by_the_source(facts: Facts, meeting: Meeting) -> tuple[Meeting, LeftLoop | None]:
+def by_the_source(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[ExpectedMatch, LeftLoop | None]:
     """Who is at odds, by where the calls stand in the source: beside the course of the program, past the loop that
     others are in, or behind a condition on the rank.
     """
@@ -257,7 +259,7 @@ def by_the_source(facts: Facts, meeting: Meeting) -> tuple[Meeting, LeftLoop | N
     return meeting, left
 
 
-def _finding(facts: Facts, meeting: Meeting) -> Finding:
+def _finding(facts: CaseFacts, meeting: ExpectedMatch) -> Finding:
     """``uneven-batches`` where the source shows that a rank is past its peers' loop, else ``collective-mismatch``."""
     words = meeting.words
     meeting, left = by_the_source(facts, meeting)
@@ -277,14 +279,14 @@ def _finding(facts: Facts, meeting: Meeting) -> Finding:
     )
 
 
-def _aside(facts: Facts, meeting: Meeting) -> tuple[int, ...]:
+def _aside(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[int, ...]:
     """The ranks of one side that call beside the course of the program, unlike all others; unless they are most."""
     aside = [rank for rank in meeting.words if is_aside(facts, rank)]
     sides = [ranks for _, ranks in by_place(meeting.words)]
     return tuple(sorted(aside)) if aside in sides and 2 * len(aside) <= len(meeting.words) else ()
 
 
-def _by_steps(facts: Facts, meeting: Meeting) -> str:
+def _by_steps(facts: CaseFacts, meeting: ExpectedMatch) -> str:
     """That those at odds have made steps with fewer calls. One step more or less may be the same round."""
     others = [rank for rank in meeting.calls if rank not in meeting.odd]
     if not meeting.number[0] or not meeting.majority:
@@ -296,7 +298,7 @@ def _by_steps(facts: Facts, meeting: Meeting) -> str:
     return f"; {who} made {fewer} fewer steps with as many calls: some steps there make more" if fewer > 1 else ""
 
 
-def _by_a_guard(facts: Facts, meeting: Meeting) -> Meeting | None:
+def _by_a_guard(facts: CaseFacts, meeting: ExpectedMatch) -> ExpectedMatch | None:
     """The one side whose call stands behind a condition on the rank that keeps all the others from there, if there is
     one. No round of any loop brings these to it.
     """
@@ -307,11 +309,11 @@ def _by_a_guard(facts: Facts, meeting: Meeting) -> Meeting | None:
     return replace(meeting, odd=next(iter(sides)), majority=True, doubts=(*meeting.doubts, Doubt.EITHER_SIDE))
 
 
-def _user_frames(facts: Facts, meeting: Meeting) -> dict[int, tuple[Frame, ...]]:
+def _user_frames(facts: CaseFacts, meeting: ExpectedMatch) -> dict[int, tuple[Frame, ...]]:
     return {r: fr.stack_of(facts.ranks[r].evidence, call.stack).user_frames for r, call in meeting.calls.items()}
 
 
-def _advice(meeting: Meeting, left: LeftLoop | None) -> frozenset[Advice]:
+def _advice(meeting: ExpectedMatch, left: LeftLoop | None) -> frozenset[Advice]:
     if left is not None and (left.cut_short or (left.of_a_step and meeting.odd == left.ahead)):
         return frozenset({LEFT_OUT})
     at_one_line = len({(call.site.file, call.site.line) for call in meeting.calls.values() if call.site}) < 2
@@ -324,7 +326,7 @@ def by_a_break(left: LeftLoop | None) -> frozenset[Advice]:
     return frozenset({BROKEN_OFF}) if left is not None and left.loop.breaks else frozenset()
 
 
-def _other_end(facts: Facts, meeting: Meeting) -> tuple[str, ...]:
+def _other_end(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[str, ...]:
     """A rank alone in a send or receive, while its peers are in a collective: as likely as that it made one too many is
     that a peer left out the other end. gloo records neither.
     """
@@ -347,7 +349,7 @@ class LeftLoop:
 
     ahead: tuple[int, ...]
     behind: tuple[int, ...]
-    loop: Loop
+    loop: SourceLoop
     round: Literal["whole", "short", ""]
     of_a_step: bool = False
     skips: str = ""
@@ -367,7 +369,7 @@ class LeftLoop:
         """Of the calls of one step, some were left out."""
         return self.of_a_step and self.round == "short"
 
-    def judged(self, meeting: Meeting) -> Meeting:
+    def judged(self, meeting: ExpectedMatch) -> ExpectedMatch:
         """Of two as many ranks, those that left the loop have had fewer batches; else the minority had more, or fewer.
 
         Unless another loop encloses both. Then earlier rounds have to tell: where each had as many calls, those behind
@@ -397,7 +399,7 @@ class LeftLoop:
         return f"{ahead} left {loop}, in this iteration or the previous one{skips}"
 
 
-def _culprit(facts: Facts, meeting: Meeting, rank: int, left: LeftLoop | None) -> Culprit:
+def _culprit(facts: CaseFacts, meeting: ExpectedMatch, rank: int, left: LeftLoop | None) -> Culprit:
     found = waiting_culprit(facts.ranks[rank], _reason(facts, meeting, rank, left), meeting.calls[rank].site)
     if left is None or rank not in left.ahead:
         return found
@@ -405,7 +407,7 @@ def _culprit(facts: Facts, meeting: Meeting, rank: int, left: LeftLoop | None) -
     return structs.replace(found, left=Frame(inside.file, left.loop.line, inside.function))
 
 
-def _reason(facts: Facts, meeting: Meeting, rank: int, left: LeftLoop | None) -> str:
+def _reason(facts: CaseFacts, meeting: ExpectedMatch, rank: int, left: LeftLoop | None) -> str:
     """Why it is named."""
     waits = "waited" if rank in facts.gone else "waits"
     where, loop = meeting.calls[rank].words, f"the loop at {left.loop.place}" if left is not None else ""
@@ -416,7 +418,7 @@ def _reason(facts: Facts, meeting: Meeting, rank: int, left: LeftLoop | None) ->
     return f"Rank {rank} {waits} in {where}, its peers {'did' if waits == 'waited' else 'do'} not."
 
 
-def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
+def _left_loop(facts: CaseFacts, meeting: ExpectedMatch) -> LeftLoop | None:
     """The ranks past a loop that the others are still in."""
     sides = by_place(meeting.words)
     if len(sides) != 2:
@@ -445,13 +447,13 @@ def _left_loop(facts: Facts, meeting: Meeting) -> LeftLoop | None:
     return None
 
 
-def _is_innermost(facts: Facts, loop: Loop, stack: Sequence[Frame]) -> bool:
+def _is_innermost(facts: CaseFacts, loop: SourceLoop, stack: Sequence[Frame]) -> bool:
     """No other loop in it, of its function or of one that is called there, goes round for each of the calls."""
     found = next((loops[-1] for frame in stack if (loops := loops_at(frame, facts.read_source))), loop)
     return (found.inside.file, found.line) == (loop.inside.file, loop.line)
 
 
-def _skips(facts: Facts, stack: Sequence[Frame], loop: Loop, more: int) -> str:
+def _skips(facts: CaseFacts, stack: Sequence[Frame], loop: SourceLoop, more: int) -> str:
     """By what a rank may have come to the end of the loop as others do, with fewer calls than the one that led through
     ``stack``: the source, or ``more`` steps.
     """
@@ -461,7 +463,7 @@ def _skips(facts: Facts, stack: Sequence[Frame], loop: Loop, more: int) -> str:
     return ", ".join(found[:2])
 
 
-def _more_steps(facts: Facts, ranks: Sequence[int], others: Sequence[int]) -> int:
+def _more_steps(facts: CaseFacts, ranks: Sequence[int], others: Sequence[int]) -> int:
     """How many steps each of ``ranks`` has made more than any of ``others``; 0 for none, and where one is not known."""
     steps = {rank: step for rank in (*ranks, *others) if (step := facts.ranks[rank].step) is not None}
     if not ranks or not others or len(steps) < len(ranks) + len(others):
@@ -469,7 +471,7 @@ def _more_steps(facts: Facts, ranks: Sequence[int], others: Sequence[int]) -> in
     return max(min(steps[rank] for rank in ranks) - max(steps[rank] for rank in others), 0)
 
 
-def _were_past_it(facts: Facts, group: str, number: int, ends: tuple[int, int], loop: Loop) -> bool:
+def _were_past_it(facts: CaseFacts, group: str, number: int, ends: tuple[int, int], loop: SourceLoop) -> bool:
     """Both made the same call right before, behind ``loop``: the second of them has begun its next round, and the first
     has not come to that.
     """
@@ -488,7 +490,7 @@ _NEXT = 3  # calls after the one that does not fit
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # whose root may call from a line of its own
 
 
-def sides_without_majority(facts: Facts, found: Mismatch) -> list[tuple[int, ...]] | None:
+def sides_without_majority(facts: CaseFacts, found: Mismatch) -> list[tuple[int, ...]] | None:
     """Three or more sides, whose ranks agree with each other, and none of which is a majority.
 
     None for two sides that stand against each other: one of them is at fault, and both are named.
@@ -507,7 +509,7 @@ def sides_without_majority(facts: Facts, found: Mismatch) -> list[tuple[int, ...
     return sorted(split)
 
 
-def _by_place(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> list[list[int]]:
+def _by_place(facts: CaseFacts, found: Mismatch, ranks: Sequence[int]) -> list[list[int]]:
     """Ranks that made the same call, by the place that they made it from; whose place is not known goes with most.
 
     Different places agree that have met under one number before: by design, ranks call from there.
@@ -525,7 +527,7 @@ def _by_place(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> list[list[
     return [[*first, *(rank for rank, stack in stacks.items() if not stack)], *others]
 
 
-def _frames_of_call(facts: Facts, found: Mismatch, rank: int) -> tuple[Frame, ...]:
+def _frames_of_call(facts: CaseFacts, found: Mismatch, rank: int) -> tuple[Frame, ...]:
     """The user's frames of the call, innermost first: as recorded, else as the main thread shows them that waits in it;
     else all frames on record.
 
@@ -537,7 +539,7 @@ def _frames_of_call(facts: Facts, found: Mismatch, rank: int) -> tuple[Frame, ..
     return facts.alignment.stack(rank, entry).user_frames or shown or entry.frames
 
 
-def _met_before(facts: Facts, found: Mismatch, rank: int, other: int) -> bool:
+def _met_before(facts: CaseFacts, found: Mismatch, rank: int, other: int) -> bool:
     """The two made these calls under one number before they called from one place the last time."""
     histories = facts.histories.in_group(found.group).histories
     if rank not in histories or other not in histories:
@@ -551,7 +553,7 @@ def _met_before(facts: Facts, found: Mismatch, rank: int, other: int) -> bool:
     return met is not None and any(mine.at(number) == its.at(number) for number in range(met, found.seq))
 
 
-def _by_next_calls(facts: Facts, found: Mismatch, ranks: Sequence[int]) -> list[list[int]]:
+def _by_next_calls(facts: CaseFacts, found: Mismatch, ranks: Sequence[int]) -> list[list[int]]:
     """Ranks that agree under the number, by what they called next. Who has called nothing yet goes with most of them,
     and for itself where there is no most.
     """

@@ -33,7 +33,7 @@ from safelaunch.verdict.findings import (
     wait_claims,
     waits_words,
 )
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.waits import Case
 
 FILE, RENDEZVOUS = "nodes.json", "rendezvous.json"
@@ -44,7 +44,7 @@ _COMPARED = ("torch", "safelaunch", "script")
 # --- a node that has not come ---------------------------------------------------------------------------------------
 
 
-def rendezvous_incomplete(facts: Facts) -> Ruling:
+def rendezvous_incomplete(facts: CaseFacts) -> Ruling:
     """torchrun has started no rank: not all nodes have joined its rendezvous."""
     seen = facts.evidence.rendezvous
     if seen is None:
@@ -232,7 +232,7 @@ def _only_waiting(case: Case) -> list[int]:
     return [] if conditions(case) else list(case.waiting)
 
 
-def _gone(facts: Facts) -> list[NodeEvidence]:
+def _gone(facts: CaseFacts) -> list[NodeEvidence]:
     """Where this supervisor was stopped itself, only those that cannot be reached: it has missed last words. None that
     it has no way to reach: it is cut off itself.
     """

@@ -42,14 +42,14 @@ from safelaunch.verdict.findings import (
     waits_words,
 )
 from safelaunch.verdict.guarding import guard_of, is_scattered
-from safelaunch.verdict.rank_state import UNKNOWN_OP, Facts, RankFacts, view_of
+from safelaunch.verdict.rank_state import UNKNOWN_OP, CaseFacts, RankFacts, view_of
 from safelaunch.verdict.waits import Case
 
 CLOCKS_S = 2.0
 _STORE = frozenset({STORE_NOT_REACHED})
 
 
-def launcher_failed(facts: Facts) -> Ruling:
+def launcher_failed(facts: CaseFacts) -> Ruling:
     """What `exec` started failed in its own code before any rank was seen: a launcher, as a rule.
 
     Its process passes for rank 0 of one, as nothing else has come: it runs no code of the user's, made no step and no
@@ -77,7 +77,7 @@ def launcher_failed(facts: Facts) -> Ruling:
     return ""
 
 
-def first_failure(facts: Facts) -> Ruling:
+def first_failure(facts: CaseFacts) -> Ruling:
     """The first rank to raise, exit or be killed independently of the others; what failed later is a consequence.
 
     Errors that report a peer's death are no failures of their own (:mod:`.exits`). Times decide between the others:
@@ -121,7 +121,7 @@ def first_failure(facts: Facts) -> Ruling:
     return blame(facts, main.cause, sure, named, claims=alone, ruled_out=ruled)
 
 
-def _ended_before(facts: Facts, first: RankFacts, later: Iterable[int]) -> bool:
+def _ended_before(facts: CaseFacts, first: RankFacts, later: Iterable[int]) -> bool:
     """The launcher saw one of ``later`` end a second or more before ``first``."""
     ends = {rank: one.evidence.exit for rank, one in facts.ranks.items()}
     own = ends[first.rank]
@@ -130,7 +130,7 @@ def _ended_before(facts: Facts, first: RankFacts, later: Iterable[int]) -> bool:
     )
 
 
-def a_peer_ended(facts: Facts) -> Ruling:
+def a_peer_ended(facts: CaseFacts) -> Ruling:
     """Every failure is a lost connection to a rank that was not seen: that rank ended first."""
     errors = {rank: facts.ranks[rank].evidence.exception for rank in facts.waiting}
     lost = [rank for rank, error in errors.items() if error is not None]
@@ -156,19 +156,19 @@ def a_peer_ended(facts: Facts) -> Ruling:
     return Finding(cause, (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), victims=tuple(lost))
 
 
-def _may_have_called_too_often(facts: Facts, ended: Collection[int], waiting: Collection[int]) -> bool:
+def _may_have_called_too_often(facts: CaseFacts, ended: Collection[int], waiting: Collection[int]) -> bool:
     """Those that wait are no more than those that have ended, and no record shows that these are a call behind."""
     unrecorded = any(rank not in facts.alignment.records for rank in (*ended, *waiting))
     return 0 < len(waiting) <= len(ended) and unrecorded
 
 
-def _left_in_p2p(facts: Facts, blamed: Iterable[int]) -> list[int]:
+def _left_in_p2p(facts: CaseFacts, blamed: Iterable[int]) -> list[int]:
     """Those of ``blamed`` whose error came out of a send or receive, or out of a ``wait()`` that may be for one."""
     waits = {rank: facts.waiting[rank] for rank in blamed}
     return [rank for rank, wait in waits.items() if wait.kind == "p2p" or wait.op == UNKNOWN_OP]
 
 
-def _alone_by_condition(facts: Facts, ranks: Iterable[int], gone: Iterable[int]) -> tuple[Claim, ...]:
+def _alone_by_condition(facts: CaseFacts, ranks: Iterable[int], gone: Iterable[int]) -> tuple[Claim, ...]:
     """The first of ``ranks`` that waits under a condition on the rank which those that are gone may not have met."""
     for rank in (rank for rank in ranks if rank in facts.waiting):
         if (asked := guard_of(facts, rank, gone)) is not None:
@@ -176,7 +176,7 @@ def _alone_by_condition(facts: Facts, ranks: Iterable[int], gone: Iterable[int])
     return ()
 
 
-def _at_the_same_moment(facts: Facts, first: RankFacts, other: RankFacts) -> bool:
+def _at_the_same_moment(facts: CaseFacts, first: RankFacts, other: RankFacts) -> bool:
     """Two ranks of different nodes, whose failures are no further apart than what nodes know of each other's clocks."""
     if abs(failed_at(other.evidence) - failed_at(first.evidence)) > CLOCKS_S:
         return False
@@ -194,7 +194,7 @@ def _alike(one: RankFacts, a: Condition, first: RankFacts, b: Condition) -> bool
     return ends[0] == ends[1] and failed_at(one.evidence) - failed_at(first.evidence) < 1.0
 
 
-def stopped_ranks(facts: Facts) -> Ruling:
+def stopped_ranks(facts: CaseFacts) -> Ruling:
     """A process cannot run: a signal stopped it, or its cgroup is frozen."""
     named = conditions(facts, "rank-stopped")
     if not named:
@@ -229,7 +229,7 @@ def init_not_joined(case: Case) -> Ruling:
     return blame(case, "init-not-joined", those({Doubt.UNSEEN_RANKS: bool(case.unseen)}), named, inside, summary=text)
 
 
-def _store_not_reached(facts: Facts, inside: Sequence[int]) -> Finding | None:
+def _store_not_reached(facts: CaseFacts, inside: Sequence[int]) -> Finding | None:
     """Ranks that try again and again to connect to the store, by which the ranks find each other: they have another
     address than who hosts it, or no way there.
 
@@ -256,7 +256,7 @@ def _store_not_reached(facts: Facts, inside: Sequence[int]) -> Finding | None:
     return Finding("init-not-joined", doubts, text, claims=wait_claims(facts, inside), advice=_STORE)
 
 
-def _store_without_answer(facts: Facts, views: Mapping[int, View]) -> Finding | None:
+def _store_without_answer(facts: CaseFacts, views: Mapping[int, View]) -> Finding | None:
     """All ranks have come to the store, and it lets none of them go on."""
     if views.keys() != facts.world or not all(calls.makes_store(view.stack) for view in views.values()):
         return None
@@ -278,7 +278,7 @@ def _connects_again(view: View) -> bool:
     )
 
 
-def kept_by_its_device(facts: Facts) -> Ruling:
+def kept_by_its_device(facts: CaseFacts) -> Ruling:
     """A rank's own device holds it up in a collective: the driver reports a device error, or all peers are past it."""
     lost = conditions(facts, "gpu-lost")
     named = lost or {
@@ -291,7 +291,7 @@ def kept_by_its_device(facts: Facts) -> Ruling:
     return blame(facts, "gpu-lost" if lost else "gpu-kernel", most_doubtful(named.values()), named)
 
 
-def alone(facts: Facts) -> Ruling:
+def alone(facts: CaseFacts) -> Ruling:
     """No rank waits for a peer: the odd one out is at fault, if there is one.
 
     Ranks that have finished are left out; a single one that has not is at fault by itself. Where a strict majority
@@ -323,7 +323,7 @@ def alone(facts: Facts) -> Ruling:
     return blame(facts, next(iter(odd.values())).cause, (Doubt.NO_WAIT_SHOWN,), odd, summary=text)
 
 
-def nobody_stands_out(facts: Facts) -> Finding:
+def nobody_stands_out(facts: CaseFacts) -> Finding:
     """Nothing singles out a rank."""
     waits = list(facts.waiting)
     # Without those of which neither a stack nor a record is there.
@@ -379,7 +379,7 @@ def nobody_stands_out(facts: Facts) -> Finding:
     return Finding("no-rank-stands-out", those(doubts), text, claims=claims, advice=advice)
 
 
-def _who_would_set(facts: Facts, own: Condition) -> str:
+def _who_would_set(facts: CaseFacts, own: Condition) -> str:
     """Of a key of the store that all ranks wait for: the line that sets it, and what it stands behind."""
     for line in own.key.set_at if own.key is not None else ():
         behind = [f"`{step.words}`" for step in way_to(line, facts.read_source) if not step.loop]
@@ -388,7 +388,7 @@ def _who_would_set(facts: Facts, own: Condition) -> str:
     return ""
 
 
-def _began_with(facts: Facts, lost: list[int]) -> str:
+def _began_with(facts: CaseFacts, lost: list[int]) -> str:
     """The rank that reported it first, by its own clock, and what its error means, if more than that time was up."""
     first = min(lost, key=lambda rank: failed_at(facts.ranks[rank].evidence), default=None)
     told = failure_of_rank(facts.ranks[first].evidence) if first is not None else None
@@ -397,7 +397,7 @@ def _began_with(facts: Facts, lost: list[int]) -> str:
     return f" Rank {first} reported it first: {told.means}." if len(lost) > 1 else f" Its error means: {told.means}."
 
 
-def _seen_apart(facts: Facts, first: list[int], rest: list[int]) -> str:
+def _seen_apart(facts: CaseFacts, first: list[int], rest: list[int]) -> str:
     """Where the supervisor of ``first`` stopped its ranks, and ``rest`` were looked at only afterwards."""
     text = f"{capital(waits_words(facts, first))}, and their own safelaunch stopped them."
     if rest:

@@ -29,8 +29,8 @@ from safelaunch.verdict.findings import (
     waits_words,
 )
 from safelaunch.verdict.peers import PeerWait
-from safelaunch.verdict.rank_state import Facts, RankFacts, view_of
-from safelaunch.verdict.transfers import Transfer, roots, unequal_exchange
+from safelaunch.verdict.rank_state import CaseFacts, RankFacts, view_of
+from safelaunch.verdict.transfers import RecordedTransfer, roots, unequal_exchange
 from safelaunch.verdict.waits import Case
 
 
@@ -60,7 +60,7 @@ def unfit_transfers(case: Case) -> Ruling:
     return ""
 
 
-def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
+def _pair(facts: CaseFacts, pair: tuple[RecordedTransfer, RecordedTransfer]) -> Finding:
     sites = {one.rank: facts.alignment.stack(one.rank, one.entry).user_frame for one in pair}
     says = {one.rank: one.says() + fr.at(sites[one.rank]) for one in pair}
     text = " while rank ".join(f"{rank} {words}" for rank, words in says.items())
@@ -80,7 +80,7 @@ def _pair(facts: Facts, pair: tuple[Transfer, Transfer]) -> Finding:
     )
 
 
-def _sources(facts: Facts, wait: PeerWait) -> dict[int, int]:
+def _sources(facts: CaseFacts, wait: PeerWait) -> dict[int, int]:
     """rank → the root that it names in the call, of those that wait in the same one; by the record, itself."""
     there = {rank: one for rank in facts.waiting if _is_in(one := facts.ranks[rank], wait)}
     named = {rank: root for rank, one in there.items() if (root := _root_of(one)) is not None}
@@ -106,7 +106,7 @@ def _root_of(one: RankFacts) -> int | None:
     return (call.group_src if call.group_src is not None else call.group_dst) if call is not None else None
 
 
-def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
+def _of_sources(facts: CaseFacts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
     """Ranks name different roots in one broadcast, reduce, gather or scatter."""
     by_root = sides_of(sources)
     odd, majority = vote(by_root)
@@ -130,7 +130,7 @@ def _of_sources(facts: Facts, wait: PeerWait, sources: Mapping[int, int]) -> Fin
     )
 
 
-def _exchange(facts: Facts, wait: PeerWait, members: tuple[int, ...], sums: tuple[int, int]) -> Finding:
+def _exchange(facts: CaseFacts, wait: PeerWait, members: tuple[int, ...], sums: tuple[int, int]) -> Finding:
     where = f"#{wait.seq} of group {wait.group!r}"
     text = f"together the ranks send {sums[0]} elements and expect {sums[1]}"
     claim = record_claim(members[0], f"{where}: {text}")
@@ -204,14 +204,14 @@ _MOST = 256  # calls of one rank: a race shows at the newest ones
 
 _STARTERS = ("/threading.py", "/concurrent/futures/thread.py", "/multiprocessing/pool.py")
 
-Thread = tuple[str, str] | int  # where its code begins, or its number
+ThreadKey = tuple[str, str] | int  # where its code begins, or its number
 
 
 @dataclass(frozen=True)
-class _Made:
+class _ThreadCall:
     """A call of a thread: the same one, whatever else its entry says."""
 
-    thread: Thread
+    thread: ThreadKey
     call: Identity
     entry: Collective = field(compare=False)
 
@@ -273,7 +273,9 @@ def _race_in(alignment: Alignment, group: str) -> tuple[str, int, dict[int, Coll
     return group, apart, {rank: calls[apart].entry for rank, calls in late.items() if apart in calls}
 
 
-def _are_of_several_threads(mine: Mapping[int, _Made], everybody: Iterable[Mapping[int, _Made]], number: int) -> bool:
+def _are_of_several_threads(
+    mine: Mapping[int, _ThreadCall], everybody: Iterable[Mapping[int, _ThreadCall]], number: int
+) -> bool:
     """What ranks called as ``number``, a rank called from as many threads, whenever it did. One thread cannot race
     with itself, wherever its calls begin.
     """
@@ -288,13 +290,13 @@ def _begin(entry: Collective) -> Frame | None:
     return next((frame for frame in reversed(entry.frames) if not fr.normal(frame.file).endswith(_STARTERS)), None)
 
 
-def _by_thread(calls: Mapping[int, _Made]) -> frozenset[tuple[Thread, tuple[Identity, ...]]]:
+def _by_thread(calls: Mapping[int, _ThreadCall]) -> frozenset[tuple[ThreadKey, tuple[Identity, ...]]]:
     """Each thread's own calls, in order."""
     by_thread = sides_of({number: calls[number].thread for number in sorted(calls)})
     return frozenset((thread, tuple(calls[n].call for n in numbers)) for thread, numbers in by_thread.items())
 
 
-def _made(alignment: Alignment, rank: int, group: str) -> dict[int, _Made]:
+def _made(alignment: Alignment, rank: int, group: str) -> dict[int, _ThreadCall]:
     """The newest calls of a rank by number; empty where one of them is not known."""
     window = alignment.window(rank, group)
     found = {}
@@ -304,6 +306,6 @@ def _made(alignment: Alignment, rank: int, group: str) -> dict[int, _Made]:
         if entry is None or call == UNKNOWN:
             return {}
         outer = next(reversed(alignment.stack(rank, entry).user_frames), None) or _begin(entry)
-        thread: Thread = (outer.file, fr.short(outer.function)) if outer is not None else entry.thread
-        found[number] = _Made(thread, call, entry)
+        thread: ThreadKey = (outer.file, fr.short(outer.function)) if outer is not None else entry.thread
+        found[number] = _ThreadCall(thread, call, entry)
     return found

@@ -32,10 +32,10 @@ from safelaunch.verdict.findings import (
     waiting_culprits,
     waits_words,
 )
-from safelaunch.verdict.graph import Kind
+from safelaunch.verdict.graph import NodeKind
 from safelaunch.verdict.rank_state import view_of
 from safelaunch.verdict.rules_history import skipped
-from safelaunch.verdict.waits import Case, Holder, Waiters, ranks_in
+from safelaunch.verdict.waits import AwaitedHolder, Case, Waiters, ranks_in
 
 _UNEXPLAINED = Condition(
     "missing-from-collective",
@@ -304,7 +304,7 @@ _OWN_LOOP = frozenset({OWN_LOOP})
 
 
 def _kept_from_serving(
-    case: Case, rank: int, words: str, shown: Claim, advice: frozenset[Advice], waiting: Mapping[int, Holder]
+    case: Case, rank: int, words: str, shown: Claim, advice: frozenset[Advice], waiting: Mapping[int, AwaitedHolder]
 ) -> Finding:
     """``rank`` waits for its peers, and they wait for an answer that it keeps itself from giving."""
     own = {other: condition for other in waiting if (condition := case.ranks[other].condition) is not None}
@@ -321,7 +321,7 @@ def _kept_from_serving(
     )
 
 
-_WHY: Mapping[Kind, str] = {
+_WHY: Mapping[NodeKind, str] = {
     "message": "at the other end of the connection that {who} {waits} on",
     "poll": "and may be the one that should create what {who} {waits} for",
     "key": "and is the rank that should set the store key that {who} {waits} for",
@@ -329,12 +329,14 @@ _WHY: Mapping[Kind, str] = {
 }
 
 
-def _why(kind: Kind, waiting: Collection[int]) -> str:
+def _why(kind: NodeKind, waiting: Collection[int]) -> str:
     """What the rank that they wait for has to do with their wait."""
     return _WHY[kind].format(who=ranks_word(waiting), waits="waits" if len(waiting) == 1 else "wait")
 
 
-def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_waiting: Iterable[int]) -> Ruling:
+def _in_a_circle(
+    case: Case, kind: NodeKind, waiting: Mapping[int, AwaitedHolder], all_waiting: Iterable[int]
+) -> Ruling:
     """``waiting`` wait for ranks that wait for their peers in turn, so that none of them can go on.
 
     By the wait's kind: who waits for its peers with a file locked is named, and not who waits for that lock. Who waits
@@ -370,7 +372,7 @@ def _in_a_circle(case: Case, kind: Kind, waiting: Mapping[int, Holder], all_wait
     )
 
 
-def _held_by_one(case: Case, held_by: Mapping[int, Holder], holder: Holder) -> Ruling:
+def _held_by_one(case: Case, held_by: Mapping[int, AwaitedHolder], holder: AwaitedHolder) -> Ruling:
     own = holder.condition
     if own is None:
         return ""
@@ -393,7 +395,7 @@ def _doubts(case: Case, conditions: Iterable[Condition]) -> tuple[Doubt, ...]:
     return (*own, *those({Doubt.UNSEEN_RANKS: bool(case.unseen)}))
 
 
-def _told(case: Case, rank: int, by: Holder) -> Condition:
+def _told(case: Case, rank: int, by: AwaitedHolder) -> Condition:
     """Of a rank that waits for a lock: which rank has it."""
     condition = case.ranks[rank].condition
     assert condition is not None

@@ -18,7 +18,7 @@ _PEER = re.compile(r"(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
 
 
 @dataclass(frozen=True)
-class Transfer:
+class RecordedTransfer:
     """One entry: data of ``sender`` for ``receiver`` (global ranks), as ``rank`` recorded it."""
 
     rank: int
@@ -34,7 +34,7 @@ class Transfer:
     def elements(self) -> int | None:
         return elements(self.entry.input_sizes)
 
-    def fits(self, other: Transfer) -> bool:
+    def fits(self, other: RecordedTransfer) -> bool:
         """In size and type, as far as both are known."""
         known = self.elements is not None and other.elements is not None
         types = [set(one.entry.input_dtypes) - {""} for one in (self, other)]
@@ -52,7 +52,7 @@ class Transfer:
         )
 
 
-_Sides = dict[tuple[int, int], dict[int, Transfer]]  # (sender, receiver) → place → transfer
+_Sides = dict[tuple[int, int], dict[int, RecordedTransfer]]  # (sender, receiver) → place → transfer
 
 
 class Transfers:
@@ -60,16 +60,16 @@ class Transfers:
 
     def __init__(self, alignment: Alignment) -> None:
         self._alignment = alignment
-        self._read: dict[tuple[int, str], list[Transfer] | None] = {}
+        self._read: dict[tuple[int, str], list[RecordedTransfer] | None] = {}
         self._sides: dict[tuple[int, str, bool], _Sides] = {}
 
-    def of(self, rank: int, group: str) -> list[Transfer] | None:
+    def of(self, rank: int, group: str) -> list[RecordedTransfer] | None:
         """All that ``rank``'s window holds in ``group``, in order; None where one of them does not name its peer."""
         if (rank, group) not in self._read:
             self._read[rank, group] = self._of(rank, group)
         return self._read[rank, group]
 
-    def _of(self, rank: int, group: str) -> list[Transfer] | None:
+    def _of(self, rank: int, group: str) -> list[RecordedTransfer] | None:
         found = []
         ranks = self._alignment.ranks_of(group)
         for entry in self._alignment.transfers(rank, group):
@@ -78,10 +78,10 @@ class Transfers:
             if match is None or not 0 <= peer < len(ranks):
                 return None
             ends = (rank, ranks[peer]) if match.group(1) == "send" else (ranks[peer], rank)
-            found.append(Transfer(rank, *ends, entry))
+            found.append(RecordedTransfer(rank, *ends, entry))
         return found
 
-    def pending(self, rank: int, group: str) -> list[tuple[Transfer, Transfer | None]] | None:
+    def pending(self, rank: int, group: str) -> list[tuple[RecordedTransfer, RecordedTransfer | None]] | None:
         """What ``rank`` has not completed in ``group``, each with the peer's entry that it meets, if that is there.
 
         None where nobody can say: the backend records no peers.
@@ -103,14 +103,14 @@ class Transfers:
         waiting = self.pending(rank, group)
         return None if waiting is None else frozenset(one.peer for one, met in waiting if met is None)
 
-    def unequal(self, rank: int, group: str) -> tuple[Transfer, Transfer] | None:
+    def unequal(self, rank: int, group: str) -> tuple[RecordedTransfer, RecordedTransfer] | None:
         """A send and the receive that it meets, of another size or type: ``(send, receive)``."""
         for one, met in self.pending(rank, group) or ():
             if met is not None and not one.fits(met):
                 return (one, met) if one.rank == one.sender else (met, one)
         return None
 
-    def _opposite(self, one: Transfer, whole: bool) -> dict[int, Transfer]:
+    def _opposite(self, one: RecordedTransfer, whole: bool) -> dict[int, RecordedTransfer]:
         """The peer's transfers between the same two ranks in the same direction as ``one``, by their place."""
         key = (one.peer, one.entry.group, whole)
         if key not in self._sides:
@@ -123,7 +123,7 @@ class Transfers:
         return self._sides[key].get((one.sender, one.receiver), {})
 
 
-def _places(side: Iterable[Transfer], whole: bool) -> dict[int, int]:
+def _places(side: Iterable[RecordedTransfer], whole: bool) -> dict[int, int]:
     """Which each is, by identity, of its side's transfers between the same two ranks in the same direction.
 
     ``whole``: all of them count; else only those not completed, as completed ones may have left the ring of either.

@@ -12,7 +12,7 @@ import msgspec
 
 from safelaunch.model import Claim, Culprit, Evidence, NodeAtFault, ProcessAtFault, Verdict, format_ranks, rank_words
 from safelaunch.verdict.findings import Finding, by_place, capital, wait_words
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 
 _MOST_NAMES, _MOST_PLACES, _MOST_CLAIMS = 2, 3, 12
 
@@ -26,7 +26,7 @@ def without_labels(evidence: Evidence) -> Evidence:
     return msgspec.structs.replace(evidence, ranks=ranks, world_size=world, missing_ranks=missing, labels={})
 
 
-def without_invented_ranks(facts: Facts, finding: Finding, verdict: Verdict) -> Verdict:
+def without_invented_ranks(facts: CaseFacts, finding: Finding, verdict: Verdict) -> Verdict:
     """The verdict with the labels of processes in place of the numbers that stand for them."""
     labels = facts.evidence.labels
     named = {culprit.rank for culprit in finding.culprits}
@@ -73,7 +73,7 @@ def _sentence(text: str) -> str:
     return capital(text) if text.partition(" ")[0].isalpha() else text
 
 
-def _called(facts: Facts, ranks: Iterable[int]) -> str:
+def _called(facts: CaseFacts, ranks: Iterable[int]) -> str:
     """``rank 3``, ``process 7 and process 9``, ``ranks 0-1 and 3 processes``, ``3 of 4 processes``."""
     labels, ranks = facts.evidence.labels, sorted(ranks)
     known, others = [r for r in ranks if r not in labels], [labels[r] for r in ranks if r in labels]
@@ -87,13 +87,13 @@ def _called(facts: Facts, ranks: Iterable[int]) -> str:
     return " and ".join(words)
 
 
-def _wait(facts: Facts, ranks: Collection[int]) -> str:
+def _wait(facts: CaseFacts, ranks: Collection[int]) -> str:
     """``process 7 waits``, ``3 of 4 processes wait``."""
     verb = "waited" if facts.gone.issuperset(ranks) else "waits" if len(ranks) == 1 else "wait"
     return f"{_called(facts, ranks)} {verb}"
 
 
-def _does(facts: Facts, rank: int) -> str:
+def _does(facts: CaseFacts, rank: int) -> str:
     one = facts.ranks[rank]
     if one.condition is not None:
         return one.condition.reason
@@ -101,11 +101,11 @@ def _does(facts: Facts, rank: int) -> str:
     return f"{verb} in {one.wait.words}" if one.wait is not None else "ended before anything was seen of it"
 
 
-def _reason(facts: Facts, rank: int) -> str:
+def _reason(facts: CaseFacts, rank: int) -> str:
     return _sentence(f"{_called(facts, [rank])} {_does(facts, rank)}.")
 
 
-def _summary(facts: Facts, finding: Finding) -> str:
+def _summary(facts: CaseFacts, finding: Finding) -> str:
     """Returns the verdict's summary for processes whose ranks are unknown.
 
     Example: ``Process 7 waits for its DataLoader at train.py:9, while 3 of 4 processes wait in broadcast at
@@ -129,7 +129,7 @@ def _first(parts: list[str]) -> Iterator[str]:
         yield f"others are in {len(more)} more {'place' if len(more) == 1 else 'places'}"
 
 
-def _closing(facts: Facts, at_fault: Collection[int]) -> str:
+def _closing(facts: CaseFacts, at_fault: Collection[int]) -> str:
     unknown = [rank for rank in at_fault if rank in facts.evidence.labels]
     if unknown:
         return "Nothing gives its rank." if len(unknown) == 1 else "Nothing gives their ranks."
@@ -140,7 +140,7 @@ def _closing(facts: Facts, at_fault: Collection[int]) -> str:
     return "" if at_fault else "No process stands out."
 
 
-def _claims(facts: Facts, named: Collection[int]) -> Iterator[Claim]:
+def _claims(facts: CaseFacts, named: Collection[int]) -> Iterator[Claim]:
     """Yields what shows the state of those at fault; then an example for each place where the others wait."""
     conditions = {rank: one.condition for rank, one in facts.ranks.items() if one.condition is not None}
     examples = {facts.waiting[rank].words: rank for rank in sorted(facts.waiting, reverse=True)}
@@ -156,7 +156,7 @@ def _claims(facts: Facts, named: Collection[int]) -> Iterator[Claim]:
     yield from found[:_MOST_CLAIMS]
 
 
-def _missing(facts: Facts) -> Iterator[str]:
+def _missing(facts: CaseFacts) -> Iterator[str]:
     labels = [rank for rank in facts.evidence.labels if rank in facts.ranks]
     yield f"the {'rank' if len(labels) == 1 else 'ranks'} of {_called(facts, labels)}"
     if facts.evidence.world_guessed:

@@ -19,17 +19,17 @@ from safelaunch.stacks import frames as fr
 from safelaunch.stacks.guards import Guard, guards_of, way_to
 from safelaunch.verdict.collectives import fits, sides_of, signature
 from safelaunch.verdict.conditions import Condition
-from safelaunch.verdict.graph import Edge, Graph, Kind, Node
+from safelaunch.verdict.graph import Edge, Graph, Node, NodeKind
 from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.peers import PeerWait
-from safelaunch.verdict.processes import Inside
-from safelaunch.verdict.rank_state import Facts, child_views, user_stack_of, view_of
+from safelaunch.verdict.processes import ProcessView
+from safelaunch.verdict.rank_state import CaseFacts, child_views, user_stack_of, view_of
 
-Key = tuple[Hashable, ...]
+WaitKey = tuple[Hashable, ...]
 
 
 @dataclass(frozen=True)
-class Holder:
+class AwaitedHolder:
     """Whom a rank waits for: another one, or a ``child`` process (a pid) of its. ``condition``: what that does by its
     own doing, if anything; None where it waits for peers in turn. ``kind``: it has a file locked, the other end of a
     connection, alone does not poll for what the others look for, or alone sets the key, or makes the file, that they
@@ -38,7 +38,7 @@ class Holder:
 
     rank: int
     condition: Condition | None
-    kind: Kind = "file"
+    kind: NodeKind = "file"
     words: str = ""
     site: Frame | None = None
     child: int | None = None
@@ -59,9 +59,9 @@ class Waits:
     waits for outside of calls, where that is not the rank itself.
     """
 
-    nodes: Mapping[int, Key]
-    classes: Mapping[Key, Waiters]
-    held_by: Mapping[int, Holder]
+    nodes: Mapping[int, WaitKey]
+    classes: Mapping[WaitKey, Waiters]
+    held_by: Mapping[int, AwaitedHolder]
 
     @cached_property
     def graph(self) -> Graph:
@@ -76,7 +76,7 @@ class Waits:
         for rank, holder in self.held_by.items():
             yield Edge(rank, (self.node_of(holder),), holder.kind)
 
-    def node_of(self, holder: Holder) -> Node:
+    def node_of(self, holder: AwaitedHolder) -> Node:
         return self.nodes.get(holder.rank, holder.rank) if holder.child is None else (holder.rank, holder.child)
 
     @cached_property
@@ -111,7 +111,7 @@ class Waits:
         return ranks_in(self.circle)
 
 
-class Case(Facts):
+class Case(CaseFacts):
     """What the rules decide on: the ranks, and the graph of their waits, which is built when it is first asked for."""
 
     @cached_property
@@ -125,12 +125,12 @@ def ranks_in(classes: Iterable[Waiters]) -> list[int]:
     return sorted(rank for one in classes for rank in one.ranks)
 
 
-def _class_of(facts: Facts, ranks: tuple[int, ...]) -> Waiters:
+def _class_of(facts: CaseFacts, ranks: tuple[int, ...]) -> Waiters:
     wait = facts.waiting[ranks[0]]
     return Waiters(ranks, wait, _blockers(facts, wait, ranks))
 
 
-def _holders(facts: Facts) -> Iterator[tuple[int, Holder]]:
+def _holders(facts: CaseFacts) -> Iterator[tuple[int, AwaitedHolder]]:
     """Of the ranks that wait for a file lock or at a connection: the process that the kernel names, where it is another
     rank's. Of those that poll: the one rank that the source keeps from there.
     """
@@ -153,7 +153,7 @@ def _holders(facts: Facts) -> Iterator[tuple[int, Holder]]:
             yield from [(rank, found)] if found is not None else []
 
 
-def _kept_from(facts: Facts, rank: int, own: Condition) -> Holder | None:
+def _kept_from(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder | None:
     """Of a rank that polls: the one rank that a condition on the rank keeps from its line; None for several."""
     if not _polls(own):
         return None
@@ -170,7 +170,7 @@ def _polls(own: Condition) -> bool:
     return own.poll is not None and own.poll.of in ("file", "key", "")
 
 
-def _not_there(facts: Facts, own: Condition, places: Mapping[fr.Spot, Set[int]]) -> Holder | None:
+def _not_there(facts: CaseFacts, own: Condition, places: Mapping[fr.Spot, Set[int]]) -> AwaitedHolder | None:
     """Of a rank that waits for a key of the store, or polls: the one rank that does not, while all others do so at one
     line; where it waits for its peers, it has passed by there, or comes there never.
     """
@@ -185,7 +185,7 @@ def _not_there(facts: Facts, own: Condition, places: Mapping[fr.Spot, Set[int]])
     return _the_rank(facts, other, "poll", f"rank {other} alone does not wait there")
 
 
-def _answers(facts: Facts, rank: int) -> Holder | None:
+def _answers(facts: CaseFacts, rank: int) -> AwaitedHolder | None:
     """Of a rank that waits for the answer to a remote call: the one other rank that is at one; None for several."""
     view = view_of(facts.ranks[rank].evidence)
     if view is None or not calls.RPC.on(view.stack.called):
@@ -197,7 +197,7 @@ def _answers(facts: Facts, rank: int) -> Holder | None:
     return _the_rank(facts, at_work[0], "message")
 
 
-def _sets(facts: Facts, rank: int, own: Condition) -> Holder | None:
+def _sets(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder | None:
     """Of a rank that waits for a key of the store, or polls for a file: the one other rank that comes to the line that
     sets or makes it.
     """
@@ -216,7 +216,7 @@ def _sets(facts: Facts, rank: int, own: Condition) -> Holder | None:
     return None
 
 
-def _is_kept(facts: Facts, rank: int, guard: Guard) -> bool:
+def _is_kept(facts: CaseFacts, rank: int, guard: Guard) -> bool:
     """By its number, or as it is where the same condition sends those that it does not admit."""
     if guard.admits(whereabouts(facts, rank)) is False:
         return True
@@ -227,29 +227,29 @@ def _is_kept(facts: Facts, rank: int, guard: Guard) -> bool:
     )
 
 
-def _the_rank(facts: Facts, rank: int, kind: Kind, words: str = "", site: Frame | None = None) -> Holder:
-    return Holder(rank, facts.ranks[rank].condition, kind, words, site)
+def _the_rank(facts: CaseFacts, rank: int, kind: NodeKind, words: str = "", site: Frame | None = None) -> AwaitedHolder:
+    return AwaitedHolder(rank, facts.ranks[rank].condition, kind, words, site)
 
 
-def _holder(facts: Facts, rank: int, pid: int, kind: Kind) -> Holder:
+def _holder(facts: CaseFacts, rank: int, pid: int, kind: NodeKind) -> AwaitedHolder:
     one = facts.ranks[rank]
     child = next((view for view in child_views(one.evidence) if view.process.pid == pid), None)
     if child is None or (one.condition is not None and one.condition.pid == pid):
         return _the_rank(facts, rank, kind)
     if child.awaited.processes == "message" or child.user_frame is None:  # it waits for what its rank sends
         return _the_rank(facts, rank, kind)
-    condition = replace(Inside(child).condition(), process=f"{child.process.role} (pid {pid})")
-    return Holder(rank, condition, kind, child=pid)
+    condition = replace(ProcessView(child).condition(), process=f"{child.process.role} (pid {pid})")
+    return AwaitedHolder(rank, condition, kind, child=pid)
 
 
-def _key(rank: int, wait: PeerWait) -> Key:
+def _key(rank: int, wait: PeerWait) -> WaitKey:
     """Each send and receive is a class of its own: two ranks in the same ``recv`` line wait for different peers."""
     if wait.kind == "p2p":
         return (*wait.key, rank)
     return wait.key if wait.seq is not None or wait.kind == "init" else (*wait.key, _line(wait))
 
 
-def _blockers(facts: Facts, wait: PeerWait, ranks: tuple[int, ...]) -> frozenset[int]:
+def _blockers(facts: CaseFacts, wait: PeerWait, ranks: tuple[int, ...]) -> frozenset[int]:
     inside = frozenset(ranks)
     if wait.kind == "init":
         return frozenset(r for r in facts.world - inside if not facts.alignment.joined(r))
@@ -264,7 +264,7 @@ def _blockers(facts: Facts, wait: PeerWait, ranks: tuple[int, ...]) -> frozenset
     return frozenset(r for r in members - inside if not _has_entered(facts, r, wait, wait.group, wait.seq))
 
 
-def _has_entered(facts: Facts, rank: int, wait: PeerWait, group: str, seq: int) -> bool:
+def _has_entered(facts: CaseFacts, rank: int, wait: PeerWait, group: str, seq: int) -> bool:
     """``rank`` has entered the same collective; one that recorded something else under the number has not,
     nor one whose device has not begun what its CPU has queued.
 
@@ -279,7 +279,7 @@ def _has_entered(facts: Facts, rank: int, wait: PeerWait, group: str, seq: int) 
     return facts.alignment.last(rank, group) >= seq
 
 
-def _same_call(facts: Facts, rank: int, wait: PeerWait) -> bool:
+def _same_call(facts: CaseFacts, rank: int, wait: PeerWait) -> bool:
     """``rank`` waits in the same function. Where stacks are all there is for both, in the same line, too: only a
     Flight Recorder could tell that different lines meet.
     """

@@ -17,8 +17,8 @@ import tempfile
 import time
 from collections.abc import Mapping
 
-from safelaunch.leases.holder import Holder, ourselves
-from safelaunch.leases.store import Store
+from safelaunch.leases.holder import LeaseHolder, ourselves
+from safelaunch.leases.store import LeaseStore
 from scripts.bench.lib import BenchError, Figure, figure, progress, run_bench
 
 GPUS = [f"GPU-{number:08d}-0000-4000-8000-000000000000" for number in range(8)]
@@ -52,7 +52,7 @@ def contend(contenders: int, rounds: int, hold_s: float) -> list[tuple[float, fl
     """Returns ``(take, release, failed attempts)`` in ms for each lease."""
     with tempfile.TemporaryDirectory(prefix="bench") as place:
         start_at = time.monotonic() + 0.5 + contenders * 0.02
-        children = [_child(Store(f"{place}/leases"), rounds, hold_s, start_at) for _ in range(contenders)]
+        children = [_child(LeaseStore(f"{place}/leases"), rounds, hold_s, start_at) for _ in range(contenders)]
         took = []
         for pid, read in children:
             with os.fdopen(read) as file:
@@ -63,7 +63,7 @@ def contend(contenders: int, rounds: int, hold_s: float) -> list[tuple[float, fl
     return took
 
 
-def _child(store: Store, rounds: int, hold_s: float, start_at: float) -> tuple[int, int]:
+def _child(store: LeaseStore, rounds: int, hold_s: float, start_at: float) -> tuple[int, int]:
     read, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -79,7 +79,9 @@ def _child(store: Store, rounds: int, hold_s: float, start_at: float) -> tuple[i
         os._exit(1)
 
 
-def _take_often(store: Store, rounds: int, hold_s: float, start_at: float) -> list[tuple[float, float, list[float]]]:
+def _take_often(
+    store: LeaseStore, rounds: int, hold_s: float, start_at: float
+) -> list[tuple[float, float, list[float]]]:
     random.seed(os.getpid())
     about = ourselves("bench", "leases.py")
     time.sleep(max(0.0, start_at - time.monotonic()))
@@ -101,7 +103,7 @@ def _take_often(store: Store, rounds: int, hold_s: float, start_at: float) -> li
     return took
 
 
-def _first_free(held: Mapping[str, Holder]) -> list[str] | None:
+def _first_free(held: Mapping[str, LeaseHolder]) -> list[str] | None:
     free = [gpu for gpu in GPUS if gpu not in held]
     return free[:1] or None
 

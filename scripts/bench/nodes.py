@@ -34,9 +34,9 @@ import psutil
 from safelaunch.capture.flight_dump import parse_pickle
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.evidence import Shared, condensed, merged, received
-from safelaunch.supervise.cluster.messages import NOTHING, Decision, Node, Seen
-from safelaunch.supervise.cluster.rendezvous import Meeting
+from safelaunch.supervise.cluster.evidence import SharedColumns, condensed, merged, received
+from safelaunch.supervise.cluster.messages import NOTHING, Decision, NodeCard, PeerView
+from safelaunch.supervise.cluster.rendezvous import SharedStore
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.verdict.diagnose import diagnose
 from scripts.bench.diagnose import make
@@ -183,11 +183,11 @@ def cpu_percent(pids: Sequence[int], seconds: float) -> list[float]:
 def play(port: int, first: int, count: int, options: argparse.Namespace) -> int:
     world = options.nodes * options.ranks
     make_node = maker(options.ranks, options.entries, world)
-    meeting = Meeting(Address("127.0.0.1", int(port)), "safelaunch/bench")
+    meeting = SharedStore(Address("127.0.0.1", int(port)), "safelaunch/bench")
     chunks = {number: condensed(make_node(number)) for number in range(first, first + count)}
     channels = {}
     for number in chunks:
-        channel = Channel(Node("", f"node{number}", os.getpid(), "0", "2"))
+        channel = Channel(NodeCard("", f"node{number}", os.getpid(), "0", "2"))
         ranks = tuple(range(number * options.ranks, (number + 1) * options.ranks))
         channel.tell(ranks=ranks, world=world)
         channel.start(meeting)
@@ -215,7 +215,7 @@ def until(condition: Callable[[], object], timeout_s: float) -> None:
         time.sleep(0.05)
 
 
-def covered(seen: Seen) -> bool:
+def covered(seen: PeerView) -> bool:
     return seen.page is not None and seen.page.covered
 
 
@@ -227,7 +227,7 @@ def lead(channel: Channel, chunks: list[bytes], own: Evidence) -> dict[str, obje
     channel.gather("hang.1")
     until(lambda: channel.seen.gathered.get("hang.1", NOTHING).is_complete, INCIDENT_S)
     complete = time.monotonic()
-    shared = Shared()
+    shared = SharedColumns()
     gathered = channel.seen.gathered["hang.1"].chunks.values()
     evidence = [received(each, shared)[0] for each in gathered]
     sizes = sum(len(chunk) for each in (*gathered, chunks) for chunk in each)

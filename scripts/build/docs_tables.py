@@ -43,7 +43,7 @@ from safelaunch.cli import COMMANDS
 from safelaunch.cli.help import EXIT_CODES
 from safelaunch.settings.options import OPTION_GROUPS, OWN_OPTIONS
 from safelaunch.verdict.causes import CAUSES, Advice, Cause
-from safelaunch.verdict.doubts import About, Doubt
+from safelaunch.verdict.doubts import Doubt, DoubtSubject
 from safelaunch.verdict.rules import OWN, RULES
 from scripts.build.figures import documents
 from scripts.build.generate import parser_of
@@ -52,7 +52,7 @@ from scripts.build.schemas import meanings
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 _ALWAYS = Advice("").when
-_ABOUT: dict[About, str] = {
+_ABOUT: dict[DoubtSubject, str] = {
     "state": "what the rank does",
     "calls": "where calls diverge",
     "others": "other possible culprits",

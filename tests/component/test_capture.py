@@ -363,7 +363,7 @@ def test_who_waits_for_a_collective_rests_in_torch(start: Start, tmp_path: Path)
 def test_a_file_that_is_no_program_has_no_functions(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "file"
     file.write_bytes(content)
-    found = waits.Resting(memory.Memory(os.getpid()))._functions(memory.Mapping(0, 1, 0, os.fspath(file)))
+    found = waits.Resting(memory.ProcessMemory(os.getpid()))._functions(memory.Mapping(0, 1, 0, os.fspath(file)))
     assert found == ()
 
 
@@ -413,7 +413,7 @@ def test_which_threads_ran_while_they_were_read(start: Start) -> None:
     assert {thread.name: thread.torn for thread in sample.threads} == {"MainThread": False, "spin": True, "rest": False}
     assert ", ran while it was read" in stacks.to_text(sample)
     threads = proc.scheduled(program.pid)  # py-spy does not tell the kernel's number of Python 3.10's threads
-    assert [proc.tid_of(memory.Memory(program.pid), thread.ident, threads) for thread in sample.threads] == [
+    assert [proc.tid_of(memory.ProcessMemory(program.pid), thread.ident, threads) for thread in sample.threads] == [
         thread.os_tid for thread in sample.threads
     ]
 
@@ -435,7 +435,7 @@ def test_threads_of_a_process_in_a_container_have_their_numbers_here(start: Star
     threads = proc.scheduled(inside.pid)
     assert {thread.os_tid for thread in sample.threads} == set(threads)
     assert not any(thread.active or thread.torn for thread in sample.threads)
-    assert [proc.tid_of(memory.Memory(inside.pid), thread.ident, threads) for thread in sample.threads] == [
+    assert [proc.tid_of(memory.ProcessMemory(inside.pid), thread.ident, threads) for thread in sample.threads] == [
         thread.os_tid for thread in sample.threads
     ]
 

@@ -17,7 +17,7 @@ import pytest
 from safelaunch.capture import counters, sockets
 from safelaunch.capture.counters import Counters
 from safelaunch.job.process import identify
-from safelaunch.supervise.watch.work import Background, Work, found, learn
+from safelaunch.supervise.watch.work import Background, ObservedWork, found, learn
 
 PATIENCE_S = 90.0
 # Each does its work at each line it reads, and says when it has begun.
@@ -98,7 +98,9 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def until(process: subprocess.Popen[str], wanted: Callable[[tuple[Work, ...]], bool]) -> tuple[Work, ...]:
+def until(
+    process: subprocess.Popen[str], wanted: Callable[[tuple[ObservedWork, ...]], bool]
+) -> tuple[ObservedWork, ...]:
     """The work since now, as soon as it has what is wanted."""
     before = counters.read([process.pid])
     end = time.monotonic() + PATIENCE_S
@@ -108,7 +110,7 @@ def until(process: subprocess.Popen[str], wanted: Callable[[tuple[Work, ...]], b
     return work
 
 
-def has(kind: str, tid: int | None = None) -> Callable[[tuple[Work, ...]], bool]:
+def has(kind: str, tid: int | None = None) -> Callable[[tuple[ObservedWork, ...]], bool]:
     return lambda work: any(one.kind == kind and (tid is None or one.tid == tid) for one in work)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.leases.store import Store
+from safelaunch.leases.store import LeaseStore
 from tests.support.leasing import safelaunch
 from tests.support.waiting import until
 
@@ -88,7 +88,7 @@ class Scene:
         self.script = place / "script.py"
         self.script.write_text(SCRIPT)
         self.bind, self.end, self._ran = place / "bind", place / "end", place / "ran"
-        self.store = Store(os.fspath(place / "leases"))
+        self.store = LeaseStore(os.fspath(place / "leases"))
         path = [os.fspath(place / "old"), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.env = {
             "PYTHONPATH": os.pathsep.join(path),

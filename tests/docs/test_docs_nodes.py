@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from safelaunch.supervise.cluster.where import Meeting, meeting
 
 from safelaunch.job.argv import CommandLine, split
 from safelaunch.job.torchrun import KNOWN
 from safelaunch.settings.options import OWN_OPTIONS, options_of
+from safelaunch.supervise.cluster.rendezvous import SharedStore, meeting
 from safelaunch.supervise.cluster.store import Address
 from tests.docs.pages import blocks
 
@@ -40,7 +40,7 @@ def parsed(words: list[str]) -> CommandLine:
 
 def where(command: CommandLine) -> Address:
     found = meeting(command, {})
-    assert isinstance(found, Meeting)
+    assert isinstance(found, SharedStore)
     assert not found.to_start
     return found.address
 
@@ -96,7 +96,7 @@ def test_another_launcher_in_the_pods() -> None:
     command = split(words[2:], {option.flag: option.takes_value for option in options_of("exec")}, {})
     named = dict(command.own)["--cluster-store"]
     found = meeting(None, {}, named)
-    assert isinstance(found, Meeting)
+    assert isinstance(found, SharedStore)
     assert found.to_start
     _, job = yaml.safe_load_all(titled("docs/schedulers.md", "job.yaml"))
     assert found.address.host == f"{job['metadata']['name']}-0.{job['spec']['template']['spec']['subdomain']}"

@@ -23,7 +23,7 @@ from safelaunch.beacon import layout, output
 from safelaunch.capture import flight_recorder
 from safelaunch.capture.collect import ask_server
 from safelaunch.capture.look import Target
-from safelaunch.capture.pages import Page, Roster, read_meta
+from safelaunch.capture.pages import ProgressPage, Roster, read_meta
 from safelaunch.job.paths import RunPaths
 from tests.qa import zoo
 from tests.support.jobs import Job, Result
@@ -441,7 +441,7 @@ def test_an_exception_and_the_way_out(start: Start) -> None:
         inner()
     """)
     seen(job)
-    (page,) = (Page(path) for path in run_dir(job).pages.iterdir() if layout.parse_page_name(path.name))
+    (page,) = (ProgressPage(path) for path in run_dir(job).pages.iterdir() if layout.parse_page_name(path.name))
     (job.scratch / "go").touch()
     result = job.wait()
     assert result.code == 1
@@ -491,7 +491,7 @@ def test_endings(start: Start) -> None:
     for rank in range(len(statements)):
         seen(job, rank)
     files = [path for path in run_dir(job).pages.iterdir() if layout.parse_page_name(path.name)]
-    pages = {page.read().rank: page for page in map(Page, files)}
+    pages = {page.read().rank: page for page in map(ProgressPage, files)}
     (job.scratch / "go").touch()
     assert job.wait().code == 1
     ended = {name: pages[rank].read() for rank, name in enumerate(ENDINGS)}
@@ -872,7 +872,7 @@ def test_ranks_that_end_while_they_are_asked(start: Start) -> None:
         seen(job, rank)
     roster = Roster(run_dir(job))
 
-    def ask(page: Page) -> None:
+    def ask(page: ProgressPage) -> None:
         socket = roster.companion(page, layout.SERVER_SUFFIX)
         target = Target(page.rank, page.rank, page.pid, page.start_ticks, page.name, socket, page)
         while not page.exited_ns:

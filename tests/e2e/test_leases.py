@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.addons.sweep.jobs import Job
-from safelaunch.addons.sweep.pool import Gpus
-from safelaunch.leases.store import Store
+from safelaunch.addons.sweep.jobs import SweepJob
+from safelaunch.addons.sweep.pool import GpuPool
+from safelaunch.leases.store import LeaseStore
 from tests.qa.crowd import PROGRAM, Crowd, may_be_two_users
 from tests.support.leasing import AS_A_RANK, log_of, safelaunch
 from tests.support.nvml import stub
@@ -55,7 +55,7 @@ def test_torchrun_ranks_hold_their_gpus_and_their_port(node: stub.Node, tmp_path
         said = [json.loads(path.read_text()) for path in tmp_path.glob("rank[01]")]
         assert said, process.communicate()[1]
         port = f"port-{said[0]['MASTER_PORT']}"
-        store = Store(os.fspath(node.lease_dir))
+        store = LeaseStore(os.fspath(node.lease_dir))
         assert {one["CUDA_VISIBLE_DEVICES"] for one in said} == {f"{stub.uuid(1)},{stub.uuid(3)}"}
         assert {holder.pid for holder in store.look([stub.uuid(1), stub.uuid(3), port]).values()} == {process.pid}
         assert len(store.look([stub.uuid(n) for n in range(8)])) == 2
@@ -71,7 +71,7 @@ def test_a_killed_supervisor_frees_nothing_that_is_in_use(node: stub.Node, tmp_p
 
     The kernel ends the job's first process and its children then, and a beacon with torch the others; this is neither.
     """
-    store = Store(os.fspath(node.lease_dir))
+    store = LeaseStore(os.fspath(node.lease_dir))
     shells = ["sh", "-c", 'sh -c "$0 $1 $2 60; true"; true', sys.executable, PROGRAM, tmp_path]
     words = ["exec", f"--bundle-dir={tmp_path}", "--gpus=1", "--", *shells]
     with safelaunch(*words, env={**node.environ, **AS_A_RANK}) as process:
@@ -102,13 +102,13 @@ def test_a_killed_supervisor_frees_nothing_that_is_in_use(node: stub.Node, tmp_p
 
 def test_a_scheduler_hands_its_lease_over(node: stub.Node, tmp_path: Path) -> None:
     """As colaunch does: the safelaunch that runs the job holds it, asks the driver nothing, and frees it at its end."""
-    taken = Gpus({**os.environ, **node.environ}).take(Job("job-1", (), "", gpus=2))
+    taken = GpuPool({**os.environ, **node.environ}).take(SweepJob("job-1", (), "", gpus=2))
     assert taken is not None
     variables, descriptors = taken.lease.hand_over()
     node.write("hang nvmlInitWithFlags")
     own = ["exec", f"--bundle-dir={tmp_path}", "--", sys.executable, PROGRAM, tmp_path, "1"]
     env = {**node.environ, **AS_A_RANK, **variables, **taken.env}
-    store = Store(os.fspath(node.lease_dir))
+    store = LeaseStore(os.fspath(node.lease_dir))
     with safelaunch(*own, env=env, pass_fds=descriptors) as process:
         taken.lease.forget()
         until(lambda: len(log_of(tmp_path)) == 2 or process.poll() is not None, "the job")
@@ -132,7 +132,7 @@ def test_ctrl_c_ends_the_waiting(node: stub.Node, tmp_path: Path) -> None:
         rest = process.stderr.read()
         assert process.wait(60) == 130
     assert "nothing was started" in rest and "Traceback" not in rest
-    assert Store(os.fspath(node.lease_dir)).waiting() == []
+    assert LeaseStore(os.fspath(node.lease_dir)).waiting() == []
 
 
 def test_waiting_has_its_time(node: stub.Node) -> None:
@@ -188,7 +188,7 @@ def test_one_process_for_all_gpus_is_said(node: stub.Node, tmp_path: Path) -> No
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_lease_without_a_watch(node: stub.Node, tmp_path: Path, watched: bool) -> None:
     """The job's first process shares it where there is no guardian; released at the end, daemon or not."""
-    store = Store(os.fspath(node.lease_dir))
+    store = LeaseStore(os.fspath(node.lease_dir))
     own = [] if watched else ["--no-watch"]
     shell = (
         f"sleep 3605 > {tmp_path}/out 2>&1 & echo $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/daemon; "

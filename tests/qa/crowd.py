@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safelaunch.leases.store import Store
+from safelaunch.leases.store import LeaseStore
 from tests.support.nvml import stub
 from tests.support.paths import PROGRAMS
 
@@ -161,7 +161,7 @@ class Crowd:
 
     def _left(self) -> list[str]:
         """Returns leases, tickets and processes that remain. Guardians of killed supervisors get some seconds."""
-        store = Store(os.fspath(self.node.lease_dir))
+        store = LeaseStore(os.fspath(self.node.lease_dir))
         things = [*(stub.uuid(n) for n in range(8)), *(path.name for path in self.witnesses.glob("port-*"))]
         deadline = time.monotonic() + 40.0
         while True:

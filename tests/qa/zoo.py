@@ -252,7 +252,9 @@ def first_word(job: Job, patience_s: float = PATIENCE_S) -> Word | None:
     def has_said() -> bool:
         for run in discover.find((job.runtime / "safelaunch",)):
             try:
-                answer = json.loads(protocol.ask(run.directory / "control", protocol.Request("status"), deadline_s=5.0))
+                answer = json.loads(
+                    protocol.ask(run.directory / "control", protocol.ControlRequest("status"), deadline_s=5.0)
+                )
             except SafelaunchError:
                 continue
             for look in answer.get("early", ()):

@@ -25,7 +25,7 @@ from safelaunch.model import (
     Verdict,
 )
 from safelaunch.model.entries import Entries, Kinds
-from safelaunch.report.about import About, Launch, Link, NodeSummary
+from safelaunch.report.about import LaunchFacts, Link, NodeSummary, ReportHeader
 from safelaunch.verdict.diagnose import diagnose
 from tests.support.evidence import C10D, LOGGER, SITE, at, entry, in_c10d, in_user, job, process, rank, record
 
@@ -85,7 +85,7 @@ class Incident:
 
     evidence: Evidence
     artifacts: tuple[Artifact, ...] = ()
-    about: About = field(default_factory=About)
+    about: ReportHeader = field(default_factory=ReportHeader)
     told: Verdict | None = None
 
     @property
@@ -175,7 +175,7 @@ def _artifacts(world: int) -> tuple[Artifact, ...]:
     return (*own, *of_ranks, *missing)
 
 
-def _about(hosts: list[str], world: int) -> About:
+def _about(hosts: list[str], world: int) -> ReportHeader:
     gib = 1 << 30
     gpus = tuple(
         Gpu(n, "NVIDIA H100 80GB HBM3", 100.0 if n else 3.0, (61 + n % 5) * gib, 80 * gib, 58.0 + n, 402.0,
@@ -197,10 +197,10 @@ def _about(hosts: list[str], world: int) -> About:
         for at, host in enumerate(hosts)
     )  # fmt: skip
     command = ("torchrun", "--nproc-per-node", "8", "train.py", "--data", "/data/My Corpus")
-    launch = Launch(
+    launch = LaunchFacts(
         "train", hosts[0], "me", "/home/me", "2026-11-22T11:00:00Z", command, "0.1.0", "2.13.0", ("hang-debug",)
     )
-    return About("train-20261122T125623Z-hang", 1_795_352_183.0, launch, nodes)
+    return ReportHeader("train-20261122T125623Z-hang", 1_795_352_183.0, launch, nodes)
 
 
 def crash() -> Incident:
@@ -265,12 +265,12 @@ def hostile() -> Incident:
     ranks = [replace(one, host=EVIL) for one in ranks]
     evidence = job(*ranks, outcome="crash", notes=(EVIL,), threshold_s=1.0, threshold_why=EVIL)
     files = NodeSummary(EVIL, (Gpu(0, EVIL, error=EVIL),), EVIL, versions=((EVIL, EVIL),), disks=((EVIL, 0.5),))
-    launch = Launch(EVIL, EVIL, EVIL, f"/home/{EVIL}", EVIL, (EVIL,), EVIL, EVIL, (EVIL,))
+    launch = LaunchFacts(EVIL, EVIL, EVIL, f"/home/{EVIL}", EVIL, (EVIL,), EVIL, EVIL, (EVIL,))
     files = dataclasses.replace(
         files, kernel_log=(EVIL,), network=(Link(EVIL, EVIL, EVIL, EVIL),), environment=((EVIL, EVIL),)
     )
     other = dataclasses.replace(files, host=f"{EVIL}2")
-    about = About(EVIL, 1.0, launch, (files, other, dataclasses.replace(other, host="plain", kernel_log=())))
+    about = ReportHeader(EVIL, 1.0, launch, (files, other, dataclasses.replace(other, host="plain", kernel_log=())))
     verdict = diagnose(evidence)
     verdict = replace(verdict, suggestions=(EVIL,), ruled_out=(EVIL,), missing=(EVIL,), summary=EVIL, doubts=(EVIL,))
     return Incident(

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from safelaunch.leases import ports
-from safelaunch.supervise.cluster.messages import Codec, Page
+from safelaunch.supervise.cluster.messages import Codec, LeaderPage
 from safelaunch.supervise.cluster.rendezvous import _prefix
-from safelaunch.supervise.cluster.store import Address, Store
+from safelaunch.supervise.cluster.store import Address, StoreClient
 from tests.support.jobs import Job
 from tests.support.paths import PROGRAMS
 
@@ -52,7 +52,7 @@ class TwoNodes:
         self._nnodes, self._over, self._port, self._endpoint = nnodes, over, free_port(), endpoint
         self._own = own
         self._ranks, self._words = ranks, list(words)
-        self._store: Store | None = None
+        self._store: StoreClient | None = None
         self.jobs: list[Job] = []
         for number in (0,) if late else (0, 1):
             self.start(number)
@@ -97,13 +97,13 @@ class TwoNodes:
         for job in self.jobs:
             job.clean_up()
 
-    def page(self) -> Page:
+    def page(self) -> LeaderPage:
         """What the leader of the supervisors says at this moment."""
         if self._store is None:
-            self._store = Store(Address("127.0.0.1", self._port))
+            self._store = StoreClient(Address("127.0.0.1", self._port))
         prefix = _prefix("none")
         data = self._store.get(f"{prefix}/head", deadline_s=30.0)
-        return Codec(prefix).decode("head", data, Page) if data is not None else Page(0)
+        return Codec(prefix).decode("head", data, LeaderPage) if data is not None else LeaderPage(0)
 
     def with_rank(self, rank: int) -> tuple[Job, Job]:
         """Waits until all ranks run, then returns the node with the rank, and the other node."""

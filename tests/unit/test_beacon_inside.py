@@ -19,7 +19,7 @@ import pytest
 from safelaunch.beacon import inside as beacon
 from safelaunch.beacon import layout, server
 from safelaunch.capture import inside
-from safelaunch.capture.memory import Memory
+from safelaunch.capture.memory import ProcessMemory
 
 
 class Page:
@@ -136,7 +136,7 @@ def test_thread_of_the_beacon_answers_where_the_server_takes_no_handlers(
         assert (stack.os_tid, stack.name) == (thread.native_id, "rests")
         assert [one.function for one in stack.frames if one.file == __file__] == ["rests"]
         assert told.own.of("syscall", thread.native_id or 0)
-        assert len(Memory(os.getpid(), told.own.memory).read(id(number), 8)) == 8
+        assert len(ProcessMemory(os.getpid(), told.own.memory).read(id(number), 8)) == 8
     assert told.stack.value.how == inside.HOW
     descriptor = told.own.memory
     with pytest.raises(OSError):

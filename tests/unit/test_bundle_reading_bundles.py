@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.bundle.reading.bundles import about
-from safelaunch.report.about import Launch, Link
+from safelaunch.report.about import LaunchFacts, Link
 
 
 def bundle(root: Path) -> Path:
@@ -74,7 +74,7 @@ def test_what_is_damaged_is_left_out(tmp_path: Path, content: bytes) -> None:
     for path in root.rglob("*.json"):
         path.write_bytes(content)
     found = about(root)
-    assert found.launch == Launch() and [node.host for node in found.nodes] == ["a"]
+    assert found.launch == LaunchFacts() and [node.host for node in found.nodes] == ["a"]
     assert found.nodes[0].gpus == ()
 
 

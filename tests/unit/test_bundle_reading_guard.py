@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.bundle.reading import guard
-from safelaunch.bundle.reading.guard import Bounds, TooMuch, Unreadable, in_child, parse_all
+from safelaunch.bundle.reading.guard import ReadLimits, TooMuch, Unreadable, in_child, parse_all
 
 # --- files that are read by several processes: the same as by one, whatever happens to the processes ------------------
 
@@ -105,7 +105,7 @@ def spins() -> object:
 )
 def test_work_that_is_too_much(work: Callable[[], object], why: str) -> None:
     with pytest.raises(TooMuch, match=why):
-        in_child(work, Bounds(256 << 20, cpu_s=0 if work is spins else 20))
+        in_child(work, ReadLimits(256 << 20, cpu_s=0 if work is spins else 20))
 
 
 def test_what_the_work_refuses_is_refused() -> None:
@@ -113,11 +113,11 @@ def test_what_the_work_refuses_is_refused() -> None:
         raise Unreadable("no")
 
     with pytest.raises(Unreadable, match=r"^no$"):
-        in_child(refuse, Bounds(256 << 20, cpu_s=5))
+        in_child(refuse, ReadLimits(256 << 20, cpu_s=5))
 
 
 def test_a_large_answer_comes_whole() -> None:
-    assert in_child(lambda: b"." * 10_000_000, Bounds(256 << 20, cpu_s=5)) == b"." * 10_000_000
+    assert in_child(lambda: b"." * 10_000_000, ReadLimits(256 << 20, cpu_s=5)) == b"." * 10_000_000
 
 
 def test_no_file_grows_beyond_its_bound(tmp_path: Path) -> None:
@@ -126,4 +126,4 @@ def test_no_file_grows_beyond_its_bound(tmp_path: Path) -> None:
             (tmp_path / "file").write_bytes(bytes(2 << 20))
         return (tmp_path / "file").stat().st_size
 
-    assert in_child(fill, Bounds(256 << 20, cpu_s=5, file_bytes=1 << 20)) == 1 << 20
+    assert in_child(fill, ReadLimits(256 << 20, cpu_s=5, file_bytes=1 << 20)) == 1 << 20

@@ -18,8 +18,8 @@ import pytest
 
 from safelaunch.bundle import copier
 from safelaunch.bundle.staging import (
+    BundleOwner,
     Keeping,
-    Owner,
     Published,
     Staging,
     check_directory,
@@ -64,7 +64,7 @@ def umask() -> Iterator[None]:
 # --- publishing -------------------------------------------------------------------------------------------------------
 
 
-NOBODY = Owner(65534, 65534)
+NOBODY = BundleOwner(65534, 65534)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_bundle_of_sudo_goes_where_only_root_may_write(of_nobody: Path, tmp_pa
 @pytest.mark.parametrize(
     ("user", "variables", "owner"),
     [
-        (0, {"SUDO_UID": "4711", "SUDO_GID": "42"}, Owner(4711, 42)),
+        (0, {"SUDO_UID": "4711", "SUDO_GID": "42"}, BundleOwner(4711, 42)),
         (1000, {"SUDO_UID": "4711", "SUDO_GID": "42"}, None),
         (0, {"SUDO_UID": "0", "SUDO_GID": "0"}, None),
         (0, {"SUDO_UID": "me", "SUDO_GID": "42"}, None),
@@ -116,7 +116,7 @@ def test_a_bundle_of_sudo_goes_where_only_root_may_write(of_nobody: Path, tmp_pa
     ],
 )
 def test_the_owner_under_sudo_is_a_user_other_than_root(
-    user: int, variables: dict[str, str], owner: Owner | None, monkeypatch: pytest.MonkeyPatch
+    user: int, variables: dict[str, str], owner: BundleOwner | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
     assert owner_under_sudo(variables) == owner

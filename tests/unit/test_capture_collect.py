@@ -13,7 +13,7 @@ from safelaunch.capture import collect
 from safelaunch.capture.collect import most_telling
 from safelaunch.capture.flight_recorder import FlightCapture
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
-from safelaunch.capture.result import Made, Result, Sink, gather
+from safelaunch.capture.result import FileContent, Result, Sink, gather
 from safelaunch.model import Artifact, FlightRecord, GilTest, ProcessState, RankExit, StackSample
 from safelaunch.system.redaction.redactor import Redactor
 
@@ -57,10 +57,10 @@ class Listed(Sink):
         self.found: dict[str, tuple[str, object]] = {}
         self.missing: dict[str, str] = {}
 
-    def made(self, artifact: Artifact, data: bytes | str | None) -> Made:
+    def made(self, artifact: Artifact, data: bytes | str | None) -> FileContent:
         return artifact, data.encode() if isinstance(data, str) else data
 
-    def put(self, made: Made) -> None:
+    def put(self, made: FileContent) -> None:
         artifact, data = made
         self.found[artifact.path] = artifact.note, data
         self.missing[artifact.path] = artifact.missing
@@ -84,7 +84,7 @@ def test_of_a_rank_that_comes_too_late_evidence_and_files_are_of_the_same_steps(
     over, waiting = threading.Event(), threading.Event()
 
     class Slow(Listed):
-        def made(self, artifact: Artifact, data: bytes | str | None) -> Made:
+        def made(self, artifact: Artifact, data: bytes | str | None) -> FileContent:
             if artifact.path.endswith(slow) and threading.current_thread() is not threading.main_thread():
                 waiting.set()
                 over.wait(60)

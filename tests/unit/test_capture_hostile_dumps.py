@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from safelaunch.bundle.reading import locate
-from safelaunch.bundle.reading.guard import Bounds, TooMuch, in_child
+from safelaunch.bundle.reading.guard import ReadLimits, TooMuch, in_child
 from safelaunch.capture.flight_dump import MAX_RANKS, parse_json, parse_pickle, record_of
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.system.errors import CaptureError
@@ -100,7 +100,7 @@ def test_any_bytes_of_a_pickle(data: st.DataObject, dump: dict[str, Any]) -> Non
     if b"r" in written[at : at + 3] or b"j" in written[at : at + 3]:
         return  # a memo of any size
     try:
-        in_child(lambda: _read_and_judge(bytes(written)), Bounds(512 << 20, cpu_s=20))
+        in_child(lambda: _read_and_judge(bytes(written)), ReadLimits(512 << 20, cpu_s=20))
     except TooMuch as error:
         assert "internal error" not in error.message, error.message
 

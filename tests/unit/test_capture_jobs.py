@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture.jobs import FoundJob, Process, is_spawned, job_of, jobs_in, with_spawned
+from safelaunch.capture.jobs import FoundJob, JobProcess, is_spawned, job_of, jobs_in, with_spawned
 from safelaunch.system.errors import AccessDenied, UsageError
 
 TORCHRUN, SHELL = 100, 50
@@ -23,15 +23,15 @@ def rank_env(rank: int, world: int = 2, **more: str) -> dict[str, str]:
     return {**JOB, "RANK": str(rank), "LOCAL_RANK": str(rank % 8), "WORLD_SIZE": str(world), **more}
 
 
-def table(*processes: Process) -> dict[int, Process]:
+def table(*processes: JobProcess) -> dict[int, JobProcess]:
     return {one.pid: one for one in processes}
 
 
-def process(pid: int, ppid: int, env: Mapping[str, str] | None = None, **more: Any) -> Process:
-    return Process(pid, ppid, start_ticks=pid, env={} if env is None else env, **more)
+def process(pid: int, ppid: int, env: Mapping[str, str] | None = None, **more: Any) -> JobProcess:
+    return JobProcess(pid, ppid, start_ticks=pid, env={} if env is None else env, **more)
 
 
-def found(processes: Mapping[int, Process], torch: set[int] | None = None) -> tuple[FoundJob, ...]:
+def found(processes: Mapping[int, JobProcess], torch: set[int] | None = None) -> tuple[FoundJob, ...]:
     return jobs_in(processes, lambda pid: torch is None or pid in torch)
 
 
@@ -63,7 +63,7 @@ def test_a_process_of_no_job_is_refused_with_the_variables() -> None:
         job_of(200, TWO, found(TWO))
     with pytest.raises(UsageError, match="no process 999"):
         job_of(999, TWO, found(TWO))
-    hidden = table(Process(7, 1, user=0, env=None))
+    hidden = table(JobProcess(7, 1, user=0, env=None))
     with pytest.raises(AccessDenied, match="process 7 may not be read: it belongs to root"):
         job_of(7, hidden, found(hidden))
 
@@ -87,7 +87,7 @@ def test_jobs_differ_by_port_size_user_and_network() -> None:
         process(201, 20, rank_env(0, MASTER_PORT="29501"), network="net:[1]"),
         process(301, 30, rank_env(0, world=4), network="net:[1]"),
         process(401, 40, rank_env(0), network="net:[2]"),  # localhost of another container
-        Process(501, 50, user=7, env=rank_env(0), network="net:[1]"),
+        JobProcess(501, 50, user=7, env=rank_env(0), network="net:[1]"),
     )
     jobs = found(several)
     assert sorted(sorted(pids(job).values()) for job in jobs) == [[101, 102], [201], [301], [401], [501]]
@@ -147,7 +147,7 @@ def test_what_started_several_jobs_names_none() -> None:
 def test_a_job_far_below_or_of_another_user_is_not_that_of_the_process() -> None:
     seen = table(
         process(1, 0),
-        Process(60, 1, start_ticks=60, user=0, env={}),  # sshd
+        JobProcess(60, 1, start_ticks=60, user=0, env={}),  # sshd
         process(70, 60, user=7),
         process(SHELL, 70, user=7),
         process(TORCHRUN, SHELL, user=7),

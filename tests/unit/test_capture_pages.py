@@ -15,7 +15,7 @@ import pytest
 from safelaunch.beacon import layout, page, server
 from safelaunch.capture import flight_recorder, pages
 from safelaunch.capture.flight_recorder import Unanswered
-from safelaunch.capture.pages import Page, Roster
+from safelaunch.capture.pages import ProgressPage, Roster
 from safelaunch.job.paths import RunPaths
 
 # --- which process is the rank where several have claimed it ----------------------------------------------------------
@@ -98,7 +98,7 @@ def test_a_rank_that_exits_waits_for_its_handlers_and_not_for_who_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, words = page.create(str(tmp_path / f"0-0-{os.getpid()}"))
-    asking = Page(tmp_path / f"0-0-{os.getpid()}")
+    asking = ProgressPage(tmp_path / f"0-0-{os.getpid()}")
     handle = server._counted(lambda request, response: None, words)
     monkeypatch.setattr(layout, "LAST_ANSWER_S", 0.05)
 

@@ -73,8 +73,8 @@ a line of another kernel, with six words
 def test_who_holds_a_file_lock() -> None:
     """Not who waits for one, nor who is of another container."""
     assert list(waits.parse(LOCKS)) == [
-        waits.Held(4000, (0x08, 2, 77), exclusive=True),
-        waits.Held(4711, (0xFE, 0, 131), exclusive=True, of_file=True),
+        waits.LockRow(4000, (0x08, 2, 77), exclusive=True),
+        waits.LockRow(4711, (0xFE, 0, 131), exclusive=True, of_file=True),
     ]
 
 

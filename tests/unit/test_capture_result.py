@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.bundle.staging import Staging
-from safelaunch.capture.result import Gate, Late, Step, gather_into
+from safelaunch.capture.result import FileGroup, Gate, Late, gather_into
 from safelaunch.model import Artifact
 
 # --- what a source brings counts as a whole, and not after its deadline -----------------------------------------------
@@ -42,7 +42,7 @@ def test_a_step_counts_with_its_evidence_or_not_at_all(tmp_path: Path) -> None:
     staging, told = Staging(tmp_path / "bundle"), list[str]()
     outer = Gate(staging)
     inner = Gate(outer)
-    step = Step(inner)
+    step = FileGroup(inner)
     step.add(named("one.txt"), "1")
     assert not (staging.root / "one.txt").exists()
     step.done(lambda: told.append("one"))

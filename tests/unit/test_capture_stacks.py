@@ -17,7 +17,7 @@ import pytest
 from safelaunch.capture import command, proc, stacks
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
 from safelaunch.system.errors import CaptureError
-from safelaunch.system.task import Task
+from safelaunch.system.task import BackgroundTask
 
 
 def spy_thread(**changes: object) -> dict[str, object]:
@@ -139,7 +139,9 @@ def test_text_without_stacks_still_shows_the_kernels_view() -> None:
 
 # --- complaints -------------------------------------------------------------------------------------------------------
 
-FACTS = stacks.Facts(alive=True, same_user=True, capable=True, yama=None, container=False, executable="python3.12")
+FACTS = stacks.PtraceFacts(
+    alive=True, same_user=True, capable=True, yama=None, container=False, executable="python3.12"
+)
 NO_CAPABILITY = """Error: Failed to get process executable name. Check that the process is running.
 
 Caused by:
@@ -152,8 +154,8 @@ Stack backtrace:
 OTHER_USER = "Permission Denied: Try running again with elevated permissions by going 'sudo env \"PATH=$PATH\" !!'\n"
 
 
-def facts(**changes: object) -> stacks.Facts:
-    return stacks.Facts(**{**FACTS.__dict__, **changes})  # type: ignore[arg-type]
+def facts(**changes: object) -> stacks.PtraceFacts:
+    return stacks.PtraceFacts(**{**FACTS.__dict__, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def facts(**changes: object) -> stacks.Facts:
         ("", FACTS, "py-spy failed without a message", ""),
     ],
 )
-def test_complaints_lead_to_a_remedy(stderr: str, known: stacks.Facts, expected: str, kind: str) -> None:
+def test_complaints_lead_to_a_remedy(stderr: str, known: stacks.PtraceFacts, expected: str, kind: str) -> None:
     explained = stacks.explain(stderr, known)
     assert expected in str(explained) and explained.kind == kind
     assert "\n" not in explained.message + explained.fix
@@ -289,7 +291,7 @@ def test_what_cannot_be_read_at_rest_is_not_read_again(tmp_path: Path, monkeypat
 def test_a_helper_that_still_runs_is_ended_with_its_supervisor() -> None:
     started = threading.Event()
     command.helper_reports.send_to(lambda pid: started.set())
-    task = Task("helper", lambda: command.run(["sleep", "600"], deadline_s=600))
+    task = BackgroundTask("helper", lambda: command.run(["sleep", "600"], deadline_s=600))
     assert started.wait(30)
     command.helper_reports.end_all()
     assert task.wait(30)

@@ -15,7 +15,7 @@ from safelaunch.capture import stacks
 from safelaunch.cli import doctor
 from safelaunch.cli import doctor_node as node
 from safelaunch.cli import doctor_rules as rules
-from safelaunch.cli.doctor_rules import MIB, Check, Disk, Place, Probe, Rights, Trial, failed, ok, warning
+from safelaunch.cli.doctor_rules import MIB, Check, Container, Disk, Rights, TorchProbe, Trial, failed, ok, warning
 from safelaunch.job import torchrun
 from safelaunch.system.console import Display
 from safelaunch.system.errors import Failure, UsageError
@@ -108,7 +108,7 @@ VOLUME = f"700 1 8:1 /var/lib/docker/volumes/{ID}/_data /data rw - ext4 /dev/a r
         ("kubernetes", OF_DOCKER, False),  # of the pod's first container
     ],
 )
-def test_container_in_the_network_of_its_host_is_named_by_its_id(place: Place, mounts: str, is_by_id: bool) -> None:
+def test_container_in_the_network_of_its_host_is_named_by_its_id(place: Container, mounts: str, is_by_id: bool) -> None:
     assert node.container(place, mounts) == (ID[:12] if is_by_id else socket.gethostname())
 
 
@@ -247,7 +247,7 @@ def test_the_kind_of_a_disk_is_that_of_the_deepest_mount() -> None:
 
 # --- torch ------------------------------------------------------------------------------------------------------------
 
-GOOD = Probe(
+GOOD = TorchProbe(
     python="3.11.7",
     import_s=1.4,
     distributed=True,
@@ -274,7 +274,7 @@ OLD_NCCL = {"ping": 200, "fr_trace_json": 404, "dump_nccl_trace_json": 200}
         (replace(GOOD, handlers={"ping": 0}), "ok", "ok", "failed", "warning"),
     ],
 )
-def test_torch(probe: Probe, imported: str, beacon: str | None, server: str | None, recorder: str | None) -> None:
+def test_torch(probe: TorchProbe, imported: str, beacon: str | None, server: str | None, recorder: str | None) -> None:
     checks = [
         rules.import_check(probe),
         rules.beacon_check(probe),
@@ -304,7 +304,7 @@ def test_a_probe_that_says_nothing_usable(stdout: bytes, stderr: str, words: str
 
 def test_a_probe_is_read_from_its_last_line() -> None:
     probe = node.parse(b'a greeting\n{"python": "3.11.7", "beacon": true}\n', "", 0)
-    assert probe == Probe(python="3.11.7", beacon=True)
+    assert probe == TorchProbe(python="3.11.7", beacon=True)
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def test_a_look_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_a_wrong_variable_of_ours_is_found(tmp_path: Path) -> None:
-    subject = doctor.Subject({"SAFELAUNCH_STALL": "3"}, os.getuid(), tmp_path, None, None)
+    subject = doctor.DoctorSubject({"SAFELAUNCH_STALL": "3"}, os.getuid(), tmp_path, None, None)
     (configuration,) = doctor._configuration(subject)
     assert configuration is not None
     assert configuration.result == "failed" and "SAFELAUNCH_STALL" in configuration.detail
@@ -422,7 +422,7 @@ def test_a_py_spy_that_is_denied_fails_for_real(tmp_path: Path, monkeypatch: pyt
     )
     denied.chmod(0o755)
     monkeypatch.setattr(stacks, "find_py_spy", lambda given=None: os.fspath(denied))
-    subject = doctor.Subject({}, os.getuid(), tmp_path, None, None)
+    subject = doctor.DoctorSubject({}, os.getuid(), tmp_path, None, None)
     py_spy, reading = doctor._tracing(subject)
     assert py_spy is not None and reading is not None
     assert py_spy.result == "ok" and "0.4.3" in py_spy.detail

@@ -13,7 +13,7 @@ import pytest
 
 from safelaunch import cli
 from safelaunch.capture import jobs
-from safelaunch.capture.jobs import Process
+from safelaunch.capture.jobs import JobProcess
 from safelaunch.cli import doctor_node
 from safelaunch.cli.doctor_rules import Rights
 from safelaunch.supervise import attach as attaching
@@ -24,9 +24,9 @@ NORMAL_USER = Rights(yama=1, capable=False, seccomp=0, place="host")
 BY_YAMA = "dump: no stack could be read: permission denied by Yama (kernel.yama.ptrace_scope=1)."
 
 
-def rank(pid: int, port: int) -> Process:
+def rank(pid: int, port: int) -> JobProcess:
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(port)}
-    return Process(pid, 1, user=os.getuid(), env=env)
+    return JobProcess(pid, 1, user=os.getuid(), env=env)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     monkeypatch.delenv("SAFELAUNCH_BUNDLE_DIR", raising=False)
     monkeypatch.setattr(commands, "as_root", lambda words: ["sudo", "/venv/bin/safelaunch", *words])
 
-    def made(*processes: Process, rights: Rights = NORMAL_USER) -> None:
+    def made(*processes: JobProcess, rights: Rights = NORMAL_USER) -> None:
         monkeypatch.setattr(jobs, "processes", lambda: {one.pid: one for one in processes})
         monkeypatch.setattr(jobs, "packages_of", lambda pid: "/packages")
         monkeypatch.setattr(doctor_node, "rights", lambda environ: rights)
@@ -96,14 +96,14 @@ def test_dump_all_looks_at_every_job_although_one_is_refused(
 def test_dump_that_finds_no_job_names_the_line_for_those_of_other_users(
     node: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    node(Process(7, 1, user=0, env=None))
+    node(JobProcess(7, 1, user=0, env=None))
     assert cli.main(["dump", "--all"]) == 1
     said = capfd.readouterr().err
     assert "no job was found" in said and "Processes of other users were not searched." in said
     assert said.endswith("safelaunch:     sudo /venv/bin/safelaunch dump --all\n")
     for process, rights in (
-        (Process(7, 1, env={}), NORMAL_USER),
-        (Process(7, 1, user=0, env=None), replace(NORMAL_USER, capable=True, root=True)),
+        (JobProcess(7, 1, env={}), NORMAL_USER),
+        (JobProcess(7, 1, user=0, env=None), replace(NORMAL_USER, capable=True, root=True)),
     ):
         node(process, rights=rights)
         assert cli.main(["dump", "--all"]) == 1
@@ -113,7 +113,7 @@ def test_dump_that_finds_no_job_names_the_line_for_those_of_other_users(
 def test_dump_of_another_users_process_names_the_line(
     node: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    node(Process(7, 1, user=0, env=None))
+    node(JobProcess(7, 1, user=0, env=None))
     assert cli.main(["dump", "--pid", "7"]) == 1
     said = capfd.readouterr().err
     assert "process 7 may not be read: it belongs to root." in said
@@ -123,7 +123,7 @@ def test_dump_of_another_users_process_names_the_line(
 def test_dump_in_a_container_names_the_bundle_directory_because_it_starts_elsewhere(
     node: Callable[..., None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    node(Process(7, 1, user=0, env=None), rights=replace(NORMAL_USER, place="docker"))
+    node(JobProcess(7, 1, user=0, env=None), rights=replace(NORMAL_USER, place="docker"))
     assert cli.main(["dump", "--all"]) == 1
     line = shlex.split(capfd.readouterr().err.splitlines()[-1])
     assert line[1:5] == ["docker", "exec", "--privileged", "--user"]

@@ -24,7 +24,7 @@ from safelaunch.job.paths import (
     sweep_unfinished,
 )
 from safelaunch.job.plan import Plan, Surroundings, build, in_directory
-from safelaunch.job.torchrun import Torch
+from safelaunch.job.torchrun import TorchInstallation
 from safelaunch.settings.options import EnvSetting, Settings
 from safelaunch.supervise.control import discover
 
@@ -214,7 +214,7 @@ def test_what_others_make_to_be_taken_for_ours_is_not(tmp: Path) -> None:
 def planned(run_dir: Path, **exported: str) -> Plan:
     setting = EnvSetting("TORCH_FR_DUMP_TEMP_FILE", "{run_dir}/flight_recorder/trace_", "", "preset x")
     settings = replace(Settings(), env=(setting,))
-    torch = Torch("/usr/bin/python3", Path("/torch"), "2.13")
+    torch = TorchInstallation("/usr/bin/python3", Path("/torch"), "2.13")
     command = CommandLine(own=(), torchrun=(), script=("train.py",))
     return build(command, settings, torch, Surroundings(exported, run_dir, 7))
 

@@ -105,7 +105,7 @@ def test_this_interpreters_torch() -> None:
     import torch
 
     found = torchrun.find({})
-    assert found == torchrun.Torch(sys.executable, Path(torch.__file__).parent, torch.__version__)
+    assert found == torchrun.TorchInstallation(sys.executable, Path(torch.__file__).parent, torch.__version__)
 
 
 @pytest.fixture

@@ -5,27 +5,27 @@ from __future__ import annotations
 import pytest
 
 from safelaunch.leases.choose import (
-    Gpu,
-    GpuProcess,
+    GpuRanking,
+    GpuUser,
     Inventory,
-    Ranks,
+    LeasableGpu,
     pool_of,
     users_of,
     wish_of,
 )
 from safelaunch.system.errors import ResourceError
 
-GPUS = tuple(Gpu(str(n), f"GPU-{n}{n}{n}") for n in range(8))
+GPUS = tuple(LeasableGpu(str(n), f"GPU-{n}{n}{n}") for n in range(8))
 MIG = (
-    Gpu("0.0", "MIG-a0", parent="GPU-000"),
-    Gpu("0.1", "MIG-a1", parent="GPU-000"),
-    Gpu("1", "GPU-111"),
-    Gpu("2.3", "MIG-c3", parent="GPU-222"),
+    LeasableGpu("0.0", "MIG-a0", parent="GPU-000"),
+    LeasableGpu("0.1", "MIG-a1", parent="GPU-000"),
+    LeasableGpu("1", "GPU-111"),
+    LeasableGpu("2.3", "MIG-c3", parent="GPU-222"),
 )
 SLURM = {"SLURM_JOB_ID": "1"}
 
 
-def labels(gpus: tuple[Gpu, ...] | None) -> str | None:
+def labels(gpus: tuple[LeasableGpu, ...] | None) -> str | None:
     return None if gpus is None else " ".join(gpu.label for gpu in gpus)
 
 
@@ -57,7 +57,7 @@ def labels(gpus: tuple[Gpu, ...] | None) -> str | None:
         ({"SLURM_JOB_GPUS": "2"}, GPUS, "0 1 2 3 4 5 6 7"),
     ],
 )
-def test_pool(environ: dict[str, str], gpus: tuple[Gpu, ...], expected: str) -> None:
+def test_pool(environ: dict[str, str], gpus: tuple[LeasableGpu, ...], expected: str) -> None:
     assert labels(pool_of(environ, gpus).gpus) == expected
 
 
@@ -82,7 +82,7 @@ def test_pool(environ: dict[str, str], gpus: tuple[Gpu, ...], expected: str) -> 
     ],
 )
 def test_wish(
-    request_: str | None, ranks: Ranks, environ: dict[str, str], expected: tuple[int, int, bool] | None
+    request_: str | None, ranks: GpuRanking, environ: dict[str, str], expected: tuple[int, int, bool] | None
 ) -> None:
     wish = wish_of(request_, ranks, pool_of(environ, GPUS), Inventory(GPUS))
     assert (None if wish is None else (wish.count, len(wish.candidates), wish.keep)) == expected
@@ -100,7 +100,7 @@ def test_wish(
         ("0,", {}, MIG, "Name one of them: 0.0, 0.1."),
     ],
 )
-def test_what_does_not_exist(request_: str, environ: dict[str, str], gpus: tuple[Gpu, ...], words: str) -> None:
+def test_what_does_not_exist(request_: str, environ: dict[str, str], gpus: tuple[LeasableGpu, ...], words: str) -> None:
     found = Inventory(gpus, missing="" if gpus else "nothing found")
     with pytest.raises(ResourceError) as raised:
         wish_of(request_, 1, pool_of(environ, gpus), found)
@@ -110,16 +110,16 @@ def test_what_does_not_exist(request_: str, environ: dict[str, str], gpus: tuple
 @pytest.mark.parametrize(
     ("gpu", "expected"),
     [
-        (Gpu("0", "GPU-0"), ""),
-        (Gpu("0", "GPU-0", memory_used_bytes=256 << 20), ""),
+        (LeasableGpu("0", "GPU-0"), ""),
+        (LeasableGpu("0", "GPU-0", memory_used_bytes=256 << 20), ""),
         (
-            Gpu("0", "GPU-0", memory_used_bytes=(256 << 20) + 1),
+            LeasableGpu("0", "GPU-0", memory_used_bytes=(256 << 20) + 1),
             "used without a lease by an invisible process (256 MiB in use)",
         ),
-        (Gpu("0", "GPU-0", processes=(GpuProcess(7), GpuProcess(9))), "used without a lease by pid 7, 9"),
-        (Gpu("0", "unknown-0", error="GPU is lost"), "not answering: GPU is lost"),
+        (LeasableGpu("0", "GPU-0", processes=(GpuUser(7), GpuUser(9))), "used without a lease by pid 7, 9"),
+        (LeasableGpu("0", "unknown-0", error="GPU is lost"), "not answering: GPU is lost"),
     ],
 )
-def test_use_without_a_lease(gpu: Gpu, expected: str) -> None:
+def test_use_without_a_lease(gpu: LeasableGpu, expected: str) -> None:
     found = users_of(gpu)
     assert found.startswith(expected) and bool(found) == bool(expected)

@@ -15,21 +15,21 @@ from pathlib import Path
 import pytest
 
 from safelaunch.cli import gpus
-from safelaunch.leases.choose import Gpu, GpuProcess, Inventory, Wish, pool_of, wish_of
-from safelaunch.leases.gpus import Claim, Patience, Survey, Taken
+from safelaunch.leases.choose import GpuRequest, GpuUser, Inventory, LeasableGpu, pool_of, wish_of
+from safelaunch.leases.gpus import LeaseRequest, Patience, Survey, Taken
 from safelaunch.leases.gpus import take as take_claimed
-from safelaunch.leases.holder import Holder, User, look, ourselves
+from safelaunch.leases.holder import LeaseHolder, User, look, ourselves
 from safelaunch.leases.inventory import has_driver, inventory
-from safelaunch.leases.store import Store
+from safelaunch.leases.store import LeaseStore
 from safelaunch.system.errors import InterruptedWait, ResourceError
 from tests.support.nvml import stub
 
-FOUR = Inventory(tuple(Gpu(str(n), f"GPU-{n}") for n in range(4)))
+FOUR = Inventory(tuple(LeasableGpu(str(n), f"GPU-{n}") for n in range(4)))
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(os.fspath(tmp_path / "leases"))
+def store(tmp_path: Path) -> LeaseStore:
+    return LeaseStore(os.fspath(tmp_path / "leases"))
 
 
 class Clock:
@@ -49,21 +49,21 @@ class Clock:
         return Patience(True, timeout_s, say, lambda: self.now, self.sleep)
 
 
-def wish(request: str | None, environ: dict[str, str] | None = None, found: Inventory = FOUR) -> Wish:
+def wish(request: str | None, environ: dict[str, str] | None = None, found: Inventory = FOUR) -> GpuRequest:
     found_wish = wish_of(request, 1, pool_of(environ or {}, found.gpus), found)
     assert found_wish is not None
     return found_wish
 
 
-def claim(store: Store, wanted: Wish, survey: Survey) -> Claim:
-    return Claim(store, wanted, ourselves("", f"train.py {wanted.count}"), survey)
+def claim(store: LeaseStore, wanted: GpuRequest, survey: Survey) -> LeaseRequest:
+    return LeaseRequest(store, wanted, ourselves("", f"train.py {wanted.count}"), survey)
 
 
-def take(store: Store, wanted: Wish, survey: Survey, patience: Patience) -> Taken:
+def take(store: LeaseStore, wanted: GpuRequest, survey: Survey, patience: Patience) -> Taken:
     return take_claimed(claim(store, wanted, survey), patience)
 
 
-def would_take(store: Store, wanted: Wish, survey: Survey) -> tuple[Gpu, ...] | None:
+def would_take(store: LeaseStore, wanted: GpuRequest, survey: Survey) -> tuple[LeasableGpu, ...] | None:
     return claim(store, wanted, survey).foresee()
 
 
@@ -82,7 +82,7 @@ def test_gpus_with_their_use(node: stub.Node) -> None:
     node.write(f"process 2 4711 {3 * stub.GIB}", "process 2 4712 7", used=[6])
     found = see(node)
     assert [gpu.uuid for gpu in found.gpus] == [stub.uuid(n) for n in range(8)]
-    assert found.gpus[2].processes == (GpuProcess(4711, 3 * stub.GIB), GpuProcess(4712, 7))
+    assert found.gpus[2].processes == (GpuUser(4711, 3 * stub.GIB), GpuUser(4712, 7))
     # What the driver reserves for itself (600 MiB in the stand-in) is nobody's use.
     assert [gpu.memory_used_bytes for gpu in found.gpus[5:7]] == [4 << 20, 10 * stub.GIB]
     assert not found.missing
@@ -97,7 +97,7 @@ def test_mig_instances_take_the_place_of_their_gpu(node: stub.Node) -> None:
     )
     found = see(node)
     assert [(gpu.label, gpu.parent) for gpu in found.gpus] == [("0", ""), ("1.0", stub.uuid(1)), ("1.3", stub.uuid(1))]
-    assert found.gpus[2].uuid == stub.mig_uuid(1, 3) and found.gpus[2].processes == (GpuProcess(99, 5),)
+    assert found.gpus[2].uuid == stub.mig_uuid(1, 3) and found.gpus[2].processes == (GpuUser(99, 5),)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_gpu_in_trouble_is_not_free(node: stub.Node) -> None:
     found = see(node)
     assert found.gpus[1].error == "GPU is lost"
     assert found.gpus[0].memory_used_bytes == (604 << 20), "without version 2 of the question it is in there"
-    assert would_take(Store("/nonexistent/leases"), wish("2", found=found), still(found)) is None
+    assert would_take(LeaseStore("/nonexistent/leases"), wish("2", found=found), still(found)) is None
 
 
 def test_where_there_is_no_driver_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_where_there_is_no_driver_nothing_is_asked(monkeypatch: pytest.MonkeyPat
 # --- taking -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_free_ones_are_taken(store: Store) -> None:
+def test_the_first_free_ones_are_taken(store: LeaseStore) -> None:
     first = take(store, wish("2"), still(FOUR), Patience())
     assert first.visible == "GPU-0,GPU-1"
     assert would_take(store, wish("2"), still(FOUR)) == (FOUR.gpus[2], FOUR.gpus[3])
@@ -151,20 +151,20 @@ def test_the_first_free_ones_are_taken(store: Store) -> None:
     second.lease.release(), third.lease.release()
 
 
-def test_what_is_used_without_a_lease_is_not_taken_unless_the_user_named_it(store: Store) -> None:
-    busy = replace(FOUR, gpus=(replace(FOUR.gpus[0], processes=(GpuProcess(os.getpid()),)), *FOUR.gpus[1:]))
+def test_what_is_used_without_a_lease_is_not_taken_unless_the_user_named_it(store: LeaseStore) -> None:
+    busy = replace(FOUR, gpus=(replace(FOUR.gpus[0], processes=(GpuUser(os.getpid()),)), *FOUR.gpus[1:]))
     taken = take(store, wish("1"), still(busy), Patience())
     assert taken.visible == "GPU-1"
     with pytest.raises(ResourceError) as refused:
         take(store, wish("0,"), still(busy), Patience())
     assert f"used without a lease by pid {os.getpid()}" in str(refused.value)
-    assert f"pid {os.getpid()} ({Holder(uid=os.getuid()).user}) since" in str(refused.value)
+    assert f"pid {os.getpid()} ({LeaseHolder(uid=os.getuid()).user}) since" in str(refused.value)
     named = take(store, wish(None, {"CUDA_VISIBLE_DEVICES": "0"}), still(busy), Patience())
     assert named.visible == "GPU-0" and "used without a lease" in named.notes[0]
     taken.lease.release(), named.lease.release()
 
 
-def test_waiting_until_a_lease_is_released(store: Store) -> None:
+def test_waiting_until_a_lease_is_released(store: LeaseStore) -> None:
     taken = take(store, wish("all"), still(FOUR), Patience())
     clock, said = Clock(at2=taken.lease.release), list[str]()
     waited = take(store, wish("3"), still(FOUR), clock.patience(said=said))
@@ -174,7 +174,7 @@ def test_waiting_until_a_lease_is_released(store: Store) -> None:
     waited.lease.release()
 
 
-def test_waiting_until_a_use_without_a_lease_is_over(store: Store) -> None:
+def test_waiting_until_a_use_without_a_lease_is_over(store: LeaseStore) -> None:
     busy = replace(FOUR, gpus=tuple(replace(gpu, memory_used_bytes=1 << 30) for gpu in FOUR.gpus))
     now = [busy]
     asked: list[float] = []
@@ -191,7 +191,7 @@ def test_waiting_until_a_use_without_a_lease_is_over(store: Store) -> None:
     waited.lease.release()
 
 
-def test_waiting_ends(store: Store) -> None:
+def test_waiting_ends(store: LeaseStore) -> None:
     taken = take(store, wish("all"), still(FOUR), Patience())
     with pytest.raises(ResourceError, match="Wait longer"):
         take(store, wish("1"), still(FOUR), Clock().patience(timeout_s=5))
@@ -205,7 +205,7 @@ def test_waiting_ends(store: Store) -> None:
     taken.lease.release()
 
 
-def test_a_large_job_is_not_starved(store: Store) -> None:
+def test_a_large_job_is_not_starved(store: LeaseStore) -> None:
     """Two GPUs are free, one who waits wants four, and who comes later and wants one waits for him."""
     half = take(store, wish("2"), still(FOUR), Patience())
     large = store.queue([gpu.uuid for gpu in FOUR.gpus], 3, ourselves("", "large.py"))
@@ -222,7 +222,7 @@ def test_a_large_job_is_not_starved(store: Store) -> None:
 
 def test_a_process_as_it_is_seen() -> None:
     here = look(os.getpid())
-    assert here.user == Holder(uid=os.getuid()).user and "python" in here.command and not here.left_over
+    assert here.user == LeaseHolder(uid=os.getuid()).user and "python" in here.command and not here.left_over
     assert abs(here.since_unix_s - time.time()) < 86400
     assert look(2**22 + 5) == User(2**22 + 5)
 
@@ -254,21 +254,21 @@ def test_what_a_run_that_is_over_left_behind_is_told_from_what_still_has_its_sup
 
 MIB = 1 << 20
 ROWS = [
-    (Gpu("0", "GPU-0"), {}, {}, "free", "-"),
-    (Gpu("0", "GPU-0"), {"GPU-0": Holder(7, 1, "", "train.py", 1.0, 0)}, {}, "leased", "train.py"),
-    (Gpu("0", "GPU-0"), {"GPU-0": Holder(7, 1, "", "train.py", 1.0, 0, "ranks")}, {}, "ranks only", "train.py"),
-    (Gpu("0", "GPU-0", processes=(GpuProcess(5), GpuProcess(6))), {}, {5: User(5, "ann", "python x.py")},
+    (LeasableGpu("0", "GPU-0"), {}, {}, "free", "-"),
+    (LeasableGpu("0", "GPU-0"), {"GPU-0": LeaseHolder(7, 1, "", "train.py", 1.0, 0)}, {}, "leased", "train.py"),
+    (LeasableGpu("0", "GPU-0"), {"GPU-0": LeaseHolder(7, 1, "", "train.py", 1.0, 0, "ranks")}, {}, "ranks only", "train.py"),
+    (LeasableGpu("0", "GPU-0", processes=(GpuUser(5), GpuUser(6))), {}, {5: User(5, "ann", "python x.py")},
      "unleased use", "python x.py (and pid 6)"),
-    (Gpu("0", "GPU-0", processes=(GpuProcess(5),)), {}, {}, "unleased use", "not visible from here"),
-    (Gpu("0", "GPU-0", processes=(GpuProcess(5),)), {}, {5: User(5, "ann", "a\x1b[31mb", 1.0, True)},
+    (LeasableGpu("0", "GPU-0", processes=(GpuUser(5),)), {}, {}, "unleased use", "not visible from here"),
+    (LeasableGpu("0", "GPU-0", processes=(GpuUser(5),)), {}, {5: User(5, "ann", "a\x1b[31mb", 1.0, True)},
      "left behind", "ab"),
-    (Gpu("0", "GPU-0", memory_used_bytes=999 * MIB), {}, {}, "unleased use", "no process is visible on it"),
-    (Gpu("0", "unknown-0", error="GPU is lost"), {}, {}, "fault", "not answering: GPU is lost"),
+    (LeasableGpu("0", "GPU-0", memory_used_bytes=999 * MIB), {}, {}, "unleased use", "no process is visible on it"),
+    (LeasableGpu("0", "unknown-0", error="GPU is lost"), {}, {}, "fault", "not answering: GPU is lost"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("gpu", "held", "users", "state", "words"), ROWS)
-def test_rows(gpu: Gpu, held: dict[str, Holder], users: dict[int, User], state: str, words: str) -> None:
+def test_rows(gpu: LeasableGpu, held: dict[str, LeaseHolder], users: dict[int, User], state: str, words: str) -> None:
     (row,) = gpus.rows([gpu], held, users)
     assert (row.state, row.cells[-1]) == (state, words)
     (shown,) = gpus.document([row], [], "").gpus
@@ -278,7 +278,7 @@ def test_rows(gpu: Gpu, held: dict[str, Holder], users: dict[int, User], state: 
 
 
 def test_plain_lines_are_aligned() -> None:
-    gpu = Gpu("10", "GPU-0", "NVIDIA H100", memory_used_bytes=MIB, memory_total_bytes=80 << 30)
+    gpu = LeasableGpu("10", "GPU-0", "NVIDIA H100", memory_used_bytes=MIB, memory_total_bytes=80 << 30)
     lines = gpus.as_table(gpus.rows([gpu, replace(gpu, label="1")], {}, {})).lines()
     assert [line.split()[0] for line in lines] == ["gpu", "10", "1"]
     assert len({line.index("H100") for line in lines[1:]}) == 1 and "0.0/80 GiB" in lines[1]
@@ -289,8 +289,8 @@ def test_on_a_narrow_terminal_names_are_cut_and_numbers_are_not() -> None:
 
     from rich.console import Console
 
-    gpu = Gpu("0", "GPU-0", "NVIDIA H100 80GB HBM3", memory_used_bytes=10 << 30, memory_total_bytes=80 << 30)
-    held = {"GPU-0": Holder(4194304, 1, "", "train.py --lr 1e-3 " + "x" * 60, time.time(), 0)}
+    gpu = LeasableGpu("0", "GPU-0", "NVIDIA H100 80GB HBM3", memory_used_bytes=10 << 30, memory_total_bytes=80 << 30)
+    held = {"GPU-0": LeaseHolder(4194304, 1, "", "train.py --lr 1e-3 " + "x" * 60, time.time(), 0)}
     console = Console(file=io.StringIO(), width=80)
     console.print(gpus.picture(gpus.rows([gpu], held, {}), 80))
     header, line = console.file.getvalue().splitlines()  # type: ignore[attr-defined]

@@ -10,15 +10,15 @@ import pytest
 
 from safelaunch.leases import ports
 from safelaunch.leases.holder import ourselves
-from safelaunch.leases.store import Store
+from safelaunch.leases.store import LeaseStore
 from safelaunch.system.errors import ResourceError
 
 ABOUT = ourselves("", "train.py")
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(os.fspath(tmp_path / "leases"))
+def store(tmp_path: Path) -> LeaseStore:
+    return LeaseStore(os.fspath(tmp_path / "leases"))
 
 
 def serve(port: int, *, reuse: bool = True, family: socket.AddressFamily = socket.AF_INET) -> socket.socket:
@@ -56,7 +56,7 @@ def test_where_the_kernel_gives_every_port_away_there_are_still_some() -> None:
     assert found[0] == 20000 and 29500 not in found
 
 
-def test_a_leased_port_is_kept_and_can_be_served(store: Store) -> None:
+def test_a_leased_port_is_kept_and_can_be_served(store: LeaseStore) -> None:
     mine = ports.take(store, 2, ABOUT)
     theirs = ports.take(store, 2, ABOUT)
     assert len({*mine.ports, *theirs.ports}) == 4
@@ -76,14 +76,14 @@ def test_a_leased_port_is_kept_and_can_be_served(store: Store) -> None:
 
 @pytest.mark.parametrize("leased", [True, False])
 def test_jobs_that_see_different_leases_reserve_different_ports(tmp_path: Path, leased: bool) -> None:
-    stores = [Store(os.fspath(tmp_path / name)) for name in ("one", "other")]
+    stores = [LeaseStore(os.fspath(tmp_path / name)) for name in ("one", "other")]
     taken = [ports.take(store, 3, ABOUT) if leased else ports.take_unleased(3) for store in stores]
     assert len({number for each in taken for number in each.ports}) == 6
     for each in taken:
         each.release()
 
 
-def test_a_leased_port_is_listened_on_only_when_somebody_serves_it(store: Store) -> None:
+def test_a_leased_port_is_listened_on_only_when_somebody_serves_it(store: LeaseStore) -> None:
     mine = ports.take(store, 1, ABOUT)
     assert mine.ports[0] not in ports.listening()
     with serve(mine.ports[0]):
@@ -91,7 +91,7 @@ def test_a_leased_port_is_listened_on_only_when_somebody_serves_it(store: Store)
     mine.release()
 
 
-def test_a_port_that_somebody_serves_without_a_lease_is_passed_over(store: Store) -> None:
+def test_a_port_that_somebody_serves_without_a_lease_is_passed_over(store: LeaseStore) -> None:
     probe = ports.take(store, 1, ABOUT)
     (port,) = probe.ports
     probe.release()
@@ -102,7 +102,7 @@ def test_a_port_that_somebody_serves_without_a_lease_is_passed_over(store: Store
         other.release()
 
 
-def test_no_port_left(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_port_left(store: LeaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "candidates", lambda *_: iter([20000, 20001]))
     with pytest.raises(ResourceError, match="fewer than 3 ports"):
         ports.take(store, 3, ABOUT)

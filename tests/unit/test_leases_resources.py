@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from safelaunch.job.argv import CommandLine
-from safelaunch.job.torchrun import KNOWN, Torch, binds_any_port
+from safelaunch.job.torchrun import KNOWN, TorchInstallation, binds_any_port
 from safelaunch.leases import resources
-from safelaunch.leases.choose import Gpu, Inventory, pool_of, wish_of
+from safelaunch.leases.choose import Inventory, LeasableGpu, pool_of, wish_of
 from safelaunch.settings.options import Settings
 from safelaunch.system.errors import UsageError
 
@@ -68,10 +68,10 @@ def test_abbreviations_mean_one_option_only() -> None:
         assert {option[: len(name)].replace("_", "-") for option in KNOWN if option.startswith(shortest)} == {name}
 
 
-def old_torch(tmp_path: Path) -> Torch:
+def old_torch(tmp_path: Path) -> TorchInstallation:
     (tmp_path / "distributed").mkdir()
     (tmp_path / "distributed" / "run.py").write_text("default=29500,\n")
-    return Torch("python", tmp_path, "2.9.1")
+    return TorchInstallation("python", tmp_path, "2.9.1")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_port_on_request(tmp_path: Path) -> None:
     environ = {"SAFELAUNCH_LEASE_DIR": os.fspath(tmp_path / "leases")}
     given = resources.gather(command("--master-port auto"), Settings(gpus="none"), environ, old_torch(tmp_path))
     other = resources.gather(
-        command("--master-port=auto"), Settings(gpus="none"), environ, Torch("python", tmp_path, "")
+        command("--master-port=auto"), Settings(gpus="none"), environ, TorchInstallation("python", tmp_path, "")
     )
     assert given.ports is not None and other.ports is not None
     assert given.command.torchrun == ("--master-port", str(given.ports.ports[0]))
@@ -128,7 +128,7 @@ def test_a_port_on_request_without_a_usable_lease_directory(tmp_path: Path, capf
     """The job starts anyway, with a port that is free and stays bound, and one line says so."""
     (tmp_path / "leases").write_text("no directory")
     environ = {"SAFELAUNCH_LEASE_DIR": os.fspath(tmp_path / "leases")}
-    torch = Torch("python", tmp_path, "")
+    torch = TorchInstallation("python", tmp_path, "")
     one, other = (
         resources.gather(command("--master-port=auto"), Settings(gpus="none"), environ, torch) for _ in range(2)
     )
@@ -146,7 +146,10 @@ def test_a_port_on_request_without_a_usable_lease_directory(tmp_path: Path, capf
 def test_a_port_on_request_is_of_one_node(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="every node"):
         resources.gather(
-            command("--master-port auto --nnodes 2"), Settings(gpus="none"), {}, Torch("python", tmp_path, "")
+            command("--master-port auto --nnodes 2"),
+            Settings(gpus="none"),
+            {},
+            TorchInstallation("python", tmp_path, ""),
         )
 
 
@@ -154,7 +157,7 @@ def test_a_port_on_request_is_of_one_node(tmp_path: Path) -> None:
 def test_without_a_driver_nothing_is_leased(monkeypatch: pytest.MonkeyPatch, gpus: str | None) -> None:
     monkeypatch.setattr(resources, "has_driver", lambda environ: False)
     given = resources.gather(command("--nproc-per-node=2"), Settings(gpus=gpus, wait=True), {}, None)
-    assert given == resources.Resources(command("--nproc-per-node=2"))
+    assert given == resources.JobResources(command("--nproc-per-node=2"))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +202,7 @@ def test_inside_a_run_nothing_is_leased_again(monkeypatch: pytest.MonkeyPatch) -
     assert (given.lease, given.visible_gpus, given.rank_locks) == (None, None, ("/a", "/b"))
 
 
-EIGHT = tuple(Gpu(str(number), f"GPU-{number}") for number in range(8))
+EIGHT = tuple(LeasableGpu(str(number), f"GPU-{number}") for number in range(8))
 
 
 @pytest.mark.parametrize(

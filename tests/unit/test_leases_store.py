@@ -19,9 +19,9 @@ import pytest
 
 from safelaunch.beacon import descriptors as beacon
 from safelaunch.leases import store as store_module
-from safelaunch.leases.holder import MAGIC, Holder, decode, ourselves
+from safelaunch.leases.holder import MAGIC, LeaseHolder, decode, ourselves
 from safelaunch.leases.lease import HANDED_OVER, Lease, inherited
-from safelaunch.leases.store import Store
+from safelaunch.leases.store import LeaseStore
 from safelaunch.system.errors import StoreError
 
 A, B = "GPU-aaaa", "GPU-bbbb"
@@ -29,23 +29,23 @@ ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several use
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(os.fspath(tmp_path / "leases"))
+def store(tmp_path: Path) -> LeaseStore:
+    return LeaseStore(os.fspath(tmp_path / "leases"))
 
 
-def about(command: str = "train.py") -> Holder:
+def about(command: str = "train.py") -> LeaseHolder:
     return ourselves("", command)
 
 
-def all_of(*keys: str) -> Callable[[Mapping[str, Holder]], Sequence[str] | None]:
+def all_of(*keys: str) -> Callable[[Mapping[str, LeaseHolder]], Sequence[str] | None]:
     return lambda held: None if held else keys
 
 
-def take(store: Store, *keys: str) -> Lease | None:
+def take(store: LeaseStore, *keys: str) -> Lease | None:
     return store.attempt(keys, all_of(*keys), about()).lease
 
 
-def taken(store: Store, *keys: str) -> Lease:
+def taken(store: LeaseStore, *keys: str) -> Lease:
     lease = take(store, *keys)
     assert lease is not None
     return lease
@@ -105,7 +105,7 @@ def end(pid: int) -> None:
 # --- taking and freeing -----------------------------------------------------------------------------------------------
 
 
-def test_what_is_taken_is_not_free_until_it_is_released(store: Store) -> None:
+def test_what_is_taken_is_not_free_until_it_is_released(store: LeaseStore) -> None:
     lease = taken(store, A)
     assert lease.keys == (A,)
     held = store.look([A, B])
@@ -123,12 +123,12 @@ def test_what_is_taken_is_not_free_until_it_is_released(store: Store) -> None:
     again.release()
 
 
-def test_looking_creates_nothing(store: Store) -> None:
+def test_looking_creates_nothing(store: LeaseStore) -> None:
     assert (store.look([A]), store.waiting()) == ({}, [])
     assert not Path(store.directory).exists()
 
 
-def test_the_directory_is_for_all_users_whatever_the_umask(store: Store) -> None:
+def test_the_directory_is_for_all_users_whatever_the_umask(store: LeaseStore) -> None:
     before = os.umask(0o077)
     try:
         lease = take(store, A)
@@ -141,14 +141,14 @@ def test_the_directory_is_for_all_users_whatever_the_umask(store: Store) -> None
     lease.release()
 
 
-def test_a_killed_holder_has_freed_everything(store: Store) -> None:
+def test_a_killed_holder_has_freed_everything(store: LeaseStore) -> None:
     with elsewhere(lambda: take(store, A, B)) as pid:
         assert {one.pid for one in store.look([A, B]).values()} == {pid}
         end(pid)
         assert store.look([A, B]) == {}
 
 
-def test_a_lease_lives_as_long_as_the_last_that_shares_it(store: Store) -> None:
+def test_a_lease_lives_as_long_as_the_last_that_shares_it(store: LeaseStore) -> None:
     """The guardian: forked with the lock."""
     lease = taken(store, A)
     with elsewhere(lambda: None) as pid:
@@ -158,14 +158,14 @@ def test_a_lease_lives_as_long_as_the_last_that_shares_it(store: Store) -> None:
         assert store.look([A]) == {}
 
 
-def test_release_frees_also_what_a_daemon_has_inherited(store: Store) -> None:
+def test_release_frees_also_what_a_daemon_has_inherited(store: LeaseStore) -> None:
     lease = taken(store, A)
     with elsewhere(lambda: None):
         lease.release()
         assert store.look([A]) == {}
 
 
-def test_ranks_hold_when_the_supervisor_is_gone(store: Store) -> None:
+def test_ranks_hold_when_the_supervisor_is_gone(store: LeaseStore) -> None:
     lease = taken(store, A)
     paths = os.pathsep.join(lease.rank_files)
     with elsewhere(lambda: (lease.forget(), beacon.hold(paths))) as one:
@@ -179,7 +179,7 @@ def test_ranks_hold_when_the_supervisor_is_gone(store: Store) -> None:
         assert store.look([A]) == {}
 
 
-def test_a_script_that_closes_every_descriptor_keeps_its_share(store: Store) -> None:
+def test_a_script_that_closes_every_descriptor_keeps_its_share(store: LeaseStore) -> None:
     lease = taken(store, A)
     paths = os.pathsep.join(lease.rank_files)
 
@@ -225,7 +225,7 @@ if lease: lease.release()
 """
 
 
-def child(store: Store, variables: Mapping[str, str], fds: tuple[int, ...]) -> subprocess.Popen[str]:
+def child(store: LeaseStore, variables: Mapping[str, str], fds: tuple[int, ...]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", ADOPT, store.directory],
         env={**os.environ, **variables},
@@ -236,7 +236,7 @@ def child(store: Store, variables: Mapping[str, str], fds: tuple[int, ...]) -> s
     )
 
 
-def test_a_lease_is_handed_over_to_a_child(store: Store) -> None:
+def test_a_lease_is_handed_over_to_a_child(store: LeaseStore) -> None:
     lease = taken(store, A, B)
     with child(store, *lease.hand_over()) as process:
         assert process.stdout is not None
@@ -247,7 +247,7 @@ def test_a_lease_is_handed_over_to_a_child(store: Store) -> None:
     assert store.look([A, B]) == {}
 
 
-def test_words_alone_hand_nothing_over(store: Store, tmp_path: Path) -> None:
+def test_words_alone_hand_nothing_over(store: LeaseStore, tmp_path: Path) -> None:
     lease = taken(store, A)
     other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
     same = os.open(Path(store.directory) / f"{A}.{os.getuid()}", os.O_RDWR)  # the file, without its lock
@@ -262,7 +262,7 @@ def test_words_alone_hand_nothing_over(store: Store, tmp_path: Path) -> None:
 # --- what others put in the way ---------------------------------------------------------------------------------------
 
 
-def plant(store: Store, kind: str, tmp_path: Path) -> Path:
+def plant(store: LeaseStore, kind: str, tmp_path: Path) -> Path:
     directory = Path(store.directory)
     directory.mkdir(mode=0o1777)
     victim = tmp_path / "precious"
@@ -288,7 +288,7 @@ def plant(store: Store, kind: str, tmp_path: Path) -> Path:
     "kind",
     ["link", "dangling link", "hard link", "FIFO", "directory", pytest.param("another user's file", marks=ROOT)],
 )
-def test_what_was_planted_is_passed_over(store: Store, tmp_path: Path, kind: str) -> None:
+def test_what_was_planted_is_passed_over(store: LeaseStore, tmp_path: Path, kind: str) -> None:
     victim = plant(store, kind, tmp_path)
     lease = taken(store, A)
     assert set(store.look([A])) == {A} and take(store, A) is None
@@ -301,7 +301,7 @@ def test_what_was_planted_is_passed_over(store: Store, tmp_path: Path, kind: str
 
 
 @ROOT
-def test_two_users(store: Store, tmp_path: Path) -> None:
+def test_two_users(store: LeaseStore, tmp_path: Path) -> None:
     """Neither gets what the other holds, nor can take the other's files away."""
     for parent in (tmp_path, *tmp_path.parents):
         if stat.S_IMODE(parent.stat().st_mode) & 0o005 != 0o005 and parent.stat().st_uid == 0:
@@ -349,7 +349,7 @@ def test_a_directory_that_its_users_cannot_share_safely_is_refused(tmp_path: Pat
     place.chmod(mode)
     os.chown(place, 12345, 12345)
     with pytest.raises(StoreError, match="cannot share it safely"):
-        take(Store(os.fspath(place)), A)
+        take(LeaseStore(os.fspath(place)), A)
 
 
 def test_a_link_in_place_of_the_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +357,7 @@ def test_a_link_in_place_of_the_directory_is_refused(tmp_path: Path, monkeypatch
     (tmp_path / "link").symlink_to(tmp_path / "real")
     monkeypatch.setattr(store_module, "DIRECTORY", os.fspath(tmp_path / "link"))
     with pytest.raises(StoreError, match="no leases can be taken"):
-        take(Store(os.fspath(tmp_path / "link")), A)
+        take(LeaseStore(os.fspath(tmp_path / "link")), A)
     assert not list((tmp_path / "real").iterdir())
 
 
@@ -373,19 +373,19 @@ def test_what_a_file_says_is_never_trusted(said: bytes) -> None:
 
 
 def test_what_a_holder_writes_is_read_again() -> None:
-    one = Holder(7, 9, "name", "train.py --x 'ä\n'", 12.5, 3)
+    one = LeaseHolder(7, 9, "name", "train.py --x 'ä\n'", 12.5, 3)
     assert one.encode().startswith(MAGIC)
-    assert decode(one.encode(), 3) == Holder(7, 9, "name", "train.py --x 'ä '", 12.5, 3)
+    assert decode(one.encode(), 3) == LeaseHolder(7, 9, "name", "train.py --x 'ä '", 12.5, 3)
 
 
 # --- the gate ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_gate_that_stays_shut_is_gone_around(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_that_stays_shut_is_gone_around(store: LeaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it has been waited for; the next time it is not."""
     monkeypatch.setattr(store_module, "GATE_DEADLINE_S", 0.05)
     said: list[str] = []
-    store = Store(store.directory, said.append)
+    store = LeaseStore(store.directory, said.append)
     lease = taken(store, A)
     gate = os.open(store.directory, os.O_RDONLY)
     fcntl.flock(gate, fcntl.LOCK_EX)
@@ -399,7 +399,7 @@ def test_a_gate_that_stays_shut_is_gone_around(store: Store, monkeypatch: pytest
     lease.release(), other.release()
 
 
-def test_without_the_gate_nothing_is_held_twice(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_gate_nothing_is_held_twice(store: LeaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that take and release the same things as fast as they can; a byte of the file is each thing's."""
     monkeypatch.setattr(store_module, "SHUT_S", 1000.0)
     monkeypatch.setattr(store_module, "GATE_DEADLINE_S", 0.0)
@@ -409,7 +409,7 @@ def test_without_the_gate_nothing_is_held_twice(store: Store, monkeypatch: pytes
 
     def compete() -> list[int]:
         found = [0, 0]
-        own = Store(store.directory, lambda text: None)
+        own = LeaseStore(store.directory, lambda text: None)
         while sum(found) < 50:
             lease = take(own, A, B)
             if lease is None:
@@ -449,7 +449,7 @@ def _has_open(pid: int, path: str) -> bool:
     return False
 
 
-def test_a_directory_that_was_removed_while_somebody_waited_at_its_gate(store: Store, tmp_path: Path) -> None:
+def test_a_directory_that_was_removed_while_somebody_waited_at_its_gate(store: LeaseStore, tmp_path: Path) -> None:
     first = taken(store, A)
     gate = os.open(store.directory, os.O_RDONLY)
     fcntl.flock(gate, fcntl.LOCK_EX)
@@ -478,7 +478,7 @@ def test_a_directory_that_was_removed_while_somebody_waited_at_its_gate(store: S
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
-def test_first_come_first_served(store: Store) -> None:
+def test_first_come_first_served(store: LeaseStore) -> None:
     lease = taken(store, A)
     first = store.queue([A, B], 1, about("first"))
     second = store.queue([A, B], 1, about("second"))
@@ -497,12 +497,12 @@ def test_first_come_first_served(store: Store) -> None:
     assert not list(Path(store.directory).glob("ticket.*"))
 
 
-def test_who_waits_for_one_thing_keeps_the_others_from_nobody(store: Store) -> None:
+def test_who_waits_for_one_thing_keeps_the_others_from_nobody(store: LeaseStore) -> None:
     """GPU A is held for days, and somebody wants it and no other: whoever is served by B does not wait for that."""
     lease = taken(store, A)
     ticket = store.queue([A], 1, about("wants A"))
 
-    def any_of(held: Mapping[str, Holder]) -> Sequence[str] | None:
+    def any_of(held: Mapping[str, LeaseHolder]) -> Sequence[str] | None:
         return next(([key] for key in (A, B) if key not in held), None)
 
     other = store.attempt([A, B], any_of, about()).lease
@@ -515,7 +515,7 @@ def test_who_waits_for_one_thing_keeps_the_others_from_nobody(store: Store) -> N
     mine.release(), other.release()
 
 
-def test_who_wants_something_else_does_not_wait(store: Store) -> None:
+def test_who_wants_something_else_does_not_wait(store: LeaseStore) -> None:
     ticket = store.queue([A], 1, about())
     lease = taken(store, B)
     assert take(store, A, B) is None
@@ -523,7 +523,7 @@ def test_who_wants_something_else_does_not_wait(store: Store) -> None:
     lease.release()
 
 
-def test_a_killed_waiter_holds_nobody_up(store: Store) -> None:
+def test_a_killed_waiter_holds_nobody_up(store: LeaseStore) -> None:
     with elsewhere(lambda: store.queue([A, B], 1, about("killed"))) as pid:
         assert take(store, A) is None
         end(pid)
@@ -532,7 +532,7 @@ def test_a_killed_waiter_holds_nobody_up(store: Store) -> None:
     assert not list(Path(store.directory).glob("ticket.*")), "its ticket is removed by the next"
 
 
-def test_a_stopped_waiter_holds_nobody_up(store: Store) -> None:
+def test_a_stopped_waiter_holds_nobody_up(store: LeaseStore) -> None:
     with elsewhere(lambda: store.queue([A, B], 1, about("stopped"))) as pid:
         os.kill(pid, signal.SIGSTOP)
         os.waitid(os.P_PID, pid, os.WSTOPPED)

@@ -17,11 +17,11 @@ import pytest
 from safelaunch.beacon import descriptors as beacon
 from safelaunch.cli import gpus as command
 from safelaunch.leases import gpus, holder, lease, ports
-from safelaunch.leases.choose import Gpu, Inventory, Wish
-from safelaunch.leases.gpus import Claim, Survey
-from safelaunch.leases.holder import Holder, look, ourselves
+from safelaunch.leases.choose import GpuRequest, Inventory, LeasableGpu
+from safelaunch.leases.gpus import LeaseRequest, Survey
+from safelaunch.leases.holder import LeaseHolder, look, ourselves
 from safelaunch.leases.lease import Lease, is_locked
-from safelaunch.leases.store import MOST_EACH, Store
+from safelaunch.leases.store import MOST_EACH, LeaseStore
 from tests.support import strangers
 from tests.support.strangers import MINE, STRANGER, stranger, words
 
@@ -47,31 +47,31 @@ def said() -> Said:
 
 
 @pytest.fixture
-def store(tmp_path: Path, said: Said) -> Store:
+def store(tmp_path: Path, said: Said) -> LeaseStore:
     (tmp_path / "precious").write_text("precious")
     place = tmp_path / "leases"
     place.mkdir()
     place.chmod(0o1777)
-    return Store(os.fspath(place), said.append)
+    return LeaseStore(os.fspath(place), said.append)
 
 
-def place(store: Store) -> Path:
+def place(store: LeaseStore) -> Path:
     return Path(store.directory)
 
 
-def take(store: Store, *keys: str) -> Lease | None:
-    def pick(held: Mapping[str, Holder]) -> Sequence[str] | None:
+def take(store: LeaseStore, *keys: str) -> Lease | None:
+    def pick(held: Mapping[str, LeaseHolder]) -> Sequence[str] | None:
         return None if held else keys
 
     return store.attempt(keys, pick, ourselves("", "mine.py")).lease
 
 
-def is_stalled(store: Store, said: Said) -> None:
+def is_stalled(store: LeaseStore, said: Said) -> None:
     """Everything can be asked and B can be had; at most one line is said, and none can do a terminal harm."""
     begin = time.monotonic()
     held, waiting = store.look([A, B]), store.waiting()
     shown = [holder.told(one) for one in (*held.values(), *waiting)]
-    rows = command.rows([Gpu("0", A), Gpu("1", B)], held, {})
+    rows = command.rows([LeasableGpu("0", A), LeasableGpu("1", B)], held, {})
     shown += [*command.as_table(rows).lines(), *map(command.waiting_line, waiting)]
     assert len(said) <= 1 and all(line.isprintable() for line in (*said, *shown))
     lease = take(store, B)
@@ -82,7 +82,7 @@ def is_stalled(store: Store, said: Said) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", strangers.contents())
-def test_a_ticket_that_says_anything(what: str, store: Store, said: Said) -> None:
+def test_a_ticket_that_says_anything(what: str, store: LeaseStore, said: Said) -> None:
     with stranger(lambda: strangers.locked(place(store) / TICKET, strangers.contents()[what])):
         if not store.waiting():  # else he queues as he should, and is waited for
             is_stalled(store, said)
@@ -91,7 +91,7 @@ def test_a_ticket_that_says_anything(what: str, store: Store, said: Said) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", strangers.contents())
-def test_a_holder_who_says_anything(what: str, store: Store, said: Said) -> None:
+def test_a_holder_who_says_anything(what: str, store: LeaseStore, said: Said) -> None:
     text = strangers.contents()[what]
     with stranger(lambda: strangers.locked(place(store) / f"{A}.{STRANGER}", text)):
         assert store.look([A])[A].uid == STRANGER
@@ -99,7 +99,7 @@ def test_a_holder_who_says_anything(what: str, store: Store, said: Said) -> None
 
 
 @pytest.mark.parametrize("name", [*strangers.NAMES, *map(os.fsdecode, strangers.UNDECODABLE)])
-def test_names(name: str, store: Store, said: Said) -> None:
+def test_names(name: str, store: LeaseStore, said: Said) -> None:
     text = strangers.encoded(words(candidates=[A], count=1))
     with stranger(lambda: strangers.locked(place(store) / name, text)):
         is_stalled(store, said)
@@ -109,7 +109,7 @@ def test_names(name: str, store: Store, said: Said) -> None:
 
 @pytest.mark.parametrize("what", strangers.things())
 @pytest.mark.parametrize("name", [TICKET, f"{A}.{MINE}", f"{B}.{MINE}", f"{B}.{MINE}.ranks"])
-def test_things_that_are_no_files(what: str, name: str, store: Store, said: Said, tmp_path: Path) -> None:
+def test_things_that_are_no_files(what: str, name: str, store: LeaseStore, said: Said, tmp_path: Path) -> None:
     if name.startswith(B) and "file" in what and "link" not in what:
         name = name.replace(B, A)  # a locked file of his is his lease
     with stranger(lambda: strangers.things()[what](place(store) / name)):
@@ -117,7 +117,7 @@ def test_things_that_are_no_files(what: str, name: str, store: Store, said: Said
     assert (tmp_path / "precious").read_text() == "precious" and not (tmp_path / "new").exists()
 
 
-def test_thousands_of_files(store: Store, said: Said) -> None:
+def test_thousands_of_files(store: LeaseStore, said: Said) -> None:
     def flood() -> list[int]:
         for number in range(10_000):
             (place(store) / f"{(A, B, 'ticket')[number % 3]}.{number:020d}.1").touch()
@@ -128,7 +128,7 @@ def test_thousands_of_files(store: Store, said: Said) -> None:
 
 
 @ROOT
-def test_one_user_cannot_fill_the_queue(store: Store, said: Said) -> None:
+def test_one_user_cannot_fill_the_queue(store: LeaseStore, said: Said) -> None:
     """Of what he has put there so many count."""
     text = strangers.encoded(words(candidates=["GPU-cccc"]))
 
@@ -142,7 +142,7 @@ def test_one_user_cannot_fill_the_queue(store: Store, said: Said) -> None:
         store.leave(mine)
 
 
-def test_files_that_change_while_they_are_read(store: Store, said: Said) -> None:
+def test_files_that_change_while_they_are_read(store: LeaseStore, said: Said) -> None:
     held: list[int] = []
 
     def plant() -> None:
@@ -166,7 +166,7 @@ def test_files_that_change_while_they_are_read(store: Store, said: Said) -> None
 
 
 @ROOT
-def test_a_strangers_lock_on_a_file_of_ours_is_not_ours(store: Store, said: Said) -> None:
+def test_a_strangers_lock_on_a_file_of_ours_is_not_ours(store: LeaseStore, said: Said) -> None:
     """He may read it, so he may lock it: that holds nothing, and we take the next name."""
     lease = take(store, A)
     assert lease is not None
@@ -205,7 +205,7 @@ def beacon_holds(lease: Lease) -> bool:
 
 
 @ROOT
-def test_words_of_another_are_not_put_into_a_holders_mouth(store: Store) -> None:
+def test_words_of_another_are_not_put_into_a_holders_mouth(store: LeaseStore) -> None:
     """He holds ``GPU-aaaa.0.ranks``, beside a file of ours that says what we last ran."""
     lease = take(store, A)
     assert lease is not None
@@ -217,18 +217,18 @@ def test_words_of_another_are_not_put_into_a_holders_mouth(store: Store) -> None
 
 
 @ROOT
-def test_a_stranger_who_writes_down_a_number_of_ours_is_shown(store: Store) -> None:
-    found = Inventory((Gpu("0", A),))
+def test_a_stranger_who_writes_down_a_number_of_ours_is_shown(store: LeaseStore) -> None:
+    found = Inventory((LeasableGpu("0", A),))
     text = strangers.encoded(words(pid=os.getpid()))
     with stranger(lambda: strangers.locked(place(store) / f"{A}.{STRANGER}", text)):
-        claim = Claim(
-            store, Wish(found.gpus, 1, "--gpus 1"), ourselves("", ""), Survey(found, lambda: found, lambda: 0.0)
+        claim = LeaseRequest(
+            store, GpuRequest(found.gpus, 1, "--gpus 1"), ourselves("", ""), Survey(found, lambda: found, lambda: 0.0)
         )
         assert claim.advance() is None
         assert "theirs.py" in gpus.table(claim, {os.getpid()})
 
 
-def test_a_gate_that_a_stranger_keeps_shut_costs_a_second_once(store: Store, said: Said) -> None:
+def test_a_gate_that_a_stranger_keeps_shut_costs_a_second_once(store: LeaseStore, said: Said) -> None:
     def keep() -> int:
         gate = os.open(store.directory, os.O_RDONLY)
         fcntl.flock(gate, fcntl.LOCK_EX)
@@ -245,13 +245,15 @@ def test_a_gate_that_a_stranger_keeps_shut_costs_a_second_once(store: Store, sai
     assert len(said) == 1 and "fuser" in said[0]
 
 
-def test_a_place_in_the_queue_can_be_left_when_the_directory_serves_no_longer(store: Store, tmp_path: Path) -> None:
+def test_a_place_in_the_queue_can_be_left_when_the_directory_serves_no_longer(
+    store: LeaseStore, tmp_path: Path
+) -> None:
     ticket = store.queue([A], 1, ourselves("", "mine.py"))
     place(store).rename(tmp_path / "gone")
     place(store).write_text("in the way")
     store.leave(ticket)
     assert ticket.descriptor == -1
-    assert Store(os.fspath(tmp_path / "gone")).waiting() == []
+    assert LeaseStore(os.fspath(tmp_path / "gone")).waiting() == []
 
 
 # --- ports, processes -------------------------------------------------------------------------------------------------
@@ -259,7 +261,7 @@ def test_a_place_in_the_queue_can_be_left_when_the_directory_serves_no_longer(st
 
 @pytest.mark.slow
 @ROOT
-def test_a_stranger_who_leases_thousands_of_ports(store: Store, said: Said) -> None:
+def test_a_stranger_who_leases_thousands_of_ports(store: LeaseStore, said: Said) -> None:
     """They are passed over in one look, not one by one."""
     wanted = list(ports.candidates("", ""))[:5000]
 
@@ -295,7 +297,7 @@ def test_a_process_that_names_any_supervisor(number: str) -> None:
 
 
 @ROOT
-def test_names_that_were_taken_beforehand_leave_others(store: Store) -> None:
+def test_names_that_were_taken_beforehand_leave_others(store: LeaseStore) -> None:
     where = Path(store.directory)
     base = "port-20000"
 
@@ -316,7 +318,7 @@ def test_names_that_were_taken_beforehand_leave_others(store: Store) -> None:
 
 
 @ROOT
-def test_a_file_of_a_stranger_with_a_kernels_lease_on_it_is_passed_over(store: Store) -> None:
+def test_a_file_of_a_stranger_with_a_kernels_lease_on_it_is_passed_over(store: LeaseStore) -> None:
     where = Path(store.directory)
 
     def deed() -> int:

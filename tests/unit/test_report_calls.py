@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from safelaunch.model import Evidence, RankEvidence
 from safelaunch.report.calls import NOT_CALLED, Selection, document, in_order, lines, table
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 from tests.support import incidents
 from tests.support.evidence import entry, job, rank, record
 
@@ -23,12 +23,12 @@ def of(number: int, *what: tuple[str, int, str], first: int = 0) -> RankEvidence
 
 
 def slots(evidence: Evidence, **chosen: Any) -> list[tuple[str, int]]:
-    return [(row.slot[0], row.slot[2]) for row in table(Facts.of(evidence), Selection(**chosen)).rows]
+    return [(row.slot[0], row.slot[2]) for row in table(CaseFacts.of(evidence), Selection(**chosen)).rows]
 
 
 def test_ranks_that_did_the_same_share_a_line() -> None:
     evidence = incidents.hang(8).evidence
-    text = lines(table(Facts.of(evidence), Selection(last=2)))
+    text = lines(table(CaseFacts.of(evidence), Selection(last=2)))
     assert [" ".join(line.split()) for line in text] == [
         "group number call ranks state at",
         "0 default_pg 74 all_reduce of float32[4096] 0-7 completed train.py:27 (train)",
@@ -42,21 +42,21 @@ def test_ranks_and_groups_are_chosen() -> None:
     evidence = job(of(0, ("all_reduce", 1, "0"), ("all_reduce", 1, "tp")), of(1, ("all_reduce", 1, "0")))
     assert slots(evidence, groups=frozenset({"tp"})) == [("tp", 1)]
     assert slots(evidence, ranks=frozenset({1})) == [("0", 1)]
-    found = table(Facts.of(evidence), Selection(ranks=frozenset({1, 5})))
+    found = table(CaseFacts.of(evidence), Selection(ranks=frozenset({1, 5})))
     assert (found.unrecorded, found.more) == ((5,), False)
 
 
 def test_the_last_calls_of_each_rank() -> None:
     evidence = job(of(0, *(("all_reduce", n, "0") for n in range(1, 6))), of(1, ("all_reduce", 1, "0")))
-    found = table(Facts.of(evidence), Selection(last=2))
+    found = table(CaseFacts.of(evidence), Selection(last=2))
     assert [row.slot[2] for row in found.rows] == [1, 4, 5] and found.more
-    assert not table(Facts.of(evidence), Selection(last=5)).more
-    assert len(table(Facts.of(evidence), Selection()).rows) == 5
+    assert not table(CaseFacts.of(evidence), Selection(last=5)).more
+    assert len(table(CaseFacts.of(evidence), Selection()).rows) == 5
 
 
 def test_who_has_not_called_it_is_told() -> None:
     evidence = job(of(0, ("all_reduce", 1, "0"), ("all_reduce", 2, "0")), of(1, ("all_reduce", 1, "0")), rank(2))
-    found = table(Facts.of(evidence), Selection())
+    found = table(CaseFacts.of(evidence), Selection())
     assert [row.absent for row in found.rows] == [(), (1,)]
     assert lines(found)[-1].split("  ")[-1].split() == ["1"] and NOT_CALLED in lines(found)[-1]
 
@@ -65,7 +65,9 @@ def test_a_ring_that_has_lost_calls_does_not_tell_who_never_used_a_group() -> No
     mine = of(0, ("all_reduce", 1, "tp"))
     for first, absent in ((0, (1,)), (899, ())):
         evidence = job(mine, of(1, ("all_reduce", 900, "0"), first=first))
-        assert [row.absent for row in table(Facts.of(evidence), Selection(groups=frozenset({"tp"}))).rows] == [absent]
+        assert [row.absent for row in table(CaseFacts.of(evidence), Selection(groups=frozenset({"tp"}))).rows] == [
+            absent
+        ]
 
 
 def test_each_rank_keeps_its_order() -> None:
@@ -86,13 +88,13 @@ def test_ranks_that_entered_groups_in_different_orders_lose_no_call() -> None:
 
 def test_coalesced_calls_of_one_number_have_a_line_each() -> None:
     same = (("all_reduce", 1, "0"), ("all_reduce", 1, "0"))
-    found = table(Facts.of(job(of(0, *same), of(1, *same))), Selection())
+    found = table(CaseFacts.of(job(of(0, *same), of(1, *same))), Selection())
     assert [row.slot for row in found.rows] == [("0", False, 1, 0), ("0", False, 1, 1)]
 
 
 def test_as_json() -> None:
     evidence = incidents.hang(4).evidence
-    last = document(table(Facts.of(evidence), Selection(last=1)))
+    last = document(table(CaseFacts.of(evidence), Selection(last=1)))
     assert [(one["op"], one["number"], one["ranks"], one["state"]) for one in last] == [
         ("all_gather", 75, [0], "pending"),
         ("all_reduce", 75, [1, 2, 3], "pending"),
@@ -101,5 +103,5 @@ def test_as_json() -> None:
 
 def test_hostile_names_stay_on_their_line() -> None:
     evidence = job(rank(0, flight=record(entry("a\nb\x1b[2J", 1))))
-    text = lines(table(Facts.of(evidence), Selection()))
+    text = lines(table(CaseFacts.of(evidence), Selection()))
     assert len(text) == 2 and all(line.isprintable() for line in text)

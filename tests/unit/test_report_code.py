@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from safelaunch.model import CaughtException, Culprit, Evidence, RankException, Verdict
 from safelaunch.report import code
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 from tests.support.evidence import (
     SCRIPT,
     at,
@@ -58,18 +58,18 @@ finally:
 }
 
 
-def sides(evidence: Evidence, *culprits: Culprit) -> list[code.Side]:
+def sides(evidence: Evidence, *culprits: Culprit) -> list[code.CallSide]:
     verdict = diagnose(evidence)
     if culprits:
         verdict = replace(verdict, culprits=culprits)
-    return code.sides(Facts.of(evidence, SOURCE.get), verdict, str)
+    return code.sides(CaseFacts.of(evidence, SOURCE.get), verdict, str)
 
 
 def culprit(number: int, line: int, function: str = "train", reason: str = "") -> Culprit:
     return Culprit(number, "node1", 1000 + 10 * number, "main", at(line, function), 60, reason or f"Rank {number} is.")
 
 
-def shown(place: code.Place) -> list[int]:
+def shown(place: code.FrameWithSource) -> list[int]:
     return [line.number for line in place.lines]
 
 
@@ -158,5 +158,5 @@ def test_without_any_frame_a_culprit_still_has_its_side() -> None:
     error = RankException("ValueError", "no frames", 1.0)
     evidence = job(rank(0, more={"exception": error}), waiting(1), outcome="crash")
     verdict: Verdict = diagnose(evidence)
-    side = code.sides(Facts.of(evidence), verdict, str)[0]
+    side = code.sides(CaseFacts.of(evidence), verdict, str)[0]
     assert side.culprit and side.places == ()

@@ -10,13 +10,13 @@ from msgspec.structs import replace
 
 from safelaunch.model import Evidence
 from safelaunch.report import exports
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 from tests.support import incidents
 from tests.support.evidence import entry, in_user, job, rank, record
 
 
 def trace_of(evidence: Evidence) -> list[dict[str, Any]]:
-    document = json.loads(exports.as_json(exports.perfetto(Facts.of(evidence))))
+    document = json.loads(exports.as_json(exports.perfetto(CaseFacts.of(evidence))))
     assert document["displayTimeUnit"] in ("ms", "ns")
     events: list[dict[str, Any]] = document["traceEvents"]
     return events
@@ -58,7 +58,7 @@ def test_the_calls_of_a_thread_never_overlap_which_no_viewer_could_draw() -> Non
 
 
 def test_names_that_are_hostile_stay_ascii_text() -> None:
-    facts = Facts.of(incidents.hostile().evidence)
+    facts = CaseFacts.of(incidents.hostile().evidence)
     document = exports.perfetto(facts, incidents.EVIL + "\ud800\x7f")
     text = exports.as_json(document)
     assert text.isascii() and text.isprintable()

@@ -6,7 +6,7 @@ import time
 
 from safelaunch.model import Evidence, Frame, GilTest, RankEvidence, RankException, format_ranks, rank_words
 from safelaunch.report import overview
-from safelaunch.report.overview import Branch, stack_tree, tree_lines
+from safelaunch.report.overview import StackBranch, stack_tree, tree_lines
 
 
 def stack(*places: str) -> tuple[Frame, ...]:
@@ -69,7 +69,7 @@ def test_a_recursion_caught_at_every_depth_is_no_danger() -> None:
         depth += 1
         branches = next((branch.branches for branch in branches if branch.branches), ())
     assert 50 < depth < 100
-    assert all(isinstance(branch, Branch) and branch.count for branch in tree)
+    assert all(isinstance(branch, StackBranch) and branch.count for branch in tree)
 
 
 def test_thousands_of_ranks_that_all_differ_are_merged_quickly() -> None:

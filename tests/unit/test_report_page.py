@@ -28,11 +28,11 @@ from safelaunch.model import (
     RankExit,
 )
 from safelaunch.report import page, report
-from safelaunch.report.about import About, Launch, Link, NodeSummary
+from safelaunch.report.about import LaunchFacts, Link, NodeSummary, ReportHeader
 from safelaunch.report.overview import RankRow, alike
 from safelaunch.report.tables import hosts_word
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 from tests.support import browser, incidents, nccl_cases, nccl_formats
 from tests.support.evidence import behind, entry, in_c10d, in_user, job, past, progress, rank, record, waiting
 
@@ -72,7 +72,7 @@ def show(draw: Show) -> Show:
     return lambda name: draw(html_of(name))
 
 
-def page_of(evidence: Evidence, about: About | None = None) -> str:
+def page_of(evidence: Evidence, about: ReportHeader | None = None) -> str:
     return page.render(page.content(diagnose(evidence), evidence, about=about))
 
 
@@ -135,14 +135,14 @@ def test_the_next_command_stands_on_the_page_unless_it_is_what_was_typed() -> No
 )
 def test_the_head_has_the_command_as_it_was_typed(typed: tuple[str, ...], shown: str) -> None:
     evidence = job(waiting(0), waiting(1))
-    about = About(launch=Launch(command=("torchrun", "train.py"), typed=typed))
+    about = ReportHeader(launch=LaunchFacts(command=("torchrun", "train.py"), typed=typed))
     assert page.content(diagnose(evidence), evidence, about=about)["head"]["command"] == shown
 
 
 def test_the_command_that_was_typed_stands_there_once(draw: Show) -> None:
     typed = ("--nproc-per-node=2", "train.py")
     evidence = job(waiting(0), rank(1, in_user(7), "sleep"), launched=Launched(typed, (), "2.13.0"))
-    made = page.content(diagnose(evidence), evidence, about=About(launch=Launch(command=(), typed=typed)))
+    made = page.content(diagnose(evidence), evidence, about=ReportHeader(launch=LaunchFacts(command=(), typed=typed)))
     opened = draw(page.render(made))
     assert opened.value("document.querySelectorAll('.command').length") == 1
     assert "safelaunch --nproc-per-node=2 train.py" in opened.text("#run")
@@ -313,7 +313,7 @@ def test_the_groups_say_what_the_title_says(name: str, timing: bool, tmp_path: P
     recorders = nccl_cases.ranks(nccl_formats.NEWEST, timing=timing)
     nccl_cases.CASES[name].play(recorders)
     evidence = locate.read(nccl_formats.write(tmp_path / "dumps", recorders)).evidence
-    facts = Facts.of(evidence)
+    facts = CaseFacts.of(evidence)
     (group,) = page.content(diagnose(evidence), evidence, facts=facts)["groups"]["rows"]
     assert all(completed <= entered for _, _, entered, completed, _ in group["at"])
     for number, one in facts.ranks.items():
@@ -358,7 +358,7 @@ def test_nodes_whose_mtu_differs_are_rows_of_their_own() -> None:
     evidence = incidents.hang(2).evidence
     mtus = {"n1": 9000, "n2": 9000, "n3": 1500}
     files = tuple(NodeSummary(host, network=(Link("eth0", "up", f"MTU {mtu}"),)) for host, mtu in mtus.items())
-    made = page.content(diagnose(evidence), evidence, about=About(nodes=files))
+    made = page.content(diagnose(evidence), evidence, about=ReportHeader(nodes=files))
     rows = {row["hosts"]: row["network"] for row in made["nodes"]["rows"] if row["network"]}
     assert rows == {"n[1-2]": "eth0 (MTU 9000)", "n3": "eth0 (MTU 1500)"}
 
@@ -367,7 +367,7 @@ def test_the_log_of_every_node_does_not_make_a_page_too_large() -> None:
     evidence = incidents.hang(2).evidence
     lines = tuple("x" * 300 for _ in range(40))
     files = tuple(NodeSummary(f"n{at}", kernel_log=(str(at), *lines)) for at in range(512))
-    assert len(page_of(evidence, About(nodes=files)).encode()) < 5_000_000
+    assert len(page_of(evidence, ReportHeader(nodes=files)).encode()) < 5_000_000
 
 
 @pytest.mark.parametrize(
@@ -590,7 +590,7 @@ def test_hostile_names_stay_text(show: Show) -> None:
 
 def test_numbers_that_a_page_cannot_hold_are_left_out() -> None:
     evidence = replace(incidents.hang(2).evidence, stall_s=float("inf"), threshold_s=float("nan"))
-    about = About(at_unix_s=float("inf"), nodes=(NodeSummary("a", load=(float("nan"), float("inf"))),))
+    about = ReportHeader(at_unix_s=float("inf"), nodes=(NodeSummary("a", load=(float("nan"), float("inf"))),))
     json.loads(data_of(page_of(evidence, about)), parse_constant=pytest.fail)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from safelaunch.model import Frame
 from safelaunch.stacks.parting import Left, left_by, loop_left, loop_of_both, loop_returned_from, parting
-from safelaunch.stacks.source import Loop
+from safelaunch.stacks.source import SourceLoop
 from tests.support.evidence import C10D, MODULE, at
 
 SOURCE = """\
@@ -206,7 +206,7 @@ def evaluate():
 @pytest.mark.parametrize(
     ("past", "inside", "loop"),
     [
-        ((4,), (3, 11), Loop(10, False, MODULE)),
+        ((4,), (3, 11), SourceLoop(10, False, MODULE)),
         ((7,), (3, 11), None),  # perhaps by another way
         ((7,), (3, 12), None),  # in no loop
         ((6,), (3, 11), None),  # by another way
@@ -215,7 +215,7 @@ def evaluate():
     ],
 )
 def test_a_loop_in_a_function_that_the_other_has_returned_from(
-    past: tuple[int, ...], inside: tuple[int, ...], loop: Loop | None
+    past: tuple[int, ...], inside: tuple[int, ...], loop: SourceLoop | None
 ) -> None:
     names = ("run", "evaluate")
     stacks = [tuple(at(line, name) for line, name in zip(way, names, strict=False))[::-1] for way in (past, inside)]
@@ -223,7 +223,7 @@ def test_a_loop_in_a_function_that_the_other_has_returned_from(
     assert loop_returned_from(*stacks, read) == loop
     again = [(*stack, at(14, "<module>")) for stack in stacks]
     found = loop_returned_from(*again, lambda path: RETURNED + "while True:\n    run()\n")
-    assert found == (loop and Loop(10, True, MODULE))
+    assert found == (loop and SourceLoop(10, True, MODULE))
 
 
 def test_a_return_ends_the_loop_of_a_function_that_has_returned() -> None:
@@ -261,7 +261,7 @@ def other():
 )
 def test_loop_left(ahead: int, behind: int, loop: int | None) -> None:
     stacks = [(Frame(C10D, 1, "barrier"), at(line, "train"), MODULE) for line in (ahead, behind)]
-    assert loop_left(stacks[0], stacks[1], lambda path: ROUNDS) == (Loop(loop, False, MODULE) if loop else None)
+    assert loop_left(stacks[0], stacks[1], lambda path: ROUNDS) == (SourceLoop(loop, False, MODULE) if loop else None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.capture.counters import Counters, ProcessCounters, Used
-from safelaunch.capture.jobs import FoundJob, Process, Rank
+from safelaunch.capture.jobs import FoundJob, FoundRank, JobProcess
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import Frame, ProcessState, StackSample, Thread, ThreadState
@@ -100,7 +100,7 @@ def test_a_dump_without_py_spy_is_refused_with_the_line_that_installs_it(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setattr(site, "getuserbase", lambda: "/nowhere")
     monkeypatch.setenv("PATH", "/nowhere")
-    job = FoundJob(1, {0: Rank(Process(os.getpid(), 1), 0, 1, 0)}, 1, {os.getpid()})
+    job = FoundJob(1, {0: FoundRank(JobProcess(os.getpid(), 1), 0, 1, 0)}, 1, {os.getpid()})
     with pytest.raises(SafelaunchError) as caught:
         attach(job, tmp_path)
     assert "py-spy is not installed" in caught.value.message

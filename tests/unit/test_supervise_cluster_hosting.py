@@ -14,7 +14,7 @@ import pytest
 from safelaunch.job import process
 from safelaunch.leases.ports import listening
 from safelaunch.supervise.cluster.hosting import StoreHost, is_this_host
-from safelaunch.supervise.cluster.store import Address, Store
+from safelaunch.supervise.cluster.store import Address, StoreClient
 from tests.support.waiting import until
 
 STARTS_S = 100.0  # torch is imported
@@ -59,7 +59,7 @@ def test_of_two_on_one_host_the_first_starts_it(make: Callable[..., StoreHost], 
     one, other = make(host, number), make(host, number)
     assert [one.has_started, other.has_started] == [True, False]
     for address in (Address(host, number), Address("127.0.0.1", number)):
-        store = Store(address, deadline_s=STARTS_S)
+        store = StoreClient(address, deadline_s=STARTS_S)
         store.add("n", 1, deadline_s=30)
         store.close()
     assert (one.problem, other.problem) == ("", "")
@@ -76,7 +76,7 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path, stopped: bool) -> 
         helper = process.identify(int(parent.stdout.readline()))
         assert helper is not None and helper.is_alive()
         if not stopped:  # else it has not even begun to import torch
-            Store(Address("127.0.0.1", int(words[3])), deadline_s=STARTS_S).close()
+            StoreClient(Address("127.0.0.1", int(words[3])), deadline_s=STARTS_S).close()
         parent.send_signal(signal.SIGKILL)
     until(lambda: not helper.is_alive(), "its end")
 
@@ -86,7 +86,7 @@ def test_a_signal_to_every_process_of_the_job_leaves_it_alone(make: Callable[...
     one = make("127.0.0.1", port())
     for number in process.FORWARDED:
         os.kill(one._pid, number)
-    store = Store(one.address, deadline_s=STARTS_S)
+    store = StoreClient(one.address, deadline_s=STARTS_S)
     assert store.add("n", 1, deadline_s=30) == 1
     store.close()
 

@@ -30,7 +30,7 @@ from safelaunch.model.evidence import all_nodes
 from safelaunch.supervise.cluster.evidence import (
     MOST_LOG,
     MOST_STEPS,
-    Shared,
+    SharedColumns,
     aged,
     condensed,
     merged,
@@ -46,8 +46,8 @@ from safelaunch.supervise.cluster.messages import (
     Beat,
     Codec,
     Decision,
-    Node,
-    Page,
+    LeaderPage,
+    NodeCard,
     packed,
     share_of,
     unpacked,
@@ -60,7 +60,12 @@ PLAIN, SIGNED = Codec("run"), Codec("run", b"a key of the job")
 @pytest.mark.parametrize("codec", [PLAIN, SIGNED], ids=["plain", "signed"])
 def test_what_is_written_is_read(codec: Codec) -> None:
     verdict = Verdict(1, "hang", "busy-loop", "low", "", (), "", (), (), (), ())
-    for message in (BEAT, Page(3, 1, 9), Node("a", "host", 1, "0.1", "2.13"), Decision(verdict, "kill", "h", "/p", 5)):
+    for message in (
+        BEAT,
+        LeaderPage(3, 1, 9),
+        NodeCard("a", "host", 1, "0.1", "2.13"),
+        Decision(verdict, "kill", "h", "/p", 5),
+    ):
         assert codec.decode("b/1", codec.encode("b/1", message), type(message)) == message
 
 
@@ -86,16 +91,18 @@ def test_values_out_of_bounds_are_no_message(wrong: Beat) -> None:
 def test_a_message_of_another_version_is_none() -> None:
     for body in ([7, 1, 9], ["v1", 7, 1, 9]):
         with pytest.raises(BadMessage):
-            PLAIN.decode("head", PLAIN.seal("head", msgspec.msgpack.encode(body)), Page)
+            PLAIN.decode("head", PLAIN.seal("head", msgspec.msgpack.encode(body)), LeaderPage)
 
 
 def test_one_kind_is_not_taken_for_another() -> None:
     with pytest.raises(BadMessage):
-        PLAIN.decode("head", PLAIN.encode("head", BEAT), Page)
+        PLAIN.decode("head", PLAIN.encode("head", BEAT), LeaderPage)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=200), st.sampled_from([Beat, Page, Node, Decision]), st.sampled_from([PLAIN, SIGNED]))
+@given(
+    st.binary(max_size=200), st.sampled_from([Beat, LeaderPage, NodeCard, Decision]), st.sampled_from([PLAIN, SIGNED])
+)
 def test_garbage_is_refused(data: bytes, kind: type[msgspec.Struct], codec: Codec) -> None:
     try:
         codec.decode("b/1", data, kind)
@@ -212,7 +219,7 @@ def test_the_members_of_a_group_travel_once_and_short(members: tuple[int, ...]) 
     )
     chunks = condensed(replace(sent, ranks=ranks))
     assert len(msgspec.msgpack.decode(unpacked(chunks))["groups"]) == 1
-    shared = Shared()
+    shared = SharedColumns()
     one, other = (received(chunks, shared)[0] for _ in range(2))
     groups = [side.flight_record.groups["7"] for side in (*one.ranks, *other.ranks) if side.flight_record is not None]
     assert groups == [members] * 4
@@ -221,7 +228,7 @@ def test_the_members_of_a_group_travel_once_and_short(members: tuple[int, ...]) 
 
 def test_a_group_of_more_ranks_than_there_can_be_is_refused() -> None:
     with pytest.raises(BadMessage):
-        Shared().members(((0, 1, 65_536), (0, 1, 1)))
+        SharedColumns().members(((0, 1, 65_536), (0, 1, 1)))
 
 
 def test_the_evidence_of_a_crowd_has_room() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from safelaunch.job.argv import CommandLine
-from safelaunch.supervise.cluster.rendezvous import MOST_HOSTS, Alone, Meeting, hosts_of, meeting
+from safelaunch.supervise.cluster.rendezvous import MOST_HOSTS, NoRendezvous, SharedStore, hosts_of, meeting
 from safelaunch.supervise.cluster.store import Address
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
@@ -21,7 +21,7 @@ def command_of(*words: str) -> CommandLine:
 def found(words: tuple[str, ...] | None, environ: dict[str, str], named: str | None = None) -> str:
     """``words``: torchrun's, or None under exec. The store's address, ``to start`` it or not, or why not."""
     where = meeting(None if words is None else command_of(*words), environ, named)
-    if isinstance(where, Meeting):
+    if isinstance(where, SharedStore):
         return f"{where.address}{', to start' if where.to_start else ''}"
     return where.why or "one node"
 
@@ -94,7 +94,7 @@ def test_a_store_that_is_to_be_started(
 
 def test_a_command_that_exec_starts_is_no_torchrun() -> None:
     where = meeting(CommandLine((), (), ("bash", "run.sh"), program="bash"), {})
-    assert isinstance(where, Alone)
+    assert isinstance(where, NoRendezvous)
     assert "torchrun does not start this job" in where.why
 
 
@@ -105,14 +105,14 @@ def test_the_nodes_of_a_step_are_not_those_of_the_job() -> None:
 def test_steps_do_not_meet() -> None:
     steps = [{**STEP, "SLURM_STEP_ID": number} for number in ("0", "1", "0")]
     one, other, again = (meeting(None, step, "n1:29700") for step in steps)
-    assert isinstance(one, Meeting)
+    assert isinstance(one, SharedStore)
     assert one == again != other
 
 
 def test_jobs_that_share_a_store_do_not_meet() -> None:
     words = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:7")
     one, other, again = (meeting(command_of(*words, f"--rdzv-id={name}"), {}) for name in ("a", "b", "a"))
-    assert isinstance(one, Meeting)
+    assert isinstance(one, SharedStore)
     assert one == again != other
     assert one.address == Address("n1", 7)
 
@@ -129,7 +129,7 @@ def test_how_many_nodes_are_awaited_and_which_one_this_is(
     words: tuple[str, ...], nodes: int, node_rank: int | None
 ) -> None:
     where = meeting(command_of(*words), {})
-    assert isinstance(where, Meeting)
+    assert isinstance(where, SharedStore)
     assert (where.nodes, where.node_rank) == (nodes, node_rank)
 
 

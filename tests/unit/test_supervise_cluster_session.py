@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from safelaunch.supervise.cluster import session as sessions
 from safelaunch.supervise.cluster.election import SILENT_S
-from safelaunch.supervise.cluster.messages import Beat, Codec, Node, Saying, Seen
+from safelaunch.supervise.cluster.messages import Beat, Codec, NodeCard, PeerView, Saying
 from safelaunch.supervise.cluster.session import Session
 from tests.support.dict_store import DictStore
 
@@ -26,7 +26,7 @@ class Job:
         monkeypatch.setattr(sessions, "time", SimpleNamespace(monotonic=lambda: self.now))
         codec = Codec(PREFIX)
         self.sessions = [
-            Session(self.store, PREFIX, codec, Node("", f"host{number}", 1, "0.1", "2.13"))  # type: ignore[arg-type]
+            Session(self.store, PREFIX, codec, NodeCard("", f"host{number}", 1, "0.1", "2.13"))  # type: ignore[arg-type]
             for number in range(nodes)
         ]
         self.beats = [Beat("", 0, (2 * number, 2 * number + 1), 2 * nodes) for number in range(nodes)]
@@ -34,7 +34,7 @@ class Job:
     def say(self, node: int, **changes: Any) -> None:
         self.beats[node] = replace(self.beats[node], **changes)
 
-    def round(self, *without: int) -> list[Seen]:
+    def round(self, *without: int) -> list[PeerView]:
         """All but these nodes speak once."""
         self.now += 0.5
         living = [number for number in range(len(self.sessions)) if number not in without]

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from safelaunch.supervise.cluster.store import LARGEST_VALUE, LONGEST_KEY, Address, Store, StoreError, ValueTooLarge
+from safelaunch.supervise.cluster.store import (
+    LARGEST_VALUE,
+    LONGEST_KEY,
+    Address,
+    NodeStoreError,
+    StoreClient,
+    ValueTooLarge,
+)
 
 SERVER = """
 import sys
@@ -36,14 +43,14 @@ def server(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def store(server: subprocess.Popen[str]) -> Iterator[Store]:
-    client = Store(server.address)  # type: ignore[attr-defined]
+def store(server: subprocess.Popen[str]) -> Iterator[StoreClient]:
+    client = StoreClient(server.address)  # type: ignore[attr-defined]
     yield client
     client.close()
 
 
 @pytest.mark.torch
-def test_what_torch_stores_is_read_and_the_other_way_round(store: Store, server: subprocess.Popen[str]) -> None:
+def test_what_torch_stores_is_read_and_the_other_way_round(store: StoreClient, server: subprocess.Popen[str]) -> None:
     assert store.get("from torch", deadline_s=30) == b"a value"
     store.set("from us", b"another", deadline_s=30)
     assert server.stdin is not None
@@ -54,7 +61,7 @@ def test_what_torch_stores_is_read_and_the_other_way_round(store: Store, server:
 
 
 @pytest.mark.torch
-def test_every_operation(store: Store) -> None:
+def test_every_operation(store: StoreClient) -> None:
     assert store.get("none", deadline_s=30) is None
     assert [store.add("number", 2, deadline_s=30), store.add("number", -1, deadline_s=30)] == [2, 1]
     assert store.compare_set("once", b"", b"first", deadline_s=30) == b"first"
@@ -77,7 +84,7 @@ def test_every_operation(store: Store) -> None:
 
 
 @pytest.mark.torch
-def test_large_values_and_what_is_too_large(store: Store) -> None:
+def test_large_values_and_what_is_too_large(store: StoreClient) -> None:
     large = bytes(range(256)) * (LARGEST_VALUE // 256)
     store.set("large", large, deadline_s=30)
     assert store.get("large", deadline_s=30) == large
@@ -127,27 +134,27 @@ def serving() -> Iterator[Callable[[Serve], Address]]:
 def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(StoreError, match=r"no store at 127\.0\.0\.1"):
-        Store(Address("127.0.0.1", port), deadline_s=5)
+    with pytest.raises(NodeStoreError, match=r"no store at 127\.0\.0\.1"):
+        StoreClient(Address("127.0.0.1", port), deadline_s=5)
 
 
 def test_one_that_says_nothing_is_left_in_time(serving: Callable[[Serve], Address]) -> None:
     begin = time.monotonic()
-    with pytest.raises(StoreError, match="no answer in time"):
-        Store(serving(lambda connection: None), deadline_s=0.2)
+    with pytest.raises(NodeStoreError, match="no answer in time"):
+        StoreClient(serving(lambda connection: None), deadline_s=0.2)
     assert time.monotonic() - begin < 60
 
 
 def test_another_program_is_told_from_a_store(serving: Callable[[Serve], Address]) -> None:
-    with pytest.raises(StoreError, match="no TCPStore"):
-        Store(serving(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")), deadline_s=60)
+    with pytest.raises(NodeStoreError, match="no TCPStore"):
+        StoreClient(serving(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")), deadline_s=60)
 
 
 def test_after_a_time_out_no_old_answer_is_taken_for_a_new_one(serving: Callable[[Serve], Address]) -> None:
-    client = Store(serving(greeted), deadline_s=60)
-    with pytest.raises(StoreError, match="no answer in time"):
+    client = StoreClient(serving(greeted), deadline_s=60)
+    with pytest.raises(NodeStoreError, match="no answer in time"):
         client.add("n", 1, deadline_s=0.1)
-    with pytest.raises(StoreError):
+    with pytest.raises(NodeStoreError):
         client.add("n", 1, deadline_s=60)
 
 
@@ -158,8 +165,8 @@ def test_an_answer_of_an_impossible_length(serving: Callable[[Serve], Address], 
         connection.recv(64)
         connection.sendall(struct.pack("<q", length) + b"x" * 64)
 
-    with pytest.raises(StoreError, match="bytes"):
-        Store(serving(serve), deadline_s=60).compare_set("k", b"", b"v", deadline_s=60)
+    with pytest.raises(NodeStoreError, match="bytes"):
+        StoreClient(serving(serve), deadline_s=60).compare_set("k", b"", b"v", deadline_s=60)
 
 
 def test_one_that_closes_in_the_middle(serving: Callable[[Serve], Address]) -> None:
@@ -169,11 +176,11 @@ def test_one_that_closes_in_the_middle(serving: Callable[[Serve], Address]) -> N
         connection.sendall(struct.pack("<q", 100) + b"x" * 10)
         connection.close()
 
-    with pytest.raises(StoreError, match="closed"):
-        Store(serving(serve), deadline_s=60).compare_set("k", b"", b"v", deadline_s=60)
+    with pytest.raises(NodeStoreError, match="closed"):
+        StoreClient(serving(serve), deadline_s=60).compare_set("k", b"", b"v", deadline_s=60)
 
 
 def test_one_that_reads_nothing_does_not_hold_us_up(serving: Callable[[Serve], Address]) -> None:
-    client = Store(serving(greeted), deadline_s=60)
-    with pytest.raises(StoreError, match="no answer in time"):
+    client = StoreClient(serving(greeted), deadline_s=60)
+    with pytest.raises(NodeStoreError, match="no answer in time"):
         client.set("k", b"v" * LARGEST_VALUE, deadline_s=0.3)

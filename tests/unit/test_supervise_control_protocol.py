@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.supervise.control import protocol as control
-from safelaunch.supervise.control.protocol import Client, Request, Server, ask
+from safelaunch.supervise.control.protocol import Client, ControlRequest, Server, ask
 from safelaunch.system.errors import SafelaunchError
 
 BIG = "x" * (4 << 20)  # more than a socket holds
@@ -39,7 +39,7 @@ class Answering:
             self.slowest_s = max(self.slowest_s, time.thread_time() - begin)
             time.sleep(0.005)
 
-    def _handle(self, request: Request, client: Client) -> None:
+    def _handle(self, request: ControlRequest, client: Client) -> None:
         if request.command == "dump":
             self.kept.append(client)
         else:
@@ -60,7 +60,7 @@ class Answering:
         return client
 
     def status(self) -> str:
-        return str(json.loads(ask(self.path, Request("status"), deadline_s=60.0))["said"])
+        return str(json.loads(ask(self.path, ControlRequest("status"), deadline_s=60.0))["said"])
 
 
 @pytest.fixture
@@ -174,7 +174,9 @@ def test_who_asks_while_the_queue_is_full_is_answered(tmp_path: Path, monkeypatc
         except BlockingIOError:
             break
     answers: list[bytes] = []
-    asking = threading.Thread(target=lambda: answers.append(ask(Path("control"), Request("status"), deadline_s=30.0)))
+    asking = threading.Thread(
+        target=lambda: answers.append(ask(Path("control"), ControlRequest("status"), deadline_s=30.0))
+    )
     asking.start()
     time.sleep(0.2)
     while asking.is_alive():
@@ -205,7 +207,7 @@ def test_an_answer_that_comes_by_drops_has_one_deadline(tmp_path: Path, monkeypa
         thread.start()
         begin = time.monotonic()
         with pytest.raises(SafelaunchError, match="does not answer"):
-            ask(Path("control"), Request("status"), deadline_s=0.5)
+            ask(Path("control"), ControlRequest("status"), deadline_s=0.5)
         assert time.monotonic() - begin < 60
         over.set()
         thread.join()

@@ -16,11 +16,11 @@ from safelaunch.job.plan import Plan
 from safelaunch.settings.options import Settings
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S
-from safelaunch.supervise.cluster.messages import Node, Page, PeerStatus, Result, Seen
-from safelaunch.supervise.cluster.rendezvous import Meeting
+from safelaunch.supervise.cluster.messages import LeaderPage, NodeCard, PeerStatus, PeerView, VoteResult
+from safelaunch.supervise.cluster.rendezvous import SharedStore
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.supervise.control.protocol import NodeStatus
-from safelaunch.supervise.council import SUCCEED_S, Council, Outcome
+from safelaunch.supervise.council import SUCCEED_S, Council, RoundOutcome
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.peers import NodeNotices
 from safelaunch.supervise.watch.progress import Watch
@@ -33,7 +33,7 @@ def node(tmp_path: Path) -> Council:
     plan = Plan((), {}, (), "train", tmp_path, None, Settings(), True, (), command=CommandLine((), (), ("train.py",)))
     about = JobContext("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
     made = Council(plan, about, Watch(Roster(RunPaths(tmp_path)), Policy(5.0, 60.0, 60.0), 0.0))
-    made.channel.seen = Seen(Page(leader=1, nodes=2, covered=True, world=1), why="")
+    made.channel.seen = PeerView(LeaderPage(leader=1, nodes=2, covered=True, world=1), why="")
     return made
 
 
@@ -53,7 +53,7 @@ def test_nobody_is_asked_where_a_rank_is_not_seen_or_the_leader_not_heard(node: 
         say(node, silent_s=0.0, page=page)
         assert not node.suspect(2.0)
         assert "not every rank" in node.why_alone
-    node.channel.seen = Seen(why="no store at h:1: refused")
+    node.channel.seen = PeerView(why="no store at h:1: refused")
     assert not node.suspect(2.0)
     assert (node.is_covered, node.why_alone) == (False, "no store at h:1: refused")
 
@@ -82,7 +82,7 @@ def test_a_call_is_answered_once_and_answers_what_was_asked_while_it_was_open(no
         ({"incident": 2, "phase": "idle"}, "alone"),
     ],
 )
-def test_the_outcome(node: Council, page: dict[str, Any], outcome: Outcome | None) -> None:
+def test_the_outcome(node: Council, page: dict[str, Any], outcome: RoundOutcome | None) -> None:
     say(node, page=page)
     assert node.outcome(3) == outcome
 
@@ -95,7 +95,7 @@ def test_a_leader_that_is_not_heard_is_given_time_to_be_followed(node: Council) 
 
 
 @pytest.mark.parametrize("result", ["active", "moving"])
-def test_an_incident_that_was_over_before_this_node_looked(node: Council, result: Result) -> None:
+def test_an_incident_that_was_over_before_this_node_looked(node: Council, result: VoteResult) -> None:
     node.suspect(2.0)
     assert node.outcome(0) is None
     say(node, page={"incident": 1, "phase": "idle", "result": result})
@@ -107,7 +107,7 @@ def test_what_is_known_of_all_nodes_has_to_be_new(node: Council) -> None:
     say(node, around=(5.0, (here,)))
     assert node.look_around()
     assert (node.around(4.0), node.around(5.0)) == ((here,), None)
-    node.channel.seen = Seen(why="gone")
+    node.channel.seen = PeerView(why="gone")
     assert not node.look_around()
 
 
@@ -125,18 +125,18 @@ def test_one_node_queries_nccl_for_all_and_ranks_live_until_the_nodes_have_agree
 @pytest.fixture
 def notices() -> NodeNotices:
     """Of the first of three nodes."""
-    channel = Channel(Node("", "here", 1, "0.1", "2.13", node_rank=0))
-    return NodeNotices(Meeting(Address("h", 1), "x", nodes=3), channel, ("here", "gone", "there"))
+    channel = Channel(NodeCard("", "here", 1, "0.1", "2.13", node_rank=0))
+    return NodeNotices(SharedStore(Address("h", 1), "x", nodes=3), channel, ("here", "gone", "there"))
 
 
-def changes(notices: NodeNotices, seen: Seen, *seconds: int, ending: bool = False) -> None:
+def changes(notices: NodeNotices, seen: PeerView, *seconds: int, ending: bool = False) -> None:
     for second in seconds:
         notices.changes(seen, float(second), covered=seen.page is not None and seen.page.covered, ending=ending)
 
 
-COVERED = Seen(Page(leader=1, nodes=2, covered=True, world=4), why="")
-SILENT = Seen(Page(leader=1, silent=(2,)), why="")
-LOST = Seen(why="it has closed the connection", lost="closed")
+COVERED = PeerView(LeaderPage(leader=1, nodes=2, covered=True, world=4), why="")
+SILENT = PeerView(LeaderPage(leader=1, silent=(2,)), why="")
+LOST = PeerView(why="it has closed the connection", lost="closed")
 
 
 def test_what_becomes_of_the_others_is_told_once(notices: NodeNotices, capfd: pytest.CaptureFixture[str]) -> None:
@@ -162,18 +162,18 @@ def test_whose_ranks_have_ended_misses_nobody(notices: NodeNotices, capfd: pytes
 
 
 def test_nodes_of_another_torch_are_told_of_once(notices: NodeNotices, capfd: pytest.CaptureFixture[str]) -> None:
-    changes(notices, dataclasses.replace(COVERED, nodes=(Node("b", "there", 1, "0.1", "2.9"),)), 0, 1, 2)
+    changes(notices, dataclasses.replace(COVERED, nodes=(NodeCard("b", "there", 1, "0.1", "2.9"),)), 0, 1, 2)
     assert capfd.readouterr().err.splitlines() == ["safelaunch: torch differs between nodes: 2.13 here, 2.9 on there"]
 
 
-def come(notices: NodeNotices, number: int, *nodes: Node, seconds: range) -> None:
-    page = Page(leader=1, nodes=number) if number else None
-    notices._channel.seen = Seen(page, nodes=nodes)
+def come(notices: NodeNotices, number: int, *nodes: NodeCard, seconds: range) -> None:
+    page = LeaderPage(leader=1, nodes=number) if number else None
+    notices._channel.seen = PeerView(page, nodes=nodes)
     for second in seconds:
         notices.who_has_come(page, float(second))
 
 
-THERE = Node("b", "there.lan", 1, "0.1", "2.13", node_rank=2)
+THERE = NodeCard("b", "there.lan", 1, "0.1", "2.13", node_rank=2)
 
 
 def test_who_has_come_to_a_rendezvous_is_told_and_known_after_the_others_have_left(

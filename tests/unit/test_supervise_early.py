@@ -25,13 +25,13 @@ from safelaunch.supervise import judge as answer
 from safelaunch.supervise.early import EarlyLooks, without_the_gil
 from safelaunch.supervise.hooks import Notifier
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.kinds import FIRST_WORD, Kind
+from safelaunch.supervise.kinds import FIRST_WORD, IncidentKind
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.watch.progress import Watch as RealWatch
 from safelaunch.supervise.watch.quiet import Spell
 from safelaunch.supervise.watch.stall import Policy, Stall, Status, idle_s
-from safelaunch.supervise.watch.work import Background, Work
+from safelaunch.supervise.watch.work import Background, ObservedWork
 from tests.support.evidence import at, behind, in_user, looked_at, rank, with_culprit
 
 ASLEEP = FirstWord("rank 1 is asleep in train.py:7 (load)", "stuck-in-user-code", (Place(1, at(7, "load")),))
@@ -95,12 +95,14 @@ class Job:
             one = Look(0.0, self.now, self.ranks)
             return Looks((Target(0, 0, 1000, 0),), taken=(one,), entries=self.entries if looks is not None else ())
 
-        def evidence_of(kind: Kind, *_: Any) -> None:
+        def evidence_of(kind: IncidentKind, *_: Any) -> None:
             job.asked.append(kind.asks)
 
         monkeypatch.setattr(respond, "look_at", look_at)
         monkeypatch.setattr(early, "FIRST_WORD", dataclasses.replace(FIRST_WORD, between_s=0.0))
-        monkeypatch.setattr(answer, "work_in", lambda *_: tuple(Work(p, p, p, "cpu", 900.0) for p in self.works))
+        monkeypatch.setattr(
+            answer, "work_in", lambda *_: tuple(ObservedWork(p, p, p, "cpu", 900.0) for p in self.works)
+        )
         monkeypatch.setattr(early, "say", self.said.append)
         monkeypatch.setattr(collecting, "known_of", lambda *_: None)
         monkeypatch.setattr(collecting, "evidence_of", evidence_of)

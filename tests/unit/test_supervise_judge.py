@@ -58,7 +58,7 @@ def looks(*ranks: RankLook, used_ms: dict[int, int] | None = None, entries: tupl
 IN_CALL = (RankLook(0, process(1000, in_c10d("all_reduce", 50))), RankLook(1, process(1010, in_c10d("all_gather", 60))))
 
 
-def judged(taken: Looks, evidence: Evidence = TORN_APART, *, covers: bool = True) -> answer.Judged:
+def judged(taken: Looks, evidence: Evidence = TORN_APART, *, covers: bool = True) -> answer.Judgement:
     return answer.judge(taken, evidence, Background(), covers=covers, mark_s=time.monotonic() - 60)
 
 

@@ -210,9 +210,9 @@ def test_rank_is_asked_for_stacks_unless_stopped_or_still_owing_an_answer(
     asked: list[int] = []
 
     @contextmanager
-    def answer(server: Path, pid: int, questions: object, *, deadline_s: float) -> Iterator[inside.Inside]:
+    def answer(server: Path, pid: int, questions: object, *, deadline_s: float) -> Iterator[inside.InsideReport]:
         asked.append(pid)
-        yield inside.Inside(replace(given.stack, how=inside.HOW), roles={7: "dataloader worker"})
+        yield inside.InsideReport(replace(given.stack, how=inside.HOW), roles={7: "dataloader worker"})
 
     monkeypatch.setattr(inside, "asked", answer)
     target = Target(0, 0, main.pid, 1, "0-0-1", Path("/nowhere.sock"), Answers(owes))

@@ -16,12 +16,15 @@ import pytest
 from msgspec.structs import replace
 
 from safelaunch.model import Lost, NodeEvidence
-from safelaunch.supervise.cluster.messages import Beat, Node, Page, Peer, Seen
+from safelaunch.supervise.cluster.messages import Beat, LeaderPage, NodeCard, Peer, PeerView
 from safelaunch.supervise.cluster.store import probe
 from safelaunch.supervise.peers import agent_state, digest_of, nodes_of
 from tests.support.waiting import until
 
-HERE, THERE = Node("", "here", 1, "0.1", "2.13"), Node("", "there", 2, "0.1", "2.9", "abc", "127.0.0.1", hosts=True)
+HERE, THERE = (
+    NodeCard("", "here", 1, "0.1", "2.13"),
+    NodeCard("", "there", 2, "0.1", "2.9", "abc", "127.0.0.1", hosts=True),
+)
 BEAT = Beat("a", 1, ranks=(2, 3), world=4)
 
 
@@ -31,12 +34,12 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def seen(beat: Beat | None = BEAT, silent_s: float = 0.0, *, others: tuple[Peer, ...] = (), **more: Any) -> Seen:
-    page = more.pop("page", Page(leader=1))
-    return Seen(page, "", peers=(Peer(2, THERE, beat, silent_s), *others), slot=1, **more)
+def seen(beat: Beat | None = BEAT, silent_s: float = 0.0, *, others: tuple[Peer, ...] = (), **more: Any) -> PeerView:
+    page = more.pop("page", LeaderPage(leader=1))
+    return PeerView(page, "", peers=(Peer(2, THERE, beat, silent_s), *others), slot=1, **more)
 
 
-def told(found: Seen, store: Lost = "") -> NodeEvidence:
+def told(found: PeerView, store: Lost = "") -> NodeEvidence:
     own, *others = nodes_of(found, HERE, Beat("b", 1, ranks=(0, 1)), port=free_port(), store=store)
     assert (own.host, own.slot, own.ranks, own.here, own.is_gone) == ("here", 1, (0, 1), True, False)
     return others[0]

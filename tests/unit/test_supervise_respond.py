@@ -10,7 +10,7 @@ import pytest
 
 from safelaunch.capture.look import Target
 from safelaunch.supervise import respond
-from safelaunch.supervise.kinds import CRASH, Kind
+from safelaunch.supervise.kinds import CRASH, IncidentKind
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import Incident, JobView, look
 from tests.support.waiting import until
@@ -52,15 +52,15 @@ def test_an_error_of_its_work_is_raised_where_its_result_is_taken() -> None:
 @pytest.mark.parametrize(
     ("kind", "cancelled", "expected"),
     [
-        (Kind("hang", between_s=0.0), False, [6.0, 6.0]),
-        (Kind("hang", between_s=0.0), True, [6.0]),
-        (Kind("hang", between_s=0.0, budget_s=0.0), False, [6.0]),
+        (IncidentKind("hang", between_s=0.0), False, [6.0, 6.0]),
+        (IncidentKind("hang", between_s=0.0), True, [6.0]),
+        (IncidentKind("hang", between_s=0.0, budget_s=0.0), False, [6.0]),
         (CRASH, False, [6.0]),
     ],
     ids=["two", "cancelled", "no time for another", "crash"],
 )
 def test_how_often_the_ranks_are_looked_at(
-    kind: Kind, cancelled: bool, expected: list[float], monkeypatch: pytest.MonkeyPatch
+    kind: IncidentKind, cancelled: bool, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[float] = []
 

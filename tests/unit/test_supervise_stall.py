@@ -24,11 +24,11 @@ from safelaunch.job.plan import Plan
 from safelaunch.job.process import identify
 from safelaunch.model import Evidence
 from safelaunch.settings.options import Settings
-from safelaunch.supervise.cluster.messages import Page, Seen
+from safelaunch.supervise.cluster.messages import LeaderPage, PeerView
 from safelaunch.supervise.collecting import Collected, Timeline
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.judge import Judged
+from safelaunch.supervise.judge import Judgement
 from safelaunch.supervise.kinds import HANG
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.publishing import Agreement, Report
@@ -36,10 +36,10 @@ from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.stall import LONGEST_S, StallCase, _Suspicion
 from safelaunch.supervise.watch.progress import Glance, Watch
 from safelaunch.supervise.watch.rhythm import Threshold
-from safelaunch.supervise.watch.stall import Event, Found, Limits, Policy, Stall, started
+from safelaunch.supervise.watch.stall import JobCondition, Limits, Policy, Stall, StallEvent, started
 
 SUSPECT = Stall(ranks=(0,), mark_s=0.0, stalled_s=5.0, threshold_s=3.0, step=5, before_first_step=False)
-SUSPECTED = Glance((), Event("suspect", SUSPECT), ())
+SUSPECTED = Glance((), StallEvent("suspect", SUSPECT), ())
 QUIET = Glance((), None, ())
 
 
@@ -64,14 +64,14 @@ class Job:
         context = JobContext("train", place, place / "bundles", place, {}, host="here")
         self.council = Council(plan, context, self.watch)
         self.case = StallCase(JobView(self.watch, context, dict, self.council))
-        self.hear(Page(leader=1, nodes=2, covered=True, world=2))
+        self.hear(LeaderPage(leader=1, nodes=2, covered=True, world=2))
 
-    def hear(self, said: Page) -> None:
-        self.council.channel.seen = Seen(said, why="")
+    def hear(self, said: LeaderPage) -> None:
+        self.council.channel.seen = PeerView(said, why="")
 
     def call(self, number: int) -> None:
         """All nodes are to look."""
-        self.hear(Page(leader=1, nodes=2, covered=True, world=2, phase="looking", incident=number, window_s=0.0))
+        self.hear(LeaderPage(leader=1, nodes=2, covered=True, world=2, phase="looking", incident=number, window_s=0.0))
 
     def tick(self, glance: Glance = QUIET) -> None:
         self.case.advance(glance, time.monotonic())
@@ -132,7 +132,7 @@ def test_a_node_whose_clock_is_restarted_lets_the_others_begin_anew(job: Job) ->
     """Without its evidence they would go by their own alone."""
     job.call(1)
     job.until(lambda: job.case.looking)
-    job.tick(Glance((), Event("clock-restarted"), ()))
+    job.tick(Glance((), StallEvent("clock-restarted"), ()))
     assert job.vote == (1, "paused") and not job.case.looking
 
 
@@ -151,7 +151,7 @@ def test_on_a_starved_machine_a_look_has_more_time(job: Job, monkeypatch: pytest
 
 
 def test_a_node_that_is_alone_asks_nobody_and_is_answered_by_its_own_looks(job: Job) -> None:
-    job.council.channel.seen = Seen(why="no store")
+    job.council.channel.seen = PeerView(why="no store")
     job.tick(SUSPECTED)
     assert job.case.looking
     job.until(lambda: not job.case.looking)
@@ -197,7 +197,7 @@ def writing(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr("safelaunch.supervise.collecting.with_nccl", lambda found, **_: found)
     monkeypatch.setattr("safelaunch.supervise.collecting.Collected.discard", lambda _: found.append("discarded"))
     monkeypatch.setattr("safelaunch.supervise.publishing.finish", finish)
-    job.council.channel.seen = Seen(why="one node")
+    job.council.channel.seen = PeerView(why="one node")
     return found
 
 
@@ -210,7 +210,7 @@ def collected(job: Job) -> Collected:
 @pytest.mark.parametrize("steps", [True, False])
 def test_a_rank_that_advances_while_its_evidence_is_collected_is_not_ended(
     steps: bool,
-    found: Found,
+    found: JobCondition,
     job: Job,
     writing: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -225,7 +225,7 @@ def test_a_rank_that_advances_while_its_evidence_is_collected_is_not_ended(
         return collected(job)
 
     monkeypatch.setattr(job.case, "_collecting", lambda *_: collect)
-    job.case._write(_Suspicion(SUSPECT, Threshold(3.0, ""), Timeline(), 0.0), Looks(()), Judged(found), HANG, 5.0)
+    job.case._write(_Suspicion(SUSPECT, Threshold(3.0, ""), Timeline(), 0.0), Looks(()), Judgement(found), HANG, 5.0)
     job.until(lambda: not job.case.writing)
     assert writing == ["discarded" if steps else "hang"]
     assert ("a rank advanced" in capfd.readouterr().err) is steps
@@ -241,13 +241,13 @@ def test_a_proof_that_the_whole_evidence_does_not_bear_out_ends_no_job(
     monkeypatch.setattr(job.case, "_collecting", lambda *_: lambda _: collected(job))
     stall = replace(SUSPECT, mark_s=time.monotonic() - 5.0)
     suspicion = _Suspicion(stall, Threshold(3.0, ""), Timeline(), 0.0)
-    job.case._write(suspicion, Looks(()), Judged("dead"), HANG, time.monotonic())
+    job.case._write(suspicion, Looks(()), Judgement("dead"), HANG, time.monotonic())
     job.until(lambda: not job.case.writing)
     assert writing == ["hang" if proves else "suspect"]
     assert ("it continues" in capfd.readouterr().err) is not proves
     assert job.case._is_refuted(stall.mark_s) is not proves
     job.case._suspect_bundle = cast("Any", SimpleNamespace(mark_s=stall.mark_s))
-    job.case._write(suspicion, Looks(()), Judged("dead"), HANG, time.monotonic())
+    job.case._write(suspicion, Looks(()), Judgement("dead"), HANG, time.monotonic())
     job.until(lambda: not job.case.writing)
     assert writing[1:] == ["hang" if proves else "discarded"], "one bundle of it is enough"
 
@@ -256,8 +256,8 @@ def saying(watch: Any) -> StallCase:
     return StallCase(JobView(watch, cast("JobContext", None), dict, cast("Council", None)))
 
 
-PROVED = Judged("dead")
-OVER = Judged("unknown", limits=Limits(200.0), group="'0'")
+PROVED = Judgement("dead")
+OVER = Judgement("unknown", limits=Limits(200.0), group="'0'")
 
 
 @pytest.mark.parametrize(
@@ -277,13 +277,13 @@ OVER = Judged("unknown", limits=Limits(200.0), group="'0'")
         ((40.0, 40.0, 40.1), OVER, "nothing proves a hang, but the timeout of group '0' expires then: collecting"),
         (
             (40.0, 40.0, 40.1),
-            Judged("unseen"),
+            Judgement("unseen"),
             "nothing proves a hang, but the nodes of this job have agreed",
         ),
     ],
 )
 def test_what_is_said_before_a_job_is_ended(
-    last_steps_s: tuple[float, ...], judged: Judged, said: str, capfd: pytest.CaptureFixture[str]
+    last_steps_s: tuple[float, ...], judged: Judgement, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks that meet in every step make their last one at nearly the same moment: that is no going on."""
     pages = {rank: SimpleNamespace(last_step_ns=int(at_s * 1e9)) for rank, at_s in enumerate(last_steps_s)}
@@ -300,7 +300,7 @@ def test_a_job_that_continues_is_reported_once_for_each_answer_and_every_hour(
     case = saying(SimpleNamespace(policy=Policy(60.0, 1800.0, 1800.0), unseen=(), state=started(0.0)))
     stall = Stall((0,), 0.0, 60.0, 60.0, False, 61)
     for now in (60.0, 120.0, 3600.0, 3661.0, 3700.0, 7200.0, 7262.0):
-        case._say_waiting(stall, Judged("unknown"), now)
+        case._say_waiting(stall, Judgement("unknown"), now)
     said = [line for line in capfd.readouterr().err.splitlines() if "no step for" in line]
     assert [line.split("no step for ")[1] for line in said] == [
         f"{seconds} s, but nothing proves a hang: it continues" for seconds in (60, 3661, 7262)
@@ -310,7 +310,7 @@ def test_a_job_that_continues_is_reported_once_for_each_answer_and_every_hour(
 def test_a_threshold_of_the_user_is_said_to_count_from_the_last_work(capfd: pytest.CaptureFixture[str]) -> None:
     policy = Policy(20.0, 1800.0, 240.0, stall_given=True)
     watch = SimpleNamespace(policy=policy, unseen=(), state=replace(started(0.0), worked_s=16.0))
-    saying(watch)._say_waiting(Stall((0,), 0.0, 20.0, 20.0, False, 61), Judged("unknown"), 22.0)
+    saying(watch)._say_waiting(Stall((0,), 0.0, 20.0, 20.0, False, 61), Judgement("unknown"), 22.0)
     said = " ".join(capfd.readouterr().err.split())
     assert "without a step, it is ended 20 s after it last worked: that is --stall-timeout" in said
 
@@ -324,7 +324,7 @@ def test_only_a_max_stall_of_the_user_says_to_all_nodes_that_a_job_without_a_pro
     watch = SimpleNamespace(policy=policy_, unseen=(1,), state=started(0.0))
     stall = Stall((0,), time.monotonic() - 7200.0, 7200.0, 60.0, False, 61)
     for found in ("unknown", "unseen"):
-        assert saying(watch)._is_at_limit(stall, Judged(found)) is ends  # type: ignore[arg-type]
+        assert saying(watch)._is_at_limit(stall, Judgement(found)) is ends  # type: ignore[arg-type]
 
 
 def test_one_node_of_several_knows_of_its_own_evidence_only(capfd: pytest.CaptureFixture[str]) -> None:

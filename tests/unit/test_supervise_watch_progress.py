@@ -23,7 +23,7 @@ from safelaunch.supervise.watch.stall import Policy
 from tests.support.watched import train, watched
 
 
-def wait(watch: Watch, now: float, seconds: float) -> Iterator[tuple[float, stall.Event]]:
+def wait(watch: Watch, now: float, seconds: float) -> Iterator[tuple[float, stall.StallEvent]]:
     for tick in range(int(seconds * 4)):
         event = watch.tick(now + 0.1 + tick / 4).event
         if event is not None:

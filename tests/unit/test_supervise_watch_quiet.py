@@ -18,7 +18,7 @@ from safelaunch.supervise.watch.quiet import (
     Spell,
     Stage,
 )
-from safelaunch.supervise.watch.rhythm import Bounds
+from safelaunch.supervise.watch.rhythm import ThresholdBounds
 from tests.support.watched import BOUNDS, train, watched
 
 TICK_S = 0.25
@@ -142,7 +142,7 @@ def test_where_the_clock_was_started_again_no_spell_ended_by_itself() -> None:
 
 
 @pytest.mark.parametrize("bounds", [BOUNDS, None])
-def test_the_usual_step_is_known_under_a_fixed_threshold_too(bounds: Bounds | None) -> None:
+def test_the_usual_step_is_known_under_a_fixed_threshold_too(bounds: ThresholdBounds | None) -> None:
     watch, ranks = watched(bounds)
     now, _ = train(watch, ranks, 100, 1.0)
     spell = watch.spell(now + 5.0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from safelaunch.model import Culprit, Frame, RankException, Verdict
-from safelaunch.supervise.watch.restart import Failure, failure_of, kin_of, why_give_up
+from safelaunch.supervise.watch.restart import AttemptFailure, failure_of, kin_of, why_give_up
 from tests.support.evidence import job, rank
 
-HANG = Failure("hang", "stuck-in-user-code", 40, frozenset({("/w/train.py", 7)}))
+HANG = AttemptFailure("hang", "stuck-in-user-code", 40, frozenset({("/w/train.py", 7)}))
 
 
 def verdict(*culprits: tuple[int, int | None, int]) -> Verdict:
@@ -33,19 +33,19 @@ def test_the_same_failure_again_is_not_and_the_reason_says_where() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        Failure("crash", "stuck-in-user-code", 40, HANG.places),
-        Failure("hang", "blocking-io", 40, HANG.places),
-        Failure("hang", "stuck-in-user-code", 41, HANG.places),
-        Failure("hang", "stuck-in-user-code", 40, frozenset({("/w/train.py", 8)})),
-        Failure("hang", "stuck-in-user-code", None, HANG.places),
+        AttemptFailure("crash", "stuck-in-user-code", 40, HANG.places),
+        AttemptFailure("hang", "blocking-io", 40, HANG.places),
+        AttemptFailure("hang", "stuck-in-user-code", 41, HANG.places),
+        AttemptFailure("hang", "stuck-in-user-code", 40, frozenset({("/w/train.py", 8)})),
+        AttemptFailure("hang", "stuck-in-user-code", None, HANG.places),
     ],
 )
-def test_another_step_place_or_cause_is_another_failure(other: Failure) -> None:
+def test_another_step_place_or_cause_is_another_failure(other: AttemptFailure) -> None:
     assert why_give_up((HANG,), other) == ""
 
 
 def test_only_the_attempt_before_counts() -> None:
-    other = Failure("hang", "blocking-io", 40, HANG.places)
+    other = AttemptFailure("hang", "blocking-io", 40, HANG.places)
     assert why_give_up((HANG, other), HANG) == ""
 
 
@@ -54,7 +54,7 @@ def test_a_renumbered_rank_is_the_same_failure() -> None:
 
 
 def test_a_verdict_that_names_nobody_is_compared_by_the_slowest_step() -> None:
-    assert failure_of(verdict(), (12, 11, 12)) == Failure("hang", "stuck-in-user-code", 11, frozenset())
+    assert failure_of(verdict(), (12, 11, 12)) == AttemptFailure("hang", "stuck-in-user-code", 11, frozenset())
     assert failure_of(verdict(), ()).step is None
 
 

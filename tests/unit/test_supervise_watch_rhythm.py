@@ -15,10 +15,10 @@ from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.rhythm import (
     LOOP_AFTER,
     LOOP_AFTER_EXPLICIT,
-    Bounds,
     Learned,
     Pulse,
     PulseLimits,
+    ThresholdBounds,
     cap_of,
     learn,
     quantile_s,
@@ -56,7 +56,7 @@ def test_recorded_jobs_are_never_suspected(history: History) -> None:
     found = replay(history)
     assert found.known.count > 100
     assert len(found.suspected) <= (2 if max(history.gaps) > BOUNDS.floor_s else 0)
-    assert max(history.gaps) < Bounds().floor_s
+    assert max(history.gaps) < ThresholdBounds().floor_s
 
 
 def test_a_rhythm_is_known_after_its_second_beat(replays: list[Replay]) -> None:
@@ -105,13 +105,13 @@ def test_floor_ceiling_and_cap() -> None:
     known = Learned()
     for step in range(1, 100):
         known = learn(known, step, step * 1000.0, step * 1000.0 + 0.1)
-    assert threshold(known, Bounds(ceiling_s=1200.0)).seconds == 1200.0
-    found = threshold(known, Bounds(), cap_s=420.0)
+    assert threshold(known, ThresholdBounds(ceiling_s=1200.0)).seconds == 1200.0
+    found = threshold(known, ThresholdBounds(), cap_s=420.0)
     assert (found.seconds, "process group" in found.why) == (420.0, True)
     quick = Learned()
     for step in range(1, 100):
         quick = learn(quick, step, step * 0.05, step * 0.05 + 0.01)
-    assert threshold(quick, Bounds()).seconds == Bounds().floor_s
+    assert threshold(quick, ThresholdBounds()).seconds == ThresholdBounds().floor_s
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_restart_counts_from_its_own_beginning() -> None:
 # --- the pulse of a job that marks no step ----------------------------------------------------------------------------
 
 
-AUTO = PulseLimits(1800.0, 600.0, Bounds(60.0, 1800.0, 600.0))
+AUTO = PulseLimits(1800.0, 600.0, ThresholdBounds(60.0, 1800.0, 600.0))
 EXPLICIT = PulseLimits(1800.0, 30.0, None)
 
 
@@ -167,9 +167,9 @@ def test_a_few_collectives_may_be_of_the_start(limits: PulseLimits, enough: int)
         (AUTO, 400.0, None, 1200.0),
         (AUTO, 4000.0, None, 1800.0),
         (AUTO, 0.0, 420.0, 420.0),
-        (PulseLimits(1800.0, 600.0, Bounds(5.0, 1800.0, 600.0)), 0.0, None, 50.0),
-        (PulseLimits(4.0, 600.0, Bounds(60.0, 1800.0, 600.0)), 0.0, None, 4.0),
-        (PulseLimits(9000.0, 600.0, Bounds(60.0, 700.0, 600.0)), 400.0, None, 700.0),
+        (PulseLimits(1800.0, 600.0, ThresholdBounds(5.0, 1800.0, 600.0)), 0.0, None, 50.0),
+        (PulseLimits(4.0, 600.0, ThresholdBounds(60.0, 1800.0, 600.0)), 0.0, None, 4.0),
+        (PulseLimits(9000.0, 600.0, ThresholdBounds(60.0, 700.0, 600.0)), 400.0, None, 700.0),
         (EXPLICIT, 400.0, None, 30.0),
     ],
 )
@@ -193,7 +193,7 @@ def test_looks_are_as_rare_as_the_threshold_allows() -> None:
 
 def test_the_watch_of_a_job_without_steps() -> None:
     ranks = Ranks(2)
-    watch = Watch(ranks, POLICY, 10.0, Bounds(5.0))  # type: ignore[arg-type]
+    watch = Watch(ranks, POLICY, 10.0, ThresholdBounds(5.0))  # type: ignore[arg-type]
     now = 10.0
     watch.tick(now)
     for number in range(LOOP_AFTER):
@@ -216,7 +216,7 @@ def test_the_watch_of_a_job_without_steps() -> None:
 
 def test_another_attempt_begins_anew() -> None:
     ranks = Ranks(2)
-    watch = Watch(ranks, POLICY, 10.0, Bounds(5.0))  # type: ignore[arg-type]
+    watch = Watch(ranks, POLICY, 10.0, ThresholdBounds(5.0))  # type: ignore[arg-type]
     watch.tick(10.0)
     for number in range(LOOP_AFTER):
         watch.hear({0: number}, 11.0 + number)

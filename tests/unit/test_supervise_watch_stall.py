@@ -15,13 +15,13 @@ from safelaunch.supervise.watch.stall import (
     ALIVE_BUNDLE_S,
     CLOCK_GAP_S,
     UNLIMITED,
-    Event,
-    Found,
+    DetectorState,
+    JobCondition,
     Limits,
-    Mark,
     Policy,
+    ProgressMark,
     Stall,
-    State,
+    StallEvent,
     Status,
     conclude,
     ends_after_s,
@@ -37,10 +37,10 @@ TICK_S = 0.25
 START_S = 1000.0  # CLOCK_MONOTONIC does not begin at 0 when a job does
 
 
-def rank(number: int, stepped: float | None = None, *, claimed: float = 0.0, **more: object) -> Mark:
+def rank(number: int, stepped: float | None = None, *, claimed: float = 0.0, **more: object) -> ProgressMark:
     """A mark; times are seconds since the start of the watch."""
     last = None if stepped is None else START_S + stepped
-    mark = Mark(number, START_S + claimed, last, step=None if stepped is None else 7)
+    mark = ProgressMark(number, START_S + claimed, last, step=None if stepped is None else 7)
     return replace(mark, **more)  # type: ignore[arg-type]
 
 
@@ -48,10 +48,10 @@ def rank(number: int, stepped: float | None = None, *, claimed: float = 0.0, **m
 class Replay:
     """Plays a job: ``marks`` at each tick, and what a closer look would see; collects events with their times."""
 
-    marks: Callable[[float], Sequence[Mark]]
-    found: Callable[[float], Found] = lambda now: "dead"
+    marks: Callable[[float], Sequence[ProgressMark]]
+    found: Callable[[float], JobCondition] = lambda now: "dead"
     policy: Policy = POLICY
-    state: State = field(default_factory=lambda: started(START_S))
+    state: DetectorState = field(default_factory=lambda: started(START_S))
     now: float = 0.0
     events: list[tuple[float, str]] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Replay:
             self.state, event = conclude(self.state, stall, self.found(self.now), self.policy, clock)
             self._note(event)
 
-    def _note(self, event: Event | None) -> None:
+    def _note(self, event: StallEvent | None) -> None:
         if event is not None:
             self.events.append((self.now, event.kind))
             if event.stall is not None:
@@ -95,7 +95,7 @@ def stepping(now: float, every: float, *, until: float = 1e9, first: float = 10.
     return first + (min(now, until) - first) // every * every
 
 
-def paused(number: int, since: float, until: float, now: float) -> Mark:
+def paused(number: int, since: float, until: float, now: float) -> ProgressMark:
     """A rank that last stepped at 10 s and pauses from ``since`` to ``until``."""
     at = until if now >= until else since if now >= since else 0.0
     return rank(number, 10.0, paused=since <= now < until, phase_since_s=START_S + at if at else 0.0)
@@ -114,10 +114,10 @@ def suspected(at: float) -> list[tuple[float, str]]:
 class Case:
     """A history, played to ``until_s``, and all events that it leads to."""
 
-    marks: Callable[[float], Sequence[Mark]]
+    marks: Callable[[float], Sequence[ProgressMark]]
     until_s: float
     events: list[tuple[float, str]]
-    found: Callable[[float], Found] = lambda now: "dead"
+    found: Callable[[float], JobCondition] = lambda now: "dead"
 
 
 CASES = {
@@ -270,7 +270,7 @@ def test_the_users_threshold_counts_from_when_the_job_was_last_seen_to_work() ->
 def test_short_pauses_do_not_hide_another_ranks_hang() -> None:
     """Rank 0 pauses briefly again and again, and steps between; rank 1 stands."""
 
-    def marks(now: float) -> list[Mark]:
+    def marks(now: float) -> list[ProgressMark]:
         since = now // 10 * 10
         return [rank(0, since, paused=now - since < 1, phase_since_s=START_S + since), rank(1, 10.0)]
 
@@ -350,7 +350,7 @@ def test_looks_grow_no_denser_than_a_quarter_of_the_threshold_and_at_most_a_minu
 
 
 STALL = Stall((0,), START_S, 40.0, 30.0, before_first_step=False)
-CONCLUSIONS: dict[str, tuple[Stall, Found, float, Policy, str, Status]] = {
+CONCLUSIONS: dict[str, tuple[Stall, JobCondition, float, Policy, str, Status]] = {
     "a mark": (STALL, "moving", 40, POLICY, "recovered", Status.WATCHING),
     "a mark beats the limit": (STALL, "moving", 4000, GIVEN, "recovered", Status.WATCHING),
     "stopped": (STALL, "stopped", 40, POLICY, "clock-restarted", Status.WATCHING),
@@ -368,9 +368,9 @@ CONCLUSIONS: dict[str, tuple[Stall, Found, float, Policy, str, Status]] = {
 @pytest.mark.parametrize("case", CONCLUSIONS)
 def test_conclusions(case: str) -> None:
     stall, found, now, policy, kind, status = CONCLUSIONS[case]
-    state = State(Status.CONFIRMING, START_S, START_S + now, mark_s=stall.mark_s)
+    state = DetectorState(Status.CONFIRMING, START_S, START_S + now, mark_s=stall.mark_s)
     after, event = conclude(state, stall, found, policy, START_S + now)
-    assert event == Event(kind, stall)  # type: ignore[arg-type]
+    assert event == StallEvent(kind, stall)  # type: ignore[arg-type]
     assert after.status is status
     assert after.base_s == (START_S + now if kind == "clock-restarted" else START_S)
 
@@ -423,7 +423,7 @@ def test_what_follows_from_an_answer(case: str) -> None:
 PROVED = replace(POLICY, proved_s=15.0)
 STEPS, STARTING = [rank(0, 0.0), rank(1, 0.0)], [rank(0), rank(1)]
 # policy, marks, whether the looks of the suspicion find the proof as well: the events
-PROOFS: dict[str, tuple[Policy, list[Mark], Found, list[tuple[float, str]]]] = {
+PROOFS: dict[str, tuple[Policy, list[ProgressMark], JobCondition, list[tuple[float, str]]]] = {
     "steps": (PROVED, STEPS, "dead", [(15.0, "suspect"), (17.0, "hang")]),
     "start": (PROVED, STARTING, "dead", [(15.0, "suspect"), (17.0, "hang")]),
     "given": (replace(GIVEN, proved_s=15.0), STEPS, "dead", [(30.0, "suspect"), (32.0, "hang")]),
@@ -441,7 +441,7 @@ def test_a_proof_of_an_early_look_lowers_the_threshold_while_it_holds(case: str)
 
 
 def test_the_last_look_before_the_limit_is_timed_to_decide() -> None:
-    state = State(Status.CONFIRMING, START_S, START_S + 355, mark_s=START_S)
+    state = DetectorState(Status.CONFIRMING, START_S, START_S + 355, mark_s=START_S)
     after, _ = conclude(state, STALL, "alive", GIVEN, START_S + 355)
     assert after.look_again_s == START_S + 360 - POLICY.confirm_s
 

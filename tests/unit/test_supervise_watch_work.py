@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from safelaunch.capture.counters import Counters, ProcessCounters, Used
-from safelaunch.supervise.watch.work import Background, Work, found, learn
+from safelaunch.supervise.watch.work import Background, ObservedWork, found, learn
 
 RANK, CHILD, THREAD = (10, 100), (20, 120), 11
 IDLE = {
@@ -32,7 +32,7 @@ def cpu(tid: int, ms: float, queued_ms: float = 0.0, key: Any = RANK) -> dict[An
     return using(key=key, threads={**IDLE[key].threads, tid: Used(ms, queued_ms)})
 
 
-def kinds(work: tuple[Work, ...]) -> list[tuple[str, int, int | None]]:
+def kinds(work: tuple[ObservedWork, ...]) -> list[tuple[str, int, int | None]]:
     return [(one.kind, one.pid, one.tid) for one in work]
 
 
@@ -187,13 +187,13 @@ def test_the_ports_of_the_node_and_readings_without_time_between() -> None:
 @pytest.mark.parametrize(
     ("work", "words"),
     [
-        (Work(1, 2, None, "io", 3.1e6), "process 2 reads and writes 3.1 MB/s"),
-        (Work(1, 2, 2, "io", 3100), "the main thread of process 2 reads and writes 3.1 kB/s"),
-        (Work(1, 2, 3, "cpu", 450), "thread 3 of process 2 uses 45% of a core, or waits for one"),
-        (Work(1, 2, None, "network", 5e3), "process 2 sends and receives 5.0 kB/s"),
-        (Work(1, 2, None, "faults", 900), "process 2 touches 900 new pages per second"),
-        (Work(1, 1, None, "children", 0.25), "processes below 1 begin or end, 0.25 per second"),
+        (ObservedWork(1, 2, None, "io", 3.1e6), "process 2 reads and writes 3.1 MB/s"),
+        (ObservedWork(1, 2, 2, "io", 3100), "the main thread of process 2 reads and writes 3.1 kB/s"),
+        (ObservedWork(1, 2, 3, "cpu", 450), "thread 3 of process 2 uses 45% of a core, or waits for one"),
+        (ObservedWork(1, 2, None, "network", 5e3), "process 2 sends and receives 5.0 kB/s"),
+        (ObservedWork(1, 2, None, "faults", 900), "process 2 touches 900 new pages per second"),
+        (ObservedWork(1, 1, None, "children", 0.25), "processes below 1 begin or end, 0.25 per second"),
     ],
 )
-def test_words(work: Work, words: str) -> None:
+def test_words(work: ObservedWork, words: str) -> None:
     assert work.words == words

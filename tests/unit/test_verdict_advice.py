@@ -14,7 +14,7 @@ from safelaunch.verdict.causes import ABORTED, CAUSES, LEFT_OUT, ROOTS_DIFFER, A
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Finding, waiting_culprits
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 from tests.support.evidence import (
     C10D,
     SITE,
@@ -151,7 +151,7 @@ def given(
     cause: str, *attached: Advice, doubts: tuple[Doubt, ...] = (), launched: Launched | None = None
 ) -> list[Advice]:
     """The advice on a finding that names rank 0, of two that wait in the same collective."""
-    facts = Facts.of(job(waiting(0), waiting(1), launched=launched))
+    facts = CaseFacts.of(job(waiting(0), waiting(1), launched=launched))
     finding = Finding(cause, doubts, "", waiting_culprits(facts, [0]), advice=frozenset(attached))
     return [one for one in CAUSES[cause].advice if one.fits(Scene(facts, finding))]
 

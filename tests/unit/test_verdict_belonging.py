@@ -19,7 +19,7 @@ from safelaunch.model import (
 )
 from safelaunch.verdict.belonging import mesh
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 from tests.support.evidence import OUT_OF_MEMORY, at, behind, entry, in_user, job, rank, waiting
 
 WORLD = tuple(range(4))
@@ -58,14 +58,14 @@ def in_mesh(number: int, *names: str) -> RankEvidence:
 
 def test_the_dimensions_of_a_mesh_are_read_from_its_groups() -> None:
     ranks = [in_mesh(n, "mesh_dp", "mesh_tp", "mesh_dp_tp") for n in WORLD]
-    assert mesh(Facts.of(job(*ranks))) == (("dp", 2), ("tp", 2)), "a flattened dimension comes after them"
+    assert mesh(CaseFacts.of(job(*ranks))) == (("dp", 2), ("tp", 2)), "a flattened dimension comes after them"
 
 
 def test_groups_that_do_not_make_up_the_world_are_no_mesh_of_it() -> None:
-    assert mesh(Facts.of(job(*(in_mesh(n, "mesh_dp") for n in WORLD)))) == ()
-    assert mesh(Facts.of(job(*(in_mesh(n, "tensor", "pipeline") for n in WORLD)))) == ()
+    assert mesh(CaseFacts.of(job(*(in_mesh(n, "mesh_dp") for n in WORLD)))) == ()
+    assert mesh(CaseFacts.of(job(*(in_mesh(n, "tensor", "pipeline") for n in WORLD)))) == ()
     differing = [in_mesh(n, "mesh_dp", f"mesh_{'tp' if n else 'pp'}") for n in WORLD]
-    assert mesh(Facts.of(job(*differing))) == (), "the ranks do not agree"
+    assert mesh(CaseFacts.of(job(*differing))) == (), "the ranks do not agree"
 
 
 def test_groups_that_the_rank_tells_itself_belong_to_it_without_a_record() -> None:

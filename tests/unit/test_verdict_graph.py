@@ -11,7 +11,7 @@ from safelaunch.model import Evidence, FileLock, Frame, ProcessEvidence, RankEvi
 from safelaunch.report.overview import row_of
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.graph import Edge, Graph
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 from tests.support.evidence import (
     C10D,
     SCRIPT,
@@ -197,7 +197,7 @@ def joins(number: int, frames: tuple[Frame, ...] = JOIN, thread: tuple[Frame, ..
 
 
 def test_the_overview_says_what_such_a_rank_waits_in() -> None:
-    rows = [row_of(one) for one in Facts.of(job(joins(0), joins(1))).ranks.values()]
+    rows = [row_of(one) for one in CaseFacts.of(job(joins(0), joins(1))).ranks.values()]
     assert [row.doing for row in rows] == ["waits in all_reduce at train.py:31 (sync) in a separate thread"] * 2
 
 

@@ -12,7 +12,7 @@ from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Finding, annotated, waiting_culprits
 from safelaunch.verdict.guarding import by_stack, guards
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 from tests.support.evidence import C10D, MODULE, at, entry, in_c10d, job, past, rank, record, script, waiting
 
 
@@ -216,7 +216,7 @@ def in_handler(exception: str) -> dict[str, Any]:
 def test_who_waits_in_a_send_or_receive_has_decided_nothing(op: str, named: list[int]) -> None:
     """A send or receive has its peer: that its ranks are no pattern says nothing."""
     ranks = [rank(n, in_c10d(op, 41)) if n in (1, 4, 6) else waiting(n, flight=None) for n in range(8)]
-    facts = Facts.of(job(*ranks))
+    facts = CaseFacts.of(job(*ranks))
     culprits = waiting_culprits(facts, (1, 4, 6))
     finding = Finding("collective-mismatch", (Doubt.STACKS_ALONE,), "They do not meet.", culprits)
     finding = annotated(finding, guards(facts, finding))

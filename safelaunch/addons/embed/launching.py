@@ -18,12 +18,22 @@ from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from safelaunch.addons.embed.wire import Done, Ended, FromSupervisor, Line, Ready, Refused, Request, Stop, Stopping
+from safelaunch.addons.embed.wire import (
+    Connection,
+    Done,
+    FromSupervisor,
+    LaunchRequest,
+    RanksEnded,
+    Ready,
+    Refused,
+    Stop,
+    Stopping,
+)
 from safelaunch.beacon import entrypoint as ranks
 from safelaunch.beacon.durations import seconds_of
 from safelaunch.cli.api import interpreter
 from safelaunch.model import Verdict
-from safelaunch.settings.options import BY_FLAG, Option, Options
+from safelaunch.settings.options import BY_FLAG, LaunchOptions, Option
 from safelaunch.system import errors, procstat
 from safelaunch.system.console import say
 from safelaunch.system.errors import DurationError, SafelaunchError, UsageError
@@ -122,7 +132,7 @@ class Launch(Generic[T]):
         self.verdict = self.bundle = None
         if _is_inside_a_run():
             return self._run(self._entrypoint, args)
-        beside = _Supervisor.start(_request(self._config, self._entrypoint, args, self._own))
+        beside = _SupervisorProcess.start(_request(self._config, self._entrypoint, args, self._own))
         if beside is None:
             return self._run(self._entrypoint, args)
         try:
@@ -141,7 +151,7 @@ class Launch(Generic[T]):
         results: dict[int, T] = elastic_launch(self._config, entrypoint)(*args)
         return results
 
-    def _finish(self, beside: _Supervisor, *, failed: bool) -> Done:
+    def _finish(self, beside: _SupervisorProcess, *, failed: bool) -> Done:
         told = beside.finish(failed=failed)
         self.verdict = told.verdict
         self.bundle = Path(told.bundle) if told.bundle else None
@@ -154,10 +164,12 @@ def _cause(error: BaseException) -> BaseException | None:
 
 
 @overload
-def launch(config: LaunchConfig, entrypoint: Callable[..., T], **options: Unpack[Options]) -> Launch[T]: ...
+def launch(config: LaunchConfig, entrypoint: Callable[..., T], **options: Unpack[LaunchOptions]) -> Launch[T]: ...
 @overload
-def launch(config: LaunchConfig, entrypoint: str | None, **options: Unpack[Options]) -> Launch[None]: ...
-def launch(config: LaunchConfig, entrypoint: Callable[..., T] | str | None, **options: Unpack[Options]) -> Launch[Any]:
+def launch(config: LaunchConfig, entrypoint: str | None, **options: Unpack[LaunchOptions]) -> Launch[None]: ...
+def launch(
+    config: LaunchConfig, entrypoint: Callable[..., T] | str | None, **options: Unpack[LaunchOptions]
+) -> Launch[Any]:
     """Launches ``entrypoint`` on every rank, watched: use it in place of torch's ``elastic_launch``.
 
     ``results = safelaunch.launch(config, train)(arguments)`` takes torch's own ``LaunchConfig``, returns the same
@@ -176,11 +188,11 @@ def launch(config: LaunchConfig, entrypoint: Callable[..., T] | str | None, **op
 
 def _request(
     config: LaunchConfig, entrypoint: object, args: tuple[Any, ...], own: tuple[tuple[str, str | None], ...]
-) -> Request:
+) -> LaunchRequest:
     import torch
 
     itself = procstat.read(os.getpid())
-    return Request(
+    return LaunchRequest(
         own=own,
         torchrun=(
             f"--nnodes={config.min_nodes}:{config.max_nodes}",
@@ -234,10 +246,10 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 # --- the supervisor ---------------------------------------------------------------------------------------------------
 
 
-class _Supervisor:
+class _SupervisorProcess:
     """The supervisor's process, as the caller sees it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], line: Line, ready: Ready) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], line: Connection, ready: Ready) -> None:
         self._process = process
         self._line = line
         self._stop = False
@@ -246,7 +258,7 @@ class _Supervisor:
         self._run_dir = ready.run_dir
 
     @classmethod
-    def start(cls, request: Request) -> _Supervisor | None:
+    def start(cls, request: LaunchRequest) -> _SupervisorProcess | None:
         """Starts it, and waits until the job may start; None if that is impossible, and the job goes unwatched.
 
         Raises what the supervisor raises: a UsageError.
@@ -266,7 +278,7 @@ class _Supervisor:
             return None
         finally:
             theirs.close()
-        line = Line(ours, FromSupervisor)
+        line = Connection(ours, FromSupervisor)
         line.say(request)
         answer = line.wait()
         if isinstance(answer, Ready):
@@ -281,7 +293,7 @@ class _Supervisor:
 
     def watched(self, entrypoint: Callable[..., T] | str | None) -> Callable[..., T] | str | None:
         """What the ranks are to run: a program has the beacon by its environment."""
-        return ranks.Watched(entrypoint, self.env) if self._run_dir and callable(entrypoint) else entrypoint
+        return ranks.WatchedFunction(entrypoint, self.env) if self._run_dir and callable(entrypoint) else entrypoint
 
     @contextmanager
     def reported_to(self, workers: Any) -> Iterator[None]:
@@ -307,14 +319,14 @@ class _Supervisor:
     def _stopping(self) -> None:
         self._say(Stopping())
 
-    def _say(self, message: Stopping | Ended) -> None:
+    def _say(self, message: Stopping | RanksEnded) -> None:
         self._line.say(message)
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGCHLD)  # wakes it
 
     def finish(self, *, failed: bool) -> Done:
         """Tells it that no rank is left, and waits until everything is written."""
-        self._say(Ended(failed))
+        self._say(RanksEnded(failed))
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)  # if somebody has stopped it, we would wait for ever
         while self._done is None and (message := self._line.wait()) is not None:

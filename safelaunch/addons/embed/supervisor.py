@@ -16,7 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
 
-from safelaunch.addons.embed.wire import Done, Ended, FromCaller, Line, Ready, Refused, Request, Stop, Stopping
+from safelaunch.addons.embed.wire import (
+    Connection,
+    Done,
+    FromCaller,
+    LaunchRequest,
+    RanksEnded,
+    Ready,
+    Refused,
+    Stop,
+    Stopping,
+)
 from safelaunch.capture.pages import EventReader
 from safelaunch.job import process
 from safelaunch.job.argv import CommandLine
@@ -24,8 +34,8 @@ from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG, GRACE_S, Forwarder, Job,
 from safelaunch.job.paths import RunPaths, run_root, working_directory
 from safelaunch.job.plan import Plan, Surroundings, build_beside, in_directory
 from safelaunch.job.process import ProcessId
-from safelaunch.job.torchrun import Torch
-from safelaunch.leases.resources import Resources, gather
+from safelaunch.job.torchrun import TorchInstallation
+from safelaunch.leases.resources import JobResources, gather
 from safelaunch.settings.config import resolve
 from safelaunch.settings.options import Settings
 from safelaunch.supervise.preflight import check
@@ -37,7 +47,7 @@ from safelaunch.system.errors import SafelaunchError, internal_error
 class CallersProcesses(JobProcesses):
     """The ranks that the caller starts, and what is below them. ``agent`` is the caller, which is never signalled."""
 
-    def __init__(self, caller: ProcessId, line: Line, run: RunPaths, forwarder: Forwarder) -> None:
+    def __init__(self, caller: ProcessId, line: Connection, run: RunPaths, forwarder: Forwarder) -> None:
         super().__init__(caller, None)
         self._line = line
         self._run = run
@@ -50,7 +60,7 @@ class CallersProcesses(JobProcesses):
         for message in self._line.heard():
             if isinstance(message, Stopping):
                 self._forwarder.note_stop()
-            elif isinstance(message, Ended):
+            elif isinstance(message, RanksEnded):
                 self._status = int(message.failed) << 8
         if self._status is None and not (self._line.is_open and self.agent.is_alive()):
             self._status = signal.SIGKILL
@@ -82,9 +92,9 @@ def main() -> None:
 
     redact.use(redact_text)
     process.block_signals()
-    line = Line(socket.socket(fileno=int(sys.argv[1])), FromCaller)
+    line = Connection(socket.socket(fileno=int(sys.argv[1])), FromCaller)
     request = line.wait()
-    if not isinstance(request, Request):
+    if not isinstance(request, LaunchRequest):
         return  # the caller is gone
     try:
         _serve(request, line)
@@ -92,7 +102,7 @@ def main() -> None:
         line.say(Refused(type(error).__name__, error.message, error.fix))
 
 
-def _serve(request: Request, line: Line) -> None:
+def _serve(request: LaunchRequest, line: Connection) -> None:
     plan, given = _planned(request)
     try:
         directory = directory_for(plan)
@@ -112,10 +122,10 @@ def _serve(request: Request, line: Line) -> None:
         given.release()
 
 
-def _planned(request: Request) -> tuple[Plan, Resources]:
+def _planned(request: LaunchRequest) -> tuple[Plan, JobResources]:
     """Raises SafelaunchError for options that are wrong and for resources that are not available."""
     environ = dict(os.environ)
-    torch = Torch(request.python, Path(request.torch_package), request.torch_version)
+    torch = TorchInstallation(request.python, Path(request.torch_package), request.torch_version)
     settings = from_the_start(resolve(request.own, environ, working_directory(), lambda: torch.version))
     check(settings)
     given = gather(CommandLine((), request.torchrun, request.script), settings, environ, None)
@@ -141,13 +151,13 @@ def _changes(plan: Plan) -> dict[str, str]:
     return {name: value for name, value in plan.env.items() if os.environ.get(name) != value}
 
 
-def _wait_for_end(line: Line) -> None:
+def _wait_for_end(line: Connection) -> None:
     """Holds the resources of a job that is not watched until it has ended."""
-    while (message := line.wait()) is not None and not isinstance(message, Ended):
+    while (message := line.wait()) is not None and not isinstance(message, RanksEnded):
         pass
 
 
-def _supervise(job: Job, line: Line, given: Resources) -> Done:
+def _supervise(job: Job, line: Connection, given: JobResources) -> Done:
     assert job.run is not None
     try:
         from safelaunch.supervise.loop import Supervisor  # the caller imports, too, meanwhile

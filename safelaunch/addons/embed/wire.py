@@ -14,7 +14,7 @@ _CHUNK = 1 << 16
 _T = TypeVar("_T")
 
 
-class Request(msgspec.Struct, frozen=True, tag="request"):
+class LaunchRequest(msgspec.Struct, frozen=True, tag="request"):
     """The job that the caller is about to start.
 
     - ``own``: safelaunch's options, as on its command line
@@ -39,7 +39,7 @@ class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
     """From the caller: a signal or an interrupt ends the job."""
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
+class RanksEnded(msgspec.Struct, frozen=True, tag="ended"):
     """From the caller: no rank is left."""
 
     failed: bool
@@ -72,11 +72,11 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     bundle: str = ""
 
 
-FromCaller = Request | Stopping | Ended
+FromCaller = LaunchRequest | Stopping | RanksEnded
 FromSupervisor = Ready | Refused | Stop | Done
 
 
-class Line:
+class Connection:
     """One end of the connection. ``other``: the type of what the other end says."""
 
     def __init__(self, end: socket.socket, other: Any) -> None:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Collection
 from itertools import chain
 
-from safelaunch.addons.logs.heard import DEFAULT, MOST_WARNINGS, UNNAMED, Group, Heard, Job
-from safelaunch.addons.logs.lines import MAX_RANKS, Line, Said, Speaker
+from safelaunch.addons.logs.heard import DEFAULT, MOST_WARNINGS, UNNAMED, Heard, LoggedJob, WatchdogReport
+from safelaunch.addons.logs.lines import MAX_RANKS, LogLine, Speaker, SpokenLine
 from safelaunch.addons.logs.tracebacks import MOST_MESSAGE
 from safelaunch.model import Frame
 from safelaunch.stacks.failures import fingerprints
@@ -71,14 +71,14 @@ _STEP = re.compile(
 class Calls:
     """Collects what libraries report of calls."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: LoggedJob) -> None:
         self.job = job
-        self._stack: Group | None = None  # the next lines might be the stack of its call
+        self._stack: WatchdogReport | None = None  # the next lines might be the stack of its call
         self._stalled: dict[str, set[int]] = {}  # Horovod's tensors, and the ranks that have not submitted them
-        self._stalled_at: Line | None = None
+        self._stalled_at: LogLine | None = None
         self._since_stalled = 0
 
-    def hear(self, one: Heard, said: Said) -> None:
+    def hear(self, one: Heard, said: SpokenLine) -> None:
         """Takes a line that may report an error."""
         text = said.text
         one.timed_out |= said.speaker is not None and "Watchdog caught collective operation timeout" in text
@@ -104,7 +104,7 @@ class Calls:
             for tensor in (found["tensor"] or found["tensors"].removesuffix(" ...")).split(", "):
                 self._stalled.setdefault(tensor, set()).update(ranks)
 
-    def hear_nccl(self, one: Heard, said: Said) -> None:
+    def hear_nccl(self, one: Heard, said: SpokenLine) -> None:
         """Takes a line in which NCCL might report an error, a rank or a host."""
         text, line, job = said.text, said.line, self.job
         if ("nccl" in text or "NCCL" in text) and _NCCL_FAILED.search(text):
@@ -127,7 +127,7 @@ class Calls:
         if warns and len(one.warnings) < MOST_WARNINGS:
             one.warnings.append((line, words.strip()))
 
-    def hear_progress(self, one: Heard, said: Said, *, own: bool) -> None:
+    def hear_progress(self, one: Heard, said: SpokenLine, *, own: bool) -> None:
         """Takes any line, which may give the number of a step.
 
         Args:
@@ -163,10 +163,10 @@ class Calls:
                 one.raised, one.timed_out = [], True
             for lack, tensor in alike.items():
                 submitted, name = rank not in lack, tensor.rpartition("/")[2]
-                one.groups[tensor] = Group("", rank, int(submitted), name, [*(frames or ())])
+                one.groups[tensor] = WatchdogReport("", rank, int(submitted), name, [*(frames or ())])
         return tuple(range(job.world))
 
-    def _note_mismatch(self, one: Heard, said: Said) -> None:
+    def _note_mismatch(self, one: Heard, said: SpokenLine) -> None:
         """Notes a report of torch's own check in a line of a logger. The other rank that it names is of the job."""
         message = said.text[said.text.index(_MISMATCH) :]
         ranks = [rank for rank in fingerprints(message) if rank < MAX_RANKS]
@@ -177,7 +177,7 @@ class Calls:
         for rank in ranks[1:]:
             self.job.process(rank, said.line)
 
-    def _note_watchdog(self, one: Heard, said: Said) -> Group | None:
+    def _note_watchdog(self, one: Heard, said: SpokenLine) -> WatchdogReport | None:
         """Notes the call that timed out, or how far the group has come. Returns the group if its stack may follow.
 
         Older watchdogs name the group behind the call only, and rank and process not at all if torch puts no prefix
@@ -194,7 +194,7 @@ class Calls:
         seq, unnamed = int(at_work["seq"]) if at_work else 0, one.groups.get(UNNAMED)
         if group and unnamed is not None and at_work and seq == unnamed.seq:
             one.groups.setdefault(name, one.groups.pop(UNNAMED))
-        mine = one.groups.setdefault(name, Group())
+        mine = one.groups.setdefault(name, WatchdogReport())
         if group:
             mine.called, mine.place = group["called"] or "", int(group["place"])
         if work and not mine.op:
@@ -207,7 +207,7 @@ class Calls:
             mine.seq = mine.seq or seq or (mine.done + 1 if mine.queued > mine.done else 0)
         return mine if not mine.frames else None
 
-    def _member(self, place: int, group: re.Match[str] | None, said: Said) -> Heard:
+    def _member(self, place: int, group: re.Match[str] | None, said: SpokenLine) -> Heard:
         everybody = group is None or (group["name"] or group["id"]) == DEFAULT or group["called"] == "default_pg"
         called = (group["called"] or group["name"] or group["id"]) if group else ""
         key: Speaker = place if everybody else f"rank {place} of group {called}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from safelaunch.addons.logs.lines import Line, Said, Speaker
+from safelaunch.addons.logs.lines import LogLine, Speaker, SpokenLine
 from safelaunch.verdict.exits import one_line
 
 MOST_EVENTS, _MOST_SHOWN = 300, 5
@@ -71,13 +71,13 @@ _FINISHED = re.compile(
 
 
 @dataclass
-class Event:
+class ErrorLine:
     """A line that reports an error."""
 
     kind: str
     text: str
-    line: Line
-    last: Line  # that is like it
+    line: LogLine
+    last: LogLine  # that is like it
     speaker: Speaker | None
     harmless: bool
     count: int = 1  # number of lines that differ from it in their numbers alone
@@ -110,10 +110,10 @@ class Event:
 class Events:
     """Collects the events of a log."""
 
-    found: dict[str, Event] = field(default_factory=dict)  # by what remains without numbers
-    _end: Line | None = None  # that says that the job has come to its end
+    found: dict[str, ErrorLine] = field(default_factory=dict)  # by what remains without numbers
+    _end: LogLine | None = None  # that says that the job has come to its end
 
-    def work_on(self, said: Said) -> None:
+    def work_on(self, said: SpokenLine) -> None:
         """Counts a line of progress after the errors, and the end of the job."""
         if not self.found:
             return
@@ -123,7 +123,7 @@ class Events:
         if any(word in said.text for word in _ENDS) and _FINISHED.search(said.text):
             self._end = said.line
 
-    def hear(self, said: Said, *, telling: bool) -> None:
+    def hear(self, said: SpokenLine, *, telling: bool) -> None:
         """Adds the event of a line, if it reports one.
 
         Args:
@@ -136,13 +136,13 @@ class Events:
         harmless = _HARMLESS.search(text) is not None
         self.add(str(match.lastgroup or ""), text, said, harmless=harmless)
 
-    def add(self, kind: str, text: str, said: Said, *, harmless: bool) -> None:
+    def add(self, kind: str, text: str, said: SpokenLine, *, harmless: bool) -> None:
         shape = _NUMBERS.sub("0", text)
         if (known := self.found.get(shape)) is not None:
             known.count += 1
             known.since, known.last = 0, said.line
         elif len(self.found) < MOST_EVENTS:
-            self.found[shape] = Event(kind, text, said.line, said.line, said.speaker, harmless)
+            self.found[shape] = ErrorLine(kind, text, said.line, said.line, said.speaker, harmless)
 
     @property
     def finished(self) -> bool:
@@ -151,7 +151,7 @@ class Events:
         last = [error.last for error in self.errors()]
         return end is not None and all(one.file == end.file and one.number < end.number for one in last)
 
-    def first(self, most: int) -> list[Event]:
+    def first(self, most: int) -> list[ErrorLine]:
         """Returns the events to show first: fatal errors before those that were survived, causes before effects."""
         return sorted(self.errors(), key=lambda one: (one.survived, one.is_effect))[:most]
 
@@ -173,13 +173,13 @@ class Events:
             head = "no failure seen; the first warnings are:"
         return (head, *(f"  {one.words}" for one in first)) if first else ()
 
-    def causes(self) -> list[Event]:
+    def causes(self) -> list[ErrorLine]:
         """Returns the errors that are no effects and that their process did not survive, exceptions first."""
         found = [error for error in self.errors() if error.kind == "thread" or not (error.survived or error.is_effect)]
         return sorted(found, key=lambda one: one.kind not in ("traceback", "thread"))
 
-    def errors(self) -> list[Event]:
+    def errors(self) -> list[ErrorLine]:
         return [one for one in self.found.values() if not one.harmless]
 
-    def warnings(self) -> list[Event]:
+    def warnings(self) -> list[ErrorLine]:
         return [one for one in self.found.values() if one.harmless]

@@ -12,8 +12,8 @@ from msgspec import structs
 
 from safelaunch.addons.logs.lines import is_log, is_of_a_job, lines_of, logs_in
 from safelaunch.addons.logs.reader import read_logs
-from safelaunch.addons.logs.stacks import Stacks
-from safelaunch.bundle.reading.guard import STDIN, Bounds, Found, Unreadable
+from safelaunch.addons.logs.stacks import SavedStacks
+from safelaunch.bundle.reading.guard import STDIN, FoundEvidence, ReadLimits, Unreadable
 from safelaunch.bundle.reading.locate import GIVE, holds_nothing
 from safelaunch.model import RankEvidence
 
@@ -30,15 +30,15 @@ class Texts:
     def claims(self, path: Path) -> bool:
         return is_log(path)
 
-    def bounds(self, paths: Sequence[Path]) -> Bounds:
+    def bounds(self, paths: Sequence[Path]) -> ReadLimits:
         """What counts in the files is kept, of whatever size they are."""
         size = sum(path.stat().st_size for path in paths)
-        return Bounds(_LOG_BYTES, cpu_s=30 + (size >> 22))
+        return ReadLimits(_LOG_BYTES, cpu_s=30 + (size >> 22))
 
-    def read(self, paths: Sequence[Path]) -> Found:
+    def read(self, paths: Sequence[Path]) -> FoundEvidence:
         return _of_texts(paths)
 
-    def read_folder(self, folder: Path, dumps: Found | None) -> Found | None:
+    def read_folder(self, folder: Path, dumps: FoundEvidence | None) -> FoundEvidence | None:
         texts = logs_in(folder)
         if dumps is None:
             return _of_texts(texts, folder) if texts else None
@@ -46,13 +46,13 @@ class Texts:
         found = dumps
         if printed.evidence.ranks:
             found = _joined(printed, dumps, lambda rank, dump: structs.replace(rank, flight_record=dump.flight_record))
-        seen = Stacks.of(texts, folder).found(only_named=True)
+        seen = SavedStacks.of(texts, folder).found(only_named=True)
         return found if seen is None else _with_stacks(found, seen)
 
 
-def _of_texts(paths: Sequence[Path], root: Path | None = None) -> Found:
+def _of_texts(paths: Sequence[Path], root: Path | None = None) -> FoundEvidence:
     """What logs and saved stacks tell together."""
-    saved = Stacks.of(paths, root)
+    saved = SavedStacks.of(paths, root)
     rest = [path for path in paths if path not in saved.whole]
     if not rest and (alone := saved.found()) is not None:
         return alone
@@ -65,7 +65,9 @@ def _of_texts(paths: Sequence[Path], root: Path | None = None) -> Found:
     return replace(found, remarks=(*found.remarks, *printed.remarks))
 
 
-def _joined(one: Found, other: Found, both: Callable[[RankEvidence, RankEvidence], RankEvidence]) -> Found:
+def _joined(
+    one: FoundEvidence, other: FoundEvidence, both: Callable[[RankEvidence, RankEvidence], RankEvidence]
+) -> FoundEvidence:
     """What ``one`` tells, and beside it what ``other`` tells of the same job. ``both``: of a rank that is in both."""
     ranks = {rank.rank: rank for rank in one.evidence.ranks if rank.rank not in one.evidence.labels}
     for rank in other.evidence.ranks:
@@ -92,7 +94,7 @@ def _joined(one: Found, other: Found, both: Callable[[RankEvidence, RankEvidence
     return replace(one, what=what, evidence=evidence, problems=problems, files=files)
 
 
-def _with_stacks(found: Found, seen: Found) -> Found:
+def _with_stacks(found: FoundEvidence, seen: FoundEvidence) -> FoundEvidence:
     return _joined(found, seen, lambda rank, one: structs.replace(rank, main=one.main, pid=rank.pid or one.pid))
 
 
@@ -109,7 +111,7 @@ _KINDS = {
 _PROSE = re.compile(r"[-*#>\s]*(?:[^\W\d_][\w'’-]*[.,;:!?)]* +\(?){4,}[^\W\d_][\w'’-]*[.,;:!?)]*")
 
 
-def _reject_other_texts(paths: Sequence[Path], root: Path | None, printed: Found) -> None:
+def _reject_other_texts(paths: Sequence[Path], root: Path | None, printed: FoundEvidence) -> None:
     """Raises Unreadable for texts that no job has printed."""
     kinds = dict.fromkeys(map(_kind_of, paths))
     they_are = "it is" if len(paths) == 1 and root is None else "they are" if root is None else "its logs are"

@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from safelaunch.addons.logs.events import Events
-from safelaunch.addons.logs.lines import LOCAL, Line, Said, Speaker
-from safelaunch.addons.logs.tracebacks import MOST_MESSAGE, After, Crash, Traceback
+from safelaunch.addons.logs.lines import LOCAL, LogLine, Speaker, SpokenLine
+from safelaunch.addons.logs.tracebacks import MOST_MESSAGE, After, Crash, OpenTraceback
 from safelaunch.model import Frame, RankException, Rendezvous
 from safelaunch.verdict.exits import is_consequence
 
@@ -23,7 +23,7 @@ UNNAMED, DEFAULT = "", "0"  # names of groups
 
 
 @dataclass
-class Group:
+class WatchdogReport:
     """Report of a rank's watchdog about one group."""
 
     called: str = ""
@@ -41,41 +41,41 @@ class Group:
 class Heard:
     """Lines of one speaker that matter."""
 
-    first: Line
+    first: LogLine
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_TAIL))
-    raised: list[tuple[Traceback, RankException]] = field(default_factory=list)
-    warnings: list[tuple[Line, str]] = field(default_factory=list)
-    groups: dict[str, Group] = field(default_factory=dict)
-    watchdog: Line | None = None
+    raised: list[tuple[OpenTraceback, RankException]] = field(default_factory=list)
+    warnings: list[tuple[LogLine, str]] = field(default_factory=list)
+    groups: dict[str, WatchdogReport] = field(default_factory=dict)
+    watchdog: LogLine | None = None
     timed_out: bool = False  # its later exceptions are effects
-    last: Line | None = None
-    telling: Line | None = None  # reason of an abort
-    opened: Traceback | None = None
+    last: LogLine | None = None
+    telling: LogLine | None = None  # reason of an abort
+    opened: OpenTraceback | None = None
     before: str = ""  # the previous line
     node: str = ""  # or container
     after: After = field(default_factory=After)  # lines after the newest of ``raised``
     crashes: list[Crash] = field(default_factory=list)
     block: dict[str, str] = field(default_factory=dict)  # fields of one failure in a launcher's summary
-    block_at: Line | None = None
+    block_at: LogLine | None = None
     block_root: bool = False
-    earlier: list[tuple[Traceback, RankException]] = field(default_factory=list)  # before the launcher's restart
+    earlier: list[tuple[OpenTraceback, RankException]] = field(default_factory=list)  # before the launcher's restart
     heads: int = 0  # number of first lines of tracebacks
     hosts: set[str] = field(default_factory=set)  # possible names of its host
     steps: dict[str, int] = field(default_factory=dict)  # highest number printed, by the word for steps
-    socket_at: Line | None = None
+    socket_at: LogLine | None = None
     socket: str = ""  # newest report of c10d about a socket
 
     @property
-    def end(self) -> Line | None:
+    def end(self) -> LogLine | None:
         """The line where its process seems to have ended."""
         return self.raised[-1][0].line if self.raised else self.crashes[-1].line if self.crashes else None
 
-    def fail(self, line: Line, kind: str, what: str) -> None:
+    def fail(self, line: LogLine, kind: str, what: str) -> None:
         """Notes an error that a library prints and no traceback shows."""
-        opened = Traceback(line, [line.text], False, Said(line, line.text, None, timed=False))
+        opened = OpenTraceback(line, [line.text], False, SpokenLine(line, line.text, None, timed=False))
         self.note(opened, RankException(kind, what, 0.0))
 
-    def note(self, opened: Traceback, raised: RankException) -> None:
+    def note(self, opened: OpenTraceback, raised: RankException) -> None:
         self.raised = [*self.raised[-_MOST_TRACEBACKS:], (opened, raised)]
         self.after = After.of(opened.lines[-1], self.tail)
 
@@ -99,7 +99,7 @@ class Heard:
         self.raised = [pair for pair in self.raised if pair[0].line.number > number]
         self.crashes = [crash for crash in self.crashes if crash.line.number > number]
 
-    def uncaught(self, *, ended: bool) -> tuple[Traceback, RankException] | None:
+    def uncaught(self, *, ended: bool) -> tuple[OpenTraceback, RankException] | None:
         """Returns its last exception if that ended it.
 
         Args:
@@ -113,11 +113,11 @@ class Heard:
 
 
 @dataclass
-class Ended:
+class RankEnd:
     """How a rank ended, by its launcher."""
 
     code: int
-    line: Line
+    line: LogLine
     pid: int = 0
     host: str = ""
     root: bool = False  # the first that the launcher saw fail
@@ -127,20 +127,20 @@ class Ended:
 
 
 @dataclass
-class Job:
+class LoggedJob:
     """What the output of a job has reported."""
 
     heard: dict[Speaker | None, Heard] = field(default_factory=dict)
-    ended: dict[int, Ended] = field(default_factory=dict)
-    lost: dict[str, Ended] = field(default_factory=dict)  # processes without a rank, by their names in the log
+    ended: dict[int, RankEnd] = field(default_factory=dict)
+    lost: dict[str, RankEnd] = field(default_factory=dict)  # processes without a rank, by their names in the log
     events: Events = field(default_factory=Events)
     launch: tuple[str, ...] = ()  # the command that runs it under safelaunch
     files: set[str] = field(default_factory=set)  # each might be the output of a node
     labels: dict[str, set[int]] = field(default_factory=dict)  # other names in the lines of ranks
     rendezvous: Rendezvous | None = None
-    rendezvous_at: Line | None = None
+    rendezvous_at: LogLine | None = None
     native: int = 0  # number of frames of C functions
-    xids: list[tuple[int, str, Line]] = field(default_factory=list)  # pid, number
+    xids: list[tuple[int, str, LogLine]] = field(default_factory=list)  # pid, number
     kills: dict[int, str] = field(default_factory=dict)  # the kernel's words, by pid
     ranks: dict[str, int] = field(default_factory=dict)  # ranks of Ray's workers, by pid
     world: int = 0
@@ -150,29 +150,29 @@ class Job:
     first: dict[Speaker | None, int] = field(default_factory=dict)  # first rank of each node
     remarks: dict[str, str] = field(default_factory=dict)  # and the places of the first of each
     nccl_places: dict[str, tuple[int, int]] = field(default_factory=dict)  # size and rank in the largest communicator
-    nccl_failed: Line | None = None
-    nccl_told: list[tuple[Line, str]] = field(default_factory=list)  # warnings, and the last error, of all speakers
-    failed_hosts: dict[str, Line] = field(default_factory=dict)  # as Slurm reports them
-    closed_by: dict[str, Line] = field(default_factory=dict)  # hosts that closed connections of others
+    nccl_failed: LogLine | None = None
+    nccl_told: list[tuple[LogLine, str]] = field(default_factory=list)  # warnings, and the last error, of all speakers
+    failed_hosts: dict[str, LogLine] = field(default_factory=dict)  # as Slurm reports them
+    closed_by: dict[str, LogLine] = field(default_factory=dict)  # hosts that closed connections of others
 
-    def process(self, speaker: Speaker | None, line: Line) -> Heard:
+    def process(self, speaker: Speaker | None, line: LogLine) -> Heard:
         """Returns the record of a speaker; ``line`` is its first if there is none yet."""
         if (one := self.heard.get(speaker)) is None:
             one = self.heard.setdefault(speaker if len(self.heard) < _MOST_SPEAKERS else None, Heard(line))
         return one
 
-    def end(self, rank: int, code: int, line: Line, pid: int = 0) -> None:
+    def end(self, rank: int, code: int, line: LogLine, pid: int = 0) -> None:
         """Notes the end of a rank, unless one is known."""
-        self.ended.setdefault(rank, Ended(code, line, pid, root=True))
+        self.ended.setdefault(rank, RankEnd(code, line, pid, root=True))
 
-    def lose(self, label: str, code: int, said: Said) -> None:
+    def lose(self, label: str, code: int, said: SpokenLine) -> None:
         """Notes the end of a process whose rank the line does not give."""
         if code and isinstance(said.speaker, int) and not label:
             self.end(said.speaker, of_shell(code), said.line)
         elif code:
-            self.lost.setdefault(label or str(said.speaker or ""), Ended(of_shell(code), said.line, root=True))
+            self.lost.setdefault(label or str(said.speaker or ""), RankEnd(of_shell(code), said.line, root=True))
 
-    def remark(self, text: str, line: Line) -> None:
+    def remark(self, text: str, line: LogLine) -> None:
         if len(self.remarks) < MOST_WARNINGS:
             self.remarks.setdefault(" ".join(text.split())[:_MOST_REMARK], line.where)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import signal
 
-from safelaunch.addons.logs.heard import Ended, Heard, Job, local_label, of_shell, was_terminated
+from safelaunch.addons.logs.heard import Heard, LoggedJob, RankEnd, local_label, of_shell, was_terminated
 from safelaunch.addons.logs.launch_line import best_launch
-from safelaunch.addons.logs.lines import LOCAL, MAX_RANKS, Line, Said, Speaker
-from safelaunch.addons.logs.tracebacks import SIGNALS, Traceback
+from safelaunch.addons.logs.lines import LOCAL, MAX_RANKS, LogLine, Speaker, SpokenLine
+from safelaunch.addons.logs.tracebacks import SIGNALS, OpenTraceback
 from safelaunch.model import RankException, Rendezvous
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.exits import UNKNOWN_SIGNAL, one_line, signal_name
@@ -115,21 +115,21 @@ _RAY_DEAD = re.compile(
 class Launchers:
     """Collects the ends of processes that launchers, clusters and the kernel report."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: LoggedJob) -> None:
         self.job = job
         self.cancelled = False  # from outside, before anything failed: later reports are effects
         self._stopping = False  # Slurm ends the other tasks of the step
-        self._local: list[tuple[int, Ended]] = []  # by local rank
-        self._tasks: list[tuple[int, Ended]] = []  # Slurm's: ranks, unless one of them is a launcher
+        self._local: list[tuple[int, RankEnd]] = []  # by local rank
+        self._tasks: list[tuple[int, RankEnd]] = []  # Slurm's: ranks, unless one of them is a launcher
         self._stopped: dict[Speaker | None, set[str]] = {}  # pids that a launcher of torch stopped after a failure
         self._put_down: set[int] = set()  # pids that a launcher had to kill
-        self._spawned: dict[int, Line] = {}  # processes whose tracebacks follow
-        self._first_end: dict[str, Line] = {}  # where a launcher, by its pid, reported its first failure
+        self._spawned: dict[int, LogLine] = {}  # processes whose tracebacks follow
+        self._first_end: dict[str, LogLine] = {}  # where a launcher, by its pid, reported its first failure
         self._named: int | None = None  # the process that mpirun saw end first
         self._command = ""  # beginning of a command in several lines
         self.several = False  # arguments or a configuration show that the job has several nodes
 
-    def hear(self, said: Said) -> None:
+    def hear(self, said: SpokenLine) -> None:
         """Takes a line that may report an end."""
         self._hear_torch(said)
         self._hear_mpi(said)
@@ -144,7 +144,7 @@ class Launchers:
         if found := _REMARKS.search(said.text):
             self.job.remark(next(filter(None, found.groups())), said.line)
 
-    def hear_form(self, one: Heard, said: Said) -> None:
+    def hear_form(self, one: Heard, said: SpokenLine) -> None:
         """Takes a line of a summary, a command or a configuration, which means nothing by itself."""
         text, job = said.text, self.job
         if (field := _FIELD.match(text)) is not None:
@@ -171,12 +171,12 @@ class Launchers:
         code = re.match(r"(-?\d+)(?: +\(pid: (\d+)\))?", block.get("exitcode", ""))
         if rank and code and int(rank[1]) < MAX_RANKS:
             at, host, time = one.block_at or one.first, block.get("host", ""), block.get("time", "")
-            ended = Ended(int(code[1]), at, int(code[2] or 0), host, one.block_root, speaker, time=time)
+            ended = RankEnd(int(code[1]), at, int(code[2] or 0), host, one.block_root, speaker, time=time)
             self.job.ended[int(rank[1])] = ended
             if local := re.search(r"local_rank: (\d+)", block["rank"]):
                 self.job.first[speaker] = int(rank[1]) - int(local[1])
 
-    def restart_before(self, said: Said) -> Line | None:
+    def restart_before(self, said: SpokenLine) -> LogLine | None:
         """Returns the first failure that a launcher reported, if this line reports a second one: it has restarted its
         ranks in between, and what ended them before did not end the job.
         """
@@ -190,7 +190,7 @@ class Launchers:
         self._stopped.clear()
         return before
 
-    def restarts(self, said: Said) -> bool:
+    def restarts(self, said: SpokenLine) -> bool:
         """Returns whether torchrun restarts its ranks, and forgets their ends if so."""
         if "orker group" not in said.text or not _RESTART.search(said.text):
             return False
@@ -198,7 +198,7 @@ class Launchers:
         self._local.clear()
         return True
 
-    def take(self, opened: Traceback, raised: RankException) -> bool:
+    def take(self, opened: OpenTraceback, raised: RankException) -> bool:
         """Notes an exception of a launcher, or of processes that did not meet.
 
         Returns:
@@ -257,7 +257,7 @@ class Launchers:
         for ended in job.ended.values():
             ended.stopped |= ended.pid in self._put_down
 
-    def _place(self, local: int, ended: Ended) -> None:
+    def _place(self, local: int, ended: RankEnd) -> None:
         job, node = self.job, str(ended.by or "")
         first, own = job.first.get(ended.by), job.heard.get(local)
         if first is not None or (own is not None and own.raised):  # a prefix gives the same number
@@ -274,11 +274,11 @@ class Launchers:
         world = max([self.job.world, *(rank + 1 for rank in ranks)])
         return bool(asked or self.job.files or self._tasks) or world > len(stopped)
 
-    def _hear_torch(self, said: Said) -> None:
+    def _hear_torch(self, said: SpokenLine) -> None:
         """Hears torchrun, torch.multiprocessing and DeepSpeed."""
         text, line, job = said.text, said.line, self.job
         if found := _EXIT.search(text):
-            ended = Ended(int(found["code"]), line, int(found["pid"]), root=True, by=said.speaker)
+            ended = RankEnd(int(found["code"]), line, int(found["pid"]), root=True, by=said.speaker)
             self._local.append((int(found["rank"]), ended))
         if found := _DEEPSPEED.search(text):
             job.failed.add(said.speaker)
@@ -291,7 +291,7 @@ class Launchers:
         if found := _CLOSING.search(text):
             self._stopped.setdefault(said.speaker, set()).add(found["pid"])
 
-    def _hear_mpi(self, said: Said) -> None:
+    def _hear_mpi(self, said: SpokenLine) -> None:
         """Hears Lightning, Composer, mpirun and MPI."""
         if found := _IN_WORDS.search(said.line.text):
             code = int(found["code"] or 1) * (-1 if found["signal"] else 1)
@@ -299,7 +299,7 @@ class Launchers:
         if found := _NAMED.match(said.text):
             self._named = int(found["rank"])
 
-    def _hear_end(self, said: Said) -> None:
+    def _hear_end(self, said: SpokenLine) -> None:
         """Hears Slurm, shells, kubectl, and other programs that report the end of a process."""
         text, job = said.text, self.job
         if found := _TASK_ENDED.search(text):
@@ -320,25 +320,25 @@ class Launchers:
             elif self._named < MAX_RANKS:
                 job.end(self._named, int(found["code"]), said.line)
 
-    def _note_tasks(self, found: re.Match[str], line: Line) -> None:
+    def _note_tasks(self, found: re.Match[str], line: LogLine) -> None:
         code = int(found["code"]) if found["code"] else -SIGNALS.get((found["how"] or "").strip(), 0)
         for part in found["tasks"].split(","):
             first, _, last = part.partition("-")
             for task in range(int(first or 0), min(int(last or first or 0), MAX_RANKS) + 1) if code else ():
                 stopped = was_terminated(code) or self.cancelled or (self._stopping and found["how"] == "Killed")
-                ended = Ended(code, line, host=found["host"], root=not (stopped or self._stopping), stopped=stopped)
+                ended = RankEnd(code, line, host=found["host"], root=not (stopped or self._stopping), stopped=stopped)
                 self._tasks.append((task, ended))
 
-    def _note_died(self, found: re.Match[str], line: Line) -> None:
+    def _note_died(self, found: re.Match[str], line: LogLine) -> None:
         number, label = int(found["number"]), found["label"].lower()
         code = int(found["code"] or -int(found["signal"] or getattr(signal, f"SIG{found['name']}", 0)))
         if code and label in ("rank", "task") and number < MAX_RANKS:
             self.job.end(number, of_shell(code), line)
         elif code:
             name = f"{'process' if label == 'pid' else label} {number}"
-            self.job.lost.setdefault(name, Ended(of_shell(code), line, root=True))
+            self.job.lost.setdefault(name, RankEnd(of_shell(code), line, root=True))
 
-    def _hear_ray(self, said: Said) -> None:
+    def _hear_ray(self, said: SpokenLine) -> None:
         job = self.job
         if found := _RAY_RANK.search(said.text):
             rank = int(found["rank"])
@@ -350,10 +350,10 @@ class Launchers:
             if found["pid"] in job.ranks:
                 job.end(job.ranks[found["pid"]], code, said.line, int(found["pid"]))
             else:
-                ended = Ended(code, said.line, int(found["pid"]), root=True)
+                ended = RankEnd(code, said.line, int(found["pid"]), root=True)
                 job.lost.setdefault(f"process {found['pid']}", ended)
 
-    def _note_rendezvous(self, raised: RankException, line: Line) -> None:
+    def _note_rendezvous(self, raised: RankException, line: LogLine) -> None:
         """Notes that processes did not meet; the store where they were to do so may not answer."""
         found = _OF_RENDEZVOUS.search(raised.message) or _OF_RENDEZVOUS.search(raised.text)
         known = self.job.rendezvous

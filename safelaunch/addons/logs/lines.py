@@ -49,7 +49,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07")
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """``may_tell``: it may report something; the others show no more than that the job works on."""
 
     file: str
@@ -112,7 +112,7 @@ def _opened(path: Path) -> BinaryIO:
     return gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[return-value]
 
 
-def lines_of(path: Path, name: str) -> Iterator[Line | None]:
+def lines_of(path: Path, name: str) -> Iterator[LogLine | None]:
     """Yields the lines of a file that might matter, with the first and the last ones; None between two that are not
     neighbours.
     """
@@ -128,7 +128,7 @@ def lines_of(path: Path, name: str) -> Iterator[Line | None]:
                     text = _clean(line[-MOST_LINE:] if b"\r" in line else line[:MOST_LINE])
                     may_tell = read_all or _SPEAKS.search(line) is not None or _shape(line) in telling
                     for one in _of_record(text) if text.startswith("{") else (text,):
-                        yield Line(name, number, one, may_tell or text.startswith("{"))
+                        yield LogLine(name, number, one, may_tell or text.startswith("{"))
             else:
                 number += part.count(b"\n")
                 yield None
@@ -284,10 +284,10 @@ _IN_TREE = re.compile(r"attempt_(?P<attempt>\d+)/(?P<rank>\d{1,6})/std(?:err|out
 
 
 @dataclass(frozen=True)
-class Said:
+class SpokenLine:
     """A line without its prefixes."""
 
-    line: Line
+    line: LogLine
     text: str
     speaker: Speaker | None
     timed: bool  # a time is among the prefixes
@@ -304,7 +304,7 @@ class Signer:
     template: re.Pattern[str] | None = None  # a prefix that its tracebacks have shown
     _record: Speaker | None = None  # speaker of the last line, if that belongs to the record of an error
 
-    def said(self, line: Line, ahead: Iterable[Line | None] = ()) -> Said:
+    def said(self, line: LogLine, ahead: Iterable[LogLine | None] = ()) -> SpokenLine:
         """Returns a line without its prefixes, which name its speaker.
 
         Args:
@@ -347,7 +347,7 @@ class Signer:
             label, found = found or "", int(own["rank"])
         if self.has_field and found is None:
             found = self._by_field(text, timed=timed)
-        return Said(line, text, found, timed, label)
+        return SpokenLine(line, text, found, timed, label)
 
     def _by_field(self, text: str, *, timed: bool) -> Speaker | None:
         if field := _RANK_FIELD.match(text):
@@ -364,7 +364,7 @@ def has_rank_field(lines: Sequence[str]) -> bool:
     return len(fields) > 3 and 2 * len(fields) > len(texts)
 
 
-def _template(prefix: str, ahead: Iterable[Line | None]) -> re.Pattern[str] | None:
+def _template(prefix: str, ahead: Iterable[LogLine | None]) -> re.Pattern[str] | None:
     """Returns a pattern of ``prefix`` with other numbers, if frames of a traceback have it before them, too. The number
     of it that has the most values is the rank.
     """
@@ -387,14 +387,14 @@ _CUT_LINE = re.compile(
 _REST_OF_LINE = re.compile(r"[ \w(][^\[]")
 
 
-def unwrapped(line: Line, following: Line | None) -> Line | None:
+def unwrapped(line: LogLine, following: LogLine | None) -> LogLine | None:
     """Returns one of c10d's lines with its rest, which a terminal has put on the next line; None if it is whole."""
     if following is None or following.number != line.number + 1 or "ProcessGroup" not in line.text:
         return None
     if not _CUT_LINE.match(line.text) or not _REST_OF_LINE.match(following.text) or _TIME.match(following.text):
         return None
     is_other = following.text.startswith(("Traceback", "terminate", "  File"))
-    return None if is_other else Line(line.file, line.number, line.text + following.text)
+    return None if is_other else LogLine(line.file, line.number, line.text + following.text)
 
 
 def speakers_of_names(names: Sequence[str]) -> dict[str, Speaker]:

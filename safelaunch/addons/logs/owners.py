@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from safelaunch.addons.logs.calls import OF_NCCL
-from safelaunch.addons.logs.heard import Ended, Heard, Job, local_label, was_terminated
-from safelaunch.addons.logs.lines import LOCAL, MAX_RANKS, Line
-from safelaunch.addons.logs.tracebacks import CUT_OFF, Traceback
+from safelaunch.addons.logs.heard import Heard, LoggedJob, RankEnd, local_label, was_terminated
+from safelaunch.addons.logs.lines import LOCAL, MAX_RANKS, LogLine
+from safelaunch.addons.logs.tracebacks import CUT_OFF, OpenTraceback
 from safelaunch.model import RankException
 from safelaunch.stacks.failures import fingerprints, first_failure
 from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence
 
 UNSIGNED = "a process that the log does not name"
-_Raised = tuple[Traceback, RankException]
+_Raised = tuple[OpenTraceback, RankException]
 _MOST_UNSIGNED = 4
 _RANKS = range(MAX_RANKS)
 
@@ -30,9 +30,9 @@ _RANKS = range(MAX_RANKS)
 class Owners:
     """Reports about each rank, and how it ended."""
 
-    job: Job
+    job: LoggedJob
     heard: dict[int, Heard] = field(default_factory=dict)
-    ended: dict[int, Ended] = field(default_factory=dict)
+    ended: dict[int, RankEnd] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)  # processes whose rank is not known, by their numbers here
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(MAX_RANKS * 2)))
 
@@ -54,7 +54,7 @@ class Owners:
         return {one for one in known if one in self.job.heard or (one in self.ended and self.ended[one].time)}
 
     @classmethod
-    def of(cls, job: Job) -> Owners:
+    def of(cls, job: LoggedJob) -> Owners:
         found = cls(
             job,
             {one: heard for one, heard in job.heard.items() if isinstance(one, int) and one in _RANKS},
@@ -89,7 +89,7 @@ class Owners:
             crash, ended = heard.crashed(ended=False), self.ended.get(rank)
             untold = ended is None or ended.code == UNKNOWN_SIGNAL
             if crash is not None and untold and heard.uncaught(ended=False) is None:
-                self.ended[rank] = Ended(-crash.signal, crash.line, root=True)
+                self.ended[rank] = RankEnd(-crash.signal, crash.line, root=True)
 
     def _place(self, name: str, heard: Heard) -> None:
         """Gives the lines of one process, task or container to its rank, or to a label."""
@@ -112,7 +112,7 @@ class Owners:
         self.labels[number], self.heard[number] = name, heard
         return number
 
-    def _lose(self, label: str, ended: Ended) -> None:
+    def _lose(self, label: str, ended: RankEnd) -> None:
         """Notes the end of a process without a rank, unless something else explains it."""
         pid = int(label.rpartition(" ")[2]) if label.startswith("process ") else 0
         if any(pid == one.pid or label in (self.labels.get(rank), f"rank {rank}") for rank, one in self.ended.items()):
@@ -127,7 +127,7 @@ class Owners:
             return
         self.ended[self._label(label or UNSIGNED, Heard(ended.line)) if same is None else same] = ended
 
-    def _lose_to_nccl(self, line: Line) -> None:
+    def _lose_to_nccl(self, line: LogLine) -> None:
         """NCCL failed for a reason of its own, and no traceback shows in which process."""
         told = first_failure(text for _, text in self.job.nccl_told)
         if told is not None and told.own:
@@ -167,7 +167,7 @@ class Owners:
             self._share_crashes(by, said, ended, alone=alone)
             self._share_errors(by, said, failed, alone=not ended)
 
-    def _share_crashes(self, by: str | None, said: Heard, ended: dict[int, Ended], *, alone: bool) -> None:
+    def _share_crashes(self, by: str | None, said: Heard, ended: dict[int, RankEnd], *, alone: bool) -> None:
         crashed = [rank for rank, one in ended.items() if one.code < 0 and one.root]
         if len(crashed) == len(said.crashes) == 1:
             one = self.heard.setdefault(crashed[0], Heard(said.crashes[0].line, node=by or ""))
@@ -250,7 +250,7 @@ class Owners:
                 found[rank].fail(line, "NCCL error", text)
 
 
-def _failed(one: Ended) -> bool:
+def _failed(one: RankEnd) -> bool:
     """Returns whether it ended badly, and not because the launcher stopped it."""
     return not (one.stopped or one.code == 0 or was_terminated(one.code))
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from msgspec import structs
 
 from safelaunch.addons.logs.calls import uneven_steps
-from safelaunch.addons.logs.heard import DEFAULT, UNNAMED, Ended, Heard, Job, was_terminated
+from safelaunch.addons.logs.heard import DEFAULT, UNNAMED, Heard, LoggedJob, RankEnd, was_terminated
 from safelaunch.addons.logs.lines import (
     NOT_GZIP,
-    Line,
+    LogLine,
     Signer,
     Speaker,
     has_rank_field,
@@ -29,7 +29,7 @@ from safelaunch.addons.logs.lines import (
 from safelaunch.addons.logs.owners import Owners
 from safelaunch.addons.logs.quoting import quote_of, unquoted
 from safelaunch.addons.logs.reports import Printed
-from safelaunch.bundle.reading.guard import Found, ReportedError, Unreadable, cannot_be_read
+from safelaunch.bundle.reading.guard import FoundEvidence, ReportedError, Unreadable, cannot_be_read
 from safelaunch.capture.last_words import parse_fatal
 from safelaunch.model import (
     UNKNOWN_SIZES,
@@ -48,7 +48,7 @@ from safelaunch.stacks.failures import first_failure
 from safelaunch.verdict.exits import BAD_OPTIONS, OF_ITS_OWN, is_consequence, one_line
 
 
-def read_logs(paths: Sequence[Path], root: Path | None = None) -> Found:
+def read_logs(paths: Sequence[Path], root: Path | None = None) -> FoundEvidence:
     """Returns the evidence in these files. Its ranks are empty if nothing in them reports an end. Raises Unreadable.
 
     Args:
@@ -99,11 +99,11 @@ def _read(path: Path, name: str, printed: Printed, speaker: Speaker | None) -> t
     return last, is_output
 
 
-def _without(line: Line | None, quote: str) -> Line | None:
+def _without(line: LogLine | None, quote: str) -> LogLine | None:
     return replace(line, text=unquoted(line.text, quote)) if line is not None else None
 
 
-def _found(printed: Printed, names: Sequence[str], count: int, *, may_be_caught: bool = False) -> Found:
+def _found(printed: Printed, names: Sequence[str], count: int, *, may_be_caught: bool = False) -> FoundEvidence:
     """Returns the evidence in what was printed.
 
     Args:
@@ -123,7 +123,7 @@ def _found(printed: Printed, names: Sequence[str], count: int, *, may_be_caught:
     failed = bool(steps) or (ends and any(map(_has_trouble, ranks)))
     remarks, warned = _remarks(job, ranks, failed=failed)
     what = f"{'a log' if len(names) == 1 else f'{len(names)} logs'} of {count} lines{warned}"
-    found = Found(
+    found = FoundEvidence(
         what,
         Evidence("crash", max(world, 1), ()),
         remarks=remarks,
@@ -151,7 +151,7 @@ def _found(printed: Printed, names: Sequence[str], count: int, *, may_be_caught:
     return replace(found, evidence=evidence, files=files)
 
 
-def _steps(job: Job, owners: Owners) -> dict[int, int | None]:
+def _steps(job: LoggedJob, owners: Owners) -> dict[int, int | None]:
     """Returns the last steps of the ranks, if they differ and nothing else shows a failure."""
     reported = any(one.raised or one.watchdog for one in owners.heard.values())
     ended_alone = any(one.code and not one.stopped for one in owners.ended.values())  # no launcher stopped it
@@ -165,7 +165,7 @@ def _has_trouble(one: RankEvidence) -> bool:
     return bool(one.exception or one.flight_record or (exit_ and exit_.returncode and exit_.before_close))
 
 
-def _remarks(job: Job, ranks: Sequence[RankEvidence], *, failed: bool) -> tuple[tuple[str, ...], str]:
+def _remarks(job: LoggedJob, ranks: Sequence[RankEvidence], *, failed: bool) -> tuple[tuple[str, ...], str]:
     """Returns the remarks, and what to say of NCCL's warnings if nothing failed."""
     remarks, warned = tuple(f"{text} [{where}]" for text, where in job.remarks.items()), _nccl_words(job)
     if job.nccl_failed is not None and not any(rank.exception for rank in ranks):
@@ -181,7 +181,7 @@ def _with_steps(one: RankEvidence, world: int, steps: Mapping[int, int | None]) 
     return structs.replace(one, progress=Progress(one.rank, -1, world, 0, 0, 0, "", steps[one.rank]))
 
 
-def _silent_hosts(job: Job, owners: Owners) -> tuple[NodeEvidence, ...]:
+def _silent_hosts(job: LoggedJob, owners: Owners) -> tuple[NodeEvidence, ...]:
     """Returns the one host that Slurm reports as failed, or that closed connections of others, if no rank of it reports
     its own end.
     """
@@ -201,7 +201,7 @@ def _only_lost_a_peer(one: RankEvidence) -> bool:
     return one.exit is None or one.exit.returncode in (0, 1) or not one.exit.before_close
 
 
-def _nccl_words(job: Job) -> str:
+def _nccl_words(job: LoggedJob) -> str:
     """Returns the first of NCCL's messages that means something; one about its own process comes first."""
     found = first_failure(text for _, text in job.nccl_told)
     where = next((line.where for line, text in job.nccl_told if found is not None and text == found.text), "")
@@ -263,7 +263,7 @@ def _seconds_between(one: str, other: str) -> float:
     return (end - begin).total_seconds()
 
 
-def _after_the_first_s(ended: Ended, times: Mapping[str, str]) -> float:
+def _after_the_first_s(ended: RankEnd, times: Mapping[str, str]) -> float:
     """Returns 0 for the ranks that may have failed first; 1 or 2 for those that failed later by the summary of their
     host; 3 for those of a host where the failures began a minute later than on another.
 
@@ -281,7 +281,7 @@ def _after_the_first_s(ended: Ended, times: Mapping[str, str]) -> float:
 
 
 def _rank(
-    rank: int, job: Job, owners: Owners, groups: dict[str, tuple[int, ...]], files: dict[str, str]
+    rank: int, job: LoggedJob, owners: Owners, groups: dict[str, tuple[int, ...]], files: dict[str, str]
 ) -> RankEvidence:
     heard, ended, folder = owners.heard.get(rank), owners.ended.get(rank), f"ranks/{rank}"
     exception = record = log = fatal = None
@@ -323,7 +323,7 @@ def _rank(
     )  # fmt: skip
 
 
-def _ended_by_a_signal(ended: Ended) -> bool:
+def _ended_by_a_signal(ended: RankEnd) -> bool:
     """Returns whether a signal ended it, and not its last exception; an abort may follow an exception."""
     return ended.code < 0 and -ended.code not in (signal.SIGABRT, signal.SIGTERM) and not ended.stopped
 

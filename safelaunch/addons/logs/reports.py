@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 
 from safelaunch.addons.logs.calls import Calls
-from safelaunch.addons.logs.heard import Heard, Job
+from safelaunch.addons.logs.heard import Heard, LoggedJob
 from safelaunch.addons.logs.launchers import OF_A_CHILD, Launchers, words_of
-from safelaunch.addons.logs.lines import LITERALS, LOCAL, MAX_RANKS, Said
-from safelaunch.addons.logs.tracebacks import BARE, BOXED, FATAL, HEAD, Crash, Traceback
+from safelaunch.addons.logs.lines import LITERALS, LOCAL, MAX_RANKS, SpokenLine
+from safelaunch.addons.logs.tracebacks import BARE, BOXED, FATAL, HEAD, Crash, OpenTraceback
 from safelaunch.model import RankException
 from safelaunch.stacks import tracebacks
 from safelaunch.stacks.failures import last_abort, options_refused
@@ -31,11 +31,11 @@ class Printed:
     """Collects the reports in a job's output."""
 
     def __init__(self) -> None:
-        self.job = Job()
+        self.job = LoggedJob()
         self.launchers = Launchers(self.job)
         self.calls = Calls(self.job)
 
-    def hear(self, said: Said) -> None:
+    def hear(self, said: SpokenLine) -> None:
         """Takes the next line."""
         one, text = self.job.process(said.speaker, said.line), said.text
         one.last = said.line
@@ -72,7 +72,7 @@ class Printed:
         self.job.remember_attempts()
         self.launchers.end()
 
-    def _note_progress(self, one: Heard, said: Said) -> bool:
+    def _note_progress(self, one: Heard, said: SpokenLine) -> bool:
         """Returns whether the line shows that its process works on after the place where it seemed to have ended."""
         text = said.text
         if one.opened is None or one.opened.state == "after":
@@ -91,27 +91,27 @@ class Printed:
         self.job.events.work_on(said)
         return own
 
-    def _opened(self, one: Heard, said: Said) -> Traceback | None:
+    def _opened(self, one: Heard, said: SpokenLine) -> OpenTraceback | None:
         """Returns the traceback that this line begins, if any."""
         if self.launchers.cancelled:
             return None
         text, found = said.text, None
         if of_summary := _OF_A_SUMMARY.match(text):
             rank = re.match(r"\d+", one.block.get("rank", ""))
-            found = Traceback(
+            found = OpenTraceback(
                 said.line, [text[of_summary.end() :]], False, said, int(rank[0]) if rank else None, indent="  "
             )
         elif text.lstrip(" |+").startswith(HEAD) or BOXED.match(text):
             thread = one.before.startswith(("Exception in thread", "Exception ignored"))
             of_child = OF_A_CHILD.match(one.before)
-            found = Traceback(said.line, [text], thread, said, int(of_child["rank"]) if of_child else None)
+            found = OpenTraceback(said.line, [text], thread, said, int(of_child["rank"]) if of_child else None)
             found.is_local = of_child is not None and self.launchers.several
         elif of_ray := _OF_RAY.match(text):
-            found = Traceback(said.line, [HEAD], False, said, pid=of_ray["pid"])
+            found = OpenTraceback(said.line, [HEAD], False, said, pid=of_ray["pid"])
         elif _FRAME.match(text):
-            found = Traceback(said.line, [HEAD, text], False, said, cut=True)
+            found = OpenTraceback(said.line, [HEAD, text], False, said, cut=True)
         elif not one.raised and BARE.match(text):
-            found = Traceback(said.line, [HEAD, text], False, said, state="message", cut=True)
+            found = OpenTraceback(said.line, [HEAD, text], False, said, state="message", cut=True)
         if found is not None:
             found.socket, found.ignored = one.socket, one.before.startswith("Exception ignored")
         return found
@@ -129,7 +129,7 @@ class Printed:
             again = one.raised and (one.raised[-1][1].type, one.raised[-1][1].message) == (raised.type, raised.message)
             one.raised = one.raised[:-1] if again else one.raised
         elif of_ray := _OF_RAY.match(words_of(raised)):
-            one.opened = Traceback(opened.line, [HEAD], False, opened.said, pid=of_ray["pid"])
+            one.opened = OpenTraceback(opened.line, [HEAD], False, opened.said, pid=of_ray["pid"])
         elif not self.launchers.take(opened, raised):
             self.calls.take(raised.message)
             if raised.type.startswith("ray.exceptions."):
@@ -137,7 +137,7 @@ class Printed:
             else:
                 self._attribute(one, opened, raised)
 
-    def _attribute(self, one: Heard, opened: Traceback, raised: RankException) -> None:
+    def _attribute(self, one: Heard, opened: OpenTraceback, raised: RankException) -> None:
         """Notes the exception of a rank: of the speaker, unless the text names another one."""
         job = self.job
         if opened.pid:
@@ -154,7 +154,7 @@ class Printed:
         if not one.timed_out:
             one.note(opened, raised)
 
-    def _note(self, one: Heard, said: Said) -> None:
+    def _note(self, one: Heard, said: SpokenLine) -> None:
         """Passes on a line that may report an error."""
         text = said.text
         if last_abort(text) is not None or "watchdog got stuck" in text or options_refused(text):

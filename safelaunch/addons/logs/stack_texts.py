@@ -134,7 +134,7 @@ def processes_in(text: str) -> tuple[list[SavedProcess], float]:
     for line in lines:
         who, rest = _spoken(_QUOTE.sub("", line))
         streams.setdefault(who, []).append(rest)
-    readers = {who: _Reader(who) for who in streams}
+    readers = {who: _StackReader(who) for who in streams}
     found = [one for who, said in streams.items() for one in readers[who].read(said)]
     filled = sum(1 for line in lines if line.strip())
     return found, sum(reader.used for reader in readers.values()) / max(filled, 1)
@@ -153,7 +153,7 @@ def _spoken(line: str) -> tuple[str, str]:
     return (found["who"], rest) if told else ("", line)
 
 
-class _Reader:
+class _StackReader:
     """Reads lines one after the other. ``used``: how many of them belong to stacks, but for those of a process that
     has ended. ``_open``: the thread to which frames are added, and how they look. ``_before``: lines since the last
     stack.
@@ -316,20 +316,20 @@ def _apart(process: SavedProcess) -> Iterator[SavedProcess]:
 # --- py-spy's JSON ----------------------------------------------------------------------------------------------------
 
 
-_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_NumberText = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class _SpiedFrame(msgspec.Struct):
     name: str
     filename: str
-    line: _Number = 0
+    line: _NumberText = 0
 
 
 class _SpiedThread(msgspec.Struct):
     frames: list[_SpiedFrame]
-    pid: _Number = 0
+    pid: _NumberText = 0
     thread_name: str | None = None
-    os_thread_id: _Number | None = None
+    os_thread_id: _NumberText | None = None
     active: bool = False
 
 

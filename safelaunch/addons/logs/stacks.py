@@ -19,7 +19,7 @@ from msgspec import structs
 
 from safelaunch.addons.logs.lines import GZIP, speakers_of_names
 from safelaunch.addons.logs.stack_texts import MAIN, SavedProcess, processes_in
-from safelaunch.bundle.reading.guard import Found, Unreadable, evidence_of, read_limited
+from safelaunch.bundle.reading.guard import FoundEvidence, Unreadable, evidence_of, read_limited
 from safelaunch.model import Frame, ProcessEvidence, RankEvidence, StackSample, Thread
 from safelaunch.stacks import calls
 
@@ -38,12 +38,12 @@ _VALUES = frozenset({"-n", "-c", "--namespace", "--container", "-l", "-i", "-p",
 _TITLE = re.compile(r"[A-Za-z][\w.:-]*$")
 # What the frames of a process show it to be, that is no rank of the job.
 _HELPERS = (
-    ("torchrun's agent", calls.Mark(("torch/distributed/elastic/agent/", "torch/distributed/launcher/api.py"))),
-    ("a launcher", calls.Mark(("accelerate/commands/launch.py", "deepspeed/launcher/"))),
-    ("a helper of multiprocessing", calls.Mark(("multiprocessing/resource_tracker.py",), frozenset({"main"}))),
-    ("a helper of multiprocessing", calls.Mark(("multiprocessing/forkserver.py",), frozenset({"main"}))),
-    ("a helper of multiprocessing", calls.Mark(("multiprocessing/managers.py",), frozenset({"serve_forever"}))),
-    ("a compile worker", calls.Mark(("torch/_inductor/compile_worker/",))),
+    ("torchrun's agent", calls.LibraryCall(("torch/distributed/elastic/agent/", "torch/distributed/launcher/api.py"))),
+    ("a launcher", calls.LibraryCall(("accelerate/commands/launch.py", "deepspeed/launcher/"))),
+    ("a helper of multiprocessing", calls.LibraryCall(("multiprocessing/resource_tracker.py",), frozenset({"main"}))),
+    ("a helper of multiprocessing", calls.LibraryCall(("multiprocessing/forkserver.py",), frozenset({"main"}))),
+    ("a helper of multiprocessing", calls.LibraryCall(("multiprocessing/managers.py",), frozenset({"serve_forever"}))),
+    ("a compile worker", calls.LibraryCall(("torch/_inductor/compile_worker/",))),
 )
 _WORKER = "dataloader worker"
 NATIVE = "without Python lines, which py-spy shows"
@@ -73,14 +73,14 @@ class _Saved:
 
 
 @dataclass(frozen=True)
-class Stacks:
+class SavedStacks:
     """The stacks in some files. ``whole``: the files that hold little else, and nothing that a log tells."""
 
     processes: tuple[_Saved, ...]
     whole: frozenset[Path]
 
     @classmethod
-    def of(cls, paths: Sequence[Path], root: Path | None = None) -> Stacks:
+    def of(cls, paths: Sequence[Path], root: Path | None = None) -> SavedStacks:
         found: dict[object, _Saved] = {}
         whose = speakers_of_names([path.name for path in paths])
         whole = []
@@ -99,7 +99,7 @@ class Stacks:
             one.kind = one.kind if any(frame.line for frame in one.frames) else NATIVE
         return cls(tuple(found.values()), frozenset(whole))
 
-    def found(self, *, only_named: bool = False) -> Found | None:
+    def found(self, *, only_named: bool = False) -> FoundEvidence | None:
         """None if there are none. ``only_named``: those whose rank something tells."""
         return _found(self.processes, only_named=only_named) if self.processes else None
 
@@ -107,7 +107,7 @@ class Stacks:
 _MOSTLY = 0.5
 
 
-def _found(found: Sequence[_Saved], *, only_named: bool) -> Found | None:
+def _found(found: Sequence[_Saved], *, only_named: bool) -> FoundEvidence | None:
     ranks, left_out = _ranks_among(found)
     world = _world(found)
     _give_ranks(ranks)
@@ -131,7 +131,7 @@ def _found(found: Sequence[_Saved], *, only_named: bool) -> Found | None:
     files = {f"ranks/{rank}/stack.txt": one.file for rank, one in every.items()}
     what = f"stacks of {len(every)} processes" if every else "saved stacks"
     what = what if len(every) != 1 else "the stack of one process"
-    return Found(what, evidence, files=files, remarks=tuple(_remarks(left_out)))
+    return FoundEvidence(what, evidence, files=files, remarks=tuple(_remarks(left_out)))
 
 
 def _evidence(rank: int, one: _Saved) -> RankEvidence:

@@ -11,7 +11,7 @@ from itertools import takewhile
 from msgspec import structs
 
 from safelaunch.addons.logs.events import PROGRESS
-from safelaunch.addons.logs.lines import Line, Said
+from safelaunch.addons.logs.lines import LogLine, SpokenLine
 from safelaunch.model import RankException
 from safelaunch.stacks import tracebacks
 from safelaunch.verdict.exits import CAUGHT_AS_A_RULE, is_consequence
@@ -32,13 +32,13 @@ BARE = re.compile(r"(?!nccl)(?P<type>[A-Za-z_][\w.]*(?:Error|Exception)): +(?P<m
 
 
 @dataclass
-class Traceback:
+class OpenTraceback:
     """A traceback that is being read."""
 
-    line: Line
+    line: LogLine
     lines: list[str]
     thread: bool
-    said: Said
+    said: SpokenLine
     rank: int | None = None  # that a line before it names
     pid: str = ""  # process from which Ray passes it on
     indent: str = ""
@@ -116,7 +116,7 @@ class Traceback:
             lines = [*frames, *(line for line in lines if line and not line.startswith(("│", "|", "╭", "╰", " ")))]
         found = tracebacks.parse(lines)
         if found is None and self.cut and lines:
-            found = tracebacks.Traceback((), next((line for line in lines if not line.startswith(" ")), lines[0]))
+            found = tracebacks.ParsedTraceback((), next((line for line in lines if not line.startswith(" ")), lines[0]))
         if found is None:
             return None
         error = (BARE if self.cut else _ERROR).match(found.message) or _NAME.match(found.message)
@@ -196,7 +196,7 @@ SIGNALS = {
 class Crash:
     """Output of faulthandler, or of the interpreter itself, at a fatal signal: one thread of it is the current one."""
 
-    line: Line
+    line: LogLine
     lines: list[str]
     since: int = 0  # number of lines after it
 

@@ -29,9 +29,9 @@ from safelaunch.model import Evidence, RankEvidence, Verdict
 from safelaunch.stacks.source import ReadSource
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.findings import ranks_word
-from safelaunch.verdict.rank_state import Facts
+from safelaunch.verdict.rank_state import CaseFacts
 
-__all__ = ["Extent", "Hang", "Reproduction", "Wish", "compared", "reproduction_of"]
+__all__ = ["Extent", "Hang", "Reproduction", "ScriptWish", "compared", "reproduction_of"]
 
 
 _MANY = 100_000  # entries of all ranks
@@ -43,14 +43,14 @@ _TOO_LARGE = "Tensors are smaller, as some were too large for any machine; sizes
 
 
 @dataclass(frozen=True)
-class Standing:
+class WaitPosition:
     """What a rank waits in. ``op`` is empty where it waits for no peer; ``ranks``, ``peer``: None where not known."""
 
     op: str
     ranks: tuple[int, ...] | None = None
     peer: int | None = None
 
-    def differs(self, other: Standing) -> bool:
+    def differs(self, other: WaitPosition) -> bool:
         pairs = ((self.ranks, other.ranks), (self.peer, other.peer))
         return self.op != other.op or any(a != b for a, b in pairs if None not in (a, b))
 
@@ -68,7 +68,7 @@ class Hang:
     outcome: str
     cause: str
     culprits: tuple[int, ...]
-    ranks: Mapping[int, Standing]
+    ranks: Mapping[int, WaitPosition]
     bare: bool = False
     by_calls: frozenset[int] | None = None
 
@@ -81,7 +81,7 @@ class Hang:
 
 
 @dataclass(frozen=True)
-class Wish:
+class ScriptWish:
     """What the script is to hold. ``fewest``: only as many ranks as still show it; ``shrink``: small tensors; ``name``:
     what it will be called.
     """
@@ -106,10 +106,10 @@ class Reproduction:
     replays: bool
 
 
-def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | None = None) -> Reproduction:
+def reproduction_of(evidence: Evidence, wish: ScriptWish, read_source: ReadSource | None = None) -> Reproduction:
     verdict = diagnose(evidence, read_source)
     culprits = list(dict.fromkeys(culprit.rank for culprit in verdict.culprits))
-    program = _program(Facts.of(evidence, read_source), wish.extent)
+    program = _program(CaseFacts.of(evidence, read_source), wish.extent)
     kept = fewest_ranks(program, culprits, records_tell) if wish.fewest else list(program.ranks)
     program, culprits = of_ranks(program, kept), [kept.index(rank) for rank in culprits]
     if is_large(program):
@@ -130,7 +130,7 @@ def reproduction_of(evidence: Evidence, wish: Wish, read_source: ReadSource | No
     )
 
 
-def _program(facts: Facts, extent: Extent) -> Program:
+def _program(facts: CaseFacts, extent: Extent) -> Program:
     """With as few rounds before the parting as lead to the verdict that all of them do."""
     program = program_of(facts, extent)
     size = sum(len(record.entries) for record in facts.alignment.records.values())
@@ -168,7 +168,7 @@ _STAND_INS = {
 
 def hang_of(evidence: Evidence, kept: Sequence[int], read_source: ReadSource | None = None) -> Hang:
     """With the numbers that the ``kept`` ranks have in a script of these alone."""
-    verdict, facts = diagnose(evidence, read_source), Facts.of(evidence, read_source)
+    verdict, facts = diagnose(evidence, read_source), CaseFacts.of(evidence, read_source)
     number = {rank: place for place, rank in enumerate(kept)}
     ranks = {number[rank]: _standing(facts, rank, number) for rank in facts.ranks if rank in number}
     bare, calls = all(rank.main is None for rank in evidence.ranks), diagnose(evidence)
@@ -193,13 +193,13 @@ def compared(recorded: Hang, run: Evidence, read_source: ReadSource | None = Non
     return min(((differences(recorded, hang), hang) for hang in hangs), key=lambda one: len(one[0]))
 
 
-def _standing(facts: Facts, rank: int, number: Mapping[int, int]) -> Standing:
+def _standing(facts: CaseFacts, rank: int, number: Mapping[int, int]) -> WaitPosition:
     wait = facts.ranks[rank].wait
     if wait is None or wait.kind == "init":
-        return Standing("init_process_group" if wait is not None else "")
+        return WaitPosition("init_process_group" if wait is not None else "")
     members, known = facts.alignment.members(wait.group) if wait.group is not None else (frozenset[int](), False)
     ranks = tuple(sorted(number[member] for member in members if member in number)) if known else None
-    return Standing(
+    return WaitPosition(
         FUNCTIONS.get(wait.op.split(" ")[0], wait.op), ranks, number.get(wait.peer) if wait.peer is not None else None
     )
 

@@ -9,8 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from safelaunch.addons.reproduce import Extent, Reproduction, Wish, compared, reproduction_of
-from safelaunch.bundle.reading.guard import Found
+from safelaunch.addons.reproduce import Extent, Reproduction, ScriptWish, compared, reproduction_of
+from safelaunch.bundle.reading.guard import FoundEvidence
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import working_directory
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     job did, 2 if PATH holds no evidence.
     """
     words = parser().parse_args(argv)
-    wish = Wish(Extent(words.all, words.last), fewest=words.ranks, shrink=words.shrink, name=_name(words.output))
+    wish = ScriptWish(Extent(words.all, words.last), fewest=words.ranks, shrink=words.shrink, name=_name(words.output))
     found = _from(words.path, wish)
     if not found.replays:
         raise SafelaunchError(
@@ -79,12 +79,12 @@ def _name(output: str | None) -> str:
     return Path(output).name if output is not None else "repro.py"
 
 
-def _from(called: str, wish: Wish) -> Reproduction:
+def _from(called: str, wish: ScriptWish) -> Reproduction:
     # Before the fork of the child, which would import them again.
     from safelaunch.capture.user_source import text_for_stranger
     from safelaunch.cli.diagnose import read_in_child
 
-    def work(found: Found) -> Reproduction:
+    def work(found: FoundEvidence) -> Reproduction:
         return reproduction_of(found.evidence, wish, text_for_stranger)
 
     return read_in_child([working_directory() / called], called, "reproduce", work)

@@ -9,38 +9,38 @@ from itertools import groupby
 from typing import Any
 
 Item = Hashable
-Ranks = frozenset[int]
+RankSet = frozenset[int]
 _LONGEST_ROUND = 512
 _MOST_TO_ALIGN = 4000  # items of two sides
 
 
 @dataclass(frozen=True)
-class Step:
+class RankStep:
     """``item``, which ``ranks`` do. ``beyond``: those that do not come so far, so it is as good as theirs."""
 
     item: Any
-    ranks: Ranks
-    beyond: Ranks = frozenset()
+    ranks: RankSet
+    beyond: RankSet = frozenset()
 
 
 @dataclass(frozen=True)
-class Loop:
+class RepeatedItems:
     times: int
-    body: tuple[Node, ...]
+    body: tuple[FoldNode, ...]
 
 
 @dataclass(frozen=True)
-class Branch:
+class RankBranch:
     """``sides``: what these ranks do; ``rest``: what all others do that come here, which may be nothing."""
 
-    sides: tuple[tuple[Ranks, tuple[Node, ...]], ...]
-    rest: tuple[Node, ...] = ()
+    sides: tuple[tuple[RankSet, tuple[FoldNode, ...]], ...]
+    rest: tuple[FoldNode, ...] = ()
 
 
-Node = Step | Loop | Branch
+FoldNode = RankStep | RepeatedItems | RankBranch
 
 
-def merged(programs: Mapping[int, Sequence[Item]]) -> tuple[Node, ...]:
+def merged(programs: Mapping[int, Sequence[Item]]) -> tuple[FoldNode, ...]:
     """One program that does on each rank what ``programs`` says, in that order.
 
     No rank comes back from its last item, so what follows it is as good as its own.
@@ -48,38 +48,38 @@ def merged(programs: Mapping[int, Sequence[Item]]) -> tuple[Node, ...]:
     return tuple(_branched(_level(programs), frozenset(programs)))
 
 
-def done(nodes: Sequence[Node], rank: int) -> Iterator[Step]:
+def done(nodes: Sequence[FoldNode], rank: int) -> Iterator[RankStep]:
     """The steps that ``rank`` does, if it comes back from each."""
     for node in nodes:
-        if isinstance(node, Step):
+        if isinstance(node, RankStep):
             yield node
-        elif isinstance(node, Loop):
+        elif isinstance(node, RepeatedItems):
             for _ in range(node.times):
                 yield from done(node.body, rank)
         else:
             yield from done(next((body for ranks, body in node.sides if rank in ranks), node.rest), rank)
 
 
-def _level(programs: Mapping[int, Sequence[Item]]) -> list[Step | Loop]:
+def _level(programs: Mapping[int, Sequence[Item]]) -> list[RankStep | RepeatedItems]:
     steps = _with_the_stuck(_aligned(programs))
-    numbers: dict[Step, int] = {}
+    numbers: dict[RankStep, int] = {}
     return _folded(steps, [numbers.setdefault(step, len(numbers)) for step in steps])
 
 
 # --- one sequence -----------------------------------------------------------------------------------------------------
 
 
-def _aligned(programs: Mapping[int, Sequence[Item]]) -> list[Step]:
+def _aligned(programs: Mapping[int, Sequence[Item]]) -> list[RankStep]:
     """All items, each with the ranks that do it there: in it, each rank's own stand in their order."""
     sides: dict[tuple[Item, ...], list[int]] = {}
     for rank, items in programs.items():
         sides.setdefault(tuple(items), []).append(rank)
     common = _common(list(sides))
-    found: list[Step] = []
+    found: list[RankStep] = []
     for items, ranks in sorted(sides.items(), key=lambda side: (-len(side[1]), -len(side[0]), side[1])):
-        found = _with_side(found, [Step(item, frozenset(ranks)) for item in items[common:]])
+        found = _with_side(found, [RankStep(item, frozenset(ranks)) for item in items[common:]])
     shared = next(iter(sides), ())[:common]
-    return [*(Step(item, frozenset(programs)) for item in shared), *found]
+    return [*(RankStep(item, frozenset(programs)) for item in shared), *found]
 
 
 def _common(sides: Sequence[Sequence[Item]]) -> int:
@@ -88,12 +88,12 @@ def _common(sides: Sequence[Sequence[Item]]) -> int:
     return next((at for at, item in enumerate(first) if any(side[at] != item for side in sides)), len(first))
 
 
-def _with_side(found: list[Step], side: list[Step]) -> list[Step]:
+def _with_side(found: list[RankStep], side: list[RankStep]) -> list[RankStep]:
     if len(found) + len(side) > _MOST_TO_ALIGN:
         return [*found, *side]
     numbers: dict[Item, int] = {}
     theirs, its = ([numbers.setdefault(step.item, len(numbers)) for step in steps] for steps in (found, side))
-    both: list[Step] = []
+    both: list[RankStep] = []
     for kind, a, b, c, d in SequenceMatcher(None, theirs, its, autojunk=False).get_opcodes():
         if kind == "equal":
             pairs = zip(found[a:b], side[c:d], strict=True)
@@ -103,7 +103,7 @@ def _with_side(found: list[Step], side: list[Step]) -> list[Step]:
     return both
 
 
-def _with_the_stuck(steps: Sequence[Step]) -> list[Step]:
+def _with_the_stuck(steps: Sequence[RankStep]) -> list[RankStep]:
     last = {rank: at for at, step in enumerate(steps) for rank in step.ranks}
     return [
         replace(step, beyond=frozenset(rank for rank, its in last.items() if its < at)) for at, step in enumerate(steps)
@@ -113,9 +113,9 @@ def _with_the_stuck(steps: Sequence[Step]) -> list[Step]:
 # --- loops ------------------------------------------------------------------------------------------------------------
 
 
-def _folded(steps: Sequence[Step], codes: Sequence[int]) -> list[Step | Loop]:
+def _folded(steps: Sequence[RankStep], codes: Sequence[int]) -> list[RankStep | RepeatedItems]:
     """The steps, each run that repeats as a loop: at each place the round that covers most, the shortest of those."""
-    found: list[Step | Loop] = []
+    found: list[RankStep | RepeatedItems] = []
     at = 0
     while at < len(steps):
         period, times = _round_at(codes, at)
@@ -124,7 +124,7 @@ def _folded(steps: Sequence[Step], codes: Sequence[int]) -> list[Step | Loop]:
             at += 1
             continue
         body = _folded(steps[at : at + period], codes[at : at + period])
-        found.append(Loop(times, tuple(body)))
+        found.append(RepeatedItems(times, tuple(body)))
         at += period * times
     return found
 
@@ -145,23 +145,23 @@ def _round_at(codes: Sequence[int], at: int) -> tuple[int, int]:
 # --- branches ---------------------------------------------------------------------------------------------------------
 
 
-def _ranks_of(node: Node) -> tuple[Ranks, Ranks] | None:
+def _ranks_of(node: FoldNode) -> tuple[RankSet, RankSet] | None:
     """Who does it, and who does not come so far, where that is the same for all of it; else None."""
-    if isinstance(node, Step):
+    if isinstance(node, RankStep):
         return node.ranks, node.beyond
-    if isinstance(node, Branch):
+    if isinstance(node, RankBranch):
         return None
     inside = {_ranks_of(one) for one in node.body}
     return inside.pop() if len(inside) == 1 else None
 
 
-def _branched(level: Sequence[Node], here: Ranks) -> Iterator[Node]:
+def _branched(level: Sequence[FoldNode], here: RankSet) -> Iterator[FoldNode]:
     """The nodes with branches, for the ranks that come ``here``."""
-    parts: list[tuple[Ranks, tuple[Node, ...]]] = []
+    parts: list[tuple[RankSet, tuple[FoldNode, ...]]] = []
     for who, nodes in groupby(level, key=_ranks_of):
         ranks, beyond = who or (here, here)
         mine = here if ranks | beyond >= here else ranks & here
-        inside = (replace(n, body=tuple(_branched(n.body, mine))) if isinstance(n, Loop) else n for n in nodes)
+        inside = (replace(n, body=tuple(_branched(n.body, mine))) if isinstance(n, RepeatedItems) else n for n in nodes)
         parts.append((mine, tuple(inside)))
     at = 0
     while at < len(parts):
@@ -178,6 +178,6 @@ def _branched(level: Sequence[Node], here: Ranks) -> Iterator[Node]:
         sides = [side for side in sides if side[0]]
         if seen >= here and len(sides) > 1:
             last = max(sides, key=lambda side: len(side[0]))
-            yield Branch(tuple(side for side in sides if side is not last), last[1])
+            yield RankBranch(tuple(side for side in sides if side is not last), last[1])
         elif sides:
-            yield Branch(tuple(sides))
+            yield RankBranch(tuple(sides))

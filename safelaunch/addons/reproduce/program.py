@@ -13,7 +13,7 @@ from typing import Literal
 
 from safelaunch.model import Collective, Frame
 
-Sizes = tuple[tuple[int, ...], ...]
+ElementCounts = tuple[tuple[int, ...], ...]
 
 WORLD = "0"  # the default group
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
@@ -24,7 +24,7 @@ _MOST_OF_A_KIND = 4
 
 
 @dataclass(frozen=True)
-class Call:
+class ScriptCall:
     """One call of torch.distributed. ``op``: the function's name; ``batch`` for ``batch_isend_irecv`` of ``parts``.
 
     - ``sizes``: of the tensors that the rank gives, or, where only the root gives some (scatter), gets
@@ -36,7 +36,7 @@ class Call:
 
     op: str
     group: str = WORLD
-    sizes: Sizes = ()
+    sizes: ElementCounts = ()
     dtypes: tuple[str, ...] = ()
     root: int | None = None
     other_roots: tuple[tuple[int, int], ...] = ()
@@ -45,7 +45,7 @@ class Call:
     tag: int = 0
     waited_for: bool = True
     site: Frame | None = None
-    parts: tuple[Call, ...] = ()
+    parts: tuple[ScriptCall, ...] = ()
 
 
 # What a rank does behind its last call. ``waits``: it does not come back from it.
@@ -53,7 +53,7 @@ Ending = Literal["waits", "waits for work", "stands", "leaves", "raises", "exits
 
 
 @dataclass(frozen=True)
-class End:
+class ScriptEnd:
     """``cause``: the catalogue's name of what it stands in. ``words``: the same for people. ``work``: which of its
     calls that nobody has waited for is waited for at last, counted from the end (0: the last one).
     """
@@ -72,8 +72,8 @@ class RankProgram:
     the job.
     """
 
-    calls: tuple[Call, ...]
-    end: End
+    calls: tuple[ScriptCall, ...]
+    end: ScriptEnd
     before: bool = False
     entries: tuple[tuple[Collective, ...], ...] = ()
 
@@ -210,7 +210,7 @@ class _Fewer:
         entries = tuple(left for call, left in zip(calls, one.entries, strict=False) if call is not None)
         return replace(one, calls=tuple(filter(None, calls)), entries=entries)
 
-    def call(self, call: Call) -> Call | None:
+    def call(self, call: ScriptCall) -> ScriptCall | None:
         """None where nobody is left to make it with."""
         parts = tuple(filter(None, map(self.call, call.parts)))
         peer = self.place(call.group, call.peer)
@@ -241,10 +241,10 @@ def with_small_tensors(program: Program) -> Program:
     step = program.world_size if any(call.op in _DIVIDED for call in _every(program)) else 1
     small = {number: (place + 1) * step for place, number in enumerate(sorted(_numbers(program)))}
 
-    def sizes(given: Sizes) -> Sizes:
+    def sizes(given: ElementCounts) -> ElementCounts:
         return tuple((small[prod(size)],) if size else size for size in given)
 
-    def smaller(call: Call) -> Call:
+    def smaller(call: ScriptCall) -> ScriptCall:
         return replace(call, sizes=sizes(call.sizes), parts=tuple(map(smaller, call.parts)))
 
     return _with_calls(program, smaller)
@@ -278,12 +278,12 @@ def with_sizes_that_gloo_checks(program: Program) -> Program:
     return program
 
 
-def _is_sum(call: Call, group: str) -> bool:
+def _is_sum(call: ScriptCall, group: str) -> bool:
     return (call.op, call.group, len(call.sizes)) == ("all_reduce", group, 1)
 
 
 def _with_larger(program: Program, group: str, sizes: Collection[int], times: int) -> Program:
-    def larger(call: Call) -> Call:
+    def larger(call: ScriptCall) -> ScriptCall:
         same = _is_sum(call, group) and prod(call.sizes[0]) in sizes
         return replace(call, sizes=((prod(call.sizes[0]) * times,),)) if same and times > 1 else call
 
@@ -298,11 +298,11 @@ def _numbers(program: Program) -> set[int]:
     return {prod(size) for part in parts for size in part.sizes}
 
 
-def _every(program: Program) -> Iterator[Call]:
+def _every(program: Program) -> Iterator[ScriptCall]:
     for rank in program.ranks.values():
         yield from rank.calls
 
 
-def _with_calls(program: Program, change: Callable[[Call], Call]) -> Program:
+def _with_calls(program: Program, change: Callable[[ScriptCall], ScriptCall]) -> Program:
     ranks = {r: replace(one, calls=tuple(map(change, one.calls))) for r, one in program.ranks.items()}
     return replace(program, ranks=ranks)

@@ -13,30 +13,30 @@ from safelaunch.addons.reproduce.program import (
     ROOTED,
     TRANSFERS,
     WORLD,
-    Call,
-    End,
+    ElementCounts,
     Program,
     RankProgram,
-    Sizes,
+    ScriptCall,
+    ScriptEnd,
     returns,
 )
-from safelaunch.addons.reproduce.recorded import Extent, Meeting, Recorded, recorded
+from safelaunch.addons.reproduce.recorded import Extent, MatchKey, RecordedEntry, recorded
 from safelaunch.model import UNKNOWN_SIZES, Collective
 from safelaunch.verdict.collectives import elements, number_of, op_name
 from safelaunch.verdict.comparable import Block
 from safelaunch.verdict.findings import ranks_word
-from safelaunch.verdict.rank_state import Facts, RankFacts
+from safelaunch.verdict.rank_state import CaseFacts, RankFacts
 from safelaunch.verdict.transfers import is_root
 
 # --- Where ranks go on, if they make the calls one after the other ----------------------------------------------------
 
 
 Keys = Mapping[int, Sequence[Collection[Hashable]]]  # of each call of a rank: what it meets; none where not known
-Members = Callable[[str], Sequence[int]]
-Programs = Mapping[int, RankProgram]
+GroupRanks = Callable[[str], Sequence[int]]
+RankPrograms = Mapping[int, RankProgram]
 
 
-def passable(programs: Programs, keys: Keys, members: Members) -> tuple[dict[int, RankProgram], list[int]]:
+def passable(programs: RankPrograms, keys: Keys, members: GroupRanks) -> tuple[dict[int, RankProgram], list[int]]:
     """The programs with as few of the calls that are over left unwaited for as let each rank come to its end; and the
     ranks that gloo lets come back from their last call, in which they were.
 
@@ -55,7 +55,7 @@ def passable(programs: Programs, keys: Keys, members: Members) -> tuple[dict[int
     return {rank: _unwaited(one, left) for rank, one in programs.items()} if left else dict(programs), back
 
 
-def _kind(call: Call) -> object:
+def _kind(call: ScriptCall) -> object:
     return (call.op, call.site) if call.site is not None else (call.op, call.group)
 
 
@@ -63,7 +63,7 @@ def _over(program: RankProgram, at: int) -> bool:
     return at < len(program.entries) and all(entry.completed for entry in program.entries[at])
 
 
-def _played(programs: Programs, keys: Keys, members: Members, left: Collection[object]) -> dict[int, int]:
+def _played(programs: RankPrograms, keys: Keys, members: GroupRanks, left: Collection[object]) -> dict[int, int]:
     """Rank → how many of its calls it comes back from."""
     expected = Counter(key for mine in keys.values() for met in mine for key in met)
     inside: dict[Hashable, dict[int, object]] = defaultdict(dict)  # who is in it, with which operation and root
@@ -114,16 +114,16 @@ _MOST_ROOTS = 512  # that are tried
 _ENDS = {"rank-killed": "is killed", "rank-exception": "raises", "rank-exited": "exits", "uneven-batches": "leaves"}
 
 
-def program_of(facts: Facts, extent: Extent) -> Program:
+def program_of(facts: CaseFacts, extent: Extent) -> Program:
     """Raises nothing: what cannot be replayed stands in the notes."""
-    return _Reader(facts, extent).program()
+    return _EntryReader(facts, extent).program()
 
 
 @dataclass(frozen=True)
-class _Made:
+class _CallEntries:
     """A call, and the entries that it left. A batch of sends and receives leaves several."""
 
-    call: Call
+    call: ScriptCall
     entries: tuple[Collective, ...]
 
     @property
@@ -131,7 +131,7 @@ class _Made:
         return all(entry.completed for entry in self.entries)
 
     @property
-    def as_left(self) -> Call:
+    def as_left(self) -> ScriptCall:
         """What is not over, the rank went on behind."""
         return self.call if self.over else replace(self.call, waited_for=False)
 
@@ -139,8 +139,8 @@ class _Made:
         return not self.over and any((e.group, number_of(e)) == (group, number) for e in self.entries)
 
 
-class _Reader:
-    def __init__(self, facts: Facts, extent: Extent) -> None:
+class _EntryReader:
+    def __init__(self, facts: CaseFacts, extent: Extent) -> None:
         self._facts = facts
         self._calls = recorded(facts, extent)
         self._roots = _Roots(facts, self._calls)
@@ -157,7 +157,7 @@ class _Reader:
             self._note(
                 f"The last call of {ranks_word(held)} would return with gloo: there the script sleeps behind it."
             )
-        held_end = End("stands", words="recorded in this call, from which gloo returns")
+        held_end = ScriptEnd("stands", words="recorded in this call, from which gloo returns")
         ranks = {rank: replace(one, end=held_end) if rank in held else one for rank, one in passing.items()}
         self._say_what_is_missing()
         makers = self._makers()
@@ -165,7 +165,7 @@ class _Reader:
         groups = {name: self._members(name) for name in sorted(used, key=lambda name: (len(name), name))}
         return Program(ranks, groups, makers, (*self._notes, *self._roots.notes()))
 
-    def _keys(self, rank: int, one: RankProgram) -> list[list[Meeting]]:
+    def _keys(self, rank: int, one: RankProgram) -> list[list[MatchKey]]:
         met = {each.entry.record_id: each.key for each in self._calls.get(rank, ())}
         return [[met[entry.record_id] for entry in entries if entry.record_id in met] for entries in one.entries]
 
@@ -215,50 +215,50 @@ class _Reader:
         made = self._made(rank, self._calls[rank]) if rank in self._calls else self._borrowed(rank)
         return replace(self._program_of(rank, one, made), entries=tuple(call.entries for call in made))
 
-    def _program_of(self, rank: int, one: RankFacts | None, made: list[_Made]) -> RankProgram:
+    def _program_of(self, rank: int, one: RankFacts | None, made: list[_CallEntries]) -> RankProgram:
         if one is None:
-            return RankProgram(_left(made), End("stands", "missing-from-collective", "it was not seen"))
+            return RankProgram(_left(made), ScriptEnd("stands", "missing-from-collective", "it was not seen"))
         if one.wait is not None:
             return self._waiting(one, made)
         end = _end_of(one)
         alone = not made and not self._facts.alignment.joined(one.rank)
         return RankProgram(_left(made), end, before=end.kind == "stands" and alone and self._some_in_init)
 
-    def _waiting(self, one: RankFacts, made: Sequence[_Made]) -> RankProgram:
+    def _waiting(self, one: RankFacts, made: Sequence[_CallEntries]) -> RankProgram:
         """Its own thread waits in the newest of its calls, in an earlier one, or in one that is not recorded."""
         assert one.wait is not None
         wait = one.wait
         at = next((n for n, call in enumerate(made) if call.is_at(wait.group, wait.seq)), None)
         if at is None and wait.kind == "p2p" and wait.op not in FUNCTIONS and not one.evidence.gil.posted:
             self._note(f"Rank {one.rank} waits for {wait.op} that it began earlier: here for a receive from any rank.")
-            begun = Call("recv", WORLD, _SCALAR, waited_for=False)
-            return RankProgram((*_left(made), begun), End("waits for work", site=wait.frame))
+            begun = ScriptCall("recv", WORLD, _SCALAR, waited_for=False)
+            return RankProgram((*_left(made), begun), ScriptEnd("waits for work", site=wait.frame))
         if at is None:
-            return RankProgram((*_left(made), *self._call_of_wait(one)), End("waits"))
+            return RankProgram((*_left(made), *self._call_of_wait(one)), ScriptEnd("waits"))
         if at == len(made) - 1:
-            return RankProgram((*_left(made[:at]), made[at].call), End("waits"))
+            return RankProgram((*_left(made[:at]), made[at].call), ScriptEnd("waits"))
         behind = sum(not call.over for call in made[at + 1 :])
-        return RankProgram(_left(made), End("waits for work", site=wait.frame, work=behind))
+        return RankProgram(_left(made), ScriptEnd("waits for work", site=wait.frame, work=behind))
 
     @property
     def _some_in_init(self) -> bool:
         return any(rank.wait is not None and rank.wait.kind == "init" for rank in self._facts.ranks.values())
 
-    def _made(self, rank: int, calls: Sequence[Recorded]) -> list[_Made]:
+    def _made(self, rank: int, calls: Sequence[RecordedEntry]) -> list[_CallEntries]:
         """In the order of the record. A batch of sends and receives is one call."""
-        found: list[_Made] = []
+        found: list[_CallEntries] = []
         for (is_p2p, _), same in groupby(calls, key=_launch_of):
             together = list(same)
             made = [self._call(rank, one) for one in together]
             if is_p2p and len(made) > 1:
                 parts = tuple(replace(part, site=None) for part in made)
-                batch = Call("batch", made[0].group, site=made[0].site, parts=parts)
-                found.append(_Made(batch, tuple(one.entry for one in together)))
+                batch = ScriptCall("batch", made[0].group, site=made[0].site, parts=parts)
+                found.append(_CallEntries(batch, tuple(one.entry for one in together)))
             else:
-                found += [_Made(call, (one.entry,)) for call, one in zip(made, together, strict=True)]
+                found += [_CallEntries(call, (one.entry,)) for call, one in zip(made, together, strict=True)]
         return found
 
-    def _borrowed(self, rank: int) -> list[_Made]:
+    def _borrowed(self, rank: int) -> list[_CallEntries]:
         """Of a rank without a record: what its peers cannot have completed without it, as one of them called it."""
         over = {call.key for calls in self._calls.values() for call in calls if call.entry.completed}
         alignment = self._facts.alignment
@@ -271,17 +271,17 @@ class _Reader:
             for peer, calls in self._calls.items()
         }
         peer = max(of_mine, key=lambda one: len(of_mine[one]), default=None)
-        return [_Made(self._call(peer, one), ()) for one in of_mine[peer]] if peer is not None else []
+        return [_CallEntries(self._call(peer, one), ()) for one in of_mine[peer]] if peer is not None else []
 
     # --- a call -------------------------------------------------------------------------------------------------------
 
-    def _call(self, rank: int, one: Recorded) -> Call:
+    def _call(self, rank: int, one: RecordedEntry) -> ScriptCall:
         entry = one.entry
         functions = _functions_of(entry)
         op = min(functions, default="all_reduce")
         if len(functions) != 1:
             self._note(f"{op_name(entry)[:80]!r} is replayed as {op}.")
-        call = Call(
+        call = ScriptCall(
             op,
             group=WORLD if entry.group in self._default else entry.group,
             sizes=self._sizes(op, entry),
@@ -297,7 +297,7 @@ class _Reader:
             call = replace(call, peer=sorted(ranks).index(peer) if peer in ranks else peer)
         return call
 
-    def _sizes(self, op: str, entry: Collective) -> Sizes:
+    def _sizes(self, op: str, entry: Collective) -> ElementCounts:
         if op in BARE:
             return ()
         if op == "all_to_all":  # each rank may split its own way
@@ -308,13 +308,13 @@ class _Reader:
             return given
         return ((elements(given) or 0,),)
 
-    def _known(self, sizes: Sizes) -> Sizes:
+    def _known(self, sizes: ElementCounts) -> ElementCounts:
         if elements(sizes) is None or sizes == UNKNOWN_SIZES:
             self._note("Some sizes are not recorded: one element each.")
             return _SCALAR
         return sizes
 
-    def _call_of_wait(self, one: RankFacts) -> Iterator[Call]:
+    def _call_of_wait(self, one: RankFacts) -> Iterator[ScriptCall]:
         """A call that only the rank's stack tells of: gloo records no send, and some torch nothing at all."""
         wait = one.wait
         assert wait is not None
@@ -323,9 +323,9 @@ class _Reader:
         op = FUNCTIONS.get(wait.op, "")
         posted = one.evidence.gil.posted
         if posted and (op not in TRANSFERS or len(posted) > 1):
-            parts = [Call("send" if p.sends else "recv", WORLD, _SCALAR, peer=p.peer, tag=p.tag) for p in posted]
+            parts = [ScriptCall("send" if p.sends else "recv", WORLD, _SCALAR, peer=p.peer, tag=p.tag) for p in posted]
             self._note("Sends and receives of gloo are not recorded: those under way are read from the processes.")
-            yield Call("batch", site=wait.frame, parts=tuple(parts))
+            yield ScriptCall("batch", site=wait.frame, parts=tuple(parts))
         elif op in TRANSFERS:
             self._note("Sends and receives of gloo are not recorded: those under way are read from the stacks.")
             from_any = op == "recv" and wait.peer is None and wait.tag is not None
@@ -333,15 +333,15 @@ class _Reader:
                 self._note(f"Rank {one.rank}: the peer of its {op} is not known.")
             peer = wait.peer if wait.peer is not None or op == "recv" else (one.rank + 1) % self._world
             named = wait.peer is not None
-            yield Call(op, WORLD, _SCALAR, peer=peer, named=named, tag=wait.tag or 0, site=wait.frame)
+            yield ScriptCall(op, WORLD, _SCALAR, peer=peer, named=named, tag=wait.tag or 0, site=wait.frame)
         elif op:
             self._note(f"{op} of rank {one.rank} is not recorded: its group and sizes are not known.")
             root = wait.source if wait.source is not None else wait.target
             root = root or 0 if op in ROOTED else None
-            yield Call(op, WORLD, () if op in BARE else _SCALAR, root=root, site=wait.frame)
+            yield ScriptCall(op, WORLD, () if op in BARE else _SCALAR, root=root, site=wait.frame)
         else:
             self._note(f"Rank {one.rank} waits in {wait.op}, which is not recorded: a barrier stands for it.")
-            yield Call("barrier", site=wait.frame)
+            yield ScriptCall("barrier", site=wait.frame)
 
 
 def _functions_of(entry: Collective) -> set[str]:
@@ -350,11 +350,11 @@ def _functions_of(entry: Collective) -> set[str]:
     return {FUNCTIONS[name] for name in names if name in FUNCTIONS}
 
 
-def _left(made: Iterable[_Made]) -> tuple[Call, ...]:
+def _left(made: Iterable[_CallEntries]) -> tuple[ScriptCall, ...]:
     return tuple(one.as_left for one in made)
 
 
-def _launch_of(one: Recorded) -> tuple[bool, object]:
+def _launch_of(one: RecordedEntry) -> tuple[bool, object]:
     """Sends and receives that were launched together have one number."""
     entry = one.entry
     return (True, (entry.group, entry.p2p_seq)) if entry.is_p2p else (False, 0)
@@ -364,16 +364,16 @@ def _dtype(entry: Collective) -> str:
     return next((name for name in (*entry.input_dtypes, *entry.output_dtypes) if name), "")
 
 
-def _end_of(one: RankFacts) -> End:
+def _end_of(one: RankFacts) -> ScriptEnd:
     """What a rank does that waits for no peer."""
     condition, exit = one.condition, one.evidence.exit
     if condition is None:
-        return End("stands", "missing-from-collective", "it was ended before it was looked at", one.frame)
+        return ScriptEnd("stands", "missing-from-collective", "it was ended before it was looked at", one.frame)
     kind = _ENDS.get(condition.cause, "stands")
     if kind == "is killed" and exit is None:
         kind = "stands"
     code = 0 if exit is None else -exit.returncode if kind == "is killed" else exit.returncode
-    return End(kind, condition.cause, condition.reason, condition.frame or one.frame, code)  # type: ignore[arg-type]
+    return ScriptEnd(kind, condition.cause, condition.reason, condition.frame or one.frame, code)  # type: ignore[arg-type]
 
 
 # --- roots ------------------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ class _Roots:
     gather or scatter tell, else the one with which gloo keeps most of those waiting that wait, and lets the others go.
     """
 
-    def __init__(self, facts: Facts, calls: Mapping[int, Sequence[Recorded]]) -> None:
+    def __init__(self, facts: CaseFacts, calls: Mapping[int, Sequence[RecordedEntry]]) -> None:
         self._facts = facts
         self._there: dict[object, dict[int, Collective]] = {}
         for rank, made in calls.items():
@@ -405,7 +405,7 @@ class _Roots:
         if self._deduced:
             yield "The root of a call that hangs is one that those who wait in it can wait for."
 
-    def of_all(self, one: Recorded) -> tuple[int, tuple[tuple[int, int], ...]]:
+    def of_all(self, one: RecordedEntry) -> tuple[int, tuple[tuple[int, int], ...]]:
         """The root that most of those name who are in the call, and the others that are named, with who does."""
         if one.key not in self._found:
             roots = {rank: self._place(rank, one) for rank in self._there[one.key]}
@@ -414,7 +414,7 @@ class _Roots:
             self._found[one.key] = (usual, others)
         return self._found[one.key]
 
-    def _place(self, rank: int, one: Recorded) -> int:
+    def _place(self, rank: int, one: RecordedEntry) -> int:
         there, ranks = self._there[one.key], sorted(self._facts.alignment.ranks_of(one.entry.group))
         roots = {r: root for r in there if (root := self._told(r, there[r])) is not None}
         if roots:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from safelaunch.model import Collective
 from safelaunch.verdict.collectives import op_name, signature
 from safelaunch.verdict.comparable import Window
-from safelaunch.verdict.rank_state import Facts
-from safelaunch.verdict.transfers import Transfer
+from safelaunch.verdict.rank_state import CaseFacts
+from safelaunch.verdict.transfers import RecordedTransfer
 
 _LONGEST_ROUND = 256
 _FEW = 2  # calls before the parting in place of a round, where they do not repeat
 
-Meeting = tuple[Hashable, ...]  # what a collective, or a send and its receive, have in common on all ranks
+MatchKey = tuple[Hashable, ...]  # what a collective, or a send and its receive, have in common on all ranks
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,27 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedEntry:
     """One entry, and what it meets: the group and number of a collective, the pair and place of a transfer.
 
     ``place``: ascends by one from call to call on every side of the same ``meeting``.
     """
 
     entry: Collective
-    meeting: Meeting
+    meeting: MatchKey
     place: int
-    transfer: Transfer | None = None
+    transfer: RecordedTransfer | None = None
 
     @property
-    def key(self) -> Meeting:
+    def key(self) -> MatchKey:
         return (*self.meeting, self.place)
 
 
-def recorded(facts: Facts, extent: Extent) -> dict[int, list[Recorded]]:
+def recorded(facts: CaseFacts, extent: Extent) -> dict[int, list[RecordedEntry]]:
     """Rank → its calls that are to be replayed, oldest first."""
     every = {rank: _entries_of(facts, rank) for rank in sorted(facts.alignment.records)}
     begins = _together({rank: _begin(facts, calls, extent) for rank, calls in every.items()}, every)
-    first: dict[Meeting, int] = {}
+    first: dict[MatchKey, int] = {}
     for rank, calls in every.items():
         for meeting, place in _first_kept(calls, begins[rank]).items():
             first[meeting] = min(place, first.get(meeting, place))
@@ -64,30 +64,30 @@ def recorded(facts: Facts, extent: Extent) -> dict[int, list[Recorded]]:
     return {rank: [call for call in calls if call.place >= first[call.meeting]] for rank, calls in every.items()}
 
 
-def _entries_of(facts: Facts, rank: int) -> list[Recorded]:
+def _entries_of(facts: CaseFacts, rank: int) -> list[RecordedEntry]:
     record = facts.alignment.records[rank]
-    transfers: dict[int, Transfer] = {}
+    transfers: dict[int, RecordedTransfer] = {}
     for group in {entry.group for entry in record.entries if entry.is_p2p}:
         for one in facts.transfers.of(rank, group) or ():
             transfers[one.entry.record_id] = one
-    found, counts = [], Counter[Meeting]()
+    found, counts = [], Counter[MatchKey]()
     for entry in record.entries:
         transfer = transfers.get(entry.record_id)
         if not entry.is_p2p and op_name(entry):
-            found.append(Recorded(entry, (entry.group,), entry.seq))
+            found.append(RecordedEntry(entry, (entry.group,), entry.seq))
         elif transfer is not None and (_can_be_counted(facts, transfer) or not entry.completed):
             meeting = (entry.group, transfer.sender, transfer.receiver)
             counts[meeting] += 1
-            found.append(Recorded(entry, meeting, counts[meeting], transfer))
+            found.append(RecordedEntry(entry, meeting, counts[meeting], transfer))
     return found
 
 
-def _can_be_counted(facts: Facts, one: Transfer) -> bool:
+def _can_be_counted(facts: CaseFacts, one: RecordedTransfer) -> bool:
     """Which send meets which receive is known: by counting from the first, which neither ring has lost."""
     return facts.alignment.is_whole(one.sender) and facts.alignment.is_whole(one.receiver)
 
 
-def _begin(facts: Facts, calls: Sequence[Recorded], extent: Extent) -> int:
+def _begin(facts: CaseFacts, calls: Sequence[RecordedEntry], extent: Extent) -> int:
     """The place in ``calls`` to begin with."""
     if extent.everything:
         return 0
@@ -100,7 +100,7 @@ def _begin(facts: Facts, calls: Sequence[Recorded], extent: Extent) -> int:
     return _rounds_before(calls, min(apart, undone), extent.rounds)
 
 
-def _together(begins: Mapping[int, int], every: Mapping[int, Sequence[Recorded]]) -> dict[int, int]:
+def _together(begins: Mapping[int, int], every: Mapping[int, Sequence[RecordedEntry]]) -> dict[int, int]:
     """All begin with the newest call before each begin that all have made, else with their first."""
     places = {rank: {(one.meeting, one.place): at for at, one in enumerate(calls)} for rank, calls in every.items()}
     common = [key for key in next(iter(places.values()), {}) if all(key in mine for mine in places.values())]
@@ -110,9 +110,9 @@ def _together(begins: Mapping[int, int], every: Mapping[int, Sequence[Recorded]]
     return dict(begins) if max(begins.values(), default=0) > _LONGEST_ROUND else dict.fromkeys(begins, 0)
 
 
-def _parted(facts: Facts) -> dict[Meeting, int]:
+def _parted(facts: CaseFacts) -> dict[MatchKey, int]:
     """Group → the first number under which its members made different calls, or one of them made none."""
-    found: dict[Meeting, int] = {}
+    found: dict[MatchKey, int] = {}
     for group in facts.alignment.groups():
         parted = facts.histories.in_group(group).diverged_at
         last = min((facts.alignment.last(rank, group) for rank in _recording(facts, group)), default=0)
@@ -120,12 +120,12 @@ def _parted(facts: Facts) -> dict[Meeting, int]:
     return found
 
 
-def _recording(facts: Facts, group: str) -> list[int]:
+def _recording(facts: CaseFacts, group: str) -> list[int]:
     members, _ = facts.alignment.members(group)
     return [rank for rank in members if rank in facts.alignment.records]
 
 
-def _rounds_before(calls: Sequence[Recorded], end: int, rounds: int) -> int:
+def _rounds_before(calls: Sequence[RecordedEntry], end: int, rounds: int) -> int:
     """Where the last few whole rounds before ``end`` begin; the last few calls, where none repeat."""
     codes = [(signature(call.entry), call.entry.group, call.entry.frames) for call in calls[:end]]
     for period in range(1, min(_LONGEST_ROUND, end // 2) + 1):
@@ -137,9 +137,9 @@ def _rounds_before(calls: Sequence[Recorded], end: int, rounds: int) -> int:
     return max(0, end - _FEW * rounds)
 
 
-def _first_kept(calls: Sequence[Recorded], begin: int) -> Mapping[Meeting, int]:
+def _first_kept(calls: Sequence[RecordedEntry], begin: int) -> Mapping[MatchKey, int]:
     """Meeting → the first place that is kept; behind the last one, where none is."""
-    found: dict[Meeting, int] = {}
+    found: dict[MatchKey, int] = {}
     for at, one in enumerate(calls):
         if at < begin:
             found[one.meeting] = one.place + 1
@@ -148,7 +148,7 @@ def _first_kept(calls: Sequence[Recorded], begin: int) -> Mapping[Meeting, int]:
     return found
 
 
-def _behind_lost(facts: Facts, rank: int, meeting: Meeting) -> int:
+def _behind_lost(facts: CaseFacts, rank: int, meeting: MatchKey) -> int:
     """The first number behind those that the ring of ``rank`` has lost, of a group of which it holds nothing.
 
     Where nothing tells the last one that it called, it is behind all that is over.

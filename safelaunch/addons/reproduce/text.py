@@ -16,8 +16,17 @@ from shlex import quote
 from msgspec import structs
 
 from safelaunch.addons.reproduce import fold
-from safelaunch.addons.reproduce.fold import Node, done
-from safelaunch.addons.reproduce.program import BARE, TRANSFERS, TYPES, WORLD, Call, End, Program, RankProgram
+from safelaunch.addons.reproduce.fold import FoldNode, done
+from safelaunch.addons.reproduce.program import (
+    BARE,
+    TRANSFERS,
+    TYPES,
+    WORLD,
+    Program,
+    RankProgram,
+    ScriptCall,
+    ScriptEnd,
+)
 from safelaunch.model import Evidence, FlightRecord, Frame, RankEvidence
 from safelaunch.stacks.frames import basename, is_pseudo, short
 from safelaunch.system.redaction.redact import redact_text
@@ -59,7 +68,7 @@ def _renamed(program: RankProgram, name_of: Mapping[str, str]) -> RankProgram:
     return replace(program, calls=tuple(_call(call, name_of) for call in program.calls))
 
 
-def _call(call: Call, name_of: Mapping[str, str]) -> Call:
+def _call(call: ScriptCall, name_of: Mapping[str, str]) -> ScriptCall:
     parts = tuple(_call(part, name_of) for part in call.parts)
     return replace(call, group=name_of[call.group], parts=parts)
 
@@ -67,23 +76,23 @@ def _call(call: Call, name_of: Mapping[str, str]) -> Call:
 # --- What the records of the script will tell -------------------------------------------------------------------------
 
 
-Told = tuple[str, list[int]]  # cause and culprits
+ScriptComment = tuple[str, list[int]]  # cause and culprits
 
 
-def places_matter(program: Program, nodes: Sequence[Node]) -> bool:
+def places_matter(program: Program, nodes: Sequence[FoldNode]) -> bool:
     """Whether the lines of ``nodes`` lead to another verdict than one line for equal calls would."""
     steps = {rank: list(done(nodes, rank)) for rank in program.ranks}
     lines, items = ({r: [k(s) for s in made] for r, made in steps.items()} for k in (id, lambda step: step.item))
     return _told(program, lines) != _told(program, items)
 
 
-def records_tell(program: Program) -> Told:
+def records_tell(program: Program) -> ScriptComment:
     """By the records alone that the script leaves, if it makes equal calls from one line."""
     named, _ = in_families(program)
     return _told(named, {rank: one.calls for rank, one in named.ranks.items()})
 
 
-def _told(program: Program, places: Mapping[int, Sequence[Hashable]]) -> Told:
+def _told(program: Program, places: Mapping[int, Sequence[Hashable]]) -> ScriptComment:
     numbers: dict[object, int] = {}
     ranks = []
     for rank, one in program.ranks.items():
@@ -122,7 +131,7 @@ _STANDS = {
 _MODULES = ("os", "signal", "sys", "threading", "time")
 
 
-Item = Call | End
+Item = ScriptCall | ScriptEnd
 
 
 @dataclass(frozen=True)
@@ -216,7 +225,7 @@ def _before(program: Program) -> Iterator[str]:
 # --- what ranks have in common ----------------------------------------------------------------------------------------
 
 
-def _flat(program: RankProgram) -> Iterator[Call]:
+def _flat(program: RankProgram) -> Iterator[ScriptCall]:
     for call in program.calls:
         yield from call.parts or (call,)
 
@@ -248,16 +257,16 @@ class _Writer:
             yield "works = []"
         yield ""
 
-    def nodes(self, nodes: Sequence[fold.Node], indent: str) -> Iterator[str]:
-        for is_plain, same in groupby(nodes, key=lambda node: isinstance(node, fold.Step)):
+    def nodes(self, nodes: Sequence[fold.FoldNode], indent: str) -> Iterator[str]:
+        for is_plain, same in groupby(nodes, key=lambda node: isinstance(node, fold.RankStep)):
             if is_plain:
-                yield from self._plain([node.item for node in same if isinstance(node, fold.Step)], indent)
+                yield from self._plain([node.item for node in same if isinstance(node, fold.RankStep)], indent)
                 continue
             for node in same:
-                if isinstance(node, fold.Loop):
+                if isinstance(node, fold.RepeatedItems):
                     yield f"{indent}for _ in range({node.times}):"
                     yield from self.nodes(node.body, indent + _INDENT)
-                elif isinstance(node, fold.Branch):
+                elif isinstance(node, fold.RankBranch):
                     yield from self._branch(node, indent)
 
     def _plain(self, items: Sequence[Item], indent: str) -> Iterator[str]:
@@ -268,9 +277,9 @@ class _Writer:
             yield from (indent + line for line in self._item(item))
 
     def _item(self, item: Item) -> list[str]:
-        return _ending(item) if isinstance(item, End) else self._call(item)
+        return _ending(item) if isinstance(item, ScriptEnd) else self._call(item)
 
-    def list_of_calls(self, nodes: Sequence[fold.Node]) -> Iterator[str]:
+    def list_of_calls(self, nodes: Sequence[fold.FoldNode]) -> Iterator[str]:
         """Each distinct call as a function; a list of these for each rank; and one line that makes them.
 
         So equal calls are made from one place, whoever makes them.
@@ -290,7 +299,7 @@ class _Writer:
     def _condition(self, ranks: frozenset[int]) -> str:
         return condition(ranks, self._program.world_size)
 
-    def _branch(self, branch: fold.Branch, indent: str) -> Iterator[str]:
+    def _branch(self, branch: fold.RankBranch, indent: str) -> Iterator[str]:
         word = "if"
         for ranks, body in branch.sides:
             yield from _wrapped(f"{indent}{word} {self._condition(ranks)}:", indent)
@@ -300,7 +309,7 @@ class _Writer:
             yield f"{indent}else:"
             yield from self.nodes(branch.rest, indent + _INDENT)
 
-    def _call(self, call: Call) -> list[str]:
+    def _call(self, call: ScriptCall) -> list[str]:
         if call.op == "batch":
             return self._batch(call)
         text = self._text(call)
@@ -308,7 +317,7 @@ class _Writer:
             text = f"works.append({text})"
         return _with_comment([text], _site(call.site))
 
-    def _text(self, call: Call) -> str:
+    def _text(self, call: ScriptCall) -> str:
         name = {"send": "isend", "recv": "irecv"}.get(call.op, call.op) if not call.waited_for else call.op
         words = [*self._tensors(call), *self._ends(call)]
         words += [f"group={call.group}"] if call.group != WORLD else []
@@ -319,7 +328,7 @@ class _Writer:
             name = "all_to_all_single"
         return f"dist.{name}({', '.join(words)})"
 
-    def _ends(self, call: Call) -> Iterator[str]:
+    def _ends(self, call: ScriptCall) -> Iterator[str]:
         prefix = "group_" if call.group != WORLD else ""
         if call.root is not None:
             yield f"{prefix}{'dst' if call.op in ('reduce', 'gather') else 'src'}={self._root(call)}"
@@ -328,14 +337,14 @@ class _Writer:
         if call.tag:
             yield f"tag={call.tag}"
 
-    def _root(self, call: Call) -> str:
+    def _root(self, call: ScriptCall) -> str:
         text = str(call.root)
         for root in dict.fromkeys(root for _, root in call.other_roots):
             ranks = frozenset(rank for rank, its in call.other_roots if its == root)
             text = f"{root} if {self._condition(ranks)} else {text}"
         return text
 
-    def _tensors(self, call: Call) -> Iterator[str]:
+    def _tensors(self, call: ScriptCall) -> Iterator[str]:
         count = self._count(call.group)
         given = [self._zeros(size, call) for size in call.sizes]
         if call.op in BARE:
@@ -359,12 +368,12 @@ class _Writer:
         else:
             yield given[0]
 
-    def _zeros(self, size: tuple[int, ...], call: Call) -> str:
+    def _zeros(self, size: tuple[int, ...], call: ScriptCall) -> str:
         shape = ", ".join(map(str, size)) if size else "()"
         dtype = TYPES.get(call.dtypes[0], "float32") if call.dtypes else "float32"
         return f"torch.zeros({shape}{f', dtype=torch.{dtype}' if dtype != 'float32' else ''})"
 
-    def _batch(self, call: Call) -> list[str]:
+    def _batch(self, call: ScriptCall) -> list[str]:
         ops = []
         for part in call.parts:
             where = f"{_peer(part)}, {part.group}" if part.group != WORLD else f"{part.peer}"
@@ -381,12 +390,12 @@ class _Writer:
         return len(self._families[group][0]) if group in self._families else self._program.world_size
 
 
-def _peer(call: Call) -> str:
+def _peer(call: ScriptCall) -> str:
     """A rank of the world: a stack then tells whom the call waits for, where gloo records nothing of it."""
     return f"dist.get_global_rank({call.group}, {call.peer})" if call.group != WORLD else str(call.peer)
 
 
-def _ending(end: End) -> list[str]:
+def _ending(end: ScriptEnd) -> list[str]:
     if end.kind == "waits for work":
         return _with_comment([f"works[-{end.work + 1}].wait()"], _site(end.site))
     lines = {
@@ -400,11 +409,11 @@ def _ending(end: End) -> list[str]:
     return [*_said(end), *lines]
 
 
-def _standing(end: End) -> list[str]:
+def _standing(end: ScriptEnd) -> list[str]:
     return [*_said(end), *_STANDS.get(end.cause, (_FOREVER,))]
 
 
-def _said(end: End) -> list[str]:
+def _said(end: ScriptEnd) -> list[str]:
     where = _site(end.site)
     words = end.words if where and where.split(" ")[0] in end.words else f"{end.words} {where}".strip()
     return _comment(f"{end.cause}: {words}" if end.cause else words)

@@ -17,12 +17,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from safelaunch.addons.sweep import metrics
-from safelaunch.addons.sweep.engine import Listed, Live, Queue, QueueError, Work, state_of
-from safelaunch.addons.sweep.jobs import Job, Outcome, Pace, State
-from safelaunch.addons.sweep.journal import Attempt, History, Journal
+from safelaunch.addons.sweep.engine import Listed, QueueError, RunningAttempt, Scheduler, SubmittedWork, state_of
+from safelaunch.addons.sweep.jobs import AttemptOutcome, JobState, Pace, SweepJob
+from safelaunch.addons.sweep.journal import Attempt, Journal, JournalHistory
 from safelaunch.addons.sweep.paths import SweepPaths, newest, verdict_of
 from safelaunch.addons.sweep.sweep import Before, Sweep, was
-from safelaunch.addons.sweep.task import FIRST_HOST, JOB_ID, RENDEZVOUS_PORT, AttemptFiles, Claim, End, port_token
+from safelaunch.addons.sweep.task import (
+    FIRST_HOST,
+    JOB_ID,
+    RENDEZVOUS_PORT,
+    AttemptClaim,
+    AttemptFiles,
+    TaskEnd,
+    port_token,
+)
 from safelaunch.system.errors import SafelaunchError
 from safelaunch.system.files import modified_ns, replace_file
 
@@ -40,7 +48,7 @@ Stands = Literal["queued", "running", "ended", "absent", "hopeless", "unsettled"
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class AttemptPosition:
     """Where an attempt is. ``listed``: the scheduler's job that counts; ``end``: what its task left.
 
     ``absent``: the scheduler has no job for it, and none has begun. ``unsettled``: it has ended, but what it left may
@@ -49,10 +57,10 @@ class Standing:
 
     stands: Stands
     listed: Listed | None = None
-    end: End | None = None
+    end: TaskEnd | None = None
 
 
-def judge(listed: Sequence[Listed], claim: Claim | None, end: End | None) -> Standing:
+def judge(listed: Sequence[Listed], claim: AttemptClaim | None, end: TaskEnd | None) -> AttemptPosition:
     """``listed``: the jobs that were submitted for this attempt; more than one after a double submission.
 
     A success, or an end that no signal brought about, stands, whatever the scheduler still thinks of the job. After a
@@ -62,22 +70,26 @@ def judge(listed: Sequence[Listed], claim: Claim | None, end: End | None) -> Sta
         alive = [each for each in listed if each.stage != "ended"]
         if alive:
             first = min(alive, key=lambda each: each.stage == "queued")
-            return Standing(first.stage, first)
+            return AttemptPosition(first.stage, first)
         if not listed:
-            return Standing("absent")
+            return AttemptPosition("absent")
         last = listed[-1]
-        return Standing("hopeless" if last.hopeless else "ended" if last.word == "CANCELLED" else "unsettled", last)
+        return AttemptPosition(
+            "hopeless" if last.hopeless else "ended" if last.word == "CANCELLED" else "unsettled", last
+        )
     owner = next((each for each in listed if each.name == claim.name), None)
     if end is not None and (end.name, end.restart) != (claim.name, claim.restart):
         end = None
     if end is not None and (end.exit_code == 0 or not end.signalled):
-        return Standing("ended", owner, end)
+        return AttemptPosition("ended", owner, end)
     if owner is not None and owner.stage != "ended":
-        return Standing(owner.stage, owner)
-    return Standing("ended" if end is not None else "unsettled", owner, end)
+        return AttemptPosition(owner.stage, owner)
+    return AttemptPosition("ended" if end is not None else "unsettled", owner, end)
 
 
-def meaning(standing: Standing, verdict: str, queue: Queue, *, asked_by_us: bool, claimed: bool) -> tuple[State, str]:
+def meaning(
+    standing: AttemptPosition, verdict: str, queue: Scheduler, *, asked_by_us: bool, claimed: bool
+) -> tuple[JobState, str]:
     """The state and cause of an attempt that ended. ``verdict``: the outcome in its bundle, empty without one."""
     listed, end = standing.listed, standing.end
     state = state_of(end.exit_code, verdict) if end is not None else "failed"
@@ -104,7 +116,7 @@ def meaning(standing: Standing, verdict: str, queue: Queue, *, asked_by_us: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Programs:
+class SweepPrograms:
     """The commands that start safelaunch, and what runs it inside a job: ``task``, with the queue's module."""
 
     safelaunch: Sequence[str]
@@ -116,7 +128,7 @@ def work_name(group: str, sweep_id: str, number: int) -> str:
     return f"{re.sub('[^A-Za-z0-9._-]', '-', group)[:40] or 'colaunch'}.{sweep_id}-{number}"
 
 
-def script(name: str, job: Job, attempt: int, paths: SweepPaths, programs: Programs, queue: Queue) -> str:
+def script(name: str, job: SweepJob, attempt: int, paths: SweepPaths, programs: SweepPrograms, queue: Scheduler) -> str:
     """The script of one attempt. It only sets up words and variables, and becomes the task."""
     job = job.with_ports([port_token(index) for index in range(job.ports)])
     env = dict(job.env)
@@ -131,7 +143,7 @@ def script(name: str, job: Job, attempt: int, paths: SweepPaths, programs: Progr
     return "\n".join([*lines, f"exec {shlex.join([*task, '--', *_started(job, paths, programs, queue)])}", ""])
 
 
-def _started(job: Job, paths: SweepPaths, programs: Programs, queue: Queue) -> list[str]:
+def _started(job: SweepJob, paths: SweepPaths, programs: SweepPrograms, queue: Scheduler) -> list[str]:
     """The command that the task starts: safelaunch, on several nodes once on each."""
     words = job.arguments(os.fspath(paths.bundles(job.name)))
     if job.nodes == 1:
@@ -147,7 +159,9 @@ def _started(job: Job, paths: SweepPaths, programs: Programs, queue: Queue) -> l
 # --- what earlier invocations have left -------------------------------------------------------------------------------
 
 
-def adopted(known: History, jobs: Sequence[Job]) -> tuple[dict[str, Before], dict[str, Attempt], list[Attempt]]:
+def adopted(
+    known: JournalHistory, jobs: Sequence[SweepJob]
+) -> tuple[dict[str, Before], dict[str, Attempt], list[Attempt]]:
     """What is known of each job; by job, the attempt that may still be with the scheduler; and what must not go on.
 
     Pure. An attempt goes on if it is a job's last, has not ended, and does the work that the job does now.
@@ -168,7 +182,7 @@ def adopted(known: History, jobs: Sequence[Job]) -> tuple[dict[str, Before], dic
 
 
 def end_strays(
-    strays: Sequence[Attempt], queue: Queue, journal: Journal, paths: SweepPaths, say: Callable[[str], None]
+    strays: Sequence[Attempt], queue: Scheduler, journal: Journal, paths: SweepPaths, say: Callable[[str], None]
 ) -> None:
     """Cancels these attempts and waits until they have ended. Raises SafelaunchError if some do not end."""
     if not strays:
@@ -188,7 +202,7 @@ def end_strays(
             )
         time.sleep(LOOK_EVERY_S)
     for each in strays:
-        journal.ended(each.job, each.number, Outcome("cancelled"))
+        journal.ended(each.job, each.number, AttemptOutcome("cancelled"))
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -200,30 +214,30 @@ class Site:
 
     paths: SweepPaths
     journal: Journal
-    programs: Programs
+    programs: SweepPrograms
     sweep_id: str
     handed: int = 0
     settle_s: float = SETTLE_S
 
 
 @dataclass(slots=True)
-class Given:
+class SubmittedAttempt:
     """One attempt that was handed over, or is about to be. Times are CLOCK_MONOTONIC, in seconds.
 
     ``names``: of every submission. ``submitted``: the scheduler has answered, or may have taken it. ``asked``: it was
     told to end; ``killed``: for good. ``doubtful_s``: since when the scheduler and the files do not fit together.
     """
 
-    job: Job
+    job: SweepJob
     attempt: int
     files: AttemptFiles
     names: list[str] = field(default_factory=list)
     submitted: bool = False
     refused: bool = False
     listed: tuple[Listed, ...] = ()
-    standing: Standing = field(default_factory=lambda: Standing("queued"))
-    claim: Claim | None = None
-    end: End | None = None
+    standing: AttemptPosition = field(default_factory=lambda: AttemptPosition("queued"))
+    claim: AttemptClaim | None = None
+    end: TaskEnd | None = None
     pace: Pace = field(default_factory=Pace)
     began_s: float | None = None
     asked: bool = False
@@ -247,7 +261,7 @@ class BatchEngine:
     def __init__(
         self,
         sweep: Sweep,
-        queue: Queue,
+        queue: Scheduler,
         site: Site,
         say: Callable[[str], None],
         before: Mapping[str, Attempt],
@@ -261,8 +275,8 @@ class BatchEngine:
         self._clock = clock
         self._later = later or ThreadPoolExecutor(1, "queue").submit
         self._handed = site.handed
-        self._given: dict[str, Given] = {}
-        self._to_submit: list[tuple[Given, Work]] = []
+        self._given: dict[str, SubmittedAttempt] = {}
+        self._to_submit: list[tuple[SubmittedAttempt, SubmittedWork]] = []
         self._asking: tuple[Future[Any], Callable[[Future[Any]], None]] | None = None
         self._fresh = False  # something new is known
         self._looked_s, self._look_due_s, self._look_every_s = 0.0, 0.0, LOOK_EVERY_S
@@ -288,8 +302,8 @@ class BatchEngine:
             names = " ".join(sorted(name for each in self._given.values() for name in each.names))
             self._say(f"jobs of this sweep may still be in {self._queue.name}: {names}")
 
-    def _new(self, job: Job, attempt: int) -> Given:
-        given = Given(job, attempt, AttemptFiles(self._site.paths.job(job.name), attempt))
+    def _new(self, job: SweepJob, attempt: int) -> SubmittedAttempt:
+        given = SubmittedAttempt(job, attempt, AttemptFiles(self._site.paths.job(job.name), attempt))
         self._given[job.name] = given
         return given
 
@@ -309,23 +323,23 @@ class BatchEngine:
             if not given.names and (after := self._after(given.job)) is not None and not self._write(given, after):
                 return
 
-    def _after(self, job: Job) -> tuple[str, ...] | None:
+    def _after(self, job: SweepJob) -> tuple[str, ...] | None:
         """The numbers of the jobs that ``job`` needs and that have not succeeded yet; None while they are unknown."""
         numbers = []
         for name in job.needs:
             if self._sweep.tracks[name].state == "succeeded":
                 continue
-            standing = self._given[name].standing if name in self._given else Standing("absent")
+            standing = self._given[name].standing if name in self._given else AttemptPosition("absent")
             if standing.listed is None or standing.stands not in ("queued", "running"):
                 return None
             numbers.append(standing.listed.number)
         return tuple(numbers)
 
-    def _write(self, given: Given, after: tuple[str, ...]) -> bool:
+    def _write(self, given: SubmittedAttempt, after: tuple[str, ...]) -> bool:
         """Writes an attempt down, in its script and in the journal, and queues it; returns False if that failed."""
         job, paths = given.job, self._site.paths
         name = work_name(job.group, self._site.sweep_id, self._handed + 1)
-        work = Work(name, job, paths.batch_script(name), paths.batch_output(name), after)
+        work = SubmittedWork(name, job, paths.batch_script(name), paths.batch_output(name), after)
         try:
             for directory in (paths.batches, paths.bundles(job.name)):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -362,7 +376,7 @@ class BatchEngine:
             some, self._to_submit = self._to_submit[:AT_ONCE], self._to_submit[AT_ONCE:]
             self._asking = self._later(lambda: self._submitted(some)), lambda future: self._on_submitted(some, future)
 
-    def _submitted(self, some: Sequence[tuple[Given, Work]]) -> list[str | QueueError]:
+    def _submitted(self, some: Sequence[tuple[SubmittedAttempt, SubmittedWork]]) -> list[str | QueueError]:
         """In the thread: submits until one fails; returns what came of each."""
         found: list[str | QueueError] = []
         for _, work in some:
@@ -374,13 +388,13 @@ class BatchEngine:
                     break
         return found
 
-    def _on_submitted(self, some: Sequence[tuple[Given, Work]], future: Future[Any]) -> None:
+    def _on_submitted(self, some: Sequence[tuple[SubmittedAttempt, SubmittedWork]], future: Future[Any]) -> None:
         answers: list[str | QueueError] = future.result()
         self._to_submit = [*some[len(answers) :], *self._to_submit]
         for (given, work), answer in zip(some, answers, strict=False):
             if isinstance(answer, str):
                 given.submitted, given.doubtful_s = True, None
-                given.standing = Standing("queued", Listed(work.name, answer, "queued"))
+                given.standing = AttemptPosition("queued", Listed(work.name, answer, "queued"))
                 self._say(f"{given.job.name}: submitted as job {answer}")
             elif answer.full:
                 self._tell(
@@ -454,7 +468,7 @@ class BatchEngine:
 
     # --- how they end -----------------------------------------------------------------------------------------------
 
-    def poll(self) -> Iterator[tuple[Job, Outcome]]:
+    def poll(self) -> Iterator[tuple[SweepJob, AttemptOutcome]]:
         self._advance()
         if self._sweep.stopped:
             self._withdraw()
@@ -463,13 +477,13 @@ class BatchEngine:
             return
         self._fresh = False
         for given in [each for each in self._given.values() if each.submitted]:
-            outcome = Outcome("failed", cause="refused") if given.refused else self._judge(given)
+            outcome = AttemptOutcome("failed", cause="refused") if given.refused else self._judge(given)
             if outcome is not None:
                 self._forget(given)
                 yield given.job, outcome
         self._advance()
 
-    def _forget(self, given: Given) -> None:
+    def _forget(self, given: SubmittedAttempt) -> None:
         del self._given[given.job.name]
         try:
             given.files.close()
@@ -483,17 +497,17 @@ class BatchEngine:
             for given in [each for each in self._given.values() if not each.submitted]:
                 self._return(given, "cancelled", self._sweep.stopped)
 
-    def _return(self, given: Given, state: State, why: str) -> None:
+    def _return(self, given: SubmittedAttempt, state: JobState, why: str) -> None:
         """It has not begun, and will not under this submission."""
         if state == "waiting":
             del self._given[given.job.name]
         else:
             self._forget(given)
-            self._site.journal.ended(given.job.name, given.attempt, Outcome(state))
+            self._site.journal.ended(given.job.name, given.attempt, AttemptOutcome(state))
         self._sweep.returned(given.job.name, state, why)
         self._say(f"{given.job.name}: {state if state != 'waiting' else 'is submitted again'} ({why})")
 
-    def _judge(self, given: Given) -> Outcome | None:
+    def _judge(self, given: SubmittedAttempt) -> AttemptOutcome | None:
         """The outcome of an attempt that has ended; None while it goes on, or where it never began."""
         before = given.standing
         standing = given.standing = judge(given.listed, given.claim, given.end)
@@ -519,7 +533,7 @@ class BatchEngine:
             return self._outcome(given, standing)
         return None
 
-    def _on_hopeless(self, given: Given) -> None:
+    def _on_hopeless(self, given: SubmittedAttempt) -> None:
         needs = [self._sweep.tracks[name] for name in given.job.needs]
         lost = next((need for need in needs if need.is_final and need.state != "succeeded"), None)
         if lost is not None:
@@ -527,7 +541,7 @@ class BatchEngine:
         elif all(need.state == "succeeded" for need in needs):
             self._return(given, "waiting", f"{self._queue.name} gave its dependency up")
 
-    def _outcome(self, given: Given, standing: Standing) -> Outcome:
+    def _outcome(self, given: SubmittedAttempt, standing: AttemptPosition) -> AttemptOutcome:
         claim, log = given.claim, self._site.paths.log(given.job.name, given.attempt)
         since_ns = int(claim.began_unix_s * 1e9) if claim is not None else time.time_ns()
         took_s = self._clock() - given.began_s if given.began_s is not None else 0.0
@@ -535,10 +549,10 @@ class BatchEngine:
         if end is None:  # what can be known without it
             found = [path for path in self._site.paths.bundles_of(given.job.name) if modified_ns(path) >= since_ns]
             step, bundle = given.files.pace().step, newest(found)
-            end = End("", 0, 1, round(took_s, 3), last_step=step, bundle=bundle)
+            end = TaskEnd("", 0, 1, round(took_s, 3), last_step=step, bundle=bundle)
         verdict, cause = verdict_of(end.bundle)
         state, why = meaning(standing, verdict, self._queue, asked_by_us=given.asked, claimed=claim is not None)
-        return Outcome(
+        return AttemptOutcome(
             state=state,
             exit_code=end.exit_code if standing.end is not None else None,
             duration_s=end.duration_s,
@@ -576,7 +590,7 @@ class BatchEngine:
 
     # --- what is seen of it -----------------------------------------------------------------------------------------
 
-    def look(self) -> dict[str, Live]:
+    def look(self) -> dict[str, RunningAttempt]:
         now = self._clock()
         if now - self._shown_s >= SHOW_EVERY_S:
             self._shown_s = now
@@ -585,9 +599,9 @@ class BatchEngine:
                     given.pace = given.files.pace()
         return {name: self._live(given, now) for name, given in self._given.items()}
 
-    def _live(self, given: Given, now: float) -> Live:
+    def _live(self, given: SubmittedAttempt, now: float) -> RunningAttempt:
         listed = given.standing.listed
         if given.standing.stands == "queued" or given.began_s is None:
-            return Live(stopping=given.asked, queued_for=listed.reason if listed is not None else "")
+            return RunningAttempt(stopping=given.asked, queued_for=listed.reason if listed is not None else "")
         nodes = listed.nodes if listed is not None else ""
-        return Live(nodes, given.pace.master_port, (), now - given.began_s, given.pace, given.asked)
+        return RunningAttempt(nodes, given.pace.master_port, (), now - given.began_s, given.pace, given.asked)

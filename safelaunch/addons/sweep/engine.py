@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from safelaunch.addons.sweep.jobs import Job, Outcome, Pace, State, Track
+from safelaunch.addons.sweep.jobs import AttemptOutcome, JobState, Pace, SweepJob, Track
 from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG
 from safelaunch.system.errors import SafelaunchError
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class RunningAttempt:
     """An attempt that runs, or that waits in a scheduler's queue.
 
     ``on``: its GPUs, slots or nodes; ``ports``: the ranks' master port, then the leased ones. ``queued_for``: why a
@@ -47,20 +47,20 @@ class Engine(Protocol):
     def submit(self) -> None:
         """Starts, or hands over, the jobs that ``Sweep.next`` gives, and reports each with ``Sweep.began``."""
 
-    def poll(self) -> Iterable[tuple[Job, Outcome]]:
+    def poll(self) -> Iterable[tuple[SweepJob, AttemptOutcome]]:
         """The jobs whose attempt has ended. The runner records each before it asks for the next."""
 
     def cancel(self, *, kill: bool) -> None:
         """Asks all jobs to end; with ``kill``, ends them."""
 
-    def look(self) -> Mapping[str, Live]:
+    def look(self) -> Mapping[str, RunningAttempt]:
         """The attempts that have begun or been handed over, as they are now, by job."""
 
     def close(self) -> None:
         """Lets go of what the engine holds, once the runner has finished."""
 
 
-def state_of(code: int, verdict: str, ended_by_us: State | None = None) -> State:
+def state_of(code: int, verdict: str, ended_by_us: JobState | None = None) -> JobState:
     """The state of an attempt. ``verdict``: the outcome in the bundle's verdict, empty without one; it beats the code.
 
     ``ended_by_us``: why we asked the job to stop. A job that succeeded anyway has succeeded.
@@ -78,41 +78,41 @@ def state_of(code: int, verdict: str, ended_by_us: State | None = None) -> State
 
 
 @dataclass(frozen=True, slots=True)
-class JobView:
+class JobStatus:
     """One job at one moment. ``outcome``: of its last attempt that ended.
 
     ``live``: None unless it runs, or waits in a scheduler's queue.
     """
 
-    job: Job
-    state: State
+    job: SweepJob
+    state: JobState
     attempts: int = 0
     why: str = ""
-    outcome: Outcome | None = None
-    live: Live | None = None
+    outcome: AttemptOutcome | None = None
+    live: RunningAttempt | None = None
 
     @staticmethod
-    def of(track: Track, live: Live | None) -> JobView:
+    def of(track: Track, live: RunningAttempt | None) -> JobStatus:
         if live is None:
-            return JobView(track.job, track.state, track.attempts, track.why, track.outcome)
-        state: State = "running" if live.queued_for is None else "waiting"
+            return JobStatus(track.job, track.state, track.attempts, track.why, track.outcome)
+        state: JobState = "running" if live.queued_for is None else "waiting"
         why = "stopping" if live.stopping else "" if state == "running" else "queued"
-        return JobView(track.job, state, track.attempts, why, track.outcome, live)
+        return JobStatus(track.job, state, track.attempts, why, track.outcome, live)
 
     @property
-    def so_far(self) -> Outcome | None:
+    def so_far(self) -> AttemptOutcome | None:
         """What is known of the attempt that goes on, in the form of its outcome."""
         if self.live is None or self.state == "waiting":
-            return Outcome("waiting") if self.live is not None else None
+            return AttemptOutcome("waiting") if self.live is not None else None
         took_s = round(self.live.elapsed_s, 3)
-        return Outcome("running", None, took_s, self.live.pace.step, self.live.gpus)
+        return AttemptOutcome("running", None, took_s, self.live.pace.step, self.live.gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All jobs. ``stopped``: why no more start, or empty."""
 
-    jobs: tuple[JobView, ...]
+    jobs: tuple[JobStatus, ...]
     stopped: str = ""
 
 
@@ -143,14 +143,14 @@ class QueueError(SafelaunchError):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SubmittedWork:
     """What is handed over. ``name`` is unique: it finds the job again in the scheduler's list.
 
     ``after``: the scheduler's numbers of the jobs that have to succeed first.
     """
 
     name: str
-    job: Job
+    job: SweepJob
     script: Path
     output: Path
     after: tuple[str, ...] = ()
@@ -176,12 +176,12 @@ class Listed:
 class Meaning:
     """What a scheduler's word says about a job that did not succeed. ``asked``: only if a signal ended the job."""
 
-    state: State
+    state: JobState
     cause: str
     asked: bool = False
 
 
-class Queue(Protocol):
+class Scheduler(Protocol):
     """A scheduler. Its methods may take minutes, and are called one at a time, in a thread.
 
     Its module also has ``Inside``: what a job sees of itself (see ``task``).
@@ -194,10 +194,10 @@ class Queue(Protocol):
     def across(self, nodes: int) -> Sequence[str] | None:
         """The words that run a command once on each of a job's nodes; None if a job has one node only."""
 
-    def words(self, work: Work) -> list[str]:
+    def words(self, work: SubmittedWork) -> list[str]:
         """The command that submits ``work``."""
 
-    def submit(self, work: Work) -> str:
+    def submit(self, work: SubmittedWork) -> str:
         """Submits it; returns its number. Raises QueueError."""
 
     def list(self) -> Iterable[Listed]:

@@ -27,14 +27,14 @@ from typing import Any
 
 from msgspec import ValidationError
 
-from safelaunch.addons.sweep.jobs import Job, Outcome
+from safelaunch.addons.sweep.jobs import AttemptOutcome, SweepJob
 from safelaunch.addons.sweep.sweep import Before
 from safelaunch.job.process import ProcessId
 from safelaunch.system.decoding import from_builtins
 from safelaunch.system.errors import UsageError
 from safelaunch.system.files import try_lock
 
-Record = Mapping[str, Any]
+JournalRecord = Mapping[str, Any]
 NOBODY = ProcessId(0, 0)
 
 
@@ -49,7 +49,7 @@ class Attempt:
     number: int
     fingerprint: str
     process: ProcessId
-    outcome: Outcome | None = None
+    outcome: AttemptOutcome | None = None
     gpus: tuple[str, ...] = ()
     began_unix_s: float = 0.0
     handed: tuple[str, ...] = ()
@@ -58,12 +58,12 @@ class Attempt:
 # --- pure -------------------------------------------------------------------------------------------------------------
 
 
-def parse(data: bytes, name: str) -> tuple[list[Record], int]:
+def parse(data: bytes, name: str) -> tuple[list[JournalRecord], int]:
     """The records of a journal, and the number of bytes in complete lines. Raises UsageError for a damaged line.
 
     Only the last line may be incomplete: nothing is ever appended after one.
     """
-    records: list[Record] = []
+    records: list[JournalRecord] = []
     whole = 0
     lines = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
@@ -83,7 +83,7 @@ def parse(data: bytes, name: str) -> tuple[list[Record], int]:
     return records, min(whole, len(data))
 
 
-def attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
+def attempts(records: Sequence[JournalRecord]) -> tuple[Attempt, ...]:
     """Every attempt, in the order of their starts. Other records are skipped."""
     found: dict[tuple[str, int], Attempt] = {}
     for record in records:
@@ -99,14 +99,14 @@ def attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
                 handed = (*earlier, str(record["batch"]))
                 found[key] = Attempt(*key, str(record["fingerprint"]), NOBODY, handed=handed)
             elif record["event"] == "ended" and key in found:
-                found[key] = replace(found[key], outcome=from_builtins(record, Outcome))
+                found[key] = replace(found[key], outcome=from_builtins(record, AttemptOutcome))
         except (KeyError, TypeError, ValueError, ValidationError):
             continue  # a record of another version: its contents are unreliable, so the job runs again
     return tuple(found.values())
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class JournalHistory:
     """``before``: the known state of each job; ``changed``: jobs that were done but have changed since."""
 
     before: Mapping[str, Before]
@@ -118,7 +118,7 @@ class History:
         return sum(known.outcome is not None for known in self.before.values())
 
 
-def history(attempts: Sequence[Attempt], jobs: Sequence[Job]) -> History:
+def history(attempts: Sequence[Attempt], jobs: Sequence[SweepJob]) -> JournalHistory:
     """The state of these jobs according to the journal's attempts. Pure.
 
     A job is done if an attempt at exactly this work succeeded; all others run again.
@@ -134,7 +134,7 @@ def history(attempts: Sequence[Attempt], jobs: Sequence[Job]) -> History:
         if succeeded and not same:
             changed.append(job.name)
         before[job.name] = Before(max(attempt.number for attempt in own), same[-1].outcome if same else None)
-    return History(before, tuple(changed), tuple(attempt for attempt in attempts if attempt.outcome is None))
+    return JournalHistory(before, tuple(changed), tuple(attempt for attempt in attempts if attempt.outcome is None))
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -194,17 +194,17 @@ class Journal:
         known = {"sweep_id": sweep_id} if sweep_id else {}
         self._write({"event": "begun", "pid": os.getpid(), "jobs": jobs, "version": 1, **known})
 
-    def started(self, job: Job, attempt: int, process: ProcessId, gpus: Sequence[str] = ()) -> None:
+    def started(self, job: SweepJob, attempt: int, process: ProcessId, gpus: Sequence[str] = ()) -> None:
         """Records a job's start. Raises OSError if it can't be written: then the job must not start."""
         words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint, "gpus": list(gpus)}
         self._write({"event": "started", **words, "pid": process.pid, "start_ticks": process.start_ticks})
 
-    def handed(self, job: Job, attempt: int, name: str) -> None:
+    def handed(self, job: SweepJob, attempt: int, name: str) -> None:
         """Records what a scheduler is about to get, under ``name``. Raises OSError if it can't be written."""
         words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint}
         self._write({"event": "handed", **words, "batch": name})
 
-    def ended(self, name: str, attempt: int, outcome: Outcome) -> None:
+    def ended(self, name: str, attempt: int, outcome: AttemptOutcome) -> None:
         """Records a job's end. If it can't be written now, it is kept and written as soon as possible."""
         record = {"event": "ended", "job": name, "attempt": attempt, **asdict(outcome)}
         self._pending.append(_line(record))
@@ -220,7 +220,7 @@ class Journal:
             return False
         return True
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: JournalRecord) -> None:
         if not self.catch_up():
             raise OSError(errno.EIO, "earlier records could not be written")
         self._append(_line(record))
@@ -240,11 +240,11 @@ class Journal:
         os.close(self._file)
 
 
-def _line(record: Record) -> bytes:
+def _line(record: JournalRecord) -> bytes:
     return json.dumps({**record, "time_unix_s": round(time.time(), 3)}).encode() + b"\n"
 
 
-def _tolerant(data: bytes) -> list[Record]:
+def _tolerant(data: bytes) -> list[JournalRecord]:
     """The records that are readable while another process writes."""
     try:
         return parse(data, "")[0]

@@ -26,18 +26,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from safelaunch.addons.sweep import metrics
-from safelaunch.addons.sweep.engine import Live, state_of
-from safelaunch.addons.sweep.jobs import Job, Outcome, State, threads
+from safelaunch.addons.sweep.engine import RunningAttempt, state_of
+from safelaunch.addons.sweep.jobs import AttemptOutcome, JobState, SweepJob, threads
 from safelaunch.addons.sweep.journal import Attempt, Journal
 from safelaunch.addons.sweep.paths import SweepPaths, newest, verdict_of
-from safelaunch.addons.sweep.pool import PROGRAM, Pool, Share
+from safelaunch.addons.sweep.pool import PROGRAM, Share, SharePool
 from safelaunch.addons.sweep.steps import Steps
 from safelaunch.addons.sweep.sweep import Sweep
 from safelaunch.job import process
 from safelaunch.job.process import ProcessId, fork
 from safelaunch.leases import ports
 from safelaunch.leases.holder import ourselves
-from safelaunch.leases.store import Store
+from safelaunch.leases.store import LeaseStore
 from safelaunch.supervise.control.discover import our_roots
 from safelaunch.system.errors import ResourceError, SafelaunchError, StoreError
 from safelaunch.system.files import text_of, try_lock
@@ -65,7 +65,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class JobCommand:
     """The command and its surroundings. ``log`` takes all its output.
 
     ``exit_file``: the file for safelaunch's exit code. ``keep``: descriptors that it inherits.
@@ -79,7 +79,7 @@ class Command:
     keep: Collection[int] = ()
 
 
-def spawn(command: Command, tell: Callable[[ProcessId], None]) -> ProcessId:
+def spawn(command: JobCommand, tell: Callable[[ProcessId], None]) -> ProcessId:
     """Starts it in a new session. ``tell`` gets the process before it runs; if ``tell`` raises, the process ends.
 
     Raises OSError if it can't be started. Call it from the main thread: for the kernel, the end of the thread that
@@ -96,7 +96,7 @@ def spawn(command: Command, tell: Callable[[ProcessId], None]) -> ProcessId:
         os.close(log)
 
 
-def _become(command: Command, log: int, parent: int) -> NoReturn:
+def _become(command: JobCommand, log: int, parent: int) -> NoReturn:
     """Becomes safelaunch, in the forked child."""
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
@@ -143,12 +143,12 @@ class _Unrecorded(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SweepPlace:
     """Where and how a sweep runs. ``program``: the command that starts ``safelaunch``."""
 
     paths: SweepPaths
-    pool: Pool
-    store: Store
+    pool: SharePool
+    store: LeaseStore
     journal: Journal
     environ: Mapping[str, str]
     program: Sequence[str]
@@ -163,13 +163,13 @@ class Active:
     ``before``: the bundles that there were.
     """
 
-    job: Job
+    job: SweepJob
     share: Share
     process: ProcessId
     log: Path
     before: set[str]
     began_s: float
-    ended_by_us: State | None = None
+    ended_by_us: JobState | None = None
     asked_s: float | None = None
     killed_s: float | None = None
     status: int | None = None
@@ -193,7 +193,7 @@ class Local:
     def __init__(
         self,
         sweep: Sweep,
-        place: Place,
+        place: SweepPlace,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -205,7 +205,7 @@ class Local:
         self._steps = Steps(our_roots, clock)
         self._waiting = False
         self._told = ""
-        self._not_started: list[Job] = []
+        self._not_started: list[SweepJob] = []
 
     @property
     def unfinished(self) -> int:
@@ -258,9 +258,9 @@ class Local:
 
     # --- the end of a job -------------------------------------------------------------------------------------------
 
-    def poll(self) -> Iterator[tuple[Job, Outcome]]:
+    def poll(self) -> Iterator[tuple[SweepJob, AttemptOutcome]]:
         while self._not_started:
-            yield self._not_started.pop(), Outcome("failed", CANNOT_START)
+            yield self._not_started.pop(), AttemptOutcome("failed", CANNOT_START)
         now = self._clock()
         for active in list(self._active.values()):
             if active.status is None:
@@ -271,13 +271,13 @@ class Local:
                 self._place.pool.release(active.share)  # once its end has been recorded
         self._hurry()
 
-    def _outcome(self, active: Active) -> Outcome:
+    def _outcome(self, active: Active) -> AttemptOutcome:
         assert active.status is not None
         last_step, wrong = self._steps.last_of(active.process)
         bundle = newest(self._place.paths.bundles_of(active.job.name) - active.before)
         code = exit_code(active.status)
         verdict, cause = verdict_of(bundle)
-        return Outcome(
+        return AttemptOutcome(
             state=state_of(code, verdict, active.ended_by_us),
             exit_code=code,
             duration_s=round(active.reaped_s - active.began_s, 3),
@@ -309,14 +309,14 @@ class Local:
         except StoreError as error:
             self._complain(str(error))
 
-    def _wait_for_others(self, job: Job) -> None:
+    def _wait_for_others(self, job: SweepJob) -> None:
         """Queues the job that would start if others left room, and tells the user once who holds that room."""
         others = self._place.pool.wait(job, [active.process.pid for active in self._active.values()])
         if others and others != self._told:
             self._told = others
             self._say(f"{job.name} waits for {self._place.pool.kind}s that others hold:\n{others}")
 
-    def _try_to_start(self, job: Job) -> bool:
+    def _try_to_start(self, job: SweepJob) -> bool:
         """Tries to start a job; returns False if it must be tried again."""
         share = self._place.pool.take(job)
         if share is None:
@@ -342,7 +342,7 @@ class Local:
     def _is_of_an_active_job(self, share: Share) -> bool:
         return any(not set(share.gpus).isdisjoint(active.share.gpus) for active in self._active.values())
 
-    def _with_ports(self, job: Job, share: Share) -> Share:
+    def _with_ports(self, job: SweepJob, share: Share) -> Share:
         """Adds leased ports to a share. Raises ResourceError if too few are free."""
         if not job.ports:
             return share
@@ -356,7 +356,7 @@ class Local:
             self._waiting = True
             self._say(f"no job can start now; colaunch keeps trying ({why})")
 
-    def _launch(self, job: Job, share: Share) -> None:
+    def _launch(self, job: SweepJob, share: Share) -> None:
         """Starts a job and hands its lease over: the job holds it from its first moment, even if we are killed."""
         attempt, paths = self._sweep.tracks[job.name].attempts + 1, self._place.paths
         paths.bundles(job.name).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -369,7 +369,7 @@ class Local:
 
         given = job.with_ports(share.ports)
         variables, descriptors = share.lease.hand_over()
-        command = Command(
+        command = JobCommand(
             argv=(*self._place.program, *given.arguments(os.fspath(paths.bundles(job.name)))),
             env={**self._environment(given, share), **variables},
             cwd=job.cwd,
@@ -385,7 +385,7 @@ class Local:
         self._active[job.name] = Active(job, share, started, command.log, before, self._clock())
         self._say(f"{job.name}: started on {self._place.pool.kind} {share.label}")
 
-    def _environment(self, job: Job, share: Share) -> dict[str, str]:
+    def _environment(self, job: SweepJob, share: Share) -> dict[str, str]:
         own = {**self._place.environ, **dict(job.env), **share.env}
         if share.cores and "OMP_NUM_THREADS" not in own:
             own["OMP_NUM_THREADS"] = str(threads(job.words, share.cores))
@@ -393,16 +393,16 @@ class Local:
 
     # --- what is seen of it -----------------------------------------------------------------------------------------
 
-    def look(self) -> dict[str, Live]:
+    def look(self) -> dict[str, RunningAttempt]:
         running = [active for active in self._active.values() if active.status is None]
         self._steps.look([active.process for active in running])
         return {active.job.name: self._live(active) for active in running}
 
-    def _live(self, active: Active) -> Live:
+    def _live(self, active: Active) -> RunningAttempt:
         share, pace = active.share, self._steps.of(active.process)
         ports = ",".join(dict.fromkeys(filter(None, (pace.master_port, *map(str, share.ports)))))
         elapsed_s = self._clock() - active.began_s
-        return Live(share.label, ports, share.gpus, elapsed_s, pace, active.ended_by_us is not None)
+        return RunningAttempt(share.label, ports, share.gpus, elapsed_s, pace, active.ended_by_us is not None)
 
 
 def exit_code(status: int) -> int:
@@ -454,13 +454,13 @@ def wait_for_remains(
             )
 
 
-def recovered(attempt: Attempt, jobs: Sequence[Job], paths: SweepPaths) -> Outcome | None:
+def recovered(attempt: Attempt, jobs: Sequence[SweepJob], paths: SweepPaths) -> AttemptOutcome | None:
     """The outcome of an attempt that succeeded while its colaunch was being killed; None for any other."""
     job = next((job for job in jobs if job.name == attempt.job), None)
     exit_file = paths.exit_file(attempt.job, attempt.number)
     if job is None or exit_code_in(exit_file) != 0:
         return None
-    return Outcome(
+    return AttemptOutcome(
         "succeeded",
         exit_code=0,
         duration_s=round(max(0.0, exit_file.stat().st_mtime - attempt.began_unix_s), 3),

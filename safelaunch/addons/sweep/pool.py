@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from safelaunch.addons.sweep.jobs import Job
-from safelaunch.leases.choose import Wish, pool_of
-from safelaunch.leases.gpus import Claim, Survey, table
+from safelaunch.addons.sweep.jobs import SweepJob
+from safelaunch.leases.choose import GpuRequest, pool_of
+from safelaunch.leases.gpus import LeaseRequest, Survey, table
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.inventory import Asking, inventory
 from safelaunch.leases.lease import Lease
@@ -38,7 +38,7 @@ class Share:
     ports: tuple[int, ...] = ()
 
 
-class Pool(Protocol):
+class SharePool(Protocol):
     """Hands out shares, and hides what they consist of and who else competes for them. ``free`` raises StoreError."""
 
     @property
@@ -55,10 +55,10 @@ class Pool(Protocol):
     def free(self) -> int | None:
         """The number of units available now; None while that is unknown."""
 
-    def take(self, job: Job) -> Share | None:
+    def take(self, job: SweepJob) -> Share | None:
         """A share for ``job``, or None if too few units are left."""
 
-    def wait(self, job: Job, ours: Collection[int]) -> str:
+    def wait(self, job: SweepJob, ours: Collection[int]) -> str:
         """Queues ``job``, which would start if others left room, ahead of later requests.
 
         Returns lines that say who holds what, except for the processes in ``ours``.
@@ -71,7 +71,7 @@ class Pool(Protocol):
         """Frees a share: its job has ended or did not start."""
 
 
-class Slots:
+class CpuSlots:
     """CPU slots, each for an equal share of the cores: the kernel's scheduler chooses which."""
 
     kind = "slot"
@@ -88,7 +88,7 @@ class Slots:
     def free(self) -> int:
         return len(self._free)
 
-    def take(self, job: Job) -> Share | None:
+    def take(self, job: SweepJob) -> Share | None:
         wanted = self.units(job.gpus)
         if wanted > len(self._free):
             return None
@@ -96,7 +96,7 @@ class Slots:
         self._free.difference_update(taken)
         return Share(taken, format_ranks(taken), cores=max(1, wanted * self._cores // self.capacity))
 
-    def wait(self, job: Job, ours: Collection[int]) -> str:
+    def wait(self, job: SweepJob, ours: Collection[int]) -> str:
         return ""  # cores are not leased
 
     def leave(self) -> None:
@@ -107,7 +107,7 @@ class Slots:
         self._free.update(share.units)
 
 
-class Gpus:
+class GpuPool:
     """The node's GPUs, as the environment limits them; each job sees only its own.
 
     A GPU is free if nobody on this node holds or uses it. The leases of our own jobs count too. However many jobs of
@@ -123,9 +123,9 @@ class Gpus:
         self.capacity, self.missing = len(gpus), found.missing or pool.origin
         self._asking = Asking(environ)
         survey = Survey(found, self._asking.answer, time.monotonic)
-        self._claim = Claim(store_of(environ), Wish(gpus, 0, ""), ourselves("", PROGRAM), survey)
+        self._claim = LeaseRequest(store_of(environ), GpuRequest(gpus, 0, ""), ourselves("", PROGRAM), survey)
 
-    def _request(self, job: Job) -> Claim:
+    def _request(self, job: SweepJob) -> LeaseRequest:
         self._claim.wish = replace(self._claim.wish, count=job.gpus, origin=job.name)
         self._claim.about = ourselves(job.name, PROGRAM)
         return self._claim
@@ -136,7 +136,7 @@ class Gpus:
     def free(self) -> int | None:
         return self._claim.free()
 
-    def take(self, job: Job) -> Share | None:
+    def take(self, job: SweepJob) -> Share | None:
         if not job.gpus:
             return Share(label="none", env={"CUDA_VISIBLE_DEVICES": ""})
         taken = self._request(job).advance()
@@ -147,7 +147,7 @@ class Gpus:
         gpus = tuple(gpu.uuid for gpu in taken.gpus)
         return Share(label=label, gpus=gpus, env={"CUDA_VISIBLE_DEVICES": taken.visible}, lease=taken.lease)
 
-    def wait(self, job: Job, ours: Collection[int]) -> str:
+    def wait(self, job: SweepJob, ours: Collection[int]) -> str:
         self._request(job).queue()
         return table(self._claim, {*ours, os.getpid()})
 
@@ -166,7 +166,7 @@ def default_slots(cores: int, units: Sequence[int], at_most: int | None) -> int:
     return max(1, min(cores, sum(largest_first)), *largest_first[:1])
 
 
-def check_fits(needs: Mapping[str, int], pool: Pool) -> None:
+def check_fits(needs: Mapping[str, int], pool: SharePool) -> None:
     """Raises ResourceError for a job that could never start."""
     for name, units in needs.items():
         if units > pool.capacity:

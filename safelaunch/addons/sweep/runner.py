@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from safelaunch.addons.sweep.engine import Engine, JobView, Live, Screen, Snapshot
-from safelaunch.addons.sweep.jobs import Job, Metric, Outcome, State, Track
+from safelaunch.addons.sweep.engine import Engine, JobStatus, RunningAttempt, Screen, Snapshot
+from safelaunch.addons.sweep.jobs import AttemptOutcome, JobState, Metric, SweepJob, Track
 from safelaunch.addons.sweep.journal import Journal
 from safelaunch.addons.sweep.paths import SweepPaths
 from safelaunch.addons.sweep.sweep import Sweep
@@ -30,7 +30,7 @@ from safelaunch.system.files import replace_file
 from safelaunch.system.redaction.redact import redact_env
 
 SUMMARY_EVERY_S = 2.0
-NOTHING_RUNS: Mapping[str, Outcome] = {}
+NOTHING_RUNS: Mapping[str, AttemptOutcome] = {}
 FIXED = ("state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle", "cause")
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -98,7 +98,7 @@ class Runner:
         self._screen = screen
         self._clock = clock
         self._seeing = True
-        self._live: Mapping[str, Live] = {}
+        self._live: Mapping[str, RunningAttempt] = {}
         self._summary_due_s = 0.0
         self.stopped_by = 0
         self._stops = 0
@@ -130,7 +130,7 @@ class Runner:
                 self._screen.note(f"killing {self._engine.unfinished} jobs")
             self._engine.cancel(kill=self._stops > 1)
 
-    def _record(self, job: Job, outcome: Outcome) -> None:
+    def _record(self, job: SweepJob, outcome: AttemptOutcome) -> None:
         self._journal.ended(job.name, self._sweep.tracks[job.name].attempts, outcome)
         self._sweep.ended(job.name, outcome)
         again = " (will run again)" if self._sweep.tracks[job.name].state == "waiting" else ""
@@ -166,7 +166,7 @@ class Runner:
     def snapshot(self) -> Snapshot:
         """The current state of every job."""
         views = [
-            JobView.of(track, self._live.get(name) if track.state == "running" else None)
+            JobStatus.of(track, self._live.get(name) if track.state == "running" else None)
             for name, track in self._sweep.tracks.items()
         ]
         return Snapshot(tuple(views), self._sweep.stopped)
@@ -184,7 +184,7 @@ class JobSummary(msgspec.Struct, frozen=True):
 
     name: str
     params: dict[str, str]
-    state: State
+    state: JobState
     exit_code: int | None
     duration_s: float | None
     attempts: int
@@ -207,9 +207,9 @@ def document(tracks: Iterable[Track]) -> dict[str, Any]:
     return found
 
 
-def _entry(track: Track, outcome: Outcome | None) -> JobSummary:
+def _entry(track: Track, outcome: AttemptOutcome | None) -> JobSummary:
     shown = redact_env(dict(track.job.params))
-    ended = outcome if outcome is not None else Outcome(track.state)
+    ended = outcome if outcome is not None else AttemptOutcome(track.state)
     return JobSummary(
         name=track.job.name,
         params={name: shown[name] for name, _ in track.job.params},
@@ -225,7 +225,7 @@ def _entry(track: Track, outcome: Outcome | None) -> JobSummary:
     )
 
 
-def table(tracks: Sequence[Track], running: Mapping[str, Outcome] = NOTHING_RUNS) -> list[list[str]]:
+def table(tracks: Sequence[Track], running: Mapping[str, AttemptOutcome] = NOTHING_RUNS) -> list[list[str]]:
     """Rows for CSV, the header first: the name, a column per parameter, the fixed columns, a column per metric.
 
     ``running``: what is known of jobs that run.
@@ -257,7 +257,7 @@ def write_summary(tracks: Sequence[Track], paths: SweepPaths) -> None:
     write_csv(tracks, paths)
 
 
-def write_csv(tracks: Sequence[Track], paths: SweepPaths, running: Mapping[str, Outcome] = NOTHING_RUNS) -> None:
+def write_csv(tracks: Sequence[Track], paths: SweepPaths, running: Mapping[str, AttemptOutcome] = NOTHING_RUNS) -> None:
     """Writes ``summary.csv``, whole or not at all; ``running``: what is known of running jobs. Raises OSError.
 
     While the sweep runs there is no ``summary.json`` of it: programs may wait for that.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from safelaunch.addons.sweep.jobs import WORTH_ANOTHER_ATTEMPT, Job, Outcome, State, Track
+from safelaunch.addons.sweep.jobs import WORTH_ANOTHER_ATTEMPT, AttemptOutcome, JobState, SweepJob, Track
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Before:
     """
 
     attempts: int = 0
-    outcome: Outcome | None = None
+    outcome: AttemptOutcome | None = None
     with_engine: bool = False
 
 
@@ -37,9 +37,9 @@ class Rules:
 class Sweep:
     """All jobs of a sweep. Report events with its methods; ``next`` says which job to start."""
 
-    def __init__(self, jobs: Sequence[Job], rules: Rules, before: Mapping[str, Before] | None = None) -> None:
+    def __init__(self, jobs: Sequence[SweepJob], rules: Rules, before: Mapping[str, Before] | None = None) -> None:
         self._rules = rules
-        self._queue = Queue(rules.capacity, rules.at_most)
+        self._queue = Lineup(rules.capacity, rules.at_most)
         self._queued: set[str] = set()
         self.stopped = ""
         self.tracks = {job.name: Track(job) for job in jobs}
@@ -60,12 +60,12 @@ class Sweep:
     def finished(self) -> bool:
         return all(track.is_final for track in self.tracks.values())
 
-    def next(self, free: int | None = None) -> Job | None:
+    def next(self, free: int | None = None) -> SweepJob | None:
         """The next job to start with ``free`` available units (None: all that our own jobs leave)."""
         name = self._queue.next(free)
         return self.tracks[name].job if name is not None else None
 
-    def began(self, job: Job) -> None:
+    def began(self, job: SweepJob) -> None:
         """Reports that ``job``, the last one from ``next``, is running."""
         self._queue.start(job.name)
         track = self.tracks[job.name]
@@ -73,7 +73,7 @@ class Sweep:
         if self._rules.ahead:
             self._settle()
 
-    def returned(self, name: str, state: State, why: str = "") -> None:
+    def returned(self, name: str, state: JobState, why: str = "") -> None:
         """Reports that a job that was handed over has not begun, and will not: it is ``waiting`` again, or final."""
         track = self.tracks[name]
         track.attempts, track.tries = track.attempts - 1, track.tries - 1
@@ -82,7 +82,7 @@ class Sweep:
         self._queued.discard(name)
         self._settle()
 
-    def ended(self, name: str, outcome: Outcome) -> None:
+    def ended(self, name: str, outcome: AttemptOutcome) -> None:
         """Reports the end of an attempt: the job is done, or waits for its next attempt."""
         track = self.tracks[name]
         track.outcome = outcome
@@ -110,7 +110,7 @@ class Sweep:
         self._queued.add(track.job.name)
         self._queue.running.append(Running(track.job.name, self._units(track.job)))
 
-    def _units(self, job: Job) -> int:
+    def _units(self, job: SweepJob) -> int:
         return self._rules.units.get(job.name, job.gpus)
 
     def _settle(self) -> None:
@@ -138,7 +138,7 @@ def was(track: Track) -> str:
     return {"hung": "hung", "failed": "failed", "timed-out": "timed out"}.get(track.state, f"was {track.state}")
 
 
-def cancelled(outcome: Outcome) -> Outcome:
+def cancelled(outcome: AttemptOutcome) -> AttemptOutcome:
     """The outcome as cancelled, for a job that was asked to stop: its end says nothing about the job."""
     return outcome if outcome.state == "succeeded" else replace(outcome, state="cancelled")
 
@@ -170,7 +170,7 @@ class Running:
 
 
 @dataclass(slots=True)
-class Queue:
+class Lineup:
     """``capacity`` units (slots, GPUs), ``at_most`` jobs at a time."""
 
     capacity: int

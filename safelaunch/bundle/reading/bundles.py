@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from safelaunch.bundle.reading.dumps import parse_some
-from safelaunch.bundle.reading.guard import LINK, FoundEvidence, Unreadable, evidence_of, parse_all, read_limited, within
+from safelaunch.bundle.reading.guard import (
+    LINK,
+    FoundEvidence,
+    Unreadable,
+    evidence_of,
+    parse_all,
+    read_limited,
+    within,
+)
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.capture.flight_recorder import NCCL_ONLY
 from safelaunch.capture.node import since
@@ -42,7 +50,7 @@ from safelaunch.model import (
     node_file,
 )
 from safelaunch.model.evidence import all_nodes, software
-from safelaunch.report.about import ReportHeader, LaunchFacts, Link, NodeSummary
+from safelaunch.report.about import LaunchFacts, Link, NodeSummary, ReportHeader
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import exists, is_dir, is_file

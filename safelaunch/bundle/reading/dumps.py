@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safelaunch.bundle.reading.guard import Found, Unreadable, evidence_of, parse_all, read_limited, within
+from safelaunch.bundle.reading.guard import FoundEvidence, Unreadable, evidence_of, parse_all, read_limited, within
 from safelaunch.capture import flight_dump, flight_recorder
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.model import FlightRecord, RankEvidence
@@ -23,13 +23,13 @@ _NAME = re.compile(
 )
 
 
-def read_dumps(folder: Path, root: Path) -> Found | None:
+def read_dumps(folder: Path, root: Path) -> FoundEvidence | None:
     """The dumps in ``folder``, below ``root``; None if no file in it is a Flight Recorder dump.
 
     Other files are skipped silently, except those with a dump's name, which are problems.
     """
     failed: dict[str, str] = {}
-    jobs: dict[str, dict[int, _Dump]] = {}  # by prefix
+    jobs: dict[str, dict[int, _DumpFile]] = {}  # by prefix
     paths = [path for path in folder.iterdir() if 0 <= _rank_of(path.name) < MAX_RANKS and not is_dir(path)]
     if len(paths) > MAX_FILES:
         raise Unreadable(f"it holds {len(paths)} files with the names of dumps; the limit is {MAX_FILES}")
@@ -39,7 +39,7 @@ def read_dumps(folder: Path, root: Path) -> Found | None:
             failed[path.name] = record
             continue
         mine = jobs.setdefault(_prefix(path.name), {})
-        one = _Dump(path.name, record, modified_ns(path) / 1e9)
+        one = _DumpFile(path.name, record, modified_ns(path) / 1e9)
         rank = _rank_of(path.name)
         if rank not in mine or one.quality > mine[rank].quality:
             mine[rank] = one
@@ -54,7 +54,7 @@ def read_dumps(folder: Path, root: Path) -> Found | None:
     ranks = [RankEvidence(rank=rank, host="", pid=0, flight_record=one, beacon=False) for rank, one in records.items()]
     evidence = evidence_of("hang", ranks, _world(records, [_rank_of(name) for name in broken]))
     named = {f"ranks/{rank}/flight_recorder.json": name for rank, name in files.items()}
-    return Found(f"{len(records)} Flight Recorder dumps", evidence, tuple(problems), named)
+    return FoundEvidence(f"{len(records)} Flight Recorder dumps", evidence, tuple(problems), named)
 
 
 def _real(path: Path, root: Path) -> Path:
@@ -67,7 +67,7 @@ def _real(path: Path, root: Path) -> Path:
 
 def parse_some(paths: Sequence[Path]) -> Iterator[FlightRecord | str]:
     """The records in these files, or what is wrong with each. The content decides, not the name."""
-    shared = flight_dump.Shared()
+    shared = flight_dump.DumpParts()
     for path in paths:
         try:
             data = read_limited(path)
@@ -79,7 +79,7 @@ def parse_some(paths: Sequence[Path]) -> Iterator[FlightRecord | str]:
 
 
 @dataclass(frozen=True)
-class _Dump:
+class _DumpFile:
     name: str
     record: FlightRecord
     modified: float
@@ -99,7 +99,9 @@ CONTRADICTS = "its collectives are not numbered as torch does: some have no numb
 TOGETHER_S = 600.0  # between the dumps of one rank's recorders
 
 
-def _of_one_job(jobs: dict[str, dict[int, _Dump]], failed: Mapping[str, int]) -> tuple[dict[int, _Dump], list[str]]:
+def _of_one_job(
+    jobs: dict[str, dict[int, _DumpFile]], failed: Mapping[str, int]
+) -> tuple[dict[int, _DumpFile], list[str]]:
     """The dumps by rank, and those that were skipped: another job's, or an earlier attempt's, with the same ranks.
 
     The prefix with the most files counts (``failed``: unreadable files per prefix), or the newest of several. Prefixes
@@ -111,7 +113,7 @@ def _of_one_job(jobs: dict[str, dict[int, _Dump]], failed: Mapping[str, int]) ->
         return len(here) + failed.get(prefix, 0), max(one.modified for one in here.values())
 
     order = sorted(jobs, key=weight, reverse=True)
-    chosen: dict[int, _Dump] = {}
+    chosen: dict[int, _DumpFile] = {}
     passed_over = []
     for prefix in order:
         here = jobs[prefix]
@@ -127,14 +129,14 @@ def _of_one_job(jobs: dict[str, dict[int, _Dump]], failed: Mapping[str, int]) ->
     return dict(sorted(chosen.items())), passed_over
 
 
-def _of_other_backends(one: _Dump, other: _Dump) -> bool:
+def _of_other_backends(one: _DumpFile, other: _DumpFile) -> bool:
     """Dumps of one rank from about one moment, of which none holds an operation of the other's backends."""
     backends = one.backends & other.backends
     return not backends and bool(one.backends and other.backends) and abs(one.modified - other.modified) < TOGETHER_S
 
 
-def _together(one: _Dump, other: _Dump) -> _Dump:
-    return _Dump(one.name, flight_recorder.merged([one.record, other.record]), one.modified)
+def _together(one: _DumpFile, other: _DumpFile) -> _DumpFile:
+    return _DumpFile(one.name, flight_recorder.merged([one.record, other.record]), one.modified)
 
 
 def _rank_of(name: str) -> int:

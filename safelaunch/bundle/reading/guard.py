@@ -48,7 +48,7 @@ class ReportedError:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundEvidence:
     """The evidence at a path. ``what``: its kind in words (``a bundle``); ``problems``: unreadable files, with reasons.
 
     ``files``: the file in a claim (``ranks/3/flight_recorder.json``) → the real file, if that is another one.
@@ -139,7 +139,7 @@ _SMALL_FILE_BYTES = 1 << 20  # a semaphore is a file too
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ReadLimits:
     """Limits. ``memory_bytes``: additional address space; ``file_bytes``: the size of any file that it writes."""
 
     memory_bytes: int
@@ -155,7 +155,7 @@ class TooMuch(Unreadable):
         self.made = made
 
 
-def bind(bounds: Bounds) -> None:
+def bind(bounds: ReadLimits) -> None:
     """Limits the calling process, beyond its current use."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _lower(resource.RLIMIT_AS, pages * os.sysconf("SC_PAGESIZE") + bounds.memory_bytes)
@@ -175,12 +175,12 @@ def _lower(which: int, value: int) -> None:
     resource.setrlimit(which, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
-def in_child(work: Callable[[], _T], bounds: Bounds) -> _T:
+def in_child(work: Callable[[], _T], bounds: ReadLimits) -> _T:
     """Runs ``work()`` in a child. Raises Unreadable if it does, and TooMuch if the child died before its end."""
     return all_in_child(lambda: [work()], bounds)[0]
 
 
-def all_in_child(work: Callable[[], Iterable[_T]], bounds: Bounds) -> list[_T]:
+def all_in_child(work: Callable[[], Iterable[_T]], bounds: ReadLimits) -> list[_T]:
     """All values that ``work()`` yields; see ``in_child``."""
     ours, theirs = os.pipe()
     try:
@@ -212,7 +212,7 @@ def all_in_child(work: Callable[[], Iterable[_T]], bounds: Bounds) -> list[_T]:
     raise TooMuch(_why(kind, payload, code, bounds), marks)
 
 
-def _work(work: Callable[[], Iterable[_T]], bounds: Bounds, descriptor: int) -> NoReturn:
+def _work(work: Callable[[], Iterable[_T]], bounds: ReadLimits, descriptor: int) -> NoReturn:
     """Runs in the child, which exits at once: the parent's unwritten output is the parent's to write."""
     try:
         with open(descriptor, "wb", buffering=0) as pipe:
@@ -246,7 +246,7 @@ def _fault(error: Exception) -> str:
     return f"{type(error).__name__}{place}: {str(error)[:200]}"
 
 
-def _why(kind: bytes, payload: bytes, code: int, bounds: Bounds) -> str:
+def _why(kind: bytes, payload: bytes, code: int, bounds: ReadLimits) -> str:
     if kind == _FAILED:
         return f"an internal error of safelaunch; please report it: {payload.decode()}"
     if kind == _NO_MEMORY:
@@ -277,7 +277,7 @@ def parse_all(paths: Sequence[Path], parse: _Parse[_T], *, worth_it_bytes: int =
     """
     parts = [paths[begin : begin + _FILES_AT_ONCE] for begin in range(0, len(paths), _FILES_AT_ONCE)]
     processes = min(len(os.sched_getaffinity(0)), len(parts), MOST_PROCESSES)
-    alone = _Alone(parse)
+    alone = _OneByOne(parse)
     if processes < 2 or sum(map(_size, paths)) < worth_it_bytes:
         for part in parts:
             yield from alone.read(part)
@@ -294,7 +294,7 @@ def parse_all(paths: Sequence[Path], parse: _Parse[_T], *, worth_it_bytes: int =
         parts = parts[done:]
 
 
-class _Alone:
+class _OneByOne:
     """Reads files one after the other in a child. If a file kills the child, it continues without that file."""
 
     def __init__(self, parse: _Parse[_T]) -> None:
@@ -317,11 +317,11 @@ class _Alone:
                 paths = paths[fatal + 1 :]
 
 
-def _bounds(paths: Sequence[Path]) -> Bounds:
+def _bounds(paths: Sequence[Path]) -> ReadLimits:
     """The bounds for a part: memory for the largest file, time for all of them."""
     sizes = list(map(_size, paths))
     memory = min(_MEMORY_BYTES + _PER_BYTE * max(sizes, default=0), _MOST_MEMORY_BYTES)
-    return Bounds(memory, _CPU_S + (sum(sizes) >> 21))
+    return ReadLimits(memory, _CPU_S + (sum(sizes) >> 21))
 
 
 def _by_processes(count: int, parse: _Parse[_T], parts: Sequence[Sequence[Path]]) -> Iterator[list[_T]]:

@@ -22,8 +22,8 @@ from safelaunch.bundle.reading.dumps import read_dumps
 from safelaunch.bundle.reading.guard import (
     MAX_FILE_BYTES,
     STDIN,
-    Bounds,
-    Found,
+    FoundEvidence,
+    ReadLimits,
     Unreadable,
     cannot_be_read,
     evidence_of,
@@ -57,7 +57,7 @@ GIVE = (
 )
 
 
-def read(path: Path) -> Found:
+def read(path: Path) -> FoundEvidence:
     """The evidence at ``path``: a bundle or its ``.tar.gz``, a folder of bundles from several nodes, a run directory,
     a folder of Flight Recorder dumps.
 
@@ -102,7 +102,7 @@ def folder_of(path: Path, scratch: Path) -> Path:
         unpacked = scratch / "unpacked"
         unpacked.mkdir()
         cpu_s = min(60, 8 + (path.stat().st_size >> 18))
-        in_child(lambda: _unpack(path, unpacked), Bounds(256 << 20, cpu_s, file_bytes=MAX_FILE_BYTES))
+        in_child(lambda: _unpack(path, unpacked), ReadLimits(256 << 20, cpu_s, file_bytes=MAX_FILE_BYTES))
         return unpacked
     except OSError as error:
         raise cannot_be_read(error) from error
@@ -113,12 +113,12 @@ def _reader_of(*files: Path) -> Reader | None:
     return next((reader for reader in addons.readers() if all(map(reader.claims, files))), None)
 
 
-def bounds_of(paths: Sequence[Path]) -> Bounds:
+def bounds_of(paths: Sequence[Path]) -> ReadLimits:
     """The bounds for reading and diagnosing a folder of this size, or these files."""
     if (reader := _reader_of(*paths)) is not None:
         return reader.bounds(paths)
     size = _size(paths[0])
-    return Bounds(min((384 << 20) + 4 * size, 4 << 30), cpu_s=8 + (size >> 21), file_bytes=MAX_FILE_BYTES)
+    return ReadLimits(min((384 << 20) + 4 * size, 4 << 30), cpu_s=8 + (size >> 21), file_bytes=MAX_FILE_BYTES)
 
 
 def _size(folder: Path, deepest: int = _DEEPEST) -> int:
@@ -138,7 +138,7 @@ def _bytes_of(entry: os.DirEntry[str]) -> int:
         return 0  # it is gone
 
 
-def read_folder(folder: Path, scratch: Path) -> Found:
+def read_folder(folder: Path, scratch: Path) -> FoundEvidence:
     """The evidence in a directory or file, as ``folder_of`` gives it. Raises Unreadable."""
     try:
         return _read_folder(folder, scratch) if folder.is_dir() else read_files([folder])
@@ -146,7 +146,7 @@ def read_folder(folder: Path, scratch: Path) -> Found:
         raise cannot_be_read(error) from error
 
 
-def read_files(paths: Sequence[Path]) -> Found:
+def read_files(paths: Sequence[Path]) -> FoundEvidence:
     """The evidence in these files of one job. Raises Unreadable."""
     reader = _reader_of(*paths)
     if reader is None:
@@ -160,7 +160,7 @@ def _why_not() -> str:
     return f", and this installation can't read logs: its add-on {missing[0]!r} is missing" if missing else ""
 
 
-def _read_folder(folder: Path, scratch: Path) -> Found:
+def _read_folder(folder: Path, scratch: Path) -> FoundEvidence:
     if is_bundle(folder):
         return replace(read_bundle(folder), bundles=(folder,))
     if _is_run_directory(folder):
@@ -184,12 +184,12 @@ def _read_folder(folder: Path, scratch: Path) -> Found:
     return dumps
 
 
-def _dumps_in(folder: Path) -> Found | None:
+def _dumps_in(folder: Path) -> FoundEvidence | None:
     dumps = read_dumps(folder, folder)
     if dumps is None and is_dir(folder / "flight_recorder"):
         dumps = read_dumps(within(folder, folder / "flight_recorder"), folder)
         files = {name: f"flight_recorder/{file}" for name, file in dumps.files.items()} if dumps is not None else {}
-        dumps = Found(dumps.what, dumps.evidence, dumps.problems, files) if dumps is not None else None
+        dumps = FoundEvidence(dumps.what, dumps.evidence, dumps.problems, files) if dumps is not None else None
     return dumps
 
 
@@ -282,7 +282,7 @@ MOST_OF_A_PAGE = 2 << 20
 MAX_PAGES_BYTES = 1 << 30
 
 
-def read_run(root: Path, scratch: Path) -> Found:
+def read_run(root: Path, scratch: Path) -> FoundEvidence:
     """The evidence left by a run's newest attempt; ``scratch``: an empty directory.
 
     It has only what the ranks recorded themselves: pages, last exceptions, output, and the dumps of torch and NCCL. The
@@ -323,7 +323,7 @@ def read_run(root: Path, scratch: Path) -> Found:
     }
     if dumps is not None:
         files |= {name: f"flight_recorder/{file}" for name, file in dumps.files.items()}
-    return Found("a run directory", evidence, tuple(problems), files)
+    return FoundEvidence("a run directory", evidence, tuple(problems), files)
 
 
 def _copy(there: RunPaths, here: RunPaths) -> Iterator[str]:

@@ -12,7 +12,7 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from safelaunch.supervise.cluster.messages import MOST_ASKED, MOST_TROUBLES, Beat, Page, Phase, Result
+from safelaunch.supervise.cluster.messages import MOST_ASKED, MOST_TROUBLES, Beat, LeaderPage, Phase, VoteResult
 
 SILENT_S = 15.0  # a node whose count has not moved for so long is not heard
 QUIET_S = 2.5  # several beats: worth a word where something else is the matter
@@ -68,7 +68,7 @@ class Succession:
         self._others: Hearing | None = None
         self._since_s = 0.0
 
-    def is_orphaned(self, page: Page, now: float) -> bool:
+    def is_orphaned(self, page: LeaderPage, now: float) -> bool:
         """Whether the leader is no longer heard; from then on ``takes_over`` wants all beats."""
         self._page.hear({0: (f"{page.leader}.{page.epoch}", page.count)}, now)
         orphaned = self._page.silent_s(0, now) >= SILENT_S
@@ -78,7 +78,7 @@ class Succession:
             self._others, self._since_s = Hearing(), now
         return orphaned
 
-    def is_due(self, slot: int, page: Page, now: float) -> bool:
+    def is_due(self, slot: int, page: LeaderPage, now: float) -> bool:
         """Whether this node is next in line, or those that are next have had their time. It wants all beats then."""
         return slot in (page.leader, *page.line) or now - self._since_s >= LINE_S
 
@@ -97,7 +97,7 @@ class Succession:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class LeaderInput:
     """What the leader goes by. ``heard``: the beats of the nodes that are; ``silent``: slots of the others; ``quiet``:
     of those that were not heard for ``QUIET_S``. ``last``: the last words of everybody.
 
@@ -114,12 +114,12 @@ class Given:
 class Leader:
     """One term of office: from the page that was found, or the first one, to the next and the next."""
 
-    def __init__(self, page: Page, now: float) -> None:
+    def __init__(self, page: LeaderPage, now: float) -> None:
         self.page = page
         self._since_s = now  # of the phase, as far as this leader has seen it
         self._began: dict[int, tuple[int, int]] | None = None  # the attempt of each node as the incident began
 
-    def next(self, given: Given, now: float) -> Page:
+    def next(self, given: LeaderInput, now: float) -> LeaderPage:
         """The page to write now."""
         page = replace(
             self.page,
@@ -152,7 +152,7 @@ class Leader:
         self.page = page
         return page
 
-    def _opened(self, page: Page, given: Given, now: float) -> Page:
+    def _opened(self, page: LeaderPage, given: LeaderInput, now: float) -> LeaderPage:
         asking = [b for b in given.heard.values() if b.doing == "suspecting" and b.suspects >= page.incident]
         if not asking or not page.covered:
             return page
@@ -160,7 +160,7 @@ class Leader:
         page = replace(page, incident=page.incident + 1, window_s=max(beat.window_s for beat in asking))
         return self._turned(page, "looking", now)
 
-    def _advanced(self, page: Page, given: Given, now: float) -> Page:
+    def _advanced(self, page: LeaderPage, given: LeaderInput, now: float) -> LeaderPage:
         """Looking or collecting: whatever says that the job moves, or may, ends the incident."""
         mine = _of(given, page.incident)
         votes = {beat.vote for beat in mine.values()}
@@ -189,7 +189,7 @@ class Leader:
             return self._closed(page, "stopped", now)
         return self._turned(page, "collecting", now)
 
-    def _is_another_round(self, given: Given) -> bool:
+    def _is_another_round(self, given: LeaderInput) -> bool:
         """Whether torchrun has started ranks anew since the incident began, or is about to."""
         if self._began is None:  # of the one who led before
             self._began = _attempts(given)
@@ -197,10 +197,10 @@ class Leader:
         changed = any(began.get(slot, attempt) != attempt for slot, attempt in _attempts(given).items())
         return changed or any(beat.anew for beat in given.heard.values())
 
-    def _closed(self, page: Page, result: Result, now: float) -> Page:
+    def _closed(self, page: LeaderPage, result: VoteResult, now: float) -> LeaderPage:
         return self._turned(replace(page, result=result), "idle", now)
 
-    def _turned(self, page: Page, phase: Phase, now: float) -> Page:
+    def _turned(self, page: LeaderPage, phase: Phase, now: float) -> LeaderPage:
         self._since_s = now
         return replace(page, phase=phase, result=page.result if phase == "idle" else "")
 
@@ -213,17 +213,17 @@ def covers(beats: Collection[Beat]) -> bool:
     return len(worlds) == 1 and len(ranks) == len(set(ranks)) == worlds.pop()
 
 
-def _judged(given: Given) -> dict[int, Beat]:
+def _judged(given: LeaderInput) -> dict[int, Beat]:
     """Those that have ranks: others have nothing to look at."""
     return {slot: beat for slot, beat in given.heard.items() if beat.ranks}
 
 
-def _of(given: Given, incident: int) -> dict[int, Beat]:
+def _of(given: LeaderInput, incident: int) -> dict[int, Beat]:
     """Those that take part in the incident."""
     return {slot: beat for slot, beat in _judged(given).items() if beat.incident == incident}
 
 
-def _attempts(given: Given) -> dict[int, tuple[int, int]]:
+def _attempts(given: LeaderInput) -> dict[int, tuple[int, int]]:
     return {slot: beat.attempt for slot, beat in _judged(given).items()}
 
 

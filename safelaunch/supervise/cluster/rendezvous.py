@@ -19,7 +19,7 @@ NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class SharedStore:
     """The store in which the supervisors of one job meet, and what all their keys begin with.
 
     ``nodes``: with fewer of them, torchrun starts no rank; ``most_nodes``: so many may come. ``node_rank``: this
@@ -36,7 +36,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class NoRendezvous:
     """There is nobody to meet, or nowhere. ``why``: a clause for a person; empty for a job of one node."""
 
     why: str = ""
@@ -77,34 +77,38 @@ class _Torchrun:
     def run_id(self) -> str:
         return self.option("rdzv-id", "--rdzv-i", "none")
 
-    def store(self) -> Address | Alone:
+    def store(self) -> Address | NoRendezvous:
         """The store of its agents."""
         backend = self.option("rdzv-backend", "--rdzv-b", "static").lower()
         if backend not in ("c10d", "static"):
-            return Alone(f"with --rdzv-backend={backend} the nodes share no store; --cluster-store provides one")
+            return NoRendezvous(f"with --rdzv-backend={backend} the nodes share no store; --cluster-store provides one")
         if re.search(r"(?:^|,)\s*store_type\s*=\s*file\b", self.option("rdzv-conf", "--rdzv-c", "")):
-            return Alone("with store_type=file the nodes have no store that answers over the network")
+            return NoRendezvous("with store_type=file the nodes have no store that answers over the network")
         endpoint = self.option("rdzv-endpoint", "--rdzv-e", "")
         if backend == "static" and not endpoint:
             port = self.option("master-port", "--master-p", "")
             endpoint = f"{self.option('master-addr', '--master-a', '127.0.0.1')}:{port}"
         address = _address(endpoint, C10D_PORT if backend == "c10d" else STATIC_PORT)
-        return address or Alone(f"the rendezvous endpoint {endpoint!r} is not an address that a node can connect to")
+        return address or NoRendezvous(
+            f"the rendezvous endpoint {endpoint!r} is not an address that a node can connect to"
+        )
 
 
-def meeting(command: CommandLine | None, environ: Mapping[str, str], named: str | None = None) -> Meeting | Alone:
+def meeting(
+    command: CommandLine | None, environ: Mapping[str, str], named: str | None = None
+) -> SharedStore | NoRendezvous:
     """``command``: what torchrun gets; None under ``exec``. ``named``: the value of ``--cluster-store``."""
     torchrun = _Torchrun(command, environ) if command is not None and command.program is None else None
     if torchrun is not None and torchrun.has_one_node:
-        return Alone()
-    agents = torchrun.store() if torchrun is not None else Alone(_NO_TORCHRUN)
+        return NoRendezvous()
+    agents = torchrun.store() if torchrun is not None else NoRendezvous(_NO_TORCHRUN)
     run_id = torchrun.run_id if torchrun is not None else _run_id(environ)
     if named is None and torchrun is not None and isinstance(agents, Address):
         least, most = torchrun.least_nodes, torchrun.most_nodes
-        return Meeting(agents, _prefix(run_id), least, torchrun.node_rank, most_nodes=most)
+        return SharedStore(agents, _prefix(run_id), least, torchrun.node_rank, most_nodes=most)
     named = named or _scheduled_port(environ)
     if named is None:
-        assert isinstance(agents, Alone)
+        assert isinstance(agents, NoRendezvous)
         return agents
     host, port = _host_and_port(named)
     if not host:
@@ -112,9 +116,9 @@ def meeting(command: CommandLine | None, environ: Mapping[str, str], named: str 
         host = agents.host if isinstance(agents, Address) else first
     address = Address(host, int(port)) if host else None
     if address is None:
-        return Alone(f"--cluster-store {named} names no host, and the job's first host is unknown")
+        return NoRendezvous(f"--cluster-store {named} names no host, and the job's first host is unknown")
     least, number = (torchrun.least_nodes, torchrun.node_rank) if torchrun is not None else (1, None)
-    return Meeting(address, _prefix(run_id), least, number, to_start=True)
+    return SharedStore(address, _prefix(run_id), least, number, to_start=True)
 
 
 def _prefix(run_id: str) -> str:

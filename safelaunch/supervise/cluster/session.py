@@ -17,7 +17,7 @@ from contextlib import suppress
 from msgspec import structs
 
 from safelaunch.model import format_ranks
-from safelaunch.supervise.cluster.election import QUIET_S, SILENT_S, LeaderInput, Hearing, Leader, Succession
+from safelaunch.supervise.cluster.election import QUIET_S, SILENT_S, Hearing, Leader, LeaderInput, Succession
 from safelaunch.supervise.cluster.messages import (
     MOST_MEMBERS,
     MOST_TOPICS,
@@ -26,14 +26,14 @@ from safelaunch.supervise.cluster.messages import (
     Codec,
     Decision,
     Gathered,
-    NodesBySlot,
-    NodeCard,
     LeaderPage,
+    NodeCard,
+    NodesBySlot,
     Peer,
     PeerStatus,
+    PeerView,
     Round,
     Saying,
-    PeerView,
 )
 from safelaunch.supervise.cluster.store import LARGEST_VALUE, StoreClient
 from safelaunch.supervise.control.protocol import NodeStatus
@@ -252,7 +252,9 @@ class Session:
         if saying.looks_around:
             self._around = now, self._all_nodes(page, beats, heard)
 
-    def _all_nodes(self, page: LeaderPage, beats: Mapping[int, Beat], heard: Mapping[int, Beat]) -> tuple[NodeStatus, ...]:
+    def _all_nodes(
+        self, page: LeaderPage, beats: Mapping[int, Beat], heard: Mapping[int, Beat]
+    ) -> tuple[NodeStatus, ...]:
         self._learn(sorted(beats.keys() - self._known.keys()))
         heard_ranks = {rank for beat in heard.values() for rank in beat.ranks}
         return tuple(

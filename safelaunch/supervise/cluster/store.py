@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from safelaunch.model import Lost, Probe
+from safelaunch.model import Lost, ServerProbe
 
 _VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _DELETE, _MULTI_GET, _PING = 0, 1, 2, 3, 4, 5, 8, 10, 13
 _MAGIC = 0x3C85F7CE
@@ -29,7 +29,7 @@ CONNECT_S = 15.0  # it resolves the name of each new client in its only thread, 
 _MOST_ANSWERED = 64 << 20  # bytes of one answer: a store that says more is none
 
 
-class StoreError(Exception):
+class NodeStoreError(Exception):
     """The store does not answer, or not as a TCPStore does. The connection is closed.
 
     ``lost``: what that says about who hosts it, where it says anything.
@@ -55,7 +55,7 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Store:
+class StoreClient:
     """One connection. Not safe for use by several threads at once. Every method raises ``StoreError``.
 
     ``deadline_s`` of each: how long it may take in all, sending included; of the first, how long until it greets.
@@ -68,7 +68,7 @@ class Store:
             place, patience_s = (address.host, address.port), min(deadline_s, CONNECT_S)
             self._socket = socket.create_connection(place, timeout=patience_s)
         except OSError as error:
-            raise StoreError(f"no store at {address}: {error.strerror or error}", _lost(error)) from error
+            raise NodeStoreError(f"no store at {address}: {error.strerror or error}", _lost(error)) from error
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._greeting = True
@@ -210,9 +210,9 @@ class Store:
             # On an old connection, whoever hosts the store may be cut off as well; a new one tells.
             raise self._broken("no answer in time", "silent" if self._greeting else "")
 
-    def _broken(self, reason: str, lost: Lost = "") -> StoreError:
+    def _broken(self, reason: str, lost: Lost = "") -> NodeStoreError:
         self._socket.close()
-        return StoreError(f"the store at {self.address}: {reason}", lost)
+        return NodeStoreError(f"the store at {self.address}: {reason}", lost)
 
 
 def _lost(error: OSError) -> Lost:
@@ -223,7 +223,7 @@ def _lost(error: OSError) -> Lost:
     return ""
 
 
-def probe(address: str, port: int, *, deadline_s: float) -> Probe:
+def probe(address: str, port: int, *, deadline_s: float) -> ServerProbe:
     """Whether the host at ``address`` answers at all: that nothing listens there is an answer. Never raises."""
     try:
         ipaddress.ip_address(address)  # a peer's word: it is no name that somebody would have to resolve

@@ -12,7 +12,7 @@ import msgspec
 
 from safelaunch.job.paths import RunPaths, is_held, is_private, other_roots, run_root
 from safelaunch.job.process import ProcessId
-from safelaunch.supervise.control.protocol import Request, RunStatus, ask
+from safelaunch.supervise.control.protocol import ControlRequest, RunStatus, ask
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import SafelaunchError
 
@@ -100,7 +100,7 @@ def _asked(run: Run, deadline_s: float) -> Run:
     if not path.exists():
         return replace(run, problem="starting, or without a control socket: see its first messages")
     try:
-        return replace(run, status=from_json(ask(path, Request("status"), deadline_s=deadline_s), RunStatus))
+        return replace(run, status=from_json(ask(path, ControlRequest("status"), deadline_s=deadline_s), RunStatus))
     except msgspec.DecodeError as error:
         return replace(run, problem=f"it runs under another version of safelaunch: {error}")
     except SafelaunchError as error:

@@ -64,7 +64,9 @@ class Glance:
 class Watch:
     """The watch over one job. ``tick`` is cheap: it reads shared memory and stats one file."""
 
-    def __init__(self, roster: Roster, policy: stall.Policy, now: float, bounds: rhythm.ThresholdBounds | None = None) -> None:
+    def __init__(
+        self, roster: Roster, policy: stall.Policy, now: float, bounds: rhythm.ThresholdBounds | None = None
+    ) -> None:
         """``bounds``: the threshold between steps is learned within these; None: ``policy``'s threshold is fixed."""
         self.roster = roster
         self.policy = policy

@@ -43,7 +43,7 @@ class Spell:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedSpell:
     """A spell that ended by itself at ``at_s``, after ``lasted_s``."""
 
     at_s: float
@@ -62,7 +62,7 @@ class Quiet:
     begin_s: float = 0.0
     looks: tuple[float, ...] = ()
     excused_s: float = 0.0
-    ended: tuple[Ended, ...] = ()
+    ended: tuple[EndedSpell, ...] = ()
 
 
 def follow(known: Quiet, spell: Spell | None, now: float) -> Quiet:
@@ -75,11 +75,11 @@ def follow(known: Quiet, spell: Spell | None, now: float) -> Quiet:
     if begin_s <= known.begin_s:
         return known
     if known.begin_s and spell.made and begin_s == spell.since_s:
-        known = _remembering(known, Ended(begin_s, begin_s - known.begin_s))
+        known = _remembering(known, EndedSpell(begin_s, begin_s - known.begin_s))
     return replace(known, begin_s=begin_s, looks=())
 
 
-def _remembering(known: Quiet, ended: Ended) -> Quiet:
+def _remembering(known: Quiet, ended: EndedSpell) -> Quiet:
     """Of many spells the longest are kept: these are what the next one has to outlast."""
     if ended.lasted_s < LEAST_S:
         return known

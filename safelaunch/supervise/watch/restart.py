@@ -8,7 +8,7 @@ from safelaunch.model import Evidence, Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class AttemptFailure:
     """One attempt's end, as far as it can be compared: ranks may be renumbered, so they do not count.
 
     ``step``: the culprit's, the lowest where there are several; None where no step was marked.
@@ -21,11 +21,11 @@ class Failure:
     places: frozenset[tuple[str, int]]
 
 
-def failure_of(verdict: Verdict, steps: tuple[int, ...]) -> Failure:
+def failure_of(verdict: Verdict, steps: tuple[int, ...]) -> AttemptFailure:
     """The failure that ``verdict`` describes; ``steps`` are the ranks', for a verdict that names nobody."""
     named = [culprit.step for culprit in verdict.culprits if culprit.step is not None]
     frames = [culprit.frame for culprit in verdict.culprits if culprit.frame is not None]
-    return Failure(
+    return AttemptFailure(
         outcome=verdict.outcome,
         cause=verdict.cause,
         step=min(named or steps, default=None),
@@ -67,7 +67,7 @@ def kin_of(verdict: Verdict, evidence: Evidence) -> Kin | None:
     return Kin(verdict.outcome, verdict.cause, culprits, raised)
 
 
-def why_give_up(earlier: tuple[Failure, ...], new: Failure) -> str:
+def why_give_up(earlier: tuple[AttemptFailure, ...], new: AttemptFailure) -> str:
     """Why another attempt is not worth it, or an empty string. The one before is what counts."""
     if not earlier or earlier[-1] != new:
         return ""

@@ -46,7 +46,7 @@ SECONDS_OFF_LEAST = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ThresholdBounds:
     """``initial_s`` holds until enough is known; then what is learned, between ``floor_s`` and ``ceiling_s``."""
 
     floor_s: float = 60.0
@@ -131,7 +131,7 @@ def learn(known: Learned, step: int, mark_s: float, now: float, *, excused: bool
     return _add(known, longest_s, 1)
 
 
-def threshold(known: Learned, bounds: Bounds, *, cap_s: float | None = None) -> Threshold:
+def threshold(known: Learned, bounds: ThresholdBounds, *, cap_s: float | None = None) -> Threshold:
     """What holds after the newest mark. ``cap_s``: never more, whatever was learned (``cap_of``)."""
     found = _uncapped(known, bounds)
     if cap_s is not None and found.seconds > cap_s:
@@ -149,7 +149,7 @@ def cap_of(timeout_s: float, floor_s: float) -> float:
     return part_s if timeout_s < floor_s else max(part_s, floor_s)
 
 
-def _uncapped(known: Learned, bounds: Bounds) -> Threshold:
+def _uncapped(known: Learned, bounds: ThresholdBounds) -> Threshold:
     if not known.knows_enough or known.last_step is None:
         return Threshold(bounds.initial_s, f"{known.count} steps known, too few to learn from")
     ordinary_s = quantile_s(known)
@@ -338,7 +338,7 @@ class PulseLimits:
 
     startup_s: float
     stall_s: float
-    bounds: Bounds | None
+    bounds: ThresholdBounds | None
 
     @property
     def least_s(self) -> float:

@@ -53,7 +53,7 @@ def confirm_after_s(stall_s: float) -> float:
     return min(10.0, max(2.0, 0.02 * stall_s))
 
 
-class Mark(msgspec.Struct, frozen=True):
+class ProgressMark(msgspec.Struct, frozen=True):
     """One rank's progress: when it last stepped (None: never). ``exited``: its script has ended.
 
     ``claimed_s``: when it started; of a job that marks no step, when it was last heard of.
@@ -77,7 +77,7 @@ class Status(Enum):
     HUNG = "hung"
 
 
-class State(msgspec.Struct, frozen=True):
+class DetectorState(msgspec.Struct, frozen=True):
     """``base_s``: marks older than this count as made then (start of the watch, or the clock started again).
 
     ``covers``: pauses, and phases with a timeout of their own, that are under way: (rank, since).
@@ -113,12 +113,12 @@ class Stall(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class StallEvent:
     kind: Literal["suspect", "hang", "undecided", "recovered", "clock-restarted"]
     stall: Stall | None = None
 
 
-Found = Answer | Literal["moving", "stopped"]
+JobCondition = Answer | Literal["moving", "stopped"]
 """What the closer look found. ``moving``: a mark changed. ``stopped``: every rank is."""
 
 
@@ -144,12 +144,12 @@ UNLIMITED = Limits()
 LEAST_MARGIN_S, MOST_MARGIN_S, MARGIN_PART = 5.0, 60.0, 0.1
 
 
-def started(now: float) -> State:
+def started(now: float) -> DetectorState:
     """The state at the beginning of an attempt."""
-    return State(base_s=now, last_tick_s=now)
+    return DetectorState(base_s=now, last_tick_s=now)
 
 
-def oldest(marks: tuple[Mark, ...], policy: Policy, base_s: float, now: float) -> Stall | None:
+def oldest(marks: tuple[ProgressMark, ...], policy: Policy, base_s: float, now: float) -> Stall | None:
     """How far behind the slowest rank is; None when there is nobody to judge (no rank yet, all done, one paused)."""
     live = [mark for mark in marks if not mark.exited]
     if not live or any(mark.paused for mark in live):
@@ -175,15 +175,17 @@ def oldest(marks: tuple[Mark, ...], policy: Policy, base_s: float, now: float) -
     )
 
 
-def _mark_s(mark: Mark, base_s: float) -> float:
+def _mark_s(mark: ProgressMark, base_s: float) -> float:
     last = mark.claimed_s if mark.last_step_s is None else mark.last_step_s
     return max(last, mark.phase_since_s, base_s)
 
 
-def tick(state: State, marks: tuple[Mark, ...], policy: Policy, now: float) -> tuple[State, Event | None]:
+def tick(
+    state: DetectorState, marks: tuple[ProgressMark, ...], policy: Policy, now: float
+) -> tuple[DetectorState, StallEvent | None]:
     """One look at the marks. Emits ``suspect`` (take a closer look now), ``recovered`` or ``clock-restarted``."""
     if now - state.last_tick_s > CLOCK_GAP_S and state.status is not Status.HUNG:
-        return State(base_s=now, last_tick_s=now), Event("clock-restarted")
+        return DetectorState(base_s=now, last_tick_s=now), StallEvent("clock-restarted")
     covers = frozenset((m.rank, m.phase_since_s) for m in marks if m.paused or (m.phase and m.phase_timeout_s))
     base_s = _base_s(state, covers, policy, now)
     if state.status is Status.HUNG:
@@ -193,22 +195,22 @@ def tick(state: State, marks: tuple[Mark, ...], policy: Policy, now: float) -> t
     state = replace(state, last_tick_s=now, base_s=base_s, covers=covers, excused=stall is None, due_s=due_s)
     if stall is None or (stall.mark_s > state.mark_s and state.status is not Status.WATCHING):
         if state.status is Status.UNDECIDED:
-            return replace(state, status=Status.WATCHING), Event("recovered", stall)
+            return replace(state, status=Status.WATCHING), StallEvent("recovered", stall)
         # While the closer look is under way its own conclusion decides.
         return state, None
     if state.status is Status.CONFIRMING or stall.stalled_s < stall.threshold_s or now < state.look_again_s:
         return state, None
-    return replace(state, status=Status.CONFIRMING, mark_s=stall.mark_s), Event("suspect", stall)
+    return replace(state, status=Status.CONFIRMING, mark_s=stall.mark_s), StallEvent("suspect", stall)
 
 
-def _if_proved(stall: Stall | None, state: State, policy: Policy) -> Stall | None:
+def _if_proved(stall: Stall | None, state: DetectorState, policy: Policy) -> Stall | None:
     """With the lower threshold, if an early look has proved the job dead: only a healthy job needs patience."""
     if stall is None or stall.mark_s != state.proved_mark_s or stall.phase or policy.is_given(stall):
         return stall
     return replace(stall, threshold_s=min(stall.threshold_s, policy.proved_s), proved=True)
 
 
-def _base_s(state: State, covers: frozenset[tuple[int, float]], policy: Policy, now: float) -> float:
+def _base_s(state: DetectorState, covers: frozenset[tuple[int, float]], policy: Policy, now: float) -> float:
     """Starts the clock again when a long pause or timed phase has ended: its peers have waited for it all the while.
 
     Those no longer than the plain threshold start nothing again: ranks that go in and out of them must not hide another
@@ -234,7 +236,7 @@ def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -
     return None
 
 
-def idle_s(state: State, policy: Policy, stall: Stall, answer: Answer, now: float) -> float:
+def idle_s(state: DetectorState, policy: Policy, stall: Stall, answer: Answer, now: float) -> float:
     """How long the job has gone without progress. The user's threshold, without a proof, is that of a job that was not
     seen to work either: on a starved machine, it may be between two looks only.
     """
@@ -266,25 +268,25 @@ def look_again_after_s(policy: Policy, stall: Stall, now: float) -> float:
 
 
 def conclude(
-    state: State, stall: Stall, found: Found, policy: Policy, now: float, limits: Limits = UNLIMITED
-) -> tuple[State, Event | None]:
+    state: DetectorState, stall: Stall, found: JobCondition, policy: Policy, now: float, limits: Limits = UNLIMITED
+) -> tuple[DetectorState, StallEvent | None]:
     """What the closer look found. Emits ``hang``, ``undecided`` (each time; say it once), ``recovered`` or
     ``clock-restarted``; nothing when the clock was started again while the look was under way.
     """
     if state.status is not Status.CONFIRMING:
         return state, None
     if found == "moving" or state.excused:
-        return replace(state, status=Status.WATCHING), Event("recovered", stall)
+        return replace(state, status=Status.WATCHING), StallEvent("recovered", stall)
     if found == "stopped":
-        return State(base_s=now, last_tick_s=now), Event("clock-restarted", stall)
+        return DetectorState(base_s=now, last_tick_s=now), StallEvent("clock-restarted", stall)
     if stall.proved and found != "dead":  # the ordinary threshold counts again
         return replace(state, status=Status.WATCHING, proved_mark_s=0.0), None
     state = replace(state, worked_s=now) if found == "alive" else state
     limit, without_s = ends_after_s(policy, stall, found, limits), idle_s(state, policy, stall, found, now)
     if limit is not None and without_s >= limit:
-        return replace(state, status=Status.HUNG), Event("hang", stall)
+        return replace(state, status=Status.HUNG), StallEvent("hang", stall)
     wait = look_again_after_s(policy, stall, now)
     for due in (limit, suspect_after_s(policy, stall, found, limits)):
         if due is not None and without_s < due:
             wait = min(wait, max(0.0, due - without_s - policy.confirm_s))
-    return replace(state, status=Status.UNDECIDED, look_again_s=now + wait), Event("undecided", stall)
+    return replace(state, status=Status.UNDECIDED, look_again_s=now + wait), StallEvent("undecided", stall)

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from safelaunch.capture.counters import Counters, Key, ProcessCounters, Used
+from safelaunch.capture.counters import CounterKey, Counters, ProcessCounters, Used
 
-Kind = Literal["cpu", "io", "network", "faults", "children", "rdma", "messages"]
+WorkKind = Literal["cpu", "io", "network", "faults", "children", "rdma", "messages"]
 # kind, pid, start_ticks; a thread's tid or a connection's inode; None: a process, or the connections that it opens
-What = tuple[Kind, int, int, int | None]
+What = tuple[WorkKind, int, int, int | None]
 
 TIMES = 1.5  # of what was learned
 
@@ -38,7 +38,7 @@ class Floor(NamedTuple):
 
 BURST_S = 10.0  # in such a window, ``once`` is done once
 
-FLOORS: Mapping[Kind, Floor] = {
+FLOORS: Mapping[WorkKind, Floor] = {
     # Milliseconds. A thread that polls every millisecond takes up to 3 % of a core.
     "cpu": Floor(20.0, 30.0),
     # Bytes. Heartbeats, progress bars and a logger's lines are below 1 KiB/s, a read of a log or of /proc below 16 KiB.
@@ -80,7 +80,7 @@ class Background:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ObservedWork:
     """``rank``: the pid of the rank's main process; 0 for ``rdma``, which is the node's. ``tid``: None for a process.
 
     ``amount``: per second: milliseconds of CPU, bytes, pages, processes or messages.
@@ -89,7 +89,7 @@ class Work:
     rank: int
     pid: int
     tid: int | None
-    kind: Kind
+    kind: WorkKind
     amount: float
 
     @property
@@ -146,7 +146,7 @@ def found(
     *,
     foreground: Collection[int] = (),
     waiting: Collection[int] = (),
-) -> tuple[Work, ...]:
+) -> tuple[ObservedWork, ...]:
     """The work between two readings that is not background, that which exceeds it the most first.
 
     ``foreground``: processes that a rank's main thread waits for, whose work is never background. ``waiting``: ranks'
@@ -155,13 +155,13 @@ def found(
     seconds = after.at_s - before.at_s
     if seconds <= 0:
         return ()
-    work: list[tuple[float, Work]] = []
+    work: list[tuple[float, ObservedWork]] = []
 
     def judge(use: _Use, hidden: float = 0.0, *, awaited: bool = False) -> None:
         kind, pid, _, tid = use.what
         allowed = FLOORS[kind].within(seconds, awaited=awaited and kind in ("io", "network")) + hidden
         if use.amount > allowed:
-            work.append((use.amount / max(allowed, 1), Work(use.rank, pid, tid, kind, use.amount / seconds)))
+            work.append((use.amount / max(allowed, 1), ObservedWork(use.rank, pid, tid, kind, use.amount / seconds)))
 
     changed = _changes(before, after)
     if changed:
@@ -202,7 +202,7 @@ def _changes(before: Counters, after: Counters) -> list[int]:
     return max(began, ended, key=len)
 
 
-def _is_new(key: Key, before: Counters) -> bool:
+def _is_new(key: CounterKey, before: Counters) -> bool:
     """Not one that the reading before has missed."""
     return key[1] >= before.at_ticks
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from urllib.parse import unquote
 
 from safelaunch.system.redaction.redact import by_rule, is_plain_value
-from safelaunch.system.redaction.shapes import Kind, is_shown, kind_of
+from safelaunch.system.redaction.shapes import SecretKind, is_shown, kind_of
 
 LEAST = 4  # characters: what is shorter is found by the name before it only
 _MOST_PARTS = 64  # of one value
@@ -89,10 +89,10 @@ _PARTED = re.compile(r"[,;\s]+")
 _VERSIONED = re.compile(r"[A-Za-z_\-]*[\-=@<>~]{0,2}\d+(?:\.\d+)+")
 
 
-def _under(kind: Kind, value: str) -> Iterator[str]:
+def _under(kind: SecretKind, value: str) -> Iterator[str]:
     """The secrets in a value under a name of that kind."""
     bare = value.strip().strip("\"'")
-    doubtful: Kind = "secret" if kind == "maybe" else kind  # in an environment, what it is called will do
+    doubtful: SecretKind = "secret" if kind == "maybe" else kind  # in an environment, what it is called will do
     if not kind or is_plain_value(doubtful, bare) or (kind != "password" and _is_path(bare)):
         return
     lines = [line.strip() for line in value.splitlines()]
@@ -111,7 +111,7 @@ def _under(kind: Kind, value: str) -> Iterator[str]:
         yield from _under(kind, decoded)
 
 
-def _parts(kind: Kind, value: str) -> Iterator[str]:
+def _parts(kind: SecretKind, value: str) -> Iterator[str]:
     """The secrets of a list: ``a,b``, ``a;b``, lines, words."""
     if "-----BEGIN" in value:
         return
@@ -124,7 +124,7 @@ def _parts(kind: Kind, value: str) -> Iterator[str]:
                 yield one
 
 
-def _is_part(part: str, kind: Kind, by_space: bool) -> bool:
+def _is_part(part: str, kind: SecretKind, by_space: bool) -> bool:
     """Whether a part of a secret value is a secret of its own, rather than a word, a number, a name or a version."""
     if part.isalpha():
         return not by_space and kind != "maybe" and len(part) >= 6 and part.lower() not in COMMON_WORDS

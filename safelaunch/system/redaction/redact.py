@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise, takewhile
 
-from safelaunch.system.redaction.shapes import Kind, Span, is_secret_name, is_shown, kind_of, shapes_in
+from safelaunch.system.redaction.shapes import SecretKind, Span, is_secret_name, is_shown, kind_of, shapes_in
 
 REDACTED = "[redacted]"
 NOT_SHOWN = "[not shown]"
@@ -183,7 +183,7 @@ def _assigned(text: str) -> Iterator[Span]:
             yield value.start(), done
 
 
-def _is_plain(kind: Kind, assigned: re.Match[str], value: str) -> bool:
+def _is_plain(kind: SecretKind, assigned: re.Match[str], value: str) -> bool:
     """Whether it is a number, a file's line, words of a log (``session: starting``), code, or redacted."""
     bare = value.lstrip("brufBRUF").strip("\"'") if value[-1:] in "\"'" else value.strip("\"'")
     name, between = assigned["name"].lower(), assigned[0][len(assigned["name"]) :]
@@ -205,7 +205,7 @@ def _is_plain(kind: Kind, assigned: re.Match[str], value: str) -> bool:
     return ambiguous and ":" in between and not _BARE_TOKEN.fullmatch(bare)
 
 
-def is_plain_value(kind: Kind, value: str) -> bool:
+def is_plain_value(kind: SecretKind, value: str) -> bool:
     """Whether ``value``, under a name of that kind, is not a secret."""
     if not value or REDACTED in value or NOT_SHOWN in value or _PLAIN_WORD.fullmatch(value):
         return True

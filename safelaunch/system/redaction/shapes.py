@@ -159,7 +159,7 @@ def _base64_at_end(line: str) -> int:
 
 # "password": whatever the value is, a number too. "secret": anything but a number, a truth value and the like.
 # "maybe": what looks as if nobody had thought it up.
-Kind = Literal["password", "secret", "maybe", ""]
+SecretKind = Literal["password", "secret", "maybe", ""]
 
 # Words of a name, split at _, -, ., spaces and where its case changes.
 _PASSWORDS = {
@@ -217,7 +217,7 @@ _SHOWN = re.compile(
 
 
 @lru_cache(maxsize=4096)
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> SecretKind:
     """The kind of value that a variable, option or key called ``name`` probably has."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.lstrip("-"))
     words = re.sub(r"[\s.\-]+", "_", words).lower().strip("_")
@@ -226,7 +226,7 @@ def kind_of(name: str) -> Kind:
     if name in ("PWD", "OLDPWD") or _HARMLESS.fullmatch(words):
         return ""
     for part in parts:
-        ending: Kind = next((kind for end, kind in _ENDINGS if part.endswith(end)), "")  # type: ignore[misc]
+        ending: SecretKind = next((kind for end, kind in _ENDINGS if part.endswith(end)), "")  # type: ignore[misc]
         if part in _PASSWORDS or ending == "password" or _SHORT_PASSWORD.fullmatch(part):
             return "password"
         if part in _SECRETS or ending == "secret":

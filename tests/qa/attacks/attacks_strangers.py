@@ -24,10 +24,10 @@ import msgspec
 from safelaunch.bundle.staging import Keeping, Staging, publish
 from safelaunch.cli import gpus, program
 from safelaunch.leases import holder, ports
-from safelaunch.leases.choose import Gpu
-from safelaunch.leases.holder import Holder, look, ourselves
+from safelaunch.leases.choose import LeasableGpu
+from safelaunch.leases.holder import LeaseHolder, look, ourselves
 from safelaunch.leases.lease import Lease
-from safelaunch.leases.store import Store
+from safelaunch.leases.store import LeaseStore
 from safelaunch.model import Artifact
 from tests.qa.attacks.attack import Attack
 from tests.support import strangers
@@ -93,9 +93,9 @@ def on_leases(name: str, deed: Deed, *, first: bool = True) -> Attack:
     def run(scratch: Path) -> str:
         place, said = _directory(scratch), list[str]()
         if not first:
-            _take(Store(os.fspath(place)), A).release()  # files of this user exist
+            _take(LeaseStore(os.fspath(place)), A).release()  # files of this user exist
         with stranger(lambda: deed(place)):
-            return _used(Store(os.fspath(place), said.append), said)
+            return _used(LeaseStore(os.fspath(place), said.append), said)
 
     return Attack(f"leases: {name}", run, _root_only)
 
@@ -109,8 +109,8 @@ def _directory(scratch: Path) -> Path:
     return place
 
 
-def _take(store: Store, *keys: str) -> Lease:
-    def pick(held: Mapping[str, Holder]) -> Sequence[str] | None:
+def _take(store: LeaseStore, *keys: str) -> Lease:
+    def pick(held: Mapping[str, LeaseHolder]) -> Sequence[str] | None:
         return None if held else keys
 
     found = store.attempt(keys, pick, ourselves("", "mine.py"))
@@ -118,13 +118,13 @@ def _take(store: Store, *keys: str) -> Lease:
     return found.lease
 
 
-def _used(store: Store, said: list[str]) -> str:
+def _used(store: LeaseStore, said: list[str]) -> str:
     """Returns what is wrong, if anything: B must be free, and A must belong to the user whose files say so."""
     begin = time.monotonic()
     held, waiting = store.look([A, B]), store.waiting()
     if any(one.uid != STRANGER for one in held.values()):
         return f"held by one who does not: {held}"
-    shown = [*map(holder.told, held.values()), *gpus.as_table(gpus.rows([Gpu("0", A)], held, {})).lines()]
+    shown = [*map(holder.told, held.values()), *gpus.as_table(gpus.rows([LeasableGpu("0", A)], held, {})).lines()]
     shown += [msgspec.json.encode([gpus._holder(one) for one in waiting]).decode()]
     if bad := [line for line in (*said, *shown, *map(gpus.waiting_line, waiting)) if not line.isprintable()]:
         return f"reaches the terminal: {bad[0]!r:.200}"
@@ -168,7 +168,7 @@ def _ports(scratch: Path) -> str:
     wanted = list(ports.candidates("", ""))[:900]
     with stranger(lambda: [strangers.locked(place / f"port-{port}.{STRANGER}") for port in wanted]):
         begin = time.monotonic()
-        taken = ports.take(Store(os.fspath(place)), 3, ourselves("", "mine.py"))
+        taken = ports.take(LeaseStore(os.fspath(place)), 3, ourselves("", "mine.py"))
         taken.release()
         took_s = time.monotonic() - begin
     return f"took {took_s:.1f} s" if took_s > AT_ONCE_S else ""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safelaunch.job.process import ProcessId, identify
-from safelaunch.supervise.cluster.store import Address, Store, StoreError
+from safelaunch.supervise.cluster.store import Address, NodeStoreError, StoreClient
 from tests.qa.faults.row import Outcome, own_faults
 from tests.qa.faults.scene import (
     FAST_S,
@@ -168,12 +168,12 @@ class Nodes:
 
         def asked() -> bool:
             try:
-                store = Store(address, deadline_s=5.0)
-            except StoreError:
+                store = StoreClient(address, deadline_s=5.0)
+            except NodeStoreError:
                 return False
             try:
                 return store.get(f"{self._prefix}/n", deadline_s=5.0) is not None
-            except StoreError:
+            except NodeStoreError:
                 return False
             finally:
                 store.close()

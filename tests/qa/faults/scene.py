@@ -19,7 +19,7 @@ from pathlib import Path
 from safelaunch.capture.pages import Roster
 from safelaunch.job.paths import RunPaths
 from safelaunch.job.process import ProcessId, descendants, identify
-from safelaunch.supervise.control.protocol import Request, ask
+from safelaunch.supervise.control.protocol import ControlRequest, ask
 from safelaunch.system.errors import SafelaunchError
 from tests.support.jobs import Job
 from tests.support.paths import PROGRAMS
@@ -157,7 +157,7 @@ class Scene:
         """Returns the watchdog's state (watching, confirming, undecided, hung); empty without an answer."""
         run = self.run
         try:
-            return str(json.loads(ask(run.control, Request("status"), deadline_s=2.0))["watch"]) if run else ""
+            return str(json.loads(ask(run.control, ControlRequest("status"), deadline_s=2.0))["watch"]) if run else ""
         except SafelaunchError:
             return ""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.leases.holder import ourselves
-from safelaunch.leases.store import Store
+from safelaunch.leases.store import LeaseStore
 from tests.support.leasing import AS_A_RANK, log_of, safelaunch
 from tests.support.nvml import stub
 from tests.support.paths import PROGRAMS
@@ -32,8 +32,8 @@ def using(place: Path, limit: float | str, *sizes: int) -> str:
     return "\n".join(["jobs:", *(f"  j{n}: {{gpus: {size}, command: '{command}'}}" for n, size in enumerate(sizes))])
 
 
-def leases(node: stub.Node) -> Store:
-    return Store(os.fspath(node.lease_dir))
+def leases(node: stub.Node) -> LeaseStore:
+    return LeaseStore(os.fspath(node.lease_dir))
 
 
 def test_beside_others_nobody_gets_what_another_has_and_everybody_gets_his_turn(

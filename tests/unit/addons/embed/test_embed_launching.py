@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import safelaunch
-from safelaunch.addons.embed.launching import Launch, Options, words_of
+from safelaunch.addons.embed.launching import Launch, LaunchOptions, words_of
 from safelaunch.addons.embed.supervisor import from_the_start
 from safelaunch.addons.embed.wire import Connection, Done, FromCaller, FromSupervisor, RanksEnded, Ready, Stop, Stopping
 from safelaunch.settings.config import resolve
@@ -54,7 +54,7 @@ def test_every_name_of_the_package_is_there() -> None:
 
 
 def test_the_keywords_are_the_options() -> None:
-    flags = {flag for flag, _ in words_of(dict.fromkeys(Options.__annotations__, "1"))}
+    flags = {flag for flag, _ in words_of(dict.fromkeys(LaunchOptions.__annotations__, "1"))}
     flags |= {flag for flag, _ in words_of({"watch": False})}
     assert flags == {option.flag for option in OWN_OPTIONS if "run" in option.commands} - {"--dry-run"}
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safelaunch.addons.reproduce.fold import Branch, Loop, Node, Step, done, merged
+from safelaunch.addons.reproduce.fold import FoldNode, RankBranch, RankStep, RepeatedItems, done, merged
 
 ROUND = ["a", "b", "c"]
 
 
-def done_by(nodes: Sequence[Node], rank: int) -> list[object]:
+def done_by(nodes: Sequence[FoldNode], rank: int) -> list[object]:
     return [step.item for step in done(nodes, rank)]
 
 
-def check(programs: dict[int, list[str]]) -> tuple[Node, ...]:
+def check(programs: dict[int, list[str]]) -> tuple[FoldNode, ...]:
     nodes = merged(programs)
     for rank, items in programs.items():
         assert done_by(nodes, rank)[: len(items)] == items
@@ -35,14 +35,14 @@ def test_each_rank_does_its_own(parts: list[tuple[list[str], int, list[str]]]) -
 def test_ranks_that_are_alike_do_it_once() -> None:
     nodes = check(dict.fromkeys(range(512), 100 * ROUND))
     (loop,) = nodes
-    assert isinstance(loop, Loop)
+    assert isinstance(loop, RepeatedItems)
     assert (loop.times, len(loop.body)) == (100, 3)
 
 
 def test_one_more_call_is_a_branch() -> None:
     nodes = check({0: [*ROUND, "x", *ROUND], 1: 2 * ROUND, 2: 2 * ROUND})
-    assert [node.sides for node in nodes if isinstance(node, Branch)] == [
-        ((frozenset({0}), (Step("x", frozenset({0})),)),)
+    assert [node.sides for node in nodes if isinstance(node, RankBranch)] == [
+        ((frozenset({0}), (RankStep("x", frozenset({0})),)),)
     ]
 
 
@@ -50,4 +50,4 @@ def test_a_call_left_out_in_a_round_is_a_branch_between_loops() -> None:
     programs = dict.fromkeys(range(4), 5 * ROUND)
     programs[2] = [*(2 * ROUND), "b", "c", *(2 * ROUND)]
     nodes = check(programs)
-    assert [type(node) for node in nodes] == [Loop, Branch, Loop, Step, Step]
+    assert [type(node) for node in nodes] == [RepeatedItems, RankBranch, RepeatedItems, RankStep, RankStep]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from safelaunch.addons.reproduce import Hang, Standing, differences, hang_of
+from safelaunch.addons.reproduce import Hang, WaitPosition, differences, hang_of
 from tests.support.evidence import in_c10d, job, rank, waiting
 
 WORLD = (0, 1, 2)
@@ -14,7 +14,7 @@ JOB = Hang(
     "hang",
     "collective-mismatch",
     (1,),
-    {0: Standing("all_reduce", WORLD), 1: Standing("recv", None, 2), 2: Standing("")},
+    {0: WaitPosition("all_reduce", WORLD), 1: WaitPosition("recv", None, 2), 2: WaitPosition("")},
 )
 
 
@@ -23,19 +23,22 @@ def test_the_same() -> None:
 
 
 def test_what_is_not_known_differs_from_nothing() -> None:
-    assert differences(JOB, replace(JOB, ranks={**JOB.ranks, 0: Standing("all_reduce"), 1: Standing("recv")})) == []
+    assert (
+        differences(JOB, replace(JOB, ranks={**JOB.ranks, 0: WaitPosition("all_reduce"), 1: WaitPosition("recv")}))
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        ({0: Standing("barrier", WORLD)}, "rank 0 was in all_reduce of ranks 0-2, and is in barrier of ranks 0-2"),
-        ({0: Standing("all_reduce", (0, 2))}, "and is in all_reduce of ranks 0,2"),
-        ({1: Standing("recv", None, 0)}, "rank 1 was in recv"),
-        ({2: Standing("recv", None, 0)}, "rank 2 was in no call"),
+        ({0: WaitPosition("barrier", WORLD)}, "rank 0 was in all_reduce of ranks 0-2, and is in barrier of ranks 0-2"),
+        ({0: WaitPosition("all_reduce", (0, 2))}, "and is in all_reduce of ranks 0,2"),
+        ({1: WaitPosition("recv", None, 0)}, "rank 1 was in recv"),
+        ({2: WaitPosition("recv", None, 0)}, "rank 2 was in no call"),
     ],
 )
-def test_another_call(ranks: dict[int, Standing], words: str) -> None:
+def test_another_call(ranks: dict[int, WaitPosition], words: str) -> None:
     (told,) = differences(JOB, replace(JOB, ranks={**JOB.ranks, **ranks}))
     assert words in told
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.addons.reproduce import Extent, Wish, reproduction_of
+from safelaunch.addons.reproduce import Extent, ScriptWish, reproduction_of
 from safelaunch.addons.reproduce.text import condition, plain
 from safelaunch.bundle.reading import locate
 from safelaunch.model import Collective, Evidence, FlightRecord, Frame
@@ -16,7 +16,7 @@ from tests.support.evidence import in_c10d, job, rank
 from tests.support.nccl_formats import Op, Recorder, write
 from tests.support.replayed import Tensor, replayed
 
-ALL = Wish(Extent(everything=True))
+ALL = ScriptWish(Extent(everything=True))
 WORDS = {"gloo", "RANK", "not as recorded: rank ", " came back from its last call"}
 HOSTILE = (
     "x\nimport os; os.system('touch /tmp/owned')",
@@ -33,7 +33,7 @@ HOSTILE = (
 )
 
 
-def of_dumps(folder: Path, recorders: list[Recorder], wish: Wish = ALL) -> str:
+def of_dumps(folder: Path, recorders: list[Recorder], wish: ScriptWish = ALL) -> str:
     return reproduction_of(locate.read(write(folder, recorders)).evidence, wish).text
 
 
@@ -55,7 +55,7 @@ def hang(name: str, frame_file: str = "/home/me/train.py", op: str = "all_reduce
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_of_strangers_stay_in_comments(name: str) -> None:
-    found = reproduction_of(hang(name, f"/home/{name}.py", name), Wish(name=name))
+    found = reproduction_of(hang(name, f"/home/{name}.py", name), ScriptWish(name=name))
     assert found.text.isascii()
     known = {
         "torch",
@@ -225,7 +225,7 @@ def test_damaged_dumps_lead_to_a_script_all_the_same(seed: int, tmp_path: Path) 
             entry = dice.choice(one.entries)
             entry[dice.choice(list(entry))] = dice.choice(values)
     evidence = locate.read(write(tmp_path, four, as_json=True)).evidence
-    for wish in (Wish(), ALL, Wish(Extent(last=2), fewest=True, shrink=True)):
+    for wish in (ScriptWish(), ALL, ScriptWish(Extent(last=2), fewest=True, shrink=True)):
         tree = ast.parse(reproduction_of(evidence, wish).text)
         texts = {
             node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
