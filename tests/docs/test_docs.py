@@ -176,7 +176,7 @@ def test_the_address_of_the_repository_is_set_in_one_place() -> None:
     source = docs_tables.address()
     project = toml.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     assert all(url == source or url.startswith(f"{source}/") for url in project.values())
-    named = {name: re.findall(r"(?:git clone |git\+)(https?://[^\s`@]+)", text) for name, text in TEXTS.items()}
+    named = {name: re.findall(r"(?:git clone |git\+)(https?://[^\s`@'\"]+)", text) for name, text in TEXTS.items()}
     assert {url for urls in named.values() for url in urls} == {source}
     assert {"README.md", "docs/attach.md", "docs/install.md"} <= {name for name, urls in named.items() if urls}
     assert not [name for name, text in TEXTS.items() if re.search(r"https://HOST|/path/to/safelaunch@", text)]
