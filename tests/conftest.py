@@ -1,6 +1,6 @@
-"""Adds ``--whole``: every row of the fault matrix (``tests/qa/faults``), with its table, and the tests marked ``rare``.
+"""Adds ``--whole`` and ``--max-skips``, and prints the fault matrix.
 
-This is not in ``tests/qa/faults``: under pytest-xdist, the process that prints loads no other conftest.
+That isn't in ``tests/qa/faults``: under pytest-xdist, the process that prints loads no other conftest.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from _pytest.runner import runtestprotocol
+
+from tests.qa.faults import ROW_PROPERTY
 
 if TYPE_CHECKING:
     from tests.support.nvml import stub
@@ -37,12 +40,16 @@ for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
 TORCH_ABORTS_AT_EXIT = "terminate called without an active exception"
 
 
+REPEATED = "repeated"
+
+
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    """Repeats a test once if it failed for that reason and no other."""
+    """Repeats a test once if it failed for that reason and no other. The summary counts these."""
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, nextitem=nextitem, log=False)
     if any(report.failed and TORCH_ABORTS_AT_EXIT in report.longreprtext for report in reports):
         item._initrequest()  # type: ignore[attr-defined]  # as a new run begins: fixtures anew
+        item.user_properties.append((REPEATED, item.nodeid))
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
@@ -63,33 +70,53 @@ def node(tmp_path: Path) -> stub.Node:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole", action="store_true", help="every row of the fault matrix, every rare test")
+    parser.addoption("--whole", action="store_true", help="the nightly tests too, and every row of the fault matrix")
+    parser.addoption("--max-skips", type=int, metavar="N", help="fail if more than N tests are skipped")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is rare, unless ``--whole`` or the test's own name asks for it."""
+    """Leaves out nightly tests, unless ``--whole`` or the test's own name asks for them."""
     if config.getoption("--whole") or any("::" in word for word in config.args):
         return
-    rare = [item for item in items if item.get_closest_marker("rare")]
-    config.hook.pytest_deselected(items=rare)
-    items[:] = [item for item in items if not item.get_closest_marker("rare")]
+    nightly = [item for item in items if item.get_closest_marker("nightly")]
+    config.hook.pytest_deselected(items=nightly)
+    items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "fault_row" in metafunc.fixturenames:
-        from tests.qa.faults import matrix
+def skipped(config: pytest.Config) -> Counter[str]:
+    """The skipped tests of this run, by reason. Empty in a worker of pytest-xdist."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    reports = terminal.stats.get("skipped", ()) if terminal is not None else ()
+    return Counter(report.longrepr[2] for report in reports)
 
-        names = matrix.BY_NAME if metafunc.config.getoption("--whole") else matrix.SHORT
-        metafunc.parametrize("fault_row", [pytest.param(matrix.BY_NAME[name], id=name) for name in names])
+
+def has_too_many_skips(config: pytest.Config) -> bool:
+    limit = config.getoption("--max-skips")
+    return limit is not None and skipped(config).total() > limit
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the table of the rows, which the reports carry as properties."""
-    from tests.qa.faults import row
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.exitstatus == pytest.ExitCode.OK and has_too_many_skips(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    found = [each for reports in terminalreporter.stats.values() for each in reports]
-    properties = [each for report in found for each in getattr(report, "user_properties", ())]
-    rows = dict.fromkeys(tuple(cells) for name, cells in properties if name == row.PROPERTY)
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Prints the fault matrix, the tests that ran twice, and the skips if they are too many."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    properties = [each for report in reports for each in getattr(report, "user_properties", ())]
+    rows = dict.fromkeys(tuple(cells) for name, cells in properties if name == ROW_PROPERTY)
     if rows:
+        from tests.qa.faults import row
+
         terminalreporter.section("fault matrix")
         terminalreporter.write_line(row.table(list(rows)))
+    repeated = dict.fromkeys(test for name, test in properties if name == REPEATED)
+    if repeated:
+        terminalreporter.section(f"ran twice because torch aborted a process at its exit: {len(repeated)}")
+        terminalreporter.write_line("\n".join(repeated))
+    if has_too_many_skips(config):
+        reasons = skipped(config)
+        terminalreporter.section(f"{reasons.total()} skips, {config.getoption('--max-skips')} are allowed", red=True)
+        for reason, count in reasons.most_common():
+            terminalreporter.write_line(f"{count:>5}  {reason.removeprefix('Skipped: ')}")

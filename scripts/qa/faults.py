@@ -69,12 +69,12 @@ def _rows(words: argparse.Namespace) -> dict[str, Run]:
         runs = {name: partial(node_row.run, row) for name, row in node_matrix.BY_NAME.items()}
     else:
         runs = {name: partial(single.run, row) for name, row in matrix.BY_NAME.items()}
-    short = node_matrix.SHORT if words.nodes else matrix.SHORT
+    in_ci = node_matrix.IN_CI if words.nodes else matrix.IN_CI
     asked = [part.strip() for part in words.only.split(",")]
     return {
         name: run
         for name, run in runs.items()
-        if all(part in name for part in asked) and (not words.short or name in short)
+        if all(part in name for part in asked) and (not words.short or name in in_ci)
     }
 
 

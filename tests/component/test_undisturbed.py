@@ -72,7 +72,7 @@ def target(process: subprocess.Popen[str]) -> look.Target:
 
 
 @pytest.mark.parametrize(
-    "times", [60, pytest.param(1000, marks=[pytest.mark.rare, pytest.mark.timeout(1800)], id="1000")]
+    "times", [60, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)], id="1000")]
 )
 def test_looks_disturb_nothing(tmp_path: Path, semaphore: int, times: int) -> None:
     lines: list[int] = []

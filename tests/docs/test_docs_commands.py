@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from _pytest.mark import ParameterSet
 
-from tests.docs.pages import PAGES, blocks, directive
+from tests.docs.pages import PAGES, blocks
 from tests.docs.shell import Shell
 
 # One group: the last test looks at what the first has left.
@@ -21,14 +20,13 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     shell.clean_up()
 
 
-def case(page: str) -> ParameterSet:
-    return pytest.param(page, marks=[pytest.mark.rare] if directive(page, "rare") else [])
-
-
+IN_CI = ("README.md", "docs/tutorial.md")
 WITH_COMMANDS = [page for page in PAGES if any(block.language == "bash" for block in blocks(page))]
 
 
-@pytest.mark.parametrize("page", [case(page) for page in WITH_COMMANDS])
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[] if page in IN_CI else [pytest.mark.nightly]) for page in WITH_COMMANDS]
+)
 def test_the_commands_of(page: str, shell: Shell) -> None:
     shell.page(page)
 

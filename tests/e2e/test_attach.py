@@ -114,6 +114,7 @@ def test_a_healthy_job_ends_as_if_nobody_had_looked(tmp_path: Path) -> None:
         assert sorted(result.stdout.split()) == sorted(["rank", "0", "finished", "rank", "1", "finished"])
 
 
+@pytest.mark.nightly
 def test_a_run_of_safelaunch_is_asked_itself(tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     words = ["--nproc-per-node=2", "--run-name=own", PROGRAMS / "live.py", f"--until={stop}"]
@@ -149,7 +150,8 @@ else:
 """
 
 
-@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.rare), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_ranks_that_learn_who_they_are_after_their_start(hangs: bool, tmp_path: Path) -> None:
     """As Ray's workers do: what their processes were started with says nothing. Its first thread serves messages, and
     another one runs the script.

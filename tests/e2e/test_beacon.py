@@ -261,7 +261,7 @@ def test_steps_of_every_kind_of_loop(parts: Parts) -> None:
     assert len(set(told["times"])) == 4
 
 
-@pytest.mark.rare  # half a minute of CPU for inductor
+@pytest.mark.nightly  # half a minute of CPU for inductor
 def test_a_compiled_optimizer_step(start: Start) -> None:
     """With inductor: its compile workers are no ranks, and the compiled step counts like any other."""
     job = start("""
@@ -326,6 +326,7 @@ PHASES = """
 """
 
 
+@pytest.mark.nightly
 @ONE_JOB
 def test_phases_and_pauses(parts: Parts) -> None:
     told = parts.told["phases"]
@@ -347,6 +348,7 @@ def test_phases_and_pauses(parts: Parts) -> None:
 # --- what is there while it runs --------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_what_a_sleeping_rank_shows_to_the_outside(start: Start) -> None:
     """Claim, page, ring, meta, agent's events; the worker server answers while the rank sleeps."""
     job = start(
@@ -578,6 +580,7 @@ LOADERS = """
 """
 
 
+@pytest.mark.nightly
 @ONE_JOB
 def test_loader_workers(parts: Parts) -> None:
     """Forked and spawned ones: no pages, no beacon, no trace; a rank that forks is still itself."""
@@ -588,6 +591,7 @@ def test_loader_workers(parts: Parts) -> None:
     assert told["pages"] == [told["me"]]
 
 
+@pytest.mark.nightly
 def test_who_the_rank_is(start: Start) -> None:
     """A wrapper that runs a helper Python first, which looks like the rank: the process that steps is."""
     job = start(
@@ -616,6 +620,7 @@ def test_who_the_rank_is(start: Start) -> None:
     assert told["path"] is None
 
 
+@pytest.mark.nightly
 def test_run_path_and_module(start: Start) -> None:
     """The spawned child of --run-path learns its rank late."""
     source = """
@@ -669,6 +674,7 @@ OUTPUT = """
 """
 
 
+@pytest.mark.nightly
 @ONE_JOB
 def test_what_is_kept_of_the_output(parts: Parts) -> None:
     """The ring has what went through Python's streams to the descriptors, and nothing else."""
@@ -716,6 +722,7 @@ CLOSES = """
 """
 
 
+@pytest.mark.nightly
 @ONE_JOB
 def test_a_script_that_closes_what_it_did_not_open(parts: Parts) -> None:
     """As daemons do. Its own files get our numbers; none is closed under it, in the rank, in a child, or at the end."""
@@ -766,11 +773,13 @@ WRAPPERS_OF_ONE_RANK = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", WRAPPERS)
 def test_a_fault_before_the_rank_starts(start: Start, fault: str) -> None:
     unharmed(start(SCRIPT, wrapper=WRAPPERS[fault]).wait(), 1)
 
 
+@pytest.mark.nightly
 def test_faults_of_single_ranks_before_they_start(start: Start) -> None:
     """Each rank has one of them."""
     cases = "\n".join(f"{rank}) {fault};;" for rank, fault in enumerate(WRAPPERS_OF_ONE_RANK.values()))
@@ -837,6 +846,7 @@ def test_faults_while_the_rank_runs(start: Start) -> None:
     assert sorted(theirs) == sorted([*["the end"] * len(FAULTS), "x" * 70000])
 
 
+@pytest.mark.nightly
 def test_a_fault_and_an_exception(start: Start) -> None:
     """With nowhere to record it, the exception is still the script's, told as Python tells it."""
     job = start("""
@@ -856,6 +866,7 @@ def test_a_fault_and_an_exception(start: Start) -> None:
     assert "safelaunch/beacon" not in "\n".join(own)
 
 
+@pytest.mark.nightly
 def test_ranks_that_end_while_they_are_asked(start: Start) -> None:
     """A handler that needs the GIL of an interpreter that has gone aborts the rank, whoever still waits for it."""
     job = start(

@@ -14,7 +14,7 @@ from tests.support.jobs import Job, Result
 from tests.support.nvml import stub
 from tests.support.paths import PROGRAMS
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.nightly]
 
 LINE = f"{stub.uuid(1)} was named in the last bundle here"
 

@@ -105,6 +105,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.nightly
 def test_everything_that_is_kept_of_two_crashes(tmp_path: Path) -> None:
     """Two attempts, two bundles, one kept; the command that is told of both."""
     own = ["--keep-bundles=1", "--run-name=kept"]
@@ -131,6 +132,7 @@ def test_everything_that_is_kept_of_two_crashes(tmp_path: Path) -> None:
     assert bundle.problems() == []
 
 
+@pytest.mark.nightly
 def test_the_command_outlives_the_job_that_is_ended(tmp_path: Path) -> None:
     """It runs while the hung job is ended, and the end of safelaunch waits for it."""
     done = tmp_path / "done"
@@ -144,6 +146,7 @@ def test_the_command_outlives_the_job_that_is_ended(tmp_path: Path) -> None:
     assert result.leftovers == ()
 
 
+@pytest.mark.nightly
 def test_who_stops_safelaunch_does_not_wait_for_the_command(tmp_path: Path) -> None:
     begun, done = tmp_path / "begun", tmp_path / "done"
     script = tmp_path / "script.py"

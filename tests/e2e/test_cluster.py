@@ -34,7 +34,7 @@ def test_one_node_computes_and_the_other_waits_for_it(tmp_path: Path) -> None:
     assert [result.bundles for result in results] == [(), ()]
 
 
-@pytest.mark.parametrize("over", ["c10d", pytest.param("static", marks=pytest.mark.rare)])
+@pytest.mark.parametrize("over", ["c10d", pytest.param("static", marks=pytest.mark.nightly)])
 def test_a_hang_has_one_verdict_on_all_nodes(tmp_path: Path, over: Literal["c10d", "static"]) -> None:
     with TwoNodes(tmp_path, QUICK, [APART, "--how=asleep", "--culprit=3"], over=over) as nodes:
         results = [job.wait() for job in nodes.jobs]
@@ -63,7 +63,7 @@ def diagnosed(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_a_supervisor_that_is_killed_is_told_of(tmp_path: Path) -> None:
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
         left, killed = training(nodes)
@@ -74,7 +74,7 @@ def test_a_supervisor_that_is_killed_is_told_of(tmp_path: Path) -> None:
     assert (result.verdict["outcome"], result.verdict["culprits"]) == ("crash", []), result.said
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [pytest.param(0, id="with rank 0"), pytest.param(2, id="the other")])
 def test_a_node_that_is_told_to_stop_accuses_nobody_anywhere(tmp_path: Path, rank: int) -> None:
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
@@ -87,7 +87,7 @@ def test_a_node_that_is_told_to_stop_accuses_nobody_anywhere(tmp_path: Path, ran
     assert not any(bundle.verdict["culprits"] for bundle in results[1].bundles), results[1].said
 
 
-@pytest.mark.rare  # the fault matrix for nodes kills a rank
+@pytest.mark.nightly  # the fault matrix for nodes kills a rank
 def test_a_rank_that_is_killed_is_named_by_all_nodes_alike(tmp_path: Path) -> None:
     rank = 3
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
@@ -102,7 +102,7 @@ def test_a_rank_that_is_killed_is_named_by_all_nodes_alike(tmp_path: Path) -> No
     assert all(whole.problems() == [] for whole in wholes)
 
 
-@pytest.mark.rare  # the fault matrix for nodes has more of it
+@pytest.mark.nightly  # the fault matrix for nodes has more of it
 @pytest.mark.parametrize("rank", [pytest.param(0, id="with rank 0"), pytest.param(2, id="the other")])
 def test_a_node_whose_processes_are_all_killed_is_lost_or_nobody_is_named(tmp_path: Path, rank: int) -> None:
     """Where it hosts the store of torchrun's agents, its end looks as if it had ended in good order."""
@@ -124,7 +124,7 @@ def test_a_node_whose_processes_are_all_killed_is_lost_or_nobody_is_named(tmp_pa
     assert "no longer be reached" in result.said or named[0] == "node-lost", result.said
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_a_node_whose_ranks_are_all_stopped_is_named_as_a_node(tmp_path: Path) -> None:
     with TwoNodes(tmp_path, QUICK, TRAINING) as nodes:
         training(nodes)
@@ -138,6 +138,7 @@ def test_a_node_whose_ranks_are_all_stopped_is_named_as_a_node(tmp_path: Path) -
     assert [node["ranks"] for node in verdict["nodes"]] == ["2-3"]
 
 
+@pytest.mark.nightly
 def test_a_supervisor_that_is_stopped_costs_no_healthy_job(tmp_path: Path) -> None:
     """Its ranks are unknown while it is: rank 0, on its node, computes for longer than it takes to be silent."""
     words = [APART, "--how=evaluates", "--seconds=120", "--steps=10"]
@@ -159,7 +160,7 @@ def test_a_supervisor_that_is_stopped_costs_no_healthy_job(tmp_path: Path) -> No
 # --- elastic jobs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_nodes_with_different_numbers_of_ranks(tmp_path: Path) -> None:
     with TwoNodes(tmp_path, QUICK, [APART, "--how=asleep", "--culprit=2"], ranks=(1, 2)) as nodes:
         results = [job.wait() for job in nodes.jobs]
@@ -168,7 +169,7 @@ def test_nodes_with_different_numbers_of_ranks(tmp_path: Path) -> None:
     assert [culprit["rank"] for culprit in verdict["culprits"]] == [2]
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_a_job_that_may_get_more_nodes_is_watched_by_the_one_that_has_come(tmp_path: Path) -> None:
     own = [*QUICK, "--rdzv-conf=last_call_timeout=1"]
     with TwoNodes(tmp_path, own, [APART, "--how=asleep", "--culprit=1"], nnodes="1:2", late=True) as nodes:
@@ -178,7 +179,7 @@ def test_a_job_that_may_get_more_nodes_is_watched_by_the_one_that_has_come(tmp_p
     assert (result.verdict["confidence"], result.verdict["missing"]) == ("medium", [])
 
 
-@pytest.mark.rare  # another round of the rendezvous has a node that joins late
+@pytest.mark.nightly  # another round of the rendezvous has a node that joins late
 def test_a_node_that_joins_late_shares_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # With the store shared, torch gives nodes of a later round no MASTER_ADDR: plain torchrun fails as well.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -193,6 +194,7 @@ def test_a_node_that_joins_late_shares_the_verdict(tmp_path: Path, monkeypatch: 
     assert [culprit["rank"] for culprit in verdict["culprits"]] == [3]
 
 
+@pytest.mark.nightly
 def test_another_round_of_the_rendezvous_voids_an_incident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank hangs, and while the supervisor looks, a node joins: torchrun starts the rank anew, and it trains."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -217,7 +219,7 @@ def test_another_round_of_the_rendezvous_voids_an_incident(tmp_path: Path, monke
     assert "crashed" not in first.stderr + second.stderr
 
 
-@pytest.mark.rare  # as another round of the rendezvous
+@pytest.mark.nightly  # as another round of the rendezvous
 def test_a_node_that_joins_is_no_crash_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun ends the ranks of one node before those of the other, which lose their connections to them."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -238,7 +240,7 @@ def test_a_node_that_joins_is_no_crash_of_the_others(tmp_path: Path, monkeypatch
     assert "nodes have joined or left" in first.stderr + second.stderr
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [pytest.param(0, id="where all wait"), pytest.param(2, id="where one is stuck")])
 def test_ctrl_c_on_one_node_of_a_frozen_job_accuses_nobody_wrongly(tmp_path: Path, rank: int) -> None:
     with TwoNodes(tmp_path, ["--max-stall=120"], [APART, "--how=asleep", "--culprit=3"]) as nodes:

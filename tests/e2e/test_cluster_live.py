@@ -31,8 +31,9 @@ def is_sampled(job: Job) -> bool:
     return bool(list(job.runtime.glob("**/record-*")))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    "rank", [pytest.param(0, id="with rank 0"), pytest.param(2, id="the other", marks=pytest.mark.rare)]
+    "rank", [pytest.param(0, id="with rank 0"), pytest.param(2, id="the other", marks=pytest.mark.nightly)]
 )
 def test_status_dump_and_record_have_every_node_and_the_job_goes_on(tmp_path: Path, rank: int) -> None:
     stop = ["--steps=1000000"]

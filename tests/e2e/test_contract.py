@@ -9,7 +9,7 @@ import pytest
 from tests.support.jobs import Job
 from tests.support.paths import PROGRAMS
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.torch, pytest.mark.nightly, pytest.mark.timeout(240)]
 
 
 def test_a_foreign_device_is_said_and_the_contract_is_in_the_manifest(tmp_path: Path) -> None:

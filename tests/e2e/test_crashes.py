@@ -70,6 +70,7 @@ def test_an_exception_on_one_rank(tmp_path: Path) -> None:
     assert "Connection closed by b" in result.bundle.json("ranks/0/rank.json")["nccl_log"]["warnings"][0]
 
 
+@pytest.mark.nightly
 def test_a_script_that_python_cannot_read_leaves_no_bundle(tmp_path: Path) -> None:
     script = tmp_path / "typo.py"
     script.write_text("import sys\n\ndef train(:\n    pass\n")
@@ -78,6 +79,7 @@ def test_a_script_that_python_cannot_read_leaves_no_bundle(tmp_path: Path) -> No
     assert "Python can't read the code: SyntaxError: invalid syntax (typo.py, line 3)" in " ".join(result.said.split())
 
 
+@pytest.mark.nightly
 @pytest.mark.quick
 def test_a_rank_that_exits_with_a_code(tmp_path: Path) -> None:
     result = crash(tmp_path, 2, "exit", 1)
@@ -105,6 +107,7 @@ def test_a_clean_early_exit_names_who_left_early(tmp_path: Path) -> None:
     assert result.verdict["victims"] == "0-1"
 
 
+@pytest.mark.nightly
 def test_peers_that_have_ended_do_not_take_the_blame(tmp_path: Path) -> None:
     script = PROGRAMS / "forgotten.py"
     result = crash(tmp_path, 3, "forgotten", 0, script)
@@ -133,7 +136,8 @@ def test_who_sent_another_size_is_named_and_not_the_rank_that_gloo_aborts(tmp_pa
     assert result.verdict["culprits"][0]["frame"]["line"] == line_of(CRASHING, "FAILS: size")
 
 
-@pytest.mark.parametrize("more", [(), pytest.param(("--caught",), marks=pytest.mark.rare)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("more", [(), pytest.param(("--caught",), marks=pytest.mark.nightly)])
 def test_a_gpu_that_is_out_of_memory(more: tuple[str, ...], node: stub.Node, tmp_path: Path) -> None:
     """With stand-ins for CUDA's allocator and NVML. The snapshot is of the failed allocation, before any is freed."""
     script = (PROGRAMS / "shortage.py", *more)
@@ -187,9 +191,10 @@ def test_a_process_groups_own_timeout_is_the_hang_it_was(tmp_path: Path) -> None
     assert result.leftovers == ()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("given", "patient"),
-    [("5s", True), pytest.param("5s!", False, marks=pytest.mark.rare)],
+    [("5s", True), pytest.param("5s!", False, marks=pytest.mark.nightly)],
 )
 def test_groups_without_a_timeout_get_that_of_the_command_line(given: str, patient: bool, tmp_path: Path) -> None:
     """With a ``!`` the others as well: then the slow round is what ends the job."""

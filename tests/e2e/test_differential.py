@@ -37,8 +37,8 @@ TAG = "TWIN_UNDER_TEST"
 PATIENCE_S = 120.0
 
 
-def some_rare(cases: Iterable[str], rare: Collection[str]) -> list[Any]:
-    return [pytest.param(case, id=case, marks=[pytest.mark.rare] if case in rare else []) for case in cases]
+def some_nightly(cases: Iterable[str], nightly: Collection[str]) -> list[Any]:
+    return [pytest.param(case, id=case, marks=[pytest.mark.nightly] if case in nightly else []) for case in cases]
 
 
 # What each rank sees of the world, written to a file of its own.
@@ -316,6 +316,7 @@ SITE = """
 """
 
 
+@pytest.mark.nightly
 def test_one_rank(twins: Twins) -> None:
     """Arguments that look like our options are the script's; stdin reaches rank 0."""
     twins.file("observe.py", OBSERVE)
@@ -348,13 +349,14 @@ def test_two_ranks_with_the_users_own_sitecustomize(twins: Twins) -> None:
     assert ours.files()["lib/site-ran-1"] == "ran as sitecustomize with RANK 1\n"
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_an_empty_pythonpath_and_an_abbreviation(twins: Twins) -> None:
     twins.file("observe.py", OBSERVE)
     _, ours = twins.same("--standal", "--nnod=1", "observe.py", env={"PYTHONPATH": ""})
     assert ours.seen()["seen-0"]["env"]["PYTHONPATH"] == ""
 
 
+@pytest.mark.nightly
 def test_a_module_a_pet_variable_and_pythons_options_from_the_environment(twins: Twins) -> None:
     twins.file("package/__init__.py", "")
     twins.file("package/train.py", OBSERVE)
@@ -363,12 +365,14 @@ def test_a_module_a_pet_variable_and_pythons_options_from_the_environment(twins:
     assert ours.seen()["seen-1"]["argv"] == ["<cwd>/package/train.py", "-m", "x"]
 
 
+@pytest.mark.nightly
 def test_run_path(twins: Twins) -> None:
     twins.file("observe.py", OBSERVE)
     _, ours = twins.same("--run-path", "--nproc-per-node=2", "{cwd}/observe.py", "--gpus", "3")
     assert ours.seen()["seen-1"]["argv"][1:] == ["--gpus", "3"]
 
 
+@pytest.mark.nightly
 def test_no_python_with_a_shell_script(twins: Twins) -> None:
     """A shell that runs a helper first, then a Python that is the rank. The rank's own environment is the user's."""
     twins.file("observe.py", OBSERVE)
@@ -383,7 +387,7 @@ def test_no_python_with_a_shell_script(twins: Twins) -> None:
     assert "PYTHONPATH" not in ours.seen()["seen-1"]["env"]
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_no_python_with_a_program(twins: Twins) -> None:
     """No Python ever runs in this rank, so nobody is there to put our way in aside: it shows, and nothing else does."""
     theirs, ours = twins.run("--no-python", "env")
@@ -398,13 +402,14 @@ def test_no_python_with_a_program(twins: Twins) -> None:
     assert (ours.code, ours.complaints()) == (theirs.code, theirs.complaints()) == (0, [])
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_isolated_ranks(twins: Twins) -> None:
     """``python -I`` never looks at PYTHONPATH: no beacon, and no other difference either."""
     twins.file("observe.py", OBSERVE.replace("dict(os.environ)", "{**os.environ, 'PYTHONPATH': 'as it may be'}"))
     twins.same("--no-python", sys.executable, "-I", "observe.py")
 
 
+@pytest.mark.nightly
 def test_modules_in_the_working_directory_that_are_named_like_others(twins: Twins) -> None:
     """They take the real ones' place for the script, as they always did, but not for safelaunch or torchrun."""
     for name in ("queue", "yaml", "sitecustomize", "psutil", "msgspec", "signal", "safelaunch_", "json"):
@@ -448,7 +453,7 @@ def test_output_of_every_kind(twins: Twins) -> None:
     assert ours.files()["elsewhere"] == "into a file\n"
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_a_closed_stdout(twins: Twins) -> None:
     """The script closes its streams; what it writes then fails as it did, and its end is as it was."""
     twins.file("close.py", """
@@ -465,6 +470,7 @@ def test_a_closed_stdout(twins: Twins) -> None:
     assert ours.stdout == b"before\n"
 
 
+@pytest.mark.nightly
 def test_a_reader_that_goes_away(twins: Twins) -> None:
     """``... | head -1``: the rank's broken pipe is the rank's; it ends as it would."""
     twins.file("much.py", """
@@ -491,7 +497,8 @@ def test_a_reader_that_goes_away(twins: Twins) -> None:
 # --- logs and restarts ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", some_rare(["--tee=3", "--redirects=3"], ["--redirects=3"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("option", some_nightly(["--tee=3", "--redirects=3"], ["--redirects=3"]))
 def test_logs(twins: Twins, option: str) -> None:
     twins.file("observe.py", OBSERVE)
     _, ours = twins.same("-t", "0", option, "--log-dir", "logs", "--nproc-per-node=2", "observe.py")
@@ -499,6 +506,7 @@ def test_logs(twins: Twins, option: str) -> None:
     assert (b"out of rank 1" in ours.stdout) == ("tee" in option)
 
 
+@pytest.mark.nightly
 def test_a_restart(twins: Twins) -> None:
     """The first attempt fails on one rank, the second goes through: code 0, no bundle needed to know that."""
     twins.file("twice.py", """
@@ -544,7 +552,7 @@ RARE_FAILURES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("how", some_rare(FAILURES, RARE_FAILURES))
+@pytest.mark.parametrize("how", some_nightly(FAILURES, RARE_FAILURES))
 def test_a_failure(twins: Twins, how: str) -> None:
     """The same summary, code and traceback; the peer ends as it would."""
     statement, trace = FAILURES[how]
@@ -576,7 +584,7 @@ ERRORS = {
 RARE_ERRORS = ("an unknown option", "a bad --nproc-per-node", "a module that is not there", "a syntax error")
 
 
-@pytest.mark.parametrize("what", some_rare(ERRORS, RARE_ERRORS))
+@pytest.mark.parametrize("what", some_nightly(ERRORS, RARE_ERRORS))
 def test_what_torchrun_rejects(twins: Twins, what: str) -> None:
     words, code = ERRORS[what]
     twins.file("x.py", "")
@@ -587,6 +595,7 @@ def test_what_torchrun_rejects(twins: Twins, what: str) -> None:
 # --- scripts that do much ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_lively_script(twins: Twins) -> None:
     """gloo, its own SIGTERM handler, forks that end by sys.exit, a spawned pool, threads, its own atexit."""
     twins.file("lively.py", """
@@ -665,9 +674,9 @@ def both_up(runs: Sequence[Run]) -> None:
     "signum",
     [
         signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.rare),  # a terminal's is tested below
-        pytest.param(signal.SIGHUP, marks=pytest.mark.rare),
-        pytest.param(signal.SIGQUIT, marks=pytest.mark.rare),
+        pytest.param(signal.SIGINT, marks=pytest.mark.nightly),  # a terminal's is tested below
+        pytest.param(signal.SIGHUP, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGQUIT, marks=pytest.mark.nightly),
     ],
 )
 def test_a_signal_to_the_launcher(twins: Twins, signum: signal.Signals) -> None:
@@ -820,6 +829,7 @@ def test_a_terminal(twins: Twins, terminals: Start) -> None:
     assert b"[True, True, True] /dev/pts/" in ours.stderr
 
 
+@pytest.mark.nightly
 def test_a_key_that_ends_the_job(twins: Twins, terminals: Start) -> None:
     twins.file("wait.py", WAITING.format(handler=""))
     started = terminals("--nproc-per-node=2", "wait.py")
@@ -834,6 +844,7 @@ def test_a_key_that_ends_the_job(twins: Twins, terminals: Start) -> None:
     assert no_bundle(ours)
 
 
+@pytest.mark.nightly
 def test_ctrl_z_and_back(twins: Twins, terminals: Start) -> None:
     """The shell gets its prompt back (148), the ranks run on; ``fg``, and the job ends as if nothing had been."""
     twins.file("wait.py", WAITING.format(handler=""))

@@ -52,7 +52,7 @@ def test_a_frozen_rank_is_told_of_long_before_the_threshold(tmp_path: Path) -> N
     assert not result.leftovers
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 @pytest.mark.parametrize(("how", "steps"), [("evaluating", 90), ("child-evaluates", 130)])
 def test_an_evaluation_of_each_epoch_is_told_of_once(how: str, steps: int, tmp_path: Path) -> None:
     mine = [f"--how={how}", f"--steps={steps}", "--length=0.02", "--quiet=12", f"--scratch={tmp_path}"]
@@ -63,7 +63,7 @@ def test_an_evaluation_of_each_epoch_is_told_of_once(how: str, steps: int, tmp_p
     assert len(said) == 1 and " active at rhythms.py:" in said[0], result.stderr
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_no_early_look(tmp_path: Path) -> None:
     own = ["--no-early-look", "--stall-timeout=14", "--nproc-per-node=2"]
     with Job([*own, BLOCKED, "--how=asleep", "--culprit=1", f"--scratch={tmp_path}"], tmp_path) as job:
@@ -72,7 +72,7 @@ def test_no_early_look(tmp_path: Path) -> None:
     assert not (result.bundle.path / "early.json").exists()
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_a_hang_of_which_a_word_was_said_has_it_in_its_report(tmp_path: Path) -> None:
     own = ["--stall-timeout=30", "--nproc-per-node=2"]
     with Job([*own, BLOCKED, "--how=fifo", "--culprit=0", f"--scratch={tmp_path}"], tmp_path) as job:

@@ -71,7 +71,7 @@ def test_a_shell_script_that_starts_ranks(tmp_path: Path) -> None:
     assert not result.leftovers
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_a_shell_script_whose_ranks_finish(tmp_path: Path) -> None:
     script(tmp_path, ASLEEP)
     result = run(tmp_path, "bash", shell_launcher(tmp_path))
@@ -86,6 +86,7 @@ def test_a_plain_script_is_rank_0_of_1(tmp_path: Path) -> None:
     assert not result.leftovers
 
 
+@pytest.mark.nightly
 def test_a_plain_script_that_raises(tmp_path: Path) -> None:
     result = run(tmp_path, sys.executable, script(tmp_path, ALONE), "raise")
     assert result.code == 1, result.stderr
@@ -111,6 +112,7 @@ def test_what_cannot_be_run_is_said(tmp_path: Path, words: list[str]) -> None:
     assert "exec: " in result.said
 
 
+@pytest.mark.nightly
 def test_a_program_that_replaces_a_helper_by_exec_is_the_rank(tmp_path: Path) -> None:
     training = script(tmp_path, ALONE)
     helper = tmp_path / "helper.py"

@@ -114,7 +114,7 @@ def without_group(root_only: str = "takes root, to hide the control groups from 
     ("kind", "killed"),
     [
         ("daemonizing", "supervisor and torchrun"),
-        pytest.param("wiped", "torchrun", marks=pytest.mark.rare),
+        pytest.param("wiped", "torchrun", marks=pytest.mark.nightly),
         ("wiped", "supervisor and ranks"),
     ],
 )
@@ -172,6 +172,7 @@ def test_supervisor_and_guardian_killed_at_once(tmp_path: Path, group: bool) -> 
         until_nothing_is_left(job)
 
 
+@pytest.mark.nightly
 def test_guardian_killed_when_it_has_told_torchrun_to_end(tmp_path: Path) -> None:
     """torchrun, which is leaving, does not leave its ranks' relatives without a guardian."""
     with Job(kin(tmp_path, "session"), tmp_path, interpreter=without_group()) as job:
@@ -182,6 +183,7 @@ def test_guardian_killed_when_it_has_told_torchrun_to_end(tmp_path: Path) -> Non
         until_nothing_is_left(job)
 
 
+@pytest.mark.nightly
 def test_supervisor_guardian_and_torchrun_killed_at_once(tmp_path: Path) -> None:
     """Nobody is left to end the ranks but the kernel."""
     with Job(kin(tmp_path, "plain"), tmp_path) as job:
@@ -190,6 +192,7 @@ def test_supervisor_guardian_and_torchrun_killed_at_once(tmp_path: Path) -> None
         until_no_process_is_left(job)
 
 
+@pytest.mark.nightly
 def test_supervisor_and_guardian_killed_under_exec(tmp_path: Path) -> None:
     """The first process of the job is a shell: a rank with torch acts in place of torchrun's beacon."""
     script = tmp_path / "train.py"
@@ -200,6 +203,7 @@ def test_supervisor_and_guardian_killed_under_exec(tmp_path: Path) -> None:
         until_nothing_is_left(job)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
 def test_a_rank_in_uninterruptible_sleep_goes_when_the_kernel_lets_go(tmp_path: Path) -> None:
     """SIGKILL is pending while the rank is in state D; its end comes with the end of what it waits for."""
@@ -211,6 +215,7 @@ def test_a_rank_in_uninterruptible_sleep_goes_when_the_kernel_lets_go(tmp_path: 
         until_nothing_is_left(job)
 
 
+@pytest.mark.nightly
 def test_after_a_normal_end_daemons_stay_and_the_directories_of_dead_runs_are_swept(tmp_path: Path) -> None:
     """Nobody is left to end a rank that goes on as a daemon, or a program it left, and that is as it should be."""
     runtime = Path("/tmp") / f"sl-sweep-{os.getpid()}"

@@ -32,7 +32,7 @@ dist.destroy_process_group()
     "first",
     [
         pytest.param(f"import sys; sys.path.append({str(PROGRAMS)!r}); import uncompiled\n", marks=pytest.mark.quick),
-        pytest.param("", marks=pytest.mark.rare),
+        pytest.param("", marks=pytest.mark.nightly),
     ],
     ids=["without torch's compiler", "with all that torch imports"],
 )

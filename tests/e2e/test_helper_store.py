@@ -43,7 +43,7 @@ def met(nodes: TwoNodes) -> None:
     (nodes.scratch / "met").touch()
 
 
-@pytest.mark.rare  # as in test_cluster, and what failed elsewhere is read from the same store below
+@pytest.mark.nightly  # as in test_cluster, and what failed elsewhere is read from the same store below
 @pytest.mark.parametrize(("over", "ranks"), [("exec", (2, 2)), ("task", (1, 1))])
 def test_a_hang_has_one_verdict(tmp_path: Path, over: Literal["exec", "task"], ranks: tuple[int, int]) -> None:
     culprit = sum(ranks) - 1
@@ -61,7 +61,7 @@ def test_a_hang_has_one_verdict(tmp_path: Path, over: Literal["exec", "task"], r
     assert not any(result.leftovers for result in results)
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_a_hang_of_nodes_that_meet_in_etcd_has_one_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("etcd", reason="takes python-etcd, as torchrun does")
     binary = shutil.which("etcd") or pytest.skip("there is no etcd server")
@@ -84,7 +84,7 @@ def test_a_hang_of_nodes_that_meet_in_etcd_has_one_verdict(tmp_path: Path, monke
     assert not any(result.leftovers for result in results)
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_the_store_ends_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     script = [APART, "--how=evaluates", "--seconds=0"]
     with TwoNodes(tmp_path, quick(free_port()), script, over="exec") as nodes:
@@ -103,6 +103,7 @@ def test_the_store_ends_with_a_supervisor_that_is_killed(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.nightly
 def test_what_failed_elsewhere_is_read_before_the_store_goes(tmp_path: Path) -> None:
     script = [APART, "--how=evaluates", "--seconds=0"]
     with TwoNodes(tmp_path, quick(free_port()), script, over="exec") as nodes:

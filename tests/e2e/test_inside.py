@@ -41,6 +41,7 @@ def test_refused_tracing_is_announced_and_the_hang_is_proved_from_inside(tmp_pat
     assert "read from inside the rank" in result.bundle.text("report.md")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="an undumpable process may read its own files only as root")
 def test_undumpable_rank_sends_its_system_calls_and_time_limits(tmp_path: Path) -> None:
     specimen = zoo.BY_NAME["asleep"]

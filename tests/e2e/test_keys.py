@@ -80,6 +80,7 @@ def test_a_frozen_job_is_asked_by_ctrl_backslash_and_goes_on_and_is_stopped_by_c
     assert named == [1] if last.verdict["outcome"] == "hang" else named in ([], [1]), last.verdict
 
 
+@pytest.mark.nightly
 def test_ranks_that_do_not_end_by_ctrl_c_are_waited_for_until_the_next_one(tmp_path: Path) -> None:
     """In native code no rank handles the signal, and torchrun waits half a minute."""
     script = tmp_path / "apart.py"
@@ -100,6 +101,7 @@ def test_ranks_that_do_not_end_by_ctrl_c_are_waited_for_until_the_next_one(tmp_p
     assert result.said.count("waiting for the ranks to end") == 1
 
 
+@pytest.mark.nightly
 def test_ctrl_c_while_the_bundle_of_a_hang_is_written(tmp_path: Path) -> None:
     words = ["--stall-timeout=3", "--nproc-per-node=2", *FROZEN, f"--scratch={tmp_path}"]
     with on_terminal(words, tmp_path) as job:
@@ -112,6 +114,7 @@ def test_ctrl_c_while_the_bundle_of_a_hang_is_written(tmp_path: Path) -> None:
     assert verdict_is_shown(result.said, result.bundle), result.stderr
 
 
+@pytest.mark.nightly
 def test_an_interrupted_demo_ends_as_an_interrupted_run(tmp_path: Path) -> None:
     with on_terminal(["demo", "--bundle-dir", str(tmp_path / "bundles")], tmp_path) as job:
         job.until(lambda: len(job.ranks()) == 3, "its ranks")
@@ -149,6 +152,7 @@ def test_a_second_ctrl_c_ends_ranks_that_ignore_signals_at_once(tmp_path: Path) 
     assert result.code and not result.leftovers and not result.bundles
 
 
+@pytest.mark.nightly
 def test_a_verdict_that_torchruns_traceback_pushes_off_the_screen_is_repeated(tmp_path: Path) -> None:
     """The ranks outlive Ctrl-C for so long that the verdict is shown before the end of torchrun."""
     words = ["--nproc-per-node=2", PROGRAMS / "outliving.py", "--how=handler", "--raise-on=1"]

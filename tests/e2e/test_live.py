@@ -121,6 +121,7 @@ def test_status_and_dump_of_a_job_that_moves_and_while_its_supervisor_is_stopped
         assert asked(job, "dump", f"r{job.process.pid}").returncode == 2
 
 
+@pytest.mark.nightly
 def test_a_job_that_moves_by_its_collectives_alone(tmp_path: Path) -> None:
     script = tmp_path / "inference.py"
     script.write_text(
@@ -170,6 +171,7 @@ def test_a_dump_of_a_job_that_hangs_names_the_sleeper_and_leaves_it_alone(tmp_pa
         assert steps(job) == stuck and set(job.ranks()) == {0, 1}, "nothing was ended, nothing was moved"
 
 
+@pytest.mark.nightly
 def test_a_straggler_is_seen_in_the_table_and_a_killed_supervisor_is_gone(tmp_path: Path) -> None:
     with live(tmp_path, how="lag") as job:
         until(job, lambda: len(steps(job)) == 2 and steps(job)[0] > 10, "rank 0 to be ahead")
@@ -190,6 +192,7 @@ def test_a_straggler_is_seen_in_the_table_and_a_killed_supervisor_is_gone(tmp_pa
         assert asked(job, "dump", f"r{job.process.pid}").returncode == 2
 
 
+@pytest.mark.nightly
 def test_a_hang_during_a_recording_is_diagnosed_as_without(tmp_path: Path) -> None:
     with live(tmp_path, "--stall-timeout=3", "--max-stall=120", how="later") as job:
         until(job, lambda: steps(job), "steps in the status")
@@ -209,6 +212,7 @@ def test_a_hang_during_a_recording_is_diagnosed_as_without(tmp_path: Path) -> No
         assert (culprit["rank"], culprit["frame"]["function"]) == (1, "rest_for_a_while")
 
 
+@pytest.mark.nightly
 def test_what_slows_a_job_down_is_seen_from_outside(
     tmp_path: Path, node: stub.Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,11 +13,11 @@ import pytest
 from tests.support.jobs import Job
 from tests.support.paths import PROGRAMS, ROOT
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.torch, pytest.mark.nightly, pytest.mark.timeout(240)]
 PROGRAM, STAND_IN = PROGRAMS / "nccl_ras.py", ROOT / "tests" / "support"
 
 
-@pytest.mark.parametrize("version", [pytest.param("2.28.9", marks=pytest.mark.rare), "2.29.7"])
+@pytest.mark.parametrize("version", [pytest.param("2.28.9", marks=pytest.mark.nightly), "2.29.7"])
 def test_nccl_says_that_the_stopped_rank_does_not_answer(version: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

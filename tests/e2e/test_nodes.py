@@ -33,6 +33,7 @@ def test_a_healthy_job_whose_rank_0_evaluates_is_left_alone(tmp_path: Path) -> N
     assert [result.bundles for result in results] == [(), ()], said
 
 
+@pytest.mark.nightly
 def test_a_node_that_sees_its_own_ranks_alone_ends_a_hang_at_max_stall(tmp_path: Path) -> None:
     """What the ranks of the other node do is not seen: they may be what its own ones wait for."""
     own = ["--stall-timeout=3", "--max-stall=20"]
@@ -48,7 +49,7 @@ def test_a_node_that_sees_its_own_ranks_alone_ends_a_hang_at_max_stall(tmp_path:
 # --- runnable is alive ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_a_rank_that_gets_no_core_is_left_alone(tmp_path: Path) -> None:
     words = ["--stall-timeout=3", "--max-stall=600", "--nproc-per-node=2", APART, "--how=starved", "--steps=8"]
     with Job([*words, f"--scratch={tmp_path}"], tmp_path) as job:

@@ -19,8 +19,8 @@ OWN = ("--stall-timeout=8", "--startup-timeout=8", "--nproc-per-node=3")
     ("words", "waits", "culprits"),
     [
         pytest.param(("handler", "--raise-on=0,2"), "close", [0, 2], id="exit-handler-of-two-ranks"),
-        pytest.param(("handler", "--steps=0"), "close", [1], id="before-the-first-step", marks=pytest.mark.rare),
-        pytest.param(("thread",), "thread", [1], id="thread-left-over", marks=pytest.mark.rare),
+        pytest.param(("handler", "--steps=0"), "close", [1], id="before-the-first-step", marks=pytest.mark.nightly),
+        pytest.param(("thread",), "thread", [1], id="thread-left-over", marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_that_raised_and_never_exits_is_named_at_the_line_that_raised(
@@ -38,7 +38,8 @@ def test_a_rank_that_raised_and_never_exits_is_named_at_the_line_that_raised(
     assert result.leftovers == ()
 
 
-@pytest.mark.parametrize("how", ["hook", pytest.param("finally", marks=pytest.mark.rare)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["hook", pytest.param("finally", marks=pytest.mark.nightly)])
 def test_a_rank_that_never_gets_to_its_exit_is_named_with_its_exception(tmp_path: Path, how: str) -> None:
     with Job([*OWN, SCRIPT, "--how", how], tmp_path) as job:
         result = job.wait()

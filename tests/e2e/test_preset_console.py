@@ -52,7 +52,7 @@ def test_a_ddp_job_trains_under_all_presets_at_once(tmp_path: Path) -> None:
     assert done.stdout.count("trained") == 2
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 @pytest.mark.torch
 def test_hang_debug_adds_nothing_to_the_console(tmp_path: Path) -> None:
     script = tmp_path / "job.py"

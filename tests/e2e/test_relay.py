@@ -11,7 +11,7 @@ from tests.qa import zoo
 from tests.support.jobs import Job
 from tests.support.paths import PROGRAMS
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.torch, pytest.mark.nightly, pytest.mark.timeout(240)]
 
 NAME = "relayed"  # the backend is registered as ``relay``, and its object gives this name
 HANGS = ("all-gather", "asleep", "gil", "group-order", "left-out", "recv-recv", "init-asleep")

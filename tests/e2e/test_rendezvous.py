@@ -25,7 +25,7 @@ def test_torchrun_gives_up_and_the_bundle_says_who_has_not_come(tmp_path: Path) 
     assert not result.leftovers
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_a_user_who_stops_the_wait_gets_no_bundle(tmp_path: Path) -> None:
     with TwoNodes(tmp_path, [], [APART], late=True) as nodes:
         job = nodes.jobs[0]

@@ -37,6 +37,7 @@ def test_the_same_hang_twice_ends_the_job_with_125(tmp_path: Path) -> None:
     assert not result.leftovers
 
 
+@pytest.mark.nightly
 def test_a_crash_that_comes_back_has_one_line_and_no_further_bundle(tmp_path: Path) -> None:
     """The third attempt fails at another line, which is told in full."""
     script = PROGRAMS / "again.py"

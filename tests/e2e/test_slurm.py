@@ -21,6 +21,7 @@ from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.torch,
+    pytest.mark.nightly,
     pytest.mark.timeout(300),
     pytest.mark.xdist_group("slurm"),
     pytest.mark.skipif(bool(slurm.why_not()), reason=f"no Slurm of its own: {slurm.why_not()}"),
@@ -95,7 +96,7 @@ def test_the_script_of_the_page_and_a_hang(cluster: slurm.Cluster, env: dict[str
     assert said.count("together with 1 other node") == 2, said
 
 
-@pytest.mark.parametrize("port", [pytest.param("named", marks=pytest.mark.rare), "reserved"])
+@pytest.mark.parametrize("port", [pytest.param("named", marks=pytest.mark.nightly), "reserved"])
 def test_one_supervisor_for_each_task(
     cluster: slurm.Cluster, env: dict[str, str], tmp_path: Path, port: Literal["named", "reserved"]
 ) -> None:

@@ -80,6 +80,7 @@ def test_ranks_that_torchrun_never_starts_again_end_the_job(tmp_path: Path) -> N
     assert not result.leftovers
 
 
+@pytest.mark.nightly
 def test_a_pause_that_lasts_has_a_bundle_and_reminders_and_goes_on(tmp_path: Path) -> None:
     text = """
 with safelaunch.pause():
@@ -97,6 +98,7 @@ print('resumed', flush=True)
     assert "resumed" in result.stdout and not result.leftovers
 
 
+@pytest.mark.nightly
 def test_a_hang_that_was_only_dumped_and_ended_by_itself_is_followed_by_the_watch(tmp_path: Path) -> None:
     """Under --on-stall dump, the second hang has its bundle as well, and that of the first says that it ended."""
     text = """
@@ -117,6 +119,7 @@ for mark in ('first', 'second'):
     assert (result.code, result.leftovers) == (0, ()), result.said
 
 
+@pytest.mark.nightly
 def test_a_launcher_that_outlives_its_ranks_is_told_of(tmp_path: Path) -> None:
     text = "print('here', flush=True)\nwhile not os.path.exists('go'):\n    time.sleep(0.05)\n"
     interpreter = bounded(reminders__IDLE_S=4.0, reminders__IDLE_EVERY_S=0.5)
@@ -133,6 +136,7 @@ def test_a_launcher_that_outlives_its_ranks_is_told_of(tmp_path: Path) -> None:
     assert "all ranks of this node have ended, and torchrun has neither ended nor started others" in result.said
 
 
+@pytest.mark.nightly
 def test_a_job_whose_first_process_survives_sigkill_is_given_up(tmp_path: Path) -> None:
     """As if it were stuck in the kernel: its end is never reported, and no signal ends it."""
     code = (

@@ -75,6 +75,7 @@ def isolated(scratch: Path, program: Path, ranks: str) -> Path:
     return script
 
 
+@pytest.mark.nightly
 def test_ranks_that_run_isolated_are_said_to_be_unwatched(tmp_path: Path) -> None:
     script = isolated(tmp_path, HEALTHY, "*")
     words = [*HANG, "--no-python", "bash", script, "--after=5", f"--scratch={tmp_path}"]
@@ -87,6 +88,7 @@ def test_ranks_that_run_isolated_are_said_to_be_unwatched(tmp_path: Path) -> Non
     assert result.bundles == ()
 
 
+@pytest.mark.nightly
 def test_one_isolated_rank_is_still_looked_at(tmp_path: Path) -> None:
     script = isolated(tmp_path, BLOCKED, "1")
     words = [*HANG, "--no-python", "bash", script, "--how=asleep", "--culprit=1", f"--scratch={tmp_path}"]
@@ -97,6 +99,7 @@ def test_one_isolated_rank_is_still_looked_at(tmp_path: Path) -> None:
     assert result.verdict["culprits"][0]["frame"]["file"] == str(BLOCKED)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_ignores_sigterm(tmp_path: Path) -> None:
     with Job([*HANG, HEALTHY, "--how=deaf", "--culprit=1", f"--scratch={tmp_path}"], tmp_path) as job:
         names_rank_1(job.wait())

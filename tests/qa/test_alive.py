@@ -1,13 +1,11 @@
-"""A thirtieth of the healthy programs that need no further library. The others come on the next days.
+"""Some of the healthy programs that need no further library. ``--whole`` runs all of these, for a short spell.
 
-``SAFELAUNCH_ALIVE_SEED=N`` (the day of the year by default) chooses the thirtieth; ``scripts/qa/alive.py`` runs all
-of them, by default settings.
+``python -m scripts.qa alive`` runs every program by default settings.
 """
 
 from __future__ import annotations
 
-import os
-import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,19 +13,32 @@ import pytest
 
 from tests.qa import alive
 
-SEED = int(os.environ.get("SAFELAUNCH_ALIVE_SEED", time.localtime().tm_yday))
-PARTS, AT_ONCE = 30, 3
-BARE = [case for case in alive.CASES.values() if not case.needs]
+AT_ONCE = 3
+BARE = [name for name, case in alive.CASES.items() if not case.needs]
 HOW = alive.How(quiet_s=12.0, own=("--stall-floor=5",))
+PARTS = 30
+# What could be taken for a hang most easily: nobody computes, only a process outside the job can end the wait, and only
+# a child process computes.
+IN_CI = ("all_sleep", "a_file_lock_held_outside", "check_output_of_a_spinning_child")
+
+
+def left_alone(names: Sequence[str], how: alive.How, tmp_path: Path) -> list[alive.Answer]:
+    """Runs three at a time, so that they also disturb each other."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda name: alive.run(alive.CASES[name], tmp_path / name, how), names))
 
 
 @pytest.mark.torch
 @pytest.mark.timeout(900)
-def test_none_is_ended_broken_or_accused(tmp_path: Path) -> None:
-    """Three at a time, so that they also disturb each other."""
-    cases = BARE[SEED % PARTS :: PARTS]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda case: alive.run(case, tmp_path / case.name, HOW), cases))
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(IN_CI, id="some"),
+        *(pytest.param(BARE[n::PARTS], id=f"{n + 1}/{PARTS}", marks=pytest.mark.nightly) for n in range(PARTS)),
+    ],
+)
+def test_none_is_ended_broken_or_accused(names: Sequence[str], tmp_path: Path) -> None:
+    answers = left_alone(names, HOW, tmp_path)
     assert {answer.name: answer.wrong for answer in answers if answer.wrong} == {}
     assert any(not answer.skipped for answer in answers)
 
@@ -40,12 +51,12 @@ UNCOUNTED = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 @pytest.mark.timeout(900)
 def test_steady_work_that_the_kernel_hardly_counts_is_seen_under_an_explicit_threshold(tmp_path: Path) -> None:
     how = alive.How(quiet_s=40.0, own=("--stall-timeout=15",))  # on a busy machine, the process outside takes seconds
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda name: alive.run(alive.CASES[name], tmp_path / name, how), UNCOUNTED))
+    answers = left_alone(UNCOUNTED, how, tmp_path)
     assert {answer.name: answer.wrong or answer.skipped for answer in answers} == dict.fromkeys(UNCOUNTED, "")
 
 

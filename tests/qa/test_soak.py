@@ -14,7 +14,7 @@ from tests.support.paths import PROGRAMS
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 
-HEALTHY = ("rank 0 saves",)  # scripts/build/verify.py runs them all
+HEALTHY = ("rank 0 saves",)  # the soak runs them all
 FROZEN = ("evaluating, lock, busy thread",)
 AT_ONCE = 3
 
@@ -36,6 +36,7 @@ def test_none_is_ended_and_none_is_missed(tmp_path: Path) -> None:
     assert wrong == {name: [] for name in (*HEALTHY, *FROZEN)}
 
 
+@pytest.mark.nightly
 def test_a_job_without_a_step_is_watched_by_its_collectives(tmp_path: Path) -> None:
     """--stall-timeout alone: the time before the first step, which never comes, is half an hour by default."""
     mine = ["--how=collectives", "--freeze=sleep", "--after=70", "--length=0.1", "--culprit=1", f"--scratch={tmp_path}"]
@@ -47,6 +48,7 @@ def test_a_job_without_a_step_is_watched_by_its_collectives(tmp_path: Path) -> N
     assert watch["threshold_s"] == 3 and "so far at least one collective every" in watch["why"]
 
 
+@pytest.mark.nightly
 def test_a_server_that_nobody_calls_is_not_ended(tmp_path: Path) -> None:
     with Job(
         ["--stall-floor=0.5", "--nproc-per-node=2", PROGRAMS / "server.py", "--after=120", f"--scratch={tmp_path}"],
@@ -60,6 +62,7 @@ def test_a_server_that_nobody_calls_is_not_ended(tmp_path: Path) -> None:
     assert {bundle.verdict["outcome"] for bundle in result.bundles} <= {"suspect"}
 
 
+@pytest.mark.nightly
 def test_the_evidence_is_taken_before_the_process_groups_time_out(tmp_path: Path) -> None:
     """The default floor of 60 s would come too late for a timeout of 36 s. What gloo raises then the script might
     handle, so torch ends the job, and the verdict is on the hang.

@@ -63,8 +63,8 @@ class Specimen:
     """One class of hang. ``process``: prefix of the culprit's process name. ``line`` False: no fixed line.
 
     ``more``: further options of the program. ``needs``: a required program. ``python``: the oldest version that detects
-    the hang. ``recorder``: only gloo's Flight Recorder tells it from other hangs. ``rare``: another shape of a class.
-    ``one_host``: its ranks also meet on the host's loopback.
+    the hang. ``recorder``: only gloo's Flight Recorder tells it from other hangs. ``one_host``: its ranks also use the
+    host's loopback.
     """
 
     name: str
@@ -80,7 +80,6 @@ class Specimen:
     python: tuple[int, int] = (3, 10)
     more: tuple[str, ...] = ()
     recorder: bool = False
-    rare: bool = False
     one_host: bool = False
 
     @property
@@ -157,7 +156,7 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("full-pipe", "kindred", "full-pipe", "stuck-in-user-code"),
     Specimen("undrained", "kindred", "undrained", "stuck-in-user-code", 3),
     Specimen("no-sentinel", "kindred", "no-sentinel", "stuck-in-user-code"),
-    Specimen("dead-sender", "kindred", "dead-sender", "blocking-io", rare=True),
+    Specimen("dead-sender", "kindred", "dead-sender", "blocking-io"),
     Specimen("task-done", "kindred", "task-done", "lock-deadlock"),
     Specimen("unsent", "aside", "unsent", "blocking-io", 3, one_host=True),
     Specimen("unsent-asleep", "aside", "unsent-asleep", "stuck-in-user-code", 4, one_host=True),
@@ -171,17 +170,15 @@ SPECIMENS: tuple[Specimen, ...] = (
     Specimen("swallowed", "swallowed", "skip", "swallowed-exception", 3, more=_SHORT, python=(3, 12)),
     Specimen("swallowed-of-two", "swallowed", "skip", "swallowed-exception", more=_SHORT, python=(3, 12)),
     Specimen("swallowed-end", "swallowed", "leave", "swallowed-exception", 3, python=(3, 12)),
-    Specimen("thread-mismatch", "parted", "trainer", "collective-mismatch", 4, rare=True),
-    Specimen("thread-future", "parted", "future", "lock-deadlock", rare=True),
-    Specimen("loop-barrier", "parted", "loop-barrier", "collective-mismatch", 3, rare=True),
-    Specimen("unused", "parted", "unused", "collective-mismatch", 3, rare=True),
-    Specimen("loop-break", "parted", "loop-break", "collective-mismatch", 4, rare=True, line=False),
-    Specimen("guard-tuple", "parted", "guard-tuple", "collective-mismatch", 5, culprits=with_neighbour, rare=True),
-    Specimen("guard-return", "parted", "guard-return", "collective-mismatch", 3, rare=True),
-    Specimen(
-        "batch-ring", "parted", "ring", "collective-mismatch", 4, culprits=with_the_one_before, line=False, rare=True
-    ),
-    Specimen("object-roots", "parted", "object-roots", "collective-mismatch", 4, rare=True),
+    Specimen("thread-mismatch", "parted", "trainer", "collective-mismatch", 4),
+    Specimen("thread-future", "parted", "future", "lock-deadlock"),
+    Specimen("loop-barrier", "parted", "loop-barrier", "collective-mismatch", 3),
+    Specimen("unused", "parted", "unused", "collective-mismatch", 3),
+    Specimen("loop-break", "parted", "loop-break", "collective-mismatch", 4, line=False),
+    Specimen("guard-tuple", "parted", "guard-tuple", "collective-mismatch", 5, culprits=with_neighbour),
+    Specimen("guard-return", "parted", "guard-return", "collective-mismatch", 3),
+    Specimen("batch-ring", "parted", "ring", "collective-mismatch", 4, culprits=with_the_one_before, line=False),
+    Specimen("object-roots", "parted", "object-roots", "collective-mismatch", 4),
     Specimen("symmetric", "symmetric", "", "no-rank-stands-out", culprits=nobody, line=False),
 )
 BY_NAME = {specimen.name: specimen for specimen in SPECIMENS}

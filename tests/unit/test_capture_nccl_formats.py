@@ -48,13 +48,18 @@ def tells(verdict: Verdict, number: int, group: str = "0") -> bool:
 
 
 @pytest.mark.slow
-@by_format
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, id=f"{name}-{layout.torch}")
+        for name, case in CASES.items()
+        for layout in FORMATS
+        if layout.blocks or not case.blocks_only  # else the format has one entry for a whole block
+    ],
+)
 @with_frames
-@pytest.mark.parametrize("name", CASES)
 def test_what_the_dumps_of_a_hang_say(name: str, layout: Format, as_json: bool, tmp_path: Path) -> None:
     case = CASES[name]
-    if case.blocks_only and not layout.blocks:
-        pytest.skip("this format has one entry for a whole block")
     recorders = ranks(layout)
     case.play(recorders)
     verdict = verdict_of(tmp_path / "d", recorders, as_json=as_json)

@@ -121,7 +121,7 @@ def test_help_on_what_is_no_subcommand() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_torchruns_own_help() -> None:
     done = subprocess.run([*program(), "--help-torchrun"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "--nproc-per-node" in done.stdout and "--stall-timeout" not in done.stdout

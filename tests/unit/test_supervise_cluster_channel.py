@@ -276,7 +276,7 @@ def scribbling(address: Address, prefix: str, value: Callable[[int], bytes]) -> 
 
 
 @pytest.mark.parametrize(
-    "size", [pytest.param(40, id="small"), pytest.param(5000, id="too large to compare", marks=pytest.mark.rare)]
+    "size", [pytest.param(40, id="small"), pytest.param(5000, id="too large to compare", marks=pytest.mark.nightly)]
 )
 def test_a_stranger_cannot_separate_nodes_that_have_a_key(
     address: Address,

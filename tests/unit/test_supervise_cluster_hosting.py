@@ -53,7 +53,7 @@ def port() -> int:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("host", [pytest.param("127.0.0.1", marks=pytest.mark.rare), "localhost"])
+@pytest.mark.parametrize("host", [pytest.param("127.0.0.1", marks=pytest.mark.nightly), "localhost"])
 def test_of_two_on_one_host_the_first_starts_it(make: Callable[..., StoreHost], host: str) -> None:
     number = port()
     one, other = make(host, number), make(host, number)

@@ -851,7 +851,7 @@ def test_most_dead_jobs_are_proved() -> None:
     assert seen["proved, not at rest"] > 0  # side threads that move are no reason not to prove
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(4))
 def test_ten_thousand_jobs(part: int) -> None:
     seen = explore(range(10_000 + 2500 * part, 12_500 + 2500 * part))

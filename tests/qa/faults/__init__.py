@@ -1,0 +1,1 @@
+ROW_PROPERTY = "fault matrix"  # in which a test reports its row

@@ -270,8 +270,4 @@ ROWS: tuple[NodeRow, ...] = (*_rows_of_processes(), *_others())
 BY_NAME = {row.name: row for row in ROWS}
 assert len(BY_NAME) == len(ROWS), "two rows of one name"
 
-# What runs with the other tests: a rank that is killed is test_cluster's, and a guardian the other matrix's.
-SHORT = (
-    "kill -9 safelaunch, training, leader's node",
-    "partition, healed, suspicion, another node",
-)
+IN_CI = ("partition, healed, suspicion, another node",)

@@ -118,7 +118,6 @@ class Outcome:
 HEAD = ("fault", "moment", "job or node", "exit", "left", "bundle", "verdict", "seconds", "promise")
 
 
-PROPERTY = "fault matrix"  # the property in which a test reports its row
 _KEPT, _NOT_RUN = "kept", "not run"
 
 

@@ -1,4 +1,4 @@
-"""Some rows of the fault matrix for nodes; ``scripts/qa/faults.py --nodes`` runs all of them."""
+"""The row of the fault matrix for nodes that runs in CI. ``python -m scripts.qa faults --nodes`` runs all of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.qa.faults.node_matrix import BY_NAME, SHORT
+from tests.qa.faults import ROW_PROPERTY
+from tests.qa.faults.node_matrix import BY_NAME, IN_CI
 from tests.qa.faults.node_row import run
-from tests.qa.faults.row import PROPERTY
 from tests.support import netns
 
 pytestmark = [
@@ -19,10 +19,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", IN_CI)
 def test_a_fault_on_a_node_loses_nothing(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     outcome = run(BY_NAME[name], tmp_path)
-    record_property(PROPERTY, outcome.cells())
+    record_property(ROW_PROPERTY, outcome.cells())
     assert outcome.wrong == (), f"{name}\n{outcome.stderr}"

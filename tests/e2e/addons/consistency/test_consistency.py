@@ -41,13 +41,14 @@ def test_a_flipped_bit_ends_the_job_with_a_bundle_that_names_rank_step_and_param
     assert "Wrong results" in bundle.text("report.md") and bundle.problems() == [] and not result.leftovers
 
 
+@pytest.mark.nightly
 def test_a_loss_that_goes_its_own_way_is_found(tmp_path: Path) -> None:
     with Job(["--check-every=3", "--nproc-per-node=3", REPLICAS, "loss", "60"], tmp_path) as job:
         result = job.wait()
     assert result.code == 0 and "loss: rank 1 diverged" in result.stderr, result.stderr
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_a_finding_in_the_last_checks_gets_its_bundle_and_exit_code(tmp_path: Path) -> None:
     own = ["--check-every=3", "--on-inconsistent=stop", "--nproc-per-node=3"]
     with Job([*own, PROGRAMS / "replicas_more.py", "ends-apart", "9"], tmp_path) as job:
@@ -66,7 +67,7 @@ def test_probes_return_records_and_print_once_without_numpy(tmp_path: Path) -> N
     assert result.stdout.count("1 of 7 tensors differ") == 1 and result.stdout.count("1 of 5 tensors differ") == 1
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_replicas_on_two_nodes_are_compared_and_both_nodes_end_for_it(tmp_path: Path) -> None:
     own = ["--check-every=3", "--on-inconsistent=stop"]
     with TwoNodes(tmp_path, own, [REPLICAS, "hsdp-flip", "100000"]) as nodes:
@@ -80,7 +81,7 @@ def test_replicas_on_two_nodes_are_compared_and_both_nodes_end_for_it(tmp_path: 
     assert sorted(int(path.name) for path in (bundle.path / "ranks").iterdir()) == [0, 1, 2, 3]
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_a_nan_that_began_on_another_node_is_traced_there(tmp_path: Path) -> None:
     with TwoNodes(tmp_path, ["--check-every=3", "--on-inconsistent=dump"], [REPLICAS, "nan", "100000"]) as nodes:
         one, other = nodes.jobs
@@ -92,6 +93,7 @@ def test_a_nan_that_began_on_another_node_is_traced_there(tmp_path: Path) -> Non
     assert [culprit["rank"] for culprit in found["culprits"]] == [1] and found["culprits"][0]["step"] == 7
 
 
+@pytest.mark.nightly
 def test_a_check_on_a_gpu_never_waits_for_it() -> None:
     done = subprocess.run(
         [sys.executable, PROGRAMS / "without_waiting.py"], capture_output=True, text=True, check=False

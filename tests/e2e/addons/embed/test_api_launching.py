@@ -60,7 +60,7 @@ def test_a_launch_returns_what_elastic_launch_returns_and_tells_of_a_hang(tmp_pa
     assert result.leftovers == ()
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_a_function_that_returns_early_is_named(tmp_path: Path, method: str) -> None:
     with caller(tmp_path, "leave", method) as job:
@@ -71,7 +71,7 @@ def test_a_function_that_returns_early_is_named(tmp_path: Path, method: str) -> 
     assert "its function has returned" in launch["verdict"]
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_a_rank_that_outlives_its_function_is_a_hang(tmp_path: Path) -> None:
     with caller(tmp_path, "outlives") as job:
         result = job.wait()
@@ -84,7 +84,7 @@ def stepping(job: Job) -> None:
     job.until(lambda: all((job.scratch / "signs" / f"stepped-{rank}").exists() for rank in (0, 1)), "the first steps")
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_an_interrupt_blames_nobody(tmp_path: Path) -> None:
     with caller(tmp_path, "steady") as job:
         stepping(job)
@@ -95,7 +95,7 @@ def test_an_interrupt_blames_nobody(tmp_path: Path) -> None:
     assert result.leftovers == ()
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_job_survives_its_supervisor(number: int, tmp_path: Path) -> None:
     with caller(tmp_path, "steady") as job:
@@ -110,7 +110,7 @@ def test_a_job_survives_its_supervisor(number: int, tmp_path: Path) -> None:
     assert result.leftovers == ()
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_a_caller_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     with caller(tmp_path, "steady") as job:
         stepping(job)

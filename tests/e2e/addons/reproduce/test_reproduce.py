@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
     ("kind", "layout"),
     [
         pytest.param("extra", (3, 1, 1), id="a call too many"),
-        pytest.param("skip", (2, 2, 1), id="a call skipped in one of several groups", marks=pytest.mark.rare),
+        pytest.param("skip", (2, 2, 1), id="a call skipped in one of several groups", marks=pytest.mark.nightly),
     ],
 )
 def test_dumps_of_nccl_lead_to_a_script_that_hangs_alike(
@@ -32,7 +32,7 @@ def test_dumps_of_nccl_lead_to_a_script_that_hangs_alike(
     assert not found.why_not
 
 
-@pytest.mark.rare
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["left-out", "thread-behind"])
 def test_a_bundle_leads_to_a_script_that_hangs_alike(name: str, tmp_path: Path) -> None:
     source, replayed = tmp_path / "source", tmp_path / "replayed"

@@ -11,7 +11,7 @@ import pytest
 from tests.support.paths import PROGRAMS
 from tests.support.sweeps import Sweep
 
-pytestmark = [pytest.mark.torch, pytest.mark.rare, pytest.mark.timeout(900)]  # test_colaunch is about other programs
+pytestmark = [pytest.mark.torch, pytest.mark.nightly, pytest.mark.timeout(900)]  # test_colaunch is about other programs
 
 RANKS = 2
 STEPS = 5

@@ -12,6 +12,7 @@ from tests.support.paths import ROOT
 
 pytestmark = [
     pytest.mark.torch,
+    pytest.mark.nightly,
     pytest.mark.timeout(300),
     pytest.mark.xdist_group("slurm"),
     pytest.mark.skipif(bool(slurm.why_not()), reason=f"no Slurm of its own: {slurm.why_not()}"),
