@@ -1,15 +1,19 @@
 """The catalogue of the verdict's sentences: one example for each template, taken from the verdict cases.
 
 ``python -m tests.support.verdict_wording --update`` writes it again. After a change of wording its diff shows every
-sentence that reads differently, and no decision is part of it.
+sentence that reads differently, and no decision is part of it. The number of cases with a sentence changes only if an
+explanation comes to other cases than before.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import operator
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from safelaunch.model import Verdict
@@ -18,8 +22,9 @@ from tests.support.paths import DATA
 
 FILE = DATA / "verdict_wording.txt"
 HEADER = """\
-# One example for each sentence of the verdict, below the case that it comes from. After a change of wording, run
-# `python -m tests.support.verdict_wording --update`, and read the diff.
+# One example for each sentence of the verdict, below the case that it comes from. Before it stands the number of cases
+# with that sentence; if it introduces several clauses, the number for each of them. After a change of wording, or for a
+# new case, run `python -m tests.support.verdict_wording --update`: a change of wording changes no number.
 """
 
 _SENTENCE = re.compile(r"(?<=[.`'])\s+(?=[A-Z`])")
@@ -71,22 +76,29 @@ def templates_of(sentence: str) -> list[str]:
 
 
 def catalogue(verdicts: Iterable[tuple[str, Verdict]]) -> str:
-    """Returns the text of the catalogue: the sentences in which a template occurs for the first time, by part."""
-    seen: set[str] = set()
-    parts: dict[str, list[str]] = {}
-    last: dict[str, str] = {}
+    """Returns the text of the catalogue: by part, the sentences in which a template occurs for the first time."""
+    counts: Counter[str] = Counter()
+    parts: dict[str, list[tuple[str, str, list[str]]]] = {}
     for name, verdict in verdicts:
+        templates_of_case: set[str] = set()
         for part, sentence in sentences(verdict):
             templates = templates_of(sentence)
-            if seen.issuperset(templates):
-                continue
-            seen.update(templates)
-            lines = parts.setdefault(part, [])
-            lines += [name] if last.get(part) != name else []
-            lines.append(f"  {sentence}")
-            last[part] = name
-    texts = ("\n".join([f"=== {part} ===", *lines]) for part, lines in parts.items())
-    return "\n\n".join((HEADER.rstrip(), *texts)) + "\n"
+            first = [one for one in templates if one not in counts and one not in templates_of_case]
+            if first:
+                parts.setdefault(part, []).append((name, sentence, first))
+            templates_of_case.update(templates)
+        counts.update(templates_of_case)
+    return "\n\n".join((HEADER.rstrip(), *(_part(part, parts[part], counts) for part in parts))) + "\n"
+
+
+def _part(title: str, entries: Iterable[tuple[str, str, list[str]]], counts: Mapping[str, int]) -> str:
+    lines = [f"=== {title} ==="]
+    for name, group in itertools.groupby(entries, key=operator.itemgetter(0)):
+        lines.append(name)
+        for _, sentence, templates in group:
+            cases = "+".join(str(counts[one]) for one in dict.fromkeys(templates))
+            lines.append(f"  {cases:>3}  {sentence}")
+    return "\n".join(lines)
 
 
 def todays_catalogue(folder: Path = verdict_cases.FOLDER) -> str:

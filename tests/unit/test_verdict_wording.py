@@ -19,13 +19,25 @@ def test_sentences_read_as_catalogued() -> None:
     assert not changed, "\n".join([*changed[:40], f"if the wording is meant to change: {UPDATE}"])
 
 
-def test_catalogue_shows_a_changed_sentence_and_one_example_of_each_template() -> None:
-    [case, *_] = all_cases()
-    verdict = case.read().verdict
-    text = catalogue([(case.name, verdict)])
-    assert verdict.summary.split(". ")[0] in text
-    assert catalogue([(case.name, verdict), ("another", verdict)]) == text
-    assert catalogue([(case.name, msgspec.structs.replace(verdict, summary="It hangs at line 7."))]) != text
+def entries_of(text: str) -> list[list[str]]:
+    """Returns the numbers and the sentence of each entry."""
+    return [line.split(maxsplit=1) for line in text.splitlines() if line.startswith("  ")]
+
+
+def test_catalogue_counts_the_cases_with_each_sentence() -> None:
+    verdict = all_cases()[0].read().verdict
+    once = entries_of(catalogue([("one", verdict)]))
+    twice = entries_of(catalogue([("one", verdict), ("two", verdict)]))
+    assert once
+    assert twice == [[numbers.replace("1", "2"), sentence] for numbers, sentence in once]
+
+
+def test_catalogue_differs_if_a_sentence_differs_or_another_case_has_it() -> None:
+    case, other = (one.read().verdict for one in all_cases()[:2])
+    changed = msgspec.structs.replace(case, summary="It hangs at line 7.")
+    before = catalogue([("one", case), ("two", other)])
+    assert catalogue([("one", changed), ("two", other)]) != before
+    assert catalogue([("one", case), ("two", case)]) != before
 
 
 def test_templates_are_the_same_for_other_ranks_places_and_calls() -> None:
