@@ -1,4 +1,4 @@
-"""What the beacons write to the run directory: progress pages, events of the agent, and why a worker has none."""
+"""Files that the beacons write to the run directory: progress pages, agent events and notes."""
 
 from __future__ import annotations
 
@@ -6,32 +6,25 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
 
-from safelaunch import beacon
 from safelaunch.beacon import layout
-from safelaunch.job import process
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import Progress
-from safelaunch.system import procstat
 from safelaunch.system.decoding import from_json
-from safelaunch.system.files import text_of
 
 _T = TypeVar("_T")
 
-# --- pages, events, metadata ------------------------------------------------------------------------------------------
-
 LARGEST_WORLD = 1 << 20
-MAX_BYTES = 1 << 20  # of a note
+MAX_BYTES = 1 << 20  # read of a note
 MTIME_TICK_NS = 100_000_000  # the kernel's coarse clock ticks at least every 10 ms
 
 
 class _PageField:
-    """One word of a page, as an attribute."""
+    """A word of a page, as an attribute."""
 
     def __init__(self, at: int) -> None:
         self._at = at
@@ -48,9 +41,7 @@ class ProgressPage:
     rank = _PageField(layout.RANK)
     kind = _PageField(layout.KIND)  # EXPLICIT, IMPLICIT or LAUNCHER
     claimed_ns = _PageField(layout.CLAIMED_NS)
-    exited_ns = _PageField(
-        layout.EXIT_NS
-    )  # when its process left the interpreter; 0 while it runs, or if it was killed
+    exited_ns = _PageField(layout.EXIT_NS)  # time its process left the interpreter; 0 if it runs or was killed
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -71,7 +62,7 @@ class ProgressPage:
 
     @property
     def intact(self) -> bool:
-        """Whether the constant words still have their values. If not, the page was overwritten and is worthless."""
+        """True if the constant words still have their values. Otherwise the page was overwritten and is worthless."""
         words = self._words
         named = self._named
         return words[layout.READY] == layout.MAGIC and (named is None or words[layout.PID] == named[2])
@@ -87,23 +78,23 @@ class ProgressPage:
 
     @property
     def steps(self) -> bool:
-        """Whether its process has marked a step."""
+        """True if its process has marked a step."""
         return bool(self._words[layout.LAST_STEP_NS] or self._words[layout.USER_STEPS])
 
     @property
     def has_torch(self) -> bool:
-        """Whether its process imported torch.distributed."""
+        """True if its process has imported torch.distributed."""
         return self.server_up or layout.TORCH <= self._words[layout.STATE] < layout.EXITED
 
     def acknowledge(self) -> None:
-        """Tells a waiting rank (or the agent) that the supervisor has looked at its peers."""
+        """Notifies a waiting rank (or the agent) that the supervisor has looked at its peers."""
         self._words[layout.ACK] = 1
 
     def begin_question(self) -> bool:
-        """Announces a question to a handler that needs the GIL. Returns False if the rank is exiting.
+        """Announces a request to a handler that needs the GIL. Returns False if the rank is exiting.
 
-        It announces first and reads the state second. An exiting rank does the reverse, so one of the two always sees
-        the other.
+        It announces first, then reads the state. An exiting rank does the reverse, so at least one of them sees the
+        other.
         """
         with self._asking:
             self._words[layout.ASKED] += 1
@@ -114,19 +105,20 @@ class ProgressPage:
         return False
 
     def withdraw_question(self) -> None:
-        """For a question that no handler of the rank's has got, or will: it counts none. One that was not answered in
-        time stays announced, because its handler may still wait for the GIL.
+        """Undoes ``begin_question`` for a request that never reached a handler.
+
+        A request that timed out stays announced, because its handler might still be waiting for the GIL.
         """
         with self._asking:
             self._words[layout.ASKED] -= 1
 
     @property
     def owes_answer(self) -> bool:
-        """Whether a handler of the rank's may still wait for the GIL: it has not answered an earlier question."""
+        """True if a handler might still be waiting for the GIL: an earlier request has no answer yet."""
         return self._words[layout.ANSWERED] < self._words[layout.ASKED]
 
     def announce_end(self) -> None:
-        """Tells the agent that the next SIGTERM is safelaunch's, so that it prints no traceback."""
+        """Notifies the agent that safelaunch sends the next SIGTERM, so that it prints no traceback."""
         self._words[layout.ENDING] = 1
 
     @property
@@ -139,7 +131,7 @@ class ProgressPage:
         return w[layout.LAST_STEP_NS], w[layout.USER_STEPS], w[layout.STATE], w[layout.MARKED_NS]
 
     def read(self) -> Progress:
-        """Reads the whole page. Bounds every value, because a damaged page may hold anything."""
+        """Reads the whole page. Bounds every value, because a damaged page can hold anything."""
         w = self._words
         state = w[layout.STATE]
         optimizers = min(w[layout.OPTIMIZERS], layout.MAX_OPTIMIZERS)
@@ -184,7 +176,7 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class AgentEvent(msgspec.Struct, frozen=True):
-    """One line of ``agent.events``. ``beacon/agent.py`` describes the events. ``world_size``: 0 if unknown."""
+    """A line of ``agent.events`` (described in ``beacon/agent.py``). ``world_size`` is 0 if unknown."""
 
     event: str
     time_unix_s: float
@@ -198,7 +190,7 @@ class AgentEvent(msgspec.Struct, frozen=True):
 
 
 class EventReader:
-    """Follows ``agent.events``, a whole line at a time."""
+    """Follows ``agent.events``, reading whole lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -206,7 +198,7 @@ class EventReader:
         self._offset = 0
 
     def read(self) -> list[AgentEvent]:
-        """Returns the events since the last call. Skips lines that it cannot decode."""
+        """Returns the events since the last call. Skips lines that can't be decoded."""
         try:
             if os.stat(self._name).st_size <= self._offset:  # noqa: PTH116 - several times a second
                 return []
@@ -222,12 +214,12 @@ class EventReader:
             try:
                 events.append(from_json(line, AgentEvent))
             except (msgspec.DecodeError, RecursionError):
-                continue  # the beacon could not finish this line (disk full); later ones may be whole
+                continue  # the beacon couldn't finish this line (disk full); later lines might be whole
         return events
 
 
 def bytes_of(path: Path) -> bytes:
-    """The first ``MAX_BYTES`` of what a rank has left; empty if it can't be read."""
+    """Returns the first ``MAX_BYTES`` of a rank's file; empty if it can't be read."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_BYTES)
@@ -236,7 +228,7 @@ def bytes_of(path: Path) -> bytes:
 
 
 def read_note(path: Path, kind: type[_T]) -> _T | None:
-    """A note of ``beacon/page.py`` as a record; None if there is none, or a damaged one."""
+    """Decodes a note of ``beacon/page.py``; None if it is missing or damaged."""
     try:
         return from_json(bytes_of(path), kind)
     except (msgspec.DecodeError, RecursionError):
@@ -263,26 +255,22 @@ def read_meta(path: Path) -> Meta:
 
 
 class Noted(msgspec.Struct, frozen=True):
-    """What a rank computes with, as its beacon notes at the first step; None: not known.
+    """Facts about a rank's work, which its beacon records at the first step; None if unknown."""
 
-    ``batch``: the size of its DataLoader's. ``device``: the number of its current CUDA device, where it has a choice.
-    """
-
-    batch: _PageNumber | None = None
-    device: _PageNumber | None = None
+    batch: _PageNumber | None = None  # batch size of its DataLoader
+    device: _PageNumber | None = None  # number of its current CUDA device, if it has several
 
 
 def read_contract(base: Path) -> Noted | None:
-    """The note beside the page ``base``; None while the rank has made no step."""
+    """Reads the note next to page ``base``; None before the rank's first step."""
     return read_note(base.with_name(base.name + layout.CONTRACT_SUFFIX), Noted)
 
 
 class Roster:
-    """The ranks of the newest attempt, from the pages that their beacons claimed and the agent's events.
+    """The ranks of the newest attempt, from the pages that their beacons claimed and from the agent's events.
 
-    ``attempt`` is TORCHELASTIC_RESTART_COUNT. ``starts`` counts how often torchrun has started its workers. The two
-    differ on several nodes: when a node joins or leaves, torchrun restarts the workers under other ranks and the same
-    attempt.
+    ``attempt`` is TORCHELASTIC_RESTART_COUNT; ``starts`` counts the times torchrun started its workers. On several
+    nodes they differ: if a node joins or leaves, torchrun restarts the workers under other ranks and the same attempt.
     """
 
     def __init__(self, run: RunPaths) -> None:
@@ -298,12 +286,12 @@ class Roster:
         self.starts = 0
         self._oldest_ticks = 0  # start time of the oldest current worker
         self.master_port = ""
-        self.world_size = 0  # as torchrun told its workers
-        self.agent_error = ""  # what the agent itself has failed of
+        self.world_size = 0  # as torchrun set it for its workers
+        self.agent_error = ""  # the agent's own failure
         self.agent_page: ProgressPage | None = None
 
     def refresh(self) -> list[AgentEvent]:
-        """Looks for new pages and agent events. Returns the events."""
+        """Looks for new pages and reads agent events, which it returns."""
         events = self._events.read()
         for event in events:
             if event.event == "started":
@@ -332,12 +320,12 @@ class Roster:
                 self._damaged.append(rank)
 
     def damaged(self) -> tuple[int, ...]:
-        """Returns the ranks whose page was found damaged since the last call."""
-        found, self._damaged = self._damaged, []
-        return tuple(found)
+        """Returns the ranks whose pages turned out to be damaged since the last call."""
+        damaged, self._damaged = self._damaged, []
+        return tuple(damaged)
 
     def _find_pages(self) -> None:
-        """Reads the directory only if a file appeared or disappeared, or a page was not ready yet."""
+        """Reads the directory only if a file appeared or disappeared, or if a page wasn't ready yet."""
         try:
             changed_ns = os.stat(self._directory).st_mtime_ns  # noqa: PTH116 - several times a second
             if changed_ns == self._seen_ns:
@@ -345,7 +333,7 @@ class Roster:
             names = {entry.name for entry in os.scandir(self._directory)}
         except OSError:
             return
-        # Two changes may fall into one tick of the file system's clock, so a recent change is read again.
+        # Two changes can fall into one tick of the file system's clock: read again after a recent one.
         settled = time.time_ns() - changed_ns > MTIME_TICK_NS
         self._seen_ns = changed_ns if settled else 0
         for name in names - self._pages.keys() - self._ignored:
@@ -369,10 +357,10 @@ class Roster:
     def pages(self) -> dict[int, ProgressPage]:
         """Returns one page per rank of the newest attempt.
 
-        Several processes may claim the same rank: a shell that runs a helper first, for example. A rank's progress is
-        that of the process that marks steps. Next comes one whose environment gives its rank, one that imported torch,
-        one that has not exited, the worker itself, and the latest claim. If any rank has its number from its
-        environment, processes without one are ignored unless they mark steps.
+        Several processes can claim one rank, for example if a shell first runs a helper. The order of preference: a
+        process that marks steps, one with its rank in its environment, one that imported torch, one that hasn't
+        exited, the worker itself, the latest claim. If any rank's number comes from its environment, processes
+        without one are ignored unless they mark steps.
         """
         claims: dict[int, list[ProgressPage]] = {}
         for page in self._pages.values():
@@ -405,75 +393,6 @@ class Roster:
 
 
 def _not_succeeded(pages: list[ProgressPage]) -> list[ProgressPage]:
-    """Without those of processes that exited before another one that has torch, or steps, claimed the rank."""
+    """Drops processes that exited before another one with torch or steps claimed the rank."""
     newest_ns = max((page.claimed_ns for page in pages if page.has_torch or page.steps), default=0)
     return [page for page in pages if not 0 < page.exited_ns < newest_ns]
-
-
-# --- a worker without a beacon ----------------------------------------------------------------------------------------
-
-INJECT = os.fspath(Path(beacon.__file__).parent / "inject")
-WITHOUT_SITE = "IES"  # Python's options that ignore PYTHONPATH or leave out the site module
-WITH_VALUE = "WX"
-PROGRAM = "cm"  # what follows is the program's
-
-
-def why_without_beacon(pid: int) -> str:
-    """What keeps the worker's processes from having a beacon; empty while one of them may still get one."""
-    reasons: list[str] = []
-    name = ""
-    for one in (pid, *(child.pid for child in process.descendants([pid]))):
-        found = procstat.read(one)
-        if found is None or found.state in "ZX":
-            continue
-        name = name or found.name
-        try:
-            reason = _of_process(one, found.ppid)
-        except OSError:
-            return ""
-        if reason == "":
-            return ""
-        reasons += [reason] if reason is not None else []
-    return reasons[-1] if reasons else f"{name} is not Python" if name else ""
-
-
-def _of_process(pid: int, ppid: int) -> str | None:
-    """The reason of one process; None if it is not Python, empty if it may still claim a page."""
-    directory = Path(f"/proc/{pid}")
-    if not (directory / "exe").readlink().name.startswith(("python", "pypy")):
-        return None
-    words = (directory / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")[:-1]
-    if words == text_of(f"/proc/{ppid}/cmdline").split("\0")[:-1]:
-        return ""  # forked, and not yet the program that it will be; a forked rank claims its page later
-    option = isolation(words)
-    if option:
-        return f"python -{option}"
-    variables = (directory / "environ").read_bytes().split(b"\0")
-    path = next((variable.partition(b"=")[2] for variable in variables if variable.startswith(b"PYTHONPATH=")), b"")
-    if os.fsencode(INJECT) not in path.split(os.fsencode(os.pathsep)):
-        return "PYTHONPATH was replaced"
-    # A rank claims its page before its program begins. A spawned one is told its rank only after it has imported torch.
-    spawned = "--multiprocessing-fork" in words
-    if not spawned and b"/libtorch" in (directory / "maps").read_bytes():
-        return "its beacon has failed"
-    return ""
-
-
-def isolation(words: Sequence[str]) -> str:
-    """The first of a Python command line's options that keeps ``sitecustomize`` from running: I, E or S."""
-    rest = iter(words[1:])
-    for word in rest:
-        if not word.startswith("-") or word in ("-", "--"):
-            return ""
-        if word == "--check-hash-based-pycs":
-            next(rest, "")
-        for index, letter in enumerate("" if word.startswith("--") else word[1:]):
-            if letter in WITHOUT_SITE:
-                return letter
-            if letter in PROGRAM:
-                return ""
-            if letter in WITH_VALUE:
-                if index == len(word) - 2:
-                    next(rest, "")
-                break
-    return ""

@@ -20,7 +20,7 @@ from safelaunch.bundle.staging import (
     Staging,
     roomier,
 )
-from safelaunch.capture import collect, gpu, inside, nccl, node
+from safelaunch.capture import collect, gpu, inside, nccl_logs, nccl_ras, node
 from safelaunch.capture.cgroups import deaths_between, kill_counts, kills_of
 from safelaunch.capture.node import NodeSubject, since
 from safelaunch.capture.pages import read_meta
@@ -222,20 +222,20 @@ def _deaths_of(rank: RankEvidence, kernel_log: str) -> tuple[str, ...]:
 
 
 def with_nccl(found: Collected, *, spare: str) -> Collected:
-    """The same with what NCCL's RAS service says; ``spare``: see ``nccl.ask``. Last, lest it costs other evidence.
+    """The same with what NCCL's RAS service says; ``spare``: see ``nccl_ras.ask``. Last, lest it costs other evidence.
 
-    Takes ``nccl.DEADLINE_S`` at most; nothing where no rank has loaded NCCL.
+    Takes ``nccl_ras.DEADLINE_S`` at most; nothing where no rank has loaded NCCL.
     """
     ranks, context = found.evidence.ranks, found.context
     libraries = dict.fromkeys(rank.flight_record.library for rank in ranks if rank.flight_record is not None)
     pids = [rank.pid for rank in ranks if rank.pid and rank.exit is None]
-    answer = nccl.ask(pids, libraries, spare=spare)
+    answer = nccl_ras.ask(pids, libraries, spare=spare)
     if answer is None:
         return found
-    path, text = f"node/{context.host}/{nccl.FILE}", context.cleaned(answer.value)
+    path, text = f"node/{context.host}/{nccl_ras.FILE}", context.cleaned(answer.value)
     artifact = answer.artifact(path)
     try:
-        witness = nccl.parse(text, path) if text else None
+        witness = nccl_ras.parse(text, path) if text else None
     except CaptureError as error:
         witness, artifact = None, msgspec.structs.replace(artifact, note=f"{artifact.note}; {error}".strip("; "))
     found.staging.add(artifact, text)
@@ -348,14 +348,14 @@ def _with_nccl_logs(
     Then ``staging`` gets these files as well; those of the run directory are there already.
     """
     folder, pids = f"node/{context.host}", [side.pid for side in sides]
-    logs = nccl.logs_of(sorted((context.run_dir / "flight_recorder").glob("*nccl*")), folder, pids)
+    logs = nccl_logs.logs_of(sorted((context.run_dir / "flight_recorder").glob("*nccl*")), folder, pids)
     pattern = looks.env.value.get("NCCL_DEBUG_FILE", "") if looks.env is not None and looks.env.value else ""
     if pattern and not logs:
-        paths = list(dict.fromkeys(nccl.path_of(pattern, context.host, pid) for pid in pids))
+        paths = list(dict.fromkeys(nccl_logs.path_of(pattern, context.host, pid) for pid in pids))
         for path in paths:
             if staging is not None and path.is_file():
                 staging.add_file(Artifact(f"{folder}/{path.name}", "NCCL_DEBUG_FILE", 0.0), path)
-        logs = nccl.logs_of(paths, folder, pids)
+        logs = nccl_logs.logs_of(paths, folder, pids)
     told = context.cleaned(dict(logs))
     return [msgspec.structs.replace(side, nccl_log=told.get(side.pid)) for side in sides]
 

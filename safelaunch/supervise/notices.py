@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from safelaunch.capture.pages import Noted, read_contract, why_without_beacon
+from safelaunch.capture.pages import Noted, read_contract
+from safelaunch.capture.without_beacon import why_without_beacon
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import rank_words
 from safelaunch.supervise.council import Council

@@ -11,19 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.capture import nccl, sockets
-from safelaunch.capture.nccl import (
-    MAX_BYTES,
-    MAX_WARNINGS,
-    ask,
-    logs_of,
-    parse,
-    path_of,
-    port_of,
-    version_in,
-    version_of,
-    warnings_in,
-)
+from safelaunch.capture import nccl_ras, sockets
+from safelaunch.capture.nccl_logs import MAX_BYTES, MAX_WARNINGS, logs_of, path_of, warnings_in
+from safelaunch.capture.nccl_ras import ask, parse, port_of, version_in, version_of
 from safelaunch.capture.result import Result
 from safelaunch.model import NcclCommunicator, NcclProcess
 from safelaunch.system.errors import CaptureError
@@ -91,7 +81,7 @@ def test_what_no_nccl_says_is_refused(text: str) -> None:
 
 
 def test_too_many_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "MOST_PROCESSES", 2)
+    monkeypatch.setattr(nccl_ras, "MOST_PROCESSES", 2)
     with pytest.raises(CaptureError, match="too many"):
         parse(as_json(SICK))
 
@@ -164,8 +154,8 @@ def services(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Service]]:
     def environment(pid: int) -> Result[dict[str, str]]:
         return Result({"NCCL_RAS_ADDR": f"localhost:{found[0].port}"}, "", 0.0)
 
-    monkeypatch.setattr(nccl, "environment_of", environment)
-    monkeypatch.setattr(nccl, "HANDSHAKE_S", 60.0)
+    monkeypatch.setattr(nccl_ras, "environment_of", environment)
+    monkeypatch.setattr(nccl_ras, "HANDSHAKE_S", 60.0)
     yield found
     for service in found:
         service.close()
@@ -205,7 +195,7 @@ def test_an_nccl_without_json_is_asked_for_text(services: list[Service]) -> None
         ("closes", "connection"),
         ("closes after STATUS", "without an answer"),
         ("no newline", "connection"),
-        ("speaks HTTP", "no RAS service"),
+        ("speaks HTTP", "not a RAS service"),
     ],
 )
 def test_a_broken_service_costs_its_answer_and_a_bounded_time(
@@ -220,12 +210,12 @@ def test_a_broken_service_costs_its_answer_and_a_bounded_time(
 
 @pytest.mark.usefixtures("library")
 def test_a_flood_is_cut(services: list[Service], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(nccl_ras, "MOST_BYTES", 1 << 20)
     services.append(Service(json="{}", fault="floods"))
     answer = asked([os.getpid()])
     assert answer.value is not None
     assert len(answer.value) == 1 << 20
-    assert "cut" in answer.note
+    assert "truncated" in answer.note
 
 
 @pytest.mark.usefixtures("library")
@@ -233,8 +223,8 @@ def test_a_process_that_does_not_answer_is_passed_over_for_another(
     services: list[Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All processes of a node share the port, and the kernel gives a connection to any of them, be it stopped."""
-    monkeypatch.setattr(nccl, "HANDSHAKE_S", 0.2)
-    monkeypatch.setattr(nccl, "ATTEMPTS", 40)
+    monkeypatch.setattr(nccl_ras, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(nccl_ras, "ATTEMPTS", 40)
     services.append(Service(json=as_json(HEALTHY), fault="silent"))
     services.append(Service(json=as_json(HEALTHY), port=services[0].port))
     answer = asked([os.getpid()], deadline_s=30.0)
@@ -251,7 +241,7 @@ def test_a_port_on_which_another_job_listens_is_left_alone(services: list[Servic
         other.stdout.readline()
         answer = asked([os.getpid()])
         other.kill()
-    assert "not only ranks of this job listen" in answer.missing
+    assert "processes outside this job also listen" in answer.missing
     assert services[0].heard == []
 
 
@@ -259,8 +249,8 @@ def test_a_port_on_which_another_job_listens_is_left_alone(services: list[Servic
 @pytest.mark.parametrize(
     ("versions", "spare", "reason"),
     [
-        (("2.27.5",), "", "may crash"),
-        (("2.28.9",), "the job continues", "not asked, as the job continues"),
+        (("2.27.5",), "", "might crash"),
+        (("2.28.9",), "the job continues", "not queried, because the job continues"),
         (("2.28.9",), "", ""),
         (("2.29.2",), "the job continues", ""),
         ((), "the job continues", ""),
@@ -282,7 +272,7 @@ def test_a_version_that_nobody_knows_is_not_asked(tmp_path: Path, services: list
     path.write_bytes(b"\0" * 4096)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
         answer = asked([os.getpid()])
-    assert "version is not known" in answer.missing
+    assert "version is unknown" in answer.missing
 
 
 def test_without_nccl_there_is_nobody_to_ask(services: list[Service]) -> None:
@@ -297,8 +287,8 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, services: list[Service]
     services.append(Service(json=""))
     services[0].close()
     answer = asked([os.getpid()])
-    assert "nobody listens" in answer.missing
-    monkeypatch.setattr(nccl, "environment_of", lambda pid: Result({"NCCL_RAS_ENABLE": "0"}, "", 0.0))
+    assert "no process listens" in answer.missing
+    monkeypatch.setattr(nccl_ras, "environment_of", lambda pid: Result({"NCCL_RAS_ENABLE": "0"}, "", 0.0))
     answer = asked([os.getpid()])
     assert "NCCL_RAS_ENABLE=0" in answer.missing
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.beacon import layout, page, server
-from safelaunch.capture import flight_recorder, pages
+from safelaunch.capture import flight_recorder, without_beacon
 from safelaunch.capture.flight_recorder import Unanswered
 from safelaunch.capture.pages import ProgressPage, Roster
 from safelaunch.job.paths import RunPaths
@@ -139,7 +139,7 @@ WAIT = "print(1, flush=True); input()"
 
 
 @contextmanager
-def worker(*words: str, path: str = pages.INJECT) -> Iterator[int]:
+def worker(*words: str, path: str = without_beacon.INJECT) -> Iterator[int]:
     """The pid of a process that prints a line and then waits."""
     env = {**os.environ, "PYTHONPATH": path}
     with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -153,18 +153,18 @@ def worker(*words: str, path: str = pages.INJECT) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("words", "path", "why"),
     [
-        ((sys.executable, "-c", WAIT), pages.INJECT, ""),
-        ((sys.executable, "-c", WAIT), f"{pages.INJECT}:/elsewhere", ""),
-        ((sys.executable, "-uI", "-c", WAIT), pages.INJECT, "python -I"),
+        ((sys.executable, "-c", WAIT), without_beacon.INJECT, ""),
+        ((sys.executable, "-c", WAIT), f"{without_beacon.INJECT}:/elsewhere", ""),
+        ((sys.executable, "-uI", "-c", WAIT), without_beacon.INJECT, "python -I"),
         ((sys.executable, "-c", WAIT), "/elsewhere", "PYTHONPATH was replaced"),
-        (("sh", "-c", "echo; read line"), pages.INJECT, "sh is not Python"),
-        (("sh", "-c", f"{sys.executable} -c '{WAIT}'; true"), pages.INJECT, ""),
-        (("sh", "-c", f"{sys.executable} -E -c '{WAIT}'; true"), pages.INJECT, "python -E"),
+        (("sh", "-c", "echo; read line"), without_beacon.INJECT, "sh is not Python"),
+        (("sh", "-c", f"{sys.executable} -c '{WAIT}'; true"), without_beacon.INJECT, ""),
+        (("sh", "-c", f"{sys.executable} -E -c '{WAIT}'; true"), without_beacon.INJECT, "python -E"),
     ],
 )
 def test_the_reason_is_a_fact_about_the_process(words: tuple[str, ...], path: str, why: str) -> None:
     with worker(*words, path=path) as pid:
-        assert pages.why_without_beacon(pid) == why
+        assert without_beacon.why_without_beacon(pid) == why
 
 
 def test_torch_without_a_page_means_that_the_beacon_has_failed(tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ def test_torch_without_a_page_means_that_the_beacon_has_failed(tmp_path: Path) -
     library.write_bytes(bytes(4096))
     mapping = f"import mmap; file = open({str(library)!r}, 'rb'); kept = mmap.mmap(file.fileno(), 0, access=1); {WAIT}"
     with worker(sys.executable, "-c", mapping) as pid:
-        assert pages.why_without_beacon(pid) == "its beacon has failed"
+        assert without_beacon.why_without_beacon(pid) == "its beacon failed"
     with worker(sys.executable, "-c", mapping, "--multiprocessing-fork") as pid:
-        assert pages.why_without_beacon(pid) == "", "a spawned rank learns its number after the import"
+        assert without_beacon.why_without_beacon(pid) == "", "a spawned rank learns its number after the import"
 
 
 def test_a_fork_is_not_judged_by_what_its_parent_is() -> None:
@@ -184,7 +184,7 @@ def test_a_fork_is_not_judged_by_what_its_parent_is() -> None:
     ) as parent:
         try:
             assert parent.stdout is not None
-            assert pages.why_without_beacon(int(parent.stdout.readline())) == ""
+            assert without_beacon.why_without_beacon(int(parent.stdout.readline())) == ""
         finally:
             parent.communicate(b"\n")
 
@@ -192,7 +192,7 @@ def test_a_fork_is_not_judged_by_what_its_parent_is() -> None:
 def test_a_process_that_is_gone_gives_no_reason() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         child.wait()
-    assert pages.why_without_beacon(child.pid) == ""
+    assert without_beacon.why_without_beacon(child.pid) == ""
 
 
 @pytest.mark.parametrize(
@@ -212,4 +212,4 @@ def test_a_process_that_is_gone_gives_no_reason() -> None:
     ],
 )
 def test_the_options_that_keep_a_beacon_out(words: str, option: str) -> None:
-    assert pages.isolation(words.split()) == option
+    assert without_beacon.isolation(words.split()) == option

@@ -55,7 +55,7 @@ from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import exists, is_dir, is_file
 from safelaunch.verdict.exits import failed_by_itself, has_lost_a_peer
-from safelaunch.verdict.rules_live import has_no_steps
+from safelaunch.verdict.rhythm import has_no_steps
 
 _T = TypeVar("_T")
 MAX_RECORD_BYTES = 64 << 20
@@ -228,13 +228,13 @@ def _nodes(bundle: _Bundle) -> tuple[NodeEvidence, ...]:
 
 def _nccl(bundle: _Bundle) -> NcclWitness | None:
     """The answer of NCCL's RAS service: of the one node that asked."""
-    from safelaunch.capture import nccl
+    from safelaunch.capture import nccl_ras
 
     for name in bundle.hosts():
-        path = f"node/{name}/{nccl.FILE}"
+        path = f"node/{name}/{nccl_ras.FILE}"
         if text := bundle.text(path):
             try:
-                return nccl.parse(text, path)
+                return nccl_ras.parse(text, path)
             except CaptureError as error:
                 bundle.problems.append(f"{path}: {error.message}")
     return None

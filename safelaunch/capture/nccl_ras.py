@@ -1,11 +1,15 @@
-"""What NCCL itself says of a job: its RAS service, and the warnings in its logs."""
+"""NCCL's RAS service, which reports the communicators of a job and the state of their processes.
+
+The service listens on localhost, port 28028 or the one in ``NCCL_RAS_ADDR``; its protocol is lines of text. All
+processes of a node share that port, also those of other jobs, so a port is queried only if no process outside this job
+listens on it. JSON exists since NCCL 2.28.7; up to 2.28.9 it lacks a comma before each missing rank. NCCL before 2.28
+might crash when queried, so it isn't. NCCL before 2.29.2 might crash if a rank of several communicators is missing.
+"""
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,25 +21,18 @@ import msgspec
 from safelaunch.capture import sockets
 from safelaunch.capture.node import environment_of
 from safelaunch.capture.result import Result, attempt, left, within_or
-from safelaunch.model import NcclCommunicator, NcclLog, NcclProcess, NcclState, NcclWitness
+from safelaunch.model import NcclCommunicator, NcclProcess, NcclState, NcclWitness
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import text_of
-
-# --- the RAS service --------------------------------------------------------------------------------------------------
-# The service listens on localhost, port 28028, or where ``NCCL_RAS_ADDR`` says; its protocol is lines of text. All
-# processes of a node share that port, also those of other jobs. So only a port on which ranks of this job alone
-# listen is asked. JSON exists since NCCL 2.28.7; up to 2.28.9 it lacks a comma wherever a rank is missing. An NCCL
-# before 2.28 may crash when it is asked, so it is not; one before 2.29.2 may, where a rank of several communicators
-# is missing.
 
 PORT = 28028
 SINCE = (2, 28)
 HARMLESS_SINCE = (2, 29, 2)
 DEADLINE_S = 8.0
-HANDSHAKE_S = 1.0  # a stopped process accepts a connection and says nothing; the next may reach another one
+HANDSHAKE_S = 1.0  # a stopped process accepts a connection and never replies; the next attempt might reach another one
 ATTEMPTS = 4
-LEG_S = 2  # how long NCCL waits for a process; it adds up to 5 s
+LEG_S = 2  # time NCCL waits for each process; it adds up to 5 s
 MOST_BYTES = 8 << 20
 MOST_PROCESSES = 1 << 16  # of all communicators
 _MOST_PIDS = 16
@@ -49,15 +46,17 @@ Version = tuple[int, ...]
 def ask(
     pids: Sequence[int], libraries: Iterable[str] = (), *, spare: str = "", deadline_s: float = DEADLINE_S
 ) -> Result[str] | None:
-    """The answer of the service that the ranks ``pids`` run, as it came; None where none of them has loaded NCCL.
+    """Returns the service's raw answer, or None if none of the ranks ``pids`` has loaded NCCL. Never raises.
 
-    ``libraries``: NCCL's version as Flight Recorders give it. ``spare``: why no process of the job may crash of the
-    question, if that would do harm. Never raises.
+    Args:
+        pids: The ranks' processes.
+        libraries: NCCL versions from Flight Recorder dumps.
+        spare: The reason why a crash of one of the job's processes would do harm; empty if it wouldn't.
     """
-    found = within_or(None, 1.0, "/proc/<pid>/maps", lambda: _loaded(pids))
-    if found is None:
+    loaded = within_or(None, 1.0, "/proc/<pid>/maps", lambda: _loaded(pids))
+    if loaded is None:
         return None
-    pid, library = found
+    pid, library = loaded
     notes: list[str] = []
 
     def converse() -> str:
@@ -74,22 +73,19 @@ def ask(
 
 
 def _allow(version: Version, spare: str) -> None:
-    """Raises CaptureError where the question may harm the job."""
+    """Raises CaptureError if the query might harm the job."""
     name = ".".join(map(str, version))
     if not version:
-        raise CaptureError("not asked: NCCL's version is not known")
+        raise CaptureError("not queried: NCCL's version is unknown")
     if version < SINCE:
-        raise CaptureError(f"not asked: NCCL {name} may crash when it is (2.28 and later do not)", kind="outdated")
+        raise CaptureError(f"not queried: NCCL {name} might crash when queried (2.28 and later don't)", kind="outdated")
     if version < HARMLESS_SINCE and spare:
-        reason = f"not asked, as {spare}: NCCL {name} may crash where a process is missing (2.29.2 does not)"
+        reason = f"not queried, because {spare}: NCCL {name} might crash if a process is missing (2.29.2 doesn't)"
         raise CaptureError(reason, kind="outdated")
 
 
-# --- whom to ask ------------------------------------------------------------------------------------------------------
-
-
 def _loaded(pids: Sequence[int]) -> tuple[int, str] | None:
-    """The first process that has loaded NCCL, and from which file."""
+    """Returns the first process that has loaded NCCL, and the library's path."""
     for pid in pids[:_MOST_PIDS]:
         if found := re.search(rf"\S*/{re.escape(LIBRARY)}\S*", text_of(f"/proc/{pid}/maps")):
             return pid, found[0]
@@ -97,13 +93,13 @@ def _loaded(pids: Sequence[int]) -> tuple[int, str] | None:
 
 
 def version_in(*texts: str) -> Version:
-    """The first version in these texts: ``2.28.9``, ``libnccl.so.2.28.9``; empty where there is none."""
-    found = next((match for text in texts if (match := re.search(r"\b(\d+)\.(\d+)\.(\d+)", text))), None)
-    return tuple(map(int, found.groups())) if found else ()
+    """Returns the first version in these texts (``2.28.9``, ``libnccl.so.2.28.9``); empty if there is none."""
+    version = next((match for text in texts if (match := re.search(r"\b(\d+)\.(\d+)\.(\d+)", text))), None)
+    return tuple(map(int, version.groups())) if version else ()
 
 
 def version_of(library: str) -> Version:
-    """From the name of the file, else from the package that it belongs to (``nvidia_nccl_cu12-2.28.9.dist-info``)."""
+    """Reads the version from the file's name, else from its package (``nvidia_nccl_cu12-2.28.9.dist-info``)."""
     path = Path(library)
     with suppress(OSError):
         path = path.resolve()
@@ -113,24 +109,24 @@ def version_of(library: str) -> Version:
 
 
 def _addresses(pids: Sequence[int], pid: int, env: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Where ranks of this job listen, and nobody else. Raises CaptureError."""
+    """Returns addresses on which only ranks of this job listen. Raises CaptureError."""
     if env.get("NCCL_RAS_ENABLE", "1").strip() == "0":
-        raise CaptureError("it does not run: NCCL_RAS_ENABLE=0", kind="absent")
+        raise CaptureError("disabled by NCCL_RAS_ENABLE=0", kind="absent")
     port = port_of(env.get("NCCL_RAS_ADDR", ""))
-    found = sockets.listeners(pid, port)
-    if not found:
-        raise CaptureError(f"nobody listens on port {port}", kind="absent")
-    if found.keys() - {inode for pid in pids for inode in sockets.inodes(pid)}:
+    hosts = sockets.listeners(pid, port)
+    if not hosts:
+        raise CaptureError(f"no process listens on port {port}", kind="absent")
+    if hosts.keys() - {inode for pid in pids for inode in sockets.inodes(pid)}:
         fix = "give each job on a node its own NCCL_RAS_ADDR"
-        raise CaptureError(f"not asked: not only ranks of this job listen on port {port}", fix)
-    return [(_LOOPBACK.get(host, host), port) for host in dict.fromkeys(found.values())]
+        raise CaptureError(f"not queried: processes outside this job also listen on port {port}", fix)
+    return [(_LOOPBACK.get(host, host), port) for host in dict.fromkeys(hosts.values())]
 
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def port_of(address: str) -> int:
-    """The port in ``host:port`` or ``[host]:port``; the default one where there is none."""
+    """Returns the port in ``host:port`` or ``[host]:port``; the default port if there is none."""
     port = address.rpartition(":")[2].strip()
     return int(port) if port.isdecimal() and 0 < int(port) < 1 << 16 else PORT
 
@@ -139,7 +135,7 @@ def port_of(address: str) -> int:
 
 
 def _first_answer(addresses: Sequence[tuple[str, int]], until: float) -> tuple[str, str]:
-    """The answer and a note about it. Tries again only where nobody has taken the connection."""
+    """Returns the answer and a note about it. Tries again only if no process answered the handshake."""
     reasons = []
     for number in range(ATTEMPTS):
         address = addresses[number % len(addresses)]
@@ -154,21 +150,21 @@ def _first_answer(addresses: Sequence[tuple[str, int]], until: float) -> tuple[s
 
 
 class _RasConnection:
-    """One connection to it."""
+    """A connection to the service."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._data = bytearray()
 
     def begin(self, until: float) -> None:
-        """Raises OSError where nobody speaks, CaptureError where somebody speaks something else."""
+        """Shakes hands. Raises OSError if nothing answers, CaptureError if the peer speaks another protocol."""
         first = self._say("CLIENT PROTOCOL 2", until)
         if not first.upper().startswith("SERVER PROTOCOL "):
-            raise CaptureError(f"it is no RAS service: {first[:80]!r}", kind="broken")
+            raise CaptureError(f"not a RAS service: {first[:80]!r}", kind="broken")
         self._say(f"TIMEOUT {LEG_S}", until)
 
     def status(self, until: float) -> tuple[str, str]:
-        """The answer to the one question, and a note where it is not whole. Raises CaptureError."""
+        """Returns the answer, and a note if it is incomplete. Raises CaptureError."""
         try:
             as_json = self._say("SET FORMAT json", until) == "OK"
             self._send("STATUS" if as_json else "VERBOSE STATUS", until)
@@ -178,21 +174,21 @@ class _RasConnection:
         try:
             while self._receive(until):
                 if len(self._data) > MOST_BYTES:
-                    note = f"the answer is longer than {MOST_BYTES} bytes: cut"
+                    note = f"answer truncated: longer than {MOST_BYTES} bytes"
                     break
         except OSError as error:
-            note = f"the answer does not end: {error}"
+            note = f"incomplete answer: {error}"
         text = bytes(self._data[:MOST_BYTES]).decode("utf-8", "replace")
         if not text.strip():
             raise CaptureError(note or "it closed the connection without an answer", kind="timeout")
         return text, note
 
     def _say(self, words: str, until: float) -> str:
-        """The line that comes back. Raises OSError."""
+        """Sends one line and returns the reply. Raises OSError."""
         self._send(words, until)
         while (end := self._data.find(b"\n")) < 0:
             if len(self._data) > 4096 or not self._receive(until):
-                raise ConnectionError("the connection ended, or a line did not")
+                raise ConnectionError("the connection ended, or the line is too long")
         line = bytes(self._data[:end]).decode("utf-8", "replace").strip()
         del self._data[: end + 1]
         return line
@@ -238,24 +234,24 @@ class _RasReply(msgspec.Struct):
     communicators: list[_Communicator]
 
 
-# A value at the end of a line, and a name in the next: there belongs a comma.
+# A value at a line's end and a name at the start of the next need a comma between them.
 _NO_COMMA = re.compile(r'(["\d\]}])([ \t]*\r?\n[ \t]*")')
 _PROCESS = re.compile(r"\s+Process (\d{1,10}) on node (\S{1,255}) managing GPUs? (\d{0,4})")
 
 
 def parse(text: str, file: str = "") -> NcclWitness:
-    """An answer, of whichever of the two formats. Raises CaptureError for what no NCCL says."""
+    """Parses an answer in either format. Raises CaptureError if it isn't one of NCCL's."""
     if not text.lstrip().startswith("{"):
         return _of_text(text, file)
     try:
         answer = _decoded(text)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
-        raise CaptureError(f"the answer of NCCL's RAS service is damaged: {error}", kind="broken") from error
+        raise CaptureError(f"the answer from NCCL's RAS service is damaged: {error}", kind="broken") from error
     if (
         sum(len(communicator.ranks) + len(communicator.missing_ranks) for communicator in answer.communicators)
         > MOST_PROCESSES
     ):
-        raise CaptureError("the answer of NCCL's RAS service names too many processes", kind="broken")
+        raise CaptureError("the answer from NCCL's RAS service names too many processes", kind="broken")
     communicators = tuple(
         NcclCommunicator(communicator.size, tuple(_processes(communicator))) for communicator in answer.communicators
     )
@@ -274,80 +270,23 @@ def _decoded(text: str) -> _RasReply:
 def _processes(communicator: _Communicator) -> Iterator[NcclProcess]:
     for rank in communicator.ranks:
         yield NcclProcess(rank.host[:255], rank.pid, rank.rank, rank.nvml_dev)
-    for gone in communicator.missing_ranks:
-        state: NcclState = "unresponsive" if gone.status.unresponsive else "answers"  # but has left the communicator
-        state = "dead" if gone.status.considered_dead else state
-        yield NcclProcess(gone.host[:255], gone.pid, gone.rank, gone.nvml_dev, state)
+    for missing in communicator.missing_ranks:
+        state: NcclState = "unresponsive" if missing.status.unresponsive else "answers"  # but has left the communicator
+        state = "dead" if missing.status.considered_dead else state
+        yield NcclProcess(missing.host[:255], missing.pid, missing.rank, missing.nvml_dev, state)
 
 
 def _of_text(text: str, file: str) -> NcclWitness:
     version = re.search(r"^NCCL version (\S{1,64})", text, re.MULTILINE)
     if version is None:
-        raise CaptureError("it is no answer of NCCL's RAS service", kind="broken")
-    found: dict[tuple[str, int], NcclProcess] = {}
+        raise CaptureError("not an answer from NCCL's RAS service", kind="broken")
+    processes: dict[tuple[str, int], NcclProcess] = {}
     state: NcclState | None = None
     for line in text.splitlines():
         if line and not line[0].isspace():  # a heading
             state = {"INCOMPLETE": "unresponsive", "DEAD": "dead"}.get(line.strip())  # type: ignore[assignment]
         elif state is not None and (match := _PROCESS.match(line)):
             gpu = int(match[3]) if match[3] else -1
-            one = NcclProcess(match[2], int(match[1]), gpu=gpu, state=state)
-            found.setdefault((one.host, one.pid), one)
-    return NcclWitness(version[1], processes=tuple(found.values())[:MOST_PROCESSES], file=file)
-
-
-# --- the log files that NCCL_DEBUG_FILE asks for ----------------------------------------------------------------------
-
-MAX_BYTES = 4 << 20  # of a file: its beginning and its end
-MAX_WARNINGS = 32
-MAX_CHARACTERS = 500
-
-# ``[2025-06-01 12:00:00] host:pid:tid [gpu] file.cc:41 NCCL WARN text``; older versions have neither time nor file.
-_WARNING = re.compile(
-    r"^(?:\[[^\]\n]{8,40}\] )?(?P<host>[^\s:]+):(?P<pid>\d+)(?::\d+)? \[-?\d+\] (?:\S+:\d+ )?NCCL WARN (?P<text>.+)$",
-    re.MULTILINE,
-)
-
-
-def path_of(pattern: str, host: str, pid: int) -> Path:
-    """The file of a process: NCCL replaces ``%h`` by the host's name up to its first dot, and ``%p`` by the pid."""
-    values = {"%h": host.partition(".")[0], "%p": str(pid), "%%": "%"}
-    return Path(re.sub("%[hp%]", lambda found: values[found[0]], pattern))
-
-
-def warnings_in(text: str) -> dict[int, tuple[str, ...]]:
-    """Pid → its warnings, each once, in their order; of many the first ones and the last."""
-    found: dict[int, dict[str, None]] = {}
-    for match in _WARNING.finditer(text):
-        found.setdefault(int(match["pid"]), {})[match["text"].strip()[:MAX_CHARACTERS]] = None
-    return {pid: _ends(tuple(texts)) for pid, texts in found.items()}
-
-
-def _ends(texts: tuple[str, ...]) -> tuple[str, ...]:
-    half = MAX_WARNINGS // 2
-    return texts if len(texts) <= MAX_WARNINGS else (*texts[:half], *texts[-half:])
-
-
-def logs_of(paths: Iterable[Path], folder: str, pids: Sequence[int]) -> Mapping[int, NcclLog]:
-    """Pid → what it warned of. ``folder``: where the bundle has these files. An unreadable file has no warnings."""
-    found: dict[int, NcclLog] = {}
-    for path in paths:
-        for pid, warnings in warnings_in(_read(path)).items():
-            if pid in pids:
-                found[pid] = NcclLog(f"{folder}/{path.name}", warnings)
-    return found
-
-
-def _read(path: Path) -> str:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode):
-                return ""
-            data = file.read(MAX_BYTES // 2)
-            if info.st_size > MAX_BYTES:
-                file.seek(info.st_size - MAX_BYTES // 2)
-            return (data + file.read(MAX_BYTES // 2)).decode("utf-8", "replace")
-    except OSError:
-        return ""
+            process = NcclProcess(match[2], int(match[1]), gpu=gpu, state=state)
+            processes.setdefault((process.host, process.pid), process)
+    return NcclWitness(version[1], processes=tuple(processes.values())[:MOST_PROCESSES], file=file)
