@@ -45,7 +45,6 @@ from safelaunch.settings.options import OPTION_GROUPS, OWN_OPTIONS
 from safelaunch.verdict.causes import CAUSES, Advice, Cause
 from safelaunch.verdict.doubts import Doubt, DoubtSubject
 from safelaunch.verdict.rules import OWN, RULES
-from scripts.build.figures import documents
 from scripts.build.generate import parser_of
 from scripts.build.schemas import meanings
 
@@ -61,6 +60,10 @@ _ABOUT: dict[DoubtSubject, str] = {
     "share": "how many are named",
     "evidence": "the evidence",
 }
+
+
+def documents(root: Path) -> list[Path]:
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def main() -> int:

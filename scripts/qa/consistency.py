@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scripts.build import checks
+from scripts.qa.commits import product_commit
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "qa" / "programs"
@@ -177,7 +177,7 @@ def _free_port() -> int:
 def table(cases: Sequence[Case], jobs: int, record: Path | None) -> list[Row]:
     """Runs the programs that ``record`` doesn't have as right, and prints a row for each."""
     print("| program | ranks | right | what safelaunch said |\n|---|---|---|---|")
-    commit = checks.commit_of(checks.CHECKS["consistency"])
+    commit = product_commit("scripts/qa/consistency.py", "tests/support/jobs.py", "tests/qa/programs")
     known = _recorded(record, commit)
     with ThreadPoolExecutor(jobs) as pool:
         waiting = {case: pool.submit(run, case) for case in cases if (case.name, case.about) not in known}

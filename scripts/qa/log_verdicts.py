@@ -1,7 +1,7 @@
 """Runs jobs that end, and prints what their logs alone say beside what safelaunch says that has watched the same job.
 
-python -m scripts.qa log_verdicts                 # all
-python -m scripts.qa log_verdicts --only raises   # some of them
+python -m scripts.qa log-verdicts                 # all
+python -m scripts.qa log-verdicts --only raises   # some of them
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from safelaunch.addons.reproduce import Extent, ScriptWish
-from scripts.build import checks
+from scripts.qa.commits import product_commit
 from tests.qa import reproducing, zoo
 from tests.qa.reproducing import Case, Replay
 
@@ -30,7 +30,9 @@ SEEDS = 3
 
 def main() -> int:
     words = _arguments()
-    commit = checks.commit_of(checks.CHECKS["reproductions"])
+    commit = product_commit(
+        "tests/qa/reproducing.py", "tests/qa/zoo.py", "tests/support/synthetic.py", "tests/qa/programs"
+    )
     cases = _cases(words)
     known = {} if words.again else _known(words.json, commit)
     print(f"{'case':<34}{'ranks':>5}{'lines':>6}  {'recorded':<36}{'replayed':<36}")

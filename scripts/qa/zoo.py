@@ -26,11 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from scripts.build.checks import SOON_S
 from tests.qa import zoo, zoo_nodes
 from tests.support import broken_py_spy, netns
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+SOON_S = 15.0  # from the last progress to the right line on the screen
 ATTACH_S = 25.0  # after the ranks' start: some 20 s after their last step
 
 

@@ -10,12 +10,11 @@
 - Other languages without a title are fragments. Python, YAML and ``sh`` (a script that the page does not run) must
   parse.
 
-Four comments control the tests:
+Three comments control the tests:
 
 - ``<!-- setup`` on its own line begins hidden commands, up to ``-->``.
 - ``<!-- continues: PAGE -->`` starts in a copy of PAGE's directory, as PAGE's commands left it.
 - ``<!-- node: gpus -->`` runs the page on a simulated node of eight GPUs.
-- ``<!-- rare: PAGE -->`` leaves the page to ``--whole``: every run has PAGE, which resembles it.
 """
 
 from __future__ import annotations

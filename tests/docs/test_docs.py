@@ -29,8 +29,6 @@ from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.rules import KINDS, OWN
 from scripts.build import docs_tables
-from scripts.build.checks import CHECKS, Record
-from scripts.build.figures import render
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, github_anchors, links, prose, table
 
 RUN, NOT_RUN = {"bash"}, {"console"}
@@ -122,15 +120,6 @@ def test_no_table_of_the_site_shows_the_backslash_of_an_escaped_pipe() -> None:
 def test_the_site_is_built_from_the_pages_alone() -> None:
     """A hook would make text that readers on GitHub don't see, and would need what the product imports."""
     assert "hooks:" not in (ROOT / "mkdocs.yml").read_text()
-
-
-def test_figures_are_marked() -> None:
-    """Every marker has its end and names checks, each on one page."""
-    record = Record("", "", "", 0.0, 0, "", ("",), (("",),))
-    rendered = {page: render(path.read_text(), dict.fromkeys(CHECKS, record)) for page, path in PAGES.items()}
-    assert {page: one.problems for page, one in rendered.items() if one.problems} == {}
-    names = [name for one in rendered.values() for name in one.names]
-    assert len(names) == len(set(names)) >= 10
 
 
 def test_the_picture_is_of_the_readmes_job() -> None:
