@@ -1,4 +1,4 @@
-"""Runs a helper program (py-spy, nvidia-smi, ...) that must not outlive its deadline."""
+"""Runs helper programs (py-spy, nvidia-smi, ...) that must not outlive their deadline."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from typing import Any
 from safelaunch.system.errors import CaptureError
 
 MAX_OUTPUT_BYTES = 64 << 20
-MOST_SAID = 64 << 10
+MAX_STDERR_BYTES = 64 << 10
 POLL_S = 0.1
-GRACE_S = 0.5  # to reap a killed helper; a thread waits for one that is stuck in the kernel
+GRACE_S = 0.5  # to reap a killed helper; a thread waits for one stuck in the kernel
 
 
 class HelperReports:
-    """Reports the pid of each helper as it starts, and ends those that are left.
+    """Reports the pid of each helper as it starts, and kills those that are left.
 
-    The supervisor passes the pids to its guardian. If the supervisor is killed, only the guardian can still end a
-    helper that hangs.
+    The supervisor forwards the pids to its guardian, which ends hung helpers if the supervisor is killed.
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ class HelperReports:
         self._closed = False
 
     def send_to(self, report: Callable[[int], None]) -> None:
-        """Calls ``report(pid)`` for every helper that starts from here on."""
+        """Calls ``report(pid)`` for each helper that starts from now on."""
         self._report, self._closed = report, False
 
     def started(self, pid: int) -> None:
@@ -44,7 +43,7 @@ class HelperReports:
 
     @contextmanager
     def running(self, words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-        """Starts ``words`` in a process group of their own; while this lasts, ``end_all`` ends them.
+        """Starts ``words`` in a new process group, which ``end_all`` can kill until the context ends.
 
         Raises ``CaptureError`` if they can't be started.
         """
@@ -66,12 +65,11 @@ class HelperReports:
             self._running.discard(process)
 
     def end_all(self) -> None:
-        """Kills the helpers that run."""
         for process in tuple(self._running):
             _kill(process)
 
     def close(self) -> None:
-        """Kills the helpers that run, and lets no more start: the threads that would end them go with their process."""
+        """Kills running helpers and lets no more start: the threads that would end them exit with their process."""
         self._closed = True
         until = time.monotonic() + GRACE_S
         while self._starting and time.monotonic() < until:
@@ -84,25 +82,25 @@ helper_reports = HelperReports()
 
 @dataclass(frozen=True)
 class Output:
-    """A program's result: ``returncode`` as in ``subprocess``; ``timed_out`` if it missed its deadline."""
+    """A program's result; ``returncode`` as in ``subprocess``."""
 
     returncode: int | None
     stdout: bytes
     stderr: str
-    timed_out: bool = False
+    timed_out: bool = False  # it missed its deadline
 
 
 def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Output:
     """Runs ``argv`` without stdin for at most ``deadline_s`` seconds, then sends SIGKILL to its process group.
 
-    Never waits for a helper that the kernel does not let die. Raises ``CaptureError`` if it can't be started.
+    Never waits for a helper stuck in the kernel. Raises ``CaptureError`` if it can't be started.
     """
     begin = time.monotonic()
     with helper_reports.running(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd) as process:
         readers = [_PipeReader(process.stdout), _PipeReader(process.stderr)]
-        for reader in readers:  # the pipes first: unlike waiting for a pid, this needs no polling
+        for reader in readers:  # the pipes first: unlike a pid, they can be awaited without polling
             reader.thread.join(_left(begin, deadline_s))
-        timed_out = any(reader.thread.is_alive() for reader in readers)  # or a child of the helper keeps them open
+        timed_out = any(reader.thread.is_alive() for reader in readers)  # or the helper's child keeps them open
         try:
             process.wait(_left(begin, deadline_s))
         except subprocess.TimeoutExpired:
@@ -120,51 +118,51 @@ def run_together(
 ) -> list[Output]:
     """Runs all at once, for at most ``deadline_s`` seconds or until ``stop`` is set, then kills those that are left.
 
-    What they print on stderr goes to files of ``folder``; stdout is closed. It takes no threads, however many there
-    are. One that can't be started has no return code, and the reason as its stderr.
+    Their stderr goes to files in ``folder``; stdout is discarded. No threads are used, however many commands there are.
+    A command that can't be started has no return code, and the reason as its stderr.
     """
     until = time.monotonic() + deadline_s
     stop = stop or threading.Event()
     logs = [folder / f"stderr-{number}" for number in range(len(commands))]
     with ExitStack() as reported:
         running = [_started(words, log, reported) for words, log in zip(commands, logs, strict=True)]
-        while any(isinstance(one, subprocess.Popen) and one.poll() is None for one in running):
+        while any(isinstance(helper, subprocess.Popen) and helper.poll() is None for helper in running):
             if time.monotonic() > until or stop.wait(POLL_S):
                 break
-        return [_ended(one, log) for one, log in zip(running, logs, strict=True)]
+        return [_ended(helper, log) for helper, log in zip(running, logs, strict=True)]
 
 
 def _started(words: Sequence[str], log: Path, reported: ExitStack) -> subprocess.Popen[bytes] | str:
     try:
         with log.open("wb") as file:
-            started = helper_reports.running(words, stdout=subprocess.DEVNULL, stderr=file)
-            return reported.enter_context(started)
+            helper = helper_reports.running(words, stdout=subprocess.DEVNULL, stderr=file)
+            return reported.enter_context(helper)
     except CaptureError as error:
         return error.message
     except OSError as error:
         return f"cannot start {words[0]}: {error.strerror or error}"
 
 
-def _ended(one: subprocess.Popen[bytes] | str, log: Path) -> Output:
-    if isinstance(one, str):
-        return Output(None, b"", one)
-    timed_out = one.poll() is None
+def _ended(helper: subprocess.Popen[bytes] | str, log: Path) -> Output:
+    if isinstance(helper, str):
+        return Output(None, b"", helper)
+    timed_out = helper.poll() is None
     if timed_out:
-        _kill(one)
+        _kill(helper)
     try:
         with log.open("rb") as file:
-            said = file.read(MOST_SAID).decode("utf-8", "replace")
+            stderr = file.read(MAX_STDERR_BYTES).decode("utf-8", "replace")
     except OSError:
-        said = ""
-    return Output(one.returncode, b"", said, timed_out)
+        stderr = ""
+    return Output(helper.returncode, b"", stderr, timed_out)
 
 
-# A new group, not a session: the session distinguishes the supervisor's own helpers from the job's orphans.
+# A process group, not a session: by session, the supervisor tells its helpers from the job's orphans.
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {}
 
 
 class _PipeReader:
-    """Drains one pipe in a daemon thread; keeps ``MAX_OUTPUT_BYTES`` and drops the rest."""
+    """Drains a pipe in a daemon thread; keeps ``MAX_OUTPUT_BYTES`` and drops the rest."""
 
     def __init__(self, pipe: object) -> None:
         self.data = bytearray()

@@ -1,8 +1,8 @@
-"""Counters of work: what the processes of a job have computed, read, written, sent and received so far.
+"""Counters of work: what a job's processes have computed, read, written, sent and received so far.
 
-Nothing here touches the processes. There are limits to what the kernel counts: ``splice``, and ``recv`` and ``send`` on
-Unix and UDP sockets count nowhere, unlike ``read`` and ``write`` (``supervise.answer`` looks at the threads that wait
-there); and what a process does to mapped pages that it already has is CPU only.
+Nothing here touches the processes. The kernel doesn't count everything: ``splice``, and ``recv`` and ``send`` on Unix
+and UDP sockets, unlike ``read`` and ``write`` (``supervise.judge`` looks at the threads that wait in them). Work on
+already mapped pages shows only as CPU time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from safelaunch.job.process import ProcessTable, process_table
 from safelaunch.system import procstat
 from safelaunch.system.files import link_of
 
-MAX_THREADS = 8192  # of all ranks together
+MAX_THREADS = 8192  # over all ranks
 MAX_DESCRIPTORS = 1 << 16
 SERVER_THREAD = "pt_workerserver"  # its pool's threads inherit the name
 RDMA = Path("/sys/class/infiniband")
-_RDMA_COUNTERS = {  # bytes in each unit; the second two are those of EFA
+_RDMA_COUNTERS = {  # bytes per unit; the last two are EFA's
     "counters/port_xmit_data": 4, "counters/port_rcv_data": 4, "hw_counters/tx_bytes": 1, "hw_counters/rx_bytes": 1,
 }  # fmt: skip
 _TICKS_S = os.sysconf("SC_CLK_TCK")
@@ -33,7 +33,7 @@ CounterKey = tuple[int, int]  # pid, start_ticks
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Of a thread: milliseconds on a CPU, and runnable but waiting for one."""
+    """A thread's time on a CPU, and its time runnable but waiting for one."""
 
     cpu_ms: float
     queued_ms: float = 0.0
@@ -41,57 +41,46 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class ProcessCounters:
-    """``rank``: the pid of the rank's main process. ``io_bytes``: read and written, without ``recv`` and ``send``.
-
-    ``main_io_bytes`` and ``main_faults``: of a rank's main thread. ``servers``: the threads of torch's worker server,
-    which counts nowhere: it works for whoever asks from outside, and that is safelaunch. ``sockets``: the bytes sent
-    and received by each TCP connection, by inode; one that several processes have open counts for the first of them,
-    parents before children.
-    """
-
-    rank: int
+    rank: int  # pid of the rank's main process
     faults: int = 0
-    io_bytes: int = 0
+    io_bytes: int = 0  # read and written, without recv and send
     threads: Mapping[int, Used] = field(default_factory=dict)
-    sockets: Mapping[int, int] = field(default_factory=dict)
-    main_io_bytes: int = 0
+    sockets: Mapping[int, int] = field(default_factory=dict)  # inode → bytes of TCP; shared ones count for the parent
+    main_io_bytes: int = 0  # of a rank's main thread
     main_faults: int = 0
-    servers: Collection[int] = ()
+    servers: Collection[int] = ()  # torch's worker server, not counted: it works for safelaunch
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """``at_s``: CLOCK_MONOTONIC; ``at_ticks``: the same moment as ``start_ticks`` count. ``rdma_bytes``: of all ports
-    of the node. ``connections``: the inodes of all in this network namespace. ``partial``: some of it could not be
-    read, or was too much.
-    """
+    """Counters of all processes of a job at one moment."""
 
-    at_s: float
-    at_ticks: int
+    at_s: float  # CLOCK_MONOTONIC
+    at_ticks: int  # the same moment on the clock of start_ticks
     processes: Mapping[CounterKey, ProcessCounters] = field(default_factory=dict)
-    rdma_bytes: int = 0
-    connections: Collection[int] = ()
-    partial: bool = False
+    rdma_bytes: int = 0  # over all ports of the node
+    connections: Collection[int] = ()  # inodes in this network namespace
+    partial: bool = False  # something couldn't be read, or exceeded a limit
 
 
 def read(pids: Collection[int], before: Counters | None = None) -> Counters:
-    """The counters of these ranks' main processes and of all processes below them; never raises.
+    """Reads the counters of these ranks' main processes and of their descendants; never raises.
 
-    With the counters read ``before``, descriptors are searched for new connections only.
+    Given the counters from ``before``, searches descriptors only for new connections.
     """
     at_s, at_ticks = time.monotonic(), int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_S)
     reader = _CounterReader(before or Counters(0.0, 0))
-    found: dict[CounterKey, ProcessCounters] = {}
+    processes: dict[CounterKey, ProcessCounters] = {}
     for rank in pids:
         with suppress(OSError):
-            found.update(reader.tree(rank))
+            processes.update(reader.tree(rank))
     connections = sockets.tcp_bytes()
     here = ("", link_of("/proc/self/ns/net"))
     if connections is None or any(link_of(f"/proc/{pid}/ns/net") not in here for pid in pids):
         reader.partial, connections = True, connections or {}
-    owned = reader.owned(connections, found)
-    found = {key: replace(one, sockets=owned.get(key, {})) for key, one in found.items()}
-    return Counters(at_s, at_ticks, found, _rdma_bytes(), frozenset(connections), reader.partial)
+    owned = reader.owned(connections, processes)
+    processes = {key: replace(counters, sockets=owned.get(key, {})) for key, counters in processes.items()}
+    return Counters(at_s, at_ticks, processes, _rdma_bytes(), frozenset(connections), reader.partial)
 
 
 class _CounterReader:
@@ -99,7 +88,7 @@ class _CounterReader:
         self.partial = False
         self._before = before
         self._left = MAX_THREADS
-        self._table: ProcessTable | None = None  # where the kernel names no children
+        self._table: ProcessTable | None = None  # read only if the kernel lists no children
 
     def tree(self, rank: int) -> Iterator[tuple[CounterKey, ProcessCounters]]:
         waiting = [rank]
@@ -107,7 +96,7 @@ class _CounterReader:
             stat = procstat.read(pid)
             if stat is None:
                 continue
-            if stat.state in "ZX":  # it counts as a child that ended once it is reaped
+            if stat.state in "ZX":  # its parent's counters include it once it is reaped
                 yield (pid, stat.start_ticks), ProcessCounters(rank)
                 continue
             threads: dict[int, Used] = {}
@@ -119,8 +108,8 @@ class _CounterReader:
                 words = _text(f"/proc/{pid}/task/{tid}/schedstat").split()
                 if len(words) == 3:
                     threads[tid] = Used(int(words[0]) / 1e6, int(words[1]) / 1e6)
-                elif (one := procstat.read(pid, tid)) is not None:
-                    threads[tid] = Used(one.cpu_ms)
+                elif (thread := procstat.read(pid, tid)) is not None:
+                    threads[tid] = Used(thread.cpu_ms)
                 waiting += self._children(pid, tid)
             main = procstat.read(pid, pid) if pid == rank else None
             yield (
@@ -145,13 +134,13 @@ class _CounterReader:
     def owned(
         self, connections: Mapping[int, int], processes: Collection[CounterKey]
     ) -> dict[CounterKey, dict[int, int]]:
-        """Whose connections these are, with their bytes; parents come before the children that inherit them."""
-        found: dict[CounterKey, dict[int, int]] = {key: {} for key in processes}
+        """Assigns connections, with their bytes, to processes; parents come before children that inherit them."""
+        owned: dict[CounterKey, dict[int, int]] = {key: {} for key in processes}
         past = self._before.processes
-        for key, one in past.items():
-            if key in found:
-                found[key] = {inode: connections[inode] for inode in one.sockets if inode in connections}
-        ended = {inode for key, one in past.items() if key not in found for inode in one.sockets}
+        for key, counters in past.items():
+            if key in owned:
+                owned[key] = {inode: connections[inode] for inode in counters.sockets if inode in connections}
+        ended = {inode for key, counters in past.items() if key not in owned for inode in counters.sockets}
         new = connections.keys() - (set(self._before.connections) - ended)
         left = MAX_DESCRIPTORS
         for key in processes if new else ():
@@ -165,9 +154,9 @@ class _CounterReader:
                 self.partial = True
                 break
             for inode in new.intersection(_inodes(key[0], names)):
-                found[key][inode] = connections[inode]
+                owned[key][inode] = connections[inode]
                 new.discard(inode)
-        return found
+        return owned
 
     def _threads(self, pid: int) -> list[int]:
         try:
@@ -202,10 +191,10 @@ class _CounterReader:
 
 
 def _faults(pid: int, without: Collection[int]) -> int:
-    """The page faults of a process without those of some threads, between which none of these had any."""
+    """Returns the page faults of a process without those of some threads, at a moment when these had none."""
     served, faults = -1, 0
     for _ in range(5):  # an answer takes some ten milliseconds
-        before, served = served, sum(one.faults for tid in without if (one := procstat.read(pid, tid)) is not None)
+        before, served = served, sum(stat.faults for tid in without if (stat := procstat.read(pid, tid)) is not None)
         if served == before:
             break
         whole = procstat.read(pid)
@@ -241,4 +230,4 @@ def _text(path: str) -> str:
     try:
         return _read(path)
     except OSError:
-        return ""  # gone meanwhile, or a kernel without it
+        return ""  # gone, or a kernel without it

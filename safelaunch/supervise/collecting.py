@@ -21,8 +21,9 @@ from safelaunch.bundle.staging import (
     roomier,
 )
 from safelaunch.capture import collect, gpu, inside, nccl_logs, nccl_ras, node
-from safelaunch.capture.cgroups import deaths_between, kill_counts, kills_of
-from safelaunch.capture.node import NodeSubject, since
+from safelaunch.capture.kernel_log import since
+from safelaunch.capture.memory_kills import deaths_between, kill_counts, kills_of
+from safelaunch.capture.node import NodeSubject
 from safelaunch.capture.pages import read_meta
 from safelaunch.capture.result import FileGroup, Gate, Result, Sink, gather_into
 from safelaunch.job.paths import may_be_ours

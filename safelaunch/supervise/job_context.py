@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from safelaunch import __version__
 from safelaunch.bundle.staging import BundleOwner, Keeping
-from safelaunch.capture.cgroups import KillCounts, kill_counts
+from safelaunch.capture.memory_kills import KillCounts, kill_counts
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.job.argv import most_restarts
 from safelaunch.job.job import Job

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture import flight_recorder, gpu, look, memory, node, proc, stacks, waits
+from safelaunch.capture import flight_recorder, gpu, kernel_log, look, memory, node, proc, stacks, waits
 from safelaunch.capture.flight_recorder import flight_record_of
 from safelaunch.capture.look import Target
 from safelaunch.job.process import ProcessId, descendants, identify, process_table
@@ -805,7 +805,7 @@ def test_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_kernel_log_versions_and_resources(tmp_path: Path) -> None:
-    kernel = node.kernel_log()
+    kernel = kernel_log.kernel_log()
     assert (kernel.value is None) == bool(kernel.missing)
     versions = node.versions().value
     assert versions is not None

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from safelaunch.capture import flight_recorder, gpu, last_words, node
+from safelaunch.capture import flight_recorder, gpu, kernel_log, last_words, node
 from safelaunch.capture.result import Result, attempt
 from safelaunch.model import Gpu, GpuProcess, Gpus
 from safelaunch.system.errors import CaptureError
@@ -44,15 +44,15 @@ def test_pressure_of_the_node(tmp_path: Path) -> None:
         "io: some avg10=0.00 total=0",
         "io: full avg10=0.00 total=0",
     ]
-    assert node.pressure(str(tmp_path / "gone")).missing.endswith("this kernel keeps no account of it")
+    assert node.pressure(str(tmp_path / "gone")).missing.endswith("this kernel doesn't provide it")
 
 
 def test_kernel_records() -> None:
     record = "4,2,1500000,-;NVRM: Xid (PCI:0000:65:00): 79, GPU has fallen off the bus\n SUBSYSTEM=pci\n"
-    assert node.parse_kmsg(record, 0.0) == (
+    assert kernel_log.parse_kmsg(record, 0.0) == (
         "1970-01-01 00:00:01 NVRM: Xid (PCI:0000:65:00): 79, GPU has fallen off the bus"
     )
-    assert node.parse_kmsg("nonsense", 0.0) == ""
+    assert kernel_log.parse_kmsg("nonsense", 0.0) == ""
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ def test_kernel_records() -> None:
     ],
 )
 def test_relevant_lines_of_the_kernel(line: str) -> None:
-    assert node.relevant(["usb 1-1: new device", line, "eth0: link becomes ready"]) == [line]
+    assert kernel_log.relevant(["usb 1-1: new device", line, "eth0: link becomes ready"]) == [line]
 
 
 def test_only_the_last_relevant_lines_are_kept() -> None:
-    lines = [f"oom-kill: {number}" for number in range(node.MAX_KERNEL_LINES + 5)]
-    assert node.relevant(lines) == lines[5:]
+    lines = [f"oom-kill: {number}" for number in range(kernel_log.MAX_KERNEL_LINES + 5)]
+    assert kernel_log.relevant(lines) == lines[5:]
 
 
 # --- NVML -------------------------------------------------------------------------------------------------------------

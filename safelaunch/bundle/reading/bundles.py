@@ -23,7 +23,7 @@ from safelaunch.bundle.reading.guard import (
 )
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.capture.flight_recorder import NCCL_ONLY
-from safelaunch.capture.node import since
+from safelaunch.capture.kernel_log import since
 from safelaunch.capture.user_source import SOURCE_FILE
 from safelaunch.model import (
     OWN_RECORDS,
