@@ -39,7 +39,7 @@ from safelaunch.system.console import COMMAND
 from safelaunch.system.errors import AccessDenied, CaptureError, SafelaunchError
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redactor import Redactor
-from safelaunch.verdict.rules_live import LEAST_S
+from safelaunch.verdict.rhythm import LEAST_S
 
 _OF_TORCH = "/torch/"
 SPINS = 0.5  # of the time on a core: a thread that asks its device or its peers again and again never sleeps
@@ -59,7 +59,7 @@ def attach(job: FoundJob, bundle_dir: Path) -> Report:
     moving, stood_s = movement(looks)
     outputs = ends_of_files({rank: one.process.pid for rank, one in job.ranks.items()})
     known = {
-        rank: collect.Known(
+        rank: collect.RankBasics(
             pid=one.process.pid,
             code_roots=roots,
             output=_joined(outputs.get((rank,), ())),

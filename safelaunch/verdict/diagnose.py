@@ -8,63 +8,38 @@ added that may be broken, and how often it was blamed: ``with_gpus``, ``with_rep
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 
-from safelaunch.model import Evidence, FirstWord, Place, Verdict, format_ranks
-from safelaunch.stacks import frames as fr
+from safelaunch.model import Evidence, Verdict, format_ranks
 from safelaunch.stacks.source import ReadSource
-from safelaunch.verdict import remarks
 from safelaunch.verdict.advice import advise
-from safelaunch.verdict.belonging import belonging, gpu_memory, with_group_names
+from safelaunch.verdict.alignment import out_of_sight
 from safelaunch.verdict.causes import BY_ITSELF
-from safelaunch.verdict.collectives import out_of_sight, sides_of
 from safelaunch.verdict.doubts import Doubt, confidence_of, those
 from safelaunch.verdict.exits import GONE_CAUSES, was_a_hang, with_gathered_errors
-from safelaunch.verdict.explanations import another_group, caught_exception, skipped_batch, wrong_group
-from safelaunch.verdict.findings import (
-    Annotation,
-    Finding,
-    annotated,
-    apart,
-    by_place,
-    conditions,
-    ranks_do,
+from safelaunch.verdict.explanations import EXPLANATIONS
+from safelaunch.verdict.findings import Finding, annotated
+from safelaunch.verdict.groups import with_group_names
+from safelaunch.verdict.hardware import with_gpus, with_repeats
+from safelaunch.verdict.majority import sides_of
+from safelaunch.verdict.nccl_witness import nccl_claims, nccl_rules_out
+from safelaunch.verdict.phrases import (
     ranks_word,
-    summary_of,
-    wait_words,
 )
-from safelaunch.verdict.guarding import guards, parted
 from safelaunch.verdict.proof import Examined, examine
-from safelaunch.verdict.rank_state import CaseFacts, view_of
-from safelaunch.verdict.remarks import with_gpus, with_loops_left, with_repeats
+from safelaunch.verdict.rank_state import CaseFacts
+from safelaunch.verdict.rhythm import has_no_steps, with_the_time_without_a_step
 from safelaunch.verdict.rules import KINDS
-from safelaunch.verdict.rules_live import WRONG_RESULTS, has_no_steps, with_the_time_without_a_step
-from safelaunch.verdict.rules_nodes import nccl_claims, nccl_rules_out, node_behind, version_claims
+from safelaunch.verdict.rules_wrong_results import WRONG_RESULTS
+from safelaunch.verdict.steps_made import with_loops_left
 from safelaunch.verdict.unnamed import without_invented_ranks, without_labels
+from safelaunch.verdict.versions import version_claims
 from safelaunch.verdict.waits import Case
 
 SCHEMA = 1
 _MOST_CLAIMS = 24
-Explanation = Callable[[Case, Finding], Iterator[Annotation]]
-# Why the ranks at fault went another way; then what else is known of those that are named.
-EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
-    (wrong_group, another_group, guards, remarks.frames_below, caught_exception, skipped_batch),
-    (
-        remarks.frames_above,
-        parted,
-        remarks.own_words,
-        gpu_memory,
-        remarks.debug_detail,
-        remarks.steps_made,
-        remarks.driver_errors,
-        belonging,
-        node_behind,
-        remarks.wrong_results_before,
-    ),
-)
 
 
 def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdict:
@@ -213,62 +188,3 @@ def _lost(facts: CaseFacts, finding: Finding, limit: int = 3) -> Iterator[str]:
     late = [rank for rank in facts.alignment.records if not facts.alignment.is_whole(rank)]
     if late and not lost:
         yield f"the first calls of {ranks_word(late)}: the Flight Recorder no longer holds them"
-
-
-# --- the first word about a quiet job ---------------------------------------------------------------------------------
-
-# What ranks do while a job is quiet, in a clause. It never says that the job hangs: nobody knows that yet.
-
-_MOST_CHARACTERS = 400
-_SENTENCE = re.compile(r"(?<=[.)`])\s+(?=[A-Z`])")
-_IMPORTING = "<frozen importlib"
-
-
-def first_word(evidence: Evidence, read_source: ReadSource | None = None) -> FirstWord:
-    """Of ranks of which none moves: the first sentence of a verdict on them."""
-    verdict = diagnose(evidence, read_source)
-    if evidence.missing_ranks and not verdict.culprits:
-        return _of_part(evidence)
-    words = _SENTENCE.split(verdict.summary, maxsplit=1)[0].rstrip(".")
-    places = tuple(Place(culprit.rank, culprit.frame) for culprit in verdict.culprits)
-    common = not places or any(_imports(evidence, place.rank) for place in places)
-    return FirstWord(_clause(words), verdict.cause, places, common)
-
-
-def _of_part(evidence: Evidence) -> FirstWord:
-    """Of the ranks that are seen, those that don't wait for peers. Whether anybody waits for them is not seen."""
-    facts = CaseFacts.of(evidence)
-    own = conditions(facts)
-    if not own:
-        return FirstWord(_clause(apart(facts, wait_words(facts, facts.waiting))), common=True)
-    words, first = summary_of(own, facts, facts.waiting).rstrip("."), next(iter(own.values()))
-    places = tuple(Place(rank, condition.frame) for rank, condition in own.items())
-    return FirstWord(_clause(words), first.cause, places, any(_imports(evidence, rank) for rank in own))
-
-
-def first_word_of_active(evidence: Evidence, ranks: Collection[int]) -> FirstWord:
-    """Of ranks that compute, read or write: where they do, and who waits for them."""
-    facts = CaseFacts.of(evidence)
-    frames = {rank: facts.ranks[rank].frame for rank in sorted(ranks) if rank in facts.ranks}
-    seen = {rank: fr.place(frame) for rank, frame in frames.items() if frame is not None}
-    if not seen:
-        return FirstWord(common=True)
-    parts = [f"{ranks_do(members, 'is', 'are')} active at {place}" for place, members in by_place(seen)[:3]]
-    waiting = apart(facts, wait_words(facts, [rank for rank in facts.ranks if rank not in seen]))
-    words = ", ".join(parts) + (f", while {waiting}" if waiting else "")
-    return FirstWord(_clause(words), "", tuple(Place(rank, frames[rank]) for rank in seen), common=True)
-
-
-def _imports(evidence: Evidence, rank: int) -> bool:
-    """Its main thread is importing a module."""
-    one = next((one for one in evidence.ranks if one.rank == rank), None)
-    view = view_of(one) if one is not None else None
-    frames = view.thread.frames if view is not None and view.thread is not None else ()
-    return any(frame.file.startswith(_IMPORTING) for frame in frames)
-
-
-def _clause(words: str) -> str:
-    """To stand behind a colon, and on one line."""
-    first, _, rest = words.partition(" ")
-    words = f"{first.lower()} {rest}" if first in ("Rank", "Ranks", "Each", "All", "Every") else words
-    return words if len(words) <= _MOST_CHARACTERS else words[: _MOST_CHARACTERS - 1] + "…"

@@ -10,20 +10,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from safelaunch.verdict import (
-    explanations,
     rules_aborted,
     rules_history,
     rules_live,
     rules_mismatch,
+    rules_new_group,
     rules_nodes,
     rules_state,
-    rules_unfit,
+    rules_threads,
+    rules_transfers,
     rules_wait,
+    rules_wrong_results,
+    wrong_group,
 )
 from safelaunch.verdict.causes import CAUSES, FAILURES
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.rank_state import RankFacts
-from safelaunch.verdict.rules_live import is_stalled
+from safelaunch.verdict.rhythm import is_stalled
 from safelaunch.verdict.waits import Case
 
 # What has to be true of the case for a kind to be asked.
@@ -99,7 +102,7 @@ RULES: tuple[Rule, ...] = (
     Rule("Did all nodes join?", (RuleKind(rules_nodes.rendezvous_incomplete, ("init-not-joined",)),)),
     Rule(
         "Does a live job compute wrong results?",
-        (RuleKind(rules_live.wrong_results, rules_live.WRONG_RESULTS, ("a live job",)),),
+        (RuleKind(rules_wrong_results.wrong_results, rules_wrong_results.WRONG_RESULTS, ("a live job",)),),
     ),
     Rule(
         "Does it make progress?",
@@ -112,7 +115,7 @@ RULES: tuple[Rule, ...] = (
             RuleKind(rules_aborted.wrong_size_received, _EITHER, ("a crash",)),
             RuleKind(rules_nodes.node_lost, ("node-lost",), ("a crash", "several nodes")),
             RuleKind(rules_nodes.silent_host, ("node-lost",), ("a crash",)),
-            RuleKind(explanations.unusual_group, ("missing-from-collective",), ("a crash",)),
+            RuleKind(wrong_group.unusual_group, ("missing-from-collective",), ("a crash",)),
             RuleKind(rules_mismatch.compared_by_torch, _MISMATCH, ("a crash",)),
         ),
     ),
@@ -138,13 +141,13 @@ RULES: tuple[Rule, ...] = (
         "Who is missing when groups are created?",
         (
             RuleKind(rules_state.init_not_joined, ("init-not-joined",)),
-            RuleKind(rules_unfit.groups_made_apart, _MISMATCH, _WHOLE),
+            RuleKind(rules_new_group.groups_made_apart, _MISMATCH, _WHOLE),
         ),
     ),
     Rule(
         "Did calls diverge long before?",
         (
-            RuleKind(rules_unfit.threads_that_race, _MISMATCH, _WHOLE),
+            RuleKind(rules_threads.threads_that_race, _MISMATCH, _WHOLE),
             RuleKind(rules_history.diverged_earlier, _MISMATCH, _WHOLE),
         ),
     ),
@@ -178,7 +181,7 @@ RULES: tuple[Rule, ...] = (
             RuleKind(rules_history.left_out_between_groups, _MISMATCH, ("a cycle over several groups",)),
             RuleKind(rules_history.new_between_groups, _MISMATCH, ("a cycle over several groups",)),
             RuleKind(rules_history.group_order, ("group-order",), ("a cycle over several groups",)),
-            RuleKind(rules_unfit.unfit_transfers, _MISMATCH, ("ranks that wait for peers",)),
+            RuleKind(rules_transfers.unfit_transfers, _MISMATCH, ("ranks that wait for peers",)),
             RuleKind(rules_mismatch.mismatch, _EITHER, ("ranks that wait for peers",), "its record"),
         ),
     ),

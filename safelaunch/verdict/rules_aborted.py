@@ -9,27 +9,18 @@ from itertools import dropwhile
 from safelaunch.model import Claim, RankEvidence
 from safelaunch.stacks import calls, failures
 from safelaunch.stacks import frames as fr
+from safelaunch.verdict.blame import conditions, wait_claims, waiting_culprit, waiting_culprits
 from safelaunch.verdict.causes import FAILURES, SIZES_DIFFER, UNUSUAL_GROUP
-from safelaunch.verdict.collectives import Mismatch, sides_of, vote
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import aborted_in, failed_at, is_aborted
-from safelaunch.verdict.explanations import habit_claim, unusual
-from safelaunch.verdict.findings import (
-    Finding,
-    Ruling,
-    capital,
-    conditions,
-    each_of,
-    ranks_do,
-    ranks_word,
-    wait_claims,
-    waiting_culprit,
-    waiting_culprits,
-    waits_words,
-)
+from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.majority import sides_of, vote
+from safelaunch.verdict.mismatch import Mismatch
 from safelaunch.verdict.peers import PeerWait
+from safelaunch.verdict.phrases import capital, each_of, ranks_do, ranks_word, waits_words
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts, user_stack_of, view_of
 from safelaunch.verdict.rules_mismatch import CallSite, ExpectedMatch, by_a_break, by_the_source, of_record
+from safelaunch.verdict.wrong_group import habit_claim, unusual
 
 
 def aborted_by_a_peer(facts: CaseFacts) -> Ruling:

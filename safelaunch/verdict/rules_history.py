@@ -12,25 +12,16 @@ from safelaunch.model import Claim, Collective, Frame
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict import causes
-from safelaunch.verdict.collectives import describe, number_of, op_name
+from safelaunch.verdict.blame import conditions, wait_claims, waiting_culprit, waiting_culprits
+from safelaunch.verdict.c10d import describe, number_of, op_name
+from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.conditions import record_claim
-from safelaunch.verdict.divergence import UNKNOWN, Divergence
+from safelaunch.verdict.divergence import Divergence
 from safelaunch.verdict.doubts import Doubt, those
-from safelaunch.verdict.findings import (
-    Finding,
-    Ruling,
-    apart,
-    capital,
-    conditions,
-    ranks_wait,
-    ranks_word,
-    wait_claims,
-    wait_words,
-    waiting_culprit,
-    waiting_culprits,
-)
+from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.own_words import is_aside
+from safelaunch.verdict.phrases import apart, capital, ranks_wait, ranks_word, wait_words
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
-from safelaunch.verdict.remarks import is_aside
 from safelaunch.verdict.waits import Case, same_op
 
 

@@ -13,37 +13,28 @@ from safelaunch.stacks import frames as fr
 from safelaunch.stacks.failures import Fingerprint, fingerprints
 from safelaunch.stacks.parting import loop_left, loop_returned_from, ways_around
 from safelaunch.stacks.source import SourceLoop, loops_at
+from safelaunch.verdict.blame import wait_claims, waiting_culprit
+from safelaunch.verdict.c10d import describe, fits, number_of, op_name, signature
+from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.causes import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
-from safelaunch.verdict.collectives import (
-    Mismatch,
-    describe,
-    fits,
-    mismatch_at,
-    number_of,
-    op_name,
-    sides_of,
-    signature,
-    vote,
-)
 from safelaunch.verdict.conditions import record_claim
-from safelaunch.verdict.divergence import UNKNOWN, Aligned
+from safelaunch.verdict.divergence import Aligned
 from safelaunch.verdict.doubts import Doubt, those
-from safelaunch.verdict.findings import (
-    Finding,
-    Ruling,
+from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.guarding import branches
+from safelaunch.verdict.majority import sides_of, vote
+from safelaunch.verdict.mismatch import Mismatch, mismatch_at
+from safelaunch.verdict.own_words import is_aside, is_interrupted
+from safelaunch.verdict.phrases import (
     apart,
     by_place,
     capital,
     ranks_do,
     ranks_wait,
     ranks_word,
-    wait_claims,
     wait_words,
-    waiting_culprit,
 )
-from safelaunch.verdict.guarding import branches
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of, view_of
-from safelaunch.verdict.remarks import is_aside, is_interrupted
 from safelaunch.verdict.rules_history import of_role, shifted
 from safelaunch.verdict.waits import Case, same_op
 

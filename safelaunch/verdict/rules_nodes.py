@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from msgspec import structs
 
 from safelaunch.model import (
     Claim,
-    Evidence,
-    NcclProcess,
-    NcclState,
-    NcclWitness,
     NodeAtFault,
     NodeEvidence,
     Rendezvous,
     format_ranks,
 )
-from safelaunch.verdict.causes import CAUSES, FAILURES
-from safelaunch.verdict.collectives import sides_of
+from safelaunch.verdict.blame import conditions, wait_claims
+from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import is_timeout, one_line
-from safelaunch.verdict.findings import (
-    Annotation,
-    Finding,
-    Ruling,
-    capital,
-    conditions,
-    ranks_do,
-    ranks_word,
-    wait_claims,
-    waits_words,
-)
+from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.nccl_witness import nccl_states
+from safelaunch.verdict.phrases import capital, ranks_do, ranks_word, waits_words
 from safelaunch.verdict.rank_state import CaseFacts
+from safelaunch.verdict.versions import version_claims
 from safelaunch.verdict.waits import Case
 
-FILE, RENDEZVOUS = "nodes.json", "rendezvous.json"
+NODES_FILE, RENDEZVOUS_FILE = "nodes.json", "rendezvous.json"
 SILENT_S = 15.0  # a node that was quiet for less has missed a few beats
-_COMPARED = ("torch", "safelaunch", "script")
-
-
-# --- a node that has not come ---------------------------------------------------------------------------------------
 
 
 def rendezvous_incomplete(facts: CaseFacts) -> Ruling:
@@ -59,7 +44,7 @@ def rendezvous_incomplete(facts: CaseFacts) -> Ruling:
         text += f" From {', '.join(seen.absent_hosts[:8])} none has come."
     if seen.store:
         text += f" The store where they meet does not answer: {seen.store}."
-    claims = (Claim(f"{seen.come} of {seen.wanted} nodes came", RENDEZVOUS), Claim(seen.error, RENDEZVOUS))
+    claims = (Claim(f"{seen.come} of {seen.wanted} nodes came", RENDEZVOUS_FILE), Claim(seen.error, RENDEZVOUS_FILE))
     absent = tuple(NodeAtFault(host, "", "it has not joined the rendezvous") for host in seen.absent_hosts)
     return Finding("init-not-joined", (Doubt.UNCOUNTED_NODES,), text, claims=claims, nodes=absent)
 
@@ -68,10 +53,7 @@ def _rendezvous_failed(seen: Rendezvous) -> Finding:
     """All that is known is the error that a process of the job raised."""
     why = f" ({seen.error})" if seen.error else ""
     text = f"The processes of the job did not meet: {seen.store or 'not all of them came'}{why}."
-    return Finding("init-not-joined", (), text, claims=(Claim(seen.error or seen.store, RENDEZVOUS),))
-
-
-# --- a node that is not heard -------------------------------------------------------------------------------------
+    return Finding("init-not-joined", (), text, claims=(Claim(seen.error or seen.store, RENDEZVOUS_FILE),))
 
 
 def node_lost(case: Case) -> Ruling:
@@ -132,7 +114,7 @@ def store_lost(case: Case) -> Ruling:
     answers = all(node.probe == "answers" for node in hosts)
     text = f"Torchrun on {_hosts(failed)} failed: its agents' store was on {_names(hosts)}, "
     text += "where torchrun has ended" if answers else "which is silent: it is down, or cut off"
-    reason = Claim(f"node {failed[0].host}: torchrun failed of {one_line(failed[0].agent_error)}", FILE)
+    reason = Claim(f"node {failed[0].host}: torchrun failed of {one_line(failed[0].agent_error)}", NODES_FILE)
     unanswered = all(node.probe == "no answer" for node in hosts)
     doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(hosts))}
     cause = "launcher-stopped" if answers else "node-unreachable"
@@ -212,7 +194,7 @@ def failed_elsewhere(case: Case) -> Ruling:
     if not told or not waiting:
         return ""
     text = f"{capital(waits_words(case, waiting))}; {'; '.join(node.trouble for node in told[:4])}."
-    claims = tuple(Claim(f"node {node.host} said: {node.trouble}", FILE) for node in told)
+    claims = tuple(Claim(f"node {node.host} said: {node.trouble}", NODES_FILE) for node in told)
     doubts = those({Doubt.UNSEEN_RANKS: True})
     return Finding("rank-exited", doubts, text, claims=(*claims, *wait_claims(case, waiting)), victims=tuple(waiting))
 
@@ -270,7 +252,7 @@ def _finding(
 ) -> Finding:
     waiting = tuple(waiting)
     named = {(node.host, node.ranks): _at_fault(node) for node in nodes}
-    claims = tuple(Claim(f"node {one.host}: {one.reason}", FILE) for one in named.values())
+    claims = tuple(Claim(f"node {one.host}: {one.reason}", NODES_FILE) for one in named.values())
     return Finding(
         cause,
         doubts,
@@ -302,150 +284,3 @@ _TRIED = {
     "no answer": "the host does not answer either",
     "no route": "its own network interface is down, or has no link, address or route",
 }
-
-
-# --- a node whose ranks are all behind ----------------------------------------------------------------------------
-
-
-def node_behind(case: Case, finding: Finding) -> Iterator[Annotation]:
-    """The node, where the ranks at fault are all ranks of one node, and no others: its trouble, not theirs."""
-    named = frozenset(culprit.rank for culprit in finding.culprits)
-    node = next((node for node in _nodes(case.evidence) if len(named) > 1 and named == set(node[1])), None)
-    if node is None or case.unseen:
-        return
-    host, ranks = node
-    reasons = dict.fromkeys(culprit.reason.removeprefix(f"Rank {culprit.rank} ") for culprit in finding.culprits)
-    reason = f"each of its ranks {next(iter(reasons)).rstrip('.')}"
-    if len(reasons) > 1:
-        first = next(iter(reasons)).rstrip(".")
-        reason = f"all of its ranks are behind: rank {next(iter(ranks))} {first}, and others likewise"
-    at_fault = (NodeAtFault(host, format_ranks(ranks), reason),)
-    of_node = CAUSES[finding.cause].of_node
-    if not of_node or case.evidence.outcome not in ("hang", "suspect"):
-        yield Annotation(nodes=at_fault)
-        return
-    yield Annotation(
-        f"Node {host} is behind as a whole: {ranks_word(ranks)}, and no others.",
-        doubts=finding.doubts if of_node == "surely" else (*finding.doubts, Doubt.NOT_OF_THE_NODE),
-        culprits=(),
-        cause="node-behind",
-        explains=True,
-        ruled_out=(f"{finding.cause} of {ranks_word(ranks)} alone: they are all ranks of the node",),
-        nodes=at_fault,
-    )
-
-
-def _nodes(evidence: Evidence) -> list[tuple[str, tuple[int, ...]]]:
-    """Host and ranks of each node: as the nodes said, else by the ranks' hosts. Empty for a single one."""
-    told = {node.ranks: node.host for node in evidence.nodes if node.ranks}
-    if not told:
-        by_host = sides_of({rank.rank: rank.host for rank in evidence.ranks})
-        told = {tuple(sorted(ranks)): host for host, ranks in by_host.items()}
-    return [(host, ranks) for ranks, host in told.items()] if len(told) > 1 else []
-
-
-# --- what the nodes run -------------------------------------------------------------------------------------------
-
-
-def version_claims(evidence: Evidence) -> tuple[Claim, ...]:
-    """``torch differs between nodes: 2.9 on a, 2.13 on b``, for each of what differs."""
-    claims = []
-    for what in _COMPARED:
-        found: dict[str, list[str]] = {}
-        for node in evidence.nodes:
-            if version := getattr(node, what):
-                found.setdefault(version, []).append(node.host)
-        if len(found) > 1:
-            each = (f"{version} on {', '.join(dict.fromkeys(hosts[:3]))}" for version, hosts in list(found.items())[:4])
-            claims.append(Claim(f"{what} differs between nodes: {'; '.join(each)}", FILE))
-    return tuple(claims)
-
-
-# --- NCCL's RAS service, a second witness: which ranks it means -------------------------------------------------------
-
-# It never speaks first. It knows a process by host, pid and GPU, and by its number in each communicator. Its hosts are
-# addresses, so a process is a rank only where pids say so; where two ranks may be meant, none is.
-
-_MOST = 4  # claims about ranks, and as many about processes that are no known rank
-
-
-def nccl_states(evidence: Evidence) -> dict[int, NcclState]:
-    """Rank → what NCCL says of it, of all ranks that it certainly means."""
-    return {rank: process.state for rank, process in _in_nccl(evidence).items()}
-
-
-def _in_nccl(evidence: Evidence) -> Mapping[int, NcclProcess]:
-    if evidence.nccl is None:
-        return {}
-    pids = {rank.rank: rank.pid for rank in evidence.ranks if rank.pid > 0}
-    return dict(_by_pid(evidence, evidence.nccl)) | dict(_by_number(evidence.nccl, pids, evidence.world_size))
-
-
-def _by_number(witness: NcclWitness, pids: Mapping[int, int], world: int) -> Iterator[tuple[int, NcclProcess]]:
-    """A communicator of all ranks numbers them as the job does, where the pids of those that were seen agree."""
-    for communicator in witness.communicators:
-        there = {process.rank: process for process in communicator.processes}
-        known = [rank for rank in there if rank in pids and there[rank].pid > 0]
-        agree = known and all(pids[rank] == there[rank].pid for rank in known)
-        if communicator.size == world and agree and there.keys() <= set(range(world)):
-            yield from there.items()
-
-
-def _by_pid(evidence: Evidence, witness: NcclWitness) -> Iterator[tuple[int, NcclProcess]]:
-    """An address is a host where its pids are ranks of that host, and neither fits another.
-
-    The text form names only processes in trouble: any node that was not seen may have the same pids.
-    """
-    ranks: dict[str, dict[int, int]] = {}
-    for rank in evidence.ranks:
-        ranks.setdefault(rank.host, {})[rank.pid] = rank.rank
-    processes: dict[str, dict[int, NcclProcess]] = {}
-    for process in _everybody(witness):
-        processes.setdefault(process.host, {})[process.pid] = process
-    if not witness.communicators and evidence.missing_ranks:
-        return
-    fits = [(a, host) for a in processes for host in ranks if processes[a].keys() <= ranks[host].keys()]
-    for address, host in fits:
-        if sum(address in pair or host in pair for pair in fits) == 1:
-            yield from ((ranks[host][pid], process) for pid, process in processes[address].items())
-
-
-def _everybody(witness: NcclWitness) -> Iterator[NcclProcess]:
-    """All that it says of any process."""
-    yield from witness.processes
-    for communicator in witness.communicators:
-        yield from communicator.processes
-
-
-def nccl_claims(evidence: Evidence) -> tuple[Claim, ...]:
-    """What it says of ranks that are dead or do not answer, and of such processes that are no known rank."""
-    witness = evidence.nccl
-    if witness is None:
-        return ()
-    known = _in_nccl(evidence)
-    named = {(process.host, process.pid) for process in known.values()}
-    texts = [f"{_SAYS[known[rank].state]} {ranks_word([rank])} ({_where(known[rank])})" for rank in sorted(known)
-             if known[rank].state != "answers"]  # fmt: skip
-    others = dict.fromkeys(p for p in _everybody(witness) if p.state != "answers" and (p.host, p.pid) not in named)
-    strangers = [f"{_SAYS[one.state]} a process that is no known rank ({_where(one)})" for one in others]
-    return tuple(Claim(f"NCCL {text}", witness.file) for text in (*_most(texts), *_most(strangers)))
-
-
-def nccl_rules_out(evidence: Evidence) -> tuple[str, ...]:
-    """Where each rank of the job has answered NCCL: no process is dead or stopped."""
-    said = nccl_states(evidence)
-    if len(said) < evidence.world_size or set(said.values()) != {"answers"}:
-        return ()
-    return (f"a process that is dead or stopped: NCCL has an answer from each of {ranks_word(said)}",)
-
-
-_SAYS: Mapping[NcclState, str] = {"dead": "has given up", "unresponsive": "has no answer from"}
-
-
-def _where(process: NcclProcess) -> str:
-    gpu = f", GPU {process.gpu}" if process.gpu >= 0 else ""
-    return f"pid {process.pid} on {process.host}{gpu}" if process.pid > 0 else f"a process that it does not know{gpu}"
-
-
-def _most(texts: list[str]) -> list[str]:
-    return texts if len(texts) <= _MOST else [*texts[: _MOST - 1], f"{texts[_MOST - 1]}, and {len(texts) - _MOST} more"]

@@ -10,8 +10,9 @@ from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.guards import way_to
 from safelaunch.stacks.kernel import kind_of, thread_samples
+from safelaunch.verdict.blame import blame, condition_claims, conditions, most_doubtful, wait_claims
 from safelaunch.verdict.causes import FAILURES, LAUNCHER, STORE_NOT_REACHED
-from safelaunch.verdict.collectives import sides_of
+from safelaunch.verdict.chance import is_scattered
 from safelaunch.verdict.conditions import Condition, View
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import (
@@ -24,24 +25,19 @@ from safelaunch.verdict.exits import (
     nccl_failure,
     one_line,
 )
-from safelaunch.verdict.findings import (
-    Finding,
-    Ruling,
-    blame,
+from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.guarding import guard_of
+from safelaunch.verdict.majority import sides_of
+from safelaunch.verdict.phrases import (
     capital,
-    condition_claims,
-    conditions,
     each_of,
-    most_doubtful,
     ranks_do,
     ranks_wait,
     ranks_word,
     summary_of,
     unseen_words,
-    wait_claims,
     waits_words,
 )
-from safelaunch.verdict.guarding import guard_of, is_scattered
 from safelaunch.verdict.rank_state import UNKNOWN_OP, CaseFacts, RankFacts, view_of
 from safelaunch.verdict.waits import Case
 

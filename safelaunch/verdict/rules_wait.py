@@ -8,31 +8,33 @@ from dataclasses import replace
 from safelaunch.model import Claim, Collective
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
-from safelaunch.verdict.causes import LOCK, LOCKED_INIT, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
-from safelaunch.verdict.collectives import described, mismatch_at, op_name
-from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
-from safelaunch.verdict.doubts import Doubt, levels_of, those
-from safelaunch.verdict.findings import (
-    Finding,
-    Ruling,
-    apart,
+from safelaunch.verdict.blame import (
     blame,
-    capital,
     condition_claims,
     conditions,
     culprit,
     most_doubtful,
+    wait_claims,
+    waiting_culprit,
+    waiting_culprits,
+)
+from safelaunch.verdict.c10d import described, op_name
+from safelaunch.verdict.causes import LOCK, LOCKED_INIT, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
+from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
+from safelaunch.verdict.doubts import Doubt, levels_of, those
+from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.graph import NodeKind
+from safelaunch.verdict.mismatch import mismatch_at
+from safelaunch.verdict.phrases import (
+    apart,
+    capital,
     ranks_wait,
     ranks_word,
     summary_of,
     unseen_words,
-    wait_claims,
     wait_words,
-    waiting_culprit,
-    waiting_culprits,
     waits_words,
 )
-from safelaunch.verdict.graph import NodeKind
 from safelaunch.verdict.rank_state import view_of
 from safelaunch.verdict.rules_history import skipped
 from safelaunch.verdict.waits import AwaitedHolder, Case, Waiters, ranks_in

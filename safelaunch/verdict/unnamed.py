@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import msgspec
 
 from safelaunch.model import Claim, Culprit, Evidence, NodeAtFault, ProcessAtFault, Verdict, format_ranks, rank_words
-from safelaunch.verdict.findings import Finding, by_place, capital, wait_words
+from safelaunch.verdict.findings import Finding
+from safelaunch.verdict.phrases import by_place, capital, wait_words
 from safelaunch.verdict.rank_state import CaseFacts
 
 _MOST_NAMES, _MOST_PLACES, _MOST_CLAIMS = 2, 3, 12

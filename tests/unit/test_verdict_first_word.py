@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from safelaunch.model import Place
-from safelaunch.verdict.diagnose import first_word, first_word_of_active
+from safelaunch.verdict.first_word import first_word, first_word_of_active
 from tests.support.evidence import Frame, at, behind, in_user, job, rank, waiting, with_culprit
 
 BLOCKED = rank(1, in_user(41, "load"), "pipe", flight=behind())

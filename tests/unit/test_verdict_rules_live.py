@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from safelaunch.model import Evidence, Progress, Verdict, WrongResult
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.rules_live import is_stalled, rhythm_of
+from safelaunch.verdict.rhythm import is_stalled, rhythm_of
 from tests.support.evidence import behind, in_user, job, rank, waiting
 
 APART = WrongResult(

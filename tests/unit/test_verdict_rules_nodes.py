@@ -24,7 +24,7 @@ from safelaunch.model import (
 from safelaunch.model.evidence import all_nodes
 from safelaunch.report.report import nccl_lines
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.rules_nodes import nccl_states
+from safelaunch.verdict.nccl_witness import nccl_states
 from tests.support.evidence import SITE, at, behind, in_c10d, in_init, in_user, job, rank, waiting
 
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"

@@ -1,0 +1,164 @@
+"""Any condition at which two sides diverge: a loop that ended, a later round, other items."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise, takewhile
+
+from safelaunch.model import Frame
+from safelaunch.model.entries import Entries
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.guards import Guard
+from safelaunch.stacks.parting import Parting, loop_of_both, parting, ways_around
+from safelaunch.stacks.source import SourceLoop, loops_at, names_called_at
+from safelaunch.verdict import causes
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.findings import Annotation, Finding, stacks_of_waiters
+from safelaunch.verdict.guarding import MOST_NAMED, by_stack, whereabouts
+from safelaunch.verdict.own_words import says_why
+from safelaunch.verdict.phrases import capital, ranks_do, ranks_word
+from safelaunch.verdict.rank_state import CaseFacts
+
+_OF_A_LOOP = {Doubt.ROUND_UNKNOWN, Doubt.HABIT_ALONE}  # what the finding says of the loop around them already
+
+
+RankSide = tuple[Sequence[Frame], Sequence[int]]  # the user's frames, innermost first, and the ranks that are there
+
+
+def parted(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
+    """The conditions that only one of two ways has, those of the ranks at fault first. Where all of these ask for the
+    round alone, who is in the later one has made fewer calls; and where there are none, a loop has ended for one side.
+    """
+    is_told = any(branch.kept for branch in finding.branches) or Doubt.MAY_SKIP_CALLS in finding.doubts
+    # by its own words, or by its group
+    is_told |= finding.advice >= causes.DRAWN or causes.UNUSUAL_GROUP in finding.advice
+    if finding.cause != "collective-mismatch" or is_told:
+        return
+    waits = stacks_of_waiters(facts, finding)
+    sides = _sides(facts, finding, finding.calls or waits)
+    if not sides and _in_several_groups(facts, waits):
+        sides = _sides(facts, finding, waits)
+    if not sides:
+        return
+    (one, _), (other, _) = sides
+    found = parting(one, other, facts.read_source)
+    if found is None:
+        loop = loop_of_both(one, other, facts.read_source)
+        if loop is not None:
+            yield _of_other_items(facts, *loop)
+        return
+    ended = None if _OF_A_LOOP & {*finding.doubts} else _in_another_round(facts, found, sides)
+    if ended is not None:
+        yield ended[1]
+    parts = [
+        [one for one in way if _may_part(facts, one, waits) and (ended is None or ended[0].has(one))]
+        for way in found.ways
+    ]
+    later = [n for n, way in enumerate(found.ways) if any(one.by_round for one in way)]
+    if told := [one for part in parts for one in part[-MOST_NAMED:]]:
+        advice = frozenset({causes.TRIED_AGAIN}) if all(one.again for one in told) else causes.DRAWN
+        words = " and ".join(f"`{one.words}`" for one in told)
+        yield Annotation(f"Which way a rank goes depends on {words}.", advice=advice)
+    elif ended is None and len(later) == 1:
+        yield from _in_a_later_round(facts, found, sides, later[0])
+
+
+def _sides(facts: CaseFacts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]) -> Sequence[RankSide]:
+    """Of those at fault, and of most of the others; none where they are at several places, or say why they are. Twice
+    the same where all pass different sizes at one line.
+
+    Who waits where a rank at fault does is on its side, unless in a group of its own.
+    """
+    named = {culprit.rank for culprit in finding.culprits}
+    places = by_stack(stacks)
+    if len(places) == 1 and causes.SIZES_DIFFER in finding.advice:
+        return [*places.items()] * 2
+    odd = [(place, [rank for rank in ranks if rank in named]) for place, ranks in places.items() if named & {*ranks}]
+    rest = [(place, ranks) for place, ranks in places.items() if not named & {*ranks}]
+    if len(odd) == 2 and not rest:
+        return odd
+    if any(not named.issuperset(ranks) for ranks in places.values() if named & {*ranks}):
+        peers = _members_of_waits(facts, named) if _in_several_groups(facts, stacks) else frozenset[int]()
+        rest = [(place, among) for place, ranks in rest if (among := [rank for rank in ranks if rank in peers])]
+        if not rest:
+            return ()
+    rest = sorted(rest, key=lambda side: -len(side[1]))
+    return [*odd, rest[0]] if len(odd) == 1 and rest and not any(says_why(facts, rank) for rank in named) else ()
+
+
+def _in_several_groups(facts: CaseFacts, ranks: Iterable[int]) -> bool:
+    return len({wait.group for rank in ranks if (wait := facts.ranks[rank].wait) is not None}) > 1
+
+
+def _members_of_waits(facts: CaseFacts, ranks: Iterable[int]) -> frozenset[int]:
+    """Those in the groups in which ``ranks`` wait."""
+    waits = [wait for rank in ranks if (wait := facts.ranks[rank].wait) is not None and wait.group is not None]
+    return frozenset[int]().union(*(facts.alignment.members(str(wait.group))[0] for wait in waits))
+
+
+def _may_part(facts: CaseFacts, one: Guard, ranks: Iterable[int]) -> bool:
+    """Neither what is the same on all ranks in one round, nor what the rank alone decides: that is known already."""
+    return not one.by_round and any(one.admits(whereabouts(facts, rank)) is None for rank in ranks)
+
+
+def _of_other_items(facts: CaseFacts, loop: Guard, around: Sequence[Frame]) -> Annotation:
+    """Both sides are in the call that the loop makes with each of its items, by the way ``around``, innermost first."""
+    skips = ways_around(around, loop.line, facts.read_source)
+    text = f"Both sides come from one line of `{loop.words}`: they go through different items, or in another order"
+    return Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({causes.OTHER_ITEMS}))
+
+
+def _in_another_round(
+    facts: CaseFacts, found: Parting, sides: Sequence[RankSide]
+) -> tuple[SourceLoop, Annotation] | None:
+    """One side makes once more the call that the other has made last: a loop around it has ended for one of them.
+
+    Under a condition, the other may not call in each round of what is around them, and the calls be those of several.
+    """
+    for mine, (way, ranks) in enumerate(sides):
+        there = found.stacks[mine]
+        loops = [loop for frame in there for loop in loops_at(frame, facts.read_source)]
+        loops = [loop for loop in loops if not loop.has(found.stacks[1 - mine][0])]
+        others = sides[1 - mine][1]
+        if (
+            len(loops) == 1
+            and not found.ways[1 - mine]
+            and _run(facts, ranks[0], way, 0) > _run(facts, others[0], way, 1) > 0
+        ):
+            text = f"{capital(ranks_do(others, 'has', 'have'))} called last from {fr.place(way[0])}, too: the loop at "
+            text += f"{loops[0].place} has ended there, and goes on for {ranks_word(ranks)}"
+            return loops[0], Annotation(f"{text}.", advice=frozenset({causes.OTHER_ITEMS}))
+    return None
+
+
+def _run(facts: CaseFacts, rank: int, way: Sequence[Frame], before: int) -> int:
+    """How many calls in a row the rank has made by this way, of whatever groups, up to the one that it waits in, or up
+    to so many ``before`` that; 0 where records do not tell.
+    """
+    wait, record = facts.ranks[rank].wait, facts.alignment.records.get(rank)
+    if wait is None or record is None or wait.group is None or wait.seq is None:
+        return 0
+    now = facts.alignment.entry(rank, wait.group, wait.seq)
+    entries, spots = Entries.of(record.entries), [*map(fr.spot, way)]
+    at = entries.record_ids.index(now.record_id) if now is not None else 0
+    made = ([*map(fr.spot, facts.alignment.stack(rank, entries[n]).user_frames)] for n in range(at - before, -1, -1))
+    return len(list(takewhile(lambda stack: stack == spots, made)))
+
+
+def _in_a_later_round(facts: CaseFacts, found: Parting, sides: Sequence[RankSide], later: int) -> Iterator[Annotation]:
+    """Of those that should meet under one number. None where a library made a call on the way, under conditions of its
+    own.
+    """
+    waits = [facts.ranks[rank].wait for _, ranks in sides for rank in ranks]
+    numbers = {(wait.group, wait.seq) if wait is not None else ("", None) for wait in waits}
+    if len(numbers) != 1 or None in next(iter(numbers)):
+        return
+    way, stack = found.stacks[later], found.stacks[1 - later]
+    if any(fr.short(into.function) not in names_called_at(one, facts.read_source) for one, into in pairwise(way)):
+        return
+    loops = loops_at(stack[0], facts.read_source)
+    skips = ways_around(stack[::-1], loops[-1].line, facts.read_source) if loops else []
+    ahead, behind = sides[later][1], sides[1 - later][1]
+    text = f"All ranks get to {fr.place(way[-1])} in the same rounds (`{found.ways[later][-1].words}`), so "
+    text += f"{ranks_do(ahead, 'has', 'have')} left out calls before, or {ranks_do(behind, 'has', 'have')} made more"
+    yield Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({causes.LEFT_OUT}))

@@ -1,0 +1,107 @@
+"""Ranks that might each have decided for themselves, by a random number or their own data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Set
+from math import comb
+
+from safelaunch.model import Frame
+from safelaunch.stacks.guards import way_to
+from safelaunch.verdict import causes
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.findings import Annotation, Finding, GuardedCall, stacks_of_waiters
+from safelaunch.verdict.own_words import says_why
+from safelaunch.verdict.phrases import by_place
+from safelaunch.verdict.rank_state import CaseFacts
+
+_MOST_RANKS = 1 << 14  # of which patterns are looked for: their number times their size is what it takes
+CHANCE = 0.01  # that ranks which draw for themselves make a pattern
+
+
+def _drawn(facts: CaseFacts, finding: Finding) -> tuple[Doubt, ...]:
+    """Whether several ranks at fault on one side may have drawn for themselves, or decided by data of their own.
+
+    Then no rank is wrong. A decision by the rank parts those of a group, of a node, or in an order among all ranks; of
+    few ranks a draw may do so as well. Who waits in a send or receive has decided nothing: it has a peer. Nor has
+    anybody where the source shows no condition that ranks have passed on one side alone.
+    """
+    places = {
+        culprit.rank: (culprit.frame.file, culprit.frame.line) if culprit.frame else ("", 0)
+        for culprit in finding.culprits
+    }
+    sides = by_place(places)
+    if Doubt.EITHER_SIDE in finding.doubts or (Doubt.NO_MAJORITY not in finding.doubts and len(sides) > 1):
+        return ()
+    chances = [_chance(facts, {*side}) for _, side in sides]
+    if any(is_in_transfer(facts, culprit.rank, culprit.frame) for culprit in finding.culprits):
+        return (Doubt.MAY_BE_OWED,) if 1.0 in chances else ()
+    if not _may_have_decided(facts, finding):
+        return (Doubt.SEVERAL_PLACES,) if 1.0 in chances else ()
+    if 1.0 in chances:
+        return (Doubt.NO_PATTERN,)
+    return (Doubt.PATTERN_BY_CHANCE,) if max(chances, default=0.0) > CHANCE else ()
+
+
+def is_in_transfer(facts: CaseFacts, rank: int, frame: Frame | None) -> bool:
+    wait = facts.ranks[rank].wait
+    return wait is not None and wait.kind == "p2p" and wait.frame == frame
+
+
+def _may_have_decided(facts: CaseFacts, finding: Finding) -> bool:
+    """Some ranks stand behind a condition, whatever it asks for, that others do not; or the source does not say."""
+    ways = set()
+    for stack in stacks_of_waiters(facts, finding).values():
+        if not stack or any(not facts.read_source(frame.file) for frame in stack):
+            return True
+        steps = (step for frame in stack for step in way_to(frame, facts.read_source) if not step.loop)
+        ways.add(frozenset((step.file, step.line, step.taken) for step in steps))
+    return len(ways) != 1
+
+
+def unless_drawn(facts: CaseFacts, finding: Finding, found: Iterable[GuardedCall]) -> Annotation:
+    """Nobody is at fault where each rank has decided for itself which way to go: by a random number, or by data of its
+    own.
+
+    The numbers of those on either side are then no property of theirs, and the next run has others. What is wrong is
+    the decision, which all ranks make at one line. Unless a rank says itself why it is where it is, or came to its call
+    by a condition that asks for the rank: then the decision is the rank's, whatever else it asks for.
+    """
+    doubts, named = _drawn(facts, finding), {culprit.rank for culprit in finding.culprits}
+    if Doubt.NO_PATTERN not in doubts or any(says_why(facts, rank) for rank in named):
+        return Annotation(doubts=doubts)
+    if any(named.issuperset(one.ranks) for one in found):
+        return Annotation(doubts=(Doubt.RANK_AND_MORE,))
+    return Annotation(_DRAWN, doubts=doubts, culprits=(), advice=causes.DRAWN)
+
+
+_DRAWN = (
+    "Nothing distinguishes the two sides: each rank seems to decide for itself, by a random number or its own data, so "
+    "no rank is named."
+)
+
+
+def is_scattered(facts: CaseFacts, ranks: Set[int]) -> bool:
+    """Neither these ranks nor all the others are a pattern, and both are several."""
+    return _chance(facts, ranks) == 1.0
+
+
+def _chance(facts: CaseFacts, ranks: Set[int]) -> float:
+    """How many of all sets of so many ranks make a pattern; 1.0 where ``ranks`` make none, nor do all the others."""
+    sides = [set(side) for side in (ranks, facts.world - ranks)]
+    if any(len(side) < 2 for side in sides) or len(facts.world) > _MOST_RANKS:
+        return 0.0
+    patterns = {frozenset(pattern) for side in sides for pattern in _patterns(facts, len(side))}
+    if not any(frozenset(side) in patterns for side in sides):
+        return 1.0
+    return len(patterns) / comb(len(facts.world), len(ranks))
+
+
+def _patterns(facts: CaseFacts, size: int) -> Iterator[Iterable[int]]:
+    """The sets of ``size`` ranks that are the first or last ones, every k-th, a group's or a node's."""
+    world = sorted(facts.world)
+    yield from (world[:size], world[-size:])
+    for step in range(2, len(world) // size + 2):
+        yield from (found for first in range(step) if len(found := world[first::step]) == size)
+    hosts = [ranks for _, ranks in by_place({rank: one.evidence.host for rank, one in facts.ranks.items()})]
+    groups = (members for record in facts.alignment.records.values() for members in record.groups.values())
+    yield from (found for found in (*hosts, *set(groups)) if len(found) == size)

@@ -1,0 +1,76 @@
+"""The first clause about a quiet job: what its ranks do while nothing is known yet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from safelaunch.model import Evidence, FirstWord, Place
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks.source import ReadSource
+from safelaunch.verdict.blame import conditions
+from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.phrases import (
+    apart,
+    by_place,
+    ranks_do,
+    summary_of,
+    wait_words,
+)
+from safelaunch.verdict.rank_state import CaseFacts, view_of
+
+# What ranks do while a job is quiet, in a clause. It never says that the job hangs: nobody knows that yet.
+
+_MOST_CHARACTERS = 400
+_SENTENCE = re.compile(r"(?<=[.)`])\s+(?=[A-Z`])")
+_IMPORTING = "<frozen importlib"
+
+
+def first_word(evidence: Evidence, read_source: ReadSource | None = None) -> FirstWord:
+    """Of ranks of which none moves: the first sentence of a verdict on them."""
+    verdict = diagnose(evidence, read_source)
+    if evidence.missing_ranks and not verdict.culprits:
+        return _of_part(evidence)
+    words = _SENTENCE.split(verdict.summary, maxsplit=1)[0].rstrip(".")
+    places = tuple(Place(culprit.rank, culprit.frame) for culprit in verdict.culprits)
+    common = not places or any(_imports(evidence, place.rank) for place in places)
+    return FirstWord(_clause(words), verdict.cause, places, common)
+
+
+def _of_part(evidence: Evidence) -> FirstWord:
+    """Of the ranks that are seen, those that don't wait for peers. Whether anybody waits for them is not seen."""
+    facts = CaseFacts.of(evidence)
+    own = conditions(facts)
+    if not own:
+        return FirstWord(_clause(apart(facts, wait_words(facts, facts.waiting))), common=True)
+    words, first = summary_of(own, facts, facts.waiting).rstrip("."), next(iter(own.values()))
+    places = tuple(Place(rank, condition.frame) for rank, condition in own.items())
+    return FirstWord(_clause(words), first.cause, places, any(_imports(evidence, rank) for rank in own))
+
+
+def first_word_of_active(evidence: Evidence, ranks: Collection[int]) -> FirstWord:
+    """Of ranks that compute, read or write: where they do, and who waits for them."""
+    facts = CaseFacts.of(evidence)
+    frames = {rank: facts.ranks[rank].frame for rank in sorted(ranks) if rank in facts.ranks}
+    seen = {rank: fr.place(frame) for rank, frame in frames.items() if frame is not None}
+    if not seen:
+        return FirstWord(common=True)
+    parts = [f"{ranks_do(members, 'is', 'are')} active at {place}" for place, members in by_place(seen)[:3]]
+    waiting = apart(facts, wait_words(facts, [rank for rank in facts.ranks if rank not in seen]))
+    words = ", ".join(parts) + (f", while {waiting}" if waiting else "")
+    return FirstWord(_clause(words), "", tuple(Place(rank, frames[rank]) for rank in seen), common=True)
+
+
+def _imports(evidence: Evidence, rank: int) -> bool:
+    """Its main thread is importing a module."""
+    one = next((one for one in evidence.ranks if one.rank == rank), None)
+    view = view_of(one) if one is not None else None
+    frames = view.thread.frames if view is not None and view.thread is not None else ()
+    return any(frame.file.startswith(_IMPORTING) for frame in frames)
+
+
+def _clause(words: str) -> str:
+    """To stand behind a colon, and on one line."""
+    first, _, rest = words.partition(" ")
+    words = f"{first.lower()} {rest}" if first in ("Rank", "Ranks", "Each", "All", "Every") else words
+    return words if len(words) <= _MOST_CHARACTERS else words[: _MOST_CHARACTERS - 1] + "…"

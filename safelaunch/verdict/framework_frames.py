@@ -1,0 +1,77 @@
+"""Frames of frameworks, and callers of a helper, that distinguish ranks at the same line of the user's code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
+
+from safelaunch.model import (
+    Claim,
+    Frame,
+)
+from safelaunch.stacks import frames as fr
+from safelaunch.verdict.findings import Annotation, Finding
+from safelaunch.verdict.phrases import by_place, capital, ranks_do
+from safelaunch.verdict.rank_state import CaseFacts, user_stack_of, view_of
+
+_MOST_SIDES = 3
+_APART = frozenset({"collective-mismatch", "p2p-cycle", "group-order"})
+
+
+def frames_below(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
+    """The frames of a framework that set apart ranks which are at one line of the user's, as ``trainer.fit(model)``:
+    callbacks, metrics.
+    """
+    named = {culprit.rank for culprit in finding.culprits}
+    ways: dict[int, tuple[Frame, ...]] = {}
+    for rank in sorted(named | {rank for rank, one in facts.ranks.items() if one.wait is not None}):
+        stack = _stack_of(facts, rank)
+        if stack is not None and stack.user_frame is not None:
+            below = (frame for frame in reversed(stack.called) if fr.is_of_framework(frame.file))
+            ways[rank] = (stack.user_frame, *below)
+    sides = dict(by_place(ways))
+    lines = {side[0] for side, ranks in sides.items() if named.intersection(ranks)}
+    if len(lines) != 1 or len(sides) < 2 or any(side[0] not in lines for side in sides):
+        return
+    shared = len(list(takewhile(lambda level: len({(f.file, f.line) for f in level}) == 1, zip(*sides, strict=False))))
+    if any(len(side) == shared for side in sides):
+        return
+    pairs = [(_telling(side, sides, shared), ranks) for side, ranks in list(sides.items())[:_MOST_SIDES]]
+    parts = [f"{ranks_do(ranks, 'is', 'are')} at {fr.place(frame)}" for frame, ranks in pairs]
+    text = f"below {fr.place(lines.pop())}, {', '.join(parts)}"
+    claim = Claim(text, f"ranks/{next(iter(sides.values()))[0]}/stack.txt")
+    yield Annotation(f"{capital(text)}.", (claim,))
+
+
+def frames_above(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
+    """From where ranks came to one line of the user's, as that of a helper, if some came from elsewhere than others."""
+    if finding.cause not in _APART or not finding.culprits:
+        return
+    stacks = {rank: stack for rank, one in facts.ranks.items() if (stack := user_stack_of(one.evidence))}
+    for line in dict.fromkeys(
+        fr.spot(stacks[culprit.rank][0]) for culprit in finding.culprits if culprit.rank in stacks
+    ):
+        there = {rank: stack for rank, stack in stacks.items() if fr.spot(stack[0]) == line}
+        helper, *levels = zip(*there.values(), strict=False)
+        parted = next((level for level in levels if len({*map(fr.spot, level)}) > 1), ())
+        ways = by_place({rank: fr.place(frame) for rank, frame in zip(there, parted, strict=False)})
+        if not all(way in finding.summary for way, _ in ways):
+            parts = [f"{ranks_do(ranks, 'comes', 'come')} from {way}" for way, ranks in ways[:_MOST_SIDES]]
+            yield Annotation(f"To {fr.place(helper[0])}, {' and '.join(parts)}.")
+
+
+def _telling(side: tuple[Frame, ...], sides: Iterable[tuple[Frame, ...]], shared: int) -> Frame:
+    """The outermost frame behind the last common one that is in a file of its own (a callback's), or the innermost."""
+    others = {frame.file for other in sides if other is not side for frame in other[shared:]}
+    return next((frame for frame in side[shared:] if frame.file not in others), side[-1])
+
+
+def _stack_of(facts: CaseFacts, rank: int) -> fr.Stack | None:
+    """Of the call that it waits in, as recorded; else of its main thread."""
+    one = facts.ranks[rank]
+    if one.wait is not None and one.wait.group is not None and one.wait.seq is not None:
+        entry = facts.alignment.entry(rank, one.wait.group, one.wait.seq)
+        if entry is not None and entry.frames:
+            return facts.alignment.stack(rank, entry)
+    view = view_of(one.evidence)
+    return view.stack if view is not None else None

@@ -1,0 +1,65 @@
+"""GPUs that might be broken, and how often earlier bundles named the same hardware."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from safelaunch.model import (
+    Culprit,
+    Evidence,
+    RankEvidence,
+    Verdict,
+)
+
+# What the CUDA driver and NVML say only of a device or its links.
+_OF_A_BAD_GPU = re.compile(
+    r"uncorrectable|hardware stack error|hardware error|gpu is lost|fallen off the bus", re.IGNORECASE
+)
+_MOST_TEXT = 200
+
+
+def with_gpus(verdict: Verdict, evidence: Evidence) -> Verdict:
+    """Names the GPUs of the culprits where the GPU itself may be what is broken."""
+    ranks = {rank.rank: rank for rank in evidence.ranks}
+    named = tuple(_with_gpu(verdict.cause, culprit, ranks.get(culprit.rank), evidence) for culprit in verdict.culprits)
+    return msgspec.structs.replace(verdict, culprits=named)
+
+
+def with_repeats(verdict: Verdict, evidence: Evidence) -> Verdict:
+    """Adds how many of the last bundles have blamed the same hardware."""
+    found = tuple(_lines(verdict, evidence.earlier or ()))
+    return msgspec.structs.replace(verdict, blamed_before=found) if found else verdict
+
+
+def _lines(verdict: Verdict, earlier: tuple[tuple[str, ...], ...]) -> Iterator[str]:
+    gpus = [culprit.gpu for culprit in verdict.culprits if culprit.gpu]
+    for name in dict.fromkeys((*gpus, *(node.host for node in verdict.nodes_at_fault))):
+        times = sum(name in names for names in earlier)
+        if times and verdict.outcome in ("hang", "crash"):
+            last = f"the last {len(earlier)} bundles" if len(earlier) > 1 else "the last bundle"
+            yield f"{name} was named in {f'{times} of ' if len(earlier) > 1 else ''}{last} here"
+
+
+def _with_gpu(cause: str, culprit: Culprit, rank: RankEvidence | None, evidence: Evidence) -> Culprit:
+    if rank is None or not _may_be_its_gpu(cause, rank):
+        return culprit
+    uuid = _uuid(rank, evidence)
+    return msgspec.structs.replace(culprit, gpu=uuid[:_MOST_TEXT]) if uuid else culprit
+
+
+def _may_be_its_gpu(cause: str, rank: RankEvidence) -> bool:
+    said = rank.exception.message if cause == "rank-exception" and rank.exception is not None else ""
+    return cause in ("gpu-kernel", "gpu-lost") or _OF_A_BAD_GPU.search(said) is not None
+
+
+def _uuid(rank: RankEvidence, evidence: Evidence) -> str:
+    """By its CUDA_VISIBLE_DEVICES, else the only GPU on which it has memory: CUDA and NVML count in different ways."""
+    if rank.gpu.startswith(("GPU-", "MIG-")):
+        return rank.gpu
+    used = {
+        one.uuid for one in evidence.gpus if one.host == rank.host and any(p.pid == rank.pid for p in one.processes)
+    }
+    return used.pop() if len(used) == 1 else ""

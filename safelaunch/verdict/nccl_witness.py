@@ -1,0 +1,101 @@
+"""NCCL's RAS service as a witness: the ranks that it means, and what it reports of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from safelaunch.model import (
+    Claim,
+    Evidence,
+    NcclProcess,
+    NcclState,
+    NcclWitness,
+)
+from safelaunch.verdict.phrases import ranks_word
+
+# It never speaks first. It knows a process by host, pid and GPU, and by its number in each communicator. Its hosts are
+# addresses, so a process is a rank only where pids say so; where two ranks may be meant, none is.
+
+_MOST = 4  # claims about ranks, and as many about processes that are no known rank
+
+
+def nccl_states(evidence: Evidence) -> dict[int, NcclState]:
+    """Rank → what NCCL says of it, of all ranks that it certainly means."""
+    return {rank: process.state for rank, process in _in_nccl(evidence).items()}
+
+
+def _in_nccl(evidence: Evidence) -> Mapping[int, NcclProcess]:
+    if evidence.nccl is None:
+        return {}
+    pids = {rank.rank: rank.pid for rank in evidence.ranks if rank.pid > 0}
+    return dict(_by_pid(evidence, evidence.nccl)) | dict(_by_number(evidence.nccl, pids, evidence.world_size))
+
+
+def _by_number(witness: NcclWitness, pids: Mapping[int, int], world: int) -> Iterator[tuple[int, NcclProcess]]:
+    """A communicator of all ranks numbers them as the job does, where the pids of those that were seen agree."""
+    for communicator in witness.communicators:
+        there = {process.rank: process for process in communicator.processes}
+        known = [rank for rank in there if rank in pids and there[rank].pid > 0]
+        agree = known and all(pids[rank] == there[rank].pid for rank in known)
+        if communicator.size == world and agree and there.keys() <= set(range(world)):
+            yield from there.items()
+
+
+def _by_pid(evidence: Evidence, witness: NcclWitness) -> Iterator[tuple[int, NcclProcess]]:
+    """An address is a host where its pids are ranks of that host, and neither fits another.
+
+    The text form names only processes in trouble: any node that was not seen may have the same pids.
+    """
+    ranks: dict[str, dict[int, int]] = {}
+    for rank in evidence.ranks:
+        ranks.setdefault(rank.host, {})[rank.pid] = rank.rank
+    processes: dict[str, dict[int, NcclProcess]] = {}
+    for process in _everybody(witness):
+        processes.setdefault(process.host, {})[process.pid] = process
+    if not witness.communicators and evidence.missing_ranks:
+        return
+    fits = [(a, host) for a in processes for host in ranks if processes[a].keys() <= ranks[host].keys()]
+    for address, host in fits:
+        if sum(address in pair or host in pair for pair in fits) == 1:
+            yield from ((ranks[host][pid], process) for pid, process in processes[address].items())
+
+
+def _everybody(witness: NcclWitness) -> Iterator[NcclProcess]:
+    """All that it says of any process."""
+    yield from witness.processes
+    for communicator in witness.communicators:
+        yield from communicator.processes
+
+
+def nccl_claims(evidence: Evidence) -> tuple[Claim, ...]:
+    """What it says of ranks that are dead or do not answer, and of such processes that are no known rank."""
+    witness = evidence.nccl
+    if witness is None:
+        return ()
+    known = _in_nccl(evidence)
+    named = {(process.host, process.pid) for process in known.values()}
+    texts = [f"{_SAYS[known[rank].state]} {ranks_word([rank])} ({_where(known[rank])})" for rank in sorted(known)
+             if known[rank].state != "answers"]  # fmt: skip
+    others = dict.fromkeys(p for p in _everybody(witness) if p.state != "answers" and (p.host, p.pid) not in named)
+    strangers = [f"{_SAYS[one.state]} a process that is no known rank ({_where(one)})" for one in others]
+    return tuple(Claim(f"NCCL {text}", witness.file) for text in (*_most(texts), *_most(strangers)))
+
+
+def nccl_rules_out(evidence: Evidence) -> tuple[str, ...]:
+    """Where each rank of the job has answered NCCL: no process is dead or stopped."""
+    said = nccl_states(evidence)
+    if len(said) < evidence.world_size or set(said.values()) != {"answers"}:
+        return ()
+    return (f"a process that is dead or stopped: NCCL has an answer from each of {ranks_word(said)}",)
+
+
+_SAYS: Mapping[NcclState, str] = {"dead": "has given up", "unresponsive": "has no answer from"}
+
+
+def _where(process: NcclProcess) -> str:
+    gpu = f", GPU {process.gpu}" if process.gpu >= 0 else ""
+    return f"pid {process.pid} on {process.host}{gpu}" if process.pid > 0 else f"a process that it does not know{gpu}"
+
+
+def _most(texts: list[str]) -> list[str]:
+    return texts if len(texts) <= _MOST else [*texts[: _MOST - 1], f"{texts[_MOST - 1]}, and {len(texts) - _MOST} more"]

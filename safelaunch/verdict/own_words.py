@@ -1,0 +1,131 @@
+"""What a rank's own state says about why it is where it is: exceptions it handles, signals, threads that ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from safelaunch.model import (
+    Claim,
+    Frame,
+    HandledException,
+    RankEvidence,
+)
+from safelaunch.stacks import frames as fr
+from safelaunch.stacks import tracebacks
+from safelaunch.stacks.frames import short
+from safelaunch.stacks.source import handler_of, runs_aside
+from safelaunch.verdict.causes import ASIDE, HANDLES
+from safelaunch.verdict.exits import one_line
+from safelaunch.verdict.findings import Annotation, Finding
+from safelaunch.verdict.peers import CallPlace, begins_at
+from safelaunch.verdict.rank_state import CaseFacts, user_stack_of, view_of
+
+_MOST_TOLD = 2  # ranks whose own words the summary has
+
+
+def own_words(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
+    """What its culprits say themselves of the reason, where they have not failed by it."""
+    told = [words for culprit in finding.culprits if (words := _words_of(facts, culprit.rank)) is not None]
+    for number, one in enumerate(told):
+        yield replace(one, sentence=one.sentence if number < _MOST_TOLD else "")
+
+
+def says_why(facts: CaseFacts, rank: int) -> bool:
+    """Whether the rank says itself why it is where it is."""
+    return _words_of(facts, rank) is not None
+
+
+def is_aside(facts: CaseFacts, rank: int) -> bool:
+    """Whether the rank is where it is beside the course of its program: as it handles an exception or a signal."""
+    handles = _handles(facts, facts.ranks[rank].evidence)
+    return is_interrupted(facts, rank) or (handles is not None and bool(handles.advice))
+
+
+def is_interrupted(facts: CaseFacts, rank: int) -> bool:
+    return _interrupted(facts, facts.ranks[rank].evidence) is not None
+
+
+def _words_of(facts: CaseFacts, number: int) -> Annotation | None:
+    rank = facts.ranks[number].evidence
+    if rank.exception is not None or rank.exit is not None:
+        return None
+    return _handles(facts, rank) or _interrupted(facts, rank) or _lost_a_thread(facts, rank)
+
+
+def _interrupted(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
+    """By what Python calls of its own accord: each rank at another moment, or one alone."""
+    for frame in user_stack_of(rank):
+        if what := runs_aside(frame, facts.read_source):
+            words = f"in {what}, {short(frame.function)}"
+            claim = Claim(f"rank {rank.rank} is {words}", f"ranks/{rank.rank}/stack.txt")
+            return Annotation(f"Rank {rank.rank} does so {words}.", (claim,), advice=frozenset({ASIDE}))
+    return None
+
+
+def _handles(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
+    """Its main thread is in a ``finally``, or an ``except``: what it waits for there, it would not else."""
+    view = view_of(rank)
+    ident = view.thread.ident if view is not None and view.thread is not None else 0
+    for one in rank.gil.handling:
+        if ident and one.thread == ident:
+            words = _words(rank, one)
+            text = f"Rank {rank.rank} does so while it handles {words}."
+            claim = Claim(f"rank {rank.rank}: handles {words}", f"ranks/{rank.rank}/rank.json")
+            is_end = one.type.startswith("Stop") and one.type.endswith("Iteration")  # of a loop, as by design
+            usual = is_end or _always_does(facts, rank)
+            return Annotation(text, (claim,), advice=frozenset() if usual else frozenset({HANDLES}))
+    return None
+
+
+def _always_does(facts: CaseFacts, rank: RankEvidence) -> bool:
+    """Its call in the body of an ``except`` is one that it has made there before: a way that it takes by design."""
+    wait = facts.ranks[rank.rank].wait
+    if wait is None or wait.group is None or wait.seq is None:
+        return False
+    before = facts.histories.in_group(wait.group).times_called(rank.rank, wait.seq) > 1
+    return before and any(handler_of(frame, facts.read_source) for frame in user_stack_of(rank))
+
+
+def _words(rank: RankEvidence, one: HandledException) -> str:
+    message = f": {one_line(one.message)}" if one.message else ""
+    return f"{one.type}{message}, raised{fr.at(fr.stack_of(rank, one.frames).user_frame)}"
+
+
+def _lost_a_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
+    """It waits for its own threads, and its output ends with the exception of one; or all its peers have one more."""
+    condition = facts.ranks[rank.rank].condition
+    if condition is None or condition.lock is None:
+        return None
+    found = next(tracebacks.of_threads(rank.log_tail), None)
+    if found is None:
+        return _lacks_a_thread(facts, rank)
+    where = fr.at(fr.stack_of(rank, found.frames).user_frame)
+    words = f"thread {found.thread!r} has ended by {one_line(found.message)}{where}"
+    return Annotation(f"Its {words}.", (Claim(f"rank {rank.rank}: its {words}", f"ranks/{rank.rank}/log_tail.txt"),))
+
+
+def _lacks_a_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
+    """One that all its peers have: where an exception is swallowed, nothing else is left of it."""
+    mine = _threads_of(rank)
+    if mine is None:
+        return None
+    peers = (_threads_of(one.evidence) for number, one in facts.ranks.items() if number != rank.rank)
+    missing: dict[CallPlace | None, Frame] = {}
+    for theirs in (threads for threads in peers if threads is not None):
+        missing = {place: at for place, at in (missing or theirs).items() if place in theirs and place not in mine}
+        if not missing:
+            return None
+    if not missing:
+        return None
+    words = f"has no thread in {fr.place(next(iter(missing.values())))}, as all its peers have"
+    claim = Claim(f"rank {rank.rank} {words}", f"ranks/{rank.rank}/stack.txt")
+    return Annotation(f"Rank {rank.rank} {words}: it has ended, or was never started.", (claim,))
+
+
+def _threads_of(rank: RankEvidence) -> dict[CallPlace | None, Frame] | None:
+    """Where its other threads begin, and are now; None where they were not seen."""
+    view = view_of(rank)
+    if view is None or view.sample is None:
+        return None
+    return {begins_at(one.stack): one.stack.user_frames[-1] for one in view.beside()}

@@ -1,0 +1,113 @@
+"""Words and clauses that summaries share: ranks, and what they wait in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from typing import TypeVar
+
+from safelaunch.model import rank_words
+from safelaunch.verdict.conditions import Condition
+from safelaunch.verdict.majority import sides_of
+from safelaunch.verdict.rank_state import CaseFacts
+
+
+def ranks_word(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks 0-2,5``."""
+    return rank_words(ranks)
+
+
+def each_of(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``each of ranks 0-2,5``: what takes a clause that is said of one."""
+    return f"{'' if len(set(ranks)) == 1 else 'each of '}{ranks_word(ranks)}"
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def ranks_do(ranks: Collection[int], one: str, many: str) -> str:
+    """``rank 3 waits``, ``ranks 0-2 wait``: for the middle of a sentence."""
+    return f"{ranks_word(ranks)} {one if len(ranks) == 1 else many}"
+
+
+def ranks_wait(facts: CaseFacts, ranks: Collection[int]) -> str:
+    """``rank 3 waits``, ``ranks 0-2 wait``; ``ranks 0-2 waited``, once they have all ended."""
+    return ranks_do(ranks, "waited", "waited") if facts.gone.issuperset(ranks) else ranks_do(ranks, "waits", "wait")
+
+
+def unseen_words(facts: CaseFacts) -> str:
+    """``ranks 4-7 were not seen``."""
+    return f"{ranks_do(facts.unseen, 'was', 'were')} not seen"
+
+
+def wait_words(facts: CaseFacts, ranks: Iterable[int]) -> dict[int, str]:
+    """rank → what it waits in, of those that do. Where only some of those at one line tell which call it is, or of what
+    class the function is, all of them are said to wait in that one.
+    """
+    words = {rank: facts.waiting[rank].words for rank in ranks if rank in facts.waiting}
+    told: dict[str, dict[str, str]] = {}
+    for text in sorted(words.values(), key=len):
+        call, line = _call_and_line(text)
+        told.setdefault(line, {})[call] = text
+    return {rank: _told_best(text, told[_call_and_line(text)[1]]) for rank, text in words.items()}
+
+
+_UNTOLD = "a collective"
+
+
+def _call_and_line(text: str) -> tuple[str, str]:
+    """``all_reduce at train.py:9 (fit)`` → the call and ``train.py:9``."""
+    call, _, place = text.partition(" at ")
+    return call, place.partition(" ")[0]
+
+
+def _told_best(text: str, at_that_line: Mapping[str, str]) -> str:
+    call, _ = _call_and_line(text)
+    known = [other for its, other in at_that_line.items() if its != _UNTOLD]
+    return known[0] if call == _UNTOLD and len(known) == 1 else at_that_line[call]
+
+
+P = TypeVar("P", bound=Hashable)
+
+
+def by_place(words: Mapping[int, P]) -> list[tuple[P, list[int]]]:
+    """``words``: rank → where it is, in words or as a key. The places in the order of their first ranks, with the ranks
+    in each.
+    """
+    return list(sides_of(words).items())
+
+
+def apart(facts: CaseFacts, words: Mapping[int, str], limit: int = 3) -> str:
+    """``rank 0 waits in all_gather at train.py:41 while ranks 1-3 wait in all_reduce at train.py:9``; three or more
+    places as a list.
+    """
+    places = by_place(words)
+    parts = [f"{ranks_wait(facts, ranks)} in {place}" for place, ranks in places[:2]]
+    if len(places) < 3:
+        return " while ".join(parts)
+    parts = [parts[0], *(f"{ranks_word(ranks)} in {place}" for place, ranks in places[1:limit])]
+    if len(places) > limit:
+        parts.append(f"others in {len(places) - limit} more {'place' if len(places) == limit + 1 else 'places'}")
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def waits_words(facts: CaseFacts, ranks: Iterable[int], limit: int = 3) -> str:
+    """``ranks 1-3 wait in all_reduce at train.py:9 and rank 4 in barrier at train.py:30``."""
+    places = sorted(by_place(wait_words(facts, ranks)), key=lambda item: (-len(item[1]), item[1]))
+    parts = [f"{ranks_word(members)} in {place}" for place, members in places[:limit]]
+    if places:
+        parts[0] = f"{ranks_wait(facts, places[0][1])} in {places[0][0]}"
+    if len(places) > limit:
+        parts.append(f"others in {len(places) - limit} more places")
+    return " and ".join(parts)
+
+
+def summary_of(named: Mapping[int, Condition], facts: CaseFacts, waiters: Iterable[int]) -> str:
+    """Returns ``Rank 1 is asleep in train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9.`` and the like."""
+    groups = by_place({rank: condition.reason for rank, condition in named.items()})
+    parts = [f"{each_of(ranks)} {reason}" for reason, ranks in groups[:2]]
+    text = capital("; ".join(parts))
+    if len(groups) > 2:
+        text += f"; {ranks_word(r for _, ranks in groups[2:] for r in ranks)} likewise"
+    waits = waits_words(facts, waiters)
+    return f"{text}, while {waits}." if waits else f"{text}."

@@ -1,0 +1,98 @@
+"""How long a usual step takes, and how long a job has made no step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from safelaunch.model import Evidence, Progress, duration
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.findings import Finding
+from safelaunch.verdict.phrases import (
+    capital,
+)
+from safelaunch.verdict.rank_state import CaseFacts
+
+FEW = 5  # usual steps
+LEAST_S = 5.0  # a step of milliseconds may wait for a disk once
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """The seconds of a usual step, and of the longest one that was seen; 0 where that is not known."""
+
+    usual_s: float
+    longest_s: float
+
+    @property
+    def words(self) -> str:
+        longest = f", longest {duration(self.longest_s)}" if self.longest_s > FEW * self.usual_s else ""
+        return f" (usual {duration(self.usual_s)}{longest})" if self.usual_s else ""
+
+
+def is_stalled(evidence: Evidence) -> bool:
+    """Whether a job that somebody looks at has gone without a sign of progress for longer than a few usual steps.
+
+    A pause or a phase that the script has announced is its own affair; nor does it count in a look that was
+    requested for something found: the job may have made its last step by then.
+    """
+    pages = [rank.progress for rank in evidence.ranks if rank.progress is not None]
+    if evidence.outcome != "dump" or evidence.for_finding or any(page.paused or page.phase for page in pages):
+        return False
+    return evidence.stall_s > max(LEAST_S, FEW * rhythm_of(evidence).usual_s)
+
+
+def has_no_steps(evidence: Evidence) -> bool:
+    """Whether this is a look at a job that safelaunch did not start: no rank has a beacon, which counts steps."""
+    seen = [rank for rank in evidence.ranks if rank.main is not None]
+    return evidence.outcome == "dump" and bool(seen) and not any(rank.beacon for rank in evidence.ranks)
+
+
+def silent_s(evidence: Evidence) -> dict[int, float]:
+    """The ranks without a step for longer than a few usual ones while another rank of their node has stepped: for how
+    long. A pause or a phase that the script has announced is its own affair.
+    """
+    pages = {rank.rank: (rank.host, page) for rank in evidence.ranks if (page := rank.progress) is not None}
+    newest: dict[str, int] = {}
+    for host, page in pages.values():
+        newest[host] = max(newest.get(host, 0), page.last_step_ns)
+    late = {
+        rank: (newest[host] - page.last_step_ns) / 1e9
+        for rank, (host, page) in pages.items()
+        if page.step is not None and page.state != "exited" and not (page.paused or page.phase)
+    }
+    return {rank: by for rank, by in late.items() if by > max(LEAST_S, FEW * _rhythm(pages[rank][1]).usual_s)}
+
+
+def rhythm_of(evidence: Evidence) -> Rhythm:
+    """Of the slowest rank."""
+    found = [_rhythm(rank.progress) for rank in evidence.ranks if rank.progress is not None]
+    return max(found, key=lambda one: one.usual_s, default=Rhythm(0.0, 0.0))
+
+
+def _rhythm(page: Progress) -> Rhythm:
+    marks = [(at_ns / 1e9, step) for at_ns, step in page.history]
+    pairs = pairwise(marks)
+    taken = sorted((after[0] - before[0]) / (after[1] - before[1]) for before, after in pairs if after[1] > before[1])
+    if taken:
+        return Rhythm(taken[len(taken) // 2], taken[-1])
+    steps = max(page.optimizer_steps, default=0)
+    return Rhythm(max(0.0, page.mean_step_s(steps)) if steps > 1 else 0.0, 0.0)
+
+
+def with_the_time_without_a_step(facts: CaseFacts, finding: Finding) -> Finding:
+    """Of a job that stands while somebody computes: since when, and that one look cannot tell slow from endless."""
+    evidence = facts.evidence
+    if not (evidence.moving and is_stalled(evidence)):
+        return finding
+    stood = duration(evidence.stall_s)
+    if has_no_steps(evidence):
+        since = f"Not all ranks have moved within {stood}"
+    elif any(rank.step is not None for rank in facts.ranks.values()):
+        since = f"No step for {stood}"
+    else:
+        since = f"No step yet, {stood} on"
+    text = f"{since}{rhythm_of(evidence).words}: {finding.summary[:1].lower()}{finding.summary[1:]}"
+    if "slow or endless" not in text:
+        text = f"{text.removesuffix('.')}: slow or endless, a dump cannot tell."
+    return replace(finding, summary=capital(text), doubts=(*finding.doubts, Doubt.ONE_LOOK))

@@ -1,0 +1,68 @@
+"""Ranks that created different numbers of process groups."""
+
+from __future__ import annotations
+
+from safelaunch.model import Claim
+from safelaunch.verdict.blame import wait_claims, waiting_culprit
+from safelaunch.verdict.causes import GROUPS_MADE
+from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.majority import sides_of, vote
+from safelaunch.verdict.phrases import capital, ranks_do, ranks_wait, waits_words
+from safelaunch.verdict.waits import Case
+
+
+def groups_made_apart(case: Case) -> Ruling:
+    """Ranks wait in ``new_group``, or in a group that their peers created without them: not all ranks created the
+    same groups.
+
+    torch names groups by a count of its own on each rank, so ranks that are not in step wait for different ones.
+    """
+    told = {rank: one.evidence.gil.groups_made for rank, one in case.ranks.items()}
+    made = {rank: count for rank, count in told.items() if count is not None}
+    if len(made) < len(told) or len(set(made.values())) < 2:
+        return ""
+    apart = _in_another_group(case)
+    within = [rank for rank, wait in case.waiting.items() if wait.op == "new_group"]
+    inside = sorted({*within, *apart})
+    if not inside:
+        return ""
+    least = min(made[rank] for rank in inside)  # the one under way counts
+    # Who has made fewer, and waits elsewhere, has not come there yet.
+    counts = sides_of({rank: count for rank, count in made.items() if rank in inside or count >= least})
+    if len(counts) < 2:
+        return ""
+    odd, majority = vote(counts)
+    odd = odd if majority else tuple(counts[min(counts)])  # they have left out a call that every rank has to make
+    parts = [f"{ranks_do(ranks, 'has', 'have')} made {count}" for count, ranks in sorted(counts.items(), reverse=True)]
+    waits = [f"{ranks_wait(case, within)} in new_group"] if within else []
+    waits += [f"{waits_words(case, apart)}, in a group that peers have without it"] if apart else []
+    text = f"{capital(' and '.join(waits))}, and not all ranks have made the same groups: "
+    text += f"{', '.join(parts)}. Every rank has to call new_group(), also for a group of others."
+    reason = "has made another number of groups than its peers"
+    return Finding(
+        "collective-mismatch",
+        those({Doubt.NO_MAJORITY: not majority}),
+        text,
+        tuple(waiting_culprit(case.ranks[rank], f"Rank {rank} {reason}.") for rank in odd),
+        tuple(Claim(f"rank {rank} has made {made[rank]} process groups", f"ranks/{rank}/rank.json") for rank in made)[
+            :8
+        ]
+        + wait_claims(case, case.waiting),
+        advice=frozenset({GROUPS_MADE}),
+    )
+
+
+def _in_another_group(case: Case) -> list[int]:
+    """The ranks that wait in a group which another rank lists by the same name, and without them."""
+    waiting = {rank: wait.group for rank, wait in case.waiting.items() if wait.group and wait.kind == "collective"}
+    lists: dict[str, set[tuple[int, ...]]] = {group: set() for group in waiting.values()}
+    for rank in case.ranks:
+        listed = case.alignment.listed(rank)
+        for group in lists.keys() & listed.keys():
+            lists[group].add(listed[group])
+    return [
+        rank
+        for rank, group in waiting.items()
+        if any(one and rank not in one for one in lists[group] - {case.alignment.listed(rank).get(group)})
+    ]

@@ -1,0 +1,129 @@
+"""Threads of one rank that call in the same group in no fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from safelaunch.model import Collective, Frame
+from safelaunch.stacks import frames as fr
+from safelaunch.verdict.alignment import Alignment
+from safelaunch.verdict.blame import wait_claims
+from safelaunch.verdict.c10d import op_name
+from safelaunch.verdict.call_history import UNKNOWN, Identity, identity_of
+from safelaunch.verdict.causes import RACE
+from safelaunch.verdict.conditions import record_claim
+from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.majority import sides_of
+from safelaunch.verdict.phrases import capital, ranks_word
+from safelaunch.verdict.waits import Case
+
+_MOST = 256  # calls of one rank: a race shows at the newest ones
+
+_STARTERS = ("/threading.py", "/concurrent/futures/thread.py", "/multiprocessing/pool.py")
+
+ThreadKey = tuple[str, str] | int  # where its code begins, or its number
+
+
+@dataclass(frozen=True)
+class _ThreadCall:
+    """A call of a thread: the same one, whatever else its entry says."""
+
+    thread: ThreadKey
+    call: Identity
+    entry: Collective = field(compare=False)
+
+
+def threads_that_race(case: Case) -> Ruling:
+    """Two threads call in one group, and which one comes first differs from rank to rank: no rank is at fault.
+
+    Each thread makes the same calls on all ranks; only their order among the threads differs. A backend pairs by
+    number, so the calls of one thread meet those of the other.
+    """
+    groups = {w.group for one in case.waits.classes.values() if (w := one.wait).group is not None}
+    found = next((race for group in sorted(groups) if (race := _race_in(case.alignment, group)) is not None), None)
+    if found is None:
+        return ""
+    group, number, calls = found
+    places = sides_of({rank: f"{op_name(one)}{_where(case, rank, one)}" for rank, one in calls.items()})
+    which = f"collective #{number} of group {group!r}"
+    parts = " and ".join(f"{what} on {ranks_word(ranks)}" for what, ranks in places.items())
+    text = f"Two threads of each rank call collectives of group {group!r}, in no fixed order: {which} is {parts}."
+    claims = [
+        record_claim(ranks[0], f"{capital(ranks_word(ranks))}: {which} is {what}, and the other thread's call is next")
+        for what, ranks in places.items()
+    ]
+    waiting = sorted(case.waiting)
+    return Finding(
+        "collective-mismatch",
+        (),
+        text,
+        claims=(*claims, *wait_claims(case, waiting)),
+        advice=frozenset({RACE}),
+        victims=tuple(waiting),
+    )
+
+
+def _where(case: Case, rank: int, entry: Collective) -> str:
+    site, begin = case.alignment.stack(rank, entry).user_frame, _begin(entry)
+    return f" called from {fr.place(begin)}" if site is None and begin is not None else fr.at(site)
+
+
+def _race_in(alignment: Alignment, group: str) -> tuple[str, int, dict[int, Collective]] | None:
+    """``group``, its first number under which ranks recorded calls of different threads, and what each called there, if
+    that is all that differs.
+
+    None where some rank has not made a call that another has: then it is behind, whatever else.
+    """
+    if not alignment.has_threads:
+        return None
+    made = {rank: calls for rank in sorted(alignment.members(group)[0]) if (calls := _made(alignment, rank, group))}
+    if len(made) < 2 or not any(len({call.entry.thread for call in calls.values()}) > 1 for calls in made.values()):
+        return None
+    first = max(min(calls) for calls in made.values())
+    late = {rank: {number: one for number, one in calls.items() if number >= first} for rank, calls in made.items()}
+    if len({_by_thread(calls) for calls in late.values()}) > 1:
+        return None
+    numbers = sorted(set().union(*late.values()))
+    apart = next((n for n in numbers if len({calls[n] for calls in late.values() if n in calls}) > 1), None)
+    if apart is None or not all(_are_of_several_threads(calls, late.values(), apart) for calls in late.values()):
+        return None
+    return group, apart, {rank: calls[apart].entry for rank, calls in late.items() if apart in calls}
+
+
+def _are_of_several_threads(
+    mine: Mapping[int, _ThreadCall], everybody: Iterable[Mapping[int, _ThreadCall]], number: int
+) -> bool:
+    """What ranks called as ``number``, a rank called from as many threads, whenever it did. One thread cannot race
+    with itself, wherever its calls begin.
+    """
+    raced = {calls[number] for calls in everybody if number in calls}
+    made = {mine[n]: mine[n].entry.thread for n in sorted(mine, reverse=True) if n >= number}
+    threads = [thread for call, thread in made.items() if call in raced]
+    return len(set(threads)) == len(threads)
+
+
+def _begin(entry: Collective) -> Frame | None:
+    """Where the code of a thread begins that runs nothing of the user's: behind what starts threads."""
+    return next((frame for frame in reversed(entry.frames) if not fr.normal(frame.file).endswith(_STARTERS)), None)
+
+
+def _by_thread(calls: Mapping[int, _ThreadCall]) -> frozenset[tuple[ThreadKey, tuple[Identity, ...]]]:
+    """Each thread's own calls, in order."""
+    by_thread = sides_of({number: calls[number].thread for number in sorted(calls)})
+    return frozenset((thread, tuple(calls[n].call for n in numbers)) for thread, numbers in by_thread.items())
+
+
+def _made(alignment: Alignment, rank: int, group: str) -> dict[int, _ThreadCall]:
+    """The newest calls of a rank by number; empty where one of them is not known."""
+    window = alignment.window(rank, group)
+    found = {}
+    for number in list(window.numbers if window is not None else ())[-_MOST:]:
+        entry = alignment.entry(rank, group, number)
+        call = identity_of(entry, alignment.stack(rank, entry)) if entry is not None else UNKNOWN
+        if entry is None or call == UNKNOWN:
+            return {}
+        outer = next(reversed(alignment.stack(rank, entry).user_frames), None) or _begin(entry)
+        thread: ThreadKey = (outer.file, fr.short(outer.function)) if outer is not None else entry.thread
+        found[number] = _ThreadCall(thread, call, entry)
+    return found

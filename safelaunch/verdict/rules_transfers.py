@@ -1,0 +1,133 @@
+"""Ranks that meet and do not fit.
+
+A send and its receive; two roots of one gather; what goes into an all_to_all and what comes out; how many groups ranks
+have made; the calls of two threads of each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from safelaunch.stacks import calls
+from safelaunch.stacks import frames as fr
+from safelaunch.verdict.asymmetric import roots, unequal_exchange
+from safelaunch.verdict.blame import wait_claims, waiting_culprit
+from safelaunch.verdict.c10d import number_of, op_name
+from safelaunch.verdict.causes import ROOTS_DIFFER
+from safelaunch.verdict.conditions import record_claim
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.majority import sides_of, vote
+from safelaunch.verdict.peers import PeerWait
+from safelaunch.verdict.phrases import capital, ranks_wait, ranks_word
+from safelaunch.verdict.rank_state import CaseFacts, RankFacts, view_of
+from safelaunch.verdict.transfers import RecordedTransfer
+from safelaunch.verdict.waits import Case
+
+
+def unfit_transfers(case: Case) -> Ruling:
+    """All ranks have arrived, but what one rank sends is not what another expects: size, type or root differ.
+
+    Of a send and its receive, either may be the wrong one: both are named. Of an all_to_all only the sums are known.
+    """
+    for one in sorted(case.waits.classes.values(), key=lambda one: one.ranks):
+        wait, members = one.wait, one.ranks
+        numbered = wait.group is not None and wait.seq is not None
+        if numbered and case.waits.circle:
+            continue
+        sources = _sources(case, wait) if wait.kind == "collective" else {}
+        if len({*sources.values()}) > 1:
+            return _of_sources(case, wait, sources)
+        if wait.group is None or wait.seq is None:
+            continue
+        if wait.kind == "p2p":
+            pair = case.transfers.unequal(members[0], wait.group)
+            if pair is not None:
+                return _pair(case, pair)
+        elif wait.kind == "collective":
+            sums = unequal_exchange(case.alignment, wait.group, wait.seq)
+            if sums is not None:
+                return _exchange(case, wait, members, sums)
+    return ""
+
+
+def _pair(facts: CaseFacts, pair: tuple[RecordedTransfer, RecordedTransfer]) -> Finding:
+    sites = {one.rank: facts.alignment.stack(one.rank, one.entry).user_frame for one in pair}
+    says = {one.rank: one.says() + fr.at(sites[one.rank]) for one in pair}
+    text = " while rank ".join(f"{rank} {words}" for rank, words in says.items())
+    return Finding(
+        "collective-mismatch",
+        (Doubt.EITHER_SIDE,),
+        f"Rank {text}: they do not match.",
+        tuple(waiting_culprit(facts.ranks[rank], f"Rank {rank} {says[rank]}.", sites[rank]) for rank in says),
+        tuple(
+            record_claim(
+                one.rank,
+                f"rank {one.rank} {one.says()}: {op_name(one.entry)} #{number_of(one.entry)} of group "
+                f"{one.entry.group!r}",
+            )
+            for one in pair
+        ),
+    )
+
+
+def _sources(facts: CaseFacts, wait: PeerWait) -> dict[int, int]:
+    """rank → the root that it names in the call, of those that wait in the same one; by the record, itself."""
+    there = {rank: one for rank in facts.waiting if _is_in(one := facts.ranks[rank], wait)}
+    named = {rank: root for rank, one in there.items() if (root := _root_of(one)) is not None}
+    return named or {rank: rank for rank in roots(facts.alignment, wait.group or "", wait.seq or 0)}
+
+
+def _is_in(one: RankFacts, wait: PeerWait) -> bool:
+    """It waits in the same call; lists of objects take two, first of their sizes, from one line and with one root."""
+    mine = one.wait
+    if mine is None or mine.key == wait.key:
+        return mine is not None and (wait.seq is not None or mine.frame == wait.frame)
+    same = (mine.group, mine.seq, mine.op, mine.frame) == (wait.group, (wait.seq or 0) + 1, wait.op, wait.frame)
+    view = view_of(one.evidence) if same else None
+    return view is not None and calls.passes_objects(view.stack)
+
+
+def _root_of(one: RankFacts) -> int | None:
+    """In the world; without a record nobody knows of which group it is: then in that."""
+    wait, view = one.wait, view_of(one.evidence)
+    if wait is not None and wait.seq is not None:
+        return wait.target if wait.target is not None else wait.source
+    call = view.thread.call if view is not None and view.thread is not None else None
+    return (call.group_src if call.group_src is not None else call.group_dst) if call is not None else None
+
+
+def _of_sources(facts: CaseFacts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
+    """Ranks name different roots in one broadcast, reduce, gather or scatter."""
+    by_root = sides_of(sources)
+    odd, majority = vote(by_root)
+    numbered = wait.seq is not None
+    silent = len(facts.alignment.members(str(wait.group))[0]) - len(sources) if numbered else 0
+    surely = majority and 2 * (len(sources) - len(odd)) > len(sources) + silent
+    whose = "rank" if numbered else "group rank"
+    parts = [f"{whose} {root} on {ranks_word(ranks)}" for root, ranks in by_root.items()]
+    number = f", #{wait.seq} of group {wait.group!r}," if numbered else ""
+    text = f"The root of {wait.words}{number} is {' and '.join(parts)}."
+    return Finding(
+        "collective-mismatch",
+        (*(() if surely else (Doubt.NO_MAJORITY,)), *(() if numbered else (Doubt.LINES_ALONE,))),
+        text,
+        tuple(waiting_culprit(facts.ranks[r], f"Rank {r} names {whose} {sources[r]} as the root.") for r in odd),
+        tuple(facts.ranks[r].line_claim(f"rank {r} names {whose} {root} as the root") for r, root in sources.items())[
+            :8
+        ]
+        + wait_claims(facts, sorted(sources)),
+        advice=frozenset({ROOTS_DIFFER}),
+    )
+
+
+def _exchange(facts: CaseFacts, wait: PeerWait, members: tuple[int, ...], sums: tuple[int, int]) -> Finding:
+    where = f"#{wait.seq} of group {wait.group!r}"
+    text = f"together the ranks send {sums[0]} elements and expect {sums[1]}"
+    claim = record_claim(members[0], f"{where}: {text}")
+    return Finding(
+        "collective-mismatch",
+        (Doubt.SUMS_ALONE,),
+        f"{capital(ranks_wait(facts, members))} in {wait.words}, {where}: {text}.",
+        claims=(claim, *wait_claims(facts, members)),
+    )

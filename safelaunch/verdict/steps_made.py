@@ -1,0 +1,100 @@
+"""Steps of each rank, and the loop that a rank has left, if some ranks had fewer batches."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import msgspec
+
+from safelaunch.model import (
+    Claim,
+    Frame,
+)
+from safelaunch.stacks import source as src
+from safelaunch.stacks.guards import names_at
+from safelaunch.stacks.source import ReadSource
+from safelaunch.verdict.causes import ITERABLE
+from safelaunch.verdict.findings import Annotation, Finding
+from safelaunch.verdict.majority import sides_of
+from safelaunch.verdict.phrases import ranks_word
+from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
+
+_UNEVEN = "uneven-batches"
+
+
+def steps_made(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
+    """The steps of each rank, and advice for a dataset that no sampler divides."""
+    if finding.cause != _UNEVEN or not finding.culprits:
+        return
+    steps = {rank: one.step for rank, one in facts.ranks.items() if one.step is not None}
+    sides = sorted(sides_of(steps).items())
+    words = ", ".join(f"{count} on {ranks_word(ranks)}" for count, ranks in sides[:4])
+    words += f", and other counts on {len(sides) - 4} more ranks" if len(sides) > 4 else ""
+    loops = [culprit.left for culprit in finding.culprits if isinstance(culprit.left, Frame)]
+    iterable = any(_is_iterable(loop, facts.read_source) for loop in loops)
+    yield Annotation(
+        f"Steps made: {words}." if len(sides) > 1 else "",
+        (Claim(f"steps made: {words}", f"ranks/{min(steps)}/progress.json"),) if steps else (),
+        advice=frozenset({ITERABLE}) if iterable else frozenset(),
+    )
+
+
+def with_loops_left(facts: CaseFacts, finding: Finding) -> Finding:
+    """The same, with the loop that each rank has left which is out of the script: the outermost of its peers'."""
+    if finding.cause != _UNEVEN:
+        return finding
+    named = {culprit.rank for culprit in finding.culprits}
+    gone = {rank for rank in named if facts.ranks[rank].condition is not None}
+    stacks = (user_stack_of(facts.ranks[rank].evidence) for rank in facts.waiting if rank not in named)
+    loop = next((loop for stack in stacks if (loop := _outermost_loop(stack, facts.read_source)) is not None), None)
+    if loop is None or not gone:
+        return finding
+    culprits = (
+        msgspec.structs.replace(culprit, left=loop) if culprit.rank in gone else culprit for culprit in finding.culprits
+    )
+    return replace(finding, culprits=tuple(culprits))
+
+
+def _outermost_loop(stack: Iterable[Frame], read_source: ReadSource) -> Frame | None:
+    frames = [frame for frame in stack if src.loops_at(frame, read_source)]
+    if not frames:
+        return None
+    loop = src.loops_at(frames[-1], read_source)[0]
+    return Frame(frames[-1].file, loop.line, frames[-1].function)
+
+
+_STREAMS = frozenset({"IterableDataset", "WebDataset", "StreamingDataset", "MosaicStreamingDataset"})
+_MOST_NAMES = 6  # of names that stand for names
+
+
+def _is_iterable(loop: Frame, read_source: ReadSource) -> bool:
+    """Whether the loop's items come from an iterable dataset or a generator, as far as its file shows."""
+    tree = src.tree_in(loop.file, read_source)
+    inside = Frame(loop.file, loop.line, loop.function)
+    heads = [one for one in src.loops_around(src.scope_at(inside, read_source), loop.line) if one.lineno == loop.line]
+    within = (one for head in heads[-1:] for one in ast.walk(head))  # of epochs, it holds the loop over batches
+    given = [one.iter for one in within if isinstance(one, (ast.For, ast.AsyncFor))]
+    known = names_at(inside, read_source)
+    names = set[str]().union(*(_behind(one, known) for one in given))
+    if any("Sampler" in name for name in names):
+        return False
+    defined = {one.name: one for one in ast.walk(tree) if isinstance(one, (ast.ClassDef, ast.FunctionDef))}
+    found = [defined[name] for name in names if name in defined]
+    bases = {
+        name for one in found if isinstance(one, ast.ClassDef) for base in one.bases for name in src.names_in(base)
+    }
+    generators = (one for one in found if isinstance(one, ast.FunctionDef))
+    yields = any(
+        isinstance(node, (ast.Yield, ast.YieldFrom)) for generator in generators for node in ast.walk(generator)
+    )
+    return bool(_STREAMS & (names | bases)) or yields or "streaming" in names
+
+
+def _behind(value: ast.expr, known: Mapping[str, ast.expr], steps: int = _MOST_NAMES) -> set[str]:
+    """The names in an expression, in what these stand for, and of its arguments."""
+    names = {*src.names_in(value)}
+    names |= {word.arg for one in src.calls_in(value) for word in one.keywords if word.arg is not None}
+    values = [known[name] for name in names if name in known] if steps else []
+    return names.union(*(_behind(one, known, steps - 1) for one in values))

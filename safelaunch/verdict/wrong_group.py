@@ -1,0 +1,145 @@
+"""Calls in a wrong process group, as torch warns of them or as a rank's habit shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from safelaunch.model import Claim, Frame
+from safelaunch.stacks import frames as fr
+from safelaunch.verdict.blame import condition_claims, conditions, waiting_culprit
+from safelaunch.verdict.causes import FAILURES, UNUSUAL_GROUP, WRONG_GROUP
+from safelaunch.verdict.conditions import record_claim
+from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.findings import Annotation, Finding, Ruling
+from safelaunch.verdict.phrases import capital, ranks_word, waits_words
+from safelaunch.verdict.rank_state import CaseFacts
+from safelaunch.verdict.waits import Case, Waiters
+
+# torch warns of a collective on a group that the rank is not in, does nothing, and lets it go on. That is harmless
+# where every member calls as well. Where a group waits for a member that was such an outsider of another one, it has
+# taken the wrong group: what other rules find then (ranks that entered groups in different orders) follows. Without a
+# warning, a habit tells: the newest call from a line is in another group than all before.
+
+_ENOUGH = 2  # earlier calls that make a habit
+_OF_A_GROUP = frozenset({"group-order", "missing-from-collective", "collective-mismatch"})
+
+
+def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
+    """The ranks that took a wrong group as those at fault, where their own group waits for them."""
+    found = _outsiders(case) if finding.cause in _OF_A_GROUP else {}
+    if not found or not found.keys() <= {culprit.rank for culprit in finding.culprits}:
+        return
+    they, their, groups = ("it is", "its", "group") if len(found) == 1 else ("they are", "their", "groups")
+    ops = "/".join(sorted({one.wait.op for one in found.values()}))
+    waits = waits_words(case, sorted({rank for one in found.values() for rank in one.ranks}))
+    text = f"{capital(ranks_word(found))} called {ops} on a group that {they} not in"
+    yield Annotation(
+        f"{text}, where torch only warns and goes on, while {waits} in {their} own {groups}.",
+        tuple(
+            Claim(f"rank {rank}: torch warns: {_warning(one, rank)}", f"ranks/{rank}/log_tail.txt")
+            for rank, one in found.items()
+        ),
+        finding.doubts,
+        tuple(waiting_culprit(case.ranks[rank], _called(rank, one), one.wait.frame) for rank, one in found.items()),
+        finding.advice | {WRONG_GROUP},
+        cause="missing-from-collective",
+        explains=True,
+        supersedes=True,
+        ruled_out=(f"{finding.cause} alone: a call on a wrong group says why",),
+    )
+
+
+def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
+    """The ranks that have left their habit as those at fault, where they are no majority of those that wait."""
+    meets_none = finding.cause == "collective-mismatch" and UNUSUAL_GROUP not in finding.advice
+    named = [culprit.rank for culprit in finding.culprits if culprit.rank in case.waiting] if meets_none else []
+    # By the call that it waits in, else by the one at which it diverged.
+    diverged = {rank: stack[0] for rank, stack in finding.calls.items() if stack}
+    astray = {rank: text for rank in named if (text := unusual(case, rank) or unusual(case, rank, diverged.get(rank)))}
+    if not astray or 2 * len(astray) > len(case.waiting):
+        return
+    others = tuple(doubt for doubt in finding.doubts if doubt not in (Doubt.NO_MAJORITY, Doubt.EITHER_SIDE))
+    first, *more = astray
+    text = f"{astray[first]}{f' The same holds for {ranks_word(more)}.' if more else ''}"
+    waits = waits_words(case, case.waiting.keys() - astray.keys())
+    yield Annotation(
+        f"{text} {capital(waits)}.",
+        tuple(map(habit_claim, astray)),
+        (*others, Doubt.HABIT_ALONE),
+        tuple(waiting_culprit(case.ranks[rank], text) for rank, text in astray.items()),
+        frozenset({UNUSUAL_GROUP}),
+        explains=True,
+        supersedes=True,
+    )
+
+
+def _outsiders(case: Case) -> dict[int, Waiters]:
+    """Rank → those that wait for it in its group, while it has called the same on a group which it is not in."""
+    found = {
+        rank: one
+        for one in case.waits.classes.values()
+        for rank in one.blockers & case.ranks.keys()
+        if one.wait.kind == "collective" and _warning(one, rank) in case.ranks[rank].evidence.log_tail
+    }
+    return dict(sorted(found.items()))
+
+
+def _warning(one: Waiters, rank: int) -> str:
+    return f"Running {one.wait.op} on global rank {rank} which does not belong to the given group"
+
+
+def _called(rank: int, one: Waiters) -> str:
+    return f"Rank {rank} called {one.wait.op} on a group that it is not in, where torch only warns and goes on."
+
+
+def unusual_group(facts: CaseFacts) -> Ruling:
+    """Ranks have ended, and a survivor's last call is in a different group from all its earlier ones on that code path.
+
+    Nobody meets it there, so its connections break once its peers end: that they end is no uneven loop.
+    """
+    ended = conditions(facts, "uneven-batches")
+    if not ended or conditions(facts, *FAILURES):
+        return ""
+    told = {rank: text for rank in facts.ranks if rank not in ended and (text := unusual(facts, rank))}
+    if not told:
+        return ""
+    return Finding(
+        "missing-from-collective",
+        (Doubt.HABIT_ALONE,),
+        f"{' '.join(told.values())} {capital(ranks_word(ended))} ended without such a call.",
+        tuple(waiting_culprit(facts.ranks[rank], text) for rank, text in told.items()),
+        (*map(habit_claim, told), *condition_claims(ended)),
+        ruled_out=(f"{ranks_word(ended)} left a loop too early: nobody meets that call in any case",),
+        advice=frozenset({UNUSUAL_GROUP}),
+    )
+
+
+def habit_claim(rank: int) -> Claim:
+    return record_claim(rank, f"rank {rank}: its calls from that line, and their groups")
+
+
+def unusual(facts: CaseFacts, rank: int, site: Frame | None = None) -> str:
+    """Returns how a rank's present call differs from its earlier ones, as a sentence.
+
+    Example: ``Rank 2 made its 5 earlier calls at train.py:8 in group '1': in group '4' it may be in the wrong one.``
+
+    Of its calls from ``site``, else from where it waits. A call whose connection broke counts as completed: it is the
+    newest one from the line of the exception.
+    """
+    wait = facts.waiting.get(rank)
+    frame = site or (wait.frame if wait is not None else None)
+    if wait is None or frame is None:
+        return ""
+    calls = [(facts.alignment.stack(rank, one), one.group) for one in facts.alignment.ring(rank)]
+    at = fr.spot(frame)
+    ways = [(stack.user_frames, group) for stack, group in calls]
+    there = [(way, group) for way, group in ways if way and fr.spot(way[0]) == at]
+    way, now = there[-1] if there else ((), "")
+    earlier = [group for frames, group in there[:-1] if frames == way]
+    left = len(earlier) >= _ENOUGH and len(set(earlier)) == 1 and now not in earlier
+    if not left or (site is None and wait.group not in (None, now)):
+        return ""
+    return (
+        f"Rank {rank} made its {len(earlier)} earlier calls at {fr.place(frame)} in group '{earlier[0]}':"
+        f" with group '{now}' it may have taken the wrong one."
+    )
