@@ -76,7 +76,7 @@ def is_of_rendezvous(raised: AgentEvent) -> bool:
 
 def advice_on(raised: AgentEvent) -> str:
     """What to do about an error of torchrun's that ended this node before it had a rank; empty for unknown ones."""
-    from safelaunch.verdict.causes import LATE_JOIN, is_late_join  # late: most jobs never fail
+    from safelaunch.verdict.suggestions import LATE_JOIN, is_late_join
 
     return LATE_JOIN.shown if is_late_join(raised.message) else ""
 

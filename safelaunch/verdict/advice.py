@@ -12,11 +12,12 @@ from safelaunch.model import Launched, NextStep, RankEvidence
 from safelaunch.model.entries import Entries
 from safelaunch.stacks import calls, failures
 from safelaunch.stacks import frames as fr
-from safelaunch.verdict.causes import CAUSES, Advice
+from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import aborted_in, failure_of_rank, has_lost_a_peer, is_timeout
 from safelaunch.verdict.findings import Finding
 from safelaunch.verdict.rank_state import CaseFacts, view_of
+from safelaunch.verdict.suggestions import Advice
 
 # The same call on other ranks is part of training.
 _TRAINING: frozenset[calls.Purpose] = frozenset(

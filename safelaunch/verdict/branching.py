@@ -11,7 +11,7 @@ from safelaunch.stacks import frames as fr
 from safelaunch.stacks.guards import Guard
 from safelaunch.stacks.parting import Parting, loop_of_both, parting, ways_around
 from safelaunch.stacks.source import SourceLoop, loops_at, names_called_at
-from safelaunch.verdict import causes
+from safelaunch.verdict import suggestions
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Finding, stacks_of_waiters
 from safelaunch.verdict.guarding import MOST_NAMED, by_stack, whereabouts
@@ -31,7 +31,7 @@ def parted(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """
     is_told = any(branch.kept for branch in finding.branches) or Doubt.MAY_SKIP_CALLS in finding.doubts
     # by its own words, or by its group
-    is_told |= finding.advice >= causes.DRAWN or causes.UNUSUAL_GROUP in finding.advice
+    is_told |= finding.advice >= suggestions.DRAWN or suggestions.UNUSUAL_GROUP in finding.advice
     if finding.cause != "collective-mismatch" or is_told:
         return
     waits = stacks_of_waiters(facts, finding)
@@ -56,7 +56,7 @@ def parted(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     ]
     later = [n for n, way in enumerate(found.ways) if any(one.by_round for one in way)]
     if told := [one for part in parts for one in part[-MOST_NAMED:]]:
-        advice = frozenset({causes.TRIED_AGAIN}) if all(one.again for one in told) else causes.DRAWN
+        advice = frozenset({suggestions.TRIED_AGAIN}) if all(one.again for one in told) else suggestions.DRAWN
         words = " and ".join(f"`{one.words}`" for one in told)
         yield Annotation(f"Which way a rank goes depends on {words}.", advice=advice)
     elif ended is None and len(later) == 1:
@@ -71,7 +71,7 @@ def _sides(facts: CaseFacts, finding: Finding, stacks: Mapping[int, Sequence[Fra
     """
     named = {culprit.rank for culprit in finding.culprits}
     places = by_stack(stacks)
-    if len(places) == 1 and causes.SIZES_DIFFER in finding.advice:
+    if len(places) == 1 and suggestions.SIZES_DIFFER in finding.advice:
         return [*places.items()] * 2
     odd = [(place, [rank for rank in ranks if rank in named]) for place, ranks in places.items() if named & {*ranks}]
     rest = [(place, ranks) for place, ranks in places.items() if not named & {*ranks}]
@@ -105,7 +105,7 @@ def _of_other_items(facts: CaseFacts, loop: Guard, around: Sequence[Frame]) -> A
     """Both sides are in the call that the loop makes with each of its items, by the way ``around``, innermost first."""
     skips = ways_around(around, loop.line, facts.read_source)
     text = f"Both sides come from one line of `{loop.words}`: they go through different items, or in another order"
-    return Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({causes.OTHER_ITEMS}))
+    return Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({suggestions.OTHER_ITEMS}))
 
 
 def _in_another_round(
@@ -127,7 +127,7 @@ def _in_another_round(
         ):
             text = f"{capital(ranks_do(others, 'has', 'have'))} called last from {fr.place(way[0])}, too: the loop at "
             text += f"{loops[0].place} has ended there, and goes on for {ranks_word(ranks)}"
-            return loops[0], Annotation(f"{text}.", advice=frozenset({causes.OTHER_ITEMS}))
+            return loops[0], Annotation(f"{text}.", advice=frozenset({suggestions.OTHER_ITEMS}))
     return None
 
 
@@ -161,4 +161,4 @@ def _in_a_later_round(facts: CaseFacts, found: Parting, sides: Sequence[RankSide
     ahead, behind = sides[later][1], sides[1 - later][1]
     text = f"All ranks get to {fr.place(way[-1])} in the same rounds (`{found.ways[later][-1].words}`), so "
     text += f"{ranks_do(ahead, 'has', 'have')} left out calls before, or {ranks_do(behind, 'has', 'have')} made more"
-    yield Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({causes.LEFT_OUT}))
+    yield Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({suggestions.LEFT_OUT}))

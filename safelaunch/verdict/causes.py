@@ -1,54 +1,14 @@
-"""The catalogue of causes: what to do about each, and about the sub-cases of each.
-
-Advice gives the usual fix first, then the command that gets the evidence that is still missing. Whoever finds a
-sub-case (a rule, a rank's condition) attaches its advice; the rest fits by what is true of the whole case.
-"""
+"""The catalogue of causes: what each means, how safelaunch knows it, and what to do about it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from safelaunch.settings.presets import version_matches
+from safelaunch.verdict import suggestions
 from safelaunch.verdict.doubts import confidence_of
+from safelaunch.verdict.suggestions import Advice
 
-if TYPE_CHECKING:
-    from safelaunch.stacks.failures import FailureKind
-    from safelaunch.verdict.advice import Scene
-
-
-@dataclass(frozen=True, eq=False)
-class Advice:
-    """What to do about a cause, or about a sub-case of it.
-
-    ``when``: it fits a case of which this is true, or to whose finding it is attached; ``unless``: none of these does.
-    ``preset``: under which the same run shows more. It is no advice where the run had that preset, nor for versions of
-    torch other than ``torch``.
-    """
-
-    text: str
-    when: Callable[[Scene], bool] = lambda case: True
-    unless: tuple[Advice, ...] = ()
-    preset: str = ""
-    torch: str = ""
-
-    @property
-    def shown(self) -> str:
-        """The text with the command that it is about."""
-        return f"{self.text}: `safelaunch --preset {self.preset} ...`" if self.preset else self.text
-
-    def fits(self, case: Scene) -> bool:
-        if not (self in case.attached or self.when(case)) or any(one.fits(case) for one in self.unless):
-            return False
-        run = case.launched
-        return self.preset not in run.presets and (not self.torch or version_matches(self.torch, run.torch))
-
-
-# Advice that fits where it is attached to a finding, or to the condition of a rank at fault.
-_sub_case = partial(Advice, when=lambda case: False)
 
 CAUSES: dict[str, type[Cause]] = {}
 
@@ -89,369 +49,6 @@ def _advice(*advice: Advice | str) -> tuple[Advice, ...]:
     return tuple(Advice(one) if isinstance(one, str) else one for one in advice)
 
 
-def _failed_by(kind: FailureKind) -> Callable[[Scene], bool]:
-    """An error of a rank at fault, or of any where none is named, means this."""
-    return lambda case: kind in case.failures
-
-
-_UNUSED = re.compile("expected to have finished reduction in the prior iteration", re.IGNORECASE)
-_GPU_MEMORY = re.compile("(?:cuda|hip) out of memory", re.IGNORECASE)
-_HOST_MEMORY = re.compile(
-    r"\AMemoryError\b|DefaultCPUAllocator: (?:can't allocate|not enough) memory|cannot allocate memory|std::bad_alloc",
-    re.IGNORECASE,
-)
-_SHARED_MEMORY = re.compile("dataloader's workers are out of shared memory")
-_GPU_ASSERT = re.compile("device-side assert(?!ions)|illegal memory access|cudaErrorAssert", re.IGNORECASE)
-
-_DESYNC = "desync-detail"
-_DESYNC_WORKS = "<2.13"  # later, TORCH_DISTRIBUTED_DEBUG=DETAIL crashes in DDP's constructor
-
-LAUNCHER = _sub_case("Fix what the launcher reports, or the error above it in the output of a process that it started.")
-
-# For saved stacks: those of other processes may be missing.
-_ALL_STACKS = Advice(
-    "Take the stacks of all processes at once: `safelaunch dump --all` on each node (or `py-spy dump --pid PID` for "
-    "every process), and give all of them to `safelaunch diagnose`.",
-    when=lambda case: case.of_some_stacks,
-)
-# Nobody is named: the ranks that were seen are innocent, or may be.
-_ALL_NODES = Advice(
-    "Put the bundles of all nodes into one folder: `safelaunch diagnose FOLDER` reaches one verdict over all ranks.",
-    when=lambda case: not case.named and case.facts.evidence.printed is None,
-    unless=(LAUNCHER, _ALL_STACKS),
-)
-# Of what a job has printed, the same and more.
-_ALL_LOGS = Advice(
-    "Give the logs of all ranks at once (`safelaunch diagnose LOG ...`), and run the job under `safelaunch`: it looks "
-    "at every rank while it is alive.",
-    when=lambda case: case.facts.evidence.printed is not None and not case.surely_named,
-)
-_NO_STACKS = Advice(
-    "No stack could be read: `safelaunch doctor`, where the job runs, shows why.",
-    when=lambda case: case.without_stack and case.facts.evidence.launched is not None,
-)
-_OTHER_NODES = Advice(
-    _ALL_NODES.text, when=lambda case: bool(case.facts.unseen) and case.facts.evidence.printed is None
-)
-
-BUILD_LOCK = _sub_case(
-    "Delete that lock file if no process is building the extension: a job that was killed in its build leaves it"
-    " behind, and nothing ever removes it. Then build it on one rank, or before the job: the others find it ready."
-)
-
-OUT_OF_MEMORY = _sub_case(
-    "Out of host memory, which includes `/dev/shm`: fewer DataLoader workers, less prefetching, no copy of the dataset"
-    " in each rank; or a higher memory limit for the job (`ulimit -a`; `node/<host>/resources.json` shows it).",
-    when=lambda case: case.raised_like(_HOST_MEMORY),
-)
-
-_GROUP_TIMEOUT = Advice(
-    "The process group's own timeout ended the job. If this line legitimately takes that long, raise the timeout: "
-    "`init_process_group(timeout=...)`, or `safelaunch --pg-timeout '2h!' ...` for one run of the unchanged script.",
-    when=lambda case: case.timed_out,
-)
-
-# What the agents of one round leave for each other in the rendezvous' store. With that store shared with the ranks, an
-# agent that has been in an earlier round does not leave it again (torch's DynamicRendezvousHandler.next_rendezvous).
-_OF_A_ROUND = re.compile(r"wait timeout .*/torch\.rendezvous\.\S*/(?:MASTER_(?:ADDR|PORT)|torchelastic/role_info/)")
-LATE_JOIN = Advice(
-    "If a node joined late or returned: torchrun itself fails then, with or without safelaunch. Set"
-    " `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` on all nodes.",
-    when=lambda case: any(is_late_join(note) for note in case.facts.evidence.notes),
-)
-
-
-def is_late_join(error: str) -> bool:
-    """Whether torchrun failed as it does where a node joins a job whose rendezvous shares its store."""
-    return _OF_A_ROUND.search(error) is not None
-
-
-STORE_KEY = _sub_case(
-    "Find which rank should set this key, under which condition: every path must. With a timeout, `wait()` raises."
-)
-
-STORE_NOT_REACHED = _sub_case(
-    "Print `MASTER_ADDR` and `MASTER_PORT` (or the `init_method`) right before this line on every rank: the script may"
-    " have changed what torchrun gave it (`node/<host>/env.json`), or kept it from before a restart. Then see whether"
-    " that address answers: `nc -vz HOST PORT` on the rank's node."
-)
-
-OWN_LOCK = _sub_case("Release the lock before taking it again, or make it an `RLock`: the thread waits for itself.")
-
-HELD = _sub_case(
-    "Don't block with a lock held: move the call in which its holder waits out of the `with` block.",
-    when=lambda case: case.holds_a_lock,
-)
-
-_KERNEL_LOG = "the kernel log (`dmesg`; a bundle's `kernel_log.txt`)"
-_GROW = "Let segments grow, to reduce fragmentation:"
-
-FULL_PIPE = _sub_case(
-    "Read what the other process writes before waiting for its exit: `communicate()`, `queue.get()` before `join()`."
-)
-WAITS_IN_TURN = _sub_case(
-    "Signal the end of the input to the other process (a sentinel, closing the pipe), or `terminate()` it."
-)
-RACE = _sub_case(
-    "Give each thread its own group (`new_group()`, in one order on all ranks), or let one thread make all calls."
-)
-TAGS_DIFFER = _sub_case("Give the send and its receive the same `tag`.")
-PEERS_DIFFER = _sub_case(
-    "Check how this rank chooses its peers: the other ranks in the exchange expect different ones."
-)
-ROOTS_DIFFER = _sub_case(
-    "Pass the same `src` or `dst` on every rank (a global rank); if computed, broadcast it from one rank."
-)
-DDP_FORWARD = _sub_case(
-    "A forward pass through `DistributedDataParallel` broadcasts the buffers, which is a collective: evaluate through "
-    "`model.module` or on all ranks. If the rank is in its next step, look for what skipped the rest of the last one.",
-    when=lambda case: case.alone_in("ddp-forward"),
-)
-FSDP_FORWARD = _sub_case(
-    "Run the forward pass on all ranks, including for evaluation: a sharded model gathers its parameters from all "
-    "of them.",
-    when=lambda case: case.alone_in("fsdp-forward"),
-)
-SYNC_BATCHNORM = _sub_case(
-    "Call `model.eval()` before a forward pass that not all ranks make: `SyncBatchNorm` in training mode is a"
-    " collective.",
-    when=lambda case: case.alone_in("sync-batchnorm"),
-)
-STATE_DICT = _sub_case(
-    "Create the state dict, or call `full_tensor()`, on all ranks, and write the file on one: they gather from all "
-    "(`get_model_state_dict()` with `full_state_dict=True, cpu_offload=True` keeps it on rank 0 only).",
-    when=lambda case: case.alone_in("state-dict"),
-)
-_MODELS = (DDP_FORWARD, FSDP_FORWARD, SYNC_BATCHNORM, STATE_DICT)
-_TRANSFER = Advice(
-    "The matching send or receive may be missing. On the peer, look for a branch that skips it.",
-    when=lambda case: bool(case.transfers),
-    unless=(TAGS_DIFFER, PEERS_DIFFER),
-)
-GUARDED = _sub_case(
-    "Every rank must make this call: gate the side effect (a print, writing a file) with `if rank == 0`, not the"
-    " collective.",
-    unless=(*_MODELS, _TRANSFER, ROOTS_DIFFER),
-)
-LEFT_OUT = _sub_case(
-    "Look around the skipped call for a `continue`, an early return, a caught exception or a branch that only some "
-    "ranks take: a rank that skips the work must still call its collectives."
-)
-HANDLES = _sub_case(
-    "Fix that exception first. Ranks that failed call the collective in the `except` or `finally`, while the others "
-    "call those of the loop: let the exception end the rank, or have all ranks agree on it first."
-)
-ASIDE = _sub_case(
-    "Don't call collectives there: ranks get there at different times, or alone. Set a flag, and let all ranks agree "
-    "on it between two steps (`all_reduce` with MAX)."
-)
-UNUSED_PARAMETERS = _sub_case(
-    "If its forward pass did not use some parameters, DDP skipped the reduction of their gradients: use all of them "
-    "on every rank, or pass `find_unused_parameters=True`.",
-    when=lambda case: case.raised_like(_UNUSED),
-)
-_DRAWN = _sub_case(
-    "Make the same decision on all ranks: `all_reduce` the condition, broadcast one rank's random number, or use one "
-    "seed."
-)
-GROUPS_MADE = _sub_case(
-    "Call `new_group()` on every rank, in the same order, including for groups that a rank is not in."
-)
-SIZES_DIFFER = _sub_case(
-    "Pass the same size and type on every rank: pad, or exchange the sizes first.",
-    unless=_MODELS,
-)
-TRIED_AGAIN = _sub_case(
-    "Keep collectives out of what is retried: a rank that fails alone makes them once more. Let its exception end it."
-)
-OTHER_ITEMS = _sub_case(
-    "Go through the same items in one order on all ranks: skip none on one of them, and use `sorted()` for a set, or a "
-    "dict filled in another order.",
-    unless=(*_MODELS, TRIED_AGAIN),
-)
-UNUSUAL_GROUP = _sub_case("Check how this line selects its group on the rank that used a different one than before.")
-WRONG_GROUP = _sub_case(
-    "Use only groups that the rank is in: compare how it picks its group with the ranks passed to `new_group()`."
-)
-ALONE_IN_GROUPS = _sub_case(
-    "One of these ranks may use the wrong group, or skip a call: each is alone in its own. Compare the `group=` of"
-    " their calls, and look for a branch around them.",
-    unless=(GUARDED, LEFT_OUT),
-)
-EXIT_CALLED = _sub_case(
-    "Agree before one exits: decide on one rank, `broadcast` the decision, and exit on all ranks or on none."
-)
-OPTIONS_REFUSED = _sub_case(
-    "The script did not accept its options: argparse and click exit with code 2. Its output says which option."
-    " `torch.distributed.launch` adds `--local-rank`, torchrun nothing: read `LOCAL_RANK` from the environment.",
-)
-BROKEN_OFF = _sub_case(
-    "If that `if` is why: decide on one rank and broadcast it, or `all_reduce` the condition, so that all stop "
-    "together."
-)
-_DRAWN_BATCHES = _sub_case(
-    "A rank that skips a batch by what it computed ends its loop sooner: skip it on all ranks, or on none."
-)
-FORKED_LOCK = _sub_case(
-    "A forked process inherits the locks that threads held at that moment, but no thread to release them: fork before "
-    "threads start, or use the start method `spawn` (of a DataLoader: `multiprocessing_context='spawn'`). Take locks "
-    "with `with`, so that every exit path releases them."
-)
-DEAD_CHILD = _sub_case(
-    "Find out why that child process exited (its output, `kernel_log.txt`), and make the wait notice: `is_alive()`."
-)
-OWN_END = _sub_case(
-    "Close the other end of the pipe here once the child has it, or the reader never sees the end of the pipe."
-)
-INHERITED_END = _sub_case(
-    "Keep the write end only in the writer (no `pass_fds`, close it after a fork): a reader then sees its end."
-)
-OWED = _sub_case(
-    "Compare the two ends: the peer must send this on every path, also before a `continue`. Use `settimeout()`."
-)
-FOREIGN_LOCK = _sub_case(
-    "Look at the process that holds the lock (`ps -o pid,lstart,cmd -p PID`): wait for it, end it, or use another file."
-)
-OWN_FILE_LOCK = _sub_case(
-    "Release the lock on every exit path (`with`, `finally`): `flock` of a second open file waits for that of the "
-    "first."
-)
-CONNECTION = _sub_case(
-    "`lsof -E -p PID` there shows which process holds the other end; `safelaunch --on-stall dump ...` keeps the job "
-    "alive for that."
-)
-TASK_DONE = _sub_case(
-    "Call `task_done()` for each item in a `finally`: an exception before it leaves `join()` waiting forever."
-)
-OWN_LOOP = _sub_case("`await` the coroutine on the thread of its loop; move blocking code to `asyncio.to_thread()`.")
-LOCKED_INIT = _sub_case(
-    "Release the lock before `init_process_group`, or take it afterwards: that call returns only when all ranks are "
-    "there, and those that wait for the lock cannot come.",
-)
-_LOCK_ORDER = _sub_case(
-    "Acquire locks in one order everywhere; never call a collective or join a thread with a lock held.",
-    unless=(FORKED_LOCK, LOCKED_INIT),
-)
-SIGNAL = _sub_case(
-    "Look for the thread at the other end of this queue, or that should set this event, and why it ended: it must do "
-    "its part on every path."
-)
-TIMED = _sub_case(
-    "This wait has a time limit: if it is intentional, mark it (`safelaunch.pause()`), else make the limit shorter."
-)
-POLLS = _sub_case("Limit the polling loop, or have the rank that creates what it polls for broadcast that.")
-ATTEMPTS = _sub_case("Bound the number of attempts, and raise the last exception when they are used up.")
-LOCK_FILE = _sub_case(
-    "If no process holds the lock, delete its file, and use one that ends with its process (`FileLock`)."
-)
-POOL = _sub_case(
-    "A `Pool` never returns the task of a worker that died (`kernel_log.txt`): use `ProcessPoolExecutor`, which raises."
-)
-OUTLIVES = _sub_case("Make the thread a daemon (`daemon=True`), or stop and join it before the script ends.")
-EXIT_WAITS = _sub_case(
-    "Fix that exception first. Then let a rank that fails exit without waiting for its peers: in an exit handler, call "
-    "no collective and no `destroy_process_group()`, or only after a normal end."
-)
-DETAIL_CRASH = _sub_case(
-    "Unset `TORCH_DISTRIBUTED_DEBUG=DETAIL` (`INFO` works): torch 2.13+ crashes with it when a DDP model is created."
-)
-KILLED_FROM_OUTSIDE = _sub_case(
-    f"SIGKILL leaves no trace of its sender: check {_KERNEL_LOG}, and the log "
-    "and memory limit of the scheduler or container (kills by systemd-oomd or earlyoom aren't counted). Fewer "
-    "DataLoader workers need less memory."
-)
-_ABORTED = _sub_case(
-    "An abort in a collective: compare what the ranks pass at that line, and how many batches each has."
-)
-_CHECK_EVERY_CALL = _sub_case("To have every call checked before it starts", preset=_DESYNC, torch=_DESYNC_WORKS)
-AFTER_THE_END = _sub_case(
-    "The training had ended: a `dist.barrier()` before `destroy_process_group()` avoids it (PyTorch issue 190489)."
-)
-FATAL_SIGNAL = _sub_case(
-    "What faulthandler printed (`fault.txt` in a bundle) has the stack of every thread; `safelaunch doctor` shows "
-    "whether `/dev/shm` is full."
-)
-_GRADIENT_MISSING = _sub_case(
-    "Make every parameter contribute to the loss, or freeze what is not trained (`requires_grad_(False)` before "
-    "wrapping): DDP waits for a gradient of each. `TORCH_DISTRIBUTED_DEBUG=INFO` adds their names to the message. "
-    "Only if some steps skip parameters on purpose, pass `find_unused_parameters=True`, which costs time in each "
-    "step.",
-    when=lambda case: case.raised_like(_UNUSED),
-)
-GPU_OF_TWO_RANKS = _sub_case(
-    "Several ranks use one GPU: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))` first, and `map_location='cpu'`."
-)
-GPU_SHARED = _sub_case(
-    "Another process uses memory on that GPU: `safelaunch gpus` shows whose it is; `--gpus N` leases unused GPUs."
-)
-_GPU_FRAGMENTED = _sub_case(f"{_GROW} `PYTORCH_ALLOC_CONF=expandable_segments:True`.", torch=">=2.11")
-_GPU_FRAGMENTED_BEFORE = _sub_case(f"{_GROW} `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.", torch="<2.11")
-GPU_UNSHARDED = _sub_case(
-    "Shard what every rank holds whole: wrap those modules as well (`fully_shard` or `auto_wrap_policy`), the root "
-    "module last. `safelaunch.probes.sharding(model)` lists them."
-)
-GPU_FULL = _sub_case(
-    "The tensors fill the GPU: a smaller batch with gradient accumulation, activation checkpointing, or"
-    " parameters and optimizer state that are sharded over the ranks (FSDP, ZeRO).",
-    unless=(GPU_UNSHARDED,),
-)
-ALL_APART = _sub_case(
-    "Nothing averages the gradients: look for a `no_sync()` around every backward pass, or a use of `model.module`."
-)
-APART_AT_FIRST = _sub_case(
-    "Look at what sets the parameters first: a checkpoint that only some ranks load, a seed that differs."
-)
-APART_LATER = _sub_case(
-    "Look for what only some ranks do in between: `no_sync()`, an assignment under a condition on the rank."
-)
-ONE_APART = _sub_case(
-    "If nothing in the script is specific to that rank, suspect its device: exclude that GPU or node and run again."
-)
-
-_GPU_MEMORY_LINES = Advice(
-    "To see which lines hold the memory", when=lambda case: case.raised_like(_GPU_MEMORY), preset="oom-debug"
-)
-# Processes of one rank that wait for each other, whatever its main thread waits in.
-_CIRCLES = (FULL_PIPE, WAITS_IN_TURN)
-
-LOCK = frozenset({_LOCK_ORDER})
-ABORTED = frozenset({_ABORTED, _CHECK_EVERY_CALL})
-DRAWN = frozenset({_DRAWN, _DRAWN_BATCHES})
-GPU_FRAGMENTED = frozenset({_GPU_FRAGMENTED, _GPU_FRAGMENTED_BEFORE})
-
-# Errors of NCCL, of the network under it, and of device meshes.
-_BY_FAILURE: dict[FailureKind, str] = {
-    "one-gpu": "Give each rank its own GPU first: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))`.",
-    "nccl-memory": "Leave some GPU memory for NCCL: a smaller batch, fewer process groups, or a smaller "
-    "`NCCL_BUFFSIZE`.",
-    "nccl-cuda": f"Look for an Xid in {_KERNEL_LOG}, and compare the driver "
-    "with torch's CUDA (`versions.json`). Try `NCCL_P2P_DISABLE=1` and `NCCL_NVLS_ENABLE=0` to rule out P2P and NVLS.",
-    "nccl-shm": "Make room in `/dev/shm` (`df -h /dev/shm`; in a container `--shm-size=8g` or `--ipc=host`).",
-    "nccl-limit": "Raise the limit of locked memory where the ranks start: `ulimit -l unlimited`.",
-    "infiniband": "Check the link on both nodes: `ibstat`, its counters (`node/<host>/resources.json`), for RoCE "
-    "`NCCL_IB_GID_INDEX`. If the job runs with `NCCL_IB_DISABLE=1`, the link is the problem.",
-    "interface": "Set `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME` to an interface that all nodes have: "
-    "`ip -br addr`.",
-    "nccl-versions": "Give all nodes one environment: `node/<host>/versions.json` has the versions of torch and NCCL.",
-    "nccl-sizes": "Compare the sizes that the ranks pass, and `NCCL_ALGO`, `NCCL_PROTO` and NCCL's version, on all "
-    "ranks.",
-    "socket": "First check whether the peer exited on its own, then whether its node answers on that interface "
-    "(firewall, `NCCL_SOCKET_IFNAME`, `ping`).",
-    "mesh": "Make the product of the mesh's dimensions the world size (`dp * tp * pp == WORLD_SIZE`).",
-    "port": "Find the process that uses the port (`ss -ltnp`), often a rank of an earlier job. `--standalone`, or port "
-    "0 in `--rdzv-endpoint`, takes a free one.",
-    "host-name": "Make every node resolve the name (`getent hosts NAME`), or give its address in `--rdzv-endpoint`.",
-    "open-files": "Raise the limit of open files where the ranks start (`ulimit -n 65536`). DataLoader workers use "
-    "many: `torch.multiprocessing.set_sharing_strategy('file_system')`.",
-    "peer-late": "If a rank can legitimately take that long (a checkpoint, an evaluation, a first compilation), give "
-    "the groups more time: `--pg-timeout 2h`.",
-}
-_COMMUNICATION = (
-    *(Advice(text, when=_failed_by(kind)) for kind, text in _BY_FAILURE.items()),
-    Advice("To have NCCL say which call failed", when=_failed_by("nccl-system"), preset="nccl-debug"),
-)
-
-
 class CollectiveMismatch(Cause, name="collective-mismatch"):
     """In one process group, at the same sequence number, ranks called different operations, or the same operation with
     different shapes or types. The minority is at fault. A rank that made an extra call, or left one out, long ago
@@ -476,27 +73,27 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
         ("swallowed-exception", "an exception that the script caught explains the skipped calls"),
     )
     advice = _advice(
-        UNUSUAL_GROUP,
-        RACE,
-        _TRANSFER,
-        TAGS_DIFFER,
-        PEERS_DIFFER,
-        ROOTS_DIFFER,
-        DDP_FORWARD,
-        FSDP_FORWARD,
-        SYNC_BATCHNORM,
-        STATE_DICT,
-        HELD,
-        HANDLES,
-        ASIDE,
-        GUARDED,
-        LEFT_OUT,
-        UNUSED_PARAMETERS,
-        _DRAWN,
-        GROUPS_MADE,
-        SIZES_DIFFER,
-        TRIED_AGAIN,
-        OTHER_ITEMS,
+        suggestions.UNUSUAL_GROUP,
+        suggestions.RACE,
+        suggestions.MISSING_TRANSFER,
+        suggestions.TAGS_DIFFER,
+        suggestions.PEERS_DIFFER,
+        suggestions.ROOTS_DIFFER,
+        suggestions.DDP_FORWARD,
+        suggestions.FSDP_FORWARD,
+        suggestions.SYNC_BATCHNORM,
+        suggestions.STATE_DICT,
+        suggestions.HELD,
+        suggestions.HANDLES,
+        suggestions.ASIDE,
+        suggestions.GUARDED,
+        suggestions.LEFT_OUT,
+        suggestions.UNUSED_PARAMETERS,
+        suggestions.SAME_DECISION,
+        suggestions.GROUPS_MADE,
+        suggestions.SIZES_DIFFER,
+        suggestions.TRIED_AGAIN,
+        suggestions.OTHER_ITEMS,
         Advice(
             "Make all ranks call the same collectives in the same order: compare how each rank reaches the call "
             "that it waits in.",
@@ -505,8 +102,8 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
         Advice(
             "To have c10d compare op, shape and type of every collective before it starts",
             when=lambda case: confidence_of(case.finding.doubts) != "high",
-            preset=_DESYNC,
-            torch=_DESYNC_WORKS,
+            preset=suggestions.DESYNC_PRESET,
+            torch=suggestions.DESYNC_TORCH,
         ),
     )
 
@@ -529,31 +126,24 @@ class MissingFromCollective(Cause, name="missing-from-collective"):
         ("stuck-in-user-code", "a stack shows what the rank does instead"),
     )
     advice = _advice(
-        WRONG_GROUP,
-        UNUSUAL_GROUP,
+        suggestions.WRONG_GROUP,
+        suggestions.UNUSUAL_GROUP,
         Advice(
             "Look for a branch, an early `continue` or a caught exception before this collective, on the missing rank.",
-            unless=(WRONG_GROUP, UNUSUAL_GROUP),
+            unless=(suggestions.WRONG_GROUP, suggestions.UNUSUAL_GROUP),
         ),
         Advice(
             "To see where that rank is, run the job under `safelaunch`: it collects the stacks of all ranks along "
             "with the Flight Recorder.",
             when=lambda case: case.without_stack and case.facts.evidence.launched is None,
-            unless=(_ALL_LOGS,),
+            unless=(suggestions.ALL_LOGS,),
         ),
-        _NO_STACKS,
-        _ALL_NODES,
-        _ALL_LOGS,
+        suggestions.NO_STACKS,
+        suggestions.ALL_NODES,
+        suggestions.ALL_LOGS,
     )
     own = True
     of_node = "perhaps"
-
-
-ITERABLE = _sub_case(
-    "The loop reads an iterable dataset, for which there is no sampler: split its items by rank "
-    "(`itertools.islice(items, rank, None, world_size)`), and end the loop on all ranks after the smallest number of "
-    "batches that any rank has (an `all_reduce` (MIN) before the loop)."
-)
 
 
 class UnevenBatches(Cause, name="uneven-batches"):
@@ -572,23 +162,26 @@ class UnevenBatches(Cause, name="uneven-batches"):
         ("rank-exited", "the rank ended with an error code, or on purpose before the loop was over"),
     )
     advice = _advice(
-        EXIT_CALLED,
-        _DRAWN_BATCHES,
-        BROKEN_OFF,
-        UNUSED_PARAMETERS,
-        LEFT_OUT,
-        ITERABLE,
+        suggestions.EXIT_CALLED,
+        suggestions.SAME_BATCHES,
+        suggestions.BROKEN_OFF,
+        suggestions.UNUSED_PARAMETERS,
+        suggestions.LEFT_OUT,
+        suggestions.ITERABLE,
         Advice(
             "Give every rank the same number of batches: `DistributedSampler` with `drop_last=True`, or agree on a "
             "number of steps with an `all_reduce` (MIN) before the loop.",
-            unless=(EXIT_CALLED, ITERABLE),
+            unless=(suggestions.EXIT_CALLED, suggestions.ITERABLE),
         ),
         Advice(
             "Or wrap the loop in `with model.join():`, where ranks that have run out of batches answer DDP's"
             " collectives; other collectives in the loop still wait for them.",
             when=lambda case: any(purpose in ("gradients", "ddp-forward") for purpose in case.purposes.values()),
         ),
-        Advice("Make early-stopping decisions on one rank and broadcast them.", unless=(EXIT_CALLED, BROKEN_OFF)),
+        Advice(
+            "Make early-stopping decisions on one rank and broadcast them.",
+            unless=(suggestions.EXIT_CALLED, suggestions.BROKEN_OFF),
+        ),
     )
     own = True
 
@@ -609,17 +202,17 @@ class GroupOrder(Cause, name="group-order"):
         ("p2p-cycle", "the cycle consists of sends and receives"),
     )
     advice = _advice(
-        HELD,
-        HANDLES,
-        ASIDE,
-        GUARDED,
-        LEFT_OUT,
-        ALONE_IN_GROUPS,
+        suggestions.HELD,
+        suggestions.HANDLES,
+        suggestions.ASIDE,
+        suggestions.GUARDED,
+        suggestions.LEFT_OUT,
+        suggestions.ALONE_IN_GROUPS,
         "Use the groups in the same order on all ranks, or overlap them with `async_op=True` and wait afterwards.",
         Advice(
             "A rank that skips its call in one group, or makes it in the wrong group, also waits in the other like"
             " this: look at the `group=` of that call, and for a branch around it.",
-            unless=(GUARDED, LEFT_OUT, ALONE_IN_GROUPS),
+            unless=(suggestions.GUARDED, suggestions.LEFT_OUT, suggestions.ALONE_IN_GROUPS),
         ),
         "Create groups with `new_group()` on every rank, in the same order, including ranks that are not members.",
     )
@@ -677,11 +270,11 @@ class InitNotJoined(Cause, name="init-not-joined"):
             "`--rdzv-conf=join_timeout=SECONDS`.",
             when=lambda case: not case.facts.unseen and case.facts.evidence.rendezvous is not None,
         ),
-        STORE_NOT_REACHED,
+        suggestions.STORE_NOT_REACHED,
         Advice(
             "Call `init_process_group` on every rank before slow or rank-dependent work (downloads, unpacking, "
             "license checks); follow that work with a barrier.",
-            unless=(STORE_NOT_REACHED,),
+            unless=(suggestions.STORE_NOT_REACHED,),
         ),
         Advice(
             "Check `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` of the ranks in `node/<host>/env.json`; "
@@ -708,12 +301,12 @@ class DataLoading(Cause, name="data-loading"):
         ("uneven-batches", "the rank had no more batches"),
     )
     advice = _advice(
-        OWN_LOCK,
-        FORKED_LOCK,
+        suggestions.OWN_LOCK,
+        suggestions.FORKED_LOCK,
         Advice(
             "Load the sample the worker is stuck on without a DataLoader; give reads and downloads a timeout, and the "
             "DataLoader `timeout=60` so that it raises instead of waiting.",
-            unless=(FORKED_LOCK,),
+            unless=(suggestions.FORKED_LOCK,),
         ),
         "To rule the workers out, run with `num_workers=0`.",
     )
@@ -749,17 +342,17 @@ class BlockingIo(Cause, name="blocking-io"):
         ("lock-deadlock", "the other side waits in turn, so that the wait can never end"),
     )
     advice = _advice(
-        *_CIRCLES,
-        HELD,
-        DEAD_CHILD,
-        OWN_END,
-        INHERITED_END,
-        OWED,
-        FOREIGN_LOCK,
-        OWN_FILE_LOCK,
-        STORE_KEY,
+        *suggestions.PROCESS_CYCLES,
+        suggestions.HELD,
+        suggestions.DEAD_CHILD,
+        suggestions.OWN_END,
+        suggestions.INHERITED_END,
+        suggestions.OWED,
+        suggestions.FOREIGN_LOCK,
+        suggestions.OWN_FILE_LOCK,
+        suggestions.STORE_KEY,
         "Add a timeout, and do rank-dependent I/O outside the training loop.",
-        CONNECTION,
+        suggestions.CONNECTION,
     )
     own = True
     of_node = "perhaps"
@@ -782,7 +375,7 @@ class UninterruptibleIo(Cause, name="uninterruptible-io"):
         ("rank-stopped", "a signal stopped the process, which SIGCONT resumes"),
     )
     advice = _advice(
-        f"The kernel waits for storage, a network file system or a driver: look at {_KERNEL_LOG} "
+        f"The kernel waits for storage, a network file system or a driver: look at {suggestions.KERNEL_LOG} "
         "and the mount that the line reads from; killing the process will not help until it answers.",
         "Put the data or the checkpoint on a local disk and run again.",
     )
@@ -815,20 +408,20 @@ class LockDeadlock(Cause, name="lock-deadlock"):
         ("gil-held", "no Python code of the rank runs at all"),
     )
     advice = _advice(
-        *_CIRCLES,
-        HELD,
-        TASK_DONE,
-        OWN_LOOP,
-        OWN_LOCK,
-        FORKED_LOCK,
-        SIGNAL,
-        TIMED,
-        LOCKED_INIT,
-        _LOCK_ORDER,
+        *suggestions.PROCESS_CYCLES,
+        suggestions.HELD,
+        suggestions.TASK_DONE,
+        suggestions.OWN_LOOP,
+        suggestions.OWN_LOCK,
+        suggestions.FORKED_LOCK,
+        suggestions.SIGNAL,
+        suggestions.TIMED,
+        suggestions.LOCKED_INIT,
+        suggestions.LOCK_ORDER,
         Advice(
             "Add a timeout to `lock.acquire()`, `queue.get()`, `event.wait()` and `future.result()`, so that it raises "
             "where it waits.",
-            unless=(TIMED,),
+            unless=(suggestions.TIMED,),
         ),
     )
     own = True
@@ -876,7 +469,7 @@ class BusyLoop(Cause, name="busy-loop"):
         ("slow-not-stuck", "the job makes progress"),
     )
     advice = _advice(
-        _GROUP_TIMEOUT,
+        suggestions.GROUP_TIMEOUT,
         "Bound the loop at this line, and check its exit condition on this rank.",
         "If it is legitimate work (an evaluation, a checkpoint), announce it: `safelaunch.phase('eval')`.",
     )
@@ -906,15 +499,15 @@ class StuckInUserCode(Cause, name="stuck-in-user-code"):
         ("busy-loop", "the rank uses a core"),
     )
     advice = _advice(
-        _GROUP_TIMEOUT,
-        *_CIRCLES,
-        HELD,
-        POLLS,
-        ATTEMPTS,
-        LOCK_FILE,
-        BUILD_LOCK,
-        POOL,
-        OUTLIVES,
+        suggestions.GROUP_TIMEOUT,
+        *suggestions.PROCESS_CYCLES,
+        suggestions.HELD,
+        suggestions.POLLS,
+        suggestions.ATTEMPTS,
+        suggestions.LOCK_FILE,
+        suggestions.BUILD_LOCK,
+        suggestions.POOL,
+        suggestions.OUTLIVES,
         "Add a timeout, or move the call to where no other rank depends on it.",
         "If the wait is intentional, mark it: `safelaunch.pause()` or `safelaunch.phase(...)`, or a longer "
         "`--stall-timeout`.",
@@ -990,7 +583,7 @@ class GpuKernel(Cause, name="gpu-kernel"):
     )
     advice = _advice(
         Advice("To find the kernel", preset="cuda-sync"),
-        f"Look for Xid errors in {_KERNEL_LOG}.",
+        f"Look for Xid errors in {suggestions.KERNEL_LOG}.",
     )
     own = True
     of_node = "surely"
@@ -1021,14 +614,6 @@ class GpuLost(Cause, name="gpu-lost"):
     of_node = "surely"
 
 
-_OF_A_LOG = Advice(
-    "Look at what that rank printed last: code 1 is mostly that of an exception whose traceback is not in this log, "
-    "and code 2 that of wrong options.",
-    when=lambda case: case.facts.evidence.printed is not None and bool(case.named),
-    unless=(OPTIONS_REFUSED,),
-)
-
-
 class RankExited(Cause, name="rank-exited"):
     """A rank ended early through `sys.exit()` or `os._exit()`, and its peers fail or wait because of it.
 
@@ -1046,17 +631,17 @@ class RankExited(Cause, name="rank-exited"):
         ("uneven-batches", "the rank ended with code 0 after its last batch"),
     )
     advice = _advice(
-        LAUNCHER,
-        OPTIONS_REFUSED,
-        EXIT_CALLED,
+        suggestions.LAUNCHER,
+        suggestions.OPTIONS_REFUSED,
+        suggestions.EXIT_CALLED,
         Advice(
             "Find the `sys.exit()` or `os._exit()` that ended it; to stop early, let all ranks agree first.",
             when=lambda case: bool(case.named),
-            unless=(LAUNCHER, OPTIONS_REFUSED, EXIT_CALLED, _OF_A_LOG),
+            unless=(suggestions.LAUNCHER, suggestions.OPTIONS_REFUSED, suggestions.EXIT_CALLED, suggestions.LAST_LINES),
         ),
-        _OF_A_LOG,
-        _ALL_NODES,
-        _ALL_LOGS,
+        suggestions.LAST_LINES,
+        suggestions.ALL_NODES,
+        suggestions.ALL_LOGS,
     )
     failure = True
     worker = 6
@@ -1079,14 +664,14 @@ class RankKilled(Cause, name="rank-killed"):
         ("node-lost", "every process of the node is gone"),
     )
     advice = _advice(
-        DETAIL_CRASH,
-        *_COMMUNICATION,
-        OUT_OF_MEMORY,
-        KILLED_FROM_OUTSIDE,
-        _ABORTED,
-        _CHECK_EVERY_CALL,
-        AFTER_THE_END,
-        FATAL_SIGNAL,
+        suggestions.DETAIL_CRASH,
+        *suggestions.COMMUNICATION,
+        suggestions.OUT_OF_MEMORY,
+        suggestions.KILLED_FROM_OUTSIDE,
+        suggestions.ABORTED_CALL,
+        suggestions.CHECK_EVERY_CALL,
+        suggestions.AFTER_THE_END,
+        suggestions.FATAL_SIGNAL,
     )
     failure = True
 
@@ -1112,42 +697,48 @@ class RankExceptionCause(Cause, name="rank-exception"):
         ("rank-killed", "a signal ended the rank, without a traceback"),
     )
     advice = _advice(
-        _GRADIENT_MISSING,
-        *_COMMUNICATION,
-        OUT_OF_MEMORY,
-        KILLED_FROM_OUTSIDE,
-        Advice(_BY_FAILURE["nccl-shm"], when=lambda case: case.raised_like(_SHARED_MEMORY)),
-        GPU_OF_TWO_RANKS,
-        GPU_SHARED,
-        _GPU_FRAGMENTED,
-        _GPU_FRAGMENTED_BEFORE,
-        GPU_FULL,
-        GPU_UNSHARDED,
-        _GPU_MEMORY_LINES,
+        suggestions.GRADIENT_MISSING,
+        *suggestions.COMMUNICATION,
+        suggestions.OUT_OF_MEMORY,
+        suggestions.KILLED_FROM_OUTSIDE,
+        Advice(suggestions.BY_FAILURE["nccl-shm"], when=lambda case: case.raised_like(suggestions.SHARED_MEMORY)),
+        suggestions.GPU_OF_TWO_RANKS,
+        suggestions.GPU_SHARED,
+        suggestions.EXPANDABLE_SEGMENTS,
+        suggestions.EXPANDABLE_SEGMENTS_BEFORE_2_11,
+        suggestions.GPU_FULL,
+        suggestions.GPU_UNSHARDED,
+        suggestions.MEMORY_LINES,
         Advice(
             "Select the GPU by `LOCAL_RANK`, not by `RANK`, and start no more ranks on a node than it has GPUs.",
             when=lambda case: case.raised_like(re.compile("invalid device ordinal")),
         ),
         Advice(
             "CUDA reports an error later than it happens. To have it raised at its own line",
-            when=lambda case: case.raised_like(_GPU_ASSERT),
+            when=lambda case: case.raised_like(suggestions.GPU_ASSERT),
             preset="cuda-sync",
         ),
         Advice(
             "Every rank raised it, so it is not specific to one rank: look at the line, or debug it in a single "
             "process (`--nproc-per-node=1`).",
             when=lambda case: case.all_alike,
-            unless=(_GRADIENT_MISSING, _GPU_MEMORY_LINES),
+            unless=(suggestions.GRADIENT_MISSING, suggestions.MEMORY_LINES),
         ),
-        LAUNCHER,
+        suggestions.LAUNCHER,
         Advice(
             "Fix the exception at this line; errors of other ranks follow from it.",
             when=lambda case: not case.all_alike,
-            unless=(STORE_NOT_REACHED, LAUNCHER, OUT_OF_MEMORY, KILLED_FROM_OUTSIDE, EXIT_WAITS),
+            unless=(
+                suggestions.STORE_NOT_REACHED,
+                suggestions.LAUNCHER,
+                suggestions.OUT_OF_MEMORY,
+                suggestions.KILLED_FROM_OUTSIDE,
+                suggestions.EXIT_WAITS,
+            ),
         ),
-        EXIT_WAITS,
-        OUTLIVES,
-        STORE_NOT_REACHED,
+        suggestions.EXIT_WAITS,
+        suggestions.OUTLIVES,
+        suggestions.STORE_NOT_REACHED,
     )
     failure = True
 
@@ -1197,7 +788,7 @@ class NodeUnreachable(Cause, name="node-unreachable"):
     advice = _advice(
         "From another node: `ping HOST`, and `ip -s link` on both ends; then the switch and its ports.",
         "If the node answers, look there for the job's processes: they may still run, and hold its GPUs.",
-        _OTHER_NODES,
+        suggestions.OTHER_NODES,
     )
 
 
@@ -1277,9 +868,9 @@ class NoRankStandsOut(Cause, name="no-rank-stands-out"):
         ("gpu-kernel", "one rank's GPU holds up the others"),
     )
     advice = _advice(
-        LATE_JOIN,
-        _ALL_STACKS,
-        *_COMMUNICATION,
+        suggestions.LATE_JOIN,
+        suggestions.ALL_STACKS,
+        *suggestions.COMMUNICATION,
         Advice(
             "All ranks have arrived: suspect the transport (NIC, `NCCL_SOCKET_IFNAME`, firewall between nodes) or a"
             " GPU.",
@@ -1298,8 +889,8 @@ class NoRankStandsOut(Cause, name="no-rank-stands-out"):
         Advice(
             "To check that all ranks meant the same collective",
             when=lambda case: case.all_arrived,
-            preset=_DESYNC,
-            torch=_DESYNC_WORKS,
+            preset=suggestions.DESYNC_PRESET,
+            torch=suggestions.DESYNC_TORCH,
         ),
         Advice(
             "Look at what ended the other ranks: these only lost their connections.",
@@ -1310,16 +901,16 @@ class NoRankStandsOut(Cause, name="no-rank-stands-out"):
             "already connected; under `safelaunch exec`, pass `--cluster-store HOST:PORT`.",
             when=lambda case: bool(case.facts.evidence.stopped),
         ),
-        BUILD_LOCK,
-        STORE_KEY,
+        suggestions.BUILD_LOCK,
+        suggestions.STORE_KEY,
         Advice(
             "No rank waits for another: what they wait for is outside the job. Look at each rank's line, and add a "
             "timeout to that call.",
             when=lambda case: case.all_in_own_code and not case.without_stack,
-            unless=(BUILD_LOCK, STORE_KEY),
+            unless=(suggestions.BUILD_LOCK, suggestions.STORE_KEY),
         ),
-        _NO_STACKS,
-        _OTHER_NODES,
+        suggestions.NO_STACKS,
+        suggestions.OTHER_NODES,
     )
 
 
@@ -1339,12 +930,12 @@ class ReplicasDiverged(Cause, name="replicas-diverged"):
         ("non-finite-gradient", "a gradient is infinite or NaN"),
     )
     advice = _advice(
-        ALL_APART,
-        APART_AT_FIRST,
-        APART_LATER,
+        suggestions.ALL_APART,
+        suggestions.APART_AT_FIRST,
+        suggestions.APART_LATER,
         "Parameters that DDP did not know when it wrapped the model (unfrozen or added later) get no averaged gradient:"
         " wrap it after the last change. With equal gradients, look at learning rates and the optimizer's state.",
-        ONE_APART,
+        suggestions.ONE_APART,
         "To find the line: call `safelaunch.probes.check_consistent(model)` around the suspects, and run with"
         " `--check-every 1`.",
     )

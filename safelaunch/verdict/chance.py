@@ -7,7 +7,7 @@ from math import comb
 
 from safelaunch.model import Frame
 from safelaunch.stacks.guards import way_to
-from safelaunch.verdict import causes
+from safelaunch.verdict import suggestions
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Finding, GuardedCall, stacks_of_waiters
 from safelaunch.verdict.own_words import says_why
@@ -71,7 +71,7 @@ def unless_drawn(facts: CaseFacts, finding: Finding, found: Iterable[GuardedCall
         return Annotation(doubts=doubts)
     if any(named.issuperset(one.ranks) for one in found):
         return Annotation(doubts=(Doubt.RANK_AND_MORE,))
-    return Annotation(_DRAWN, doubts=doubts, culprits=(), advice=causes.DRAWN)
+    return Annotation(_DRAWN, doubts=doubts, culprits=(), advice=suggestions.DRAWN)
 
 
 _DRAWN = (

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from safelaunch.model import Claim, Culprit, Frame, NodeAtFault
 from safelaunch.stacks.guards import Guard
-from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
+from safelaunch.verdict.suggestions import Advice
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from safelaunch.model import Claim, Frame
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.guards import Guard, Whereabouts, guards_of
-from safelaunch.verdict import causes
+from safelaunch.verdict import suggestions
 from safelaunch.verdict.c10d import signature
-from safelaunch.verdict.causes import Advice
 from safelaunch.verdict.chance import is_in_transfer, unless_drawn
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Finding, GuardedCall, stacks_of_waiters
 from safelaunch.verdict.phrases import by_place, capital, ranks_do
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
+from safelaunch.verdict.suggestions import Advice
 
 # Findings that say who went another way than its peers, and not why.
 _EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "group-order", "p2p-cycle"})
@@ -49,7 +49,7 @@ def guards(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
         cause=cause,
         branches=tuple(found),
     )
-    if not told and cause == "collective-mismatch" and causes.GROUPS_MADE not in finding.advice:
+    if not told and cause == "collective-mismatch" and suggestions.GROUPS_MADE not in finding.advice:
         yield unless_drawn(facts, finding, found)
 
 
@@ -63,7 +63,7 @@ def _advice(facts: CaseFacts, finding: Finding, found: Sequence[GuardedCall]) ->
         if named <= {rank for one in found for rank in one.kept}:
             return frozenset()
     advice = frozenset[Advice]().union(*(_advice_on(facts, one, named) for one in found))
-    return frozenset({causes.GUARDED}) if causes.GUARDED in advice else advice
+    return frozenset({suggestions.GUARDED}) if suggestions.GUARDED in advice else advice
 
 
 def _advice_on(facts: CaseFacts, one: GuardedCall, named: frozenset[int]) -> frozenset[Advice]:
@@ -75,8 +75,8 @@ def _advice_on(facts: CaseFacts, one: GuardedCall, named: frozenset[int]) -> fro
         return frozenset()
     if came and kept:
         admitted = [one.guard.admits(whereabouts(facts, rank)) for rank in facts.world]
-        return frozenset({causes.LEFT_OUT if 2 * admitted.count(True) > len(admitted) else causes.GUARDED})
-    return frozenset({causes.GUARDED if came else causes.LEFT_OUT})
+        return frozenset({suggestions.LEFT_OUT if 2 * admitted.count(True) > len(admitted) else suggestions.GUARDED})
+    return frozenset({suggestions.GUARDED if came else suggestions.LEFT_OUT})
 
 
 def _may_have_admitted(facts: CaseFacts, one: GuardedCall) -> bool:

@@ -15,11 +15,11 @@ from safelaunch.stacks import frames as fr
 from safelaunch.stacks import tracebacks
 from safelaunch.stacks.frames import short
 from safelaunch.stacks.source import handler_of, runs_aside
-from safelaunch.verdict.causes import ASIDE, HANDLES
 from safelaunch.verdict.exits import one_line
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.peers import CallPlace, begins_at
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of, view_of
+from safelaunch.verdict.suggestions import ASIDE, HANDLES
 
 _MOST_TOLD = 2  # ranks whose own words the summary has
 

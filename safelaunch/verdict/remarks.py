@@ -13,11 +13,11 @@ from safelaunch.model import (
 )
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
-from safelaunch.verdict.causes import DETAIL_CRASH
 from safelaunch.verdict.exits import kernel_claim
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.rules_wrong_results import WRONG_RESULTS
+from safelaunch.verdict.suggestions import DETAIL_CRASH
 
 
 def debug_detail(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:

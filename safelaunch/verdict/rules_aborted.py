@@ -10,7 +10,7 @@ from safelaunch.model import Claim, RankEvidence
 from safelaunch.stacks import calls, failures
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.blame import conditions, wait_claims, waiting_culprit, waiting_culprits
-from safelaunch.verdict.causes import FAILURES, SIZES_DIFFER, UNUSUAL_GROUP
+from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import aborted_in, failed_at, is_aborted
 from safelaunch.verdict.findings import Finding, Ruling
@@ -20,6 +20,7 @@ from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.phrases import capital, each_of, ranks_do, ranks_word, waits_words
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts, user_stack_of, view_of
 from safelaunch.verdict.rules_mismatch import CallSite, ExpectedMatch, by_a_break, by_the_source, of_record
+from safelaunch.verdict.suggestions import SIZES_DIFFER, UNUSUAL_GROUP
 from safelaunch.verdict.wrong_group import habit_claim, unusual
 
 

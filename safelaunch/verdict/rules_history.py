@@ -11,7 +11,7 @@ from dataclasses import replace
 from safelaunch.model import Claim, Collective, Frame
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
-from safelaunch.verdict import causes
+from safelaunch.verdict import suggestions
 from safelaunch.verdict.blame import conditions, wait_claims, waiting_culprit, waiting_culprits
 from safelaunch.verdict.c10d import describe, number_of, op_name
 from safelaunch.verdict.call_history import UNKNOWN
@@ -73,7 +73,7 @@ def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
     more, or other ranks do something of their own.
     """
     own = conditions(case)
-    if any(one.cause != "uneven-batches" or causes.EXIT_CALLED in one.advice for one in own.values()):
+    if any(one.cause != "uneven-batches" or suggestions.EXIT_CALLED in one.advice for one in own.values()):
         return [], []
     if any(wait.kind != "collective" for wait in case.waiting.values()):
         return [], []
@@ -164,7 +164,7 @@ def of_role(case: Case, one: Divergence) -> Finding:
         (*claims, *wait_claims(case, case.waits.in_circle)),
         () if missing else (f"groups entered in different orders: rank {rank} may yet make the other call",),
         calls={} if missing else {who: case.alignment.stack(who, call).user_frames for who, call in both},
-        advice=frozenset({causes.LEFT_OUT} if missing else ()),
+        advice=frozenset({suggestions.LEFT_OUT} if missing else ()),
     )
 
 
@@ -207,21 +207,23 @@ def shifted(facts: CaseFacts, shift: Divergence, words: Mapping[int, str], claim
     )
 
 
-_OF_MODELS: Mapping[calls.Purpose, causes.Advice] = {
-    "ddp-forward": causes.DDP_FORWARD,
-    "fsdp-forward": causes.FSDP_FORWARD,
-    "sync-batchnorm": causes.SYNC_BATCHNORM,
-    "state-dict": causes.STATE_DICT,
+_OF_MODELS: Mapping[calls.Purpose, suggestions.Advice] = {
+    "ddp-forward": suggestions.DDP_FORWARD,
+    "fsdp-forward": suggestions.FSDP_FORWARD,
+    "sync-batchnorm": suggestions.SYNC_BATCHNORM,
+    "state-dict": suggestions.STATE_DICT,
 }
 
 
-def _advice_on(facts: CaseFacts, shift: Divergence) -> frozenset[causes.Advice]:
+def _advice_on(facts: CaseFacts, shift: Divergence) -> frozenset[suggestions.Advice]:
     """By what torch made the call for that was too many, or left out."""
     caller = shift.ranks[0] if shift.kind == "extra" else shift.peers[0]
     purpose = calls.purpose(facts.alignment.stack(caller, shift.call))
     if shift.kind == "extra":
         return frozenset({_OF_MODELS[purpose]} if purpose in _OF_MODELS else ())
-    return frozenset({causes.LEFT_OUT, causes.UNUSED_PARAMETERS} if purpose == "gradients" else {causes.LEFT_OUT})
+    return frozenset(
+        {suggestions.LEFT_OUT, suggestions.UNUSED_PARAMETERS} if purpose == "gradients" else {suggestions.LEFT_OUT}
+    )
 
 
 def _what(shift: Divergence) -> str:
@@ -318,7 +320,7 @@ def skipped(
     culprits = (waiting_culprit(case.ranks[rank], reason, site),)
     summary = f"{before}: rank {rank} {text}." if before else reason
     doubts = (Doubt.HABIT_ALONE,)
-    return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=frozenset({causes.LEFT_OUT}))
+    return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=frozenset({suggestions.LEFT_OUT}))
 
 
 def _unusual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
@@ -403,5 +405,5 @@ def group_order(case: Case) -> Ruling:
         f"{capital(text)}: {who} entered the groups in {order}.",
         waiting_culprits(case, ranks),
         wait_claims(case, case.waits.in_circle if fewer else ranks, limit=10),
-        advice=frozenset({causes.ALONE_IN_GROUPS}) if alone and len(lines) > 1 and not aside else frozenset(),
+        advice=frozenset({suggestions.ALONE_IN_GROUPS}) if alone and len(lines) > 1 and not aside else frozenset(),
     )

@@ -16,7 +16,6 @@ from safelaunch.stacks.source import SourceLoop, loops_at
 from safelaunch.verdict.blame import wait_claims, waiting_culprit
 from safelaunch.verdict.c10d import describe, fits, number_of, op_name, signature
 from safelaunch.verdict.call_history import UNKNOWN
-from safelaunch.verdict.causes import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.divergence import Aligned
 from safelaunch.verdict.doubts import Doubt, those
@@ -36,6 +35,7 @@ from safelaunch.verdict.phrases import (
 )
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of, view_of
 from safelaunch.verdict.rules_history import of_role, shifted
+from safelaunch.verdict.suggestions import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
 from safelaunch.verdict.waits import Case, same_op
 
 

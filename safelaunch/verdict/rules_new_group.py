@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from safelaunch.model import Claim
 from safelaunch.verdict.blame import wait_claims, waiting_culprit
-from safelaunch.verdict.causes import GROUPS_MADE
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.phrases import capital, ranks_do, ranks_wait, waits_words
+from safelaunch.verdict.suggestions import GROUPS_MADE
 from safelaunch.verdict.waits import Case
 
 

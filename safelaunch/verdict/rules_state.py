@@ -11,7 +11,7 @@ from safelaunch.stacks import frames as fr
 from safelaunch.stacks.guards import way_to
 from safelaunch.stacks.kernel import kind_of, thread_samples
 from safelaunch.verdict.blame import blame, condition_claims, conditions, most_doubtful, wait_claims
-from safelaunch.verdict.causes import FAILURES, LAUNCHER, STORE_NOT_REACHED
+from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.chance import is_scattered
 from safelaunch.verdict.conditions import Condition, View
 from safelaunch.verdict.doubts import Doubt, those
@@ -39,6 +39,7 @@ from safelaunch.verdict.phrases import (
     waits_words,
 )
 from safelaunch.verdict.rank_state import UNKNOWN_OP, CaseFacts, RankFacts, view_of
+from safelaunch.verdict.suggestions import LAUNCHER, STORE_NOT_REACHED
 from safelaunch.verdict.waits import Case
 
 CLOCKS_S = 2.0

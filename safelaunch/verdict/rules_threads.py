@@ -11,11 +11,11 @@ from safelaunch.verdict.alignment import Alignment
 from safelaunch.verdict.blame import wait_claims
 from safelaunch.verdict.c10d import op_name
 from safelaunch.verdict.call_history import UNKNOWN, Identity, identity_of
-from safelaunch.verdict.causes import RACE
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.phrases import capital, ranks_word
+from safelaunch.verdict.suggestions import RACE
 from safelaunch.verdict.waits import Case
 
 _MOST = 256  # calls of one rank: a race shows at the newest ones

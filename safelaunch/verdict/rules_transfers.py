@@ -13,7 +13,6 @@ from safelaunch.stacks import frames as fr
 from safelaunch.verdict.asymmetric import roots, unequal_exchange
 from safelaunch.verdict.blame import wait_claims, waiting_culprit
 from safelaunch.verdict.c10d import number_of, op_name
-from safelaunch.verdict.causes import ROOTS_DIFFER
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Finding, Ruling
@@ -21,6 +20,7 @@ from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.phrases import capital, ranks_wait, ranks_word
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts, view_of
+from safelaunch.verdict.suggestions import ROOTS_DIFFER
 from safelaunch.verdict.transfers import RecordedTransfer
 from safelaunch.verdict.waits import Case
 

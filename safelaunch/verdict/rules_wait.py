@@ -19,7 +19,6 @@ from safelaunch.verdict.blame import (
     waiting_culprits,
 )
 from safelaunch.verdict.c10d import described, op_name
-from safelaunch.verdict.causes import LOCK, LOCKED_INIT, OWN_LOOP, PEERS_DIFFER, TAGS_DIFFER, Advice
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
 from safelaunch.verdict.doubts import Doubt, levels_of, those
 from safelaunch.verdict.findings import Finding, Ruling
@@ -37,6 +36,14 @@ from safelaunch.verdict.phrases import (
 )
 from safelaunch.verdict.rank_state import view_of
 from safelaunch.verdict.rules_history import skipped
+from safelaunch.verdict.suggestions import (
+    LOCK,
+    LOCKED_INIT,
+    OWN_LOOP,
+    PEERS_DIFFER,
+    TAGS_DIFFER,
+    Advice,
+)
 from safelaunch.verdict.waits import AwaitedHolder, Case, Waiters, ranks_in
 
 _UNEXPLAINED = Condition(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from safelaunch.model import WRONG_RESULTS_FILE, Claim, Culprit, WrongResult, format_ranks
-from safelaunch.verdict.causes import ALL_APART, APART_AT_FIRST, APART_LATER, ONE_APART, Advice
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.phrases import (
     capital,
 )
 from safelaunch.verdict.rank_state import CaseFacts
+from safelaunch.verdict.suggestions import ALL_APART, APART_AT_FIRST, APART_LATER, ONE_APART, Advice
 
 WRONG_RESULTS = ("replicas-diverged", "non-finite-gradient", "loss-diverged")
 

@@ -18,13 +18,13 @@ from safelaunch.model import CaughtException, Claim, Frame
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.parting import Left, left_by
 from safelaunch.stacks.tracebacks import lines_of
-from safelaunch.verdict.causes import BROKEN_OFF, DRAWN, LEFT_OUT, Advice
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import one_line
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.mismatch import Mismatch
 from safelaunch.verdict.phrases import capital, ranks_word
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
+from safelaunch.verdict.suggestions import BROKEN_OFF, DRAWN, LEFT_OUT, Advice
 
 # Findings that say who is behind or went another way, and not why.
 _EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "rank-exited"})

@@ -15,11 +15,11 @@ from safelaunch.model import (
 from safelaunch.stacks import source as src
 from safelaunch.stacks.guards import names_at
 from safelaunch.stacks.source import ReadSource
-from safelaunch.verdict.causes import ITERABLE
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.phrases import ranks_word
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
+from safelaunch.verdict.suggestions import ITERABLE
 
 _UNEVEN = "uneven-batches"
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from safelaunch.model import Claim, Frame
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.blame import condition_claims, conditions, waiting_culprit
-from safelaunch.verdict.causes import FAILURES, UNUSUAL_GROUP, WRONG_GROUP
+from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Finding, Ruling
 from safelaunch.verdict.phrases import capital, ranks_word, waits_words
 from safelaunch.verdict.rank_state import CaseFacts
+from safelaunch.verdict.suggestions import UNUSUAL_GROUP, WRONG_GROUP
 from safelaunch.verdict.waits import Case, Waiters
 
 # torch warns of a collective on a group that the rank is not in, does nothing, and lets it go on. That is harmless

@@ -42,9 +42,10 @@ import yaml
 from safelaunch.cli import COMMANDS
 from safelaunch.cli.help import EXIT_CODES
 from safelaunch.settings.options import OPTION_GROUPS, OWN_OPTIONS
-from safelaunch.verdict.causes import CAUSES, Advice, Cause
+from safelaunch.verdict.causes import CAUSES, Cause
 from safelaunch.verdict.doubts import Doubt, DoubtSubject
 from safelaunch.verdict.rules import OWN, RULES
+from safelaunch.verdict.suggestions import Advice
 from scripts.build.generate import parser_of
 from scripts.build.schemas import meanings
 

@@ -8,13 +8,15 @@ from msgspec.structs import replace
 
 from safelaunch.model import Evidence, Frame, Launched, RankEvidence, RankException, RankExit, Verdict
 from safelaunch.settings.presets import find_builtin_dir, list_presets
-from safelaunch.verdict import causes
+from safelaunch.verdict import suggestions
 from safelaunch.verdict.advice import Scene, again
-from safelaunch.verdict.causes import ABORTED, CAUSES, LEFT_OUT, ROOTS_DIFFER, Advice
+from safelaunch.verdict.blame import waiting_culprits
+from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Finding, waiting_culprits
+from safelaunch.verdict.findings import Finding
 from safelaunch.verdict.rank_state import CaseFacts
+from safelaunch.verdict.suggestions import ABORTED, LEFT_OUT, ROOTS_DIFFER, Advice
 from tests.support.evidence import (
     C10D,
     SITE,
@@ -55,7 +57,7 @@ def stuck(number: int, op: str, frames: tuple[Frame, ...], seq: int = 4) -> Rank
     return rank(number, frames, flight=record(*past(seq - 1), pending))
 
 
-def suggestions(evidence: Evidence, source: str = "") -> tuple[str, ...]:
+def suggestions_on(evidence: Evidence, source: str = "") -> tuple[str, ...]:
     return diagnose(evidence, read_source=lambda path: source or None).suggestions
 
 
@@ -73,7 +75,7 @@ def test_a_forward_pass_through_ddp_on_one_rank(world: int) -> None:
     """Rank 0 evaluates, and DDP broadcasts its buffers; the others are in the next backward pass."""
     ranks = [stuck(n, "all_reduce", in_backward(4)) for n in range(world)]
     ranks[0] = stuck(0, "broadcast", in_ddp_forward(3))
-    found = suggestions(job(*ranks), GUARDED)
+    found = suggestions_on(job(*ranks), GUARDED)
     assert "`model.module`" in found[0]
     assert not any("gate the side effect" in text for text in found)
 
@@ -81,14 +83,14 @@ def test_a_forward_pass_through_ddp_on_one_rank(world: int) -> None:
 def test_a_barrier_on_one_rank_while_others_are_in_ddps_forward_pass() -> None:
     ranks = [stuck(n, "broadcast", in_ddp_forward(4)) for n in range(3)]
     ranks[1] = stuck(1, "barrier", in_c10d("barrier", 3))
-    assert not any("`model.module`" in text for text in suggestions(job(*ranks)))
+    assert not any("`model.module`" in text for text in suggestions_on(job(*ranks)))
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_full_state_dict_on_one_rank(world: int) -> None:
     ranks = [stuck(n, "all_reduce", in_backward(50)) for n in range(world)]
     ranks[0] = stuck(0, "all_gather_into_tensor", in_full_state_dict(20))
-    assert "Create the state dict, or call `full_tensor()`, on all ranks" in suggestions(job(*ranks))[0]
+    assert "Create the state dict, or call `full_tensor()`, on all ranks" in suggestions_on(job(*ranks))[0]
 
 
 def test_a_rank_that_left_a_call_out_is_not_told_to_gate_a_side_effect() -> None:
@@ -107,14 +109,14 @@ def test_a_rank_that_left_a_call_out_is_not_told_to_gate_a_side_effect() -> None
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_an_exception_that_all_ranks_raised_alike(world: int) -> None:
-    found = suggestions(job(*(raised(n, "ImportError", "no module") for n in range(world)), outcome="crash"))
+    found = suggestions_on(job(*(raised(n, "ImportError", "no module") for n in range(world)), outcome="crash"))
     assert any("Every rank raised it" in text for text in found)
     assert not any("follow from it" in text for text in found)
 
 
 def test_an_exception_of_one_rank() -> None:
     ranks = [raised(0, "ValueError", "bad sample"), waiting(1), waiting(2)]
-    found = suggestions(job(*ranks, outcome="crash"))
+    found = suggestions_on(job(*ranks, outcome="crash"))
     assert any("follow from it" in text for text in found)
     assert not any("alike" in text for text in found)
 
@@ -133,7 +135,7 @@ def test_an_exception_of_one_rank() -> None:
 )
 def test_errors_that_torch_words_itself(kind: str, message: str, advice: str) -> None:
     ranks = [raised(n, kind, message) for n in range(2)]
-    assert any(advice in text for text in suggestions(job(*ranks, outcome="crash")))
+    assert any(advice in text for text in suggestions_on(job(*ranks, outcome="crash")))
 
 
 @pytest.mark.parametrize("peers_in", ["ddp", "plain"])
@@ -158,21 +160,21 @@ def given(
 
 @pytest.mark.parametrize(("kind", "fits"), [(ROOTS_DIFFER, False), (LEFT_OUT, True)])
 def test_a_root_under_a_condition_is_no_side_effect(kind: Advice, fits: bool) -> None:
-    assert kind in given("collective-mismatch", causes.GUARDED, kind)
-    assert (causes.GUARDED in given("collective-mismatch", causes.GUARDED, kind)) is fits
+    assert kind in given("collective-mismatch", suggestions.GUARDED, kind)
+    assert (suggestions.GUARDED in given("collective-mismatch", suggestions.GUARDED, kind)) is fits
 
 
 def test_advice_points_at_no_lines_where_no_stack_was_seen() -> None:
-    unseen = suggestions(job(rank(0, seen=False), rank(1, seen=False), launched=Launched(TYPED, (), "2.13.0")))
+    unseen = suggestions_on(job(rank(0, seen=False), rank(1, seen=False), launched=Launched(TYPED, (), "2.13.0")))
     assert any("`safelaunch doctor`" in text for text in unseen)
     assert not any("the line" in text for text in unseen)
-    seen = suggestions(job(*(rank(n, in_user(7 + n), "sleep") for n in range(2))))
+    seen = suggestions_on(job(*(rank(n, in_user(7 + n), "sleep") for n in range(2))))
     assert not any("`safelaunch doctor`" in text for text in seen)
 
 
 def test_every_sub_case_is_of_some_cause() -> None:
     listed = {one for cause in CAUSES.values() for one in cause.advice}
-    assert {one for one in vars(causes).values() if isinstance(one, Advice)} <= listed
+    assert {one for one in vars(suggestions).values() if isinstance(one, Advice)} <= listed
 
 
 # --- presets ----------------------------------------------------------------------------------------------------------
