@@ -1,13 +1,15 @@
 """The settings of one run, resolved from every place that can set them, each with its origin.
 
-Precedence: command line > ``SAFELAUNCH_*`` environment > configuration file > presets > defaults. The
-configuration file is ``--config FILE`` (TOML if its name ends in ``.toml``, else YAML), else ``./safelaunch.yaml``,
-else ``[tool.safelaunch]`` of ``./pyproject.toml``. Only the highest level that names presets counts: ``--preset``
-replaces the configuration file's list. Paths on the command line and in the environment, and ``bundle-dir``
-everywhere, are relative to the working directory. Presets in a configuration file are relative to that file.
+Precedence: command line > ``SAFELAUNCH_*`` environment > the project's configuration file > the user's
+(``~/.config/safelaunch/config.yaml``) > the machine's (``/etc/safelaunch.yaml``) > presets > defaults. The project's is
+``--config FILE`` (TOML if its name ends in ``.toml``, else YAML), else ``./safelaunch.yaml``, else
+``[tool.safelaunch]`` of ``./pyproject.toml``. Each file sets single options. Only the highest level that names presets
+counts: ``--preset`` replaces the list of a configuration file. Paths on the command line and in the environment, and
+``bundle-dir`` everywhere, are relative to the working directory. Presets in a configuration file are relative to that
+file.
 
-A configuration file can set variables such as LD_PRELOAD. One that safelaunch only finds in the working directory is
-read if it belongs to this user or to root and nobody else may write it.
+A configuration file can set variables such as LD_PRELOAD. One that no option names is read only if it belongs to this
+user or to root and no other user can write it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -86,10 +88,21 @@ HOOK_ENV = tuple(
 NOT_OPTIONS = INTERNAL_ENV | {*HOOK_ENV, *PLACES_ENV}
 PREFIX = "SAFELAUNCH_"
 CONFIG_FILE = "safelaunch.yaml"
+MACHINE_FILE = "/etc/safelaunch.yaml"
+USER_FILE = "safelaunch/config.yaml"  # below $XDG_CONFIG_HOME, which is ~/.config if unset
 PYPROJECT = "pyproject.toml"
 TOML_TABLE = "tool.safelaunch"
 
 _Values = dict[str, Sourced]
+
+
+@dataclass(frozen=True)
+class _File:
+    """The settings of one configuration file; ``directory`` is what its presets are relative to."""
+
+    directory: Path
+    values: _Values = field(default_factory=dict)
+    env: tuple[EnvSetting, ...] = ()
 
 
 def resolve(
@@ -105,14 +118,15 @@ def resolve(
     (PresetError for a file) that names the place of the wrong value.
     """
     above = {**_from_environment(environ), **_from_command_line(cli)}
-    from_file, file_env, file_dir = _from_file(above.get("config"), cwd)
-    given = {**from_file, **above}
+    files = [*_shared_files(environ), _file(*_project_root(above.get("config"), cwd))]
+    given = {name: value for values in (*(file.values for file in files), above) for name, value in values.items()}
+    file_env = [setting for file in files for setting in file.env]
     version = torch_version() if "preset" in given or file_env else None
-    composition = _presets(given, from_file, cwd, file_dir, version)
+    composition = _presets(given, files, cwd, version)
     values = {**composition.watchdog, **given}
     _check(values)
-    env = {s.name: s for s in composition.env}
-    env.update({s.name: s for s in file_env if version_matches(s.torch, version)})
+    env = {setting.name: setting for setting in composition.env}
+    env.update({setting.name: setting for setting in file_env if version_matches(setting.torch, version)})
     return replace(_settings(values, tuple(env.values()), cwd), idle_presets=composition.idle)
 
 
@@ -197,25 +211,41 @@ def _from_environment(environ: Mapping[str, str]) -> _Values:
     return values
 
 
-def _from_file(chosen: Sourced | None, cwd: Path) -> tuple[_Values, tuple[EnvSetting, ...], Path]:
-    """Values and ``env`` of the configuration file, and the directory it is in."""
-    root, path = _config_root(chosen, cwd)
+def _shared_files(environ: Mapping[str, str]) -> list[_File]:
+    """Returns the machine's and the user's configuration, in this order, as far as they exist and are trusted."""
+    config_home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or "~", ".config")  # noqa: PTH118
+    files = []
+    for path in (Path(MACHINE_FILE), Path(config_home).expanduser() / USER_FILE):
+        if exists(path) and (data := _found(path, shown := _shown(path, environ))) is not None:
+            files.append(_file(parse_yaml(decode(data, shown), shown), path))
+    return files
+
+
+def _shown(path: Path, environ: Mapping[str, str]) -> str:
+    """Returns the path as messages and origins show it: ``~/.config/safelaunch/config.yaml``."""
+    home = environ.get("HOME")
+    return f"~/{path.relative_to(home)}" if home and path.is_relative_to(home) else str(path)
+
+
+def _file(root: YamlNode, path: Path) -> _File:
+    """Returns the settings below ``root``, the content of ``path``."""
     if root.kind == "nothing":
-        return {}, (), path.parent
+        return _File(path.parent)
     values: _Values = {}
     env: tuple[EnvSetting, ...] = ()
-    known = [*(option.name for option in OWN_OPTIONS if option.in_file), "env"]
-    for name, key, node in known_entries(root, known, "the configuration"):
+    names = [*(option.name for option in OWN_OPTIONS if option.in_file), "env"]
+    for name, key, node in known_entries(root, names, "the configuration"):
         if name == "env":
             for entry in mapping_entries(node, "env"):
                 single = YamlNode(node.where, "mapping", entries=(entry,))
                 env += read_env(single, entry[0].where, reasons=False)
         else:
             values[name] = Sourced(BY_NAME[name].parse_node(node), key.where)
-    return values, env, path.parent
+    return _File(path.parent, values, env)
 
 
-def _config_root(chosen: Sourced | None, cwd: Path) -> tuple[YamlNode, Path]:
+def _project_root(chosen: Sourced | None, cwd: Path) -> tuple[YamlNode, Path]:
+    """Returns the content and the path of the configuration file of the project, or of ``--config``."""
     if chosen is not None:
         name = str(chosen.value)
         path = cwd / Path(name).expanduser()
@@ -223,10 +253,10 @@ def _config_root(chosen: Sourced | None, cwd: Path) -> tuple[YamlNode, Path]:
             raise PresetError(f"configuration file {name} does not exist ({chosen.origin})", "check the path")
         return (_toml(path, name) if path.suffix == ".toml" else read_yaml(path, name)), path
     path = cwd / CONFIG_FILE
-    if exists(path) and (data := _found(path)) is not None:  # which, unlike pathlib, raises nothing
+    if exists(path) and (data := _found(path, CONFIG_FILE)) is not None:  # exists(), unlike pathlib, raises nothing
         return parse_yaml(decode(data, CONFIG_FILE), CONFIG_FILE), path
     path = cwd / PYPROJECT
-    if is_file(path) and (data := _found(path, b"[" + TOML_TABLE.encode())) is not None:
+    if is_file(path) and (data := _found(path, PYPROJECT, b"[" + TOML_TABLE.encode())) is not None:
         return parse_toml_table(decode(data, PYPROJECT), PYPROJECT, TOML_TABLE), path
     return YamlNode(CONFIG_FILE, "nothing"), path
 
@@ -242,25 +272,28 @@ def _toml(path: Path, name: str) -> YamlNode:
 # --- a file that was found --------------------------------------------------------------------------------------------
 
 
-def _found(path: Path, only_with: bytes = b"") -> bytes | None:
-    """The content of a file that no option names; None if it is untrusted, or has no settings for safelaunch.
+def _found(path: Path, shown: str, only_with: bytes = b"") -> bytes | None:
+    """Returns the content of a file that no option names; None if it is untrusted, or doesn't contain ``only_with``.
 
     Raises PresetError for a trusted file that cannot be read.
+
+    Args:
+        shown: The path in messages.
     """
     try:
         link = path.lstat()
-        data, info = read_with_owner(path, path.name)
+        data, info = read_with_owner(path, shown)
     except OSError:
         return None  # it is gone
     except PresetError:
         if reason := _why_not_trusted(link) or _why_not_trusted(_owner(path)):
-            _ignored(path, reason)
+            _ignored(path, shown, reason)
             return None
         raise
     if only_with not in data:
         return None
     if reason := (stat.S_ISLNK(link.st_mode) and _why_not_trusted(link)) or _why_not_trusted(info):
-        _ignored(path, reason)
+        _ignored(path, shown, reason)
         return None
     return data
 
@@ -301,18 +334,17 @@ def _is_private_group(gid: int, uid: int) -> bool:
 
 
 @cache  # a sweep calls this for every job
-def _ignored(path: Path, reason: str) -> None:
-    say(f"ignoring {path.name}, because {reason}. If you trust it, pass --config {path.name}.")
+def _ignored(path: Path, shown: str, reason: str) -> None:
+    say(f"ignoring {shown}, because {reason}. If you trust it, pass --config {shown}.")
 
 
-def _presets(given: _Values, from_file: _Values, cwd: Path, file_dir: Path, version: str | None) -> Composition:
-    asked = given.get("preset")
-    if asked is None or not isinstance(asked.value, tuple):
+def _presets(given: _Values, files: Sequence[_File], cwd: Path, version: str | None) -> Composition:
+    names = given.get("preset")
+    if names is None or not isinstance(names.value, tuple):
         return Composition()
-    in_file = asked is from_file.get("preset")
     return load_presets(
-        asked.value,
-        cwd=file_dir if in_file else cwd,
+        names.value,
+        cwd=next((file.directory for file in files if file.values.get("preset") is names), cwd),
         torch_version=version,
-        asked_by="" if asked.origin == "command line" else asked.origin,
+        asked_by="" if names.origin == "command line" else names.origin,
     )

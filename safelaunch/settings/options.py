@@ -392,7 +392,8 @@ _OTHER = (
         "FILE",
         parse_nonblank,
         "a file",
-        "Configuration file, YAML or TOML [./safelaunch.yaml, else [tool.safelaunch] in ./pyproject.toml].",
+        "Configuration file of the project, YAML or TOML "
+        "[./safelaunch.yaml, else [tool.safelaunch] in ./pyproject.toml].",
         in_file=False,
     ),
     Option(

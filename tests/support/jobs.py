@@ -153,7 +153,13 @@ class Job:
         self.runtime = runtime or self._own_runtime
         self.tag = uuid.uuid4().hex
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("SAFELAUNCH_", "PYTEST_", "PET_"))}
-        environ |= {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": os.fspath(self.runtime), TAG: self.tag, **SECRETS}
+        environ |= {
+            "OMP_NUM_THREADS": "1",
+            "XDG_RUNTIME_DIR": os.fspath(self.runtime),
+            "XDG_CONFIG_HOME": "/nowhere",
+            TAG: self.tag,
+            **SECRETS,
+        }
         is_static = any(os.fspath(word).startswith("--master-addr") for word in words)
         environ |= {} if is_static else port_of_its_own()
         if has_driver(environ):  # lets several jobs run on a machine with one GPU: they need none

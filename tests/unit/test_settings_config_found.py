@@ -154,3 +154,78 @@ def test_a_stranger_pyproject_without_our_table_is_not_worth_a_word(
 def test_a_link_that_leads_nowhere_is_no_file(name: str, to: str, tmp_path: Path) -> None:
     (tmp_path / name).symlink_to(to)
     assert found(tmp_path).stall_timeout_s is None
+
+
+# --- a configuration for all projects of a machine, and for all of a user --------------------------------------------
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """The files of the machine, the user and the project, none of which exists yet."""
+    places = {name: tmp_path / name for name in ("etc", "home/.config/safelaunch", "project")}
+    for place in places.values():
+        place.mkdir(parents=True)
+    machine, user, project = places.values()
+    monkeypatch.setattr(config, "MACHINE_FILE", os.fspath(machine / "safelaunch.yaml"))
+    return {"machine": machine / "safelaunch.yaml", "user": user / "config.yaml", "project": project / CONFIG_FILE}
+
+
+def resolved(shared: dict[str, Path], *cli: tuple[str, str], **environ: str) -> Settings:
+    home = os.fspath(shared["user"].parents[2])
+    return resolve(list(cli), {"HOME": home, **environ}, shared["project"].parent, lambda: "2.13.0")
+
+
+def test_shared_files_each_option_comes_from_the_nearest_file(shared: dict[str, Path]) -> None:
+    shared["machine"].write_text(
+        "stall-timeout: 1m\nmax-stall: 3h\nstartup-timeout: 1h\nenv:\n  A: machine\n  B: machine\n"
+    )
+    shared["user"].write_text("stall-timeout: 2m\nmax-stall: 2h\nenv:\n  B: user\n")
+    shared["project"].write_text("stall-timeout: 3m\n")
+    settings = resolved(shared)
+    assert (settings.stall_timeout_s, settings.max_stall_s, settings.startup_timeout_s) == (180.0, 7200.0, 3600.0)
+    assert {setting.name: setting.value for setting in settings.env} == {"A": "machine", "B": "user"}
+    assert settings.origins["stall-timeout"] == "safelaunch.yaml:1"
+    assert settings.origins["max-stall"] == "~/.config/safelaunch/config.yaml:2"
+    assert settings.origins["startup-timeout"] == f"{shared['machine']}:3"
+
+
+def test_shared_files_config_option_replaces_the_file_of_the_project_alone(shared: dict[str, Path]) -> None:
+    shared["user"].write_text("max-stall: 2h\n")
+    shared["project"].write_text("stall-timeout: 3m\nstartup-timeout: 1h\n")
+    (shared["project"].parent / "other.yaml").write_text("stall-timeout: 4m\n")
+    settings = resolved(shared, ("--config", "other.yaml"))
+    assert (settings.stall_timeout_s, settings.max_stall_s, settings.origins["startup-timeout"]) == (
+        240.0,
+        7200.0,
+        "default",
+    )
+
+
+def test_shared_files_presets_are_those_of_the_nearest_file_and_relative_to_it(shared: dict[str, Path]) -> None:
+    shared["machine"].write_text("preset: [hang-debug]\n")
+    shared["user"].write_text("preset: [./mine.yaml]\n")
+    (shared["user"].parent / "mine.yaml").write_text("description: mine\nenv:\n  MINE: {value: '1', why: a test}\n")
+    assert [setting.name for setting in resolved(shared).env] == ["MINE"]
+    shared["project"].write_text("preset: []\n")
+    assert resolved(shared).env == ()
+
+
+def test_shared_files_user_file_follows_xdg_config_home(shared: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "xdg" / "safelaunch").mkdir(parents=True)
+    (tmp_path / "xdg" / "safelaunch" / "config.yaml").write_text("stall-timeout: 9m\n")
+    assert resolved(shared, XDG_CONFIG_HOME=os.fspath(tmp_path / "xdg")).stall_timeout_s == 540.0
+
+
+def test_shared_files_errors_name_the_file_and_the_line(shared: dict[str, Path]) -> None:
+    shared["user"].write_text("stall-timeout: 2m\nmax-stal: 2h\n")
+    with pytest.raises(PresetError, match=r"~/\.config/safelaunch/config\.yaml:2.*max-stal"):
+        resolved(shared)
+
+
+def test_shared_files_writable_by_others_are_ignored(
+    shared: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    shared["machine"].write_text("stall-timeout: 2m\n")
+    shared["machine"].chmod(0o666)
+    assert resolved(shared).stall_timeout_s is None
+    assert f"ignoring {shared['machine']}, because every user can write it" in capfd.readouterr().err
