@@ -17,7 +17,7 @@ from safelaunch.model.entries import Entries
 from safelaunch.report.tables import ItemNumbers
 from safelaunch.stacks.frames import place, stack_of
 from safelaunch.system.printable import clean
-from safelaunch.verdict.collectives import describe, op_name
+from safelaunch.verdict.c10d import describe, op_name
 from safelaunch.verdict.rank_state import CaseFacts
 
 NOT_CALLED = "not called"

@@ -16,7 +16,7 @@ from safelaunch.model.entries import Entries
 from safelaunch.report.calls import ByKind, state
 from safelaunch.report.timeline import LONGEST_S
 from safelaunch.stacks.frames import stack_of
-from safelaunch.verdict.collectives import describe, op_name
+from safelaunch.verdict.c10d import describe, op_name
 from safelaunch.verdict.rank_state import CaseFacts
 
 MOST_EVENTS = 40_000

@@ -11,8 +11,8 @@ from safelaunch.model import Artifact, Collective, RankEvidence, Verdict, format
 from safelaunch.report.overview import Alike, alike, main_frames, row_of, without_ours
 from safelaunch.report.tables import Frames, ItemNumbers
 from safelaunch.system.printable import clean_lines, is_clean
-from safelaunch.verdict.collectives import describe, number_of
-from safelaunch.verdict.comparable import Window
+from safelaunch.verdict.c10d import describe, number_of
+from safelaunch.verdict.columns import Window
 from safelaunch.verdict.conditions import View
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts, child_views, view_of
 

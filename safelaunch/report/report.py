@@ -53,8 +53,9 @@ from safelaunch.report.overview import (
 from safelaunch.report.tables import hosts_word
 from safelaunch.system.console import PREFIX, cut, wrapped
 from safelaunch.system.printable import clean, clean_lines, is_clean
-from safelaunch.verdict.belonging import mesh, shortage_of
 from safelaunch.verdict.exits import has_lost_a_peer
+from safelaunch.verdict.gpu_memory import shortage_of
+from safelaunch.verdict.groups import mesh
 from safelaunch.verdict.rank_state import CaseFacts
 
 MAX_LINES = 22

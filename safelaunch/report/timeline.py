@@ -11,7 +11,7 @@ from safelaunch.model import Collective, FlightRecord, Frame, RankEvidence, form
 from safelaunch.model.entries import Entries
 from safelaunch.report.calls import ByKind, called_at
 from safelaunch.report.tables import Frames, ItemNumbers
-from safelaunch.verdict.collectives import number_of, op_name
+from safelaunch.verdict.c10d import number_of, op_name
 from safelaunch.verdict.rank_state import CaseFacts
 
 MOST_CALLS = 96  # of a lane

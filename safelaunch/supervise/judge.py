@@ -224,7 +224,7 @@ def _limits_of(case: Case, mark_s: float) -> tuple[Limits, str]:
     """When torch itself would end the job, as far as the recorded calls tell: the first time limit of a group in which
     a rank waits, and that group in words.
     """
-    from safelaunch.verdict.collectives import label_of
+    from safelaunch.verdict.c10d import label_of
 
     found: list[tuple[float, str, bool]] = []
     for rank, one in case.ranks.items():
@@ -311,7 +311,7 @@ def ask(evidence: Evidence, active: Collection[int] | None, place: Path, *, prov
 def main(place: str) -> None:
     """Prints the answer to the question in the file ``place``."""
     from safelaunch.capture import user_source
-    from safelaunch.verdict.diagnose import first_word, first_word_of_active
+    from safelaunch.verdict.first_word import first_word, first_word_of_active
 
     question = from_msgpack(Path(place).read_bytes(), _JudgeInput)
     evidence, _ = received(question.evidence)

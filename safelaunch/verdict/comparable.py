@@ -17,11 +17,8 @@ made. Here such a call is over where all members have made it, and one has made 
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -29,8 +26,7 @@ from typing import Any
 from msgspec import structs
 
 from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord, GroupStatus, format_ranks
-from safelaunch.model.entries import Entries, Kinds, packed
-from safelaunch.stacks.frames import Stack
+from safelaunch.model.entries import Entries, Kinds
 
 OPEN = "open"  # the state of what stands in a group that the rank has not ended: nothing of it is launched
 
@@ -350,177 +346,3 @@ def _counted(ops: Sequence[str]) -> str:
     """``3 x all_reduce, broadcast``."""
     names = [(name, len(list(same))) for name, same in groupby(ops)]
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names)
-
-
-# --- as columns of numbers, so that ranks are compared as arrays are --------------------------------------------------
-
-
-class Window:
-    """The collectives of one rank in one group that its record still holds, by sequence number.
-
-    ``code_roots``: the rank's (:class:`Stack`). ``numbers`` ascend; ``positions[i]`` is where among the entries number
-    ``numbers[i]`` stands. Of a number that is recorded more than once (the parts of a coalesced operation) the last one
-    counts.
-    """
-
-    __slots__ = ("code_roots", "entries", "numbers", "positions")
-
-    def __init__(
-        self, entries: Entries, code_roots: tuple[str, ...], numbers: Sequence[int], positions: Sequence[int]
-    ) -> None:
-        self.entries = entries
-        self.code_roots = code_roots
-        if not _ascends(numbers):
-            by_number = dict(zip(numbers, positions, strict=True))
-            numbers = sorted(by_number)
-            positions = [by_number[number] for number in numbers]
-        self.numbers = packed(numbers)
-        self.positions = packed(positions)
-
-    def at(self, number: int) -> Collective | None:
-        place = bisect_left(self.numbers, number)
-        if place == len(self.numbers) or self.numbers[place] != number:
-            return None
-        return self.entries[self.positions[place]]
-
-    def stack(self, entry: Collective) -> Stack:
-        """The stack that the rank recorded with one of these entries."""
-        return Stack(entry.frames, self.code_roots)
-
-    def kinds(self) -> array[int]:
-        """The kinds of its entries, number by number."""
-        kind_of, positions = self.entries.kind_of, self.positions
-        if isinstance(positions, range):
-            return kind_of[positions.start : positions.stop]
-        return array("I", [kind_of[position] for position in positions])
-
-
-def _ascends(numbers: Sequence[int]) -> bool:
-    return isinstance(numbers, range) or all(map(int.__lt__, numbers, numbers[1:]))
-
-
-def windows_of(entries: Entries, kinds: Mapping[int, Collective], code_roots: tuple[str, ...]) -> dict[str, Window]:
-    groups = {kind.group for kind in kinds.values() if not kind.is_p2p}
-    if len(groups) == 1 and not any(kind.is_p2p for kind in kinds.values()):
-        return {groups.pop(): Window(entries, code_roots, entries.seqs, range(len(entries)))}
-    positions: dict[str, array[int]] = {group: array("I") for group in groups}
-    adders = {number: positions[kind.group].append for number, kind in kinds.items() if not kind.is_p2p}
-    for position, number in enumerate(entries.kind_of):
-        if number in adders:
-            adders[number](position)
-    seqs = entries.seqs
-    return {
-        group: Window(entries, code_roots, [seqs[place] for place in places], places)
-        for group, places in positions.items()
-    }
-
-
-def program_of(entries: Entries, code_roots: tuple[str, ...], *, counted: bool) -> Window:
-    """All calls of one rank, whatever their groups: counted from the first, or by the number of the record."""
-    numbers = range(len(entries)) if counted else entries.record_ids
-    return Window(entries, code_roots, numbers, range(len(entries)))
-
-
-@dataclass(frozen=True)
-class NumberedColumn:
-    """A value for every one of ``numbers``, which ascend. Values are equal where what they stand for is equal."""
-
-    numbers: Sequence[int]
-    values: array[int]
-
-    def at(self, number: int) -> int | None:
-        """The value of ``number``; None where the column has none."""
-        first = self.numbers[0] if self.numbers else 0
-        if isinstance(self.numbers, range):  # without a gap
-            return self.values[number - first] if 0 <= number - first < len(self.values) else None
-        place = bisect_left(self.numbers, number)
-        return self.values[place] if place < len(self.numbers) and self.numbers[place] == number else None
-
-    def values_of(self, begin: int, count: int) -> array[int]:
-        """Of ``count`` numbers from ``begin`` on, all of which it has, without a gap."""
-        return self.values[begin - self.numbers[0] : begin - self.numbers[0] + count]
-
-    def between(self, first: int, last: int) -> NumberedColumn:
-        """The part from ``first`` to ``last``, both of which it has, without a gap."""
-        count = max(0, last - first + 1)
-        return NumberedColumn(range(first, first + count), self.values_of(first, count))
-
-    @property
-    def whole(self) -> bool:
-        """It has values, and no number between the first and the last is missing."""
-        return isinstance(self.numbers, range) and bool(self.numbers)
-
-
-class Numbering:
-    """Numbers for what a function says of entries: equal numbers for equal answers, on all ranks.
-
-    ``of(entry, stack)`` is asked once for each kind of entry, so it may look at nothing but what makes the kind.
-    """
-
-    def __init__(self, of: Callable[[Collective, Stack], Hashable]) -> None:
-        self._of = of
-        self._numbers: dict[Hashable, int] = {}
-        self._values: list[Hashable] = []
-        self._known: dict[tuple[int, tuple[str, ...]], tuple[Kinds, dict[int, int]]] = {}
-        self._translated: dict[tuple[int, tuple[str, ...], bytes], array[int]] = {}
-
-    def column(self, window: Window) -> NumberedColumn:
-        kinds, roots = window.entries.kinds, window.code_roots
-        _, known = self._known.setdefault((id(kinds), roots), (kinds, {}))  # which keeps them, and so their id
-        column = window.kinds()
-        key = (id(kinds), roots, column.tobytes())  # most ranks made the same calls as another one
-        if key not in self._translated:
-            for kind in set(column) - known.keys():
-                entry = kinds.all[kind]
-                known[kind] = self.number_of(self._of(entry, window.stack(entry)))
-            self._translated[key] = array("I", map(known.__getitem__, column))
-        return NumberedColumn(window.numbers, self._translated[key])
-
-    def value(self, number: int | None) -> Hashable:
-        """What a number of a column stands for; None for None."""
-        return None if number is None else self._values[number]
-
-    def number_of(self, value: Hashable) -> int:
-        number = self._numbers.setdefault(value, len(self._values))
-        if number == len(self._values):
-            self._values.append(value)
-        return number
-
-
-def first_difference(columns: Iterable[NumberedColumn]) -> int | None:
-    """The smallest number for which two columns have different values; None where there is none.
-
-    Linear in the entries: columns without a gap, sorted by where they begin, are each compared with that one before it
-    which reaches furthest. It covers whatever number two earlier ones share with this one, so no pair is missed.
-    """
-    found: list[int] = []
-    reference: NumberedColumn | None = None
-    columns = list(columns)
-    if not all(column.whole for column in columns):
-        return _first_difference_with_gaps(columns)
-    for column in sorted(columns, key=lambda column: column.numbers[0]):
-        if reference is not None:
-            difference = _difference(reference, column)
-            if difference is not None:
-                found.append(difference)
-        if reference is None or column.numbers[-1] > reference.numbers[-1]:
-            reference = column
-    return min(found, default=None)
-
-
-def _first_difference_with_gaps(columns: Iterable[NumberedColumn]) -> int | None:
-    values: dict[int, int] = {}
-    pairs = (pair for column in columns for pair in zip(column.numbers, column.values, strict=True))
-    return min((number for number, value in pairs if values.setdefault(number, value) != value), default=None)
-
-
-def _difference(one: NumberedColumn, other: NumberedColumn) -> int | None:
-    """The first number that both have and that differs."""
-    begin = max(one.numbers[0], other.numbers[0])
-    end = min(one.numbers[-1], other.numbers[-1]) + 1
-    if begin >= end:
-        return None
-    mine, its = one.values_of(begin, end - begin), other.values_of(begin, end - begin)
-    if mine == its:
-        return None
-    return next(begin + at for at, (a, b) in enumerate(zip(mine, its, strict=True)) if a != b)

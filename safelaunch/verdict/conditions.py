@@ -27,9 +27,9 @@ from safelaunch.stacks.innermost import (
 )
 from safelaunch.stacks.kernel import POLL_S, KernelWait, kernel_wait, polled_lock, wait_words
 from safelaunch.stacks.source import NO_SOURCE, ReadSource
-from safelaunch.verdict import causes
-from safelaunch.verdict.causes import Advice
+from safelaunch.verdict import suggestions
 from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.suggestions import Advice
 
 
 @dataclass(frozen=True)
@@ -307,14 +307,14 @@ def _lock(view: View) -> Condition | None:
         text += f", which it has taken itself at {fr.basename(view.user_frame.file)}:{taken.held_at}"
         lock = replace(lock, own=True)
     if lock.of_pool:  # its workers are to end that, and no lock is held
-        return Condition("stuck-in-user-code", text, lock=lock, advice=frozenset({causes.POOL}))
-    advice = frozenset({causes.SIGNAL}) if lock.on == "signal" and not lock.shared else frozenset[Advice]()
+        return Condition("stuck-in-user-code", text, lock=lock, advice=frozenset({suggestions.POOL}))
+    advice = frozenset({suggestions.SIGNAL}) if lock.on == "signal" and not lock.shared else frozenset[Advice]()
     if lock.on == "lock":
-        advice = frozenset({causes.OWN_LOCK}) if lock.own else causes.LOCK
+        advice = frozenset({suggestions.OWN_LOCK}) if lock.own else suggestions.LOCK
     if lock.what == "Future.result" and calls.RUNS_LOOP.on(view.stack.frames):
         text += ", on the thread of an event loop, which is blocked too"
-        advice = frozenset({causes.OWN_LOOP})
-    advice = frozenset({causes.TIMED}) if wait.left_s is not None else advice
+        advice = frozenset({suggestions.OWN_LOOP})
+    advice = frozenset({suggestions.TIMED}) if wait.left_s is not None else advice
     at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library's may be held for a while
     for_good = not doubts and lock.on == "lock" and at_own_line and wait.left_s is None
     return Condition("lock-deadlock", text, doubts=doubts, lock=lock, advice=advice, for_good=for_good)
@@ -361,13 +361,13 @@ def _io_or_sleep(view: View) -> Condition | None:
         key = view.store_key if wait.thread.fd_target.startswith("tcp") or view.native() == "store" else None
         if key is not None:
             text = f"waits at {where} for the key {key.words} of the store"
-            return Condition("blocking-io", text, key=key, advice=frozenset({causes.STORE_KEY}))
+            return Condition("blocking-io", text, key=key, advice=frozenset({suggestions.STORE_KEY}))
         others = tuple(end for end in wait.ends or () if end.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
-        advice = frozenset() if wait.wanted_lock or wait.thread.locked_by else frozenset({causes.CONNECTION})
+        advice = frozenset() if wait.wanted_lock or wait.thread.locked_by else frozenset({suggestions.CONNECTION})
         if wait.thread.locked_by == view.process.pid:
             text = f"waits at {where} for a lock that it holds itself, by another open file{call}"
-            advice = frozenset({causes.OWN_FILE_LOCK})
+            advice = frozenset({suggestions.OWN_FILE_LOCK})
         return Condition(
             "blocking-io",
             text,
@@ -387,16 +387,20 @@ def _polls_at(view: View) -> Condition:
         file = view.thread.lock_file if view.thread is not None else ""
         text = f"waits at {where} for another process to build a C++ extension: the lock file {file or 'of that build'}"
         text += " is still there"
-        return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,), advice=frozenset({causes.BUILD_LOCK}))
+        return Condition(
+            "stuck-in-user-code", text, doubts=(Doubt.MAY_END,), advice=frozenset({suggestions.BUILD_LOCK})
+        )
     if poll is None:
         does = "keeps asking for a file lock" if calls.FILE_LOCK.on(view.stack.called) else "wakes up and sleeps again"
         return Condition("stuck-in-user-code", f"{does} at {where}", doubts=(Doubt.MAY_END,))
     claim = view.stack_claim(f"the loop that it is in says {poll.words}")
     if poll.of == "attempt":
         text = f"tries {poll.words} again and again, asleep at {where} in between"
-        return Condition("stuck-in-user-code", text, claims=(claim,), poll=poll, advice=frozenset({causes.ATTEMPTS}))
+        return Condition(
+            "stuck-in-user-code", text, claims=(claim,), poll=poll, advice=frozenset({suggestions.ATTEMPTS})
+        )
     text = f"polls at {where}: {poll.words}"
-    doubts, advice = () if poll.of == "process" else (Doubt.MAY_END,), frozenset({causes.POLLS})
+    doubts, advice = () if poll.of == "process" else (Doubt.MAY_END,), frozenset({suggestions.POLLS})
     return Condition("stuck-in-user-code", text, doubts=doubts, claims=(claim,), poll=poll, advice=advice)
 
 

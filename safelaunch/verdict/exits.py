@@ -11,10 +11,10 @@ from msgspec import structs
 from safelaunch.model import Claim, EarlierException, Evidence, Frame, NcclLog, RankEvidence, RankException
 from safelaunch.stacks import calls, failures, tracebacks
 from safelaunch.stacks import frames as fr
-from safelaunch.verdict import causes
-from safelaunch.verdict.causes import Advice
+from safelaunch.verdict import causes, suggestions
 from safelaunch.verdict.conditions import Condition, View
 from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.suggestions import Advice
 
 GONE_CAUSES = (*causes.FAILURES, "uneven-batches")
 
@@ -360,7 +360,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
     number = -rank.exit.returncode
     by_itself = rank.fatal is not None and not rank.beacon  # no launcher says more than its own last words
     claims, said, frame = [] if by_itself else [_claim_of_status(rank)], "", None
-    advice: set[Advice] = {causes.FATAL_SIGNAL} if number not in (signal.SIGKILL, signal.SIGTERM) else set()
+    advice: set[Advice] = {suggestions.FATAL_SIGNAL} if number not in (signal.SIGKILL, signal.SIGTERM) else set()
     doubts: tuple[Doubt, ...] = ()
     within = aborted_in(rank)
     if number in _FATAL_SIGNALS and rank.fatal is not None:
@@ -374,7 +374,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
     if number in _FATAL_SIGNALS and rank.progress is not None and rank.progress.state == "exited":
         said += " after its script had ended, while Python shut down"
         if number == signal.SIGABRT:
-            advice.add(causes.AFTER_THE_END)
+            advice.add(suggestions.AFTER_THE_END)
         claims.append(Claim("its progress page says that the script had ended", f"ranks/{rank.rank}/progress.json"))
     words = _abort_words(rank)
     if words:
@@ -390,7 +390,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
             (Doubt.ABORTED_IN_COLLECTIVE,),
             f", by its communication library in the middle of a collective{said}",
         )
-        advice |= causes.ABORTED
+        advice |= suggestions.ABORTED
     text = f"was killed by {signal_name(rank.exit.returncode)}{fr.at(frame)}{said}"
     return Condition(
         "rank-killed", text, frame, rank.pid, doubts=doubts, claims=tuple(claims), advice=frozenset(advice)
@@ -417,7 +417,7 @@ def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], frozenset[Advic
     """What is known of a SIGKILL, and what to do, by whether it was the out-of-memory killer's: its own words, else its
     counts since the job's start.
     """
-    taken, outside = frozenset({causes.OUT_OF_MEMORY}), frozenset({causes.KILLED_FROM_OUTSIDE})
+    taken, outside = frozenset({suggestions.OUT_OF_MEMORY}), frozenset({suggestions.KILLED_FROM_OUTSIDE})
     kills, node = rank.memory_kills, f"node/{rank.host}"
     if kills.kernel_line:
         claim = kernel_claim(rank, kills.kernel_line)
@@ -450,11 +450,11 @@ def _exit_condition(rank: RankEvidence) -> Condition:
             text += f"; it printed: {one_line(said)}"
             claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
         refused = said or (call is not None and any(_is_of_parser(frame) for frame in call.frames))
-        advice = frozenset({causes.OPTIONS_REFUSED}) if refused else frozenset[Advice]()
+        advice = frozenset({suggestions.OPTIONS_REFUSED}) if refused else frozenset[Advice]()
         return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims), advice=advice)
     returned = rank.progress is not None and bool(rank.progress.returned_ns)  # multiprocessing calls it then
     early = frame is not None and frame.function != "<module>" and not returned  # `sys.exit(main())` is how scripts end
-    advice = frozenset({causes.EXIT_CALLED}) if early else frozenset()
+    advice = frozenset({suggestions.EXIT_CALLED}) if early else frozenset()
     text, cause = f"has left the training loop: it exited cleanly (code 0{where})", "uneven-batches"
     if call is not None and call.function == "os._exit" and early:
         text, cause = f"ended itself with code 0{where}", "rank-exited"

@@ -16,7 +16,8 @@ from safelaunch.model import Claim, Collective, Frame, Posted, RankEvidence
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.innermost import calls_method
-from safelaunch.verdict.collectives import Alignment, Signature, described, number_of, op_name, signature
+from safelaunch.verdict.alignment import Alignment
+from safelaunch.verdict.c10d import Signature, described, number_of, op_name, signature
 from safelaunch.verdict.conditions import Condition, View, record_claim
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exits import kernel_claim

@@ -18,12 +18,12 @@ from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.innermost import LockHeld
 from safelaunch.stacks.kernel import wait_words
-from safelaunch.verdict import causes
-from safelaunch.verdict.causes import Advice
+from safelaunch.verdict import causes, suggestions
 from safelaunch.verdict.conditions import Condition, View, thread_condition
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.exits import signal_name
 from safelaunch.verdict.graph import Edge, Graph, Node, NodeKind
+from safelaunch.verdict.suggestions import Advice
 
 _HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
 _CANNOT_RUN = ("stopped", "dead", "disk")
@@ -278,11 +278,11 @@ class ProcessView:
         if ends and all(end.pid == pid for end in ends):
             alone = f"process {pid} itself alone has"
             sure = alone if wait.thread.ends_closed else f"of those in sight, only process {pid} has"
-            return causes.OWN_END, f"{sure} the {end} end open"
+            return suggestions.OWN_END, f"{sure} the {end} end open"
         if not others or wait.writes:
             return None
         who = ", ".join(f"{one.pid} ({one.name})" if one.name else f"{one.pid}" for one in others[:3])
-        return causes.INHERITED_END, f"the {end} end is still open in process{'es' * (len(others) > 1)} {who}"
+        return suggestions.INHERITED_END, f"the {end} end is still open in process{'es' * (len(others) > 1)} {who}"
 
     def _of_a_lock(self, view: View, own: Condition, lock: calls.LockWait) -> Condition:
         """The wait itself is the finding, and the other threads are told as evidence: any of them may hold the lock.
@@ -301,11 +301,13 @@ class ProcessView:
         busy = [f"thread {o.name} {c.reason}" for o, c in others if c.cause == "busy-loop"]
         claims = own.claims + tuple(view.stack_claim(f"thread {o.name} {c.reason}") for o, c in others)
         for_good = own.for_good and all(c.for_good for _, c in others)
-        own = replace(own, claims=claims, for_good=for_good, advice=own.advice | ({causes.HELD} if held else set()))
+        own = replace(
+            own, claims=claims, for_good=for_good, advice=own.advice | ({suggestions.HELD} if held else set())
+        )
         takers = [one for one in (*view.beside(), *self._children) if _takes_items(one)] if lock.of_items else []
         if takers:
             who = "its worker waits" if len(takers) == 1 else f"each of its {len(takers)} workers waits"
-            return own.with_clause(f"{who} for the next item at {takers[0].place}", advice=[causes.TASK_DONE])
+            return own.with_clause(f"{who} for the next item at {takers[0].place}", advice=[suggestions.TASK_DONE])
         if lock.of_pool:
             return self._of_a_pool(own)
         if lock.on == "work" and others:
@@ -339,13 +341,13 @@ class ProcessView:
         held = other.holds(waiter) if edge.kind == "lock" else None
         if held is not None:
             who = f"{who} has held it since line {held.line} and"
-            found = replace(found, advice=found.advice | {causes.HELD})
+            found = replace(found, advice=found.advice | {suggestions.HELD})
         reason = f"{own.reason}; {who} {found.reason}" if own.frame is not None else found.reason
         told = replace(found, reason=reason, process=process, claims=own.claims + found.claims)
         if not is_thread and edge.kind in ("work", "child"):
             told = _noted(told)
         if edge.kind == "child" and other.wait.writes and other.wait.ends is None:  # the waiter's, as a rule
-            told = replace(told, advice=told.advice | {causes.FULL_PIPE})
+            told = replace(told, advice=told.advice | {suggestions.FULL_PIPE})
         if own.frame is not None and (found.frame is None or fr.is_pseudo(found.frame.file)):
             told = replace(told, frame=own.frame, process=own.process, pid=own.pid)  # the nearest line in a file
         if edge.may_end:
@@ -373,7 +375,7 @@ class ProcessView:
             reason=f"{own.reason}; child process {last.process.pid} {how}",
             doubts=(*own.doubts, *those({Doubt.MAY_END: any(edge.may_end for edge in self.circle)})),
             claims=(*claims, *there.claims, last.kernel_claim(ends)),
-            advice=own.advice | {causes.FULL_PIPE if last.wait.writes else causes.WAITS_IN_TURN},
+            advice=own.advice | {suggestions.FULL_PIPE if last.wait.writes else suggestions.WAITS_IN_TURN},
             for_good=False,
         )
 
@@ -389,7 +391,7 @@ class ProcessView:
             claims += [*edge.claims, *([other.stack_claim(f"{other.words} {since}")] if since else [])]
         for_good = all(self._condition(self._views[edge.of]).for_good for edge in self.circle)
         reason = "; ".join([own.reason, *words])
-        advice = causes.LOCK if all(edge.kind == "lock" for edge in self.circle) else frozenset({causes.HELD})
+        advice = suggestions.LOCK if all(edge.kind == "lock" for edge in self.circle) else frozenset({suggestions.HELD})
         return replace(
             own, cause="lock-deadlock", reason=reason, doubts=(), claims=tuple(claims), advice=advice, for_good=for_good
         )
@@ -440,7 +442,9 @@ def _with_dead(view: View, own: Condition, dead: Sequence[View]) -> Condition:
         words = f"{len(dead)} of its child processes are zombies"
         words += f", {one.pid}{_how_ended(one)}" if _how_ended(one) else ""
     claims = (view.kernel_claim(f"child process {v.process.pid}: state Z{_how_ended(v.process)}") for v in dead[:4])
-    return own.with_clause(words, *claims, advice=[causes.DEAD_CHILD] if view.awaited.processes == "message" else [])
+    return own.with_clause(
+        words, *claims, advice=[suggestions.DEAD_CHILD] if view.awaited.processes == "message" else []
+    )
 
 
 def _how_ended(process: ProcessEvidence) -> str:
@@ -470,7 +474,7 @@ def _noted(found: Condition) -> Condition:
         return found
     if lock.by_processes:
         return replace(found, reason=found.reason + _SHARED_NOTE)
-    return replace(found, reason=found.reason + _FORK_NOTE, advice=found.advice | {causes.FORKED_LOCK})
+    return replace(found, reason=found.reason + _FORK_NOTE, advice=found.advice | {suggestions.FORKED_LOCK})
 
 
 def _waits_for_loader(view: View) -> Claim:

@@ -32,7 +32,7 @@ from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.innermost import is_given_by
 from safelaunch.stacks.source import ReadSource
-from safelaunch.verdict.collectives import described, number_of, op_name, signature
+from safelaunch.verdict.c10d import described, number_of, op_name, signature
 from safelaunch.verdict.conditions import View
 from safelaunch.verdict.graph import Need, Node, stuck
 from safelaunch.verdict.peers import PeerWait, line_before_c10d, peer_wait

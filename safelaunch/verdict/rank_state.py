@@ -14,13 +14,22 @@ from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.source import NO_SOURCE, ReadSource
 from safelaunch.verdict import exits, peers
-from safelaunch.verdict.causes import BY_ITSELF, EXIT_WAITS, FOREIGN_LOCK, LOCK_FILE, OUTLIVES, OWED, STORE_NOT_REACHED
-from safelaunch.verdict.collectives import Alignment, described, number_of, op_name
+from safelaunch.verdict.alignment import Alignment
+from safelaunch.verdict.c10d import described, number_of, op_name
+from safelaunch.verdict.causes import BY_ITSELF
 from safelaunch.verdict.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.verdict.divergence import Histories
 from safelaunch.verdict.doubts import Doubt, those
 from safelaunch.verdict.peers import PeerWait, begins_at
 from safelaunch.verdict.processes import ProcessView, may_train_elsewhere
+from safelaunch.verdict.suggestions import (
+    EXIT_WAITS,
+    FOREIGN_LOCK,
+    LOCK_FILE,
+    OUTLIVES,
+    OWED,
+    STORE_NOT_REACHED,
+)
 from safelaunch.verdict.transfers import Transfers
 
 UNKNOWN_OP = "communication"  # where ``work.wait()`` raised, on the user's own line: of what work, no frame tells

@@ -17,10 +17,11 @@ from safelaunch.model import Frame
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.guards import Guard, guards_of, way_to
-from safelaunch.verdict.collectives import fits, sides_of, signature
+from safelaunch.verdict.c10d import fits, signature
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.graph import Edge, Graph, Node, NodeKind
 from safelaunch.verdict.guarding import whereabouts
+from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.processes import ProcessView
 from safelaunch.verdict.rank_state import CaseFacts, child_views, user_stack_of, view_of

@@ -16,7 +16,7 @@ from safelaunch.capture import flight_recorder
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, to_json
 from safelaunch.capture.flight_recorder import merged
 from safelaunch.model import RankEvidence, Verdict
-from safelaunch.verdict.collectives import Alignment
+from safelaunch.verdict.alignment import Alignment
 from safelaunch.verdict.comparable import Block, settled
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt

@@ -28,7 +28,7 @@ from safelaunch.addons.reproduce.text import records_tell, script
 from safelaunch.model import Evidence, RankEvidence, Verdict
 from safelaunch.stacks.source import ReadSource
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.findings import ranks_word
+from safelaunch.verdict.phrases import ranks_word
 from safelaunch.verdict.rank_state import CaseFacts
 
 __all__ = ["Extent", "Hang", "Reproduction", "ScriptWish", "compared", "reproduction_of"]

@@ -22,11 +22,11 @@ from safelaunch.addons.reproduce.program import (
 )
 from safelaunch.addons.reproduce.recorded import Extent, MatchKey, RecordedEntry, recorded
 from safelaunch.model import UNKNOWN_SIZES, Collective
-from safelaunch.verdict.collectives import elements, number_of, op_name
+from safelaunch.verdict.asymmetric import is_root
+from safelaunch.verdict.c10d import elements, number_of, op_name
 from safelaunch.verdict.comparable import Block
-from safelaunch.verdict.findings import ranks_word
+from safelaunch.verdict.phrases import ranks_word
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts
-from safelaunch.verdict.transfers import is_root
 
 # --- Where ranks go on, if they make the calls one after the other ----------------------------------------------------
 

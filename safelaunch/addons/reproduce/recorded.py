@@ -10,8 +10,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from safelaunch.model import Collective
-from safelaunch.verdict.collectives import op_name, signature
-from safelaunch.verdict.comparable import Window
+from safelaunch.verdict.c10d import op_name, signature
+from safelaunch.verdict.columns import Window
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.transfers import RecordedTransfer
 

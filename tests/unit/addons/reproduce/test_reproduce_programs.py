@@ -13,7 +13,7 @@ from safelaunch.addons.reproduce.program import returns
 from safelaunch.addons.reproduce.recorded import RecordedEntry, recorded
 from safelaunch.bundle.reading import locate
 from safelaunch.model import CallArguments, Evidence, GilTest
-from safelaunch.verdict.collectives import op_name
+from safelaunch.verdict.c10d import op_name
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rank_state import CaseFacts
 from tests.support.evidence import NEW_GROUP, in_c10d, in_user, job, past, record, waiting

@@ -6,8 +6,10 @@ import msgspec
 import pytest
 
 from safelaunch.model import Verdict
-from safelaunch.verdict.collectives import Alignment, mismatch_at, signature
+from safelaunch.verdict.alignment import Alignment
+from safelaunch.verdict.c10d import signature
 from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.mismatch import mismatch_at
 from tests.support.evidence import (
     at,
     behind,

@@ -17,8 +17,8 @@ from safelaunch.model import (
     RankExit,
     Verdict,
 )
-from safelaunch.verdict.belonging import mesh
 from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.groups import mesh
 from safelaunch.verdict.rank_state import CaseFacts
 from tests.support.evidence import OUT_OF_MEMORY, at, behind, entry, in_user, job, rank, waiting
 

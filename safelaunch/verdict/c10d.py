@@ -1,0 +1,126 @@
+"""Collectives by the names that c10d gives them, and what must match between the ranks of one call."""
+
+from __future__ import annotations
+
+from math import prod
+
+from safelaunch.model import Collective
+from safelaunch.verdict.comparable import Block
+
+Signature = tuple[object, ...]
+TensorSizes = tuple[tuple[int, ...], ...]
+_UNKNOWN: Signature = (None,)  # of an operation without a name
+
+# Operations in which every rank has to pass the same number of elements of the same type: as input, or, where only the
+# root has an input, as output. In the others (all_to_all, ragged forms) sizes may differ by design.
+_SAME_SIZE = frozenset(
+    {"all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather", "_all_gather_base", "gather",
+     "_allgather_base", "all_gather_into_tensor", "all_gather_single", "reduce_scatter", "_reduce_scatter_base",
+     "reduce_scatter_tensor", "reduce_scatter_single", "all_reduce_barrier", "_broadcast_oop", "_reduce_oop"}
+)  # fmt: skip
+_SAME_OUTPUT = frozenset({"scatter"})
+# One operation under the names of its forms (of a list or of one tensor), which backends carry out alike.
+_FORMS = (
+    ("all_gather", ("allgather", "_all_gather_base", "_allgather_base", "all_gather_into_tensor", "all_gather_single")),
+    ("reduce_scatter", ("_reduce_scatter_base", "reduce_scatter_tensor", "reduce_scatter_single")),
+    ("all_reduce", ("allreduce",)),
+)
+_ONE_NAME = {form: name for name, forms in _FORMS for form in forms}
+DEFAULT_GROUPS = ("0", "", "default_pg")
+
+
+def label_of(entry: Collective) -> str:
+    """What people call the entry's group: the description that its maker gave it, as a DeviceMesh does; else its
+    name.
+    """
+    given = entry.description if entry.description not in ("", "undefined", *DEFAULT_GROUPS) else ""
+    return given or f"'{entry.group}'"
+
+
+def op_name(entry: Collective) -> str:
+    """``gloo:all_reduce`` → ``all_reduce``."""
+    return entry.op.rsplit(":", 1)[-1]
+
+
+def number_of(entry: Collective) -> int:
+    """Sends and receives are counted for themselves."""
+    return entry.p2p_seq if entry.is_p2p else entry.seq
+
+
+def signature(entry: Collective) -> Signature:
+    """What has to fit on all ranks (:func:`fits`); None for what the record does not tell.
+
+    Shapes count by their number of elements: (4, 1) and (4,) do match.
+    """
+    op = op_name(entry)
+    name = _ONE_NAME.get(op, op)
+    if not op:
+        return _UNKNOWN
+    if op in _SAME_OUTPUT:
+        return (name, elements(entry.output_sizes), _types(entry.output_sizes, entry.output_dtypes))
+    if op in _SAME_SIZE:
+        types = _types(entry.input_sizes, entry.input_dtypes)
+        is_list = name in ("all_gather", "reduce_scatter") and types is not None
+        return (name, elements(entry.input_sizes), tuple(dict.fromkeys(types)) if is_list and types else types)
+    if isinstance(entry, Block) and _SAME_SIZE.issuperset(entry.ops):
+        each = tuple(elements((size,)) for size in entry.input_sizes)
+        return (op, None if None in each else each, _types(entry.input_sizes, entry.input_dtypes))
+    return (op,)
+
+
+def elements(sizes: TensorSizes) -> int | None:
+    """How many there are in these tensors; None where that is not known, or no tensor is told of."""
+    return None if not sizes or any(n < 0 for size in sizes for n in size) else sum(prod(size) for size in sizes)
+
+
+def _types(sizes: TensorSizes, dtypes: tuple[str, ...]) -> tuple[str, ...] | None:
+    """One for each tensor, else they are not known."""
+    return dtypes if dtypes and all(dtypes) and (len(dtypes) == len(sizes) or elements(sizes) is None) else None
+
+
+def fits(one: Signature, other: Signature) -> bool:
+    """What one of the two does not tell is no difference."""
+    if _UNKNOWN in (one, other):
+        return True
+    return len(one) == len(other) and all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))
+
+
+# torch's names of the types, where c10d writes its own.
+_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+}
+
+
+def describe(entry: Collective) -> str:
+    """``all_reduce of float32[4]``, for sentences."""
+    if elements(entry.input_sizes) is None:
+        return op_name(entry)
+    names = tuple(_DTYPES.get(name, name.lower()) for name in entry.input_dtypes)
+    each = names if len(names) == len(entry.input_sizes) else names[:1] * len(entry.input_sizes)
+    tensors = (_tensor(size, name) for size, name in zip(entry.input_sizes[:3], each or ("",) * 3, strict=False))
+    more = f" and {len(entry.input_sizes) - 3} more" if len(entry.input_sizes) > 3 else ""
+    return f"{op_name(entry)} of {', '.join(tensors)}{more}"
+
+
+def described(entry: Collective) -> str:
+    """``all_reduce #31 of group '0', float32[4]``."""
+    _, _, tensors = describe(entry).partition(" of ")
+    return f"{op_name(entry)} #{number_of(entry)} of group {entry.group!r}{f', {tensors}' if tensors else ''}"
+
+
+def _tensor(size: tuple[int, ...], dtype: str) -> str:
+    """``float32[4,5]``, ``float32 scalar``."""
+    if not size:
+        return f"{dtype} scalar".strip()
+    return f"{dtype}[{','.join(map(str, size))}]" if dtype else f"({', '.join(map(str, size))})"

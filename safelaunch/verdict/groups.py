@@ -1,0 +1,114 @@
+"""Where the ranks at fault belong: their process groups (a pipeline stage, a tensor group) and their GPUs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+import msgspec
+
+from safelaunch.model import Claim, RankEvidence
+from safelaunch.verdict.c10d import DEFAULT_GROUPS, label_of
+from safelaunch.verdict.findings import Annotation, Finding
+from safelaunch.verdict.phrases import ranks_word
+from safelaunch.verdict.rank_state import CaseFacts
+from safelaunch.verdict.waits import Case
+
+MOST_RANKS, MOST_GROUPS = 4, 6
+
+
+def belonging(case: Case, finding: Finding) -> Iterator[Annotation]:
+    """The groups and the GPUs of the ranks at fault. Where these are all ranks of one group, and no others, a sentence
+    says so: what that group alone does is then where to look.
+    """
+    named = sorted({culprit.rank for culprit in finding.culprits})
+    claims = tuple(claim for rank in named[:MOST_RANKS] for claim in _claims(case, rank))
+    whole = _groups(case, named[0]).get(tuple(named)) if len(named) > 1 else None
+    yield Annotation(f"These are all the ranks of group {whole}." if whole is not None else "", context=claims)
+
+
+def _claims(case: Case, rank: int) -> Iterator[Claim]:
+    groups = _groups(case, rank)
+    if groups:
+        words = ", ".join(f"{name} ({ranks_word(ranks)})" for ranks, name in list(groups.items())[:MOST_GROUPS])
+        record = case.ranks[rank].evidence.flight_record
+        told = record is not None and any(record.groups.values())
+        yield Claim(f"rank {rank} is in {words}", f"ranks/{rank}/{'flight_recorder' if told else 'rank'}.json")
+    gpu = case.ranks[rank].evidence.gpu
+    if gpu:
+        yield Claim(f"rank {rank} has GPU {gpu}, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK", f"ranks/{rank}/rank.json")
+
+
+def _groups(case: Case, rank: int) -> dict[tuple[int, ...], str]:
+    """Ranks → name, of the groups that the rank is in with others, but not with all, the smallest first."""
+    labels = _labels(case, rank)
+    found: dict[tuple[int, ...], str] = {}
+    for name, ranks in case.alignment.listed(rank).items():
+        members = tuple(sorted(ranks))
+        if rank in members and 1 < len(members) < len(case.world):
+            found.setdefault(members, labels.get(name) or f"'{name.partition(' of ranks ')[0]}'")
+    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
+
+
+def with_group_names(case: Case, finding: Finding) -> Finding:
+    """Puts what people call a group before the name that torch gave it: ``group mesh_tp ('11')``."""
+    called: dict[str, set[str]] = {}
+    for rank in case.ranks:
+        for name, label in _labels(case, rank).items():
+            called.setdefault(name, set()).add(label)
+    sure = {name: min(labels) for name, labels in called.items() if len(labels) == 1}
+
+    def named(text: str) -> str:
+        return _QUOTED.sub(lambda found: _with_label(found[0], found[1], sure.get(found[1], "")), text)
+
+    return replace(
+        finding,
+        summary=named(finding.summary),
+        claims=tuple(msgspec.structs.replace(claim, claim=named(claim.claim)) for claim in finding.claims),
+        culprits=tuple(msgspec.structs.replace(culprit, reason=named(culprit.reason)) for culprit in finding.culprits),
+        ruled_out=tuple(map(named, finding.ruled_out)),
+    )
+
+
+_QUOTED = re.compile(r"\bgroup '([^']{1,64})'")
+
+
+def _with_label(text: str, name: str, label: str) -> str:
+    return f"group {label} ('{name}')" if label and not label.startswith("'") else text
+
+
+def _labels(facts: CaseFacts, rank: int) -> dict[str, str]:
+    """Name → what people call a group: its description, by the rank itself or by its calls."""
+    told, used = _told(facts.ranks[rank].evidence), facts.alignment.ring(rank).used().values()
+    return {**told, **{kind.group: told.get(kind.group) or label_of(kind) for kind in used}}
+
+
+def _told(rank: RankEvidence) -> dict[str, str]:
+    return {name: text for name, text in rank.gil.called.items() if text not in ("undefined", *DEFAULT_GROUPS)}
+
+
+# --- device meshes ----------------------------------------------------------------------------------------------------
+
+_OF_A_MESH = "mesh_"  # begins the description of a DeviceMesh's groups; its dimension's name follows
+
+
+def mesh(facts: CaseFacts) -> tuple[tuple[str, int], ...]:
+    """Dimensions and sizes of the DeviceMesh over all ranks, the outermost first; empty where no such mesh is seen.
+
+    A mesh leaves its name only in the descriptions of its groups. Those of flattened dimensions are made after them.
+    """
+    found = {_dimensions(facts, rank) for rank in facts.ranks} - {()}
+    return found.pop() if len(found) == 1 else ()
+
+
+def _dimensions(facts: CaseFacts, rank: int) -> tuple[tuple[str, int], ...]:
+    labels, dimensions = _labels(facts, rank), []
+    for name, members in facts.alignment.listed(rank).items():
+        label = labels.get(name, "")
+        if label.startswith(_OF_A_MESH) and rank in members:
+            dimensions.append((label.removeprefix(_OF_A_MESH), len(members)))
+            if prod(size for _, size in dimensions) == facts.evidence.world_size:
+                return tuple(dimensions)
+    return ()
