@@ -44,17 +44,6 @@ def ranks_that(made: dict[int, str], line: dict[int, int], among: dict[int, int]
     return [raised(n, text, line.get(n, 50)) for n, text in texts.items()]
 
 
-def culprits(ranks: list[RankEvidence], world: int = 0) -> tuple[str, str, list[tuple[int, int | None]]]:
-    verdict = diagnose(job(*ranks, outcome="crash", world=world))
-    named = [(one.rank, one.frame.line if one.frame else None) for one in verdict.culprits]
-    return verdict.cause, verdict.confidence, named
-
-
-def test_two_ranks_have_no_majority() -> None:
-    made = {0: fingerprint("BARRIER"), 1: fingerprint("ALLREDUCE")}
-    assert culprits(ranks_that(made, {0: 41})) == ("collective-mismatch", "medium", [(0, 41), (1, 50)])
-
-
 def test_what_is_no_such_error_tells_nothing() -> None:
     assert fingerprints("Connection closed by peer") == {}
     assert fingerprints("Detected mismatch between collectives on ranks.") == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 import pytest
@@ -10,13 +9,10 @@ from msgspec.structs import replace
 
 from safelaunch.model import (
     EarlierException,
-    ExitCall,
     FatalError,
     Frame,
     Launched,
     MemoryKills,
-    NcclLog,
-    Progress,
     RankEvidence,
     RankException,
     RankExit,
@@ -28,11 +24,9 @@ from tests.support.evidence import (
     C10D,
     SITE,
     at,
-    entry,
     in_c10d,
     in_init,
     job,
-    past,
     rank,
     record,
     script,
@@ -40,7 +34,6 @@ from tests.support.evidence import (
 )
 from tests.support.verdict_cases import calls_in
 
-OLD_TORCH = Launched(torch="2.9.1")  # in which DETAIL works with DDP
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 
 
@@ -115,41 +108,6 @@ def test_the_first_exception_of_a_chain_is_the_cause(
     assert culprit.frame == (LOAD if first else frames)[0]
 
 
-def test_time_decides_not_rank() -> None:
-    first, second = raised(2, "ValueError", "a", 100.0, 41), raised(0, "KeyError", "b", 100.5, 60)
-    assert named(second, terminated(1), first) == ("rank-exception", [2])
-
-
-def test_equal_exceptions_are_equally_at_fault() -> None:
-    assert named(*(raised(n, "ImportError", "x", 100.0 + n) for n in range(3))) == ("rank-exception", [0, 1, 2])
-
-
-def test_a_reset_connection_of_the_users_own_is_a_cause() -> None:
-    own = raised(1, "ConnectionResetError", "[Errno 104] Connection reset by server", 100.0)
-    assert named(terminated(0), own) == ("rank-exception", [1])
-
-
-def test_the_last_words_of_an_abort_are_told() -> None:
-    log = "step 3\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  sizes differ\n"
-    verdict = diagnose(job(ended(0, -6, log=log), terminated(1), outcome="crash"))
-    assert "sizes differ" in verdict.culprits[0].reason
-
-
-@pytest.mark.parametrize("state", ["exited", "torch"])
-def test_an_abort_after_the_script_had_ended_is_told_as_such(state: str) -> None:
-    log = "trained\nterminate called without an active exception\n"
-    page = Progress(1, 1, 2, 0, 1001, 1, state)
-    verdict = diagnose(job(terminated(0), replace(ended(1, -6, log=log), progress=page), outcome="crash"))
-    assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("rank-killed", [1])
-    ended_before = state == "exited"
-    assert ("after its script had ended" in verdict.summary) == ended_before
-    assert any("190489" in advice for advice in verdict.suggestions) == ended_before
-
-
-def test_an_exit_code_without_an_exception() -> None:
-    assert named(raised(0, "RuntimeError", RESET, 101.0), ended(1, 3)) == ("rank-exited", [1])
-
-
 @pytest.mark.parametrize(
     ("inner", "fits"),
     [((), False), ((Frame(C10D, 2500, "recv"),), False), ((Frame(C10D, 3252, "all_reduce"),), True)],
@@ -162,95 +120,12 @@ def test_a_clean_exit_may_have_left_out_a_send(inner: tuple[Frame, ...], fits: b
     assert any("send or receive" in text for text in verdict.ruled_out) != fits
 
 
-def _at_six(number: int, size: tuple[int, ...], dtype: str = "Float") -> RankEvidence:
-    flight = record(*past(5), entry("all_reduce", 6, line=50, size=size, dtype=dtype))
-    return rank(number, in_c10d("all_reduce", 50), flight=flight, more={"exit": RankExit(-15, 105.0, False)})
-
-
 def _aborted(number: int, *frames: Frame, line: int = 50) -> RankEvidence:
     return died(number, -6, fatal=FatalError("Aborted", frames or in_c10d("all_reduce", line)))
 
 
 def died(number: int, code: int, when: float = 100.0, **fields: Any) -> RankEvidence:
     return rank(number, seen=False, more={"exit": RankExit(code, when), **fields})
-
-
-def test_what_did_not_fit_came_from_the_rank_that_took_another_group() -> None:
-    groups = {"1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}
-
-    def of(number: int, text: str, line: int) -> RankEvidence:
-        return rank(number, in_c10d("all_reduce", line), flight=record(*calls_in(text), groups=groups))
-
-    survivors = (of(0, "3@60x5 1@50*", 50), of(1, "4@60x5 4@60*", 60), of(3, "4@60x5 2@60*", 60))
-    verdict = diagnose(job(*survivors[:2], _aborted(2), survivors[2], outcome="crash"))
-    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
-    assert [(c.rank, c.frame and c.frame.line) for c in verdict.culprits] == [(3, 60)]
-    assert verdict.summary.startswith("Rank 3 made its 5 earlier calls at train.py:60 (train) in group '4': with group")
-    assert verdict.suggestions[0].startswith("Check how this line selects its group")
-
-
-def test_the_condition_that_sent_an_aborted_rank_to_its_call() -> None:
-    source = "def train():\n    if epoch % 2 == 1 and rank == 0:\n        evaluate()\n" + "    pass\n" * 60
-    read = {at(3).file: source}.get
-    peers = (_at_six(n, (16,)) for n in (1, 2))
-    verdict = diagnose(job(_aborted(0, line=3), *peers, outcome="crash"), read_source=read)
-    assert (
-        "Ranks 1-2 never reach train.py:3 (train) because of `if epoch % 2 == 1 and rank == 0 (train.py:2)`"
-        in verdict.summary
-    )
-    assert "gate the side effect" in verdict.suggestions[0]
-
-
-def test_one_survivor_against_one_after_an_abort_names_both() -> None:
-    verdict = diagnose(job(_aborted(1), _at_six(0, (16,)), _at_six(2, (16,), "Double"), outcome="crash"))
-    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "low")
-    assert [c.rank for c in verdict.culprits] == [0, 2]
-
-
-def test_the_way_to_one_helper_says_on_which_side_an_aborted_rank_was() -> None:
-    """Both networks average their gradients by one function; some ranks skip the first of them."""
-
-    def way(line: int) -> tuple[Frame, ...]:
-        return (Frame(C10D, 3252, "all_reduce"), at(20, "average", "/home/me/comm.py"), at(line), at(100, "<module>"))
-
-    def of(number: int, line: int, size: int) -> RankEvidence:
-        now = replace(entry("all_reduce", 6, line=50, size=(size,)), frames=way(line))
-        return rank(number, way(line), flight=record(*past(5), now), more={"exit": RankExit(-15, 105.0, False)})
-
-    verdict = diagnose(job(of(0, 41, 145), _aborted(1, *way(41)), of(2, 43, 193), outcome="crash"))
-    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
-    assert [one.rank for one in verdict.culprits] == [2]
-
-
-def test_ways_tell_nothing_of_ranks_in_several_groups() -> None:
-    """Who waits in another group has come there by another way."""
-    groups = {"1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}
-
-    def way(line: int) -> tuple[Frame, ...]:
-        return (Frame(C10D, 3252, "all_reduce"), at(20, "reduce"), at(line), at(100, "<module>"))
-
-    def of(number: int, line: int, group: str) -> RankEvidence:
-        now = replace(entry("all_reduce", 6, group=group, line=20), frames=way(line))
-        return rank(number, way(line), flight=record(*past(5), now, groups=groups))
-
-    ranks = (of(0, 54, "3"), of(1, 54, "4"), _aborted(2, *way(39)), of(3, 39, "2"))
-    summary = diagnose(job(*ranks, outcome="crash")).summary
-    assert "other frames than most" not in summary
-    assert "ranks 0-1 come from train.py:54 (train) and ranks 2-3 come from train.py:39" in summary
-
-
-def test_an_abort_in_the_operator_that_waits_for_a_collective_is_one_in_a_collective() -> None:
-    """``DTensor.full_tensor()``: the wait is an operator of torch's, called by c10d's functional collectives."""
-    inner = (
-        Frame(f"{SITE}/torch/_ops.py", 882, "redispatch"),
-        Frame(f"{SITE}/torch/distributed/_functional_collectives.py", 142, "wait_tensor"),
-        Frame(f"{SITE}/torch/distributed/tensor/_api.py", 774, "full_tensor"),
-    )
-    aborted = _aborted(1, *inner, at(41, "save"), at(100, "<module>"))
-    verdict = diagnose(job(_at_six(0, (16,)), aborted, _at_six(2, (16,)), outcome="crash", launched=OLD_TORCH))
-    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
-    assert verdict.culprits[0].frame == at(41, "save")
-    assert any("desync-detail" in text for text in verdict.suggestions)
 
 
 # --- where it ended, and why ----------------------------------------------------------------------------------------
@@ -286,70 +161,14 @@ def test_a_sigkill_and_the_memory(of: str, kills: MemoryKills, said: str, file: 
     assert not any("Fix the exception" in text for text in verdict.suggestions)
 
 
-def test_a_dataloader_worker_without_shared_memory() -> None:
-    message = "DataLoader worker (pid 9) is killed by signal: Bus error. It is possible that dataloader's workers are"
-    one = raised(1, "RuntimeError", f"{message} out of shared memory. Please try to raise your shared memory limit.", 9)
-    assert "/dev/shm" in diagnose(job(terminated(0), one, outcome="crash")).suggestions[0]
-
-
 def test_an_ordinary_traceback_has_no_remote_part() -> None:
     assert not of_worker("Traceback (most recent call last):\nValueError: x")[1].frames
-
-
-def of_a_checkpoint(failed: int) -> RankException:
-    """What torch raises on every rank where ``failed`` could not write its part."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        raise OSError(122, "quota: 40960 of 30720 bytes")
-    except OSError as error:
-        gathered = CheckpointException("", {failed: (error, traceback.extract_tb(error.__traceback__))})
-    frames = (Frame(f"{SITE}/torch/distributed/checkpoint/utils.py", 263, "all_reduce"), at(41, "save"))
-    return RankException("torch.distributed.checkpoint.api.CheckpointException", str(gathered), 100.0, frames)
-
-
-@pytest.mark.parametrize(("raising", "culprits"), [((0, 1, 2), [1]), ((0, 1), [0, 1])])  # the two may be a group
-def test_a_checkpoint_that_one_rank_could_not_write(raising: tuple[int, ...], culprits: list[int]) -> None:
-    more = {"exception": of_a_checkpoint(failed=1), "exit": RankExit(1, 100.2)}
-    ranks = [rank(one, seen=False, more=more) if one in raising else terminated(one) for one in range(3)]
-    verdict = diagnose(job(*ranks, outcome="crash"))
-    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("rank-exception", culprits)
-    assert "raised OSError: [Errno 122] quota: 40960 of 30720 bytes at test_verdict_crash.py" in verdict.summary
-    assert "Every rank" not in " ".join(verdict.suggestions)
 
 
 # --- NCCL's own log ---------------------------------------------------------------------------------------------------
 
 GENERAL = "NCCL error in: x.cpp:1, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5\n"
 GENERAL += "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error."
-RETRIES = "NET/IB : Got completion from peer 10.5.0.34<33956> with status=12 opcode=129 len=0 vendor err 129 (Send)"
-NO_SHM = "Error: failed to extend /dev/shm/nccl-H1dBqY to 9637892 bytes"
-NOISE = "Failed to open libibverbs.so[.1]"
-
-
-def warned(one: RankEvidence, *warnings: str) -> RankEvidence:
-    return replace(one, nccl_log=NcclLog(f"node/node1/nccl.node1.{one.pid}.log", (NOISE, *warnings)))
-
-
-def in_nccl(number: int, message: str, when: float) -> RankEvidence:
-    frames = (ALL_REDUCE, at(41, "step"), at(100, "<module>"))
-    return raised(number, "torch.distributed.DistBackendError", message, when, frames=frames)
-
-
-def test_the_log_says_what_a_general_error_leaves_open() -> None:
-    """Shared memory is a failure of the rank's own, though the exception alone reads as if a peer were gone."""
-    verdict = diagnose(job(in_nccl(0, GENERAL, 101.0), warned(in_nccl(1, GENERAL, 102.0), NO_SHM), outcome="crash"))
-    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("rank-exception", [1])
-    assert "NCCL could not get shared memory" in verdict.summary
-    assert any(one.file == "node/node1/nccl.node1.1010.log" for one in verdict.evidence)
-    assert any("/dev/shm" in one for one in verdict.suggestions)
-
-
-def test_ranks_that_all_abort_over_a_dead_link_are_told_of_the_link() -> None:
-    verdict = diagnose(job(*(warned(died(n, -6, 100.0 + n), RETRIES) for n in range(2)), outcome="crash"))
-    assert verdict.culprits == ()
-    assert "transfer with 10.5.0.34 failed with status 12 (12: it did not answer" in verdict.summary
-    assert any("`ibstat`" in one for one in verdict.suggestions)
 
 
 PATIENCE = (
@@ -423,16 +242,6 @@ def test_an_error_of_the_launcher_is_no_ranks(outer: tuple[Frame, ...], name: st
     assert verdict.suggestions[0].startswith("Fix what the launcher reports") and len(verdict.suggestions) == 1
 
 
-def test_a_launcher_that_rejects_its_command_line_is_no_rank() -> None:
-    parser = Frame("/usr/lib/python3.11/argparse.py", 2617, "exit")
-    call = ExitCall("sys.exit", 2, (parser, Frame(LAUNCH, 43, "main"), BY_NAME))
-    one = rank(0, seen=False, step=None, more={"exit": RankExit(2, 100.5), "exit_call": call})
-    verdict = diagnose(job(one, outcome="crash", launched=Launched(("exec", "--", "accelerate", "launch"))))
-    assert (verdict.cause, verdict.culprits) == ("rank-exited", ())
-    assert verdict.summary == "The launcher (accelerate) called sys.exit(2): no rank was seen."
-    assert verdict.suggestions[0].startswith("Fix what the launcher reports") and len(verdict.suggestions) == 1
-
-
 @pytest.mark.parametrize(
     ("frames", "typed"),
     [
@@ -500,16 +309,3 @@ def test_a_rank_that_raised_and_lives_is_named_with_what_keeps_it(
     words = "Rank 1 raised IndexError: list index out of range at train.py:23 (fit) and never exited: "
     assert verdict.summary.startswith(words + expected), verdict.summary
     assert "never exited" not in diagnose(job(waiting(0), mine, outcome="crash")).summary
-
-
-def test_a_rank_that_called_exit_with_a_code_and_lives_is_named_where_it_called() -> None:
-    left = ExitCall("sys.exit", 3, (at(23, "check"), at(100, "<module>")))
-    mine = rank(1, (at(17, "close"),), "futex", more={"exit_call": left})
-    verdict = diagnose(job(waiting(0), mine))
-    assert verdict.cause == "rank-exited"
-    assert [(c.rank, c.frame and c.frame.line) for c in verdict.culprits] == [(1, 23)]
-    assert verdict.summary.startswith("Rank 1 called sys.exit(3) at train.py:23 (check) and never exited: "), (
-        verdict.summary
-    )
-    fine = replace(mine, exit_call=ExitCall("sys.exit", 0, left.frames))
-    assert diagnose(job(waiting(0), fine)).cause == "uneven-batches"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from safelaunch.model import Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
+from safelaunch.model import FileLock, Frame, ProcessEvidence, RankEvidence
 from safelaunch.report.overview import row_of
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.graph import Edge, Graph
@@ -91,12 +91,6 @@ def asks_again(number: int, holder: int, native: tuple[Frame, ...] = (), **field
 SQLITE = (Frame("/usr/lib/libc.so.6", 0, "clock_nanosleep"), Frame("/usr/lib/libsqlite3.so.0", 0, "sqlite3_step"))
 
 
-def test_a_lock_that_no_rank_holds() -> None:
-    verdict = diagnose(job(asks_again(0, 4711), waiting(1), waiting(2)))
-    assert decided(verdict) == ("blocking-io", [(0, 9)], "medium")
-    assert "/data/cache.db, locked by pid 4711, which is not one of this job's ranks" in verdict.summary
-
-
 @pytest.mark.parametrize("kernel", ["flock", "nap"])
 def test_a_lock_taken_before_init_process_group_and_kept_is_a_cycle(kernel: str) -> None:
     """Rank 1 waits in init for rank 0, which waits for the lock of rank 1: the number of a process says nothing."""
@@ -123,55 +117,6 @@ def test_a_lock_that_a_child_of_a_waiting_rank_holds() -> None:
     verdict = diagnose(job(asks_again(0, 77, SQLITE), with_child(1, in_user(31), "sleep"), asks_again(2, 77, SQLITE)))
     assert decided(verdict) == ("stuck-in-user-code", [(1, 31)], "high")
     assert (verdict.culprits[0].process, verdict.culprits[0].pid, verdict.victims) == ("child (pid 77)", 77, "0,2")
-
-
-def test_a_lock_held_by_a_child_that_waits_for_what_its_rank_sends() -> None:
-    message = Frame(f"{STDLIB}/multiprocessing/connection.py", 250, "Connection.recv")
-    verdict = diagnose(job(asks_again(0, 77, SQLITE), with_child(1, (message, *in_user(31)), "pipe")))
-    assert decided(verdict) == ("lock-deadlock", [(1, 23)], "high")
-
-
-FILELOCK = (Frame(f"{SITE}/filelock/_api.py", 350, "BaseFileLock.acquire"), *in_user(9, "download"))
-
-
-def test_the_library_filelock_waits_for_the_only_rank_that_holds_one() -> None:
-    waiters = [rank(n, FILELOCK, "nap", flight=behind()) for n in (0, 2)]
-    verdict = diagnose(job(waiters[0], has_locked(waiting(1, "barrier", line=23), "/hub/model.lock"), waiters[1]))
-    assert decided(verdict) == ("lock-deadlock", [(1, 23)], "medium")
-    assert any("alone has a file locked: /hub/model.lock" in claim.claim for claim in verdict.evidence)
-
-
-def test_a_lock_that_a_rank_holds_itself() -> None:
-    """By a second open file: ``return`` before the first one was closed. Its peers wait for that lock, too."""
-    locked = in_user(9, "append")
-    verdict = diagnose(job(rank(0, locked, "flock", flight=behind()), rank(1, locked, "flock", flight=behind())))
-    assert decided(verdict) == ("blocking-io", [(1, 9)], "high")
-    assert (
-        "Rank 1 waits at train.py:9 (append) for a lock that it holds itself, by another open file" in verdict.summary
-    )
-    assert verdict.suggestions[0].startswith("Release the lock on every exit path")
-
-
-def on_two_nodes(*ranks: RankEvidence) -> Evidence:
-    """The last one is on a node of its own."""
-    return job(*(structs.replace(one, host="a" if one is not ranks[-1] else "b") for one in ranks))
-
-
-@pytest.mark.parametrize(("path", "named"), [(DATABASE, [1]), ("/tmp/other.db", [0, 1])])
-def test_a_lock_that_a_rank_of_another_node_has_on_a_file_of_this_name(path: str, named: list[int]) -> None:
-    waits = rank(0, in_user(9, "write"), "flock-elsewhere", flight=behind())
-    holder = has_locked(rank(1, in_user(7), "sleep", flight=behind()), path)
-    verdict = diagnose(on_two_nodes(waits, waiting(2), holder))
-    assert [one.rank for one in verdict.culprits] == named, verdict.summary
-
-
-@pytest.mark.parametrize("holders", [(), (1, 2)])
-def test_where_several_or_none_hold_a_lock_nobody_is_guessed(holders: tuple[int, ...]) -> None:
-    others = [has_locked(waiting(n)) if n in holders else waiting(n) for n in (1, 2)]
-    verdict = diagnose(job(rank(0, FILELOCK, "nap", flight=behind()), *others))
-    assert decided(verdict)[:2] == ("stuck-in-user-code", [(0, 9)])
-    assert ("a dead one left its lock file behind" in verdict.summary) == (not holders)
-    assert any("delete its file" in advice for advice in verdict.suggestions) == (not holders)
 
 
 # --- background threads -----------------------------------------------------------------------------------------------

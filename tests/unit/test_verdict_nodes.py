@@ -6,15 +6,11 @@ from typing import Any
 
 import pytest
 
-from safelaunch.model import Evidence, Frame, RankEvidence, RankException
+from safelaunch.model import Evidence, Frame, RankEvidence
 from safelaunch.verdict.diagnose import diagnose
 from tests.support.evidence import (
-    C10D,
     STDLIB,
-    WRAPPER,
-    at,
     behind,
-    in_c10d,
     in_loader,
     in_user,
     in_worker,
@@ -59,26 +55,4 @@ def test_who_will_not_go_on_is_named(how: str) -> None:
     assert [culprit.rank for culprit in diagnose(evidence).culprits] == [3]
 
 
-def test_what_such_a_rank_does_is_told_all_the_same() -> None:
-    summary = diagnose(node(waiting(2), third(in_user(7), "nap"))).summary
-    assert "Rank 3 is asleep in train.py:7 (train), perhaps waiting for one of them." in summary
-
-
-def test_a_rank_of_which_nobody_here_shows_that_it_is_needed() -> None:
-    """The only one of its node; or one beside a peer without a Flight Recorder, which may wait in any group."""
-    asleep = third(in_user(7), "sleep")
-    for evidence in (node(asleep, world=5), node(rank(2, in_c10d("all_reduce", 50)), asleep)):
-        assert diagnose(evidence).culprits == ()
-
-
 # --- a peer that ended first ------------------------------------------------------------------------------------------
-
-
-def closed(number: int, message: str = "Connection closed by peer [127.0.0.1]:4711") -> RankEvidence:
-    frames = (Frame(C10D, 3252, "all_reduce"), WRAPPER, at(50))
-    exception = RankException("RuntimeError", message, 100.0 + number, frames)
-    return rank(number, in_c10d("all_reduce", 50), more={"exception": exception})
-
-
-def test_with_every_rank_seen_nobody_else_ended_first() -> None:
-    assert "ended first" not in diagnose(job(closed(0), closed(1), outcome="crash")).summary

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from safelaunch.model import Frame, GilTest, HandledException, RankEvidence
+from safelaunch.model import Frame
 from safelaunch.stacks.tracebacks import of_threads
 from safelaunch.verdict.diagnose import diagnose
-from tests.support.evidence import MODULE, at, in_c10d, job, rank, waiting
+from tests.support.evidence import MODULE, at, job, rank, waiting
 
-MAIN = 7001
-RAISED = (at(14, "batch"), at(20, "train"))
 LOG = """13:00:49.591 err| Exception in thread prefetch:
 13:00:49.591 err| Traceback (most recent call last):
 13:00:49.592 err|   File "/usr/lib/python3.11/threading.py", line 982, in run
@@ -21,17 +19,6 @@ LOG = """13:00:49.591 err| Exception in thread prefetch:
 13:00:49.592 err| ValueError: invalid literal for int() with base 10: '<html>'
 13:00:50.000 out| step 77
 """
-
-
-def in_finally(thread: int, ident: int = MAIN) -> RankEvidence:
-    handled = HandledException(thread, "ValueError", "label 17 out of range", RAISED)
-    return rank(1, in_c10d("barrier", 24, "close"), gil=GilTest(True, True, (handled,)), ident=ident)
-
-
-@pytest.mark.parametrize(("thread", "ident"), [(7002, MAIN), (MAIN, 0)])
-def test_an_exception_of_another_thread_is_not_told(thread: int, ident: int) -> None:
-    verdict = diagnose(job(waiting(0, flight=None), in_finally(thread, ident), waiting(2, flight=None)))
-    assert "ValueError" not in verdict.summary
 
 
 @pytest.mark.parametrize("cut", range(0, len(LOG), 37))
