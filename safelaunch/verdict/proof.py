@@ -9,7 +9,6 @@ The job is dead if the main thread of every rank that has not ended can never co
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,213 +17,40 @@ from functools import cached_property
 from safelaunch.model import (
     Claim,
     Collective,
-    Frame,
-    ProcessEvidence,
-    ProcessState,
     ProofEdge,
-    RankEvidence,
-    StackSample,
-    Thread,
-    ThreadState,
     rank_words,
 )
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
-from safelaunch.stacks.innermost import is_given_by
-from safelaunch.stacks.source import ReadSource
-from safelaunch.verdict.c10d import described, number_of, op_name, signature
+from safelaunch.verdict.c10d import described
 from safelaunch.verdict.conditions import View
 from safelaunch.verdict.graph import Need, Node, stuck
-from safelaunch.verdict.peers import PeerWait, line_before_c10d, peer_wait
+from safelaunch.verdict.peers import PeerWait, peer_wait
+from safelaunch.verdict.proof_calls import OpenCall, OpenTransfer, can_meet, names_transfer, open_call_of
+from safelaunch.verdict.proof_threads import (
+    NO_GIVERS,
+    OTHERS,
+    TORCH_LIBRARY,
+    Actor,
+    ProvedProcess,
+    ident_of,
+    is_gone,
+    is_in_lock,
+    is_in_torch,
+    is_on_user_line,
+    is_public,
+    is_reporter_thread,
+    is_steady,
+    is_torch_thread,
+    rests_in_of,
+    stack_claim_of,
+)
 from safelaunch.verdict.waits import Case
 
 MOST_EDGES = 24
-OTHERS = -1
-_NEVER: frozenset[Node] = frozenset()
-# Native threads of torch and of the libraries below it run no Python code of their own accord: what they call back is
-# the end of a c10d call. Any other one can set an event or put something into a queue. The thread's name shows nothing:
-# a new thread inherits the name of the one that starts it.
-_TORCH = re.compile(r"(libtorch(_cpu|_cuda|_hip|_xpu|_python)?|libc10(_\w+)?)\.so[.\d]*")
-_BELOW_TORCH = re.compile(
-    rf"{_TORCH.pattern}|(libgomp|libi?omp5?|lib(scipy_)?openblas\w*|libmkl_\w+|libnccl|libcuda(rt)?|libcupti"
-    r"|libuc[spt]|libibverbs|libmlx5)(-\w+)?\.so[.\d]*"
-)
-# Where torch's own threads rest: idle workers, gloo's event loop, the worker server. In any other call, such as the
-# wait for a store's key, the thread runs what somebody has given it.
-_TORCH_RESTS = ("futex", "futex_wait", "epoll_wait", "epoll_pwait", "epoll_pwait2", "accept", "accept4")
-_PYTHON = re.compile(r"(lib)?python3[\d.]*[td]?(\.so[.\d]*)?")
-_SYSTEM = ("/usr/", "/lib/", "/lib64/", "/opt/")  # where drivers and system libraries are
-# Libraries whose threads show and send what the script has reported, and call back nothing of the script's. There is no
-# general sign of that: code can be reached by its name, through a weak reference, or through a logger.
-_REPORTERS = ("tqdm", "tensorboard", "tensorboardX", "wandb")
-_REPORTER_FILE = re.compile(rf"/(?:site|dist)-packages/({'|'.join(_REPORTERS)})/")
-_TORCH_FILE = re.compile(r"/(?:site|dist)-packages/torch/")
-_PICKLING = frozenset({"_tensor_to_object", "_object_to_tensor"})  # functions of c10d that run code of the objects
-# TensorPipe's threads. With these, or with a worker server beside the beacon's, threads of torch's library run what
-# other processes ask for.
-_OF_RPC = "TP_"
-_TRANSFERS = frozenset({"isend", "irecv", "batch_isend_irecv"})
 GLOO_S = 1800.0  # the time limit of gloo's calls, unless the user has set another
 _OWN_S = GLOO_S - 120  # a limit below this is the user's
 _OF_STORES_S = (300.0, 600.0)  # those of a store's: its own, or that of NCCL's groups
-
-
-@dataclass(frozen=True)
-class _Actor:
-    """A thread of a process of a rank; ``tid`` 0: of a process that runs no Python, its first; ``OTHERS``: all native
-    threads of which nothing is known.
-    """
-
-    rank: int
-    pid: int
-    tid: int
-
-
-@dataclass(frozen=True)
-class _OpenCall:
-    """A call of c10d under way, on all ranks that have entered it alike."""
-
-    group: str
-    number: int
-    is_p2p: bool
-    signature: tuple[object, ...]
-    rank: int = -1  # of a send or receive
-
-
-@dataclass(frozen=True)
-class _OpenTransfer:
-    """A send or receive of a thread; None for what was not seen. ``peer``: a rank of the world."""
-
-    sends: bool | None
-    peer: int | None
-    tag: int | None
-
-    @classmethod
-    def of(cls, wait: PeerWait) -> _OpenTransfer:
-        named = {word for word in ("send", "recv") if word in wait.op}
-        sends = (wait.target is not None) if wait.peer is not None else ("send" in named) if len(named) == 1 else None
-        return cls(sends, wait.peer, wait.tag)
-
-    def may_meet(self, rank: int, other: _OpenTransfer, other_rank: int) -> bool:
-        """Whether this one, of ``rank``, and ``other`` may be the two ends of a transfer that is under way."""
-        directions = self.sends is None or other.sends is None or self.sends is not other.sends
-        tags = self.tag is None or other.tag is None or self.tag == other.tag
-        return directions and tags and self.peer in (None, other_rank) and other.peer in (None, rank)
-
-
-@dataclass(frozen=True)
-class _ImportedTorch:
-    """The installation that a rank has imported: what is torch's, and what is below it.
-
-    ``places``: directories of torch; none if they are not known. ``roots``: those of installed packages.
-    """
-
-    places: tuple[str, ...]
-    roots: tuple[str, ...]
-
-    @classmethod
-    def of(cls, rank: RankEvidence) -> _ImportedTorch:
-        places = rank.gil.torch or tuple(f"{root.rstrip('/')}/torch" for root in rank.code_roots)
-        return cls(tuple(f"{place}/" for place in places), rank.code_roots)
-
-    def owns(self, path: str) -> bool:
-        path = fr.normal(path)
-        return path.startswith(self.places) if self.places else _TORCH_FILE.search(path) is not None
-
-    def owns_thread(self, thread: ThreadState) -> bool:
-        """Whether a native thread runs code of torch and of the libraries below it alone.
-
-        Python's own code can be among it: what torch calls back there has Python frames, or leaves only traces.
-        """
-        if not _BELOW_TORCH.fullmatch(thread.rests_in) or not thread.libraries:
-            return False
-        known_rest = not _TORCH.fullmatch(thread.rests_in) or thread.syscall_name in _TORCH_RESTS
-        return known_rest and all(map(self._owns_library, thread.libraries))
-
-    def _owns_library(self, path: str) -> bool:
-        name = path.rpartition("/")[2]
-        if _TORCH.fullmatch(name):
-            return self.owns(path)
-        is_installed = self.owns(path) or path.startswith((*self.roots, *_SYSTEM))
-        return _PYTHON.fullmatch(name) is not None or (is_installed and _BELOW_TORCH.fullmatch(name) is not None)
-
-
-@dataclass(frozen=True)
-class _ProvedProcess:
-    """``views``: of its threads that run Python, the main one first; of its first thread alone where none does. Those
-    that run the beacon alone are left out: they release nothing and call nothing.
-    """
-
-    rank: int
-    evidence: ProcessEvidence
-    views: Mapping[_Actor, View]
-    runs_python: bool
-    torch: _ImportedTorch
-
-    @classmethod
-    def of(cls, evidence: ProcessEvidence, rank: RankEvidence, read_source: ReadSource) -> _ProvedProcess:
-        first = View(evidence, rank, read_source=read_source)
-        threads = [thread for thread in _python_threads(evidence) if not _is_ours(thread)]
-        views = {
-            _Actor(rank.rank, evidence.pid, one.os_tid or 0): replace(first, other=one) if number else first
-            for number, one in enumerate(threads)
-        }
-        main = {_Actor(rank.rank, evidence.pid, 0): first}
-        return cls(rank.rank, evidence, views or main, bool(threads), _ImportedTorch.of(rank))
-
-    @property
-    def main(self) -> _Actor:
-        return next(iter(self.views))
-
-    @property
-    def newest(self) -> ProcessState:
-        return self.evidence.states[-1]
-
-    def actor(self, view: View) -> _Actor:
-        return next(actor for actor, one in self.views.items() if one is view)
-
-    def beside(self, view: View) -> frozenset[Node]:
-        """Its other threads that run Python."""
-        return frozenset(self.views) - {self.actor(view)}
-
-    @cached_property
-    def unknown(self) -> tuple[ThreadState, ...]:
-        """Native threads that can run code of the user's of their own accord."""
-        if not self.evidence.states:
-            return ()
-        if not self.runs_python:
-            return self.newest.threads[1:]
-        python = {thread.os_tid for thread in _python_threads(self.evidence)}
-        native = [thread for thread in self.newest.threads if thread.tid not in python]
-        listening = [one for one in native if one.syscall_name.startswith("accept") and _TORCH.fullmatch(one.rests_in)]
-        serves = any(thread.name.startswith(_OF_RPC) for thread in native) or len(listening) > 1
-        return tuple(thread for thread in native if serves or not self._runs_torch_alone(thread))
-
-    def _runs_torch_alone(self, thread: ThreadState) -> bool:
-        """Whether one of the last two looks shows that, and the other shows the same or a thread that ran.
-
-        The stack of a running thread can't be read, and gloo's event loop wakes up a hundred times a second.
-        """
-        seen = [one for state in self.evidence.states[-2:] for one in state.threads if one.tid == thread.tid]
-        owned = [self.torch.owns_thread(one) for one in seen]
-        return any(owned) and all(own or one.state == "R" for own, one in zip(owned, seen, strict=True))
-
-    @property
-    def serves_a_store(self) -> bool:
-        return any(thread.name.startswith("pt_tcpstore") for thread in self.newest.threads)
-
-    @property
-    def others(self) -> frozenset[Node]:
-        """Stands for the native threads of which nothing is known; empty if there are none."""
-        return frozenset({_Actor(self.rank, self.evidence.pid, OTHERS)}) if self.unknown else _NEVER
-
-    @cached_property
-    def others_rest(self) -> bool:
-        """Whether the unknown native threads all wait, without a time limit, for another thread to wake them."""
-        if len(self.evidence.states) < 2:
-            return False
-        earlier = {thread.tid: thread for thread in self.evidence.states[-2].threads}
-        return all(_rests(one, earlier.get(one.tid)) for one in self.unknown)
 
 
 @dataclass(frozen=True)
@@ -256,16 +82,14 @@ class _Prover:
     def __init__(self, case: Case, living: list[int]) -> None:
         self._case = case
         self._living = frozenset(living)
-        self._processes: dict[tuple[str, int], _ProvedProcess] = {}
-        self._of_ranks: dict[int, _ProvedProcess] = {}  # those of the ranks themselves
-        self._roots: dict[
-            _OpenCall, set[tuple[int | None, int | None]]
-        ] = {}  # that those who wait in a call have named
+        self._processes: dict[tuple[str, int], ProvedProcess] = {}
+        self._of_ranks: dict[int, ProvedProcess] = {}  # those of the ranks themselves
+        self._roots: dict[OpenCall, set[tuple[int | None, int | None]]] = {}  # that those who wait in a call have named
         for rank in living:
             one = case.ranks[rank].evidence
             for process in (one.main, *one.children):
-                if process is not None and not _is_gone(process):
-                    self._processes[one.host, process.pid] = _ProvedProcess.of(process, one, case.read_source)
+                if process is not None and not is_gone(process):
+                    self._processes[one.host, process.pid] = ProvedProcess.of(process, one, case.read_source)
             if (main := self._processes.get((one.host, one.pid))) is not None and main.runs_python:
                 self._of_ranks[rank] = main
 
@@ -283,13 +107,13 @@ class _Prover:
             return Examined(self._edges(found))
         return Examined((), self._what_is_free(needs, found))
 
-    def _needs_of_others(self, process: _ProvedProcess) -> dict[Node, tuple[Need, ...]]:
+    def _needs_of_others(self, process: ProvedProcess) -> dict[Node, tuple[Need, ...]]:
         """Native threads that rest go on only if a thread of their process, or the end of a call, wakes one of them."""
         if not process.others or not process.others_rest or self._handles(process):
             return {}
         if process.newest.handles_child_ends:
             return {}
-        calls_of = {_call(entry, process.rank) for entry in self._open_calls.get(process.rank, ())}
+        calls_of = {open_call_of(entry, process.rank) for entry in self._open_calls.get(process.rank, ())}
         need = Need(frozenset(process.views) | calls_of, "another thread of the process to wake it")
         return dict.fromkeys(process.others, (need,))
 
@@ -304,19 +128,19 @@ class _Prover:
                     break
                 node = following
                 seen.add(node)
-            if isinstance(node, _Actor) and not needs.get(node):
+            if isinstance(node, Actor) and not needs.get(node):
                 free = self._why_it_ends(node) if node in self._mains else self._described(node)
                 if free:
                     could = "" if node in self._mains else " could still release the ranks"
                     return Claim(f"{free}{could}", f"ranks/{node.rank}/stack.txt")
         return None
 
-    def _why_it_ends(self, main: _Actor) -> str:
+    def _why_it_ends(self, main: Actor) -> str:
         """Why the wait of a main thread can end by itself, if that is not evident."""
         process = self._of_ranks[main.rank]
         view = process.views[main]
         waits = view.wait.kind in ("lock", "child", "io", "poll")
-        if not waits or not _is_steady(view, spins=False):
+        if not waits or not is_steady(view, spins=False):
             return ""
         where = f"the wait of rank {main.rank} at {view.place}"
         if view.wait.left_s is not None and view.wait.left_s < _OWN_S:
@@ -327,7 +151,7 @@ class _Prover:
             return f"the child process for which rank {main.rank} waits at {view.place} can end"
         return f"{where} can end from outside the job" if view.wait.kind in ("io", "poll") else ""
 
-    def _described(self, node: _Actor) -> str:
+    def _described(self, node: Actor) -> str:
         """A thread or process, and where it is."""
         host = self._case.ranks[node.rank].evidence.host
         process = self._processes[host, node.pid]
@@ -346,9 +170,9 @@ class _Prover:
 
     # --- what one thread needs ----------------------------------------------------------------------------------------
 
-    def _needs(self, view: View, process: _ProvedProcess) -> tuple[Need, ...]:
+    def _needs(self, view: View, process: ProvedProcess) -> tuple[Need, ...]:
         """Nothing: it may go on."""
-        if not _is_steady(view, spins=self._uses_device(view) and not _in_lock(view)):
+        if not is_steady(view, spins=self._uses_device(view) and not is_in_lock(view)):
             return ()
         if view.wait.kind in ("running", "stopped", "disk", "sleep", "select", "dead"):
             return self._on_device(view) if view.wait.kind == "running" else ()
@@ -368,21 +192,21 @@ class _Prover:
         handled = self._ends_handled(view, process)
         return tuple(replace(need, givers=need.givers | handled) for need in needs)
 
-    def _ends_handled(self, view: View, process: _ProvedProcess) -> frozenset[Node]:
+    def _ends_handled(self, view: View, process: ProvedProcess) -> frozenset[Node]:
         """The threads of children, where a handler of the main thread hears of their ends: it may release that."""
-        return self._children_heard([process]) if view.os_tid == view.process.pid else _NEVER
+        return self._children_heard([process]) if view.os_tid == view.process.pid else NO_GIVERS
 
-    def _children_heard(self, processes: Iterable[_ProvedProcess]) -> frozenset[Node]:
+    def _children_heard(self, processes: Iterable[ProvedProcess]) -> frozenset[Node]:
         """The threads of the children of whose ends a handler of these processes hears."""
         parents = {process.evidence.pid: process.rank for process in processes if process.newest.handles_child_ends}
         family = self._processes.items()
         return self._threads_of(owner for owner, one in family if parents.get(one.newest.ppid) == one.rank)
 
-    def _of_c10d(self, view: View, process: _ProvedProcess) -> tuple[Need, ...]:
+    def _of_c10d(self, view: View, process: ProvedProcess) -> tuple[Need, ...]:
         seen = view.awaited.peers
         if process is not self._of_ranks[view.rank.rank] or view.rank.gil.foreign_backend:
             return ()  # its groups are its own, and no rank's; or nobody knows what ends their calls
-        if seen is not None and not _is_in_torch(view, process.torch):
+        if seen is not None and not is_in_torch(view, process.torch):
             return ()
         if seen is None:
             return self._on_device(view) or self._of_open_calls(view, process)
@@ -400,7 +224,7 @@ class _Prover:
             return ()
         entries = self._entries(view, is_p2p=wait.kind == "p2p") if wait.group is not None else []
         if entries:
-            possible = [_call(entry, view.rank.rank) for entry in entries]
+            possible = [open_call_of(entry, view.rank.rank) for entry in entries]
             if len(possible) == 1 and (wait.source, wait.target) != (None, None):
                 self._roots.setdefault(possible[0], set()).add((wait.source, wait.target))
             return (Need(frozenset(possible), " or ".join(map(described, entries[-3:])), claim),)
@@ -422,27 +246,27 @@ class _Prover:
 
     def _of_transfer(self, view: View, wait: PeerWait) -> tuple[Need, ...]:
         """One that is not recorded: any thread of the peer that runs the user's code may be the one to meet it."""
-        mine, rank = _OpenTransfer.of(wait), view.rank.rank
+        mine, rank = OpenTransfer.of(wait), view.rank.rank
         if not self._case.alignment.is_in_closed_groups(rank) or not all(map(self._is_one, view.rank.gil.stores)):
             return ()
         peers = [wait.peer] if wait.peer is not None else sorted(self._case.world - {rank})
         if any(mine.may_meet(rank, other, peer) for peer in peers for other in self._transfers.get(peer, ())):
             return ()  # it may be under way
-        givers = _NEVER.union(*map(self._callers, peers))
+        givers = NO_GIVERS.union(*map(self._callers, peers))
         return (Need(givers, wait.words, wait.claims[0] if wait.claims else None),)
 
     @cached_property
-    def _transfers(self) -> dict[int, list[_OpenTransfer]]:
+    def _transfers(self) -> dict[int, list[OpenTransfer]]:
         """Rank → the sends and receives that its threads are in, with all of their batches."""
-        found: dict[int, list[_OpenTransfer]] = {}
+        found: dict[int, list[OpenTransfer]] = {}
         for process in self._processes.values():
             mine = found.setdefault(process.rank, [])
             for view in process.views.values():
                 wait = peer_wait(view.rank, view, self._case.alignment)
-                mine += [_OpenTransfer.of(wait)] if wait is not None and wait.kind == "p2p" else []
+                mine += [OpenTransfer.of(wait)] if wait is not None and wait.kind == "p2p" else []
         for rank, mine in found.items():
             posted = self._case.ranks[rank].evidence.gil.posted
-            mine += [_OpenTransfer(one.sends, one.peer, one.tag) for one in posted]
+            mine += [OpenTransfer(one.sends, one.peer, one.tag) for one in posted]
         return found
 
     def _has_come(self, rank: int) -> bool:
@@ -465,45 +289,47 @@ class _Prover:
             return ()
         pending = [entry for entry in self._pending(view) if not entry.by_gloo]
         begun = [entry for entry in pending if entry.started is not False]
-        rank, claim = view.rank.rank, _stack_claim(view)
-        return tuple(Need(frozenset({_call(one, rank)}), described(one), claim) for one in begun)
+        rank, claim = view.rank.rank, stack_claim_of(view)
+        return tuple(Need(frozenset({open_call_of(one, rank)}), described(one), claim) for one in begun)
 
-    def _of_open_calls(self, view: View, process: _ProvedProcess) -> tuple[Need, ...]:
+    def _of_open_calls(self, view: View, process: ProvedProcess) -> tuple[Need, ...]:
         """``work.wait()`` and a backward pass show no frame of c10d: it may be any of the calls that are under way."""
         if view.wait.kind != "lock" and view.native() != "peers":
             return ()
         if self._has_own_limit(view, is_usual=not self._pending(view)):
             return ()
-        rests_in = _rests_in(view)
-        if rests_in in ("lock", "gil") or not (calls.in_torch(view.stack) or _is_own_line(view)):
+        rests_in = rests_in_of(view)
+        if rests_in in ("lock", "gil") or not (calls.in_torch(view.stack) or is_on_user_line(view)):
             return ()
         if calls.RPC.on(view.stack.called) or (calls.FUTURE.on(view.stack.called) and process.unknown):
             return ()  # another rank may answer, through a native thread
-        pending = [entry for entry in self._pending(view) if entry.thread in (0, _ident(view))]
-        of_torch = _TORCH.fullmatch(rests_in) is not None
+        pending = [entry for entry in self._pending(view) if entry.thread in (0, ident_of(view))]
+        of_torch = TORCH_LIBRARY.fullmatch(rests_in) is not None
         if not pending:
             wait = self._case.ranks[view.rank.rank].wait if view.other is None else None
-            if not of_torch or wait is None or wait.kind != "p2p" or not _names_a_transfer(view):
+            if not of_torch or wait is None or wait.kind != "p2p" or not names_transfer(view):
                 return ()  # nothing tells the group, which may be one with processes of other jobs
             return self._of_transfer(view, wait)
         if not of_torch and rests_in:
             return ()  # a library of its own
         # A thread of the user's can end it, too: by the Future of a communication hook, say.
-        givers: set[Node] = {_call(entry, view.rank.rank) for entry in pending} | process.beside(view) | process.others
+        givers: set[Node] = (
+            {open_call_of(entry, view.rank.rank) for entry in pending} | process.beside(view) | process.others
+        )
         if not of_torch and not calls.in_torch(view.stack):
             if self._may_be_interrupted(view, process):
                 return ()  # or it is a lock, after all
             givers |= self._ends_handled(view, process)
-        return (Need(frozenset(givers), " or ".join(described(one) for one in pending[:3]), _stack_claim(view)),)
+        return (Need(frozenset(givers), " or ".join(described(one) for one in pending[:3]), stack_claim_of(view)),)
 
-    def _of_lock(self, view: View, process: _ProvedProcess) -> tuple[Need, ...]:
+    def _of_lock(self, view: View, process: ProvedProcess) -> tuple[Need, ...]:
         """Whoever holds a lock, or fills a queue, is a thread that runs Python: any other one of the process."""
-        lock, rests_in = calls.lock_wait(view.stack.called), _rests_in(view)
+        lock, rests_in = calls.lock_wait(view.stack.called), rests_in_of(view)
         shared = rests_in.startswith("_multiprocessing")
         if shared and (lock is None or not lock.shared):
             lock = calls.LockWait("a multiprocessing lock", shared=True)
         sharers, target = [(view.rank.host, end.pid) for end in view.wait.ends or ()], view.wait.thread.fd_target
-        if shared and (_is_public(target) or not sharers or not self._processes.keys() >= set(sharers)):
+        if shared and (is_public(target) or not sharers or not self._processes.keys() >= set(sharers)):
             return ()
         if rests_in not in ("lock", "gil") and not shared and (lock is None or rests_in):
             return ()  # what others have built with the same frames may be ended by somebody else
@@ -514,11 +340,13 @@ class _Prover:
         elif lock is not None and lock.by_processes:
             others = (one for one in self._processes.values() if one.rank == process.rank and one is not process)
             givers = givers.union(*(other.views for other in others))
-        givers |= {_call(entry, view.rank.rank) for entry in self._pending(view)}  # what is called back at its end
+        givers |= {
+            open_call_of(entry, view.rank.rank) for entry in self._pending(view)
+        }  # what is called back at its end
         why = f"another thread to end the wait for {what} at {view.place}"
-        return (Need(givers, why, _stack_claim(view)),)
+        return (Need(givers, why, stack_claim_of(view)),)
 
-    def _of_child(self, view: View, process: _ProvedProcess) -> tuple[Need, ...]:
+    def _of_child(self, view: View, process: ProvedProcess) -> tuple[Need, ...]:
         pid, host = view.wait.thread.child, view.rank.host
         children = [
             (host, child.pid)
@@ -530,9 +358,9 @@ class _Prover:
         if not all(self._never_ends(self._processes[child]) for child in children):
             return ()
         givers = self._threads_of(self._family(process.rank)) - {process.actor(view)}
-        return (Need(givers, f"a child process to end ({view.place})", _stack_claim(view)),)
+        return (Need(givers, f"a child process to end ({view.place})", stack_claim_of(view)),)
 
-    def _of_descriptor(self, view: View, process: _ProvedProcess) -> tuple[Need, ...]:
+    def _of_descriptor(self, view: View, process: ProvedProcess) -> tuple[Need, ...]:
         wait, thread, host = view.wait, view.wait.thread, view.rank.host
         if thread.locked_by is not None and thread.ends_closed:
             pids = [*self._sharing(host, thread.locked_by), *thread.lock_sharers]
@@ -554,28 +382,28 @@ class _Prover:
         if any(self._handles(one) or one.serves_a_store for one in others):
             return ()  # a handler may write, or unlock; anybody may set a key
         givers = (self._threads_of(owners) | self._children_heard(others)) - {process.actor(view)}
-        return (Need(givers, f"an answer to {wait.call} on {thread.fd_target} at {view.place}", _stack_claim(view)),)
+        return (Need(givers, f"an answer to {wait.call} on {thread.fd_target} at {view.place}", stack_claim_of(view)),)
 
     def _threads_of(self, owners: Iterable[tuple[str, int]]) -> frozenset[Node]:
         """All threads of these processes, native ones, too: they may write, close, or end their process."""
         processes = [self._processes[owner] for owner in owners]
-        return _NEVER.union(*(process.others for process in processes), *(process.views for process in processes))
+        return NO_GIVERS.union(*(process.others for process in processes), *(process.views for process in processes))
 
     def _family(self, rank: int) -> set[tuple[str, int]]:
         """The processes of a rank: any of them can kill another one."""
         return {owner for owner, one in self._processes.items() if one.rank == rank}
 
-    def _is_rank(self, process: _ProvedProcess) -> bool:
+    def _is_rank(self, process: ProvedProcess) -> bool:
         return process is self._of_ranks.get(process.rank)
 
-    def _never_ends(self, process: _ProvedProcess) -> bool:
+    def _never_ends(self, process: ProvedProcess) -> bool:
         """Whether no timer can end it: a rank, whose end is the job's; or a fork of a rank that sets no timers."""
         if self._is_rank(process):
             return True
         progress = self._case.ranks[process.rank].evidence.progress
         return process.newest.is_fork and progress is not None and not progress.sets_timers
 
-    def _handles(self, process: _ProvedProcess) -> bool:
+    def _handles(self, process: ProvedProcess) -> bool:
         """Whether a signal's handler of the script's can run in it, whoever sends the signal.
 
         The beacon and torch handle SIGTERM themselves, and only a rank reports the handlers that Python has.
@@ -587,7 +415,7 @@ class _Prover:
         unknown = state.handles_termination and told is None and not is_loader
         return state.handles_signals or unknown or bool(set(told or ()) - {signal.SIGCHLD})
 
-    def _may_be_interrupted(self, view: View, process: _ProvedProcess) -> bool:
+    def _may_be_interrupted(self, view: View, process: ProvedProcess) -> bool:
         """A signal's handler runs in the main thread, and may raise there. Calls of c10d don't return for it."""
         return view.os_tid == view.process.pid and self._handles(process)
 
@@ -627,7 +455,7 @@ class _Prover:
         for rank, entries in self._open_calls.items():
             seen: dict[str, Node] = {}  # of NCCL, which works in order: group → the call before
             for entry in entries:
-                node = _call(entry, rank)
+                node = open_call_of(entry, rank)
                 behind = seen.get(entry.group) if not entry.by_gloo else None
                 if node not in needs:
                     needs[node] = self._of_call(entry, rank)
@@ -637,7 +465,7 @@ class _Prover:
                 seen[entry.group] = node
         for call, roots in self._roots.items():
             if len(roots) > 1 and not call.is_p2p and call in needs:
-                needs[call] = (*needs[call], Need(_NEVER, f"ranks name different roots in {self._name(call)}"))
+                needs[call] = (*needs[call], Need(NO_GIVERS, f"ranks name different roots in {self._name(call)}"))
 
     def _of_call(self, entry: Collective, rank: int) -> tuple[Need, ...]:
         """What the members have yet to do; empty where they are all there, or are not known."""
@@ -658,9 +486,9 @@ class _Prover:
             if member in self._living and member not in self._case.alignment.records:
                 return ()  # it may have entered the call
             other = self._case.alignment.entry(member, entry.group, entry.seq)
-            if other is not None and not _can_meet(entry, other):
+            if other is not None and not can_meet(entry, other):
                 why = f"{described(entry)} on rank {rank} and {described(other)} on rank {member} do not match"
-                needs.append(Need(_NEVER, why, claim))
+                needs.append(Need(NO_GIVERS, why, claim))
             elif other is not None and other.started is False:
                 continue  # its device comes to it later
             elif other is None and self._case.alignment.last(member, entry.group) < entry.seq:
@@ -678,13 +506,13 @@ class _Prover:
         All but torch's own, and those of libraries that are known to run nothing but their own code.
         """
         if rank not in self._living:
-            return _NEVER
+            return NO_GIVERS
         process = self._of_ranks[rank]
         roots = self._case.ranks[rank].evidence.code_roots
         threads = {
             actor
             for actor, view in process.views.items()
-            if not (_is_of_torch(view, process.torch) or _is_of_reporter(view, roots))
+            if not (is_torch_thread(view, process.torch) or is_reporter_thread(view, roots))
         }
         return frozenset(threads | {process.main}) | process.others
 
@@ -718,157 +546,9 @@ class _Prover:
 
     @staticmethod
     def _name(node: Node) -> str:
-        if isinstance(node, _OpenCall):
+        if isinstance(node, OpenCall):
             whose = f" of rank {node.rank}" if node.rank >= 0 else ""
             return f"{node.signature[0]} #{node.number} of group {node.group!r}{whose}"
-        assert isinstance(node, _Actor)
+        assert isinstance(node, Actor)
         what = f"thread {node.tid} of " if node.tid > 0 else "" if node.tid == 0 else "a native thread of "
         return f"{what if node.tid != node.pid else ''}process {node.pid} of rank {node.rank}"
-
-
-def _call(entry: Collective, rank: int) -> _OpenCall:
-    named = signature(entry)
-    whose = rank if entry.is_p2p else -1
-    return _OpenCall(entry.group, number_of(entry), entry.is_p2p, (named[0] or "", *named[1:]), whose)
-
-
-def _can_meet(one: Collective, other: Collective) -> bool:
-    """Whether two entries under one number may meet: the same operation over as many bytes, as far as is known."""
-    if not op_name(one) or not op_name(other):
-        return True
-    a, b = signature(one), signature(other)
-    if a[0] != b[0] or len(a) != len(b):
-        return False
-    if len(a) < 3 or a == b or None in (a[1], b[1]):
-        return True
-    sizes = [_bytes(each) for each in (a, b)]
-    return None in sizes or sizes[0] == sizes[1]
-
-
-_WIDTHS = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1, "Byte": 1}
-
-
-def _bytes(signature: tuple[object, ...]) -> int | None:
-    count, types = signature[1], signature[2]
-    widths = {_WIDTHS.get(str(name)) for name in types} if isinstance(types, tuple) else {None}
-    width = widths.pop() if len(widths) == 1 else None
-    return count * width if isinstance(count, int) and width is not None else None
-
-
-def _is_gone(process: ProcessEvidence) -> bool:
-    """Not where only its first thread has ended."""
-    state = process.states[-1] if process.states else None
-    return state is not None and state.state in "ZX" and all(thread.state in "ZX" for thread in state.threads)
-
-
-def _plain(process: ProcessEvidence) -> list[StackSample]:
-    return [sample for sample in process.stacks if not sample.native]
-
-
-def _is_ours(thread: Thread) -> bool:
-    return bool(thread.frames) and all(fr.is_ours(frame.file) for frame in thread.frames)
-
-
-def _python_threads(process: ProcessEvidence) -> tuple[Thread, ...]:
-    """Of the newest sample, the main thread first."""
-    samples = _plain(process)
-    main = samples[-1].main_thread if samples else None
-    return (main, *(thread for thread in samples[-1].threads if thread is not main)) if main is not None else ()
-
-
-def _is_steady(view: View, *, spins: bool) -> bool:
-    """It was seen twice, in the same place, and has not run in between, as far as the kernel tells.
-
-    ``spins``: it may wait for its device, which takes a CPU.
-    """
-    process, tid = view.process, view.os_tid
-    if len(process.states) < 2 or not tid:
-        return False
-    if view.thread is not None:
-        at: list[tuple[Frame, ...]] = []
-        for sample in _plain(process)[-2:]:
-            same = next((thread for thread in sample.threads if thread.os_tid == tid), None)
-            if same is None or same.torn:
-                return False
-            at.append(fr.python_frames(same))
-        if len(at) < 2 or at[0] != at[1]:
-            return False
-    kernel = [next((t for t in state.threads if t.tid == tid), None) for state in process.states[-2:]]
-    if any(thread is None or thread.state not in "SRI" for thread in kernel):
-        return False
-    first, last = kernel
-    assert first is not None and last is not None
-    same_wait = (first.syscall, first.fd) == (last.syscall, last.fd) or not (first.syscall_name and last.syscall_name)
-    ran = None not in (first.slices, last.slices) and first.slices != last.slices
-    return spins or (same_wait and not ran)
-
-
-def _ident(view: View) -> int:
-    return view.thread.ident if view.thread is not None else 0
-
-
-def _rests_in(view: View) -> str:
-    states = view.process.states[-2:]
-    found = {t.rests_in for state in states for t in state.threads if t.tid == view.os_tid}
-    return found.pop() if len(found) == 1 else ""
-
-
-def _rests(thread: ThreadState, before: ThreadState | None) -> bool:
-    """Whether it waits for another thread of its process to wake it, and has not run since an earlier look."""
-    private = thread.syscall_name.startswith("futex") and not thread.fd_target and thread.ends_s is None
-    if not private or before is None or before.syscall_name != thread.syscall_name:
-        return False
-    return thread.slices is not None and thread.slices == before.slices
-
-
-def _is_in_torch(view: View, torch: _ImportedTorch) -> bool:
-    """Whether the call that its frames show is torch's, and the thread rests in torch's native code.
-
-    Another library can have a file of the same name; and an object that c10d unpickles runs code of its own.
-    """
-    inner = view.stack.called
-    makes_group = any(torch.owns(one.file) and fr.short(one.function) in calls.MAKES_GROUPS for one in inner)
-    if not inner or not (torch.owns(inner[0].file) or makes_group):
-        return False
-    rests_in = _rests_in(view)
-    if rests_in:
-        return _BELOW_TORCH.fullmatch(rests_in) is not None
-    return fr.short(inner[0].function) not in _PICKLING
-
-
-def _is_of_torch(view: View, torch: _ImportedTorch) -> bool:
-    """Whether torch has begun the thread for itself. What ``torch.distributed`` begins can make calls."""
-    begun = next((frame.file for frame in reversed(view.frames) if fr.basename(frame.file) != "threading.py"), "")
-    return torch.owns(begun) and "/torch/distributed/" not in fr.normal(begun) and not view.user_frame
-
-
-def _is_of_reporter(view: View, roots: Sequence[str]) -> bool:
-    """Whether all code of a thread is the standard library's and that of one package in ``_REPORTERS``."""
-    files = [fr.normal(frame.file) for frame in view.frames]
-    packages = {found[1] for file in files if (found := _REPORTER_FILE.search(file))}
-    others = [file for file in files if not _REPORTER_FILE.search(file)]
-    are_standard = all("-packages/" not in file and fr.is_library(file, roots) for file in others)
-    return len(packages) == 1 and are_standard
-
-
-def _in_lock(view: View) -> bool:
-    return _rests_in(view) in ("lock", "gil") or calls.lock_wait(view.stack.called) is not None
-
-
-def _is_public(path: str) -> bool:
-    """Whether the file behind a shared lock has a name that processes of other jobs may open it by."""
-    return path.startswith(("/SYSV", "/memfd:", "?")) or (path.startswith("/") and not path.endswith(" (deleted)"))
-
-
-def _is_own_line(view: View) -> bool:
-    return view.user_frame is not None and not view.stack.called
-
-
-def _names_a_transfer(view: View) -> bool:
-    """It waits for what a function of ``torch.distributed`` gave; the methods of a group have other names."""
-    inner = line_before_c10d(view)
-    return inner is not None and view.read_source is not None and is_given_by(inner, _TRANSFERS, view.read_source)
-
-
-def _stack_claim(view: View) -> Claim:
-    return view.stack_claim(f"{view.words} waits at {view.place}")

@@ -1,0 +1,82 @@
+"""Calls under way, as the nodes that threads wait for, and which of them can meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from safelaunch.model import (
+    Collective,
+)
+from safelaunch.stacks.innermost import is_given_by
+from safelaunch.verdict.c10d import number_of, op_name, signature
+from safelaunch.verdict.conditions import View
+from safelaunch.verdict.peers import PeerWait, line_before_c10d
+
+_TRANSFERS = frozenset({"isend", "irecv", "batch_isend_irecv"})
+
+
+@dataclass(frozen=True)
+class OpenCall:
+    """A call of c10d under way, on all ranks that have entered it alike."""
+
+    group: str
+    number: int
+    is_p2p: bool
+    signature: tuple[object, ...]
+    rank: int = -1  # of a send or receive
+
+
+@dataclass(frozen=True)
+class OpenTransfer:
+    """A send or receive of a thread; None for what was not seen. ``peer``: a rank of the world."""
+
+    sends: bool | None
+    peer: int | None
+    tag: int | None
+
+    @classmethod
+    def of(cls, wait: PeerWait) -> OpenTransfer:
+        named = {word for word in ("send", "recv") if word in wait.op}
+        sends = (wait.target is not None) if wait.peer is not None else ("send" in named) if len(named) == 1 else None
+        return cls(sends, wait.peer, wait.tag)
+
+    def may_meet(self, rank: int, other: OpenTransfer, other_rank: int) -> bool:
+        """Whether this one, of ``rank``, and ``other`` may be the two ends of a transfer that is under way."""
+        directions = self.sends is None or other.sends is None or self.sends is not other.sends
+        tags = self.tag is None or other.tag is None or self.tag == other.tag
+        return directions and tags and self.peer in (None, other_rank) and other.peer in (None, rank)
+
+
+def open_call_of(entry: Collective, rank: int) -> OpenCall:
+    named = signature(entry)
+    whose = rank if entry.is_p2p else -1
+    return OpenCall(entry.group, number_of(entry), entry.is_p2p, (named[0] or "", *named[1:]), whose)
+
+
+def can_meet(one: Collective, other: Collective) -> bool:
+    """Whether two entries under one number may meet: the same operation over as many bytes, as far as is known."""
+    if not op_name(one) or not op_name(other):
+        return True
+    a, b = signature(one), signature(other)
+    if a[0] != b[0] or len(a) != len(b):
+        return False
+    if len(a) < 3 or a == b or None in (a[1], b[1]):
+        return True
+    sizes = [_bytes(each) for each in (a, b)]
+    return None in sizes or sizes[0] == sizes[1]
+
+
+_WIDTHS = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1, "Byte": 1}
+
+
+def _bytes(signature: tuple[object, ...]) -> int | None:
+    count, types = signature[1], signature[2]
+    widths = {_WIDTHS.get(str(name)) for name in types} if isinstance(types, tuple) else {None}
+    width = widths.pop() if len(widths) == 1 else None
+    return count * width if isinstance(count, int) and width is not None else None
+
+
+def names_transfer(view: View) -> bool:
+    """It waits for what a function of ``torch.distributed`` gave; the methods of a group have other names."""
+    inner = line_before_c10d(view)
+    return inner is not None and view.read_source is not None and is_given_by(inner, _TRANSFERS, view.read_source)
