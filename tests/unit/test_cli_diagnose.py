@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.bundle.reading import locate
 from safelaunch.cli import main
 from safelaunch.cli.diagnose import FILES, HTML, PERFETTO, VERDICT
 from tests.support import incidents
@@ -224,75 +222,6 @@ def test_a_selection_that_is_none(words: list[str], here: Path, capfd: Capture) 
 
 
 # --- the next step ----------------------------------------------------------------------------------------------------
-
-HEALTHY = "step 1 loss 2.5\nstep 2 loss 2.25\n"
-RAISED = """\
-[rank1]: Traceback (most recent call last):
-[rank1]:   File "/home/me/train.py", line 7, in load
-[rank1]: ValueError: no sample
-"""
-LAUNCH = (
-    "A=b c",
-    "safelaunch",
-    "--rdzv-endpoint=$HEAD:29500",
-    "train.py",
-    "--name",
-    "a b",
-    "--token",
-    "hf_" + "Xy9" * 12,
-)
-TYPED = "A='b c' safelaunch --rdzv-endpoint=$HEAD:29500 train.py --name 'a b' --token [redacted]"
-ANY = "safelaunch --nproc-per-node=N train.py"
-
-
-def with_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = locate.read_folder
-    monkeypatch.setattr(
-        locate, "read_folder", lambda folder, scratch: dataclasses.replace(read(folder, scratch), launch=LAUNCH)
-    )
-
-
-@pytest.mark.parametrize("is_shown", [False, True], ids=["no launch line", "launch line"])
-def test_diagnose_of_a_log_that_may_still_hang_says_what_to_do(
-    is_shown: bool, here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (here / "job.log").write_text(HEALTHY)
-    if is_shown:
-        with_launch(monkeypatch)
-    assert main(["diagnose", "job.log"]) == 1
-    assert capfd.readouterr() == (
-        "",
-        "safelaunch: a log of 2 lines: nothing wrong seen\n"
-        "safelaunch: A log cannot show where ranks wait. If the job still runs, `safelaunch dump --all` on its node "
-        "can.\n"
-        f"safelaunch: To run the job under safelaunch: {TYPED if is_shown else ANY}\n",
-    )
-
-
-@pytest.mark.parametrize("is_shown", [False, True], ids=["no launch line", "launch line"])
-def test_diagnose_of_a_log_with_a_verdict_ends_with_the_job_under_safelaunch(
-    is_shown: bool, here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (here / "job.log").write_text(RAISED)
-    if is_shown:
-        with_launch(monkeypatch)
-    assert main(["diagnose", "job.log"]) == 0
-    assert capfd.readouterr().out.splitlines()[-4:-1] == [
-        "  To run the job under safelaunch:",
-        f"    {TYPED if is_shown else ANY}",
-        "  more: safelaunch explain rank-exception",
-    ]
-    assert main(["diagnose", "job.log", "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["next"]["command"] == (TYPED if is_shown else ANY)
-
-
-def test_diagnose_of_a_log_that_shows_what_happened_without_a_rank_says_how_to_run_the_job(
-    here: Path, capfd: Capture
-) -> None:
-    (here / "job.log").write_text("NCCL error: unhandled system error\nncclSystemError: System call failed.\n")
-    assert main(["diagnose", "job.log"]) == 0
-    lines = capfd.readouterr().err.splitlines()
-    assert "NCCL failed" in lines[0] and lines[-1] == f"safelaunch: To run the job under safelaunch: {ANY}"
 
 
 def test_diagnose_of_dumps_ends_with_a_dump_of_the_job(here: Path, capfd: Capture) -> None:

@@ -32,7 +32,7 @@ def said(words: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, list[str]]
     ("words", "expected"),
     [
         ("statsu", "statsu is neither a script nor a subcommand; did you mean 'safelaunch status'?"),
-        ("colanch sweep.yaml", "colanch is neither a script nor a subcommand; did you mean 'safelaunch colaunch'?"),
+        ("doctr --json", "doctr is neither a script nor a subcommand; did you mean 'safelaunch doctor'?"),
         ("--stall-timout 60 train.py", "there is no option --stall-timout; did you mean safelaunch's --stall-timeout?"),
         (
             "--stall_timeout=5 train.py",
