@@ -1,6 +1,6 @@
-"""Collects everything about each rank, from the looks already taken to the logs, and writes it as it arrives.
+"""Collects the evidence of each rank, from the looks already taken to its output, and writes files as it arrives.
 
-The least intrusive sources come first: those that need nothing of the rank, those without the GIL, then the rest.
+The least intrusive sources come first: those that need nothing from the rank, those without the GIL, then the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from safelaunch.capture import flight_dump, flight_recorder, last_words, stacks
+from safelaunch.capture import flight_dump, flight_recorder, last_words, stacks, worker_server
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.capture.result import FileGroup, Gate, Result, Sink, gather, late
 from safelaunch.model import OWN_RECORDS, Artifact, GilTest, Processes, Progress, RankEvidence, RankExit
@@ -27,12 +27,12 @@ RANK_DEADLINE_S = 8.0
 RAW_OUTPUT = "contains the job's terminal sequences: read it with less or vim, not with cat"
 
 
-ServerReply = tuple[GilTest, FlightCapture]  # of a rank's worker server
+ServerReply = tuple[GilTest, FlightCapture]  # from a rank's worker server
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What the supervisor knows about a rank without asking it."""
+class RankBasics:
+    """Facts about a rank that the supervisor has without querying it."""
 
     progress: Progress | None = None
     pid: int = 0
@@ -40,33 +40,40 @@ class Known:
     exit: RankExit | None = None
     code_roots: tuple[str, ...] = ()
     gpu: str = ""
-    answer: ServerReply | None = None  # given before the rank was released
-    output: Result[str] | None = None  # the end of it, of a rank without a beacon
+    answer: ServerReply | None = None  # received before the rank was released
+    output: Result[str] | None = None  # its tail, if the rank has no beacon
 
 
 def ranks(
     targets: Sequence[Target],
     looks: Sequence[Look],
-    known: Mapping[int, Known],
+    basics: Mapping[int, RankBasics],
     pages: Path,
     host: str,
     sink: Sink,
-    found: dict[int, RankEvidence] | None = None,
+    evidence: dict[int, RankEvidence] | None = None,
     *,
     ask: bool = True,
     patience: float = 1.0,
 ) -> tuple[RankEvidence, ...]:
-    """The evidence of all ``targets``, collected in parallel; every file, or its absence, goes to ``sink``.
+    """Collects the evidence of all ``targets`` in parallel; each file, or the reason for its absence, goes to ``sink``.
 
-    ``ask`` False: the ranks are gone or about to end, so their worker servers are not asked. ``patience``: so many
-    times longer than on an idle machine it may take. Of a rank that comes too
-    late, evidence and files are those of the steps that it finished. ``found`` has them by rank as they come.
+    Args:
+        targets: The ranks.
+        looks: The looks taken so far, oldest first.
+        basics: What is known about each rank.
+        pages: The directory of the run's progress pages.
+        host: This node's name.
+        sink: Receives the files.
+        evidence: Receives each rank's evidence as it arrives. A rank that is late has what its finished steps produced.
+        ask: False if the ranks are gone or about to end: their worker servers aren't queried.
+        patience: The factor by which this may take longer than on an idle machine.
     """
-    found = {} if found is None else found
+    evidence = {} if evidence is None else evidence
     gates = [Gate(sink) for _ in targets]
 
     calls = [
-        partial(_rank, target, looks, known.get(target.rank, Known()), pages, host, gate, ask, found)
+        partial(_rank, target, looks, basics.get(target.rank, RankBasics()), pages, host, gate, ask, evidence)
         for target, gate in zip(targets, gates, strict=True)
     ]
     deadline_s = (RANK_DEADLINE_S + 2.0) * patience
@@ -75,120 +82,120 @@ def ranks(
         gate.close()
         if result is None:
             sink.add(Artifact(f"ranks/{target.rank}", "safelaunch", deadline_s, late(deadline_s)), None)
-        if target.rank not in found:
-            found[target.rank] = at_hand(target, looks, known.get(target.rank, Known()), host, sink)
-    return tuple(found[target.rank] for target in targets)
+        if target.rank not in evidence:
+            evidence[target.rank] = at_hand(target, looks, basics.get(target.rank, RankBasics()), host, sink)
+    return tuple(evidence[target.rank] for target in targets)
 
 
-def _known_of(target: Target, looks: Sequence[Look], known: Known, host: str) -> RankEvidence:
+def _evidence_at_hand(target: Target, looks: Sequence[Look], basics: RankBasics, host: str) -> RankEvidence:
     main, children = evidence_of(looks, target.rank)
     return RankEvidence(
         rank=target.rank,
         host=host,
         pid=target.pid,
         local_rank=target.local_rank,
-        progress=known.progress,
+        progress=basics.progress,
         main=main,
         children=children,
-        flight_record=known.answer[1].record.value if known.answer is not None else None,
-        exit=known.exit,
+        flight_record=basics.answer[1].record.value if basics.answer is not None else None,
+        exit=basics.exit,
         beacon=target.has_beacon,
-        code_roots=known.code_roots,
-        gpu=known.gpu,
+        code_roots=basics.code_roots,
+        gpu=basics.gpu,
     )
 
 
-def at_hand(target: Target, looks: Sequence[Look], known: Known, host: str, sink: Sink) -> RankEvidence:
-    """What is there already, with its files: all that is left of a rank whose other evidence comes too late."""
+def at_hand(target: Target, looks: Sequence[Look], basics: RankBasics, host: str, sink: Sink) -> RankEvidence:
+    """Returns the evidence that already exists, and writes its files. A rank that is late has no more than this."""
     folder = f"ranks/{target.rank}"
-    found = _known_of(target, looks, known, host)
+    evidence = _evidence_at_hand(target, looks, basics, host)
     _write_stacks(folder, most_telling(looks, target.rank), sink)
-    seen = Processes(found.main, found.children) if found.main is not None else None
-    sink.add_json(_from_proc(f"{folder}/proc.json", found.main is not None), seen)
-    progress = known.progress
+    states = Processes(evidence.main, evidence.children) if evidence.main is not None else None
+    sink.add_json(_from_proc(f"{folder}/proc.json", evidence.main is not None), states)
+    progress = basics.progress
     sink.add_json(
         Artifact(f"{folder}/progress.json", "progress page", 0.0, "" if progress else "this rank has no beacon"),
         progress,
     )
-    if known.answer is not None:
-        _write_flight_record(target.rank, known.answer[1], sink)
-        found = msgspec.structs.replace(found, gil=without_secrets(known.answer[0], sink.redactor))
-    return found
+    if basics.answer is not None:
+        _write_flight_record(target.rank, basics.answer[1], sink)
+        evidence = msgspec.structs.replace(evidence, gil=without_secrets(basics.answer[0], sink.redactor))
+    return evidence
 
 
 def _rank(
     target: Target,
     looks: Sequence[Look],
-    known: Known,
+    basics: RankBasics,
     pages: Path,
     host: str,
     gate: Gate,
     ask: bool,
-    found: dict[int, RankEvidence],
+    by_rank: dict[int, RankEvidence],
 ) -> RankEvidence:
-    """Collects the evidence of one rank in steps; after each, ``found`` has what there is so far."""
+    """Collects a rank's evidence in steps; ``by_rank`` holds what the finished steps produced."""
     folder = f"ranks/{target.rank}"
     step = FileGroup(gate)
 
-    def take(side: RankEvidence) -> RankEvidence:
-        step.done(lambda: found.update({target.rank: side}))
-        return side
+    def take(evidence: RankEvidence) -> RankEvidence:
+        step.done(lambda: by_rank.update({target.rank: evidence}))
+        return evidence
 
-    kept = None if ask else _kept_at_exit(pages, target.page_name or known.page_name, gate.redactor)
-    known = _answering(known, kept)
-    side = take(at_hand(target, looks, known, host, step))
-    if known.answer is None and ask and target.socket is not None:
+    kept = None if ask else _kept_at_exit(pages, target.page_name or basics.page_name, gate.redactor)
+    basics = _with_kept_record(basics, kept)
+    evidence = take(at_hand(target, looks, basics, host, step))
+    if basics.answer is None and ask and target.socket is not None:
         gil, capture = ask_server(target)
         gil, capture = without_secrets(gil, gate.redactor), without_secrets(capture, gate.redactor)
         _write_flight_record(target.rank, capture, step)
-        side = take(msgspec.structs.replace(side, flight_record=capture.record.value, gil=gil))
-    elif known.answer is None:
-        reason = "not asked: the rank is ending" if not ask else _no_server(target)
+        evidence = take(msgspec.structs.replace(evidence, flight_record=capture.record.value, gil=gil))
+    elif basics.answer is None:
+        reason = "not queried: the rank is ending" if not ask else _no_server(target)
         step.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, reason), None)
-    words = without_secrets(_last_words(pages, target.page_name or known.page_name, known.output), gate.redactor)
+    words = without_secrets(_last_words(pages, target.page_name or basics.page_name, basics.output), gate.redactor)
     _write_last_words(folder, words, step)
-    return take(_with_last_words(side, words))
+    return take(_with_last_words(evidence, words))
 
 
-def _answering(known: Known, kept: FlightCapture | None) -> Known:
-    """With the Flight Recorder that the rank has ``kept`` at its exit, if any."""
+def _with_kept_record(basics: RankBasics, kept: FlightCapture | None) -> RankBasics:
+    """Adds the Flight Recorder dump that the rank kept at its exit, if any."""
     if kept is None:
-        return known
-    return replace(known, answer=(known.answer[0] if known.answer else GilTest(), kept))
+        return basics
+    return replace(basics, answer=(basics.answer[0] if basics.answer else GilTest(), kept))
 
 
 def most_telling(looks: Sequence[Look], rank: int) -> RankLook | None:
-    """The newest look at a rank that has its stack; if none has, the newest that has anything about it.
+    """Returns the newest look at a rank that has its stack; if none has, the newest that has anything about it.
 
-    On a busy machine, a look may miss its deadline after an earlier one succeeded.
+    On a busy machine, a look can miss its deadline after an earlier one succeeded.
     """
-    seen = [look.ranks[rank] for look in looks if rank in look.ranks]
-    with_main = [look for look in seen if look.main is not None]
-    with_stack = [look for look in with_main if look.main is not None and look.main.stack.value is not None]
-    return next((group[-1] for group in (with_stack, with_main, seen) if group), None)
+    views = [look.ranks[rank] for look in looks if rank in look.ranks]
+    with_main = [view for view in views if view.main is not None]
+    with_stack = [view for view in with_main if view.main is not None and view.main.stack.value is not None]
+    return next((group[-1] for group in (with_stack, with_main, views) if group), None)
 
 
-def of_ended(rank: int, known: Known, pages: Path, host: str, sink: Sink) -> RankEvidence:
-    """The evidence of a rank that ended before a look at it: what it recorded itself."""
-    folder, progress = f"ranks/{rank}", known.progress
+def of_ended(rank: int, basics: RankBasics, pages: Path, host: str, sink: Sink) -> RankEvidence:
+    """Returns the evidence of a rank that ended before any look at it: what it recorded itself."""
+    folder, progress = f"ranks/{rank}", basics.progress
     gone = "the rank ended before safelaunch could look at it"
     sink.add(Artifact(f"{folder}/stack.txt", "py-spy dump", 0.0, gone), None)
-    kept = _kept_at_exit(pages, known.page_name, sink.redactor)
+    kept = _kept_at_exit(pages, basics.page_name, sink.redactor)
     if kept is not None:
         _write_flight_record(rank, kept, sink)
     else:
         sink.add(Artifact(f"{folder}/flight_recorder.json", "worker server", 0.0, gone), None)
     if progress is not None:
         sink.add_json(Artifact(f"{folder}/progress.json", "progress page", 0.0), progress)
-    words = without_secrets(_last_words(pages, known.page_name), sink.redactor)
+    words = without_secrets(_last_words(pages, basics.page_name), sink.redactor)
     _write_last_words(folder, words, sink)
-    target = Target(rank, progress.local_rank if progress else -1, known.pid, 0, known.page_name)
-    return _with_last_words(_known_of(target, (), _answering(known, kept), host), words)
+    target = Target(rank, progress.local_rank if progress else -1, basics.pid, 0, basics.page_name)
+    return _with_last_words(_evidence_at_hand(target, (), _with_kept_record(basics, kept), host), words)
 
 
-def _with_last_words(side: RankEvidence, words: LastWords) -> RankEvidence:
+def _with_last_words(evidence: RankEvidence, words: LastWords) -> RankEvidence:
     return msgspec.structs.replace(
-        side,
+        evidence,
         **{name: getattr(words, name) for name in OWN_RECORDS},
         fatal=words.fatal,
         log_tail=words.log.value or "",
@@ -197,36 +204,37 @@ def _with_last_words(side: RankEvidence, words: LastWords) -> RankEvidence:
     )
 
 
-def of_another_node(side: RankEvidence, sink: Sink) -> None:
-    """The files of a rank whose evidence came from its own node: what they are made from is in ``side``."""
-    folder, how = f"ranks/{side.rank}", f"from {side.host}"
-    main, children = side.main, side.children
-    seen = Processes(main, children) if main is not None else None
-    sink.add_json(Artifact(f"{folder}/proc.json", how, 0.0, "" if main else "its node has sent none"), seen)
-    processes = [one for one in (main, *children) if one is not None]
+def of_another_node(evidence: RankEvidence, sink: Sink) -> None:
+    """Writes the files of a rank whose evidence came from its own node."""
+    folder, how = f"ranks/{evidence.rank}", f"from {evidence.host}"
+    main, children = evidence.main, evidence.children
+    states = Processes(main, children) if main is not None else None
+    absent = "its node sent none"
+    sink.add_json(Artifact(f"{folder}/proc.json", how, 0.0, "" if main else absent), states)
+    processes = [process for process in (main, *children) if process is not None]
     samples = [process.stacks[-1] for process in processes if process.stacks]
-    missing = "" if samples else "its node has sent none"
+    missing = "" if samples else absent
     sink.add_json(Artifact(f"{folder}/stack.json", how, 0.0, missing), samples or None)
     texts = [
         stacks.to_text(process.stacks[-1] if process.stacks else None, process.states[-1] if process.states else None)
         for process in processes
     ]
     sink.add(Artifact(f"{folder}/stack.txt", how, 0.0, "" if texts else missing), "\n".join(texts) if texts else None)
-    record = flight_dump.to_json(side.flight_record) if side.flight_record is not None else None
-    missing = "" if record else "its node has sent none"
+    record = flight_dump.to_json(evidence.flight_record) if evidence.flight_record is not None else None
+    missing = "" if record else absent
     sink.add(Artifact(f"{folder}/flight_recorder.json", how, 0.0, missing), record)
-    if side.progress is not None:
-        sink.add_json(Artifact(f"{folder}/progress.json", how, 0.0), side.progress)
-    _write_own_records(folder, side, how, sink)
-    if side.log_tail:
-        note = RAW_OUTPUT if not is_clean(side.log_tail) else ""
-        sink.add(Artifact(f"{folder}/log_tail.txt", how, 0.0, note=note), side.log_tail)
+    if evidence.progress is not None:
+        sink.add_json(Artifact(f"{folder}/progress.json", how, 0.0), evidence.progress)
+    _write_own_records(folder, evidence, how, sink)
+    if evidence.log_tail:
+        note = RAW_OUTPUT if not is_clean(evidence.log_tail) else ""
+        sink.add(Artifact(f"{folder}/log_tail.txt", how, 0.0, note=note), evidence.log_tail)
 
 
 def ask_server(target: Target, *, deadline_s: float = 2.0) -> ServerReply:
-    """The GIL test and the Flight Recorder of a rank. A rank that is exiting gets no question that needs the GIL."""
+    """Queries a rank's GIL test and Flight Recorder. An exiting rank gets no request that needs the GIL."""
     path, questions = str(target.socket), target.questions
-    gil = flight_recorder.gil_test(path, questions, deadline_s=deadline_s / 2) if questions is not None else GilTest()
+    gil = worker_server.gil_test(path, questions, deadline_s=deadline_s / 2) if questions is not None else GilTest()
     return gil, flight_recorder.flight_record_of(
         path,
         questions,
@@ -239,17 +247,17 @@ def ask_server(target: Target, *, deadline_s: float = 2.0) -> ServerReply:
 def _no_server(target: Target) -> str:
     if not target.has_beacon:
         return "this rank has no beacon (not started by safelaunch, python -I, or PYTHONPATH was replaced)"
-    return "the worker server is not running: torch.distributed was not imported yet, or this torch has none"
+    return "the worker server isn't running: torch.distributed wasn't imported yet, or this torch has none"
 
 
-def _from_proc(path: str, there: bool) -> Artifact:
-    return Artifact(path, "/proc", 0.0, "" if there else "the process has ended")
+def _from_proc(path: str, exists: bool) -> Artifact:
+    return Artifact(path, "/proc", 0.0, "" if exists else "the process has ended")
 
 
 def _write_stacks(folder: str, look: RankLook | None, sink: Sink) -> None:
     main = look.main if look is not None else None
     if look is None or main is None:
-        sink.add(Artifact(f"{folder}/stack.txt", "py-spy dump", 0.0, "safelaunch could not look at the rank"), None)
+        sink.add(Artifact(f"{folder}/stack.txt", "py-spy dump", 0.0, "safelaunch couldn't look at the rank"), None)
         return
     texts = [stacks.to_text(main.stack.value, main.state, missing=main.stack.missing)]
     for child in look.children:
@@ -265,7 +273,7 @@ def _write_flight_record(rank: int, capture: FlightCapture, sink: Sink) -> None:
     sink.add(capture.json.artifact(f"ranks/{rank}/flight_recorder.json"), capture.json.value)
     sink.add(capture.pickle.artifact(f"ranks/{rank}/flight_recorder.pickle"), capture.pickle.value)
     if capture.pickle.value is not None:
-        # The folder that torchfrtrace reads.
+        # torchfrtrace reads this folder.
         sink.add(capture.pickle.artifact(f"flight_recorder/nccl_trace_rank_{rank}"), capture.pickle.value)
 
 
@@ -279,14 +287,13 @@ def _last_words(pages: Path, page_name: str, output: Result[str] | None = None) 
     return LastWords(log=output) if output is not None else LastWords()
 
 
-def _write_own_records(folder: str, side: RankEvidence | LastWords, how: str, sink: Sink) -> None:
+def _write_own_records(folder: str, records: RankEvidence | LastWords, how: str, sink: Sink) -> None:
     for name in OWN_RECORDS:
-        if value := getattr(side, name):
+        if value := getattr(records, name):
             sink.add_json(Artifact(f"{folder}/{name}.json", how, 0.0), value)
 
 
 def _write_last_words(folder: str, words: LastWords, sink: Sink) -> None:
-    """Writes the end of the rank's output, and its other records if they exist."""
     log = words.log.artifact(f"{folder}/log_tail.txt")
     if words.log.value and not is_clean(words.log.value):
         log = msgspec.structs.replace(log, note=RAW_OUTPUT)

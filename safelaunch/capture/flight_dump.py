@@ -1,7 +1,7 @@
 """Flight Recorder dumps: c10d's record of the last collectives of a rank, versions 2.0 to 2.10.
 
 torch 2.15 makes ``nccl2`` the default backend. Each backend then has a recorder of its own, in the same format
-(pytorch#192233), so a rank may have several dumps: :func:`~.flight_recorder.merged`. A start is never noticed there. An
+(pytorch#192233), so a rank may have several dumps: :func:`~.flight_records.merged`. A start is never noticed there. An
 end is, but not of a backend in Python, whose calls are retired as they are made (``verdict/comparable.py``).
 
 A dump has two forms: JSON from the worker server, which needs no GIL and has no frames, and a pickle with frames. Both

@@ -19,10 +19,10 @@ import msgspec
 
 from safelaunch.beacon import inside, layout
 from safelaunch.capture import proc, stacks
-from safelaunch.capture.flight_recorder import Questions, Unanswered, post_to_python
 from safelaunch.capture.memory import ProcessMemory
 from safelaunch.capture.proc import NOTHING, Own
 from safelaunch.capture.result import Result, attempt, left
+from safelaunch.capture.worker_server import Questions, Unanswered, post_to_python
 from safelaunch.model import StackSample, Thread
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError

@@ -20,8 +20,8 @@ from safelaunch import __version__
 from safelaunch.bundle.staging import owner_under_sudo
 from safelaunch.capture import collect, stacks
 from safelaunch.capture.jobs import SERVER, FoundJob, command_of, name_of_user, packages_of
-from safelaunch.capture.last_words import ends_of_files
 from safelaunch.capture.look import ProcessLook, RankLook, Target
+from safelaunch.capture.rank_output import ends_of_files
 from safelaunch.capture.result import Result
 from safelaunch.job.paths import local_bundles, run_root
 from safelaunch.job.plan import name_of_command

@@ -60,7 +60,7 @@ Exits = Callable[[], Mapping[int, RankExit]]
 class JobSnapshot:
     """The supervisor's knowledge of the ranks at the moment of an incident."""
 
-    ranks: Mapping[int, collect.Known]
+    ranks: Mapping[int, collect.RankBasics]
     world_size: int
     notes: tuple[str, ...]
     early: tuple[EarlyLook, ...] = ()
@@ -70,14 +70,14 @@ class JobSnapshot:
 def known_of(watch: Watch, exits: Mapping[int, RankExit]) -> JobSnapshot:
     """The ranks' pages and exits as they are now."""
     pages = watch.roster.pages()
-    found: dict[int, collect.Known] = {}
+    found: dict[int, collect.RankBasics] = {}
     for rank in sorted(set(pages) | set(watch.roster.workers)):
         page = pages.get(rank)
         if page is None:
-            found[rank] = collect.Known(pid=watch.roster.workers[rank].pid, exit=exits.get(rank))
+            found[rank] = collect.RankBasics(pid=watch.roster.workers[rank].pid, exit=exits.get(rank))
             continue
         meta = read_meta(watch.roster.companion(page, layout.META_SUFFIX))
-        found[rank] = collect.Known(
+        found[rank] = collect.RankBasics(
             progress=msgspec.structs.replace(page.read(), history=watch.steps_of(rank)),
             pid=page.pid,
             page_name=page.name,
@@ -183,7 +183,7 @@ def take_evidence(
     looks = newest[0] if newest else replace(looks, taken=context.cleaned(looks.taken))
     for target in looks.targets:
         if target.rank not in seen:
-            about_rank = known.ranks.get(target.rank, collect.Known())
+            about_rank = known.ranks.get(target.rank, collect.RankBasics())
             seen[target.rank] = collect.at_hand(target, looks.taken, about_rank, context.host, staging)
     for rank in sorted(known.ranks.keys() - seen.keys()):
         seen[rank] = collect.of_ended(rank, known.ranks[rank], pages, context.host, staging)

@@ -77,7 +77,7 @@ def _run(plan: Plan, given: JobResources, mask: frozenset[signal.Signals]) -> _R
         return _RunEnd(_only_forward(processes))
     job = Job(plan, agent, directory, time.time())
     try:
-        from safelaunch.capture.last_words import UnfinishedLine
+        from safelaunch.capture.rank_output import UnfinishedLine
         from safelaunch.supervise.loop import Supervisor
 
         fresh_line.use(UnfinishedLine(directory.pages).line_feeds)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture import flight_recorder, gpu, kernel_log, look, memory, node, proc, stacks, waits
+from safelaunch.capture import gpu, kernel_log, look, memory, node, proc, stacks, waits, worker_server
 from safelaunch.capture.flight_recorder import flight_record_of
 from safelaunch.capture.look import Target
 from safelaunch.job.process import ProcessId, descendants, identify, process_table
@@ -644,7 +644,7 @@ def test_an_answer_ends_with_its_length_not_with_the_connection(
     path, server = listener
     thread = answer(server, *parts, hold=True)
     begin = time.monotonic()
-    assert flight_recorder.post(path, "ping", deadline_s=PATIENCE_S) == b"pong"
+    assert worker_server.post(path, "ping", deadline_s=PATIENCE_S) == b"pong"
     assert time.monotonic() - begin < PATIENCE_S
     thread.join(PATIENCE_S)
 
@@ -667,8 +667,8 @@ def test_an_answer_that_is_none(
 ) -> None:
     path, server = listener
     thread = answer(server, *parts, hold=hold)
-    with pytest.raises(flight_recorder.Unanswered) as caught:
-        flight_recorder.post(path, "ping", deadline_s=0.3 if reason == "timeout" else PATIENCE_S)
+    with pytest.raises(worker_server.Unanswered) as caught:
+        worker_server.post(path, "ping", deadline_s=0.3 if reason == "timeout" else PATIENCE_S)
     assert caught.value.kind == reason
     thread.join(PATIENCE_S)
 
@@ -676,16 +676,16 @@ def test_an_answer_that_is_none(
 def test_a_server_that_accepts_nothing(listener: tuple[str, socket.socket], tmp_path: Path) -> None:
     path, _ = listener
     for _ in range(4):  # fills the queue: then connecting itself fails
-        with pytest.raises(flight_recorder.Unanswered) as caught:
-            flight_recorder.post(path, "ping", deadline_s=0.1)
+        with pytest.raises(worker_server.Unanswered) as caught:
+            worker_server.post(path, "ping", deadline_s=0.1)
         assert caught.value.kind == "timeout"
-    assert flight_recorder.gil_test(path, deadline_s=0.1) == GilTest(ping=False)
-    assert flight_recorder.gil_test(str(tmp_path / "none")) == GilTest()
+    assert worker_server.gil_test(path, deadline_s=0.1) == GilTest(ping=False)
+    assert worker_server.gil_test(str(tmp_path / "none")) == GilTest()
     capture = flight_record_of(str(tmp_path / "none"))
-    assert capture.record.missing == "the worker server is not running"
+    assert capture.record.missing == "the worker server isn't running"
     too_long = str(tmp_path / ("x" * 200))
-    with pytest.raises(flight_recorder.Unanswered) as caught:
-        flight_recorder.post(too_long, "ping", deadline_s=0.1)
+    with pytest.raises(worker_server.Unanswered) as caught:
+        worker_server.post(too_long, "ping", deadline_s=0.1)
     assert caught.value.kind == "broken"
 
 
@@ -717,7 +717,7 @@ def test_the_worker_server_of_a_real_rank(start: Start, tmp_path: Path) -> None:
     path = str(tmp_path / "ws")
     program = start(SERVER, path)
     assert program.line() == "up"
-    assert flight_recorder.gil_test(path, deadline_s=PATIENCE_S) == GilTest(ping=True, python=True)
+    assert worker_server.gil_test(path, deadline_s=PATIENCE_S) == GilTest(ping=True, python=True)
     # A handler of its own, unlike the beacon's, imports torch._inductor for the frames: seconds on a busy machine.
     free = flight_record_of(path, json_deadline_s=PATIENCE_S, pickle_deadline_s=PATIENCE_S)
     assert free.record.value is not None
@@ -731,18 +731,18 @@ def test_the_worker_server_of_a_real_rank(start: Start, tmp_path: Path) -> None:
     program.process.stdin.flush()
     program.wait_for(in_call("clock_nanosleep"))
     # The ping is answered by a thread of the server: on a busy machine that can take more than a moment.
-    tested = (flight_recorder.gil_test(path, deadline_s=deadline_s) for deadline_s in (1.0, 5.0, 30.0))
+    tested = (worker_server.gil_test(path, deadline_s=deadline_s) for deadline_s in (1.0, 5.0, 30.0))
     assert next((found for found in tested if found.ping), None) == GilTest(ping=True, python=False)
     held = flight_record_of(path, json_deadline_s=PATIENCE_S, pickle_deadline_s=0.3)
     assert held.record.value is not None
     assert held.record.note == "without frames"
     assert "no answer within 0.3 s" in held.pickle.missing
-    assert flight_record_of(path, ask_python=False).pickle.missing == "not asked, because the GIL is not free"
+    assert flight_record_of(path, ask_python=False).pickle.missing == "not queried: the GIL isn't free"
 
     os.kill(program.pid, signal.SIGSTOP)
     # Every thread: the server's may run on for a moment, and answer.
     program.wait_for(lambda state: all(thread.state == "T" for thread in state.threads))
-    assert flight_recorder.gil_test(path, deadline_s=0.3) == GilTest(ping=False)
+    assert worker_server.gil_test(path, deadline_s=0.3) == GilTest(ping=False)
 
 
 @pytest.mark.torch

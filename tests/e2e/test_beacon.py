@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from safelaunch.beacon import layout, output
-from safelaunch.capture import flight_recorder
+from safelaunch.capture import worker_server
 from safelaunch.capture.collect import ask_server
 from safelaunch.capture.look import Target
 from safelaunch.capture.pages import ProgressPage, Roster, read_meta
@@ -41,8 +41,8 @@ RUN_DIR = Path(os.environ["SAFELAUNCH_RUN_DIR"])
 BASE = RUN_DIR / "pages" / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{RANK}-{os.getpid()}"
 
 def progress():
-    from safelaunch.capture.pages import Page
-    return Page(BASE).read()
+    from safelaunch.capture.pages import ProgressPage
+    return ProgressPage(BASE).read()
 
 def pages():  # of this rank
     names = (path.name for path in BASE.parent.iterdir() if "." not in path.name)
@@ -388,11 +388,11 @@ def test_what_a_sleeping_rank_shows_to_the_outside(start: Start) -> None:
             assert progress.start_ticks == int(file.read().rpartition(b")")[2].split()[19])
         assert page.server_up
         socket = os.fspath(roster.companion(page, layout.SERVER_SUFFIX))
-        flight_recorder.post(socket, "ping", deadline_s=60.0)
+        worker_server.post(socket, "ping", deadline_s=60.0)
         # without handlers of our own (torch 2.6, 2.9) nobody can ask for the GIL, and of NCCL's collectives only
         handler = "fr_trace_json" if zoo.takes_handlers() else "dump_nccl_trace_json"
-        assert b'"version"' in flight_recorder.post(socket, handler, deadline_s=60.0)
-        gil = flight_recorder.gil_test(socket, deadline_s=60.0)
+        assert b'"version"' in worker_server.post(socket, handler, deadline_s=60.0)
+        gil = worker_server.gil_test(socket, deadline_s=60.0)
         assert (gil.ping, gil.python) == (True, True if zoo.takes_handlers() else None)
         if zoo.takes_handlers():
             (handled,) = gil.handling

@@ -312,7 +312,7 @@ def write(text: str, scratch: Path) -> Written:
         notifier=Notifier(),
     )
     known = collecting.JobSnapshot(
-        {0: collect.Known(progress, 4711, page, answer=(GilTest(), flight)), 1: collect.Known(pid=4712)},
+        {0: collect.RankBasics(progress, 4711, page, answer=(GilTest(), flight)), 1: collect.RankBasics(pid=4712)},
         2,
         (f"noticed: {text}",),
         (EarlyLook(1.0, 7.0, words=f"rank 0 is blocked in I/O at train.py:40 (read on /data/{text})"),),

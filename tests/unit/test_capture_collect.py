@@ -71,7 +71,7 @@ def test_output_with_terminal_sequences_is_kept_and_noted(text: str, note: str, 
     writer = output.Ring(str(tmp_path / f"0-0-7{layout.RING_SUFFIX}"))
     writer.append(output.STDOUT, text.encode())
     listed = Listed()
-    collect.of_ended(0, collect.Known(pid=7, page_name="0-0-7"), tmp_path, "node1", listed)
+    collect.of_ended(0, collect.RankBasics(pid=7, page_name="0-0-7"), tmp_path, "node1", listed)
     noted, data = listed.found["ranks/0/log_tail.txt"]
     assert noted == note and isinstance(data, bytes) and text.encode() in data
 
@@ -104,7 +104,7 @@ def test_of_a_rank_that_comes_too_late_evidence_and_files_are_of_the_same_steps(
     monkeypatch.setattr(collect, "ask_server", lambda target: (GilTest(), capture))
     listed = Slow()
     ended = RankExit(1, 5.0)
-    known = {0: collect.Known(pid=7, exit=ended)}
+    known = {0: collect.RankBasics(pid=7, exit=ended)}
     target = Target(0, 0, 7, 5, socket=tmp_path / "socket")
     (found,) = collect.ranks((target,), (look("stack"),), known, tmp_path, "node1", listed)
     over.set()

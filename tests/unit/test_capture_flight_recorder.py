@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from safelaunch.beacon import layout, server
-from safelaunch.capture import flight_dump, flight_recorder
+from safelaunch.capture import flight_dump, flight_recorder, flight_records, worker_server
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, record_of
-from safelaunch.capture.flight_recorder import Unanswered, flight_record_of, kept_at_exit
+from safelaunch.capture.flight_recorder import flight_record_of, kept_at_exit
+from safelaunch.capture.worker_server import Unanswered
 from safelaunch.model import Collective, Frame, GroupStatus
 from safelaunch.system.errors import CaptureError
 from tests.support.nccl_formats import FORMATS, Format, Hooked, Recorder
@@ -137,6 +138,7 @@ def served(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes], listed: b
         return answers[handler]
 
     monkeypatch.setattr(flight_recorder, "post", post)
+    monkeypatch.setattr(worker_server, "post", post)
     monkeypatch.setattr(flight_recorder, "names", lambda path, deadline_s: listed)
 
 
@@ -167,7 +169,7 @@ def test_a_rank_with_a_recorder_of_gloo_and_one_of_nccl(monkeypatch: pytest.Monk
         served(monkeypatch, answers)
         capture = flight_record_of("/run/s", ask_python=python)
         assert capture.record.value is not None and capture.json.value is not None
-        assert sorted(flight_recorder.backend_of(entry.op) for entry in capture.record.value.entries) == ops
+        assert sorted(flight_records.backend_of(entry.op) for entry in capture.record.value.entries) == ops
         assert len(parse_json(capture.json.value).entries) == len(ops)
         assert flight_recorder.newest_entry("/run/s") == (7 if gloo is GLOO else 1)
         assert flight_recorder.default_timeout_s("/run/s") == 600.0
@@ -309,7 +311,7 @@ def test_each_backend_leaves_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "0-1-4711.flight-fr-broken.partial").write_bytes(b"")
     found = kept_at_exit(page)
     assert found is not None and found.record.value is not None
-    assert {flight_recorder.backend_of(e.op) for e in found.record.value.entries} == {"gloo", "nccl2", "relay"}
+    assert {flight_records.backend_of(e.op) for e in found.record.value.entries} == {"gloo", "nccl2", "relay"}
 
 
 @pytest.mark.parametrize("what", ["nothing", "no torch", "no entries", "a broken file"])

@@ -59,12 +59,14 @@ def test_any_process_of_a_job_leads_to_its_ranks(pid: int) -> None:
 
 
 def test_a_process_of_no_job_is_refused_with_the_variables() -> None:
-    with pytest.raises(UsageError, match=r"process 200 is of no job.* RANK and WORLD_SIZE \(or SLURM_PROCID"):
+    with pytest.raises(
+        UsageError, match=r"process 200 isn't part of a distributed job.* RANK and WORLD_SIZE \(or SLURM_PROCID"
+    ):
         job_of(200, TWO, found(TWO))
     with pytest.raises(UsageError, match="no process 999"):
         job_of(999, TWO, found(TWO))
     hidden = table(JobProcess(7, 1, user=0, env=None))
-    with pytest.raises(AccessDenied, match="process 7 may not be read: it belongs to root"):
+    with pytest.raises(AccessDenied, match="environment of process 7: it belongs to root"):
         job_of(7, hidden, found(hidden))
 
 
@@ -157,11 +159,9 @@ def test_a_job_far_below_or_of_another_user_is_not_that_of_the_process() -> None
     (job,) = found(seen)
     assert job_of(SHELL, seen, [job]) is job_of(TORCHRUN, seen, [job]) is job
     for pid in (1, 60):
-        with pytest.raises(
-            UsageError, match=rf"process {pid} \(init, of root\) is neither a rank nor the launcher"
-        ) as no:
+        with pytest.raises(UsageError, match=rf"process {pid} \(init, of root\) is neither a rank nor a job") as no:
             job_of(pid, seen, [job], lambda pid: "init, of root")
-        assert no.value.fix == "Name a rank of one below it: 101."
+        assert no.value.fix == "Name a rank of a job below it: 101."
     alone = table(process(1, 0), process(101, 1, rank_env(0)))
     with pytest.raises(UsageError, match="process 1 is neither"):
         job_of(1, alone, [replace(job, agent=50) for job in found(alone)])

@@ -14,8 +14,9 @@ import safelaunch
 from safelaunch.beacon import layout, output, page
 from safelaunch.beacon.caught_exceptions import SLOT_BYTES
 from safelaunch.capture.cgroups import nearest
-from safelaunch.capture.last_words import TAIL_BYTES, UnfinishedLine, ends_of_files, parse_caught, parse_fatal, read
+from safelaunch.capture.last_words import parse_caught, parse_fatal, read
 from safelaunch.capture.memory_kills import KillCounts, count_in, deaths_between, kill_counts, kills_of
+from safelaunch.capture.rank_output import TAIL_BYTES, UnfinishedLine, ends_of_files
 from safelaunch.model import CaughtException, ExitCall, FatalError, Frame, MemoryKills
 
 TWO_THREADS = """Fatal Python error: Segmentation fault

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from safelaunch.bundle.reading import locate
-from safelaunch.capture import flight_recorder
+from safelaunch.capture import flight_records
 from safelaunch.capture.flight_dump import parse_json, parse_pickle, to_json
-from safelaunch.capture.flight_recorder import merged
+from safelaunch.capture.flight_records import merged
 from safelaunch.model import RankEvidence, Verdict
 from safelaunch.verdict.alignment import Alignment
 from safelaunch.verdict.comparable import Block, settled
@@ -452,7 +452,7 @@ def test_a_group_whose_first_calls_are_sends_is_no_contradiction(layout: Format,
         one.collective()
     recorders[0].collective(state="started")
     for one in recorders:
-        assert not flight_recorder.contradicts_itself(parse_pickle(write_one(one, window)))
+        assert not flight_records.contradicts_itself(parse_pickle(write_one(one, window)))
     verdict = verdict_of(tmp_path, recorders, window=window)
     assert (verdict.cause, [culprit.rank for culprit in verdict.culprits]) == ("missing-from-collective", [1])
     assert not [text for text in verdict.missing if "Flight Recorder" in text and "no longer" not in text]

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from safelaunch.beacon import layout, page, server
-from safelaunch.capture import flight_recorder, without_beacon
-from safelaunch.capture.flight_recorder import Unanswered
+from safelaunch.capture import without_beacon, worker_server
 from safelaunch.capture.pages import ProgressPage, Roster
+from safelaunch.capture.worker_server import Unanswered
 from safelaunch.job.paths import RunPaths
 
 # --- which process is the rank where several have claimed it ----------------------------------------------------------
@@ -105,16 +105,16 @@ def test_a_rank_that_exits_waits_for_its_handlers_and_not_for_who_asked(
     def post(path: str, handler: str, *, deadline_s: float) -> bytes:
         raise Unanswered("no handler" if handler == "of_torch" else "timeout", "")
 
-    monkeypatch.setattr(flight_recorder, "post", post)
+    monkeypatch.setattr(worker_server, "post", post)
     for handler in ("safelaunch_gil", "of_torch"):
         with pytest.raises(Unanswered):
-            flight_recorder.post_to_python("", handler, asking, deadline_s=1.0)
+            worker_server.post_to_python("", handler, asking, deadline_s=1.0)
     assert not page.wait_for_answers(words)  # the handler may still wait for the GIL
     handle(None, None)
     assert page.wait_for_answers(words)
     words[layout.STATE] = layout.EXITED
     with pytest.raises(Unanswered, match="exiting"):
-        flight_recorder.post_to_python("", "safelaunch_gil", asking, deadline_s=1.0)
+        worker_server.post_to_python("", "safelaunch_gil", asking, deadline_s=1.0)
     assert page.wait_for_answers(words)
 
 

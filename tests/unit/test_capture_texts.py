@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from safelaunch.capture import flight_recorder, gpu, kernel_log, last_words, node
+from safelaunch.capture import gpu, kernel_log, node, rank_output, worker_server
 from safelaunch.capture.result import Result, attempt
 from safelaunch.model import Gpu, GpuProcess, Gpus
 from safelaunch.system.errors import CaptureError
@@ -33,7 +33,7 @@ SECOND = 1_000_000_000
     ],
 )
 def test_log_tail(records: list[tuple[int, int, bytes]], expected: str) -> None:
-    assert last_words.log_tail(records) == expected
+    assert rank_output.log_tail(records) == expected
 
 
 def test_pressure_of_the_node(tmp_path: Path) -> None:
@@ -227,10 +227,10 @@ def test_a_result_becomes_a_line_of_the_manifest() -> None:
     ],
 )
 def test_head_of_an_answer(head: bytes, expected: object) -> None:
-    assert flight_recorder.parse_head(head) == expected
+    assert worker_server.parse_head(head) == expected
 
 
 @pytest.mark.parametrize("head", [b"", b"SSH-2.0-OpenSSH", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked"])
 def test_head_of_something_else(head: bytes) -> None:
     with pytest.raises(ValueError):
-        flight_recorder.parse_head(head)
+        worker_server.parse_head(head)

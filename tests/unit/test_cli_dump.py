@@ -116,7 +116,7 @@ def test_dump_of_another_users_process_names_the_line(
     node(JobProcess(7, 1, user=0, env=None))
     assert cli.main(["dump", "--pid", "7"]) == 1
     said = capfd.readouterr().err
-    assert "process 7 may not be read: it belongs to root." in said
+    assert "cannot read the environment of process 7: it belongs to root." in said
     assert said.endswith("safelaunch:     sudo /venv/bin/safelaunch dump --pid 7\n")
 
 

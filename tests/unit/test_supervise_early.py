@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.capture.flight_recorder import Questions
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.pages import Roster
 from safelaunch.capture.result import Result
+from safelaunch.capture.worker_server import Questions
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import EarlyLook, FirstWord, Place, StackSample, Thread
 from safelaunch.supervise import collecting, early, respond

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safelaunch.bundle.reading.guard import FoundEvidence, Unreadable, evidence_of, parse_all, read_limited, within
-from safelaunch.capture import flight_dump, flight_recorder
+from safelaunch.capture import flight_dump, flight_records
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.model import FlightRecord, RankEvidence
 from safelaunch.model.entries import Entries
@@ -73,7 +73,7 @@ def parse_some(paths: Sequence[Path]) -> Iterator[FlightRecord | str]:
             data = read_limited(path)
             parse = flight_dump.parse_json if data[:1] == b"{" else flight_dump.parse_pickle
             record = parse(data, shared)
-            yield CONTRADICTS if flight_recorder.contradicts_itself(record) else record
+            yield CONTRADICTS if flight_records.contradicts_itself(record) else record
         except (Unreadable, CaptureError) as error:
             yield error.message
 
@@ -92,7 +92,7 @@ class _DumpFile:
     @property
     def backends(self) -> frozenset[str]:
         kinds = Entries.of(self.record.entries).used().values()
-        return frozenset(flight_recorder.backend_of(kind.op) for kind in kinds) - {""}
+        return frozenset(flight_records.backend_of(kind.op) for kind in kinds) - {""}
 
 
 CONTRADICTS = "its collectives are not numbered as torch does: some have no number, or that of an earlier one"
@@ -136,7 +136,7 @@ def _of_other_backends(one: _DumpFile, other: _DumpFile) -> bool:
 
 
 def _together(one: _DumpFile, other: _DumpFile) -> _DumpFile:
-    return _DumpFile(one.name, flight_recorder.merged([one.record, other.record]), one.modified)
+    return _DumpFile(one.name, flight_records.merged([one.record, other.record]), one.modified)
 
 
 def _rank_of(name: str) -> int:

@@ -308,10 +308,10 @@ def read_run(root: Path, scratch: Path) -> FoundEvidence:
         page = pages.get(number)
         if page is None:
             pid = roster.workers[number].pid if number in roster.workers else 0
-            known = collect.Known(pid=pid, exit=exits.get(number))
+            known = collect.RankBasics(pid=pid, exit=exits.get(number))
         else:
             meta = read_meta(roster.companion(page, layout.META_SUFFIX))
-            known = collect.Known(page.read(), page.pid, page.name, exits.get(number), meta.code_roots, meta.gpu)
+            known = collect.RankBasics(page.read(), page.pid, page.name, exits.get(number), meta.code_roots, meta.gpu)
         rank = collect.of_ended(number, known, run.pages, host, nowhere)
         ranks.append(structs.replace(rank, flight_record=records.get(number) or rank.flight_record))
     worlds = [rank.progress.world_size for rank in ranks if rank.progress is not None]
