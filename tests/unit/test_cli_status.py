@@ -185,7 +185,7 @@ def test_json_has_every_run_with_the_fields_of_its_status() -> None:
     answering, silent = run(10, run_status(rank(0))), run(11, problem="gone", alive=False)
     found = json.loads(json.dumps([status.document(item) for item in (answering, silent)]))
     assert found[0]["ranks"][0]["step"] == 60 and found[0]["threshold_s"] == 600.0
-    assert set(RunStatus.__struct_fields__) | {"directory", "alive", "problem"} == set(found[0])
+    assert set(RunStatus.__struct_encode_fields__) | {"directory", "alive", "problem"} == set(found[0])
     assert found[1] == {
         "run": "r11",
         "supervisor_pid": 11,
