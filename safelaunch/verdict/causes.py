@@ -9,22 +9,22 @@ from safelaunch.verdict import suggestions
 from safelaunch.verdict.doubts import confidence_of
 from safelaunch.verdict.suggestions import Advice
 
-
 CAUSES: dict[str, type[Cause]] = {}
 
 
 class Cause:
-    """One cause of the catalogue, by its name. The docstring says what it means, and ends with an example;
-    ``safelaunch explain`` and the documentation show both.
+    """One cause of the catalogue.
+
+    ``safelaunch explain`` and the documentation show the docstring: what the cause means, and an example at the end.
 
     - ``evidence``: how safelaunch knows
     - ``unlike``: causes that look similar, each with the difference
-    - ``advice``: of its sub-cases, and what fits all of them
-    - ``own``: a rank may do it by itself and hold up its peers, without having failed
-    - ``failure``: the rank has ended by it
-    - ``of_node``: where all ranks of one node alone do it, the node is to blame (``perhaps``: or their script)
-    - ``worker``: of several DataLoader workers that owe a batch, the one with the highest is named. Who cannot run
-      comes before who is blocked, and that before who computes, which may only be slow.
+    - ``advice``: advice for its sub-cases, then what fits all of them
+    - ``own``: a live rank can do this alone and block its peers
+    - ``failure``: it has ended the rank
+    - ``of_node``: if exactly the ranks of one node do it, the node is to blame (``perhaps``: or their script)
+    - ``worker``: if several DataLoader workers owe a batch, the one with the highest number is named. Order: workers
+      that can't run, then blocked ones, then ones that compute (they might just be slow).
     """
 
     evidence: str
@@ -40,21 +40,22 @@ class Cause:
 
     @classmethod
     def all_advice(cls) -> list[str]:
-        """Returns every piece of advice once, with the versions of torch that it is for."""
-        given = (f"{one.shown} (torch {one.torch})" if one.torch else one.shown for one in cls.advice)
-        return list(dict.fromkeys(given))
+        """Returns each piece of advice once, with the torch versions that it is for."""
+        texts = (f"{advice.shown} (torch {advice.torch})" if advice.torch else advice.shown for advice in cls.advice)
+        return list(dict.fromkeys(texts))
 
 
 def _advice(*advice: Advice | str) -> tuple[Advice, ...]:
-    return tuple(Advice(one) if isinstance(one, str) else one for one in advice)
+    return tuple(Advice(text) if isinstance(text, str) else text for text in advice)
 
 
 class CollectiveMismatch(Cause, name="collective-mismatch"):
-    """In one process group, at the same sequence number, ranks called different operations, or the same operation with
-    different shapes or types. The minority is at fault. A rank that made an extra call, or left one out, long ago
-    is named with the line where the histories diverge. A majority counts only if its members call from one place
-    and continue with the same calls. If the ranks diverge in three or more ways, none is named, and the verdict shows
-    where they diverge.
+    """Ranks of one group called different operations, or the same one with different shapes or types.
+
+    Calls are compared by sequence number, and the minority is at fault. A rank that made an extra call or skipped one
+    long ago is named with the line where the histories diverge. A majority counts only if its members call from the
+    same place and continue with the same calls. If the ranks diverge in three or more ways, the verdict names no rank
+    and shows where they diverge.
 
     ```text
     Rank 1 waits in barrier at collectives.py:17 (wait_for_all) while ranks 0,2 wait in all_reduce at training.py:54
@@ -109,8 +110,9 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
 
 
 class MissingFromCollective(Cause, name="missing-from-collective"):
-    """A rank never entered a collective that its peers wait in, and no stack shows why. This is typical of [verdicts
-    from dumps](dumps.md) alone.
+    """A rank never entered a collective that its peers wait in, and no stack shows why.
+
+    This is typical of [verdicts from dumps](dumps.md) alone.
 
     ```text
     Rank 3 made no call after all_reduce #3 of group '0' at train.py:44 (train), while ranks 0-2 wait in all_reduce
@@ -147,8 +149,9 @@ class MissingFromCollective(Cause, name="missing-from-collective"):
 
 
 class UnevenBatches(Cause, name="uneven-batches"):
-    """A rank left the training loop, or exited cleanly, while others are still in it: it had fewer batches, or stopped
-    early.
+    """A rank left the training loop, or exited cleanly, while others are still in it.
+
+    It had fewer batches, or stopped early.
 
     ```text
     Rank 1 waits in barrier at uneven.py:25 (main) while ranks 0,2 wait in all_reduce at training.py:54 (train); rank
@@ -174,8 +177,8 @@ class UnevenBatches(Cause, name="uneven-batches"):
             unless=(suggestions.EXIT_CALLED, suggestions.ITERABLE),
         ),
         Advice(
-            "Or wrap the loop in `with model.join():`, where ranks that have run out of batches answer DDP's"
-            " collectives; other collectives in the loop still wait for them.",
+            "Or wrap the loop in `with model.join():`, so that ranks without further batches still take part in DDP's"
+            " collectives; other collectives in the loop still wait for these ranks.",
             when=lambda case: any(purpose in ("gradients", "ddp-forward") for purpose in case.purposes.values()),
         ),
         Advice(
@@ -187,8 +190,9 @@ class UnevenBatches(Cause, name="uneven-batches"):
 
 
 class GroupOrder(Cause, name="group-order"):
-    """A cycle of waits across process groups: ranks entered their groups in different orders. All members of the cycle
-    are named.
+    """Ranks entered their process groups in different orders, so that they wait for each other in a cycle.
+
+    The verdict names all members of the cycle.
 
     ```text
     Rank 1 waits in group '2' of ranks 0-2 (all_reduce at train.py:60 (train)) while ranks 0,2 wait in group '1' of
@@ -219,7 +223,7 @@ class GroupOrder(Cause, name="group-order"):
 
 
 class P2PCycle(Cause, name="p2p-cycle"):
-    """Sends and receives wait for each other in a cycle. All members are named.
+    """Sends and receives wait for each other in a cycle, and the verdict names all its members.
 
     ```text
     Rank 0 waits in send to rank 1 at train.py:30 (train) and rank 1 in send to rank 0 at train.py:30 (train): each
@@ -243,11 +247,12 @@ class P2PCycle(Cause, name="p2p-cycle"):
 
 
 class InitNotJoined(Cause, name="init-not-joined"):
-    """Ranks are missing at process-group initialization or at the rendezvous: they never arrived, or can't connect
-    to the store. Such a rank has a different address than its peers, or no route to it. It is named if its peers
-    are past that point, or are the majority. If all ranks wait at the store, another process may have its port. If
-    torchrun gives up its rendezvous because nodes are missing, no rank exists, and the bundle's `rendezvous.json`
-    lists the nodes.
+    """Ranks are missing at process-group initialization or at the rendezvous.
+
+    They never arrived, or can't connect to the store: they have a different address than their peers, or no route to
+    it. A missing rank is named if its peers are past that point, or are the majority. If all ranks wait at the store,
+    another process might use its port. If torchrun gives up its rendezvous because nodes are missing, no rank exists,
+    and the bundle's `rendezvous.json` lists the nodes.
 
     ```text
     Rank 1 never reached init_process_group: it is asleep in late.py:12 (unpack_dataset), while rank 0 waits in
@@ -284,8 +289,10 @@ class InitNotJoined(Cause, name="init-not-joined"):
 
 
 class DataLoading(Cause, name="data-loading"):
-    """The rank waits for its data pipeline. The verdict names the DataLoader worker and the worker's line, even if the
-    worker waits for a lock that it inherited through fork.
+    """The rank waits for its data pipeline.
+
+    The verdict names the DataLoader worker and the worker's line, even if the worker waits for a lock that it inherited
+    through fork.
 
     ```text
     Rank 1 waits for its DataLoader; worker 11304 is asleep in loader.py:36 (Samples.load_bad_sample), while rank 0
@@ -315,8 +322,10 @@ class DataLoading(Cause, name="data-loading"):
 
 
 class BlockingIo(Cause, name="blocking-io"):
-    """A read, write, connect or open in your code doesn't return. If the kernel shows them, the verdict names the
-    file, pipe or socket, and the process at the other end of a pipe or local connection:
+    """A read, write, connect or open in your code doesn't return.
+
+    If the kernel shows them, the verdict names the file, pipe or socket, and the process at the other end of a pipe or
+    local connection:
 
     - only the rank itself, or a child that inherited it: the pipe never ends, even if its writer is dead;
     - another rank: if that rank is stuck on its own, it is named. If it waits for the others in a collective, the
@@ -360,8 +369,9 @@ class BlockingIo(Cause, name="blocking-io"):
 
 
 class UninterruptibleIo(Cause, name="uninterruptible-io"):
-    """The process is in the kernel's D state: it waits for storage, a network file system or a driver. The verdict
-    names the wait channel.
+    """The process is in the kernel's D state: it waits for storage, a network file system or a driver.
+
+    The verdict names the wait channel.
 
     ```text
     Rank 2 is in uninterruptible sleep in rpc_wait_bit_killable at train.py:7 (load), while ranks 0-1,3 wait in
@@ -376,7 +386,7 @@ class UninterruptibleIo(Cause, name="uninterruptible-io"):
     )
     advice = _advice(
         f"The kernel waits for storage, a network file system or a driver: look at {suggestions.KERNEL_LOG} "
-        "and the mount that the line reads from; killing the process will not help until it answers.",
+        "and the mount that the line reads from. The process can't be killed until that responds.",
         "Put the data or the checkpoint on a local disk and run again.",
     )
     own = True
@@ -385,11 +395,12 @@ class UninterruptibleIo(Cause, name="uninterruptible-io"):
 
 
 class LockDeadlock(Cause, name="lock-deadlock"):
-    """Threads, or a forked child, wait for locks that nothing will release. A file lock held by another rank counts
-    too, including one that sqlite or `filelock` polls: a barrier called while holding such a lock blocks both sides.
-    So does `Queue.join()` if `task_done()` was not called for an item. If the source shows which thread holds the
-    lock, the verdict follows the wait to that thread, with both lines. A `Thread.join()` or `Future.result()` is
-    judged by what that thread does.
+    """Threads, or a forked child, wait for locks that nothing will release.
+
+    A file lock held by another rank counts too, including one that sqlite or `filelock` polls: a barrier called while
+    holding such a lock blocks both sides. `Queue.join()` counts if `task_done()` was not called for an item. If the
+    source shows which thread holds the lock, the verdict follows the wait to that thread, with both lines. A
+    `Thread.join()` or `Future.result()` is judged by what that thread does.
 
     ```text
     Rank 1 waits for a lock (`stats_lock`) at locks.py:28 (update_weights); its thread 'stats' has held it since
@@ -479,13 +490,13 @@ class BusyLoop(Cause, name="busy-loop"):
 
 
 class StuckInUserCode(Cause, name="stuck-in-user-code"):
-    """Your code blocks in a different way: a sleep, a subprocess, `input()`.
+    """Your code blocks in some other way: a sleep, a subprocess, `input()`.
 
     - *A subprocess that waits for its parent*: it writes into a full pipe that the parent would read only after it
       exits, or waits for input that the parent no longer sends. The verdict names the parent's line.
     - *A loop that polls*: the verdict quotes its condition. If a condition keeps one rank out of the loop, that
-      rank may be the one to end it: if it has moved on, it is named, with `medium` confidence. A loop around
-      `work.is_completed()` waits for its peers, and is never named for it.
+      rank might be the one to end it: if it has moved on, it is named, with `medium` confidence. A loop around
+      `work.is_completed()` is a wait for peers.
     - *A loop that retries* a call that raises each time.
 
     ```text
@@ -517,10 +528,11 @@ class StuckInUserCode(Cause, name="stuck-in-user-code"):
 
 
 class SwallowedException(Cause, name="swallowed-exception"):
-    """A rank raised an exception, caught it, and skipped the collectives that its peers called there. It then meets
-    its peers one call early, until it finishes and they don't. Reported on Python 3.12+; on older versions only if
-    the rank printed something in the `except` that its peers didn't. A batch skipped without an exception (`if not
-    torch.isfinite(loss): print(...); continue`) is a `collective-mismatch` with that line.
+    """A rank raised an exception, caught it, and skipped the collectives that its peers called there.
+
+    It then meets its peers one call early, until it finishes and they don't. Reported on Python 3.12+; on older
+    versions only if the rank printed something in the `except` that its peers didn't. A batch skipped without an
+    exception (`if not torch.isfinite(loss): print(...); continue`) is a `collective-mismatch` with that line.
 
     ```text
     Rank 1 raised ValueError at train.py:30 (decode) and continued at train.py:62 (train), skipping the collectives
@@ -590,8 +602,9 @@ class GpuKernel(Cause, name="gpu-kernel"):
 
 
 class GpuLost(Cause, name="gpu-lost"):
-    """The driver has reported an error (an Xid) of the rank's GPU, or of its work there, while the rank waits for it or
-    for peers. The verdict quotes the driver's line.
+    """The GPU driver has reported an error (an Xid) while the rank waits for the GPU or for peers.
+
+    The error concerns the rank's GPU or the rank's work there. The verdict quotes the driver's line.
 
     ```text
     Rank 2 waits at train.py:33 (train), and the driver has reported Xid 79 of its GPU, while ranks 0-1,3 wait in
@@ -607,8 +620,8 @@ class GpuLost(Cause, name="gpu-lost"):
         ("rank-exception", "a CUDA error ended the rank"),
     )
     advice = _advice(
-        "Xid 13, 31 and 43 are mostly a kernel's own errors: `compute-sanitizer` finds it. Others (48, 74, 79, 94, 95, "
-        "119, ...) are the hardware's or the driver's: drain the node, reset the GPU, and run `dcgmi diag -r 3`.",
+        "Xid 13, 31 and 43 mostly point to an error in a kernel: `compute-sanitizer` finds it. Others (48, 74, 79, 94, "
+        "95, 119, ...) point to hardware or driver: drain the node, reset the GPU, and run `dcgmi diag -r 3`.",
     )
     own = True
     of_node = "surely"
@@ -635,7 +648,7 @@ class RankExited(Cause, name="rank-exited"):
         suggestions.OPTIONS_REFUSED,
         suggestions.EXIT_CALLED,
         Advice(
-            "Find the `sys.exit()` or `os._exit()` that ended it; to stop early, let all ranks agree first.",
+            "Find the `sys.exit()` or `os._exit()` that ended the rank; to stop early, let all ranks agree first.",
             when=lambda case: bool(case.named),
             unless=(suggestions.LAUNCHER, suggestions.OPTIONS_REFUSED, suggestions.EXIT_CALLED, suggestions.LAST_LINES),
         ),
@@ -677,8 +690,10 @@ class RankKilled(Cause, name="rank-killed"):
 
 
 class RankExceptionCause(Cause, name="rank-exception"):
-    """A rank raised an uncaught exception, and this was the first failure: the errors of the other ranks follow from
-    it, whatever torchrun's summary says. If all ranks raised the same at one line, all are named.
+    """A rank raised an uncaught exception, and this was the first failure.
+
+    The errors of the other ranks follow from it, whatever torchrun's summary says. If all ranks raised the same
+    exception at the same line, all are named.
 
     A rank that raised might never exit: its exit handler waits for peers, which wait for it. Then the job hangs, and
     the verdict says where that rank waits.
@@ -714,13 +729,13 @@ class RankExceptionCause(Cause, name="rank-exception"):
             when=lambda case: case.raised_like(re.compile("invalid device ordinal")),
         ),
         Advice(
-            "CUDA reports an error later than it happens. To have it raised at its own line",
+            "CUDA reports errors late. To have this one raised at the line that causes it",
             when=lambda case: case.raised_like(suggestions.GPU_ASSERT),
             preset="cuda-sync",
         ),
         Advice(
-            "Every rank raised it, so it is not specific to one rank: look at the line, or debug it in a single "
-            "process (`--nproc-per-node=1`).",
+            "Every rank raised this exception: look at the line, or debug it in a single process "
+            "(`--nproc-per-node=1`).",
             when=lambda case: case.all_alike,
             unless=(suggestions.GRADIENT_MISSING, suggestions.MEMORY_LINES),
         ),
@@ -744,9 +759,10 @@ class RankExceptionCause(Cause, name="rank-exception"):
 
 
 class NodeLost(Cause, name="node-lost"):
-    """A [node](nodes.md) is gone: its safelaunch fell silent without reporting a failure or a stop, and the other
-    nodes' ranks lost their connections to it. Typical reasons are power, a kernel panic, or something that killed
-    every process of the job there.
+    """A [node](nodes.md) is gone, and the other nodes' ranks lost their connections to it.
+
+    Its safelaunch fell silent without reporting a failure or a stop. Typical reasons are a power failure, a kernel
+    panic, or something that killed every process of the job there.
 
     ```text
     Node b (ranks 2-3) is gone without reporting a failure, and ranks 0-1 lost their connections to it: ranks 0-1
@@ -763,16 +779,17 @@ class NodeLost(Cause, name="node-lost"):
         ("rank-killed", "the node's safelaunch is alive and reports the end of a rank"),
     )
     advice = _advice(
-        "Look at the node itself: power, kernel panic (its BMC or serial console), or a scheduler or out-of-memory "
-        "killer that took every process of the job there.",
-        "Leave the node out until it is checked: `scontrol update NodeName=NODE State=DRAIN`, `kubectl cordon`.",
+        "Check the node: power, a kernel panic (its BMC or serial console), or a scheduler or out-of-memory killer "
+        "that killed every process of the job there.",
+        "Exclude the node until it is checked: `scontrol update NodeName=NODE State=DRAIN`, `kubectl cordon`.",
     )
 
 
 class NodeUnreachable(Cause, name="node-unreachable"):
-    """A node is silent, but no connection to it has closed: it is down, or cut off from the others. Given the bundles
-    of both sides, `safelaunch diagnose` can tell that both are alive. A node whose own interface has no link
-    names itself.
+    """A node is silent, but no connection to it has closed: it is down, or cut off from the others.
+
+    Given the bundles of both sides, `safelaunch diagnose` can tell that both are alive. A node whose own interface has
+    no link names itself.
 
     ```text
     Ranks 0-1 wait in all_reduce at train.py:50 (train) for ranks 2-3 on node b, which is silent: it is down, or cut
@@ -787,15 +804,16 @@ class NodeUnreachable(Cause, name="node-unreachable"):
     )
     advice = _advice(
         "From another node: `ping HOST`, and `ip -s link` on both ends; then the switch and its ports.",
-        "If the node answers, look there for the job's processes: they may still run, and hold its GPUs.",
+        "If the node answers, look for the job's processes there: they might still run and occupy its GPUs.",
         suggestions.OTHER_NODES,
     )
 
 
 class NodeBehind(Cause, name="node-behind"):
-    """All ranks of one node are behind, and no others: a slow or broken node, or a branch of the script for that node.
-    `nodes` names it; `culprits` is empty. Ranks that the script itself puts to sleep keep their own cause and
-    lines.
+    """All ranks of one node are behind, and no others.
+
+    The node is slow or broken, or the script has a branch for that node. `nodes` names it; `culprits` is empty. Ranks
+    that the script itself puts to sleep keep their own cause and lines.
 
     ```text
     Node b is behind as a whole: ranks 2-3, and no others. Each of ranks 2-3 is in uninterruptible sleep in
@@ -806,15 +824,16 @@ class NodeBehind(Cause, name="node-behind"):
     evidence = "The ranks that hold up their peers are all ranks of that node, and no other rank does."
     unlike = (("node-unreachable", "the node is silent"),)
     advice = _advice(
-        "Compare this node with the others: `node/<host>/` has its GPUs, kernel log, disks, memory and load; then "
-        "leave it out and run again.",
+        "Compare this node with the others: `node/<host>/` has its GPUs, kernel log, disks, memory and load. Then "
+        "run again without it.",
         "If the script branches by node or rank (`GROUP_RANK`, host name), look at that branch first.",
     )
 
 
 class LauncherStopped(Cause, name="launcher-stopped"):
-    """A node answers, but its torchrun or safelaunch doesn't: it was stopped, or exited and left its ranks behind. A
-    stopped torchrun blocks ranks wherever they use its store, as in `init_process_group`. If the process that hosts
+    """A node answers, but its torchrun or safelaunch doesn't: it was stopped, or exited while its ranks still ran.
+
+    A stopped torchrun blocks ranks whenever they use its store, as in `init_process_group`. If the process that hosts
     the agents' store ends, torchrun fails on the other nodes too.
 
     ```text
@@ -833,13 +852,14 @@ class LauncherStopped(Cause, name="launcher-stopped"):
     advice = _advice(
         "On that node: `ps -o pid,stat,cmd -C python`; `kill -CONT PID` resumes a stopped torchrun or safelaunch. "
         "Look for a debugger, a job suspension by the scheduler, or a cgroup freezer.",
-        "If it has ended, end the ranks that it left behind before you restart the job.",
+        "If it has ended, end its remaining ranks before you restart the job.",
     )
 
 
 class VersionsDiffer(Cause, name="versions-differ"):
     """All ranks wait, no rank stands out, and the nodes run different versions of torch, safelaunch or the script.
-    With a different cause, the difference is listed as evidence.
+
+    If the verdict is a different cause, the versions are listed as evidence.
 
     ```text
     Ranks 0-3 wait in all_reduce at train.py:50 (train), and torch differs between nodes: 2.13.0 on a; 2.9.1 on b.
@@ -854,8 +874,9 @@ class VersionsDiffer(Cause, name="versions-differ"):
 
 
 class NoRankStandsOut(Cause, name="no-rank-stands-out"):
-    """Every rank is in the same place. Suspect the network, a GPU, or something outside the job that all ranks wait
-    for.
+    """Every rank is in the same place.
+
+    Suspect the network, a GPU, or something outside the job that all ranks wait for.
 
     ```text
     Ranks 0-3 wait in all_reduce at train.py:50 (train); every rank has arrived: no rank stands out.
@@ -893,7 +914,7 @@ class NoRankStandsOut(Cause, name="no-rank-stands-out"):
             torch=suggestions.DESYNC_TORCH,
         ),
         Advice(
-            "Look at what ended the other ranks: these only lost their connections.",
+            "Find out what ended the other ranks: the ones in this log only lost their connections.",
             when=lambda case: case.lost and not case.facts.evidence.stopped,
         ),
         Advice(
@@ -904,8 +925,8 @@ class NoRankStandsOut(Cause, name="no-rank-stands-out"):
         suggestions.BUILD_LOCK,
         suggestions.STORE_KEY,
         Advice(
-            "No rank waits for another: what they wait for is outside the job. Look at each rank's line, and add a "
-            "timeout to that call.",
+            "No rank waits for another rank: they wait for something outside the job. Look at each rank's line, and "
+            "add a timeout to that call.",
             when=lambda case: case.all_in_own_code and not case.without_stack,
             unless=(suggestions.BUILD_LOCK, suggestions.STORE_KEY),
         ),
@@ -915,9 +936,10 @@ class NoRankStandsOut(Cause, name="no-rank-stands-out"):
 
 
 class ReplicasDiverged(Cause, name="replicas-diverged"):
-    """Parameters or BatchNorm statistics that should be equal on several ranks aren't, bit by bit, as
-    [`--check-every`](results.md) found. The job continues. The verdict names a rank if it differs from a majority,
-    otherwise both sides.
+    """Parameters or BatchNorm statistics that should be bitwise equal on several ranks aren't.
+
+    [`--check-every`](results.md) found the difference, and the job continues. The verdict names a rank if it differs
+    from a majority, otherwise both sides.
 
     ```text
     Parameters diverged between steps 6 and 9: rank 2 differs from the others in 2.weight.
@@ -933,8 +955,8 @@ class ReplicasDiverged(Cause, name="replicas-diverged"):
         suggestions.ALL_APART,
         suggestions.APART_AT_FIRST,
         suggestions.APART_LATER,
-        "Parameters that DDP did not know when it wrapped the model (unfrozen or added later) get no averaged gradient:"
-        " wrap it after the last change. With equal gradients, look at learning rates and the optimizer's state.",
+        "Wrap the model after its last change: parameters unfrozen or added after DDP wrapped it get no averaged"
+        " gradient. If the gradients are equal, look at learning rates and the optimizer's state.",
         suggestions.ONE_APART,
         "To find the line: call `safelaunch.probes.check_consistent(model)` around the suspects, and run with"
         " `--check-every 1`.",
@@ -942,8 +964,10 @@ class ReplicasDiverged(Cause, name="replicas-diverged"):
 
 
 class NonFiniteGradient(Cause, name="non-finite-gradient"):
-    """An optimizer step used infinite or NaN gradients, as [`--check-every`](results.md) found. The rank whose own
-    gradient wasn't finite first is named. If only the averaged gradient was seen, none is.
+    """An optimizer step used infinite or NaN gradients, as [`--check-every`](results.md) found.
+
+    The verdict names the rank whose own gradient was the first that wasn't finite. If safelaunch could check only the
+    averaged gradient, it names no rank.
 
     ```text
     Gradients are not finite on rank 1 since step 7, the first is that of 4.bias (6 of 6): one rank diverged.
@@ -953,16 +977,18 @@ class NonFiniteGradient(Cause, name="non-finite-gradient"):
     evidence = "`--check-every` looks at the gradients of every checked step, before they are averaged if it can."
     unlike = (("loss-diverged", "the loss that the script reports is not finite, or too high"),)
     advice = _advice(
-        "Look at that rank's batch of that step: print it, and `torch.isfinite(loss)` before `backward()`.",
-        "For the operation: `torch.autograd.set_detect_anomaly(True)` for a few steps from the last good checkpoint.",
-        "Under float16 use a GradScaler, or bfloat16; clip with `clip_grad_norm_(..., error_if_nonfinite=True)`, so"
-        " that the step is not made.",
+        "Look at that rank's batch in that step: print it, and `torch.isfinite(loss)` before `backward()`.",
+        "To find the operation, run a few steps from the last good checkpoint with"
+        " `torch.autograd.set_detect_anomaly(True)`.",
+        "With float16 use a GradScaler, or switch to bfloat16; clip with"
+        " `clip_grad_norm_(..., error_if_nonfinite=True)`, which raises before the step.",
     )
 
 
 class LossDiverged(Cause, name="loss-diverged"):
-    """The script reports its loss (`safelaunch.step(loss=loss)`), and one rank's loss isn't finite, or is far above
-    the others'.
+    """One rank's loss isn't finite, or is far above the others'.
+
+    The script reports its loss with `safelaunch.step(loss=loss)`.
 
     ```text
     Loss: rank 1 diverged: 8.4 on average since step 41, while the others are at 0.31.
@@ -979,10 +1005,12 @@ class LossDiverged(Cause, name="loss-diverged"):
 
 
 class SlowNotStuck(Cause, name="slow-not-stuck"):
-    """The job is making progress: steps or collectives advanced between two looks, or the last ones are only a few
-    usual steps old. Only `safelaunch dump` gives this verdict. If the job has been quiet for longer while a rank
-    computes, the verdict is about that rank, starts with `No step for 41 s (usual 0.1 s):`, and is never `high`,
-    because a dump can't distinguish slow from endless.
+    """The job is making progress.
+
+    Steps or collectives advanced between two looks, or the last ones are only a few usual steps old. Only `safelaunch
+    dump` gives this verdict. If the job has been quiet for longer while a rank computes, the verdict is about that
+    rank, starts with `No step for 41 s (usual 0.1 s):`, and is never `high`, because a dump can't distinguish slow
+    from endless.
 
     ```text
     The job is making progress (rank 0 at step 60, rank 1 at step 60); nothing is stuck.

@@ -1,4 +1,4 @@
-"""Wrong results that a consistency check found in a live job."""
+"""Wrong results that a monitor of the live job found."""
 
 from __future__ import annotations
 

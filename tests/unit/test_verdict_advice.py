@@ -110,7 +110,7 @@ def test_a_rank_that_left_a_call_out_is_not_told_to_gate_a_side_effect() -> None
 @pytest.mark.parametrize("world", [2, 4])
 def test_an_exception_that_all_ranks_raised_alike(world: int) -> None:
     found = suggestions_on(job(*(raised(n, "ImportError", "no module") for n in range(world)), outcome="crash"))
-    assert any("Every rank raised it" in text for text in found)
+    assert any("Every rank raised this exception" in text for text in found)
     assert not any("follow from it" in text for text in found)
 
 

@@ -194,7 +194,7 @@ def test_who_was_aborted_behind_the_loop_of_its_peers_has_left_it(
     assert (verdict.cause, [one.rank for one in verdict.culprits]) == (cause, named), verdict.summary
     assert ("Rank 1 has left the loop at train.py:41" in verdict.summary) == (line == 46)
     if line == 46:
-        assert verdict.suggestions[0].startswith("If that `if` is why")
+        assert verdict.suggestions[0].startswith("If that `if` is the reason")
 
 
 @pytest.mark.parametrize(

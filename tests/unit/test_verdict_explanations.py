@@ -91,7 +91,7 @@ def test_who_stops_early_and_exits_is_to_agree_on_that_with_its_peers() -> None:
     ranks[1] = msgspec.structs.replace(gone, main=None, exit=RankExit(0, 4.0, before_close=True))
     verdict = diagnose(job(*ranks, outcome="crash"), lambda path: SKIPS)
     assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("uneven-batches", [1])
-    assert verdict.suggestions[0].startswith("If that `if` is why"), verdict
+    assert verdict.suggestions[0].startswith("If that `if` is the reason"), verdict
 
 
 def test_what_its_peers_printed_as_well_explains_nothing() -> None:

@@ -8,9 +8,10 @@ import pytest
 from msgspec import structs
 
 from safelaunch.model import Collective, Frame, GilTest, HandledException, RankException, RankExit, Verdict
+from safelaunch.verdict.blame import waiting_culprits
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Finding, annotated, waiting_culprits
+from safelaunch.verdict.findings import Finding, annotated
 from safelaunch.verdict.guarding import by_stack, guards
 from safelaunch.verdict.rank_state import CaseFacts
 from tests.support.evidence import C10D, MODULE, at, entry, in_c10d, job, past, rank, record, script, waiting
@@ -46,7 +47,7 @@ def test_what_to_do_where_one_rank_alone_tries_again() -> None:
     tries = "for k in range(3):\n    try:\n        return gather()\n    except OSError:\n        sleep()\n"
     verdict = verdict_of(tries + "more()\n" * 9, 1, odd=42, world=4)
     assert "depends on `except OSError, then another attempt (train.py:43)`" in verdict.summary
-    assert verdict.suggestions[0].startswith("Keep collectives out of what is retried")
+    assert verdict.suggestions[0].startswith("Don't retry code that contains collectives")
 
 
 @pytest.mark.parametrize(

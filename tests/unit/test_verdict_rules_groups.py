@@ -49,7 +49,7 @@ def test_who_has_not_come_to_new_group_yet_is_victim_by_something_else() -> None
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [2])
 
 
-ALONE, GATE, ORDER = "One of these ranks may use the wrong group", "Every rank must make this call", "Use the groups in"
+ALONE, GATE, ORDER = "One of these ranks might use the wrong group", "Every rank must make this call", "Use the groups in"
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_lock_is_followed_to_the_thread_that_holds_it(
     assert place_of(verdict) == (cause, 4)
     told = "waits for a lock (`self.lock`) at train.py:6 (Buffer.log); its thread 'producer' has held it since line 3"
     assert f"{told} and {does}" in verdict.summary
-    assert verdict.suggestions[0].startswith("Don't block with a lock held")
+    assert verdict.suggestions[0].startswith("Don't block while holding a lock")
 
 
 def test_a_join_with_the_lock_held_that_the_thread_needs() -> None:
@@ -96,7 +96,7 @@ def test_a_join_with_the_lock_held_that_the_thread_needs() -> None:
     assert "its thread 't' waits for a lock (`self.lock`) at train.py:6 (Buffer.log); its main thread has held it" in (
         verdict.summary
     )
-    assert verdict.suggestions[0].startswith("Don't block with a lock held")
+    assert verdict.suggestions[0].startswith("Don't block while holding a lock")
 
 
 def test_a_lock_that_the_thread_has_taken_itself() -> None:

@@ -545,7 +545,7 @@ def test_options_that_the_script_refused(said: str, tmp_path: Path) -> None:
     end = "E1126 api.py:874] failed (exitcode: 2) local_rank: 0 (pid: 106) of binary: /usr/bin/python3"
     verdict = verdict_of(f"usage: train.py [-h]\n{said}\n{end}\n", tmp_path)
     assert named(verdict) == ("rank-exited", [0]) and said in verdict.summary
-    assert verdict.suggestions[0].startswith("The script did not accept its options")
+    assert verdict.suggestions[0].startswith("The script rejected its options")
 
 
 def test_a_guess_is_never_sure(tmp_path: Path) -> None:
