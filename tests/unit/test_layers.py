@@ -354,6 +354,7 @@ MENTION_THE_CHECKS = {"beacon.probes", "cli.help", "model.evidence", "settings.o
 OTHER_MEANINGS = (
     r"\(\?:inconsistent \)\?collective",  # torch's message about calls that don't match
     r"are consistent with calls",
+    r"CHECK_EVERY_CALL",  # torch's own checks
 )
 
 
