@@ -30,7 +30,7 @@ class MonitorActions:
     """What the supervisor does about a job when a monitor asks for it."""
 
     write_bundle: Callable[[Callable[[Report], None], bool], None]
-    """Writes a bundle and calls the function with it; the flag: the function ends the job."""
+    """Writes a bundle and passes its report to the function. The flag says that the function ends the job."""
     write_last_bundle: Callable[[Callable[[Report], None]], None]
     """The same for a job that has ended."""
     show: Callable[[Report], None]
@@ -66,7 +66,7 @@ class Topic:
 
     @property
     def has_others(self) -> bool:
-        """Whether supervisors of other nodes may take part."""
+        """Returns whether supervisors of other nodes might take part."""
         return self._channel.is_started
 
     @property
@@ -75,7 +75,7 @@ class Topic:
 
     @property
     def is_led(self) -> bool:
-        """Whether every rank's supervisor takes part, and the leader gathers this topic."""
+        """Returns whether every rank's supervisor takes part, and the leader gathers this topic."""
         page = self._council.rounds.page
         return self._council.is_covered and (self.leads or (page is not None and self._name in page.topics))
 
@@ -84,7 +84,7 @@ class Topic:
         return node_count(self._council.rounds.page)
 
     def gather(self) -> None:
-        """Reads what other nodes submit, should this node lead."""
+        """Reads the values of other nodes if this node leads."""
         self._channel.gather(self._name)
 
     def submit(self, data: bytes) -> None:
@@ -93,7 +93,7 @@ class Topic:
         self._channel.submit(f"{self._name}.{self._edition}", [data])
 
     def gathered(self) -> list[bytes]:
-        """Returns what other nodes have submitted since the last call."""
+        """Returns the values that other nodes submitted since the last call."""
         found = []
         gathered = self._channel.seen.gathered.get(self._name, NOTHING)
         for slot, round_ in gathered.rounds.items():
@@ -108,12 +108,12 @@ class Topic:
 
     @property
     def published(self) -> bytes:
-        """The leader's value; empty if there is none."""
+        """Returns the leader's value; empty if there is none."""
         return self._channel.seen.published.get(self._name, b"")
 
 
 class Monitors:
-    """All monitors of one job. One that fails is dropped, and the watch continues without it."""
+    """All monitors of one job. The watch continues without a monitor that fails."""
 
     def __init__(self, job: Job, view: JobView, actions: MonitorActions) -> None:
         assert job.run is not None

@@ -1,6 +1,6 @@
-"""``--check-every``: reads what the beacons computed, compares it, and says what is wrong.
+"""``--check-every``: reads the numbers that the ranks computed, compares them, and reports what is wrong.
 
-On several nodes the one that leads compares the checks of all, and tells the others what it has found.
+On several nodes, the leader compares the checks of all nodes and publishes its findings.
 """
 
 from __future__ import annotations

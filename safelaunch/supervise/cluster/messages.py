@@ -50,7 +50,7 @@ _WireName = Annotated[str, Meta(max_length=255)]
 Round = Annotated[str, Meta(max_length=64, pattern=r"^([a-z]+(\.[0-9]+)+)?$")]
 """What evidence and a decision are about: ``hang.3``, ``crash.1``, ``ask.SLOT.NUMBER``, ``TOPIC.EDITION``."""
 QuestionKind = Literal["hang", "crash", "ask"]
-Topic = Annotated[str, Meta(max_length=32, pattern=r"^[a-z]+$")]
+TopicName = Annotated[str, Meta(max_length=32, pattern=r"^[a-z]+$")]
 """A subject on which monitors exchange values: every node submits its own, and the leader publishes one for all."""
 _WireText = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 _WireSlots = Annotated[tuple[_WireCount, ...], Meta(max_length=4096)]
@@ -163,8 +163,8 @@ class LeaderPage(Message, frozen=True):
     line: _WireSlots = ()
     members: _WireCount = 0
     anew: _WireSlots = ()
-    topics: Annotated[tuple[Topic, ...], Meta(max_length=MOST_TOPICS)] = ()
-    published: Annotated[tuple[tuple[Topic, _WireCount], ...], Meta(max_length=MOST_TOPICS)] = ()
+    topics: Annotated[tuple[TopicName, ...], Meta(max_length=MOST_TOPICS)] = ()
+    published: Annotated[tuple[tuple[TopicName, _WireCount], ...], Meta(max_length=MOST_TOPICS)] = ()
 
     @property
     def questions(self) -> dict[Round, NodeQuestion]:
