@@ -102,6 +102,7 @@ def test_a_hung_job_by_its_launcher_by_a_rank_and_in_two_halves(tmp_path: Path) 
         assert job.process.poll() is None and job.ranks() == ranks
 
 
+@pytest.mark.nightly
 def test_a_healthy_job_ends_as_if_nobody_had_looked(tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     with plain(tmp_path, PROGRAMS / "live.py", f"--until={stop}") as job:
@@ -151,7 +152,7 @@ else:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.parametrize("hangs", [False, True])
 def test_ranks_that_learn_who_they_are_after_their_start(hangs: bool, tmp_path: Path) -> None:
     """As Ray's workers do: what their processes were started with says nothing. Its first thread serves messages, and
     another one runs the script.

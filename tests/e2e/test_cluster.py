@@ -20,6 +20,7 @@ pytestmark = pytest.mark.torch
 TRAINING = [APART, "--how=evaluates", "--seconds=0"]
 
 
+@pytest.mark.nightly
 def test_one_node_computes_and_the_other_waits_for_it(tmp_path: Path) -> None:
     words = [APART, "--how=evaluates", "--seconds=120", "--steps=20"]
     with TwoNodes(tmp_path, QUICK, words) as nodes:

@@ -119,6 +119,7 @@ def test_peers_that_have_ended_do_not_take_the_blame(tmp_path: Path) -> None:
     assert [len(dump["entries"]) for dump in dumps] == [5, 4, 4]
 
 
+@pytest.mark.nightly
 def test_who_sent_another_size_is_named_and_not_the_rank_that_gloo_aborts(tmp_path: Path) -> None:
     """On a mesh of two dimensions, which manifest and reports show with its groups."""
     result = crash(tmp_path, 4, "size", 2)

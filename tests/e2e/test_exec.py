@@ -78,6 +78,7 @@ def test_a_shell_script_whose_ranks_finish(tmp_path: Path) -> None:
     assert (result.code, result.bundles, result.leftovers) == (0, (), ()), result.stderr
 
 
+@pytest.mark.nightly
 def test_a_plain_script_is_rank_0_of_1(tmp_path: Path) -> None:
     result = run(tmp_path, sys.executable, script(tmp_path, ALONE), "hang")
     assert result.code == 124, result.stderr

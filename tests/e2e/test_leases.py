@@ -22,6 +22,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.torch
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1])
 def test_a_crowd(node: stub.Node, tmp_path: Path, seed: int) -> None:
     """The short form of ``tests/qa/crowd.py``."""

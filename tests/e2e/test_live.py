@@ -68,6 +68,7 @@ def finish(job: Job) -> None:
     assert not result.leftovers
 
 
+@pytest.mark.nightly
 def test_status_and_dump_of_a_job_that_moves_and_while_its_supervisor_is_stopped(tmp_path: Path) -> None:
     with live(tmp_path, "--run-name=moving") as job:
         until(job, lambda: steps(job), "steps in the status")

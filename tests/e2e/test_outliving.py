@@ -15,12 +15,13 @@ SCRIPT = PROGRAMS / "outliving.py"
 OWN = ("--stall-timeout=8", "--startup-timeout=8", "--nproc-per-node=3")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "waits", "culprits"),
     [
         pytest.param(("handler", "--raise-on=0,2"), "close", [0, 2], id="exit-handler-of-two-ranks"),
-        pytest.param(("handler", "--steps=0"), "close", [1], id="before-the-first-step", marks=pytest.mark.nightly),
-        pytest.param(("thread",), "thread", [1], id="thread-left-over", marks=pytest.mark.nightly),
+        pytest.param(("handler", "--steps=0"), "close", [1], id="before-the-first-step"),
+        pytest.param(("thread",), "thread", [1], id="thread-left-over"),
     ],
 )
 def test_a_rank_that_raised_and_never_exits_is_named_at_the_line_that_raised(
@@ -39,7 +40,7 @@ def test_a_rank_that_raised_and_never_exits_is_named_at_the_line_that_raised(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("how", ["hook", pytest.param("finally", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("how", ["hook", "finally"])
 def test_a_rank_that_never_gets_to_its_exit_is_named_with_its_exception(tmp_path: Path, how: str) -> None:
     with Job([*OWN, SCRIPT, "--how", how], tmp_path) as job:
         result = job.wait()

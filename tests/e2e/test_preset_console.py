@@ -39,6 +39,7 @@ def run(script: Path, presets: list[str], scratch: Path) -> subprocess.Completed
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 def test_a_ddp_job_trains_under_all_presets_at_once(tmp_path: Path) -> None:
     """On this machine those for CUDA and NCCL have nothing to do but to break nothing."""

@@ -43,6 +43,7 @@ def script(scratch: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_a_job_that_hangs_after_it_was_asked_to_stop_is_ended(tmp_path: Path) -> None:
     """Its handler of SIGTERM waits for a lock that nothing releases; no launcher kills it."""
     text = """

@@ -8,10 +8,9 @@ import pytest
 
 from tests.qa import frameworks
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.torch, pytest.mark.nightly, pytest.mark.timeout(240)]
 
 HANGS = [(framework.name, how) for framework in frameworks.FRAMEWORKS for how in framework.hangs]
-IN_CI = ("fsdp", "eval")  # needs torch alone, and no other test has this hang
 
 
 def framework(name: str) -> frameworks.Framework:
@@ -21,16 +20,12 @@ def framework(name: str) -> frameworks.Framework:
     return found
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", frameworks.BY_NAME)
 def test_a_healthy_job_comes_to_its_end(name: str, tmp_path: Path) -> None:
     assert not frameworks.judge_healthy(frameworks.run(framework(name), tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [pytest.param(*one, marks=[] if one == IN_CI else [pytest.mark.nightly]) for one in HANGS],
-)
+@pytest.mark.parametrize(("name", "how"), HANGS)
 def test_a_hang_is_found_and_named(name: str, how: str, tmp_path: Path) -> None:
     culprit = HANGS.index((name, how)) % 2
     found = framework(name)

@@ -190,8 +190,9 @@ def test_what_the_script_catches_is_noted(tmp_path: Path) -> None:
     assert (Path(found[-1].caught.file), found[-1].caught.function) == (script, "<module>")
     assert found[-1].caught.line == 32
     # a program that lives by exceptions is left alone
-    subprocess.run([sys.executable, script, notes, "100000"], env=environment, check=True)
-    assert "RuntimeError" not in {one.type for one in parse_caught(notes.read_bytes())}
+    busy = tmp_path / "busy"
+    subprocess.run([sys.executable, script, busy, "100000"], env=environment, check=True)
+    assert "RuntimeError" not in {one.type for one in parse_caught(busy.read_bytes())}
 
 
 def test_without_such_a_python_nothing_is_noted(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def test_a_finding_in_the_last_checks_gets_its_bundle_and_exit_code(tmp_path: Pa
     assert bundle.json("inconsistent.json")[0]["sides"] == [[0], [1]] and bundle.problems() == []
 
 
+@pytest.mark.nightly
 def test_probes_return_records_and_print_once_without_numpy(tmp_path: Path) -> None:
     with Job(["--nproc-per-node=2", PROGRAMS / "probing.py"], tmp_path) as job:
         result = job.wait()

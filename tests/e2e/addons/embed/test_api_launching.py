@@ -29,6 +29,7 @@ def told(stdout: str) -> dict[str, Any]:
     return {line["name"]: line for line in map(json.loads, filter(None, stdout.splitlines()))}
 
 
+@pytest.mark.nightly
 def test_a_launch_returns_what_elastic_launch_returns_and_tells_of_a_hang(tmp_path: Path) -> None:
     """One process launches six times, as a notebook does."""
     with caller(tmp_path, "several") as job:
@@ -60,8 +61,9 @@ def test_a_launch_returns_what_elastic_launch_returns_and_tells_of_a_hang(tmp_pa
     assert result.leftovers == ()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["spawn", *(pytest.param(method, marks=pytest.mark.nightly) for method in ("fork", "forkserver"))]
+)
 def test_a_function_that_returns_early_is_named(tmp_path: Path, method: str) -> None:
     with caller(tmp_path, "leave", method) as job:
         result = job.wait()
