@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from safelaunch.model import Evidence, FlightRecord, GilTest, Launched
+from safelaunch.model import Evidence, GilTest, Launched
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.diagnose import _conclude, diagnose
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.rules import KINDS
 from safelaunch.verdict.waits import Case
-from tests.support.evidence import at, entry, in_c10d, in_user, job, past, rank, record, waiting
+from tests.support.evidence import entry, in_c10d, in_user, job, past, rank, record, waiting
 
 
 def test_the_rules_conclude_the_catalogue_and_nothing_else() -> None:
@@ -48,22 +48,6 @@ def test_a_rule_is_not_asked_where_what_it_needs_is_not_there(monkeypatch: pytes
 # --- what was not seen is not ruled out -------------------------------------------------------------------------------
 
 
-def test_dumps_alone_rule_no_stopped_process_out() -> None:
-    """Nobody looked at the processes."""
-    flights = [record(*past(3), entry("all_reduce", 4, line=50)) for _ in range(2)]
-    dumps = job(*(rank(n, flight=flight, seen=False) for n, flight in enumerate(flights)))
-    assert not any("stopped" in text for text in diagnose(dumps).ruled_out)
-    assert any("stopped" in text for text in diagnose(job(waiting(0), waiting(1))).ruled_out)
-
-
-def test_ranks_that_were_not_seen_are_not_cleared() -> None:
-    seen = [waiting(0), waiting(1)]
-    assert not any("stopped" in text for text in diagnose(job(*seen, missing_ranks=(2,))).ruled_out)
-    assert not any("waits for its peers too" in text for text in diagnose(job(*seen, missing_ranks=(2,))).ruled_out)
-    one = rank(1, waiting(1).main.stacks[0].threads[0].frames, flight=None)  # type: ignore[union-attr]
-    assert not any("recorded the same" in text for text in diagnose(job(waiting(0), one)).ruled_out)
-
-
 def test_no_evidence_rules_nothing_out_and_says_nothing_of_where_ranks_are() -> None:
     verdict = diagnose(Evidence("hang", 0, (), launched=Launched()))
     assert (verdict.cause, verdict.confidence, verdict.ruled_out) == ("no-rank-stands-out", "low", ())
@@ -72,32 +56,6 @@ def test_no_evidence_rules_nothing_out_and_says_nothing_of_where_ranks_are() -> 
 
 
 # --- the example of the Flight Recorder tutorial ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("frames", [True, False])
-@pytest.mark.parametrize("world", [2, 4])
-def test_rank_0_makes_one_collective_more(world: int, frames: bool) -> None:
-    """Its own tensor has another size; the CPUs have queued all that follows, and every device is at the third call."""
-
-    def flight(extra: bool) -> FlightRecord:
-        lines, sizes = [21, 21, 27, 30, 30], [(3, 4), (3, 4), (4, 5), (3, 4), (3, 4)]
-        made = [pair for pair in zip(lines, sizes, strict=True) if extra or pair[0] != 27]
-        return record(
-            *(
-                entry("nccl:all_reduce", number, done=number < 3, line=line if frames else 0, size=size)
-                for number, (line, size) in enumerate(made, 1)
-            ),
-            groups={"0": tuple(range(world))},
-        )
-
-    verdict = diagnose(job(*(rank(n, flight=flight(n == 0), seen=False) for n in range(world))))
-    assert verdict.cause == "collective-mismatch"
-    assert [one.rank for one in verdict.culprits] == [0]
-    if world == 2:
-        assert verdict.summary.startswith("Rank 0 called all_reduce ")
-        assert "which its peers did not (collective #3 of group '0')" in verdict.summary
-    if frames:
-        assert verdict.culprits[0].frame == at(27)
 
 
 @pytest.mark.parametrize("made", [3, 2])

@@ -72,11 +72,6 @@ def test_what_one_rank_does_later_may_be_its_device_and_what_was_so_at_first_is_
     assert any("checkpoint" in one for one in first.suggestions)
 
 
-def test_a_rank_that_was_not_seen_is_named_in_words() -> None:
-    verdict = told(replace(APART, ranks=(7,)), world_size=8)
-    assert not verdict.culprits and verdict.cause == "replicas-diverged"
-
-
 # --- a look at a job that stands, while one of its ranks computes -----------------------------------------------------
 
 STEP_NS = 100_000_000
@@ -91,18 +86,6 @@ def looked_at(stall_s: float, *, moving: bool = True, computes: bool = True, **p
     pages = [msgspec.structs.replace(each.progress, **known) for each in ranks if each.progress is not None]
     ranks = [msgspec.structs.replace(each, progress=page) for each, page in zip(ranks, pages, strict=True)]
     return job(*ranks, outcome="dump", moving=moving, stall_s=stall_s)
-
-
-def test_a_job_that_has_made_no_step() -> None:
-    evidence = looked_at(60.0, step=None, history=(), first_step_ns=0, last_step_ns=0)
-    assert diagnose(evidence).summary.startswith("No step yet, 60 s on: rank 1 spins in train.py:7")
-
-
-def test_a_pause_as_long_as_earlier_ones_is_told_beside_them() -> None:
-    """An evaluation of a minute, earlier: the longest step is told, and who reads it decides."""
-    marks = (*((number * STEP_NS, number) for number in range(1, 30)), (10**11, 30), (10**11 + STEP_NS, 31))
-    verdict = diagnose(looked_at(41.0, history=marks))
-    assert verdict.summary.startswith("No step for 41 s (usual 0.1 s, longest 97 s): rank 1 spins")
 
 
 def test_the_usual_step_without_a_history() -> None:

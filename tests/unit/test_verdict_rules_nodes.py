@@ -18,7 +18,6 @@ from safelaunch.model import (
     RankEvidence,
     RankException,
     RankExit,
-    Rendezvous,
     Verdict,
 )
 from safelaunch.model.evidence import all_nodes
@@ -53,26 +52,6 @@ def said(verdict: Verdict) -> tuple[str, str, list[str]]:
 # --- a node that is gone ----------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_fell_silent_as_its_connections_died_is_lost() -> None:
-    verdict = diagnose(half(thrown_out(0), thrown_out(1), outcome="crash"))
-    assert said(verdict) == ("node-lost", "high", ["b:2-3"])
-    assert "Node b (ranks 2-3) is gone without reporting a failure" in verdict.summary
-    assert verdict.victims == "0-1"
-    assert any("kernel panic" in advice for advice in verdict.suggestions)
-    assert any(claim.file == "nodes.json" and "20 s" in claim.claim for claim in verdict.evidence)
-
-
-def test_a_silence_of_a_few_seconds_is_less_sure() -> None:
-    brief = half(thrown_out(0), thrown_out(1), nodes=(A, replace(B, silent_s=3.0)), outcome="crash")
-    assert diagnose(brief).confidence == "medium"
-
-
-def test_ranks_that_gave_up_waiting_say_nothing_of_connections() -> None:
-    late = [thrown_out(n, message="Timed out waiting 60000ms for recv operation to complete") for n in (0, 1)]
-    late = [replace(r, exception=replace(r.exception, frames=(ENGINE,))) for r in late if r.exception]
-    assert diagnose(half(*late, outcome="crash")).cause != "node-lost"
-
-
 # --- torchrun lost its store ------------------------------------------------------------------------------------------
 
 FAILED = replace(A, agent_error="RendezvousConnectionError: The connection to the C10d store has failed.")
@@ -90,16 +69,6 @@ def test_who_was_stopped_itself_has_missed_why_others_have_ended() -> None:
         "high",
         ["b:2-3"],
     )
-
-
-def test_ranks_that_wait_for_a_node_that_has_said_what_failed_there() -> None:
-    """It has ended since: its ranks were not seen by any node that is left."""
-    ended = replace(B, last="ended", trouble="rank 3 on b was ended by SIGKILL")
-    verdict = diagnose(half(rank(0, in_init()), rank(1, in_init()), nodes=(A, ended)))
-    assert (verdict.cause, verdict.confidence, verdict.victims) == ("rank-exited", "medium", "0-1")
-    assert "rank 3 on b was ended by SIGKILL" in verdict.summary
-    stuck = half(waiting(0), rank(1, in_user(7), "sleep", flight=behind()), nodes=(A, ended))
-    assert [culprit.rank for culprit in diagnose(stuck).culprits] == [1]
 
 
 # --- a node that is only silent ---------------------------------------------------------------------------------------
@@ -184,13 +153,6 @@ def test_all_ranks_of_one_node_are_named_as_the_node(kernel: str, confidence: st
     assert verdict.summary.startswith("Node b is behind as a whole: ranks 2-3, and no others.")
 
 
-def test_ranks_that_their_script_puts_to_sleep_are_named_with_their_line_and_the_node_too() -> None:
-    verdict = diagnose(behind_as_a_node("sleep", 2, 3))
-    assert said(verdict) == ("stuck-in-user-code", "high", ["b:2-3"])
-    assert [(one.rank, one.frame and one.frame.line) for one in verdict.culprits] == [(2, 7), (3, 7)]
-    assert "asleep" in verdict.nodes_at_fault[0].reason
-
-
 @pytest.mark.parametrize("numbers", [(3,), (1, 3), (1, 2, 3)], ids=["one of two", "one of each", "more than the node"])
 def test_others_are_named_as_ranks(numbers: tuple[int, ...]) -> None:
     verdict = diagnose(behind_as_a_node("disk", *numbers))
@@ -199,17 +161,6 @@ def test_others_are_named_as_ranks(numbers: tuple[int, ...]) -> None:
 
 
 # --- versions, clocks -------------------------------------------------------------------------------------------------
-
-
-def test_versions_that_differ_are_told_and_named_where_nobody_else_is() -> None:
-    nodes = (replace(A, torch="2.13.0"), replace(B, here=True, torch="2.9.1"))
-    verdict = diagnose(job(*(waiting(n) for n in range(4)), nodes=nodes))
-    assert (verdict.cause, verdict.confidence) == ("versions-differ", "medium")
-    assert "torch differs between nodes: 2.13.0 on a; 2.9.1 on b" in verdict.summary
-    asleep = rank(3, in_user(7), "sleep", flight=behind())
-    verdict = diagnose(job(*(waiting(n) for n in range(3)), asleep, nodes=nodes))
-    assert verdict.cause == "stuck-in-user-code"
-    assert any("torch differs" in claim.claim for claim in verdict.evidence)
 
 
 @pytest.mark.parametrize(("apart_s", "confidence"), [(0.5, "medium"), (30.0, "high")])
@@ -224,26 +175,6 @@ def test_which_of_two_nodes_failed_first_is_as_sure_as_their_clocks(apart_s: flo
 
 
 # --- a node that has not come -----------------------------------------------------------------------------------------
-
-
-def test_a_rendezvous_that_not_all_came_to() -> None:
-    told = Rendezvous(3, 2, ("a", "b"), (2,), ("c",), 600.4, error="RendezvousTimeoutError: gave up")
-    verdict = diagnose(Evidence(outcome="crash", world_size=0, ranks=(), rendezvous=told))
-    assert (verdict.cause, verdict.confidence, verdict.culprits) == ("init-not-joined", "medium", ())
-    assert verdict.summary == (
-        "2 of 3 nodes came to torchrun's rendezvous within 600 s (a, b). Node rank 2 has not come. "
-        "From c none has come."
-    )
-    assert [node.host for node in verdict.nodes_at_fault] == ["c"]
-    assert all(claim.file == "rendezvous.json" for claim in verdict.evidence)
-    assert "started on every node" in verdict.suggestions[0]
-
-
-def test_a_rendezvous_whose_store_does_not_answer_accuses_nobody() -> None:
-    told = Rendezvous(2, 1, ("a",), store="connection refused")
-    verdict = diagnose(Evidence(outcome="crash", world_size=0, ranks=(), rendezvous=told))
-    assert verdict.nodes_at_fault == ()
-    assert "The store where they meet does not answer: connection refused." in verdict.summary
 
 
 # --- which ranks NCCL means -------------------------------------------------------------------------------------------

@@ -6,22 +6,16 @@ from textwrap import dedent
 
 from msgspec import structs
 
-from safelaunch.model import Evidence, GilTest, RankEvidence, Verdict
+from safelaunch.model import Evidence, RankEvidence, Verdict
 from safelaunch.verdict.diagnose import diagnose
 from tests.support.evidence import (
     MODULE,
     SCRIPT,
-    SITE,
     at,
     behind,
     decided,
-    entry,
-    in_c10d,
-    in_user,
     job,
-    past,
     rank,
-    record,
     waiting,
 )
 
@@ -84,27 +78,3 @@ def test_of_two_ranks_either_may_be_at_fault() -> None:
 def test_one_rank_that_polls_for_what_any_of_those_that_the_source_keeps_away_may_make() -> None:
     verdict = told(job(naps(0, (6, "wait_for"), (23, "collect")), waiting(1), waiting(2), waiting(3)))
     assert decided(verdict) == ("stuck-in-user-code", [(0, 6)], "medium")
-
-
-RPC = f"{SITE}/torch/distributed/rpc"
-
-
-def asks(number: int) -> RankEvidence:
-    inner = (at(820, "_invoke_rpc", f"{RPC}/api.py"), at(775, "rpc_sync", f"{RPC}/api.py"))
-    return rank(number, (*inner, at(24, "fetch"), MODULE), flight=behind(), gil=GilTest(ping=True, python=True))
-
-
-def test_a_remote_call_that_nobody_is_seen_to_handle() -> None:
-    verdict = diagnose(job(waiting(0), waiting(1), asks(2), waiting(3)))
-    assert decided(verdict)[1] == [(2, 24)]
-    assert "for another rank to answer a remote call" in verdict.summary
-
-
-def test_a_call_has_the_name_that_the_program_gave_it() -> None:
-    """gloo carries a reduce_scatter out as an all_reduce, and records it so."""
-    frames = in_c10d("reduce_scatter_tensor", 50)
-    pending = structs.replace(entry("all_reduce", 4), frames=frames)
-    waits = rank(0, frames, flight=record(*past(3), pending))
-    verdict = diagnose(job(waits, rank(1, in_user(7), "sleep", flight=record(*past(3)))))
-    assert [one.rank for one in verdict.culprits] == [1]
-    assert "rank 0 waits in reduce_scatter_tensor at train.py:50" in verdict.summary
