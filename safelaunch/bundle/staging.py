@@ -23,7 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from safelaunch.bundle import copier
-from safelaunch.capture.result import FileContent, Sink
+from safelaunch.capture.sink import FileContent, Sink
 from safelaunch.model import Artifact, Outcome
 from safelaunch.system.files import is_dir, lexists, replace_file
 from safelaunch.system.printable import clean_json

@@ -13,8 +13,10 @@ from pathlib import Path
 import msgspec
 
 from safelaunch.capture import flight_dump, flight_recorder, last_words, stacks, worker_server
+from safelaunch.capture.gather import gather, late
 from safelaunch.capture.redaction import without_secrets
-from safelaunch.capture.result import FileGroup, Gate, Result, Sink, gather, late
+from safelaunch.capture.result import Result
+from safelaunch.capture.sink import FileGroup, Gate, Sink
 from safelaunch.model import OWN_RECORDS, Artifact, GilTest, Processes, Progress, RankEvidence, RankExit
 from safelaunch.system.printable import is_clean
 from safelaunch.system.redaction.redactor import Redactor

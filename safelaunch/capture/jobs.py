@@ -16,9 +16,10 @@ from pathlib import Path
 
 from safelaunch.beacon.layout import OF_A_RANK, TASKS, numbers_in
 from safelaunch.capture import sockets
+from safelaunch.capture.gather import gather
 from safelaunch.capture.memory import ProcessMemory
 from safelaunch.capture.node import parse_environ
-from safelaunch.capture.result import gather, within_or
+from safelaunch.capture.result import within_or
 from safelaunch.system import procstat
 from safelaunch.system.console import cut
 from safelaunch.system.errors import AccessDenied, UsageError

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from safelaunch.capture import inside, proc, sockets, stacks, waits
-from safelaunch.capture.result import gather, late
+from safelaunch.capture.gather import gather, late
 from safelaunch.capture.worker_server import Questions
 from safelaunch.job import process
 from safelaunch.model import ProcessEvidence, ProcessState, StackSample

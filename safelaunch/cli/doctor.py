@@ -19,7 +19,7 @@ import msgspec
 from safelaunch import __version__
 from safelaunch.bundle.staging import check_directory
 from safelaunch.capture import gpu
-from safelaunch.capture.result import gather
+from safelaunch.capture.gather import gather
 from safelaunch.cli import doctor_node as node
 from safelaunch.cli import doctor_rules as rules
 from safelaunch.cli.doctor_rules import RESULTS, Check, CheckResult, failed, warning

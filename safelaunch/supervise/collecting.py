@@ -21,11 +21,13 @@ from safelaunch.bundle.staging import (
     roomier,
 )
 from safelaunch.capture import collect, gpu, inside, nccl_logs, nccl_ras, node
+from safelaunch.capture.gather import gather_into
 from safelaunch.capture.kernel_log import since
 from safelaunch.capture.memory_kills import deaths_between, kill_counts, kills_of
 from safelaunch.capture.node import NodeSubject
 from safelaunch.capture.pages import read_meta
-from safelaunch.capture.result import FileGroup, Gate, Result, Sink, gather_into
+from safelaunch.capture.result import Result
+from safelaunch.capture.sink import FileGroup, Gate, Sink
 from safelaunch.job.paths import may_be_ours
 from safelaunch.model import (
     Artifact,

@@ -15,9 +15,10 @@ from msgspec import structs
 from safelaunch.capture import counters
 from safelaunch.capture.counters import Counters
 from safelaunch.capture.flight_recorder import newest_entry
+from safelaunch.capture.gather import gather
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, take, with_c_frames
 from safelaunch.capture.node import environment_of
-from safelaunch.capture.result import Result, gather
+from safelaunch.capture.result import Result
 from safelaunch.capture.sockets import resends
 from safelaunch.model import Thread
 from safelaunch.supervise.kinds import LOOK_S

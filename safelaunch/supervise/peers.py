@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from safelaunch.capture.result import gather
+from safelaunch.capture.gather import gather
 from safelaunch.model import AgentState, Lost, NodeEvidence, Rendezvous, ServerProbe, format_ranks
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S

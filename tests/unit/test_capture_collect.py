@@ -12,8 +12,10 @@ from safelaunch.beacon import layout, output
 from safelaunch.capture import collect
 from safelaunch.capture.collect import most_telling
 from safelaunch.capture.flight_recorder import FlightCapture
+from safelaunch.capture.gather import gather
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
-from safelaunch.capture.result import FileContent, Result, Sink, gather
+from safelaunch.capture.result import Result
+from safelaunch.capture.sink import FileContent, Sink
 from safelaunch.model import Artifact, FlightRecord, GilTest, ProcessState, RankExit, StackSample
 from safelaunch.system.redaction.redactor import Redactor
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from safelaunch.bundle.staging import Staging
-from safelaunch.capture.result import FileGroup, Gate, Late, gather_into
+from safelaunch.capture.gather import gather_into
+from safelaunch.capture.sink import FileGroup, Gate, Late
 from safelaunch.model import Artifact
 
 # --- what a source brings counts as a whole, and not after its deadline -----------------------------------------------

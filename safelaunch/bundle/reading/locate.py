@@ -32,7 +32,7 @@ from safelaunch.bundle.reading.guard import (
     within,
 )
 from safelaunch.capture.flight_dump import MAX_RANKS
-from safelaunch.capture.result import Sink
+from safelaunch.capture.sink import Sink
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import Outcome, RankExit
 from safelaunch.system.files import is_dir, is_file, lexists
