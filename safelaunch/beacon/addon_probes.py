@@ -1,8 +1,8 @@
 """Loads the probes of add-ons: code of theirs that runs inside a rank (see ``addons.protocols.Probe``).
 
-A probe is the module ``addons/NAME/probe.py``. It is loaded by its path, as the beacon is, because this interpreter may
-not have safelaunch installed: as ``_safelaunch_beacon.addons.NAME.probe``. Its packages are bare, so nothing else of
-the add-on runs here, and ``from ...beacon import marks`` is the beacon of this rank.
+A probe is the module ``addons/NAME/probe.py``. Like the beacon, it is loaded by its path, because this interpreter might
+not have safelaunch: as ``_safelaunch_beacon.addons.NAME.probe``. Its packages have a path and run no code, so nothing
+else of the add-on runs here, and ``from ...beacon import marks`` is the beacon of this rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ def load(name: str) -> Any:
 
 
 def _add_package(name: str, path: str) -> None:
-    """Adds a package that has a path and runs no code."""
     if name not in sys.modules:
         package = type(sys)(name)
         package.__path__ = [path]

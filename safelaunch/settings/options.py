@@ -100,7 +100,7 @@ def parse_gpus(text: str) -> str:
             raise ValueError(text)
         return str(int(text))
     ids = text.removesuffix(",").split(",")
-    if len(set(ids)) != len(ids) or not all(_GPU_ID.fullmatch(one) for one in ids):
+    if len(set(ids)) != len(ids) or not all(_GPU_ID.fullmatch(gpu_id) for gpu_id in ids):
         raise ValueError(text)
     return text
 
@@ -146,8 +146,6 @@ class Option:
     """One option. ``expects`` completes the sentence "X is not ..."; ``metavar`` is None for a switch.
 
     ``commands``: the subcommands that take it. ``value_is_optional``: a switch to which ``=VALUE`` may be added.
-    ``addon``: the add-on that it belongs to; without it, the option is refused. ``unset``: what ``--dry-run`` shows for
-    no value; empty if it doesn't list the option.
     """
 
     name: str
@@ -159,8 +157,8 @@ class Option:
     repeatable: bool = False
     in_file: bool = True
     value_is_optional: bool = False
-    addon: str = ""
-    unset: str = ""
+    addon: str = ""  # it belongs to this add-on; without the add-on, it is refused
+    unset: str = ""  # text that ``--dry-run`` shows for no value; empty if it doesn't list the option
 
     @property
     def flag(self) -> str:
@@ -577,7 +575,7 @@ def options_of(command: str) -> tuple[Option, ...]:
 
 
 def addon_options(*, present: bool = True) -> tuple[Option, ...]:
-    """Returns the options of the add-ons that are ``present``, or of those that are not."""
+    """Returns the options of add-ons that are installed or, unless ``present``, missing."""
     return tuple(option for option in OWN_OPTIONS if option.addon and option.is_available == present)
 
 

@@ -1,4 +1,4 @@
-"""Which names of add-ons a rank accepts."""
+"""Names of add-ons that a rank accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the monitor does about a finding, under each value of --on-inconsistent."""
+"""Requests of the monitor after a finding, for each value of --on-inconsistent."""
 
 from __future__ import annotations
 

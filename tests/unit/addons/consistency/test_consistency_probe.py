@@ -1,4 +1,4 @@
-"""The consistency checks in a rank: which steps are those of its peers, and which tensors several ranks hold equal."""
+"""The consistency checks in a rank: steps that its peers make as well, and tensors that several ranks hold equal."""
 
 from __future__ import annotations
 
