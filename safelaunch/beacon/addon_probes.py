@@ -1,6 +1,6 @@
 """Loads the probes of add-ons: code of theirs that runs inside a rank (see ``addons.protocols.Probe``).
 
-A probe is the module ``addons/NAME/probe.py``. Like the beacon, it is loaded by its path, because this interpreter might
+A probe is the module ``addons/NAME/probe.py``. Like the beacon, it is loaded by its path: this interpreter might
 not have safelaunch: as ``_safelaunch_beacon.addons.NAME.probe``. Its packages have a path and run no code, so nothing
 else of the add-on runs here, and ``from ...beacon import marks`` is the beacon of this rank.
 """
