@@ -40,7 +40,7 @@ class Scene:
     def attached(self) -> frozenset[Advice]:
         """By whoever found the sub-case: the rule, or the conditions of the ranks at fault."""
         own = (self.facts.ranks[rank].condition for rank in self.named)
-        return self.finding.advice.union(*(one.advice for one in own if one is not None))
+        return self.finding.advice.union(*(condition.advice for condition in own if condition is not None))
 
     @cached_property
     def named(self) -> frozenset[int]:
@@ -50,7 +50,7 @@ class Scene:
     def surely_named(self) -> bool:
         """Somebody is named, and something shows what that rank did."""
         own = [self.facts.ranks[rank].condition for rank in self.named]
-        return bool(own) and not any(one is None or Doubt.STATE_UNKNOWN in one.doubts for one in own)
+        return bool(own) and not any(condition is None or Doubt.STATE_UNKNOWN in condition.doubts for condition in own)
 
     @property
     def holds_a_lock(self) -> bool:
@@ -68,39 +68,39 @@ class Scene:
     def purposes(self) -> dict[int, calls.Purpose]:
         """rank → what torch makes the call for that it waits in, or was aborted in."""
         aborted = {rank: stack for rank in self.named if (stack := aborted_in(self.facts.ranks[rank].evidence))}
-        waiting = {rank: self._purpose(rank) for rank, one in self.facts.ranks.items() if one.wait is not None}
+        waiting = {rank: self._purpose(rank) for rank, state in self.facts.ranks.items() if state.wait is not None}
         return {**waiting, **{rank: calls.purpose(stack) for rank, stack in aborted.items()}}
 
     def _purpose(self, rank: int) -> calls.Purpose:
-        one, alignment = self.facts.ranks[rank], self.facts.alignment
-        view = view_of(one.evidence)
-        raised = one.evidence.exception
-        stack = fr.stack_of(one.evidence, raised.frames) if raised is not None else view.stack if view else None
-        found = calls.purpose(stack) if stack is not None else ""
-        wait = one.wait
-        if found or wait is None or wait.group is None or wait.seq is None:
-            return found
+        state, alignment = self.facts.ranks[rank], self.facts.alignment
+        view = view_of(state.evidence)
+        raised = state.evidence.exception
+        stack = fr.stack_of(state.evidence, raised.frames) if raised is not None else view.stack if view else None
+        purpose = calls.purpose(stack) if stack is not None else ""
+        wait = state.wait
+        if purpose or wait is None or wait.group is None or wait.seq is None:
+            return purpose
         entry = alignment.entry(rank, wait.group, wait.seq)
         return calls.purpose(alignment.stack(rank, entry)) if entry is not None else ""
 
     def alone_in(self, purpose: calls.Purpose) -> bool:
         """Ranks at fault are in such a call, while all others train, or where a condition on the rank sent them."""
-        there = {rank for rank, found in self.purposes.items() if found == purpose}
-        if not there or not there <= self.named:
+        alone = {rank for rank, own_purpose in self.purposes.items() if own_purpose == purpose}
+        if not alone or not alone <= self.named:
             return False
-        rest = {found for rank, found in self.purposes.items() if rank not in there}
-        return rest <= _TRAINING or any(there == set(branch.ranks) for branch in self.finding.branches)
+        rest = {own_purpose for rank, own_purpose in self.purposes.items() if rank not in alone}
+        return rest <= _TRAINING or any(alone == set(branch.ranks) for branch in self.finding.branches)
 
     def raised_like(self, pattern: re.Pattern[str]) -> bool:
         """An exception of a rank at fault, type included, has such words."""
         raised = (self.facts.ranks[rank].evidence.exception for rank in self.named)
-        return any(one is not None and pattern.search(f"{one.type}: {one.message}") for one in raised)
+        return any(error is not None and pattern.search(f"{error.type}: {error.message}") for error in raised)
 
     @cached_property
     def failures(self) -> set[failures.FailureKind]:
         """What the errors of ranks at fault mean; where none is named, those of all ranks."""
         ranks = (self.facts.ranks[rank].evidence for rank in self.named or self.facts.ranks)
-        return {told.kind for rank in ranks if (told := failure_of_rank(rank)) is not None}
+        return {failure.kind for rank in ranks if (failure := failure_of_rank(rank)) is not None}
 
     @property
     def lost(self) -> bool:
@@ -109,7 +109,7 @@ class Scene:
     @property
     def timed_out(self) -> bool:
         raised = (rank.exception for rank in self.facts.evidence.ranks)
-        return any(one is not None and is_timeout(one) for one in raised)
+        return any(error is not None and is_timeout(error) for error in raised)
 
     @property
     def _whole(self) -> bool:
@@ -156,7 +156,7 @@ class Scene:
         """Of a rank that was there to be looked at."""
         ranks = self.facts.ranks.values()
         living = [rank.evidence for rank in ranks if rank.evidence.exit is None and not _has_ended(rank.evidence)]
-        return not ranks or any(one.main is None or not one.main.stacks for one in living)
+        return not ranks or any(rank.main is None or not rank.main.stacks for rank in living)
 
 
 def _has_ended(rank: RankEvidence) -> bool:
@@ -169,13 +169,13 @@ def _has_ended(rank: RankEvidence) -> bool:
 def advise(facts: CaseFacts, finding: Finding) -> tuple[tuple[str, ...], NextStep | None]:
     """What to do, the surest first; and what to type next, where it is known how the job was started."""
     scene = Scene(facts, finding)
-    given = [one for one in CAUSES[finding.cause].advice if one.fits(scene)]
-    step = _next_step(scene.launched, given) if facts.evidence.outcome != "dump" else None
-    return tuple(one.shown for one in given), step
+    pieces = [piece for piece in CAUSES[finding.cause].advice if piece.fits(scene)]
+    step = _next_step(scene.launched, pieces) if facts.evidence.outcome != "dump" else None
+    return tuple(piece.shown for piece in pieces), step
 
 
-def _next_step(launched: Launched, given: Sequence[Advice]) -> NextStep | None:
-    more = next((one for one in given if one.preset), None)
+def _next_step(launched: Launched, pieces: Sequence[Advice]) -> NextStep | None:
+    more = next((piece for piece in pieces if piece.preset), None)
     command, why = again(launched, more.preset if more is not None else ""), "Once that is fixed"
     any_node = _NUMBER_OF_NODE.sub(r"\1N", command)
     why = more.text if more is not None else why

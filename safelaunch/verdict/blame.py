@@ -66,7 +66,7 @@ def condition_claims(named: Mapping[int, Condition]) -> tuple[Claim, ...]:
 
 def conditions(facts: CaseFacts, *causes: str) -> dict[int, Condition]:
     """The ranks that do something of their own: all, or those of these causes."""
-    own = {rank: one.condition for rank, one in facts.ranks.items()}
+    own = {rank: state.condition for rank, state in facts.ranks.items()}
     return {rank: c for rank, c in own.items() if c is not None and (not causes or c.cause in causes)}
 
 

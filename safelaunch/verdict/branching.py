@@ -40,27 +40,27 @@ def parted(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
         sides = _sides(facts, finding, waits)
     if not sides:
         return
-    (one, _), (other, _) = sides
-    found = parting(one, other, facts.read_source)
-    if found is None:
-        loop = loop_of_both(one, other, facts.read_source)
+    (first_side, _), (second_side, _) = sides
+    branching = parting(first_side, second_side, facts.read_source)
+    if branching is None:
+        loop = loop_of_both(first_side, second_side, facts.read_source)
         if loop is not None:
             yield _of_other_items(facts, *loop)
         return
-    ended = None if _OF_A_LOOP & {*finding.doubts} else _in_another_round(facts, found, sides)
+    ended = None if _OF_A_LOOP & {*finding.doubts} else _in_another_round(facts, branching, sides)
     if ended is not None:
         yield ended[1]
     parts = [
-        [one for one in way if _may_part(facts, one, waits) and (ended is None or ended[0].has(one))]
-        for way in found.ways
+        [guard for guard in way if _may_part(facts, guard, waits) and (ended is None or ended[0].has(guard))]
+        for way in branching.ways
     ]
-    later = [n for n, way in enumerate(found.ways) if any(one.by_round for one in way)]
-    if told := [one for part in parts for one in part[-MOST_NAMED:]]:
-        advice = frozenset({suggestions.TRIED_AGAIN}) if all(one.again for one in told) else suggestions.DRAWN
-        words = " and ".join(f"`{one.words}`" for one in told)
+    later = [n for n, way in enumerate(branching.ways) if any(guard.by_round for guard in way)]
+    if deciding := [guard for part in parts for guard in part[-MOST_NAMED:]]:
+        advice = frozenset({suggestions.TRIED_AGAIN}) if all(guard.again for guard in deciding) else suggestions.DRAWN
+        words = " and ".join(f"`{guard.words}`" for guard in deciding)
         yield Annotation(f"Which way a rank goes depends on {words}.", advice=advice)
     elif ended is None and len(later) == 1:
-        yield from _in_a_later_round(facts, found, sides, later[0])
+        yield from _in_a_later_round(facts, branching, sides, later[0])
 
 
 def _sides(facts: CaseFacts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]) -> Sequence[RankSide]:
@@ -96,9 +96,9 @@ def _members_of_waits(facts: CaseFacts, ranks: Iterable[int]) -> frozenset[int]:
     return frozenset[int]().union(*(facts.alignment.members(str(wait.group))[0] for wait in waits))
 
 
-def _may_part(facts: CaseFacts, one: Guard, ranks: Iterable[int]) -> bool:
+def _may_part(facts: CaseFacts, guard: Guard, ranks: Iterable[int]) -> bool:
     """Neither what is the same on all ranks in one round, nor what the rank alone decides: that is known already."""
-    return not one.by_round and any(one.admits(whereabouts(facts, rank)) is None for rank in ranks)
+    return not guard.by_round and any(guard.admits(whereabouts(facts, rank)) is None for rank in ranks)
 
 
 def _of_other_items(facts: CaseFacts, loop: Guard, around: Sequence[Frame]) -> Annotation:
@@ -109,23 +109,23 @@ def _of_other_items(facts: CaseFacts, loop: Guard, around: Sequence[Frame]) -> A
 
 
 def _in_another_round(
-    facts: CaseFacts, found: Parting, sides: Sequence[RankSide]
+    facts: CaseFacts, branching: Parting, sides: Sequence[RankSide]
 ) -> tuple[SourceLoop, Annotation] | None:
     """One side makes once more the call that the other has made last: a loop around it has ended for one of them.
 
     Under a condition, the other may not call in each round of what is around them, and the calls be those of several.
     """
-    for mine, (way, ranks) in enumerate(sides):
-        there = found.stacks[mine]
-        loops = [loop for frame in there for loop in loops_at(frame, facts.read_source)]
-        loops = [loop for loop in loops if not loop.has(found.stacks[1 - mine][0])]
-        others = sides[1 - mine][1]
+    for side, (way, ranks) in enumerate(sides):
+        stack = branching.stacks[side]
+        loops = [loop for frame in stack for loop in loops_at(frame, facts.read_source)]
+        loops = [loop for loop in loops if not loop.has(branching.stacks[1 - side][0])]
+        peers = sides[1 - side][1]
         if (
             len(loops) == 1
-            and not found.ways[1 - mine]
-            and _run(facts, ranks[0], way, 0) > _run(facts, others[0], way, 1) > 0
+            and not branching.ways[1 - side]
+            and _run(facts, ranks[0], way, 0) > _run(facts, peers[0], way, 1) > 0
         ):
-            text = f"{capital(ranks_do(others, 'has', 'have'))} called last from {fr.place(way[0])}, too: the loop at "
+            text = f"{capital(ranks_do(peers, 'has', 'have'))} called last from {fr.place(way[0])}, too: the loop at "
             text += f"{loops[0].place} has ended there, and goes on for {ranks_word(ranks)}"
             return loops[0], Annotation(f"{text}.", advice=frozenset({suggestions.OTHER_ITEMS}))
     return None
@@ -145,7 +145,9 @@ def _run(facts: CaseFacts, rank: int, way: Sequence[Frame], before: int) -> int:
     return len(list(takewhile(lambda stack: stack == spots, made)))
 
 
-def _in_a_later_round(facts: CaseFacts, found: Parting, sides: Sequence[RankSide], later: int) -> Iterator[Annotation]:
+def _in_a_later_round(
+    facts: CaseFacts, branching: Parting, sides: Sequence[RankSide], later: int
+) -> Iterator[Annotation]:
     """Of those that should meet under one number. None where a library made a call on the way, under conditions of its
     own.
     """
@@ -153,12 +155,14 @@ def _in_a_later_round(facts: CaseFacts, found: Parting, sides: Sequence[RankSide
     numbers = {(wait.group, wait.seq) if wait is not None else ("", None) for wait in waits}
     if len(numbers) != 1 or None in next(iter(numbers)):
         return
-    way, stack = found.stacks[later], found.stacks[1 - later]
-    if any(fr.short(into.function) not in names_called_at(one, facts.read_source) for one, into in pairwise(way)):
+    way, stack = branching.stacks[later], branching.stacks[1 - later]
+    if any(
+        fr.short(callee.function) not in names_called_at(caller, facts.read_source) for caller, callee in pairwise(way)
+    ):
         return
     loops = loops_at(stack[0], facts.read_source)
     skips = ways_around(stack[::-1], loops[-1].line, facts.read_source) if loops else []
     ahead, behind = sides[later][1], sides[1 - later][1]
-    text = f"All ranks get to {fr.place(way[-1])} in the same rounds (`{found.ways[later][-1].words}`), so "
+    text = f"All ranks get to {fr.place(way[-1])} in the same rounds (`{branching.ways[later][-1].words}`), so "
     text += f"{ranks_do(ahead, 'has', 'have')} left out calls before, or {ranks_do(behind, 'has', 'have')} made more"
     yield Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({suggestions.LEFT_OUT}))

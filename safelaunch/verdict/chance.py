@@ -58,7 +58,7 @@ def _may_have_decided(facts: CaseFacts, finding: Finding) -> bool:
     return len(ways) != 1
 
 
-def unless_drawn(facts: CaseFacts, finding: Finding, found: Iterable[GuardedCall]) -> Annotation:
+def unless_drawn(facts: CaseFacts, finding: Finding, guarded: Iterable[GuardedCall]) -> Annotation:
     """Nobody is at fault where each rank has decided for itself which way to go: by a random number, or by data of its
     own.
 
@@ -69,7 +69,7 @@ def unless_drawn(facts: CaseFacts, finding: Finding, found: Iterable[GuardedCall
     doubts, named = _drawn(facts, finding), {culprit.rank for culprit in finding.culprits}
     if Doubt.NO_PATTERN not in doubts or any(says_why(facts, rank) for rank in named):
         return Annotation(doubts=doubts)
-    if any(named.issuperset(one.ranks) for one in found):
+    if any(named.issuperset(branch.ranks) for branch in guarded):
         return Annotation(doubts=(Doubt.RANK_AND_MORE,))
     return Annotation(_DRAWN, doubts=doubts, culprits=(), advice=suggestions.DRAWN)
 
@@ -101,7 +101,7 @@ def _patterns(facts: CaseFacts, size: int) -> Iterator[Iterable[int]]:
     world = sorted(facts.world)
     yield from (world[:size], world[-size:])
     for step in range(2, len(world) // size + 2):
-        yield from (found for first in range(step) if len(found := world[first::step]) == size)
-    hosts = [ranks for _, ranks in by_place({rank: one.evidence.host for rank, one in facts.ranks.items()})]
+        yield from (pattern for first in range(step) if len(pattern := world[first::step]) == size)
+    hosts = [ranks for _, ranks in by_place({rank: state.evidence.host for rank, state in facts.ranks.items()})]
     groups = (members for record in facts.alignment.records.values() for members in record.groups.values())
-    yield from (found for found in (*hosts, *set(groups)) if len(found) == size)
+    yield from (pattern for pattern in (*hosts, *set(groups)) if len(pattern) == size)

@@ -57,8 +57,8 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
         finding = with_loops_left(case, finding)
         finding = annotated(finding, [note for explanation in explanations for note in explanation(case, finding)])
     finding = with_the_time_without_a_step(case, with_group_names(case, finding))
-    if evidence.labels and (known := _of_known_ranks(evidence, finding, read_source)) is not None:
-        return known
+    if evidence.labels and (verdict_on_ranks := _of_known_ranks(evidence, finding, read_source)) is not None:
+        return verdict_on_ranks
     verdict = with_gpus(_verdict(case, finding, ruled_out), evidence)
     verdict = without_invented_ranks(case, finding, verdict) if evidence.labels else verdict
     return with_repeats(verdict, evidence).on_record(evidence)
@@ -134,9 +134,11 @@ def _is_corroborated(facts: CaseFacts, named: Collection[int]) -> bool:
     """Lines of two kinds tell it of each: what it raised, how its launcher saw it end, what a peer of its reports."""
     waits = not facts.waiting.keys() <= set(named)
     kinds = [
-        (one.exception is not None) + (one.exit is not None and one.exit.before_close) + waits
+        (rank_evidence.exception is not None)
+        + (rank_evidence.exit is not None and rank_evidence.exit.before_close)
+        + waits
         for rank in named
-        if (one := facts.ranks[rank].evidence).rank in (facts.evidence.printed or ())
+        if (rank_evidence := facts.ranks[rank].evidence).rank in (facts.evidence.printed or ())
     ]
     return len(kinds) == len(named) and min(kinds, default=0) > 1
 
@@ -172,14 +174,14 @@ def _missing(facts: CaseFacts, named: Collection[int]) -> Iterator[str]:
 
 def _damaged(facts: CaseFacts) -> dict[tuple[str, ...], list[int]]:
     """Fields → ranks whose records hold in them what no torch writes."""
-    records = {rank: one.evidence.flight_record for rank, one in facts.ranks.items()}
-    return sides_of({rank: one.damaged for rank, one in records.items() if one is not None and one.damaged})
+    records = {rank: state.evidence.flight_record for rank, state in facts.ranks.items()}
+    return sides_of({rank: record.damaged for rank, record in records.items() if record is not None and record.damaged})
 
 
 def _lost(facts: CaseFacts, finding: Finding, limit: int = 3) -> Iterator[str]:
     """Where ranks did not meet, or met and stand still: what may have parted them before the ring buffers begin."""
-    told = ("collective-mismatch", "group-order", "p2p-cycle", "no-rank-stands-out")
-    if finding.cause not in told or facts.evidence.printed is not None:
+    causes = ("collective-mismatch", "group-order", "p2p-cycle", "no-rank-stands-out")
+    if finding.cause not in causes or facts.evidence.printed is not None:
         return
     groups = {wait.group for wait in facts.waiting.values() if wait.group is not None}
     lost = out_of_sight(facts.alignment, sorted(groups))

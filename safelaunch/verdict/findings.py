@@ -72,28 +72,44 @@ class Annotation:
 
 def annotated(finding: Finding, annotations: Iterable[Annotation]) -> Finding:
     """The finding with its annotations; only the order of sentences and claims depends on theirs."""
-    found = list(annotations)
-    why = next((one for one in found if one.explains), None)
+    kept = list(annotations)
+    why = next((annotation for annotation in kept if annotation.explains), None)
     if why is not None:
-        found = [one for one in found if one is why or (one.culprits is None and not one.explains)]
-    decisive = [why] if why is not None else found
-    doubts = (*(() if why else finding.doubts), *(doubt for one in decisive for doubt in one.doubts))
+        kept = [
+            annotation
+            for annotation in kept
+            if annotation is why or (annotation.culprits is None and not annotation.explains)
+        ]
+    decisive = [why] if why is not None else kept
+    doubts = (*(() if why else finding.doubts), *(doubt for annotation in decisive for doubt in annotation.doubts))
     advice = frozenset[Advice]() if why else finding.advice
     summary = finding.summary if why is None or not why.supersedes else ""
-    words = [why.sentence if why else "", summary, *(one.sentence for one in found if one is not why)]
+    words = [
+        why.sentence if why else "",
+        summary,
+        *(annotation.sentence for annotation in kept if annotation is not why),
+    ]
     first = why.claims if why else ()
-    behind = [claim for one in found if one is not why for claim in one.claims]
+    behind = [claim for annotation in kept if annotation is not why for claim in annotation.claims]
     return replace(
         finding,
-        cause=next((one.cause for one in decisive if one.cause), finding.cause),
+        cause=next((annotation.cause for annotation in decisive if annotation.cause), finding.cause),
         doubts=doubts,
         summary=" ".join(filter(None, words)),
-        culprits=next((one.culprits for one in decisive if one.culprits is not None), finding.culprits),
-        claims=(*first, *finding.claims[:1], *behind, *finding.claims[1:], *(c for one in found for c in one.context)),
-        ruled_out=(*finding.ruled_out, *(text for one in found for text in one.ruled_out)),
-        nodes=(*finding.nodes, *(node for one in found for node in one.nodes)),
-        advice=advice.union(*(one.advice for one in decisive)),
-        branches=(*finding.branches, *(branch for one in found for branch in one.branches)),
+        culprits=next(
+            (annotation.culprits for annotation in decisive if annotation.culprits is not None), finding.culprits
+        ),
+        claims=(
+            *first,
+            *finding.claims[:1],
+            *behind,
+            *finding.claims[1:],
+            *(c for annotation in kept for c in annotation.context),
+        ),
+        ruled_out=(*finding.ruled_out, *(text for annotation in kept for text in annotation.ruled_out)),
+        nodes=(*finding.nodes, *(node for annotation in kept for node in annotation.nodes)),
+        advice=advice.union(*(annotation.advice for annotation in decisive)),
+        branches=(*finding.branches, *(branch for annotation in kept for branch in annotation.branches)),
     )
 
 
@@ -102,5 +118,5 @@ Ruling = Finding | str  # a finding, or why there is none ("" where that is not 
 
 def stacks_of_waiters(facts: CaseFacts, finding: Finding) -> dict[int, tuple[Frame, ...]]:
     named = {culprit.rank for culprit in finding.culprits}
-    waiting = (rank for rank, one in facts.ranks.items() if one.wait is not None or rank in named)
+    waiting = (rank for rank, state in facts.ranks.items() if state.wait is not None or rank in named)
     return {rank: user_stack_of(facts.ranks[rank].evidence) for rank in waiting}

@@ -52,19 +52,19 @@ def first_word_of_active(evidence: Evidence, ranks: Collection[int]) -> FirstWor
     """Of ranks that compute, read or write: where they do, and who waits for them."""
     facts = CaseFacts.of(evidence)
     frames = {rank: facts.ranks[rank].frame for rank in sorted(ranks) if rank in facts.ranks}
-    seen = {rank: fr.place(frame) for rank, frame in frames.items() if frame is not None}
-    if not seen:
+    places = {rank: fr.place(frame) for rank, frame in frames.items() if frame is not None}
+    if not places:
         return FirstWord(common=True)
-    parts = [f"{ranks_do(members, 'is', 'are')} active at {place}" for place, members in by_place(seen)[:3]]
-    waiting = apart(facts, wait_words(facts, [rank for rank in facts.ranks if rank not in seen]))
+    parts = [f"{ranks_do(members, 'is', 'are')} active at {place}" for place, members in by_place(places)[:3]]
+    waiting = apart(facts, wait_words(facts, [rank for rank in facts.ranks if rank not in places]))
     words = ", ".join(parts) + (f", while {waiting}" if waiting else "")
-    return FirstWord(_clause(words), "", tuple(Place(rank, frames[rank]) for rank in seen), common=True)
+    return FirstWord(_clause(words), "", tuple(Place(rank, frames[rank]) for rank in places), common=True)
 
 
 def _imports(evidence: Evidence, rank: int) -> bool:
     """Its main thread is importing a module."""
-    one = next((one for one in evidence.ranks if one.rank == rank), None)
-    view = view_of(one) if one is not None else None
+    rank_evidence = next((candidate for candidate in evidence.ranks if candidate.rank == rank), None)
+    view = view_of(rank_evidence) if rank_evidence is not None else None
     frames = view.thread.frames if view is not None and view.thread is not None else ()
     return any(frame.file.startswith(_IMPORTING) for frame in frames)
 

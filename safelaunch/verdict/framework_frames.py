@@ -24,7 +24,7 @@ def frames_below(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """
     named = {culprit.rank for culprit in finding.culprits}
     ways: dict[int, tuple[Frame, ...]] = {}
-    for rank in sorted(named | {rank for rank, one in facts.ranks.items() if one.wait is not None}):
+    for rank in sorted(named | {rank for rank, state in facts.ranks.items() if state.wait is not None}):
         stack = _stack_of(facts, rank)
         if stack is not None and stack.user_frame is not None:
             below = (frame for frame in reversed(stack.called) if fr.is_of_framework(frame.file))
@@ -47,14 +47,14 @@ def frames_above(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """From where ranks came to one line of the user's, as that of a helper, if some came from elsewhere than others."""
     if finding.cause not in _APART or not finding.culprits:
         return
-    stacks = {rank: stack for rank, one in facts.ranks.items() if (stack := user_stack_of(one.evidence))}
+    stacks = {rank: stack for rank, state in facts.ranks.items() if (stack := user_stack_of(state.evidence))}
     for line in dict.fromkeys(
         fr.spot(stacks[culprit.rank][0]) for culprit in finding.culprits if culprit.rank in stacks
     ):
-        there = {rank: stack for rank, stack in stacks.items() if fr.spot(stack[0]) == line}
-        helper, *levels = zip(*there.values(), strict=False)
+        at_line = {rank: stack for rank, stack in stacks.items() if fr.spot(stack[0]) == line}
+        helper, *levels = zip(*at_line.values(), strict=False)
         parted = next((level for level in levels if len({*map(fr.spot, level)}) > 1), ())
-        ways = by_place({rank: fr.place(frame) for rank, frame in zip(there, parted, strict=False)})
+        ways = by_place({rank: fr.place(frame) for rank, frame in zip(at_line, parted, strict=False)})
         if not all(way in finding.summary for way, _ in ways):
             parts = [f"{ranks_do(ranks, 'comes', 'come')} from {way}" for way, ranks in ways[:_MOST_SIDES]]
             yield Annotation(f"To {fr.place(helper[0])}, {' and '.join(parts)}.")
@@ -62,16 +62,16 @@ def frames_above(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 
 def _telling(side: tuple[Frame, ...], sides: Iterable[tuple[Frame, ...]], shared: int) -> Frame:
     """The outermost frame behind the last common one that is in a file of its own (a callback's), or the innermost."""
-    others = {frame.file for other in sides if other is not side for frame in other[shared:]}
-    return next((frame for frame in side[shared:] if frame.file not in others), side[-1])
+    peer_files = {frame.file for peer_side in sides if peer_side is not side for frame in peer_side[shared:]}
+    return next((frame for frame in side[shared:] if frame.file not in peer_files), side[-1])
 
 
 def _stack_of(facts: CaseFacts, rank: int) -> fr.Stack | None:
     """Of the call that it waits in, as recorded; else of its main thread."""
-    one = facts.ranks[rank]
-    if one.wait is not None and one.wait.group is not None and one.wait.seq is not None:
-        entry = facts.alignment.entry(rank, one.wait.group, one.wait.seq)
+    state = facts.ranks[rank]
+    if state.wait is not None and state.wait.group is not None and state.wait.seq is not None:
+        entry = facts.alignment.entry(rank, state.wait.group, state.wait.seq)
         if entry is not None and entry.frames:
             return facts.alignment.stack(rank, entry)
-    view = view_of(one.evidence)
+    view = view_of(state.evidence)
     return view.stack if view is not None else None

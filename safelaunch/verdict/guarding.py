@@ -35,22 +35,26 @@ def guards(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
         return
     stacks = finding.calls or stacks_of_waiters(facts, finding)
     named = frozenset(culprit.rank for culprit in finding.culprits)
-    found = branches(facts, stacks, named)
+    guarded = branches(facts, stacks, named)
     # Nobody expects the other end of a send or receive at the same line.
-    found = [one for one in found if not all(is_in_transfer(facts, rank, one.call) for rank in one.ranks)]
+    guarded = [
+        branch for branch in guarded if not all(is_in_transfer(facts, rank, branch.call) for rank in branch.ranks)
+    ]
     cause = finding.cause
-    if Doubt.ROUND_UNKNOWN in finding.doubts and any(one.kept and named.issuperset(one.ranks) for one in found):
+    if Doubt.ROUND_UNKNOWN in finding.doubts and any(
+        branch.kept and named.issuperset(branch.ranks) for branch in guarded
+    ):
         cause = "collective-mismatch"  # they are there by this, not as a loop has ended
-    told = [one for one in found if one.kept][:MOST_NAMED]
+    telling = [branch for branch in guarded if branch.kept][:MOST_NAMED]
     yield Annotation(
-        " ".join(map(_sentence, told)),
-        tuple(claim_of(facts, one) for one in found),
-        advice=_advice(facts, finding, found),
+        " ".join(map(_sentence, telling)),
+        tuple(claim_of(facts, branch) for branch in guarded),
+        advice=_advice(facts, finding, guarded),
         cause=cause,
-        branches=tuple(found),
+        branches=tuple(guarded),
     )
-    if not told and cause == "collective-mismatch" and suggestions.GROUPS_MADE not in finding.advice:
-        yield unless_drawn(facts, finding, found)
+    if not telling and cause == "collective-mismatch" and suggestions.GROUPS_MADE not in finding.advice:
+        yield unless_drawn(facts, finding, guarded)
 
 
 def _advice(facts: CaseFacts, finding: Finding, found: Sequence[GuardedCall]) -> frozenset[Advice]:
@@ -59,32 +63,32 @@ def _advice(facts: CaseFacts, finding: Finding, found: Sequence[GuardedCall]) ->
     """
     named = frozenset(culprit.rank for culprit in finding.culprits)
     if finding.cause == "group-order":
-        found = [one for one in found if one.kept]
-        if named <= {rank for one in found for rank in one.kept}:
+        found = [branch for branch in found if branch.kept]
+        if named <= {rank for branch in found for rank in branch.kept}:
             return frozenset()
-    advice = frozenset[Advice]().union(*(_advice_on(facts, one, named) for one in found))
+    advice = frozenset[Advice]().union(*(_advice_on(facts, branch, named) for branch in found))
     return frozenset({suggestions.GUARDED}) if suggestions.GUARDED in advice else advice
 
 
-def _advice_on(facts: CaseFacts, one: GuardedCall, named: frozenset[int]) -> frozenset[Advice]:
+def _advice_on(facts: CaseFacts, branch: GuardedCall, named: frozenset[int]) -> frozenset[Advice]:
     """Whether those at fault came to the call by the condition, or were kept from it: where both sides are named, the
     fewer ones did what they should not.
     """
-    came, kept = named & set(one.ranks), named - set(one.ranks)
-    if not one.kept and _may_have_admitted(facts, one):
+    came, kept = named & set(branch.ranks), named - set(branch.ranks)
+    if not branch.kept and _may_have_admitted(facts, branch):
         return frozenset()
     if came and kept:
-        admitted = [one.guard.admits(whereabouts(facts, rank)) for rank in facts.world]
+        admitted = [branch.guard.admits(whereabouts(facts, rank)) for rank in facts.world]
         return frozenset({suggestions.LEFT_OUT if 2 * admitted.count(True) > len(admitted) else suggestions.GUARDED})
     return frozenset({suggestions.GUARDED if came else suggestions.LEFT_OUT})
 
 
-def _may_have_admitted(facts: CaseFacts, one: GuardedCall) -> bool:
+def _may_have_admitted(facts: CaseFacts, branch: GuardedCall) -> bool:
     """Whether peers have made such a call before: the condition asks for more than the rank, and may let them pass."""
-    wait = facts.ranks[one.ranks[0]].wait
+    wait = facts.ranks[branch.ranks[0]].wait
     if wait is None or wait.group is None or wait.seq is None:
         return False
-    for rank in [rank for rank in facts.ranks if rank not in one.ranks][:MOST_NAMED]:
+    for rank in [rank for rank in facts.ranks if rank not in branch.ranks][:MOST_NAMED]:
         window = facts.alignment.window(rank, wait.group)
         entries = (window.at(number) for number in window.numbers if number < wait.seq) if window is not None else ()
         if any(entry is not None and signature(entry) == wait.signature for entry in entries):
@@ -108,33 +112,33 @@ def branches(facts: CaseFacts, stacks: Mapping[int, Sequence[Frame]], named: fro
     """
     places = by_stack({rank: stack for rank, stack in stacks.items() if stack})
     guards = {place: guards_of(place, facts.read_source) for place in places}
-    found = []
+    guarded = []
     for place, ranks in places.items():
-        others = [rank for other, there in places.items() if other != place for rank in there]
-        others += [rank for rank in {*named, *stacks} if not stacks.get(rank)]
+        peers = [rank for other, members in places.items() if other != place for rank in members]
+        peers += [rank for rank in {*named, *stacks} if not stacks.get(rank)]
         shared = {guard for other in places if other != place for guard in guards[other]}
         for guard in guards[place]:
-            if guard not in shared and (named & set(ranks) or named & set(others)):
-                one = _branch(facts, guard, place[0], ranks, others)
-                found += [one] if one is not None and _tells(one, named, others) else []
-    return sorted(found, key=lambda one: (not one.kept, one.ranks))
+            if guard not in shared and (named & set(ranks) or named & set(peers)):
+                branch = _branch(facts, guard, place[0], ranks, peers)
+                guarded += [branch] if branch is not None and _tells(branch, named, peers) else []
+    return sorted(guarded, key=lambda branch: (not branch.kept, branch.ranks))
 
 
-def _tells(one: GuardedCall, named: Set[int], others: Sequence[int]) -> bool:
+def _tells(branch: GuardedCall, named: Set[int], peers: Sequence[int]) -> bool:
     """Where ranks on either side may be at fault, it has to keep one of these away: the rest is where it always is."""
-    both = bool(named & set(one.ranks)) and bool(named & set(others))
-    return not both or not one.kept or bool(named & set(one.kept))
+    both = bool(named & set(branch.ranks)) and bool(named & set(peers))
+    return not both or not branch.kept or bool(named & set(branch.kept))
 
 
 def _branch(
-    facts: CaseFacts, guard: Guard, call: Frame, ranks: Sequence[int], others: Sequence[int]
+    facts: CaseFacts, guard: Guard, call: Frame, ranks: Sequence[int], peers: Sequence[int]
 ) -> GuardedCall | None:
     here = {guard.admits(whereabouts(facts, rank)) for rank in ranks}
-    there = {rank: guard.admits(whereabouts(facts, rank)) for rank in others}
-    if False in here or (there and all(there.values())):
+    admitted = {rank: guard.admits(whereabouts(facts, rank)) for rank in peers}
+    if False in here or (admitted and all(admitted.values())):
         return None  # it is not what it seems, or keeps nobody away
     return GuardedCall(
-        guard, call, tuple(sorted(ranks)), tuple(sorted(rank for rank, comes in there.items() if comes is False))
+        guard, call, tuple(sorted(ranks)), tuple(sorted(rank for rank, comes in admitted.items() if comes is False))
     )
 
 
@@ -143,20 +147,22 @@ def whereabouts(facts: CaseFacts, rank: int) -> Whereabouts:
     return Whereabouts(rank, local, facts.evidence.world_size)
 
 
-def _sentence(one: GuardedCall) -> str:
-    if one.kept:
-        kept = capital(ranks_do(one.kept, "never reaches", "never reach"))
-        return f"{kept} {fr.place(one.call)} because of `{one.guard.words}`."
-    return f"{capital(ranks_do(one.ranks, 'comes', 'come'))} to {fr.place(one.call)} under `{one.guard.words}`."
+def _sentence(branch: GuardedCall) -> str:
+    if branch.kept:
+        kept = capital(ranks_do(branch.kept, "never reaches", "never reach"))
+        return f"{kept} {fr.place(branch.call)} because of `{branch.guard.words}`."
+    return (
+        f"{capital(ranks_do(branch.ranks, 'comes', 'come'))} to {fr.place(branch.call)} under `{branch.guard.words}`."
+    )
 
 
-def claim_of(facts: CaseFacts, one: GuardedCall) -> Claim:
-    return facts.ranks[one.ranks[0]].line_claim(_sentence(one).rstrip("."))
+def claim_of(facts: CaseFacts, branch: GuardedCall) -> Claim:
+    return facts.ranks[branch.ranks[0]].line_claim(_sentence(branch).rstrip("."))
 
 
-def guard_of(facts: CaseFacts, rank: int, others: Iterable[int]) -> Guard | None:
+def guard_of(facts: CaseFacts, rank: int, peers: Iterable[int]) -> Guard | None:
     """The innermost condition on the rank around where ``rank`` is that may keep ``others`` away; None without one."""
     for guard in guards_of(user_stack_of(facts.ranks[rank].evidence), facts.read_source):
-        if any(guard.admits(whereabouts(facts, other)) is not True for other in others):
+        if any(guard.admits(whereabouts(facts, other)) is not True for other in peers):
             return guard
     return None

@@ -30,8 +30,8 @@ def with_gpus(verdict: Verdict, evidence: Evidence) -> Verdict:
 
 def with_repeats(verdict: Verdict, evidence: Evidence) -> Verdict:
     """Adds how many of the last bundles have blamed the same hardware."""
-    found = tuple(_lines(verdict, evidence.earlier or ()))
-    return msgspec.structs.replace(verdict, blamed_before=found) if found else verdict
+    repeats = tuple(_lines(verdict, evidence.earlier or ()))
+    return msgspec.structs.replace(verdict, blamed_before=repeats) if repeats else verdict
 
 
 def _lines(verdict: Verdict, earlier: tuple[tuple[str, ...], ...]) -> Iterator[str]:
@@ -51,8 +51,8 @@ def _with_gpu(cause: str, culprit: Culprit, rank: RankEvidence | None, evidence:
 
 
 def _may_be_its_gpu(cause: str, rank: RankEvidence) -> bool:
-    said = rank.exception.message if cause == "rank-exception" and rank.exception is not None else ""
-    return cause in ("gpu-kernel", "gpu-lost") or _OF_A_BAD_GPU.search(said) is not None
+    message = rank.exception.message if cause == "rank-exception" and rank.exception is not None else ""
+    return cause in ("gpu-kernel", "gpu-lost") or _OF_A_BAD_GPU.search(message) is not None
 
 
 def _uuid(rank: RankEvidence, evidence: Evidence) -> str:
@@ -60,6 +60,6 @@ def _uuid(rank: RankEvidence, evidence: Evidence) -> str:
     if rank.gpu.startswith(("GPU-", "MIG-")):
         return rank.gpu
     used = {
-        one.uuid for one in evidence.gpus if one.host == rank.host and any(p.pid == rank.pid for p in one.processes)
+        gpu.uuid for gpu in evidence.gpus if gpu.host == rank.host and any(p.pid == rank.pid for p in gpu.processes)
     }
     return used.pop() if len(used) == 1 else ""

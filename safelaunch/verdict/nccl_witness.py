@@ -34,11 +34,11 @@ def _in_nccl(evidence: Evidence) -> Mapping[int, NcclProcess]:
 def _by_number(witness: NcclWitness, pids: Mapping[int, int], world: int) -> Iterator[tuple[int, NcclProcess]]:
     """A communicator of all ranks numbers them as the job does, where the pids of those that were seen agree."""
     for communicator in witness.communicators:
-        there = {process.rank: process for process in communicator.processes}
-        known = [rank for rank in there if rank in pids and there[rank].pid > 0]
-        agree = known and all(pids[rank] == there[rank].pid for rank in known)
-        if communicator.size == world and agree and there.keys() <= set(range(world)):
-            yield from there.items()
+        members = {process.rank: process for process in communicator.processes}
+        matched = [rank for rank in members if rank in pids and members[rank].pid > 0]
+        agree = matched and all(pids[rank] == members[rank].pid for rank in matched)
+        if communicator.size == world and agree and members.keys() <= set(range(world)):
+            yield from members.items()
 
 
 def _by_pid(evidence: Evidence, witness: NcclWitness) -> Iterator[tuple[int, NcclProcess]]:
@@ -72,21 +72,21 @@ def nccl_claims(evidence: Evidence) -> tuple[Claim, ...]:
     witness = evidence.nccl
     if witness is None:
         return ()
-    known = _in_nccl(evidence)
-    named = {(process.host, process.pid) for process in known.values()}
-    texts = [f"{_SAYS[known[rank].state]} {ranks_word([rank])} ({_where(known[rank])})" for rank in sorted(known)
-             if known[rank].state != "answers"]  # fmt: skip
-    others = dict.fromkeys(p for p in _everybody(witness) if p.state != "answers" and (p.host, p.pid) not in named)
-    strangers = [f"{_SAYS[one.state]} a process that is no known rank ({_where(one)})" for one in others]
+    by_rank = _in_nccl(evidence)
+    named = {(process.host, process.pid) for process in by_rank.values()}
+    texts = [f"{_SAYS[by_rank[rank].state]} {ranks_word([rank])} ({_where(by_rank[rank])})" for rank in sorted(by_rank)
+             if by_rank[rank].state != "answers"]  # fmt: skip
+    unmatched = dict.fromkeys(p for p in _everybody(witness) if p.state != "answers" and (p.host, p.pid) not in named)
+    strangers = [f"{_SAYS[process.state]} a process that is no known rank ({_where(process)})" for process in unmatched]
     return tuple(Claim(f"NCCL {text}", witness.file) for text in (*_most(texts), *_most(strangers)))
 
 
 def nccl_rules_out(evidence: Evidence) -> tuple[str, ...]:
     """Where each rank of the job has answered NCCL: no process is dead or stopped."""
-    said = nccl_states(evidence)
-    if len(said) < evidence.world_size or set(said.values()) != {"answers"}:
+    states = nccl_states(evidence)
+    if len(states) < evidence.world_size or set(states.values()) != {"answers"}:
         return ()
-    return (f"a process that is dead or stopped: NCCL has an answer from each of {ranks_word(said)}",)
+    return (f"a process that is dead or stopped: NCCL has an answer from each of {ranks_word(states)}",)
 
 
 _SAYS: Mapping[NcclState, str] = {"dead": "has given up", "unresponsive": "has no answer from"}

@@ -47,8 +47,8 @@ def node_behind(case: Case, finding: Finding) -> Iterator[Annotation]:
 
 def _nodes(evidence: Evidence) -> list[tuple[str, tuple[int, ...]]]:
     """Host and ranks of each node: as the nodes said, else by the ranks' hosts. Empty for a single one."""
-    told = {node.ranks: node.host for node in evidence.nodes if node.ranks}
-    if not told:
+    hosts = {node.ranks: node.host for node in evidence.nodes if node.ranks}
+    if not hosts:
         by_host = sides_of({rank.rank: rank.host for rank in evidence.ranks})
-        told = {tuple(sorted(ranks)): host for host, ranks in by_host.items()}
-    return [(host, ranks) for ranks, host in told.items()] if len(told) > 1 else []
+        hosts = {tuple(sorted(ranks)): host for host, ranks in by_host.items()}
+    return [(host, ranks) for ranks, host in hosts.items()] if len(hosts) > 1 else []

@@ -26,9 +26,9 @@ _MOST_TOLD = 2  # ranks whose own words the summary has
 
 def own_words(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """What its culprits say themselves of the reason, where they have not failed by it."""
-    told = [words for culprit in finding.culprits if (words := _words_of(facts, culprit.rank)) is not None]
-    for number, one in enumerate(told):
-        yield replace(one, sentence=one.sentence if number < _MOST_TOLD else "")
+    annotations = [words for culprit in finding.culprits if (words := _words_of(facts, culprit.rank)) is not None]
+    for number, annotation in enumerate(annotations):
+        yield replace(annotation, sentence=annotation.sentence if number < _MOST_TOLD else "")
 
 
 def says_why(facts: CaseFacts, rank: int) -> bool:
@@ -67,12 +67,14 @@ def _handles(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     """Its main thread is in a ``finally``, or an ``except``: what it waits for there, it would not else."""
     view = view_of(rank)
     ident = view.thread.ident if view is not None and view.thread is not None else 0
-    for one in rank.gil.handling:
-        if ident and one.thread == ident:
-            words = _words(rank, one)
+    for exception in rank.gil.handling:
+        if ident and exception.thread == ident:
+            words = _words(rank, exception)
             text = f"Rank {rank.rank} does so while it handles {words}."
             claim = Claim(f"rank {rank.rank}: handles {words}", f"ranks/{rank.rank}/rank.json")
-            is_end = one.type.startswith("Stop") and one.type.endswith("Iteration")  # of a loop, as by design
+            is_end = exception.type.startswith("Stop") and exception.type.endswith(
+                "Iteration"
+            )  # of a loop, as by design
             usual = is_end or _always_does(facts, rank)
             return Annotation(text, (claim,), advice=frozenset() if usual else frozenset({HANDLES}))
     return None
@@ -87,9 +89,9 @@ def _always_does(facts: CaseFacts, rank: RankEvidence) -> bool:
     return before and any(handler_of(frame, facts.read_source) for frame in user_stack_of(rank))
 
 
-def _words(rank: RankEvidence, one: HandledException) -> str:
-    message = f": {one_line(one.message)}" if one.message else ""
-    return f"{one.type}{message}, raised{fr.at(fr.stack_of(rank, one.frames).user_frame)}"
+def _words(rank: RankEvidence, exception: HandledException) -> str:
+    message = f": {one_line(exception.message)}" if exception.message else ""
+    return f"{exception.type}{message}, raised{fr.at(fr.stack_of(rank, exception.frames).user_frame)}"
 
 
 def _lost_a_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
@@ -97,23 +99,27 @@ def _lost_a_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     condition = facts.ranks[rank.rank].condition
     if condition is None or condition.lock is None:
         return None
-    found = next(tracebacks.of_threads(rank.log_tail), None)
-    if found is None:
+    ended = next(tracebacks.of_threads(rank.log_tail), None)
+    if ended is None:
         return _lacks_a_thread(facts, rank)
-    where = fr.at(fr.stack_of(rank, found.frames).user_frame)
-    words = f"thread {found.thread!r} has ended by {one_line(found.message)}{where}"
+    where = fr.at(fr.stack_of(rank, ended.frames).user_frame)
+    words = f"thread {ended.thread!r} has ended by {one_line(ended.message)}{where}"
     return Annotation(f"Its {words}.", (Claim(f"rank {rank.rank}: its {words}", f"ranks/{rank.rank}/log_tail.txt"),))
 
 
 def _lacks_a_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     """One that all its peers have: where an exception is swallowed, nothing else is left of it."""
-    mine = _threads_of(rank)
-    if mine is None:
+    own_threads = _threads_of(rank)
+    if own_threads is None:
         return None
-    peers = (_threads_of(one.evidence) for number, one in facts.ranks.items() if number != rank.rank)
+    peers = (_threads_of(state.evidence) for number, state in facts.ranks.items() if number != rank.rank)
     missing: dict[CallPlace | None, Frame] = {}
-    for theirs in (threads for threads in peers if threads is not None):
-        missing = {place: at for place, at in (missing or theirs).items() if place in theirs and place not in mine}
+    for peer_threads in (threads for threads in peers if threads is not None):
+        missing = {
+            place: at
+            for place, at in (missing or peer_threads).items()
+            if place in peer_threads and place not in own_threads
+        }
         if not missing:
             return None
     if not missing:
@@ -128,4 +134,4 @@ def _threads_of(rank: RankEvidence) -> dict[CallPlace | None, Frame] | None:
     view = view_of(rank)
     if view is None or view.sample is None:
         return None
-    return {begins_at(one.stack): one.stack.user_frames[-1] for one in view.beside()}
+    return {begins_at(thread_view.stack): thread_view.stack.user_frames[-1] for thread_view in view.beside()}

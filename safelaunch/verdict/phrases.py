@@ -25,9 +25,9 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def ranks_do(ranks: Collection[int], one: str, many: str) -> str:
+def ranks_do(ranks: Collection[int], singular: str, plural: str) -> str:
     """``rank 3 waits``, ``ranks 0-2 wait``: for the middle of a sentence."""
-    return f"{ranks_word(ranks)} {one if len(ranks) == 1 else many}"
+    return f"{ranks_word(ranks)} {singular if len(ranks) == 1 else plural}"
 
 
 def ranks_wait(facts: CaseFacts, ranks: Collection[int]) -> str:
@@ -45,11 +45,11 @@ def wait_words(facts: CaseFacts, ranks: Iterable[int]) -> dict[int, str]:
     class the function is, all of them are said to wait in that one.
     """
     words = {rank: facts.waiting[rank].words for rank in ranks if rank in facts.waiting}
-    told: dict[str, dict[str, str]] = {}
+    by_line: dict[str, dict[str, str]] = {}
     for text in sorted(words.values(), key=len):
         call, line = _call_and_line(text)
-        told.setdefault(line, {})[call] = text
-    return {rank: _told_best(text, told[_call_and_line(text)[1]]) for rank, text in words.items()}
+        by_line.setdefault(line, {})[call] = text
+    return {rank: _told_best(text, by_line[_call_and_line(text)[1]]) for rank, text in words.items()}
 
 
 _UNTOLD = "a collective"
@@ -63,8 +63,8 @@ def _call_and_line(text: str) -> tuple[str, str]:
 
 def _told_best(text: str, at_that_line: Mapping[str, str]) -> str:
     call, _ = _call_and_line(text)
-    known = [other for its, other in at_that_line.items() if its != _UNTOLD]
-    return known[0] if call == _UNTOLD and len(known) == 1 else at_that_line[call]
+    named = [phrase for call_at_line, phrase in at_that_line.items() if call_at_line != _UNTOLD]
+    return named[0] if call == _UNTOLD and len(named) == 1 else at_that_line[call]
 
 
 P = TypeVar("P", bound=Hashable)

@@ -36,7 +36,9 @@ def debug_detail(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 def wrong_results_before(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Whatever has happened to the job, it had computed wrong results before."""
     if finding.cause not in WRONG_RESULTS:
-        yield Annotation(context=tuple(Claim(one.words, WRONG_RESULTS_FILE) for one in facts.evidence.wrong_results))
+        yield Annotation(
+            context=tuple(Claim(result.words, WRONG_RESULTS_FILE) for result in facts.evidence.wrong_results)
+        )
 
 
 def driver_errors(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:

@@ -44,8 +44,8 @@ def is_stalled(evidence: Evidence) -> bool:
 
 def has_no_steps(evidence: Evidence) -> bool:
     """Whether this is a look at a job that safelaunch did not start: no rank has a beacon, which counts steps."""
-    seen = [rank for rank in evidence.ranks if rank.main is not None]
-    return evidence.outcome == "dump" and bool(seen) and not any(rank.beacon for rank in evidence.ranks)
+    examined = [rank for rank in evidence.ranks if rank.main is not None]
+    return evidence.outcome == "dump" and bool(examined) and not any(rank.beacon for rank in evidence.ranks)
 
 
 def silent_s(evidence: Evidence) -> dict[int, float]:
@@ -66,8 +66,8 @@ def silent_s(evidence: Evidence) -> dict[int, float]:
 
 def rhythm_of(evidence: Evidence) -> Rhythm:
     """Of the slowest rank."""
-    found = [_rhythm(rank.progress) for rank in evidence.ranks if rank.progress is not None]
-    return max(found, key=lambda one: one.usual_s, default=Rhythm(0.0, 0.0))
+    rhythms = [_rhythm(rank.progress) for rank in evidence.ranks if rank.progress is not None]
+    return max(rhythms, key=lambda rhythm: rhythm.usual_s, default=Rhythm(0.0, 0.0))
 
 
 def _rhythm(page: Progress) -> Rhythm:

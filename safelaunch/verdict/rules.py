@@ -48,10 +48,10 @@ _MET: Mapping[str, Callable[[Case], bool]] = {
 
 # What has to have been seen of every rank for a kind to rule something out.
 _WAS_SEEN: Mapping[str, Callable[[RankFacts], bool]] = {
-    "": lambda one: True,
-    "the rank": lambda one: True,
-    "its process": lambda one: one.evidence.main is not None and bool(one.evidence.main.states),
-    "its record": lambda one: one.evidence.flight_record is not None,
+    "": lambda state: True,
+    "the rank": lambda state: True,
+    "its process": lambda state: state.evidence.main is not None and bool(state.evidence.main.states),
+    "its record": lambda state: state.evidence.flight_record is not None,
 }
 
 

@@ -35,11 +35,11 @@ def aborted_by_a_peer(facts: CaseFacts) -> Ruling:
     if not failed or not _in_communication(min(failed, key=lambda f: failed_at(f.evidence)).evidence):
         return ""
     aborted = [f.rank for f in failed if _in_communication(f.evidence)]
-    found = facts.histories.first_mismatch
-    if found is None:
+    mismatch = facts.histories.first_mismatch
+    if mismatch is None:
         who = capital(ranks_do(aborted, "was", "were"))
         return f"{who} aborted in a collective, about which the surviving ranks' records agree"
-    finding = of_record(facts, _with_aborted(facts, found, aborted))
+    finding = of_record(facts, _with_aborted(facts, mismatch, aborted))
     text = (
         f"{finding.summary} {capital(each_of(aborted))} was aborted in it: it received something other than it "
         "expected."
@@ -62,32 +62,32 @@ def _in_communication(rank: RankEvidence) -> bool:
     return aborted_in(rank) is not None or calls.in_torch(fr.stack_of(rank, rank.fatal.frames))
 
 
-def _aborted_by_gloo(facts: CaseFacts, one: RankFacts) -> bool:
+def _aborted_by_gloo(facts: CaseFacts, state: RankFacts) -> bool:
     """In a call of c10d over gloo, and not at the end of its script, where torch may abort as well. In a log, gloo's
     own words say so.
     """
     if facts.evidence.printed is not None:
-        return is_aborted(one.evidence) and "gloo::EnforceNotMet" in one.evidence.log_tail
-    if aborted_in(one.evidence) is None or (one.evidence.progress and one.evidence.progress.state == "exited"):
+        return is_aborted(state.evidence) and "gloo::EnforceNotMet" in state.evidence.log_tail
+    if aborted_in(state.evidence) is None or (state.evidence.progress and state.evidence.progress.state == "exited"):
         return False
     messages = [other.exception.message for other in facts.evidence.ranks if other.exception is not None]
     recorded = (facts.alignment.pending(rank) for rank in facts.ranks)
-    return any("gloo" in text for text in messages) or any(e.by_gloo for mine in recorded for e in mine)
+    return any("gloo" in text for text in messages) or any(e.by_gloo for entries in recorded for e in entries)
 
 
-def _with_aborted(facts: CaseFacts, found: Mismatch, aborted: Sequence[int]) -> Mismatch:
+def _with_aborted(facts: CaseFacts, mismatch: Mismatch, aborted: Sequence[int]) -> Mismatch:
     """The vote with the aborted ranks, whose records are lost: each is of the side that came to its call as it did."""
-    sides = {key: list(ranks) for key, ranks in found.classes.items()}
-    known = {rank: key for key, ranks in found.classes.items() for rank in ranks}
-    stacks = {rank: facts.alignment.stack(rank, entry) for rank, entry in found.entries.items()}
+    sides = {key: list(ranks) for key, ranks in mismatch.classes.items()}
+    classes = {rank: key for key, ranks in mismatch.classes.items() for rank in ranks}
+    stacks = {rank: facts.alignment.stack(rank, entry) for rank, entry in mismatch.entries.items()}
     for rank in aborted:
         stack = aborted_in(facts.ranks[rank].evidence)
         way = [*map(fr.spot, stack.user_frames)] if stack is not None else []
-        same = {known[r] for r, its in stacks.items() if way and [*map(fr.spot, its.user_frames)] == way}
+        same = {classes[r] for r, its in stacks.items() if way and [*map(fr.spot, its.user_frames)] == way}
         if len(same) == 1:
             sides[same.pop()].append(rank)
     odd, majority = vote(sides)
-    return replace(found, odd=tuple(rank for rank in odd if rank in known), majority=majority)
+    return replace(mismatch, odd=tuple(rank for rank in odd if rank in classes), majority=majority)
 
 
 def wrong_size_received(facts: CaseFacts) -> Ruling:
@@ -99,25 +99,25 @@ def wrong_size_received(facts: CaseFacts) -> Ruling:
     earlier calls from that line, it is.
     """
     aborted = [rank for rank in facts.ranks.values() if rank.condition is not None and _aborted_by_gloo(facts, rank)]
-    others = {rank: wait for rank, wait in facts.waiting.items() if _may_meet(facts, wait, aborted)} or facts.waiting
-    if not aborted or not others:
+    peers = {rank: wait for rank, wait in facts.waiting.items() if _may_meet(facts, wait, aborted)} or facts.waiting
+    if not aborted or not peers:
         return ""
-    mine = {one.rank: aborted_in(one.evidence) for one in aborted}
-    sites = {rank: stack.user_frame if stack is not None else None for rank, stack in mine.items()}
-    places = {wait.frame for wait in others.values()}
-    named = [] if len(others) > 1 and len(places) == 1 else sorted(others)
+    stacks = {failed.rank: aborted_in(failed.evidence) for failed in aborted}
+    sites = {rank: stack.user_frame if stack is not None else None for rank, stack in stacks.items()}
+    places = {wait.frame for wait in peers.values()}
+    named = [] if len(peers) > 1 and len(places) == 1 else sorted(peers)
     text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in sites.items())
-    text += f", as {_why(aborted)}, while {waits_words(facts, others)}: the calls do not match."
-    astray = {rank: words for rank in others if (words := unusual(facts, rank))}
+    text += f", as {_why(aborted)}, while {waits_words(facts, peers)}: the calls do not match."
+    astray = {rank: words for rank in peers if (words := unusual(facts, rank))}
     if len(astray) == 1:
         return _in_another_group(facts, *astray.popitem(), list(sites), text)
-    ways = _ways(facts, [*sites, *others]) if places == {*sites.values()} and _in_one_group(facts, others) else {}
-    told, left = by_the_source(facts, _meeting(facts, [*sites, *others])) if not ways else (None, None)
+    ways = _ways(facts, [*sites, *peers]) if places == {*sites.values()} and _in_one_group(facts, peers) else {}
+    told, left = by_the_source(facts, _meeting(facts, [*sites, *peers])) if not ways else (None, None)
     odd, majority = vote(ways) if ways else (told.odd, told.majority) if told is not None else ((), False)
     text += f" {capital(left.says)}." if left is not None else ""
     if odd and majority:
         text += f" {capital(ranks_word(odd))} came there through other frames than most." if ways else ""
-        sites, named = {r: site for r, site in sites.items() if r in odd}, [r for r in odd if r in others]
+        sites, named = {r: site for r, site in sites.items() if r in odd}, [r for r in odd if r in peers]
     reason = "was aborted, as a peer sent more than its call has room for"
     culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
     return Finding(
@@ -126,15 +126,15 @@ def wrong_size_received(facts: CaseFacts) -> Ruling:
         capital(text),
         (*culprits, *waiting_culprits(facts, named)),
         tuple(Claim(f"rank {r}: aborted in a collective", _shown_in(facts, r)) for r in sites)
-        + wait_claims(facts, sorted(others)),
+        + wait_claims(facts, sorted(peers)),
         advice=frozenset({SIZES_DIFFER}) if len(ways) == 1 else by_a_break(left),
     )
 
 
 def _why(aborted: Sequence[RankFacts]) -> str:
     """With the numbers of bytes, if gloo's words have them."""
-    told = failures.last_abort(aborted[0].evidence.log_tail) if len(aborted) == 1 else None
-    return told.means if told is not None and "bytes into" in told.means else "a peer sent more than it expected"
+    abort = failures.last_abort(aborted[0].evidence.log_tail) if len(aborted) == 1 else None
+    return abort.means if abort is not None and "bytes into" in abort.means else "a peer sent more than it expected"
 
 
 def _meeting(facts: CaseFacts, ranks: Iterable[int]) -> ExpectedMatch:
@@ -155,9 +155,15 @@ def _ways(facts: CaseFacts, ranks: Iterable[int]) -> dict[tuple[fr.Spot, ...], l
     """The frames, a library's too, through which these came to the call: not those of c10d inside of it."""
     ways = {}
     for rank in sorted(ranks):
-        one = facts.ranks[rank].evidence
-        aborted, view = aborted_in(one), view_of(one)
-        frames = one.exception.frames if one.exception is not None else view.frames if view is not None else ()
+        rank_evidence = facts.ranks[rank].evidence
+        aborted, view = aborted_in(rank_evidence), view_of(rank_evidence)
+        frames = (
+            rank_evidence.exception.frames
+            if rank_evidence.exception is not None
+            else view.frames
+            if view is not None
+            else ()
+        )
         frames = aborted.frames if aborted is not None else frames
         way = dropwhile(lambda frame: "/torch/distributed/" in fr.normal(frame.file), frames)
         ways[rank] = tuple(map(fr.spot, way))
@@ -166,8 +172,8 @@ def _ways(facts: CaseFacts, ranks: Iterable[int]) -> dict[tuple[fr.Spot, ...], l
 
 def _may_meet(facts: CaseFacts, wait: PeerWait, aborted: Iterable[RankFacts]) -> bool:
     """Whether one of the aborted ranks is of the group in which a rank waits: what that sends reaches nobody else."""
-    members, known = facts.alignment.members(wait.group) if wait.group is not None else (frozenset(), False)
-    return not known or any(one.rank in members for one in aborted)
+    members, complete = facts.alignment.members(wait.group) if wait.group is not None else (frozenset(), False)
+    return not complete or any(failed.rank in members for failed in aborted)
 
 
 def _in_one_group(facts: CaseFacts, waits: Mapping[int, PeerWait]) -> bool:

@@ -31,9 +31,9 @@ def diverged_earlier(case: Case) -> Ruling:
     Without that call nobody would wait, so what the rank that is waited for does now (it sleeps, it has ended its
     loop) is no cause. Asked only where the histories agree again behind the shift, several calls long.
     """
-    waits = (one.wait for one in case.waits.classes.values())
+    waits = (waiters.wait for waiters in case.waits.classes.values())
     groups = {w.group for w in waits if w.kind == "collective" and w.group is not None}
-    shifts = (one for one in case.histories.shifts_in(groups) if one.agrees_again and one.explains_lag())
+    shifts = (shift for shift in case.histories.shifts_in(groups) if shift.agrees_again and shift.explains_lag())
     shift = next(shifts, None)
     return shifted(case, shift, wait_words(case, shift.entered)) if shift is not None else ""
 
@@ -73,7 +73,9 @@ def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
     more, or other ranks do something of their own.
     """
     own = conditions(case)
-    if any(one.cause != "uneven-batches" or suggestions.EXIT_CALLED in one.advice for one in own.values()):
+    if any(
+        condition.cause != "uneven-batches" or suggestions.EXIT_CALLED in condition.advice for condition in own.values()
+    ):
         return [], []
     if any(wait.kind != "collective" for wait in case.waiting.values()):
         return [], []
@@ -93,13 +95,15 @@ def _newest_call(case: Case, rank: int) -> Collective | None:
     return newest if fr.same_line(site, wait.frame) else None
 
 
-def _never_made(case: Case, rank: int, call: Collective, others: Sequence[int]) -> bool:
+def _never_made(case: Case, rank: int, call: Collective, peers: Sequence[int]) -> bool:
     """None of ``others`` has made a call from that place, as far as records show, nor met one from there before."""
     aligned = case.histories.in_group(call.group)
-    mine, theirs = aligned.histories.get(rank), [aligned.histories.get(other) for other in others]
-    if mine is None or not aligned.by_frames or (this := mine.at(call.seq)) == UNKNOWN:
+    own_history, peer_histories = aligned.histories.get(rank), [aligned.histories.get(other) for other in peers]
+    if own_history is None or not aligned.by_frames or (this := own_history.at(call.seq)) == UNKNOWN:
         return False
-    return all(their is not None and this not in their.all() | mine.before(their.last + 1) for their in theirs)
+    return all(
+        their is not None and this not in their.all() | own_history.before(their.last + 1) for their in peer_histories
+    )
 
 
 def _too_many(
@@ -122,14 +126,14 @@ def out_of_step(case: Case) -> Ruling:
 
     CPUs run ahead of what their devices do, so all may have queued every call; in which order, their programs tell.
     """
-    groups, found = case.waits.groups_of_circle, list[Divergence]()
+    groups, shifts = case.waits.groups_of_circle, list[Divergence]()
     if case.waits.circle:
         if len(groups) < 2 and not case.waits.transfers_of_circle:
             return ""
-        found = [*case.histories.shifts_in(groups)]
+        shifts = [*case.histories.shifts_in(groups)]
     elif case.histories.first_mismatch is not None:
         return ""
-    shift = max(found, key=lambda shift: shift.matched, default=None) or case.histories.shift_of_program
+    shift = max(shifts, key=lambda shift: shift.matched, default=None) or case.histories.shift_of_program
     return shifted(case, shift, wait_words(case, case.ranks)) if shift is not None else ""
 
 
@@ -289,14 +293,14 @@ def left_out_between_groups(case: Case) -> Ruling:
     """
     calls, groups = _calls_waited_in(case), case.waits.groups_of_circle
     habits = {rank: case.histories.broken_habit(rank, now, groups) for rank, now in calls.items()}
-    found = [(rank, habit) for rank, habit in habits.items() if habit is not None]
-    if len(found) != 1:
+    broken_habits = [(rank, habit) for rank, habit in habits.items() if habit is not None]
+    if len(broken_habits) != 1:
         return ""
-    ((rank, broken),) = found
+    ((rank, broken),) = broken_habits
     now = calls[rank]
     usual = broken.usual
-    others = [one.wait for one in case.waits.circle if rank not in one.ranks]
-    if not broken.sure or not any(usual.group == one.group and same_op(usual.op, one.op) for one in others):
+    wait_elsewhere = [waiters.wait for waiters in case.waits.circle if rank not in waiters.ranks]
+    if not broken.sure or not any(usual.group == wait.group and same_op(usual.op, wait.op) for wait in wait_elsewhere):
         return ""
     site, after = (case.alignment.stack(rank, call).user_frame for call in (usual, now))
     number = case.alignment.last(rank, usual.group) + 1
@@ -329,8 +333,8 @@ def _unusual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
     """
     groups = case.waits.groups_of_circle
     habits = {rank: case.histories.usual_instead(rank, call, groups) for rank, call in _calls_waited_in(case).items()}
-    found = {rank: habit for rank, habit in habits.items() if habit is not None}
-    return {rank: habit.usual for rank, habit in found.items() if (habit.new and not habit.one_line) is new}
+    new_calls = {rank: habit for rank, habit in habits.items() if habit is not None}
+    return {rank: habit.usual for rank, habit in new_calls.items() if (habit.new and not habit.one_line) is new}
 
 
 def new_between_groups(case: Case) -> Ruling:
@@ -338,24 +342,24 @@ def new_between_groups(case: Case) -> Ruling:
     in.
     """
     new = _unusual_calls(case, new=True)
-    one = next((one for one in case.waits.circle if new.keys() == {*one.ranks}), None)
-    others = [other.wait for other in case.waits.circle if other is not one]
-    awaited = [any(call.group == w.group and same_op(call.op, w.op) for w in others) for call in new.values()]
-    if one is None or 2 * len(new) > len(case.waits.in_circle) or not all(awaited):
+    own_class = next((waiters for waiters in case.waits.circle if new.keys() == {*waiters.ranks}), None)
+    peer_waits = [other.wait for other in case.waits.circle if other is not own_class]
+    awaited = [any(call.group == w.group and same_op(call.op, w.op) for w in peer_waits) for call in new.values()]
+    if own_class is None or 2 * len(new) > len(case.waits.in_circle) or not all(awaited):
         return ""
-    rank = one.ranks[0]
+    rank = own_class.ranks[0]
     own, usual = (
         f"{op_name(call)} of group {call.group!r} at {_way(case.alignment.stack(rank, call).user_frames)}"
         for call in (_calls_waited_in(case)[rank], new[rank])
     )
-    text = f"{ranks_wait(case, one.ranks)} in {own} for the first time; until then"
-    text += f" {'it had' if len(one.ranks) == 1 else 'they had'} always called {usual} instead"
+    text = f"{ranks_wait(case, own_class.ranks)} in {own} for the first time; until then"
+    text += f" {'it had' if len(own_class.ranks) == 1 else 'they had'} always called {usual} instead"
     others_in = {r: w for r, w in wait_words(case, case.waits.in_circle).items() if r not in new}
     return Finding(
         "collective-mismatch",
         (Doubt.HABIT_ALONE, *those({Doubt.NO_MAJORITY: 2 * len(new) == len(case.waits.in_circle)})),
         f"{capital(text)}; {apart(case, others_in)}.",
-        waiting_culprits(case, one.ranks),
+        waiting_culprits(case, own_class.ranks),
         wait_claims(case, case.waits.in_circle),
     )
 
@@ -367,7 +371,7 @@ def _minority(case: Case) -> list[int]:
     since each of them has an order of its own with each other.
     """
     members = {frozenset(case.alignment.members(group)[0]) for group in case.waits.groups_of_circle}
-    most = max((one.ranks for one in case.waits.circle), key=len)
+    most = max((waiters.ranks for waiters in case.waits.circle), key=len)
     if len(members) != 1 or 2 * len(most) <= len(next(iter(members))):
         return []
     return [rank for rank in case.waits.in_circle if rank not in most]
@@ -377,11 +381,11 @@ def group_order(case: Case) -> Ruling:
     """Ranks entered several groups in different orders: nothing shows that one of them left a call out."""
     ranks, groups = case.waits.in_circle, case.waits.groups_of_circle
     words, known_of_all = [], True
-    for one in case.waits.circle:
-        members, known = case.alignment.members(str(one.wait.group))
-        known_of_all = known_of_all and known
-        of = f" of {ranks_word(members)}" if known else ""
-        words.append(f"{ranks_wait(case, one.ranks)} in group {one.wait.group!r}{of} ({one.wait.words})")
+    for waiters in case.waits.circle:
+        members, complete = case.alignment.members(str(waiters.wait.group))
+        known_of_all = known_of_all and complete
+        of = f" of {ranks_word(members)}" if complete else ""
+        words.append(f"{ranks_wait(case, waiters.ranks)} in group {waiters.wait.group!r}{of} ({waiters.wait.words})")
     more = f"; and so on in {len(words) - 3} more" if len(words) > 3 else ""
     text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
     changed = list(_unusual_calls(case, new=False))
@@ -392,7 +396,10 @@ def group_order(case: Case) -> Ruling:
         of_several = [r for r in ranks if sum(r in case.alignment.members(g)[0] for g in groups) > 1]
         ranks = of_several or ranks
     ranks = fewer or ranks
-    alone, lines = all(len(one.ranks) == 1 for one in case.waits.circle), {one.wait.frame for one in case.waits.circle}
+    alone, lines = (
+        all(len(waiters.ranks) == 1 for waiters in case.waits.circle),
+        {waiters.wait.frame for waiters in case.waits.circle},
+    )
     who, order = (ranks_word(changed), "another order than before") if changed else ("they", "different orders")
     doubts = {
         Doubt.HABIT_ALONE: bool(changed),

@@ -35,7 +35,7 @@ def slow_not_stuck(facts: CaseFacts) -> Ruling:
     if not silent:
         text = f"The job is making progress{where}; nothing is stuck."
         return Finding("slow-not-stuck", (), text, claims=claims)
-    own = {rank: one for rank, one in conditions(facts).items() if rank in silent}
+    own = {rank: condition for rank, condition in conditions(facts).items() if rank in silent}
     does = [f"{each_of(ranks)} {reason}" for reason, ranks in by_place({r: c.reason for r, c in own.items()})[:2]]
     does += [waits] if (waits := waits_words(facts, silent)) else []
     least = duration(min(silent.values()))
@@ -46,7 +46,7 @@ def slow_not_stuck(facts: CaseFacts) -> Ruling:
 
 def printed_fewer_steps(facts: CaseFacts) -> Ruling:
     """All that is known of a job is its output, and most of its ranks printed a later step than the others."""
-    steps = {rank: one.step for rank, one in facts.ranks.items() if one.evidence.progress is not None}
+    steps = {rank: state.step for rank, state in facts.ranks.items() if state.evidence.progress is not None}
     if facts.evidence.printed is None or not steps:
         return ""
     last = max(step or 0 for step in steps.values())

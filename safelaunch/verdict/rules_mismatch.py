@@ -83,24 +83,24 @@ def compared_by_torch(case: Case) -> Ruling:
     if earlier is not None:
         return shifted(case, earlier, wait_words(case, case.ranks))
     odd, majority = vote(by_call)
-    seen = [rank for rank in made if rank in case.ranks]
-    blamed = [rank for rank in odd if rank in case.ranks] if majority or len(seen) == len(made) else []
-    sites = {rank: _user_stack(case, rank)[0] for rank in seen}
+    examined = [rank for rank in made if rank in case.ranks]
+    blamed = [rank for rank in odd if rank in case.ranks] if majority or len(examined) == len(made) else []
+    sites = {rank: _user_stack(case, rank)[0] for rank in examined}
     words = {rank: f"{call.words}{fr.at(sites.get(rank))}" for rank, call in made.items()}
     odd_first = sorted(words, key=lambda rank: (rank not in odd, rank))
     places = by_place({rank: words[rank] for rank in odd_first})
     text = " while ".join(f"{ranks_do(ranks, 'called', 'called')} {what}" for what, ranks in places)
-    claims = (Claim(f"rank {r}: torch's own check found a mismatch", f"ranks/{r}/exception.json") for r in seen)
+    claims = (Claim(f"rank {r}: torch's own check found a mismatch", f"ranks/{r}/exception.json") for r in examined)
     return Finding(
         "collective-mismatch",
-        those({Doubt.NO_MAJORITY: not majority, Doubt.UNSEEN_RANKS: len(seen) < len(made)}),
+        those({Doubt.NO_MAJORITY: not majority, Doubt.UNSEEN_RANKS: len(examined) < len(made)}),
         f"{capital(text)}: torch compared these calls, and they do not match.",
         tuple(
             waiting_culprit(case.ranks[r], f"Rank {r} called {words[r]}, its peers did not.", sites[r]) for r in blamed
         ),
-        tuple(claims)[:4] + wait_claims(case, seen),
+        tuple(claims)[:4] + wait_claims(case, examined),
         advice=frozenset({SIZES_DIFFER}) if len({call.op for call in by_call}) == 1 else frozenset(),
-        calls={rank: user_stack_of(case.ranks[rank].evidence) for rank in seen},
+        calls={rank: user_stack_of(case.ranks[rank].evidence) for rank in examined},
     )
 
 
@@ -108,12 +108,12 @@ def _compared(case: Case) -> dict[int, Fingerprint]:
     """Rank → its call as torch compared it. Errors count ranks within their group; each begins with its own, and names
     another, whose own may not have been seen.
     """
-    raised = {rank: one.evidence.exception for rank, one in case.ranks.items()}
-    told = {rank: fingerprints(error.message) for rank, error in raised.items() if error is not None}
-    own = {next(iter(calls)): rank for rank, calls in told.items() if calls}
+    raised = {rank: state.evidence.exception for rank, state in case.ranks.items()}
+    calls_by_rank = {rank: fingerprints(error.message) for rank, error in raised.items() if error is not None}
+    own = {next(iter(calls)): rank for rank, calls in calls_by_rank.items() if calls}
     alike = all(number == rank for number, rank in own.items())
-    found = {own.get(n, n if alike else -1): call for calls in told.values() for n, call in calls.items()}
-    return {rank: call for rank, call in found.items() if rank >= 0}
+    expected = {own.get(n, n if alike else -1): call for calls in calls_by_rank.values() for n, call in calls.items()}
+    return {rank: call for rank, call in expected.items() if rank >= 0}
 
 
 def mismatch(case: Case) -> Ruling:
@@ -126,7 +126,7 @@ def mismatch(case: Case) -> Ruling:
     """
     if not case.waits.circle:
         return _mispaired(case)
-    waiting = [one.wait for one in case.waits.circle]
+    waiting = [waiters.wait for waiters in case.waits.circle]
     numbered = [w for w in waiting if w.kind == "collective" and w.seq is not None]
     if numbered:
         lowest = min(numbered, key=lambda w: w.seq or 0)
@@ -144,64 +144,64 @@ def mismatch(case: Case) -> Ruling:
 
 
 def _mispaired(case: Case) -> Ruling:
-    found = case.histories.first_mismatch
-    if found is None:
+    mismatch = case.histories.first_mismatch
+    if mismatch is None:
         return "all ranks recorded the same operations under the same numbers" if case.alignment.records else ""
-    return "" if case.alignment.members(found.group)[0] & case.unseen else of_record(case, found)
+    return "" if case.alignment.members(mismatch.group)[0] & case.unseen else of_record(case, mismatch)
 
 
-def of_record(facts: CaseFacts, found: Mismatch) -> Finding:
+def of_record(facts: CaseFacts, mismatch: Mismatch) -> Finding:
     """The finding for a mismatch that the Flight Recorders show; where it began earlier, who began it."""
-    meeting = _recorded(facts, found)
-    shift = facts.histories.shift_in(found.group)
-    if shift is not None and (shift.number < found.seq or (shift.number == found.seq and not found.majority)):
+    meeting = _recorded(facts, mismatch)
+    shift = facts.histories.shift_in(mismatch.group)
+    if shift is not None and (shift.number < mismatch.seq or (shift.number == mismatch.seq and not mismatch.majority)):
         return shifted(facts, shift, meeting.words, meeting.claims)
-    sides = sides_without_majority(facts, found)
-    return _finding(facts, meeting) if sides is None else _of_sides(facts, found, meeting, sides)
+    sides = sides_without_majority(facts, mismatch)
+    return _finding(facts, meeting) if sides is None else _of_sides(facts, mismatch, meeting, sides)
 
 
 _MOST_SIDES = 4
 
 
-def _of_sides(facts: CaseFacts, found: Mismatch, meeting: ExpectedMatch, sides: Sequence[Sequence[int]]) -> Finding:
+def _of_sides(facts: CaseFacts, mismatch: Mismatch, meeting: ExpectedMatch, sides: Sequence[Sequence[int]]) -> Finding:
     """No side outvotes the others, so nobody is named: what each calls is told."""
-    told = [f"{ranks_word(side)} {_calls_of(facts, found, meeting, side)}" for side in sides[:_MOST_SIDES]]
-    told += [f"{len(sides) - _MOST_SIDES} more ways"] if len(sides) > _MOST_SIDES else []
-    text = f"From collective #{found.seq} of group {found.group!r} on, the ranks go {len(sides)} different ways"
+    clauses = [f"{ranks_word(side)} {_calls_of(facts, mismatch, meeting, side)}" for side in sides[:_MOST_SIDES]]
+    clauses += [f"{len(sides) - _MOST_SIDES} more ways"] if len(sides) > _MOST_SIDES else []
+    text = f"From collective #{mismatch.seq} of group {mismatch.group!r} on, the ranks go {len(sides)} different ways"
     return Finding(
         "collective-mismatch",
         (*meeting.doubts, Doubt.OWN_WAYS),
-        f"{text}, without a majority: {'; '.join(told)}.",
+        f"{text}, without a majority: {'; '.join(clauses)}.",
         claims=meeting.claims + wait_claims(facts, meeting.words),
     )
 
 
-def _calls_of(facts: CaseFacts, found: Mismatch, meeting: ExpectedMatch, side: Sequence[int]) -> str:
+def _calls_of(facts: CaseFacts, mismatch: Mismatch, meeting: ExpectedMatch, side: Sequence[int]) -> str:
     """``broadcast at train.py:48, then all_gather``, of who came furthest."""
-    rank = max(side, key=lambda one: (facts.alignment.last(one, found.group), -one))
-    later = (facts.alignment.entry(rank, found.group, found.seq + number) for number in range(1, _NEXT + 1))
+    rank = max(side, key=lambda member: (facts.alignment.last(member, mismatch.group), -member))
+    later = (facts.alignment.entry(rank, mismatch.group, mismatch.seq + number) for number in range(1, _NEXT + 1))
     names = [op_name(entry) for entry in later if entry is not None]
     return meeting.calls[rank].words + (f", then {', '.join(names)}" if names else "")
 
 
-def _recorded(facts: CaseFacts, found: Mismatch) -> ExpectedMatch:
-    sizes_differ = len({key[0] for key in found.classes}) == 1
+def _recorded(facts: CaseFacts, mismatch: Mismatch) -> ExpectedMatch:
+    sizes_differ = len({key[0] for key in mismatch.classes}) == 1
     names: dict[int, str] = {}
     made: dict[int, CallSite] = {}
-    for rank, entry in found.entries.items():
+    for rank, entry in mismatch.entries.items():
         names[rank] = name = describe(entry) if sizes_differ else op_name(entry)
         site, stack = _user_stack(facts, rank, entry.frames)
         numbered = f"{op_name(entry)} #{entry.seq}{name.removeprefix(op_name(entry))}"
         made[rank] = CallSite(f"{name} at {fr.place(site)}" if site else numbered, site, stack)
-    parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in found.classes.values())
-    text = f"collective #{found.seq} of group {found.group!r} is {', '.join(parts)}"
-    claims = (record_claim((found.odd or (*made,))[0], text),)
+    parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in mismatch.classes.values())
+    text = f"collective #{mismatch.seq} of group {mismatch.group!r} is {', '.join(parts)}"
+    claims = (record_claim((mismatch.odd or (*made,))[0], text),)
     return ExpectedMatch(
-        found.odd,
-        found.majority,
+        mismatch.odd,
+        mismatch.majority,
         made,
         claims=claims,
-        number=(found.group, found.seq),
+        number=(mismatch.group, mismatch.seq),
         sizes_differ=sizes_differ,
     )
 
@@ -221,10 +221,10 @@ def _user_stack(
     facts: CaseFacts, rank: int, recorded: tuple[Frame, ...] = ()
 ) -> tuple[Frame | None, tuple[Frame, ...]]:
     """The user's call and its callers: as recorded with the entry, else as the main thread shows them if it waits."""
-    one = facts.ranks[rank]
-    view = view_of(one.evidence) if one.wait is None or one.wait.thread is None else None
+    state = facts.ranks[rank]
+    view = view_of(state.evidence) if state.wait is None or state.wait.thread is None else None
     frames = recorded or (view.frames if view else ())
-    site = fr.stack_of(one.evidence, frames).user_frame or (one.wait.frame if one.wait else None)
+    site = fr.stack_of(state.evidence, frames).user_frame or (state.wait.frame if state.wait else None)
     return site, frames[frames.index(site) :] if site in frames else ()
 
 
@@ -279,10 +279,10 @@ def _aside(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[int, ...]:
 
 def _by_steps(facts: CaseFacts, meeting: ExpectedMatch) -> str:
     """That those at odds have made steps with fewer calls. One step more or less may be the same round."""
-    others = [rank for rank in meeting.calls if rank not in meeting.odd]
+    peers = [rank for rank in meeting.calls if rank not in meeting.odd]
     if not meeting.number[0] or not meeting.majority:
         return ""
-    more, fewer = _more_steps(facts, meeting.odd, others), _more_steps(facts, others, meeting.odd)
+    more, fewer = _more_steps(facts, meeting.odd, peers), _more_steps(facts, peers, meeting.odd)
     who = ranks_do(meeting.odd, "has", "have")
     if more > 1:
         return f"; {who} made {more} more steps with as many calls: some steps there make fewer"
@@ -293,9 +293,11 @@ def _by_a_guard(facts: CaseFacts, meeting: ExpectedMatch) -> ExpectedMatch | Non
     """The one side whose call stands behind a condition on the rank that keeps all the others from there, if there is
     one. No round of any loop brings these to it.
     """
-    found = [branch for branch in branches(facts, _user_frames(facts, meeting), frozenset(meeting.odd)) if branch.kept]
-    sides = {one.ranks: one.kept for one in found if {*one.ranks, *one.kept} == meeting.calls.keys()}
-    if len(sides) != 1 or len({one.ranks for one in found}) != 1:
+    telling = [
+        branch for branch in branches(facts, _user_frames(facts, meeting), frozenset(meeting.odd)) if branch.kept
+    ]
+    sides = {branch.ranks: branch.kept for branch in telling if {*branch.ranks, *branch.kept} == meeting.calls.keys()}
+    if len(sides) != 1 or len({branch.ranks for branch in telling}) != 1:
         return None
     return replace(meeting, odd=next(iter(sides)), majority=True, doubts=(*meeting.doubts, Doubt.EITHER_SIDE))
 
@@ -366,14 +368,14 @@ class LeftLoop:
         Unless another loop encloses both. Then earlier rounds have to tell: where each had as many calls, those behind
         left out the one that ends it; where that is not known, either side may be off, and the majority counts.
         """
-        seen = tuple(Doubt.STACKS_ALONE if doubt is Doubt.LINES_ALONE else doubt for doubt in meeting.doubts)
-        seen += (Doubt.MAY_SKIP_CALLS,) if self.skips else ()
+        doubts = tuple(Doubt.STACKS_ALONE if doubt is Doubt.LINES_ALONE else doubt for doubt in meeting.doubts)
+        doubts += (Doubt.MAY_SKIP_CALLS,) if self.skips else ()
         if self.sure:
             odd = self.behind if len(self.behind) < len(self.ahead) else self.ahead
-            return replace(meeting, odd=odd, majority=True, doubts=seen)
+            return replace(meeting, odd=odd, majority=True, doubts=doubts)
         if self.round == "whole" and len(self.behind) <= len(self.ahead):
-            return replace(meeting, odd=self.behind, majority=True, doubts=(*seen, Doubt.HABIT_ALONE))
-        return replace(meeting, doubts=(*seen, Doubt.ROUND_UNKNOWN))
+            return replace(meeting, odd=self.behind, majority=True, doubts=(*doubts, Doubt.HABIT_ALONE))
+        return replace(meeting, doubts=(*doubts, Doubt.ROUND_UNKNOWN))
 
     @property
     def says(self) -> str:
@@ -391,11 +393,11 @@ class LeftLoop:
 
 
 def _culprit(facts: CaseFacts, meeting: ExpectedMatch, rank: int, left: LeftLoop | None) -> Culprit:
-    found = waiting_culprit(facts.ranks[rank], _reason(facts, meeting, rank, left), meeting.calls[rank].site)
+    culprit_there = waiting_culprit(facts.ranks[rank], _reason(facts, meeting, rank, left), meeting.calls[rank].site)
     if left is None or rank not in left.ahead:
-        return found
+        return culprit_there
     inside = left.loop.inside
-    return structs.replace(found, left=Frame(inside.file, left.loop.line, inside.function))
+    return structs.replace(culprit_there, left=Frame(inside.file, left.loop.line, inside.function))
 
 
 def _reason(facts: CaseFacts, meeting: ExpectedMatch, rank: int, left: LeftLoop | None) -> str:
@@ -417,14 +419,14 @@ def _left_loop(facts: CaseFacts, meeting: ExpectedMatch) -> LeftLoop | None:
     (_, first), (_, second) = sides
     users = _user_frames(facts, meeting)
     for ahead, behind in ((first, second), (second, first)):
-        one, other = ahead[0], behind[0]
+        first_ahead, other = ahead[0], behind[0]
         stack, read_source = meeting.calls[other].stack, facts.read_source
-        loop = loop_left(meeting.calls[one].stack, stack, read_source)
-        in_callee = loop_returned_from(users[one], users[other], read_source) if loop is None else None
+        loop = loop_left(meeting.calls[first_ahead].stack, stack, read_source)
+        in_callee = loop_returned_from(users[first_ahead], users[other], read_source) if loop is None else None
         loop = loop or in_callee
         if loop is not None:
             group, number = meeting.number
-            if group and _were_past_it(facts, group, number, (one, other), loop):
+            if group and _were_past_it(facts, group, number, (first_ahead, other), loop):
                 return None
             aligned = facts.histories.in_group(group) if group else Aligned({})
             times = aligned.times_called(other, number)
@@ -432,7 +434,9 @@ def _left_loop(facts: CaseFacts, meeting: ExpectedMatch) -> LeftLoop | None:
             more = _more_steps(facts, ahead, behind)
             if in_callee is not None and (often or more > 1):
                 return None
-            made = aligned.round_before(one, number) if in_callee is None else ""  # of the rounds around the call
+            made = (
+                aligned.round_before(first_ahead, number) if in_callee is None else ""
+            )  # of the rounds around the call
             skips = _skips(facts, stack, loop, more) if not often else ""
             return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often, skips, more)
     return None
@@ -440,8 +444,8 @@ def _left_loop(facts: CaseFacts, meeting: ExpectedMatch) -> LeftLoop | None:
 
 def _is_innermost(facts: CaseFacts, loop: SourceLoop, stack: Sequence[Frame]) -> bool:
     """No other loop in it, of its function or of one that is called there, goes round for each of the calls."""
-    found = next((loops[-1] for frame in stack if (loops := loops_at(frame, facts.read_source))), loop)
-    return (found.inside.file, found.line) == (loop.inside.file, loop.line)
+    innermost = next((loops[-1] for frame in stack if (loops := loops_at(frame, facts.read_source))), loop)
+    return (innermost.inside.file, innermost.line) == (loop.inside.file, loop.line)
 
 
 def _skips(facts: CaseFacts, stack: Sequence[Frame], loop: SourceLoop, more: int) -> str:
@@ -449,17 +453,17 @@ def _skips(facts: CaseFacts, stack: Sequence[Frame], loop: SourceLoop, more: int
     ``stack``: the source, or ``more`` steps.
     """
     part = next((n for n, frame in enumerate(stack) if frame == loop.inside), len(stack) - 1)
-    found = ways_around(stack[: part + 1], loop.line, facts.read_source)
-    found += [f"{more} more step{'s' * (more > 1)}, with as many calls"] if more > 0 else []
-    return ", ".join(found[:2])
+    skips = ways_around(stack[: part + 1], loop.line, facts.read_source)
+    skips += [f"{more} more step{'s' * (more > 1)}, with as many calls"] if more > 0 else []
+    return ", ".join(skips[:2])
 
 
-def _more_steps(facts: CaseFacts, ranks: Sequence[int], others: Sequence[int]) -> int:
+def _more_steps(facts: CaseFacts, ranks: Sequence[int], peers: Sequence[int]) -> int:
     """How many steps each of ``ranks`` has made more than any of ``others``; 0 for none, and where one is not known."""
-    steps = {rank: step for rank in (*ranks, *others) if (step := facts.ranks[rank].step) is not None}
-    if not ranks or not others or len(steps) < len(ranks) + len(others):
+    steps = {rank: step for rank in (*ranks, *peers) if (step := facts.ranks[rank].step) is not None}
+    if not ranks or not peers or len(steps) < len(ranks) + len(peers):
         return 0
-    return max(min(steps[rank] for rank in ranks) - max(steps[rank] for rank in others), 0)
+    return max(min(steps[rank] for rank in ranks) - max(steps[rank] for rank in peers), 0)
 
 
 def _were_past_it(facts: CaseFacts, group: str, number: int, ends: tuple[int, int], loop: SourceLoop) -> bool:
@@ -481,18 +485,18 @@ _NEXT = 3  # calls after the one that does not fit
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # whose root may call from a line of its own
 
 
-def sides_without_majority(facts: CaseFacts, found: Mismatch) -> list[tuple[int, ...]] | None:
+def sides_without_majority(facts: CaseFacts, mismatch: Mismatch) -> list[tuple[int, ...]] | None:
     """Three or more sides, whose ranks agree with each other, and none of which is a majority.
 
     None for two sides that stand against each other: one of them is at fault, and both are named.
     """
-    if not found.majority and len(found.classes) < 3:
+    if not mismatch.majority and len(mismatch.classes) < 3:
         return None
     split = [
         tuple(side)
-        for ranks in found.classes.values()
-        for there in _by_place(facts, found, ranks)
-        for side in _by_next_calls(facts, found, there)
+        for ranks in mismatch.classes.values()
+        for members in _by_place(facts, mismatch, ranks)
+        for side in _by_next_calls(facts, mismatch, members)
     ]
     voters = sum(map(len, split))
     if len(split) < 3 or any(2 * len(side) > voters for side in split):
@@ -500,61 +504,65 @@ def sides_without_majority(facts: CaseFacts, found: Mismatch) -> list[tuple[int,
     return sorted(split)
 
 
-def _by_place(facts: CaseFacts, found: Mismatch, ranks: Sequence[int]) -> list[list[int]]:
+def _by_place(facts: CaseFacts, mismatch: Mismatch, ranks: Sequence[int]) -> list[list[int]]:
     """Ranks that made the same call, by the place that they made it from; whose place is not known goes with most.
 
     Different places agree that have met under one number before: by design, ranks call from there.
     """
-    stacks = {rank: _frames_of_call(facts, found, rank) for rank in ranks}
-    places = sides_of({rank: tuple((one.file, one.line) for one in stack) for rank, stack in stacks.items() if stack})
+    stacks = {rank: _frames_of_call(facts, mismatch, rank) for rank in ranks}
+    places = sides_of(
+        {rank: tuple((frame.file, frame.line) for frame in stack) for rank, stack in stacks.items() if stack}
+    )
     sides: list[list[int]] = []
     for side in sorted(places.values(), key=len, reverse=True):
-        known = next((one for one in sides if _met_before(facts, found, one[0], side[0])), None)
-        if known is not None or (sides and len(side) == 1 and op_name(found.entries[side[0]]) in _ROOTED):
-            (known or sides[0]).extend(side)
+        side_met = next(
+            (side_members for side_members in sides if _met_before(facts, mismatch, side_members[0], side[0])), None
+        )
+        if side_met is not None or (sides and len(side) == 1 and op_name(mismatch.entries[side[0]]) in _ROOTED):
+            (side_met or sides[0]).extend(side)
         else:
             sides.append(side)
-    first, *others = sides or [[]]
-    return [[*first, *(rank for rank, stack in stacks.items() if not stack)], *others]
+    first, *minor_sides = sides or [[]]
+    return [[*first, *(rank for rank, stack in stacks.items() if not stack)], *minor_sides]
 
 
-def _frames_of_call(facts: CaseFacts, found: Mismatch, rank: int) -> tuple[Frame, ...]:
+def _frames_of_call(facts: CaseFacts, mismatch: Mismatch, rank: int) -> tuple[Frame, ...]:
     """The user's frames of the call, innermost first: as recorded, else as the main thread shows them that waits in it;
     else all frames on record.
 
     Behind a device's queue the main thread runs ahead, and waits wherever it needs a result.
     """
-    entry, wait = found.entries[rank], facts.waiting.get(rank)
-    is_there = wait is not None and entry.started is None and (wait.group, wait.seq) == (found.group, found.seq)
+    entry, wait = mismatch.entries[rank], facts.waiting.get(rank)
+    is_there = wait is not None and entry.started is None and (wait.group, wait.seq) == (mismatch.group, mismatch.seq)
     shown = user_stack_of(facts.ranks[rank].evidence) if is_there else ()
     return facts.alignment.stack(rank, entry).user_frames or shown or entry.frames
 
 
-def _met_before(facts: CaseFacts, found: Mismatch, rank: int, other: int) -> bool:
+def _met_before(facts: CaseFacts, mismatch: Mismatch, rank: int, other: int) -> bool:
     """The two made these calls under one number before they called from one place the last time."""
-    histories = facts.histories.in_group(found.group).histories
+    histories = facts.histories.in_group(mismatch.group).histories
     if rank not in histories or other not in histories:
         return False
-    mine, its = histories[rank].column, histories[other].column
-    wanted = mine.at(found.seq), its.at(found.seq)
+    own_column, its = histories[rank].column, histories[other].column
+    wanted = own_column.at(mismatch.seq), its.at(mismatch.seq)
     if wanted[0] == wanted[1]:  # then it is their stacks that differ
         return False
-    numbers = range(max(mine.numbers[0], its.numbers[0]), found.seq)
-    met = next((number for number in numbers if (mine.at(number), its.at(number)) == wanted), None)
-    return met is not None and any(mine.at(number) == its.at(number) for number in range(met, found.seq))
+    numbers = range(max(own_column.numbers[0], its.numbers[0]), mismatch.seq)
+    met = next((number for number in numbers if (own_column.at(number), its.at(number)) == wanted), None)
+    return met is not None and any(own_column.at(number) == its.at(number) for number in range(met, mismatch.seq))
 
 
-def _by_next_calls(facts: CaseFacts, found: Mismatch, ranks: Sequence[int]) -> list[list[int]]:
+def _by_next_calls(facts: CaseFacts, mismatch: Mismatch, ranks: Sequence[int]) -> list[list[int]]:
     """Ranks that agree under the number, by what they called next. Who has called nothing yet goes with most of them,
     and for itself where there is no most.
     """
-    for number in range(found.seq + 1, found.seq + 1 + _NEXT):
-        made = {rank: facts.alignment.entry(rank, found.group, number) for rank in ranks}
+    for number in range(mismatch.seq + 1, mismatch.seq + 1 + _NEXT):
+        made = {rank: facts.alignment.entry(rank, mismatch.group, number) for rank in ranks}
         calls = {rank: signature(entry) for rank, entry in made.items() if entry is not None}
         sides: list[list[int]] = []
         for rank, call in calls.items():
-            known = next((side for side in sides if fits(calls[side[0]], call)), None)
-            known.append(rank) if known is not None else sides.append([rank])
+            side_alike = next((side for side in sides if fits(calls[side[0]], call)), None)
+            side_alike.append(rank) if side_alike is not None else sides.append([rank])
         if len(sides) > 1:
             silent = [rank for rank in ranks if rank not in calls]
             _, majority = vote(dict(enumerate(sides)))

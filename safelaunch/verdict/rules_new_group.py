@@ -18,9 +18,9 @@ def groups_made_apart(case: Case) -> Ruling:
 
     torch names groups by a count of its own on each rank, so ranks that are not in step wait for different ones.
     """
-    told = {rank: one.evidence.gil.groups_made for rank, one in case.ranks.items()}
-    made = {rank: count for rank, count in told.items() if count is not None}
-    if len(made) < len(told) or len(set(made.values())) < 2:
+    counts_by_rank = {rank: state.evidence.gil.groups_made for rank, state in case.ranks.items()}
+    made = {rank: count for rank, count in counts_by_rank.items() if count is not None}
+    if len(made) < len(counts_by_rank) or len(set(made.values())) < 2:
         return ""
     apart = _in_another_group(case)
     within = [rank for rank, wait in case.waiting.items() if wait.op == "new_group"]
@@ -64,5 +64,5 @@ def _in_another_group(case: Case) -> list[int]:
     return [
         rank
         for rank, group in waiting.items()
-        if any(one and rank not in one for one in lists[group] - {case.alignment.listed(rank).get(group)})
+        if any(members and rank not in members for members in lists[group] - {case.alignment.listed(rank).get(group)})
     ]

@@ -31,29 +31,32 @@ SILENT_S = 15.0  # a node that was quiet for less has missed a few beats
 
 def rendezvous_incomplete(facts: CaseFacts) -> Ruling:
     """torchrun has started no rank: not all nodes have joined its rendezvous."""
-    seen = facts.evidence.rendezvous
-    if seen is None:
+    rendezvous = facts.evidence.rendezvous
+    if rendezvous is None:
         return ""
-    if not seen.wanted:
-        return _rendezvous_failed(seen)
-    text = f"{seen.come} of {seen.wanted} nodes came to torchrun's rendezvous within {seen.waited_s:.0f} s"
-    text += f" ({', '.join(seen.hosts[:8])}{', ...' * (seen.come > len(seen.hosts[:8]))})."
-    if seen.absent_ranks:
-        text += f" Node {ranks_do(seen.absent_ranks, 'has', 'have')} not come."
-    if seen.absent_hosts:
-        text += f" From {', '.join(seen.absent_hosts[:8])} none has come."
-    if seen.store:
-        text += f" The store where they meet does not answer: {seen.store}."
-    claims = (Claim(f"{seen.come} of {seen.wanted} nodes came", RENDEZVOUS_FILE), Claim(seen.error, RENDEZVOUS_FILE))
-    absent = tuple(NodeAtFault(host, "", "it has not joined the rendezvous") for host in seen.absent_hosts)
+    if not rendezvous.wanted:
+        return _rendezvous_failed(rendezvous)
+    text = f"{rendezvous.come} of {rendezvous.wanted} nodes came to torchrun's rendezvous within {rendezvous.waited_s:.0f} s"
+    text += f" ({', '.join(rendezvous.hosts[:8])}{', ...' * (rendezvous.come > len(rendezvous.hosts[:8]))})."
+    if rendezvous.absent_ranks:
+        text += f" Node {ranks_do(rendezvous.absent_ranks, 'has', 'have')} not come."
+    if rendezvous.absent_hosts:
+        text += f" From {', '.join(rendezvous.absent_hosts[:8])} none has come."
+    if rendezvous.store:
+        text += f" The store where they meet does not answer: {rendezvous.store}."
+    claims = (
+        Claim(f"{rendezvous.come} of {rendezvous.wanted} nodes came", RENDEZVOUS_FILE),
+        Claim(rendezvous.error, RENDEZVOUS_FILE),
+    )
+    absent = tuple(NodeAtFault(host, "", "it has not joined the rendezvous") for host in rendezvous.absent_hosts)
     return Finding("init-not-joined", (Doubt.UNCOUNTED_NODES,), text, claims=claims, nodes=absent)
 
 
-def _rendezvous_failed(seen: Rendezvous) -> Finding:
+def _rendezvous_failed(rendezvous: Rendezvous) -> Finding:
     """All that is known is the error that a process of the job raised."""
-    why = f" ({seen.error})" if seen.error else ""
-    text = f"The processes of the job did not meet: {seen.store or 'not all of them came'}{why}."
-    return Finding("init-not-joined", (), text, claims=(Claim(seen.error or seen.store, RENDEZVOUS_FILE),))
+    why = f" ({rendezvous.error})" if rendezvous.error else ""
+    text = f"The processes of the job did not meet: {rendezvous.store or 'not all of them came'}{why}."
+    return Finding("init-not-joined", (), text, claims=(Claim(rendezvous.error or rendezvous.store, RENDEZVOUS_FILE),))
 
 
 def node_lost(case: Case) -> Ruling:
@@ -65,7 +68,7 @@ def node_lost(case: Case) -> Ruling:
     own = conditions(case, *FAILURES)
     if any(Doubt.ABORTED_IN_COLLECTIVE not in condition.doubts for condition in own.values()):
         return ""
-    raised = {rank: one.evidence.exception for rank, one in case.ranks.items()}
+    raised = {rank: state.evidence.exception for rank, state in case.ranks.items()}
     lost = [rank for rank, error in raised.items() if rank in own or (error is not None and rank in case.waiting)]
     timed_out = any((error := raised[rank]) is not None and is_timeout(error) for rank in lost)
     gone = [node for node in _gone(case) if not node.ranks or case.unseen & set(node.ranks)]
@@ -84,7 +87,7 @@ def node_lost(case: Case) -> Ruling:
 
 def silent_host(case: Case) -> Ruling:
     """All that is known of a job is its output: one host closed connections, and its ranks report no failure."""
-    raised = {rank: one.evidence.exception for rank, one in case.ranks.items()}
+    raised = {rank: state.evidence.exception for rank, state in case.ranks.items()}
     lost = [rank for rank, error in raised.items() if error is not None and not is_timeout(error)]
     if case.evidence.printed is None or len(case.evidence.nodes) != 1:
         return ""
@@ -118,8 +121,8 @@ def store_lost(case: Case) -> Ruling:
     unanswered = all(node.probe == "no answer" for node in hosts)
     doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(hosts))}
     cause = "launcher-stopped" if answers else "node-unreachable"
-    found = _finding(case, cause, those(doubts), f"{text}.", hosts, case.waiting)
-    return replace(found, claims=(*found.claims, reason))
+    finding = _finding(case, cause, those(doubts), f"{text}.", hosts, case.waiting)
+    return replace(finding, claims=(*finding.claims, reason))
 
 
 def node_cut_off(case: Case) -> Ruling:
@@ -139,7 +142,7 @@ def node_cut_off(case: Case) -> Ruling:
         doubts = those({Doubt.UNSEEN_RANKS: bool(case.unseen)})
         return _finding(case, "node-unreachable", doubts, text, own, sorted(case.waiting))
     gone = gone or [structs.replace(node, probe="") for node in unreached]  # on both sides: the link between them
-    gone = [node for node in gone if any(_same(node, one) for one in alive)]
+    gone = [node for node in gone if any(_same(node, own_node) for own_node in alive)]
     if not gone:
         return ""
     sides = [ranks_word(node.ranks) for node in alive if node.ranks]
@@ -158,9 +161,9 @@ def node_silent(case: Case) -> Ruling:
     if not silent or awaited & case.unseen - _ranks_of(silent):
         return ""
     # NCCL's word on its ranks goes before a guess about the node, and confirms what a connection to it says.
-    known = nccl_states(case.evidence)
-    said = {known.get(rank, "") for rank in _ranks_of(silent)}
-    lives, gone = said == {"answers"}, said <= {"unresponsive", "dead"}
+    states = nccl_states(case.evidence)
+    answers = {states.get(rank, "") for rank in _ranks_of(silent)}
+    lives, gone = answers == {"answers"}, answers <= {"unresponsive", "dead"}
     launcher = lives or (not gone and all(node.store == "silent" or node.probe == "answers" for node in silent))
     unanswered = gone or all(node.store == "unreachable" or node.probe == "no answer" for node in silent)
     waiting = sorted(case.waiting)
@@ -189,12 +192,14 @@ def launcher_stopped(case: Case) -> Ruling:
 
 def failed_elsewhere(case: Case) -> Ruling:
     """Ranks wait, no rank here does anything else, and another node has reported what failed there."""
-    told = [node for node in case.evidence.nodes if node.trouble and not node.here and case.unseen & set(node.ranks)]
+    reporting = [
+        node for node in case.evidence.nodes if node.trouble and not node.here and case.unseen & set(node.ranks)
+    ]
     waiting = _only_waiting(case)
-    if not told or not waiting:
+    if not reporting or not waiting:
         return ""
-    text = f"{capital(waits_words(case, waiting))}; {'; '.join(node.trouble for node in told[:4])}."
-    claims = tuple(Claim(f"node {node.host} said: {node.trouble}", NODES_FILE) for node in told)
+    text = f"{capital(waits_words(case, waiting))}; {'; '.join(node.trouble for node in reporting[:4])}."
+    claims = tuple(Claim(f"node {node.host} said: {node.trouble}", NODES_FILE) for node in reporting)
     doubts = those({Doubt.UNSEEN_RANKS: True})
     return Finding("rank-exited", doubts, text, claims=(*claims, *wait_claims(case, waiting)), victims=tuple(waiting))
 
@@ -224,8 +229,8 @@ def _gone(facts: CaseFacts) -> list[NodeEvidence]:
     return [node for node in gone if not missed or node.probe == "no answer" or node.store == "unreachable"]
 
 
-def _same(one: NodeEvidence, other: NodeEvidence) -> bool:
-    return one.host == other.host and (not one.ranks or not other.ranks or one.ranks == other.ranks)
+def _same(node: NodeEvidence, other: NodeEvidence) -> bool:
+    return node.host == other.host and (not node.ranks or not other.ranks or node.ranks == other.ranks)
 
 
 def _ranks_of(nodes: Iterable[NodeEvidence]) -> frozenset[int]:
@@ -252,7 +257,7 @@ def _finding(
 ) -> Finding:
     waiting = tuple(waiting)
     named = {(node.host, node.ranks): _at_fault(node) for node in nodes}
-    claims = tuple(Claim(f"node {one.host}: {one.reason}", NODES_FILE) for one in named.values())
+    claims = tuple(Claim(f"node {node.host}: {node.reason}", NODES_FILE) for node in named.values())
     return Finding(
         cause,
         doubts,

@@ -52,24 +52,30 @@ def launcher_failed(facts: CaseFacts) -> Ruling:
     Its process passes for rank 0 of one, as nothing else has come: it runs no code of the user's, made no step and no
     call.
     """
-    launched, one = facts.evidence.launched, next(iter(facts.ranks.values()), None)
-    if launched is None or launched.typed[:1] != ("exec",) or one is None or len(facts.world) > 1:
+    launched, launched_rank = facts.evidence.launched, next(iter(facts.ranks.values()), None)
+    if launched is None or launched.typed[:1] != ("exec",) or launched_rank is None or len(facts.world) > 1:
         return ""
-    raised, left, record = one.evidence.exception, one.evidence.exit_call, one.evidence.flight_record
-    if one.step is not None or (record is not None and record.entries):
+    raised, left, record = (
+        launched_rank.evidence.exception,
+        launched_rank.evidence.exit_call,
+        launched_rank.evidence.flight_record,
+    )
+    if launched_rank.step is not None or (record is not None and record.entries):
         return ""
-    stack = fr.stack_of(one.evidence, raised.frames if raised is not None else left.frames if left is not None else ())
+    stack = fr.stack_of(
+        launched_rank.evidence, raised.frames if raised is not None else left.frames if left is not None else ()
+    )
     program, advice = fr.program_of(stack), frozenset({LAUNCHER})
     if program and raised is not None:
         of_its_own = raised.type.rpartition(".")[2] not in ("CalledProcessError", "ChildFailedError")
         whose = "in its own code: no rank was seen" if of_its_own else "for a process that it started"
         error = f"{raised.type}: {one_line(raised.message)}{fr.at(stack.frames[0])}"
         text = f"The launcher ({program}) raised {error}, {whose}."
-        claim = Claim(f"first exception: {raised.type}", f"{one.folder}/exception.json")
+        claim = Claim(f"first exception: {raised.type}", f"{launched_rank.folder}/exception.json")
         return Finding("rank-exception", (), text, claims=(claim,), advice=advice)
     if program and left is not None and left.code:
         text = f"The launcher ({program}) called {left.function}({left.code}): no rank was seen."
-        claim = Claim(f"it called {left.function}()", f"{one.folder}/exit_call.json")
+        claim = Claim(f"it called {left.function}()", f"{launched_rank.folder}/exit_call.json")
         return Finding("rank-exited", (), text, claims=(claim,), advice=advice)
     return ""
 
@@ -89,13 +95,13 @@ def first_failure(facts: CaseFacts) -> Ruling:
     first = min((facts.ranks[r] for r in failed), key=lambda f: (failed_at(f.evidence), f.rank))
     main = failed[first.rank]
     named = {r: c for r, c in failed.items() if c is main or _alike(facts.ranks[r], c, first, main)}
-    others = [r for r in facts.ranks if r not in named]
+    unnamed = [r for r in facts.ranks if r not in named]
     later = [r for r in failed if r not in named]
     ruled = [f"{capital(ranks_word(later))} failed later, after {ranks_word([first.rank])}"] if later else []
-    blamed = [r for r in others if facts.ranks[r].evidence.exception is not None and r in facts.waiting]
+    blamed = [r for r in unnamed if facts.ranks[r].evidence.exception is not None and r in facts.waiting]
     if blamed:
         ruled.append(f"the errors of {ranks_word(blamed)} report that a peer was gone: consequences")
-    alone = _alone_by_condition(facts, others, named) if main.cause == "uneven-batches" else ()
+    alone = _alone_by_condition(facts, unnamed, named) if main.cause == "uneven-batches" else ()
     paired = _left_in_p2p(facts, blamed) if main.cause == "uneven-batches" and not alone else []
     if alone:
         ruled.append(
@@ -120,7 +126,7 @@ def first_failure(facts: CaseFacts) -> Ruling:
 
 def _ended_before(facts: CaseFacts, first: RankFacts, later: Iterable[int]) -> bool:
     """The launcher saw one of ``later`` end a second or more before ``first``."""
-    ends = {rank: one.evidence.exit for rank, one in facts.ranks.items()}
+    ends = {rank: state.evidence.exit for rank, state in facts.ranks.items()}
     own = ends[first.rank]
     return own is not None and any(
         (end := ends[rank]) is not None and end.time_unix_s + 1.0 <= own.time_unix_s for rank in later
@@ -148,8 +154,12 @@ def a_peer_ended(facts: CaseFacts) -> Ruling:
         text += f" There had been no step here for {facts.evidence.stall_s:.0f} s: that node may have ended a hung job."
     place = "that rank's output" if printed else "that node's bundle or output"
     text += f" What went wrong is in {place}."
-    told = (nccl_failure(facts.ranks[rank].evidence) for rank in lost)
-    cause = "node-unreachable" if named and any(one and one.kind == "infiniband" for one in told) else "rank-exited"
+    failures = (nccl_failure(facts.ranks[rank].evidence) for rank in lost)
+    cause = (
+        "node-unreachable"
+        if named and any(failure and failure.kind == "infiniband" for failure in failures)
+        else "rank-exited"
+    )
     return Finding(cause, (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), victims=tuple(lost))
 
 
@@ -181,14 +191,14 @@ def _at_the_same_moment(facts: CaseFacts, first: RankFacts, other: RankFacts) ->
     return len({node.ranks for node in nodes}) > 1
 
 
-def _alike(one: RankFacts, a: Condition, first: RankFacts, b: Condition) -> bool:
+def _alike(facts: RankFacts, a: Condition, first: RankFacts, b: Condition) -> bool:
     if (a.cause, a.frame) != (b.cause, b.frame):
         return False
     if a.cause == "rank-exception":
-        raised = [f.evidence.exception.type if f.evidence.exception else "" for f in (one, first)]
+        raised = [f.evidence.exception.type if f.evidence.exception else "" for f in (facts, first)]
         return raised[0] == raised[1]
-    ends = [f.evidence.exit.returncode if f.evidence.exit else None for f in (one, first)]
-    return ends[0] == ends[1] and failed_at(one.evidence) - failed_at(first.evidence) < 1.0
+    ends = [f.evidence.exit.returncode if f.evidence.exit else None for f in (facts, first)]
+    return ends[0] == ends[1] and failed_at(facts.evidence) - failed_at(first.evidence) < 1.0
 
 
 def stopped_ranks(facts: CaseFacts) -> Ruling:
@@ -216,8 +226,8 @@ def init_not_joined(case: Case) -> Ruling:
     }
     if not absent and locked_out:
         return ""  # a cycle: those inside hold the locks that the others wait for
-    if not absent and not case.unseen and (found := _store_not_reached(case, inside)) is not None:
-        return found
+    if not absent and not case.unseen and (finding := _store_not_reached(case, inside)) is not None:
+        return finding
     if not absent and not case.unseen:
         return f"{capital(ranks_wait(case, inside))} in init_process_group, and no rank is absent from it"
     named = {r: replace(c, reason=f"never reached init_process_group: it {c.reason}") for r, c in absent.items()}
@@ -237,18 +247,18 @@ def _store_not_reached(facts: CaseFacts, inside: Sequence[int]) -> Finding | Non
     if not astray:
         return _store_without_answer(facts, views)
     rest = [rank for rank in inside if rank not in astray]
-    there = [rank for rank in rest if rank in views and not calls.makes_store(views[rank].stack)]
+    past_it = [rank for rank in rest if rank in views and not calls.makes_store(views[rank].stack)]
     reason = "keeps trying to connect to the store of init_process_group"
     frames = {rank: facts.ranks[rank].frame for rank in astray}
     named = {
         rank: Condition("init-not-joined", f"{reason}{fr.at(frame)}", frame, doubts=(Doubt.STATE_INFERRED,))
         for rank, frame in frames.items()
     }
-    if there or 2 * len(astray) < len(inside):
-        found = blame(facts, "init-not-joined", (Doubt.STATE_INFERRED,), named, rest)
-        return replace(found, advice=_STORE)
-    others = f", and {waits_words(facts, rest)}" if rest else ""
-    text = f"{capital(each_of(astray))} {reason}{fr.at(frames[astray[0]])}: nothing answers at its address{others}."
+    if past_it or 2 * len(astray) < len(inside):
+        finding = blame(facts, "init-not-joined", (Doubt.STATE_INFERRED,), named, rest)
+        return replace(finding, advice=_STORE)
+    wait_text = f", and {waits_words(facts, rest)}" if rest else ""
+    text = f"{capital(each_of(astray))} {reason}{fr.at(frames[astray[0]])}: nothing answers at its address{wait_text}."
     doubts = (Doubt.STATE_INFERRED, *those({Doubt.EITHER_SIDE: bool(rest)}))
     return Finding("init-not-joined", doubts, text, claims=wait_claims(facts, inside), advice=_STORE)
 
@@ -298,7 +308,9 @@ def alone(facts: CaseFacts) -> Ruling:
     """
     if facts.evidence.world_guessed and len(facts.ranks) == 1:
         return ""
-    ended = {r for r, one in facts.ranks.items() if one.evidence.exit is not None and one.evidence.exit.returncode == 0}
+    ended = {
+        r for r, state in facts.ranks.items() if state.evidence.exit is not None and state.evidence.exit.returncode == 0
+    }
     named = {r: condition for r, condition in conditions(facts).items() if r not in ended}
     if not named or facts.unseen:
         return ""
@@ -359,20 +371,20 @@ def nobody_stands_out(facts: CaseFacts) -> Finding:
         text = f"{capital(ranks_do(cut, 'was', 'were'))} aborted when the communication failed, and did not fail alone."
         text += _began_with(facts, cut)
         logged = ((rank, logged_claim(facts.ranks[rank].evidence)) for rank in cut)
-        claims += tuple(Claim(f"rank {rank}: {one.claim}", one.file) for rank, one in logged)
+        claims += tuple(Claim(f"rank {rank}: {claim.claim}", claim.file) for rank, claim in logged)
     elif ended := [r for r, f in facts.ranks.items() if is_aborted(f.evidence)]:
         text = f"{capital(ranks_do(ended, 'was', 'were'))} aborted by torch's watchdog. What blocked them was not seen."
         claims += (Claim("the end of its output", f"ranks/{ended[0]}/log_tail.txt"),)
     else:
         text = "No rank left enough evidence to say where it was."
-    seen = bool(waits or own)
+    examined = bool(waits or own)
     doubts = {
-        Doubt.STATE_UNKNOWN: not seen,
-        Doubt.BY_EXCLUSION: seen,
-        Doubt.SEVERAL_PLACES: seen and not (alike or (waits and not own)),
+        Doubt.STATE_UNKNOWN: not examined,
+        Doubt.BY_EXCLUSION: examined,
+        Doubt.SEVERAL_PLACES: examined and not (alike or (waits and not own)),
         Doubt.UNSEEN_RANKS: bool(facts.unseen or apart or lost or only or facts.evidence.printed is not None),
     }
-    advice = frozenset(one for condition in own.values() for one in condition.advice)
+    advice = frozenset(advice for condition in own.values() for advice in condition.advice)
     return Finding("no-rank-stands-out", those(doubts), text, claims=claims, advice=advice)
 
 
@@ -388,10 +400,12 @@ def _who_would_set(facts: CaseFacts, own: Condition) -> str:
 def _began_with(facts: CaseFacts, lost: list[int]) -> str:
     """The rank that reported it first, by its own clock, and what its error means, if more than that time was up."""
     first = min(lost, key=lambda rank: failed_at(facts.ranks[rank].evidence), default=None)
-    told = failure_of_rank(facts.ranks[first].evidence) if first is not None else None
-    if told is None or told.kind == "peer-late":
+    failure = failure_of_rank(facts.ranks[first].evidence) if first is not None else None
+    if failure is None or failure.kind == "peer-late":
         return ""
-    return f" Rank {first} reported it first: {told.means}." if len(lost) > 1 else f" Its error means: {told.means}."
+    return (
+        f" Rank {first} reported it first: {failure.means}." if len(lost) > 1 else f" Its error means: {failure.means}."
+    )
 
 
 def _seen_apart(facts: CaseFacts, first: list[int], rest: list[int]) -> str:

@@ -40,12 +40,12 @@ def threads_that_race(case: Case) -> Ruling:
     Each thread makes the same calls on all ranks; only their order among the threads differs. A backend pairs by
     number, so the calls of one thread meet those of the other.
     """
-    groups = {w.group for one in case.waits.classes.values() if (w := one.wait).group is not None}
+    groups = {w.group for waiters in case.waits.classes.values() if (w := waiters.wait).group is not None}
     found = next((race for group in sorted(groups) if (race := _race_in(case.alignment, group)) is not None), None)
     if found is None:
         return ""
     group, number, calls = found
-    places = sides_of({rank: f"{op_name(one)}{_where(case, rank, one)}" for rank, one in calls.items()})
+    places = sides_of({rank: f"{op_name(entry)}{_where(case, rank, entry)}" for rank, entry in calls.items()})
     which = f"collective #{number} of group {group!r}"
     parts = " and ".join(f"{what} on {ranks_word(ranks)}" for what, ranks in places.items())
     text = f"Two threads of each rank call collectives of group {group!r}, in no fixed order: {which} is {parts}."
@@ -81,7 +81,7 @@ def _race_in(alignment: Alignment, group: str) -> tuple[str, int, dict[int, Coll
     if len(made) < 2 or not any(len({call.entry.thread for call in calls.values()}) > 1 for calls in made.values()):
         return None
     first = max(min(calls) for calls in made.values())
-    late = {rank: {number: one for number, one in calls.items() if number >= first} for rank, calls in made.items()}
+    late = {rank: {number: call for number, call in calls.items() if number >= first} for rank, calls in made.items()}
     if len({_by_thread(calls) for calls in late.values()}) > 1:
         return None
     numbers = sorted(set().union(*late.values()))
@@ -92,13 +92,13 @@ def _race_in(alignment: Alignment, group: str) -> tuple[str, int, dict[int, Coll
 
 
 def _are_of_several_threads(
-    mine: Mapping[int, _ThreadCall], everybody: Iterable[Mapping[int, _ThreadCall]], number: int
+    own_calls: Mapping[int, _ThreadCall], all_calls: Iterable[Mapping[int, _ThreadCall]], number: int
 ) -> bool:
     """What ranks called as ``number``, a rank called from as many threads, whenever it did. One thread cannot race
     with itself, wherever its calls begin.
     """
-    raced = {calls[number] for calls in everybody if number in calls}
-    made = {mine[n]: mine[n].entry.thread for n in sorted(mine, reverse=True) if n >= number}
+    raced = {calls[number] for calls in all_calls if number in calls}
+    made = {own_calls[n]: own_calls[n].entry.thread for n in sorted(own_calls, reverse=True) if n >= number}
     threads = [thread for call, thread in made.items() if call in raced]
     return len(set(threads)) == len(threads)
 
@@ -117,7 +117,7 @@ def _by_thread(calls: Mapping[int, _ThreadCall]) -> frozenset[tuple[ThreadKey, t
 def _made(alignment: Alignment, rank: int, group: str) -> dict[int, _ThreadCall]:
     """The newest calls of a rank by number; empty where one of them is not known."""
     window = alignment.window(rank, group)
-    found = {}
+    calls_made = {}
     for number in list(window.numbers if window is not None else ())[-_MOST:]:
         entry = alignment.entry(rank, group, number)
         call = identity_of(entry, alignment.stack(rank, entry)) if entry is not None else UNKNOWN
@@ -125,5 +125,5 @@ def _made(alignment: Alignment, rank: int, group: str) -> dict[int, _ThreadCall]
             return {}
         outer = next(reversed(alignment.stack(rank, entry).user_frames), None) or _begin(entry)
         thread: ThreadKey = (outer.file, fr.short(outer.function)) if outer is not None else entry.thread
-        found[number] = _ThreadCall(thread, call, entry)
-    return found
+        calls_made[number] = _ThreadCall(thread, call, entry)
+    return calls_made

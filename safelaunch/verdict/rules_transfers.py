@@ -30,8 +30,8 @@ def unfit_transfers(case: Case) -> Ruling:
 
     Of a send and its receive, either may be the wrong one: both are named. Of an all_to_all only the sums are known.
     """
-    for one in sorted(case.waits.classes.values(), key=lambda one: one.ranks):
-        wait, members = one.wait, one.ranks
+    for waiters in sorted(case.waits.classes.values(), key=lambda waiters: waiters.ranks):
+        wait, members = waiters.wait, waiters.ranks
         numbered = wait.group is not None and wait.seq is not None
         if numbered and case.waits.circle:
             continue
@@ -52,8 +52,8 @@ def unfit_transfers(case: Case) -> Ruling:
 
 
 def _pair(facts: CaseFacts, pair: tuple[RecordedTransfer, RecordedTransfer]) -> Finding:
-    sites = {one.rank: facts.alignment.stack(one.rank, one.entry).user_frame for one in pair}
-    says = {one.rank: one.says() + fr.at(sites[one.rank]) for one in pair}
+    sites = {side.rank: facts.alignment.stack(side.rank, side.entry).user_frame for side in pair}
+    says = {side.rank: side.says() + fr.at(sites[side.rank]) for side in pair}
     text = " while rank ".join(f"{rank} {words}" for rank, words in says.items())
     return Finding(
         "collective-mismatch",
@@ -62,35 +62,40 @@ def _pair(facts: CaseFacts, pair: tuple[RecordedTransfer, RecordedTransfer]) -> 
         tuple(waiting_culprit(facts.ranks[rank], f"Rank {rank} {says[rank]}.", sites[rank]) for rank in says),
         tuple(
             record_claim(
-                one.rank,
-                f"rank {one.rank} {one.says()}: {op_name(one.entry)} #{number_of(one.entry)} of group "
-                f"{one.entry.group!r}",
+                side.rank,
+                f"rank {side.rank} {side.says()}: {op_name(side.entry)} #{number_of(side.entry)} of group "
+                f"{side.entry.group!r}",
             )
-            for one in pair
+            for side in pair
         ),
     )
 
 
 def _sources(facts: CaseFacts, wait: PeerWait) -> dict[int, int]:
     """rank → the root that it names in the call, of those that wait in the same one; by the record, itself."""
-    there = {rank: one for rank in facts.waiting if _is_in(one := facts.ranks[rank], wait)}
-    named = {rank: root for rank, one in there.items() if (root := _root_of(one)) is not None}
+    same_call = {rank: state for rank in facts.waiting if _is_in(state := facts.ranks[rank], wait)}
+    named = {rank: root for rank, state in same_call.items() if (root := _root_of(state)) is not None}
     return named or {rank: rank for rank in roots(facts.alignment, wait.group or "", wait.seq or 0)}
 
 
-def _is_in(one: RankFacts, wait: PeerWait) -> bool:
+def _is_in(facts: RankFacts, wait: PeerWait) -> bool:
     """It waits in the same call; lists of objects take two, first of their sizes, from one line and with one root."""
-    mine = one.wait
-    if mine is None or mine.key == wait.key:
-        return mine is not None and (wait.seq is not None or mine.frame == wait.frame)
-    same = (mine.group, mine.seq, mine.op, mine.frame) == (wait.group, (wait.seq or 0) + 1, wait.op, wait.frame)
-    view = view_of(one.evidence) if same else None
+    own_wait = facts.wait
+    if own_wait is None or own_wait.key == wait.key:
+        return own_wait is not None and (wait.seq is not None or own_wait.frame == wait.frame)
+    same = (own_wait.group, own_wait.seq, own_wait.op, own_wait.frame) == (
+        wait.group,
+        (wait.seq or 0) + 1,
+        wait.op,
+        wait.frame,
+    )
+    view = view_of(facts.evidence) if same else None
     return view is not None and calls.passes_objects(view.stack)
 
 
-def _root_of(one: RankFacts) -> int | None:
+def _root_of(facts: RankFacts) -> int | None:
     """In the world; without a record nobody knows of which group it is: then in that."""
-    wait, view = one.wait, view_of(one.evidence)
+    wait, view = facts.wait, view_of(facts.evidence)
     if wait is not None and wait.seq is not None:
         return wait.target if wait.target is not None else wait.source
     call = view.thread.call if view is not None and view.thread is not None else None

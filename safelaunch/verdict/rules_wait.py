@@ -70,7 +70,7 @@ def blocked_by(case: Case) -> Ruling:
     named = {r: case.ranks[r].condition or _UNEXPLAINED for r in roots}
     named = dict(sorted(named.items(), key=lambda item: (levels_of(item[1].doubts), item[0])))
     cause = next(iter(named.values())).cause
-    also, waiting = _mismatch_in(case), [one.wait for one in case.waits.classes.values()]
+    also, waiting = _mismatch_in(case), [waiters.wait for waiters in case.waits.classes.values()]
     doubts = {
         Doubt.SEVERAL_CAUSES: len({c.cause for c in named.values()}) > 1,
         Doubt.UNSEEN_RANKS: bool(blocking - frozenset(case.ranks)),
@@ -87,9 +87,9 @@ def _needed(case: Case) -> frozenset[int]:
     """The ranks that peers wait for in a collective of a group whose members are known."""
     return frozenset(
         rank
-        for one in case.waits.classes.values()
-        if one.wait.group is not None and case.alignment.members(one.wait.group)[1]
-        for rank in one.blockers
+        for waiters in case.waits.classes.values()
+        if waiters.wait.group is not None and case.alignment.members(waiters.wait.group)[1]
+        for rank in waiters.blockers
     )
 
 
@@ -97,8 +97,12 @@ def _not_entered(case: Case, roots: list[int], limit: int = 4) -> tuple[Claim, .
     """What the ranks have not come to: one claim for each call in which others wait for them, the most first."""
     claims = []
     for rank in roots[:limit]:
-        held = [one for one in case.waits.classes.values() if rank in one.blockers and one.wait.seq is not None]
-        for one in sorted(held, key=lambda one: (-len(one.ranks), one.ranks))[:limit]:
+        waiting_for_it = [
+            waiters
+            for waiters in case.waits.classes.values()
+            if rank in waiters.blockers and waiters.wait.seq is not None
+        ]
+        for one in sorted(waiting_for_it, key=lambda waiters: (-len(waiters.ranks), waiters.ranks))[:limit]:
             wait, who = one.wait, one.ranks
             text = f"{wait.op} #{wait.seq} of group {wait.group!r}, in which {ranks_wait(case, who)}"
             made = case.alignment.entry(rank, str(wait.group), wait.seq) if wait.seq is not None else None
@@ -109,11 +113,11 @@ def _not_entered(case: Case, roots: list[int], limit: int = 4) -> tuple[Claim, .
 
 def _mismatch_in(case: Case) -> str:
     """``different operations as number 7 of group '0'``; empty where there is no mismatch in what ranks wait in."""
-    for wait in (one.wait for one in case.waits.classes.values()):
+    for wait in (waiters.wait for waiters in case.waits.classes.values()):
         if wait.group is not None and wait.seq is not None and wait.kind == "collective":
-            found = mismatch_at(case.alignment, wait.group, wait.seq)
-            if found is not None:
-                return f"different operations as #{found.seq} of group {found.group!r}"
+            mismatch = mismatch_at(case.alignment, wait.group, wait.seq)
+            if mismatch is not None:
+                return f"different operations as #{mismatch.seq} of group {mismatch.group!r}"
     return ""
 
 
@@ -147,14 +151,14 @@ def sends_and_receives(case: Case) -> Ruling:
     ranks = ranks_in(_inner_circle(case.waits.transfers_of_circle))
     if not ranks:
         return ""
-    known = all(_names_its_peer(case, one) for one in case.waits.circle)
+    certain = all(_names_its_peer(case, waiters) for waiters in case.waits.circle)
     text = f"{capital(waits_words(case, ranks))}: each waits for another."
-    others = waits_words(case, [rank for rank in case.waits.in_circle if rank not in ranks])
-    if others and not known:
-        text += f" Or one of them waits for a peer that has gone on without it: {others}."
+    rest = waits_words(case, [rank for rank in case.waits.in_circle if rank not in ranks])
+    if rest and not certain:
+        text += f" Or one of them waits for a peer that has gone on without it: {rest}."
     return Finding(
         "p2p-cycle",
-        those({Doubt.PEERS_NOT_RECORDED: not known}),
+        those({Doubt.PEERS_NOT_RECORDED: not certain}),
         text,
         waiting_culprits(case, ranks),
         wait_claims(case, ranks),
@@ -184,17 +188,17 @@ def other_peer(case: Case) -> Ruling:
     batches = {rank: case.ranks[rank].evidence.gil.posted for rank in transfers}
     if not all(batches.values()):
         return ""
-    ends = {(one.sends, rank, one.peer) for rank, batch in batches.items() for one in batch}
+    ends = {(transfer.sends, rank, transfer.peer) for rank, batch in batches.items() for transfer in batch}
     unmet = [(sends, rank, peer) for sends, rank, peer in ends if (not sends, peer, rank) not in ends]
-    found = [
+    wrong_peers = [
         (sends, rank, peer, other)
         for sends, rank, peer in unmet
-        for theirs, other, named in unmet
-        if theirs is not sends and named == rank and other != peer and peer in batches
+        for transfer, other, named in unmet
+        if transfer is not sends and named == rank and other != peer and peer in batches
     ]
-    if len({rank for _, rank, _, _ in found}) != 1:
+    if len({rank for _, rank, _, _ in wrong_peers}) != 1:
         return ""
-    sends, rank, peer, other = min(found)
+    sends, rank, peer, other = min(wrong_peers)
     does, wants = ("sends to", "receive from") if sends else ("receives from", "send to")
     text = (
         f"Rank {rank} {does} rank {peer}, which does not expect that, while rank {other} waits to {wants} rank {rank}."
@@ -215,15 +219,15 @@ def one_sided(case: Case) -> Ruling:
     The peer's own habit may show that it left out its part; else the rank may as well have made a call too many. Most
     ranks may be with the peer, and that tells nothing: a send or receive is a matter of two.
     """
-    for one in case.waits.transfers_of_circle:
-        rank, wait, peer = one.ranks[0], one.wait, one.wait.peer
-        if peer is None or peer not in case.waits.in_circle or (theirs := case.waiting[peer]).kind == "p2p":
+    for waiters in case.waits.transfers_of_circle:
+        rank, wait, peer = waiters.ranks[0], waiters.wait, waiters.wait.peer
+        if peer is None or peer not in case.waits.in_circle or (peer_wait := case.waiting[peer]).kind == "p2p":
             continue
-        text = f"{capital(ranks_wait(case, [rank]))} in {wait.words}, and rank {peer} in {theirs.words}"
+        text = f"{capital(ranks_wait(case, [rank]))} in {wait.words}, and rank {peer} in {peer_wait.words}"
         pair, left_out = (rank, peer), _left_out(case, peer)
         if left_out is not None:
             site = case.alignment.stack(peer, left_out).user_frame
-            did = f"skipped {op_name(left_out)}{fr.at(site)}, which it had always called right before {theirs.words}"
+            did = f"skipped {op_name(left_out)}{fr.at(site)}, which it had always called right before {peer_wait.words}"
             return skipped(case, peer, site, did, wait_claims(case, pair), text)
         text += f": rank {rank} has made one call too many, or rank {peer} left out the other end."
         return _either_end(case, pair, text)
@@ -237,21 +241,21 @@ def _left_out(case: Case, rank: int) -> Collective | None:
     return habit.usual if habit is not None and habit.sure and habit.usual.is_p2p else None
 
 
-def _names_its_peer(case: Case, one: Waiters) -> bool:
-    wait = one.wait
+def _names_its_peer(case: Case, waiters: Waiters) -> bool:
+    wait = waiters.wait
     if wait.kind != "p2p":
         return False
-    known = case.transfers.peers_missing(one.ranks[0], wait.group) if wait.group is not None else None
-    return wait.peer is not None or known is not None
+    missing = case.transfers.peers_missing(waiters.ranks[0], wait.group) if wait.group is not None else None
+    return wait.peer is not None or missing is not None
 
 
 def _inner_circle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
     """Those of ``classes`` that wait for each other, without help from others."""
     while True:
-        there = set(ranks_in(classes))
-        bound = tuple(one for one in classes if one.blockers & (there - set(one.ranks)))
+        members = set(ranks_in(classes))
+        bound = tuple(waiters for waiters in classes if waiters.blockers & (members - set(waiters.ranks)))
         if bound == classes:
-            return classes if len(there) > 1 else ()
+            return classes if len(members) > 1 else ()
         classes = bound
 
 
@@ -275,20 +279,20 @@ def waits_outside_collectives(case: Case) -> Ruling:
     if len(ends) != 1:
         return ""
     (end,) = ends
-    mine = {rank: holder for rank, holder in case.waits.held_by.items() if case.waits.graph.leads_to(rank, end)}
+    holders = {rank: holder for rank, holder in case.waits.held_by.items() if case.waits.graph.leads_to(rank, end)}
     if len(end) == 1:
-        holder = next((holder for holder in mine.values() if case.waits.node_of(holder) in end), None)
-        return _held_by_one(case, mine, holder) if holder is not None else ""
-    in_circle = {rank: holder for rank, holder in mine.items() if rank in end}
+        holder = next((holder for holder in holders.values() if case.waits.node_of(holder) in end), None)
+        return _held_by_one(case, holders, holder) if holder is not None else ""
+    in_circle = {rank: holder for rank, holder in holders.items() if rank in end}
     kinds = {holder.kind for holder in in_circle.values()}
     if "message" in kinds:
         by = next(holder for holder in in_circle.values() if holder.kind == "message")
         if (served := _server_of(case, by.rank)) is not None:
-            return _kept_from_serving(case, by.rank, *served, mine)
+            return _kept_from_serving(case, by.rank, *served, holders)
     kind = next(kind for kind in _WHY if kind in kinds)
     locked = kind == "file" and any(holder.rank not in in_circle for holder in in_circle.values())
-    waiting = mine if locked else {rank: holder for rank, holder in in_circle.items() if holder.kind == kind}
-    return _in_a_circle(case, kind, waiting, mine)
+    waiting = holders if locked else {rank: holder for rank, holder in in_circle.items() if holder.kind == kind}
+    return _in_a_circle(case, kind, waiting, holders)
 
 
 def _server_of(case: Case, rank: int) -> tuple[str, Claim, frozenset[Advice]] | None:
@@ -355,12 +359,12 @@ def _in_a_circle(
     """
     own = {rank: _told(case, rank, by) for rank, by in waiting.items()}
     by = next(iter(waiting.values()))
-    holders = sorted({one.rank for one in waiting.values()} - own.keys())
+    holders = sorted({wait.rank for wait in waiting.values()} - own.keys())
     makes, locked = kind in ("poll", "key"), kind == "file"
     if makes and (holders != [by.rank] or by.rank not in case.waiting):
         return ""
     aside = holders if locked else makes and len(own) > 1
-    culprits = [] if aside else [culprit(case.ranks[rank], one) for rank, one in own.items()]
+    culprits = [] if aside else [culprit(case.ranks[rank], condition) for rank, condition in own.items()]
     for rank in holders if makes or locked else ():
         words = case.waiting[rank].words if rank in case.waiting else ""
         reason = f"Rank {rank} waits in {words}, {_why(kind, own)}."
@@ -386,14 +390,14 @@ def _held_by_one(case: Case, held_by: Mapping[int, AwaitedHolder], holder: Await
     if own is None:
         return ""
     named = {holder.rank: replace(own, reason=f"{own.reason}, {_why(holder.kind, held_by)}")}
-    told = {rank: _told(case, rank, by) for rank, by in held_by.items()}
+    clauses = {rank: _told(case, rank, by) for rank, by in held_by.items()}
     text = summary_of(named, case, case.waiting)
     return Finding(
         own.cause,
-        _doubts(case, (own, *told.values())),
+        _doubts(case, (own, *clauses.values())),
         f"{text} {capital(holder.words)}." if holder.site is not None else text,
         (culprit(case.ranks[holder.rank], named[holder.rank]),),
-        condition_claims(named) + condition_claims(told) + wait_claims(case, case.waiting),
+        condition_claims(named) + condition_claims(clauses) + wait_claims(case, case.waiting),
         victims=tuple(held_by),
     )
 

@@ -21,10 +21,10 @@ def wrong_results(facts: CaseFacts) -> Ruling:
 
     The first one by step is the finding: what was wrong later may follow from it.
     """
-    found = sorted(facts.evidence.wrong_results, key=lambda one: one.step)
-    if not found:
+    results = sorted(facts.evidence.wrong_results, key=lambda result: result.step)
+    if not results:
         return ""
-    first = found[0]
+    first = results[0]
     named = _named(facts, first)
     doubtful = {
         Doubt.NO_MAJORITY: first.kind == "replicas-diverged" and not named,
@@ -36,7 +36,7 @@ def wrong_results(facts: CaseFacts) -> Ruling:
         those(doubtful),
         f"{capital(first.words)}.",
         tuple(_culprit(facts, rank, first) for rank in named),
-        (*_detail(first), *(Claim(one.words, WRONG_RESULTS_FILE) for one in found[1:])),
+        (*_detail(first), *(Claim(result.words, WRONG_RESULTS_FILE) for result in results[1:])),
         advice=_advice(first, named),
     )
 
@@ -44,49 +44,55 @@ def wrong_results(facts: CaseFacts) -> Ruling:
 _PAIR = 2  # of two ranks, each differs from the other whatever happened
 
 
-def _advice(one: WrongResult, named: Sequence[int]) -> frozenset[Advice]:
-    if one.kind != "replicas-diverged":
+def _advice(result: WrongResult, named: Sequence[int]) -> frozenset[Advice]:
+    if result.kind != "replicas-diverged":
         return frozenset()
-    advice = {APART_LATER if one.since_step else APART_AT_FIRST}
-    if len(one.sides) > _PAIR and all(len(side) == 1 for side in one.sides):
+    advice = {APART_LATER if result.since_step else APART_AT_FIRST}
+    if len(result.sides) > _PAIR and all(len(side) == 1 for side in result.sides):
         advice.add(ALL_APART)
-    return frozenset(advice | {ONE_APART} if len(named) == 1 and one.since_step else advice)
+    return frozenset(advice | {ONE_APART} if len(named) == 1 and result.since_step else advice)
 
 
-def _detail(one: WrongResult) -> tuple[Claim, ...]:
+def _detail(result: WrongResult) -> tuple[Claim, ...]:
     """What was computed."""
-    if one.kind == "loss":
-        return (Claim(one.words, WRONG_RESULTS_FILE),)
-    share = f"{one.count} of {one.total} tensors"
-    right = "all replicas were equal" if one.sides else "all were finite"
-    words = f"at step {one.since_step}, the check before: {right}"
-    before = (Claim(words, WRONG_RESULTS_FILE),) if one.since_step else ()
-    if one.sides:
-        apart = " | ".join(format_ranks(side) for side in one.sides)
-        return (Claim(f"at step {one.step}: different bits on ranks {apart}, in {share}", WRONG_RESULTS_FILE), *before)
-    return (Claim(f"at step {one.step}: an infinity or a NaN in the gradients of {share}", WRONG_RESULTS_FILE), *before)
+    if result.kind == "loss":
+        return (Claim(result.words, WRONG_RESULTS_FILE),)
+    share = f"{result.count} of {result.total} tensors"
+    right = "all replicas were equal" if result.sides else "all were finite"
+    words = f"at step {result.since_step}, the check before: {right}"
+    before = (Claim(words, WRONG_RESULTS_FILE),) if result.since_step else ()
+    if result.sides:
+        apart = " | ".join(format_ranks(side) for side in result.sides)
+        return (
+            Claim(f"at step {result.step}: different bits on ranks {apart}, in {share}", WRONG_RESULTS_FILE),
+            *before,
+        )
+    return (
+        Claim(f"at step {result.step}: an infinity or a NaN in the gradients of {share}", WRONG_RESULTS_FILE),
+        *before,
+    )
 
 
-def _named(facts: CaseFacts, one: WrongResult) -> tuple[int, ...]:
+def _named(facts: CaseFacts, result: WrongResult) -> tuple[int, ...]:
     """The ranks that are off, of those that were seen.
 
     Nobody where that is said of all of them, as of gradients that were averaged already.
     """
-    return tuple(rank for rank in one.ranks if rank in facts.ranks) if set(one.ranks) < set(facts.world) else ()
+    return tuple(rank for rank in result.ranks if rank in facts.ranks) if set(result.ranks) < set(facts.world) else ()
 
 
-def _culprit(facts: CaseFacts, rank: int, one: WrongResult) -> Culprit:
+def _culprit(facts: CaseFacts, rank: int, result: WrongResult) -> Culprit:
     """Without a frame: where the rank is now is not where it went wrong."""
-    seen = facts.ranks[rank].evidence
-    return Culprit(rank, seen.host, seen.pid, "main", None, one.step, f"{_reason(rank, one)}.")
+    rank_evidence = facts.ranks[rank].evidence
+    return Culprit(rank, rank_evidence.host, rank_evidence.pid, "main", None, result.step, f"{_reason(rank, result)}.")
 
 
-def _reason(rank: int, one: WrongResult) -> str:
-    since = f"at step {one.step}"
-    if one.kind == "replicas-diverged":
-        if one.since_step and one.since_step + 1 < one.step:
-            since = f"between steps {one.since_step} and {one.step}"
-        return f"Rank {rank} diverged from the other replicas {since}, first in {one.parameter}"
-    if one.kind == "loss":
+def _reason(rank: int, result: WrongResult) -> str:
+    since = f"at step {result.step}"
+    if result.kind == "replicas-diverged":
+        if result.since_step and result.since_step + 1 < result.step:
+            since = f"between steps {result.since_step} and {result.step}"
+        return f"Rank {rank} diverged from the other replicas {since}, first in {result.parameter}"
+    if result.kind == "loss":
         return f"The loss of rank {rank} diverged {since}"
-    return f"The gradients of rank {rank} are not finite {since}, first that of {one.parameter}"
+    return f"The gradients of rank {rank} are not finite {since}, first that of {result.parameter}"

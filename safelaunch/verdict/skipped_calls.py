@@ -46,16 +46,16 @@ class _LeftOut:
 
 
 def _explained(
-    finding: Finding, found: Mapping[int, _LeftOut], cause: str, words: str, what: str, advice: frozenset[Advice]
+    finding: Finding, skips: Mapping[int, _LeftOut], cause: str, words: str, what: str, advice: frozenset[Advice]
 ) -> Annotation:
     """What these ranks did themselves as the cause, and no others at fault."""
-    culprits = (culprit for culprit in finding.culprits if culprit.rank in found)
+    culprits = (culprit for culprit in finding.culprits if culprit.rank in skips)
     return Annotation(
         words,
-        tuple(one.claim for one in found.values()),
-        those({Doubt.SEVERAL_PLACES_FIT: not all(one.sure for one in found.values())}),
+        tuple(skip.claim for skip in skips.values()),
+        those({Doubt.SEVERAL_PLACES_FIT: not all(skip.sure for skip in skips.values())}),
         tuple(
-            structs.replace(culprit, frame=found[culprit.rank].frame, reason=found[culprit.rank].reason)
+            structs.replace(culprit, frame=skips[culprit.rank].frame, reason=skips[culprit.rank].reason)
             for culprit in culprits
         ),
         advice,
@@ -93,27 +93,27 @@ def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     Of the records only a call too many contradicts that; where they show a call left out, they agree with it. Who has
     left the loop by that (``break``, ``return``) has left it, whatever it printed.
     """
-    said = (
+    printed_lines = (
         _said(facts, [culprit.rank for culprit in finding.culprits])
         if finding.cause in _EXPLAINED - {"rank-exited"}
         else {}
     )
-    if not said or (not finding.doubts and len(said) < len(finding.culprits)):
+    if not printed_lines or (not finding.doubts and len(printed_lines) < len(finding.culprits)):
         return
     shifts = [*facts.histories.shifts_in(facts.alignment.groups())]
-    if any(shift.kind == "extra" and said.keys() & set(shift.ranks) for shift in shifts):
+    if any(shift.kind == "extra" and printed_lines.keys() & set(shift.ranks) for shift in shifts):
         return
-    shown = all(any(rank in shift.ranks for shift in shifts) for rank in said)
-    told = {rank: _as_printed(rank, *one, sure=shown) for rank, one in said.items()}
-    words = " ".join(one.reason for one in told.values())
-    if not all(left.swallows or left.goes == "continue" for left, _ in said.values()):
-        yield Annotation(words, context=tuple(one.claim for one in told.values()), advice=frozenset({BROKEN_OFF}))
+    shown = all(any(rank in shift.ranks for shift in shifts) for rank in printed_lines)
+    skips = {rank: _as_printed(rank, *printed, sure=shown) for rank, printed in printed_lines.items()}
+    words = " ".join(skip.reason for skip in skips.values())
+    if not all(left.swallows or left.goes == "continue" for left, _ in printed_lines.values()):
+        yield Annotation(words, context=tuple(skip.claim for skip in skips.values()), advice=frozenset({BROKEN_OFF}))
         return
-    swallows = any(left.swallows for left, _ in said.values())
+    swallows = any(left.swallows for left, _ in printed_lines.values())
     cause, advice = (
         ("swallowed-exception", frozenset[Advice]()) if swallows else ("collective-mismatch", DRAWN | {LEFT_OUT})
     )
-    yield _explained(finding, told, cause, words, "what the rank printed", advice)
+    yield _explained(finding, skips, cause, words, "what the rank printed", advice)
 
 
 def _said(facts: CaseFacts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
@@ -124,14 +124,14 @@ def _said(facts: CaseFacts, named: Sequence[int]) -> dict[int, tuple[Left, str]]
     called = {(frame.file, frame.line): frame for rank in some for frame in _lines_called_from(facts, rank)}
     every = left_by(called.values(), facts.read_source)
     ways = [left for left in every if left.parts and any(left.leaves_out(frame) for frame in called.values())]
-    found: dict[int, tuple[Left, str]] = {}
+    own_lines: dict[int, tuple[Left, str]] = {}
     for rank, lines in printed.items() if ways else ():
-        peers = [facts.ranks[one].evidence.log_tail for one in others or named if one != rank]
+        peer_tails = [facts.ranks[peer].evidence.log_tail for peer in others or named if peer != rank]
         matches = ((left, line) for line in reversed(lines) for left in ways if left.has_printed(line))
-        own = next((one for one in matches if not any(one[0].is_in(text) for text in peers)), None)
+        own = next((match for match in matches if not any(match[0].is_in(text) for text in peer_tails)), None)
         if own is not None:
-            found[rank] = own
-    return found
+            own_lines[rank] = own
+    return own_lines
 
 
 def _lines_called_from(facts: CaseFacts, rank: int) -> Iterator[Frame]:
@@ -148,13 +148,13 @@ def _as_printed(rank: int, left: Left, line: str, *, sure: bool) -> _LeftOut:
     return _LeftOut(f"{words}.", left.frame, Claim(words, f"ranks/{rank}/log_tail.txt"), sure, text)
 
 
-def _as_caught(rank: int, one: CaughtException, group: str, number: int, later: bool, *, sure: bool) -> _LeftOut:
+def _as_caught(rank: int, exception: CaughtException, group: str, number: int, later: bool, *, sure: bool) -> _LeftOut:
     """``number``: of ``group``, what the rank called next, or would have, if not ``later``."""
-    reason = f"Rank {rank} raised {one.type} at {fr.place(one.raised)} and continued at {fr.place(one.caught)}"
+    reason = f"Rank {rank} raised {exception.type} at {fr.place(exception.raised)} and continued at {fr.place(exception.caught)}"
     reason += ", skipping the collectives that its peers called there."
     then = f" and before its #{number}" if later else "; it called no other since"
-    text = f"{one.type} at {fr.place(one.raised)}, after #{number - 1} of group {group!r}{then}"
-    return _LeftOut(reason, one.raised, Claim(text, f"ranks/{rank}/caught.json"), sure, one.type)
+    text = f"{exception.type} at {fr.place(exception.raised)}, after #{number - 1} of group {group!r}{then}"
+    return _LeftOut(reason, exception.raised, Claim(text, f"ranks/{rank}/caught.json"), sure, exception.type)
 
 
 def _next_call(facts: CaseFacts, rank: int, group: str, time_unix_s: float) -> tuple[int, bool] | None:
@@ -208,7 +208,13 @@ def _fit(facts: CaseFacts, rank: int, mismatch: Mismatch | None) -> _LeftOut | N
 
 
 def _peers_did_too(facts: CaseFacts, rank: int, group: str, number: int, exception: CaughtException) -> bool:
-    others = ((peer, other) for peer, one in facts.ranks.items() if peer != rank for other in one.evidence.caught)
-    same = (one for one in others if (one[1].type, one[1].raised) == (exception.type, exception.raised))
+    exceptions = (
+        (peer, other) for peer, state in facts.ranks.items() if peer != rank for other in state.evidence.caught
+    )
+    same = (
+        peer_exception
+        for peer_exception in exceptions
+        if (peer_exception[1].type, peer_exception[1].raised) == (exception.type, exception.raised)
+    )
     calls = (_next_call(facts, peer, group, other.time_unix_s) for peer, other in same)
     return any(call is not None and call[0] == number for call in calls)

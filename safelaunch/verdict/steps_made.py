@@ -28,7 +28,7 @@ def steps_made(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """The steps of each rank, and advice for a dataset that no sampler divides."""
     if finding.cause != _UNEVEN or not finding.culprits:
         return
-    steps = {rank: one.step for rank, one in facts.ranks.items() if one.step is not None}
+    steps = {rank: state.step for rank, state in facts.ranks.items() if state.step is not None}
     sides = sorted(sides_of(steps).items())
     words = ", ".join(f"{count} on {ranks_word(ranks)}" for count, ranks in sides[:4])
     words += f", and other counts on {len(sides) - 4} more ranks" if len(sides) > 4 else ""
@@ -73,28 +73,36 @@ def _is_iterable(loop: Frame, read_source: ReadSource) -> bool:
     """Whether the loop's items come from an iterable dataset or a generator, as far as its file shows."""
     tree = src.tree_in(loop.file, read_source)
     inside = Frame(loop.file, loop.line, loop.function)
-    heads = [one for one in src.loops_around(src.scope_at(inside, read_source), loop.line) if one.lineno == loop.line]
-    within = (one for head in heads[-1:] for one in ast.walk(head))  # of epochs, it holds the loop over batches
-    given = [one.iter for one in within if isinstance(one, (ast.For, ast.AsyncFor))]
-    known = names_at(inside, read_source)
-    names = set[str]().union(*(_behind(one, known) for one in given))
+    heads = [
+        loop_node
+        for loop_node in src.loops_around(src.scope_at(inside, read_source), loop.line)
+        if loop_node.lineno == loop.line
+    ]
+    within = (node for head in heads[-1:] for node in ast.walk(head))  # of epochs, it holds the loop over batches
+    iterables = [node.iter for node in within if isinstance(node, (ast.For, ast.AsyncFor))]
+    values_of_names = names_at(inside, read_source)
+    names = set[str]().union(*(_behind(iterable, values_of_names) for iterable in iterables))
     if any("Sampler" in name for name in names):
         return False
-    defined = {one.name: one for one in ast.walk(tree) if isinstance(one, (ast.ClassDef, ast.FunctionDef))}
-    found = [defined[name] for name in names if name in defined]
+    defined = {node.name: node for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    definitions = [defined[name] for name in names if name in defined]
     bases = {
-        name for one in found if isinstance(one, ast.ClassDef) for base in one.bases for name in src.names_in(base)
+        name
+        for definition in definitions
+        if isinstance(definition, ast.ClassDef)
+        for base in definition.bases
+        for name in src.names_in(base)
     }
-    generators = (one for one in found if isinstance(one, ast.FunctionDef))
+    generators = (definition for definition in definitions if isinstance(definition, ast.FunctionDef))
     yields = any(
         isinstance(node, (ast.Yield, ast.YieldFrom)) for generator in generators for node in ast.walk(generator)
     )
     return bool(_STREAMS & (names | bases)) or yields or "streaming" in names
 
 
-def _behind(value: ast.expr, known: Mapping[str, ast.expr], steps: int = _MOST_NAMES) -> set[str]:
+def _behind(value: ast.expr, values_of_names: Mapping[str, ast.expr], steps: int = _MOST_NAMES) -> set[str]:
     """The names in an expression, in what these stand for, and of its arguments."""
     names = {*src.names_in(value)}
-    names |= {word.arg for one in src.calls_in(value) for word in one.keywords if word.arg is not None}
-    values = [known[name] for name in names if name in known] if steps else []
-    return names.union(*(_behind(one, known, steps - 1) for one in values))
+    names |= {word.arg for call in src.calls_in(value) for word in call.keywords if word.arg is not None}
+    values = [values_of_names[name] for name in names if name in values_of_names] if steps else []
+    return names.union(*(_behind(value_of_name, values_of_names, steps - 1) for value_of_name in values))

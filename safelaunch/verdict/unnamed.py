@@ -22,8 +22,8 @@ def without_labels(evidence: Evidence) -> Evidence:
     """The evidence on the ranks alone that are known as such."""
     ranks = tuple(rank for rank in evidence.ranks if rank.rank not in evidence.labels)
     world = max((rank.rank + 1 for rank in ranks), default=0) if evidence.world_guessed else evidence.world_size
-    known = {rank.rank for rank in ranks}
-    missing = tuple(rank for rank in range(world) if rank not in known)
+    rank_numbers = {rank.rank for rank in ranks}
+    missing = tuple(rank for rank in range(world) if rank not in rank_numbers)
     return msgspec.structs.replace(evidence, ranks=ranks, world_size=world, missing_ranks=missing, labels={})
 
 
@@ -63,9 +63,12 @@ def without_invented_ranks(facts: CaseFacts, finding: Finding, verdict: Verdict)
 
 def numbered(verdict: Verdict, evidence: Evidence) -> Verdict:
     """The verdict with a culprit for each process at fault: for what marks processes by the numbers in the evidence."""
-    at_fault = {one.label: one for one in verdict.processes_at_fault}
-    found = ((rank, at_fault[label]) for rank, label in evidence.labels.items() if label in at_fault)
-    culprits = (Culprit(rank, one.host, one.pid, one.process, one.frame, one.step, one.reason) for rank, one in found)
+    at_fault = {process.label: process for process in verdict.processes_at_fault}
+    processes = ((rank, at_fault[label]) for rank, label in evidence.labels.items() if label in at_fault)
+    culprits = (
+        Culprit(rank, process.host, process.pid, process.process, process.frame, process.step, process.reason)
+        for rank, process in processes
+    )
     return msgspec.structs.replace(verdict, culprits=(*verdict.culprits, *culprits))
 
 
@@ -77,14 +80,16 @@ def _sentence(text: str) -> str:
 def _called(facts: CaseFacts, ranks: Iterable[int]) -> str:
     """``rank 3``, ``process 7 and process 9``, ``ranks 0-1 and 3 processes``, ``3 of 4 processes``."""
     labels, ranks = facts.evidence.labels, sorted(ranks)
-    known, others = [r for r in ranks if r not in labels], [labels[r] for r in ranks if r in labels]
-    words = [rank_words(known)] if known else []
-    if len(others) <= _MOST_NAMES:
-        words += others
-    elif words or len(others) < len(facts.ranks):
-        words.append(f"{len(others)} processes" if words else f"{len(others)} of {len(facts.ranks)} processes")
+    ranks_known, other_labels = [r for r in ranks if r not in labels], [labels[r] for r in ranks if r in labels]
+    words = [rank_words(ranks_known)] if ranks_known else []
+    if len(other_labels) <= _MOST_NAMES:
+        words += other_labels
+    elif words or len(other_labels) < len(facts.ranks):
+        words.append(
+            f"{len(other_labels)} processes" if words else f"{len(other_labels)} of {len(facts.ranks)} processes"
+        )
     else:
-        words.append(f"all {len(others)} processes")
+        words.append(f"all {len(other_labels)} processes")
     return " and ".join(words)
 
 
@@ -95,11 +100,11 @@ def _wait(facts: CaseFacts, ranks: Collection[int]) -> str:
 
 
 def _does(facts: CaseFacts, rank: int) -> str:
-    one = facts.ranks[rank]
-    if one.condition is not None:
-        return one.condition.reason
+    state = facts.ranks[rank]
+    if state.condition is not None:
+        return state.condition.reason
     verb = "waited" if rank in facts.gone else "waits"
-    return f"{verb} in {one.wait.words}" if one.wait is not None else "ended before anything was seen of it"
+    return f"{verb} in {state.wait.words}" if state.wait is not None else "ended before anything was seen of it"
 
 
 def _reason(facts: CaseFacts, rank: int) -> str:
@@ -143,18 +148,18 @@ def _closing(facts: CaseFacts, at_fault: Collection[int]) -> str:
 
 def _claims(facts: CaseFacts, named: Collection[int]) -> Iterator[Claim]:
     """Yields what shows the state of those at fault; then an example for each place where the others wait."""
-    conditions = {rank: one.condition for rank, one in facts.ranks.items() if one.condition is not None}
+    conditions = {rank: state.condition for rank, state in facts.ranks.items() if state.condition is not None}
     examples = {facts.waiting[rank].words: rank for rank in sorted(facts.waiting, reverse=True)}
     shown: Mapping[int, tuple[Claim, ...]] = {
         **{rank: conditions[rank].claims for rank in conditions if rank in named or not named},
         **{rank: facts.waiting[rank].claims[:2] for rank in sorted(examples.values())},
     }
-    found = [
+    claims_found = [
         Claim(f"{_called(facts, [rank])}: {claim.claim}", claim.file)
         for rank, claims in shown.items()
         for claim in claims
     ]
-    yield from found[:_MOST_CLAIMS]
+    yield from claims_found[:_MOST_CLAIMS]
 
 
 def _missing(facts: CaseFacts) -> Iterator[str]:
@@ -166,6 +171,6 @@ def _missing(facts: CaseFacts) -> Iterator[str]:
         yield f"{len(facts.unseen)} of {len(facts.world)} ranks were not seen"
     if facts.evidence.printed is not None:
         return
-    without = [rank for rank, one in facts.ranks.items() if one.evidence.main is None]
+    without = [rank for rank, state in facts.ranks.items() if state.evidence.main is None]
     if without:
         yield f"no Python stack: {_called(facts, without)}"

@@ -14,11 +14,13 @@ def version_claims(evidence: Evidence) -> tuple[Claim, ...]:
     """``torch differs between nodes: 2.9 on a, 2.13 on b``, for each of what differs."""
     claims = []
     for what in _COMPARED:
-        found: dict[str, list[str]] = {}
+        hosts_of: dict[str, list[str]] = {}
         for node in evidence.nodes:
             if version := getattr(node, what):
-                found.setdefault(version, []).append(node.host)
-        if len(found) > 1:
-            each = (f"{version} on {', '.join(dict.fromkeys(hosts[:3]))}" for version, hosts in list(found.items())[:4])
+                hosts_of.setdefault(version, []).append(node.host)
+        if len(hosts_of) > 1:
+            each = (
+                f"{version} on {', '.join(dict.fromkeys(hosts[:3]))}" for version, hosts in list(hosts_of.items())[:4]
+            )
             claims.append(Claim(f"{what} differs between nodes: {'; '.join(each)}", "nodes.json"))
     return tuple(claims)

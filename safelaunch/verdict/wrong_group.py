@@ -27,21 +27,24 @@ _OF_A_GROUP = frozenset({"group-order", "missing-from-collective", "collective-m
 
 def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     """The ranks that took a wrong group as those at fault, where their own group waits for them."""
-    found = _outsiders(case) if finding.cause in _OF_A_GROUP else {}
-    if not found or not found.keys() <= {culprit.rank for culprit in finding.culprits}:
+    outsiders = _outsiders(case) if finding.cause in _OF_A_GROUP else {}
+    if not outsiders or not outsiders.keys() <= {culprit.rank for culprit in finding.culprits}:
         return
-    they, their, groups = ("it is", "its", "group") if len(found) == 1 else ("they are", "their", "groups")
-    ops = "/".join(sorted({one.wait.op for one in found.values()}))
-    waits = waits_words(case, sorted({rank for one in found.values() for rank in one.ranks}))
-    text = f"{capital(ranks_word(found))} called {ops} on a group that {they} not in"
+    they, their, groups = ("it is", "its", "group") if len(outsiders) == 1 else ("they are", "their", "groups")
+    ops = "/".join(sorted({waiters.wait.op for waiters in outsiders.values()}))
+    waits = waits_words(case, sorted({rank for waiters in outsiders.values() for rank in waiters.ranks}))
+    text = f"{capital(ranks_word(outsiders))} called {ops} on a group that {they} not in"
     yield Annotation(
         f"{text}, where torch only warns and goes on, while {waits} in {their} own {groups}.",
         tuple(
-            Claim(f"rank {rank}: torch warns: {_warning(one, rank)}", f"ranks/{rank}/log_tail.txt")
-            for rank, one in found.items()
+            Claim(f"rank {rank}: torch warns: {_warning(waiters, rank)}", f"ranks/{rank}/log_tail.txt")
+            for rank, waiters in outsiders.items()
         ),
         finding.doubts,
-        tuple(waiting_culprit(case.ranks[rank], _called(rank, one), one.wait.frame) for rank, one in found.items()),
+        tuple(
+            waiting_culprit(case.ranks[rank], _called(rank, waiters), waiters.wait.frame)
+            for rank, waiters in outsiders.items()
+        ),
         finding.advice | {WRONG_GROUP},
         cause="missing-from-collective",
         explains=True,
@@ -59,14 +62,14 @@ def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     astray = {rank: text for rank in named if (text := unusual(case, rank) or unusual(case, rank, diverged.get(rank)))}
     if not astray or 2 * len(astray) > len(case.waiting):
         return
-    others = tuple(doubt for doubt in finding.doubts if doubt not in (Doubt.NO_MAJORITY, Doubt.EITHER_SIDE))
+    doubts = tuple(doubt for doubt in finding.doubts if doubt not in (Doubt.NO_MAJORITY, Doubt.EITHER_SIDE))
     first, *more = astray
     text = f"{astray[first]}{f' The same holds for {ranks_word(more)}.' if more else ''}"
     waits = waits_words(case, case.waiting.keys() - astray.keys())
     yield Annotation(
         f"{text} {capital(waits)}.",
         tuple(map(habit_claim, astray)),
-        (*others, Doubt.HABIT_ALONE),
+        (*doubts, Doubt.HABIT_ALONE),
         tuple(waiting_culprit(case.ranks[rank], text) for rank, text in astray.items()),
         frozenset({UNUSUAL_GROUP}),
         explains=True,
@@ -76,21 +79,21 @@ def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
 
 def _outsiders(case: Case) -> dict[int, Waiters]:
     """Rank → those that wait for it in its group, while it has called the same on a group which it is not in."""
-    found = {
-        rank: one
-        for one in case.waits.classes.values()
-        for rank in one.blockers & case.ranks.keys()
-        if one.wait.kind == "collective" and _warning(one, rank) in case.ranks[rank].evidence.log_tail
+    outsiders = {
+        rank: waiters
+        for waiters in case.waits.classes.values()
+        for rank in waiters.blockers & case.ranks.keys()
+        if waiters.wait.kind == "collective" and _warning(waiters, rank) in case.ranks[rank].evidence.log_tail
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(outsiders.items()))
 
 
-def _warning(one: Waiters, rank: int) -> str:
-    return f"Running {one.wait.op} on global rank {rank} which does not belong to the given group"
+def _warning(waiters: Waiters, rank: int) -> str:
+    return f"Running {waiters.wait.op} on global rank {rank} which does not belong to the given group"
 
 
-def _called(rank: int, one: Waiters) -> str:
-    return f"Rank {rank} called {one.wait.op} on a group that it is not in, where torch only warns and goes on."
+def _called(rank: int, waiters: Waiters) -> str:
+    return f"Rank {rank} called {waiters.wait.op} on a group that it is not in, where torch only warns and goes on."
 
 
 def unusual_group(facts: CaseFacts) -> Ruling:
@@ -101,15 +104,15 @@ def unusual_group(facts: CaseFacts) -> Ruling:
     ended = conditions(facts, "uneven-batches")
     if not ended or conditions(facts, *FAILURES):
         return ""
-    told = {rank: text for rank in facts.ranks if rank not in ended and (text := unusual(facts, rank))}
-    if not told:
+    texts = {rank: text for rank in facts.ranks if rank not in ended and (text := unusual(facts, rank))}
+    if not texts:
         return ""
     return Finding(
         "missing-from-collective",
         (Doubt.HABIT_ALONE,),
-        f"{' '.join(told.values())} {capital(ranks_word(ended))} ended without such a call.",
-        tuple(waiting_culprit(facts.ranks[rank], text) for rank, text in told.items()),
-        (*map(habit_claim, told), *condition_claims(ended)),
+        f"{' '.join(texts.values())} {capital(ranks_word(ended))} ended without such a call.",
+        tuple(waiting_culprit(facts.ranks[rank], text) for rank, text in texts.items()),
+        (*map(habit_claim, texts), *condition_claims(ended)),
         ruled_out=(f"{ranks_word(ended)} left a loop too early: nobody meets that call in any case",),
         advice=frozenset({UNUSUAL_GROUP}),
     )
@@ -131,12 +134,12 @@ def unusual(facts: CaseFacts, rank: int, site: Frame | None = None) -> str:
     frame = site or (wait.frame if wait is not None else None)
     if wait is None or frame is None:
         return ""
-    calls = [(facts.alignment.stack(rank, one), one.group) for one in facts.alignment.ring(rank)]
+    calls = [(facts.alignment.stack(rank, entry), entry.group) for entry in facts.alignment.ring(rank)]
     at = fr.spot(frame)
     ways = [(stack.user_frames, group) for stack, group in calls]
-    there = [(way, group) for way, group in ways if way and fr.spot(way[0]) == at]
-    way, now = there[-1] if there else ((), "")
-    earlier = [group for frames, group in there[:-1] if frames == way]
+    at_line = [(way, group) for way, group in ways if way and fr.spot(way[0]) == at]
+    way, now = at_line[-1] if at_line else ((), "")
+    earlier = [group for frames, group in at_line[:-1] if frames == way]
     left = len(earlier) >= _ENOUGH and len(set(earlier)) == 1 and now not in earlier
     if not left or (site is None and wait.group not in (None, now)):
         return ""
