@@ -24,13 +24,18 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("configs", "docs", "man", "safelaunch", "scripts", "tests", "pyproject.toml", "README.md", "weight.json")
 TESTS = (
     "test_layers.py",
-    "test_cli*.py",
-    "test_settings*.py",
-    "test_bundle_reading*.py",
-    "test_supervise_control*.py",
+    "test_cli.py",
+    "test_cli_[!d]*.py",
+    "test_cli_diagnose.py",
+    "test_settings_config*.py",
+    "test_bundle_reading.py",
+    "test_model_schemas.py",
+    "test_supervise_control_protocol.py",
+    "test_supervise_monitors.py",
     "test_supervise_rounds.py",
 )
-HELP = (["--help"], ["help"], ["help", "diagnose"], ["--nproc-per-node=2", "-h"])
+HELP = (["--help"], ["help"])
+OTHERS = (["help", "diagnose"], ["presets"], ["status"], ["explain"], ["gpus", "--json"], ["--nproc-per-node=2", "-h"])
 DEMO = ["demo", "lock"]
 # Programs that run in the ranks, or in torchrun's interpreter.
 IMPORT_ALL = """
@@ -90,11 +95,11 @@ class Copy:
     def import_core(self) -> str:
         return self._run([self._bin / "python", "-c", IMPORT_ALL]).strip()
 
-    def test(self, patterns: Sequence[str]) -> str:
-        """Runs the unit tests in files of these names; returns pytest's last line."""
+    def test(self, patterns: Sequence[str], *, slow: bool) -> str:
+        """Runs the unit tests in files of these names, with or without the slow ones; returns pytest's last line."""
         files = [path for pattern in patterns for path in sorted((self.root / "tests" / "unit").glob(pattern))]
-        command = [self._bin / "python", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n2", *files]
-        return self._run(command).strip().rpartition("\n")[2]
+        command = [self._bin / "python", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n2"]
+        return self._run([*command, *([] if slow else ["-m", "not slow"]), *files]).strip().rpartition("\n")[2]
 
     def _run(self, command: Sequence[str | Path]) -> str:
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("SAFELAUNCH_", "PYTHON"))}
@@ -109,7 +114,7 @@ def addons() -> list[str]:
     return sorted(path.parent.name for path in (ROOT / "safelaunch" / "addons").glob("*/__init__.py"))
 
 
-def check(gone: Sequence[str], *, tests: Sequence[str], demo: bool) -> None:
+def check(gone: Sequence[str], *, tests: Sequence[str], demo: bool, whole: bool) -> None:
     """Raises Failed if the core doesn't work without these add-ons."""
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="without-addons-") as folder:
@@ -120,8 +125,10 @@ def check(gone: Sequence[str], *, tests: Sequence[str], demo: bool) -> None:
         listed = [name for name in absent if re.search(rf"^  {name} ", shown, re.M)]
         if listed:
             raise Failed(f"without {', '.join(gone)}, the help lists {', '.join(listed)}")
+        for words in OTHERS:
+            copy.safelaunch(words)
         if tests:
-            seen.append(copy.test(tests))
+            seen.append(copy.test(tests, slow=whole))
         if demo:
             copy.safelaunch([*DEMO, "--bundle-dir", os.fspath(Path(folder) / "bundles")])
             seen.append(f"safelaunch {' '.join(DEMO)}")
@@ -135,8 +142,8 @@ def main() -> int:
     everything = addons()
     try:
         for addon in everything:
-            check([addon], tests=["test_*.py", "addons/*/test_*.py"] if whole else [], demo=whole)
-        check(everything, tests=["test_*.py"] if whole else TESTS, demo=True)
+            check([addon], tests=["test_*.py", "addons/*/test_*.py"] if whole else [], demo=whole, whole=whole)
+        check(everything, tests=["test_*.py"] if whole else TESTS, demo=True, whole=whole)
     except Failed as error:
         print(error, file=sys.stderr)
         return 1

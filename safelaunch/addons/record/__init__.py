@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from safelaunch.addons.protocols import Service
+    from safelaunch.addons.protocols import Command, Service
+    from safelaunch.addons.record import command
+
+    _COMMAND: Command = command
 
 
 def services() -> tuple[Service[Any, Any], ...]:

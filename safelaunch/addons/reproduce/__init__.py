@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -30,6 +31,12 @@ from safelaunch.stacks.source import ReadSource
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.phrases import ranks_word
 from safelaunch.verdict.rank_state import CaseFacts
+
+if TYPE_CHECKING:
+    from safelaunch.addons.protocols import Command
+    from safelaunch.addons.reproduce import command
+
+    _COMMAND: Command = command
 
 __all__ = ["Extent", "Hang", "Reproduction", "ScriptWish", "compared", "reproduction_of"]
 

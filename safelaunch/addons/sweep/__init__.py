@@ -1,1 +1,11 @@
 """Runs many jobs on one node: expands, schedules, journals and summarises a sweep. Each job is a safelaunch run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from safelaunch.addons.protocols import Command
+    from safelaunch.addons.sweep import command
+
+    _COMMAND: Command = command
