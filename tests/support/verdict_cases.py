@@ -55,10 +55,12 @@ import yaml
 
 from safelaunch.model import (
     Collective,
+    Culprit,
     Evidence,
     FlightRecord,
     Frame,
     GilTest,
+    ProcessAtFault,
     ProcessEvidence,
     Progress,
     RankEvidence,
@@ -632,13 +634,17 @@ def decision_of(verdict: Verdict) -> str:
     proved = ", proved" if verdict.proof else ""
     culprits: dict[str, list[int]] = {}
     for culprit in verdict.culprits:
-        process = "" if culprit.process == "main" else f", {culprit.process},"
-        place = f" at {Path(culprit.frame.file).name}:{culprit.frame.line}" if culprit.frame else ""
-        culprits.setdefault(f"{process}{place}", []).append(culprit.rank)
+        culprits.setdefault(_place_of(culprit), []).append(culprit.rank)
     named = [f"rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}{place}" for place, ranks in culprits.items()]
+    named += [f"{process.label}{_place_of(process)}" for process in verdict.processes_at_fault]
     named += [f"node {node.host}" for node in verdict.nodes_at_fault]
     victims = f"; victims {verdict.victims}" if verdict.victims else ""
     return f"{verdict.cause}, {verdict.confidence}{proved}: {'; '.join(named) or 'no culprit'}{victims}"
+
+
+def _place_of(culprit: Culprit | ProcessAtFault) -> str:
+    process = "" if culprit.process == "main" else f", {culprit.process},"
+    return f"{process} at {Path(culprit.frame.file).name}:{culprit.frame.line}" if culprit.frame else process
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

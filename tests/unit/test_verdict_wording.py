@@ -10,13 +10,16 @@ from tests.support import verdict_wording
 from tests.support.verdict_cases import all_cases
 from tests.support.verdict_wording import FILE, catalogue, todays_catalogue
 
-UPDATE = "python -m tests.support.verdict_wording --update"
+ADVICE = """
+If the wording is meant to change: python -m tests.support.verdict_wording --update
+If a number differs: python -m scripts.research.compare_verdicts HEAD . --count 0   # names the cases
+"""
 
 
 def test_sentences_read_as_catalogued() -> None:
     before, now = FILE.read_text().splitlines(), todays_catalogue().splitlines()
     changed = [*difflib.unified_diff(before, now, str(FILE), "today", lineterm="", n=0)]
-    assert not changed, "\n".join([*changed[:40], f"if the wording is meant to change: {UPDATE}"])
+    assert not changed, "\n".join([*changed[:40], ADVICE])
 
 
 def entries_of(text: str) -> list[list[str]]:
