@@ -41,7 +41,7 @@ MODULE = at(100, "<module>")
 
 
 def script(source: str, first: int = 40) -> Callable[[str], str | None]:
-    """Reads ``source`` as the script, whose line ``first`` is its first one."""
+    """Returns a reader of the script in which ``source`` begins at line ``first``."""
     return {SCRIPT: "\n" * (first - 1) + source}.get
 
 
@@ -158,9 +158,15 @@ def process(
     told: Mapping[str, Any] | None = None,
     **thread: Any,
 ) -> ProcessEvidence:
-    """``threads``: further threads as (name, frames, kernel). ``native``: C frames inside the main thread's. ``call``:
-    what its call of c10d names. ``told``: further fields of what the kernel says of the main thread. ``thread``: of the
-    threads on stacks (ident, names).
+    """Returns a process with its kernel states and stacks, two of each unless ``samples`` says otherwise.
+
+    Args:
+        kernel: key of KERNEL, the state of the main thread
+        threads: further threads as (name, frames, key of KERNEL)
+        native: C frames inside the main thread's innermost Python frame
+        call: arguments of the main thread's c10d call
+        told: further fields of the main thread's kernel state
+        thread: further fields of all threads on the stacks, such as ident and names
     """
     every = [("MainThread", tuple(frames), kernel), *((n, tuple(f), k) for n, f, k in threads)]
     states, stacks = [], []
@@ -186,7 +192,7 @@ def process(
 
 
 def looked_at(number: int, frames: Sequence[Frame], kernel: str = "futex") -> RankLook:
-    """What one look at a rank shows, of its main process alone."""
+    """Returns one look at a rank, of its main process alone."""
     one = process(1000 + 10 * number, frames, kernel)
     stack = Result(one.stacks[-1] if one.stacks else None, "py-spy", 0.1)
     return RankLook(number, ProcessLook(one.states[-1].pid, one.states[-1], stack))
@@ -227,7 +233,7 @@ def entry(
     dtype: str = "Float",
     p2p: bool = False,
 ) -> Collective:
-    """``line`` 0: without frames."""
+    """Returns a Flight Recorder entry, without frames if ``line`` is 0."""
     frames = (Frame(C10D, 3245, op), Frame(LOGGER, 83, "wrapper"), at(line), MODULE) if line else ()
     return Collective(
         group=group,
@@ -250,7 +256,7 @@ def record(*entries: Collective, groups: dict[str, tuple[int, ...]] | None = Non
 
 
 def past(count: int, op: str = "all_reduce", line: int = 50) -> tuple[Collective, ...]:
-    """``count`` completed collectives, numbered from 1."""
+    """Returns ``count`` completed collectives, numbered from 1."""
     return tuple(entry(op, n, done=True, line=line) for n in range(1, count + 1))
 
 
@@ -272,7 +278,14 @@ def rank(
     more: dict[str, Any] | None = None,
     **of_process: Any,
 ) -> RankEvidence:
-    """``seen`` False: neither kernel state nor stack. ``more``: further fields (exception, exit, code_roots)."""
+    """Returns a rank whose process id is 1000 + 10 * its number.
+
+    Args:
+        seen: whether it has kernel states and stacks
+        page: state of its progress page
+        more: further fields of RankEvidence, such as exception and exit
+        of_process: arguments of :func:`process`
+    """
     pid = 1000 + 10 * number
     return RankEvidence(
         rank=number,
@@ -288,13 +301,13 @@ def rank(
 
 
 def waiting(number: int, op: str = "all_reduce", seq: int = 4, line: int = 50, **fields: Any) -> RankEvidence:
-    """A rank that waits in a collective: stack and Flight Recorder agree."""
+    """Returns a rank that waits in a collective: stack and Flight Recorder agree."""
     flight = record(*past(seq - 1), entry(op, seq, line=line))
     return rank(number, in_c10d(op, line), flight=fields.pop("flight", flight), **fields)
 
 
 def behind(seq: int = 4) -> FlightRecord:
-    """The record of a rank that has not entered collective ``seq`` yet."""
+    """Returns the record of a rank that has not entered collective ``seq`` yet."""
     return record(*past(seq - 1))
 
 
@@ -305,12 +318,12 @@ def job(*ranks: RankEvidence, outcome: Any = "hang", world: int = 0, **fields: A
 
 
 def with_culprit(culprit: RankEvidence, world: int, peer: Any = waiting) -> Evidence:
-    """A job in which every other rank is ``peer(number)``."""
+    """Returns a job in which every other rank is ``peer(number)``."""
     return job(*(culprit if n == culprit.rank else peer(n) for n in range(world)))
 
 
 def decided(verdict: Verdict) -> tuple[str, list[tuple[int, int]], str]:
-    """Cause, (rank, line) of the culprits, confidence."""
+    """Returns cause, (rank, line) of the culprits, and confidence."""
     culprits = [(one.rank, one.frame.line if one.frame else 0) for one in verdict.culprits]
     return verdict.cause, culprits, verdict.confidence
 
