@@ -46,6 +46,11 @@ def test_every_block_is_of_a_known_kind() -> None:
         assert not block.rest, f"{block.where}: {block.rest!r}"
 
 
+def test_a_titled_block_is_a_file_below_the_pages_own_directory() -> None:
+    """The tests write it there, and never into a directory of the machine."""
+    assert [block.where for block in EVERY_BLOCK if block.title and "/" in block.title] == []
+
+
 def test_every_command_that_is_not_run_says_why() -> None:
     for block in EVERY_BLOCK:
         if block.language in NOT_RUN:
