@@ -415,7 +415,7 @@ class LockDeadlock(Cause, name="lock-deadlock"):
         "shows which process holds a file lock."
     )
     unlike = (
-        ("blocking-io", "the wait can still end: the other side is alive and may respond"),
+        ("blocking-io", "the wait can still end, because the other side is alive"),
         ("gil-held", "no Python code of the rank runs at all"),
     )
     advice = _advice(
