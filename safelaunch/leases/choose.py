@@ -1,4 +1,4 @@
-"""Which GPUs a job may use, and how many it needs. Pure."""
+"""Chooses the GPUs that a job can use and how many it needs. Pure."""
 
 from __future__ import annotations
 
@@ -9,83 +9,73 @@ from typing import Literal
 
 from safelaunch.system.errors import ResourceError
 
-MOST_UNUSED_BYTES = 256 << 20  # of memory that is in use on an idle GPU
+MOST_UNUSED_BYTES = 256 << 20  # memory that an idle GPU uses at most
 
 GpuRanking = int | Literal["all"] | None
 
 
 @dataclass(frozen=True, slots=True)
 class GpuUser:
-    """A process that uses a GPU. ``memory_bytes`` is None if NVML does not report it."""
+    """A process that uses a GPU."""
 
     pid: int
-    memory_bytes: int | None = None
+    memory_bytes: int | None = None  # None if NVML doesn't report it
 
 
 @dataclass(frozen=True, slots=True)
 class LeasableGpu:
-    """A GPU, or a MIG instance of one (``parent``: the GPU's UUID), as NVML lists it.
+    """A GPU, or a MIG instance, as NVML lists it."""
 
-    ``label`` is the GPU's number, for an instance ``number.instance``. ``uuid`` is independent of CUDA's device order.
-    ``error``: NVML lists the GPU, but it does not answer.
-    """
-
-    label: str
-    uuid: str
+    label: str  # the GPU's number, or ``number.instance``
+    uuid: str  # independent of CUDA's device order
     name: str = ""
-    parent: str = ""
+    parent: str = ""  # UUID of the GPU of an instance
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     processes: tuple[GpuUser, ...] = ()
-    error: str = ""
+    error: str = ""  # NVML lists the GPU, but it doesn't respond
 
     @property
     def index(self) -> str:
-        """NVML's number of the GPU itself."""
+        """NVML's number of the GPU, also for an instance."""
         return self.label.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The node's GPUs, those in MIG mode as their instances; or none, and the reason in ``missing``.
-
-    ``trouble``: a driver is loaded, but did not answer in time (``silent``) or gave no usable answer (``garbled``).
-    """
+    """The node's GPUs; a GPU in MIG mode appears as its instances."""
 
     gpus: tuple[LeasableGpu, ...] = ()
-    missing: str = ""
-    trouble: Literal["", "silent", "garbled"] = ""
+    missing: str = ""  # reason why there are none
+    trouble: Literal["", "silent", "garbled"] = ""  # a loaded driver didn't respond in time, or not usably
 
 
 @dataclass(frozen=True, slots=True)
 class GpuCandidates:
-    """The GPUs that a job may use. ``origin``: what limits them, empty for no limit.
-
-    ``exact``: the limit is CUDA_VISIBLE_DEVICES, so the job uses all of them.
-    """
+    """The GPUs that a job is allowed to use."""
 
     gpus: tuple[LeasableGpu, ...]
-    origin: str = ""
-    exact: bool = False
+    origin: str = ""  # what limits them; empty for no limit
+    exact: bool = False  # the limit is CUDA_VISIBLE_DEVICES, so the job uses all of them
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRequest:
-    """A request for ``count`` of ``candidates``. ``origin``: its source; ``keep``: leave CUDA_VISIBLE_DEVICES alone."""
+    """A request for ``count`` of ``candidates``."""
 
     candidates: tuple[LeasableGpu, ...]
     count: int
-    origin: str
-    keep: bool = False
+    origin: str  # source of the request, for messages
+    keep: bool = False  # leave CUDA_VISIBLE_DEVICES unchanged
 
 
 # --- the pool ---------------------------------------------------------------------------------------------------------
 
 
 def pool_of(environ: Mapping[str, str], gpus: Sequence[LeasableGpu]) -> GpuCandidates:
-    """The GPUs that the user or the scheduler allows.
+    """Returns the GPUs that the user or the scheduler allows.
 
-    CUDA_VISIBLE_DEVICES counts first. Under Slurm, GPU_DEVICE_ORDINAL (which Slurm sets to the same value),
+    CUDA_VISIBLE_DEVICES takes precedence. Under Slurm, GPU_DEVICE_ORDINAL (which Slurm sets to the same value),
     SLURM_STEP_GPUS and SLURM_JOB_GPUS follow. The last two are the node's numbers. If a cgroup hides the other GPUs,
     NVML numbers the visible ones from 0, and all of them belong to the job.
     """
@@ -104,29 +94,29 @@ def pool_of(environ: Mapping[str, str], gpus: Sequence[LeasableGpu]) -> GpuCandi
 
 
 def _named(text: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names: numbers and UUID prefixes. As in CUDA, an unknown one ends the list.
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES names by number or UUID prefix.
 
-    A GPU in MIG mode means its instances.
+    As in CUDA, an unknown name ends the list. A GPU in MIG mode stands for its instances.
     """
-    found: dict[str, LeasableGpu] = {}
+    named: dict[str, LeasableGpu] = {}
     for word in text.split(","):
         matches = matching(word.strip(), gpus)
         if not matches:
             break
-        found.update({gpu.uuid: gpu for gpu in matches})
-    return tuple(found.values())
+        named.update({gpu.uuid: gpu for gpu in matches})
+    return tuple(named.values())
 
 
 def _of_node(text: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
     numbers = {str(number) for number in numbers_in(text)}
-    there = {gpu.index for gpu in gpus}
-    if not numbers <= there and len(there) <= len(numbers):
+    present = {gpu.index for gpu in gpus}
+    if not numbers <= present and len(present) <= len(numbers):
         return tuple(gpus)
     return tuple(gpu for gpu in gpus if gpu.index in numbers)
 
 
 def numbers_in(text: str) -> Iterator[int]:
-    """``0,2-4`` as numbers; what is none of at most 5 digits is skipped."""
+    """Yields the numbers of a list such as ``0,2-4``. Skips items that aren't numbers of at most 5 digits."""
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", word)
         if match:
@@ -134,7 +124,7 @@ def numbers_in(text: str) -> Iterator[int]:
 
 
 def matching(word: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
-    """The GPU, or its instances, that a number (``3``; ``3.1``: an instance) or a UUID prefix names."""
+    """Returns the GPU, or its instances, that a number (``3``; ``3.1``: an instance) or a UUID prefix names."""
     if re.fullmatch(r"\d+(\.\d+)?", word):
         return tuple(gpu for gpu in gpus if word in (gpu.label, gpu.index))
     if not word.startswith(("GPU-", "MIG-")):
@@ -149,12 +139,14 @@ def matching(word: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
 
 
 def wish_of(request: str | None, ranks: GpuRanking, pool: GpuCandidates, found: Inventory) -> GpuRequest | None:
-    """The GPUs that a job requests, or None if it needs no lease.
+    """Returns the GPUs that a job requests, or None if it needs no lease.
 
-    ``request`` is ``--gpus`` (not ``none``). ``ranks`` is the number of ranks; ``all`` if torchrun starts one per GPU;
-    None if it is unknown or independent of GPUs. Without a request, the job gets those of CUDA_VISIBLE_DEVICES, else
-    one for each rank; if there are fewer GPUs than ranks, the ranks share all of them. Raises ResourceError if the
-    requested GPUs do not exist.
+    Without a request, the job gets the GPUs in CUDA_VISIBLE_DEVICES, else one per rank; if there are fewer GPUs than
+    ranks, the ranks share all of them. Raises ResourceError if the requested GPUs don't exist.
+
+    Args:
+        request: The value of ``--gpus``, except ``none``.
+        ranks: Number of ranks; ``all`` if torchrun starts one per GPU; None if unknown or independent of GPUs.
     """
     if request is None:
         return _by_default(ranks, pool)
@@ -198,8 +190,10 @@ def _by_name(word: str, pool: GpuCandidates, found: Inventory) -> LeasableGpu:
     if matches:
         instances = ", ".join(gpu.label for gpu in matches)
         raise ResourceError(f"--gpus: GPU {word} is split into MIG instances.", f"Name one of them: {instances}.")
-    there = ", ".join(gpu.label for gpu in pool.gpus) or "none"
-    raise ResourceError(f"--gpus: GPU {word!r} is not available{_because(pool, found)}.", f"Available GPUs: {there}.")
+    available = ", ".join(gpu.label for gpu in pool.gpus) or "none"
+    raise ResourceError(
+        f"--gpus: GPU {word!r} is not available{_because(pool, found)}.", f"Available GPUs: {available}."
+    )
 
 
 def _because(pool: GpuCandidates, found: Inventory) -> str:
@@ -211,9 +205,9 @@ def _because(pool: GpuCandidates, found: Inventory) -> str:
 
 
 def users_of(gpu: LeasableGpu) -> str:
-    """How an unleased GPU is used, in words; empty if it is idle.
+    """Describes the use of an unleased GPU; empty if it is idle.
 
-    A compute process counts as use. So does memory in use beyond the driver's own: then an invisible process uses it.
+    Memory in use beyond the driver's own counts as use by an invisible process.
     """
     if gpu.error:
         return f"not answering: {gpu.error}"

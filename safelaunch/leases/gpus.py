@@ -1,4 +1,4 @@
-"""Leases GPUs for a job, which may wait for them."""
+"""Leases GPUs for a job, and waits for them if asked to."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from safelaunch.leases.choose import GpuRequest, Inventory, LeasableGpu, users_of
-from safelaunch.leases.holder import LeaseHolder, User, described, look, moment, told
+from safelaunch.leases.holder import LeaseHolder, User, holder_words, lease_words, look, moment
 from safelaunch.leases.lease import Lease
-from safelaunch.leases.store import LeaseAttempt, LeaseStore, Ticket
+from safelaunch.leases.queue import Ticket
+from safelaunch.leases.store import LeaseAttempt, LeaseStore
 from safelaunch.system.errors import InterruptedWait, ResourceError
-
-# --- A claim on GPUs: the request, the driver's answer about them, the attempts to lease them; and these in words -----
-
 
 FRESH_S = 2.0  # a decision needs an answer of NVML that is no older
 LATER_S = 30.0  # pause before the next question to a driver that did not answer
@@ -22,21 +20,23 @@ LATER_S = 30.0  # pause before the next question to a driver that did not answer
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Leased GPUs. ``visible``: their value for CUDA_VISIBLE_DEVICES; ``notes``: what the user should know."""
+    """Leased GPUs."""
 
     lease: Lease
     gpus: tuple[LeasableGpu, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # for the user
 
     @property
     def visible(self) -> str:
+        """Value of CUDA_VISIBLE_DEVICES that selects them."""
         return ",".join(gpu.uuid for gpu in self.gpus)
 
 
 class Survey:
-    """NVML's answer, renewed when a decision needs a younger one. The first is available from the start.
+    """NVML's answer, renewed if a decision needs a newer one.
 
-    ``query`` may return None while the driver has not answered yet.
+    Args:
+        query: Returns None while the driver hasn't responded yet.
     """
 
     def __init__(self, found: Inventory, query: Callable[[], Inventory | None], clock: Callable[[], float]) -> None:
@@ -46,37 +46,40 @@ class Survey:
         self._old_s = clock() + FRESH_S
 
     def refresh(self) -> bool:
-        """Asks again if the last answer is too old; a failure keeps the last answer. False: no answer yet."""
+        """Asks again if the last answer is too old; a failure keeps it. Returns False if there is no answer yet."""
         if self._clock() > self._old_s:
-            found = self._query()
-            if found is None:
+            inventory = self._query()
+            if inventory is None:
                 return False
-            # A driver that answered late, or not at all, is asked less often: waiting for it costs 10 s.
-            self._old_s = self._clock() + (FRESH_S if found.gpus else LATER_S)
-            if found.gpus:
-                self.found = found
+            # Ask a driver that responded late, or not at all, less often: waiting for it costs 10 s.
+            self._old_s = self._clock() + (FRESH_S if inventory.gpus else LATER_S)
+            if inventory.gpus:
+                self.found = inventory
         return True
 
     def outdated(self) -> None:
-        """Invalidates the last answer: something has changed."""
+        """Invalidates the last answer."""
         self._old_s = float("-inf")
 
     def users(self, gpus: Sequence[LeasableGpu]) -> dict[str, str]:
-        """UUID → how NVML says the GPU is used, leased or not."""
+        """Returns the use of each GPU that NVML reports, leased or not, by UUID."""
         now = {gpu.uuid: gpu for gpu in self.found.gpus}
         used = {gpu.uuid: users_of(now.get(gpu.uuid, gpu)) for gpu in gpus}
         return {uuid: use for uuid, use in used.items() if use}
 
     def seen(self, uuid: str) -> list[User]:
-        """The visible processes on one GPU."""
+        """Returns the visible processes on one GPU."""
         pids = [process.pid for gpu in self.found.gpus if gpu.uuid == uuid for process in gpu.processes]
         return [user for pid in pids if (user := look(pid)).command]
 
 
 class LeaseRequest:
-    """A request that is tried until it succeeds or is given up. ``about``: who makes it.
+    """A request that is retried until it succeeds or is given up.
 
-    ``last``: the result of the last attempt. Without ``queue``, everybody who waits comes first, whenever they came.
+    Unless ``queue`` was called, all waiters go first. ``last`` is the result of the last attempt.
+
+    Args:
+        about: The process that makes the request.
     """
 
     def __init__(self, store: LeaseStore, wish: GpuRequest, about: LeaseHolder, survey: Survey) -> None:
@@ -88,7 +91,7 @@ class LeaseRequest:
         self._ticket: Ticket | None = None
 
     def advance(self) -> Taken | None:
-        """Leases the GPUs if they are free and it is our turn. Asks NVML again if that decides: 10 s at most."""
+        """Leases the GPUs if they are free and it is our turn. Asks NVML again (at most 10 s) if that decides."""
         wish = self.wish
         leases_let_us = self.last.ahead is None and len(wish.candidates) - len(self.last.held) >= wish.count
         if leases_let_us and not self.survey.refresh():
@@ -115,7 +118,7 @@ class LeaseRequest:
             self._ticket = None
 
     def free(self) -> int | None:
-        """The number of GPUs available now, 0 while somebody is ahead of us; None while the driver has not answered."""
+        """Returns the number of GPUs available now: 0 behind another waiter, None until the driver responds."""
         self.last = self._store.attempt(self._keys, lambda held: None, self.about, self._ticket)
         free = [gpu for gpu in self.wish.candidates if gpu.uuid not in self.last.held]
         if self.last.ahead is not None or not free:
@@ -125,7 +128,7 @@ class LeaseRequest:
         return len(free) - len(self.survey.users(free))
 
     def foresee(self) -> tuple[LeasableGpu, ...] | None:
-        """The GPUs that ``advance`` would lease now if nobody waited."""
+        """Returns the GPUs that ``advance`` would lease now without other waiters."""
         chosen = self._pick(self._store.look(self._keys))
         return tuple(gpu for gpu in self.wish.candidates if gpu.uuid in chosen) if chosen is not None else None
 
@@ -134,27 +137,27 @@ class LeaseRequest:
         return [gpu.uuid for gpu in self.wish.candidates]
 
     @property
-    def _tolerant(self) -> bool:
-        """Use without a lease gives only a note, because the user named these GPUs in CUDA_VISIBLE_DEVICES."""
+    def _tolerates_unleased_use(self) -> bool:
+        # The user named these GPUs in CUDA_VISIBLE_DEVICES: unleased use gives only a note.
         return self.wish.keep and self.wish.origin.startswith("CUDA_VISIBLE_DEVICES")
 
     def _pick(self, held: Mapping[str, LeaseHolder]) -> list[str] | None:
         wish = self.wish
-        used = {} if self._tolerant else self.survey.users(wish.candidates)
+        used = {} if self._tolerates_unleased_use else self.survey.users(wish.candidates)
         free = [gpu for gpu in wish.candidates if gpu.uuid not in held and gpu.uuid not in used]
         return [gpu.uuid for gpu in free[: wish.count]] if len(free) >= wish.count else None
 
 
-# --- in words: who holds the GPUs that a job requests ----------------------------------------------------------------
+# --- messages: which processes hold the requested GPUs ----------------------------------------------------------------
 
 
 def refusal(claim: LeaseRequest) -> str:
-    """Says that the GPUs are not available, and who holds them."""
+    """Returns the message that the GPUs aren't available, with their holders."""
     return f"{what(claim)}: not available now.\n{table(claim)}"
 
 
 def what(claim: LeaseRequest) -> str:
-    """The request and its source."""
+    """Returns the request and its source."""
     wish = claim.wish
     if wish.count == len(wish.candidates):
         which = ", ".join(gpu.label for gpu in wish.candidates)
@@ -163,9 +166,10 @@ def what(claim: LeaseRequest) -> str:
 
 
 def table(claim: LeaseRequest, ours: Collection[int] | None = None) -> str:
-    """One line per GPU: free, or who holds it, or who uses it without a lease.
+    """Returns one line per GPU: free, its holder, or its unleased users.
 
-    With ``ours``, the pids of our own jobs, it lists only what others hold; empty if that is nothing.
+    Args:
+        ours: PIDs of our own jobs, whose GPUs are left out.
     """
     attempt = claim.last
     used = claim.survey.users(claim.wish.candidates)
@@ -174,21 +178,21 @@ def table(claim: LeaseRequest, ours: Collection[int] | None = None) -> str:
         holder = attempt.held.get(gpu.uuid)
         if ours is not None and (_is_one_of(holder, ours) if holder is not None else gpu.uuid not in used):
             continue
-        state = told(holder) if holder is not None else used.get(gpu.uuid, "free")
+        state = lease_words(holder) if holder is not None else used.get(gpu.uuid, "free")
         lines.append(f"  GPU {gpu.label:<4} {state}")
         if holder is None and gpu.uuid in used:
-            seen = claim.survey.seen(gpu.uuid)
+            users = claim.survey.seen(gpu.uuid)
             lines += [
                 f"           pid {user.pid} ({user.user}) since {moment(user.since_unix_s)}: {user.command[:80]}"
-                for user in seen
+                for user in users
             ]
     if attempt.ahead is not None:
-        lines.append(f"  ahead of this job in the queue: {described(attempt.ahead)}")
+        lines.append(f"  ahead of this job in the queue: {holder_words(attempt.ahead)}")
     return "\n".join(lines)
 
 
 def _is_one_of(holder: LeaseHolder, ours: Collection[int]) -> bool:
-    """Whether the holder is one of our jobs. Anybody can write our pid, so the file's owner counts too."""
+    # Any user can write our pid, so the file's owner counts too.
     return holder.pid in ours and holder.uid == os.getuid()
 
 
@@ -198,19 +202,19 @@ ASK_AGAIN_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Whether to wait, for how many seconds (None: for ever), and how to print a message."""
+    """How to wait for GPUs, and how to print a message."""
 
     wait: bool = False
-    timeout_s: float | None = None
+    timeout_s: float | None = None  # None: unlimited
     say: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
 
 def take(claim: LeaseRequest, patience: Patience) -> Taken:
-    """Leases the GPUs that ``claim`` requests, all or none. Raises ResourceError if they are not available (in time).
+    """Leases the GPUs that ``claim`` requests, all or none. Raises ResourceError if they aren't available (in time).
 
-    Those who wait are served in order of arrival. Those who don't wait come after all who do.
+    Waiters are served in order of arrival. A request that doesn't wait comes after all waiters.
     """
     taken = claim.advance()
     if taken is None and patience.wait:

@@ -1,4 +1,4 @@
-"""What a holder writes about itself into its lock file. It is for people; no decision rests on it."""
+"""The description that a holder writes into its lock file. It is for people; no decision rests on it."""
 
 from __future__ import annotations
 
@@ -16,52 +16,46 @@ if TYPE_CHECKING:
     from safelaunch.leases.format import HolderRecord
 
 MAGIC = b'{"safelaunch": '
-MOST_BYTES = 16384  # each character of a text may be escaped
+MOST_BYTES = 16384  # allows for texts in which each character is escaped
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseHolder:
-    """Who holds, or waits for, something.
-
-    ``uid`` is the file's owner according to the kernel; the holder wrote the rest. ``by``: ``supervisor``, ``ranks`` if
-    the supervisor is gone but the job is not, or ``waiter``. ``pid`` 0 and empty texts: unknown.
-    """
+    """The process that holds a lease or waits for one. ``pid`` 0 and empty texts: unknown."""
 
     pid: int = 0
     start_ticks: int = 0
     name: str = ""
     command: str = ""
     since_unix_s: float = 0.0
-    uid: int = -1
-    by: str = "supervisor"
+    uid: int = -1  # owner of the file according to the kernel; the holder wrote the rest
+    by: str = "supervisor"  # or ``ranks``, if the supervisor is gone but the job isn't, or ``waiter``
 
     @property
     def user(self) -> str:
-        """The user's name, or number where it has none."""
         return name_of(self.uid)
 
     def encode(self, **more: object) -> bytes:
-        """The contents of the lock file, with ``more`` fields for people who read it."""
-        said = {
+        """Returns the contents of the lock file, with ``more`` fields for people who read it."""
+        record = {
             "pid": self.pid,
             "start_ticks": self.start_ticks,
             "name": _printable(self.name)[:64],
             "command": _printable(self.command)[:1000],
             "since_unix_s": round(self.since_unix_s, 3),
         }
-        return MAGIC + b"1, " + json.dumps({**said, **more}).encode()[1:] + b"\n"
+        return MAGIC + b"1, " + json.dumps({**record, **more}).encode()[1:] + b"\n"
 
 
 def decode(data: bytes, uid: int, by: str = "supervisor") -> LeaseHolder:
-    """The holder that a file describes, whoever wrote it. Unexpected contents give no pid and no texts."""
+    """Returns the holder that a file of user ``uid`` describes. Unexpected contents give no pid and no texts."""
     from safelaunch.leases.format import HolderRecord, read
 
     words = read(data, HolderRecord)
-    return LeaseHolder(uid=uid, by=by) if words is None else of_words(words, uid, by)
+    return LeaseHolder(uid=uid, by=by) if words is None else of_record(words, uid, by)
 
 
-def of_words(said: HolderRecord, uid: int, by: str) -> LeaseHolder:
-    """The holder described by checked words in a file of user ``uid``."""
+def of_record(said: HolderRecord, uid: int, by: str) -> LeaseHolder:
     return LeaseHolder(
         said.pid, said.start_ticks, _printable(said.name), _printable(said.command), said.since_unix_s, uid, by
     )
@@ -72,30 +66,29 @@ def _printable(text: str) -> str:
 
 
 def ourselves(name: str, command: str) -> LeaseHolder:
-    """This process as a holder, as of now."""
+    """Returns this process as a holder, as of now."""
     pid = os.getpid()
-    found = procstat.read(pid)
-    return LeaseHolder(pid, found.start_ticks if found else 0, name, command, time.time(), os.getuid())
+    stat = procstat.read(pid)
+    return LeaseHolder(pid, stat.start_ticks if stat else 0, name, command, time.time(), os.getuid())
 
 
 def since_now(holder: LeaseHolder) -> LeaseHolder:
-    """``holder``, as of now."""
     return replace(holder, since_unix_s=time.time())
 
 
-# --- in words ---------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
-def told(holder: LeaseHolder) -> str:
-    """``leased by pid 4711 (alice) since 12:03:09: train.py``."""
+def lease_words(holder: LeaseHolder) -> str:
+    """Returns ``leased by pid 4711 (alice) since 12:03:09: train.py``."""
     if holder.by == "waiter":
-        return f"next for {described(holder)}"
+        return f"next for {holder_words(holder)}"
     if holder.by == "ranks":
-        return f"still held by ranks of a run whose supervisor is gone, {described(holder)}"
-    return f"leased by {described(holder)}"
+        return f"still held by ranks of a run whose supervisor is gone, {holder_words(holder)}"
+    return f"leased by {holder_words(holder)}"
 
 
-def described(holder: LeaseHolder) -> str:
+def holder_words(holder: LeaseHolder) -> str:
     pid = f"pid {holder.pid} " if holder.pid else ""
     verb = "waiting since" if holder.by == "waiter" else "since"
     command = f": {holder.command[:80]}" if holder.command else ""
@@ -103,7 +96,7 @@ def described(holder: LeaseHolder) -> str:
 
 
 def moment(unix_s: float) -> str:
-    """The local time, with the date if it is not today."""
+    """Returns the local time, with the date if it isn't today."""
     if not unix_s:
         return "?"
     then, now = time.localtime(unix_s), time.localtime()
@@ -111,24 +104,24 @@ def moment(unix_s: float) -> str:
     return time.strftime("%H:%M:%S" if same_day else "%Y-%m-%d %H:%M", then)
 
 
-# --- What /proc shows about the processes on a GPU: their user, start time, and whether their run has ended -----------
+# --- processes on a GPU, as /proc shows them --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A process on a GPU. Empty fields: not visible from here. ``left_over``: its run has ended."""
+    """A process on a GPU. Empty fields: not visible from here."""
 
     pid: int
     user: str = ""
     command: str = ""
     since_unix_s: float = 0.0
-    left_over: bool = False
+    left_over: bool = False  # its run has ended
 
 
 def look(pid: int) -> User:
-    """What /proc shows about a process; nothing if it is gone or in another pid namespace."""
-    found = procstat.read(pid)
-    if found is None:
+    """Reads /proc about a process; returns nothing but the pid if it is gone or in another pid namespace."""
+    stat = procstat.read(pid)
+    if stat is None:
         return User(pid)
     try:
         owner = os.stat(f"/proc/{pid}").st_uid
@@ -136,13 +129,13 @@ def look(pid: int) -> User:
             words = file.read(4096).rstrip(b"\0").replace(b"\0", b" ").decode("utf-8", "replace")
     except OSError:
         return User(pid)
-    command = "".join(c if c.isprintable() else " " for c in words) or f"[{found.name}]"
-    since_s = _boot_unix_s() + found.start_ticks / os.sysconf("SC_CLK_TCK")
-    return User(pid, name_of(owner), command, since_s, _is_left_over(found))
+    command = "".join(c if c.isprintable() else " " for c in words) or f"[{stat.name}]"
+    since_s = _boot_unix_s() + stat.start_ticks / os.sysconf("SC_CLK_TCK")
+    return User(pid, name_of(owner), command, since_s, _is_left_over(stat))
 
 
 def name_of(uid: int) -> str:
-    """The user's name, or number where it has none."""
+    """Returns the user's name, or its number if it has no name."""
     import pwd
 
     try:
@@ -152,13 +145,15 @@ def name_of(uid: int) -> str:
 
 
 def _boot_unix_s() -> float:
-    found = re.search(r"^btime (\d+)", text_of("/proc/stat"), re.MULTILINE)
-    return float(found[1]) if found else 0.0
+    match = re.search(r"^btime (\d+)", text_of("/proc/stat"), re.MULTILINE)
+    return float(match[1]) if match else 0.0
 
 
 def _is_left_over(process: procstat.Stat) -> bool:
-    """Whether the process belongs to a run whose supervisor is gone. False for other users' processes, which hide it,
-    and for another pid namespace, where the supervisor's pid means another process.
+    """Returns whether the process belongs to a run whose supervisor is gone.
+
+    Returns False for processes of other users, whose environment is hidden, and of another pid namespace, in which the
+    supervisor's pid means another process.
     """
     try:
         if os.readlink(f"/proc/{process.pid}/ns/pid") != os.readlink("/proc/self/ns/pid"):
@@ -171,6 +166,6 @@ def _is_left_over(process: procstat.Stat) -> bool:
     number = next((item[len(prefix) :] for item in variables if item.startswith(prefix)), b"")
     if not re.fullmatch(rb"[0-9]{1,10}", number):
         return False
-    there = procstat.read(int(number))
+    supervisor = procstat.read(int(number))
     # A supervisor is older than the processes it starts; a younger process only has its old pid.
-    return there is None or there.state in "ZX" or there.start_ticks > process.start_ticks
+    return supervisor is None or supervisor.state in "ZX" or supervisor.start_ticks > process.start_ticks

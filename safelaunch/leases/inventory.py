@@ -1,6 +1,6 @@
 """The node's GPUs as NVML lists them: memory, processes and MIG instances.
 
-A broken driver blocks its callers for ever, so a separate process asks it, which can be killed:
+A broken driver blocks its callers forever, so a separate process asks it, which can be killed:
 ``python -m safelaunch.leases.inventory`` prints one JSON document. Without a driver, no process is started.
 """
 
@@ -19,15 +19,12 @@ from safelaunch.leases.choose import GpuUser, Inventory, LeasableGpu
 from safelaunch.system import procstat
 from safelaunch.system.nvml import ask, processes, text
 
-# --- Whether the node has an NVIDIA driver ----------------------------------------------------------------------------
-
-
 LIBRARY = "libnvidia-ml.so.1"
 _SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
 def has_driver(environ: Mapping[str, str]) -> bool:
-    """Whether NVML is worth asking: the driver's own files exist, or its library in LD_LIBRARY_PATH."""
+    """Returns whether the driver's files exist, or its library in LD_LIBRARY_PATH."""
     if any(os.path.exists(path) for path in _SIGNS):
         return True
     folders = environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
@@ -38,7 +35,7 @@ DEADLINE_S = 10.0
 GRACE_S = 0.5
 LONGEST_S = 60.0
 LOOK_EVERY_S = 0.1
-MOST_COUNTED_S = 1.0  # of the time since the last look: this process may have been stopped
+MOST_COUNTED_S = 1.0  # of the time since the last look, as this process might have been stopped in between
 ASKING = b"asking\n"
 if TYPE_CHECKING:
     import subprocess
@@ -50,9 +47,9 @@ _MOST_INSTANCES = 64
 def inventory(environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> Inventory:
     """Asks NVML; never raises. Waits ``deadline_s`` seconds for the driver."""
     question = Asking(environ, deadline_s=deadline_s)
-    while (found := question.answer(LOOK_EVERY_S)) is None:
+    while (answer := question.answer(LOOK_EVERY_S)) is None:
         pass
-    return found
+    return answer
 
 
 class Asking:
@@ -68,7 +65,7 @@ class Asking:
         self._process: subprocess.Popen[bytes] | None = None
 
     def answer(self, wait_s: float = 0.0) -> Inventory | None:
-        """NVML's answer, or the reason for none; None while it is pending. Waits at most ``wait_s`` seconds."""
+        """Returns NVML's answer, or the reason for none; None while it is pending. Waits at most ``wait_s`` seconds."""
         if self._process is None:
             if not has_driver(self._environ):
                 return Inventory(missing="no NVIDIA driver on this node")
@@ -99,8 +96,8 @@ class Asking:
                 return _read(self._data.removeprefix(ASKING))
             self._data += chunk
         now = time.monotonic()
-        seen = procstat.read(process.pid)
-        if self._data.startswith(ASKING) and (seen is None or seen.state != "R"):
+        stat = procstat.read(process.pid)
+        if self._data.startswith(ASKING) and (stat is None or stat.state != "R"):
             self._silent_s += min(now - self._looked_s, MOST_COUNTED_S)
         self._looked_s = now
         if self._silent_s < self._deadline_s and now - self._began_s < max(LONGEST_S, self._deadline_s):
@@ -144,29 +141,29 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def parse(document: Mapping[str, Any]) -> Inventory:
-    """``query``'s document as records. A GPU in MIG mode appears as its instances."""
+    """Converts ``query``'s document to records. A GPU in MIG mode appears as its instances."""
     gpus: list[LeasableGpu] = []
-    for one in document.get("gpus", ()):
-        instances = one.get("instances")
+    for device in document.get("gpus", ()):
+        instances = device.get("instances")
         if instances is None:
-            gpus.append(_record(one, str(one["index"])))
+            gpus.append(_record(device, str(device["index"])))
             continue
         for instance in instances:
-            gpus.append(_record(instance, f"{one['index']}.{instance['index']}", parent=str(one["uuid"])))
+            gpus.append(_record(instance, f"{device['index']}.{instance['index']}", parent=str(device["uuid"])))
     missing = "" if gpus else str(document.get("missing") or "no NVIDIA GPU found")
     return Inventory(tuple(gpus), missing)
 
 
-def _record(one: Mapping[str, Any], label: str, parent: str = "") -> LeasableGpu:
+def _record(device: Mapping[str, Any], label: str, parent: str = "") -> LeasableGpu:
     return LeasableGpu(
         label=label,
-        uuid=str(one.get("uuid") or f"unknown-{label}"),
-        name=str(one.get("name") or ""),
+        uuid=str(device.get("uuid") or f"unknown-{label}"),
+        name=str(device.get("name") or ""),
         parent=parent,
-        memory_used_bytes=one.get("memory_used_bytes"),
-        memory_total_bytes=one.get("memory_total_bytes"),
-        processes=tuple(GpuUser(int(p["pid"]), p.get("memory_bytes")) for p in one.get("processes") or ()),
-        error=str(one.get("error") or ""),
+        memory_used_bytes=device.get("memory_used_bytes"),
+        memory_total_bytes=device.get("memory_total_bytes"),
+        processes=tuple(GpuUser(int(p["pid"]), p.get("memory_bytes")) for p in device.get("processes") or ()),
+        error=str(device.get("error") or ""),
     )
 
 
@@ -174,7 +171,7 @@ def _record(one: Mapping[str, Any], label: str, parent: str = "") -> LeasableGpu
 
 
 def query(nvml: Any) -> dict[str, Any]:
-    """GPUs by the module ``pynvml``, or ``{"missing": reason}``.
+    """Returns the GPUs according to the module ``pynvml``, or ``{"missing": reason}``.
 
     ``gpus``: index, uuid, name, memory_used_bytes, memory_total_bytes, processes (pid, memory_bytes) and, in MIG mode,
     instances with the same fields; or index and error.
@@ -190,17 +187,17 @@ def query(nvml: Any) -> dict[str, Any]:
 def _gpu(nvml: Any, index: int) -> dict[str, Any]:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        one = {"index": index, **_device(nvml, handle)}
+        device = {"index": index, **_device(nvml, handle)}
     except nvml.NVMLError as error:  # fallen off the bus, or hidden from us
         return {"index": index, "error": str(error)}
     mode = ask(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
     if mode:
-        one["instances"] = _instances(nvml, handle, one)
-    return one
+        device["instances"] = _instances(nvml, handle, device)
+    return device
 
 
 def _device(nvml: Any, handle: Any) -> dict[str, Any]:
-    """One GPU's fields. Raises NVMLError if not even the UUID is available: without it, nothing can be leased."""
+    """Returns one GPU's fields. Raises NVMLError without a UUID, without which nothing can be leased."""
     uuid = text(nvml.nvmlDeviceGetUUID(handle))
     memory = _memory(nvml, handle)
     return {
@@ -213,23 +210,23 @@ def _device(nvml: Any, handle: Any) -> dict[str, Any]:
 
 
 def _memory(nvml: Any, handle: Any) -> Any:
-    """Memory use, by version 2 of the call if possible: ``used`` then excludes the driver's own hundreds of MiB."""
+    # Version 2 of the call excludes the driver's own hundreds of MiB from ``used``.
     version = getattr(nvml, "nvmlMemory_v2", None)
-    found = ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=version)) if version else None
-    return found or ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    memory = ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=version)) if version else None
+    return memory or ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
 
 
 def _instances(nvml: Any, handle: Any, parent: Mapping[str, Any]) -> list[dict[str, Any]]:
     most = ask(nvml, lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0
-    found = []
+    instances = []
     for index in range(min(most, _MOST_INSTANCES)):
         try:
             instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-            one = {"index": index, **_device(nvml, instance)}
+            record = {"index": index, **_device(nvml, instance)}
         except nvml.NVMLError:
             continue  # numbers may have gaps
-        found.append({**one, "name": one["name"] or parent.get("name")})
-    return found
+        instances.append({**record, "name": record["name"] or parent.get("name")})
+    return instances
 
 
 def _main() -> int:

@@ -1,6 +1,6 @@
 """Leases in hand: what holds them, how to free them, and how to pass them to another process.
 
-A lock belongs to the open file, not to a process: whoever has its descriptor holds it. So a lease that is handed over
+A lock belongs to the open file, not to a process: each process with its descriptor holds it. So a lease that is handed over
 to a child is held at every moment, by the parent, by both, then by the child. It ends when all of them are dead.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from safelaunch.leases.holder import MAGIC, LeaseHolder, since_now
 
-# --- Files in a directory that every user may write to, opened so that nobody can redirect or block us ----------------
+# --- files in a directory that every user can write, opened so that no other user can redirect or block us ------------
 
 
 RANKS = ".ranks"
@@ -29,7 +29,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence,
 
 
 def open_to_probe(name: str, directory: int) -> int | None:
-    """A read-only descriptor of a regular file, whoever owns it; None for anything else. It is enough to ask."""
+    """Returns a read-only descriptor of a regular file of any user, enough to query its locks; else None."""
     try:
         fd = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=directory)
     except OSError:
@@ -41,14 +41,13 @@ def open_to_probe(name: str, directory: int) -> int | None:
 
 
 def take_own(base: str, directory: int) -> tuple[int, str]:
-    """Locks a file of our own, named ``base`` and this user's number; creates it, and the ranks' file beside it.
+    """Locks a file of this user, named ``base`` and the user's number; creates it, and the ranks' file next to it.
 
-    Returns the locked descriptor and the name. Only its owner can remove a file from a sticky directory, so nobody
-    else can remove ours. If the name is taken, by another user's file, a shared lock or another process of ours, it
-    tries the next name. Raises OSError.
+    Returns the locked descriptor and the name. In a sticky directory, only its owner can remove a file. If the name is
+    taken, by another user's file, a shared lock or another process of ours, tries the next name. Raises OSError.
     """
     for number in range(_MOST_NAMES):
-        # Somebody could take all predictable names in advance.
+        # Another user could take all predictable names in advance.
         suffix = "" if not number else f"-{number}" if number < _FORESEEN else f"-{os.urandom(6).hex()}"
         name = f"{base}.{os.getuid()}{suffix}"
         fd = _lock_own(name, directory)
@@ -63,7 +62,7 @@ def take_own(base: str, directory: int) -> tuple[int, str]:
 
 
 def _lock_own(name: str, directory: int) -> int | None:
-    """A locked descriptor of our file ``name``; None if something is in the way."""
+    """Returns a locked descriptor of our file ``name``; None if something else has that name or its lock."""
     try:
         # Others must not open it before it is locked.
         fd = os.open(name, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600, dir_fd=directory)
@@ -87,19 +86,16 @@ def _lock_own(name: str, directory: int) -> int | None:
 
 
 def _is_ours(fd: int) -> bool:
-    """Whether it is a regular file of this user, and no hard link to a file elsewhere."""
     info = os.fstat(fd)
     return stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and info.st_nlink == 1
 
 
 def _is_planted(name: str, directory: int) -> bool:
-    """Whether the name is a link, a socket, a device, or another user's file."""
     info = _status(name, directory)
     return info is not None and (not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid())
 
 
 def _status(name: str, directory: int) -> os.stat_result | None:
-    """Of the name itself, whatever it is; None if it is gone."""
     try:
         return os.stat(name, dir_fd=directory, follow_symlinks=False)
     except OSError:
@@ -116,7 +112,7 @@ def try_lock(fd: int) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Releases the lock for everybody who shares this open file, inheriting children included, and closes it."""
+    """Releases the lock for all processes that share this open file, including children, and closes it."""
     try:
         _lock(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
     finally:
@@ -124,7 +120,7 @@ def unlock(fd: int) -> None:
 
 
 def is_locked(name: str, directory: int) -> bool:
-    """Whether a process that may write the file holds it or a part of it. Takes no lock."""
+    """Returns whether a process that can write the file holds it or a part of it. Takes no lock."""
     fd = open_to_probe(name, directory)
     if fd is None:
         return False
@@ -146,13 +142,13 @@ def _lock(fd: int, command: int, kind: int) -> int:
 
 
 def owner_of(name: str, directory: int) -> int:
-    """The user id of a file's owner; -1 if the file is gone."""
+    """Returns the user id of a file's owner; -1 if the file is gone."""
     info = _status(name, directory)
     return info.st_uid if info is not None else -1
 
 
 def read_small(name: str, directory: int, limit: int = 4096) -> tuple[bytes, int]:
-    """At most ``limit`` bytes of a regular file, and its owner's user id; ``(b"", -1)`` if it can't be read."""
+    """Returns at most ``limit`` bytes of a regular file, and its owner's user id; ``(b"", -1)`` if unreadable."""
     fd = open_to_probe(name, directory)
     if fd is None:
         return b"", -1
@@ -165,7 +161,7 @@ def read_small(name: str, directory: int, limit: int = 4096) -> tuple[bytes, int
 
 
 def write_small(fd: int, data: bytes, magic: bytes) -> None:
-    """Replaces the contents of one of our files; leaves one alone that does not begin with ``magic``. Best effort."""
+    """Replaces the contents of one of our files if it begins with ``magic``. Best effort."""
     try:
         if os.pread(fd, len(magic), 0) in (b"", magic):
             os.pwrite(fd, data, 0)
@@ -181,15 +177,11 @@ _OTHER = re.compile(r"[^A-Za-z0-9_-]")
 
 @dataclass
 class Lease:
-    """Things held until ``release``, or until this process and all that share the locks are gone.
+    """Things held until ``release``, or until this process and all that share the locks are gone."""
 
-    ``locks``: thing → descriptor of the locked file. ``rank_files``: paths of the files that the ranks' beacons lock.
-    ``sockets``: port → descriptor of the socket that reserves it from programs that take no leases.
-    """
-
-    locks: dict[str, int]
-    rank_files: tuple[str, ...] = ()
-    sockets: dict[str, int] = field(default_factory=dict)
+    locks: dict[str, int]  # thing -> descriptor of the locked file
+    rank_files: tuple[str, ...] = ()  # paths of the files that the ranks' beacons lock
+    sockets: dict[str, int] = field(default_factory=dict)  # port -> socket that keeps it from programs without leases
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -197,12 +189,12 @@ class Lease:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """The numbers of the reserved ports."""
+        """Numbers of the reserved ports."""
         return tuple(int(key.removeprefix(PORT)) for key in self.sockets)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The descriptors of the locks, for the guardian and others that keep holding if this process is killed."""
+        """Descriptors of the locks, for the guardian and other processes that keep them if this one is killed."""
         return tuple(self.locks.values())
 
     def add(self, other: Lease) -> None:
@@ -213,7 +205,7 @@ class Lease:
         other.locks, other.sockets, other.rank_files = {}, {}, ()
 
     def release(self) -> None:
-        """Frees everything at once, even if a process that the job left behind has inherited a descriptor."""
+        """Frees everything at once, even if a leftover process of the job has inherited a descriptor."""
         self._let_go(unlock)
 
     def forget(self) -> None:
@@ -227,12 +219,12 @@ class Lease:
             end(self.locks.popitem()[1])
 
     def hand_over(self) -> tuple[dict[str, str], tuple[int, ...]]:
-        """Variables and descriptors (``pass_fds``) that make a child safelaunch the holder.
+        """Returns variables and descriptors (``pass_fds``) that make a child safelaunch the holder.
 
         Call ``forget`` after starting it, not ``release``.
         """
-        given = [*self.locks.items(), *self.sockets.items()]
-        return {HANDED_OVER: ",".join(f"{fd}:{key}" for key, fd in given)}, tuple(fd for _, fd in given)
+        descriptors = [*self.locks.items(), *self.sockets.items()]
+        return {HANDED_OVER: ",".join(f"{fd}:{key}" for key, fd in descriptors)}, tuple(fd for _, fd in descriptors)
 
     def tell(self, about: LeaseHolder) -> None:
         """Writes the holder's description into the lock files, for people to read."""
@@ -241,7 +233,7 @@ class Lease:
             write_small(fd, data, MAGIC)
 
     def touch(self) -> None:
-        """Touches the files: cleaners of /tmp remove files that nobody touched for days."""
+        """Touches the files: cleaners of /tmp remove files that weren't touched for days."""
         for fd in self.descriptors:
             try:
                 os.utime(fd)
@@ -250,9 +242,9 @@ class Lease:
 
 
 def inherited(environ: Mapping[str, str], directory: str) -> Lease | None:
-    """The lease that our parent handed over (``Lease.hand_over``); None if there is none, or if it does not hold.
+    """Returns the lease that our parent handed over (``Lease.hand_over``); None without a valid one.
 
-    Only the descriptors count, not the variables: each must be the file of that thing, and locked by nobody but us.
+    Only the descriptors count, not the variables: each must be the file of that thing, locked by us alone.
     """
     lease = Lease({})
     paths = []
@@ -274,7 +266,6 @@ def inherited(environ: Mapping[str, str], directory: str) -> Lease | None:
 
 
 def _holds(fd: int) -> bool:
-    """Whether the lock belongs to this descriptor."""
     try:
         return try_lock(fd)
     except OSError:
@@ -289,25 +280,25 @@ def _is_socket(fd: int) -> bool:
 
 
 def _name_of(fd: int, key: str, directory: str) -> str | None:
-    """The name of the open file ``fd`` if it is our file for ``key`` in the lease directory, else None."""
+    """Returns the name of the open file ``fd`` if it is our file for ``key`` in the lease directory, else None."""
     try:
         path = os.readlink(f"/proc/self/fd/{fd}")
         info = os.fstat(fd)
-        there = os.stat(path, follow_symlinks=False)
+        current = os.stat(path, follow_symlinks=False)
     except OSError:
         return None
     name = os.path.basename(path)
     ours = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid()
-    same = (info.st_dev, info.st_ino) == (there.st_dev, there.st_ino)
+    same = (info.st_dev, info.st_ino) == (current.st_dev, current.st_ino)
     right = os.path.dirname(path) == os.path.realpath(directory) and name.partition(".")[0] == base_of(key)
     return name if ours and same and right and not name.endswith(RANKS) else None
 
 
 def port_key(port: int) -> str:
-    """The lease key of a port."""
+    """Returns the lease key of a port."""
     return f"{PORT}{port}"
 
 
 def base_of(key: str) -> str:
-    """A thing's file name without the user. MIG UUIDs of older drivers contain slashes, so they are replaced."""
+    """Returns a thing's file name without the user. Replaces the slashes in MIG UUIDs of older drivers."""
     return _OTHER.sub("_", key)

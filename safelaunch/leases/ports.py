@@ -1,10 +1,9 @@
 """Leases ports for jobs that need a fixed number, and reserves each with a bound socket.
 
-A port that is free now may be taken before the job uses it. So this process binds it, without listening, until the job
-is over. With SO_REUSEADDR on both sides, the job's own server can still bind it and listen. The kernel gives the port
-to no program that asks for any port, and refuses programs that ask for it without that option. As ``bind`` is such a
-program itself, two jobs never reserve the same port, even if they see different lease directories, such as two
-containers on the host's network do.
+A free port can be taken before the job uses it. So this process binds it, without listening, until the job is over.
+With SO_REUSEADDR on both sides, the job's own server can still bind it and listen. The kernel assigns the port to no
+program that asks for any port, and refuses programs that ask for it without that option. ``bind`` asks without it, so
+two jobs never reserve the same port, even with different lease directories, as in two containers on the host's network.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ def take(store: LeaseStore, count: int, about: LeaseHolder) -> Lease:
     bound: dict[str, socket.socket] = {}
 
     def pick(held: Mapping[str, LeaseHolder]) -> list[str] | None:
-        """Ports that nobody uses, with or without a lease."""
+        """Returns ports that no program uses, with or without a lease."""
         _close(bound)
         for key, port in wanted.items():
             if len(bound) == count:
                 break
-            if key not in held and (one := bind(port)) is not None:
-                bound[key] = one
+            if key not in held and (reservation := bind(port)) is not None:
+                bound[key] = reservation
         return list(bound) if len(bound) == count else None
 
     try:
@@ -52,20 +51,20 @@ def take(store: LeaseStore, count: int, about: LeaseHolder) -> Lease:
     if lease is None:
         _close(bound)
         raise _none_free(count)
-    lease.sockets.update({key: one.detach() for key, one in bound.items()})
+    lease.sockets.update({key: reservation.detach() for key, reservation in bound.items()})
     return lease
 
 
 def take_unleased(count: int) -> Lease:
-    """``count`` free ports without a lease, for a node without a usable lease directory. Raises ResourceError."""
-    found: dict[int, int] = {}
+    """Returns ``count`` free ports without a lease, if the lease directory is unusable. Raises ResourceError."""
+    reserved: dict[int, int] = {}
     for port in candidates(text_of(EPHEMERAL), text_of(RESERVED)):
-        if len(found) == count:
+        if len(reserved) == count:
             break
-        if (one := bind(port)) is not None:
-            found[port] = one.detach()
-    lease = Lease({}, sockets={port_key(port): fd for port, fd in found.items()})
-    if len(found) < count:
+        if (reservation := bind(port)) is not None:
+            reserved[port] = reservation.detach()
+    lease = Lease({}, sockets={port_key(port): fd for port, fd in reserved.items()})
+    if len(reserved) < count:
         lease.release()
         raise _none_free(count)
     return lease
@@ -82,21 +81,21 @@ def _close(bound: dict[str, socket.socket]) -> None:
 
 
 def bind(port: int) -> socket.socket | None:
-    """A socket that keeps ``port`` on all addresses without listening; None if any other socket is bound to it."""
+    """Returns a socket that reserves ``port`` on all addresses, not listening; None if another socket has it."""
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
-            one = socket.socket(family, socket.SOCK_STREAM)
+            probe = socket.socket(family, socket.SOCK_STREAM)
         except OSError:
             continue  # a kernel without IPv6
         try:
             if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            one.bind((address, port))
-            # Only now: with the option, the bind would succeed beside another job's reservation.
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)
-            return one
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            probe.bind((address, port))
+            # Only now: with the option, the bind would succeed despite another job's reservation.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)
+            return probe
         except OSError as error:
-            one.close()
+            probe.close()
             if family == socket.AF_INET6 and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 continue
             return None
@@ -104,20 +103,24 @@ def bind(port: int) -> socket.socket | None:
 
 
 def listening() -> set[int]:
-    """The TCP ports that any program listens on."""
-    found = set()
+    """Returns the TCP ports that any program listens on."""
+    numbers = set()
     for path in TABLES:
         for line in text_of(path).splitlines()[1:]:
             words = line.split()
             if len(words) > 3 and words[3] == LISTEN:
-                found.add(int(words[1].rpartition(":")[2], 16))
-    return found
+                numbers.add(int(words[1].rpartition(":")[2], 16))
+    return numbers
 
 
 def candidates(ephemeral: str, reserved: str) -> Iterator[int]:
-    """Every port that may be leased, the safest first, by the texts of the two files in /proc/sys.
+    """Yields every port that can be leased, the safest first.
 
     If the ephemeral range covers every port, only the bound socket protects a port.
+
+    Args:
+        ephemeral: Content of /proc/sys/net/ipv4/ip_local_port_range.
+        reserved: Content of /proc/sys/net/ipv4/ip_local_reserved_ports.
     """
     words = [int(word) for word in ephemeral.split() if word.isdigit()]
     low, high = words if len(words) == 2 else (32768, 60999)

@@ -31,19 +31,15 @@ MASTER_PORT = "--master-port"
 
 @dataclass(frozen=True)
 class JobResources:
-    """What a job holds. ``visible_gpus``: the value of CUDA_VISIBLE_DEVICES, None leaves it as it is.
-
-    ``lease`` and ``ports`` are held until ``release``, and so is what our parent has ``handed`` over. ``rank_locks``:
-    paths of the files that the ranks' beacons lock. ``note``: the GPUs in words, for ``--dry-run``.
-    """
+    """The GPUs and ports of a job. ``lease``, ``ports`` and ``handed`` are held until ``release``."""
 
     command: CommandLine
-    visible_gpus: str | None = None
+    visible_gpus: str | None = None  # value of CUDA_VISIBLE_DEVICES; None leaves it unchanged
     lease: Lease | None = None
     ports: Lease | None = None
-    handed: Lease | None = None
-    rank_locks: tuple[str, ...] = ()
-    note: str = ""
+    handed: Lease | None = None  # the lease that our parent handed over
+    rank_locks: tuple[str, ...] = ()  # paths of the files that the ranks' beacons lock
+    note: str = ""  # the GPUs in words, for ``--dry-run``
 
     @property
     def _leases(self) -> tuple[Lease, ...]:
@@ -51,7 +47,7 @@ class JobResources:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The descriptors that must stay open while any process of the job is alive."""
+        """Descriptors that must stay open while any process of the job is alive."""
         return tuple(fd for lease in self._leases for fd in lease.descriptors)
 
     def touch(self) -> None:
@@ -61,20 +57,20 @@ class JobResources:
 
     @property
     def port(self) -> int | None:
-        """The job's own master port, or None if torchrun chooses."""
+        """Master port of the job, or None if torchrun chooses."""
         return self.ports.ports[0] if self.ports is not None else None
 
     def lost_ports(self) -> tuple[int, ...]:
-        """The job's ports that other programs serve; meaningful once no process of the job is alive."""
+        """Returns the job's ports that other programs serve; meaningful once no process of the job is alive."""
         from safelaunch.leases.ports import listening
 
         if self.ports is None:
             return ()
-        there = listening()
-        return tuple(port for port in self.ports.ports if port in there)
+        in_use = listening()
+        return tuple(port for port in self.ports.ports if port in in_use)
 
     def release(self) -> None:
-        """Frees everything: the job is over."""
+        """Frees everything."""
         for lease in self._leases:
             lease.release()
 
@@ -85,15 +81,15 @@ def gather(
     """Leases what the job needs; with ``--dry-run`` only looks. Raises ResourceError if it is not available."""
     handed = _handed_over(command, settings, environ)
     if handed is not None and set(handed.keys) - handed.sockets.keys():
-        found = JobResources(command, handed=handed, rank_locks=handed.rank_files)
+        resources = JobResources(command, handed=handed, rank_locks=handed.rank_files)
     else:
-        found = replace(_gpus(command, settings, environ), handed=handed)
+        resources = replace(_gpus(command, settings, environ), handed=handed)
     if torch is None:
-        return found
+        return resources
     try:
-        return _with_port(found, settings, environ, torch)
+        return _with_port(resources, settings, environ, torch)
     except BaseException:
-        found.release()
+        resources.release()
         raise
 
 
@@ -119,7 +115,7 @@ def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) 
 
 
 def _handed_over(command: CommandLine, settings: Settings, environ: Mapping[str, str]) -> Lease | None:
-    """What our parent, such as a sweep, leased for us; it has already set CUDA_VISIBLE_DEVICES."""
+    """Returns the lease of our parent, such as a sweep, which has already set CUDA_VISIBLE_DEVICES."""
     if not environ.get(HELD):
         return None
     from safelaunch.leases.lease import inherited
@@ -132,7 +128,7 @@ def _handed_over(command: CommandLine, settings: Settings, environ: Mapping[str,
 
 
 def ranks_of(command: CommandLine, environ: Mapping[str, str]) -> GpuRanking:
-    """How many ranks torchrun will start here; ``all``: one per visible GPU; 0: unknown, or not on GPUs.
+    """Returns how many ranks torchrun will start here; ``all``: one per visible GPU; 0: unknown, or not on GPUs.
 
     Source: ``determine_local_world_size`` of ``torch/distributed/run.py``.
     """
@@ -146,13 +142,15 @@ def ranks_of(command: CommandLine, environ: Mapping[str, str]) -> GpuRanking:
 
 
 def _may_want_some(ranks: GpuRanking, environ: Mapping[str, str]) -> bool:
-    """Whether a job without --gpus may get any; if not, the driver need not be asked."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return ranks != 0 and (bool(visible.strip()) if visible is not None else ranks is not None)
 
 
 def _is_inside_a_run(environ: Mapping[str, str]) -> bool:
-    """Whether a supervisor is among our ancestors: its lease covers what we see. The variable alone proves little."""
+    """Returns whether a supervisor, whose lease covers what we see, is among our ancestors.
+
+    The variable alone proves little.
+    """
     supervisor = environ.get("SAFELAUNCH_SUPERVISOR_PID", "")
     if not (supervisor.isascii() and supervisor.isdigit() and len(supervisor) <= 10):
         return False
@@ -162,18 +160,17 @@ def _is_inside_a_run(environ: Mapping[str, str]) -> bool:
     while pid > 1:
         if pid == int(supervisor):
             return True
-        found = procstat.read(pid)
-        pid = found.ppid if found is not None else 0
+        stat = procstat.read(pid)
+        pid = stat.ppid if stat is not None else 0
     return False
 
 
 def _unleased(plain: JobResources, settings: Settings, environ: Mapping[str, str]) -> JobResources:
-    """The GPUs that --gpus names, shared with everybody else who uses them."""
-    found, wish = _wish(settings, environ, None)
+    candidates, wish = _wish(settings, environ, None)
     if wish is None:
         return plain
     gpus = wish.candidates[: wish.count]
-    return replace(plain, visible_gpus=_visible(gpus, wish), note=f"{_words(gpus, found)}, not leased")
+    return replace(plain, visible_gpus=_visible(gpus, wish), note=f"{_words(gpus, candidates)}, not leased")
 
 
 def _leased(plain: JobResources, settings: Settings, environ: Mapping[str, str], ranks: GpuRanking) -> JobResources:
@@ -183,14 +180,14 @@ def _leased(plain: JobResources, settings: Settings, environ: Mapping[str, str],
     from safelaunch.leases.inventory import inventory
     from safelaunch.leases.store import store_of
 
-    found, wish = _wish(settings, environ, ranks)
+    candidates, wish = _wish(settings, environ, ranks)
     if wish is None:
-        if found.trouble and settings.gpus is None:
-            say(f"this job's GPUs are not leased, so other jobs may use them: {found.missing}")
+        if candidates.trouble and settings.gpus is None:
+            say(f"this job's GPUs are not leased, so other jobs may use them: {candidates.missing}")
         return plain
     for note in _about_one_process(plain.command, settings, wish, environ):
         say(note)
-    survey = Survey(found, lambda: inventory(environ), monotonic)
+    survey = Survey(candidates, lambda: inventory(environ), monotonic)
     claim = LeaseRequest(store_of(environ), wish, _about(plain.command, settings), survey)
     try:
         if settings.dry_run:
@@ -210,14 +207,14 @@ def _leased(plain: JobResources, settings: Settings, environ: Mapping[str, str],
         visible_gpus=_visible(taken.gpus, wish),
         lease=taken.lease,
         rank_locks=taken.lease.rank_files,
-        note=_words(taken.gpus, found),
+        note=_words(taken.gpus, candidates),
     )
 
 
 def _about_one_process(
     command: CommandLine, settings: Settings, wish: GpuRequest, environ: Mapping[str, str]
 ) -> list[str]:
-    """What becomes of several GPUs where nobody has said how many processes to start."""
+    """Returns a note if the job gets several GPUs but no number of processes."""
     count = wish.count if settings.gpus is not None else len(wish.candidates)
     if count < 2 or not has_no_number_of_processes(command, environ):
         return []
@@ -225,7 +222,7 @@ def _about_one_process(
 
 
 def _foreseen(plain: JobResources, claim: LeaseRequest) -> JobResources:
-    """For --dry-run: the GPUs that a start would lease now."""
+    """Adds the GPUs that a start would lease now, for --dry-run."""
     wish = claim.wish
     chosen = claim.foresee()
     if chosen is None:
@@ -238,10 +235,10 @@ def _wish(settings: Settings, environ: Mapping[str, str], ranks: GpuRanking) -> 
     from safelaunch.leases.choose import pool_of, wish_of
     from safelaunch.leases.inventory import inventory
 
-    found = inventory(environ)
-    if not found.gpus and settings.gpus in (None, "all"):
-        return found, None
-    return found, wish_of(settings.gpus, ranks, pool_of(environ, found.gpus), found)
+    listed = inventory(environ)
+    if not listed.gpus and settings.gpus in (None, "all"):
+        return listed, None
+    return listed, wish_of(settings.gpus, ranks, pool_of(environ, listed.gpus), listed)
 
 
 def _visible(gpus: tuple[LeasableGpu, ...], wish: GpuRequest) -> str | None:
@@ -253,7 +250,7 @@ def _words(gpus: tuple[LeasableGpu, ...], found: Inventory) -> str:
 
 
 def _about(command: CommandLine, settings: Settings) -> LeaseHolder:
-    """Describes us in the lease file. Every user can read it, like /proc/<pid>/cmdline, so secrets are left out."""
+    # Every user can read the lease file, like /proc/<pid>/cmdline, so secrets are left out.
     import shlex
 
     from safelaunch.leases.holder import ourselves
@@ -294,7 +291,7 @@ def _with_port(
 
 
 def with_another_port(given: JobResources, settings: Settings, environ: Mapping[str, str]) -> JobResources:
-    """``given`` with a different master port. Raises ResourceError if none is free."""
+    """Replaces the master port by another one. Raises ResourceError if no port is free."""
     ports = _take_any_port(given, settings, environ)
     command = _with_number(given.command, str(given.port), ports)
     if given.ports is not None:
@@ -314,7 +311,7 @@ def _take_port(found: JobResources, settings: Settings, environ: Mapping[str, st
 
 
 def _take_any_port(found: JobResources, settings: Settings, environ: Mapping[str, str]) -> Lease:
-    """A leased port; without a usable lease directory, one that is free now. Raises ResourceError if none is free."""
+    """Leases a port; without a usable lease directory, returns a free one. Raises ResourceError if no port is free."""
     from safelaunch.leases import ports
 
     try:
@@ -326,12 +323,12 @@ def _take_any_port(found: JobResources, settings: Settings, environ: Mapping[str
 
 
 def _takes_the_common_port(command: CommandLine, environ: Mapping[str, str], torch: TorchInstallation) -> bool:
-    """Whether torchrun would bind 29500 because no option names a port; newer versions bind port 0."""
+    """Returns whether torchrun would bind 29500 because no option names a port; newer versions bind port 0."""
     from safelaunch.job.torchrun import binds_any_port
 
     if not command.script or not is_one_node(command, environ) or binds_any_port(torch.package):
         return False
-    told = ("--standalone", "--rdzv", "--st", "--rd", "--master", "--ma", "--node-rank", "--node_rank")
-    if any(word.startswith(told) for word in command.torchrun) or command.has_flag("-h", "--help"):
+    prefixes = ("--standalone", "--rdzv", "--st", "--rd", "--master", "--ma", "--node-rank", "--node_rank")
+    if any(word.startswith(prefixes) for word in command.torchrun) or command.has_flag("-h", "--help"):
         return False
     return not any(name.startswith(("PET_RDZV", "PET_STANDALONE", "PET_MASTER", "PET_NODE_RANK")) for name in environ)

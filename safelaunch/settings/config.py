@@ -145,7 +145,7 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
     fields |= {"wait": bool(wait), "wait_timeout_s": None if isinstance(wait, bool) else wait}
     fields.setdefault("bundle_dir", Path(DEFAULT_BUNDLE_DIR))
     paths = {name: cwd / value for name, value in fields.items() if isinstance(value, Path)}
-    origins = {option.name: "default" for option in OWN_OPTIONS} | {one.name: values[one.name].origin for one in given}
+    origins = {option.name: "default" for option in OWN_OPTIONS} | {option.name: values[option.name].origin for option in given}
     return Settings(**{**fields, **paths}, env=env, origins=origins)
 
 

@@ -77,19 +77,19 @@ def read_preset(name: str, path: Path, shown: str) -> Preset:
     root = read_yaml(path, shown)
     if root.kind == "nothing":
         raise PresetError(f"{root.where}: the file is empty; a preset needs at least a 'description'")
-    known = ("description", "extends", "env", "watchdog")
-    found = {key: value for key, _, value in known_entries(root, known, "a preset")}
-    if "description" not in found:
+    keys = ("description", "extends", "env", "watchdog")
+    nodes = {key: value for key, _, value in known_entries(root, keys, "a preset")}
+    if "description" not in nodes:
         raise PresetError(f"{root.where}: no 'description'", "add one that says in one line what the preset is for")
-    extends = texts_of(found["extends"], "extends") if "extends" in found else ()
-    watchdog = known_entries(found["watchdog"], WATCHDOG_KEYS, "watchdog") if "watchdog" in found else ()
+    extends = texts_of(nodes["extends"], "extends") if "extends" in nodes else ()
+    watchdog = known_entries(nodes["watchdog"], WATCHDOG_KEYS, "watchdog") if "watchdog" in nodes else ()
     return Preset(
         name=name,
         path=path,
         shown=shown,
-        description=text_of(found["description"], "description").strip(),
+        description=text_of(nodes["description"], "description").strip(),
         extends=tuple((node.text, node.where) for node in extends),
-        env=read_env(found["env"], f"preset {name}", reasons=True) if "env" in found else (),
+        env=read_env(nodes["env"], f"preset {name}", reasons=True) if "env" in nodes else (),
         watchdog={key: BY_NAME[key].parse_node(value) for key, _, value in watchdog},
     )
 
@@ -112,21 +112,21 @@ def read_env(node: YamlNode, origin: str, *, reasons: bool) -> tuple[EnvSetting,
 
 def _read_setting(key: YamlNode, node: YamlNode, origin: str, reasons: bool) -> EnvSetting:
     name = key.text
-    found = {k: value for k, _, value in known_entries(node, ("value", "why", "torch", "yields-to"), name)}
+    nodes = {k: value for k, _, value in known_entries(node, ("value", "why", "torch", "yields-to"), name)}
     for needed in ("value", "why") if reasons else ("value",):
-        if needed not in found:
+        if needed not in nodes:
             raise PresetError(f"{key.where}: {name} has no {needed!r}")
-    why = text_of(found["why"], f"{name}: why").strip() if "why" in found else ""
+    why = text_of(nodes["why"], f"{name}: why").strip() if "why" in nodes else ""
     if "\n" in why:
-        raise PresetError(f"{found['why'].where}: {name}: why must be one line")
+        raise PresetError(f"{nodes['why'].where}: {name}: why must be one line")
     torch = ""
-    if "torch" in found:
-        torch = text_of(found["torch"], f"{name}: torch").strip()
-        _clauses(torch, found["torch"].where)
+    if "torch" in nodes:
+        torch = text_of(nodes["torch"], f"{name}: torch").strip()
+        _clauses(torch, nodes["torch"].where)
     yields_to: tuple[str, ...] = ()
-    if "yields-to" in found:
-        yields_to = tuple(n.text for n in texts_of(found["yields-to"], f"{name}: yields-to"))
-    return EnvSetting(name, _env_value(name, found["value"]), why, origin, torch, yields_to)
+    if "yields-to" in nodes:
+        yields_to = tuple(n.text for n in texts_of(nodes["yields-to"], f"{name}: yields-to"))
+    return EnvSetting(name, _env_value(name, nodes["value"]), why, origin, torch, yields_to)
 
 
 def _env_value(name: str, node: YamlNode) -> str:
@@ -300,10 +300,10 @@ class _Walk:
                 raise PresetError(f"{prefix}preset file {ref} does not exist", fix)
             return path
         if ref not in names:
-            known = ", ".join(names) if names else f"none found in {self.builtin_dir}"
+            listed = ", ".join(names) if names else f"none found in {self.builtin_dir}"
             raise PresetError(
                 f"{prefix}unknown preset {ref!r}{did_you_mean(ref, names)}",
-                f"shipped presets: {known}; for your own file, give its path, e.g. ./my.yaml",
+                f"shipped presets: {listed}; for your own file, give its path, e.g. ./my.yaml",
             )
         return self.builtin_dir / f"{ref}.yaml"
 

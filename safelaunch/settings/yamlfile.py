@@ -96,8 +96,8 @@ def mapping_entries(node: YamlNode, what: str) -> tuple[tuple[YamlNode, YamlNode
 def text_of(node: YamlNode, what: str) -> str:
     """The node's text. Raises PresetError if it is blank or not text."""
     if node.kind != "text" or not node.text.strip():
-        found = "empty" if node.kind == "text" else node.describe()
-        raise PresetError(f"{node.where}: {what} must be text, not {found}")
+        kind = "empty" if node.kind == "text" else node.describe()
+        raise PresetError(f"{node.where}: {what} must be text, not {kind}")
     return node.text
 
 

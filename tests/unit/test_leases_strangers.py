@@ -21,7 +21,8 @@ from safelaunch.leases.choose import GpuRequest, Inventory, LeasableGpu
 from safelaunch.leases.gpus import LeaseRequest, Survey
 from safelaunch.leases.holder import LeaseHolder, look, ourselves
 from safelaunch.leases.lease import Lease, is_locked
-from safelaunch.leases.store import MOST_EACH, LeaseStore
+from safelaunch.leases.queue import MOST_EACH
+from safelaunch.leases.store import LeaseStore
 from tests.support import strangers
 from tests.support.strangers import MINE, STRANGER, stranger, words
 
@@ -70,7 +71,7 @@ def is_stalled(store: LeaseStore, said: Said) -> None:
     """Everything can be asked and B can be had; at most one line is said, and none can do a terminal harm."""
     begin = time.monotonic()
     held, waiting = store.look([A, B]), store.waiting()
-    shown = [holder.told(one) for one in (*held.values(), *waiting)]
+    shown = [holder.lease_words(one) for one in (*held.values(), *waiting)]
     rows = command.rows([LeasableGpu("0", A), LeasableGpu("1", B)], held, {})
     shown += [*command.as_table(rows).lines(), *map(command.waiting_line, waiting)]
     assert len(said) <= 1 and all(line.isprintable() for line in (*said, *shown))
@@ -159,7 +160,7 @@ def test_files_that_change_while_they_are_read(store: LeaseStore, said: Said) ->
         for _ in range(20):
             held_by, _ = store.look([A, B]), store.waiting()
             assert [one.uid for one in held_by.values()] == [STRANGER]
-            assert all(holder.told(one).isprintable() for one in held_by.values())
+            assert all(holder.lease_words(one).isprintable() for one in held_by.values())
 
 
 # --- locks ------------------------------------------------------------------------------------------------------------

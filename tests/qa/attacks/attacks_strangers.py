@@ -124,7 +124,7 @@ def _used(store: LeaseStore, said: list[str]) -> str:
     held, waiting = store.look([A, B]), store.waiting()
     if any(one.uid != STRANGER for one in held.values()):
         return f"held by one who does not: {held}"
-    shown = [*map(holder.told, held.values()), *gpus.as_table(gpus.rows([LeasableGpu("0", A)], held, {})).lines()]
+    shown = [*map(holder.lease_words, held.values()), *gpus.as_table(gpus.rows([LeasableGpu("0", A)], held, {})).lines()]
     shown += [msgspec.json.encode([gpus._holder(one) for one in waiting]).decode()]
     if bad := [line for line in (*said, *shown, *map(gpus.waiting_line, waiting)) if not line.isprintable()]:
         return f"reaches the terminal: {bad[0]!r:.200}"

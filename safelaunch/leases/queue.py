@@ -1,0 +1,119 @@
+"""The queue of a lease directory: one locked file for each waiting process, in order of arrival."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from safelaunch.leases.holder import LeaseHolder, of_record
+from safelaunch.leases.lease import is_locked, owner_of, read_small, try_lock
+from safelaunch.system import procstat
+
+if TYPE_CHECKING:
+    from safelaunch.leases.format import SaidTicket
+
+PREFIX = "ticket."
+MOST_EACH = 64  # tickets of one user in the queue
+_NAME = re.compile(r"ticket\.[0-9]{20}\.[0-9]{1,10}", re.ASCII)
+_MOST_BYTES = 65536
+
+Odd = Callable[[str, str], None]  # takes the name of an unexpected file and the reason
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A place in the queue."""
+
+    name: str  # of the file; sorts by arrival
+    descriptor: int  # locked; -1 after leaving
+
+    def tear(self, directory: int) -> None:
+        """Leaves the queue, once. If the directory can't be opened (-1), only releases the lock."""
+        if self.descriptor >= 0:
+            if directory >= 0:
+                _remove(self.name, directory)
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def draw(candidates: Sequence[str], count: int, about: LeaseHolder, directory: int) -> Ticket:
+    """Joins the end of the queue. CLOCK_MONOTONIC orders the tickets; a reboot restarts the clock and the queue."""
+    name = f"{PREFIX}{time.monotonic_ns():020d}.{os.getpid()}"
+    unfinished = f".{name}"  # until it is locked: an unlocked ticket counts as given up
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(unfinished, flags, 0o600, dir_fd=directory)
+    try_lock(fd)
+    try:
+        os.pwrite(fd, about.encode(candidates=list(candidates), count=count), 0)
+    except OSError:
+        pass  # a full disk: the ticket then blocks no other
+    os.fchmod(fd, 0o644)
+    os.rename(unfinished, name, src_dir_fd=directory, dst_dir_fd=directory)
+    return Ticket(name, fd)
+
+
+def waiters_before(
+    ticket: Ticket | None, candidates: Sequence[str], names: Iterable[str], directory: int, odd: Odd
+) -> tuple[dict[str, LeaseHolder], LeaseHolder | None]:
+    """Returns the waiters that joined before ``ticket`` (None: before now).
+
+    The first value maps each of ``candidates`` to the waiter that needs exactly that one. The second is the first
+    waiter that needs some of many, so that it could use any that becomes free and later ones have to wait; or None.
+    """
+    wanted = set(candidates)
+    promised: dict[str, LeaseHolder] = {}
+    for name, holder, words in waiters(names, directory, odd):
+        if ticket is not None and name >= ticket.name:
+            break
+        shared = wanted.intersection(words.candidates)
+        if shared and words.count < len(set(words.candidates)):
+            return promised, holder
+        for key in shared:
+            promised.setdefault(key, holder)
+    return promised, None
+
+
+def waiters(names: Iterable[str], directory: int, odd: Odd) -> Iterator[tuple[str, LeaseHolder, SaidTicket]]:
+    """Yields the waiters in queue order: file name, holder, and the contents of the ticket."""
+    tickets: Counter[int] = Counter()
+    for name in sorted(name for name in names if name.startswith(PREFIX)):
+        owner = owner_of(name, directory)
+        tickets[owner] += 1
+        if not _NAME.fullmatch(name):
+            odd(name, "not a ticket's name")
+        elif tickets[owner] > MOST_EACH:
+            odd(name, f"user {owner} has more than {MOST_EACH} tickets")
+        elif not is_locked(name, directory):
+            _remove(name, directory)
+        elif (content := _read(name, directory)) is None:
+            odd(name, "not a ticket's contents")
+        elif not _is_stopped(content[0]):
+            yield name, *content
+
+
+def _read(name: str, directory: int) -> tuple[LeaseHolder, SaidTicket] | None:
+    from safelaunch.leases.format import SaidTicket, read
+
+    data, uid = read_small(name, directory, _MOST_BYTES)
+    words = read(data, SaidTicket)
+    return (of_record(words, uid, "waiter"), words) if words else None
+
+
+def _is_stopped(waiter: LeaseHolder) -> bool:
+    # A stopped waiter (Ctrl-Z) would block all others; it gets its place back when it continues. The pid alone doesn't
+    # identify it: in another pid namespace, it is another process.
+    stat = procstat.read(waiter.pid) if waiter.pid else None
+    return stat is not None and stat.start_ticks == waiter.start_ticks and stat.state in "Tt"
+
+
+def _remove(name: str, directory: int) -> None:
+    # An abandoned ticket of our user; the sticky bit protects the tickets of others, which do no harm.
+    try:
+        os.unlink(name, dir_fd=directory)
+    except OSError:
+        return
