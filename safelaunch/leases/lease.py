@@ -1,7 +1,7 @@
 """Leases in hand: what holds them, how to free them, and how to pass them to another process.
 
-A lock belongs to the open file, not to a process: each process with its descriptor holds it. So a lease that is handed over
-to a child is held at every moment, by the parent, by both, then by the child. It ends when all of them are dead.
+A lock belongs to the open file, not to a process: each process that has its descriptor holds it. So a lease that is
+handed over to a child is held at every moment, by the parent, by both, then by the child. It ends when all are dead.
 """
 
 from __future__ import annotations
