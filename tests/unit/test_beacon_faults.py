@@ -30,7 +30,7 @@ def test_what_no_file_can_hold_is_replaced() -> None:
 
 def files_in_traceback(loader: Any) -> list[str]:
     try:
-        _Loader(loader, lambda module: None).exec_module(ModuleType("one"))
+        _Loader(loader, [lambda module: None]).exec_module(ModuleType("one"))
     except BaseException as error:
         try:
             raise ValueError from error

@@ -44,6 +44,8 @@ from tests.support.evidence import (
         ("", False),
         ("/run/user/0/safelaunch/_safelaunch_beacon/sitecustomize.py", False),
         (f"{SITE}/safelaunch/beacon/faults.py", False),
+        ("/home/me/safelaunch/beacon/faults.py", False),
+        ("/home/me/safelaunch/addons/consistency/probe.py", False),
         (f"{SITE}/safelaunch/cli/demos/lock_deadlock.py", True),
         (f"{SITE}/safelaunch/supervise/watch.py", False),
         ("/home/me/.pyenv/versions/3.11.7/bin/python3.11", False),  # C++ stacks of the Flight Recorder
