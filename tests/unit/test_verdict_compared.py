@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from safelaunch.model import FatalError, Frame, Launched, RankEvidence, RankException, RankExit
+from safelaunch.model import Frame, RankEvidence, RankException, RankExit
 from safelaunch.stacks.failures import fingerprints
 from safelaunch.verdict.diagnose import diagnose
-from tests.support.evidence import C10D, LOGGER, MODULE, SITE, at, job, rank
+from tests.support.evidence import C10D, LOGGER, MODULE, at, job, rank
 
 OPTIONS = (
     "TensorOptions(dtype=float (default), device=cpu, layout=Strided (default), requires_grad=false (default),"
@@ -52,26 +50,6 @@ def test_what_is_no_such_error_tells_nothing() -> None:
 
 
 # --- the crash of DETAIL itself ---------------------------------------------------------------------------------------
-
-BUILD = Frame(f"{SITE}/torch/nn/parallel/distributed.py", 1473, "_ddp_init_helper")
-
-
-def killed(number: int, inner: Frame, *, first: bool = True) -> RankEvidence:
-    fatal = FatalError("Segmentation fault", (inner, at(10), MODULE), ())
-    return rank(number, seen=False, more={"exit": RankExit(-11, 100.0, before_close=first), "fatal": fatal})
-
-
-@pytest.mark.parametrize(
-    ("inner", "value", "is_told"),
-    [(BUILD, "DETAIL", True), (BUILD, "INFO", False), (at(9), "DETAIL", False)],
-)
-def test_a_crash_of_detail_itself_says_so(inner: Frame, value: str, is_told: bool) -> None:
-    ranks = [killed(n, inner, first=n > 0) for n in range(4)]
-    launched = Launched(torch="2.13.0", distributed_debug=value)
-    verdict = diagnose(job(*ranks, outcome="crash", launched=launched))
-    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("rank-killed", [0, 1, 2, 3])
-    assert ("under which torch 2.13.0 crashes" in verdict.summary) is is_told
-    assert any(text.startswith("Unset `TORCH_DISTRIBUTED_DEBUG=DETAIL`") for text in verdict.suggestions) is is_told
 
 
 def test_a_peer_that_only_the_errors_of_others_name_is_told_and_not_blamed() -> None:

@@ -28,11 +28,9 @@ from tests.support.evidence import (
     in_init,
     job,
     rank,
-    record,
     script,
     waiting,
 )
-from tests.support.verdict_cases import calls_in
 
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 
@@ -108,18 +106,6 @@ def test_the_first_exception_of_a_chain_is_the_cause(
     assert culprit.frame == (LOAD if first else frames)[0]
 
 
-@pytest.mark.parametrize(
-    ("inner", "fits"),
-    [((), False), ((Frame(C10D, 2500, "recv"),), False), ((Frame(C10D, 3252, "all_reduce"),), True)],
-)
-def test_a_clean_exit_may_have_left_out_a_send(inner: tuple[Frame, ...], fits: bool) -> None:
-    """Sends and receives are met by one peer, not by all: that it is gone says nothing about its batches."""
-    left = raised(0, "RuntimeError", RESET, 101.0, frames=(*inner, at(41, "step"), at(100, "<module>")))
-    verdict = diagnose(job(left, ended(1, 0), outcome="crash"))
-    assert (verdict.cause, verdict.confidence) == ("uneven-batches", "medium" if fits else "low"), verdict.summary
-    assert any("send or receive" in text for text in verdict.ruled_out) != fits
-
-
 def _aborted(number: int, *frames: Frame, line: int = 50) -> RankEvidence:
     return died(number, -6, fatal=FatalError("Aborted", frames or in_c10d("all_reduce", line)))
 
@@ -129,15 +115,6 @@ def died(number: int, code: int, when: float = 100.0, **fields: Any) -> RankEvid
 
 
 # --- where it ended, and why ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("code", "message"), [(-11, "Segmentation fault"), (-6, "Aborted"), (-7, "Bus error")])
-def test_a_fatal_signal_is_placed_by_faulthandler(code: int, message: str) -> None:
-    fatal = FatalError(message, (Frame(C10D, 3252, "all_reduce"), at(41, "step"), at(100, "<module>")))
-    verdict = diagnose(job(terminated(0), died(1, code, fatal=fatal), outcome="crash"))
-    assert verdict.culprits[0].frame == at(41, "step")
-    assert "train.py:41 (step)" in verdict.summary
-    assert any(claim.file == "ranks/1/fault.txt" for claim in verdict.evidence)
 
 
 @pytest.mark.parametrize(
@@ -197,29 +174,6 @@ def test_who_was_aborted_behind_the_loop_of_its_peers_has_left_it(
         assert verdict.suggestions[0].startswith("If that `if` is the reason")
 
 
-@pytest.mark.parametrize(
-    ("mine", "cause", "culprits"),
-    [
-        ("0@41 1@41 1@41 0@41", "uneven-batches", [1]),
-        ("1@41 1@41 1@41 0@41", "missing-from-collective", [0]),
-        ("1@41 0@41", "uneven-batches", [1]),
-        ("1@41 1@41 1@41 1@41", "uneven-batches", [1]),
-    ],
-    ids=["it has been in both", "never before", "too few calls", "as ever"],
-)
-def test_peers_that_end_are_innocent_of_a_call_in_another_group(mine: str, cause: str, culprits: list[int]) -> None:
-    """Rank 1 has ended its program, so the connections of rank 0's call break: the record counts that as completed."""
-    flight = record(*calls_in(mine), groups={"0": (0, 1), "1": (0,)})
-    frames = (ALL_REDUCE, at(41), at(100, "<module>"))
-    lost = raised(0, "RuntimeError", RESET, 101.0, frames=frames, flight=flight)
-    verdict = diagnose(job(lost, ended(1, 0), outcome="crash"))
-    assert (verdict.cause, [c.rank for c in verdict.culprits]) == (cause, culprits), verdict.summary
-    if culprits == [0]:
-        assert verdict.confidence == "medium"
-        assert "Rank 0 made its 3 earlier calls at train.py:41" in verdict.summary
-        assert "how this line selects its group" in verdict.suggestions[0]
-
-
 # --- one process: a launcher's error, and no advice about other ranks -----------------------------
 
 LAUNCH = f"{SITE}/accelerate/commands/launch.py"
@@ -240,21 +194,6 @@ def test_an_error_of_the_launcher_is_no_ranks(outer: tuple[Frame, ...], name: st
     told = f"The launcher ({name}) raised ValueError: mpirun was not found at launch.py:900 (simple_launcher)"
     assert verdict.summary == f"{told}, in its own code: no rank was seen."
     assert verdict.suggestions[0].startswith("Fix what the launcher reports") and len(verdict.suggestions) == 1
-
-
-@pytest.mark.parametrize(
-    ("frames", "typed"),
-    [
-        ((at(7), at(100, "<module>")), ("exec", "--", "python", "train.py")),
-        ((Frame(LAUNCH, 900, "f"), at(7), BY_NAME), ("exec", "--", "accelerate", "launch")),
-        ((Frame(f"{SITE}/torch/nn/modules/module.py", 1, "forward"), at(7)), ("exec", "--", "python", "train.py")),
-        ((Frame(LAUNCH, 900, "simple_launcher"), BY_NAME), ("train.py",)),
-    ],
-)
-def test_an_error_of_the_users_code_is_the_ranks(frames: tuple[Frame, ...], typed: tuple[str, ...]) -> None:
-    verdict = of_exec(*frames, typed=typed)
-    assert [one.rank for one in verdict.culprits] == [0]
-    assert verdict.suggestions == ("Fix the exception at this line; errors of other ranks follow from it.",)
 
 
 # --- a rank that looks for its peers at another address -----------------------------

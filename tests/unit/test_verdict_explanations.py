@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from safelaunch.model import CaughtException, Collective, Progress, RankEvidence, RankExit, Verdict
+from safelaunch.model import CaughtException, Collective, Progress, RankEvidence, Verdict
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
 from tests.support.evidence import at, entry, in_c10d, job, rank, record
@@ -84,16 +84,6 @@ def test_what_a_rank_printed_as_it_skipped_a_batch(line: str, cause: str, at_lin
         assert not conditions, "another condition than the one at which it went on is no evidence"
 
 
-def test_who_stops_early_and_exits_is_to_agree_on_that_with_its_peers() -> None:
-    calls = [("all_reduce", 50), ("all_reduce", 60)] * 5
-    ranks = [with_log(waits(n, calls), "step 1") for n in range(3)]
-    gone = with_log(waits(1, calls[:-2]), "step 1", "rank 1 stops early")
-    ranks[1] = msgspec.structs.replace(gone, main=None, exit=RankExit(0, 4.0, before_close=True))
-    verdict = diagnose(job(*ranks, outcome="crash"), lambda path: SKIPS)
-    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("uneven-batches", [1])
-    assert verdict.suggestions[0].startswith("If that `if` is the reason"), verdict
-
-
 def test_what_its_peers_printed_as_well_explains_nothing() -> None:
     line = "skipping batch: CUDA out of memory"
     assert skipping(line, peers=["skipping batch: CUDA out of memory on another GPU"]).cause == "uneven-batches"
@@ -151,19 +141,6 @@ def test_more_or_fewer_steps_with_as_many_calls_are_told(steps: int, told: str) 
     summary = diagnose(job(*at_steps(ranks, 9, steps, 9, 9))).summary
     assert (f"rank 1 has made {told} with as many calls" in summary) == bool(told)
     assert ("steps with as many calls" in summary) == bool(told)
-
-
-@pytest.mark.parametrize("others", [[12], [12, 19, 25]])
-@pytest.mark.parametrize("who", [0, 2])
-def test_calls_from_another_line_make_nobody_ahead_who_ends_where_others_do(others: list[int], who: int) -> None:
-    """Calls that are all alike agree under any shift: a rank that took another way to the same call is level."""
-    usual = [("all_reduce", 50)] * 30
-    own = [("all_reduce", 44 if number in others else 50) for number in range(1, 31)]
-    ranks = [waits(n, own if n == who else usual) for n in range(4)]
-    ranks[1] = waits(1, [*usual[:-1], ("barrier", 70)])
-    verdict = diagnose(job(*ranks))
-    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("collective-mismatch", [1])
-    assert "ahead of its peers" not in verdict.summary
 
 
 # --- a group that the rank is not in: torch only warns, and its own group waits ---------------------------------------

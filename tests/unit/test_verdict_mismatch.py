@@ -29,12 +29,6 @@ def test_a_window_that_wrapped_does_not_mismatch() -> None:
     assert mismatch_at(Alignment(ranks, 2), "0", 4) is None
 
 
-# --- without stacks, without a recorder, without some ranks -----------------------------------------------------------
-
-
-# --- groups and point to point ----------------------------------------------------------------------------------------
-
-
 # --- loops and history ------------------------------------------------------------------------------------------------
 
 

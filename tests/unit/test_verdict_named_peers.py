@@ -5,8 +5,6 @@ gloo records neither. The stack reader sees them as local variables of c10d's ow
 
 from __future__ import annotations
 
-import pytest
-
 from safelaunch.model import Frame, GilTest, Posted, RankEvidence, Verdict
 from safelaunch.verdict.diagnose import diagnose
 from tests.support.evidence import in_user, job, past, rank, record
@@ -29,22 +27,6 @@ def in_batch(number: int, native: Frame | None, *posted: Posted) -> RankEvidence
 def ring(number: int, to: int | None = None, source: int | None = None) -> RankEvidence:
     to, source = (number + 1) % 4 if to is None else to, (number - 1) % 4 if source is None else source
     return in_batch(number, SEND, Posted(77, sends=True, peer=to), Posted(77, sends=False, peer=source))
-
-
-@pytest.mark.parametrize(
-    ("odd", "words"),
-    [
-        (
-            ring(2, to=1),
-            "Rank 2 sends to rank 1, which does not expect that, while rank 3 waits to receive from rank 2",
-        ),
-        (ring(2, source=3), "Rank 2 receives from rank 3, which does not expect that, while rank 1 waits to send to"),
-    ],
-)
-def test_a_rank_of_a_ring_that_names_the_wrong_neighbour(odd: RankEvidence, words: str) -> None:
-    verdict = diagnose(job(ring(0), ring(1), odd, ring(3)))
-    assert named(verdict) == ("collective-mismatch", [2], "medium")
-    assert words in verdict.summary and "chooses its peers" in verdict.suggestions[0]
 
 
 def test_a_ring_whose_batches_fit_or_that_is_turned_by_all_names_no_wrong_neighbour() -> None:

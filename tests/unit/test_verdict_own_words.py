@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from safelaunch.model import Frame
 from safelaunch.stacks.tracebacks import of_threads
-from safelaunch.verdict.diagnose import diagnose
-from tests.support.evidence import MODULE, at, job, rank, waiting
 
 LOG = """13:00:49.591 err| Exception in thread prefetch:
 13:00:49.591 err| Traceback (most recent call last):
@@ -26,17 +23,3 @@ def test_a_log_that_is_cut_off_makes_nothing_up(cut: int) -> None:
     for text in (LOG[:cut], LOG[cut:]):
         for found in of_threads(text):
             assert all(frame.file in LOG for frame in found.frames)
-
-
-@pytest.mark.parametrize(
-    ("mine", "its", "lacks"),
-    [((), ("Reader.work",), True), (("work",), ("Reader.work",), False), ((), (), False)],
-)
-def test_a_thread_that_all_peers_have_is_missed(mine: tuple[str, ...], its: tuple[str, ...], lacks: bool) -> None:
-    get = (Frame("/usr/lib/python3.11/queue.py", 171, "get"), at(44, "__next__"), MODULE)
-    ranks = [rank(0, get, threads=[(n, (at(36, n),), "futex") for n in mine])]
-    ranks += [waiting(n, flight=None, threads=[("x", (at(37, name),), "futex") for name in its]) for n in (1, 2)]
-    words = "Rank 0 has no thread in train.py:37 (Reader.work), as all its peers have: it has ended, or was never"
-    assert (words in diagnose(job(*ranks)).summary) == lacks
-    others = [*ranks[:2], waiting(2, flight=None)]
-    assert "has no thread" not in diagnose(job(*others)).summary

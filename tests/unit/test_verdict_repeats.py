@@ -6,10 +6,9 @@ import json
 import os
 from pathlib import Path
 
-import pytest
-from msgspec import UNSET, structs
+from msgspec import structs
 
-from safelaunch.model import Evidence, Frame, RankException, RankExit
+from safelaunch.model import Evidence, Frame
 from safelaunch.supervise.publishing import blamed_in
 from safelaunch.verdict.diagnose import diagnose
 from tests.support.evidence import MODULE, SITE, at, in_c10d, job, rank
@@ -23,30 +22,10 @@ def stuck(gpu: str = "GPU-1", **more: object) -> Evidence:
     return job(structs.replace(rank(1, (SYNCHRONIZE, at(41), MODULE), "run"), gpu=gpu), *peers, **more)
 
 
-def gpu_of(evidence: Evidence) -> object:
-    (culprit,) = diagnose(evidence).culprits
-    return culprit.gpu
-
-
 def test_a_gpu_that_the_last_bundles_blame() -> None:
     verdict = diagnose(stuck(earlier=(("GPU-1",), (), ("GPU-2", "node7"), ("GPU-1",), ())))
     assert verdict.blamed_before == ("GPU-1 was named in 2 of the last 5 bundles here",)
     assert diagnose(stuck(earlier=(("GPU-1",),))).blamed_before == ("GPU-1 was named in the last bundle here",)
-
-
-@pytest.mark.parametrize(
-    ("message", "gpu"),
-    [
-        ("CUDA error: uncorrectable ECC error encountered", "GPU-0"),
-        ("CUDA error: hardware stack error", "GPU-0"),
-        ("CUDA error: an illegal memory access was encountered", UNSET),
-        ("CUDA out of memory. Tried to allocate 2.00 GiB.", UNSET),
-    ],
-)
-def test_which_exceptions_blame_the_gpu(message: str, gpu: object) -> None:
-    more = {"exception": RankException("RuntimeError", message, -1.0, (at(41), MODULE)), "exit": RankExit(1, -1.0)}
-    failed = structs.replace(rank(0, seen=False, more=more), gpu="GPU-0")
-    assert gpu_of(job(failed, rank(1, in_c10d("all_reduce", 60)), outcome="crash")) == gpu
 
 
 def bundle(directory: Path, second: int, outcome: str = "hang", **more: object) -> Path:

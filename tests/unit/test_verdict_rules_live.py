@@ -66,12 +66,6 @@ def test_each_finding_has_its_cause_ranks_and_first_step(
     assert all(claim.file == "inconsistent.json" for claim in verdict.evidence) and verdict.suggestions
 
 
-def test_what_one_rank_does_later_may_be_its_device_and_what_was_so_at_first_is_not() -> None:
-    later, first = told(APART), told(replace(APART, step=1, since_step=0))
-    assert any("device" in one for one in later.suggestions) and not any("device" in one for one in first.suggestions)
-    assert any("checkpoint" in one for one in first.suggestions)
-
-
 # --- a look at a job that stands, while one of its ranks computes -----------------------------------------------------
 
 STEP_NS = 100_000_000

@@ -24,7 +24,7 @@ from safelaunch.model.evidence import all_nodes
 from safelaunch.report.report import nccl_lines
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.nccl_witness import nccl_states
-from tests.support.evidence import SITE, at, behind, in_c10d, in_init, in_user, job, rank, waiting
+from tests.support.evidence import SITE, at, behind, in_c10d, in_user, job, rank, waiting
 
 RESET = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 ENGINE = Frame(f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward")
@@ -47,28 +47,6 @@ def half(*ranks: RankEvidence, nodes: tuple[NodeEvidence, ...] = (A, GONE), **fi
 def said(verdict: Verdict) -> tuple[str, str, list[str]]:
     assert not verdict.culprits or verdict.cause != "node-lost"
     return verdict.cause, verdict.confidence, [f"{node.host}:{node.ranks}" for node in verdict.nodes_at_fault]
-
-
-# --- a node that is gone ----------------------------------------------------------------------------------------------
-
-
-# --- torchrun lost its store ------------------------------------------------------------------------------------------
-
-FAILED = replace(A, agent_error="RendezvousConnectionError: The connection to the C10d store has failed.")
-
-
-def test_who_was_stopped_itself_has_missed_why_others_have_ended() -> None:
-    nodes = (replace(FAILED, missed_s=43.0), replace(B, store="closed", probe="answers"))
-    verdict = diagnose(half(waiting(0), waiting(1), nodes=nodes, outcome="crash"))
-    assert (verdict.nodes_at_fault, verdict.culprits) == ((), ())
-    nodes = (replace(A, missed_s=43.0), replace(GONE, silent_s=4.0, probe="answers"))
-    assert said(diagnose(half(thrown_out(0), thrown_out(1), nodes=nodes, outcome="crash")))[0] == "rank-exited"
-    nodes = (replace(FAILED, missed_s=43.0), replace(B, store="closed", probe="no answer"))
-    assert said(diagnose(half(waiting(0), waiting(1), nodes=nodes, outcome="crash"))) == (
-        "node-unreachable",
-        "high",
-        ["b:2-3"],
-    )
 
 
 # --- a node that is only silent ---------------------------------------------------------------------------------------
@@ -118,19 +96,6 @@ def test_both_sides_of_a_partition_are_here() -> None:
     assert "both sides are alive" in verdict.summary
 
 
-# --- torchrun is stopped ----------------------------------------------------------------------------------------------
-
-
-def test_a_stopped_agent_is_named_where_all_wait_for_its_store() -> None:
-    nodes = (A, replace(B, agent="stopped"))
-    ranks = [rank(number, in_init()) for number in range(4)]
-    assert said(diagnose(job(*ranks, nodes=nodes))) == ("launcher-stopped", "high", ["b:2-3"])
-    ranks = [waiting(number) for number in range(4)]
-    assert diagnose(job(*ranks, nodes=nodes)).confidence == "medium"
-    ranks[3] = rank(3, in_user(7), "sleep", flight=behind())
-    assert diagnose(job(*ranks, nodes=nodes)).cause == "stuck-in-user-code"
-
-
 # --- a node that is behind --------------------------------------------------------------------------------------------
 
 
@@ -153,13 +118,6 @@ def test_all_ranks_of_one_node_are_named_as_the_node(kernel: str, confidence: st
     assert verdict.summary.startswith("Node b is behind as a whole: ranks 2-3, and no others.")
 
 
-@pytest.mark.parametrize("numbers", [(3,), (1, 3), (1, 2, 3)], ids=["one of two", "one of each", "more than the node"])
-def test_others_are_named_as_ranks(numbers: tuple[int, ...]) -> None:
-    verdict = diagnose(behind_as_a_node("disk", *numbers))
-    assert [culprit.rank for culprit in verdict.culprits] == list(numbers)
-    assert verdict.nodes_at_fault == ()
-
-
 # --- versions, clocks -------------------------------------------------------------------------------------------------
 
 
@@ -172,9 +130,6 @@ def test_which_of_two_nodes_failed_first_is_as_sure_as_their_clocks(apart_s: flo
         confidence,
         [1],
     )
-
-
-# --- a node that has not come -----------------------------------------------------------------------------------------
 
 
 # --- which ranks NCCL means -------------------------------------------------------------------------------------------
