@@ -111,7 +111,7 @@ def resolve(
     cwd: Path,
     torch_version: Callable[[], str | None],
 ) -> Settings:
-    """The settings of a run.
+    """Returns the settings of a run.
 
     ``cli`` holds safelaunch's own options in order, spelled as in the table, with their value (None for a
     switch). ``torch_version`` is called only if presets or an ``env`` section exist. Raises UsageError
@@ -131,7 +131,7 @@ def resolve(
 
 
 def bundle_dir_of(own: Sequence[tuple[str, str | None]], environ: Mapping[str, str], cwd: Path) -> Path:
-    """Where a run here with these options would write bundles. A broken configuration file is a run's to report."""
+    """Returns the bundle directory of a run with these options; the default if the configuration is broken."""
     try:
         return resolve(own, environ, cwd, lambda: None).bundle_dir
     except UsageError:
@@ -145,7 +145,9 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
     fields |= {"wait": bool(wait), "wait_timeout_s": None if isinstance(wait, bool) else wait}
     fields.setdefault("bundle_dir", Path(DEFAULT_BUNDLE_DIR))
     paths = {name: cwd / value for name, value in fields.items() if isinstance(value, Path)}
-    origins = {option.name: "default" for option in OWN_OPTIONS} | {option.name: values[option.name].origin for option in given}
+    origins = {option.name: "default" for option in OWN_OPTIONS} | {
+        option.name: values[option.name].origin for option in given
+    }
     return Settings(**{**fields, **paths}, env=env, origins=origins)
 
 
@@ -222,7 +224,6 @@ def _shared_files(environ: Mapping[str, str]) -> list[_File]:
 
 
 def _shown(path: Path, environ: Mapping[str, str]) -> str:
-    """Returns the path as messages and origins show it: ``~/.config/safelaunch/config.yaml``."""
     home = environ.get("HOME")
     return f"~/{path.relative_to(home)}" if home and path.is_relative_to(home) else str(path)
 
@@ -262,7 +263,7 @@ def _project_root(chosen: Sourced | None, cwd: Path) -> tuple[YamlNode, Path]:
 
 
 def _toml(path: Path, name: str) -> YamlNode:
-    """The table ``[tool.safelaunch]``; without one, all of the file, unless it is a ``pyproject.toml``."""
+    # A TOML file other than pyproject.toml may have its keys at the top level.
     text = decode(read_bytes(path, name), name)
     table = parse_toml_table(text, name, TOML_TABLE)
     whole = table.kind == "nothing" and path.name != PYPROJECT
@@ -306,7 +307,7 @@ def _owner(path: Path) -> os.stat_result | None:
 
 
 def _why_not_trusted(info: os.stat_result | None) -> str:
-    """Who else owns or may write a file, besides this user and root; empty if nobody."""
+    """Returns which other user, besides root, owns or can write the file; empty if none does."""
     if info is None:
         return ""
     if info.st_uid not in (0, os.getuid()):
@@ -321,7 +322,7 @@ def _why_not_trusted(info: os.stat_result | None) -> str:
 
 
 def _is_private_group(gid: int, uid: int) -> bool:
-    """Whether it is the user's private group, as many systems create; there, umask 002 is usual."""
+    """Returns whether it is the user's private group. Many systems create one, and umask 002 is usual there."""
     import grp
     import pwd
 

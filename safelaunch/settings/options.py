@@ -38,10 +38,10 @@ def parse_seconds(text: str) -> float:
 
 
 class GroupTimeoutSetting(NamedTuple):
-    """The timeout of process groups. ``everywhere``: also of those to which the script gives one."""
+    """The timeout of process groups."""
 
     seconds: float
-    everywhere: bool = False
+    everywhere: bool = False  # also for groups to which the script gives a timeout
 
     def __str__(self) -> str:
         return f"{self.seconds:g} s{'!' if self.everywhere else ''}"
@@ -143,21 +143,18 @@ def parse_path(text: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option. ``expects`` completes the sentence "X is not ..."; ``metavar`` is None for a switch.
-
-    ``commands``: the subcommands that take it. ``value_is_optional``: a switch to which ``=VALUE`` may be added.
-    """
+    """One option."""
 
     name: str
-    metavar: str | None
+    metavar: str | None  # None for a switch
     parse: Callable[[str], object]
-    expects: str
+    expects: str  # completes the sentence "X is not ..."
     help: str
-    commands: frozenset[str] = frozenset({"run", "exec"})
+    commands: frozenset[str] = frozenset({"run", "exec"})  # the subcommands that take it
     repeatable: bool = False
     in_file: bool = True
-    value_is_optional: bool = False
-    addon: str = ""  # it belongs to this add-on; without the add-on, it is refused
+    value_is_optional: bool = False  # a switch that also accepts ``=VALUE``
+    addon: str = ""  # add-on that implements it; without that add-on, the option is refused
     unset: str = ""  # text that ``--dry-run`` shows for no value; empty if it doesn't list the option
 
     @property
@@ -167,7 +164,7 @@ class Option:
 
     @property
     def takes_value(self) -> bool | None:
-        """None: it may have one, after an equals sign."""
+        """Whether it takes a value; None if the value is optional, after an equals sign."""
         return None if self.value_is_optional else self.metavar is not None
 
     @property
@@ -440,35 +437,30 @@ RUN_DIR = "run_dir"
 
 @dataclass(frozen=True, slots=True)
 class EnvSetting:
-    """One environment variable to set. ``value`` is a template: call ``expand`` with the run directory.
-
-    ``origin`` is ``preset hang-debug`` or ``safelaunch.yaml:7``. ``torch`` is a version specifier, empty for any.
-    ``yields_to`` names variables with the same effect: if the user exported one of them, this one is left out.
-    """
+    """One environment variable to set."""
 
     name: str
-    value: str
+    value: str  # a template, see ``expand``
     why: str
-    origin: str
-    torch: str = ""
-    yields_to: tuple[str, ...] = ()
+    origin: str  # ``preset hang-debug`` or ``safelaunch.yaml:7``
+    torch: str = ""  # version specifier; empty for any
+    yields_to: tuple[str, ...] = ()  # variables with the same effect: if one is exported, this one is left out
 
     def expand(self, run_dir: str) -> str:
-        """The value with ``{run_dir}`` replaced, and with doubled braces as single ones."""
+        """Returns the value with ``{run_dir}`` replaced, and with doubled braces as single ones."""
         return self.value.format_map({RUN_DIR: run_dir})
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Every option's value. ``origins`` maps option names (``stall-timeout``) to where the value came from.
+    """The value of every option, with its origin.
 
     An origin is ``command line``, ``environment SAFELAUNCH_STALL_TIMEOUT``, ``safelaunch.yaml:3``, ``preset
     hang-debug`` or ``default``. ``stall_timeout_s`` None is ``auto``; ``max_stall_s`` None is not given.
     ``pg_timeout`` None leaves torch's own. ``gpus`` is a text from ``parse_gpus``, None if not given.
-    ``keep_bundles`` 0 keeps all. ``wait_timeout_s`` None waits for ever, if ``wait``. ``bundle_dir`` is absolute if the
-    working directory is. ``env`` holds the variables of presets and configuration file; exported variables win over
-    them.
-    ``idle_presets``: those that set nothing of their own for the installed torch.
+    ``keep_bundles`` 0 keeps all. With ``wait``, ``wait_timeout_s`` None waits forever. ``bundle_dir`` is absolute if
+    the working directory is. ``env`` holds the variables of presets and configuration files, which exported variables
+    override. ``idle_presets`` are presets that set nothing for the installed torch.
     """
 
     presets: tuple[str, ...] = ()
@@ -500,11 +492,11 @@ class Settings:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, name: str) -> str:
-        """Where an option's value came from; ``default`` if nothing sets it."""
+        """Returns the origin of an option's value; ``default`` if nothing sets it."""
         return self.origins.get(name, "default")
 
     def is_explicit(self, name: str) -> bool:
-        """Whether anything sets an option, presets included."""
+        """Returns whether anything, presets included, sets an option."""
         return self.origin(name) != "default"
 
     @property
@@ -523,7 +515,7 @@ class Settings:
 
     @property
     def max_stall_origin(self) -> str:
-        """Where ``effective_max_stall_s`` comes from."""
+        """Origin of ``effective_max_stall_s``."""
         if self.max_stall_s is None and self.stall_timeout_s is not None:
             return f"{MAX_STALL_FACTOR} x stall-timeout ({self.origin('stall-timeout')})"
         return self.origin("max-stall")
@@ -602,7 +594,7 @@ def help_text(command: str = "run", width: int = 100) -> str:
 
 
 def entries(rows: Iterable[tuple[str, str]], width: int, column: int = 28) -> str:
-    """Names and their meanings in two columns. A name that is too long for its column has a line of its own."""
+    """Formats names and their meanings in two columns. A name that is too long for its column gets its own line."""
     lines = []
     for name, text in rows:
         fits = len(name) + 4 <= column

@@ -43,7 +43,7 @@ from safelaunch.system.errors import PresetError
 
 # --- one file ---------------------------------------------------------------------------------------------------------
 
-# What a preset may tell safelaunch in the ranks.
+# Variables of safelaunch in the ranks that a preset can set.
 OF_THE_BEACON = ("SAFELAUNCH_ALLOCATIONS",)
 
 _CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*([0-9]+(?:\.[0-9]+)*)")
@@ -151,7 +151,10 @@ def _env_value(name: str, node: YamlNode) -> str:
 
 
 def version_matches(specifier: str, version: str | None) -> bool:
-    """Whether ``>=2.9,<3`` admits a version. Only the release counts (``2.9.0a0+cu13`` is 2.9); None is the newest."""
+    """Returns whether a specifier such as ``>=2.9,<3`` admits a version.
+
+    Only the release counts (``2.9.0a0+cu13`` is 2.9); None is the newest.
+    """
     release = _RELEASE.match(version or "")
     number = _padded(release.group()) if release else (1 << 30,) * 4
     return all(_compare(op, number, _padded(bound)) for op, bound in _clauses(specifier, "torch"))
@@ -193,7 +196,7 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 class Sourced(NamedTuple):
-    """A value and where it came from."""
+    """A value and its origin."""
 
     value: object
     origin: str
@@ -201,9 +204,10 @@ class Sourced(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Several presets merged. ``watchdog`` maps e.g. ``stall-timeout`` to its value.
+    """Several presets merged.
 
-    ``idle``: those of them that set nothing of their own for this version of torch.
+    ``watchdog`` maps e.g. ``stall-timeout`` to its value. ``idle`` are presets that set nothing for this version of
+    torch.
     """
 
     env: tuple[EnvSetting, ...] = ()
@@ -258,7 +262,6 @@ def preset_chain(refs: Sequence[str], *, cwd: Path, asked_by: str = "") -> tuple
 
 
 def _apply(order: dict[Path, Preset], expanded: tuple[Preset, ...]) -> None:
-    """Appends a preset (the last of ``expanded``) and those it extends, unless they are in the chain already."""
     *inherited, asked = expanded
     for preset in inherited:
         order.setdefault(preset.path, preset)
@@ -275,7 +278,7 @@ class _Walk:
         self.done: dict[Path, tuple[Preset, ...]] = {}
 
     def expand(self, ref: str, base: Path, asked_by: str, ancestors: tuple[Path, ...]) -> tuple[Preset, ...]:
-        """The presets that one extends, then the preset itself. ``base``: the directory of relative paths."""
+        """Yields the presets that one extends, then the preset itself. Relative paths start at ``base``."""
         prefix = f"{asked_by}: " if asked_by else ""
         path = self._locate(ref, base, prefix).resolve()
         if path in ancestors:

@@ -52,12 +52,12 @@ class YamlNode:
     entries: tuple[tuple[YamlNode, YamlNode], ...] = ()
 
     def describe(self) -> str:
-        """What this is, for a message: ``a list``, ``text``, ``nothing``."""
+        """Returns the kind of value for a message: ``a list``, ``text``, ``nothing``."""
         return _ARTICLES.get(self.kind, self.kind)
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """The known name closest to ``word``, or an empty string if none is close: ``likeness`` of 1 is equal."""
+    """Returns the known name closest to ``word``, or an empty string if no name is close. A ``likeness`` of 1 is equal."""
     import difflib  # needed for errors only
 
     names = list(known)
@@ -248,7 +248,7 @@ def parse_toml_table(text: str, name: str, table: str) -> YamlNode:
     TOML parsers keep no positions, so the line is that of the first ``key =`` (or sub-table) after the table's
     header. Raises PresetError for a syntax error.
     """
-    # By name: type checkers look at the oldest supported Python, where tomllib does not exist.
+    # By name: type checkers assume the oldest supported Python, which has no tomllib.
     toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         value: Any = toml.loads(text)
