@@ -57,7 +57,7 @@ class YamlNode:
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """Returns the known name closest to ``word``, or an empty string if no name is close. A ``likeness`` of 1 is equal."""
+    """Returns the known name closest to ``word``; empty if no name is close. A ``likeness`` of 1 is equal."""
     import difflib  # needed for errors only
 
     names = list(known)
