@@ -107,7 +107,7 @@ def make_corpus(before: Path, corpus: Path, words: argparse.Namespace) -> None:
     corpus.mkdir()
     tests: list[str] = []
     if not words.no_unit_tests:
-        tests = [str(path) for path in (before / "tests" / "unit").glob("test_*.py") if _diagnoses(path)]
+        tests = [str(path) for path in (before / "tests" / "unit").rglob("test_*.py") if _diagnoses(path)]
     maker = _start(before, "make", corpus, words.count, words.seed, *tests, stdout=subprocess.PIPE)
     output = maker.communicate()[0]
     if maker.returncode not in (0, 1):
@@ -122,9 +122,7 @@ def make_corpus(before: Path, corpus: Path, words: argparse.Namespace) -> None:
 def _diagnoses(test: Path) -> bool:
     """Whether a test file reaches verdicts. Excludes the property tests, which only add more generated jobs."""
     text = test.read_text()
-    return (
-        "safelaunch.verdict" in text or "safelaunch.diagnose import" in text
-    ) and "from synthetic import" not in text
+    return ("safelaunch.verdict" in text or "safelaunch.diagnose import" in text) and "synthetic import" not in text
 
 
 def verdicts(checkouts: list[Path], corpus: Path, scratch: Path) -> list[dict[tuple[str, str, int], dict[str, Any]]]:
