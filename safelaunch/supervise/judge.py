@@ -30,7 +30,7 @@ from safelaunch.system.decoding import from_json, from_msgpack
 from safelaunch.system.errors import CaptureError
 
 if TYPE_CHECKING:
-    from safelaunch.verdict.proof import Examined
+    from safelaunch.verdict.proof import ProofResult
     from safelaunch.verdict.waits import Case
 
 
@@ -214,7 +214,7 @@ def _case_of(evidence: Evidence) -> Case:
     return Case.of(replace(evidence, outcome="hang"), user_source.text)
 
 
-def _examined(case: Case) -> Examined:
+def _examined(case: Case) -> ProofResult:
     from safelaunch.verdict.proof import examine
 
     return examine(case)

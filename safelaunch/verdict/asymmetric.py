@@ -1,4 +1,4 @@
-"""Collectives in which ranks pass different things: those with a root, and all_to_all."""
+"""Collectives in which ranks pass different things: collectives with a root, and all_to_all."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from safelaunch.verdict.c10d import elements, op_name
 
 
 def roots(alignment: Alignment, group: str, seq: int) -> tuple[int, ...]:
-    """The ranks that act as root of a gather or scatter.
+    """Returns the ranks that act as root of a gather or scatter.
 
-    Only the root says where the parts are to go, or come from. That of a broadcast or reduce is not recorded.
+    Only a root lists the parts. The root of a broadcast or reduce isn't recorded.
     """
     entries = {rank: alignment.entry(rank, group, seq) for rank in sorted(alignment.members(group)[0])}
     return tuple(rank for rank, entry in entries.items() if entry is not None and is_root(entry))
@@ -24,20 +24,20 @@ def is_root(entry: Collective) -> bool:
 
 
 def unequal_exchange(alignment: Alignment, group: str, seq: int) -> tuple[int, int] | None:
-    """``(elements sent, elements expected)`` in an all_to_all of all members, where these differ.
+    """Returns the elements sent and the elements expected in an all_to_all of all members, if they differ.
 
-    Sizes differ from rank to rank by design, and what goes to whom is not recorded: nobody in particular is wrong.
+    Sizes differ between ranks by design, and the record doesn't show what goes where, so no rank can be blamed.
     """
-    members, known = alignment.members(group)
+    members, are_known = alignment.members(group)
     entries = [alignment.entry(rank, group, seq) for rank in members]
-    if not known or any(entry is None or not op_name(entry).startswith("all_to_all") for entry in entries):
+    if not are_known or any(entry is None or not op_name(entry).startswith("all_to_all") for entry in entries):
         return None
-    there = [entry for entry in entries if entry is not None]
-    sent = _sum(elements(entry.input_sizes) for entry in there)
-    expected = _sum(elements(entry.output_sizes) for entry in there)
+    present = [entry for entry in entries if entry is not None]
+    sent = _sum(elements(entry.input_sizes) for entry in present)
+    expected = _sum(elements(entry.output_sizes) for entry in present)
     return (sent, expected) if sent is not None and expected is not None and sent != expected else None
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:
-    found = list(numbers)
-    return None if None in found else sum(number for number in found if number is not None)
+    values = list(numbers)
+    return None if None in values else sum(number for number in values if number is not None)

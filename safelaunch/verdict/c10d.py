@@ -1,4 +1,4 @@
-"""Collectives by the names that c10d gives them, and what must match between the ranks of one call."""
+"""c10d's names of collectives, and what must match between the ranks of one call."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from safelaunch.verdict.comparable import Block
 
 Signature = tuple[object, ...]
 TensorSizes = tuple[tuple[int, ...], ...]
-_UNKNOWN: Signature = (None,)  # of an operation without a name
+_UNKNOWN: Signature = (None,)  # signature of an operation without a name
 
-# Operations in which every rank has to pass the same number of elements of the same type: as input, or, where only the
-# root has an input, as output. In the others (all_to_all, ragged forms) sizes may differ by design.
+# Operations in which every rank must pass the same number of elements of the same type: as input, or, if only the root
+# has an input, as output. In others (all_to_all, ragged forms) sizes can differ by design.
 _SAME_SIZE = frozenset(
     {"all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather", "_all_gather_base", "gather",
      "_allgather_base", "all_gather_into_tensor", "all_gather_single", "reduce_scatter", "_reduce_scatter_base",
      "reduce_scatter_tensor", "reduce_scatter_single", "all_reduce_barrier", "_broadcast_oop", "_reduce_oop"}
 )  # fmt: skip
 _SAME_OUTPUT = frozenset({"scatter"})
-# One operation under the names of its forms (of a list or of one tensor), which backends carry out alike.
+# Names of one operation's forms (list or single tensor), which backends carry out the same way.
 _FORMS = (
     ("all_gather", ("allgather", "_all_gather_base", "_allgather_base", "all_gather_into_tensor", "all_gather_single")),
     ("reduce_scatter", ("_reduce_scatter_base", "reduce_scatter_tensor", "reduce_scatter_single")),
@@ -30,11 +30,9 @@ DEFAULT_GROUPS = ("0", "", "default_pg")
 
 
 def label_of(entry: Collective) -> str:
-    """What people call the entry's group: the description that its maker gave it, as a DeviceMesh does; else its
-    name.
-    """
-    given = entry.description if entry.description not in ("", "undefined", *DEFAULT_GROUPS) else ""
-    return given or f"'{entry.group}'"
+    """Returns the description that the group's creator gave it, as a DeviceMesh does, or else its name."""
+    description = entry.description if entry.description not in ("", "undefined", *DEFAULT_GROUPS) else ""
+    return description or f"'{entry.group}'"
 
 
 def op_name(entry: Collective) -> str:
@@ -43,14 +41,14 @@ def op_name(entry: Collective) -> str:
 
 
 def number_of(entry: Collective) -> int:
-    """Sends and receives are counted for themselves."""
+    """Returns the entry's number. Sends and receives are counted separately."""
     return entry.p2p_seq if entry.is_p2p else entry.seq
 
 
 def signature(entry: Collective) -> Signature:
-    """What has to fit on all ranks (:func:`fits`); None for what the record does not tell.
+    """Returns what must match on all ranks (:func:`fits`); None stands for what the record doesn't show.
 
-    Shapes count by their number of elements: (4, 1) and (4,) do match.
+    Only the number of elements counts: shapes (4, 1) and (4,) match.
     """
     op = op_name(entry)
     name = _ONE_NAME.get(op, op)
@@ -69,23 +67,22 @@ def signature(entry: Collective) -> Signature:
 
 
 def elements(sizes: TensorSizes) -> int | None:
-    """How many there are in these tensors; None where that is not known, or no tensor is told of."""
+    """Returns the number of elements of these tensors; None if it isn't known or no tensor is listed."""
     return None if not sizes or any(n < 0 for size in sizes for n in size) else sum(prod(size) for size in sizes)
 
 
 def _types(sizes: TensorSizes, dtypes: tuple[str, ...]) -> tuple[str, ...] | None:
-    """One for each tensor, else they are not known."""
     return dtypes if dtypes and all(dtypes) and (len(dtypes) == len(sizes) or elements(sizes) is None) else None
 
 
 def fits(one: Signature, other: Signature) -> bool:
-    """What one of the two does not tell is no difference."""
+    """Reports if two signatures might match. Unknown parts match everything."""
     if _UNKNOWN in (one, other):
         return True
     return len(one) == len(other) and all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))
 
 
-# torch's names of the types, where c10d writes its own.
+# torch's names of the types for which c10d has its own.
 _DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -103,7 +100,7 @@ _DTYPES = {
 
 
 def describe(entry: Collective) -> str:
-    """``all_reduce of float32[4]``, for sentences."""
+    """Returns, for example, ``all_reduce of float32[4]``."""
     if elements(entry.input_sizes) is None:
         return op_name(entry)
     names = tuple(_DTYPES.get(name, name.lower()) for name in entry.input_dtypes)
@@ -114,13 +111,12 @@ def describe(entry: Collective) -> str:
 
 
 def described(entry: Collective) -> str:
-    """``all_reduce #31 of group '0', float32[4]``."""
+    """Returns, for example, ``all_reduce #31 of group '0', float32[4]``."""
     _, _, tensors = describe(entry).partition(" of ")
     return f"{op_name(entry)} #{number_of(entry)} of group {entry.group!r}{f', {tensors}' if tensors else ''}"
 
 
 def _tensor(size: tuple[int, ...], dtype: str) -> str:
-    """``float32[4,5]``, ``float32 scalar``."""
     if not size:
         return f"{dtype} scalar".strip()
     return f"{dtype}[{','.join(map(str, size))}]" if dtype else f"({', '.join(map(str, size))})"

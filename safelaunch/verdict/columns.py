@@ -1,4 +1,4 @@
-"""Collectives as columns of numbers, which compare as fast as arrays do."""
+"""Collectives as columns of numbers, which can be compared as arrays."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from safelaunch.stacks.frames import Stack
 class Window:
     """The collectives of one rank in one group that its record still holds, by sequence number.
 
-    ``code_roots``: the rank's (:class:`Stack`). ``numbers`` ascend; ``positions[i]`` is where among the entries number
-    ``numbers[i]`` stands. Of a number that is recorded more than once (the parts of a coalesced operation) the last one
-    counts.
+    ``numbers`` ascend; ``positions[i]`` is the index of number ``numbers[i]`` among the entries. If a number was
+    recorded several times (the parts of a coalesced operation), the last one counts.
     """
 
     __slots__ = ("code_roots", "entries", "numbers", "positions")
@@ -41,11 +40,10 @@ class Window:
         return self.entries[self.positions[place]]
 
     def stack(self, entry: Collective) -> Stack:
-        """The stack that the rank recorded with one of these entries."""
         return Stack(entry.frames, self.code_roots)
 
     def kinds(self) -> array[int]:
-        """The kinds of its entries, number by number."""
+        """Returns the kinds of its entries, number by number."""
         kind_of, positions = self.entries.kind_of, self.positions
         if isinstance(positions, range):
             return kind_of[positions.start : positions.stop]
@@ -73,45 +71,44 @@ def windows_of(entries: Entries, kinds: Mapping[int, Collective], code_roots: tu
 
 
 def program_of(entries: Entries, code_roots: tuple[str, ...], *, counted: bool) -> Window:
-    """All calls of one rank, whatever their groups: counted from the first, or by the number of the record."""
+    """Returns all calls of one rank, in all groups, by their index or by the record's number."""
     numbers = range(len(entries)) if counted else entries.record_ids
     return Window(entries, code_roots, numbers, range(len(entries)))
 
 
 @dataclass(frozen=True)
 class NumberedColumn:
-    """A value for every one of ``numbers``, which ascend. Values are equal where what they stand for is equal."""
+    """A value for each of ``numbers``, which ascend. Equal values stand for equal things."""
 
     numbers: Sequence[int]
     values: array[int]
 
     def at(self, number: int) -> int | None:
-        """The value of ``number``; None where the column has none."""
         first = self.numbers[0] if self.numbers else 0
-        if isinstance(self.numbers, range):  # without a gap
+        if isinstance(self.numbers, range):  # no gaps
             return self.values[number - first] if 0 <= number - first < len(self.values) else None
         place = bisect_left(self.numbers, number)
         return self.values[place] if place < len(self.numbers) and self.numbers[place] == number else None
 
     def values_of(self, begin: int, count: int) -> array[int]:
-        """Of ``count`` numbers from ``begin`` on, all of which it has, without a gap."""
+        """Returns the values of ``count`` numbers from ``begin``, which must be there without a gap."""
         return self.values[begin - self.numbers[0] : begin - self.numbers[0] + count]
 
     def between(self, first: int, last: int) -> NumberedColumn:
-        """The part from ``first`` to ``last``, both of which it has, without a gap."""
+        """Returns the part from ``first`` to ``last``, which must be there without a gap."""
         count = max(0, last - first + 1)
         return NumberedColumn(range(first, first + count), self.values_of(first, count))
 
     @property
     def whole(self) -> bool:
-        """It has values, and no number between the first and the last is missing."""
+        """It has values, and no number is missing between the first and the last."""
         return isinstance(self.numbers, range) and bool(self.numbers)
 
 
 class Numbering:
-    """Numbers for what a function says of entries: equal numbers for equal answers, on all ranks.
+    """Maps what a function returns for entries to numbers: equal numbers for equal results, on all ranks.
 
-    ``of(entry, stack)`` is asked once for each kind of entry, so it may look at nothing but what makes the kind.
+    ``of(entry, stack)`` is called once per kind of entry, so it must only read what defines the kind.
     """
 
     def __init__(self, of: Callable[[Collective, Stack], Hashable]) -> None:
@@ -123,18 +120,20 @@ class Numbering:
 
     def column(self, window: Window) -> NumberedColumn:
         kinds, roots = window.entries.kinds, window.code_roots
-        _, known = self._known.setdefault((id(kinds), roots), (kinds, {}))  # which keeps them, and so their id
+        _, numbers = self._known.setdefault(
+            (id(kinds), roots), (kinds, {})
+        )  # holds a reference, so that ids stay unique
         column = window.kinds()
-        key = (id(kinds), roots, column.tobytes())  # most ranks made the same calls as another one
+        key = (id(kinds), roots, column.tobytes())  # most ranks made the same calls as another
         if key not in self._translated:
-            for kind in set(column) - known.keys():
+            for kind in set(column) - numbers.keys():
                 entry = kinds.all[kind]
-                known[kind] = self.number_of(self._of(entry, window.stack(entry)))
-            self._translated[key] = array("I", map(known.__getitem__, column))
+                numbers[kind] = self.number_of(self._of(entry, window.stack(entry)))
+            self._translated[key] = array("I", map(numbers.__getitem__, column))
         return NumberedColumn(window.numbers, self._translated[key])
 
     def value(self, number: int | None) -> Hashable:
-        """What a number of a column stands for; None for None."""
+        """Returns what a number of a column stands for; None for None."""
         return None if number is None else self._values[number]
 
     def number_of(self, value: Hashable) -> int:
@@ -145,12 +144,12 @@ class Numbering:
 
 
 def first_difference(columns: Iterable[NumberedColumn]) -> int | None:
-    """The smallest number for which two columns have different values; None where there is none.
+    """Returns the smallest number for which two columns have different values; None if there is none.
 
-    Linear in the entries: columns without a gap, sorted by where they begin, are each compared with that one before it
-    which reaches furthest. It covers whatever number two earlier ones share with this one, so no pair is missed.
+    Linear in the entries: columns without a gap, sorted by their start, are each compared with the earlier one that
+    reaches furthest. That one covers every number that two earlier columns share with this one.
     """
-    found: list[int] = []
+    differences: list[int] = []
     reference: NumberedColumn | None = None
     columns = list(columns)
     if not all(column.whole for column in columns):
@@ -159,10 +158,10 @@ def first_difference(columns: Iterable[NumberedColumn]) -> int | None:
         if reference is not None:
             difference = _difference(reference, column)
             if difference is not None:
-                found.append(difference)
+                differences.append(difference)
         if reference is None or column.numbers[-1] > reference.numbers[-1]:
             reference = column
-    return min(found, default=None)
+    return min(differences, default=None)
 
 
 def _first_difference_with_gaps(columns: Iterable[NumberedColumn]) -> int | None:
@@ -171,13 +170,13 @@ def _first_difference_with_gaps(columns: Iterable[NumberedColumn]) -> int | None
     return min((number for number, value in pairs if values.setdefault(number, value) != value), default=None)
 
 
-def _difference(one: NumberedColumn, other: NumberedColumn) -> int | None:
-    """The first number that both have and that differs."""
-    begin = max(one.numbers[0], other.numbers[0])
-    end = min(one.numbers[-1], other.numbers[-1]) + 1
+def _difference(column: NumberedColumn, other: NumberedColumn) -> int | None:
+    """Returns the first number that both columns have with different values."""
+    begin = max(column.numbers[0], other.numbers[0])
+    end = min(column.numbers[-1], other.numbers[-1]) + 1
     if begin >= end:
         return None
-    mine, its = one.values_of(begin, end - begin), other.values_of(begin, end - begin)
-    if mine == its:
+    values, its = column.values_of(begin, end - begin), other.values_of(begin, end - begin)
+    if values == its:
         return None
-    return next(begin + at for at, (a, b) in enumerate(zip(mine, its, strict=True)) if a != b)
+    return next(begin + at for at, (a, b) in enumerate(zip(values, its, strict=True)) if a != b)

@@ -1,18 +1,18 @@
-"""The records of all ranks, made comparable: one name for one group, one state for what was launched together.
+"""Flight Recorder records of all ranks in a comparable form: unique group names, and one state per launch.
 
-NCCL launches what stands between the start and the end of a group as one, and torch (2.5 to 2.14) records it so:
+NCCL launches the operations of a coalescing block together. torch (2.5 to 2.14) records it so:
 
-- Each send and receive of a batch (``batch_isend_irecv``) gets an entry, all under one ``p2p_seq_id``. Their state
-  stays ``scheduled`` for ever: no event belongs to a single one. ``nccl:coalesced`` follows, with the state of them
-  all; it is not marked as point to point and bears the number of the last *collective*, which it is not.
-- Collectives of a block get an entry each since format 2.7, also without a state, all under one
-  ``collective_seq_id``. ``nccl:coalesced`` or, say, ``nccl:ALLGATHER_coalesced`` follows, with the state and without
-  sizes. Before 2.7 that last entry is the only one.
+- Each send and receive of a batch (``batch_isend_irecv``) has an entry with the same ``p2p_seq_id``. Their state stays
+  ``scheduled``, because none of them has an event. ``nccl:coalesced`` follows, with the state of the batch. It isn't
+  marked as point to point, and has the number of the last *collective*.
+- Since format 2.7, each collective of a block has an entry, also without a state, with the same
+  ``collective_seq_id``. ``nccl:coalesced`` or ``nccl:ALLGATHER_coalesced`` follows, with the state, but without sizes.
+  Before 2.7 there is only that last entry.
 
 Here the members of a batch get the state of their batch, and a block of collectives becomes one entry.
 
-For a backend that doesn't report what has ended (one in Python, outside torch), torch 2.15 retires each call as it is
-made. Here such a call is over where all members have made it, and one has made a later one.
+torch 2.15 retires a call at launch if its backend (one in Python, outside torch) doesn't report completion. Here such
+a call is completed once all members have made it and one has made a later one.
 """
 
 from __future__ import annotations
@@ -28,52 +28,53 @@ from msgspec import structs
 from safelaunch.model import UNKNOWN_SIZES, Collective, FlightRecord, GroupStatus, format_ranks
 from safelaunch.model.entries import Entries, Kinds
 
-OPEN = "open"  # the state of what stands in a group that the rank has not ended: nothing of it is launched
+NOT_LAUNCHED = "open"  # state of entries in a coalescing block that the rank hasn't closed: nothing of it is launched
 
 _NEWEST = 64
-_MemberRanks = tuple[str, frozenset[int]]  # of one group: others may have the same name
+_MemberRanks = tuple[str, frozenset[int]]  # name and members of a group, as names can repeat
 
 
 class Block(Collective, frozen=True):
-    """Collectives that the rank launched as one. ``ops``: their names, without the backend; ``op`` is for people."""
+    """Collectives that the rank launched together. ``op`` is a description."""
 
-    ops: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()  # their names, without the backend
 
 
 def comparable(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
     agreed = _without_early_ends(_without_contradictions(records))
     apart = _with_distinct_backends({rank: _counted_by_group(record) for rank, record in agreed.items()})
-    return _with_distinct_groups({rank: _past_ends(settled(record)) for rank, record in apart.items()})
+    return _with_distinct_groups({rank: _past_ends(with_blocks_merged(record)) for rank, record in apart.items()})
 
 
 def _without_contradictions(records: Mapping[int, FlightRecord]) -> Mapping[int, FlightRecord]:
-    """Without what single records say of a group's members, where more of the others say something else.
+    """Drops the members of a group that a record lists, if more records list others.
 
-    Groups of one name may differ (:func:`_with_distinct_groups`), but share no rank; and who records a group is in it.
+    Groups with the same name can differ (:func:`_with_distinct_groups`), but share no rank, and a rank that records a
+    group is in it.
     """
-    said: dict[str, Counter[frozenset[int]]] = {}
+    memberships: dict[str, Counter[frozenset[int]]] = {}
     for record in records.values():
         for name, ranks in record.groups.items():
-            said.setdefault(name, Counter())[frozenset(ranks)] += 1
-    disputed = {name: counts for name, counts in said.items() if len(counts) > 1}
+            memberships.setdefault(name, Counter())[frozenset(ranks)] += 1
+    disputed = {name: counts for name, counts in memberships.items() if len(counts) > 1}
     if not disputed:
         return records
 
-    def is_doubtful(rank: int, name: str, mine: frozenset[int]) -> bool:
-        times = disputed[name][mine]
-        return any(count > times and (other & mine or rank in other) for other, count in disputed[name].items())
+    def is_doubtful(rank: int, name: str, members: frozenset[int]) -> bool:
+        times = disputed[name][members]
+        return any(count > times and (other & members or rank in other) for other, count in disputed[name].items())
 
-    found = dict(records)
+    corrected = dict(records)
     for rank, record in records.items():
         wrong = {n for n in record.groups if n in disputed and is_doubtful(rank, n, frozenset(record.groups[n]))}
         if wrong:
             groups = {name: ranks for name, ranks in record.groups.items() if name not in wrong}
-            found[rank] = structs.replace(record, groups=groups)
-    return found
+            corrected[rank] = structs.replace(record, groups=groups)
+    return corrected
 
 
 def _without_early_ends(records: Mapping[int, FlightRecord]) -> Mapping[int, FlightRecord]:
-    """Calls that were retired as they were made are open again, unless what came later shows that they are over."""
+    """Reopens calls that were retired at launch, unless later calls show that they are completed."""
     rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
     early = {rank: {n for n, kind in ring.used().items() if _ended_early(kind)} for rank, ring in rings.items()}
     if not any(early.values()):
@@ -102,17 +103,16 @@ def _without_early_ends(records: Mapping[int, FlightRecord]) -> Mapping[int, Fli
 def _marked(
     record: FlightRecord, kinds: Collection[int], wanted: Callable[[int, Collective], bool], *, completed: bool
 ) -> FlightRecord:
-    """The record in which the ``wanted`` entries of these kinds, by their place, are completed, or are not."""
+    """Sets ``completed`` of the ``wanted`` entries of these kinds."""
     ring = Entries.of(record.entries)
-    found = [
+    entries = [
         structs.replace(entry, completed=completed) if ring.kind_of[at] in kinds and wanted(at, entry) else entry
         for at, entry in enumerate(ring)
     ]
-    return structs.replace(record, entries=Entries.of(found))
+    return structs.replace(record, entries=Entries.of(entries))
 
 
 def _ended_early(kind: Collective) -> bool:
-    """Retired, and its backend has not said that it is over. gloo's own recorder retires what is."""
     return kind.completed and kind.state != "completed" and kind.op.partition(":")[0] not in (kind.op, "gloo")
 
 
@@ -121,9 +121,9 @@ def _members(record: FlightRecord, group: str) -> _MemberRanks:
 
 
 def _with_distinct_backends(records: dict[int, FlightRecord]) -> dict[int, FlightRecord]:
-    """Where one group has called through two backends (``cpu:gloo,cuda:nccl2``), each is a group of its own.
+    """Makes two groups of one that has called through two backends (``cpu:gloo,cuda:nccl2``).
 
-    Each backend counts for itself, and an operation of one never meets one of the other.
+    Each backend counts its own calls, and they never match the other's.
     """
     backends: dict[str, set[str]] = {}
     for record in records.values():
@@ -155,16 +155,15 @@ def _with_distinct_backends(records: dict[int, FlightRecord]) -> dict[int, Fligh
 def _with_names(
     record: FlightRecord, name_of: Callable[[Collective], str], kinds: Kinds, **groups: Any
 ) -> FlightRecord:
-    """The record with these names for the groups of its calls; ``groups``: its fields with what it says of groups."""
     entries = Entries.of(record.entries).with_kinds(lambda kind: structs.replace(kind, group=name_of(kind)), kinds)
     return structs.replace(record, entries=entries, **groups)
 
 
 def _counted_by_group(record: FlightRecord) -> FlightRecord:
-    """The record with numbers that count in each group, where it counts over all of them, as torchcomms does.
+    """Numbers the calls of each group, if the record numbers them over all groups, as torchcomms does.
 
-    Such a number is the entry's own, from 0 on; c10d's starts with 1. Where the ring has wrapped, nobody knows how many
-    calls of each group it has lost.
+    Such a number equals the entry's index, from 0; c10d's numbers start with 1. If the ring has wrapped, the count per
+    group is unknown.
     """
     ring = Entries.of(record.entries)
     if not len(ring) or ring.seqs[0] != ring.record_ids[0] or any(ring.p2p_seqs):
@@ -175,19 +174,19 @@ def _counted_by_group(record: FlightRecord) -> FlightRecord:
     if ring.record_ids[0] > 0:
         return record
     counts: Counter[tuple[str, bool]] = Counter()
-    found = []
+    entries = []
     for entry in ring:
         is_p2p = entry.is_p2p or entry.op.rpartition(":")[2].startswith(("send", "recv"))
         counts[entry.group, is_p2p] += 1
         seq, p2p_seq = counts[entry.group, False], counts[entry.group, True]
-        found.append(structs.replace(entry, is_p2p=is_p2p, seq=seq, p2p_seq=p2p_seq))
-    return structs.replace(record, entries=Entries.of(found), status={})
+        entries.append(structs.replace(entry, is_p2p=is_p2p, seq=seq, p2p_seq=p2p_seq))
+    return structs.replace(record, entries=Entries.of(entries), status={})
 
 
 def _past_ends(record: FlightRecord) -> FlightRecord:
-    """The record in which what stands before a completed operation of ``nccl2`` in its group is completed, too.
+    """Completes every nccl2 call before a completed one in its group, because communicators work in order.
 
-    A communicator works in order. The sends of a batch have no end of their own there, nor an entry that ends them.
+    The sends of a batch have no completion there, nor an entry that ends them.
     """
     ring = Entries.of(record.entries)
     kinds = ring.used()
@@ -200,10 +199,10 @@ def _past_ends(record: FlightRecord) -> FlightRecord:
 
 
 def _with_distinct_groups(records: dict[int, FlightRecord]) -> dict[int, FlightRecord]:
-    """Groups that differ in their members get different names.
+    """Gives groups with different members different names.
 
-    torch names a group by a counter, or by a hash of its ranks. ``split_group`` (2.6 on), and with it a device mesh,
-    counts on every rank alike: the groups of ranks 0-1 and of ranks 2-3 are then both called ``1``.
+    torch names a group by a counter or by a hash of its ranks. ``split_group`` (since 2.6), and so a device mesh,
+    counts the same way on every rank: the groups of ranks 0-1 and of ranks 2-3 are both called ``1``.
     """
     members: dict[str, set[frozenset[int]]] = {}
     for record in records.values():
@@ -233,30 +232,30 @@ def _renamed(record: FlightRecord, shared: set[str], kinds: Kinds) -> FlightReco
     )
 
 
-def settled(record: FlightRecord) -> FlightRecord:
-    """The same record, its coalesced entries put together; the same object where there are none."""
+def with_blocks_merged(record: FlightRecord) -> FlightRecord:
+    """Merges coalesced entries. Returns the record itself if it has none."""
     if not _has_blocks(record.entries):
         return record
     wrapped = record.entries[0].record_id > 0
     runs: dict[str, list[list[Collective]]] = {}
     for entry in record.entries:
-        mine = runs.setdefault(entry.group, [])
-        if mine and _belongs(entry, mine[-1]):
-            mine[-1].append(entry)
+        group_runs = runs.setdefault(entry.group, [])
+        if group_runs and _belongs(entry, group_runs[-1]):
+            group_runs[-1].append(entry)
         else:
-            mine.append([entry])
-    found: list[Collective] = []
-    for mine in runs.values():
+            group_runs.append([entry])
+    merged: list[Collective] = []
+    for group_runs in runs.values():
         if not wrapped:
-            mine = _renumbered(mine)
-        for place, run in enumerate(mine):
-            found += _one(run, cut_off=wrapped and place == 0, newest=place == len(mine) - 1)
-    found.sort(key=lambda entry: entry.record_id)
-    return structs.replace(record, entries=Entries.of(found))
+            group_runs = _renumbered(group_runs)
+        for place, run in enumerate(group_runs):
+            merged += _one(run, cut_off=wrapped and place == 0, newest=place == len(group_runs) - 1)
+    merged.sort(key=lambda entry: entry.record_id)
+    return structs.replace(record, entries=Entries.of(merged))
 
 
 def _has_blocks(entries: Sequence[Collective]) -> bool:
-    """Of a ring the kinds tell; a block that was not ended is among its newest entries."""
+    """Reports if the ring has coalesced entries. A block without its end entry is among the newest ones."""
     ring = Entries.of(entries)
     kinds = ring.used()
     if any(kind.op.endswith("coalesced") for kind in kinds.values()):
@@ -276,7 +275,6 @@ def _number(entry: Collective) -> tuple[bool, int]:
 
 
 def _is_end(entry: Collective) -> bool:
-    """``coalesced``, or the block's type in capitals; ``allreduce_coalesced`` is one collective of several tensors."""
     name = entry.op.rsplit(":", 1)[-1]
     kind = name.removesuffix("coalesced").rstrip("_")
     bare = entry.input_sizes in ((), UNKNOWN_SIZES)
@@ -284,46 +282,49 @@ def _is_end(entry: Collective) -> bool:
 
 
 def _belongs(entry: Collective, run: list[Collective]) -> bool:
-    """To the launch that ``run`` began. The end of a batch has the number of its sends and of no new collective."""
+    """Reports if an entry belongs to the launch of ``run``. The end of a batch repeats the number of its sends."""
     last = run[-1]
     if _is_end(last):
         return False
     if _number(entry) == _number(last):
-        return _number(entry)[1] > 0  # c10d counts from 1: these are entries whose numbers nobody can read
+        return _number(entry)[1] > 0  # c10d counts from 1; entries with 0 have an unreadable number
     return _is_end(entry) and last.is_p2p and (entry.p2p_seq, entry.seq) == (last.p2p_seq, last.seq)
 
 
 def _renumbered(runs: list[list[Collective]]) -> list[list[Collective]]:
-    """Without the numbers that batches of sends took from the collectives, as torch 2.5 counts.
+    """Subtracts the numbers that batches of sends used up, because torch 2.5 counts them as collectives.
 
-    Ranks of a pipeline make different numbers of batches, and after them the same collective is called differently.
-    Only a record that goes back to its first entry can tell how many there were.
+    The ranks of a pipeline make different numbers of batches, so the same collective would have different numbers.
+    Only a record that goes back to its first entry shows how many there were.
     """
     last = taken = 0
-    found = []
+    renumbered = []
     for run in runs:
         number = run[0].seq - taken
         if run[0].is_p2p and _is_end(run[-1]) and number > last:
             taken += number - last
             number = last
         last = max(last, number)
-        found.append([structs.replace(entry, seq=entry.seq - taken) for entry in run] if taken else run)
-    return found
+        renumbered.append([structs.replace(entry, seq=entry.seq - taken) for entry in run] if taken else run)
+    return renumbered
 
 
 def _one(run: list[Collective], *, cut_off: bool, newest: bool) -> list[Collective]:
-    """The entries to go on with. ``cut_off``: the ring may have lost what stood before ``run``.
+    """Returns the entries that replace one coalesced run.
 
-    A run that has no end was not launched yet, where it is the rank's newest in the group. Else its end went unrecorded
-    (a graph was captured, or the library records none), and nobody knows more than that the rank is past it.
+    A run without an end entry isn't launched yet if it is the rank's newest in the group. Otherwise its end wasn't
+    recorded (a captured graph, or a library that records none), and only shows that the rank got past it.
+
+    Args:
+        cut_off: the ring might have lost entries before ``run``.
     """
     end = run[-1] if _is_end(run[-1]) else None
     members = run[:-1] if end is not None else run
     if end is not None and cut_off and (not members or (end.completed and not members[0].is_p2p)):
-        return []  # it may be the end of a batch, or lack some of its operations: of no use for comparing
+        return []  # it might be the end of a batch or lack operations, so it can't be compared
     if not members or (end is None and len(members) == 1):
         return run
-    state = end.state if end is not None else OPEN if newest else members[-1].state
+    state = end.state if end is not None else NOT_LAUNCHED if newest else members[-1].state
     completed = end.completed if end is not None else not newest
     started = end.started if end is not None else None if completed else False
     changed = {"state": state, "completed": completed, "started": started}
@@ -343,6 +344,5 @@ def _one(run: list[Collective], *, cut_off: bool, newest: bool) -> list[Collecti
 
 
 def _counted(ops: Sequence[str]) -> str:
-    """``3 x all_reduce, broadcast``."""
     names = [(name, len(list(same))) for name, same in groupby(ops)]
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names)

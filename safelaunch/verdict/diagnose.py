@@ -1,9 +1,7 @@
-"""From evidence to a verdict. Pure.
+"""From evidence to a verdict, without side effects.
 
-Each rule either reaches a finding or says why not; the first finding wins, and what was ruled out on the way is kept.
-:data:`~safelaunch.verdict.rules.RULES` lists them in order. ``EXPLANATIONS`` then annotate a finding: why the rank is
-there, what it printed, where its memory went, whose it is, what was seen before. To the verdict itself, hardware is
-added that may be broken, and how often it was blamed: ``with_gpus``, ``with_repeats``.
+The rules of :data:`~safelaunch.verdict.rules.RULES` run in order until one returns a finding; ``EXPLANATIONS`` then
+annotate it. ``with_gpus`` and ``with_repeats`` add hardware that might be broken, and how often it was blamed before.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ import msgspec
 from safelaunch.model import Evidence, Verdict, format_ranks
 from safelaunch.stacks.source import ReadSource
 from safelaunch.verdict.advice import advise
-from safelaunch.verdict.alignment import out_of_sight
+from safelaunch.verdict.alignment import first_recorded_numbers
 from safelaunch.verdict.causes import BY_ITSELF
-from safelaunch.verdict.doubts import Doubt, confidence_of, those
+from safelaunch.verdict.doubts import Doubt, confidence_of, doubts_if
 from safelaunch.verdict.exits import GONE_CAUSES, was_a_hang, with_gathered_errors
 from safelaunch.verdict.explanations import EXPLANATIONS
 from safelaunch.verdict.findings import Finding, annotated
@@ -28,7 +26,7 @@ from safelaunch.verdict.nccl_witness import nccl_claims, nccl_rules_out
 from safelaunch.verdict.phrases import (
     ranks_word,
 )
-from safelaunch.verdict.proof import Examined, examine
+from safelaunch.verdict.proof import ProofResult, examine
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.rhythm import has_no_steps, with_the_time_without_a_step
 from safelaunch.verdict.rules import KINDS
@@ -43,10 +41,11 @@ _MOST_CLAIMS = 24
 
 
 def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdict:
-    """The verdict over one job's evidence; never raises on evidence that is merely incomplete.
+    """Returns the verdict on one job's evidence; never raises on incomplete evidence.
 
-    ``read_source`` gives the text of a source file, or None. It is asked only where ranks wait in different places
-    of one function, to tell a loop that one of them has left from a collective that only some of them call.
+    Args:
+        read_source: Returns the text of a source file, or None. Called only if ranks wait at different places of one
+            function, to distinguish a loop that a rank has left from a collective that only some ranks call.
     """
     evidence = with_gathered_errors(evidence)
     if evidence.outcome == "crash" and was_a_hang(evidence.ranks):
@@ -65,7 +64,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
 
 
 def _of_known_ranks(evidence: Evidence, finding: Finding, read_source: ReadSource | None) -> Verdict | None:
-    """The verdict on the ranks that are known as such, if it blames the same: then the others have no part in it."""
+    """Returns the verdict on the known ranks alone, if it blames the same ones."""
     at_fault = {culprit.rank for culprit in finding.culprits}
     if not at_fault or not at_fault.isdisjoint(evidence.labels):
         return None
@@ -75,7 +74,7 @@ def _of_known_ranks(evidence: Evidence, finding: Finding, read_source: ReadSourc
 
 
 def _conclude(case: Case) -> tuple[Finding, list[str]]:
-    """The first finding, and what was ruled out before it."""
+    """Returns the first finding, and what was ruled out before it."""
     ruled_out: list[str] = []
     for kind in KINDS:
         ruling = kind.ask(case)
@@ -92,8 +91,8 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
     victims = [r for r in case.ranks if r not in named and (r in finding.victims or _is_victim(case, r))]
     if finding.cause in ("slow-not-stuck", *WRONG_RESULTS):
         victims = []
-    # None of a job that was seen to work, or of which something was not seen.
-    examined = examine(case) if evidence.answer in (None, "dead", "unknown") else Examined()
+    # No proof for a job that was seen to work, or that wasn't seen completely.
+    examined = examine(case) if evidence.answer in (None, "dead", "unknown") else ProofResult()
     proof = examined.proof if evidence.answer != "unknown" else ()
     may_go_on = evidence.outcome in ("hang", "suspect") and evidence.answer not in (None, "dead")
     may_go_on |= has_no_steps(evidence) and finding.cause != "slow-not-stuck" and not proof
@@ -107,7 +106,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
         and len(case.world) > 1
         and len(named) > len(case.world - named),
     }
-    doubts = (*finding.doubts, *those(doubtful))
+    doubts = (*finding.doubts, *doubts_if(doubtful))
     suggestions, step = advise(case, finding)
     free = (examined.free,) if may_go_on and examined.free is not None else ()
     claims = (*finding.claims, *free, *nccl_claims(evidence), *version_claims(evidence))
@@ -131,7 +130,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
 
 
 def _is_corroborated(facts: CaseFacts, named: Collection[int]) -> bool:
-    """Lines of two kinds tell it of each: what it raised, how its launcher saw it end, what a peer of its reports."""
+    """Returns whether two kinds of lines agree on each named rank: its exception, its exit, or a peer's report."""
     waits = not facts.waiting.keys() <= set(named)
     kinds = [
         (rank_evidence.exception is not None)
@@ -144,7 +143,6 @@ def _is_corroborated(facts: CaseFacts, named: Collection[int]) -> bool:
 
 
 def _is_victim(facts: CaseFacts, rank: int) -> bool:
-    """In a crash the launcher ends everybody who did not fail, whatever they were about when they were looked at."""
     condition = facts.ranks[rank].condition
     if facts.evidence.outcome == "crash":
         return condition is None or condition.cause not in GONE_CAUSES
@@ -152,7 +150,7 @@ def _is_victim(facts: CaseFacts, rank: int) -> bool:
 
 
 def _missing(facts: CaseFacts, named: Collection[int]) -> Iterator[str]:
-    """What was not seen, rank by rank: the verdict is only as good as that."""
+    """Yields the evidence that is missing, by rank."""
     if facts.unseen:
         yield f"ranks not seen: {format_ranks(set(facts.unseen))}"
     if facts.evidence.printed is not None:
@@ -173,18 +171,17 @@ def _missing(facts: CaseFacts, named: Collection[int]) -> Iterator[str]:
 
 
 def _damaged(facts: CaseFacts) -> dict[tuple[str, ...], list[int]]:
-    """Fields → ranks whose records hold in them what no torch writes."""
     records = {rank: state.evidence.flight_record for rank, state in facts.ranks.items()}
     return sides_of({rank: record.damaged for rank, record in records.items() if record is not None and record.damaged})
 
 
 def _lost(facts: CaseFacts, finding: Finding, limit: int = 3) -> Iterator[str]:
-    """Where ranks did not meet, or met and stand still: what may have parted them before the ring buffers begin."""
+    """Yields calls that the ring buffers no longer hold, if the ranks might have diverged there."""
     causes = ("collective-mismatch", "group-order", "p2p-cycle", "no-rank-stands-out")
     if finding.cause not in causes or facts.evidence.printed is not None:
         return
     groups = {wait.group for wait in facts.waiting.values() if wait.group is not None}
-    lost = out_of_sight(facts.alignment, sorted(groups))
+    lost = first_recorded_numbers(facts.alignment, sorted(groups))
     for group, first in list(lost.items())[:limit]:
         yield f"calls before #{first} of group {group!r}: the Flight Recorder no longer holds them"
     late = [rank for rank in facts.alignment.records if not facts.alignment.is_whole(rank)]

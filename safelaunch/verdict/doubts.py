@@ -1,7 +1,6 @@
-"""How sure a finding is: ``high``, less what there is to doubt about it.
+"""Confidence in a finding: ``high``, lowered by its doubts.
 
-A rule names its doubts and never a level. Doubts about the same part of a finding are one reason to be unsure; doubts
-about different parts add up.
+A rule names its doubts, never a level. Doubts with the same subject count once; doubts with different subjects add up.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from typing import Literal
 
 from safelaunch.model import Confidence
 
-# The parts of a finding: what the ranks at fault do; where their calls parted from their peers'; whether others may be
-# at fault; whether another explanation fits; how good the evidence is, and how many are named, which both count only
-# where nothing else does.
+# Subjects of doubt: the state of the ranks at fault; their diverging calls; the possibility that other ranks
+# are at fault or that another explanation fits; and the quality of the evidence, the share of ranks named, and a
+# missing proof, which count only if no other subject is in doubt.
 DoubtSubject = Literal["state", "calls", "others", "rival", "evidence", "share", "proof"]
 
 _LEVELS: tuple[Confidence, ...] = ("high", "medium", "low")
 
 
 class Doubt(Enum):
-    """``levels``: by how many it lowers the confidence. ``why``: one sentence."""
+    """A reason to be less sure of a finding."""
 
     about: DoubtSubject
-    levels: int
-    why: str
+    levels: int  # how many levels it lowers the confidence
+    why: str  # one sentence
 
     def __init__(self, about: DoubtSubject, levels: int, why: str) -> None:
         self.about, self.levels, self.why = about, levels, why
@@ -99,13 +98,13 @@ class Doubt(Enum):
     PRINTED_ALONE = "evidence", 1, "Only the log says so, and only one kind of line in it."
 
 
-def those(found: Mapping[Doubt, bool]) -> tuple[Doubt, ...]:
-    """The doubts that are true."""
-    return tuple(doubt for doubt, true in found.items() if true)
+def doubts_if(conditions: Mapping[Doubt, bool]) -> tuple[Doubt, ...]:
+    """Returns the doubts whose condition holds."""
+    return tuple(doubt for doubt, holds in conditions.items() if holds)
 
 
 def levels_of(doubts: Iterable[Doubt]) -> int:
-    """By how many levels these lower the confidence, all together."""
+    """Returns how many levels these doubts lower the confidence together."""
     worst: dict[DoubtSubject, int] = {}
     for doubt in doubts:
         worst[doubt.about] = max(worst.get(doubt.about, 0), doubt.levels)

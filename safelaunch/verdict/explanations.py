@@ -8,7 +8,7 @@ from safelaunch.verdict import framework_frames, own_words, remarks, steps_made
 from safelaunch.verdict.branching import parted
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.gpu_memory import gpu_memory
-from safelaunch.verdict.groups import belonging
+from safelaunch.verdict.groups import groups_and_gpus
 from safelaunch.verdict.guarding import guards
 from safelaunch.verdict.node_behind import node_behind
 from safelaunch.verdict.skipped_calls import caught_exception, skipped_batch
@@ -27,7 +27,7 @@ EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
         remarks.debug_detail,
         steps_made.steps_made,
         remarks.driver_errors,
-        belonging,
+        groups_and_gpus,
         node_behind,
         remarks.wrong_results_before,
     ),

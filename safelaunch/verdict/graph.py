@@ -1,7 +1,6 @@
-"""Who waits for whom: edges, the walk along them to where the waiting ends, and the circles in which it ends nowhere.
+"""Graph of waits: edges, the walk along them, and the sets of nodes that wait for nothing outside.
 
-The nodes are whatever waits or is waited for. :mod:`.processes` gives the edges between the threads and children of one
-rank, :mod:`.waits` those between ranks: by the calls in which they meet, and by the files that they lock.
+:mod:`.processes` has the edges between the threads and children of one rank, :mod:`.waits` those between ranks.
 """
 
 from __future__ import annotations
@@ -15,44 +14,36 @@ from typing import Literal
 from safelaunch.model import Claim
 
 Node = Hashable
-# An operation of a group of ranks; a lock on a file; of threads: another's end, what another feeds, a lock that another
-# holds; of processes: a child's end, a child's message, who has the other end of a pipe, a DataLoader's workers.
-# Between ranks, too: what one is to send over a connection, or to make, a file, say, that others look for, or a key of
-# the store.
+# What a node waits for: a call of a group; a lock on a file; another thread's work, signal or lock; a child's exit or
+# message; the other end of a pipe; a DataLoader's workers; something that is polled for, such as a file; a store key.
 NodeKind = Literal["call", "file", "work", "signal", "lock", "child", "message", "pipe", "workers", "poll", "key"]
 
 
 @dataclass(frozen=True)
 class Edge:
-    """``of`` waits for each of ``on``, the most telling first. ``claims``: where that was seen.
-
-    ``may_end``: it may end by itself, by a time limit or because whoever it waits for is somebody else.
-    """
+    """A wait of ``of`` for each of ``on``."""
 
     of: Node
-    on: tuple[Node, ...]
+    on: tuple[Node, ...]  # the likeliest first
     kind: NodeKind
-    claims: tuple[Claim, ...] = ()
-    may_end: bool = False
+    claims: tuple[Claim, ...] = ()  # evidence of the wait
+    may_end: bool = False  # a time limit might end it, or it might wait for something else
 
 
 @dataclass(frozen=True)
 class Need:
-    """Something that has to happen before a node goes on: any one of ``givers`` can do it. No givers: nothing can.
-
-    ``why``: what has to happen, in words; ``claim``: where the wait was seen.
-    """
+    """Something that must happen before a node can continue. Any of ``givers`` can do it; without any, nothing can."""
 
     givers: frozenset[Node]
-    why: str = ""
-    claim: Claim | None = None
+    why: str = ""  # what must happen
+    claim: Claim | None = None  # evidence of the wait
 
 
 def stuck(needs: Mapping[Node, Collection[Need]]) -> dict[Node, Need]:
-    """The nodes that never go on, each with a need that nobody meets: the greatest closed set of waits.
+    """Returns the nodes that can never continue, each with a need that can't be met: the greatest closed set of waits.
 
-    A node goes on once each of its needs is met; whoever isn't in ``needs`` may go on at any time, and meet any. So
-    everybody is taken for stuck at first, and whoever can be released is, until nobody more can.
+    A node continues once all its needs are met. A node that isn't in ``needs`` can continue at any time, and meet any
+    need. So all nodes start as stuck, and nodes that can be released are removed one after another.
     """
     left = {node: tuple(all_of) for node, all_of in needs.items()}
     waiting_for: dict[Node, list[Node]] = {}
@@ -65,49 +56,53 @@ def stuck(needs: Mapping[Node, Collection[Need]]) -> dict[Node, Need]:
         if node in left and all(any(giver not in left for giver in need.givers) for need in left[node]):
             del left[node]
             queue += waiting_for.get(node, ())
-    return {node: next(one for one in all_of if left.keys() >= one.givers) for node, all_of in left.items()}
+    return {node: next(need for need in all_of if left.keys() >= need.givers) for node, all_of in left.items()}
 
 
 class Graph:
-    """``edges``: node → the waits that it is in, of which it has one as a rule."""
+    """Waits by node. Most nodes have one."""
 
     def __init__(self, edges: Iterable[Edge]) -> None:
-        found: dict[Node, tuple[Edge, ...]] = {}
+        by_node: dict[Node, tuple[Edge, ...]] = {}
         for edge in edges:
-            found[edge.of] = (*found.get(edge.of, ()), edge)
-        self.edges: Mapping[Node, tuple[Edge, ...]] = found
+            by_node[edge.of] = (*by_node.get(edge.of, ()), edge)
+        self.edges: Mapping[Node, tuple[Edge, ...]] = by_node
 
     def path(self, start: Node) -> tuple[Edge, ...]:
-        """The walk from ``start`` along the first edges, to who waits for nobody or where a circle closes."""
+        """Follows the first edges from ``start`` until a node waits for nothing or a cycle closes."""
         path: list[Edge] = []
-        seen = {start}
+        visited = {start}
         node = start
         while self.edges.get(node):
             path.append(self.edges[node][0])
             node = path[-1].on[0]
-            if node in seen:
+            if node in visited:
                 break
-            seen.add(node)
+            visited.add(node)
         return tuple(path)
 
     def leads_to(self, start: Node, nodes: Collection[Node]) -> bool:
-        """Whether the walk from ``start`` comes to one of ``nodes``."""
+        """Reports if the walk from ``start`` reaches one of ``nodes``."""
         return start in nodes or any(other in nodes for edge in self.path(start) for other in edge.on)
 
     @cached_property
     def sinks(self) -> tuple[tuple[Node, ...], ...]:
-        """The strongly connected sets of nodes that wait for nobody outside their set."""
+        """Strongly connected sets of nodes that wait for nothing outside their set."""
         sets = ((component, frozenset(component)) for component in self._components())
         edges = self.edges
-        return tuple(one for one, nodes in sets if all(nodes.issuperset(e.on) for n in one for e in edges.get(n, ())))
+        return tuple(
+            component
+            for component, nodes in sets
+            if all(nodes.issuperset(e.on) for n in component for e in edges.get(n, ()))
+        )
 
     def _components(self) -> list[tuple[Node, ...]]:
-        """Strongly connected components (Tarjan, iterative: classes can be as many as ranks)."""
+        """Returns the strongly connected components (Tarjan, iterative: there can be as many nodes as ranks)."""
         index: dict[Node, int] = {}
         low: dict[Node, int] = {}
         stack: list[Node] = []
         on_stack: set[Node] = set()
-        found: list[tuple[Node, ...]] = []
+        components: list[tuple[Node, ...]] = []
 
         def enter(node: Node) -> None:
             index[node] = low[node] = len(index)
@@ -132,9 +127,9 @@ class Graph:
                         while members[-1] != node:
                             members.append(stack.pop())
                         on_stack.difference_update(members)
-                        found.append(tuple(members))
+                        components.append(tuple(members))
                 elif other not in index:
                     enter(other)
                 elif other in on_stack:
                     low[node] = min(low[node], index[other])
-        return found
+        return components

@@ -1,4 +1,4 @@
-"""Where the ranks at fault belong: their process groups (a pipeline stage, a tensor group) and their GPUs."""
+"""Process groups of the ranks at fault (a pipeline stage, a tensor group), their names, and the device mesh."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from safelaunch.verdict.waits import Case
 MOST_RANKS, MOST_GROUPS = 4, 6
 
 
-def belonging(case: Case, finding: Finding) -> Iterator[Annotation]:
-    """The groups and the GPUs of the ranks at fault. Where these are all ranks of one group, and no others, a sentence
-    says so: what that group alone does is then where to look.
-    """
+def groups_and_gpus(case: Case, finding: Finding) -> Iterator[Annotation]:
+    """Names the groups and GPUs of the ranks at fault, and says if these are exactly the ranks of one group."""
     named = sorted({culprit.rank for culprit in finding.culprits})
     claims = tuple(claim for rank in named[:MOST_RANKS] for claim in _claims(case, rank))
     whole = _groups(case, named[0]).get(tuple(named)) if len(named) > 1 else None
@@ -34,26 +32,26 @@ def _claims(case: Case, rank: int) -> Iterator[Claim]:
     if groups:
         words = ", ".join(f"{name} ({ranks_word(ranks)})" for ranks, name in list(groups.items())[:MOST_GROUPS])
         record = case.ranks[rank].evidence.flight_record
-        told = record is not None and any(record.groups.values())
-        yield Claim(f"rank {rank} is in {words}", f"ranks/{rank}/{'flight_recorder' if told else 'rank'}.json")
+        is_recorded = record is not None and any(record.groups.values())
+        yield Claim(f"rank {rank} is in {words}", f"ranks/{rank}/{'flight_recorder' if is_recorded else 'rank'}.json")
     gpu = case.ranks[rank].evidence.gpu
     if gpu:
         yield Claim(f"rank {rank} has GPU {gpu}, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK", f"ranks/{rank}/rank.json")
 
 
 def _groups(case: Case, rank: int) -> dict[tuple[int, ...], str]:
-    """Ranks → name, of the groups that the rank is in with others, but not with all, the smallest first."""
+    """Returns the groups that the rank shares with some ranks, but not with all, the smallest first."""
     labels = _labels(case, rank)
-    found: dict[tuple[int, ...], str] = {}
+    names: dict[tuple[int, ...], str] = {}
     for name, ranks in case.alignment.listed(rank).items():
         members = tuple(sorted(ranks))
         if rank in members and 1 < len(members) < len(case.world):
-            found.setdefault(members, labels.get(name) or f"'{name.partition(' of ranks ')[0]}'")
-    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
+            names.setdefault(members, labels.get(name) or f"'{name.partition(' of ranks ')[0]}'")
+    return dict(sorted(names.items(), key=lambda item: (len(item[0]), item[0])))
 
 
 def with_group_names(case: Case, finding: Finding) -> Finding:
-    """Puts what people call a group before the name that torch gave it: ``group mesh_tp ('11')``."""
+    """Adds a group's description to the name that torch gave it: ``group mesh_tp ('11')``."""
     called: dict[str, set[str]] = {}
     for rank in case.ranks:
         for name, label in _labels(case, rank).items():
@@ -61,7 +59,7 @@ def with_group_names(case: Case, finding: Finding) -> Finding:
     sure = {name: min(labels) for name, labels in called.items() if len(labels) == 1}
 
     def named(text: str) -> str:
-        return _QUOTED.sub(lambda found: _with_label(found[0], found[1], sure.get(found[1], "")), text)
+        return _QUOTED.sub(lambda match: _with_label(match[0], match[1], sure.get(match[1], "")), text)
 
     return replace(
         finding,
@@ -80,35 +78,34 @@ def _with_label(text: str, name: str, label: str) -> str:
 
 
 def _labels(facts: CaseFacts, rank: int) -> dict[str, str]:
-    """Name → what people call a group: its description, by the rank itself or by its calls."""
-    told, used = _told(facts.ranks[rank].evidence), facts.alignment.ring(rank).used().values()
-    return {**told, **{kind.group: told.get(kind.group) or label_of(kind) for kind in used}}
+    own_labels, used = _own_labels(facts.ranks[rank].evidence), facts.alignment.ring(rank).used().values()
+    return {**own_labels, **{kind.group: own_labels.get(kind.group) or label_of(kind) for kind in used}}
 
 
-def _told(rank: RankEvidence) -> dict[str, str]:
+def _own_labels(rank: RankEvidence) -> dict[str, str]:
     return {name: text for name, text in rank.gil.called.items() if text not in ("undefined", *DEFAULT_GROUPS)}
 
 
 # --- device meshes ----------------------------------------------------------------------------------------------------
 
-_OF_A_MESH = "mesh_"  # begins the description of a DeviceMesh's groups; its dimension's name follows
+_MESH_PREFIX = "mesh_"  # prefix of the description of a DeviceMesh's groups, before the dimension's name
 
 
 def mesh(facts: CaseFacts) -> tuple[tuple[str, int], ...]:
-    """Dimensions and sizes of the DeviceMesh over all ranks, the outermost first; empty where no such mesh is seen.
+    """Returns the dimensions and sizes of the DeviceMesh over all ranks, the outermost first; empty if there is none.
 
-    A mesh leaves its name only in the descriptions of its groups. Those of flattened dimensions are made after them.
+    Only the descriptions of a mesh's groups show it. Groups of flattened dimensions are created after them.
     """
-    found = {_dimensions(facts, rank) for rank in facts.ranks} - {()}
-    return found.pop() if len(found) == 1 else ()
+    meshes = {_dimensions(facts, rank) for rank in facts.ranks} - {()}
+    return meshes.pop() if len(meshes) == 1 else ()
 
 
 def _dimensions(facts: CaseFacts, rank: int) -> tuple[tuple[str, int], ...]:
     labels, dimensions = _labels(facts, rank), []
     for name, members in facts.alignment.listed(rank).items():
         label = labels.get(name, "")
-        if label.startswith(_OF_A_MESH) and rank in members:
-            dimensions.append((label.removeprefix(_OF_A_MESH), len(members)))
+        if label.startswith(_MESH_PREFIX) and rank in members:
+            dimensions.append((label.removeprefix(_MESH_PREFIX), len(members)))
             if prod(size for _, size in dimensions) == facts.evidence.world_size:
                 return tuple(dimensions)
     return ()

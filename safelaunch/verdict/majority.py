@@ -1,4 +1,4 @@
-"""Ranks by what they did, and the majority among them."""
+"""Ranks grouped by what they did, and the majority among them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ K = TypeVar("K")
 
 
 def sides_of(what: Mapping[int, K]) -> dict[K, list[int]]:
-    """The ranks by what each of them has called, or is in; in the order of their first ones."""
-    found: dict[K, list[int]] = {}
-    for rank, one in what.items():
-        found.setdefault(one, []).append(rank)
-    return found
+    """Groups the ranks by value, in the order of their first ranks."""
+    sides: dict[K, list[int]] = {}
+    for rank, value in what.items():
+        sides.setdefault(value, []).append(rank)
+    return sides
 
 
 def vote(classes: Mapping[Any, Iterable[int]]) -> tuple[tuple[int, ...], bool]:
-    """``(ranks outside the strict majority, there is one)``; with no strict majority, everybody is at odds."""
+    """Returns the ranks outside the strict majority (all ranks if there is none), and if there is one."""
     counts = {key: tuple(ranks) for key, ranks in classes.items()}
     total = sum(map(len, counts.values()))
     most = max(counts, key=lambda key: len(counts[key]))

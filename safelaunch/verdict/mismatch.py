@@ -14,20 +14,18 @@ from safelaunch.verdict.majority import sides_of, vote
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One sequence number under which ranks recorded different things: ``entries``. ``odd`` is the minority, or all
-    when tied.
-    """
+    """A sequence number under which ranks recorded different things."""
 
     group: str
     seq: int
     classes: Mapping[Signature, tuple[int, ...]]
-    odd: tuple[int, ...]
+    odd: tuple[int, ...]  # the minority, or all ranks in a tie
     majority: bool
     entries: Mapping[int, Collective]
 
 
 def mismatch_at(alignment: Alignment, group: str, seq: int) -> Mismatch | None:
-    """Whether the members of ``group`` recorded different operations, sizes or types under ``seq``."""
+    """Returns how the operations, sizes or types that members recorded under ``seq`` differ; None if they don't."""
     members, _ = alignment.members(group)
     entries = {rank: entry for rank in sorted(members) if (entry := alignment.entry(rank, group, seq)) is not None}
     classes = sides_of({rank: signature(entry) for rank, entry in entries.items()})
@@ -40,28 +38,28 @@ def mismatch_at(alignment: Alignment, group: str, seq: int) -> Mismatch | None:
 
 
 def _told_apart(classes: Mapping[Signature, list[int]]) -> dict[Signature, list[int]]:
-    """Ranks whose records do not tell it all go with the largest class that they fit."""
-    found = {key: ranks for key, ranks in classes.items() if None not in key}
-    for key in classes.keys() - found.keys():
-        fitting = [known for known in found if fits(key, known)]
-        joined = max(fitting, key=lambda known: len(found[known]), default=key)
-        found[joined] = sorted([*found.get(joined, ()), *classes[key]])
-    return found
+    """Adds ranks with incomplete records to the largest class that they might match."""
+    complete = {key: ranks for key, ranks in classes.items() if None not in key}
+    for key in classes.keys() - complete.keys():
+        fitting = [complete_key for complete_key in complete if fits(key, complete_key)]
+        joined = max(fitting, key=lambda candidate: len(complete[candidate]), default=key)
+        complete[joined] = sorted([*complete.get(joined, ()), *classes[key]])
+    return complete
 
 
 def first_mismatch(alignment: Alignment) -> Mismatch | None:
-    """The oldest mismatch that the windows still hold, over all groups, as far as any rank has come."""
+    """Returns the oldest mismatch in the windows of all groups, among calls that a rank has reached."""
     signatures = Numbering(lambda entry, _: signature(entry))
     names = Numbering(lambda entry, _: op_name(entry))
-    found = []
+    mismatches = []
     front = alignment.front()
     for group in alignment.groups():
         windows = {rank: alignment.window(rank, group) for rank in sorted(alignment.members(group)[0])}
-        held = [window for window in windows.values() if window is not None]
-        seq = first_difference(map(signatures.column, held))
-        if seq is not None and mismatch_at(alignment, group, seq) is None:  # what differs there, some do not tell
-            seq = first_difference(map(names.column, held))
+        present = [window for window in windows.values() if window is not None]
+        seq = first_difference(map(signatures.column, present))
+        if seq is not None and mismatch_at(alignment, group, seq) is None:  # unknown parts made the difference
+            seq = first_difference(map(names.column, present))
             seq = seq if seq is not None and mismatch_at(alignment, group, seq) is not None else None
         if seq is not None and seq <= front.get(group, -1):
-            found.append((seq, group))
-    return mismatch_at(alignment, min(found)[1], min(found)[0]) if found else None
+            mismatches.append((seq, group))
+    return mismatch_at(alignment, min(mismatches)[1], min(mismatches)[0]) if mismatches else None

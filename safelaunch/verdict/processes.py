@@ -20,7 +20,7 @@ from safelaunch.stacks.innermost import LockHeld
 from safelaunch.stacks.kernel import wait_words
 from safelaunch.verdict import causes, suggestions
 from safelaunch.verdict.conditions import Condition, View, thread_condition
-from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exits import signal_name
 from safelaunch.verdict.graph import Edge, Graph, Node, NodeKind
 from safelaunch.verdict.suggestions import Advice
@@ -373,7 +373,7 @@ class ProcessView:
         return replace(
             own,
             reason=f"{own.reason}; child process {last.process.pid} {how}",
-            doubts=(*own.doubts, *those({Doubt.MAY_END: any(edge.may_end for edge in self.circle)})),
+            doubts=(*own.doubts, *doubts_if({Doubt.MAY_END: any(edge.may_end for edge in self.circle)})),
             claims=(*claims, *there.claims, last.kernel_claim(ends)),
             advice=own.advice | {suggestions.FULL_PIPE if last.wait.writes else suggestions.WAITS_IN_TURN},
             for_good=False,

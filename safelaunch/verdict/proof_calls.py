@@ -1,4 +1,4 @@
-"""Calls under way, as the nodes that threads wait for, and which of them can meet."""
+"""c10d calls under way, as nodes that threads wait for, and which of them can match."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _TRANSFERS = frozenset({"isend", "irecv", "batch_isend_irecv"})
 
 @dataclass(frozen=True)
 class OpenCall:
-    """A call of c10d under way, on all ranks that have entered it alike."""
+    """A c10d call under way, on all ranks that entered the same one."""
 
     group: str
     number: int
     is_p2p: bool
     signature: tuple[object, ...]
-    rank: int = -1  # of a send or receive
+    rank: int = -1  # the rank that made it, if it is a send or receive
 
 
 @dataclass(frozen=True)
 class OpenTransfer:
-    """A send or receive of a thread; None for what was not seen. ``peer``: a rank of the world."""
+    """A send or receive that a thread is in; None stands for unknown."""
 
     sends: bool | None
-    peer: int | None
+    peer: int | None  # rank of the world
     tag: int | None
 
     @classmethod
@@ -41,7 +41,7 @@ class OpenTransfer:
         return cls(sends, wait.peer, wait.tag)
 
     def may_meet(self, rank: int, other: OpenTransfer, other_rank: int) -> bool:
-        """Whether this one, of ``rank``, and ``other`` may be the two ends of a transfer that is under way."""
+        """Reports if this transfer of ``rank`` and ``other`` might be two ends of the same one."""
         directions = self.sends is None or other.sends is None or self.sends is not other.sends
         tags = self.tag is None or other.tag is None or self.tag == other.tag
         return directions and tags and self.peer in (None, other_rank) and other.peer in (None, rank)
@@ -53,11 +53,11 @@ def open_call_of(entry: Collective, rank: int) -> OpenCall:
     return OpenCall(entry.group, number_of(entry), entry.is_p2p, (named[0] or "", *named[1:]), whose)
 
 
-def can_meet(one: Collective, other: Collective) -> bool:
-    """Whether two entries under one number may meet: the same operation over as many bytes, as far as is known."""
-    if not op_name(one) or not op_name(other):
+def can_meet(entry: Collective, other: Collective) -> bool:
+    """Reports if two entries with one number might match: the same operation and, if known, as many bytes."""
+    if not op_name(entry) or not op_name(other):
         return True
-    a, b = signature(one), signature(other)
+    a, b = signature(entry), signature(other)
     if a[0] != b[0] or len(a) != len(b):
         return False
     if len(a) < 3 or a == b or None in (a[1], b[1]):
@@ -77,6 +77,6 @@ def _bytes(signature: tuple[object, ...]) -> int | None:
 
 
 def names_transfer(view: View) -> bool:
-    """It waits for what a function of ``torch.distributed`` gave; the methods of a group have other names."""
+    """Reports if the thread waits for the result of a ``torch.distributed`` function, not of a group's method."""
     inner = line_before_c10d(view)
     return inner is not None and view.read_source is not None and is_given_by(inner, _TRANSFERS, view.read_source)

@@ -1,4 +1,4 @@
-"""Threads and processes of the ranks, and what two looks at them show: where each rests, and whose code it runs."""
+"""Threads and processes of the ranks in two looks: where each thread rests, and whose code it runs."""
 
 from __future__ import annotations
 
@@ -23,52 +23,47 @@ from safelaunch.stacks.source import ReadSource
 from safelaunch.verdict.conditions import View
 from safelaunch.verdict.graph import Node
 
-OTHERS = -1
+UNKNOWN_THREADS = -1
 NO_GIVERS: frozenset[Node] = frozenset()
-# Native threads of torch and of the libraries below it run no Python code of their own accord: what they call back is
-# the end of a c10d call. Any other one can set an event or put something into a queue. The thread's name shows nothing:
-# a new thread inherits the name of the one that starts it.
+# Native threads of torch, and of the libraries below it, run no Python code except callbacks at the end of c10d calls.
+# Any other native thread can set an event or fill a queue. Thread names prove nothing: a new thread inherits its
+# creator's.
 TORCH_LIBRARY = re.compile(r"(libtorch(_cpu|_cuda|_hip|_xpu|_python)?|libc10(_\w+)?)\.so[.\d]*")
 _BELOW_TORCH = re.compile(
     rf"{TORCH_LIBRARY.pattern}|(libgomp|libi?omp5?|lib(scipy_)?openblas\w*|libmkl_\w+|libnccl|libcuda(rt)?|libcupti"
     r"|libuc[spt]|libibverbs|libmlx5)(-\w+)?\.so[.\d]*"
 )
-# Where torch's own threads rest: idle workers, gloo's event loop, the worker server. In any other call, such as the
-# wait for a store's key, the thread runs what somebody has given it.
+# System calls of torch's idle threads: workers, gloo's event loop, the worker server. In any other call (waiting for a
+# store key, for example) the thread runs a job it was passed.
 _TORCH_RESTS = ("futex", "futex_wait", "epoll_wait", "epoll_pwait", "epoll_pwait2", "accept", "accept4")
 _PYTHON = re.compile(r"(lib)?python3[\d.]*[td]?(\.so[.\d]*)?")
-_SYSTEM = ("/usr/", "/lib/", "/lib64/", "/opt/")  # where drivers and system libraries are
-# Libraries whose threads show and send what the script has reported, and call back nothing of the script's. There is no
-# general sign of that: code can be reached by its name, through a weak reference, or through a logger.
+_SYSTEM = ("/usr/", "/lib/", "/lib64/", "/opt/")  # directories of drivers and system libraries
+# Libraries whose threads display or send what the script reported, and never call the script back. That can't be
+# detected in general: code can be reached by name, through a weak reference, or through a logger.
 _REPORTERS = ("tqdm", "tensorboard", "tensorboardX", "wandb")
 _REPORTER_FILE = re.compile(rf"/(?:site|dist)-packages/({'|'.join(_REPORTERS)})/")
 _TORCH_FILE = re.compile(r"/(?:site|dist)-packages/torch/")
-_PICKLING = frozenset({"_tensor_to_object", "_object_to_tensor"})  # functions of c10d that run code of the objects
-# TensorPipe's threads. With these, or with a worker server beside the beacon's, threads of torch's library run what
-# other processes ask for.
-_OF_RPC = "TP_"
+_PICKLING = frozenset({"_tensor_to_object", "_object_to_tensor"})  # c10d functions that run code of pickled objects
+# Prefix of TensorPipe's threads. With these, or with a second worker server, torch's threads run requests of other
+# processes.
+_RPC_PREFIX = "TP_"
 
 
 @dataclass(frozen=True)
 class Actor:
-    """A thread of a process of a rank; ``tid`` 0: of a process that runs no Python, its first; ``OTHERS``: all native
-    threads of which nothing is known.
-    """
+    """A thread, or all native threads of a process about which nothing is known."""
 
     rank: int
     pid: int
-    tid: int
+    tid: int  # 0: first thread of a process without Python; UNKNOWN_THREADS: the unknown native threads
 
 
 @dataclass(frozen=True)
 class ImportedTorch:
-    """The installation that a rank has imported: what is torch's, and what is below it.
+    """The torch installation that a rank imported."""
 
-    ``places``: directories of torch; none if they are not known. ``roots``: those of installed packages.
-    """
-
-    places: tuple[str, ...]
-    roots: tuple[str, ...]
+    places: tuple[str, ...]  # directories of torch; empty if unknown
+    roots: tuple[str, ...]  # directories of installed packages
 
     @classmethod
     def of(cls, rank: RankEvidence) -> ImportedTorch:
@@ -80,9 +75,9 @@ class ImportedTorch:
         return path.startswith(self.places) if self.places else _TORCH_FILE.search(path) is not None
 
     def owns_thread(self, thread: ThreadState) -> bool:
-        """Whether a native thread runs code of torch and of the libraries below it alone.
+        """Reports if a native thread runs nothing but torch and the libraries below it.
 
-        Python's own code can be among it: what torch calls back there has Python frames, or leaves only traces.
+        Python's library can be on its stack: torch's callbacks have Python frames, or leave only traces.
         """
         if not _BELOW_TORCH.fullmatch(thread.rests_in) or not thread.libraries:
             return False
@@ -99,13 +94,11 @@ class ImportedTorch:
 
 @dataclass(frozen=True)
 class ProvedProcess:
-    """``views``: of its threads that run Python, the main one first; of its first thread alone where none does. Those
-    that run the beacon alone are left out: they release nothing and call nothing.
-    """
+    """A process of a rank, with a view of each Python thread except the beacon's own, which end no waits."""
 
     rank: int
     evidence: ProcessEvidence
-    views: Mapping[Actor, View]
+    views: Mapping[Actor, View]  # Python threads, the main thread first; without Python, the first thread
     runs_python: bool
     torch: ImportedTorch
 
@@ -114,8 +107,8 @@ class ProvedProcess:
         first = View(evidence, rank, read_source=read_source)
         threads = [thread for thread in _python_threads(evidence) if not _is_ours(thread)]
         views = {
-            Actor(rank.rank, evidence.pid, one.os_tid or 0): replace(first, other=one) if number else first
-            for number, one in enumerate(threads)
+            Actor(rank.rank, evidence.pid, thread.os_tid or 0): replace(first, other=thread) if number else first
+            for number, thread in enumerate(threads)
         }
         main = {Actor(rank.rank, evidence.pid, 0): first}
         return cls(rank.rank, evidence, views or main, bool(threads), ImportedTorch.of(rank))
@@ -129,15 +122,14 @@ class ProvedProcess:
         return self.evidence.states[-1]
 
     def actor(self, view: View) -> Actor:
-        return next(actor for actor, one in self.views.items() if one is view)
+        return next(actor for actor, own_view in self.views.items() if own_view is view)
 
-    def beside(self, view: View) -> frozenset[Node]:
-        """Its other threads that run Python."""
+    def other_threads(self, view: View) -> frozenset[Node]:
         return frozenset(self.views) - {self.actor(view)}
 
     @cached_property
-    def unknown(self) -> tuple[ThreadState, ...]:
-        """Native threads that can run code of the user's of their own accord."""
+    def unknown_threads(self) -> tuple[ThreadState, ...]:
+        """Native threads that can run the user's code by themselves."""
         if not self.evidence.states:
             return ()
         if not self.runs_python:
@@ -145,40 +137,47 @@ class ProvedProcess:
         python = {thread.os_tid for thread in _python_threads(self.evidence)}
         native = [thread for thread in self.newest.threads if thread.tid not in python]
         listening = [
-            one for one in native if one.syscall_name.startswith("accept") and TORCH_LIBRARY.fullmatch(one.rests_in)
+            thread
+            for thread in native
+            if thread.syscall_name.startswith("accept") and TORCH_LIBRARY.fullmatch(thread.rests_in)
         ]
-        serves = any(thread.name.startswith(_OF_RPC) for thread in native) or len(listening) > 1
-        return tuple(thread for thread in native if serves or not self._runs_torch_alone(thread))
+        serves = any(thread.name.startswith(_RPC_PREFIX) for thread in native) or len(listening) > 1
+        return tuple(thread for thread in native if serves or not self._runs_only_torch(thread))
 
-    def _runs_torch_alone(self, thread: ThreadState) -> bool:
-        """Whether one of the last two looks shows that, and the other shows the same or a thread that ran.
+    def _runs_only_torch(self, thread: ThreadState) -> bool:
+        """Reports if one of the last two looks shows only torch, and the other the same or a running thread.
 
         The stack of a running thread can't be read, and gloo's event loop wakes up a hundred times a second.
         """
-        seen = [one for state in self.evidence.states[-2:] for one in state.threads if one.tid == thread.tid]
-        owned = [self.torch.owns_thread(one) for one in seen]
-        return any(owned) and all(own or one.state == "R" for own, one in zip(owned, seen, strict=True))
+        looks = [
+            state_thread
+            for state in self.evidence.states[-2:]
+            for state_thread in state.threads
+            if state_thread.tid == thread.tid
+        ]
+        owned = [self.torch.owns_thread(look) for look in looks]
+        return any(owned) and all(own or look.state == "R" for own, look in zip(owned, looks, strict=True))
 
     @property
     def serves_a_store(self) -> bool:
         return any(thread.name.startswith("pt_tcpstore") for thread in self.newest.threads)
 
     @property
-    def others(self) -> frozenset[Node]:
-        """Stands for the native threads of which nothing is known; empty if there are none."""
-        return frozenset({Actor(self.rank, self.evidence.pid, OTHERS)}) if self.unknown else NO_GIVERS
+    def unknown_nodes(self) -> frozenset[Node]:
+        """The node that stands for the unknown native threads; empty if there are none."""
+        return frozenset({Actor(self.rank, self.evidence.pid, UNKNOWN_THREADS)}) if self.unknown_threads else NO_GIVERS
 
     @cached_property
-    def others_rest(self) -> bool:
-        """Whether the unknown native threads all wait, without a time limit, for another thread to wake them."""
+    def unknown_threads_rest(self) -> bool:
+        """All unknown native threads wait, without a time limit, for another thread to wake them."""
         if len(self.evidence.states) < 2:
             return False
         earlier = {thread.tid: thread for thread in self.evidence.states[-2].threads}
-        return all(_rests(one, earlier.get(one.tid)) for one in self.unknown)
+        return all(_rests(thread, earlier.get(thread.tid)) for thread in self.unknown_threads)
 
 
 def is_gone(process: ProcessEvidence) -> bool:
-    """Not where only its first thread has ended."""
+    """Reports if all threads of the process have ended, not only its first."""
     state = process.states[-1] if process.states else None
     return state is not None and state.state in "ZX" and all(thread.state in "ZX" for thread in state.threads)
 
@@ -192,16 +191,16 @@ def _is_ours(thread: Thread) -> bool:
 
 
 def _python_threads(process: ProcessEvidence) -> tuple[Thread, ...]:
-    """Of the newest sample, the main thread first."""
     samples = _plain(process)
     main = samples[-1].main_thread if samples else None
     return (main, *(thread for thread in samples[-1].threads if thread is not main)) if main is not None else ()
 
 
 def is_steady(view: View, *, spins: bool) -> bool:
-    """It was seen twice, in the same place, and has not run in between, as far as the kernel tells.
+    """Reports if two looks show the thread in the same place and, by the kernel, it didn't run in between.
 
-    ``spins``: it may wait for its device, which takes a CPU.
+    Args:
+        spins: it might be waiting for its device, which uses CPU time.
     """
     process, tid = view.process, view.os_tid
     if len(process.states) < 2 or not tid:
@@ -231,12 +230,11 @@ def ident_of(view: View) -> int:
 
 def rests_in_of(view: View) -> str:
     states = view.process.states[-2:]
-    found = {t.rests_in for state in states for t in state.threads if t.tid == view.os_tid}
-    return found.pop() if len(found) == 1 else ""
+    places = {t.rests_in for state in states for t in state.threads if t.tid == view.os_tid}
+    return places.pop() if len(places) == 1 else ""
 
 
 def _rests(thread: ThreadState, before: ThreadState | None) -> bool:
-    """Whether it waits for another thread of its process to wake it, and has not run since an earlier look."""
     private = thread.syscall_name.startswith("futex") and not thread.fd_target and thread.ends_s is None
     if not private or before is None or before.syscall_name != thread.syscall_name:
         return False
@@ -244,12 +242,12 @@ def _rests(thread: ThreadState, before: ThreadState | None) -> bool:
 
 
 def is_in_torch(view: View, torch: ImportedTorch) -> bool:
-    """Whether the call that its frames show is torch's, and the thread rests in torch's native code.
+    """Reports if the frames show a call of torch, and the thread rests in torch's native code.
 
-    Another library can have a file of the same name; and an object that c10d unpickles runs code of its own.
+    Another library can have a file of the same name, and an object that c10d unpickles runs its own code.
     """
     inner = view.stack.called
-    makes_group = any(torch.owns(one.file) and fr.short(one.function) in calls.MAKES_GROUPS for one in inner)
+    makes_group = any(torch.owns(frame.file) and fr.short(frame.function) in calls.MAKES_GROUPS for frame in inner)
     if not inner or not (torch.owns(inner[0].file) or makes_group):
         return False
     rests_in = rests_in_of(view)
@@ -259,17 +257,17 @@ def is_in_torch(view: View, torch: ImportedTorch) -> bool:
 
 
 def is_torch_thread(view: View, torch: ImportedTorch) -> bool:
-    """Whether torch has begun the thread for itself. What ``torch.distributed`` begins can make calls."""
+    """Reports if torch started the thread for itself. Threads that ``torch.distributed`` starts can make calls."""
     begun = next((frame.file for frame in reversed(view.frames) if fr.basename(frame.file) != "threading.py"), "")
     return torch.owns(begun) and "/torch/distributed/" not in fr.normal(begun) and not view.user_frame
 
 
 def is_reporter_thread(view: View, roots: Sequence[str]) -> bool:
-    """Whether all code of a thread is the standard library's and that of one package in ``_REPORTERS``."""
+    """Reports if the thread runs nothing but the standard library and one package in ``_REPORTERS``."""
     files = [fr.normal(frame.file) for frame in view.frames]
-    packages = {found[1] for file in files if (found := _REPORTER_FILE.search(file))}
-    others = [file for file in files if not _REPORTER_FILE.search(file)]
-    are_standard = all("-packages/" not in file and fr.is_library(file, roots) for file in others)
+    packages = {match[1] for file in files if (match := _REPORTER_FILE.search(file))}
+    others_files = [file for file in files if not _REPORTER_FILE.search(file)]
+    are_standard = all("-packages/" not in file and fr.is_library(file, roots) for file in others_files)
     return len(packages) == 1 and are_standard
 
 
@@ -278,7 +276,7 @@ def is_in_lock(view: View) -> bool:
 
 
 def is_public(path: str) -> bool:
-    """Whether the file behind a shared lock has a name that processes of other jobs may open it by."""
+    """Reports if the file of a shared lock has a name by which other jobs' processes can open it."""
     return path.startswith(("/SYSV", "/memfd:", "?")) or (path.startswith("/") and not path.endswith(" (deleted)"))
 
 

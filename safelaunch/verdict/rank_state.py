@@ -19,7 +19,7 @@ from safelaunch.verdict.c10d import described, number_of, op_name
 from safelaunch.verdict.causes import BY_ITSELF
 from safelaunch.verdict.conditions import Condition, View, gil_condition, record_claim, thread_condition
 from safelaunch.verdict.divergence import Histories
-from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.peers import PeerWait, begins_at
 from safelaunch.verdict.processes import ProcessView, may_train_elsewhere
 from safelaunch.verdict.suggestions import (
@@ -161,7 +161,7 @@ def _seen_from_the_others(facts: CaseFacts, rank: int) -> RankFacts | None:
     one = facts.ranks[rank]
     if one.evidence.exception is not None and (others := exits.missed_the_store(one.evidence, facts.evidence.ranks)):
         failed = exits.exception_condition(one.evidence, one.evidence.exception)
-        doubts = those({Doubt.STATE_INFERRED: all(calls.makes_store(other.stack) for other in others)})
+        doubts = doubts_if({Doubt.STATE_INFERRED: all(calls.makes_store(other.stack) for other in others)})
         failed = replace(failed, advice=frozenset({STORE_NOT_REACHED}), doubts=doubts, for_good=True)
         return replace(one, wait=None, condition=failed)
     if one.condition is not None and one.condition.cause == "rank-exception" and facts.evidence.outcome != "crash":

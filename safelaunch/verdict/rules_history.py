@@ -1,6 +1,6 @@
-"""What the call histories tell: a rank made a call too many, left one out, went another way or took another order.
+"""Rules over call histories: an extra call, a skipped one, a different one, or a different order.
 
-Where ranks wait now is then only where it shows; these rules name the call at which their ways parted.
+Where ranks wait now is only a consequence; these rules name the call at which the histories diverge.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safelaunch.verdict.c10d import describe, number_of, op_name
 from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.divergence import Divergence
-from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.own_words import is_aside
 from safelaunch.verdict.phrases import apart, capital, ranks_wait, ranks_word, wait_words
@@ -28,8 +28,8 @@ from safelaunch.verdict.waits import Case, same_op
 def diverged_earlier(case: Case) -> Ruling:
     """Peers wait for a rank that is behind only because of an extra or missing call long ago.
 
-    Without that call nobody would wait, so what the rank that is waited for does now (it sleeps, it has ended its
-    loop) is no cause. Asked only where the histories agree again behind the shift, several calls long.
+    Without that call no rank would wait, so the current state of the awaited rank (it sleeps, it has left its loop) is
+    no cause. Applies only if the histories agree again for several calls after the shift.
     """
     waits = (waiters.wait for waiters in case.waits.classes.values())
     groups = {w.group for w in waits if w.kind == "collective" and w.group is not None}
@@ -39,11 +39,10 @@ def diverged_earlier(case: Case) -> Ruling:
 
 
 def called_past_the_end(case: Case) -> Ruling:
-    """Ranks have ended by themselves, and a peer waits in a call that they never make, or it made an extra call
-    earlier.
+    """Ranks ended on their own, and a peer waits in a call that they never make, or made an extra call earlier.
 
-    Then they had no fewer batches than the peer. Records tell, else steps: whoever had fewer batches has not made more
-    of them.
+    So uneven batches don't explain it. Shown by the records, or by step counts: a rank with fewer batches can't have
+    made more steps.
     """
     ended, waiting = _ended_and_waiting(case)
     if not ended or not waiting:
@@ -69,8 +68,9 @@ def called_past_the_end(case: Case) -> Ruling:
 
 
 def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
-    """The members of a group that have ended as scripts do, and those that wait in its calls; empty where these are
-    more, or other ranks do something of their own.
+    """Returns members of a group that ended as scripts do, and members that wait in its calls.
+
+    Empty if more wait than ended, or if other ranks are held up for reasons of their own.
     """
     own = conditions(case)
     if any(
@@ -86,7 +86,7 @@ def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
 
 
 def _newest_call(case: Case, rank: int) -> Collective | None:
-    """The collective on record in which ``rank`` waits, or had an error: then the newest one from that line."""
+    """Returns the recorded collective in which ``rank`` waits, or the newest from the line of its exception."""
     wait = case.waiting.get(rank)
     if wait is None or wait.seq is not None:
         return case.call_of(rank)
@@ -96,7 +96,7 @@ def _newest_call(case: Case, rank: int) -> Collective | None:
 
 
 def _never_made(case: Case, rank: int, call: Collective, peers: Sequence[int]) -> bool:
-    """None of ``others`` has made a call from that place, as far as records show, nor met one from there before."""
+    """Returns whether no peer made a call from that place, or met one from there before, by their records."""
     aligned = case.histories.in_group(call.group)
     own_history, peer_histories = aligned.histories.get(rank), [aligned.histories.get(other) for other in peers]
     if own_history is None or not aligned.by_frames or (this := own_history.at(call.seq)) == UNKNOWN:
@@ -112,7 +112,7 @@ def _too_many(
     ends = tuple(claim for condition in conditions(case).values() for claim in condition.claims[:1])[:1]
     return Finding(
         "collective-mismatch",
-        those({Doubt.NO_MAJORITY: len(waiting) == len(ended), **doubts}),
+        doubts_if({Doubt.NO_MAJORITY: len(waiting) == len(ended), **doubts}),
         f"{capital(text)}.",
         waiting_culprits(case, waiting),
         (shown, *ends, *wait_claims(case, waiting)),
@@ -121,10 +121,9 @@ def _too_many(
 
 
 def out_of_step(case: Case) -> Ruling:
-    """A rank made an extra call or left one out, and ranks wait for each other across groups, or no group shows the
-    mismatch yet.
+    """A rank made an extra call or skipped one, and ranks wait across groups, or no group shows the mismatch yet.
 
-    CPUs run ahead of what their devices do, so all may have queued every call; in which order, their programs tell.
+    CPUs run ahead of their devices, so all calls might be queued; the programs show their order.
     """
     groups, shifts = case.waits.groups_of_circle, list[Divergence]()
     if case.waits.circle:
@@ -138,9 +137,7 @@ def out_of_step(case: Case) -> Ruling:
 
 
 def left_its_role(case: Case) -> Ruling:
-    """A rank in the cycle made a different call from all others in its role, which had made the same calls until
-    then.
-    """
+    """A rank in the cycle made a different call from all others in its role, after equal calls until then."""
     if len(case.waits.groups_of_circle) < 2 and not case.waits.transfers_of_circle:
         return ""
     one = case.histories.of_one(case.waits.in_circle)
@@ -148,7 +145,7 @@ def left_its_role(case: Case) -> Ruling:
 
 
 def of_role(case: Case, one: Divergence) -> Finding:
-    """The finding for a rank that left its role. The line is that of its own call, or of the one that it left out."""
+    """Returns the finding for a rank that left its role, at its own call, or at the one that it skipped."""
     (rank,), missing = one.ranks, one.kind == "missing"
     both = [(rank, one.there[rank]), (one.peers[0], one.there[one.peers[0]])]
     sites = [case.alignment.stack(*made).user_frame for made in both]
@@ -176,9 +173,11 @@ def of_role(case: Case, one: Divergence) -> Finding:
 
 
 def shifted(facts: CaseFacts, shift: Divergence, words: Mapping[int, str], claims: tuple[Claim, ...] = ()) -> Finding:
-    """The finding for histories that parted: who made the call too many, or left one out, and where.
+    """Returns the finding for histories that diverged: which rank made an extra call or skipped one, and where.
 
-    ``words``: rank → what it waits in now. ``claims``: what shows that.
+    Args:
+        words: rank → what it waits in now.
+        claims: Evidence for ``words``.
     """
     one, extra = len(shift.ranks) == 1, shift.kind == "extra"
     their = "its" if one else "their"
@@ -201,7 +200,7 @@ def shifted(facts: CaseFacts, shift: Divergence, words: Mapping[int, str], claim
     sites = {rank: _site_of(facts, rank, shift) for rank in shift.ranks}
     return Finding(
         "collective-mismatch",
-        those({Doubt.FEW_AGREE_SINCE: not shift.agrees_again, Doubt.NO_FRAMES: not shift.by_frames}),
+        doubts_if({Doubt.FEW_AGREE_SINCE: not shift.agrees_again, Doubt.NO_FRAMES: not shift.by_frames}),
         summary,
         tuple(waiting_culprit(facts.ranks[r], f"Rank {r} {did} ({number}).", sites[r]) for r in shift.ranks),
         (*places, record_claim(shift.ranks[0], agree), *claims, *wait_claims(facts, sorted(words))),
@@ -220,7 +219,7 @@ _OF_MODELS: Mapping[calls.Purpose, suggestions.Advice] = {
 
 
 def _advice_on(facts: CaseFacts, shift: Divergence) -> frozenset[suggestions.Advice]:
-    """By what torch made the call for that was too many, or left out."""
+    """Returns advice by the reason for which torch makes the extra or skipped call."""
     caller = shift.ranks[0] if shift.kind == "extra" else shift.peers[0]
     purpose = calls.purpose(facts.alignment.stack(caller, shift.call))
     if shift.kind == "extra":
@@ -243,10 +242,9 @@ def _what(shift: Divergence) -> str:
 
 
 def _own_number(facts: CaseFacts, shift: Divergence) -> tuple[str, int]:
-    """Group and number of the call that was left out, as it would have been on the rank that left it out.
+    """Returns group and number that the skipped call would have had on the rank that skipped it.
 
-    A peer made that call in a group of its own, it may be: then the rank's own group is the one in which it made
-    its other calls from there.
+    If the peer made that call in its own group, the rank's group is the one of its other calls from there.
     """
     rank, call, stack = shift.ranks[0], shift.call, facts.alignment.stack
     mine = [e for e in facts.alignment.ring(rank) if e.is_p2p == call.is_p2p]
@@ -272,24 +270,22 @@ def _way(frames: Sequence[Frame]) -> str:
 
 
 def _site_of(facts: CaseFacts, rank: int, shift: Divergence) -> Frame | None:
-    """The line to show: of the call that was too many; of the one left out, where peers called it."""
     if shift.kind == "missing" and shift.stack:
         return shift.stack[0]
     return facts.alignment.stack(rank, shift.there[rank]).user_frame
 
 
-# --- several groups: a call left out, or another order --------------------------------------------------------------
+# --- several groups: a skipped call, or a different order -------------------------------------------------------------
 
 
 def _calls_waited_in(case: Case) -> dict[int, Collective]:
-    """rank → the recorded collective that it waits in."""
     return {rank: call for rank in case.waits.in_circle if (call := case.call_of(rank)) is not None}
 
 
 def left_out_between_groups(case: Case) -> Ruling:
-    """A rank in the cycle left out the very call that the others wait in, which it had always made there.
+    """A rank in the cycle skipped the very call that the others wait in, which it had always made there.
 
-    Known by its own habit alone (:meth:`.Histories.broken_habit`), so where two ranks are all there is, too.
+    Its own habit shows it (:meth:`.Histories.broken_habit`), so two ranks are enough.
     """
     calls, groups = _calls_waited_in(case), case.waits.groups_of_circle
     habits = {rank: case.histories.broken_habit(rank, now, groups) for rank, now in calls.items()}
@@ -319,7 +315,7 @@ def left_out_between_groups(case: Case) -> Ruling:
 def skipped(
     case: Case, rank: int, site: Frame | None, text: str, claims: tuple[Claim, ...], before: str = ""
 ) -> Finding:
-    """The finding for a call, at ``site``, that ``rank`` has left out by its own habit."""
+    """Returns the finding for a call at ``site`` that ``rank`` usually makes and has skipped."""
     reason = f"Rank {rank} {text}."
     culprits = (waiting_culprit(case.ranks[rank], reason, site),)
     summary = f"{before}: rank {rank} {text}." if before else reason
@@ -328,8 +324,10 @@ def skipped(
 
 
 def _unusual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
-    """rank → the call that it had always made where it waits in another: one that it has never made before, or that it
-    has.
+    """Returns the call that each rank had always made where it now waits in a different one.
+
+    Args:
+        new: Selects ranks whose present call is new to them, otherwise ranks that made it before.
     """
     groups = case.waits.groups_of_circle
     habits = {rank: case.histories.usual_instead(rank, call, groups) for rank, call in _calls_waited_in(case).items()}
@@ -338,9 +336,7 @@ def _unusual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
 
 
 def new_between_groups(case: Case) -> Ruling:
-    """Ranks in the cycle wait in a call that is new to them, where they had always made the one that the others wait
-    in.
-    """
+    """Ranks in the cycle wait in a call that is new to them, instead of the usual one that the others wait in."""
     new = _unusual_calls(case, new=True)
     own_class = next((waiters for waiters in case.waits.circle if new.keys() == {*waiters.ranks}), None)
     peer_waits = [other.wait for other in case.waits.circle if other is not own_class]
@@ -357,7 +353,7 @@ def new_between_groups(case: Case) -> Ruling:
     others_in = {r: w for r, w in wait_words(case, case.waits.in_circle).items() if r not in new}
     return Finding(
         "collective-mismatch",
-        (Doubt.HABIT_ALONE, *those({Doubt.NO_MAJORITY: 2 * len(new) == len(case.waits.in_circle)})),
+        (Doubt.HABIT_ALONE, *doubts_if({Doubt.NO_MAJORITY: 2 * len(new) == len(case.waits.in_circle)})),
         f"{capital(text)}; {apart(case, others_in)}.",
         waiting_culprits(case, own_class.ranks),
         wait_claims(case, case.waits.in_circle),
@@ -365,10 +361,9 @@ def new_between_groups(case: Case) -> Ruling:
 
 
 def _minority(case: Case) -> list[int]:
-    """The ranks in the circle that are not where most members are, of groups that all have the same members.
+    """Returns ranks of the cycle outside the majority; empty unless all groups of the cycle have the same members.
 
-    As with calls of one group that do not match: the fewer are at fault. Groups of different members have no majority,
-    since each of them has an order of its own with each other.
+    Groups with different members have no majority: each pair of groups has its own order.
     """
     members = {frozenset(case.alignment.members(group)[0]) for group in case.waits.groups_of_circle}
     most = max((waiters.ranks for waiters in case.waits.circle), key=len)
@@ -378,7 +373,7 @@ def _minority(case: Case) -> list[int]:
 
 
 def group_order(case: Case) -> Ruling:
-    """Ranks entered several groups in different orders: nothing shows that one of them left a call out."""
+    """Ranks entered several groups in different orders, and nothing shows that one of them skipped a call."""
     ranks, groups = case.waits.in_circle, case.waits.groups_of_circle
     words, known_of_all = [], True
     for waiters in case.waits.circle:
@@ -392,7 +387,7 @@ def group_order(case: Case) -> Ruling:
     aside = [rank for rank in ranks if is_aside(case, rank)]
     aside = aside if len(aside) < len(ranks) else []
     fewer = changed or aside or (_minority(case) if known_of_all else [])
-    if known_of_all:  # who is in one of the groups only had no order to choose
+    if known_of_all:  # a rank in only one of the groups had no order to choose
         of_several = [r for r in ranks if sum(r in case.alignment.members(g)[0] for g in groups) > 1]
         ranks = of_several or ranks
     ranks = fewer or ranks
@@ -408,7 +403,7 @@ def group_order(case: Case) -> Ruling:
     }
     return Finding(
         "group-order",
-        those(doubts),
+        doubts_if(doubts),
         f"{capital(text)}: {who} entered the groups in {order}.",
         waiting_culprits(case, ranks),
         wait_claims(case, case.waits.in_circle if fewer else ranks, limit=10),

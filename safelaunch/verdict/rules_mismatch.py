@@ -1,4 +1,4 @@
-"""Ranks that do not meet: one group, one number, and different operations, sizes, types or lines."""
+"""Rules for ranks that don't meet: same group and number, but different operations, sizes, types or lines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from safelaunch.verdict.blame import wait_claims, waiting_culprit
 from safelaunch.verdict.c10d import describe, fits, number_of, op_name, signature
 from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.conditions import record_claim
-from safelaunch.verdict.divergence import Aligned
-from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.divergence import AlignedHistories
+from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.guarding import branches
 from safelaunch.verdict.majority import sides_of, vote
@@ -41,7 +41,7 @@ from safelaunch.verdict.waits import Case, same_op
 
 @dataclass(frozen=True)
 class CallSite:
-    """What a rank is in. ``site``: the user frame of the call; ``stack``: the frames from it outwards."""
+    """A rank's call: ``site`` is the user's frame of the call, ``stack`` the frames from it outwards."""
 
     words: str
     site: Frame | None
@@ -50,18 +50,14 @@ class CallSite:
 
 @dataclass(frozen=True)
 class ExpectedMatch:
-    """Ranks that should have met, by what each of them is in.
+    """Ranks that should have met, by the call that each is in."""
 
-    ``odd``: those not of the majority; all of them where there is none. ``doubts``: about what they are in.
-    ``number``: the group and the number under which they should have; without a record neither is known.
-    """
-
-    odd: tuple[int, ...]
+    odd: tuple[int, ...]  # ranks outside the majority; all of them if there is none
     majority: bool
     calls: Mapping[int, CallSite]
-    doubts: tuple[Doubt, ...] = ()
+    doubts: tuple[Doubt, ...] = ()  # doubts about the calls
     claims: tuple[Claim, ...] = ()
-    number: tuple[str, int] = ("", 0)
+    number: tuple[str, int] = ("", 0)  # group and number of the call, if a record shows them
     sizes_differ: bool = False
 
     @property
@@ -72,7 +68,7 @@ class ExpectedMatch:
 def compared_by_torch(case: Case) -> Ruling:
     """torch compared the ranks' calls before they started, and ended the job: the minority is at fault.
 
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does so. Each rank raises an error that names its own call and one that differs.
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does that. Each rank raises an error with its own call and a different one.
     """
     made = _compared(case)
     by_call = sides_of(dict(sorted(made.items())))
@@ -93,7 +89,7 @@ def compared_by_torch(case: Case) -> Ruling:
     claims = (Claim(f"rank {r}: torch's own check found a mismatch", f"ranks/{r}/exception.json") for r in examined)
     return Finding(
         "collective-mismatch",
-        those({Doubt.NO_MAJORITY: not majority, Doubt.UNSEEN_RANKS: len(examined) < len(made)}),
+        doubts_if({Doubt.NO_MAJORITY: not majority, Doubt.UNSEEN_RANKS: len(examined) < len(made)}),
         f"{capital(text)}: torch compared these calls, and they do not match.",
         tuple(
             waiting_culprit(case.ranks[r], f"Rank {r} called {words[r]}, its peers did not.", sites[r]) for r in blamed
@@ -105,8 +101,10 @@ def compared_by_torch(case: Case) -> Ruling:
 
 
 def _compared(case: Case) -> dict[int, Fingerprint]:
-    """Rank → its call as torch compared it. Errors count ranks within their group; each begins with its own, and names
-    another, whose own may not have been seen.
+    """Returns each rank's call as torch compared it.
+
+    Errors number ranks within their group. Each starts with its own call and quotes another, whose error might be
+    missing.
     """
     raised = {rank: state.evidence.exception for rank, state in case.ranks.items()}
     calls_by_rank = {rank: fingerprints(error.message) for rank, error in raised.items() if error is not None}
@@ -119,10 +117,10 @@ def _compared(case: Case) -> dict[int, Fingerprint]:
 def mismatch(case: Case) -> Ruling:
     """The members of one group make different calls at the same sequence number: the minority is at fault.
 
-    The Flight Recorder decides under the lowest number that is pending, counting also the ranks that got past it.
-    Without it, the functions and lines in which the stacks wait are compared, with less confidence. Where all ranks
-    have arrived, they may have met in different operations before: a backend pairs by number, not by kind, and may let
-    a wrong pair pass; what it exchanged then is rubbish, and the ranks are one operation apart from there on.
+    The Flight Recorder decides at the lowest pending number, counting also ranks that are past it. Without it, the
+    functions and lines of the stacks are compared, with less confidence. If all ranks have arrived, they might have met
+    in different operations before: a backend pairs by number, not by kind, and might let a wrong pair pass, which
+    exchanges garbage and leaves the ranks one operation apart.
     """
     if not case.waits.circle:
         return _mispaired(case)
@@ -135,10 +133,10 @@ def mismatch(case: Case) -> Ruling:
             role = None if found.majority else case.histories.of_one(found.odd)
             own = role.there[role.ranks[0]] if role is not None else None
             if role is not None and own is not None and (own.group, number_of(own)) == (found.group, found.seq):
-                return of_role(case, role)  # the group beside it, of other replicas, makes the same calls
+                return of_role(case, role)  # the same role in another replica makes the same calls
             return of_record(case, found)
     meeting = _by_stacks(case, case.waits.in_circle)
-    if any(w.kind == "p2p" and w.seq is not None for w in waiting):  # some ranks send and others do not, by design
+    if any(w.kind == "p2p" and w.seq is not None for w in waiting):  # by design, only some ranks send
         meeting = replace(meeting, odd=tuple(sorted(meeting.calls)), majority=False)
     return _finding(case, meeting)
 
@@ -151,7 +149,7 @@ def _mispaired(case: Case) -> Ruling:
 
 
 def of_record(facts: CaseFacts, mismatch: Mismatch) -> Finding:
-    """The finding for a mismatch that the Flight Recorders show; where it began earlier, who began it."""
+    """Returns the finding for a recorded mismatch, or for its origin if it began earlier."""
     meeting = _recorded(facts, mismatch)
     shift = facts.histories.shift_in(mismatch.group)
     if shift is not None and (shift.number < mismatch.seq or (shift.number == mismatch.seq and not mismatch.majority)):
@@ -164,7 +162,7 @@ _MOST_SIDES = 4
 
 
 def _of_sides(facts: CaseFacts, mismatch: Mismatch, meeting: ExpectedMatch, sides: Sequence[Sequence[int]]) -> Finding:
-    """No side outvotes the others, so nobody is named: what each calls is told."""
+    """Returns a finding without culprits, as no side outvotes the others."""
     clauses = [f"{ranks_word(side)} {_calls_of(facts, mismatch, meeting, side)}" for side in sides[:_MOST_SIDES]]
     clauses += [f"{len(sides) - _MOST_SIDES} more ways"] if len(sides) > _MOST_SIDES else []
     text = f"From collective #{mismatch.seq} of group {mismatch.group!r} on, the ranks go {len(sides)} different ways"
@@ -177,7 +175,6 @@ def _of_sides(facts: CaseFacts, mismatch: Mismatch, meeting: ExpectedMatch, side
 
 
 def _calls_of(facts: CaseFacts, mismatch: Mismatch, meeting: ExpectedMatch, side: Sequence[int]) -> str:
-    """``broadcast at train.py:48, then all_gather``, of who came furthest."""
     rank = max(side, key=lambda member: (facts.alignment.last(member, mismatch.group), -member))
     later = (facts.alignment.entry(rank, mismatch.group, mismatch.seq + number) for number in range(1, _NEXT + 1))
     names = [op_name(entry) for entry in later if entry is not None]
@@ -220,7 +217,7 @@ def _by_stacks(facts: CaseFacts, ranks: list[int]) -> ExpectedMatch:
 def _user_stack(
     facts: CaseFacts, rank: int, recorded: tuple[Frame, ...] = ()
 ) -> tuple[Frame | None, tuple[Frame, ...]]:
-    """The user's call and its callers: as recorded with the entry, else as the main thread shows them if it waits."""
+    """Returns the user's call and its callers, from the record, or from the main thread if it waits in the call."""
     state = facts.ranks[rank]
     view = view_of(state.evidence) if state.wait is None or state.wait.thread is None else None
     frames = recorded or (view.frames if view else ())
@@ -229,19 +226,21 @@ def _user_stack(
 
 
 def by_the_source(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[ExpectedMatch, LeftLoop | None]:
-    """Who is at odds, by where the calls stand in the source: beside the course of the program, past the loop that
-    others are in, or behind a condition on the rank.
+    """Revises which ranks are odd by the source, and returns the loop that some have left.
+
+    Odd is a call outside the program's normal flow, past the loop that others are in, or behind a condition on the
+    rank.
     """
     aside = _aside(facts, meeting)
     left = _left_loop(facts, meeting) if not aside else None
     guarded = _by_a_guard(facts, meeting) if not aside else None
     if left is not None and guarded is not None and guarded.odd == left.behind:
-        left = None  # who is past the loop would not have come to that call in any round
+        left = None  # a rank past the loop would not come to that call in any round
     if left is not None:
         meeting = left.judged(meeting)
     if guarded is not None and not meeting.majority:
         meeting = guarded
-    if aside:  # who handles an exception may have made the call that half of the ranks should have
+    if aside:  # a rank that handles an exception might have made the call that half of the ranks should have made
         open_still = 2 * len(aside) == len(meeting.calls) and not all(is_interrupted(facts, rank) for rank in aside)
         doubts = (*meeting.doubts, Doubt.EITHER_SIDE) if open_still else meeting.doubts
         meeting = replace(meeting, odd=aside, majority=True, doubts=doubts)
@@ -251,7 +250,7 @@ def by_the_source(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[ExpectedMat
 
 
 def _finding(facts: CaseFacts, meeting: ExpectedMatch) -> Finding:
-    """``uneven-batches`` where the source shows that a rank is past its peers' loop, else ``collective-mismatch``."""
+    """Returns ``uneven-batches`` if the source shows a rank past its peers' loop, else ``collective-mismatch``."""
     words = meeting.words
     meeting, left = by_the_source(facts, meeting)
     odd_first = sorted(words, key=lambda rank: (rank not in meeting.odd, rank))
@@ -271,14 +270,13 @@ def _finding(facts: CaseFacts, meeting: ExpectedMatch) -> Finding:
 
 
 def _aside(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[int, ...]:
-    """The ranks of one side that call beside the course of the program, unlike all others; unless they are most."""
     aside = [rank for rank in meeting.words if is_aside(facts, rank)]
     sides = [ranks for _, ranks in by_place(meeting.words)]
     return tuple(sorted(aside)) if aside in sides and 2 * len(aside) <= len(meeting.words) else ()
 
 
 def _by_steps(facts: CaseFacts, meeting: ExpectedMatch) -> str:
-    """That those at odds have made steps with fewer calls. One step more or less may be the same round."""
+    """Returns words if the odd ranks made more steps with fewer calls; a single step might be the same round."""
     peers = [rank for rank in meeting.calls if rank not in meeting.odd]
     if not meeting.number[0] or not meeting.majority:
         return ""
@@ -290,9 +288,7 @@ def _by_steps(facts: CaseFacts, meeting: ExpectedMatch) -> str:
 
 
 def _by_a_guard(facts: CaseFacts, meeting: ExpectedMatch) -> ExpectedMatch | None:
-    """The one side whose call stands behind a condition on the rank that keeps all the others from there, if there is
-    one. No round of any loop brings these to it.
-    """
+    """Returns the match with one side odd: its call is behind a condition on the rank that excludes all others."""
     telling = [
         branch for branch in branches(facts, _user_frames(facts, meeting), frozenset(meeting.odd)) if branch.kept
     ]
@@ -320,33 +316,26 @@ def by_a_break(left: LeftLoop | None) -> frozenset[Advice]:
 
 
 def _other_end(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[str, ...]:
-    """A rank alone in a send or receive, while its peers are in a collective: as likely as that it made one too many is
-    that a peer left out the other end. gloo records neither.
-    """
     alone = [rank for rank in meeting.odd if rank in facts.waiting and facts.waiting[rank].kind == "p2p"]
     if not alone or not meeting.majority:
         return ()
     return (f"a peer that skipped the other end of what {ranks_wait(facts, alone)} in: runner-up",)
 
 
-_OFTEN = 1.5  # calls a step
+_OFTEN = 1.5  # calls per step
 
 
 @dataclass(frozen=True)
 class LeftLoop:
-    """``ahead`` are past a loop that ``behind`` are still in. ``round``: see :meth:`.Aligned.round_before`.
-
-    ``of_a_step``: it goes round several times in each step, so it is none over batches. ``skips``: how a round of it
-    may go without these calls, in words. ``more_steps``: that those ahead have made with as many calls.
-    """
+    """A loop that ``ahead`` have left and ``behind`` are still in."""
 
     ahead: tuple[int, ...]
     behind: tuple[int, ...]
     loop: SourceLoop
-    round: Literal["whole", "short", ""]
-    of_a_step: bool = False
-    skips: str = ""
-    more_steps: int = 0
+    round: Literal["whole", "short", ""]  # see :meth:`.Aligned.round_before`
+    of_a_step: bool = False  # runs several times in each step, so it isn't the loop over batches
+    skips: str = ""  # how a round can pass without these calls, in words
+    more_steps: int = 0  # steps that ``ahead`` made more, with as many calls
 
     @property
     def cause(self) -> str:
@@ -354,19 +343,20 @@ class LeftLoop:
 
     @property
     def sure(self) -> bool:
-        """No round of an outer loop explains it as well."""
+        """Whether no round of an outer loop explains it as well."""
         return self.round == "short" or not self.loop.enclosed
 
     @property
     def cut_short(self) -> bool:
-        """Of the calls of one step, some were left out."""
+        """Whether some calls of one step were skipped."""
         return self.of_a_step and self.round == "short"
 
     def judged(self, meeting: ExpectedMatch) -> ExpectedMatch:
-        """Of two as many ranks, those that left the loop have had fewer batches; else the minority had more, or fewer.
+        """Decides which side is odd.
 
-        Unless another loop encloses both. Then earlier rounds have to tell: where each had as many calls, those behind
-        left out the one that ends it; where that is not known, either side may be off, and the majority counts.
+        If the sides are equal, the ranks that left the loop had fewer batches; otherwise the minority had more, or
+        fewer. If another loop encloses both, earlier rounds decide: if each had as many calls, the ranks behind skipped
+        the call that ends the loop; if that is unknown, either side might be odd, and the majority counts.
         """
         doubts = tuple(Doubt.STACKS_ALONE if doubt is Doubt.LINES_ALONE else doubt for doubt in meeting.doubts)
         doubts += (Doubt.MAY_SKIP_CALLS,) if self.skips else ()
@@ -401,7 +391,6 @@ def _culprit(facts: CaseFacts, meeting: ExpectedMatch, rank: int, left: LeftLoop
 
 
 def _reason(facts: CaseFacts, meeting: ExpectedMatch, rank: int, left: LeftLoop | None) -> str:
-    """Why it is named."""
     waits = "waited" if rank in facts.gone else "waits"
     where, loop = meeting.calls[rank].words, f"the loop at {left.loop.place}" if left is not None else ""
     if left is not None and rank in left.ahead:
@@ -412,7 +401,7 @@ def _reason(facts: CaseFacts, meeting: ExpectedMatch, rank: int, left: LeftLoop 
 
 
 def _left_loop(facts: CaseFacts, meeting: ExpectedMatch) -> LeftLoop | None:
-    """The ranks past a loop that the others are still in."""
+    """Returns the loop that some ranks have left and the others are still in."""
     sides = by_place(meeting.words)
     if len(sides) != 2:
         return None
@@ -428,29 +417,28 @@ def _left_loop(facts: CaseFacts, meeting: ExpectedMatch) -> LeftLoop | None:
             group, number = meeting.number
             if group and _were_past_it(facts, group, number, (first_ahead, other), loop):
                 return None
-            aligned = facts.histories.in_group(group) if group else Aligned({})
+            aligned = facts.histories.in_group(group) if group else AlignedHistories({})
             times = aligned.times_called(other, number)
             often = times > _OFTEN * max(facts.ranks[other].step or times, 1) and _is_innermost(facts, loop, stack)
             more = _more_steps(facts, ahead, behind)
             if in_callee is not None and (often or more > 1):
                 return None
-            made = (
-                aligned.round_before(first_ahead, number) if in_callee is None else ""
-            )  # of the rounds around the call
+            made = aligned.round_before(first_ahead, number) if in_callee is None else ""  # rounds around the call
             skips = _skips(facts, stack, loop, more) if not often else ""
             return LeftLoop(tuple(sorted(ahead)), tuple(sorted(behind)), loop, made, often, skips, more)
     return None
 
 
 def _is_innermost(facts: CaseFacts, loop: SourceLoop, stack: Sequence[Frame]) -> bool:
-    """No other loop in it, of its function or of one that is called there, goes round for each of the calls."""
     innermost = next((loops[-1] for frame in stack if (loops := loops_at(frame, facts.read_source))), loop)
     return (innermost.inside.file, innermost.line) == (loop.inside.file, loop.line)
 
 
 def _skips(facts: CaseFacts, stack: Sequence[Frame], loop: SourceLoop, more: int) -> str:
-    """By what a rank may have come to the end of the loop as others do, with fewer calls than the one that led through
-    ``stack``: the source, or ``more`` steps.
+    """Returns how a rank might reach the end of the loop with fewer calls: by the source, or by ``more`` steps.
+
+    Args:
+        stack: Frames of the call that the others made.
     """
     part = next((n for n, frame in enumerate(stack) if frame == loop.inside), len(stack) - 1)
     skips = ways_around(stack[: part + 1], loop.line, facts.read_source)
@@ -459,7 +447,6 @@ def _skips(facts: CaseFacts, stack: Sequence[Frame], loop: SourceLoop, more: int
 
 
 def _more_steps(facts: CaseFacts, ranks: Sequence[int], peers: Sequence[int]) -> int:
-    """How many steps each of ``ranks`` has made more than any of ``others``; 0 for none, and where one is not known."""
     steps = {rank: step for rank in (*ranks, *peers) if (step := facts.ranks[rank].step) is not None}
     if not ranks or not peers or len(steps) < len(ranks) + len(peers):
         return 0
@@ -467,9 +454,7 @@ def _more_steps(facts: CaseFacts, ranks: Sequence[int], peers: Sequence[int]) ->
 
 
 def _were_past_it(facts: CaseFacts, group: str, number: int, ends: tuple[int, int], loop: SourceLoop) -> bool:
-    """Both made the same call right before, behind ``loop``: the second of them has begun its next round, and the first
-    has not come to that.
-    """
+    """Returns whether both last made the same call after ``loop``: then only the second has begun a new round."""
     aligned = facts.histories.in_group(group)
     made = [aligned.histories[rank].at(number - 1) if rank in aligned.histories else UNKNOWN for rank in ends]
     if UNKNOWN in made or made[0] != made[1]:
@@ -479,16 +464,16 @@ def _were_past_it(facts: CaseFacts, group: str, number: int, ends: tuple[int, in
     return loop_left(was, now, facts.read_source) == loop
 
 
-# --- the sides that ranks take under one number -----------------------------------------------------------------------
+# --- sides under one number -------------------------------------------------------------------------------------------
 
-_NEXT = 3  # calls after the one that does not fit
-_ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # whose root may call from a line of its own
+_NEXT = 3  # calls compared after the one that doesn't fit
+_ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # the root might call from a different line
 
 
 def sides_without_majority(facts: CaseFacts, mismatch: Mismatch) -> list[tuple[int, ...]] | None:
-    """Three or more sides, whose ranks agree with each other, and none of which is a majority.
+    """Returns three or more sides, none of which is a majority.
 
-    None for two sides that stand against each other: one of them is at fault, and both are named.
+    None for two sides: then both are named.
     """
     if not mismatch.majority and len(mismatch.classes) < 3:
         return None
@@ -505,9 +490,9 @@ def sides_without_majority(facts: CaseFacts, mismatch: Mismatch) -> list[tuple[i
 
 
 def _by_place(facts: CaseFacts, mismatch: Mismatch, ranks: Sequence[int]) -> list[list[int]]:
-    """Ranks that made the same call, by the place that they made it from; whose place is not known goes with most.
+    """Groups ranks by the place of the same call; a rank without a known place joins the largest group.
 
-    Different places agree that have met under one number before: by design, ranks call from there.
+    Places that met under one number before count as the same: by design, ranks call from either.
     """
     stacks = {rank: _frames_of_call(facts, mismatch, rank) for rank in ranks}
     places = sides_of(
@@ -527,10 +512,9 @@ def _by_place(facts: CaseFacts, mismatch: Mismatch, ranks: Sequence[int]) -> lis
 
 
 def _frames_of_call(facts: CaseFacts, mismatch: Mismatch, rank: int) -> tuple[Frame, ...]:
-    """The user's frames of the call, innermost first: as recorded, else as the main thread shows them that waits in it;
-    else all frames on record.
+    """Returns the user's frames of the call, innermost first, from the record or from the main thread that waits in it.
 
-    Behind a device's queue the main thread runs ahead, and waits wherever it needs a result.
+    Falls back to all recorded frames. With a device's queue, the main thread runs ahead and waits at any result.
     """
     entry, wait = mismatch.entries[rank], facts.waiting.get(rank)
     is_there = wait is not None and entry.started is None and (wait.group, wait.seq) == (mismatch.group, mismatch.seq)
@@ -539,13 +523,13 @@ def _frames_of_call(facts: CaseFacts, mismatch: Mismatch, rank: int) -> tuple[Fr
 
 
 def _met_before(facts: CaseFacts, mismatch: Mismatch, rank: int, other: int) -> bool:
-    """The two made these calls under one number before they called from one place the last time."""
+    """Returns whether both made these calls under one number before they last called from the same place."""
     histories = facts.histories.in_group(mismatch.group).histories
     if rank not in histories or other not in histories:
         return False
     own_column, its = histories[rank].column, histories[other].column
     wanted = own_column.at(mismatch.seq), its.at(mismatch.seq)
-    if wanted[0] == wanted[1]:  # then it is their stacks that differ
+    if wanted[0] == wanted[1]:  # only their stacks differ
         return False
     numbers = range(max(own_column.numbers[0], its.numbers[0]), mismatch.seq)
     met = next((number for number in numbers if (own_column.at(number), its.at(number)) == wanted), None)
@@ -553,9 +537,7 @@ def _met_before(facts: CaseFacts, mismatch: Mismatch, rank: int, other: int) -> 
 
 
 def _by_next_calls(facts: CaseFacts, mismatch: Mismatch, ranks: Sequence[int]) -> list[list[int]]:
-    """Ranks that agree under the number, by what they called next. Who has called nothing yet goes with most of them,
-    and for itself where there is no most.
-    """
+    """Groups ranks by their next calls; a rank without one joins the largest group, or none if there is no largest."""
     for number in range(mismatch.seq + 1, mismatch.seq + 1 + _NEXT):
         made = {rank: facts.alignment.entry(rank, mismatch.group, number) for rank in ranks}
         calls = {rank: signature(entry) for rank, entry in made.items() if entry is not None}

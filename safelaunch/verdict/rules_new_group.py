@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from safelaunch.model import Claim
 from safelaunch.verdict.blame import wait_claims, waiting_culprit
-from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.phrases import capital, ranks_do, ranks_wait, waits_words
@@ -13,10 +13,9 @@ from safelaunch.verdict.waits import Case
 
 
 def groups_made_apart(case: Case) -> Ruling:
-    """Ranks wait in ``new_group``, or in a group that their peers created without them: not all ranks created the
-    same groups.
+    """Ranks wait in ``new_group``, or in a group that peers created without them: they created different groups.
 
-    torch names groups by a count of its own on each rank, so ranks that are not in step wait for different ones.
+    torch names groups by a counter on each rank, so ranks that are out of step wait for different groups.
     """
     counts_by_rank = {rank: state.evidence.gil.groups_made for rank, state in case.ranks.items()}
     made = {rank: count for rank, count in counts_by_rank.items() if count is not None}
@@ -27,13 +26,13 @@ def groups_made_apart(case: Case) -> Ruling:
     inside = sorted({*within, *apart})
     if not inside:
         return ""
-    least = min(made[rank] for rank in inside)  # the one under way counts
-    # Who has made fewer, and waits elsewhere, has not come there yet.
+    least = min(made[rank] for rank in inside)  # including the group being created
+    # A rank with fewer groups that waits elsewhere has not come there yet.
     counts = sides_of({rank: count for rank, count in made.items() if rank in inside or count >= least})
     if len(counts) < 2:
         return ""
     odd, majority = vote(counts)
-    odd = odd if majority else tuple(counts[min(counts)])  # they have left out a call that every rank has to make
+    odd = odd if majority else tuple(counts[min(counts)])  # ranks that skipped a call which every rank must make
     parts = [f"{ranks_do(ranks, 'has', 'have')} made {count}" for count, ranks in sorted(counts.items(), reverse=True)]
     waits = [f"{ranks_wait(case, within)} in new_group"] if within else []
     waits += [f"{waits_words(case, apart)}, in a group that peers have without it"] if apart else []
@@ -42,7 +41,7 @@ def groups_made_apart(case: Case) -> Ruling:
     reason = "has made another number of groups than its peers"
     return Finding(
         "collective-mismatch",
-        those({Doubt.NO_MAJORITY: not majority}),
+        doubts_if({Doubt.NO_MAJORITY: not majority}),
         text,
         tuple(waiting_culprit(case.ranks[rank], f"Rank {rank} {reason}.") for rank in odd),
         tuple(Claim(f"rank {rank} has made {made[rank]} process groups", f"ranks/{rank}/rank.json") for rank in made)[
@@ -54,7 +53,7 @@ def groups_made_apart(case: Case) -> Ruling:
 
 
 def _in_another_group(case: Case) -> list[int]:
-    """The ranks that wait in a group which another rank lists by the same name, and without them."""
+    """Returns ranks that wait in a group which a peer lists by the same name without them."""
     waiting = {rank: wait.group for rank, wait in case.waiting.items() if wait.group and wait.kind == "collective"}
     lists: dict[str, set[tuple[int, ...]]] = {group: set() for group in waiting.values()}
     for rank in case.ranks:

@@ -1,4 +1,4 @@
-"""Rules that only a job of several nodes needs: a node that is gone, cut off, without its launcher, or behind."""
+"""Rules for jobs on several nodes: a node is missing, gone, cut off, or without its launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safelaunch.model import (
 )
 from safelaunch.verdict.blame import conditions, wait_claims
 from safelaunch.verdict.causes import FAILURES
-from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exits import is_timeout, one_line
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.nccl_witness import nccl_states
@@ -26,7 +26,7 @@ from safelaunch.verdict.versions import version_claims
 from safelaunch.verdict.waits import Case
 
 NODES_FILE, RENDEZVOUS_FILE = "nodes.json", "rendezvous.json"
-SILENT_S = 15.0  # a node that was quiet for less has missed a few beats
+SILENT_S = 15.0  # a shorter silence is a few missed beats
 
 
 def rendezvous_incomplete(facts: CaseFacts) -> Ruling:
@@ -36,7 +36,8 @@ def rendezvous_incomplete(facts: CaseFacts) -> Ruling:
         return ""
     if not rendezvous.wanted:
         return _rendezvous_failed(rendezvous)
-    text = f"{rendezvous.come} of {rendezvous.wanted} nodes came to torchrun's rendezvous within {rendezvous.waited_s:.0f} s"
+    text = f"{rendezvous.come} of {rendezvous.wanted} nodes joined torchrun's rendezvous within"
+    text += f" {rendezvous.waited_s:.0f} s"
     text += f" ({', '.join(rendezvous.hosts[:8])}{', ...' * (rendezvous.come > len(rendezvous.hosts[:8]))})."
     if rendezvous.absent_ranks:
         text += f" Node {ranks_do(rendezvous.absent_ranks, 'has', 'have')} not come."
@@ -53,7 +54,6 @@ def rendezvous_incomplete(facts: CaseFacts) -> Ruling:
 
 
 def _rendezvous_failed(rendezvous: Rendezvous) -> Finding:
-    """All that is known is the error that a process of the job raised."""
     why = f" ({rendezvous.error})" if rendezvous.error else ""
     text = f"The processes of the job did not meet: {rendezvous.store or 'not all of them came'}{why}."
     return Finding("init-not-joined", (), text, claims=(Claim(rendezvous.error or rendezvous.store, RENDEZVOUS_FILE),))
@@ -62,8 +62,8 @@ def _rendezvous_failed(rendezvous: Rendezvous) -> Finding:
 def node_lost(case: Case) -> Ruling:
     """Every failure is a lost connection to a rank of a node that fell silent without reporting anything.
 
-    Nodes that failed themselves, were stopped, or ended in good order have said so, unless nobody could hear it any
-    more: the store ends with the agent that hosts it. So its end alone accuses nobody while the host answers.
+    Nodes that failed, were stopped or ended normally report that, unless the store ended before: it ends with the agent
+    that hosts it. So its end blames no node while the host answers.
     """
     own = conditions(case, *FAILURES)
     if any(Doubt.ABORTED_IN_COLLECTIVE not in condition.doubts for condition in own.values()):
@@ -81,12 +81,12 @@ def node_lost(case: Case) -> Ruling:
     text = f"{_names(gone)} {are} gone without reporting a failure, and {ranks_word(lost)}"
     text += f" lost their connections to {them}"
     text += f": {places}." if places else "."
-    doubts = those({Doubt.BRIEFLY_SILENT: brief, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(gone))})
+    doubts = doubts_if({Doubt.BRIEFLY_SILENT: brief, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(gone))})
     return _finding(case, "node-lost", doubts, text, gone, lost)
 
 
 def silent_host(case: Case) -> Ruling:
-    """All that is known of a job is its output: one host closed connections, and its ranks report no failure."""
+    """Only the job's output is known: one host closed connections, and its ranks report no failure."""
     raised = {rank: state.evidence.exception for rank, state in case.ranks.items()}
     lost = [rank for rank, error in raised.items() if error is not None and not is_timeout(error)]
     if case.evidence.printed is None or len(case.evidence.nodes) != 1:
@@ -100,7 +100,7 @@ def silent_host(case: Case) -> Ruling:
     about += [f"the output of {ranks_word(node.ranks)} ends there"] if node.ranks else []
     text = f"Node {node.host} is gone{why}: {', and '.join(about)}."
     reason = node.trouble or "connections to it were closed, and none of its ranks reports a failure"
-    doubts = those({Doubt.UNSEEN_RANKS: not node.ranks})
+    doubts = doubts_if({Doubt.UNSEEN_RANKS: not node.ranks})
     at_fault = (NodeAtFault(node.host, format_ranks(node.ranks), reason),)
     return Finding("node-lost", doubts, text, claims=wait_claims(case, lost), victims=tuple(lost), nodes=at_fault)
 
@@ -108,7 +108,7 @@ def silent_host(case: Case) -> Ruling:
 def store_lost(case: Case) -> Ruling:
     """torchrun's agent has failed here because the agents' store is gone, and its host reported nothing before.
 
-    No rank need have failed: the agent ends those that wait, or compute, for it.
+    Ranks need not have failed: the agent ends them.
     """
     failed = [node for node in case.evidence.nodes if node.here and node.agent_error]
     hosts = [node for node in _gone(case) if node.store]
@@ -121,15 +121,14 @@ def store_lost(case: Case) -> Ruling:
     unanswered = all(node.probe == "no answer" for node in hosts)
     doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(hosts))}
     cause = "launcher-stopped" if answers else "node-unreachable"
-    finding = _finding(case, cause, those(doubts), f"{text}.", hosts, case.waiting)
+    finding = _finding(case, cause, doubts_if(doubts), f"{text}.", hosts, case.waiting)
     return replace(finding, claims=(*finding.claims, reason))
 
 
 def node_cut_off(case: Case) -> Ruling:
-    """Both sides are alive, but did not hear from each other; or this node has no address or route to reach the
-    others from.
+    """Both sides are alive, but lost contact with each other; or this node has no address or route to the others.
 
-    Of both sides: the evidence of a node is here that others could not hear.
+    Both are known to be alive because the evidence includes a node that others lost contact with.
     """
     alive = [node for node in case.evidence.nodes if node.here]
     unreached = [node for node in case.evidence.nodes if node.is_gone and node.probe == "no route"]
@@ -139,9 +138,9 @@ def node_cut_off(case: Case) -> Ruling:
     if unreached and len(alive) == 1 and not gone:
         own = [structs.replace(alive[0], probe="no route")]
         text = f"{_names(own)} is cut off from {_names(unreached)}: {_TRIED['no route']}."
-        doubts = those({Doubt.UNSEEN_RANKS: bool(case.unseen)})
+        doubts = doubts_if({Doubt.UNSEEN_RANKS: bool(case.unseen)})
         return _finding(case, "node-unreachable", doubts, text, own, sorted(case.waiting))
-    gone = gone or [structs.replace(node, probe="") for node in unreached]  # on both sides: the link between them
+    gone = gone or [structs.replace(node, probe="") for node in unreached]  # both sides alive: the link is down
     gone = [node for node in gone if any(_same(node, own_node) for own_node in alive)]
     if not gone:
         return ""
@@ -150,7 +149,7 @@ def node_cut_off(case: Case) -> Ruling:
     text += " each other"
     text += f" ({' and '.join(sides[:4])})." if sides else "."
     mutual = len({(node.host, node.ranks) for node in gone}) > 1 or any(node.probe == "no answer" for node in gone)
-    doubts = those({Doubt.NODE_MAY_LIVE: not mutual, Doubt.UNSEEN_RANKS: bool(case.unseen)})
+    doubts = doubts_if({Doubt.NODE_MAY_LIVE: not mutual, Doubt.UNSEEN_RANKS: bool(case.unseen)})
     return _finding(case, "node-unreachable", doubts, text, gone, sorted(case.waiting))
 
 
@@ -160,7 +159,7 @@ def node_silent(case: Case) -> Ruling:
     silent = [node for node in _gone(case) if awaited & set(node.ranks) & case.unseen]
     if not silent or awaited & case.unseen - _ranks_of(silent):
         return ""
-    # NCCL's word on its ranks goes before a guess about the node, and confirms what a connection to it says.
+    # NCCL's report on its ranks overrides a guess about the node, and confirms what a connection to it shows.
     states = nccl_states(case.evidence)
     answers = {states.get(rank, "") for rank in _ranks_of(silent)}
     lives, gone = answers == {"answers"}, answers <= {"unresponsive", "dead"}
@@ -175,11 +174,11 @@ def node_silent(case: Case) -> Ruling:
     brief = not gone and all(0.0 < node.silent_s < SILENT_S and not node.store for node in silent)
     doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.BRIEFLY_SILENT: brief}
     cause = "launcher-stopped" if launcher else "node-unreachable"
-    return _finding(case, cause, those(doubts), text, silent, waiting)
+    return _finding(case, cause, doubts_if(doubts), text, silent, waiting)
 
 
 def launcher_stopped(case: Case) -> Ruling:
-    """A node's torchrun agent is stopped, and no rank does anything but wait, for peers or for its store."""
+    """A node's torchrun agent is stopped, and ranks only wait, for peers or for its store."""
     stopped = [node for node in case.evidence.nodes if node.agent == "stopped"]
     waiting = _only_waiting(case)
     if not stopped or not waiting:
@@ -187,11 +186,11 @@ def launcher_stopped(case: Case) -> Ruling:
     by_store = any(wait.kind == "init" for wait in case.waiting.values())
     text = f"torchrun is stopped on {_names(stopped)}, while {waits_words(case, waiting)}."
     doubts = {Doubt.BY_EXCLUSION: not by_store, Doubt.UNSEEN_RANKS: bool(case.unseen)}
-    return _finding(case, "launcher-stopped", those(doubts), capital(text), stopped, waiting)
+    return _finding(case, "launcher-stopped", doubts_if(doubts), capital(text), stopped, waiting)
 
 
 def failed_elsewhere(case: Case) -> Ruling:
-    """Ranks wait, no rank here does anything else, and another node has reported what failed there."""
+    """Ranks only wait, and another node has reported what failed there."""
     reporting = [
         node for node in case.evidence.nodes if node.trouble and not node.here and case.unseen & set(node.ranks)
     ]
@@ -200,28 +199,30 @@ def failed_elsewhere(case: Case) -> Ruling:
         return ""
     text = f"{capital(waits_words(case, waiting))}; {'; '.join(node.trouble for node in reporting[:4])}."
     claims = tuple(Claim(f"node {node.host} said: {node.trouble}", NODES_FILE) for node in reporting)
-    doubts = those({Doubt.UNSEEN_RANKS: True})
+    doubts = doubts_if({Doubt.UNSEEN_RANKS: True})
     return Finding("rank-exited", doubts, text, claims=(*claims, *wait_claims(case, waiting)), victims=tuple(waiting))
 
 
 def versions_differ(case: Case) -> Ruling:
-    """No rank does anything but wait, and the nodes run different versions of torch, safelaunch or the script."""
+    """Ranks only wait, and the nodes run different versions of torch, safelaunch or the script."""
     claims, waiting = version_claims(case.evidence), _only_waiting(case)
     if not claims or not waiting:
         return ""
     text = f"{capital(waits_words(case, waiting))}, and {claims[0].claim}."
     doubts = {Doubt.BY_EXCLUSION: True, Doubt.UNSEEN_RANKS: bool(case.unseen)}
-    return Finding("versions-differ", those(doubts), text, claims=wait_claims(case, waiting), victims=tuple(waiting))
+    return Finding(
+        "versions-differ", doubts_if(doubts), text, claims=wait_claims(case, waiting), victims=tuple(waiting)
+    )
 
 
 def _only_waiting(case: Case) -> list[int]:
-    """The ranks that wait for peers; none where any rank does something of its own."""
     return [] if conditions(case) else list(case.waiting)
 
 
 def _gone(facts: CaseFacts) -> list[NodeEvidence]:
-    """Where this supervisor was stopped itself, only those that cannot be reached: it has missed last words. None that
-    it has no way to reach: it is cut off itself.
+    """Returns the nodes that are gone, except ones that this node has no route to.
+
+    If this supervisor itself was stopped, it missed reports, so only unreachable nodes count.
     """
     nodes = facts.evidence.nodes
     missed = any(node.here and node.missed_s for node in nodes)

@@ -1,4 +1,4 @@
-"""Rules that need no wait-for graph: a rank failed, a rank is stopped, a rank never joined."""
+"""Rules that need no graph of waits: a rank failed, is stopped, or never joined."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safelaunch.verdict.blame import blame, condition_claims, conditions, most_d
 from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.chance import is_scattered
 from safelaunch.verdict.conditions import Condition, View
-from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exits import (
     failed_at,
     failure_of_rank,
@@ -47,10 +47,9 @@ _STORE = frozenset({STORE_NOT_REACHED})
 
 
 def launcher_failed(facts: CaseFacts) -> Ruling:
-    """What `exec` started failed in its own code before any rank was seen: a launcher, as a rule.
+    """What `exec` started failed in its own code before any rank was seen: usually a launcher.
 
-    Its process passes for rank 0 of one, as nothing else has come: it runs no code of the user's, made no step and no
-    call.
+    It counts as rank 0 of a job of one, since no other process joined; it runs no user code and made no step or call.
     """
     launched, launched_rank = facts.evidence.launched, next(iter(facts.ranks.values()), None)
     if launched is None or launched.typed[:1] != ("exec",) or launched_rank is None or len(facts.world) > 1:
@@ -83,10 +82,10 @@ def launcher_failed(facts: CaseFacts) -> Ruling:
 def first_failure(facts: CaseFacts) -> Ruling:
     """The first rank to raise, exit or be killed independently of the others; what failed later is a consequence.
 
-    Errors that report a peer's death are no failures of their own (:mod:`.exits`). Times decide between the others:
-    an exception's own clock, else the moment the launcher noticed. Ranks that failed alike (same exception at the
-    same line, same status) are equally at fault, however far apart their clocks are. A clean exit is a failure only
-    where nothing else is: in a crash, the rank that left first made its peers lose their connections.
+    Errors that report a peer's death are not failures (:mod:`.exits`). Times decide between the others: the exception's
+    own clock, or the moment the launcher noticed. Ranks that failed alike (same exception at the same line, same
+    status) are equally at fault, whatever their clocks say. A clean exit is a failure only if there is no other: in a
+    crash, the rank that left first broke its peers' connections.
     """
     crash = facts.evidence.outcome == "crash"
     failed = conditions(facts, *FAILURES) or (conditions(facts, "uneven-batches") if crash else {})
@@ -120,12 +119,11 @@ def first_failure(facts: CaseFacts) -> Ruling:
         Doubt.UNSEEN_RANKS: bool(facts.unseen) and main.cause != "rank-exception",
         Doubt.OTHER_ORDER: facts.evidence.printed is not None and _ended_before(facts, first, later),
     }
-    sure = (*main.doubts, *those(doubts))
+    sure = (*main.doubts, *doubts_if(doubts))
     return blame(facts, main.cause, sure, named, claims=alone, ruled_out=ruled)
 
 
 def _ended_before(facts: CaseFacts, first: RankFacts, later: Iterable[int]) -> bool:
-    """The launcher saw one of ``later`` end a second or more before ``first``."""
     ends = {rank: state.evidence.exit for rank, state in facts.ranks.items()}
     own = ends[first.rank]
     return own is not None and any(
@@ -134,7 +132,7 @@ def _ended_before(facts: CaseFacts, first: RankFacts, later: Iterable[int]) -> b
 
 
 def a_peer_ended(facts: CaseFacts) -> Ruling:
-    """Every failure is a lost connection to a rank that was not seen: that rank ended first."""
+    """Every failure is a lost connection to an unseen rank, which therefore ended first."""
     errors = {rank: facts.ranks[rank].evidence.exception for rank in facts.waiting}
     lost = [rank for rank, error in errors.items() if error is not None]
     unseen = facts.unseen or facts.evidence.world_guessed
@@ -164,19 +162,16 @@ def a_peer_ended(facts: CaseFacts) -> Ruling:
 
 
 def _may_have_called_too_often(facts: CaseFacts, ended: Collection[int], waiting: Collection[int]) -> bool:
-    """Those that wait are no more than those that have ended, and no record shows that these are a call behind."""
     unrecorded = any(rank not in facts.alignment.records for rank in (*ended, *waiting))
     return 0 < len(waiting) <= len(ended) and unrecorded
 
 
 def _left_in_p2p(facts: CaseFacts, blamed: Iterable[int]) -> list[int]:
-    """Those of ``blamed`` whose error came out of a send or receive, or out of a ``wait()`` that may be for one."""
     waits = {rank: facts.waiting[rank] for rank in blamed}
     return [rank for rank, wait in waits.items() if wait.kind == "p2p" or wait.op == UNKNOWN_OP]
 
 
 def _alone_by_condition(facts: CaseFacts, ranks: Iterable[int], gone: Iterable[int]) -> tuple[Claim, ...]:
-    """The first of ``ranks`` that waits under a condition on the rank which those that are gone may not have met."""
     for rank in (rank for rank in ranks if rank in facts.waiting):
         if (asked := guard_of(facts, rank, gone)) is not None:
             return (facts.ranks[rank].line_claim(f"rank {rank} waits under `{asked.words}`"),)
@@ -184,7 +179,6 @@ def _alone_by_condition(facts: CaseFacts, ranks: Iterable[int], gone: Iterable[i
 
 
 def _at_the_same_moment(facts: CaseFacts, first: RankFacts, other: RankFacts) -> bool:
-    """Two ranks of different nodes, whose failures are no further apart than what nodes know of each other's clocks."""
     if abs(failed_at(other.evidence) - failed_at(first.evidence)) > CLOCKS_S:
         return False
     nodes = [node for node in facts.evidence.nodes if first.rank in node.ranks or other.rank in node.ranks]
@@ -212,8 +206,8 @@ def stopped_ranks(facts: CaseFacts) -> Ruling:
 def init_not_joined(case: Case) -> Ruling:
     """Ranks wait in ``init_process_group`` for ranks that never reached it, or that do not reach its store.
 
-    Where an absent rank is instead comes from its own stack and goes into the reason. Ranks that were not seen at all
-    are listed, not blamed: they may be on another node whose evidence is not here.
+    The reason quotes the absent rank's own stack. Unseen ranks are listed, not blamed: they might be on a node without
+    evidence here.
     """
     inside = [rank for rank, wait in case.waiting.items() if wait.kind == "init"]
     if not inside:
@@ -225,7 +219,7 @@ def init_not_joined(case: Case) -> Ruling:
         if r not in inside and r not in locked_out and not case.alignment.joined(r) and not case.may_wait_elsewhere(r)
     }
     if not absent and locked_out:
-        return ""  # a cycle: those inside hold the locks that the others wait for
+        return ""  # a cycle: ranks inside hold locks that the others wait for
     if not absent and not case.unseen and (finding := _store_not_reached(case, inside)) is not None:
         return finding
     if not absent and not case.unseen:
@@ -233,14 +227,15 @@ def init_not_joined(case: Case) -> Ruling:
     named = {r: replace(c, reason=f"never reached init_process_group: it {c.reason}") for r, c in absent.items()}
     waits = capital(waits_words(case, inside))
     text = "" if named else f"{waits}, and {unseen_words(case)} at all: it may never have started."
-    return blame(case, "init-not-joined", those({Doubt.UNSEEN_RANKS: bool(case.unseen)}), named, inside, summary=text)
+    return blame(
+        case, "init-not-joined", doubts_if({Doubt.UNSEEN_RANKS: bool(case.unseen)}), named, inside, summary=text
+    )
 
 
 def _store_not_reached(facts: CaseFacts, inside: Sequence[int]) -> Finding | None:
-    """Ranks that try again and again to connect to the store, by which the ranks find each other: they have another
-    address than who hosts it, or no way there.
+    """Blames ranks that keep retrying to connect to the store: their address is wrong, or they have no route to it.
 
-    They are named where they are fewer, or where a peer is past that point, so that there is a store to reach.
+    Only if they are the minority, or a peer is past that point, which proves that the store exists.
     """
     views = {rank: view for rank in inside if (view := view_of(facts.ranks[rank].evidence)) is not None}
     astray = [rank for rank, view in views.items() if _connects_again(view)]
@@ -259,12 +254,11 @@ def _store_not_reached(facts: CaseFacts, inside: Sequence[int]) -> Finding | Non
         return replace(finding, advice=_STORE)
     wait_text = f", and {waits_words(facts, rest)}" if rest else ""
     text = f"{capital(each_of(astray))} {reason}{fr.at(frames[astray[0]])}: nothing answers at its address{wait_text}."
-    doubts = (Doubt.STATE_INFERRED, *those({Doubt.EITHER_SIDE: bool(rest)}))
+    doubts = (Doubt.STATE_INFERRED, *doubts_if({Doubt.EITHER_SIDE: bool(rest)}))
     return Finding("init-not-joined", doubts, text, claims=wait_claims(facts, inside), advice=_STORE)
 
 
 def _store_without_answer(facts: CaseFacts, views: Mapping[int, View]) -> Finding | None:
-    """All ranks have come to the store, and it lets none of them go on."""
     if views.keys() != facts.world or not all(calls.makes_store(view.stack) for view in views.values()):
         return None
     text = f"{capital(waits_words(facts, sorted(views)))}: all are blocked at the store. It waits for more"
@@ -272,11 +266,11 @@ def _store_without_answer(facts: CaseFacts, views: Mapping[int, View]) -> Findin
     return Finding("init-not-joined", (Doubt.STATE_INFERRED,), text, claims=wait_claims(facts, views), advice=_STORE)
 
 
-_NAP_S = 0.05  # who hosts the store looks for the others every 10 ms; who does not reach it waits longer to try again
+_NAP_S = 0.05  # the store's host polls every 10 ms; a rank that can't reach the store retries at longer intervals
 
 
 def _connects_again(view: View) -> bool:
-    """It sleeps between two attempts to connect to the store, or an attempt gets no answer."""
+    """Returns whether the rank sleeps between attempts to connect, or an attempt gets no answer."""
     return calls.makes_store(view.stack) and any(
         "(syn_sent)" in thread.fd_target
         or thread.syscall_name == "connect"
@@ -301,10 +295,9 @@ def kept_by_its_device(facts: CaseFacts) -> Ruling:
 def alone(facts: CaseFacts) -> Ruling:
     """No rank waits for a peer: the odd one out is at fault, if there is one.
 
-    Ranks that have finished are left out; a single one that has not is at fault by itself. Where a strict majority
-    rests at one place and all ranks were seen, those elsewhere are the odd ones out, with low confidence: nothing
-    shows that the others wait for them. Several that have nothing in common are not, and all ranks at one place is not
-    anybody's fault in particular. A process of which nothing tells whether it has peers is compared with none.
+    Finished ranks don't count; a single unfinished one is at fault. If a strict majority is at one place and all ranks
+    were seen, the ranks elsewhere are odd, with low confidence: nothing shows that the others wait for them. Several
+    ranks with nothing in common are not. A process that might have no peers is compared with none.
     """
     if facts.evidence.world_guessed and len(facts.ranks) == 1:
         return ""
@@ -333,9 +326,9 @@ def alone(facts: CaseFacts) -> Ruling:
 
 
 def nobody_stands_out(facts: CaseFacts) -> Finding:
-    """Nothing singles out a rank."""
+    """No rank stands out."""
     waits = list(facts.waiting)
-    # Without those of which neither a stack nor a record is there.
+    # Without ranks that have neither a stack nor a record.
     own = {r: c for r, c in conditions(facts).items() if c.cause != "missing-from-collective" or c.frame is not None}
     alike = len({(c.cause, c.frame) for c in own.values()}) == 1 and not waits
     claims = wait_claims(facts, waits) + condition_claims(own)
@@ -385,11 +378,10 @@ def nobody_stands_out(facts: CaseFacts) -> Finding:
         Doubt.UNSEEN_RANKS: bool(facts.unseen or apart or lost or only or facts.evidence.printed is not None),
     }
     advice = frozenset(advice for condition in own.values() for advice in condition.advice)
-    return Finding("no-rank-stands-out", those(doubts), text, claims=claims, advice=advice)
+    return Finding("no-rank-stands-out", doubts_if(doubts), text, claims=claims, advice=advice)
 
 
 def _who_would_set(facts: CaseFacts, own: Condition) -> str:
-    """Of a key of the store that all ranks wait for: the line that sets it, and what it stands behind."""
     for line in own.key.set_at if own.key is not None else ():
         behind = [f"`{step.words}`" for step in way_to(line, facts.read_source) if not step.loop]
         under = f", under {' and '.join(behind)}" if behind else ""
@@ -398,7 +390,7 @@ def _who_would_set(facts: CaseFacts, own: Condition) -> str:
 
 
 def _began_with(facts: CaseFacts, lost: list[int]) -> str:
-    """The rank that reported it first, by its own clock, and what its error means, if more than that time was up."""
+    """Returns the rank that reported the loss first, by its own clock, and what its error means beyond a timeout."""
     first = min(lost, key=lambda rank: failed_at(facts.ranks[rank].evidence), default=None)
     failure = failure_of_rank(facts.ranks[first].evidence) if first is not None else None
     if failure is None or failure.kind == "peer-late":
@@ -409,7 +401,6 @@ def _began_with(facts: CaseFacts, lost: list[int]) -> str:
 
 
 def _seen_apart(facts: CaseFacts, first: list[int], rest: list[int]) -> str:
-    """Where the supervisor of ``first`` stopped its ranks, and ``rest`` were looked at only afterwards."""
     text = f"{capital(waits_words(facts, first))}, and their own safelaunch stopped them."
     if rest:
         text += f" {capital(ranks_do(rest, 'was', 'were'))} looked at only afterwards: {waits_words(facts, rest)}."

@@ -1,4 +1,4 @@
-"""Rules over the wait-for graph: follow every wait to its end, or to the cycle in which it ends."""
+"""Rules over the graph of waits: follow each wait to its end, or to a cycle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from safelaunch.verdict.blame import (
 )
 from safelaunch.verdict.c10d import described, op_name
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
-from safelaunch.verdict.doubts import Doubt, levels_of, those
+from safelaunch.verdict.doubts import Doubt, doubts_if, levels_of
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.graph import NodeKind
 from safelaunch.verdict.mismatch import mismatch_at
@@ -57,8 +57,8 @@ _UNEXPLAINED = Condition(
 def blocked_by(case: Case) -> Ruling:
     """Peers wait for a rank that waits for no other: its own state is the cause.
 
-    Waits are followed to their end, so a rank that waits for a rank that waits is nobody's culprit. Ranks that hold
-    up others in different ways are all named, under the cause that is surest.
+    Waits are followed to their end, so a rank that only waits in turn is no culprit. Ranks that block others in
+    different ways are all named, under the most certain cause.
     """
     blocking = case.waits.blocking - case.waiting.keys()
     roots = sorted(blocking & frozenset(case.ranks))
@@ -77,14 +77,14 @@ def blocked_by(case: Case) -> Ruling:
         Doubt.STACKS_ALONE: len(roots) > 1 and any(w.kind == "collective" and w.seq is None for w in waiting),
         Doubt.MISMATCH_TOO: bool(also),
     }
-    sure = (*most_doubtful(c for c in named.values() if c.cause == cause), *those(doubts))
+    sure = (*most_doubtful(c for c in named.values() if c.cause == cause), *doubts_if(doubts))
     text = f"ranks also recorded {also}; the runner-up, as a rank that has not arrived explains the wait"
     claims, ruled = _not_entered(case, roots), [text] if also else []
     return blame(case, cause, sure, named, claims=claims, ruled_out=ruled)
 
 
 def _needed(case: Case) -> frozenset[int]:
-    """The ranks that peers wait for in a collective of a group whose members are known."""
+    """Returns ranks that peers wait for in a collective of a group whose members are known."""
     return frozenset(
         rank
         for waiters in case.waits.classes.values()
@@ -94,7 +94,7 @@ def _needed(case: Case) -> frozenset[int]:
 
 
 def _not_entered(case: Case, roots: list[int], limit: int = 4) -> tuple[Claim, ...]:
-    """What the ranks have not come to: one claim for each call in which others wait for them, the most first."""
+    """Returns a claim for each call that the ranks haven't reached, starting with the one that most peers wait in."""
     claims = []
     for rank in roots[:limit]:
         waiting_for_it = [
@@ -112,7 +112,7 @@ def _not_entered(case: Case, roots: list[int], limit: int = 4) -> tuple[Claim, .
 
 
 def _mismatch_in(case: Case) -> str:
-    """``different operations as number 7 of group '0'``; empty where there is no mismatch in what ranks wait in."""
+    """Returns ``different operations as number 7 of group '0'``; empty without a mismatch."""
     for wait in (waiters.wait for waiters in case.waits.classes.values()):
         if wait.group is not None and wait.seq is not None and wait.kind == "collective":
             mismatch = mismatch_at(case.alignment, wait.group, wait.seq)
@@ -124,7 +124,7 @@ def _mismatch_in(case: Case) -> str:
 def unseen_peers(case: Case) -> Ruling:
     """Ranks wait for peers that were not seen: a majority alone names no rank.
 
-    A mismatch among those that were seen is a fact all the same, and is told without a culprit.
+    A mismatch among the seen ranks is still reported, without a culprit.
     """
     if case.waits.blocking <= case.ranks.keys():
         return ""
@@ -145,8 +145,8 @@ def unseen_peers(case: Case) -> Ruling:
 def sends_and_receives(case: Case) -> Ruling:
     """Sends and receives wait for each other, and no other rank is on its way to answer.
 
-    gloo records no peer of a send or receive, so the circle is then inferred: nobody else is left to come. Unless
-    somebody who waits in a collective has left out his part of the exchange: without peers, nothing tells.
+    gloo doesn't record peers, so the cycle is inferred: no other rank is left that could come. A rank in a collective
+    might still have skipped its part of the exchange; without peers, nothing shows that.
     """
     ranks = ranks_in(_inner_circle(case.waits.transfers_of_circle))
     if not ranks:
@@ -158,7 +158,7 @@ def sends_and_receives(case: Case) -> Ruling:
         text += f" Or one of them waits for a peer that has gone on without it: {rest}."
     return Finding(
         "p2p-cycle",
-        those({Doubt.PEERS_NOT_RECORDED: not certain}),
+        doubts_if({Doubt.PEERS_NOT_RECORDED: not certain}),
         text,
         waiting_culprits(case, ranks),
         wait_claims(case, ranks),
@@ -166,7 +166,7 @@ def sends_and_receives(case: Case) -> Ruling:
 
 
 def other_tags(case: Case) -> Ruling:
-    """A send and a receive name each other, with different tags: they never meet."""
+    """A send and a receive name each other with different tags, so they never meet."""
     named = {rank: case.waiting[rank] for rank in ranks_in(case.waits.transfers_of_circle)}
     for rank, wait in named.items():
         other = named.get(wait.peer) if wait.peer is not None else None
@@ -182,7 +182,7 @@ def other_tags(case: Case) -> Ruling:
 def other_peer(case: Case) -> Ruling:
     """Every batch of sends and receives is known, and one rank alone explains it by naming a wrong peer.
 
-    It sends to a rank that expects nothing from it, while another one waits for its message; or the reverse.
+    It sends to a rank that doesn't expect a message, while another rank waits for one; or the reverse.
     """
     transfers = (rank for rank, wait in case.waiting.items() if wait.kind == "p2p")
     batches = {rank: case.ranks[rank].evidence.gil.posted for rank in transfers}
@@ -208,7 +208,6 @@ def other_peer(case: Case) -> Ruling:
 
 
 def _either_end(case: Case, ranks: Collection[int], text: str, *advice: Advice) -> Finding:
-    """The finding for sends and receives that do not meet: either may be the wrong one."""
     culprits, claims = waiting_culprits(case, ranks), wait_claims(case, ranks)
     return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, claims, advice=frozenset(advice))
 
@@ -216,8 +215,8 @@ def _either_end(case: Case, ranks: Collection[int], text: str, *advice: Advice) 
 def one_sided(case: Case) -> Ruling:
     """A rank waits to send to or receive from a peer that is elsewhere, waiting for the rank in turn.
 
-    The peer's own habit may show that it left out its part; else the rank may as well have made a call too many. Most
-    ranks may be with the peer, and that tells nothing: a send or receive is a matter of two.
+    The peer's habit might show that it skipped its part; otherwise the rank might have made an extra call. A majority
+    shows nothing, as a send or receive involves only two ranks.
     """
     for waiters in case.waits.transfers_of_circle:
         rank, wait, peer = waiters.ranks[0], waiters.wait, waiters.wait.peer
@@ -235,7 +234,6 @@ def one_sided(case: Case) -> Ruling:
 
 
 def _left_out(case: Case, rank: int) -> Collective | None:
-    """The send or receive that the rank had always made right before the call in which it waits, and not this time."""
     now = case.call_of(rank)
     habit = case.histories.broken_habit(rank, now) if now is not None else None
     return habit.usual if habit is not None and habit.sure and habit.usual.is_p2p else None
@@ -250,7 +248,7 @@ def _names_its_peer(case: Case, waiters: Waiters) -> bool:
 
 
 def _inner_circle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
-    """Those of ``classes`` that wait for each other, without help from others."""
+    """Returns the classes that wait for each other, without outside help."""
     while True:
         members = set(ranks_in(classes))
         bound = tuple(waiters for waiters in classes if waiters.blockers & (members - set(waiters.ranks)))
@@ -259,22 +257,21 @@ def _inner_circle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
         classes = bound
 
 
-# --- waits between ranks that no call of c10d's shows -----------------------------------------------------------------
+# --- waits between ranks outside c10d calls ---------------------------------------------------------------------------
 
-# The kernel says who holds a lock (``/proc/locks``) or has the other end of a connection, so these are no inferences: a
-# rank that enters a barrier with the lock held, while its peers wait for the lock to get there, is in a circle with
-# them. For what a rank polls, the source alone can tell, where a condition on the rank keeps one from the loop.
+# The kernel shows which process holds a lock (``/proc/locks``) or the other end of a connection, so these aren't
+# inferred: a rank that enters a barrier while holding a lock that its peers need first is in a cycle with them. What a
+# rank polls for is known only from the source, if a condition on the rank keeps one rank out of the loop.
 
 
 def waits_outside_collectives(case: Case) -> Ruling:
-    """A rank holds a lock that others wait for, or owes them a message or file: it waits in turn, or is at fault
-    itself.
+    """A rank holds a lock that others wait for, or owes them a message or file: it waits in turn, or is at fault.
 
-    Only where nobody else is waited for who does something of his own: then that comes first.
+    Applies only if no other awaited rank is held up on its own, as that comes first.
     """
     if not case.waits.held_by:
         return ""
-    # Circles of calls alone say nothing here: whoever is in one waits for no file.
+    # Cycles of calls alone don't matter here: their ranks wait for no file.
     ends = [sink for sink in case.waits.graph.sinks if not all(node in case.waits.classes for node in sink)]
     if len(ends) != 1:
         return ""
@@ -296,8 +293,9 @@ def waits_outside_collectives(case: Case) -> Ruling:
 
 
 def _server_of(case: Case, rank: int) -> tuple[str, Claim, frozenset[Advice]] | None:
-    """The part of a rank that answers others, where the rank itself keeps it from that: a thread that waits for a lock,
-    or for peers, or the event loop on whose thread the rank waits. In words, and what shows that.
+    """Returns the part of a rank that serves others and that the rank itself blocks, in words with a claim.
+
+    That is a thread that waits for a lock or for peers, or the event loop on whose thread the rank waits.
     """
     view = view_of(case.ranks[rank].evidence, case.read_source)
     if view is None:
@@ -319,13 +317,13 @@ _OWN_LOOP = frozenset({OWN_LOOP})
 def _kept_from_serving(
     case: Case, rank: int, words: str, shown: Claim, advice: frozenset[Advice], waiting: Mapping[int, AwaitedHolder]
 ) -> Finding:
-    """``rank`` waits for its peers, and they wait for an answer that it keeps itself from giving."""
+    """Blames ``rank``: it waits for its peers, and they wait for an answer that it prevents."""
     own = {other: condition for other in waiting if (condition := case.ranks[other].condition) is not None}
     place = f"waits in {case.waiting[rank].words}" if rank in case.waiting else "waits"
     text = f"Rank {rank} {place}, and {words}."
     return Finding(
         "lock-deadlock",
-        those({Doubt.UNSEEN_RANKS: bool(case.unseen)}),
+        doubts_if({Doubt.UNSEEN_RANKS: bool(case.unseen)}),
         f"{text} {capital(ranks_wait(case, own))} for its answer.",
         (waiting_culprit(case.ranks[rank], text),),
         (Claim(f"rank {rank}: {shown.claim}", shown.file), *condition_claims(own), *wait_claims(case, [rank])),
@@ -343,19 +341,17 @@ _WHY: Mapping[NodeKind, str] = {
 
 
 def _why(kind: NodeKind, waiting: Collection[int]) -> str:
-    """What the rank that they wait for has to do with their wait."""
     return _WHY[kind].format(who=ranks_word(waiting), waits="waits" if len(waiting) == 1 else "wait")
 
 
 def _in_a_circle(
     case: Case, kind: NodeKind, waiting: Mapping[int, AwaitedHolder], all_waiting: Iterable[int]
 ) -> Ruling:
-    """``waiting`` wait for ranks that wait for their peers in turn, so that none of them can go on.
+    """Returns the finding for ranks that wait for ranks which wait for their peers in turn.
 
-    By the wait's kind: who waits for its peers with a file locked is named, and not who waits for that lock. Who waits
-    for a message is named, as its line says what it lacks. Who is to make a file or a key is named, and who waits for
-    that, where it is one rank. But for a lock, nothing tells whether the one should not wait, or the other should have
-    sent or made something before.
+    The kind of wait decides which rank is named. File lock: its holder. Message: the waiter, whose line shows what is
+    missing. Store key or poll: the rank that should create it, and the waiter if it is a single rank. Except for a
+    lock, either side might be wrong.
     """
     own = {rank: _told(case, rank, by) for rank, by in waiting.items()}
     by = next(iter(waiting.values()))
@@ -369,7 +365,7 @@ def _in_a_circle(
         words = case.waiting[rank].words if rank in case.waiting else ""
         reason = f"Rank {rank} waits in {words}, {_why(kind, own)}."
         culprits.append(waiting_culprit(case.ranks[rank], reason, by.site if kind == "key" else None))
-    doubts = those({Doubt.MAY_BE_OWED: not locked}) + _doubts(case, () if makes else own.values())
+    doubts = doubts_if({Doubt.MAY_BE_OWED: not locked}) + _doubts(case, () if makes else own.values())
     text = summary_of(own, case, holders)
     text += f" {capital(by.words)}." if by.words else ""
     named, first = {culprit.rank for culprit in culprits}, next(iter(own.values()))
@@ -403,13 +399,11 @@ def _held_by_one(case: Case, held_by: Mapping[int, AwaitedHolder], holder: Await
 
 
 def _doubts(case: Case, conditions: Iterable[Condition]) -> tuple[Doubt, ...]:
-    """No surer than it is of any of them what it waits for."""
     own = dict.fromkeys(doubt for condition in conditions for doubt in condition.doubts)
-    return (*own, *those({Doubt.UNSEEN_RANKS: bool(case.unseen)}))
+    return (*own, *doubts_if({Doubt.UNSEEN_RANKS: bool(case.unseen)}))
 
 
 def _told(case: Case, rank: int, by: AwaitedHolder) -> Condition:
-    """Of a rank that waits for a lock: which rank has it."""
     condition = case.ranks[rank].condition
     assert condition is not None
     if by.kind != "file":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from safelaunch.model import WRONG_RESULTS_FILE, Claim, Culprit, WrongResult, format_ranks
-from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.phrases import (
     capital,
@@ -19,7 +19,7 @@ WRONG_RESULTS = ("replicas-diverged", "non-finite-gradient", "loss-diverged")
 def wrong_results(facts: CaseFacts) -> Ruling:
     """A live job computes wrong results: replicas that differ, gradients or a loss that went wrong.
 
-    The first one by step is the finding: what was wrong later may follow from it.
+    The earliest by step is the finding, as later ones might follow from it.
     """
     results = sorted(facts.evidence.wrong_results, key=lambda result: result.step)
     if not results:
@@ -33,7 +33,7 @@ def wrong_results(facts: CaseFacts) -> Ruling:
     }
     return Finding(
         first.cause,
-        those(doubtful),
+        doubts_if(doubtful),
         f"{capital(first.words)}.",
         tuple(_culprit(facts, rank, first) for rank in named),
         (*_detail(first), *(Claim(result.words, WRONG_RESULTS_FILE) for result in results[1:])),
@@ -41,7 +41,7 @@ def wrong_results(facts: CaseFacts) -> Ruling:
     )
 
 
-_PAIR = 2  # of two ranks, each differs from the other whatever happened
+_PAIR = 2  # two ranks always differ from each other, so this says nothing
 
 
 def _advice(result: WrongResult, named: Sequence[int]) -> frozenset[Advice]:
@@ -54,7 +54,6 @@ def _advice(result: WrongResult, named: Sequence[int]) -> frozenset[Advice]:
 
 
 def _detail(result: WrongResult) -> tuple[Claim, ...]:
-    """What was computed."""
     if result.kind == "loss":
         return (Claim(result.words, WRONG_RESULTS_FILE),)
     share = f"{result.count} of {result.total} tensors"
@@ -74,15 +73,10 @@ def _detail(result: WrongResult) -> tuple[Claim, ...]:
 
 
 def _named(facts: CaseFacts, result: WrongResult) -> tuple[int, ...]:
-    """The ranks that are off, of those that were seen.
-
-    Nobody where that is said of all of them, as of gradients that were averaged already.
-    """
     return tuple(rank for rank in result.ranks if rank in facts.ranks) if set(result.ranks) < set(facts.world) else ()
 
 
 def _culprit(facts: CaseFacts, rank: int, result: WrongResult) -> Culprit:
-    """Without a frame: where the rank is now is not where it went wrong."""
     rank_evidence = facts.ranks[rank].evidence
     return Culprit(rank, rank_evidence.host, rank_evidence.pid, "main", None, result.step, f"{_reason(rank, result)}.")
 

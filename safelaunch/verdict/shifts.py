@@ -1,4 +1,4 @@
-"""How far one call history is ahead of another, or behind it."""
+"""Shifts between two call histories: how many calls one is ahead of the other."""
 
 from __future__ import annotations
 
@@ -9,150 +9,150 @@ from operator import ne
 from safelaunch.model import Frame
 from safelaunch.verdict.call_history import CallHistory, Identity
 
-_TWICE = 2  # as long as the shift itself, a stretch agrees where both sides repeat one call
-MOST_CALLS = 64  # more or fewer than the peers, in one place: an evaluation over a sharded model makes a few dozen
+_TWICE = 2  # a coincidence is a stretch this many times as long as the shift (both sides can repeat one call)
+MOST_CALLS = 64  # calls that a shift can have: an evaluation over a sharded model makes a few dozen
 SURE_MATCHES = 3
 _MOST_REPLACED = 4
 
 
 @dataclass(frozen=True)
-class Offset:
-    """One history against another: ``calls`` more (``extra``) or fewer, and ``matched``: how many agree behind them.
-
-    ``whole``: all that both have there. ``novel``: the other side never made these calls anywhere else.
-    ``of_first``: it speaks of the first of the two histories.
-    """
+class CallShift:
+    """A number of calls that a history has more (``extra``) or fewer than another one."""
 
     extra: bool
     calls: int
-    matched: int
-    whole: bool
-    novel: bool
-    of_first: bool = True
+    matched: int  # later calls that agree again
+    whole: bool  # all later calls that both have agree
+    novel: bool  # the other side makes these calls nowhere else
+    of_first: bool = True  # it describes the first of the two histories
 
     @property
     def size(self) -> tuple[int, bool]:
-        """The smaller one explains more."""
+        """Sort key: a smaller shift explains more."""
         return self.calls, not self.whole
 
     @property
-    def seen_from_there(self) -> Offset:
-        """The same of the other history: what one has more the other has less."""
+    def inverted(self) -> CallShift:
+        """The same shift from the other history's point of view."""
         return replace(self, extra=not self.extra, of_first=not self.of_first)
 
 
-def offset(mine: CallHistory, theirs: CallHistory, parted: int, *, odd: bool = False) -> Offset | None:
-    """What ``mine`` has more or less than ``theirs`` from ``parted`` on; None where neither explains the rest, or where
-    fewer calls that were merely other ones explain as much: then nobody is ahead.
+def shift_between(
+    history: CallHistory, reference: CallHistory, diverged_at: int, *, odd: bool = False
+) -> CallShift | None:
+    """Returns the smallest shift after which the histories agree again.
 
-    ``odd``: it is ``mine`` that is in the minority, so either explanation names it.
+    Returns None if there is none, or if replacing fewer calls explains the rest as well: then neither is ahead.
+
+    Args:
+        odd: ``history`` is in the minority, so that either direction blames it.
     """
-    found = _shift(mine, theirs, parted, odd=odd)
-    level = _replaced(mine, theirs, parted)
-    if found is None or level is None:
-        return found
+    shift = _shift(history, reference, diverged_at, odd=odd)
+    level = _replaced(history, reference, diverged_at)
+    if shift is None or level is None:
+        return shift
     differ, ends_alike = level
-    differ += mine.misfits(parted, theirs, parted, mine.overlap(parted, theirs, parted))
-    longer, shorter = (mine, theirs) if found.extra is found.of_first else (theirs, mine)
-    odd_ones = found.calls + longer.misfits(parted + found.calls, shorter, parted, found.matched)
-    return None if differ < odd_ones + ends_alike else found
+    differ += history.misfits(diverged_at, reference, diverged_at, history.overlap(diverged_at, reference, diverged_at))
+    longer, shorter = (history, reference) if shift.extra is shift.of_first else (reference, history)
+    odd_ones = shift.calls + longer.misfits(diverged_at + shift.calls, shorter, diverged_at, shift.matched)
+    return None if differ < odd_ones + ends_alike else shift
 
 
-def _shift(mine: CallHistory, theirs: CallHistory, parted: int, *, odd: bool) -> Offset | None:
-    """Calls too many or too few, behind which the two agree again.
+def _shift(history: CallHistory, reference: CallHistory, diverged_at: int, *, odd: bool) -> CallShift | None:
+    """Returns the shift after which the histories agree again.
 
-    In a loop a shift by nearly a whole round the other way agrees as well as the true one: calls that the other side
-    never makes decide, else the smaller shift does. Where two calls take turns both are by one call: then the one
-    behind which all agrees, to the end of the shorter history, is the true one.
+    In a loop, a shift by nearly a whole round in the other direction fits as well. A shift by calls that the other side
+    never makes wins, or else the smaller one. If two calls alternate, both directions shift by one: then the shift that
+    agrees to the end of the shorter history wins.
     """
-    more = _smallest(mine, theirs, parted)
-    fewer = _smallest(theirs, mine, parted)
-    found = [
-        Offset(extra, calls, matched, whole, _is_novel(longer, shorter, parted, calls))
-        for extra, option, longer, shorter in ((True, more, mine, theirs), (False, fewer, theirs, mine))
+    more = _smallest(history, reference, diverged_at)
+    fewer = _smallest(reference, history, diverged_at)
+    options = [
+        CallShift(extra, calls, matched, whole, _is_novel(longer, shorter, diverged_at, calls))
+        for extra, option, longer, shorter in ((True, more, history, reference), (False, fewer, reference, history))
         if option is not None
         for calls, matched, whole in (option,)
     ]
-    novel = [one for one in found if one.novel]
+    novel = [option for option in options if option.novel]
     if len(novel) == 1:
-        return novel[0] if novel[0].extra else novel[0].seen_from_there
-    found.sort(key=lambda one: (one.size, one.extra))
-    if found and _is_by_chance(mine, theirs, parted, found[0].calls):
+        return novel[0] if novel[0].extra else novel[0].inverted
+    options.sort(key=lambda option: (option.size, option.extra))
+    if options and _is_by_chance(history, reference, diverged_at, options[0].calls):
         return None
-    return found[0] if found and (odd or len(found) == 1 or found[0].size < found[1].size) else None
+    return options[0] if options and (odd or len(options) == 1 or options[0].size < options[1].size) else None
 
 
-def _is_by_chance(mine: CallHistory, theirs: CallHistory, parted: int, calls: int) -> bool:
-    """A shift by fewer calls explains so much of what follows, though not all, that the two have parted once more:
-    then a larger one that agrees to the end, with one round in place of another, says nothing.
-    """
+def _is_by_chance(history: CallHistory, reference: CallHistory, diverged_at: int, calls: int) -> bool:
+    # A smaller shift explains a long stretch, but not all: then the histories diverged twice.
     fewer = range(1, calls)
-    ends = ((longer, shorter, by) for longer, shorter in ((mine, theirs), (theirs, mine)) for by in fewer)
-    return any(agreeing_calls(longer, parted + by, shorter, parted) >= _TWICE * calls for longer, shorter, by in ends)
+    ends = ((longer, shorter, by) for longer, shorter in ((history, reference), (reference, history)) for by in fewer)
+    return any(
+        agreeing_calls(longer, diverged_at + by, shorter, diverged_at) >= _TWICE * calls for longer, shorter, by in ends
+    )
 
 
-def common_offset(offsets: Sequence[Offset | None]) -> Offset | None:
-    """What is true of all of a minority; the majority is right, whatever is novel."""
-    known = [offset if offset.of_first else offset.seen_from_there for offset in offsets if offset is not None]
-    alike = len(known) == len(offsets) and len({(one.extra, one.calls) for one in known}) == 1
-    return min(known, key=lambda one: one.matched) if alike else None
+def common_shift(shifts: Sequence[CallShift | None]) -> CallShift | None:
+    """Returns the shift that all ranks of a minority share; None if theirs differ."""
+    oriented = [shift if shift.of_first else shift.inverted for shift in shifts if shift is not None]
+    alike = len(oriented) == len(shifts) and len({(shift.extra, shift.calls) for shift in oriented}) == 1
+    return min(oriented, key=lambda shift: shift.matched) if alike else None
 
 
-def reordered(mine: CallHistory, theirs: CallHistory, parted: int) -> bool:
-    """The next few calls are the same ones in another order, and what follows, if anything, is the same again."""
+def reordered(history: CallHistory, reference: CallHistory, diverged_at: int) -> bool:
+    """Reports if the next few calls are the same in another order, and the ones after them agree again."""
     for count in range(2, 5):
-        calls = [[history.at(parted + number) for number in range(count)] for history in (mine, theirs)]
+        calls = [[side.at(diverged_at + number) for number in range(count)] for side in (history, reference)]
         if all(all(side) for side in calls) and sorted(calls[0], key=repr) == sorted(calls[1], key=repr):
-            behind = range(parted + count, parted + count + SURE_MATCHES)
-            following = [(mine.at(number), theirs.at(number)) for number in behind]
-            return all(one == other for one, other in following if one and other)
+            behind = range(diverged_at + count, diverged_at + count + SURE_MATCHES)
+            following = [(history.at(number), reference.at(number)) for number in behind]
+            return all(call == other for call, other in following if call and other)
     return False
 
 
-def branch(stack: Sequence[Frame], other: Identity) -> Frame | None:
-    """Of the frames of a call, innermost first, the outermost one that the other side does not have."""
-    for frame, theirs in zip(reversed(stack), reversed(other), strict=False):
-        if (frame.file, frame.line) != theirs:
+def diverging_frame(stack: Sequence[Frame], other: Identity) -> Frame | None:
+    """Returns the outermost frame of a call (innermost first) that the other side doesn't have."""
+    for frame, place in zip(reversed(stack), reversed(other), strict=False):
+        if (frame.file, frame.line) != place:
             return frame
     return stack[0] if stack else None
 
 
-def _replaced(mine: CallHistory, theirs: CallHistory, parted: int) -> tuple[int, bool] | None:
-    """``(how many calls from there on differ under the same numbers, do both end in the same one)``; None where
-    more differ than agree.
+def _replaced(history: CallHistory, reference: CallHistory, diverged_at: int) -> tuple[int, bool] | None:
+    """Returns how many calls from there on differ under the same numbers, and if both end in the same call.
 
-    Then nobody is a call ahead: one rank has made another call there (a wrong size, from another line) and gone on.
-    Calls that are all alike agree under any shift, so as few are the better explanation.
+    Returns None if more differ than agree. If few differ, neither is ahead: one rank made another call there (with a
+    wrong size, or from another line). Identical calls agree under any shift, so this explanation is better.
     """
-    overlap = mine.overlap(parted, theirs, parted)
+    overlap = history.overlap(diverged_at, reference, diverged_at)
     if overlap <= 0:
         return None
-    differ = [*map(ne, mine.column.values_of(parted, overlap), theirs.column.values_of(parted, overlap))]
+    differ = [
+        *map(ne, history.column.values_of(diverged_at, overlap), reference.column.values_of(diverged_at, overlap))
+    ]
     agree = overlap - sum(differ)
     few = not differ[-1] and sum(differ) <= _MOST_REPLACED and agree > 0
-    level = not differ[-1] and mine.last == theirs.last
+    level = not differ[-1] and history.last == reference.last
     return (sum(differ), level) if few or agree > sum(differ) else None
 
 
-def _smallest(longer: CallHistory, shorter: CallHistory, parted: int) -> tuple[int, int, bool] | None:
-    """The fewest calls that ``longer`` has more, how many agree behind them, and whether none there disagrees."""
+def _smallest(longer: CallHistory, shorter: CallHistory, diverged_at: int) -> tuple[int, int, bool] | None:
     for calls in range(1, MOST_CALLS + 1):
-        matched = _matched(longer, parted + calls, shorter, parted)
+        matched = _matched(longer, diverged_at + calls, shorter, diverged_at)
         if matched:
-            return calls, matched, matched == longer.overlap(parted + calls, shorter, parted)
+            return calls, matched, matched == longer.overlap(diverged_at + calls, shorter, diverged_at)
     return None
 
 
-def _is_novel(longer: CallHistory, shorter: CallHistory, parted: int, calls: int) -> bool:
-    known = shorter.all()
-    return all(longer.at(parted + number) not in known for number in range(calls))
+def _is_novel(longer: CallHistory, shorter: CallHistory, diverged_at: int, calls: int) -> bool:
+    calls_of_shorter = shorter.all()
+    return all(longer.at(diverged_at + number) not in calls_of_shorter for number in range(calls))
 
 
 def _matched(ahead: CallHistory, begin: int, behind: CallHistory, at: int) -> int:
-    """How many calls of ``ahead`` from ``begin`` on are those of ``behind`` from ``at`` on, without a break.
+    """Returns how many calls of both histories agree without a break.
 
-    A few that agree and then do not, are chance: 0. Many may end in a break, for that is where the hang is; where both
-    have completed what they called there, it is not: they are programs that differ, as those of two pipeline stages do.
+    Few that agree before a break are coincidence: 0. Many can end in a break, because the ranks hang there. If both
+    have completed the calls at the break, they don't hang: their programs differ, as in two pipeline stages.
     """
     overlap = ahead.overlap(begin, behind, at)
     agree = agreeing_calls(ahead, begin, behind, at)
@@ -162,7 +162,7 @@ def _matched(ahead: CallHistory, begin: int, behind: CallHistory, at: int) -> in
 
 
 def agreeing_calls(ahead: CallHistory, begin: int, behind: CallHistory, at: int) -> int:
-    """How many calls agree, whatever follows."""
+    """Returns how many calls agree before the first difference."""
     overlap = max(0, ahead.overlap(begin, behind, at))
     differ = map(ne, ahead.column.values_of(begin, overlap), behind.column.values_of(at, overlap))
     return next((number for number, differs in enumerate(differ) if differs), overlap)

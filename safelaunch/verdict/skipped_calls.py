@@ -1,9 +1,8 @@
-"""Why a rank is behind its peers, or has gone another way: its exceptions, its own words, the group that it called in.
+"""Why a rank skipped calls that its peers made: exceptions it caught, and what it alone printed.
 
-``except Exception: continue`` around a training step leaves out the step's collectives: the rank goes on, one call
-behind, and the job stops at some later, innocent line. What the other rules find then is true, and this says why.
-The same holds for ``if not torch.isfinite(loss): print("skipping batch"); continue``: what the rank alone has printed,
-and the source of the line that prints it, tell where it left its peers.
+``except Exception: continue`` around a training step skips the step's collectives: the rank continues one call behind,
+and the job stops at some later, innocent line. Other rules find that; this explains it. The same holds for ``if not
+torch.isfinite(loss): print("skipping batch"); continue``: the printed line and its source show where the rank left.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from safelaunch.model import CaughtException, Claim, Frame
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.parting import Left, left_by
 from safelaunch.stacks.tracebacks import lines_of
-from safelaunch.verdict.doubts import Doubt, those
+from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exits import one_line
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.mismatch import Mismatch
@@ -26,34 +25,31 @@ from safelaunch.verdict.phrases import capital, ranks_word
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
 from safelaunch.verdict.suggestions import BROKEN_OFF, DRAWN, LEFT_OUT, Advice
 
-# Findings that say who is behind or went another way, and not why.
+# Causes that say which ranks are behind or went a different way, but not why.
 _EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "rank-exited"})
-_MOST_LOOKED_AT = 4  # ranks at fault, and peers, whose functions are read for what they print
+_MOST_LOOKED_AT = 4  # ranks at fault, and as many peers, whose functions are searched for what they print
 
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """Why a rank left out calls that its peers made: ``reason``, a sentence; ``frame``, where; ``claim``, its evidence.
+    """Why a rank skipped calls that its peers made."""
 
-    ``sure``: the records show that the ranks parted there; else they only agree with it. ``what``: in short.
-    """
-
-    reason: str
+    reason: str  # a sentence
     frame: Frame
     claim: Claim
-    sure: bool
-    what: str
+    sure: bool  # the records show that the ranks diverged here; else they only agree with it
+    what: str  # the exception or the printed line
 
 
 def _explained(
     finding: Finding, skips: Mapping[int, _LeftOut], cause: str, words: str, what: str, advice: frozenset[Advice]
 ) -> Annotation:
-    """What these ranks did themselves as the cause, and no others at fault."""
+    """Makes the explanation the cause, and its ranks the only culprits."""
     culprits = (culprit for culprit in finding.culprits if culprit.rank in skips)
     return Annotation(
         words,
         tuple(skip.claim for skip in skips.values()),
-        those({Doubt.SEVERAL_PLACES_FIT: not all(skip.sure for skip in skips.values())}),
+        doubts_if({Doubt.SEVERAL_PLACES_FIT: not all(skip.sure for skip in skips.values())}),
         tuple(
             structs.replace(culprit, frame=skips[culprit.rank].frame, reason=skips[culprit.rank].reason)
             for culprit in culprits
@@ -66,12 +62,11 @@ def _explained(
 
 
 def caught_exception(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
-    """The exception as the cause, where one explains the finding.
+    """Blames a caught exception if it explains the finding.
 
-    It has to lie between the last call that the rank made as its peers did and the first that it did not, or where a
-    few calls more would make its record that of its peers to the end: not just somewhere before. Peers that caught the
-    same one in the same place went on alike, so there it explains nothing. Where nobody is in the minority (one rank
-    against one), the exception tells which side it was.
+    The exception must lie between the rank's last call in common with its peers and its first different one, or where a
+    few more calls would make the records agree to the end. An exception that peers caught at the same place explains
+    nothing. Without a minority (one rank against one), the exception shows which side is at fault.
     """
     if finding.cause not in _EXPLAINED or not any(f.evidence.caught for f in facts.ranks.values()):
         return
@@ -88,10 +83,10 @@ def caught_exception(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]
 
 
 def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
-    """What the ranks at fault alone have printed as they left out calls that their peers made, as the cause.
+    """Blames a skipped batch if only the ranks at fault printed something as they skipped calls.
 
-    Of the records only a call too many contradicts that; where they show a call left out, they agree with it. Who has
-    left the loop by that (``break``, ``return``) has left it, whatever it printed.
+    A record with an extra call contradicts that; one with a missing call confirms it. A rank that has left the loop
+    (``break``, ``return``) is judged by that, whatever it printed.
     """
     printed_lines = (
         _said(facts, [culprit.rank for culprit in finding.culprits])
@@ -117,7 +112,7 @@ def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 
 
 def _said(facts: CaseFacts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
-    """Rank → the newest of its lines that no peer has printed, and the statement behind which it left out calls."""
+    """Returns each rank's newest line that no peer printed, and the statement after which it skipped calls."""
     printed = {rank: lines for rank in named if (lines := lines_of(facts.ranks[rank].evidence.log_tail))}
     others = [rank for rank in facts.ranks if rank not in named]
     some = [*list(printed)[:_MOST_LOOKED_AT], *others[:_MOST_LOOKED_AT]] if printed else []
@@ -135,7 +130,6 @@ def _said(facts: CaseFacts, named: Sequence[int]) -> dict[int, tuple[Left, str]]
 
 
 def _lines_called_from(facts: CaseFacts, rank: int) -> Iterator[Frame]:
-    """The user's frames where the rank is, and of the calls on its record."""
     yield from user_stack_of(facts.ranks[rank].evidence)
     for kind in facts.alignment.ring(rank).used().values():
         yield from facts.alignment.stack(rank, kind).user_frames
@@ -149,18 +143,17 @@ def _as_printed(rank: int, left: Left, line: str, *, sure: bool) -> _LeftOut:
 
 
 def _as_caught(rank: int, exception: CaughtException, group: str, number: int, later: bool, *, sure: bool) -> _LeftOut:
-    """``number``: of ``group``, what the rank called next, or would have, if not ``later``."""
-    reason = f"Rank {rank} raised {exception.type} at {fr.place(exception.raised)} and continued at {fr.place(exception.caught)}"
-    reason += ", skipping the collectives that its peers called there."
+    reason = f"Rank {rank} raised {exception.type} at {fr.place(exception.raised)} and continued at"
+    reason += f" {fr.place(exception.caught)}, skipping the collectives that its peers called there."
     then = f" and before its #{number}" if later else "; it called no other since"
     text = f"{exception.type} at {fr.place(exception.raised)}, after #{number - 1} of group {group!r}{then}"
     return _LeftOut(reason, exception.raised, Claim(text, f"ranks/{rank}/caught.json"), sure, exception.type)
 
 
 def _next_call(facts: CaseFacts, rank: int, group: str, time_unix_s: float) -> tuple[int, bool] | None:
-    """The number in ``group`` that the rank's next call after that time has, or would have; and whether it was made.
+    """Returns the number in ``group`` of the rank's next call after that time, and whether it was made.
 
-    None for what is older than the record, or without a record.
+    None if the time is before the record, or without a record.
     """
     window = facts.alignment.window(rank, group)
     if window is None:
@@ -173,9 +166,9 @@ def _next_call(facts: CaseFacts, rank: int, group: str, time_unix_s: float) -> t
 
 
 def _parted_at(facts: CaseFacts, rank: int, group: str, mismatch: Mismatch | None) -> tuple[int, bool]:
-    """The first number of ``group`` that ``rank`` did not call as its peers did; and whether the histories show it.
+    """Returns the first number of ``group`` at which ``rank`` differs from its peers, and if the histories show it.
 
-    Where they do not, they may agree with several places.
+    Otherwise they might agree with several places.
     """
     shift = facts.histories.shift_in(group)
     if shift is not None and (rank in shift.ranks) == (shift.kind == "missing"):
@@ -187,7 +180,7 @@ def _parted_at(facts: CaseFacts, rank: int, group: str, mismatch: Mismatch | Non
 
 
 def _fit(facts: CaseFacts, rank: int, mismatch: Mismatch | None) -> _LeftOut | None:
-    """The newest exception of ``rank`` at the point where it parted from its peers."""
+    """Returns the newest exception of ``rank`` at the point where it diverged from its peers."""
     parted = {group: _parted_at(facts, rank, group, mismatch) for group in facts.alignment.groups()}
     tried: dict[tuple[str, int], bool] = {}
     for exception in reversed(facts.ranks[rank].evidence.caught):
@@ -198,8 +191,8 @@ def _fit(facts: CaseFacts, rank: int, mismatch: Mismatch | None) -> _LeftOut | N
             number, later = place
             sure = number == parted_at
             key = (group, number)
-            if not sure and key not in tried:  # many exceptions may lie between the same two calls
-                # Where all steps are alike the records do not show the place, but they may agree with this one.
+            if not sure and key not in tried:  # many exceptions might lie between the same two calls
+                # If all steps are alike, records can't show the place, but they can agree with this one.
                 aligned = facts.histories.in_group(group)
                 tried[key] = later and not shown and aligned.may_have_left_out(rank, number)
             if (sure or tried[key]) and not _peers_did_too(facts, rank, group, number, exception):

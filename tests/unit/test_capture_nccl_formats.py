@@ -17,7 +17,7 @@ from safelaunch.capture.flight_dump import parse_json, parse_pickle, to_json
 from safelaunch.capture.flight_records import merged
 from safelaunch.model import RankEvidence, Verdict
 from safelaunch.verdict.alignment import Alignment
-from safelaunch.verdict.comparable import Block, settled
+from safelaunch.verdict.comparable import Block, with_blocks_merged
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
 from tests.support.nccl_cases import CASES, all_but, device_behind, ranks
@@ -415,7 +415,7 @@ def test_what_is_only_queued_is_no_mismatch_yet(layout: Format, tmp_path: Path) 
 def test_members_of_a_batch_have_its_state(layout: Format) -> None:
     one = Recorder(0, WORLD, layout).collective()
     one.batch([Op("send", peer=1), Op("recv", peer=1)]).collective().batch([Op("send", peer=2)], "started")
-    record = settled(parse_pickle(write_one(one)))
+    record = with_blocks_merged(parse_pickle(write_one(one)))
     assert [(e.op, e.completed) for e in record.entries] == [
         ("nccl:all_reduce", True),
         ("nccl:send 0->1", True),
@@ -431,7 +431,7 @@ def test_members_of_a_batch_have_its_state(layout: Format) -> None:
 def test_a_block_is_one_collective(layout: Format) -> None:
     one = Recorder(0, WORLD, layout).collective()
     one.block([Op("all_reduce"), Op("all_reduce", (8,)), Op("broadcast")], "started")
-    *_, entry = settled(parse_pickle(write_one(one))).entries
+    *_, entry = with_blocks_merged(parse_pickle(write_one(one))).entries
     assert (entry.completed, entry.started, entry.is_p2p) == (False, True, False)
     if layout.blocks:
         assert isinstance(entry, Block)
@@ -473,7 +473,7 @@ def test_a_window_that_begins_within_a_block_compares_nothing_of_it(window: int)
 
 def test_a_record_without_blocks_is_left_as_it_is() -> None:
     record = parse_pickle(write_one(Recorder(0, WORLD).collective().send(1).recv(1).collective(state="started")))
-    assert settled(record) is record
+    assert with_blocks_merged(record) is record
 
 
 @by_format
