@@ -2,9 +2,9 @@
 
 Each file of ``tests/data/verdicts`` holds the cases of one cause. A case begins with its name in the first column::
 
-    collectives: a call left out long ago is the fault
-      rank 0: in barrier < :70 | calls 0@50 0@60x2 0@50 barrier:0@70*
-      ranks 1-2: in all_reduce < :50 | calls 0@50 0@60 0@50 0@60 0@50*
+    collectives: a call skipped long ago is the cause
+      rank 0: in barrier < :70 | calls 0@50 0@60x2 0@50 0@60 0@50 barrier:0@70*
+      ranks 1-2: in all_reduce < :50 | calls [0@50 0@60]x3 0@50*
       => collective-mismatch, high, proved: rank 0 at train.py:50; victims 1-2
 
 ``python -m tests.support.verdict_cases --update`` writes the lines that begin with ``=>`` from today's verdicts, and
@@ -87,9 +87,9 @@ RENAMED: dict[str, str] = {}
 # The functions of torch.distributed whose names stand for their frames in a stack.
 OPERATIONS = frozenset(
     """
-    all_gather all_gather_into_tensor all_gather_object all_gather_single all_reduce all_to_all barrier
-    batch_isend_irecv broadcast broadcast_object_list destroy_process_group gather irecv isend monitored_barrier
-    new_group recv reduce reduce_scatter scatter send
+    _all_gather_base _reduce_scatter_base all_gather all_gather_into_tensor all_gather_object all_gather_single
+    all_reduce all_to_all barrier batch_isend_irecv broadcast broadcast_object_list destroy_process_group gather irecv
+    isend monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_single scatter send
     """.split()  # noqa: SIM905
 )
 STACKS = {
