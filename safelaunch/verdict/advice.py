@@ -1,4 +1,4 @@
-"""What to do about a finding: the advice of its cause that fits the case, and one command to paste."""
+"""Advice for a verdict: the pieces of its cause that fit the case, and one command to paste."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from safelaunch.verdict.findings import Finding
 from safelaunch.verdict.rank_state import CaseFacts, view_of
 from safelaunch.verdict.suggestions import Advice
 
-# The same call on other ranks is part of training.
+# If ranks at fault are alone in one of these, the others' calls still belong to training.
 _TRAINING: frozenset[calls.Purpose] = frozenset(
     {"gradients", "ddp-forward", "fsdp-forward", "fsdp-backward", "sync-batchnorm"}
 )
@@ -27,7 +27,7 @@ _TRAINING: frozenset[calls.Purpose] = frozenset(
 
 @dataclass(frozen=True)
 class Scene:
-    """A finding with its evidence."""
+    """A finding and its evidence, as advice sees them."""
 
     facts: CaseFacts
     finding: Finding
@@ -38,7 +38,7 @@ class Scene:
 
     @cached_property
     def attached(self) -> frozenset[Advice]:
-        """By whoever found the sub-case: the rule, or the conditions of the ranks at fault."""
+        """Advice that the rule or the conditions of the ranks at fault attached."""
         own = (self.facts.ranks[rank].condition for rank in self.named)
         return self.finding.advice.union(*(condition.advice for condition in own if condition is not None))
 
@@ -48,25 +48,25 @@ class Scene:
 
     @property
     def surely_named(self) -> bool:
-        """Somebody is named, and something shows what that rank did."""
+        """Whether a rank is named and evidence shows what it did."""
         own = [self.facts.ranks[rank].condition for rank in self.named]
         return bool(own) and not any(condition is None or Doubt.STATE_UNKNOWN in condition.doubts for condition in own)
 
     @property
     def holds_a_lock(self) -> bool:
-        """A rank at fault waits in a thread that has a lock for which another thread of it waits."""
+        """Whether a rank at fault waits while its thread holds a lock that another of its threads waits for."""
         waits = (self.facts.ranks[rank].wait for rank in self.named)
         return any(wait is not None and wait.holds_lock for wait in waits)
 
     @cached_property
     def transfers(self) -> list[str]:
-        """The sends and receives that ranks at fault wait in."""
+        """Sends and receives that ranks at fault wait in."""
         waits = (self.facts.ranks[rank].wait for rank in sorted(self.named))
         return [wait.op for wait in waits if wait is not None and wait.kind == "p2p"]
 
     @cached_property
     def purposes(self) -> dict[int, calls.Purpose]:
-        """rank → what torch makes the call for that it waits in, or was aborted in."""
+        """rank → why torch makes the call that the rank waits in, or was aborted in."""
         aborted = {rank: stack for rank in self.named if (stack := aborted_in(self.facts.ranks[rank].evidence))}
         waiting = {rank: self._purpose(rank) for rank, state in self.facts.ranks.items() if state.wait is not None}
         return {**waiting, **{rank: calls.purpose(stack) for rank, stack in aborted.items()}}
@@ -84,7 +84,7 @@ class Scene:
         return calls.purpose(alignment.stack(rank, entry)) if entry is not None else ""
 
     def alone_in(self, purpose: calls.Purpose) -> bool:
-        """Ranks at fault are in such a call, while all others train, or where a condition on the rank sent them."""
+        """Returns whether only ranks at fault make such a call: others train, or a condition on the rank differs."""
         alone = {rank for rank, own_purpose in self.purposes.items() if own_purpose == purpose}
         if not alone or not alone <= self.named:
             return False
@@ -92,13 +92,13 @@ class Scene:
         return rest <= _TRAINING or any(alone == set(branch.ranks) for branch in self.finding.branches)
 
     def raised_like(self, pattern: re.Pattern[str]) -> bool:
-        """An exception of a rank at fault, type included, has such words."""
+        """Returns whether an exception of a rank at fault, type included, matches."""
         raised = (self.facts.ranks[rank].evidence.exception for rank in self.named)
         return any(error is not None and pattern.search(f"{error.type}: {error.message}") for error in raised)
 
     @cached_property
     def failures(self) -> set[failures.FailureKind]:
-        """What the errors of ranks at fault mean; where none is named, those of all ranks."""
+        """Kinds of the errors of ranks at fault, or of all ranks if none is named."""
         ranks = (self.facts.ranks[rank].evidence for rank in self.named or self.facts.ranks)
         return {failure.kind for rank in ranks if (failure := failure_of_rank(rank)) is not None}
 
@@ -113,18 +113,16 @@ class Scene:
 
     @property
     def _whole(self) -> bool:
-        """All ranks were seen, at one time."""
         evidence = self.facts.evidence
         return not (self.facts.unseen or evidence.rendezvous or evidence.stopped or evidence.world_guessed)
 
     @property
     def of_some_stacks(self) -> bool:
-        """The evidence is saved stacks, the number of ranks is not known, and no process is at fault."""
+        """Whether the evidence is saved stacks, for an unknown number of ranks, and no process is at fault."""
         return self.facts.evidence.world_guessed and self.facts.evidence.printed is None and not self.named
 
     @property
     def _waits(self) -> set[str]:
-        """The kinds of the ranks' waits for peers."""
         return {rank.wait.kind for rank in self.facts.ranks.values() if rank.wait is not None}
 
     @property
@@ -137,13 +135,13 @@ class Scene:
 
     @property
     def all_in_own_code(self) -> bool:
-        """No rank waits for a peer, and some rank's place is known."""
+        """Whether no rank waits for a peer, and at least one rank's place is known."""
         somewhere = any(rank.condition is not None and rank.condition.frame for rank in self.facts.ranks.values())
         return self._whole and somewhere and not self._waits
 
     @property
     def all_alike(self) -> bool:
-        """Every rank is named."""
+        """Whether every rank is named."""
         return len(self.named) > 1 and self.named == self.facts.world
 
     @property
@@ -153,7 +151,7 @@ class Scene:
 
     @property
     def without_stack(self) -> bool:
-        """Of a rank that was there to be looked at."""
+        """Whether a live rank has no stack."""
         ranks = self.facts.ranks.values()
         living = [rank.evidence for rank in ranks if rank.evidence.exit is None and not _has_ended(rank.evidence)]
         return not ranks or any(rank.main is None or not rank.main.stacks for rank in living)
@@ -167,7 +165,7 @@ def _has_ended(rank: RankEvidence) -> bool:
 
 
 def advise(facts: CaseFacts, finding: Finding) -> tuple[tuple[str, ...], NextStep | None]:
-    """What to do, the surest first; and what to type next, where it is known how the job was started."""
+    """Returns the advice that fits, in order, and the next command, if the user's command line is known."""
     scene = Scene(facts, finding)
     pieces = [piece for piece in CAUSES[finding.cause].advice if piece.fits(scene)]
     step = _next_step(scene.launched, pieces) if facts.evidence.outcome != "dump" else None
@@ -179,7 +177,7 @@ def _next_step(launched: Launched, pieces: Sequence[Advice]) -> NextStep | None:
     command, why = again(launched, more.preset if more is not None else ""), "Once that is fixed"
     any_node = _NUMBER_OF_NODE.sub(r"\1N", command)
     why = more.text if more is not None else why
-    if any_node != command:  # all nodes show one verdict, and the command of one of them
+    if any_node != command:  # the verdict is the same on all nodes, the command isn't
         why += " (on each node, with its own number as N)"
     return NextStep(why, any_node) if command else None
 
@@ -188,8 +186,9 @@ _NUMBER_OF_NODE = re.compile(r"(?<!\S)(--(?:node|machine)[-_]r\w*[= ])\d+(?!\S)"
 
 
 def again(launched: Launched, preset: str = "", options: Sequence[str] = ()) -> str:
-    """The user's own command, with one preset and ``options`` more; empty where it is not known, or holds what was a
-    secret.
+    """Returns the user's command with one more preset and more options.
+
+    Empty if the command is unknown or contained a secret.
     """
     typed = launched.typed
     if not typed or any("[redacted" in word or not word.isprintable() for word in typed):
@@ -203,7 +202,6 @@ def again(launched: Launched, preset: str = "", options: Sequence[str] = ()) -> 
 
 
 def _behind_presets(typed: Sequence[str], last: Sequence[str]) -> int:
-    """Where in ``typed`` the last preset's name ends, as later ones win; 0 where it is not from there."""
     for name in last:
         for number, word in enumerate(typed):
             if word == f"--preset={name}" or (word == name and number and typed[number - 1] == "--preset"):

@@ -13,7 +13,7 @@ from safelaunch.verdict.rank_state import CaseFacts, RankFacts
 
 
 def most_doubtful(conditions: Iterable[Condition]) -> tuple[Doubt, ...]:
-    """The doubts about the least sure of them."""
+    """Returns the doubts of the least certain condition."""
     return max((condition.doubts for condition in conditions), key=levels_of)
 
 
@@ -30,13 +30,13 @@ def culprit(facts: RankFacts, condition: Condition) -> Culprit:
 
 
 def waiting_culprit(facts: RankFacts, reason: str, site: Frame | None = None) -> Culprit:
-    """A culprit that waits for peers itself; ``site`` is the line to show where that is not the line of its wait."""
+    """Returns a culprit that waits for peers itself; ``site`` replaces the line of its wait."""
     frame = site or (facts.wait.frame if facts.wait else facts.frame)
     return Culprit(facts.rank, facts.evidence.host, facts.evidence.pid, "main", frame, facts.step, reason)
 
 
 def waiting_culprits(facts: CaseFacts, ranks: Iterable[int]) -> tuple[Culprit, ...]:
-    """Ranks of which nothing more is to be said than what they wait in."""
+    """Returns culprits whose reason is only what they wait in."""
     waits = {
         rank: f"{ranks_wait(facts, [rank])} in {facts.waiting[rank].words}"
         if rank in facts.waiting
@@ -47,7 +47,7 @@ def waiting_culprits(facts: CaseFacts, ranks: Iterable[int]) -> tuple[Culprit, .
 
 
 def wait_claims(facts: CaseFacts, ranks: Iterable[int], limit: int = 4) -> tuple[Claim, ...]:
-    """One claim for each place in which peers wait, with its first rank as the example."""
+    """Returns claims for each place in which peers wait, with the first rank there as the example."""
     first = {facts.waiting[rank].words: rank for rank in sorted(ranks, reverse=True) if rank in facts.waiting}
     return tuple(
         Claim(f"rank {rank}: {claim.claim}", claim.file)
@@ -65,7 +65,7 @@ def condition_claims(named: Mapping[int, Condition]) -> tuple[Claim, ...]:
 
 
 def conditions(facts: CaseFacts, *causes: str) -> dict[int, Condition]:
-    """The ranks that do something of their own: all, or those of these causes."""
+    """Returns the conditions of ranks that wait for no peer, or only the ones with these causes."""
     own = {rank: state.condition for rank, state in facts.ranks.items()}
     return {rank: c for rank, c in own.items() if c is not None and (not causes or c.cause in causes)}
 
@@ -81,7 +81,7 @@ def blame(
     claims: tuple[Claim, ...] = (),
     ruled_out: Sequence[str] = (),
 ) -> Finding:
-    """The finding that names ranks for what they do themselves, while ``waiters`` wait, or all others that do."""
+    """Returns a finding that blames ``named`` for their conditions, while ``waiters`` (default: all others) wait."""
     waiters = sorted(facts.waiting.keys() - named.keys() if waiters is None else waiters)
     return Finding(
         cause,

@@ -1,4 +1,4 @@
-"""Any condition at which two sides diverge: a loop that ended, a later round, other items."""
+"""Any other condition at which two sides diverge: a loop that ended, a later round, other items."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from safelaunch.verdict.own_words import says_why
 from safelaunch.verdict.phrases import capital, ranks_do, ranks_word
 from safelaunch.verdict.rank_state import CaseFacts
 
-_OF_A_LOOP = {Doubt.ROUND_UNKNOWN, Doubt.HABIT_ALONE}  # what the finding says of the loop around them already
+_OF_A_LOOP = {Doubt.ROUND_UNKNOWN, Doubt.HABIT_ALONE}  # the finding already speaks of the loop around the ranks
 
 
-RankSide = tuple[Sequence[Frame], Sequence[int]]  # the user's frames, innermost first, and the ranks that are there
+RankSide = tuple[Sequence[Frame], Sequence[int]]  # the user's frames, innermost first, and the ranks with them
 
 
 def parted(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
-    """The conditions that only one of two ways has, those of the ranks at fault first. Where all of these ask for the
-    round alone, who is in the later one has made fewer calls; and where there are none, a loop has ended for one side.
+    """Yields conditions that only one of two sides passed, starting with the side at fault.
+
+    If conditions on the round are all there is, the side in the later round has made fewer calls. If there is no
+    condition, a loop has ended for one side.
     """
     is_told = any(branch.kept for branch in finding.branches) or Doubt.MAY_SKIP_CALLS in finding.doubts
-    # by its own words, or by its group
+    # explained by what the rank printed, or by its group
     is_told |= finding.advice >= suggestions.DRAWN or suggestions.UNUSUAL_GROUP in finding.advice
     if finding.cause != "collective-mismatch" or is_told:
         return
@@ -64,10 +66,11 @@ def parted(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 
 
 def _sides(facts: CaseFacts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]) -> Sequence[RankSide]:
-    """Of those at fault, and of most of the others; none where they are at several places, or say why they are. Twice
-    the same where all pass different sizes at one line.
+    """Returns the side at fault and the largest other side.
 
-    Who waits where a rank at fault does is on its side, unless in a group of its own.
+    Empty if the ranks at fault are at several places, or their own state explains why they are there. If all ranks pass
+    different sizes at the same line, both sides are the same. A rank at the same place as a rank at fault is on its
+    side, unless it waits in a different group.
     """
     named = {culprit.rank for culprit in finding.culprits}
     places = by_stack(stacks)
@@ -91,29 +94,28 @@ def _in_several_groups(facts: CaseFacts, ranks: Iterable[int]) -> bool:
 
 
 def _members_of_waits(facts: CaseFacts, ranks: Iterable[int]) -> frozenset[int]:
-    """Those in the groups in which ``ranks`` wait."""
     waits = [wait for rank in ranks if (wait := facts.ranks[rank].wait) is not None and wait.group is not None]
     return frozenset[int]().union(*(facts.alignment.members(str(wait.group))[0] for wait in waits))
 
 
 def _may_part(facts: CaseFacts, guard: Guard, ranks: Iterable[int]) -> bool:
-    """Neither what is the same on all ranks in one round, nor what the rank alone decides: that is known already."""
     return not guard.by_round and any(guard.admits(whereabouts(facts, rank)) is None for rank in ranks)
 
 
 def _of_other_items(facts: CaseFacts, loop: Guard, around: Sequence[Frame]) -> Annotation:
-    """Both sides are in the call that the loop makes with each of its items, by the way ``around``, innermost first."""
     skips = ways_around(around, loop.line, facts.read_source)
-    text = f"Both sides come from one line of `{loop.words}`: they go through different items, or in another order"
+    text = (
+        f"Both sides come from one line of `{loop.words}`: they iterate over different items, or in a different order"
+    )
     return Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({suggestions.OTHER_ITEMS}))
 
 
 def _in_another_round(
     facts: CaseFacts, branching: Parting, sides: Sequence[RankSide]
 ) -> tuple[SourceLoop, Annotation] | None:
-    """One side makes once more the call that the other has made last: a loop around it has ended for one of them.
+    """Explains sides that diverged as a loop ended for one of them: the other makes that side's last call again.
 
-    Under a condition, the other may not call in each round of what is around them, and the calls be those of several.
+    Not under a condition: then a side might skip the call in some rounds, and the calls might be of several rounds.
     """
     for side, (way, ranks) in enumerate(sides):
         stack = branching.stacks[side]
@@ -126,14 +128,16 @@ def _in_another_round(
             and _run(facts, ranks[0], way, 0) > _run(facts, peers[0], way, 1) > 0
         ):
             text = f"{capital(ranks_do(peers, 'has', 'have'))} called last from {fr.place(way[0])}, too: the loop at "
-            text += f"{loops[0].place} has ended there, and goes on for {ranks_word(ranks)}"
+            text += f"{loops[0].place} has ended there, and continues for {ranks_word(ranks)}"
             return loops[0], Annotation(f"{text}.", advice=frozenset({suggestions.OTHER_ITEMS}))
     return None
 
 
 def _run(facts: CaseFacts, rank: int, way: Sequence[Frame], before: int) -> int:
-    """How many calls in a row the rank has made by this way, of whatever groups, up to the one that it waits in, or up
-    to so many ``before`` that; 0 where records do not tell.
+    """Returns how many calls in a row the rank made from this place, in any group; 0 if records don't show it.
+
+    Args:
+        before: Skips this many calls before the pending one.
     """
     wait, record = facts.ranks[rank].wait, facts.alignment.records.get(rank)
     if wait is None or record is None or wait.group is None or wait.seq is None:
@@ -148,8 +152,9 @@ def _run(facts: CaseFacts, rank: int, way: Sequence[Frame], before: int) -> int:
 def _in_a_later_round(
     facts: CaseFacts, branching: Parting, sides: Sequence[RankSide], later: int
 ) -> Iterator[Annotation]:
-    """Of those that should meet under one number. None where a library made a call on the way, under conditions of its
-    own.
+    """Explains sides that should meet under the same number, one of them in a later round.
+
+    Yields nothing if a library makes a call in between, under its own conditions.
     """
     waits = [facts.ranks[rank].wait for _, ranks in sides for rank in ranks]
     numbers = {(wait.group, wait.seq) if wait is not None else ("", None) for wait in waits}

@@ -1,4 +1,4 @@
-"""Ranks that might each have decided for themselves, by a random number or their own data."""
+"""Ranks that might each have decided on their own, by a random number or their own data."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from safelaunch.verdict.own_words import says_why
 from safelaunch.verdict.phrases import by_place
 from safelaunch.verdict.rank_state import CaseFacts
 
-_MOST_RANKS = 1 << 14  # of which patterns are looked for: their number times their size is what it takes
-CHANCE = 0.01  # that ranks which draw for themselves make a pattern
+_MOST_RANKS = 1 << 14  # largest job whose patterns are listed: costs ranks times size
+CHANCE = 0.01  # accepted probability that a random choice looks like a pattern
 
 
 def _drawn(facts: CaseFacts, finding: Finding) -> tuple[Doubt, ...]:
-    """Whether several ranks at fault on one side may have drawn for themselves, or decided by data of their own.
+    """Returns the doubts if the ranks on one side might have chosen at random, or by their own data.
 
-    Then no rank is wrong. A decision by the rank parts those of a group, of a node, or in an order among all ranks; of
-    few ranks a draw may do so as well. Who waits in a send or receive has decided nothing: it has a peer. Nor has
-    anybody where the source shows no condition that ranks have passed on one side alone.
+    Then no rank is wrong. A decision by rank selects a group, a node, or a regular pattern; among few ranks, a random
+    choice might look the same. A rank in a send or receive has made no such choice: it has a peer. Neither has any rank
+    if the source shows no condition that only one side passed.
     """
     places = {
         culprit.rank: (culprit.frame.file, culprit.frame.line) if culprit.frame else ("", 0)
@@ -48,7 +48,7 @@ def is_in_transfer(facts: CaseFacts, rank: int, frame: Frame | None) -> bool:
 
 
 def _may_have_decided(facts: CaseFacts, finding: Finding) -> bool:
-    """Some ranks stand behind a condition, whatever it asks for, that others do not; or the source does not say."""
+    """Returns whether only some ranks are behind a condition of any kind, or the source is unknown."""
     ways = set()
     for stack in stacks_of_waiters(facts, finding).values():
         if not stack or any(not facts.read_source(frame.file) for frame in stack):
@@ -59,12 +59,11 @@ def _may_have_decided(facts: CaseFacts, finding: Finding) -> bool:
 
 
 def unless_drawn(facts: CaseFacts, finding: Finding, guarded: Iterable[GuardedCall]) -> Annotation:
-    """Nobody is at fault where each rank has decided for itself which way to go: by a random number, or by data of its
-    own.
+    """Withdraws the blame if each rank decided on its own, by a random number or its own data.
 
-    The numbers of those on either side are then no property of theirs, and the next run has others. What is wrong is
-    the decision, which all ranks make at one line. Unless a rank says itself why it is where it is, or came to its call
-    by a condition that asks for the rank: then the decision is the rank's, whatever else it asks for.
+    The next run then has different ranks on each side; the decision itself is wrong, and all ranks make it at the same
+    line. The blame stays if a rank's own state explains its place, or if it came to its call by a condition on the
+    rank.
     """
     doubts, named = _drawn(facts, finding), {culprit.rank for culprit in finding.culprits}
     if Doubt.NO_PATTERN not in doubts or any(says_why(facts, rank) for rank in named):
@@ -75,18 +74,18 @@ def unless_drawn(facts: CaseFacts, finding: Finding, guarded: Iterable[GuardedCa
 
 
 _DRAWN = (
-    "Nothing distinguishes the two sides: each rank seems to decide for itself, by a random number or its own data, so "
+    "Nothing distinguishes the two sides: each rank seems to decide on its own, by a random number or its own data, so "
     "no rank is named."
 )
 
 
 def is_scattered(facts: CaseFacts, ranks: Set[int]) -> bool:
-    """Neither these ranks nor all the others are a pattern, and both are several."""
+    """Returns whether neither these ranks nor all the others form a pattern."""
     return _chance(facts, ranks) == 1.0
 
 
 def _chance(facts: CaseFacts, ranks: Set[int]) -> float:
-    """How many of all sets of so many ranks make a pattern; 1.0 where ``ranks`` make none, nor do all the others."""
+    """Returns the share of equally large sets that form a pattern; 1.0 if ``ranks`` and all the others form none."""
     sides = [set(side) for side in (ranks, facts.world - ranks)]
     if any(len(side) < 2 for side in sides) or len(facts.world) > _MOST_RANKS:
         return 0.0
@@ -97,7 +96,7 @@ def _chance(facts: CaseFacts, ranks: Set[int]) -> float:
 
 
 def _patterns(facts: CaseFacts, size: int) -> Iterator[Iterable[int]]:
-    """The sets of ``size`` ranks that are the first or last ones, every k-th, a group's or a node's."""
+    """Yields the sets of ``size`` ranks that are the first, the last, every k-th, a group or a node."""
     world = sorted(facts.world)
     yield from (world[:size], world[-size:])
     for step in range(2, len(world) // size + 2):

@@ -1,4 +1,4 @@
-"""What a rule returns, and the words that are common to all verdicts."""
+"""What a rule returns: a finding, and the annotations that explanations add to it."""
 
 from __future__ import annotations
 
@@ -14,64 +14,63 @@ from safelaunch.verdict.suggestions import Advice
 
 @dataclass(frozen=True)
 class GuardedCall:
-    """``ranks`` come to ``call``, which is past ``guard``. ``kept``: those that it is known to keep away from there;
-    empty where it asks for more than the rank.
-    """
+    """A call that some ranks make behind a condition on the rank."""
 
     guard: Guard
     call: Frame
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # ranks that make the call
     kept: tuple[int, ...]
+    """ranks that the guard is known to exclude; empty if it depends on more than the rank"""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule's answer."""
+    """Answer of a rule."""
 
     cause: str
     doubts: tuple[Doubt, ...]
     summary: str
     culprits: tuple[Culprit, ...] = ()
-    """may be empty: the cause is known, who is at fault is not"""
+    """empty if the cause is known and the rank at fault isn't"""
     claims: tuple[Claim, ...] = ()
     ruled_out: tuple[str, ...] = ()
     victims: tuple[int, ...] = ()
-    """beside those that wait in a collective"""
+    """in addition to the ranks that wait in a collective"""
     nodes: tuple[NodeAtFault, ...] = ()
-    """those that are at fault as a whole"""
+    """nodes at fault as a whole"""
     calls: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
-    """rank → the user's frames, innermost first, of the call at which ways diverged, if the ranks are elsewhere now"""
+    """rank → the user's frames, innermost first, of the call at which the ranks diverged, if they have moved on"""
     advice: frozenset[Advice] = frozenset()
-    """on the sub-case that it is"""
+    """advice on the sub-case"""
     branches: tuple[GuardedCall, ...] = ()
-    """the conditions on the rank that sent those at fault another way than their peers"""
+    """conditions on the rank that sent the ranks at fault a different way than their peers"""
 
 
 @dataclass(frozen=True)
 class Annotation:
-    """What is added to a finding."""
+    """Addition to a finding."""
 
     sentence: str = ""
     claims: tuple[Claim, ...] = ()
-    """what supports the sentence"""
+    """evidence for the sentence"""
     doubts: tuple[Doubt, ...] = ()
     culprits: tuple[Culprit, ...] | None = None
-    """who is at fault, where not those that the rule named"""
+    """ranks at fault, if not the ones that the rule named"""
     advice: frozenset[Advice] = frozenset()
     cause: str = ""
     explains: bool = False
-    """it says why the ranks are there: its sentence comes first, its doubts, culprits and advice replace all others"""
+    """says why the ranks are there: its sentence comes first; its doubts, culprits and advice replace all others"""
     supersedes: bool = False
-    """and the rule's own summary follows from it, and is left out"""
+    """omits the rule's summary, which follows from the sentence"""
     ruled_out: tuple[str, ...] = ()
     nodes: tuple[NodeAtFault, ...] = ()
     branches: tuple[GuardedCall, ...] = ()
     context: tuple[Claim, ...] = ()
-    """claims about the ranks at fault that come last"""
+    """claims about the ranks at fault, listed last"""
 
 
 def annotated(finding: Finding, annotations: Iterable[Annotation]) -> Finding:
-    """The finding with its annotations; only the order of sentences and claims depends on theirs."""
+    """Returns the finding with its annotations; their order affects only the order of sentences and claims."""
     kept = list(annotations)
     why = next((annotation for annotation in kept if annotation.explains), None)
     if why is not None:
@@ -113,7 +112,7 @@ def annotated(finding: Finding, annotations: Iterable[Annotation]) -> Finding:
     )
 
 
-Ruling = Finding | str  # a finding, or why there is none ("" where that is not worth saying)
+Ruling = Finding | str  # a finding, or the reason there is none ("" if not worth reporting)
 
 
 def stacks_of_waiters(facts: CaseFacts, finding: Finding) -> dict[int, tuple[Frame, ...]]:

@@ -1,4 +1,4 @@
-"""The first clause about a quiet job: what its ranks do while nothing is known yet."""
+"""First message about a quiet job: one clause on what its ranks do. It never says that the job hangs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from safelaunch.verdict.phrases import (
 )
 from safelaunch.verdict.rank_state import CaseFacts, view_of
 
-# What ranks do while a job is quiet, in a clause. It never says that the job hangs: nobody knows that yet.
-
 _MOST_CHARACTERS = 400
 _SENTENCE = re.compile(r"(?<=[.)`])\s+(?=[A-Z`])")
 _IMPORTING = "<frozen importlib"
 
 
 def first_word(evidence: Evidence, read_source: ReadSource | None = None) -> FirstWord:
-    """Of ranks of which none moves: the first sentence of a verdict on them."""
+    """Returns the first sentence of a verdict, for ranks that don't move."""
     verdict = diagnose(evidence, read_source)
     if evidence.missing_ranks and not verdict.culprits:
         return _of_part(evidence)
@@ -38,7 +36,7 @@ def first_word(evidence: Evidence, read_source: ReadSource | None = None) -> Fir
 
 
 def _of_part(evidence: Evidence) -> FirstWord:
-    """Of the ranks that are seen, those that don't wait for peers. Whether anybody waits for them is not seen."""
+    """Describes seen ranks that don't wait for peers; unseen ranks might wait for them."""
     facts = CaseFacts.of(evidence)
     own = conditions(facts)
     if not own:
@@ -49,7 +47,7 @@ def _of_part(evidence: Evidence) -> FirstWord:
 
 
 def first_word_of_active(evidence: Evidence, ranks: Collection[int]) -> FirstWord:
-    """Of ranks that compute, read or write: where they do, and who waits for them."""
+    """Describes where active ranks compute, read or write, and which ranks wait for them."""
     facts = CaseFacts.of(evidence)
     frames = {rank: facts.ranks[rank].frame for rank in sorted(ranks) if rank in facts.ranks}
     places = {rank: fr.place(frame) for rank, frame in frames.items() if frame is not None}
@@ -62,7 +60,6 @@ def first_word_of_active(evidence: Evidence, ranks: Collection[int]) -> FirstWor
 
 
 def _imports(evidence: Evidence, rank: int) -> bool:
-    """Its main thread is importing a module."""
     rank_evidence = next((candidate for candidate in evidence.ranks if candidate.rank == rank), None)
     view = view_of(rank_evidence) if rank_evidence is not None else None
     frames = view.thread.frames if view is not None and view.thread is not None else ()
@@ -70,7 +67,6 @@ def _imports(evidence: Evidence, rank: int) -> bool:
 
 
 def _clause(words: str) -> str:
-    """To stand behind a colon, and on one line."""
     first, _, rest = words.partition(" ")
     words = f"{first.lower()} {rest}" if first in ("Rank", "Ranks", "Each", "All", "Every") else words
     return words if len(words) <= _MOST_CHARACTERS else words[: _MOST_CHARACTERS - 1] + "…"

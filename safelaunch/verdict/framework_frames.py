@@ -19,9 +19,7 @@ _APART = frozenset({"collective-mismatch", "p2p-cycle", "group-order"})
 
 
 def frames_below(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
-    """The frames of a framework that set apart ranks which are at one line of the user's, as ``trainer.fit(model)``:
-    callbacks, metrics.
-    """
+    """Yields framework frames that differ between ranks at the same user line, such as ``trainer.fit(model)``."""
     named = {culprit.rank for culprit in finding.culprits}
     ways: dict[int, tuple[Frame, ...]] = {}
     for rank in sorted(named | {rank for rank, state in facts.ranks.items() if state.wait is not None}):
@@ -44,7 +42,7 @@ def frames_below(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 
 
 def frames_above(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
-    """From where ranks came to one line of the user's, as that of a helper, if some came from elsewhere than others."""
+    """Yields the callers from which ranks came to the same line, as in a helper, if these differ."""
     if finding.cause not in _APART or not finding.culprits:
         return
     stacks = {rank: stack for rank, state in facts.ranks.items() if (stack := user_stack_of(state.evidence))}
@@ -61,13 +59,12 @@ def frames_above(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 
 
 def _telling(side: tuple[Frame, ...], sides: Iterable[tuple[Frame, ...]], shared: int) -> Frame:
-    """The outermost frame behind the last common one that is in a file of its own (a callback's), or the innermost."""
     peer_files = {frame.file for peer_side in sides if peer_side is not side for frame in peer_side[shared:]}
     return next((frame for frame in side[shared:] if frame.file not in peer_files), side[-1])
 
 
 def _stack_of(facts: CaseFacts, rank: int) -> fr.Stack | None:
-    """Of the call that it waits in, as recorded; else of its main thread."""
+    """Returns the recorded stack of the call that the rank waits in, or its main thread's stack."""
     state = facts.ranks[rank]
     if state.wait is not None and state.wait.group is not None and state.wait.seq is not None:
         entry = facts.alignment.entry(rank, state.wait.group, state.wait.seq)

@@ -1,9 +1,8 @@
-"""The condition that sent ranks different ways: read from the source wherever they stand on different sides.
+"""Conditions on the rank that sent ranks different ways, read from the source.
 
-``if rank == 0: dist.all_gather(...)`` is the commonest collective that peers never call, and ``if rank != 0: continue``
-the commonest that one leaves out. What other rules find is true without it; this says which line sends ranks which way.
-Where no condition on the rank does, it says what the way depends on. It never makes a finding surer. Where several
-ranks went another way and nothing sets them apart, the finding is less sure, and names nobody: ``unless_drawn``.
+``if rank == 0: dist.all_gather(...)`` is the most common collective that peers never call, and ``if rank != 0:
+continue`` the most common one that a rank skips. The finding is true without this; this names the line that decides. It
+never makes a finding more certain. If nothing distinguishes the sides, ``chance`` makes it less certain.
 """
 
 from __future__ import annotations
@@ -22,21 +21,22 @@ from safelaunch.verdict.phrases import by_place, capital, ranks_do
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
 from safelaunch.verdict.suggestions import Advice
 
-# Findings that say who went another way than its peers, and not why.
+# Causes that say which ranks went a different way, but not why.
 _EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "group-order", "p2p-cycle"})
 MOST_NAMED = 2
 
 
 def guards(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
-    """The conditions on the rank that sent those at fault another way than their peers; and where none did, whether
-    each rank may have decided for itself.
+    """Yields the conditions on the rank that sent the ranks at fault a different way than their peers.
+
+    If there is none, checks whether each rank might have decided on its own.
     """
     if finding.cause not in _EXPLAINED or not finding.culprits:
         return
     stacks = finding.calls or stacks_of_waiters(facts, finding)
     named = frozenset(culprit.rank for culprit in finding.culprits)
     guarded = branches(facts, stacks, named)
-    # Nobody expects the other end of a send or receive at the same line.
+    # The other end of a send or receive isn't expected at the same line.
     guarded = [
         branch for branch in guarded if not all(is_in_transfer(facts, rank, branch.call) for rank in branch.ranks)
     ]
@@ -44,7 +44,7 @@ def guards(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     if Doubt.ROUND_UNKNOWN in finding.doubts and any(
         branch.kept and named.issuperset(branch.ranks) for branch in guarded
     ):
-        cause = "collective-mismatch"  # they are there by this, not as a loop has ended
+        cause = "collective-mismatch"  # the condition explains the place, not the end of a loop
     telling = [branch for branch in guarded if branch.kept][:MOST_NAMED]
     yield Annotation(
         " ".join(map(_sentence, telling)),
@@ -58,8 +58,10 @@ def guards(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 
 
 def _advice(facts: CaseFacts, finding: Finding, found: Sequence[GuardedCall]) -> frozenset[Advice]:
-    """Of an ``if`` with its ``else``, each side is kept from the other's call: who made the odd one counts. Where they
-    wait in several groups, each side may call the other group next.
+    """Returns advice for the conditions found.
+
+    An ``if`` with an ``else`` keeps each side from the other's call: the odd call decides. If the sides wait in several
+    groups, each might call the other group next.
     """
     named = frozenset(culprit.rank for culprit in finding.culprits)
     if finding.cause == "group-order":
@@ -71,8 +73,9 @@ def _advice(facts: CaseFacts, finding: Finding, found: Sequence[GuardedCall]) ->
 
 
 def _advice_on(facts: CaseFacts, branch: GuardedCall, named: frozenset[int]) -> frozenset[Advice]:
-    """Whether those at fault came to the call by the condition, or were kept from it: where both sides are named, the
-    fewer ones did what they should not.
+    """Returns advice by whether the condition admitted or excluded the ranks at fault.
+
+    If ranks at fault are on both sides, the smaller side did what it should not.
     """
     came, kept = named & set(branch.ranks), named - set(branch.ranks)
     if not branch.kept and _may_have_admitted(facts, branch):
@@ -84,7 +87,7 @@ def _advice_on(facts: CaseFacts, branch: GuardedCall, named: frozenset[int]) -> 
 
 
 def _may_have_admitted(facts: CaseFacts, branch: GuardedCall) -> bool:
-    """Whether peers have made such a call before: the condition asks for more than the rank, and may let them pass."""
+    """Returns whether excluded peers made such a call before, so that the condition depends on more than the rank."""
     wait = facts.ranks[branch.ranks[0]].wait
     if wait is None or wait.group is None or wait.seq is None:
         return False
@@ -97,18 +100,20 @@ def _may_have_admitted(facts: CaseFacts, branch: GuardedCall) -> bool:
 
 
 def by_stack(stacks: Mapping[int, Sequence[Frame]]) -> dict[tuple[Frame, ...], list[int]]:
-    """The ranks with each stack. Those of exceptions have no names of classes."""
+    """Groups ranks by stack, ignoring class names, which stacks of exceptions lack."""
     places = by_place({rank: tuple(map(fr.spot, stack)) for rank, stack in sorted(stacks.items())})
     return {tuple(stacks[ranks[0]]): ranks for _, ranks in places}
 
 
 def branches(facts: CaseFacts, stacks: Mapping[int, Sequence[Frame]], named: frozenset[int]) -> list[GuardedCall]:
-    """The guards of each call that are not those of the others' calls, the most telling first.
+    """Returns the guards that only one side's call has, the most telling first.
 
-    ``stacks``: rank → the user's frames of the call that it made there, innermost first; none for no call.
-    ``named``: the ranks at fault.
-    A guard counts where it keeps some of the others away, on either side; or where it asks for the rank and more, and
-    the ranks on the other side are not past it.
+    A guard counts if it excludes ranks of the other side, or if it depends on the rank and more, and the other side
+    isn't past it.
+
+    Args:
+        stacks: rank → user's frames of its call, innermost first; empty for a rank without a call.
+        named: Ranks at fault.
     """
     places = by_stack({rank: stack for rank, stack in stacks.items() if stack})
     guards = {place: guards_of(place, facts.read_source) for place in places}
@@ -125,7 +130,6 @@ def branches(facts: CaseFacts, stacks: Mapping[int, Sequence[Frame]], named: fro
 
 
 def _tells(branch: GuardedCall, named: Set[int], peers: Sequence[int]) -> bool:
-    """Where ranks on either side may be at fault, it has to keep one of these away: the rest is where it always is."""
     both = bool(named & set(branch.ranks)) and bool(named & set(peers))
     return not both or not branch.kept or bool(named & set(branch.kept))
 
@@ -136,7 +140,7 @@ def _branch(
     here = {guard.admits(whereabouts(facts, rank)) for rank in ranks}
     admitted = {rank: guard.admits(whereabouts(facts, rank)) for rank in peers}
     if False in here or (admitted and all(admitted.values())):
-        return None  # it is not what it seems, or keeps nobody away
+        return None  # the guard was misread, or excludes no rank
     return GuardedCall(
         guard, call, tuple(sorted(ranks)), tuple(sorted(rank for rank, comes in admitted.items() if comes is False))
     )
@@ -161,7 +165,7 @@ def claim_of(facts: CaseFacts, branch: GuardedCall) -> Claim:
 
 
 def guard_of(facts: CaseFacts, rank: int, peers: Iterable[int]) -> Guard | None:
-    """The innermost condition on the rank around where ``rank`` is that may keep ``others`` away; None without one."""
+    """Returns the innermost condition on the rank around the place of ``rank`` that might exclude ``peers``."""
     for guard in guards_of(user_stack_of(facts.ranks[rank].evidence), facts.read_source):
         if any(guard.admits(whereabouts(facts, other)) is not True for other in peers):
             return guard

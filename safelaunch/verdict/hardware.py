@@ -14,7 +14,7 @@ from safelaunch.model import (
     Verdict,
 )
 
-# What the CUDA driver and NVML say only of a device or its links.
+# What the CUDA driver and NVML report only for a defective device or link.
 _OF_A_BAD_GPU = re.compile(
     r"uncorrectable|hardware stack error|hardware error|gpu is lost|fallen off the bus", re.IGNORECASE
 )
@@ -22,7 +22,7 @@ _MOST_TEXT = 200
 
 
 def with_gpus(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Names the GPUs of the culprits where the GPU itself may be what is broken."""
+    """Names the culprits' GPUs if a GPU itself might be broken."""
     ranks = {rank.rank: rank for rank in evidence.ranks}
     named = tuple(_with_gpu(verdict.cause, culprit, ranks.get(culprit.rank), evidence) for culprit in verdict.culprits)
     return msgspec.structs.replace(verdict, culprits=named)
@@ -56,7 +56,7 @@ def _may_be_its_gpu(cause: str, rank: RankEvidence) -> bool:
 
 
 def _uuid(rank: RankEvidence, evidence: Evidence) -> str:
-    """By its CUDA_VISIBLE_DEVICES, else the only GPU on which it has memory: CUDA and NVML count in different ways."""
+    """Returns the GPU in CUDA_VISIBLE_DEVICES, or the only one that holds memory of the rank."""
     if rank.gpu.startswith(("GPU-", "MIG-")):
         return rank.gpu
     used = {

@@ -1,4 +1,4 @@
-"""NCCL's RAS service as a witness: the ranks that it means, and what it reports of them."""
+"""NCCL's RAS service as a second witness: which ranks it means, and what it reports about them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from safelaunch.model import (
 )
 from safelaunch.verdict.phrases import ranks_word
 
-# It never speaks first. It knows a process by host, pid and GPU, and by its number in each communicator. Its hosts are
-# addresses, so a process is a rank only where pids say so; where two ranks may be meant, none is.
+# It only supports or contradicts other evidence. It identifies a process by address, pid and GPU, and by its number in
+# each communicator, so a process is a rank only if pids prove it; if two ranks are possible, it is neither.
 
-_MOST = 4  # claims about ranks, and as many about processes that are no known rank
+_MOST = 4  # claims about ranks, and as many about unknown processes
 
 
 def nccl_states(evidence: Evidence) -> dict[int, NcclState]:
-    """Rank → what NCCL says of it, of all ranks that it certainly means."""
+    """Returns rank → state, for all ranks that NCCL identifies with certainty."""
     return {rank: process.state for rank, process in _in_nccl(evidence).items()}
 
 
@@ -32,7 +32,7 @@ def _in_nccl(evidence: Evidence) -> Mapping[int, NcclProcess]:
 
 
 def _by_number(witness: NcclWitness, pids: Mapping[int, int], world: int) -> Iterator[tuple[int, NcclProcess]]:
-    """A communicator of all ranks numbers them as the job does, where the pids of those that were seen agree."""
+    """Yields the ranks of a communicator of all ranks, which numbers them as the job does, if the known pids agree."""
     for communicator in witness.communicators:
         members = {process.rank: process for process in communicator.processes}
         matched = [rank for rank in members if rank in pids and members[rank].pid > 0]
@@ -42,9 +42,9 @@ def _by_number(witness: NcclWitness, pids: Mapping[int, int], world: int) -> Ite
 
 
 def _by_pid(evidence: Evidence, witness: NcclWitness) -> Iterator[tuple[int, NcclProcess]]:
-    """An address is a host where its pids are ranks of that host, and neither fits another.
+    """Yields ranks of hosts identified by their pids: each of an address's pids is a rank there, and nowhere else.
 
-    The text form names only processes in trouble: any node that was not seen may have the same pids.
+    The text format names only processes in trouble, so an unseen node might have the same pids.
     """
     ranks: dict[str, dict[int, int]] = {}
     for rank in evidence.ranks:
@@ -61,14 +61,13 @@ def _by_pid(evidence: Evidence, witness: NcclWitness) -> Iterator[tuple[int, Ncc
 
 
 def _everybody(witness: NcclWitness) -> Iterator[NcclProcess]:
-    """All that it says of any process."""
     yield from witness.processes
     for communicator in witness.communicators:
         yield from communicator.processes
 
 
 def nccl_claims(evidence: Evidence) -> tuple[Claim, ...]:
-    """What it says of ranks that are dead or do not answer, and of such processes that are no known rank."""
+    """Returns claims on ranks and unknown processes that NCCL reports as dead or unresponsive."""
     witness = evidence.nccl
     if witness is None:
         return ()
@@ -82,7 +81,7 @@ def nccl_claims(evidence: Evidence) -> tuple[Claim, ...]:
 
 
 def nccl_rules_out(evidence: Evidence) -> tuple[str, ...]:
-    """Where each rank of the job has answered NCCL: no process is dead or stopped."""
+    """Rules out dead and stopped processes if each rank of the job has answered NCCL."""
     states = nccl_states(evidence)
     if len(states) < evidence.world_size or set(states.values()) != {"answers"}:
         return ()

@@ -18,7 +18,7 @@ from safelaunch.verdict.waits import Case
 
 
 def node_behind(case: Case, finding: Finding) -> Iterator[Annotation]:
-    """The node, where the ranks at fault are all ranks of one node, and no others: its trouble, not theirs."""
+    """Blames the node if the ranks at fault are exactly the ranks of one node."""
     named = frozenset(culprit.rank for culprit in finding.culprits)
     node = next((node for node in _nodes(case.evidence) if len(named) > 1 and named == set(node[1])), None)
     if node is None or case.unseen:
@@ -46,7 +46,6 @@ def node_behind(case: Case, finding: Finding) -> Iterator[Annotation]:
 
 
 def _nodes(evidence: Evidence) -> list[tuple[str, tuple[int, ...]]]:
-    """Host and ranks of each node: as the nodes said, else by the ranks' hosts. Empty for a single one."""
     hosts = {node.ranks: node.host for node in evidence.nodes if node.ranks}
     if not hosts:
         by_host = sides_of({rank.rank: rank.host for rank in evidence.ranks})

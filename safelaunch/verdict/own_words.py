@@ -1,4 +1,4 @@
-"""What a rank's own state says about why it is where it is: exceptions it handles, signals, threads that ended."""
+"""What a rank's own state says about its place: exceptions it handles, signals, threads that ended."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from safelaunch.verdict.peers import CallPlace, begins_at
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of, view_of
 from safelaunch.verdict.suggestions import ASIDE, HANDLES
 
-_MOST_TOLD = 2  # ranks whose own words the summary has
+_MOST_TOLD = 2  # ranks whose explanation is part of the summary
 
 
 def own_words(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
-    """What its culprits say themselves of the reason, where they have not failed by it."""
+    """Yields what the ranks at fault themselves show about the reason, if they have not failed."""
     annotations = [words for culprit in finding.culprits if (words := _words_of(facts, culprit.rank)) is not None]
     for number, annotation in enumerate(annotations):
         yield replace(annotation, sentence=annotation.sentence if number < _MOST_TOLD else "")
 
 
 def says_why(facts: CaseFacts, rank: int) -> bool:
-    """Whether the rank says itself why it is where it is."""
+    """Returns whether the rank's own state explains its place."""
     return _words_of(facts, rank) is not None
 
 
 def is_aside(facts: CaseFacts, rank: int) -> bool:
-    """Whether the rank is where it is beside the course of its program: as it handles an exception or a signal."""
+    """Returns whether the rank is outside its program's normal flow: it handles an exception or a signal."""
     handles = _handles(facts, facts.ranks[rank].evidence)
     return is_interrupted(facts, rank) or (handles is not None and bool(handles.advice))
 
@@ -54,7 +54,7 @@ def _words_of(facts: CaseFacts, number: int) -> Annotation | None:
 
 
 def _interrupted(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
-    """By what Python calls of its own accord: each rank at another moment, or one alone."""
+    """Explains a rank that is in code which Python calls at any time, such as a signal handler."""
     for frame in user_stack_of(rank):
         if what := runs_aside(frame, facts.read_source):
             words = f"in {what}, {short(frame.function)}"
@@ -64,7 +64,7 @@ def _interrupted(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
 
 
 def _handles(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
-    """Its main thread is in a ``finally``, or an ``except``: what it waits for there, it would not else."""
+    """Explains a rank whose main thread is in a ``finally`` or ``except``, without which it would not wait there."""
     view = view_of(rank)
     ident = view.thread.ident if view is not None and view.thread is not None else 0
     for exception in rank.gil.handling:
@@ -81,7 +81,6 @@ def _handles(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
 
 
 def _always_does(facts: CaseFacts, rank: RankEvidence) -> bool:
-    """Its call in the body of an ``except`` is one that it has made there before: a way that it takes by design."""
     wait = facts.ranks[rank.rank].wait
     if wait is None or wait.group is None or wait.seq is None:
         return False
@@ -95,7 +94,7 @@ def _words(rank: RankEvidence, exception: HandledException) -> str:
 
 
 def _lost_a_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
-    """It waits for its own threads, and its output ends with the exception of one; or all its peers have one more."""
+    """Explains a rank that waits for its own threads, if one has ended or is missing."""
     condition = facts.ranks[rank.rank].condition
     if condition is None or condition.lock is None:
         return None
@@ -108,7 +107,7 @@ def _lost_a_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
 
 
 def _lacks_a_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
-    """One that all its peers have: where an exception is swallowed, nothing else is left of it."""
+    """Explains a rank without a thread that all its peers have: the only trace of a swallowed exception."""
     own_threads = _threads_of(rank)
     if own_threads is None:
         return None
@@ -130,7 +129,6 @@ def _lacks_a_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
 
 
 def _threads_of(rank: RankEvidence) -> dict[CallPlace | None, Frame] | None:
-    """Where its other threads begin, and are now; None where they were not seen."""
     view = view_of(rank)
     if view is None or view.sample is None:
         return None

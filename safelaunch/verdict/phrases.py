@@ -17,7 +17,7 @@ def ranks_word(ranks: Iterable[int]) -> str:
 
 
 def each_of(ranks: Iterable[int]) -> str:
-    """``rank 3`` or ``each of ranks 0-2,5``: what takes a clause that is said of one."""
+    """``rank 3`` or ``each of ranks 0-2,5``, before a clause in the singular."""
     return f"{'' if len(set(ranks)) == 1 else 'each of '}{ranks_word(ranks)}"
 
 
@@ -26,12 +26,12 @@ def capital(text: str) -> str:
 
 
 def ranks_do(ranks: Collection[int], singular: str, plural: str) -> str:
-    """``rank 3 waits``, ``ranks 0-2 wait``: for the middle of a sentence."""
+    """``rank 3 waits``, ``ranks 0-2 wait``, inside a sentence."""
     return f"{ranks_word(ranks)} {singular if len(ranks) == 1 else plural}"
 
 
 def ranks_wait(facts: CaseFacts, ranks: Collection[int]) -> str:
-    """``rank 3 waits``, ``ranks 0-2 wait``; ``ranks 0-2 waited``, once they have all ended."""
+    """``rank 3 waits``, ``ranks 0-2 wait``, or ``ranks 0-2 waited`` once all of them have ended."""
     return ranks_do(ranks, "waited", "waited") if facts.gone.issuperset(ranks) else ranks_do(ranks, "waits", "wait")
 
 
@@ -41,8 +41,9 @@ def unseen_words(facts: CaseFacts) -> str:
 
 
 def wait_words(facts: CaseFacts, ranks: Iterable[int]) -> dict[int, str]:
-    """rank → what it waits in, of those that do. Where only some of those at one line tell which call it is, or of what
-    class the function is, all of them are said to wait in that one.
+    """Returns what each waiting rank waits in.
+
+    If only some ranks at a line know which call it is, or the function's class, that description is used for all.
     """
     words = {rank: facts.waiting[rank].words for rank in ranks if rank in facts.waiting}
     by_line: dict[str, dict[str, str]] = {}
@@ -56,7 +57,6 @@ _UNTOLD = "a collective"
 
 
 def _call_and_line(text: str) -> tuple[str, str]:
-    """``all_reduce at train.py:9 (fit)`` → the call and ``train.py:9``."""
     call, _, place = text.partition(" at ")
     return call, place.partition(" ")[0]
 
@@ -71,15 +71,14 @@ P = TypeVar("P", bound=Hashable)
 
 
 def by_place(words: Mapping[int, P]) -> list[tuple[P, list[int]]]:
-    """``words``: rank → where it is, in words or as a key. The places in the order of their first ranks, with the ranks
-    in each.
-    """
+    """Returns each place with its ranks, in the order of their first ranks."""
     return list(sides_of(words).items())
 
 
 def apart(facts: CaseFacts, words: Mapping[int, str], limit: int = 3) -> str:
-    """``rank 0 waits in all_gather at train.py:41 while ranks 1-3 wait in all_reduce at train.py:9``; three or more
-    places as a list.
+    """Joins what ranks wait in; three or more places become a list.
+
+    Example: ``rank 0 waits in all_gather at train.py:41 while ranks 1-3 wait in all_reduce at train.py:9``.
     """
     places = by_place(words)
     parts = [f"{ranks_wait(facts, ranks)} in {place}" for place, ranks in places[:2]]
@@ -103,7 +102,7 @@ def waits_words(facts: CaseFacts, ranks: Iterable[int], limit: int = 3) -> str:
 
 
 def summary_of(named: Mapping[int, Condition], facts: CaseFacts, waiters: Iterable[int]) -> str:
-    """Returns ``Rank 1 is asleep in train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9.`` and the like."""
+    """Returns a summary: ``Rank 1 is asleep in train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9.``."""
     groups = by_place({rank: condition.reason for rank, condition in named.items()})
     parts = [f"{each_of(ranks)} {reason}" for reason, ranks in groups[:2]]
     text = capital("; ".join(parts))

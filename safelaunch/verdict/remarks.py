@@ -1,6 +1,6 @@
-"""What is added to a finding beside the reason: frames of frameworks, the ranks' own words, earlier looks. Pure.
+"""Known circumstances of a finding: settings, earlier wrong results, errors of the driver.
 
-None of it changes a cause or makes a finding surer: it says which line to look at first.
+They don't change a cause or make a finding more certain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safelaunch.verdict.suggestions import DETAIL_CRASH
 
 
 def debug_detail(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
-    """The variable under which torch 2.13 and later crash where a DDP model is built."""
+    """Reports the variable with which torch 2.13 and later crash when a DDP model is built."""
     ranks = [facts.ranks[culprit.rank].evidence for culprit in finding.culprits]
     launched = facts.evidence.launched
     if finding.cause != "rank-killed" or launched is None or launched.distributed_debug != "DETAIL":
@@ -34,7 +34,7 @@ def debug_detail(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 
 
 def wrong_results_before(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
-    """Whatever has happened to the job, it had computed wrong results before."""
+    """Lists wrong results that preceded what happened to the job."""
     if finding.cause not in WRONG_RESULTS:
         yield Annotation(
             context=tuple(Claim(result.words, WRONG_RESULTS_FILE) for result in facts.evidence.wrong_results)
@@ -42,6 +42,6 @@ def wrong_results_before(facts: CaseFacts, finding: Finding) -> Iterator[Annotat
 
 
 def driver_errors(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
-    """What the driver has reported of the GPUs of ranks that failed: CUDA's own words come later and say less."""
+    """Lists driver errors of the failed ranks' GPUs: CUDA reports later and with less detail."""
     for rank in (facts.ranks[culprit.rank].evidence for culprit in finding.culprits if finding.cause != "gpu-lost"):
         yield Annotation(context=tuple(kernel_claim(rank, line, f"rank {rank.rank}: ") for line in rank.gpu_errors))

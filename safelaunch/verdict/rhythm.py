@@ -1,4 +1,4 @@
-"""How long a usual step takes, and how long a job has made no step."""
+"""Usual duration of a step, and the time since a job made its last one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from safelaunch.verdict.phrases import (
 )
 from safelaunch.verdict.rank_state import CaseFacts
 
-FEW = 5  # usual steps
-LEAST_S = 5.0  # a step of milliseconds may wait for a disk once
+FEW = 5  # steps of usual length
+LEAST_S = 5.0  # covers a single disk wait if steps take milliseconds
 
 
 @dataclass(frozen=True)
 class Rhythm:
-    """The seconds of a usual step, and of the longest one that was seen; 0 where that is not known."""
+    """Seconds of a usual step and of the longest seen; 0 if unknown."""
 
     usual_s: float
     longest_s: float
@@ -31,10 +31,10 @@ class Rhythm:
 
 
 def is_stalled(evidence: Evidence) -> bool:
-    """Whether a job that somebody looks at has gone without a sign of progress for longer than a few usual steps.
+    """Returns whether a dumped job has shown no progress for longer than a few usual steps.
 
-    A pause or a phase that the script has announced is its own affair; nor does it count in a look that was
-    requested for something found: the job may have made its last step by then.
+    Announced pauses and phases don't count. Neither does a dump requested because of a finding: the job might have
+    made its last step by then.
     """
     pages = [rank.progress for rank in evidence.ranks if rank.progress is not None]
     if evidence.outcome != "dump" or evidence.for_finding or any(page.paused or page.phase for page in pages):
@@ -43,14 +43,15 @@ def is_stalled(evidence: Evidence) -> bool:
 
 
 def has_no_steps(evidence: Evidence) -> bool:
-    """Whether this is a look at a job that safelaunch did not start: no rank has a beacon, which counts steps."""
+    """Returns whether safelaunch didn't start the dumped job: no rank has a beacon, which counts steps."""
     examined = [rank for rank in evidence.ranks if rank.main is not None]
     return evidence.outcome == "dump" and bool(examined) and not any(rank.beacon for rank in evidence.ranks)
 
 
 def silent_s(evidence: Evidence) -> dict[int, float]:
-    """The ranks without a step for longer than a few usual ones while another rank of their node has stepped: for how
-    long. A pause or a phase that the script has announced is its own affair.
+    """Returns how long ranks made no step, if that exceeds a few usual steps and another rank of their node stepped.
+
+    Announced pauses and phases don't count.
     """
     pages = {rank.rank: (rank.host, page) for rank in evidence.ranks if (page := rank.progress) is not None}
     newest: dict[str, int] = {}
@@ -65,7 +66,7 @@ def silent_s(evidence: Evidence) -> dict[int, float]:
 
 
 def rhythm_of(evidence: Evidence) -> Rhythm:
-    """Of the slowest rank."""
+    """Returns the rhythm of the slowest rank."""
     rhythms = [_rhythm(rank.progress) for rank in evidence.ranks if rank.progress is not None]
     return max(rhythms, key=lambda rhythm: rhythm.usual_s, default=Rhythm(0.0, 0.0))
 
@@ -81,7 +82,7 @@ def _rhythm(page: Progress) -> Rhythm:
 
 
 def with_the_time_without_a_step(facts: CaseFacts, finding: Finding) -> Finding:
-    """Of a job that stands while somebody computes: since when, and that one look cannot tell slow from endless."""
+    """Adds the time without a step if the job stalls while a rank computes: one look can't tell slow from endless."""
     evidence = facts.evidence
     if not (evidence.moving and is_stalled(evidence)):
         return finding

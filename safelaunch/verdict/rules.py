@@ -1,7 +1,6 @@
-"""The rules, as one table: in which order they are asked, and of each the kinds of case that it knows.
+"""The rules, as one table in the order in which they run: from self-evident to inferred.
 
-The order goes from what explains itself to what has to be inferred. The first finding wins; a kind that says why it has
-none is kept among what was ruled out.
+The first finding wins; a rule that returns a reason instead adds it to ``ruled_out``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from safelaunch.verdict.rank_state import RankFacts
 from safelaunch.verdict.rhythm import is_stalled
 from safelaunch.verdict.waits import Case
 
-# What has to be true of the case for a kind to be asked.
+# Conditions on the case without which a rule doesn't run.
 _MET: Mapping[str, Callable[[Case], bool]] = {
     "a live job": lambda case: case.evidence.outcome == "dump" and not is_stalled(case.evidence),
     "a live job that moves": lambda case: (
@@ -46,7 +45,7 @@ _MET: Mapping[str, Callable[[Case], bool]] = {
 }
 
 
-# What has to have been seen of every rank for a kind to rule something out.
+# Evidence that every rank must have before a rule may rule anything out.
 _WAS_SEEN: Mapping[str, Callable[[RankFacts], bool]] = {
     "": lambda state: True,
     "the rank": lambda state: True,
@@ -57,12 +56,12 @@ _WAS_SEEN: Mapping[str, Callable[[RankFacts], bool]] = {
 
 @dataclass(frozen=True)
 class RuleKind:
-    """``concludes``: the causes that it may name. ``witness``: without it of every rank, it rules nothing out."""
+    """A function that returns a finding, and when it runs."""
 
     decide: Callable[[Case], Ruling]
-    concludes: tuple[str, ...]
-    needs: tuple[str, ...] = ()
-    witness: str = ""
+    concludes: tuple[str, ...]  # causes that it can name
+    needs: tuple[str, ...] = ()  # conditions of ``_MET``
+    witness: str = ""  # evidence that every rank must have, before it may rule anything out
 
     @property
     def name(self) -> str:
@@ -70,7 +69,7 @@ class RuleKind:
 
     @property
     def says(self) -> str:
-        """What has to be true for it to conclude: the first paragraph of its docstring."""
+        """First paragraph of the function's docstring: when the rule returns a finding."""
         return " ".join((self.decide.__doc__ or "").partition("\n\n")[0].split())
 
     def ask(self, case: Case) -> Ruling:
@@ -85,7 +84,7 @@ class RuleKind:
 
 @dataclass(frozen=True)
 class Rule:
-    """One question, and the kinds of case that answer it, in the order in which they are asked."""
+    """One question and its rules, in order."""
 
     asks: str
     kinds: tuple[RuleKind, ...]

@@ -1,4 +1,4 @@
-"""Ranks that were aborted inside a call: which call, and whose bytes did not fit."""
+"""Rules for ranks that were aborted inside a call: which call it was, and which side's size was wrong."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from safelaunch.verdict.wrong_group import habit_claim, unusual
 def aborted_by_a_peer(facts: CaseFacts) -> Ruling:
     """A rank was aborted inside a collective, and the survivors' records disagree about that collective.
 
-    gloo aborts the rank that *receives* another number of bytes than it expects, whoever is wrong. What the aborted
-    rank itself had called died with it: so the survivors' disagreement is never more than medium evidence, and where
-    they agree the aborted rank stays the one to look at (:func:`.rules_state.first_failure`).
+    gloo aborts the rank that *receives* an unexpected number of bytes, whichever side is wrong, and that rank's record
+    is lost. So the survivors' disagreement is medium evidence at most. If they agree, the aborted rank remains the
+    suspect (:func:`.rules_state.first_failure`).
     """
     failed = [facts.ranks[rank] for rank in conditions(facts, *FAILURES)]
     if not failed or not _in_communication(min(failed, key=lambda f: failed_at(f.evidence)).evidence):
@@ -56,16 +56,13 @@ def aborted_by_a_peer(facts: CaseFacts) -> Ruling:
 
 
 def _in_communication(rank: RankEvidence) -> bool:
-    """Aborted (SIGABRT) in a collective, or in torch with collectives in its hooks."""
     if not is_aborted(rank) or rank.fatal is None:
         return False
     return aborted_in(rank) is not None or calls.in_torch(fr.stack_of(rank, rank.fatal.frames))
 
 
 def _aborted_by_gloo(facts: CaseFacts, state: RankFacts) -> bool:
-    """In a call of c10d over gloo, and not at the end of its script, where torch may abort as well. In a log, gloo's
-    own words say so.
-    """
+    """Returns whether gloo aborted the rank in a c10d call, not torch at the end of its script."""
     if facts.evidence.printed is not None:
         return is_aborted(state.evidence) and "gloo::EnforceNotMet" in state.evidence.log_tail
     if aborted_in(state.evidence) is None or (state.evidence.progress and state.evidence.progress.state == "exited"):
@@ -76,7 +73,7 @@ def _aborted_by_gloo(facts: CaseFacts, state: RankFacts) -> bool:
 
 
 def _with_aborted(facts: CaseFacts, mismatch: Mismatch, aborted: Sequence[int]) -> Mismatch:
-    """The vote with the aborted ranks, whose records are lost: each is of the side that came to its call as it did."""
+    """Adds the aborted ranks, whose records are lost, to the side that came to its call through the same frames."""
     sides = {key: list(ranks) for key, ranks in mismatch.classes.items()}
     classes = {rank: key for key, ranks in mismatch.classes.items() for rank in ranks}
     stacks = {rank: facts.alignment.stack(rank, entry) for rank, entry in mismatch.entries.items()}
@@ -93,10 +90,10 @@ def _with_aborted(facts: CaseFacts, mismatch: Mismatch, aborted: Sequence[int]) 
 def wrong_size_received(facts: CaseFacts) -> Ruling:
     """gloo aborted a rank in a call: a peer sent more than it has room for, so the calls that met do not match.
 
-    gloo does so from a thread of its own, and for hardly another reason; its words go past Python. Which side is wrong
-    is not recorded. Where several survivors wait in one call, the aborted rank is the odd one, unless it was at the
-    same line: then who came to that on another way than most. Where one of them is in another group than in all its
-    earlier calls from that line, it is.
+    gloo aborts from its own thread, for hardly any other reason, and writes to stderr. No record shows which side is
+    wrong. If several survivors wait in one call, the aborted rank is the odd one. If it was at the same line, the rank
+    that came there through a different stack than most is. If one of them uses a different group than in all its
+    earlier calls from that line, that rank is.
     """
     aborted = [rank for rank in facts.ranks.values() if rank.condition is not None and _aborted_by_gloo(facts, rank)]
     peers = {rank: wait for rank, wait in facts.waiting.items() if _may_meet(facts, wait, aborted)} or facts.waiting
@@ -116,9 +113,11 @@ def wrong_size_received(facts: CaseFacts) -> Ruling:
     odd, majority = vote(ways) if ways else (told.odd, told.majority) if told is not None else ((), False)
     text += f" {capital(left.says)}." if left is not None else ""
     if odd and majority:
-        text += f" {capital(ranks_word(odd))} came there through other frames than most." if ways else ""
+        text += (
+            f" {capital(ranks_word(odd))} reached that call through a different stack than most ranks." if ways else ""
+        )
         sites, named = {r: site for r, site in sites.items() if r in odd}, [r for r in odd if r in peers]
-    reason = "was aborted, as a peer sent more than its call has room for"
+    reason = "was aborted because a peer sent more than its call has room for"
     culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
     return Finding(
         left.cause if left is not None else "collective-mismatch",
@@ -132,13 +131,12 @@ def wrong_size_received(facts: CaseFacts) -> Ruling:
 
 
 def _why(aborted: Sequence[RankFacts]) -> str:
-    """With the numbers of bytes, if gloo's words have them."""
     abort = failures.last_abort(aborted[0].evidence.log_tail) if len(aborted) == 1 else None
     return abort.means if abort is not None and "bytes into" in abort.means else "a peer sent more than it expected"
 
 
 def _meeting(facts: CaseFacts, ranks: Iterable[int]) -> ExpectedMatch:
-    """Of calls of which nothing but the stacks is known."""
+    """Compares calls of which only stacks are known."""
     stacks = {rank: user_stack_of(facts.ranks[rank].evidence) for rank in ranks}
     made = {
         rank: CallSite(f"a call{fr.at(stack[0])}", stack[0], stack) if stack else CallSite("another place", None, ())
@@ -152,7 +150,7 @@ def _shown_in(facts: CaseFacts, rank: int) -> str:
 
 
 def _ways(facts: CaseFacts, ranks: Iterable[int]) -> dict[tuple[fr.Spot, ...], list[int]]:
-    """The frames, a library's too, through which these came to the call: not those of c10d inside of it."""
+    """Groups ranks by the frames above c10d, including libraries', that led to the call."""
     ways = {}
     for rank in sorted(ranks):
         rank_evidence = facts.ranks[rank].evidence
@@ -171,20 +169,18 @@ def _ways(facts: CaseFacts, ranks: Iterable[int]) -> dict[tuple[fr.Spot, ...], l
 
 
 def _may_meet(facts: CaseFacts, wait: PeerWait, aborted: Iterable[RankFacts]) -> bool:
-    """Whether one of the aborted ranks is of the group in which a rank waits: what that sends reaches nobody else."""
     members, complete = facts.alignment.members(wait.group) if wait.group is not None else (frozenset(), False)
     return not complete or any(failed.rank in members for failed in aborted)
 
 
 def _in_one_group(facts: CaseFacts, waits: Mapping[int, PeerWait]) -> bool:
-    """Who waits in another group may well have come there by another way."""
     groups = {wait.group for wait in waits.values()}
     listed = (members for rank in waits for members in facts.alignment.listed(rank).values())
     return len(groups) == 1 and (None not in groups or not any(1 < len(m) < len(facts.world) for m in listed))
 
 
 def _in_another_group(facts: CaseFacts, rank: int, words: str, aborted: Sequence[int], text: str) -> Finding:
-    """The call that did not fit came from the one rank that has left its habit."""
+    """Blames the one rank that left its habit for the call that didn't fit."""
     claims = [habit_claim(rank), *(Claim(f"rank {r}: aborted in a collective", _shown_in(facts, r)) for r in aborted)]
     return Finding(
         "collective-mismatch",

@@ -62,7 +62,7 @@ def called_past_the_end(case: Case) -> Ruling:
     if max(steps[rank] for rank in waiting) < min(steps[rank] for rank in ended):
         text = f"{words} after step {steps[waiting[0]]}, and {who} ended after step {steps[ended[0]]}"
         claim = Claim(f"rank {ended[0]} is at step {steps[ended[0]]}", f"ranks/{ended[0]}/progress.json")
-        text += ": who made fewer steps made other calls"
+        text += "; the ranks with fewer steps made different calls"
         return _too_many(case, waiting, ended, text, claim, {Doubt.STACKS_ALONE: True})
     return ""
 
@@ -151,7 +151,7 @@ def of_role(case: Case, one: Divergence) -> Finding:
     sites = [case.alignment.stack(*made).user_frame for made in both]
     own, usual = (f"{op_name(call)} at {fr.place(site)}" for (_, call), site in zip(both, sites, strict=True))
     peers = ranks_word(one.peers)
-    text = f"skipped {usual}, which {peers} called" if missing else f"called {own}, where {peers} called {usual}"
+    text = f"skipped {usual}, which {peers} called" if missing else f"called {own}, while {peers} called {usual}"
     text += "; until then they had all made the same calls"
     claims = [
         record_claim(who, f"rank {who}: {op_name(call)} is collective #{number_of(call)} of group {call.group!r}")
@@ -163,7 +163,7 @@ def of_role(case: Case, one: Divergence) -> Finding:
         f"Rank {rank} {text}; now {apart(case, wait_words(case, case.waits.in_circle))}.",
         (waiting_culprit(case.ranks[rank], f"Rank {rank} {text}.", sites[missing]),),
         (*claims, *wait_claims(case, case.waits.in_circle)),
-        () if missing else (f"groups entered in different orders: rank {rank} may yet make the other call",),
+        () if missing else (f"groups entered in different orders: rank {rank} might still make the other call",),
         calls={} if missing else {who: case.alignment.stack(who, call).user_frames for who, call in both},
         advice=frozenset({suggestions.LEFT_OUT} if missing else ()),
     )
@@ -196,7 +196,10 @@ def shifted(facts: CaseFacts, shift: Divergence, words: Mapping[int, str], claim
     match = "call matches" if shift.matched == 1 else f"{shift.matched} calls match"
     agree = f"the next {match} {their} peers' again, shifted by {shift.calls}"
     own = list(conditions(facts).items())[:4]
-    ruled = (f"rank {rank} {condition.reason}: nobody would wait for it without that" for rank, condition in own)
+    ruled = (
+        f"rank {rank} {condition.reason}, but no rank would be waiting for it without that call"
+        for rank, condition in own
+    )
     sites = {rank: _site_of(facts, rank, shift) for rank in shift.ranks}
     return Finding(
         "collective-mismatch",
@@ -308,7 +311,7 @@ def left_out_between_groups(case: Case) -> Ruling:
         f" {op_name(usual)} of group {usual.group!r}; #{number_of(now)} does not",
     )
     claims = (claim, *wait_claims(case, case.waits.in_circle))
-    other = f"the groups entered in different orders is the runner-up: rank {rank} may yet call the other"
+    other = f"alternatively, the groups were entered in different orders: rank {rank} might still call the other"
     return replace(skipped(case, rank, site, text, claims), ruled_out=(other,))
 
 

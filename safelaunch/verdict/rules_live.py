@@ -1,4 +1,4 @@
-"""A live job: the wrong results that a monitor found; whether it moves, and how long it has made no step."""
+"""Rules for a live job: it makes progress, or some ranks printed fewer steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from safelaunch.verdict.rhythm import silent_s
 
 
 def slow_not_stuck(facts: CaseFacts) -> Ruling:
-    """The job is still making progress: a dump of it names no rank.
+    """The job is making progress, so a dump names no rank.
 
-    Steps or collectives advanced between two looks, or the last ones are no more than a few usual steps ago. Only for
-    ``dump``: in a hang the watchdog has confirmed that nothing moves, and a crash is not a matter of speed.
+    Steps or collectives advanced between two looks, or the last ones are no more than a few usual steps ago. Applies
+    only to ``dump``: in a hang, the watchdog has confirmed that nothing moves.
     """
     steps = [f"rank {r.rank} at step {r.step}" for r in facts.ranks.values() if r.step is not None]
     where = f" ({', '.join(steps[:4])})" if steps else ""
@@ -45,7 +45,7 @@ def slow_not_stuck(facts: CaseFacts) -> Ruling:
 
 
 def printed_fewer_steps(facts: CaseFacts) -> Ruling:
-    """All that is known of a job is its output, and most of its ranks printed a later step than the others."""
+    """Only the job's output is known, and most of its ranks printed a later step than the others."""
     steps = {rank: state.step for rank, state in facts.ranks.items() if state.evidence.progress is not None}
     if facts.evidence.printed is None or not steps:
         return ""
@@ -67,7 +67,7 @@ def printed_fewer_steps(facts: CaseFacts) -> Ruling:
         for rank, step in list(steps.items())[:8]
         if step is not None
     )
-    text = f"{capital(' and '.join(parts))}, while {ranks_word(ahead)} printed {last} and may wait for it."
+    text = f"{capital(' and '.join(parts))}, while {ranks_word(ahead)} printed {last} and might wait for it."
     return Finding(
         "missing-from-collective", (Doubt.PRINTED_STEPS,), text, culprits, tuple(claims), victims=tuple(ahead)
     )

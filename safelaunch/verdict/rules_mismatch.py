@@ -256,7 +256,7 @@ def _finding(facts: CaseFacts, meeting: ExpectedMatch) -> Finding:
     odd_first = sorted(words, key=lambda rank: (rank not in meeting.odd, rank))
     text = capital(apart(facts, {rank: words[rank] for rank in odd_first}))
     text += f"; {left.says}" if left is not None else _by_steps(facts, meeting)
-    tail = "" if meeting.majority else " With no majority, either side may be the one at fault."
+    tail = "" if meeting.majority else " With no majority, either side might be at fault."
     return Finding(
         left.cause if left is not None and (left.sure or meeting.odd == left.ahead) else "collective-mismatch",
         meeting.doubts if meeting.majority else (*meeting.doubts, Doubt.NO_MAJORITY),
@@ -394,7 +394,7 @@ def _reason(facts: CaseFacts, meeting: ExpectedMatch, rank: int, left: LeftLoop 
     waits = "waited" if rank in facts.gone else "waits"
     where, loop = meeting.calls[rank].words, f"the loop at {left.loop.place}" if left is not None else ""
     if left is not None and rank in left.ahead:
-        return f"Rank {rank} has left {loop}, where its peers still are, and {waits} in {where}."
+        return f"Rank {rank} has left {loop} that its peers are still in, and {waits} in {where}."
     if left is not None and left.sure:
         return f"Rank {rank} is still in {loop}, which its peers have left, and {waits} in {where}."
     return f"Rank {rank} {waits} in {where}, its peers {'did' if waits == 'waited' else 'do'} not."

@@ -38,7 +38,7 @@ def groups_made_apart(case: Case) -> Ruling:
     waits += [f"{waits_words(case, apart)}, in a group that peers have without it"] if apart else []
     text = f"{capital(' and '.join(waits))}, and not all ranks have made the same groups: "
     text += f"{', '.join(parts)}. Every rank has to call new_group(), also for a group of others."
-    reason = "has made another number of groups than its peers"
+    reason = "has made a different number of groups than its peers"
     return Finding(
         "collective-mismatch",
         doubts_if({Doubt.NO_MAJORITY: not majority}),

@@ -40,13 +40,13 @@ def rendezvous_incomplete(facts: CaseFacts) -> Ruling:
     text += f" {rendezvous.waited_s:.0f} s"
     text += f" ({', '.join(rendezvous.hosts[:8])}{', ...' * (rendezvous.come > len(rendezvous.hosts[:8]))})."
     if rendezvous.absent_ranks:
-        text += f" Node {ranks_do(rendezvous.absent_ranks, 'has', 'have')} not come."
+        text += f" Node {ranks_do(rendezvous.absent_ranks, 'is', 'are')} missing."
     if rendezvous.absent_hosts:
-        text += f" From {', '.join(rendezvous.absent_hosts[:8])} none has come."
+        text += f" No node joined from {', '.join(rendezvous.absent_hosts[:8])}."
     if rendezvous.store:
-        text += f" The store where they meet does not answer: {rendezvous.store}."
+        text += f" The rendezvous store does not answer: {rendezvous.store}."
     claims = (
-        Claim(f"{rendezvous.come} of {rendezvous.wanted} nodes came", RENDEZVOUS_FILE),
+        Claim(f"{rendezvous.come} of {rendezvous.wanted} nodes joined", RENDEZVOUS_FILE),
         Claim(rendezvous.error, RENDEZVOUS_FILE),
     )
     absent = tuple(NodeAtFault(host, "", "it has not joined the rendezvous") for host in rendezvous.absent_hosts)
@@ -55,7 +55,7 @@ def rendezvous_incomplete(facts: CaseFacts) -> Ruling:
 
 def _rendezvous_failed(rendezvous: Rendezvous) -> Finding:
     why = f" ({rendezvous.error})" if rendezvous.error else ""
-    text = f"The processes of the job did not meet: {rendezvous.store or 'not all of them came'}{why}."
+    text = f"The processes of the job did not meet: {rendezvous.store or 'not all of them joined'}{why}."
     return Finding("init-not-joined", (), text, claims=(Claim(rendezvous.error or rendezvous.store, RENDEZVOUS_FILE),))
 
 
@@ -117,7 +117,7 @@ def store_lost(case: Case) -> Ruling:
     answers = all(node.probe == "answers" for node in hosts)
     text = f"Torchrun on {_hosts(failed)} failed: its agents' store was on {_names(hosts)}, "
     text += "where torchrun has ended" if answers else "which is silent: it is down, or cut off"
-    reason = Claim(f"node {failed[0].host}: torchrun failed of {one_line(failed[0].agent_error)}", NODES_FILE)
+    reason = Claim(f"node {failed[0].host}: torchrun failed: {one_line(failed[0].agent_error)}", NODES_FILE)
     unanswered = all(node.probe == "no answer" for node in hosts)
     doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.UNSEEN_RANKS: bool(case.unseen - _ranks_of(hosts))}
     cause = "launcher-stopped" if answers else "node-unreachable"
@@ -145,7 +145,7 @@ def node_cut_off(case: Case) -> Ruling:
     if not gone:
         return ""
     sides = [ranks_word(node.ranks) for node in alive if node.ranks]
-    text = f"{_names(gone)} {'was' if len(gone) == 1 else 'were'} cut off: both sides are alive, but did not hear from"
+    text = f"{_names(gone)} {'was' if len(gone) == 1 else 'were'} cut off: both sides are alive, but lost contact with"
     text += " each other"
     text += f" ({' and '.join(sides[:4])})." if sides else "."
     mutual = len({(node.host, node.ranks) for node in gone}) > 1 or any(node.probe == "no answer" for node in gone)
@@ -198,7 +198,7 @@ def failed_elsewhere(case: Case) -> Ruling:
     if not reporting or not waiting:
         return ""
     text = f"{capital(waits_words(case, waiting))}; {'; '.join(node.trouble for node in reporting[:4])}."
-    claims = tuple(Claim(f"node {node.host} said: {node.trouble}", NODES_FILE) for node in reporting)
+    claims = tuple(Claim(f"node {node.host} reported: {node.trouble}", NODES_FILE) for node in reporting)
     doubts = doubts_if({Doubt.UNSEEN_RANKS: True})
     return Finding("rank-exited", doubts, text, claims=(*claims, *wait_claims(case, waiting)), victims=tuple(waiting))
 
@@ -274,7 +274,7 @@ def _at_fault(node: NodeEvidence) -> NodeAtFault:
     if node.agent == "stopped":
         parts.append("a signal has stopped its torchrun agent")
     if node.silent_s:
-        parts.append(f"its safelaunch was not heard for {node.silent_s:.0f} s")
+        parts.append(f"its safelaunch was silent for {node.silent_s:.0f} s")
     parts += [_LOST[node.store]] if node.store else []
     parts += [_TRIED[node.probe]] if node.probe else []
     return NodeAtFault(node.host, format_ranks(node.ranks), "; ".join(parts))

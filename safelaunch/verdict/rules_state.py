@@ -90,7 +90,7 @@ def first_failure(facts: CaseFacts) -> Ruling:
     crash = facts.evidence.outcome == "crash"
     failed = conditions(facts, *FAILURES) or (conditions(facts, "uneven-batches") if crash else {})
     if not failed:
-        return "no rank failed on its own account" if crash else ""
+        return "no rank failed on its own" if crash else ""
     first = min((facts.ranks[r] for r in failed), key=lambda f: (failed_at(f.evidence), f.rank))
     main = failed[first.rank]
     named = {r: c for r, c in failed.items() if c is main or _alike(facts.ranks[r], c, first, main)}
@@ -104,12 +104,12 @@ def first_failure(facts: CaseFacts) -> Ruling:
     paired = _left_in_p2p(facts, blamed) if main.cause == "uneven-batches" and not alone else []
     if alone:
         ruled.append(
-            f"{alone[0].claim}, which only some ranks reach: the runner-up, as they need not be uneven batches"
+            f"{alone[0].claim}, which only some ranks reach: an alternative explanation, as the batches might be even"
         )
     if paired:
         ruled.append(
-            f"{ranks_word(paired)} may wait for a send or receive that a peer skipped before it ended: the "
-            "runner-up, as they need not be uneven batches"
+            f"{ranks_word(paired)} might wait for a send or receive that a peer skipped before it ended: an "
+            "alternative explanation, as the batches might be even"
         )
     doubts = {
         Doubt.CALL_ON_SOME_RANKS: bool(alone),
@@ -144,12 +144,14 @@ def a_peer_ended(facts: CaseFacts) -> Ruling:
         who = " or ".join(f"A process on {host}" for host in named) or "A peer"
     places = dict.fromkeys(facts.waiting[rank].words for rank in lost)
     printed = facts.evidence.printed is not None
-    where = "of which the log tells nothing" if printed else "on another node"
+    where = ", which doesn't appear in the log" if printed else ", on another node"
     ended = "ended first, or could not be reached" if facts.evidence.world_guessed else "ended first"
-    text = f"{who}, {where}, {ended}: {ranks_word(lost)} lost the connection in "
+    text = f"{who}{where}, {ended}: {ranks_word(lost)} lost the connection in "
     text += f"{' and '.join(list(places)[:2])}."
     if facts.evidence.stall_s:
-        text += f" There had been no step here for {facts.evidence.stall_s:.0f} s: that node may have ended a hung job."
+        text += (
+            f" There had been no step here for {facts.evidence.stall_s:.0f} s: that node might have ended a hung job."
+        )
     place = "that rank's output" if printed else "that node's bundle or output"
     text += f" What went wrong is in {place}."
     failures = (nccl_failure(facts.ranks[rank].evidence) for rank in lost)
@@ -226,7 +228,7 @@ def init_not_joined(case: Case) -> Ruling:
         return f"{capital(ranks_wait(case, inside))} in init_process_group, and no rank is absent from it"
     named = {r: replace(c, reason=f"never reached init_process_group: it {c.reason}") for r, c in absent.items()}
     waits = capital(waits_words(case, inside))
-    text = "" if named else f"{waits}, and {unseen_words(case)} at all: it may never have started."
+    text = "" if named else f"{waits}, and {unseen_words(case)} at all: it might never have started."
     return blame(
         case, "init-not-joined", doubts_if({Doubt.UNSEEN_RANKS: bool(case.unseen)}), named, inside, summary=text
     )
@@ -346,7 +348,7 @@ def nobody_stands_out(facts: CaseFacts) -> Finding:
     elif alike and own and facts.unseen:
         who = "them" if len(own) > 1 else "it"
         text = summary_of(own, facts, [])
-        text += f" {capital(unseen_words(facts))} and may be what keeps {who} there."
+        text += f" {capital(unseen_words(facts))} and might be what keeps {who} there."
     elif only:
         text = summary_of(own, facts, waits) if own else f"{capital(waits_words(facts, waits))}."
         text += " No other rank was seen: it cannot be compared with its peers."
@@ -355,7 +357,7 @@ def nobody_stands_out(facts: CaseFacts) -> Finding:
         text += _who_would_set(facts, next(iter(own.values())))
     elif waits and not own:
         which = "every rank that was seen" if facts.evidence.world_guessed else "every rank"
-        which = which if facts.evidence.printed is None else "every rank that the log tells of"
+        which = which if facts.evidence.printed is None else "every rank in the log"
         text = f"{capital(waits_words(facts, waits))}; {which} has arrived: no rank stands out."
         text += _began_with(facts, [r for r in waits if facts.ranks[r].evidence.exception is not None])
     elif own:
@@ -383,9 +385,9 @@ def nobody_stands_out(facts: CaseFacts) -> Finding:
 
 def _who_would_set(facts: CaseFacts, own: Condition) -> str:
     for line in own.key.set_at if own.key is not None else ():
-        behind = [f"`{step.words}`" for step in way_to(line, facts.read_source) if not step.loop]
-        under = f", under {' and '.join(behind)}" if behind else ""
-        return f" Nobody has set it: {fr.place(line)} does{under}."
+        steps = [f"`{step.words}`" for step in way_to(line, facts.read_source) if not step.loop]
+        under = f", under {' and '.join(steps)}" if steps else ""
+        return f" No rank has set it; {fr.place(line)} is the line that would{under}."
     return ""
 
 

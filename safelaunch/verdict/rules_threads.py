@@ -18,16 +18,16 @@ from safelaunch.verdict.phrases import capital, ranks_word
 from safelaunch.verdict.suggestions import RACE
 from safelaunch.verdict.waits import Case
 
-_MOST = 256  # calls of one rank: a race shows at the newest ones
+_MOST = 256  # newest calls of a rank that are compared
 
 _STARTERS = ("/threading.py", "/concurrent/futures/thread.py", "/multiprocessing/pool.py")
 
-ThreadKey = tuple[str, str] | int  # where its code begins, or its number
+ThreadKey = tuple[str, str] | int  # file and function where its code begins, or its number
 
 
 @dataclass(frozen=True)
 class _ThreadCall:
-    """A call of a thread: the same one, whatever else its entry says."""
+    """A call of a thread, equal to the same call on other ranks."""
 
     thread: ThreadKey
     call: Identity
@@ -37,8 +37,8 @@ class _ThreadCall:
 def threads_that_race(case: Case) -> Ruling:
     """Two threads call in one group, and which one comes first differs from rank to rank: no rank is at fault.
 
-    Each thread makes the same calls on all ranks; only their order among the threads differs. A backend pairs by
-    number, so the calls of one thread meet those of the other.
+    Each thread makes the same calls on all ranks; only the order among the threads differs. A backend pairs calls by
+    number, so the calls of one thread meet the other's.
     """
     groups = {w.group for waiters in case.waits.classes.values() if (w := waiters.wait).group is not None}
     found = next((race for group in sorted(groups) if (race := _race_in(case.alignment, group)) is not None), None)
@@ -70,10 +70,9 @@ def _where(case: Case, rank: int, entry: Collective) -> str:
 
 
 def _race_in(alignment: Alignment, group: str) -> tuple[str, int, dict[int, Collective]] | None:
-    """``group``, its first number under which ranks recorded calls of different threads, and what each called there, if
-    that is all that differs.
+    """Returns ``group``, the first number at which ranks called from different threads, and each rank's call there.
 
-    None where some rank has not made a call that another has: then it is behind, whatever else.
+    None if anything else differs, or if a rank lacks a call that another has: then it is behind.
     """
     if not alignment.has_threads:
         return None
@@ -94,8 +93,9 @@ def _race_in(alignment: Alignment, group: str) -> tuple[str, int, dict[int, Coll
 def _are_of_several_threads(
     own_calls: Mapping[int, _ThreadCall], all_calls: Iterable[Mapping[int, _ThreadCall]], number: int
 ) -> bool:
-    """What ranks called as ``number``, a rank called from as many threads, whenever it did. One thread cannot race
-    with itself, wherever its calls begin.
+    """Returns whether the rank made the calls that ranks made as ``number`` from as many threads.
+
+    A single thread can't race with itself, wherever its calls begin.
     """
     raced = {calls[number] for calls in all_calls if number in calls}
     made = {own_calls[n]: own_calls[n].entry.thread for n in sorted(own_calls, reverse=True) if n >= number}
@@ -104,18 +104,16 @@ def _are_of_several_threads(
 
 
 def _begin(entry: Collective) -> Frame | None:
-    """Where the code of a thread begins that runs nothing of the user's: behind what starts threads."""
     return next((frame for frame in reversed(entry.frames) if not fr.normal(frame.file).endswith(_STARTERS)), None)
 
 
 def _by_thread(calls: Mapping[int, _ThreadCall]) -> frozenset[tuple[ThreadKey, tuple[Identity, ...]]]:
-    """Each thread's own calls, in order."""
     by_thread = sides_of({number: calls[number].thread for number in sorted(calls)})
     return frozenset((thread, tuple(calls[n].call for n in numbers)) for thread, numbers in by_thread.items())
 
 
 def _made(alignment: Alignment, rank: int, group: str) -> dict[int, _ThreadCall]:
-    """The newest calls of a rank by number; empty where one of them is not known."""
+    """Returns the newest calls of a rank by number; empty if one of them is unknown."""
     window = alignment.window(rank, group)
     calls_made = {}
     for number in list(window.numbers if window is not None else ())[-_MOST:]:

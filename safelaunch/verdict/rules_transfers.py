@@ -1,8 +1,4 @@
-"""Ranks that meet and do not fit.
-
-A send and its receive; two roots of one gather; what goes into an all_to_all and what comes out; how many groups ranks
-have made; the calls of two threads of each rank.
-"""
+"""Ranks that meet with calls that don't fit: a send and its receive, two roots, the sums of an all_to_all."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ from safelaunch.verdict.waits import Case
 def unfit_transfers(case: Case) -> Ruling:
     """All ranks have arrived, but what one rank sends is not what another expects: size, type or root differ.
 
-    Of a send and its receive, either may be the wrong one: both are named. Of an all_to_all only the sums are known.
+    Both ends of a send and its receive are named, as either might be wrong. For an all_to_all, only the sums are known.
     """
     for waiters in sorted(case.waits.classes.values(), key=lambda waiters: waiters.ranks):
         wait, members = waiters.wait, waiters.ranks
@@ -72,14 +68,13 @@ def _pair(facts: CaseFacts, pair: tuple[RecordedTransfer, RecordedTransfer]) -> 
 
 
 def _sources(facts: CaseFacts, wait: PeerWait) -> dict[int, int]:
-    """rank → the root that it names in the call, of those that wait in the same one; by the record, itself."""
     same_call = {rank: state for rank in facts.waiting if _is_in(state := facts.ranks[rank], wait)}
     named = {rank: root for rank, state in same_call.items() if (root := _root_of(state)) is not None}
     return named or {rank: rank for rank in roots(facts.alignment, wait.group or "", wait.seq or 0)}
 
 
 def _is_in(facts: RankFacts, wait: PeerWait) -> bool:
-    """It waits in the same call; lists of objects take two, first of their sizes, from one line and with one root."""
+    """Returns whether the rank waits in the same call; a list of objects takes two, the first for the sizes."""
     own_wait = facts.wait
     if own_wait is None or own_wait.key == wait.key:
         return own_wait is not None and (wait.seq is not None or own_wait.frame == wait.frame)
@@ -94,7 +89,6 @@ def _is_in(facts: RankFacts, wait: PeerWait) -> bool:
 
 
 def _root_of(facts: RankFacts) -> int | None:
-    """In the world; without a record nobody knows of which group it is: then in that."""
     wait, view = facts.wait, view_of(facts.evidence)
     if wait is not None and wait.seq is not None:
         return wait.target if wait.target is not None else wait.source
@@ -103,7 +97,7 @@ def _root_of(facts: RankFacts) -> int | None:
 
 
 def _of_sources(facts: CaseFacts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
-    """Ranks name different roots in one broadcast, reduce, gather or scatter."""
+    """Returns the finding for different roots in the same broadcast, reduce, gather or scatter."""
     by_root = sides_of(sources)
     odd, majority = vote(by_root)
     numbered = wait.seq is not None

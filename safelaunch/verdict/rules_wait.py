@@ -130,7 +130,7 @@ def unseen_peers(case: Case) -> Ruling:
         return ""
     waiting = sorted(case.waiting)
     they = "they wait" if len(waiting) > 1 else "it waits"
-    text = f"{capital(waits_words(case, waiting))}; {unseen_words(case)} and may be what {they} for."
+    text = f"{capital(waits_words(case, waiting))}; {unseen_words(case)} and might be what {they} for."
     own = {rank: condition for rank, condition in conditions(case).items() if case.may_wait_elsewhere(rank)}
     if own:
         text += f" {summary_of(own, case, [])[:-1]}, perhaps waiting for one of them."
@@ -155,7 +155,7 @@ def sends_and_receives(case: Case) -> Ruling:
     text = f"{capital(waits_words(case, ranks))}: each waits for another."
     rest = waits_words(case, [rank for rank in case.waits.in_circle if rank not in ranks])
     if rest and not certain:
-        text += f" Or one of them waits for a peer that has gone on without it: {rest}."
+        text += f" Or one of them waits for a peer that continued without it: {rest}."
     return Finding(
         "p2p-cycle",
         doubts_if({Doubt.PEERS_NOT_RECORDED: not certain}),
@@ -334,7 +334,7 @@ def _kept_from_serving(
 
 _WHY: Mapping[NodeKind, str] = {
     "message": "at the other end of the connection that {who} {waits} on",
-    "poll": "and may be the one that should create what {who} {waits} for",
+    "poll": "and might be the one that should create what {who} {waits} for",
     "key": "and is the rank that should set the store key that {who} {waits} for",
     "file": "holding a file lock that {who} {waits} for",
 }

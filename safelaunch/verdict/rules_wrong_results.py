@@ -89,4 +89,4 @@ def _reason(rank: int, result: WrongResult) -> str:
         return f"Rank {rank} diverged from the other replicas {since}, first in {result.parameter}"
     if result.kind == "loss":
         return f"The loss of rank {rank} diverged {since}"
-    return f"The gradients of rank {rank} are not finite {since}, first that of {result.parameter}"
+    return f"The gradients of rank {rank} are not finite {since}, first in {result.parameter}"

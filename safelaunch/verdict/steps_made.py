@@ -25,7 +25,7 @@ _UNEVEN = "uneven-batches"
 
 
 def steps_made(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
-    """The steps of each rank, and advice for a dataset that no sampler divides."""
+    """Yields the steps of each rank, and advice for a dataset that no sampler divides."""
     if finding.cause != _UNEVEN or not finding.culprits:
         return
     steps = {rank: state.step for rank, state in facts.ranks.items() if state.step is not None}
@@ -42,7 +42,7 @@ def steps_made(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 
 
 def with_loops_left(facts: CaseFacts, finding: Finding) -> Finding:
-    """The same, with the loop that each rank has left which is out of the script: the outermost of its peers'."""
+    """Adds the loop that ranks outside the script have left: the outermost loop of their peers."""
     if finding.cause != _UNEVEN:
         return finding
     named = {culprit.rank for culprit in finding.culprits}
@@ -66,11 +66,11 @@ def _outermost_loop(stack: Iterable[Frame], read_source: ReadSource) -> Frame | 
 
 
 _STREAMS = frozenset({"IterableDataset", "WebDataset", "StreamingDataset", "MosaicStreamingDataset"})
-_MOST_NAMES = 6  # of names that stand for names
+_MOST_NAMES = 6  # names followed through assignments
 
 
 def _is_iterable(loop: Frame, read_source: ReadSource) -> bool:
-    """Whether the loop's items come from an iterable dataset or a generator, as far as its file shows."""
+    """Returns whether the loop's items come from an iterable dataset or a generator, if its file shows that."""
     tree = src.tree_in(loop.file, read_source)
     inside = Frame(loop.file, loop.line, loop.function)
     heads = [
@@ -78,7 +78,9 @@ def _is_iterable(loop: Frame, read_source: ReadSource) -> bool:
         for loop_node in src.loops_around(src.scope_at(inside, read_source), loop.line)
         if loop_node.lineno == loop.line
     ]
-    within = (node for head in heads[-1:] for node in ast.walk(head))  # of epochs, it holds the loop over batches
+    within = (
+        node for head in heads[-1:] for node in ast.walk(head)
+    )  # a loop over epochs contains the one over batches
     iterables = [node.iter for node in within if isinstance(node, (ast.For, ast.AsyncFor))]
     values_of_names = names_at(inside, read_source)
     names = set[str]().union(*(_behind(iterable, values_of_names) for iterable in iterables))
@@ -101,7 +103,6 @@ def _is_iterable(loop: Frame, read_source: ReadSource) -> bool:
 
 
 def _behind(value: ast.expr, values_of_names: Mapping[str, ast.expr], steps: int = _MOST_NAMES) -> set[str]:
-    """The names in an expression, in what these stand for, and of its arguments."""
     names = {*src.names_in(value)}
     names |= {word.arg for call in src.calls_in(value) for word in call.keywords if word.arg is not None}
     values = [values_of_names[name] for name in names if name in values_of_names] if steps else []

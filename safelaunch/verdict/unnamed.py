@@ -1,7 +1,7 @@
-"""Writes the verdict on processes whose rank is not known, which it calls by pid, host or actor.
+"""Verdicts on processes whose rank is unknown, which are identified by pid, host or actor.
 
-The rules count such processes by numbers that stand for them (``Evidence.labels``) and are no ranks. So the sentences
-of the rules are left out here, and written again from what is known of each process.
+The rules use placeholder numbers for such processes (``Evidence.labels``). Their sentences would show these numbers, so
+the text is written again from the facts about each process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_NAMES, _MOST_PLACES, _MOST_CLAIMS = 2, 3, 12
 
 
 def without_labels(evidence: Evidence) -> Evidence:
-    """The evidence on the ranks alone that are known as such."""
+    """Returns the evidence on known ranks alone."""
     ranks = tuple(rank for rank in evidence.ranks if rank.rank not in evidence.labels)
     world = max((rank.rank + 1 for rank in ranks), default=0) if evidence.world_guessed else evidence.world_size
     rank_numbers = {rank.rank for rank in ranks}
@@ -28,7 +28,7 @@ def without_labels(evidence: Evidence) -> Evidence:
 
 
 def without_invented_ranks(facts: CaseFacts, finding: Finding, verdict: Verdict) -> Verdict:
-    """The verdict with the labels of processes in place of the numbers that stand for them."""
+    """Replaces the placeholder numbers in a verdict by the labels of the processes."""
     labels = facts.evidence.labels
     named = {culprit.rank for culprit in finding.culprits}
     return msgspec.structs.replace(
@@ -62,7 +62,7 @@ def without_invented_ranks(facts: CaseFacts, finding: Finding, verdict: Verdict)
 
 
 def numbered(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """The verdict with a culprit for each process at fault: for what marks processes by the numbers in the evidence."""
+    """Adds a culprit for each process at fault, for code that marks processes by the numbers in the evidence."""
     at_fault = {process.label: process for process in verdict.processes_at_fault}
     processes = ((rank, at_fault[label]) for rank, label in evidence.labels.items() if label in at_fault)
     culprits = (
@@ -73,7 +73,6 @@ def numbered(verdict: Verdict, evidence: Evidence) -> Verdict:
 
 
 def _sentence(text: str) -> str:
-    """The text with a capital, unless it begins with a name (``worker-2``)."""
     return capital(text) if text.partition(" ")[0].isalpha() else text
 
 
@@ -94,7 +93,6 @@ def _called(facts: CaseFacts, ranks: Iterable[int]) -> str:
 
 
 def _wait(facts: CaseFacts, ranks: Collection[int]) -> str:
-    """``process 7 waits``, ``3 of 4 processes wait``."""
     verb = "waited" if facts.gone.issuperset(ranks) else "waits" if len(ranks) == 1 else "wait"
     return f"{_called(facts, ranks)} {verb}"
 
@@ -147,7 +145,7 @@ def _closing(facts: CaseFacts, at_fault: Collection[int]) -> str:
 
 
 def _claims(facts: CaseFacts, named: Collection[int]) -> Iterator[Claim]:
-    """Yields what shows the state of those at fault; then an example for each place where the others wait."""
+    """Yields claims on the state of processes at fault, then an example for each place where others wait."""
     conditions = {rank: state.condition for rank, state in facts.ranks.items() if state.condition is not None}
     examples = {facts.waiting[rank].words: rank for rank in sorted(facts.waiting, reverse=True)}
     shown: Mapping[int, tuple[Claim, ...]] = {

@@ -11,7 +11,7 @@ _COMPARED = ("torch", "safelaunch", "script")
 
 
 def version_claims(evidence: Evidence) -> tuple[Claim, ...]:
-    """``torch differs between nodes: 2.9 on a, 2.13 on b``, for each of what differs."""
+    """Returns claims such as ``torch differs between nodes: 2.9 on a, 2.13 on b``."""
     claims = []
     for what in _COMPARED:
         hosts_of: dict[str, list[str]] = {}

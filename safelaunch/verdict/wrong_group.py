@@ -1,4 +1,4 @@
-"""Calls in a wrong process group, as torch warns of them or as a rank's habit shows."""
+"""Calls in a wrong process group, known from torch's warning or from a rank's habit."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.suggestions import UNUSUAL_GROUP, WRONG_GROUP
 from safelaunch.verdict.waits import Case, Waiters
 
-# torch warns of a collective on a group that the rank is not in, does nothing, and lets it go on. That is harmless
-# where every member calls as well. Where a group waits for a member that was such an outsider of another one, it has
-# taken the wrong group: what other rules find then (ranks that entered groups in different orders) follows. Without a
-# warning, a habit tells: the newest call from a line is in another group than all before.
+# torch warns about a collective on a group that the rank isn't in, and skips it. That is harmless if every member calls
+# too. If a group waits for a member that called on a foreign group, that member took the wrong one, and findings about
+# the order of groups follow from it. Without a warning, habit shows it: the newest call from a line is in a new group.
 
-_ENOUGH = 2  # earlier calls that make a habit
+_ENOUGH = 2  # earlier calls that count as a habit
 _OF_A_GROUP = frozenset({"group-order", "missing-from-collective", "collective-mismatch"})
 
 
 def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
-    """The ranks that took a wrong group as those at fault, where their own group waits for them."""
+    """Blames ranks that called on a foreign group while their own group waits for them."""
     outsiders = _outsiders(case) if finding.cause in _OF_A_GROUP else {}
     if not outsiders or not outsiders.keys() <= {culprit.rank for culprit in finding.culprits}:
         return
@@ -35,7 +34,7 @@ def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     waits = waits_words(case, sorted({rank for waiters in outsiders.values() for rank in waiters.ranks}))
     text = f"{capital(ranks_word(outsiders))} called {ops} on a group that {they} not in"
     yield Annotation(
-        f"{text}, where torch only warns and goes on, while {waits} in {their} own {groups}.",
+        f"{text}, which torch skips with a warning, while {waits} in {their} own {groups}.",
         tuple(
             Claim(f"rank {rank}: torch warns: {_warning(waiters, rank)}", f"ranks/{rank}/log_tail.txt")
             for rank, waiters in outsiders.items()
@@ -54,10 +53,10 @@ def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
 
 
 def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
-    """The ranks that have left their habit as those at fault, where they are no majority of those that wait."""
+    """Blames ranks that left their habit, if they are no majority of the waiting ranks."""
     meets_none = finding.cause == "collective-mismatch" and UNUSUAL_GROUP not in finding.advice
     named = [culprit.rank for culprit in finding.culprits if culprit.rank in case.waiting] if meets_none else []
-    # By the call that it waits in, else by the one at which it diverged.
+    # From the line where it waits, else from the line where it diverged.
     diverged = {rank: stack[0] for rank, stack in finding.calls.items() if stack}
     astray = {rank: text for rank in named if (text := unusual(case, rank) or unusual(case, rank, diverged.get(rank)))}
     if not astray or 2 * len(astray) > len(case.waiting):
@@ -78,7 +77,7 @@ def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
 
 
 def _outsiders(case: Case) -> dict[int, Waiters]:
-    """Rank → those that wait for it in its group, while it has called the same on a group which it is not in."""
+    """Returns the waiters for each rank that made the same call on a group which it isn't in."""
     outsiders = {
         rank: waiters
         for waiters in case.waits.classes.values()
@@ -93,13 +92,13 @@ def _warning(waiters: Waiters, rank: int) -> str:
 
 
 def _called(rank: int, waiters: Waiters) -> str:
-    return f"Rank {rank} called {waiters.wait.op} on a group that it is not in, where torch only warns and goes on."
+    return f"Rank {rank} called {waiters.wait.op} on a group that it is not in, which torch skips with a warning."
 
 
 def unusual_group(facts: CaseFacts) -> Ruling:
     """Ranks have ended, and a survivor's last call is in a different group from all its earlier ones on that code path.
 
-    Nobody meets it there, so its connections break once its peers end: that they end is no uneven loop.
+    No peer meets it there, so its connections break once they end: their end is no sign of an uneven loop.
     """
     ended = conditions(facts, "uneven-batches")
     if not ended or conditions(facts, *FAILURES):
@@ -113,7 +112,7 @@ def unusual_group(facts: CaseFacts) -> Ruling:
         f"{' '.join(texts.values())} {capital(ranks_word(ended))} ended without such a call.",
         tuple(waiting_culprit(facts.ranks[rank], text) for rank, text in texts.items()),
         (*map(habit_claim, texts), *condition_claims(ended)),
-        ruled_out=(f"{ranks_word(ended)} left a loop too early: nobody meets that call in any case",),
+        ruled_out=(f"{ranks_word(ended)} left a loop too early: no peer meets that call in any case",),
         advice=frozenset({UNUSUAL_GROUP}),
     )
 
@@ -125,10 +124,11 @@ def habit_claim(rank: int) -> Claim:
 def unusual(facts: CaseFacts, rank: int, site: Frame | None = None) -> str:
     """Returns how a rank's present call differs from its earlier ones, as a sentence.
 
-    Example: ``Rank 2 made its 5 earlier calls at train.py:8 in group '1': in group '4' it may be in the wrong one.``
+    Compares calls from ``site``, by default from where the rank waits. A call whose connection broke is the newest one
+    from the line of the exception.
 
-    Of its calls from ``site``, else from where it waits. A call whose connection broke counts as completed: it is the
-    newest one from the line of the exception.
+    Example: ``Rank 2 made its 5 earlier calls at train.py:8 in group '1': with group '4' it might have taken the wrong
+    one.``
     """
     wait = facts.waiting.get(rank)
     frame = site or (wait.frame if wait is not None else None)
@@ -145,5 +145,5 @@ def unusual(facts: CaseFacts, rank: int, site: Frame | None = None) -> str:
         return ""
     return (
         f"Rank {rank} made its {len(earlier)} earlier calls at {fr.place(frame)} in group '{earlier[0]}':"
-        f" with group '{now}' it may have taken the wrong one."
+        f" with group '{now}' it might have taken the wrong one."
     )

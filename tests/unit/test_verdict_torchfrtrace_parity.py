@@ -178,7 +178,7 @@ def test_nothing_can_be_decided_while_dumps_are_not_there(torchfrtrace: Analyse,
     assert "We cannot decide what's wrong" in torchfrtrace(folder, "--allow-incomplete-ranks").said
     verdict = ours(folder)
     assert (named(verdict), verdict.confidence) == ([], "low")
-    assert "rank 3 was not seen and may be what they wait for" in verdict.summary
+    assert "rank 3 was not seen and might be what they wait for" in verdict.summary
 
 
 @pytest.mark.parametrize("odd", range(4))
