@@ -20,7 +20,7 @@ def test_torchrun_gives_up_and_the_bundle_says_who_has_not_come(tmp_path: Path) 
     verdict = result.verdict
     assert result.bundle.problems() == []
     assert (verdict["outcome"], verdict["cause"], verdict["culprits"]) == ("crash", "init-not-joined", [])
-    assert verdict["summary"].startswith("1 of 2 nodes came to torchrun's rendezvous"), verdict["summary"]
+    assert verdict["summary"].startswith("1 of 2 nodes joined torchrun's rendezvous"), verdict["summary"]
     assert result.bundle.json("rendezvous.json")["error"].startswith("Rendezvous")
     assert not result.leftovers
 
