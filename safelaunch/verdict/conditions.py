@@ -1,7 +1,6 @@
-"""What one thread does by its own doing: asleep, blocked, spinning, waiting for a lock.
+"""The state of one thread, by the kernel's view and its stack: asleep, blocked, spinning, waiting for a lock.
 
-Pure functions from the kernel's view and the stack of a thread to a :class:`Condition`. Whether other ranks wait for
-it is not asked here.
+Pure functions that return a :class:`Condition`. They don't consider other ranks.
 """
 
 from __future__ import annotations
@@ -34,50 +33,39 @@ from safelaunch.verdict.suggestions import Advice
 
 @dataclass(frozen=True)
 class Condition:
-    """What a rank does by its own doing."""
+    """The state of a rank, independent of other ranks."""
 
-    cause: str
-    """of the catalogue"""
-    reason: str
-    """the clause that explains it: ``is asleep in train.py:41 (load)``"""
+    cause: str  # name in the catalogue of causes
+    reason: str  # clause that explains it: ``is asleep in train.py:41 (load)``
     frame: Frame | None = None
     pid: int = 0
     process: str = "main"
     doubts: tuple[Doubt, ...] = ()
-    """what makes it less than sure"""
     claims: tuple[Claim, ...] = ()
-    lock: calls.LockWait | None = None
-    """of its own process, for which the thread waits; it may have a further cause in another thread"""
-    locks: str = ""
-    """the file for whose lock it waits"""
-    locked_by: int | None = None
-    """the process that has locked that file"""
-    holder: str = ""
-    """that process, as ``reason`` and ``claims`` name it"""
-    locked_on: str = ""
-    """the host of that process, where it is not its own"""
-    ends: tuple[OtherEnd, ...] = ()
-    """who else has the other end of the pipe or connection that it waits at"""
-    awaits_message_from: int | None = None
-    """the one of these that is another rank's"""
-    poll: Poll | None = None
-    """what it asks for again and again"""
-    key: StoreKey | None = None
-    """the key of c10d's store that it waits for"""
+    lock: calls.LockWait | None = (
+        None  # lock in the process that the thread waits for; another thread might be the reason
+    )
+    locks: str = ""  # file that it waits to lock
+    locked_by: int | None = None  # PID of the process that has locked that file
+    holder: str = ""  # that process, as ``reason`` and ``claims`` name it
+    locked_on: str = ""  # host of that process, if it is another one
+    ends: tuple[OtherEnd, ...] = ()  # other processes with the other end of the pipe or connection
+    awaits_message_from: int | None = None  # rank among ``ends``, if any
+    poll: Poll | None = None  # what it polls for
+    key: StoreKey | None = None  # c10d store key that it waits for
     advice: frozenset[Advice] = frozenset()
-    """on the sub-case that it is"""
+    # Nothing that another process does can end it, and no time limit is near. If False, it might wait for a rank that
+    # wasn't seen.
     for_good: bool = False
-    """it will not go on, whatever any other process does or sends, and no time limit ends it soon; without that, it may
-    be waiting for a rank that nobody saw"""
 
     def with_holder(self, words: str) -> Condition:
-        """The same, with the process that has locked the file named in these words."""
+        """Returns the condition with these words for the process that has locked the file."""
         old, new = f"locked by {self.holder}", f"locked by {words}"
         claims = tuple(structs.replace(claim, claim=claim.claim.replace(old, new)) for claim in self.claims)
         return replace(self, reason=self.reason.replace(old, new), holder=words, claims=claims)
 
     def with_clause(self, words: str, *claims: Claim, advice: Iterable[Advice] = ()) -> Condition:
-        """The same, with something more to tell, what shows it, and what to do about it."""
+        """Returns the condition with another clause, its evidence, and advice."""
         reason, advised = f"{self.reason}; {words}", self.advice.union(advice)
         return replace(self, reason=reason, claims=(*self.claims, *claims), advice=advised)
 
@@ -86,15 +74,15 @@ def record_claim(rank: int, text: str) -> Claim:
     return Claim(text, f"ranks/{rank}/flight_recorder.json")
 
 
-# A sleep or a wait that is over sooner may be one of a loop that polls.
+# A shorter sleep or wait might be part of a loop that polls.
 FOR_GOOD_S = 1800.0
 
 
 @dataclass(frozen=True)
 class View:
-    """One thread of a process of ``rank``, its main one or a child.
+    """A view of one thread of a process of ``rank``.
 
-    ``other``: the thread; None for the main one, of which the kernel tells even where no stack could be read.
+    ``other`` is None for the main thread, whose kernel state is known even if no stack could be read.
     """
 
     process: ProcessEvidence
@@ -104,7 +92,7 @@ class View:
 
     @cached_property
     def sample(self) -> StackSample | None:
-        """The newest sample with Python stacks, one of the interpreter alone where there is one."""
+        """The newest sample with Python stacks, preferably without native frames."""
         plain = [s for s in self.process.stacks if not s.native]
         samples = plain or list(self.process.stacks)
         return samples[-1] if samples else None
@@ -126,7 +114,6 @@ class View:
 
     @property
     def threads(self) -> tuple[Thread, ...]:
-        """All of its process."""
         return self.sample.threads if self.sample else ()
 
     @property
@@ -147,21 +134,21 @@ class View:
 
     @cached_property
     def awaited(self) -> calls.Awaited:
-        found = calls.awaited(self.stack, self.wait.kind)
-        polls = self.poll is not None and self.poll.of == "process" and not found.processes
-        return replace(found, processes="child") if polls else found
+        result = calls.awaited(self.stack, self.wait.kind)
+        polls = self.poll is not None and self.poll.of == "process" and not result.processes
+        return replace(result, processes="child") if polls else result
 
     @cached_property
     def poll(self) -> Poll | None:
-        """What the loop of its innermost line asks for again and again: a sleep is the line's own call, or it spins."""
+        """The target that the loop of its innermost line polls, asleep in that line or spinning."""
         if self.stack.called or not (self.wait.again or self.wait.busy):
             return None
-        found = poll_at(self.stack.user_frames, self.read_source, asleep=self.wait.again)
-        return found if self.wait.again or (found is not None and found.of == "work") else None
+        result = poll_at(self.stack.user_frames, self.read_source, asleep=self.wait.again)
+        return result if self.wait.again or (result is not None and result.of == "work") else None
 
     @cached_property
     def store_key(self) -> StoreKey | None:
-        """What its innermost line would wait for in a store, whose calls have no Python frames."""
+        """The store key that its innermost line waits for, as store calls have no Python frames."""
         if self.user_frame is None or self.stack.called or self.thread is None:
             return None
         return store_key_at(self.user_frame, self.read_source, dict(self.thread.names))
@@ -172,24 +159,24 @@ class View:
         return lock_at(self.user_frame, self.read_source) if self.user_frame else None
 
     def holds(self, other: View) -> LockHeld | None:
-        """The lock that ``other`` takes, where by the source this thread has it."""
+        """Returns the lock that ``other`` takes, if this thread holds it by the source."""
         if other.takes is None or other.user_frame is None:
             return None
-        held = locks_held(self.stack.user_frames, self.read_source)
-        return next((one for one in held if one.is_that(other.takes, other.user_frame)), None)
+        locks = locks_held(self.stack.user_frames, self.read_source)
+        return next((lock for lock in locks if lock.is_that(other.takes, other.user_frame)), None)
 
     @property
     def device(self) -> str:
-        """The call in which it waits for its GPU; empty where it is elsewhere."""
+        """The call in which it waits for its GPU; empty if it doesn't."""
         return calls.device_wait(self.stack, self.process.stacks, self.os_tid)
 
     def native(self, answers: calls.Answers = calls.WAITS) -> str:
-        """What its C frames show of it."""
+        """Returns what its C frames show."""
         return calls.native(self.process.stacks, self.os_tid, answers)
 
     @property
     def os_tid(self) -> int | None:
-        """The kernel's number of the thread, as native samples have it."""
+        """The kernel's number of the thread, as in native samples."""
         leads = self.sample.leads if self.sample is not None else 0
         return (leads or self.process.pid) if self.other is None else self.other.os_tid
 
@@ -199,7 +186,7 @@ class View:
 
     @property
     def name(self) -> str:
-        """Of a thread beside the main one: ``'saver'``."""
+        """The quoted name of a thread other than the main one."""
         return repr(self.other.name or self.other.os_tid) if self.other else "main"
 
     @property
@@ -209,12 +196,12 @@ class View:
         return "its main thread" if self.other is None else f"its thread {self.name}"
 
     def beside(self) -> list[View]:
-        """The other threads of the process that run code of the user's, in the order of their numbers.
+        """Returns the other threads of the process that run user code, in the order of their numbers.
 
-        Pools that wait for work and library threads do not.
+        Idle pool threads and threads of libraries don't count.
         """
-        found = [thread for thread in self.threads if thread is not self.thread and self.stack_of(thread).user_frame]
-        return [replace(self, other=thread) for thread in sorted(found, key=lambda thread: thread.os_tid or 0)]
+        threads = [thread for thread in self.threads if thread is not self.thread and self.stack_of(thread).user_frame]
+        return [replace(self, other=thread) for thread in sorted(threads, key=lambda thread: thread.os_tid or 0)]
 
     def stack_claim(self, text: str) -> Claim:
         return Claim(text, f"{self.folder}/stack.txt")
@@ -224,7 +211,7 @@ class View:
 
 
 def thread_condition(view: View) -> Condition:
-    """What the thread (or a process without a readable stack) does, from the surest sign to the weakest."""
+    """Returns what the thread (or a process without a readable stack) does, trying the surest sign first."""
     condition = (
         _held_by_kernel(view)
         or _busy(view)
@@ -243,7 +230,7 @@ def thread_condition(view: View) -> Condition:
 
 
 def _held_by_kernel(view: View) -> Condition | None:
-    """Stopped, in D state or dead: nothing its code does can matter while that lasts."""
+    """Returns the condition of a stopped, dead or D-state thread, for which its code doesn't matter."""
     wait, where = view.wait, fr.at(view.user_frame)
     if wait.kind == "stopped":
         frozen = wait.call == "frozen cgroup"
@@ -260,7 +247,7 @@ def _held_by_kernel(view: View) -> Condition | None:
 
 
 def _busy(view: View) -> Condition | None:
-    """CPU time between the samples. Inside torch or another library the same sign may be honest work."""
+    """Returns the condition of a thread that uses CPU time. Inside a library it might be ordinary work."""
     wait, inner = view.wait, view.stack.called
     if not wait.busy or (wait.cpu_share is None and view.thread is not None and not view.thread.active):
         return None
@@ -273,7 +260,7 @@ def _busy(view: View) -> Condition | None:
 
 
 def _waits_for_outside(view: View) -> Condition | None:
-    """A person, a subprocess or an event loop: neither a lock nor a file is at fault."""
+    """Returns the wait for a person, a subprocess or an event loop."""
     wait, inner, where = view.wait, view.stack.called, view.place
     if wait.kind == "child" or calls.CHILD.on(inner):
         return Condition("stuck-in-user-code", f"waits for a subprocess at {where}")
@@ -286,19 +273,19 @@ def _waits_for_outside(view: View) -> Condition | None:
 
 
 def _lock(view: View) -> Condition | None:
-    """Futex, and the innermost Python frame is the user's own line or a stdlib lock's.
+    """Returns the wait for a lock: a futex wait in the user's own line or in a lock of the standard library.
 
-    A C extension's own condition variable looks the same; a native sample settles it where there is one.
+    A condition variable of a C extension looks the same without a native sample.
     """
     wait, inner = view.wait, view.stack.called
-    known = calls.lock_wait(inner)
-    if wait.kind not in ("lock", "unknown") or (wait.kind == "unknown" and known is None):
+    lock_wait = calls.lock_wait(inner)
+    if wait.kind not in ("lock", "unknown") or (wait.kind == "unknown" and lock_wait is None):
         return None
     native = view.native()
-    if known is None and (native not in ("", "lock") or calls.in_torch(view.stack)):
+    if lock_wait is None and (native not in ("", "lock") or calls.in_torch(view.stack)):
         return None
-    lock = known or calls.LockWait("a lock")
-    doubts = () if known or native == "lock" else (Doubt.STATE_INFERRED,)
+    lock = lock_wait or calls.LockWait("a lock")
+    doubts = () if lock_wait or native == "lock" else (Doubt.STATE_INFERRED,)
     taken = view.takes if lock.on == "lock" else None
     named = f" (`{taken.name}`)" if taken is not None else ""
     text = f"waits for {lock.what}{named} at {view.place}"
@@ -306,7 +293,7 @@ def _lock(view: View) -> Condition | None:
     if taken is not None and taken.held_at and view.user_frame is not None:
         text += f", which it has taken itself at {fr.basename(view.user_frame.file)}:{taken.held_at}"
         lock = replace(lock, own=True)
-    if lock.of_pool:  # its workers are to end that, and no lock is held
+    if lock.of_pool:  # its workers should end it; no lock is held
         return Condition("stuck-in-user-code", text, lock=lock, advice=frozenset({suggestions.POOL}))
     advice = frozenset({suggestions.SIGNAL}) if lock.on == "signal" and not lock.shared else frozenset[Advice]()
     if lock.on == "lock":
@@ -315,16 +302,15 @@ def _lock(view: View) -> Condition | None:
         text += ", on the thread of an event loop, which is blocked too"
         advice = frozenset({suggestions.OWN_LOOP})
     advice = frozenset({suggestions.TIMED}) if wait.left_s is not None else advice
-    at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library's may be held for a while
+    at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library can hold a lock for a while
     for_good = not doubts and lock.on == "lock" and at_own_line and wait.left_s is None
     return Condition("lock-deadlock", text, doubts=doubts, lock=lock, advice=advice, for_good=for_good)
 
 
 def _polls(view: View) -> Condition | None:
-    """Sleeps, and asks again for a lock on a file that somebody else holds: as sqlite does, in C.
+    """Returns the condition of a thread that sleeps and retries a file lock in C, as sqlite does.
 
-    A loop of the user's that sleeps, beside an open file that is locked for other reasons, looks alike but for its C
-    frames.
+    A sleeping loop of the user's, with an unrelated locked file open, differs only by its C frames.
     """
     lock = polled_lock(view.process, view.wait) if view.other is None else None
     native = view.native(calls.SLEEPS) if lock is not None else ""
@@ -362,7 +348,7 @@ def _io_or_sleep(view: View) -> Condition | None:
         if key is not None:
             text = f"waits at {where} for the key {key.words} of the store"
             return Condition("blocking-io", text, key=key, advice=frozenset({suggestions.STORE_KEY}))
-        others = tuple(end for end in wait.ends or () if end.pid != view.process.pid)
+        other_ends = tuple(end for end in wait.ends or () if end.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
         advice = frozenset() if wait.wanted_lock or wait.thread.locked_by else frozenset({suggestions.CONNECTION})
         if wait.thread.locked_by == view.process.pid:
@@ -374,14 +360,14 @@ def _io_or_sleep(view: View) -> Condition | None:
             locks=wait.wanted_lock,
             locked_by=wait.thread.locked_by,
             holder=wait.lock_holder,
-            ends=others,
+            ends=other_ends,
             advice=advice,
         )
     return None
 
 
 def _polls_at(view: View) -> Condition:
-    """It sleeps a little, over and over: for something that may still come, or for a call of its own to succeed."""
+    """Returns the condition of a loop with short sleeps, which waits for something or retries its own call."""
     poll, where = view.poll, view.place
     if calls.BUILD.on(view.stack.called):
         file = view.thread.lock_file if view.thread is not None else ""
@@ -417,15 +403,14 @@ def _unexplained(view: View) -> Condition:
     return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
 
 
-# --- the GIL ----------------------------------------------------------------------------------------------------------
+# --- GIL --------------------------------------------------------------------------------------------------------------
 
 
 def gil_condition(view: View) -> Condition | None:
-    """The GIL test failed, or the same thread owned the GIL at the same place in every sample without running.
+    """Returns the condition if the GIL is held: its test failed, or one thread owned it at one place in all samples.
 
-    A Python loop that spins owns the GIL in every sample too, but gives it up every few milliseconds: the Python
-    handler of the worker server then answers. A thread that waits for peers with the GIL held is not at fault: it
-    gets on as soon as they come.
+    A Python loop that spins also owns the GIL in every sample, but gives it up every few milliseconds, so that the
+    worker server's Python handler responds. A thread that waits for peers with the GIL held isn't at fault.
     """
     rank = view.rank
     failed = rank.gil.ping is True and rank.gil.python is False
@@ -436,7 +421,7 @@ def gil_condition(view: View) -> Condition | None:
     if owner is None:
         samples = [s for s in view.process.stacks if not s.native]
         if any(t.owns_gil for s in samples for t in s.threads):
-            return None  # owned, but moving: busy, not held
+            return None  # owned by a thread that moves: busy, not stuck
         text = "holds the GIL in native code; no stack could be read"
         doubts = (Doubt.STATE_INFERRED,)
         return Condition("gil-held", text, None, view.process.pid, doubts=doubts, claims=shown)
@@ -446,21 +431,21 @@ def gil_condition(view: View) -> Condition | None:
     wait = kernel_wait(view.process, owner.os_tid)
     if not failed and (wait.busy or wait.kind in ("running", "unknown")):
         return None
-    mine = stack.user_frame
+    user_frame = stack.user_frame
     which = "" if owner is view.thread else f" in thread {owner.name or owner.os_tid!r}"
     how = f" ({wait_words(wait)})" if wait_words(wait) else ""
     return Condition(
         "gil-held",
-        f"holds the GIL in native code called from {fr.place(mine)}{which}{how}",
-        mine,
+        f"holds the GIL in native code called from {fr.place(user_frame)}{which}{how}",
+        user_frame,
         view.process.pid,
         doubts=() if failed else (Doubt.STATE_INFERRED,),
-        claims=(*shown, view.stack_claim(f"the thread that owns the GIL is at {fr.place(mine)}")),
+        claims=(*shown, view.stack_claim(f"the thread that owns the GIL is at {fr.place(user_frame)}")),
     )
 
 
 def _steady_owner(view: View) -> Thread | None:
-    """The thread that owned the GIL in every sample, at the same place in all."""
+    """Returns the thread that owned the GIL in every sample, at the same place in all."""
     samples = [s for s in view.process.stacks if not s.native]
     owners = [next((t for t in s.threads if t.owns_gil), None) for s in samples]
     if not owners or any(o is None for o in owners):

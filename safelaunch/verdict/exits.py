@@ -1,4 +1,4 @@
-"""Ranks that have ended or raised: which of them is a cause, and which a consequence?"""
+"""Ranks that exited or raised: causes, and consequences of other ranks' failures."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from safelaunch.verdict.suggestions import Advice
 
 GONE_CAUSES = (*causes.FAILURES, "uneven-batches")
 
-OF_ITS_OWN = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # no launcher sends these
-# Those that faulthandler catches.
-_FATAL_SIGNALS = (*OF_ITS_OWN, signal.SIGABRT)
+OF_ITS_OWN = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # launchers don't send these
+_FATAL_SIGNALS = (*OF_ITS_OWN, signal.SIGABRT)  # faulthandler catches these
 
-# What a rank reports when a peer has gone or does not come: transport and store errors, group timeouts.
+# Messages of a rank whose peer is gone or doesn't join: transport and store errors, group timeouts.
 _CONSEQUENCE = re.compile(
     r"connection (?:was )?(?:closed|reset|refused|aborted)|closed by (?:the )?(?:remote )?peer|reset by peer"
     r"|broken pipe|remote process (?:exited|has)|socket (?:was )?closed|network error|failed to connect"
@@ -36,30 +35,32 @@ _CONSEQUENCE = re.compile(
     r"|unhandled system error|horovod has been shut down|\Acheckpointexception ranks:",
     re.IGNORECASE | re.DOTALL,
 )
-# How c10d, gloo and NCCL word it where a RuntimeError has no line of torch on its stack, as that of `work.wait()`.
+# Messages of c10d, gloo and NCCL if a RuntimeError has no torch line on its stack, as from `work.wait()`.
 _THEIR_WORDS = re.compile(
     r"gloo|nccl|horovod|c10d|tcpstore|watchdog|monitoredbarrier|store->get|timed out waiting \d+ ?ms for (?:send|recv)"
     r"|caused pair closure|store based barrier|by peer \[[0-9a-f.:]+\]:\d+|another rank"
     r"|\A(?:connection (?:reset|closed) by peer|broken pipe|socket timeout)\b",
     re.IGNORECASE,
 )
-# Parts of torch that read files or the network, and are no communication between ranks.
+# Parts of torch that read files or the network without communicating between ranks.
 _NO_COMMUNICATION = ("/torch/utils/data/", "/torch/hub.py", "/torch/serialization.py", "/torch/utils/tensorboard/")
 _NOT_REACHED = re.compile(r"failed to connect to|while trying to connect to|connection refused", re.IGNORECASE)
 _TIMEOUT = re.compile(r"timed? ?out|failed to pass monitoredbarrier|timeout", re.IGNORECASE)
 _WATCHDOG = re.compile(
     r"watchdog (?:caught collective operation timeout|thread terminated|got stuck for)", re.IGNORECASE
 )
-# torch's words on a DataLoader worker that SIGKILL has ended.
+# torch's message about a DataLoader worker that SIGKILL ended.
 _WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: Killed\b")
 _DIST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
 
 
 def is_consequence(exception: RankException, log: NcclLog | None = None) -> bool:
-    """The message blames a peer: this rank reports somebody else's death or absence; or the error came from one that
-    does. ``log``: of its NCCL, if any.
+    """Reports if the error, or the error that led to it, blames a peer's death or absence.
+
+    Args:
+        log: The log of the rank's NCCL, if any.
     """
-    return any(_blames_a_peer(one, log) for one in (exception, *_before(exception)))
+    return any(_blames_a_peer(link, log) for link in (exception, *_before(exception)))
 
 
 def _earlier(exception: RankException) -> Sequence[EarlierException]:
@@ -67,33 +68,31 @@ def _earlier(exception: RankException) -> Sequence[EarlierException]:
 
 
 def _before(exception: RankException) -> Iterator[RankException]:
-    """The exceptions from which this one came."""
-    for one in _earlier(exception):
-        yield RankException(one.type, one.message, exception.time_unix_s, one.frames)
+    for earlier in _earlier(exception):
+        yield RankException(earlier.type, earlier.message, exception.time_unix_s, earlier.frames)
 
 
-# What code catches on its ordinary way: `try: return cache[key]`, `except KeyError: return compute(key)`.
+# Exceptions that ordinary code catches: `try: return cache[key]`, `except KeyError: return compute(key)`.
 CAUGHT_AS_A_RULE = (
     "StopIteration", "Empty", "Full", "KeyError", "AttributeError", "ImportError", "ModuleNotFoundError",
 )  # fmt: skip
 
 
 def root_of(exception: RankException) -> RankException:
-    """Returns the exception from which the others of a chain came; ``exception`` itself if it came from none.
+    """Returns the first exception of a chain, or ``exception`` itself.
 
-    A handler may also take another way, which fails for a reason of its own: what it has handled is not the cause.
+    A handler can also try another way, which fails for its own reason. Then the handled exception isn't the cause.
     """
     _, remote = tracebacks.of_worker(exception.text)
     root: RankException | EarlierException = exception
-    for one in reversed(_earlier(exception)):
-        if not one.frames or one.frames == remote.frames or _is_another_way(one, root):
+    for earlier in reversed(_earlier(exception)):
+        if not earlier.frames or earlier.frames == remote.frames or _is_another_way(earlier, root):
             break
-        root = one
+        root = earlier
     return root if isinstance(root, RankException) else RankException(root.type, root.message, 0.0, root.frames)
 
 
 def _is_another_way(handled: EarlierException, later: RankException | EarlierException) -> bool:
-    """The handler of an exception that is caught as a rule has called what raised the later one."""
     if handled.explicit or handled.type.rpartition(".")[2] not in CAUGHT_AS_A_RULE:
         return False
     handler, raised = handled.frames[-1], later.frames[0] if later.frames else None
@@ -101,44 +100,44 @@ def _is_another_way(handled: EarlierException, later: RankException | EarlierExc
 
 
 def _inner(exception: RankException, part: tracebacks.ParsedTraceback) -> RankException:
-    """One that the text of ``exception`` holds."""
     kind, _, message = part.message.partition(": ")
     return RankException(kind, message, exception.time_unix_s, part.frames)
 
 
 def with_gathered_errors(evidence: Evidence) -> Evidence:
-    """Where all ranks raise one error for those of them that failed: each of these with what it raised itself.
+    """Gives each failed rank its own exception, if all ranks raised one error that collects those.
 
-    Their numbers are those of a group. Unless all ranks raised it, that may be any, and only the error itself is known.
+    Its rank numbers are numbers in a group. Unless all ranks raised it, they might mean any rank.
     """
-    told = {
+    errors = {
         rank.rank: (rank.exception, inner)
         for rank in evidence.ranks
         if rank.exception is not None and (inner := tracebacks.gathered(rank.exception.message))
     }
-    own_words = {rank.rank for rank in evidence.ranks if rank.exception is not None} - told.keys()
-    if not told or any(own_words & inner.keys() for _, inner in told.values()):
+    own_words = {rank.rank for rank in evidence.ranks if rank.exception is not None} - errors.keys()
+    if not errors or any(own_words & inner.keys() for _, inner in errors.values()):
         return evidence
-    everybody = len(told) == evidence.world_size
+    everybody = len(errors) == evidence.world_size
 
-    def own(one: RankEvidence) -> RankEvidence:
-        if one.rank not in told:
-            return one
-        error, inner = told[one.rank]
-        part = inner.get(one.rank) if everybody else next(iter(inner.values()))
-        return one if part is None else structs.replace(one, exception=_inner(error, part))
+    def own(rank: RankEvidence) -> RankEvidence:
+        if rank.rank not in errors:
+            return rank
+        error, inner = errors[rank.rank]
+        part = inner.get(rank.rank) if everybody else next(iter(inner.values()))
+        return rank if part is None else structs.replace(rank, exception=_inner(error, part))
 
     return structs.replace(evidence, ranks=tuple(map(own, evidence.ranks)))
 
 
 def _blames_a_peer(exception: RankException, log: NcclLog | None) -> bool:
-    """Only an error that came out of torch's communication counts; a user's own ``requests`` call may well have its
-    connection reset on its own account.
+    """Reports if an error of torch's communication blames a peer.
+
+    Other errors don't count: a ``requests`` call of the user's can have its connection reset independently.
     """
     kind, inner = failure_kind(exception), _in_communication(exception)
-    told = failure_of(exception)
-    told = (_logged(log) or told) if told is not None and told.general else told
-    if told is not None and told.own:
+    failure = failure_of(exception)
+    failure = (_logged(log) or failure) if failure is not None and failure.general else failure
+    if failure is not None and failure.own:
         return False
     if kind in ("DistStoreError", "DistNetworkError"):
         return True
@@ -153,7 +152,6 @@ def _blames_a_peer(exception: RankException, log: NcclLog | None) -> bool:
 
 
 def _in_communication(exception: RankException) -> bool:
-    """Its innermost frames are torch's, and none is of a part that reads data."""
     files = [fr.normal(frame.file) for frame in exception.frames[:6]]
     return any("/torch/" in file for file in files) and not any(
         part in fr.normal(frame.file) for frame in exception.frames for part in _NO_COMMUNICATION
@@ -161,24 +159,23 @@ def _in_communication(exception: RankException) -> bool:
 
 
 def failure_of(exception: RankException) -> failures.KnownFailure | None:
-    """What an error that came out of torch's communication or of a device mesh means."""
+    """Returns what an error of torch's communication or of a device mesh means."""
     inside = any("/torch/distributed/" in fr.normal(frame.file) for frame in exception.frames)
     kind = failure_kind(exception)
-    theirs = kind in (*_DIST_TYPES, "RuntimeError") and _THEIR_WORDS.search(exception.message) is not None
-    named = theirs or kind in _DIST_TYPES[:3]
-    found = failures.failure(exception.message)
-    return found if found is not None and (inside or named or found.kind == "mesh") else None
+    is_library_error = kind in (*_DIST_TYPES, "RuntimeError") and _THEIR_WORDS.search(exception.message) is not None
+    named = is_library_error or kind in _DIST_TYPES[:3]
+    failure = failures.failure(exception.message)
+    return failure if failure is not None and (inside or named or failure.kind == "mesh") else None
 
 
 def failure_of_rank(rank: RankEvidence) -> failures.KnownFailure | None:
-    """What ended its communication: its exception's words, else those of NCCL's log where these are general or none."""
-    told = failure_of(rank.exception) if rank.exception is not None else None
-    logged = nccl_failure(rank) if (told.general if told is not None else is_aborted(rank)) else None
-    return logged or told
+    """Returns what ended the rank's communication, by its exception, or if that is unspecific, by NCCL's log."""
+    failure = failure_of(rank.exception) if rank.exception is not None else None
+    logged = nccl_failure(rank) if (failure.general if failure is not None else is_aborted(rank)) else None
+    return logged or failure
 
 
 def nccl_failure(rank: RankEvidence) -> failures.KnownFailure | None:
-    """The warning in its NCCL's log that began it."""
     return _logged(rank.nccl_log)
 
 
@@ -187,12 +184,11 @@ def _logged(log: NcclLog | None) -> failures.KnownFailure | None:
 
 
 def is_timeout(exception: RankException) -> bool:
-    """The communication gave up waiting: what remains of a hang whose time ran out."""
+    """Reports if the communication timed out, which is the remainder of a hang."""
     return is_consequence(exception) and _TIMEOUT.search(exception.message) is not None
 
 
 def has_lost_a_peer(rank: RankEvidence) -> bool:
-    """It reports that a peer has gone: its connection ended, which is no wait whose time ran out."""
     if rank.exception is None:
         return False
     return is_consequence(rank.exception, rank.nccl_log) and not is_timeout(rank.exception)
@@ -203,8 +199,8 @@ def one_line(text: str, limit: int = 160) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-BAD_OPTIONS = 2  # how argparse and click end
-UNKNOWN_SIGNAL = -127  # of a process that ended without a word of its own
+BAD_OPTIONS = 2  # exit code of argparse and click
+UNKNOWN_SIGNAL = -127  # return code of a process that ended without a message
 
 
 def signal_name(returncode: int) -> str:
@@ -215,7 +211,7 @@ def signal_name(returncode: int) -> str:
 
 
 def ended_by_others(rank: RankEvidence) -> bool:
-    """Ended by the launcher after another rank had failed, or aborted because a collective's time ran out: no cause."""
+    """Reports if the launcher ended the rank after another's failure, or a timeout aborted it."""
     if rank.exit is None or -rank.exit.returncode in OF_ITS_OWN:
         return False
     return not rank.exit.before_close or _aborted_for_a_peer(rank)
@@ -226,7 +222,6 @@ def is_aborted(rank: RankEvidence) -> bool:
 
 
 def _aborted_for_a_peer(rank: RankEvidence) -> bool:
-    """By torch's thread that watches NCCL: a collective's time ran out, or a connection failed."""
     if not is_aborted(rank):
         return False
     logged = nccl_failure(rank)
@@ -234,9 +229,9 @@ def _aborted_for_a_peer(rank: RankEvidence) -> bool:
 
 
 def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
-    """A crash in which no rank failed on its own account and some gave up waiting: the end of a hang, not a crash.
+    """Reports if a crash is the end of a hang: no rank failed by itself, and some timed out.
 
-    The process group's timeout came before the watchdog's; who kept the others waiting is the question all the same.
+    The process group's timeout came before the watchdog's. The question is still which rank the others waited for.
     """
     ranks = tuple(ranks)
     failed = any(failed_by_itself(rank) or missed_the_store(rank, ranks) for rank in ranks)
@@ -244,25 +239,27 @@ def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
 
 
 def missed_the_store(rank: RankEvidence, ranks: Iterable[RankEvidence]) -> list[View]:
-    """The peers that wait at the store by which ranks find each other, where this rank has failed to connect to it: it
-    has another address, as that of the attempt before.
+    """Returns the peers that wait at the store to which this rank failed to connect.
+
+    The rank has another address, for example the last attempt's.
     """
     raised = rank.exception
     if raised is None or failure_kind(raised) not in _DIST_TYPES[1:3] or not _NOT_REACHED.search(raised.message):
         return []
-    views = (View(one.main, one) for one in ranks if one is not rank and one.exception is None and one.main is not None)
+    views = (
+        View(peer.main, peer) for peer in ranks if peer is not rank and peer.exception is None and peer.main is not None
+    )
     return [view for view in views if (wait := view.awaited.peers) is not None and wait.kind == "init"]
 
 
 def failure_kind(exception: RankException) -> str:
-    """``DistNetworkError`` of ``torch.distributed.DistNetworkError``."""
+    """Returns ``DistNetworkError`` for ``torch.distributed.DistNetworkError``."""
     return exception.type.rsplit(".", 1)[-1]
 
 
 def failed_by_itself(rank: RankEvidence) -> bool:
-    """It has ended, and no peer's end explains that."""
-    found = gone_condition(rank, None)
-    return found is not None and found.cause in causes.FAILURES
+    condition = gone_condition(rank, None)
+    return condition is not None and condition.cause in causes.FAILURES
 
 
 def _gave_up(rank: RankEvidence) -> bool:
@@ -273,14 +270,14 @@ def _gave_up(rank: RankEvidence) -> bool:
 
 
 def failed_at(rank: RankEvidence) -> float:
-    """When this rank failed (CLOCK_REALTIME): its exception where it left one, else when the launcher noticed."""
+    """Returns when the rank failed (CLOCK_REALTIME): its exception's time, or when the launcher noticed."""
     if rank.exception is not None:
         return rank.exception.time_unix_s
     return rank.exit.time_unix_s if rank.exit is not None else float("inf")
 
 
 def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
-    """A rank that raised, was killed or exited, on its own account; None for a live one and for consequences."""
+    """Returns the condition of a rank that raised, was killed or exited by itself; None for consequences."""
     if rank.exception is not None and is_consequence(rank.exception, rank.nccl_log):
         return None
     if rank.exception is not None and failure_kind(rank.exception) != "SystemExit":
@@ -297,9 +294,10 @@ def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
 
 
 def exception_condition(rank: RankEvidence, exception: RankException) -> Condition:
-    """One that came from a worker process has been raised again in the rank; the worker's line is the one at fault.
+    """Returns the condition of a rank that raised.
 
-    Of a chain, the first exception is the cause, and the last one, which ended the rank, what became of it.
+    An exception of a worker process is raised again in the rank; the worker's line is at fault. In a chain, the first
+    exception is the cause, and the last one, which ended the rank, its consequence.
     """
     root = root_of(exception)
     frame = fr.stack_of(rank, root.frames).user_frame
@@ -307,12 +305,12 @@ def exception_condition(rank: RankEvidence, exception: RankException) -> Conditi
         root, frame = exception, fr.stack_of(rank, exception.frames).user_frame
     claim = Claim(f"first exception: {root.type}", f"ranks/{rank.rank}/exception.json")
     text, where, process = f"raised {_raised_words(root)}", fr.at(frame), "main"
-    told, logged = failure_of(root) or failure_of(exception), nccl_failure(rank)
+    failure, logged = failure_of(root) or failure_of(exception), nccl_failure(rank)
     claims: tuple[Claim, ...] = (claim,)
-    if told is not None and told.general and logged is not None:
-        told, claims = logged, (claim, logged_claim(rank))
-    if told is not None:
-        text += f" ({told.means})"
+    if failure is not None and failure.general and logged is not None:
+        failure, claims = logged, (claim, logged_claim(rank))
+    if failure is not None:
+        text += f" ({failure.means})"
     worker, remote = tracebacks.of_worker(exception.text)
     inside = fr.stack_of(rank, remote.frames).user_frame
     if inside is not None:
@@ -328,21 +326,22 @@ def exception_condition(rank: RankEvidence, exception: RankException) -> Conditi
     return Condition("rank-exception", text, frame, rank.pid, process, claims=claims, advice=advice)
 
 
-def _raised_words(one: RankException) -> str:
-    """``KeyError: 'x'``."""
-    message = one_line(_essence(one.message)).rstrip(" .:")
-    return f"{one.type.removeprefix('__main__.')}: {message}" if message else one.type.removeprefix("__main__.")
+def _raised_words(exception: RankException) -> str:
+    message = one_line(_essence(exception.message)).rstrip(" .:")
+    return (
+        f"{exception.type.removeprefix('__main__.')}: {message}"
+        if message
+        else exception.type.removeprefix("__main__.")
+    )
 
 
 def logged_claim(rank: RankEvidence) -> Claim:
-    """What NCCL warned of in a rank that has such a failure."""
-    found = nccl_failure(rank)
-    assert rank.nccl_log is not None and found is not None
-    return Claim(f"NCCL warns: {one_line(found.text)}", rank.nccl_log.file)
+    failure = nccl_failure(rank)
+    assert rank.nccl_log is not None and failure is not None
+    return Claim(f"NCCL warns: {one_line(failure.text)}", rank.nccl_log.file)
 
 
 def _essence(message: str) -> str:
-    """Without what is told better elsewhere: NCCL's general words before its last error, an allocator's sizes."""
     if failures.shortage(message) is not None:
         return message.partition(".")[0]
     return message.rpartition("Last error:\n")[2] or message
@@ -355,11 +354,11 @@ def _claim_of_status(rank: RankEvidence) -> Claim:
 
 
 def _killed_condition(rank: RankEvidence) -> Condition:
-    """By a signal: faulthandler's stack says where it came; for SIGKILL the kernel says whether it was for memory."""
+    """Returns the condition of a killed rank, with faulthandler's stack, and for SIGKILL the kernel's log."""
     assert rank.exit is not None
     number = -rank.exit.returncode
-    by_itself = rank.fatal is not None and not rank.beacon  # no launcher says more than its own last words
-    claims, said, frame = [] if by_itself else [_claim_of_status(rank)], "", None
+    by_itself = rank.fatal is not None and not rank.beacon  # its last output shows more than a launcher
+    claims, clause, frame = [] if by_itself else [_claim_of_status(rank)], "", None
     advice: set[Advice] = {suggestions.FATAL_SIGNAL} if number not in (signal.SIGKILL, signal.SIGTERM) else set()
     doubts: tuple[Doubt, ...] = ()
     within = aborted_in(rank)
@@ -368,39 +367,39 @@ def _killed_condition(rank: RankEvidence) -> Condition:
         claims.append(Claim(f"faulthandler: {rank.fatal.message}", f"ranks/{rank.rank}/fault.txt"))
     if number == signal.SIGKILL:
         words, memory, what_to_do = _memory_words(rank)
-        said += words
+        clause += words
         claims += memory
         advice |= what_to_do
     if number in _FATAL_SIGNALS and rank.progress is not None and rank.progress.state == "exited":
-        said += " after its script had ended, while Python shut down"
+        clause += " after its script had ended, while Python shut down"
         if number == signal.SIGABRT:
             advice.add(suggestions.AFTER_THE_END)
         claims.append(Claim("its progress page says that the script had ended", f"ranks/{rank.rank}/progress.json"))
     words = _abort_words(rank)
     if words:
-        said += words
+        clause += words
         claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
     logged = nccl_failure(rank) if number in _FATAL_SIGNALS else None
     if logged is not None:
-        said += f"; NCCL had failed ({logged.means})"
+        clause += f"; NCCL had failed ({logged.means})"
         claims.append(logged_claim(rank))
     if within is not None:
-        # What a peer sent may be the reason; nothing here can tell.
-        doubts, said = (
+        # Something that a peer sent might be the reason; nothing here shows it.
+        doubts, clause = (
             (Doubt.ABORTED_IN_COLLECTIVE,),
-            f", by its communication library in the middle of a collective{said}",
+            f", by its communication library in the middle of a collective{clause}",
         )
         advice |= suggestions.ABORTED
-    text = f"was killed by {signal_name(rank.exit.returncode)}{fr.at(frame)}{said}"
+    text = f"was killed by {signal_name(rank.exit.returncode)}{fr.at(frame)}{clause}"
     return Condition(
         "rank-killed", text, frame, rank.pid, doubts=doubts, claims=tuple(claims), advice=frozenset(advice)
     )
 
 
 def aborted_in(rank: RankEvidence) -> fr.Stack | None:
-    """The call of c10d in which a rank was aborted; None where it was not in one, or not aborted.
+    """Returns the c10d call in which a rank was aborted; None if it wasn't in one or wasn't aborted.
 
-    gloo aborts from a thread of its own, so the call may be that of any thread.
+    gloo aborts from its own thread, so any thread's call might be the one.
     """
     if not is_aborted(rank) or rank.fatal is None:
         return None
@@ -409,14 +408,11 @@ def aborted_in(rank: RankEvidence) -> fr.Stack | None:
 
 
 def kernel_claim(rank: RankEvidence, line: str, whose: str = "") -> Claim:
-    """A line of the kernel's log of the rank's node. ``whose``: words before it."""
     return Claim(f"{whose}the kernel's log: {one_line(line)}", f"node/{rank.host}/kernel_log.txt")
 
 
 def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], frozenset[Advice]]:
-    """What is known of a SIGKILL, and what to do, by whether it was the out-of-memory killer's: its own words, else its
-    counts since the job's start.
-    """
+    """Describes a SIGKILL by the out-of-memory killer's messages, or its counts since the job's start."""
     taken, outside = frozenset({suggestions.OUT_OF_MEMORY}), frozenset({suggestions.KILLED_FROM_OUTSIDE})
     kills, node = rank.memory_kills, f"node/{rank.host}"
     if kills.kernel_line:
@@ -425,16 +421,16 @@ def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], frozenset[Advic
     for count, where in ((kills.cgroup, "in the job's control group"), (kills.node, "on this node")):
         if count:
             many = "process" if count == 1 else "processes"
-            said = f"the out-of-memory killer took {count} {many} {where} while the job ran"
-            return f": {said}", [Claim(said, f"{node}/resources.json")], taken
+            clause = f"the out-of-memory killer took {count} {many} {where} while the job ran"
+            return f": {clause}", [Claim(clause, f"{node}/resources.json")], taken
     if kills.cgroup is None and kills.node is None:
         return "", [], outside
-    said = "the kernel counts no out-of-memory kill while the job ran"
-    return f"; {said}, so another process sent it", [Claim(said, f"{node}/resources.json")], outside
+    clause = "the kernel counts no out-of-memory kill while the job ran"
+    return f"; {clause}, so another process sent it", [Claim(clause, f"{node}/resources.json")], outside
 
 
 def _exit_condition(rank: RankEvidence) -> Condition:
-    """With a code of its own; the beacon noted which line called ``exit``, where it was a call."""
+    """Returns the condition of a rank that exited with a code. The beacon notes which line called ``exit``."""
     assert rank.exit is not None
     code, call = rank.exit.returncode, rank.exit_call
     claims = [_claim_of_status(rank)]
@@ -445,15 +441,15 @@ def _exit_condition(rank: RankEvidence) -> Condition:
         claims.append(Claim(f"it called {call.function}()", f"ranks/{rank.rank}/exit_call.json"))
     if code > 0:
         text = f"exited with code {code}{where}"
-        said = failures.options_refused(rank.log_tail) if code == BAD_OPTIONS else ""
-        if said:
-            text += f"; it printed: {one_line(said)}"
+        clause = failures.options_refused(rank.log_tail) if code == BAD_OPTIONS else ""
+        if clause:
+            text += f"; it printed: {one_line(clause)}"
             claims.append(Claim("the end of its output", f"ranks/{rank.rank}/log_tail.txt"))
-        refused = said or (call is not None and any(_is_of_parser(frame) for frame in call.frames))
+        refused = clause or (call is not None and any(_is_of_parser(frame) for frame in call.frames))
         advice = frozenset({suggestions.OPTIONS_REFUSED}) if refused else frozenset[Advice]()
         return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims), advice=advice)
-    returned = rank.progress is not None and bool(rank.progress.returned_ns)  # multiprocessing calls it then
-    early = frame is not None and frame.function != "<module>" and not returned  # `sys.exit(main())` is how scripts end
+    returned = rank.progress is not None and bool(rank.progress.returned_ns)  # multiprocessing then calls exit
+    early = frame is not None and frame.function != "<module>" and not returned  # `sys.exit(main())` ends most scripts
     advice = frozenset({suggestions.EXIT_CALLED}) if early else frozenset()
     text, cause = f"has left the training loop: it exited cleanly (code 0{where})", "uneven-batches"
     if call is not None and call.function == "os._exit" and early:
@@ -466,8 +462,7 @@ def _is_of_parser(frame: Frame) -> bool:
 
 
 def _abort_words(rank: RankEvidence) -> str:
-    """What it wrote as it was aborted, and what that means."""
-    found = failures.last_abort(rank.log_tail)
-    if found is None:
+    abort = failures.last_abort(rank.log_tail)
+    if abort is None:
         return ""
-    return f"; it printed: {one_line(found.words)}{f' ({found.means})' if found.means else ''}"
+    return f"; it printed: {one_line(abort.words)}{f' ({abort.means})' if abort.means else ''}"

@@ -1,10 +1,9 @@
-"""What a thread's communication shows: whether it waits for other ranks, and in which operation, or for its own GPU.
+"""Waits in a thread's communication: for other ranks, in which operation, or for its own GPU.
 
-The CPU runs ahead of the GPU, so a stack in a synchronize says only that some work queued before it does not end. That
-may be a collective that waits for peers (then the rank waits for them), or a kernel of its own. Entries of the Flight
-Recorder tell: a collective that the device has *started* waits for peers; one that is still scheduled stands behind
-something else. Where the record does not know about starts (``TORCH_NCCL_ENABLE_TIMING`` off), a pending collective
-that has peers is taken for the wait, as before.
+The CPU runs ahead of the GPU, so a stack in a synchronize only shows that some queued work doesn't end: a collective
+that waits for peers, or a kernel. The Flight Recorder distinguishes them: a collective that the device has *started*
+waits for peers, a scheduled one is queued after something else. Without start times (``TORCH_NCCL_ENABLE_TIMING`` off),
+a pending collective with peers counts as the wait.
 """
 
 from __future__ import annotations
@@ -28,32 +27,25 @@ CallPlace = tuple[str, str]  # file and function
 
 @dataclass(frozen=True)
 class PeerWait:
-    """A rank waits for other ranks.
+    """A rank's wait for other ranks."""
 
-    ``kind``: init | collective | p2p | store. ``group`` and ``seq`` come from the Flight Recorder; None when only a
-    stack tells. ``signature`` is what has to be equal among those that meet there. ``thread``: where the code of the
-    background thread begins that is in it, and which the main thread waits for; None where it is the main thread.
-    ``holds_lock``: that is for a lock which the thread has.
-    ``source``, ``target``: the ranks that the call itself names, and ``tag``; None where that was not seen.
-    """
-
-    kind: str
+    kind: str  # init | collective | p2p | store
     op: str
-    group: str | None
+    group: str | None  # None if only a stack shows the wait
     seq: int | None
-    signature: Signature
+    signature: Signature  # must be equal on all ranks of the call
     frame: Frame | None
     words: str
     claims: tuple[Claim, ...] = ()
-    thread: CallPlace | None = None
-    holds_lock: bool = False
-    source: int | None = None
+    thread: CallPlace | None = None  # start of the background thread that the main thread waits for
+    holds_lock: bool = False  # the main thread waits for a lock of that thread
+    source: int | None = None  # ranks and tag that the call names; None if unknown
     target: int | None = None
     tag: int | None = None
 
     @classmethod
     def unnumbered(cls, kind: str, op: str, frame: Frame | None, claim: Claim, where: str = "") -> PeerWait:
-        """Of which no record tells group and number. ``where``: words for a place that is more than the frame's."""
+        """Returns a wait without group and number. ``where`` describes a place that is more than the frame's."""
         return cls(kind, op, None, None, (op,), frame, where or f"{op} at {fr.place(frame)}", (claim,))
 
     @property
@@ -67,78 +59,82 @@ class PeerWait:
 
 
 def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> PeerWait | None:
-    """Does the thread wait for other ranks, and in which operation?
+    """Returns the operation in which the thread waits for other ranks, if it does.
 
-    Its stack says so (a c10d frame innermost); or it rests inside torch or in a C call of the user's own line
-    (``loss.backward()``, ``work.wait()``) with an operation pending in the Flight Recorder: a pending operation that
-    some rank has not joined cannot complete whatever this thread does. With no stack the record alone has to do.
+    Either its innermost frame is c10d's, or it rests inside torch or in a C call of the user's line
+    (``loss.backward()``, ``work.wait()``) with an operation pending in the Flight Recorder: that can't complete before
+    all ranks have joined, whatever this thread does. Without a stack, the record has to suffice.
     """
     pending = _made_by(view, alignment.pending(rank.rank))
     if view is None or not view.frames:
         begun = next((entry for entry in pending if entry.started), pending[0] if pending else None)
         return _from_entry(rank, begun) if begun is not None and not kernel_says_busy(view) else None
-    seen = view.awaited.peers
-    mine = view.user_frame
-    if seen is not None and seen.kind == "init":
-        found = PeerWait.unnumbered("init", seen.op, mine, view.stack_claim(f"{view.words} is in {seen.op}"))
-        return replace(found, signature=("init",))
-    if seen is not None:
-        entry = _entry_for(seen, pending, mine, rank)
-        found = _from_entry(rank, entry, view) if entry else _from_stack(view, seen)
-        return _with_arguments(found, view, alignment)
-    if pending and view.device:  # spinning, it may be, on what the device does not finish
+    torch_wait = view.awaited.peers
+    user_frame = view.user_frame
+    if torch_wait is not None and torch_wait.kind == "init":
+        init_wait = PeerWait.unnumbered(
+            "init", torch_wait.op, user_frame, view.stack_claim(f"{view.words} is in {torch_wait.op}")
+        )
+        return replace(init_wait, signature=("init",))
+    if torch_wait is not None:
+        entry = _entry_for(torch_wait, pending, user_frame, rank)
+        init_wait = _from_entry(rank, entry, view) if entry else _from_stack(view, torch_wait)
+        return _with_arguments(init_wait, view, alignment)
+    if pending and view.device:  # it might spin on work that the device doesn't finish
         return _from_entry(rank, next((entry for entry in pending if entry.started), pending[0]), view)
     return _quiet_wait(view, pending, alignment)
 
 
 def _made_by(view: View | None, pending: list[Collective]) -> list[Collective]:
-    """Returns the pending calls that no other Python thread has made, because such a thread waits for its own calls.
-
-    A backward pass on a device makes its calls in threads that run no Python.
-    """
     if view is None or view.sample is None or view.thread is None or not view.thread.ident:
         return pending
-    others = {thread.ident for thread in view.sample.threads} - {view.thread.ident}
-    return [entry for entry in pending if entry.thread not in others]
+    other_threads = {thread.ident for thread in view.sample.threads} - {view.thread.ident}
+    return [entry for entry in pending if entry.thread not in other_threads]
 
 
 def through_a_thread(rank: RankEvidence, inside: ProcessView, alignment: Alignment) -> PeerWait | None:
-    """The main thread waits for a thread that waits for other ranks: so the rank waits for them, too."""
+    """Returns the wait for other ranks of a thread that the main thread waits for."""
     view = inside.end
     waits = view.awaited.peers is not None or inside.has_called(view) or _rests_without_a_record(view)
-    found = peer_wait(rank, view, alignment) if waits and view.other is not None else None
-    if found is None:
+    thread_wait = peer_wait(rank, view, alignment) if waits and view.other is not None else None
+    if thread_wait is None:
         return None
     on_the_way = tuple(claim for edge in inside.path for claim in edge.claims)
-    words, lock = f"{found.words} in a separate thread", inside.lock_held
+    words, lock = f"{thread_wait.words} in a separate thread", inside.lock_held
     if lock is not None:
-        held, waiter = lock
-        words += f", which has held since line {held.line} the lock for which {waiter.words} waits at {waiter.place}"
+        lock_held, waiter = lock
+        words += (
+            f", which has held since line {lock_held.line} the lock for which {waiter.words} waits at {waiter.place}"
+        )
     return replace(
-        found, words=words, claims=found.claims + on_the_way, thread=begins_at(view.stack), holds_lock=lock is not None
+        thread_wait,
+        words=words,
+        claims=thread_wait.claims + on_the_way,
+        thread=begins_at(view.stack),
+        holds_lock=lock is not None,
     )
 
 
 def begins_at(stack: fr.Stack) -> CallPlace | None:
-    """Where the code of a thread begins: the user's outermost function, or the library's inside ``threading``."""
+    """Returns where a thread's code starts: the user's outermost function, or the library's inside ``threading``."""
     frames = stack.user_frames or [f for f in stack.frames if not f.file.endswith("/threading.py")]
     return (frames[-1].file, fr.short(frames[-1].function)) if frames else None
 
 
 def _quiet_wait(view: View, pending: list[Collective], alignment: Alignment) -> PeerWait | None:
-    """No c10d frame: a backward pass with its hooks in C++, or ``work.wait()`` called from the user's line."""
+    """Returns the wait without a c10d frame: a backward pass with C++ hooks, or ``work.wait()`` in the user's line."""
     wait = view.wait
     native = view.native()
-    seen = calls.PEER_WAITS.get(native)
-    if seen is not None and seen.kind == "store" and view.store_key is not None and view.store_key.set_at:
-        return None  # it waits for whoever is to set that, and not for all
-    if seen is not None and not wait.busy:
-        entry = _entry_for(None, pending, view.user_frame, view.rank) if seen.kind == "collective" else None
-        return _from_entry(view.rank, entry, view) if entry else _with_batch(_from_stack(view, seen), view)
+    torch_wait = calls.PEER_WAITS.get(native)
+    if torch_wait is not None and torch_wait.kind == "store" and view.store_key is not None and view.store_key.set_at:
+        return None  # it waits for the rank that should set the key, not for all
+    if torch_wait is not None and not wait.busy:
+        entry = _entry_for(None, pending, view.user_frame, view.rank) if torch_wait.kind == "collective" else None
+        return _from_entry(view.rank, entry, view) if entry else _with_batch(_from_stack(view, torch_wait), view)
     if pending and view.poll is not None and view.poll.of == "work":
         return _from_entry(view.rank, pending[0], view)
     posted = not view.stack.called and _batch(view)
-    recorded = view.rank.flight_record is not None and alignment.has_collectives  # but no sends and receives
+    recorded = view.rank.flight_record is not None and alignment.has_collectives  # sends and receives don't count
     if not native and wait.kind == "lock" and (posted or (recorded and not pending and _calls_wait(view))):
         return _with_batch(_from_stack(view, calls.TorchWait("p2p", "a send or receive")), view)
     if not pending and wait.kind == "lock" and _rests_without_a_record(view):
@@ -151,23 +147,20 @@ def _quiet_wait(view: View, pending: list[Collective], alignment: Alignment) -> 
 
 
 def _calls_wait(view: View) -> bool:
-    """Where its line, or one of torch.distributed's, calls ``wait()`` and rests in it without a Python frame, that is
-    c10d's: those of the standard library have frames.
-    """
     inner = line_before_c10d(view)
     return inner is not None and calls_method(inner, "wait", view.read_source)
 
 
 def line_before_c10d(view: View) -> Frame | None:
-    """The user's line, or one of torch.distributed's, that calls C++ without a Python frame below it."""
+    """Returns the line of the user's or of torch.distributed that calls C++ with no Python frame below it."""
     return view.user_frame if not view.stack.called else calls.in_distributed(view.stack)
 
 
 def _rests_without_a_record(view: View) -> bool:
-    """In a backward pass or ``work.wait()``, where neither C frames nor a Flight Recorder can say on what.
+    """Reports if the thread rests in a backward pass or ``work.wait()``, without C frames or a record to say on what.
 
-    torch 2.6 and 2.9 let nobody outside see gloo's collectives, and reading C frames takes its time. What a backward
-    pass rests on without a Python frame of a hook inside it is its gradients' reduction, as good as always.
+    torch 2.6 and 2.9 don't expose gloo's collectives, and reading C frames takes time. A backward pass that rests
+    without a Python frame of a hook nearly always rests on its gradients' reduction.
     """
     record = view.rank.flight_record
     recorded = record is not None and bool(record.entries)
@@ -189,107 +182,120 @@ def kernel_says_busy(view: View | None) -> bool:
 
 
 def _entry_for(
-    seen: calls.TorchWait | None, pending: list[Collective], mine: Frame | None, rank: RankEvidence
+    torch_wait: calls.TorchWait | None, pending: list[Collective], user_frame: Frame | None, rank: RankEvidence
 ) -> Collective | None:
-    """The pending entry that the stack shows: made by the same user line, else of the same name, else the newest.
+    """Returns the pending entry that the stack shows: from the same line, or else with the same name, or the newest.
 
-    The main thread blocks in what it called last; older entries are asynchronous ones, which wait on their own.
+    The main thread blocks in its last call. Older entries are asynchronous.
     """
-    fitting = [e for e in pending if e.is_p2p == (seen is not None and seen.kind == "p2p")]
-    if seen is not None and seen.op == "new_group":
+    fitting = [e for e in pending if e.is_p2p == (torch_wait is not None and torch_wait.kind == "p2p")]
+    if torch_wait is not None and torch_wait.op == "new_group":
         return None
     for entry in reversed(fitting):
         site = fr.stack_of(rank, entry.frames).user_frame
-        if fr.same_line(site, mine):
+        if fr.same_line(site, user_frame):
             return entry
-    named = [e for e in fitting if seen is not None and op_name(e).strip("_") in seen.op]
+    named = [e for e in fitting if torch_wait is not None and op_name(e).strip("_") in torch_wait.op]
     best = named or fitting
     return best[-1] if best else None
 
 
 def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None) -> PeerWait:
-    mine = view.user_frame if view is not None else None
+    user_frame = view.user_frame if view is not None else None
     called = fr.stack_of(rank, entry.frames).user_frame
-    site, number, op = mine or called, number_of(entry), _called_op(rank, entry)
+    site, number, op = user_frame or called, number_of(entry), _called_op(rank, entry)
     words = f"{op} at {fr.place(site)}" if site else f"{op} #{number}"
-    elsewhere = mine is not None and called is not None and (mine.file, mine.line) != (called.file, called.line)
-    if elsewhere and view is not None and not calls.C10D.on(view.stack.called):  # in ``work.wait()``, or a synchronize
-        words = f"{op} of {fr.place(called)} at {fr.place(mine)}"
+    elsewhere = (
+        user_frame is not None
+        and called is not None
+        and (user_frame.file, user_frame.line) != (called.file, called.line)
+    )
+    if elsewhere and view is not None and not calls.C10D.on(view.stack.called):  # in ``work.wait()`` or a synchronize
+        words = f"{op} of {fr.place(called)} at {fr.place(user_frame)}"
     text = f"pending: {described(entry)}"
     claim = record_claim(rank.rank, text)
-    stack = (view.stack_claim(f"{view.words} waits at {fr.place(mine)}"),) if view is not None and mine else ()
+    stack = (
+        (view.stack_claim(f"{view.words} waits at {fr.place(user_frame)}"),) if view is not None and user_frame else ()
+    )
     kind = "p2p" if entry.is_p2p else "collective"
     return PeerWait(kind, op_name(entry), entry.group, number, signature(entry), site, words, (claim, *stack))
 
 
 def _called_op(rank: RankEvidence, entry: Collective) -> str:
-    """What the program called: gloo records a ``reduce_scatter`` as the all_reduce by which it carries it out."""
     op = op_name(entry)
-    seen = calls.torch_wait(fr.stack_of(rank, entry.frames)) if entry.by_gloo and op == "all_reduce" else None
-    return seen.op if seen is not None and seen.op.startswith("reduce_scatter") else op
+    torch_wait = calls.torch_wait(fr.stack_of(rank, entry.frames)) if entry.by_gloo and op == "all_reduce" else None
+    return torch_wait.op if torch_wait is not None and torch_wait.op.startswith("reduce_scatter") else op
 
 
-def _from_stack(view: View, seen: calls.TorchWait) -> PeerWait:
-    claim = view.stack_claim(f"{view.words} waits in {seen.op} at {view.place}")
-    return PeerWait.unnumbered(seen.kind, seen.op, view.user_frame, claim)
+def _from_stack(view: View, torch_wait: calls.TorchWait) -> PeerWait:
+    claim = view.stack_claim(f"{view.words} waits in {torch_wait.op} at {view.place}")
+    return PeerWait.unnumbered(torch_wait.kind, torch_wait.op, view.user_frame, claim)
 
 
 def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWait:
-    """The same with the ranks that the call names, as ranks of the world."""
+    """Adds the ranks that the call names, as ranks of the world."""
     call = view.thread.call if view.thread is not None else None
     if call is None:
         return wait
     source = call.src if call.src is not None else _of_group(wait.group, call.group_src, alignment)
     target = call.dst if call.dst is not None else _of_group(wait.group, call.group_dst, alignment)
-    found = replace(wait, source=source, target=target, tag=call.tag)
-    if found.peer is None:
-        return found
-    words = f"{wait.op} {'to' if target is not None else 'from'} rank {found.peer}"
+    named = replace(wait, source=source, target=target, tag=call.tag)
+    if named.peer is None:
+        return named
+    words = f"{wait.op} {'to' if target is not None else 'from'} rank {named.peer}"
     words += f" (tag {call.tag})" if call.tag else ""
     claim = view.stack_claim(f"{view.words} is in {words}")
-    return replace(found, words=wait.words.replace(wait.op, words, 1), claims=(*wait.claims, claim))
+    return replace(named, words=wait.words.replace(wait.op, words, 1), claims=(*wait.claims, claim))
 
 
 def _with_batch(wait: PeerWait, view: View) -> PeerWait:
-    """The same with the peer that the thread's batch (``batch_isend_irecv``) names, where it is the only one."""
+    """Adds the peer of the thread's batch (``batch_isend_irecv``), if it is the only one."""
     op = view.native(calls.TRANSFERS) if wait.kind == "p2p" else ""
-    mine = _batch(view)
-    ends = {(one.sends, one.peer, one.tag) for one in mine if not op or one.sends == (op == "send")}
+    posted = _batch(view)
+    ends = {
+        (transfer.sends, transfer.peer, transfer.tag)
+        for transfer in posted
+        if not op or transfer.sends == (op == "send")
+    }
     if wait.kind != "p2p" or len(ends) != 1:
         return wait
     ((sends, peer, tag),) = ends
     words = f"{'isend to' if sends else 'irecv from'} rank {peer}"
-    batch = ", ".join(f"{'to' if one.sends else 'from'} rank {one.peer}" for one in mine[:8])
+    batch = ", ".join(f"{'to' if transfer.sends else 'from'} rank {transfer.peer}" for transfer in posted[:8])
     claim = Claim(f"{view.words} waits for its {words}; its batch goes {batch}", f"ranks/{view.rank.rank}/rank.json")
-    told = replace(wait, op=words.split()[0], words=wait.words.replace(wait.op, words, 1), tag=tag)
-    return replace(told, target=peer if sends else None, source=None if sends else peer, claims=(*wait.claims, claim))
+    changed = replace(wait, op=words.split()[0], words=wait.words.replace(wait.op, words, 1), tag=tag)
+    return replace(
+        changed, target=peer if sends else None, source=None if sends else peer, claims=(*wait.claims, claim)
+    )
 
 
 def _batch(view: View) -> list[Posted]:
-    """The sends and receives of the batch that the thread is at."""
-    return [one for one in view.rank.gil.posted if view.thread is not None and one.thread == view.thread.ident]
+    return [
+        transfer
+        for transfer in view.rank.gil.posted
+        if view.thread is not None and transfer.thread == view.thread.ident
+    ]
 
 
 def _of_group(group: str | None, rank: int | None, alignment: Alignment) -> int | None:
-    """The rank of the world that is ``rank`` in ``group``, where its members are known."""
     if rank is None or group is None or not alignment.members(group)[1]:
         return None
     ranks = alignment.ranks_of(group)
     return ranks[rank] if 0 <= rank < len(ranks) else None
 
 
-# --- waiting for the own GPU ------------------------------------------------------------------------------------------
+# --- waits for the rank's own GPU -------------------------------------------------------------------------------------
 
 
 def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
-    """``gpu-kernel`` where the main thread waits for the device and no peer explains it; else None."""
+    """Returns ``gpu-kernel`` if the main thread waits for the device and no peer explains it."""
     where = view.device
     if not where:
         return None
     rank = view.rank.rank
     with_peers = [entry for entry in _on_device(rank, alignment) if _has_peers(rank, entry, alignment)]
     if any(entry.started is not False and not alignment.is_over_elsewhere(rank, entry) for entry in with_peers):
-        return None  # it waits for peers, or may do so
+        return None  # it waits, or might wait, for peers
     frame = view.user_frame
     first = with_peers[0] if with_peers else None
     if first is None:
@@ -304,7 +310,7 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
 
 
 def lost_condition(view: View, alignment: Alignment) -> Condition | None:
-    """``gpu-lost`` where the driver reports an error of the GPU that the rank waits for, or computes on with peers."""
+    """Returns ``gpu-lost`` if the driver reports an error of the GPU that the rank waits for or uses with peers."""
     rank = view.rank
     if not rank.gpu_errors or not (view.device or _on_device(rank.rank, alignment)):
         return None
@@ -315,10 +321,10 @@ def lost_condition(view: View, alignment: Alignment) -> Condition | None:
 
 
 def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | None:
-    """``gpu-kernel`` where the record alone shows that the device, and no peer, keeps a collective from its end.
+    """Returns ``gpu-kernel`` if the record alone shows that the device, and no peer, holds up a collective.
 
-    Either the device has begun nothing of what is queued, while peers' devices have; or all peers have completed what
-    it is in.
+    Either the device has begun nothing of its queue while peers' devices have, or all peers have completed the
+    collective.
     """
     pending = _on_device(rank.rank, alignment)
     if not pending:

@@ -1,8 +1,8 @@
-"""What keeps one process where it is: the edges between its threads and its children, and what stands at their end.
+"""Waits between the threads and children of one process, and the condition at their end.
 
-Each thread is followed to whom it waits for where that is one alone: into the thread that it joins, the child that it
-waits for or expects a message from, the DataLoader worker that owes it a batch, the process that has the other end of
-its pipe. Where that comes back to a process on the way, these wait for each other.
+Each thread is followed to the single one that it waits for: a joined thread, a child whose end or message it awaits, a
+DataLoader worker that owes a batch, or the process with the other end of a pipe. If this leads back to a process on the
+path, they wait for each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from safelaunch.verdict.exits import signal_name
 from safelaunch.verdict.graph import Edge, Graph, Node, NodeKind
 from safelaunch.verdict.suggestions import Advice
 
-_HELPERS = ("resource tracker", "forkserver")  # roles, as capture/proc.py tells them
+_HELPERS = ("resource tracker", "forkserver")  # roles that capture/proc.py assigns
 _CANNOT_RUN = ("stopped", "dead", "disk")
 _FORK_NOTE = (
     "; it is never released there if another thread held it when the process was forked, or if an earlier call returned"
@@ -35,9 +35,11 @@ _SHARED_NOTE = "; processes share it, and one that ends while it holds it never 
 
 
 class ProcessView:
-    """One process (``main``: its main thread) with its ``children``, as a part of the graph of waits.
+    """One process and its children as a part of the graph of waits.
 
-    ``callers``: the threads (``Thread.ident``) that have made calls of c10d which are still pending.
+    Args:
+        main: Its main thread.
+        callers: Idents of threads whose c10d calls are pending.
     """
 
     def __init__(self, main: View, children: Sequence[View] = (), callers: Collection[int] = ()) -> None:
@@ -52,7 +54,7 @@ class ProcessView:
 
     @cached_property
     def path(self) -> tuple[Edge, ...]:
-        """From the main thread to whom it waits for in the end; empty where it waits for nobody who can be told."""
+        """Edges from the main thread to the end of its waits; empty if it waits for nothing identifiable."""
         return self._graph.path(self._node(self.main))
 
     @property
@@ -61,25 +63,25 @@ class ProcessView:
 
     @property
     def lock_held(self) -> tuple[LockHeld, View] | None:
-        """The lock that whoever is at the end has, by the source, and the thread that waits for it there."""
+        """The lock that the thread at the end holds, by the source, and the thread on the path that waits for it."""
         edge = self.path[-1] if self.path else None
         waiter = self._views[edge.of] if edge is not None and edge.kind == "lock" else None
-        held = self.end.holds(waiter) if waiter is not None else None
-        return (held, waiter) if held is not None and waiter is not None else None
+        lock = self.end.holds(waiter) if waiter is not None else None
+        return (lock, waiter) if lock is not None and waiter is not None else None
 
     @cached_property
     def circle(self) -> tuple[Edge, ...]:
-        """The part of the path in which processes wait for each other; empty where it ends at somebody."""
+        """The part of the path in which processes wait for each other; empty if it doesn't close."""
         nodes = [edge.of for edge in self.path]
         back_at = self.path[-1].on[0] if self.path else None
         return self.path[nodes.index(back_at) :] if back_at in nodes else ()
 
     def condition(self) -> Condition:
-        """What holds the process: what is the matter at the end of the path, told from its main thread on."""
-        found = self._of_a_circle() if self.circle else self._at_the_end(self.end)
+        """The condition at the end of the path, described from the main thread."""
+        at_end = self._of_a_circle() if self.circle else self._at_the_end(self.end)
         for edge in reversed(self.path[: len(self.path) - len(self.circle)]):
-            found = self._along(edge, found)
-        return found
+            at_end = self._along(edge, at_end)
+        return at_end
 
     def _node(self, view: View) -> Node:
         is_main = view.other is None or (view.sample is not None and view.other is view.sample.main_thread)
@@ -88,20 +90,19 @@ class ProcessView:
         return node
 
     def _condition(self, view: View) -> Condition:
-        """What one thread does by its own doing."""
         node = self._node(view)
         if node not in self._own:
             self._own[node] = thread_condition(view)
         return self._own[node]
 
-    # --- the edges ----------------------------------------------------------------------------------------------------
+    # --- edges --------------------------------------------------------------------------------------------------------
 
     def _edges(self) -> Iterator[Edge]:
-        queue, seen = [self._node(self.main)], set()
-        for node in queue:  # grows while it is walked
-            if node in seen:
+        queue, visited = [self._node(self.main)], set()
+        for node in queue:  # grows during the loop
+            if node in visited:
                 continue
-            seen.add(node)
+            visited.add(node)
             edge = self._edge_of(self._views[node])
             if edge is not None:
                 yield edge
@@ -126,20 +127,20 @@ class ProcessView:
         return None
 
     def _to_end(self, view: View, children: Sequence[View]) -> Sequence[View]:
-        """Whose end is waited for? The child that the system call names; else the one that runs code of the user's.
+        """Returns the child whose exit is awaited: the one that the system call names, or those that run user code.
 
-        One that runs none (a shell, an encoder) is followed where it waits for somebody in turn.
+        A child without user code (a shell, an encoder) counts if it waits for another process.
         """
         pid = view.wait.thread.child
         if pid is not None:
             own = [child for child in self._children if child.process.pid == pid]
         else:
             own = _running_users_code(children) or [c for c in self._children if _parent(c) == view.process.pid]
-        return [one for one in own if one.user_frame is not None or self._leads_on(one)]
+        return [child for child in own if child.user_frame is not None or self._leads_on(child)]
 
     def _leads_on(self, view: View) -> bool:
         node = self._node(view)
-        if node in self._asked:  # in no real process tree
+        if node in self._asked:  # doesn't happen in a real process tree
             return False
         self._asked.add(node)
         try:
@@ -152,103 +153,100 @@ class ProcessView:
         return (self.main, *self._children)
 
     def _to_other_end(self, view: View, own: Condition) -> Edge | None:
-        """To the process of this rank that has the other end of the pipe and runs code that may come to it.
+        """Returns an edge to the process of this rank that has the pipe's other end and runs code that might use it.
 
-        Every child that is forked inherits the ends that are open. So of several, who rests itself (it waits for a
-        message, or a lock) has nothing to do with it, and the rank's own process is the last that comes to mind. One
-        with other threads of the user's may serve it from any of these.
+        A forked child inherits all open ends. So if several have it, those at rest (waiting for a message or a lock)
+        don't count, and the rank's own process counts last. A process with several user threads might use it in any.
         """
         pids = {end.pid for end in own.ends}
         if view is self.main and any(child.wait.kind == "dead" for child in self._children):
-            return None  # it may have been the one that died
+            return None  # it might be the end of the one that died
         if calls.LOADER_WORKER.on(view.frames):
-            return None  # whoever it waits for, it is what its rank waits for
+            return None  # its rank waits for it, whatever it waits for
         users = (self.main, *_running_users_code(self._children))
         may = [user for user in users if user.process.pid in pids and not user.beside()]
-        at_work = [one for one in may if one is not self.main and not self._rests(one)]
-        among = may if len(may) == 1 else at_work or [one for one in may if one is self.main]
+        at_work = [candidate for candidate in may if candidate is not self.main and not self._rests(candidate)]
+        among = may if len(may) == 1 else at_work or [candidate for candidate in may if candidate is self.main]
         return self._to(view, "pipe", among, may_end=len(pids) > 1)
 
     def _rests(self, view: View) -> bool:
         return view.awaited.processes == "message" or self._condition(view).lock is not None
 
-    def _to(self, view: View, kind: NodeKind, others: Sequence[View], *, may_end: bool = False) -> Edge | None:
-        """An edge where it can be told who is waited for."""
-        if not others or (len(others) > 1 and kind != "workers"):
+    def _to(self, view: View, kind: NodeKind, targets: Sequence[View], *, may_end: bool = False) -> Edge | None:
+        if not targets or (len(targets) > 1 and kind != "workers"):
             return None
         claims = self._condition(view).claims
-        nodes = tuple(self._node(other) for other in others)
+        nodes = tuple(self._node(other) for other in targets)
         return Edge(self._node(view), nodes, kind, claims, may_end=may_end or kind in ("signal", "message"))
 
     def _holder(self, view: View, lock: calls.LockWait) -> View | None:
-        """The one other thread that has the lock, by the source."""
         if lock.on != "lock" or lock.own:
             return None
-        found = [other for other in view.beside() if other.holds(view) is not None]
-        return found[0] if len(found) == 1 else None
+        holders = [other for other in view.beside() if other.holds(view) is not None]
+        return holders[0] if len(holders) == 1 else None
 
     def _to_thread(self, view: View, lock: calls.LockWait, children: Sequence[View]) -> Edge | None:
-        """Who could end the wait?
+        """Returns an edge to the thread that could end the wait.
 
-        A joined thread or a future (``work``) is somebody's work, so whichever single thread (or, with no thread,
-        child) still runs user code is what the main thread waits for; of several, the one that is at work. A future is
-        the work of a pool's thread or of an event loop's, if there is one. A queue or an event (``signal``) is fed by
-        some thread: it is followed to one that is blocked, not to one asleep, which is more likely a timer. A plain
-        lock is held by somebody we cannot see. One that waits for other ranks may be meant by each of them.
+        A joined thread or a future (``work``) is the work of the single thread (or, without threads, child) that still
+        runs user code; of several, the one at work. A future is the work of a pool's or an event loop's thread if there
+        is one. A queue or an event (``signal``) is fed by some thread: it is followed to a blocked one, not to one
+        asleep, which is likelier a timer. The holder of a plain lock can't be seen. Every thread in a wait for other
+        ranks might be the one.
         """
-        others, among_peers = view.beside(), self._waiting_for_peers(view)
-        if lock.of_pool:  # its workers are to end that, whatever the threads beside it do
+        other_views, among_peers = view.beside(), self._waiting_for_peers(view)
+        if lock.of_pool:  # the pool's workers end it, not other threads
             workers = _running_users_code(children)
             return self._to(
                 view, "work", workers[:1] if len({worker.user_frame for worker in workers}) == 1 else workers
             )
         if lock.on == "work":
-            may = [one for one in others if one.serves_futures == lock.of_future] or others
-            at_work = [one for one in may if self._condition(one).lock is None and not one.wait.again]
+            may = [candidate for candidate in other_views if candidate.serves_futures == lock.of_future] or other_views
+            at_work = [
+                candidate for candidate in may if self._condition(candidate).lock is None and not candidate.wait.again
+            ]
             if len(may) > 1 and len(at_work) == 1:
                 return self._to(view, "work", at_work, may_end=True)
             edge = self._to(view, "work", may or among_peers or _feeding(view))
-            return edge or (self._to(view, "work", _running_users_code(children)) if not others else None)
+            return edge or (self._to(view, "work", _running_users_code(children)) if not other_views else None)
         if lock.on == "signal":
-            blocked = [o for o in others if self._condition(o).cause in ("blocking-io", "uninterruptible-io")]
+            blocked = [o for o in other_views if self._condition(o).cause in ("blocking-io", "uninterruptible-io")]
             if lock.of_items and lock.by_processes:
                 blocked = [child for child in _running_users_code(children) if not _takes_items(child)]
             return self._to(view, "signal", blocked or among_peers)
-        return self._to(view, "lock", among_peers) if others == among_peers else None
+        return self._to(view, "lock", among_peers) if other_views == among_peers else None
 
     def _waiting_for_peers(self, view: View) -> list[View]:
-        """The other threads that are in a call of c10d's, the user's and a library's (one that writes a checkpoint)."""
-        others = (replace(view, other=thread) for thread in view.threads if thread is not view.thread)
-        return [other for other in others if other.awaited.peers is not None or self.has_called(other)]
+        other_views = (replace(view, other=thread) for thread in view.threads if thread is not view.thread)
+        return [other for other in other_views if other.awaited.peers is not None or self.has_called(other)]
 
     def has_called(self, view: View) -> bool:
-        """A call of c10d by the thread is pending: it may rest in a backward pass, without a frame of c10d's."""
+        """Reports if a c10d call of the thread is pending. In a backward pass it has no c10d frame."""
         return view.thread is not None and view.thread.ident in self._callers
 
     def _to_send(self, children: Sequence[View]) -> list[View]:
-        """Who was to send a message? A child that is blocked itself; one asleep is more likely a timer, and one that
-        waits for a message has perhaps nothing to do.
+        """Returns the children that should send the message: blocked ones.
+
+        A child asleep is likelier a timer, and one that waits for a message might have nothing to do.
         """
         senders = _running_users_code(children)
         return [
-            one
-            for one in (senders if len(senders) == 1 else ())
-            if self._told(one).cause != "stuck-in-user-code" and one.awaited.processes != "message"
+            sender
+            for sender in (senders if len(senders) == 1 else ())
+            if self._told(sender).cause != "stuck-in-user-code" and sender.awaited.processes != "message"
         ]
 
     def _owing(self, children: Sequence[View]) -> list[View]:
-        """The workers that have work, or cannot do any; one that waits for the next index owes nobody anything."""
-        found = [v for v in _workers(children) if not calls.worker_idle(v.frames) or v.wait.kind in _CANNOT_RUN]
-        seen = [v for v in found if v.frames or v.wait.kind in _CANNOT_RUN]
-        return sorted(seen, key=lambda v: (-causes.CAUSES[self._told(v).cause].worker, v.process.pid))
+        owing = [v for v in _workers(children) if not calls.worker_idle(v.frames) or v.wait.kind in _CANNOT_RUN]
+        visible = [v for v in owing if v.frames or v.wait.kind in _CANNOT_RUN]
+        return sorted(visible, key=lambda v: (-causes.CAUSES[self._told(v).cause].worker, v.process.pid))
 
     def _told(self, child: View) -> Condition:
-        """What holds a child."""
         if child.process.pid not in self._of_children:
             self._of_children[child.process.pid] = ProcessView(child).condition()
         return self._of_children[child.process.pid]
 
-    # --- what stands at the end ---------------------------------------------------------------------------------------
+    # --- conditions at the end ----------------------------------------------------------------------------------------
 
     def _at_the_end(self, view: View) -> Condition:
         own = self._condition(view)
@@ -261,57 +259,63 @@ class ProcessView:
         dead = [child for child in children if child.wait.kind == "dead"]
         if own.cause == "blocking-io" and dead and (kept is not None or view.awaited.processes == "message"):
             own = _with_dead(view, own, dead)
-        if kept is None or calls.TAKES_ITEM.on(view.stack.called):  # who takes from a queue has both its ends
+        if kept is None or calls.TAKES_ITEM.on(view.stack.called):  # a queue's consumer has both its ends
             return own
         advice, words = kept
         return own.with_clause(words, view.kernel_claim(words), advice=[advice])
 
     def _kept_open(self, view: View) -> tuple[Advice, str] | None:
-        """Who of this rank has the other end of the pipe open, where that is nobody who would use it."""
+        """Returns which processes of this rank keep the pipe's other end open without using it."""
         ends, wait = view.wait.ends or (), view.wait
         target = wait.thread.fd_target
         if not (is_pipe := target.startswith("pipe:")) and "unnamed" not in target:
             return None
         end = "other" if not is_pipe else "read" if wait.writes else "write"
-        pid, family = view.process.pid, {one.process.pid for one in self._family}
-        others = [end for end in ends if end.pid != pid and end.pid in family]
+        pid, family = view.process.pid, {member.process.pid for member in self._family}
+        other_ends = [end for end in ends if end.pid != pid and end.pid in family]
         if ends and all(end.pid == pid for end in ends):
             alone = f"process {pid} itself alone has"
             sure = alone if wait.thread.ends_closed else f"of those in sight, only process {pid} has"
             return suggestions.OWN_END, f"{sure} the {end} end open"
-        if not others or wait.writes:
+        if not other_ends or wait.writes:
             return None
-        who = ", ".join(f"{one.pid} ({one.name})" if one.name else f"{one.pid}" for one in others[:3])
-        return suggestions.INHERITED_END, f"the {end} end is still open in process{'es' * (len(others) > 1)} {who}"
+        who = ", ".join(f"{end.pid} ({end.name})" if end.name else f"{end.pid}" for end in other_ends[:3])
+        return suggestions.INHERITED_END, f"the {end} end is still open in process{'es' * (len(other_ends) > 1)} {who}"
 
     def _of_a_lock(self, view: View, own: Condition, lock: calls.LockWait) -> Condition:
-        """The wait itself is the finding, and the other threads are told as evidence: any of them may hold the lock.
+        """Returns the wait as the condition, with the other threads as evidence: any of them might hold the lock.
 
-        One that computes may be on its way to end the wait, so that is told, and less sure.
+        A thread that computes might be about to end the wait, so it makes the condition less sure.
         """
-        others = [(other, self._condition(other)) for other in view.beside()]
-        held = {
-            o.name: f", which {view.words} has held since line {one.line}" for o, _ in others if (one := view.holds(o))
+        other_conditions = [(other, self._condition(other)) for other in view.beside()]
+        held_locks = {
+            o.name: f", which {view.words} has held since line {lock_held.line}"
+            for o, _ in other_conditions
+            if (lock_held := view.holds(o))
         }
         waiting = [
-            f"thread {o.name} {c.reason}{held.get(o.name, '')}"
-            for o, c in others
+            f"thread {o.name} {c.reason}{held_locks.get(o.name, '')}"
+            for o, c in other_conditions
             if c.lock is not None and o.wait.left_s is None
         ]
-        busy = [f"thread {o.name} {c.reason}" for o, c in others if c.cause == "busy-loop"]
-        claims = own.claims + tuple(view.stack_claim(f"thread {o.name} {c.reason}") for o, c in others)
-        for_good = own.for_good and all(c.for_good for _, c in others)
+        busy = [f"thread {o.name} {c.reason}" for o, c in other_conditions if c.cause == "busy-loop"]
+        claims = own.claims + tuple(view.stack_claim(f"thread {o.name} {c.reason}") for o, c in other_conditions)
+        for_good = own.for_good and all(c.for_good for _, c in other_conditions)
         own = replace(
-            own, claims=claims, for_good=for_good, advice=own.advice | ({suggestions.HELD} if held else set())
+            own, claims=claims, for_good=for_good, advice=own.advice | ({suggestions.HELD} if held_locks else set())
         )
-        takers = [one for one in (*view.beside(), *self._children) if _takes_items(one)] if lock.of_items else []
+        takers = (
+            [candidate for candidate in (*view.beside(), *self._children) if _takes_items(candidate)]
+            if lock.of_items
+            else []
+        )
         if takers:
             who = "its worker waits" if len(takers) == 1 else f"each of its {len(takers)} workers waits"
             return own.with_clause(f"{who} for the next item at {takers[0].place}", advice=[suggestions.TASK_DONE])
         if lock.of_pool:
             return self._of_a_pool(own)
-        if lock.on == "work" and others:
-            return _of_several(own, others)
+        if lock.on == "work" and other_conditions:
+            return _of_several(own, other_conditions)
         if busy and not waiting and lock.on != "work":
             return replace(own, reason=f"{own.reason} while {', '.join(busy[:4])}", doubts=(Doubt.MAY_END,))
         if waiting:
@@ -319,7 +323,7 @@ class ProcessView:
         return own
 
     def _of_a_pool(self, own: Condition) -> Condition:
-        """A worker that was put in place of another one: what the dead one was to return will not come."""
+        """Returns the condition if a worker replaced a dead one, whose result will never come."""
         workers = [child for child in self._children if _parent(child) == self.main.process.pid]
         late = [worker.process.pid for worker in workers if any(calls.REPLACED.on(t.frames) for t in worker.threads)]
         if not late:
@@ -330,38 +334,38 @@ class ProcessView:
         forked = self.main.stack_claim(f"processes forked by Pool._maintain_pool: {', '.join(map(str, late[:3]))}")
         return own.with_clause(words, forked, *deaths)
 
-    def _along(self, edge: Edge, found: Condition) -> Condition:
-        """``found`` is at the end of ``edge``: told from where the edge begins."""
+    def _along(self, edge: Edge, condition: Condition) -> Condition:
+        """Describes the condition at the end of ``edge`` from the edge's start."""
         waiter, other = self._views[edge.of], self._views[edge.on[0]]
         if edge.kind == "workers":
-            return self._of_a_worker(waiter, other, [self._views[node] for node in edge.on[1:]], found)
+            return self._of_a_worker(waiter, other, [self._views[node] for node in edge.on[1:]], condition)
         own, is_thread = self._condition(waiter), other.process is waiter.process
         who = other.words if is_thread else f"child process {other.process.pid}"
-        process = found.process if is_thread else f"{other.process.role} (pid {other.process.pid})"
-        held = other.holds(waiter) if edge.kind == "lock" else None
-        if held is not None:
-            who = f"{who} has held it since line {held.line} and"
-            found = replace(found, advice=found.advice | {suggestions.HELD})
-        reason = f"{own.reason}; {who} {found.reason}" if own.frame is not None else found.reason
-        told = replace(found, reason=reason, process=process, claims=own.claims + found.claims)
+        process = condition.process if is_thread else f"{other.process.role} (pid {other.process.pid})"
+        lock_held = other.holds(waiter) if edge.kind == "lock" else None
+        if lock_held is not None:
+            who = f"{who} has held it since line {lock_held.line} and"
+            condition = replace(condition, advice=condition.advice | {suggestions.HELD})
+        reason = f"{own.reason}; {who} {condition.reason}" if own.frame is not None else condition.reason
+        changed = replace(condition, reason=reason, process=process, claims=own.claims + condition.claims)
         if not is_thread and edge.kind in ("work", "child"):
-            told = _noted(told)
-        if edge.kind == "child" and other.wait.writes and other.wait.ends is None:  # the waiter's, as a rule
-            told = replace(told, advice=told.advice | {suggestions.FULL_PIPE})
-        if own.frame is not None and (found.frame is None or fr.is_pseudo(found.frame.file)):
-            told = replace(told, frame=own.frame, process=own.process, pid=own.pid)  # the nearest line in a file
+            changed = _noted(changed)
+        if edge.kind == "child" and other.wait.writes and other.wait.ends is None:  # usually the waiter's pipe
+            changed = replace(changed, advice=changed.advice | {suggestions.FULL_PIPE})
+        if own.frame is not None and (condition.frame is None or fr.is_pseudo(condition.frame.file)):
+            changed = replace(changed, frame=own.frame, process=own.process, pid=own.pid)  # the nearest line in a file
         if edge.may_end:
-            return replace(told, doubts=(Doubt.MAY_END,), for_good=False)
-        # Any other thread in the user's code may be the one that is waited for.
-        others = waiter.beside() if own.lock is not None else ()
-        return replace(told, for_good=found.for_good and all(self._condition(o).for_good for o in others))
+            return replace(changed, doubts=(Doubt.MAY_END,), for_good=False)
+        # Any other thread in user code might be the one that is waited for.
+        other_views = waiter.beside() if own.lock is not None else ()
+        return replace(changed, for_good=condition.for_good and all(self._condition(o).for_good for o in other_views))
 
     def _of_a_circle(self) -> Condition:
-        """Processes that wait for each other: the last one on the way for what the first one is to read, or to send."""
+        """Describes processes that wait for each other: each one for what the next should read or send."""
         if {edge.kind for edge in self.circle} <= {"lock", "work"}:
             return self._of_locks()
         first, last = self._views[self.circle[0].of], self._views[self.circle[-1].of]
-        own, there = self._condition(first), self._condition(last)
+        own, last_condition = self._condition(first), self._condition(last)
         whose = "this process" if first.process is self.main.process else f"process {first.process.pid}"
         where = "" if last.user_frame is None or fr.is_pseudo(last.user_frame.file) else f" at {last.place}"
         if last.wait.writes:
@@ -374,19 +378,23 @@ class ProcessView:
             own,
             reason=f"{own.reason}; child process {last.process.pid} {how}",
             doubts=(*own.doubts, *doubts_if({Doubt.MAY_END: any(edge.may_end for edge in self.circle)})),
-            claims=(*claims, *there.claims, last.kernel_claim(ends)),
+            claims=(*claims, *last_condition.claims, last.kernel_claim(ends)),
             advice=own.advice | {suggestions.FULL_PIPE if last.wait.writes else suggestions.WAITS_IN_TURN},
             for_good=False,
         )
 
     def _of_locks(self) -> Condition:
-        """Threads of one process that wait for each other's locks, or for the end of one that does."""
+        """Describes threads of one process that wait for each other's locks or ends."""
         first = self._views[self.circle[0].of]
         own, words, claims = self._condition(first), [], []
         for edge in self.circle:
             waiter, other = self._views[edge.of], self._views[edge.on[0]]
-            held, does = other.holds(waiter), "" if other is first else self._condition(other).reason
-            since = f"has held it since {fr.place(structs.replace(held.frame, line=held.line))}" if held else ""
+            lock_held, does = other.holds(waiter), "" if other is first else self._condition(other).reason
+            since = (
+                f"has held it since {fr.place(structs.replace(lock_held.frame, line=lock_held.line))}"
+                if lock_held
+                else ""
+            )
             words += [f"{other.words} {' and '.join(filter(None, (since, does)))}"] if since or does else []
             claims += [*edge.claims, *([other.stack_claim(f"{other.words} {since}")] if since else [])]
         for_good = all(self._condition(self._views[edge.of]).for_good for edge in self.circle)
@@ -396,51 +404,54 @@ class ProcessView:
             own, cause="lock-deadlock", reason=reason, doubts=(), claims=tuple(claims), advice=advice, for_good=for_good
         )
 
-    def _of_a_worker(self, view: View, worker: View, further: Sequence[View], found: Condition) -> Condition:
-        """``data-loading``, with the worker that is stuck as the process at fault."""
-        others = [(other, self._told(other)) for other in further]
-        reason = f"waits for its DataLoader; worker {worker.process.pid} {found.reason}"
-        claims = [*found.claims, _waits_for_loader(view)]
-        claims += [v.stack_claim(f"DataLoader worker {v.process.pid} {c.reason}") for v, c in others[:3]]
+    def _of_a_worker(self, view: View, worker: View, further: Sequence[View], condition: Condition) -> Condition:
+        """Returns ``data-loading`` with the stuck worker as the process at fault."""
+        worker_conditions = [(other, self._told(other)) for other in further]
+        reason = f"waits for its DataLoader; worker {worker.process.pid} {condition.reason}"
+        claims = [*condition.claims, _waits_for_loader(view)]
+        claims += [v.stack_claim(f"DataLoader worker {v.process.pid} {c.reason}") for v, c in worker_conditions[:3]]
         idle = len(_workers(self._children)) - len(further) - 1
         if idle:
             claims.append(view.stack_claim(f"{idle} other worker{'s' * (idle > 1)} wait for the next index"))
-        told = replace(
-            found,
+        changed = replace(
+            condition,
             cause="data-loading",
             reason=reason,
-            frame=found.frame or view.user_frame,
+            frame=condition.frame or view.user_frame,
             process=f"dataloader worker (pid {worker.process.pid})",
             pid=worker.process.pid,
-            doubts=(Doubt.MAY_BE_SLOW,) if found.cause == "busy-loop" else (),
+            doubts=(Doubt.MAY_BE_SLOW,) if condition.cause == "busy-loop" else (),
             claims=tuple(claims),
-            for_good=found.for_good and all(c.for_good for _, c in others),
+            for_good=condition.for_good and all(c.for_good for _, c in worker_conditions),
         )
-        return _noted(told)
+        return _noted(changed)
 
 
-def _of_several(own: Condition, others: Sequence[tuple[View, Condition]]) -> Condition:
-    """A thread that waits for the end of one of ``others``, of which nothing tells it: a deadlock only where these wait
-    for locks, else what they all do, if that is one thing.
+def _of_several(own: Condition, other_conditions: Sequence[tuple[View, Condition]]) -> Condition:
+    """Describes a thread that waits for the end of one of several other_conditions.
+
+    It is a deadlock only if all of these wait for locks. Otherwise their common state counts, if they have one.
     """
-    told = [f"thread {other.name} {does.reason}" for other, does in others]
-    for_good = all(does.for_good for _, does in others)
-    if all(does.lock is not None and does.lock.on == "lock" for _, does in others):
-        reason = "has threads that wait for each other's locks: " + ", ".join(told[:4])
-        return replace(others[0][1], reason=reason, claims=own.claims, for_good=for_good)
-    alike = {does.cause for _, does in others}
+    clauses = [f"thread {other.name} {does.reason}" for other, does in other_conditions]
+    for_good = all(does.for_good for _, does in other_conditions)
+    if all(does.lock is not None and does.lock.on == "lock" for _, does in other_conditions):
+        reason = "has threads that wait for each other's locks: " + ", ".join(clauses[:4])
+        return replace(other_conditions[0][1], reason=reason, claims=own.claims, for_good=for_good)
+    alike = {does.cause for _, does in other_conditions}
     cause = alike.pop() if len(alike) == 1 else "stuck-in-user-code"
-    return replace(own, cause=cause, reason=f"{own.reason} while {', '.join(told[:4])}", doubts=(Doubt.STATE_INFERRED,))
+    return replace(
+        own, cause=cause, reason=f"{own.reason} while {', '.join(clauses[:4])}", doubts=(Doubt.STATE_INFERRED,)
+    )
 
 
 def _with_dead(view: View, own: Condition, dead: Sequence[View]) -> Condition:
-    """The condition of a thread that waits for children of which these have ended."""
-    one = dead[0].process
+    """Describes a thread that waits for children of which these have ended."""
+    process = dead[0].process
     if len(dead) == 1:
-        words = f"its child process {one.pid} has ended{_how_ended(one)} and has not been reaped"
+        words = f"its child process {process.pid} has ended{_how_ended(process)} and has not been reaped"
     else:
         words = f"{len(dead)} of its child processes are zombies"
-        words += f", {one.pid}{_how_ended(one)}" if _how_ended(one) else ""
+        words += f", {process.pid}{_how_ended(process)}" if _how_ended(process) else ""
     claims = (view.kernel_claim(f"child process {v.process.pid}: state Z{_how_ended(v.process)}") for v in dead[:4])
     return own.with_clause(
         words, *claims, advice=[suggestions.DEAD_CHILD] if view.awaited.processes == "message" else []
@@ -448,7 +459,6 @@ def _with_dead(view: View, own: Condition, dead: Sequence[View]) -> Condition:
 
 
 def _how_ended(process: ProcessEvidence) -> str:
-    """`` by SIGKILL`` or `` with code 3``; empty for a clean exit, and where the kernel does not tell."""
     status = process.states[-1].wait_status if process.states else 0
     number, code = status & 0x7F, status >> 8 & 0xFF
     return f" by {signal_name(-number)}" if number else f" with code {code}" if code else ""
@@ -457,24 +467,24 @@ def _how_ended(process: ProcessEvidence) -> str:
 def _no_worker_to_blame(view: View, workers: Sequence[View]) -> Condition:
     count = f"{len(workers)} worker{'s' * (len(workers) != 1)}"
     if not workers:
-        seen = "no worker of it was seen"
+        clause = "no worker of it was seen"
     elif any(worker.frames for worker in workers):
-        seen = f"none of its {len(workers)} workers that were seen has work"
+        clause = f"none of its {len(workers)} workers that were seen has work"
     else:
-        seen = f"the stacks of its {count} could not be read"
-    text = f"waits for its DataLoader at {view.place}; {seen}"
+        clause = f"the stacks of its {count} could not be read"
+    text = f"waits for its DataLoader at {view.place}; {clause}"
     doubts, claims = (Doubt.STATE_INFERRED,), (_waits_for_loader(view),)
     return Condition("data-loading", text, view.user_frame, view.process.pid, doubts=doubts, claims=claims)
 
 
-def _noted(found: Condition) -> Condition:
-    """With why another process may wait for its lock for ever."""
-    lock = found.lock
+def _noted(condition: Condition) -> Condition:
+    """Adds why another process might hold its lock forever."""
+    lock = condition.lock
     if lock is None or lock.own or lock.on != "lock":
-        return found
+        return condition
     if lock.by_processes:
-        return replace(found, reason=found.reason + _SHARED_NOTE)
-    return replace(found, reason=found.reason + _FORK_NOTE, advice=found.advice | {suggestions.FORKED_LOCK})
+        return replace(condition, reason=condition.reason + _SHARED_NOTE)
+    return replace(condition, reason=condition.reason + _FORK_NOTE, advice=condition.advice | {suggestions.FORKED_LOCK})
 
 
 def _waits_for_loader(view: View) -> Claim:
@@ -490,7 +500,6 @@ def _workers(children: Sequence[View]) -> list[View]:
 
 
 def _running_users_code(children: Sequence[View]) -> list[View]:
-    """Loader workers serve nobody else, and the helpers of multiprocessing run no code of the user's."""
     return [
         v
         for v in children
@@ -499,13 +508,11 @@ def _running_users_code(children: Sequence[View]) -> list[View]:
 
 
 def _feeding(view: View) -> list[View]:
-    """The threads that still write what was put into queues of multiprocessing: a process ends only after them."""
-    found = [replace(view, other=thread) for thread in view.threads if calls.FEEDS_QUEUE.on(thread.frames)]
-    return [one for one in found if one.wait.kind == "io"]
+    feeders = [replace(view, other=thread) for thread in view.threads if calls.FEEDS_QUEUE.on(thread.frames)]
+    return [feeder for feeder in feeders if feeder.wait.kind == "io"]
 
 
 def _takes_items(view: View) -> bool:
-    """It waits for the next item of a queue."""
     return view.user_frame is not None and calls.TAKES_ITEM.on(view.stack.called)
 
 
@@ -513,10 +520,8 @@ _TRAINING = tuple(f"/torch/{part}" for part in ("distributed/", "autograd/", "nn
 
 
 def may_train_elsewhere(view: View) -> bool:
-    """Whether another thread than the main one may be the one that trains, or computes: then where the main thread
-    rests says little.
-    """
-    others = (frame for thread in view.threads if thread is not view.thread for frame in fr.python_frames(thread))
-    if any(part in fr.normal(frame.file) for frame in others for part in _TRAINING):
+    """Reports if a thread other than the main one might train or compute, so that the main thread shows little."""
+    other_frames = (frame for thread in view.threads if thread is not view.thread for frame in fr.python_frames(thread))
+    if any(part in fr.normal(frame.file) for frame in other_frames for part in _TRAINING):
         return True
     return any(thread_condition(other).cause == "busy-loop" for other in view.beside())

@@ -1,4 +1,4 @@
-"""Evidence → one :class:`RankFacts` per rank: either it waits for its peers, or it has a condition of its own."""
+"""One :class:`RankFacts` per rank from the evidence: its wait for peers, or its own condition."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from safelaunch.verdict.suggestions import (
 )
 from safelaunch.verdict.transfers import Transfers
 
-UNKNOWN_OP = "communication"  # where ``work.wait()`` raised, on the user's own line: of what work, no frame tells
+UNKNOWN_OP = "communication"  # operation if ``work.wait()`` raised on the user's own line, with no frame to name it
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank, understood as far as its own evidence goes.
+    """One rank as its own evidence shows it.
 
-    Either ``wait`` or ``condition`` is set; neither, when the rank was ended from outside before it was looked at.
+    Either ``wait`` or ``condition`` is set; neither, if the rank was ended from outside before the look.
     """
 
     evidence: RankEvidence
@@ -60,12 +60,12 @@ class RankFacts:
         return f"ranks/{self.rank}"
 
     def line_claim(self, text: str) -> Claim:
-        """A claim that rests on the line at which the rank is, with the file that shows this line."""
-        one = self.evidence
-        name = "stack.txt" if one.main is not None and one.main.stacks else "flight_recorder.json"
-        if one.exception is not None:
+        """Returns a claim about the rank's line, with the file that shows this line."""
+        evidence = self.evidence
+        name = "stack.txt" if evidence.main is not None and evidence.main.stacks else "flight_recorder.json"
+        if evidence.exception is not None:
             name = "exception.json"
-        elif exits.aborted_in(one) is not None:
+        elif exits.aborted_in(evidence) is not None:
             name = "fault.txt"
         return Claim(text, f"{self.folder}/{name}")
 
@@ -98,7 +98,7 @@ class CaseFacts:
         ranks = {r.rank: rank_facts(r, alignment, read_source) for r in ordered}
         histories = Histories(alignment)
         facts = cls(evidence, ranks, alignment, histories, read_source, gone)
-        changed = {rank: one for rank in ranks if (one := _seen_from_the_others(facts, rank)) is not None}
+        changed = {rank: corrected for rank in ranks if (corrected := _seen_from_the_others(facts, rank)) is not None}
         return replace(facts, ranks={**ranks, **changed}) if changed else facts
 
     @property
@@ -115,39 +115,39 @@ class CaseFacts:
 
     @cached_property
     def processes(self) -> dict[tuple[str, int], tuple[int, tuple[FileLock, ...]]]:
-        """(host, pid) → whose process that is, be it a child of the rank, and the file locks that it holds."""
-        found = {}
-        for rank, one in self.ranks.items():
-            host, main = one.evidence.host, one.evidence.main
-            found[host, one.evidence.pid] = (rank, _locks_of(main) if main is not None else ())
-            found |= {(host, child.pid): (rank, _locks_of(child)) for child in one.evidence.children}
-        return found
+        """(host, PID) → rank of the process, which can be a child of it, and the file locks that it holds."""
+        owners = {}
+        for rank, facts in self.ranks.items():
+            host, main = facts.evidence.host, facts.evidence.main
+            owners[host, facts.evidence.pid] = (rank, _locks_of(main) if main is not None else ())
+            owners |= {(host, child.pid): (rank, _locks_of(child)) for child in facts.evidence.children}
+        return owners
 
     @cached_property
     def in_threads(self) -> list[PeerWait]:
-        """The waits of background threads for which main threads wait, each once."""
+        """The waits of background threads that main threads wait for, each once."""
         waits = (rank.wait for rank in self.ranks.values() if rank.wait is not None and rank.wait.thread is not None)
         return list({(wait.key, wait.thread): wait for wait in waits}.values())
 
     @cached_property
     def waiting(self) -> dict[int, PeerWait]:
-        """What each rank waits in that waits for its peers."""
-        return {rank: one.wait for rank, one in self.ranks.items() if one.wait is not None}
+        """The wait of each rank that waits for its peers."""
+        return {rank: facts.wait for rank, facts in self.ranks.items() if facts.wait is not None}
 
     def call_of(self, rank: int) -> Collective | None:
-        """The recorded collective in which the rank waits, where that is known."""
+        """Returns the recorded collective in which the rank waits, if it is known."""
         wait = self.waiting.get(rank)
-        if wait is None or wait.group is None or wait.seq is None or wait.kind == "p2p":  # a number of its own
+        if wait is None or wait.group is None or wait.seq is None or wait.kind == "p2p":  # a separate number
             return None
         return self.alignment.entry(rank, wait.group, wait.seq)
 
     def may_wait_elsewhere(self, rank: int) -> bool:
-        """What this rank does may be to wait for a rank that was not seen: by polling for a file of its, say."""
+        """Reports if the rank might be waiting for one that wasn't seen, for example by polling for its file."""
         condition = self.ranks[rank].condition
         return bool(self.unseen) and condition is not None and not condition.for_good and not self.of_dump(rank)
 
     def of_dump(self, rank: int) -> bool:
-        """Only a Flight Recorder dump is there: of what the rank does it says nothing, only what it did not come to."""
+        """Reports if only a Flight Recorder dump exists, which shows nothing about the rank's current state."""
         return self.ranks[rank].evidence.main is None
 
 
@@ -157,36 +157,42 @@ def _locks_of(process: ProcessEvidence) -> tuple[FileLock, ...]:
 
 
 def _seen_from_the_others(facts: CaseFacts, rank: int) -> RankFacts | None:
-    """A rank as the others' evidence shows it, where that says more than its own."""
-    one = facts.ranks[rank]
-    if one.evidence.exception is not None and (others := exits.missed_the_store(one.evidence, facts.evidence.ranks)):
-        failed = exits.exception_condition(one.evidence, one.evidence.exception)
-        doubts = doubts_if({Doubt.STATE_INFERRED: all(calls.makes_store(other.stack) for other in others)})
+    """Returns the rank as the others' evidence shows it, if that shows more than its own."""
+    subject = facts.ranks[rank]
+    if subject.evidence.exception is not None and (
+        waiting_peers := exits.missed_the_store(subject.evidence, facts.evidence.ranks)
+    ):
+        failed = exits.exception_condition(subject.evidence, subject.evidence.exception)
+        doubts = doubts_if({Doubt.STATE_INFERRED: all(calls.makes_store(other.stack) for other in waiting_peers)})
         failed = replace(failed, advice=frozenset({STORE_NOT_REACHED}), doubts=doubts, for_good=True)
-        return replace(one, wait=None, condition=failed)
-    if one.condition is not None and one.condition.cause == "rank-exception" and facts.evidence.outcome != "crash":
-        return _never_exited(facts, one, one.condition)
-    absent = _absent_thread(facts, one)
-    if absent is not None or one.wait is not None:
-        return replace(one, wait=None, condition=absent) if absent is not None else None
-    condition = one.condition
-    if condition is not None and condition.cause == "uneven-batches" and one.evidence.exit is None:
-        condition = _at_its_end(facts, one, condition)
+        return replace(subject, wait=None, condition=failed)
+    if (
+        subject.condition is not None
+        and subject.condition.cause == "rank-exception"
+        and facts.evidence.outcome != "crash"
+    ):
+        return _never_exited(facts, subject, subject.condition)
+    absent = _absent_thread(facts, subject)
+    if absent is not None or subject.wait is not None:
+        return replace(subject, wait=None, condition=absent) if absent is not None else None
+    condition = subject.condition
+    if condition is not None and condition.cause == "uneven-batches" and subject.evidence.exit is None:
+        condition = _at_its_end(facts, subject, condition)
     if condition is not None and condition.cause == "stuck-in-user-code":
-        condition = _locked_by_a_peer(facts, one, condition)
+        condition = _locked_by_a_peer(facts, subject, condition)
     if condition is not None and condition.locks:
-        condition = _locked_elsewhere(facts, one, condition)
+        condition = _locked_elsewhere(facts, subject, condition)
     if condition is not None and condition.ends:
-        condition = _at_the_other_end(facts, one, condition)
-    return replace(one, condition=condition) if condition is not one.condition else None
+        condition = _at_the_other_end(facts, subject, condition)
+    return replace(subject, condition=condition) if condition is not subject.condition else None
 
 
-def _at_its_end(facts: CaseFacts, one: RankFacts, left: Condition) -> Condition:
-    """A rank whose script has ended, and which no peer waits for: what keeps it from its end is the cause."""
-    view = view_of(one.evidence, facts.read_source)
+def _at_its_end(facts: CaseFacts, subject: RankFacts, left: Condition) -> Condition:
+    """Finds what keeps a rank from exiting after its script has ended, if no peer waits for it."""
+    view = view_of(subject.evidence, facts.read_source)
     if view is None or any(other.wait is not None for other in facts.ranks.values()):
         return left
-    own = ProcessView(view, child_views(one.evidence, facts.read_source)).condition()
+    own = ProcessView(view, child_views(subject.evidence, facts.read_source)).condition()
     threads = view.beside()
     if own.frame is None and threads and calls.leaving(view.thread.frames if view.thread else ()):
         thread = threads[0]
@@ -199,15 +205,15 @@ def _at_its_end(facts: CaseFacts, one: RankFacts, left: Condition) -> Condition:
     return replace(own, reason=f"has ended its script, and {own.reason}")
 
 
-def _never_exited(facts: CaseFacts, one: RankFacts, raised: Condition) -> RankFacts | None:
-    """Returns a rank that raised with what keeps its process from exiting; None if that has ended."""
-    view = view_of(one.evidence, facts.read_source)
-    if one.evidence.exit is not None or view is None or not view.frames or view.wait.kind == "dead":
+def _never_exited(facts: CaseFacts, subject: RankFacts, raised: Condition) -> RankFacts | None:
+    """Adds what keeps the process of a rank that raised from exiting. Returns None if it has exited."""
+    view = view_of(subject.evidence, facts.read_source)
+    if subject.evidence.exit is not None or view is None or not view.frames or view.wait.kind == "dead":
         return None
-    callers = {entry.thread for entry in facts.alignment.pending(one.rank)} - {0}
-    inside = ProcessView(view, child_views(one.evidence, facts.read_source), callers)
-    wait = peers.peer_wait(one.evidence, view, facts.alignment)
-    wait = wait or peers.through_a_thread(one.evidence, inside, facts.alignment)
+    callers = {entry.thread for entry in facts.alignment.pending(subject.rank)} - {0}
+    inside = ProcessView(view, child_views(subject.evidence, facts.read_source), callers)
+    wait = peers.peer_wait(subject.evidence, view, facts.alignment)
+    wait = wait or peers.through_a_thread(subject.evidence, inside, facts.alignment)
     raw = view.thread.frames if view.thread is not None else ()
     left, beside = calls.leaving(raw), view.beside()
     if wait is not None:
@@ -222,28 +228,30 @@ def _never_exited(facts: CaseFacts, one: RankFacts, raised: Condition) -> RankFa
     when = ", called by sys.excepthook" if hook else ", called at interpreter exit" if left and not beside else ""
     reason = f"{raised.reason} and never exited: {does}{when}"
     advice = raised.advice | ({EXIT_WAITS} if wait is not None else own.advice & {OUTLIVES})
-    return replace(one, condition=replace(raised, reason=reason, claims=(*raised.claims, *claims), advice=advice))
+    return replace(subject, condition=replace(raised, reason=reason, claims=(*raised.claims, *claims), advice=advice))
 
 
-def _locked_by_a_peer(facts: CaseFacts, one: RankFacts, own: Condition) -> Condition:
-    """``filelock`` closes the file between its attempts, so the kernel tells only who holds one: where that is one
-    other rank's process alone, it is what is waited for.
+def _locked_by_a_peer(facts: CaseFacts, subject: RankFacts, own: Condition) -> Condition:
+    """Blames the one process of another rank that holds a file lock, if the rank retries a lock with ``filelock``.
+
+    ``filelock`` closes the file between attempts, so the kernel shows only which processes hold locks.
     """
-    view = view_of(one.evidence)
+    view = view_of(subject.evidence)
     library = view is not None and calls.FILE_LOCK.on(view.stack.called)
     sqlite = view is not None and view.native(calls.SLEEPS) == "sqlite"
     if not library and not sqlite:
         return own
     holders = [(host, rank, locks) for (host, _), (rank, locks) in facts.processes.items() if locks]
-    others = [holder for holder in holders if holder[0] == one.evidence.host] or holders  # of a file that nodes share
-    if not others and library:
+    # Locks of other hosts count as well, because nodes can share files.
+    nearest = [holder for holder in holders if holder[0] == subject.evidence.host] or holders
+    if not nearest and library:
         words = (
             "no process that was seen has a file locked: another one has it, or a dead one left its lock file behind"
         )
-        return own.with_clause(words, Claim(words, f"{one.folder}/proc.json"), advice=[LOCK_FILE])
-    if len(others) != 1 or others[0][1] == one.rank:
+        return own.with_clause(words, Claim(words, f"{subject.folder}/proc.json"), advice=[LOCK_FILE])
+    if len(nearest) != 1 or nearest[0][1] == subject.rank:
         return own
-    ((host, rank, (lock, *_)),) = others
+    ((host, rank, (lock, *_)),) = nearest
     text = f"of all processes that were seen, {lock.pid} of rank {rank} alone has a file locked: {lock.path}"
     return replace(
         own,
@@ -257,24 +265,24 @@ def _locked_by_a_peer(facts: CaseFacts, one: RankFacts, own: Condition) -> Condi
     )
 
 
-def _locked_elsewhere(facts: CaseFacts, one: RankFacts, own: Condition) -> Condition:
-    """Of a lock that no rank's process here holds: whether one of another node has locked a file of this name.
+def _locked_elsewhere(facts: CaseFacts, subject: RankFacts, own: Condition) -> Condition:
+    """Finds a rank on another node that has locked a file of this name, if no process here holds the lock.
 
-    Where nodes share files, each kernel knows its own locks alone.
+    If nodes share files, each kernel knows only its own locks.
     """
-    owner = facts.processes.get((one.evidence.host, own.locked_by)) if own.locked_by is not None else None
+    owner = facts.processes.get((subject.evidence.host, own.locked_by)) if own.locked_by is not None else None
     if owner is not None:
         rank, _ = owner
         who = f"rank {rank}" if facts.ranks[rank].evidence.pid == own.locked_by else f"{own.holder}, of rank {rank}"
-        return own if rank == one.rank else own.with_holder(who)
-    others = [
+        return own if rank == subject.rank else own.with_holder(who)
+    remote_ranks = [
         (host, rank, lock)
         for (host, _), (rank, locks) in facts.processes.items()
         for lock in locks
-        if host != one.evidence.host and lock.path == own.locks
+        if host != subject.evidence.host and lock.path == own.locks
     ]
-    if len({rank for _, rank, _ in others}) == 1:
-        host, rank, lock = others[0]
+    if len({rank for _, rank, _ in remote_ranks}) == 1:
+        host, rank, lock = remote_ranks[0]
         claim = Claim(f"{lock.pid} of rank {rank}, on {host}, has {lock.path} locked", f"ranks/{rank}/proc.json")
         return replace(own, locked_by=lock.pid, locked_on=host, claims=(*own.claims, claim))
     if own.locked_by is None:
@@ -283,54 +291,51 @@ def _locked_elsewhere(facts: CaseFacts, one: RankFacts, own: Condition) -> Condi
     return replace(own, reason=reason, advice=own.advice | {FOREIGN_LOCK})
 
 
-def _at_the_other_end(facts: CaseFacts, one: RankFacts, own: Condition) -> Condition:
-    """Whose the other end of its pipe or connection is: another rank's, or a process's of no rank."""
-    owners = {end.pid: facts.processes.get((one.evidence.host, end.pid), (None, ()))[0] for end in own.ends}
-    if len(set(owners.values())) > 1 or one.rank in owners.values():
+def _at_the_other_end(facts: CaseFacts, subject: RankFacts, own: Condition) -> Condition:
+    """Names the owner of the other end of the rank's pipe or connection: another rank, or a process of none."""
+    owners = {end.pid: facts.processes.get((subject.evidence.host, end.pid), (None, ()))[0] for end in own.ends}
+    if len(set(owners.values())) > 1 or subject.rank in owners.values():
         return own
     pid, owner = next(iter(owners.items()))
     if owner is None:
         who = ", ".join(f"{end.pid} ({end.name})" if end.name else f"{end.pid}" for end in own.ends[:3])
         are, none = ("is process", "not one") if len(own.ends) == 1 else ("is open in processes", "none")
         words = f"the other end {are} {who}, {none} of this job's ranks"
-        return own.with_clause(words, Claim(words, f"{one.folder}/proc.json"))
-    main = facts.ranks[owner].evidence.pid  # the children that it has forked have inherited it
+        return own.with_clause(words, Claim(words, f"{subject.folder}/proc.json"))
+    main = facts.ranks[owner].evidence.pid  # its forked children have inherited it
     pid = main if main in owners else pid
     words = f"the other end is rank {owner}'s"
-    told = own.with_clause(words, Claim(f"{words}, process {pid}", f"{one.folder}/proc.json"), advice=[OWED])
-    return replace(told, awaits_message_from=pid)
+    condition = own.with_clause(words, Claim(f"{words}, process {pid}", f"{subject.folder}/proc.json"), advice=[OWED])
+    return replace(condition, awaits_message_from=pid)
 
 
-def _absent_thread(facts: CaseFacts, one: RankFacts) -> Condition | None:
-    """A thread of the rank is where its peers' threads are not: beside the call in which these wait, by its own doing.
+def _absent_thread(facts: CaseFacts, subject: RankFacts) -> Condition | None:
+    """Finds a thread of the rank that isn't in the call in which its peers' threads wait.
 
-    The peers wait in threads for the same thread of this rank, whatever its main thread waits in. A thread that waits
-    for what others feed it, the main one, say, does nothing of its own.
+    The peers' threads wait for the same thread of this rank, whatever its main thread waits in. A thread that waits to
+    be fed by others, such as the main one, isn't at fault.
     """
-    main = one.wait
-    if main is None and (one.condition is None or one.condition.lock is None):
-        return None  # what its main thread does by itself says more
+    main = subject.wait
+    if main is None and (subject.condition is None or subject.condition.lock is None):
+        return None  # the main thread's own condition shows more
     for wait in facts.in_threads:
         if (main is not None and wait.thread == main.thread) or wait.group is None or wait.seq is None:
             continue
         members, _ = facts.alignment.members(wait.group)
-        missing = one.rank in members and facts.alignment.last(one.rank, wait.group) < wait.seq
-        view = view_of(one.evidence) if missing else None
+        missing = subject.rank in members and facts.alignment.last(subject.rank, wait.group) < wait.seq
+        view = view_of(subject.evidence) if missing else None
         for other in view.beside() if view is not None else ():
             if begins_at(other.stack) != wait.thread or other.awaited.peers is not None:
                 continue
-            found = thread_condition(other)
-            if found.lock is None or found.lock.on == "lock":
+            condition = thread_condition(other)
+            if condition.lock is None or condition.lock.on == "lock":
                 words = f"waits in {main.words}" if main is not None else "waits for its threads"
-                return replace(found, reason=f"{words}, and its thread {other.name} {found.reason}")
+                return replace(condition, reason=f"{words}, and its thread {other.name} {condition.reason}")
     return None
 
 
 def _before_its_end(rank: RankEvidence) -> RankEvidence:
-    """Returns a rank that ended during the look as it was before.
-
-    Its end came after the stall, so it isn't the cause: the user or the out-of-memory killer ended it.
-    """
+    # The rank ended after the stall, by the user or the out-of-memory killer, so its end isn't the cause.
     states = rank.main.states if rank.main is not None else ()
     living = tuple(state for state in states if state.state not in "ZX")
     if rank.main is None or not living or len(living) == len(states):
@@ -343,9 +348,7 @@ def view_of(rank: RankEvidence, read_source: ReadSource = NO_SOURCE) -> View | N
 
 
 def user_stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
-    """The user's frames, innermost first: where the main thread raised, else the call in which the rank was aborted,
-    else where the main thread is.
-    """
+    """Returns the user's frames, innermost first, of the exception, the abort, or else the main thread."""
     if rank.exception is not None:
         return fr.stack_of(rank, rank.exception.frames).user_frames
     aborted, view = exits.aborted_in(rank), view_of(rank)
@@ -359,10 +362,10 @@ def child_views(rank: RankEvidence, read_source: ReadSource = NO_SOURCE) -> list
 
 
 def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource) -> RankFacts:
-    """The surest reading first.
+    """Reads a rank's state, the surest sign first.
 
-    Gone or raised; held by the kernel (stopped, D state); holding the GIL; leaving the script; waiting for its GPU;
-    waiting for peers; waiting for its DataLoader; then whatever its own stack and the kernel say.
+    Order: gone or raised; held by the kernel (stopped, D state); holding the GIL; leaving the script; waiting for its
+    GPU; waiting for peers; waiting for its DataLoader; then its stack and what the kernel shows.
     """
     view = view_of(rank, read_source)
     frame = view.user_frame if view else None
@@ -370,7 +373,7 @@ def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource
     condition = replace(condition, for_good=True) if condition is not None else None
     if condition is None and view is not None:
         condition = _held(view) or _left(view)
-    if condition is None and view is not None and rank.exception is None:  # else its handler waits, for our look
+    if condition is None and view is not None and rank.exception is None:  # otherwise its handler waits for our look
         condition = gil_condition(view) or peers.lost_condition(view, alignment) or peers.gpu_condition(view, alignment)
     if condition is None and (view is None or not view.frames) and not peers.kernel_says_busy(view):
         condition = peers.device_condition(rank, alignment)
@@ -394,10 +397,10 @@ def _held(view: View) -> Condition | None:
 
 
 def _left(view: View) -> Condition | None:
-    """The script has ended or has given up its process group, and the process is still there.
+    """Returns the condition of a rank whose script has ended or destroyed its process group, but not its process.
 
-    A rank whose script ended by the error that reports a peer's death has not left: it was thrown out. The page of one
-    that is gone was read at its end, and says nothing of where it stood when it was looked at.
+    It isn't so if the script ended by the error that reports a peer's death. The beacon's page of a rank that is gone
+    was read at its end, and doesn't show where the rank was during the look.
     """
     rank, folder = view.rank, view.folder
     if rank.exception is not None:
@@ -410,7 +413,7 @@ def _left(view: View) -> Condition | None:
     elif rank.exit is None and rank.progress is not None and rank.progress.returned_ns:
         why = "its function has returned"
         claim = Claim("its progress page says that its function has returned", f"{folder}/progress.json")
-    elif view.thread is not None and raw and not _handles_an_exception(view):  # else that says more than its end
+    elif view.thread is not None and raw and not _handles_an_exception(view):  # an exception shows more than the end
         why = calls.leaving(raw, cut=view.thread.cut)
     wait = view.awaited.peers
     if not why and wait is not None and wait.kind == "teardown":
@@ -419,9 +422,9 @@ def _left(view: View) -> Condition | None:
     if not why:
         return None
     frame = view.user_frame
-    if frame is None:  # the interpreter waits for a thread of the user's
+    if frame is None:  # the interpreter waits for one of the user's threads
         inside = (view.stack_of(thread).user_frame for thread in view.threads)
-        frame = next((found for found in inside if found is not None), None)
+        frame = next((inner_frame for inner_frame in inside if inner_frame is not None), None)
     where = f", now at {fr.place(frame)}" if frame else ""
     if (call := rank.exit_call) is not None and call.code:
         left = fr.stack_of(rank, call.frames).user_frame
@@ -434,7 +437,7 @@ def _left(view: View) -> Condition | None:
 
 def _handles_an_exception(view: View) -> bool:
     ident = view.thread.ident if view.thread is not None else 0
-    return bool(ident) and any(one.thread == ident for one in view.rank.gil.handling)
+    return bool(ident) and any(handler.thread == ident for handler in view.rank.gil.handling)
 
 
 def _own(rank: RankEvidence, inside: ProcessView | None, alignment: Alignment) -> Condition:
@@ -451,7 +454,7 @@ def _own(rank: RankEvidence, inside: ProcessView | None, alignment: Alignment) -
 
 
 def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
-    """No stack: the Flight Recorder alone says how far the rank came."""
+    """Returns the condition of a rank without a stack, by its Flight Recorder."""
     record, unended = alignment.records.get(rank.rank), alignment.unended(rank.rank)
     last = unended or (record.entries[-1] if record is not None and record.entries else None)
     site = fr.stack_of(rank, last.frames).user_frame if last is not None else None
@@ -472,17 +475,17 @@ def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
 
 
 def _raised_wait(rank: RankEvidence) -> PeerWait | None:
-    """The communication reported a peer's absence: the traceback shows what this rank was waiting in."""
+    """Returns what the rank was waiting in, by the traceback of an error that reports a missing peer."""
     if rank.exception is None or not exits.is_consequence(rank.exception, rank.nccl_log):
         return None
     stack = fr.stack_of(rank, rank.exception.frames)
-    mine = stack.user_frame
-    own = bool(stack.frames) and stack.frames[0] == mine
+    user_frame = stack.user_frame
+    own = bool(stack.frames) and stack.frames[0] == user_frame
     remote = calls.RPC.on(stack.called)
     unknown = calls.TorchWait("collective", UNKNOWN_OP if own else "a remote call" if remote else "a collective")
-    seen = calls.torch_wait(stack) or unknown
+    torch_wait = calls.torch_wait(stack) or unknown
     claim = Claim(
         f"{rank.exception.type} reports what happened to a peer: {exits.one_line(rank.exception.message)}",
         f"ranks/{rank.rank}/exception.json",
     )
-    return PeerWait.unnumbered(seen.kind, seen.op, mine, claim)
+    return PeerWait.unnumbered(torch_wait.kind, torch_wait.op, user_frame, claim)

@@ -1,10 +1,9 @@
-"""Who waits for whom among the ranks: the graph of waits, whose nodes are classes of ranks, ranks and processes.
+"""Graph of the ranks' waits. Its nodes are classes of ranks, single ranks, and processes.
 
-All ranks that wait in the same operation under the same number wait for the same peers, so the nodes are those
-classes and not the ranks; a job of thousands of ranks has a handful. A rank that is in no such operation is a node of
-its own. It may wait for a file that a process has locked, for what the process at the other end of a connection is to
-send, or, in a loop that polls, for what a rank was to do that is kept from there. A child of a rank is a node where it
-has locked that file, or has that other end.
+All ranks that wait in one operation with the same number wait for the same peers, so they are one node; a job of
+thousands of ranks has a handful of these. A rank outside such operations is its own node. It can wait for a file lock,
+for the other end of a connection, or poll for something that a rank kept from that line should do. A child process is a
+node if it has locked that file or has that other end.
 """
 
 from __future__ import annotations
@@ -31,23 +30,19 @@ WaitKey = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class AwaitedHolder:
-    """Whom a rank waits for: another one, or a ``child`` process (a pid) of its. ``condition``: what that does by its
-    own doing, if anything; None where it waits for peers in turn. ``kind``: it has a file locked, the other end of a
-    connection, alone does not poll for what the others look for, or alone sets the key, or makes the file, that they
-    wait for, at ``site``. ``words`` say why, of the last two.
-    """
+    """The rank, or its child process, that a rank waits for outside calls."""
 
     rank: int
-    condition: Condition | None
+    condition: Condition | None  # what it does; None if it waits for peers itself
     kind: NodeKind = "file"
-    words: str = ""
-    site: Frame | None = None
-    child: int | None = None
+    words: str = ""  # why it is the one, if only the source or the stacks show it
+    site: Frame | None = None  # line that would set the key or create the file
+    child: int | None = None  # PID of the child process
 
 
 @dataclass(frozen=True)
 class Waiters:
-    """A class of ``ranks`` that wait for the same peers, ``blockers``. ``wait``: what the first of them waits in."""
+    """A class of ranks that wait for the same peers. ``wait`` is the wait of the first rank."""
 
     ranks: tuple[int, ...]
     wait: PeerWait
@@ -56,13 +51,11 @@ class Waiters:
 
 @dataclass(frozen=True)
 class Waits:
-    """``nodes``: in the graph, of the ranks that wait for peers; ``classes``: by these. ``held_by``: rank → whom it
-    waits for outside of calls, where that is not the rank itself.
-    """
+    """Waits of the job's ranks, and the graph over them."""
 
-    nodes: Mapping[int, WaitKey]
+    nodes: Mapping[int, WaitKey]  # class of each rank that waits for peers
     classes: Mapping[WaitKey, Waiters]
-    held_by: Mapping[int, AwaitedHolder]
+    held_by: Mapping[int, AwaitedHolder]  # what other ranks wait for
 
     @cached_property
     def graph(self) -> Graph:
@@ -70,10 +63,10 @@ class Waits:
 
     def _edges(self) -> Iterator[Edge]:
         nodes = self.nodes
-        for key, one in self.classes.items():
-            # In the order of the ranks: the same evidence has the same verdict, to the word.
-            others = dict.fromkeys(nodes.get(b, b) for b in sorted(one.blockers) if nodes.get(b) != key)
-            yield Edge(key, tuple(others), "call")
+        for key, waiters in self.classes.items():
+            # In rank order, so that the same evidence has exactly the same verdict.
+            awaited_nodes = dict.fromkeys(nodes.get(b, b) for b in sorted(waiters.blockers) if nodes.get(b) != key)
+            yield Edge(key, tuple(awaited_nodes), "call")
         for rank, holder in self.held_by.items():
             yield Edge(rank, (self.node_of(holder),), holder.kind)
 
@@ -82,30 +75,27 @@ class Waits:
 
     @cached_property
     def blocking(self) -> frozenset[int]:
-        """The ranks that somebody waits for."""
-        return frozenset().union(*(one.blockers for one in self.classes.values()))
+        """The ranks that other ranks wait for."""
+        return frozenset().union(*(waiters.blockers for waiters in self.classes.values()))
 
     @cached_property
     def circle(self) -> tuple[Waiters, ...]:
-        """The largest set of classes that wait for each other and for nobody else; empty where every wait ends at a
-        rank of its own doing.
-        """
+        """The largest set of classes that wait only for each other; empty if all waits end at a rank."""
         circles = [self._classes(sink) for sink in self.graph.sinks]
-        return max(circles, key=lambda circle: sum(len(one.ranks) for one in circle), default=())
+        return max(circles, key=lambda circle: sum(len(waiters.ranks) for waiters in circle), default=())
 
     def _classes(self, sink: tuple[Node, ...]) -> tuple[Waiters, ...]:
-        """The classes in a circle of calls alone."""
-        found = tuple(self.classes[node] for node in sink if isinstance(node, tuple) and node in self.classes)
-        return found if len(found) == len(sink) and any(one.blockers for one in found) else ()
+        classes = tuple(self.classes[node] for node in sink if isinstance(node, tuple) and node in self.classes)
+        return classes if len(classes) == len(sink) and any(waiters.blockers for waiters in classes) else ()
 
     @cached_property
     def groups_of_circle(self) -> frozenset[str]:
-        return frozenset(group for one in self.circle if (group := one.wait.group) is not None)
+        return frozenset(group for waiters in self.circle if (group := waiters.wait.group) is not None)
 
     @cached_property
     def transfers_of_circle(self) -> tuple[Waiters, ...]:
-        """The sends and receives in it."""
-        return tuple(one for one in self.circle if one.wait.kind == "p2p")
+        """The sends and receives of the cycle."""
+        return tuple(waiters for waiters in self.circle if waiters.wait.kind == "p2p")
 
     @property
     def in_circle(self) -> list[int]:
@@ -113,7 +103,7 @@ class Waits:
 
 
 class Case(CaseFacts):
-    """What the rules decide on: the ranks, and the graph of their waits, which is built when it is first asked for."""
+    """The input of the rules: the ranks, and the graph of their waits, which is built on first use."""
 
     @cached_property
     def waits(self) -> Waits:
@@ -123,7 +113,7 @@ class Case(CaseFacts):
 
 
 def ranks_in(classes: Iterable[Waiters]) -> list[int]:
-    return sorted(rank for one in classes for rank in one.ranks)
+    return sorted(rank for waiters in classes for rank in waiters.ranks)
 
 
 def _class_of(facts: CaseFacts, ranks: tuple[int, ...]) -> Waiters:
@@ -132,30 +122,32 @@ def _class_of(facts: CaseFacts, ranks: tuple[int, ...]) -> Waiters:
 
 
 def _holders(facts: CaseFacts) -> Iterator[tuple[int, AwaitedHolder]]:
-    """Of the ranks that wait for a file lock or at a connection: the process that the kernel names, where it is another
-    rank's. Of those that poll: the one rank that the source keeps from there.
+    """Yields what ranks wait for outside calls.
+
+    For file locks and connections the kernel names the process; for polling ranks, the source shows a rank that is kept
+    from the line.
     """
     places: dict[fr.Spot, set[int]] = {}
-    for rank, one in facts.ranks.items():
-        if one.condition is not None and one.condition.frame is not None:
-            places.setdefault(fr.spot(one.condition.frame), set()).add(rank)
-    for rank, one in facts.ranks.items():
-        own = one.condition
+    for rank, rank_facts in facts.ranks.items():
+        if rank_facts.condition is not None and rank_facts.condition.frame is not None:
+            places.setdefault(fr.spot(rank_facts.condition.frame), set()).add(rank)
+    for rank, rank_facts in facts.ranks.items():
+        own = rank_facts.condition
         if own is None:
             continue
         pid = own.locked_by if own.locked_by is not None else own.awaits_message_from
-        host = own.locked_on or one.evidence.host
+        host = own.locked_on or rank_facts.evidence.host
         owner, _ = facts.processes.get((host, pid), (rank, ())) if pid is not None else (rank, ())
         if pid is not None and owner != rank:
             yield rank, _holder(facts, owner, pid, "file" if own.locked_by == pid else "message")
         elif own.process == "main":
-            found = _sets(facts, rank, own) or _kept_from(facts, rank, own)
-            found = found or _answers(facts, rank) or _not_there(facts, own, places)
-            yield from [(rank, found)] if found is not None else []
+            holder = _sets(facts, rank, own) or _kept_from(facts, rank, own)
+            holder = holder or _answers(facts, rank) or _not_there(facts, own, places)
+            yield from [(rank, holder)] if holder is not None else []
 
 
 def _kept_from(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder | None:
-    """Of a rank that polls: the one rank that a condition on the rank keeps from its line; None for several."""
+    """Returns the one rank that a condition on the rank keeps from the line of a polling rank; None for several."""
     if not _polls(own):
         return None
     for guard in guards_of(user_stack_of(facts.ranks[rank].evidence), facts.read_source):
@@ -172,26 +164,27 @@ def _polls(own: Condition) -> bool:
 
 
 def _not_there(facts: CaseFacts, own: Condition, places: Mapping[fr.Spot, Set[int]]) -> AwaitedHolder | None:
-    """Of a rank that waits for a key of the store, or polls: the one rank that does not, while all others do so at one
-    line; where it waits for its peers, it has passed by there, or comes there never.
+    """Returns the one rank that doesn't wait for the store key or poll, while all others do so at one line.
+
+    If that rank waits for its peers, it has passed that line or never reaches it.
     """
     if own.frame is None or not (own.key is not None or _polls(own)):
         return None
-    there = places[fr.spot(own.frame)]
-    if len(there) < 2 or len(there) != len(facts.world) - 1 or facts.unseen:
+    ranks_at_line = places[fr.spot(own.frame)]
+    if len(ranks_at_line) < 2 or len(ranks_at_line) != len(facts.world) - 1 or facts.unseen:
         return None
-    (other,) = facts.world - there
+    (other,) = facts.world - ranks_at_line
     if other not in facts.waiting:
         return None
     return _the_rank(facts, other, "poll", f"rank {other} alone does not wait there")
 
 
 def _answers(facts: CaseFacts, rank: int) -> AwaitedHolder | None:
-    """Of a rank that waits for the answer to a remote call: the one other rank that is at one; None for several."""
+    """Returns the one other rank that is in the remote call; None for several."""
     view = view_of(facts.ranks[rank].evidence)
     if view is None or not calls.RPC.on(view.stack.called):
         return None
-    views = {other: view_of(one.evidence) for other, one in facts.ranks.items() if other != rank}
+    views = {other: view_of(other_facts.evidence) for other, other_facts in facts.ranks.items() if other != rank}
     at_work = [r for r, v in views.items() if v is not None and any(calls.ANSWERS_RPC.on(t.frames) for t in v.beside())]
     if len(at_work) != 1:
         return None
@@ -199,9 +192,7 @@ def _answers(facts: CaseFacts, rank: int) -> AwaitedHolder | None:
 
 
 def _sets(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder | None:
-    """Of a rank that waits for a key of the store, or polls for a file: the one other rank that comes to the line that
-    sets or makes it.
-    """
+    """Returns the one other rank that reaches the line that sets the store key or creates the file."""
     lines = own.key.set_at if own.key is not None else own.poll.made_at if own.poll is not None else ()
     for line in lines:
         guards = guards_of((line,), facts.read_source)
@@ -218,7 +209,7 @@ def _sets(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder | None:
 
 
 def _is_kept(facts: CaseFacts, rank: int, guard: Guard) -> bool:
-    """By its number, or as it is where the same condition sends those that it does not admit."""
+    """Reports if the condition excludes the rank, by its number or because it is where excluded ranks go."""
     if guard.admits(whereabouts(facts, rank)) is False:
         return True
     stack = user_stack_of(facts.ranks[rank].evidence) if rank in facts.ranks else ()
@@ -233,18 +224,17 @@ def _the_rank(facts: CaseFacts, rank: int, kind: NodeKind, words: str = "", site
 
 
 def _holder(facts: CaseFacts, rank: int, pid: int, kind: NodeKind) -> AwaitedHolder:
-    one = facts.ranks[rank]
-    child = next((view for view in child_views(one.evidence) if view.process.pid == pid), None)
-    if child is None or (one.condition is not None and one.condition.pid == pid):
+    owner = facts.ranks[rank]
+    child = next((view for view in child_views(owner.evidence) if view.process.pid == pid), None)
+    if child is None or (owner.condition is not None and owner.condition.pid == pid):
         return _the_rank(facts, rank, kind)
-    if child.awaited.processes == "message" or child.user_frame is None:  # it waits for what its rank sends
+    if child.awaited.processes == "message" or child.user_frame is None:  # it waits for its rank
         return _the_rank(facts, rank, kind)
     condition = replace(ProcessView(child).condition(), process=f"{child.process.role} (pid {pid})")
     return AwaitedHolder(rank, condition, kind, child=pid)
 
 
 def _key(rank: int, wait: PeerWait) -> WaitKey:
-    """Each send and receive is a class of its own: two ranks in the same ``recv`` line wait for different peers."""
     if wait.kind == "p2p":
         return (*wait.key, rank)
     return wait.key if wait.seq is not None or wait.kind == "init" else (*wait.key, _line(wait))
@@ -266,10 +256,10 @@ def _blockers(facts: CaseFacts, wait: PeerWait, ranks: tuple[int, ...]) -> froze
 
 
 def _has_entered(facts: CaseFacts, rank: int, wait: PeerWait, group: str, seq: int) -> bool:
-    """``rank`` has entered the same collective; one that recorded something else under the number has not,
-    nor one whose device has not begun what its CPU has queued.
+    """Reports if ``rank`` has entered the same collective, and its device has begun it.
 
-    A rank without a record is taken to have entered when its stack waits in the same function.
+    Something else recorded under the number doesn't count. A rank without a record counts if its stack waits in the
+    same function.
     """
     if rank not in facts.alignment.records:
         return _same_call(facts, rank, wait)
@@ -281,9 +271,6 @@ def _has_entered(facts: CaseFacts, rank: int, wait: PeerWait, group: str, seq: i
 
 
 def _same_call(facts: CaseFacts, rank: int, wait: PeerWait) -> bool:
-    """``rank`` waits in the same function. Where stacks are all there is for both, in the same line, too: only a
-    Flight Recorder could tell that different lines meet.
-    """
     other = facts.waiting.get(rank)
     if other is None or other.kind != wait.kind or not same_op(other.op, wait.op):
         return False
@@ -294,7 +281,7 @@ def _line(wait: PeerWait) -> tuple[str, int] | None:
     return (wait.frame.file, wait.frame.line) if wait.frame else None
 
 
-def same_op(one: str, other: str) -> bool:
-    """The Flight Recorder says ``_all_gather_base``, the stack ``all_gather_into_tensor`` or ``all_gather_object``."""
-    a, b = (name.strip("_").replace("_", "") for name in (one, other))
+def same_op(op: str, other: str) -> bool:
+    """Compares names: ``_all_gather_base`` in a record is ``all_gather_into_tensor`` or ``…_object`` on a stack."""
+    a, b = (name.strip("_").replace("_", "") for name in (op, other))
     return "acollective" in (a.replace(" ", ""), b.replace(" ", "")) or a in b or b in a
