@@ -137,7 +137,7 @@ class Entries(Sequence[Collective]):
 
 
 def positions(numbers: Sequence[int], wanted: Collection[int]) -> list[int]:
-    """Returns where ``numbers`` has one of ``wanted``, in order."""
+    """Returns the positions at which ``numbers`` has one of ``wanted``, in order."""
     if len(wanted) > _FEW:
         return [at for at, number in enumerate(numbers) if number in wanted]
     found = []

@@ -14,66 +14,52 @@ from safelaunch.model.ranks import Frame, RankEvidence, Record
 
 # --- a node -----------------------------------------------------------------------------------------------------------
 
-# What a node's agent is to its own supervisor: it runs, a signal has stopped it, or it is gone. "": not known.
+# State of a node's agent for its own supervisor: it runs, a signal has stopped it, or it is gone. "": unknown.
 AgentState = Literal["", "running", "stopped", "gone"]
-# What a store that is lost says to those who connect again: the connection was closed and nobody listens, it accepts
-# and does not answer, no packet comes back. "": it is not lost.
+# How a lost store responds to a new connection: refused, accepted without an answer, no packet at all. "": not lost.
 Lost = Literal["", "closed", "silent", "unreachable"]
-# A connection to a node, tried at the time of the evidence. "no route": this node itself has no address or no route to
-# try it from, which says nothing of the other one. "": not tried.
+# Result of a connection to a node, tried when the evidence was collected. "no route": this node has no address or route
+# to try it from, which says nothing about the other node. "": not tried.
 ServerProbe = Literal["", "answers", "no answer", "no route"]
 
 
 class NodeEvidence(Record, frozen=True):
-    """One node of the job: what its supervisor says of itself, or what the others know of one that says nothing.
-
-    - ``ranks``: those under its supervisor, as it said last
-    - ``here``: this evidence is its own
-    - ``silent_s``: how long its supervisor has not been heard; 0: it is heard, or was until its end
-    - ``last``: its last words: it watches, its ranks fail, somebody stops the job there, it has ended
-    - ``trouble``: what failed there independently of the others
-    - ``agent_error``: what its torchrun agent has failed of itself, not of a rank; known of this node alone
-    - ``missed_s``: how long its supervisor was stopped itself until a moment before; known of this node alone
-    - ``store``: how the store of torchrun's agents, which it hosts, was lost
-    - ``script``: a digest of the script
-    """
+    """One node of the job: what its supervisor reports, or what the others know of a node that reports nothing."""
 
     host: str
     slot: int = 0
-    ranks: tuple[int, ...] = ()
-    here: bool = False
-    silent_s: float = 0.0
-    last: Literal["", "watching", "failing", "stopping", "ended"] = ""
-    trouble: str = ""
+    ranks: tuple[int, ...] = ()  # ranks under its supervisor, as last reported
+    here: bool = False  # this evidence is from that node
+    silent_s: float = 0.0  # time since its supervisor last responded; 0: it responds, or did until its end
+    last: Literal["", "watching", "failing", "stopping", "ended"] = ""  # last state that it reported
+    trouble: str = ""  # failure there that is independent of the other nodes
     agent: AgentState = ""
-    agent_error: str = ""
-    missed_s: float = 0.0
-    store: Lost = ""
+    agent_error: str = ""  # failure of its torchrun agent itself, not of a rank; known for this node only
+    missed_s: float = 0.0  # time for which its supervisor was stopped until a moment before; known for this node only
+    store: Lost = ""  # how the store of torchrun's agents, which it hosts, was lost
     probe: ServerProbe = ""
     torch: str = ""
     safelaunch: str = ""
-    script: str = ""
+    script: str = ""  # digest of the script
 
     @property
     def is_gone(self) -> bool:
-        """It is not heard any more, and has not said why."""
+        """Whether it no longer responds, without having said why."""
         return bool(self.silent_s or self.store) and not self.trouble and self.last in ("", "watching")
 
 
 class GpuProcess(Record, frozen=True):
-    """A process that has memory of a GPU. ``size``: in bytes, None where the driver does not say. ``name``: empty where
-    no such process was found: its pid is of another container.
-    """
+    """A process that uses memory of a GPU."""
 
     pid: int = 0
-    size: int | None = msgspec.field(default=None, name="memory_bytes")
-    name: str = ""
+    size: int | None = msgspec.field(default=None, name="memory_bytes")  # None if the driver doesn't report it
+    name: str = ""  # empty without such a process here: its pid is of another container
 
 
 class Gpu(Record, frozen=True, omit_defaults=False):
-    """A GPU of a node. ``index``: NVML's number. None: it does not report that. ``error``: why it can't be asked."""
+    """A GPU of a node. None: the GPU doesn't report it."""
 
-    index: int = -1
+    index: int = -1  # NVML's number
     name: str | None = None
     utilisation_percent: float | None = None
     memory_used_bytes: float | None = None
@@ -82,108 +68,99 @@ class Gpu(Record, frozen=True, omit_defaults=False):
     power_w: float | None = None
     ecc_errors: float | None = None  # uncorrected, since the driver was loaded
     processes: tuple[GpuProcess, ...] | None = None
-    error: str = ""
+    error: str = ""  # reason why it can't be queried
     uuid: str | None = None
     sm_clock_mhz: float | None = None
 
 
 class Gpus(Record, frozen=True):
-    """``gpus.json``: what the driver says. ``missing``: why it says nothing; ``installed``: its Python package is."""
+    """``gpus.json``: the driver's answer."""
 
     driver: str | None = None
     cuda_driver: int | None = None
     gpus: tuple[Gpu, ...] = ()
-    missing: str = ""
-    installed: bool = True
+    missing: str = ""  # reason why there is none
+    installed: bool = True  # the driver's Python package is installed
 
     def uses(self, host: str) -> tuple[GpuUse, ...]:
-        """Who has memory of which GPU."""
+        """Returns the processes that use memory of each GPU."""
         return tuple(GpuUse(host, one.index, one.uuid or "", one.processes) for one in self.gpus if one.processes)
 
 
 class GpuUse(Record, frozen=True):
-    """Who has memory of a GPU of the node ``host``. ``index``: NVML's number."""
+    """The processes that use memory of a GPU of the node ``host``."""
 
     host: str
-    index: int
+    index: int  # NVML's number
     uuid: str = ""
     processes: tuple[GpuProcess, ...] = ()
 
 
 class Resources(Record, frozen=True, omit_defaults=False):
-    """``resources.json``: of a node, and of the control group and limits of one of its ranks.
-
-    ``disks``: place → total, used and free bytes, or the reason for having none. ``network``: interface, or port of an
-    InfiniBand device (``mlx5_0/1``) → state, speed, MTU, and error counters that are not 0. ``out_of_memory_kills``:
-    the kernel's counts ``at_start`` of the job and ``now``.
-    """
+    """``resources.json``: the resources of a node, and the cgroup and limits of one of its ranks."""
 
     cpus: int | None = None
     load: tuple[float, ...] = ()
     memory_bytes: dict[str, int] = msgspec.field(default_factory=dict)
     cgroup: dict[str, str] = msgspec.field(default_factory=dict)
     limits: dict[str, str] = msgspec.field(default_factory=dict)
+    # Interface, or port of an InfiniBand device (``mlx5_0/1``) -> state, speed, MTU, and error counters that aren't 0.
     network: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
-    disks: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
-    out_of_memory_kills: dict[str, Any] = msgspec.field(default_factory=dict)
+    disks: dict[str, dict[str, Any]] = msgspec.field(
+        default_factory=dict
+    )  # place -> total, used, free bytes, or reason
+    out_of_memory_kills: dict[str, Any] = msgspec.field(
+        default_factory=dict
+    )  # kernel's counts ``at_start`` and ``now``
 
 
 class NodeFiles(Record, frozen=True):
     """The files of ``node/<host>/``: each field is one, a text (``.txt``) or a record (``.json``), by its type.
 
-    ``capture.node.sources`` collects them; they are written, and in a hang sent to other nodes, by this list.
+    ``capture.node.sources`` collects them; this list says what is written and, in a hang, sent to other nodes.
     """
 
     gpus: Gpus | None = None
     nvidia_smi: str = ""
     kernel_log: str = ""
-    pressure: str = ""  # how long tasks have waited for CPU, memory and I/O, as the kernel says it
+    pressure: str = ""  # how long tasks have waited for CPU, memory and I/O, according to the kernel
     versions: dict[str, str] = msgspec.field(default_factory=dict)
     resources: Resources | None = None
-    env: dict[str, str] = msgspec.field(default_factory=dict)  # of a rank, when it was started
+    env: dict[str, str] = msgspec.field(default_factory=dict)  # of a rank at its start
 
 
 def node_file(field: str) -> str:
-    """The file name of a field of :class:`NodeFiles`."""
+    """Returns the file name of a field of :class:`NodeFiles`."""
     return f"{field}.txt" if NodeFiles.__annotations__[field] == "str" else f"{field}.json"
 
 
 class Rendezvous(Record, frozen=True):
-    """A rendezvous that has failed before any rank was started.
+    """A rendezvous that failed before any rank was started."""
 
-    - ``wanted``: how many nodes torchrun waited for; ``hosts``: those that have come, the first few of ``come``
-    - ``absent_ranks``, ``absent_hosts``: node ranks and hosts that have not, as far as command line and scheduler tell
-    - ``store``: why the store where nodes meet does not answer; empty where it did
-    - ``error``: torchrun's own
-    """
-
-    wanted: int
-    come: int
-    hosts: tuple[str, ...] = ()
-    absent_ranks: tuple[int, ...] = ()
+    wanted: int  # number of nodes that torchrun waited for
+    come: int  # number of nodes that joined
+    hosts: tuple[str, ...] = ()  # hosts of the first few of them
+    absent_ranks: tuple[int, ...] = ()  # node ranks that didn't join, as far as command line and scheduler show
     absent_hosts: tuple[str, ...] = ()
     waited_s: float = 0.0
-    store: str = ""
-    error: str = ""
+    store: str = ""  # reason why the rendezvous store doesn't respond; empty if it does
+    error: str = ""  # torchrun's error
 
 
-# --- NCCL's own witness -----------------------------------------------------------------------------------------------
+# --- NCCL's RAS service -----------------------------------------------------------------------------------------------
 
 
-# What NCCL's RAS service says of a process: it has answered, it did not in time, or NCCL has given it up.
+# State of a process according to NCCL's RAS service: it responded, it didn't in time, or NCCL considers it dead.
 NcclState = Literal["answers", "unresponsive", "dead"]
 
 
 class NcclProcess(Record, frozen=True):
-    """A process in an answer of NCCL's RAS service. ``rank``: within its communicator; -1 where none is named.
+    """A process in an answer of NCCL's RAS service."""
 
-    ``host``: an address, or ``unknown``. ``gpu``: NVML's number.
-    """
-
-    host: str
+    host: str  # an address, or ``unknown``
     pid: int
-    rank: int = -1
-    gpu: int = -1
+    rank: int = -1  # in its communicator; -1: not given
+    gpu: int = -1  # NVML's number
     state: NcclState = "answers"
 
 
@@ -193,60 +170,46 @@ class NcclCommunicator(Record, frozen=True):
 
 
 class NcclWitness(Record, frozen=True):
-    """What NCCL's RAS service said at the stall. ``processes``: those named outside any communicator.
-
-    ``file``: where the bundle has the answer.
-    """
+    """The answer of NCCL's RAS service at the stall."""
 
     version: str
     communicators: tuple[NcclCommunicator, ...] = ()
-    processes: tuple[NcclProcess, ...] = ()
-    file: str = ""
+    processes: tuple[NcclProcess, ...] = ()  # outside any communicator
+    file: str = ""  # the answer in the bundle
 
 
 # --- early looks ------------------------------------------------------------------------------------------------------
 
 
 class Place(Record, frozen=True):
-    """Where a rank was. ``frame``: the user's own, of the process that keeps it there; None if it was not seen."""
+    """The place of a rank: the user's frame in the process that holds it there; None if it wasn't seen."""
 
     rank: int
     frame: Frame | None = None
 
 
 class FirstWord(Record, frozen=True):
-    """What ranks do while a job is quiet. ``words``: a clause, empty if there is nothing to say.
+    """The activity of a quiet job's ranks."""
 
-    ``cause``: what a verdict would name; ``places``: the ranks that stand out. ``common``: many a healthy start looks
-    like this. ``proved``: the job is dead.
-    """
-
-    words: str = ""
-    cause: str = ""
-    places: tuple[Place, ...] = ()
-    common: bool = False
-    proved: bool = False
+    words: str = ""  # a clause; empty if there is nothing to report
+    cause: str = ""  # the cause that a verdict would name
+    places: tuple[Place, ...] = ()  # the ranks that stand out
+    common: bool = False  # many healthy starts look like this
+    proved: bool = False  # the job is dead
 
 
 class EarlyLook(Record, frozen=True):
-    """What a look at the ranks found while the job was quiet, long before the threshold.
-
-    - ``quiet_s``: since the last progress; ``usual_s``: the usual step, 0 if that was not known
-    - ``movement``: whether something computed, read or wrote between two looks
-    - ``words``: what the ranks did, in a clause; ``cause``: what a verdict would name; ``places``: the ranks it names
-    - ``said``: it was printed
-    - ``lasted_s``: how long the quiet lasted in all, if it ended by itself; 0: it lasts
-    """
+    """The result of a look at the ranks of a quiet job, long before the threshold."""
 
     unix_s: float
-    quiet_s: float
-    usual_s: float = 0.0
-    movement: Literal["still", "active"] = "still"
-    words: str = ""
-    cause: str = ""
-    places: tuple[Place, ...] = ()
-    said: bool = False
-    lasted_s: float = 0.0
+    quiet_s: float  # time since the last progress
+    usual_s: float = 0.0  # the usual time of a step; 0: unknown
+    movement: Literal["still", "active"] = "still"  # ``active``: something computed, read or wrote between two looks
+    words: str = ""  # what the ranks did, in a clause
+    cause: str = ""  # the cause that a verdict would name
+    places: tuple[Place, ...] = ()  # the ranks that a verdict would name
+    said: bool = False  # it was printed
+    lasted_s: float = 0.0  # duration of the quiet if it ended by itself; 0: it continues
 
 
 WRONG_RESULTS_KEY = "inconsistent"  # in documents
@@ -254,118 +217,98 @@ WRONG_RESULTS_FILE = f"{WRONG_RESULTS_KEY}.json"  # in a bundle
 
 
 class WrongResult(Record, frozen=True):
-    """A wrong result that no collective shows, found by a monitor of a job that otherwise runs.
-
-    - ``step``: the first optimizer step at which it was seen; ``since_step``: the last one known to be right, 0: none
-    - ``parameter``: the first by name that shows it (for a gradient, where the backward pass met it first); ``count``
-      of ``total`` show it
-    - ``ranks``: those that are off; empty if no side is in the majority. ``sides``: the ranks that agree, by side
-    - ``words``: all of this, in a sentence
-    """
+    """A wrong result that no collective shows, found by a monitor of a job that otherwise runs."""
 
     kind: Literal["replicas-diverged", "non-finite-gradient", "loss"]
     unix_s: float
-    step: int
-    since_step: int = 0
-    parameter: str = ""
-    count: int = 0
+    step: int  # first optimizer step at which it was seen
+    since_step: int = 0  # last step known to be right; 0: none
+    parameter: str = ""  # first by name that shows it; for a gradient, the first in the backward pass
+    count: int = 0  # number of parameters that show it
     total: int = 0
-    ranks: tuple[int, ...] = ()
-    sides: tuple[tuple[int, ...], ...] = ()
-    words: str = ""
+    ranks: tuple[int, ...] = ()  # ranks that differ; empty if no side has the majority
+    sides: tuple[tuple[int, ...], ...] = ()  # groups of ranks that agree with one another
+    words: str = ""  # all of this, in a sentence
 
     @property
     def cause(self) -> str:
-        """What a verdict calls it."""
+        """The cause in a verdict."""
         return "loss-diverged" if self.kind == "loss" else self.kind
 
 
 Outcome = Literal["hang", "suspect", "crash", "dump"]
-"""``suspect``: the job may hang, and continued."""
+"""``suspect``: the job might hang, and continued."""
 
 Answer = Literal["dead", "alive", "unknown", "unseen"]
-"""What is known of a job that makes no step. ``dead``: proved. ``alive``: something works. ``unknown``: neither, though
-everything was seen; ``unseen``: something was not, or a process is stopped."""
+"""State of a job that makes no step. ``dead``: proved. ``alive``: something works. ``unknown``: neither, though
+everything was seen. ``unseen``: something wasn't, or a process is stopped."""
 
 
 class Launched(Record, frozen=True):
-    """How safelaunch started a job. ``typed``: what the user typed behind ``safelaunch``, without secrets.
+    """How safelaunch started a job. Empty: unknown."""
 
-    ``presets``: those in force, wherever they were named; ``torch``: its version. Empty: not known.
-    ``distributed_debug``: the job's ``TORCH_DISTRIBUTED_DEBUG``. ``command``: what ran, without secrets.
-    """
-
-    typed: tuple[str, ...] = ()
-    presets: tuple[str, ...] = ()
-    torch: str = ""
-    distributed_debug: str = ""
+    typed: tuple[str, ...] = ()  # what the user typed after ``safelaunch``, without secrets
+    presets: tuple[str, ...] = ()  # presets in force, of any origin
+    torch: str = ""  # its version
+    distributed_debug: str = ""  # the job's ``TORCH_DISTRIBUTED_DEBUG``
     run_name: str = ""
     host: str = ""
-    command: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()  # what ran, without secrets
     safelaunch: str = ""
 
     @property
     def as_typed(self) -> tuple[str, ...]:
-        """The command line as the user knows it; what ran, if nothing was typed."""
+        """Returns the command line as the user knows it; what ran, if nothing was typed."""
         return ("safelaunch", *self.typed) if self.typed else self.command
 
 
 class Evidence(Record, frozen=True):
-    """One job at the moment of capture. ``missing_ranks``: ranks of the world that were not found.
-
-    ``nodes``: of a job of several nodes, as far as they are known. ``early``: of this node.
-    ``launched``: None for a job that safelaunch did not start. ``stopped``: ranks that their own supervisor stopped
-    before the others were looked at. ``gpus``: of the nodes whose driver was asked. ``printed``: of evidence that is
-    nothing but what a job has printed, the ranks whose lines are known to be theirs. ``time``: when it was collected
-    (UTC, ISO 8601). ``versions``: of what the job runs on, by name, on one of its nodes.
-
-    ``labels``: the processes whose rank is not known, by the number that stands for each of them in ``ranks``: what
-    the text calls them (``process 688514``, ``worker-2``). ``world_guessed``: nothing gives the number of ranks, and
-    ``world_size`` is the least that it can be.
-    """
+    """One job at the moment of capture."""
 
     outcome: Outcome
     world_size: int
     ranks: tuple[RankEvidence, ...]
-    missing_ranks: tuple[int, ...] = ()
+    missing_ranks: tuple[int, ...] = ()  # ranks of the world that weren't found
     stall_s: float = 0.0  # how long the slowest rank had made no progress at the capture
     threshold_s: float = 0.0  # the time without a step that raised the suspicion; 0: something else did
     threshold_why: str = ""
     moving: bool = False  # some rank progressed, or computed, between the confirmation samples
-    for_finding: bool = False  # requested for something that was found, so it needs no look at the steps
+    for_finding: bool = False  # requested by a monitor for its finding, so that steps don't matter
     notes: tuple[str, ...] = ()  # what slowed the job down: a straggler, a shared GPU
-    nodes: tuple[NodeEvidence, ...] = ()
+    nodes: tuple[NodeEvidence, ...] = ()  # of a job on several nodes, as far as they are known
     nccl: NcclWitness | None = None
     rendezvous: Rendezvous | None = None
-    early: tuple[EarlyLook, ...] = ()  # the newest ones, oldest first
+    early: tuple[EarlyLook, ...] = ()  # the newest ones of this node, oldest first
     wrong_results: tuple[WrongResult, ...] = msgspec.field(default=(), name=WRONG_RESULTS_KEY)  # in order of time
-    launched: Launched | None = None
-    stopped: tuple[int, ...] = ()
-    gpus: tuple[GpuUse, ...] = ()
+    launched: Launched | None = None  # None for a job that safelaunch didn't start
+    stopped: tuple[int, ...] = ()  # ranks that their own supervisor stopped before the others were looked at
+    gpus: tuple[GpuUse, ...] = ()  # of the nodes whose driver was queried
     earlier: tuple[tuple[str, ...], ...] | None = None  # the GPUs and hosts that each of the last bundles blames
-    answer: Answer | None = None  # of the watch, where it has asked
+    answer: Answer | None = None  # of the watch, if it made looks
     work: tuple[str, ...] = ()  # what worked between the last two looks, in words
     ends: bool = False  # the time has come to end the job without a proof
+    # Of evidence that consists of printed lines alone: the ranks whose lines are known to be theirs.
     printed: tuple[int, ...] | None = None
+    # Name in the text (``process 688514``, ``worker-2``) of each process of unknown rank, by its number in ``ranks``.
     labels: dict[int, str] = msgspec.field(default_factory=dict)
-    world_guessed: bool = False
-    may_be_caught: bool = False  # the processes that raised printed more afterwards, as one that goes on does
-    time: str = ""
-    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    world_guessed: bool = False  # nothing shows the number of ranks: ``world_size`` is the least that it can be
+    may_be_caught: bool = False  # processes printed more after their exception, as a process that continues does
+    time: str = ""  # when it was collected (UTC, ISO 8601)
+    versions: dict[str, str] = msgspec.field(default_factory=dict)  # of the job's software, on one of its nodes
 
 
 _OF_THE_MACHINE = frozenset({"system", "kernel", "machine", "python_executable", "torch_git"})
 
 
 def software(versions: Mapping[str, str]) -> dict[str, str]:
-    """The versions of Python, torch and what belongs to it, of all those in ``versions.json``."""
+    """Returns the versions of Python, torch and what belongs to it, out of all in ``versions.json``."""
     return {name: version for name, version in versions.items() if name not in _OF_THE_MACHINE}
 
 
 def all_nodes(halves: Sequence[Evidence]) -> tuple[NodeEvidence, ...]:
-    """What each half says of its own node, and what any says of one that it did not hear.
+    """Merges the nodes of several pieces of evidence, each of which has one node's own view and its view of others.
 
-    Of a node whose own half is not here, what is said of it by the one who knows the most.
+    A node whose own view is missing is described by the piece that knows most about it.
     """
     every = [node for half in halves for node in half.nodes]
     kept = {node.slot or node.host: node for node in every if node.here}
@@ -387,16 +330,12 @@ def _known_of(gone: NodeEvidence) -> tuple[bool, bool, float]:
 
 
 class Artifact(Record, frozen=True):
-    """One file of a bundle, or the reason why it is missing.
+    """One file of a bundle, or the reason why it is missing."""
 
-    ``path`` is relative to the bundle. ``how``: the source (``py-spy dump --json``). ``missing``: the reason, empty if
-    the file exists.
-    """
-
-    path: str
-    how: str
+    path: str  # relative to the bundle
+    how: str  # the source (``py-spy dump --json``)
     duration_s: float
-    missing: str = ""
+    missing: str = ""  # the reason; empty if the file exists
     bytes: int = 0
     note: str = ""
 
@@ -420,9 +359,9 @@ class Culprit(Record, frozen=True, omit_defaults=False):
     step: int | None
     """its last step"""
     reason: str
-    """why it is named"""
+    """reason for naming it"""
     gpu: str | msgspec.UnsetType = msgspec.UNSET
-    """the UUID of its GPU, only if the GPU itself may be broken"""
+    """the UUID of its GPU, only if the GPU itself might be broken"""
     left: Frame | msgspec.UnsetType = msgspec.UNSET
     """the first line of the loop that it has left and its peers are still in, only if the source shows that loop"""
 
@@ -431,7 +370,7 @@ class ProcessAtFault(Record, frozen=True, omit_defaults=False):
     """One process at fault whose rank is not known."""
 
     label: str
-    """what the evidence calls it: ``process 688514``, ``worker-2``"""
+    """its name in the evidence: ``process 688514``, ``worker-2``"""
     host: str
     """the host it ran on, if it is known"""
     pid: int
@@ -443,7 +382,7 @@ class ProcessAtFault(Record, frozen=True, omit_defaults=False):
     step: int | None
     """its last step"""
     reason: str
-    """why it is named"""
+    """reason for naming it"""
 
 
 class Claim(Record, frozen=True, omit_defaults=False):
@@ -454,41 +393,35 @@ class Claim(Record, frozen=True, omit_defaults=False):
 
 
 class NodeAtFault(Record, frozen=True, omit_defaults=False):
-    """A node that is to blame as a whole. ``ranks``: those on it, as ranges; empty where they are not known."""
+    """A node that is at fault as a whole."""
 
     host: str
-    ranks: str
+    ranks: str  # its ranks, as ranges; empty if unknown
     reason: str
 
 
 class NextStep(Record, frozen=True, omit_defaults=False):
-    """A command that can be pasted as it stands, but for the number of a node (``N``), and what for."""
+    """A command to paste as it is, except for the number of a node (``N``), and its purpose."""
 
     why: str
     command: str
 
 
 class BundlePlace(Record, frozen=True, omit_defaults=False):
-    """Where the bundle is from which the verdict of several nodes was reached: the claims point at its files.
-
-    ``whole``: it is this one, and holds every rank.
-    """
+    """The bundle on which the verdict about several nodes rests: the claims name its files."""
 
     host: str
     path: str
-    whole: bool
+    whole: bool  # it is this bundle, and holds every rank
 
 
 class ProofEdge(Record, frozen=True, omit_defaults=False):
-    """A wait in a proof. Any one of ``waits_for`` could end it, and all of these wait in turn; empty: nothing can.
-
-    ``why``: what has to happen, and cannot; ``file``: of the bundle, which shows it.
-    """
+    """A wait in a proof."""
 
     who: str
-    waits_for: tuple[str, ...]
-    why: str
-    file: str
+    waits_for: tuple[str, ...]  # any one of them could end the wait, and all of them wait in turn; empty: nothing can
+    why: str  # what has to happen, and can't
+    file: str  # file of the bundle that shows it
 
 
 class Verdict(Record, frozen=True, omit_defaults=False):
@@ -497,13 +430,13 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     schema: int
     """1"""
     outcome: Outcome
-    """``hang``; ``suspect`` if the job may be hung and was left running; ``crash``; ``dump``"""
+    """``hang``; ``suspect`` if the job might be hung and was left running; ``crash``; ``dump``"""
     cause: str
     """one of the causes that ``safelaunch explain`` lists"""
     confidence: Confidence
     """``high``, ``medium`` or ``low``"""
     summary: str
-    """what happened, in one to three sentences"""
+    """the event, in one to three sentences"""
     culprits: tuple[Culprit, ...]
     """one entry per rank at fault: all members of a cycle, none if no rank stands out"""
     victims: str
@@ -511,11 +444,11 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     evidence: tuple[Claim, ...]
     """each claim, with the file of the bundle that supports it"""
     ruled_out: tuple[str, ...]
-    """what was checked on every rank and not found"""
+    """conditions that were checked on every rank and not found"""
     missing: tuple[str, ...]
     """evidence that could not be collected"""
     suggestions: tuple[str, ...]
-    """what to do next"""
+    """steps to take next"""
     bundle: BundlePlace | msgspec.UnsetType = msgspec.UNSET
     """several nodes only: ``host`` and ``path`` of the bundle with every rank's evidence, to whose files the claims
     refer; ``whole`` is true in that bundle"""
@@ -524,7 +457,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     processes: tuple[ProcessAtFault, ...] | msgspec.UnsetType = msgspec.UNSET
     """logs and saved stacks only: the processes at fault whose rank is not known"""
     doubts: tuple[str, ...] = ()
-    """why the confidence is not high, one sentence each"""
+    """reasons why the confidence isn't high, one sentence each"""
     next: NextStep | None = None
     """one command to run next, and ``why``; null if the run's command is unknown or contains a secret. For a log: the
     job under safelaunch; for stacks and dumps: a dump of the job"""
@@ -549,7 +482,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     """the job's command line as it was typed, without secrets"""
 
     def on_record(self, evidence: Evidence) -> Verdict:
-        """The same with what identifies the job and the moment."""
+        """Returns the verdict with what identifies the job and the moment."""
         launched = evidence.launched or Launched()
         known = {"torch": launched.torch, "safelaunch": launched.safelaunch}
         return msgspec.structs.replace(
@@ -583,7 +516,7 @@ class Moment(Record, frozen=True):
 
 
 class Watched(Record, frozen=True, omit_defaults=False):
-    """What the watch knew. The fields of :class:`Evidence` say more."""
+    """The knowledge of the watch; see the fields of :class:`Evidence`."""
 
     stalled_s: float = 0.0
     threshold_s: float = 0.0
@@ -600,11 +533,7 @@ class GroupMembers(Record, frozen=True, omit_defaults=False):
 
 
 class JobShape(Record, frozen=True, omit_defaults=False):
-    """The job at the moment of capture; each dict is by rank, except ``mesh`` (dimension) and ``groups`` (name).
-
-    ``devices``: the GPU that the variables give it; ``computes_on``: the one that it was seen to use; ``batches``: of
-    each DataLoader. ``global_batch_if_data_parallel``: None unless all ranks were seen with one batch.
-    """
+    """The job at the moment of capture. Dicts are by rank, except ``mesh`` (dimension) and ``groups`` (name)."""
 
     outcome: Outcome = "hang"
     world_size: int = 0
@@ -612,15 +541,15 @@ class JobShape(Record, frozen=True, omit_defaults=False):
     for_finding: bool = False
     mesh: dict[str, int] = msgspec.field(default_factory=dict)
     groups: dict[str, GroupMembers] = msgspec.field(default_factory=dict)
-    devices: dict[str, str] = msgspec.field(default_factory=dict)
-    computes_on: dict[str, int] = msgspec.field(default_factory=dict)
+    devices: dict[str, str] = msgspec.field(default_factory=dict)  # the GPU that the variables give it
+    computes_on: dict[str, int] = msgspec.field(default_factory=dict)  # the GPU that it was seen to use
     batch: dict[str, int] = msgspec.field(default_factory=dict)
-    global_batch_if_data_parallel: int | None = None
-    batches: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
+    global_batch_if_data_parallel: int | None = None  # None unless all ranks were seen with one batch
+    batches: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)  # of each DataLoader
 
 
 class Manifest(Record, frozen=True, omit_defaults=False):
-    """``manifest.json``. ``timeline`` begins with the last progress; ``missing``: the paths of missing artifacts."""
+    """``manifest.json``."""
 
     schema: int = 1
     host: str = ""
@@ -630,11 +559,11 @@ class Manifest(Record, frozen=True, omit_defaults=False):
     job: JobShape = msgspec.field(default_factory=JobShape)
     notes: tuple[str, ...] = ()
     earlier: tuple[tuple[str, ...], ...] | None = None
-    timeline: tuple[Moment, ...] = ()
+    timeline: tuple[Moment, ...] = ()  # begins with the last progress
     artifacts: tuple[Artifact, ...] = ()
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # paths of missing artifacts
 
     @property
     def taken(self) -> tuple[float, float]:
-        """From the last progress to when it was written, in Unix seconds; zeros where that is not known."""
+        """Returns the Unix seconds of the last progress and of the writing; zeros if unknown."""
         return (self.timeline[0].unix_s, self.written_unix_s) if self.timeline else (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""The records of one rank: its processes and their stacks, its Flight Recorder, what its beacon and its end tell.
+"""The records of one rank: its processes and their stacks, its Flight Recorder, its beacon's reports, and its end.
 
 Stack frames are ordered innermost first. Times are seconds of ``CLOCK_MONOTONIC`` unless a name says otherwise.
 """
@@ -29,7 +29,7 @@ class Frame(Record, frozen=True):
 
 
 class CallArguments(Record, frozen=True):
-    """Whom a call of c10d under way names: ranks of the world, or of the call's group. None: not given, or not seen."""
+    """The peers that an active c10d call names, by rank in the world or in its group. None: not given or not seen."""
 
     src: int | None = None
     dst: int | None = None
@@ -39,45 +39,36 @@ class CallArguments(Record, frozen=True):
 
 
 class Thread(Record, frozen=True):
-    """One thread as a stack reader saw it. ``frames`` is innermost first. ``active``: on a CPU or runnable.
+    """One thread as a stack reader saw it."""
 
-    ``ident``: Python's own number of it, which the Flight Recorder writes as well; 0 = unknown. ``call``: of its
-    innermost frame in ``torch.distributed.distributed_c10d``; no backend but NCCL records these. ``names``: where its
-    innermost line waits for a key of c10d's store, the local variables named there, and their values as Python writes
-    them. ``lock_file``: for which the library ``filelock`` asks, or which stands for a build of torch's extensions.
-    ``torn``: it ran while it was read, so its frames may be of two moments. ``cut``: it is from a text that may lack
-    its outermost frames.
-    """
-
-    frames: tuple[Frame, ...]
+    frames: tuple[Frame, ...]  # innermost first
     name: str = ""
     os_tid: int | None = None
-    active: bool = False
+    active: bool = False  # on a CPU, or runnable
     owns_gil: bool = False
-    ident: int = 0
-    call: CallArguments | None = None
+    ident: int = 0  # ``Thread.ident``, which the Flight Recorder writes as well; 0: unknown
+    call: CallArguments | None = None  # arguments of the innermost frame in ``torch.distributed.distributed_c10d``
+    # If the innermost line waits for a store key of c10d: the local variables on it, with their values as Python prints
+    # them.
     names: tuple[tuple[str, str], ...] = ()
-    lock_file: str = ""
-    torn: bool = False
-    cut: bool = False
+    lock_file: str = ""  # file that ``filelock`` waits for, or that locks a build of torch's extensions
+    torn: bool = False  # it ran while it was read, so its frames might be of two moments
+    cut: bool = False  # read from a text that might lack its outermost frames
 
 
 class StackSample(Record, frozen=True):
-    """All threads of one process at one moment. ``how`` names the reader, e.g. ``py-spy --nonblocking``.
-
-    ``leads``: the kernel id of the thread that runs the script; 0: it is the process's first one.
-    """
+    """All threads of one process at one moment."""
 
     pid: int
     at_s: float
-    how: str
+    how: str  # the reader, e.g. ``py-spy --nonblocking``
     threads: tuple[Thread, ...]
     native: bool = False
-    leads: int = 0
+    leads: int = 0  # kernel id of the thread that runs the script; 0: the process's first thread
 
     @property
     def main_thread(self) -> Thread | None:
-        """The thread that runs the script: by its kernel id, else the one called MainThread, else None."""
+        """Returns the thread that runs the script: by its kernel id, else the one named MainThread, else None."""
         for thread in self.threads:
             if thread.os_tid == (self.leads or self.pid):
                 return thread
@@ -88,8 +79,9 @@ class StackSample(Record, frozen=True):
 
 
 class OtherEnd(Record, frozen=True):
-    """A process that has the other end of a pipe or a connection. Of a pipe in which a thread waits to write, that is
-    one that can read from it; and the other way round.
+    """A process at the other end of a pipe or connection.
+
+    If a thread waits to write to a pipe, that is a process that can read from it, and vice versa.
     """
 
     pid: int
@@ -97,83 +89,45 @@ class OtherEnd(Record, frozen=True):
 
 
 class ThreadState(Record, frozen=True):
-    """One kernel thread from ``/proc/<pid>/task/<tid>``.
-
-    - ``state``: the letter in ``stat`` (R S D T t Z X)
-    - ``syscall``: the x86-64 or aarch64 number; None if the thread is running or the number is unreadable
-    - ``syscall_name``: its name if it matters (read, write, futex, ...)
-    - ``fd``: the first argument of a call that takes a descriptor
-    - ``fd_target``: what the descriptor points at (``pipe:[123]``, a path, ...)
-    - ``cpu_ms``: user and system time used so far
-    - ``io_bytes``: bytes read and written so far (rchar + wchar)
-    - ``written_bytes``: those written; neither counts ``recv`` and ``send``
-    - ``queued_ms``: time spent runnable but waiting for a core so far; None if the kernel does not report it
-    - ``slices``: how often it was given a core so far; None if the kernel does not report it
-    - ``ends_s``: when the call times out at the latest (CLOCK_MONOTONIC); None without a readable timeout
-    - ``locked_by``: the process that holds the file lock which the call waits for; ``fd_target`` tells people as well
-    - ``lock_sharers``: further processes that have that lock, as a child that inherits the open file does, or
-      the socket that the call is on
-    - ``times_out``: the socket that the call is on has a time limit of its own (SO_RCVTIMEO), or that can't be read
-    - ``inode``: of the pipe or socket behind ``fd``
-    - ``ends``: who has the other end of it, the process itself included; None where that was not looked for
-    - ``ends_closed``: as far as descriptors tell, nobody out of sight can have been given such an end, or the lock
-    - ``child``: the process for whose end the call waits
-    - ``rests_in``: whose wait it is: a ``lock`` of Python's, ``gil``, or that of a file (``libtorch_cpu.so``)
-    - ``libraries``: files whose code its native stack leads through, unless it rests in a lock of Python's; ``?``
-      among them: perhaps others as well
-    - ``futex_file``: device and inode of the mapped file in which the futex lies that it waits at, if other processes
-      can wake it
-    - ``rested_s``: for how long it has not run, as far as the counters since an earlier look tell; None: they don't
-    """
+    """One kernel thread from ``/proc/<pid>/task/<tid>``."""
 
     tid: int
     name: str
-    state: str
+    state: str  # the letter in ``stat`` (R S D T t Z X)
     wchan: str = ""
-    syscall: int | None = None
-    syscall_name: str = ""
-    fd: int | None = None
-    fd_target: str = ""
-    cpu_ms: int = 0
-    io_bytes: int | None = None
-    written_bytes: int | None = None
-    queued_ms: int | None = None
-    slices: int | None = None
-    ends_s: float | None = None
-    locked_by: int | None = None
-    lock_sharers: tuple[int, ...] = ()
-    times_out: bool = False
-    inode: int | None = None
-    ends: tuple[OtherEnd, ...] | None = None
-    ends_closed: bool = False
-    child: int | None = None
-    rests_in: str = ""
-    libraries: tuple[str, ...] = ()
-    futex_file: str = ""
-    rested_s: float | None = None
+    syscall: int | None = None  # the x86-64 or aarch64 number; None if the thread runs or the number is unreadable
+    syscall_name: str = ""  # if it matters (read, write, futex, ...)
+    fd: int | None = None  # first argument of a call that takes a descriptor
+    fd_target: str = ""  # target of the descriptor (``pipe:[123]``, a path, ...)
+    cpu_ms: int = 0  # user and system time so far
+    io_bytes: int | None = None  # bytes read and written so far (rchar + wchar), without ``recv`` and ``send``
+    written_bytes: int | None = None  # the written part of them
+    queued_ms: int | None = None  # time spent runnable but waiting for a core; None if the kernel doesn't report it
+    slices: int | None = None  # number of times it was given a core; None if the kernel doesn't report it
+    ends_s: float | None = None  # latest time at which the call times out; None without a readable timeout
+    locked_by: int | None = None  # process that holds the file lock that the call waits for
+    lock_sharers: tuple[int, ...] = ()  # further processes with that lock, or with the socket that the call is on
+    times_out: bool = False  # the call's socket has a timeout (SO_RCVTIMEO), or its timeout is unreadable
+    inode: int | None = None  # of the pipe or socket behind ``fd``
+    ends: tuple[OtherEnd, ...] | None = None  # processes at its other end, this one included; None: not looked for
+    ends_closed: bool = False  # descriptors show that no invisible process has such an end, or the lock
+    child: int | None = None  # process for whose end the call waits
+    rests_in: str = ""  # owner of its wait: a Python ``lock``, ``gil``, or a file (``libtorch_cpu.so``)
+    libraries: tuple[str, ...] = ()  # files in its native stack unless it rests in a Python lock; ``?``: incomplete
+    futex_file: str = ""  # device and inode of the mapped file with its futex, if other processes can wake it
+    rested_s: float | None = None  # time without running since an earlier look, by its counters; None: unknown
 
 
 class FileLock(Record, frozen=True):
-    """An exclusive lock on a file that some process has open, or asks for. ``pid``: who holds it, which may be that
-    process. ``program``: of another holder, what it runs and since when, in brackets.
-    """
+    """An exclusive lock on a file that some process has open, or waits for."""
 
     path: str
-    pid: int
-    program: str = ""
+    pid: int  # the holder, possibly that process itself
+    program: str = ""  # what another holder runs and since when, in brackets
 
 
 class ProcessState(Record, frozen=True):
-    """One process at one moment. ``pid`` and ``start_ticks`` (field 22 of ``stat``) together identify a process.
-
-    ``throttled_ms``: how long CPU limits have throttled its control groups so far. ``locks``: the file locks that it
-    holds, and, while its main thread sleeps as if it asked for one repeatedly, the locks of others on files that it
-    has open. ``wait_status``: of a zombie; 0 where it exited cleanly, and where that is not to be seen.
-    ``handles_signals``: a timer, or somebody outside, may end a wait of its main thread (SIGALRM, SIGUSR1, ...);
-    ``handles_termination``: SIGTERM may, unless its handler is the beacon's or torch's; ``handles_child_ends``: the end
-    of a child of its may (SIGCHLD). ``is_fork``: a child that runs no other program than its rank (it has the rank's
-    page mapped), and has no POSIX timer.
-    """
+    """One process at one moment. ``pid`` and ``start_ticks`` (field 22 of ``stat``) together identify a process."""
 
     pid: int
     ppid: int
@@ -185,13 +139,14 @@ class ProcessState(Record, frozen=True):
     threads: tuple[ThreadState, ...] = ()
     rss_bytes: int = 0
     frozen: bool = False  # its cgroup is frozen
-    throttled_ms: int = 0
+    throttled_ms: int = 0  # time for which CPU limits have throttled its cgroups so far
+    # Locks that it holds and, while its main thread sleeps as if it retried a lock, others' locks on its open files.
     locks: tuple[FileLock, ...] = ()
-    wait_status: int = 0
-    handles_signals: bool = False
-    handles_termination: bool = False
-    handles_child_ends: bool = False
-    is_fork: bool = False
+    wait_status: int = 0  # of a zombie; 0 if it exited cleanly, or if the status isn't visible
+    handles_signals: bool = False  # a timer or another process can end its main thread's wait (SIGALRM, SIGUSR1)
+    handles_termination: bool = False  # so can SIGTERM, with a handler other than the beacon's or torch's
+    handles_child_ends: bool = False  # so can the end of a child (SIGCHLD)
+    is_fork: bool = False  # a child that runs its rank's program (it maps the rank's page) and has no POSIX timer
     note: str = ""  # why a field above is missing
     leads: int = 0  # as in ``StackSample``
 
@@ -201,12 +156,9 @@ class ProcessState(Record, frozen=True):
 
 
 class ProcessEvidence(Record, frozen=True):
-    """All samples of one process: its states and stacks, oldest first.
+    """All samples of one process: its states and stacks, oldest first."""
 
-    ``role``: ``main`` for the rank itself, ``dataloader worker``, or ``child`` for any other child.
-    """
-
-    role: str
+    role: str  # ``main`` for the rank itself, ``dataloader worker``, or ``child`` for any other child
     states: tuple[ProcessState, ...] = ()
     stacks: tuple[StackSample, ...] = ()
 
@@ -218,51 +170,41 @@ class ProcessEvidence(Record, frozen=True):
 # --- Flight Recorder --------------------------------------------------------------------------------------------------
 
 
-UNKNOWN_SIZES = ((-1,),)  # stands for sizes that the record does not give in readable form
+UNKNOWN_SIZES = ((-1,),)  # if the record has no readable sizes
 
 
 class Collective(Record, frozen=True):
-    """One Flight Recorder entry.
+    """One Flight Recorder entry."""
 
-    - ``group``: the process group's name as the entry gives it (``"0"``, ...)
-    - ``seq``: the group's collective sequence number; ``p2p_seq`` is the one for sends and receives
-    - ``op``: the operation with its backend prefix (``gloo:all_reduce``)
-    - sizes: as recorded, outermost tensor list first
-    - ``completed``: ``state == "completed"``, or ``retired`` if the backend asks no device. An NCCL entry that is
-      retired without being completed has timed out.
-    - ``created_ns``: CLOCK_REALTIME
-    - ``frames``: innermost first, empty in dumps without stacks
-    - ``timeout_ms``: 0 = unknown
-    - ``thread``: who called, as ``Thread.ident``; 0 = unknown
-    """
-
-    group: str
-    seq: int
-    op: str
+    group: str  # name of the process group in the entry (``"0"``, ...)
+    seq: int  # the group's sequence number of collectives
+    op: str  # operation with its backend prefix (``gloo:all_reduce``)
+    # ``state == "completed"``, or ``retired`` if the backend uses no device. An NCCL entry that is retired but not
+    # completed has timed out.
     completed: bool
     state: str = ""
     description: str = ""
     is_p2p: bool = False
-    p2p_seq: int = 0
+    p2p_seq: int = 0  # the group's sequence number of sends and receives
     record_id: int = 0
-    input_sizes: tuple[tuple[int, ...], ...] = ()
+    input_sizes: tuple[tuple[int, ...], ...] = ()  # as recorded, outermost tensor list first
     input_dtypes: tuple[str, ...] = ()
     output_sizes: tuple[tuple[int, ...], ...] = ()
     output_dtypes: tuple[str, ...] = ()
-    created_ns: int = 0
+    created_ns: int = 0  # CLOCK_REALTIME
     started: bool | None = None
-    timeout_ms: int = 0
-    frames: tuple[Frame, ...] = ()
-    thread: int = 0
+    timeout_ms: int = 0  # 0: unknown
+    frames: tuple[Frame, ...] = ()  # innermost first; empty in dumps without stacks
+    thread: int = 0  # ``Thread.ident`` of the caller; 0: unknown
 
     @property
     def by_gloo(self) -> bool:
-        """Of the backend that uses no device: who has called it waits for it in the call, or in its ``Work``."""
+        """Returns whether its backend uses no device, so that the caller waits in the call or in its ``Work``."""
         return self.op.startswith("gloo:")
 
 
 class GroupStatus(Record, frozen=True):
-    """Last sequence numbers of one process group on one rank. -1: the backend does not report it."""
+    """Last sequence numbers of one process group on one rank. -1: the backend doesn't report it."""
 
     last_enqueued: int = -1
     last_started: int = -1
@@ -270,33 +212,21 @@ class GroupStatus(Record, frozen=True):
 
 
 class FlightRecord(Record, frozen=True):
-    """One rank's Flight Recorder. ``groups`` maps a group's name to its global ranks if the dump lists them.
-
-    ``entries`` is oldest first: a tuple or a :class:`~safelaunch.model.entries.Entries`. ``damaged`` names the fields
-    in which the dump holds values that no torch writes. Those fields keep their defaults. ``library``: the version of
-    NCCL, as NCCL gives it.
-    """
+    """One rank's Flight Recorder."""
 
     version: str
-    entries: Sequence[Collective] = ()
-    groups: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    entries: Sequence[Collective] = ()  # oldest first: a tuple or a :class:`~safelaunch.model.entries.Entries`
+    groups: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)  # name -> global ranks, if listed
     status: dict[str, GroupStatus] = msgspec.field(default_factory=dict)
-    damaged: tuple[str, ...] = ()
-    library: str = ""
+    damaged: tuple[str, ...] = ()  # fields with values that no torch writes; they keep their defaults
+    library: str = ""  # version of NCCL, as NCCL gives it
 
 
 # --- a rank -----------------------------------------------------------------------------------------------------------
 
 
 class Progress(Record, frozen=True):
-    """A rank's progress page. ``*_ns`` are CLOCK_MONOTONIC of its host; 0 = never.
-
-    ``step``: the user's own count if the script calls ``safelaunch.step()``, else the highest count over optimizers.
-    None before the first step. ``state``: ``started`` | ``torch`` (imported) | ``exception`` | ``exited``.
-    ``returned_ns``: its function returned, and the process lives on to hand over the result (``safelaunch.launch``).
-    ``sets_timers``: it, or a process forked from it, may have set a timer (``alarm``) that ends it.
-    ``history``: some of its steps as the supervisor saw them, oldest first: when each was marked, and its number.
-    """
+    """A rank's progress page. ``*_ns`` are CLOCK_MONOTONIC of its host; 0: never."""
 
     rank: int
     local_rank: int
@@ -304,8 +234,8 @@ class Progress(Record, frozen=True):
     attempt: int
     pid: int
     start_ticks: int
-    state: str
-    step: int | None = None
+    state: str  # ``started`` | ``torch`` (imported) | ``exception`` | ``exited``
+    step: int | None = None  # count of ``safelaunch.step()`` if used, else the highest count of an optimizer
     optimizer_steps: tuple[int, ...] = ()
     claimed_ns: int = 0
     first_step_ns: int = 0
@@ -317,69 +247,56 @@ class Progress(Record, frozen=True):
     paused: bool = False
     exception_ns: int = 0
     exit_ns: int = 0
-    returned_ns: int = 0
-    sets_timers: bool = True
-    history: tuple[tuple[int, int], ...] = ()
+    returned_ns: int = 0  # its function returned, and the process lives on to pass the result (``safelaunch.launch``)
+    sets_timers: bool = True  # it, or a process forked from it, might have set a timer (``alarm``) that ends it
+    history: tuple[tuple[int, int], ...] = ()  # some steps, oldest first: time of the mark, and number
 
     def mean_step_s(self, steps: int) -> float:
-        """The seconds of each of the first ``steps`` but the very first, with which the clock begins."""
+        """Returns the mean seconds of the first ``steps``, except the very first, with which the clock begins."""
         return (self.last_step_ns - self.first_step_ns) / 1e9 / max(1, steps - 1)
 
 
 class EarlierException(Record, frozen=True):
-    """An exception from which a later one came. ``frames``: innermost first, from its own line to the handler's.
-
-    ``explicit``: the later one was raised ``from`` it; else it was raised while this one was handled.
-    """
+    """An exception that led to a later one."""
 
     type: str
     message: str
-    frames: tuple[Frame, ...] = ()
-    explicit: bool = False
+    frames: tuple[Frame, ...] = ()  # innermost first, from the line that raised it to the handler's
+    explicit: bool = False  # the later one was raised ``from`` it, rather than while it was being handled
 
 
 class RankException(Record, frozen=True):
-    """The first uncaught exception of a rank, recorded by its beacon.
-
-    ``time_unix_s`` is CLOCK_REALTIME. ``frames`` is innermost first. ``text`` is the traceback as printed.
-    ``earlier``: the exceptions from which it came, the first one first.
-    """
+    """The first uncaught exception of a rank, recorded by its beacon."""
 
     type: str
     message: str
     time_unix_s: float
-    frames: tuple[Frame, ...] = ()
-    text: str = ""
-    earlier: tuple[EarlierException, ...] = ()
+    frames: tuple[Frame, ...] = ()  # innermost first
+    text: str = ""  # the traceback as printed
+    earlier: tuple[EarlierException, ...] = ()  # exceptions that led to it, the first one first
 
 
 class CaughtException(Record, frozen=True):
-    """An exception that the user's own code caught. ``message`` is empty unless its first argument is a string.
-
-    ``raised``: the innermost user frame of its traceback. ``caught``: the handler's line.
-    """
+    """An exception that the user's own code caught."""
 
     type: str
-    message: str
+    message: str  # empty unless its first argument is a string
     time_unix_s: float
-    raised: Frame
-    caught: Frame
+    raised: Frame  # innermost user frame of its traceback
+    caught: Frame  # line of the handler
 
 
 class FatalError(Record, frozen=True):
-    """What faulthandler wrote at a fatal signal. ``message``: its name for the signal (``Segmentation fault``).
+    """The report of faulthandler at a fatal signal."""
 
-    ``frames``, innermost first, belong to the thread that received the signal, or to the main thread if that one runs
-    no Python. ``threads``: those of all threads that run Python.
-    """
-
-    message: str
+    message: str  # its name for the signal (``Segmentation fault``)
+    # Frames, innermost first, of the thread that received the signal, or of the main thread if that one runs no Python.
     frames: tuple[Frame, ...] = ()
-    threads: tuple[tuple[Frame, ...], ...] = ()
+    threads: tuple[tuple[Frame, ...], ...] = ()  # the frames of every thread that runs Python
 
 
 class ExitCall(Record, frozen=True):
-    """The last call of ``sys.exit`` or ``os._exit`` (``function``). ``frames``: the caller's, innermost first."""
+    """The last call of ``sys.exit`` or ``os._exit`` (``function``), with the caller's frames, innermost first."""
 
     function: str
     code: int
@@ -387,131 +304,95 @@ class ExitCall(Record, frozen=True):
 
 
 class MemoryKills(Record, frozen=True):
-    """Signs that the kernel's out-of-memory killer was active while the job ran.
+    """Signs that the kernel's out-of-memory killer was active while the job ran."""
 
-    ``kernel_line``: the line of the kernel log that names this process, if any. ``cgroup``, ``node``: how many
-    processes it killed in the job's control group and on this node. None: the kernel does not count.
-    """
-
-    kernel_line: str = ""
-    cgroup: int | None = None
-    node: int | None = None
+    kernel_line: str = ""  # line of the kernel log that names this process
+    cgroup: int | None = None  # processes killed in the job's cgroup; None: the kernel doesn't count them
+    node: int | None = None  # processes killed on this node
 
 
 class RankExit(Record, frozen=True):
-    """How a rank's process ended, from the torchrun agent that reaped it.
+    """How a rank's process ended, from the torchrun agent that reaped it."""
 
-    ``returncode`` follows ``subprocess``: a negative value is a signal number. ``before_close``: the process ended
-    before the agent began to stop the others, so the agent did not cause it. ``time_unix_s``: when the agent noticed.
-    ``file``: that says so.
-    """
-
-    returncode: int
-    time_unix_s: float
-    before_close: bool = True
-    file: str = "launch.json"
+    returncode: int  # as in ``subprocess``: a negative value is a signal number
+    time_unix_s: float  # when the agent noticed
+    before_close: bool = True  # it ended before the agent began to stop the others, so the agent isn't the cause
+    file: str = "launch.json"  # file of the bundle with this information
 
 
 class Allocations(Record, frozen=True):
-    """Live blocks of the memory of a GPU: ``count`` of them, ``size`` bytes together, allocated at one place.
+    """Live blocks of GPU memory that were allocated at the same place."""
 
-    ``frames`` is innermost first; empty if no history was kept: then they are blocks of one size.
-    """
-
-    size: int
+    size: int  # bytes in total
     count: int
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[Frame, ...] = ()  # innermost first; empty without a history: then the blocks have the same size
 
 
 class DeviceMemory(Record, frozen=True):
-    """Where the memory of a GPU was when a rank ran out of it, in bytes; None: not known.
+    """The memory of a GPU at the moment when a rank ran out of it, in bytes. None: unknown."""
 
-    - ``device``: the rank's own number of the GPU
-    - ``asked``, ``total``, ``free``: of the allocation that failed
-    - ``allocated``: in tensors, ``peak`` at most; ``reserved``: by torch, and ``largest_free`` the largest piece of it
-      without a tensor; ``retries``: how often torch had to give its cached memory back to go on
-    - ``largest``: the largest live block; ``blocks``: by place, the largest first
-    - ``sharded``: of models that are sharded in part, this rank's shards; ``whole``: their parameters that it holds
-      whole, the largest of which are ``whole_names``; None for other models
-    - ``at_allocation``: taken where the allocation failed, not when the exception had ended the script
-    - ``snapshot``: the allocator's own was written, too
-    """
-
-    device: int = -1
-    asked: int | None = None
+    device: int = -1  # the rank's own number of the GPU
+    asked: int | None = None  # size of the failed allocation
     total: int | None = None
     free: int | None = None
-    allocated: int | None = None
-    reserved: int | None = None
-    peak: int | None = None
-    retries: int | None = None
-    largest: int | None = None
-    largest_free: int | None = None
-    blocks: tuple[Allocations, ...] = ()
-    sharded: int | None = None
-    whole: int | None = None
-    whole_names: tuple[str, ...] = ()
-    at_allocation: bool = False
-    snapshot: bool = False
+    allocated: int | None = None  # in tensors
+    reserved: int | None = None  # by torch
+    peak: int | None = None  # maximum of ``allocated``
+    retries: int | None = None  # number of times torch had to release its cache to continue
+    largest: int | None = None  # largest live block
+    largest_free: int | None = None  # largest reserved piece without a tensor
+    blocks: tuple[Allocations, ...] = ()  # by place, the largest first
+    sharded: int | None = None  # of partly sharded models: this rank's shards; None for other models
+    whole: int | None = None  # parameters of such models that aren't sharded
+    whole_names: tuple[str, ...] = ()  # the largest of these parameters
+    at_allocation: bool = False  # taken when the allocation failed, not when the exception had ended the script
+    snapshot: bool = False  # the allocator's snapshot was written, too
 
 
 class HandledException(Record, frozen=True):
-    """An exception that a thread is handling: it is in an ``except`` or a ``finally``. ``thread``: ``Thread.ident``.
+    """An exception that a thread is handling: it is in an ``except`` or a ``finally``."""
 
-    ``message`` is empty unless its first argument is a string. ``frames`` is innermost first.
-    """
-
-    thread: int
+    thread: int  # ``Thread.ident``
     type: str
-    message: str = ""
-    frames: tuple[Frame, ...] = ()
+    message: str = ""  # empty unless its first argument is a string
+    frames: tuple[Frame, ...] = ()  # innermost first
 
 
 class Posted(Record, frozen=True):
-    """A send to ``peer``, or a receive from it, of the batch (``P2POp``) that a thread is at.
+    """A send or receive of the batch (``P2POp``) that a thread is executing."""
 
-    ``thread``: Python's own number of it.
-    """
-
-    thread: int
+    thread: int  # ``Thread.ident``
     sends: bool
     peer: int
     tag: int = 0
 
 
 class NcclLog(Record, frozen=True):
-    """What NCCL warned of in a process, oldest first. ``file``: where the bundle has its log."""
+    """The warnings of NCCL in a process, oldest first."""
 
-    file: str
+    file: str  # its log in the bundle
     warnings: tuple[str, ...] = ()
 
 
 class GilTest(Record, frozen=True):
-    """Two requests to the worker server: ``ping`` needs no GIL, ``python`` (a Python handler) does.
+    """Answers of a rank's worker server to a request without the GIL and to one that needs it.
 
-    None: not sent, or the server was not up. ``ping`` True and ``python`` False means that a thread holds the GIL.
-    The Python handler tells of more: ``handling``; ``groups``, the ranks of each process group that the rank is in, by
-    its name; ``groups_made``: how many the rank has made, with those that it is not in; ``posted``: the sends and
-    receives of the batches that threads are at; ``batches``: the batch size of each DataLoader, by its variable;
-    ``called``: the description of each process group, by its name, in the order in which the groups were made;
-    ``foreign_backend``: the backend of some group is not of torch's own; ``stores``: the address of the store by which
-    the ranks of each group found each other, by the group's name; ``handlers``: the signals for which the script has a
-    handler of its own; ``torch``: the directory of the imported torch, as frames and as
-    the kernel name it.
+    ``ping`` True and ``python`` False mean that a thread holds the GIL. The other fields are what the Python handler
+    reported.
     """
 
-    ping: bool | None = None
-    python: bool | None = None
+    ping: bool | None = None  # needs no GIL; None: not sent, or the server wasn't up
+    python: bool | None = None  # a Python handler, which needs the GIL
     handling: tuple[HandledException, ...] = ()
-    groups: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
-    groups_made: int | None = None
+    groups: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)  # name -> ranks, of the rank's groups
+    groups_made: int | None = None  # groups that the rank created, including those that it isn't in
     posted: tuple[Posted, ...] = ()
-    batches: dict[str, int] = msgspec.field(default_factory=dict)
-    called: dict[str, str] = msgspec.field(default_factory=dict)
-    foreign_backend: bool = False
-    stores: dict[str, str] = msgspec.field(default_factory=dict)
-    handlers: tuple[int, ...] | None = None
-    torch: tuple[str, ...] = ()
+    batches: dict[str, int] = msgspec.field(default_factory=dict)  # variable of a DataLoader -> batch size
+    called: dict[str, str] = msgspec.field(default_factory=dict)  # group -> description, in order of creation
+    foreign_backend: bool = False  # some group has a backend that isn't torch's
+    stores: dict[str, str] = msgspec.field(default_factory=dict)  # group -> address of the store of its rendezvous
+    handlers: tuple[int, ...] | None = None  # signals for which the script has a handler
+    torch: tuple[str, ...] = ()  # directory of the imported torch, as frames and as the kernel name it
 
 
 class RankFile(Record, frozen=True, kw_only=True):
@@ -524,14 +405,14 @@ class RankFile(Record, frozen=True, kw_only=True):
     exit: RankExit | None = None
     fatal: FatalError | None = None
     memory_kills: MemoryKills = MemoryKills()
-    deaths: tuple[str, ...] = ()  # lines of the kernel log on processes that may have been its children
-    gpu_errors: tuple[str, ...] = ()  # lines of the kernel log on errors (Xid) of its GPU, or of its work on one
+    deaths: tuple[str, ...] = ()  # lines of the kernel log about processes that might have been its children
+    gpu_errors: tuple[str, ...] = ()  # lines of the kernel log about errors (Xid) of its GPU, or of its work on one
     beacon: bool = True  # False: the rank runs without safelaunch's sitecustomize (python -I, a cleared PYTHONPATH)
     code_roots: tuple[str, ...] = ()  # directories of the standard library and installed packages in the rank
-    gpu: str = ""  # its device's number or UUID, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK
+    gpu: str = ""  # number or UUID of its device, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK
     nccl_log: NcclLog | None = None
-    batch: int | None = None  # that its DataLoader gave it, seen at the first step
-    device: int | None = None  # the number of the CUDA device on which it computed then, where it has a choice
+    batch: int | None = None  # size of the batch from its DataLoader at the first step
+    device: int | None = None  # CUDA device on which it computed then, if it had a choice
 
     @staticmethod
     def of(rank: RankEvidence) -> RankFile:
@@ -539,12 +420,12 @@ class RankFile(Record, frozen=True, kw_only=True):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All of it under the names that :class:`RankEvidence` has for the same."""
+        """Returns all fields by name, which :class:`RankEvidence` has as well."""
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
 
 class RankEvidence(RankFile, frozen=True, kw_only=True):
-    """Everything collected from one rank. Any part may be missing, for a reason that the manifest gives."""
+    """Everything collected from one rank. Any part can be missing, for a reason that the manifest gives."""
 
     rank: int
     host: str
@@ -560,7 +441,7 @@ class RankEvidence(RankFile, frozen=True, kw_only=True):
     device_memory: DeviceMemory | None = None
 
 
-# The records of a rank's own, in ``ranks/<rank>/``: the file of each is called as its field.
+# The further records of a rank in ``ranks/<rank>/``: the name of each file is its field's.
 OWN_RECORDS: dict[str, Any] = {
     "exception": RankException,
     "exit_call": ExitCall,

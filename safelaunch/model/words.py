@@ -1,4 +1,4 @@
-"""How ranks, durations, rates and sizes are written for people, and ranks read back."""
+"""Formats ranks, durations, rates and sizes for people, and parses ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def rank_words(ranks: Iterable[int] | str) -> str:
-    """``rank 3``, ``ranks 0-2,5``, ``ranks 0,7,9 and 96 more``. ``ranks``: numbers, or what ``format_ranks`` made."""
+    """Returns ``rank 3`` or ``ranks 0,7,9 and 96 more``, from numbers or the result of ``format_ranks``."""
     text = ranks if isinstance(ranks, str) else format_ranks(ranks)
     parts = text.split(",")
     if len(parts) > _MOST_RANGES:
         try:
             left = f"{len(ranks_in(','.join(parts[_SHOWN_RANGES:])))} more"
-        except ValueError:  # somebody else's text
+        except ValueError:  # another text
             left = "others"
         text = f"{','.join(parts[:_SHOWN_RANGES])} and {left}"
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
@@ -35,7 +35,7 @@ _MOST_RANGES, _SHOWN_RANGES = 16, 8  # in a sentence
 
 
 def ranks_in(text: str) -> tuple[int, ...]:
-    """``0-3,5`` as numbers; empty for an empty text. Raises ValueError for anything else."""
+    """Returns the numbers in ``0-3,5``; empty for an empty text. Raises ValueError for anything else."""
     found: set[int] = set()
     for part in text.split(",") if text else ():
         first, dash, last = part.partition("-")
@@ -49,14 +49,14 @@ def ranks_in(text: str) -> tuple[int, ...]:
 
 
 def duration(seconds: float) -> str:
-    """``2 ms``, ``0.05 s``, ``1.2 s``, ``70 s``."""
+    """Returns ``2 ms``, ``0.05 s``, ``1.2 s``, ``70 s``."""
     if seconds < 0.01:
         return f"{max(1.0, 1000 * seconds):.0f} ms"
     return f"{round(seconds, 2):.2g} s" if seconds < 9.95 else f"{seconds:.0f} s"
 
 
 def rate(steps_per_s: float) -> str:
-    """``12.3/s``; slow jobs by the minute or the hour."""
+    """Returns ``12.3/s``; of slow jobs by the minute or the hour."""
     if steps_per_s <= 0:
         return "0/s"
     units = {"s": 1, "min": 60, "h": 3600}
@@ -66,7 +66,7 @@ def rate(steps_per_s: float) -> str:
 
 
 def since(seconds: float) -> str:
-    """``0.3s``, ``42s``, ``3m12s``, ``2h05m``, ``3d04h``."""
+    """Returns ``0.3s``, ``42s``, ``3m12s``, ``2h05m``, ``3d04h``."""
     whole = int(seconds)
     if seconds < 9.95:
         return f"{max(seconds, 0.0):.1f}s"
@@ -80,5 +80,5 @@ def since(seconds: float) -> str:
 
 
 def size(number: float) -> str:
-    """Bytes as ``1.5 GiB``, ``512 MiB``."""
+    """Returns bytes as ``1.5 GiB``, ``512 MiB``."""
     return f"{number / (1 << 30):.1f} GiB" if number >= 1 << 30 else f"{number / (1 << 20):.0f} MiB"

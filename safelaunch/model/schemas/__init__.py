@@ -1,7 +1,7 @@
-"""JSON Schemas (2020-12) of the documents that programs read: two files, and what each ``--json`` prints.
+"""JSON Schemas (2020-12) of the documents that programs read: two files, and the output of each ``--json``.
 
 They are files of this package, or of the add-on that writes the document. ``scripts/build/schemas.py`` makes them from
-the records that the documents are written from.
+the records of the documents.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMES = (
 
 
 def path(document: str) -> Path:
-    """The file of the schema of ``verdict.json`` or any other of ``NAMES``. Raises KeyError for other documents."""
+    """Returns the schema file of ``verdict.json`` or another of ``NAMES``. Raises KeyError for other documents."""
     if document not in NAMES:
         raise KeyError(document)
     addon = addons.SCHEMAS.get(document)
