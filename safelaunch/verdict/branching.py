@@ -15,17 +15,17 @@ from safelaunch.verdict import suggestions
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Finding, stacks_of_waiters
 from safelaunch.verdict.guarding import MOST_NAMED, by_stack, whereabouts
-from safelaunch.verdict.own_words import says_why
+from safelaunch.verdict.own_words import explains_itself
 from safelaunch.verdict.phrases import capital, ranks_do, ranks_word
 from safelaunch.verdict.rank_state import CaseFacts
 
-_OF_A_LOOP = {Doubt.ROUND_UNKNOWN, Doubt.HABIT_ALONE}  # the finding already speaks of the loop around the ranks
+_ABOUT_LOOP = {Doubt.ROUND_UNKNOWN, Doubt.HABIT_ALONE}  # the finding already speaks of the loop around the ranks
 
 
 RankSide = tuple[Sequence[Frame], Sequence[int]]  # the user's frames, innermost first, and the ranks with them
 
 
-def parted(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
+def diverging_conditions(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Yields conditions that only one of two sides passed, starting with the side at fault.
 
     If conditions on the round are all there is, the side in the later round has made fewer calls. If there is no
@@ -47,13 +47,13 @@ def parted(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     if branching is None:
         loop = loop_of_both(first_side, second_side, facts.read_source)
         if loop is not None:
-            yield _of_other_items(facts, *loop)
+            yield _different_items(facts, *loop)
         return
-    ended = None if _OF_A_LOOP & {*finding.doubts} else _in_another_round(facts, branching, sides)
+    ended = None if _ABOUT_LOOP & {*finding.doubts} else _loop_ended(facts, branching, sides)
     if ended is not None:
         yield ended[1]
     parts = [
-        [guard for guard in way if _may_part(facts, guard, waits) and (ended is None or ended[0].has(guard))]
+        [guard for guard in way if _can_differ(facts, guard, waits) and (ended is None or ended[0].has(guard))]
         for way in branching.ways
     ]
     later = [n for n, way in enumerate(branching.ways) if any(guard.by_round for guard in way)]
@@ -62,7 +62,7 @@ def parted(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
         words = " and ".join(f"`{guard.words}`" for guard in deciding)
         yield Annotation(f"Which way a rank goes depends on {words}.", advice=advice)
     elif ended is None and len(later) == 1:
-        yield from _in_a_later_round(facts, branching, sides, later[0])
+        yield from _later_round(facts, branching, sides, later[0])
 
 
 def _sides(facts: CaseFacts, finding: Finding, stacks: Mapping[int, Sequence[Frame]]) -> Sequence[RankSide]:
@@ -86,7 +86,7 @@ def _sides(facts: CaseFacts, finding: Finding, stacks: Mapping[int, Sequence[Fra
         if not rest:
             return ()
     rest = sorted(rest, key=lambda side: -len(side[1]))
-    return [*odd, rest[0]] if len(odd) == 1 and rest and not any(says_why(facts, rank) for rank in named) else ()
+    return [*odd, rest[0]] if len(odd) == 1 and rest and not any(explains_itself(facts, rank) for rank in named) else ()
 
 
 def _in_several_groups(facts: CaseFacts, ranks: Iterable[int]) -> bool:
@@ -98,11 +98,11 @@ def _members_of_waits(facts: CaseFacts, ranks: Iterable[int]) -> frozenset[int]:
     return frozenset[int]().union(*(facts.alignment.members(str(wait.group))[0] for wait in waits))
 
 
-def _may_part(facts: CaseFacts, guard: Guard, ranks: Iterable[int]) -> bool:
+def _can_differ(facts: CaseFacts, guard: Guard, ranks: Iterable[int]) -> bool:
     return not guard.by_round and any(guard.admits(whereabouts(facts, rank)) is None for rank in ranks)
 
 
-def _of_other_items(facts: CaseFacts, loop: Guard, around: Sequence[Frame]) -> Annotation:
+def _different_items(facts: CaseFacts, loop: Guard, around: Sequence[Frame]) -> Annotation:
     skips = ways_around(around, loop.line, facts.read_source)
     text = (
         f"Both sides come from one line of `{loop.words}`: they iterate over different items, or in a different order"
@@ -110,7 +110,7 @@ def _of_other_items(facts: CaseFacts, loop: Guard, around: Sequence[Frame]) -> A
     return Annotation(f"{text}{f' ({skips[0]})' if skips else ''}.", advice=frozenset({suggestions.OTHER_ITEMS}))
 
 
-def _in_another_round(
+def _loop_ended(
     facts: CaseFacts, branching: Parting, sides: Sequence[RankSide]
 ) -> tuple[SourceLoop, Annotation] | None:
     """Explains sides that diverged as a loop ended for one of them: the other makes that side's last call again.
@@ -125,7 +125,7 @@ def _in_another_round(
         if (
             len(loops) == 1
             and not branching.ways[1 - side]
-            and _run(facts, ranks[0], way, 0) > _run(facts, peers[0], way, 1) > 0
+            and _calls_in_a_row(facts, ranks[0], way, 0) > _calls_in_a_row(facts, peers[0], way, 1) > 0
         ):
             text = f"{capital(ranks_do(peers, 'has', 'have'))} called last from {fr.place(way[0])}, too: the loop at "
             text += f"{loops[0].place} has ended there, and continues for {ranks_word(ranks)}"
@@ -133,7 +133,7 @@ def _in_another_round(
     return None
 
 
-def _run(facts: CaseFacts, rank: int, way: Sequence[Frame], before: int) -> int:
+def _calls_in_a_row(facts: CaseFacts, rank: int, way: Sequence[Frame], before: int) -> int:
     """Returns how many calls in a row the rank made from this place, in any group; 0 if records don't show it.
 
     Args:
@@ -149,9 +149,7 @@ def _run(facts: CaseFacts, rank: int, way: Sequence[Frame], before: int) -> int:
     return len(list(takewhile(lambda stack: stack == spots, made)))
 
 
-def _in_a_later_round(
-    facts: CaseFacts, branching: Parting, sides: Sequence[RankSide], later: int
-) -> Iterator[Annotation]:
+def _later_round(facts: CaseFacts, branching: Parting, sides: Sequence[RankSide], later: int) -> Iterator[Annotation]:
     """Explains sides that should meet under the same number, one of them in a later round.
 
     Yields nothing if a library makes a call in between, under its own conditions.

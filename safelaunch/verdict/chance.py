@@ -10,7 +10,7 @@ from safelaunch.stacks.guards import way_to
 from safelaunch.verdict import suggestions
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Finding, GuardedCall, stacks_of_waiters
-from safelaunch.verdict.own_words import says_why
+from safelaunch.verdict.own_words import explains_itself
 from safelaunch.verdict.phrases import by_place
 from safelaunch.verdict.rank_state import CaseFacts
 
@@ -18,7 +18,7 @@ _MOST_RANKS = 1 << 14  # largest job whose patterns are listed: costs ranks time
 CHANCE = 0.01  # accepted probability that a random choice looks like a pattern
 
 
-def _drawn(facts: CaseFacts, finding: Finding) -> tuple[Doubt, ...]:
+def _chance_doubts(facts: CaseFacts, finding: Finding) -> tuple[Doubt, ...]:
     """Returns the doubts if the ranks on one side might have chosen at random, or by their own data.
 
     Then no rank is wrong. A decision by rank selects a group, a node, or a regular pattern; among few ranks, a random
@@ -58,28 +58,28 @@ def _may_have_decided(facts: CaseFacts, finding: Finding) -> bool:
     return len(ways) != 1
 
 
-def unless_drawn(facts: CaseFacts, finding: Finding, guarded: Iterable[GuardedCall]) -> Annotation:
+def unless_random(facts: CaseFacts, finding: Finding, guarded: Iterable[GuardedCall]) -> Annotation:
     """Withdraws the blame if each rank decided on its own, by a random number or its own data.
 
     The next run then has different ranks on each side; the decision itself is wrong, and all ranks make it at the same
     line. The blame stays if a rank's own state explains its place, or if it came to its call by a condition on the
     rank.
     """
-    doubts, named = _drawn(facts, finding), {culprit.rank for culprit in finding.culprits}
-    if Doubt.NO_PATTERN not in doubts or any(says_why(facts, rank) for rank in named):
+    doubts, named = _chance_doubts(facts, finding), {culprit.rank for culprit in finding.culprits}
+    if Doubt.NO_PATTERN not in doubts or any(explains_itself(facts, rank) for rank in named):
         return Annotation(doubts=doubts)
     if any(named.issuperset(branch.ranks) for branch in guarded):
         return Annotation(doubts=(Doubt.RANK_AND_MORE,))
-    return Annotation(_DRAWN, doubts=doubts, culprits=(), advice=suggestions.DRAWN)
+    return Annotation(_NO_PATTERN_TEXT, doubts=doubts, culprits=(), advice=suggestions.DRAWN)
 
 
-_DRAWN = (
+_NO_PATTERN_TEXT = (
     "Nothing distinguishes the two sides: each rank seems to decide on its own, by a random number or its own data, so "
     "no rank is named."
 )
 
 
-def is_scattered(facts: CaseFacts, ranks: Set[int]) -> bool:
+def has_no_pattern(facts: CaseFacts, ranks: Set[int]) -> bool:
     """Returns whether neither these ranks nor all the others form a pattern."""
     return _chance(facts, ranks) == 1.0
 

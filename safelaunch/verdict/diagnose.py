@@ -28,8 +28,8 @@ from safelaunch.verdict.phrases import (
 )
 from safelaunch.verdict.proof import ProofResult, examine
 from safelaunch.verdict.rank_state import CaseFacts
-from safelaunch.verdict.rhythm import has_no_steps, with_the_time_without_a_step
-from safelaunch.verdict.rules import KINDS
+from safelaunch.verdict.rhythm import is_foreign_job, with_stall_duration
+from safelaunch.verdict.rules import RULES
 from safelaunch.verdict.rules_wrong_results import WRONG_RESULTS
 from safelaunch.verdict.steps_made import with_loops_left
 from safelaunch.verdict.unnamed import without_invented_ranks, without_labels
@@ -55,7 +55,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
     for explanations in EXPLANATIONS:
         finding = with_loops_left(case, finding)
         finding = annotated(finding, [note for explanation in explanations for note in explanation(case, finding)])
-    finding = with_the_time_without_a_step(case, with_group_names(case, finding))
+    finding = with_stall_duration(case, with_group_names(case, finding))
     if evidence.labels and (verdict_on_ranks := _of_known_ranks(evidence, finding, read_source)) is not None:
         return verdict_on_ranks
     verdict = with_gpus(_verdict(case, finding, ruled_out), evidence)
@@ -76,13 +76,13 @@ def _of_known_ranks(evidence: Evidence, finding: Finding, read_source: ReadSourc
 def _conclude(case: Case) -> tuple[Finding, list[str]]:
     """Returns the first finding, and what was ruled out before it."""
     ruled_out: list[str] = []
-    for kind in KINDS:
-        ruling = kind.ask(case)
+    for rule in RULES:
+        ruling = rule.ask(case)
         if isinstance(ruling, Finding):
             return ruling, ruled_out
         if ruling:
             ruled_out.append(ruling)
-    raise AssertionError("the last kind concludes in any case")
+    raise AssertionError("the last rule always concludes")
 
 
 def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
@@ -95,7 +95,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
     examined = examine(case) if evidence.answer in (None, "dead", "unknown") else ProofResult()
     proof = examined.proof if evidence.answer != "unknown" else ()
     may_go_on = evidence.outcome in ("hang", "suspect") and evidence.answer not in (None, "dead")
-    may_go_on |= has_no_steps(evidence) and finding.cause != "slow-not-stuck" and not proof
+    may_go_on |= is_foreign_job(evidence) and finding.cause != "slow-not-stuck" and not proof
     doubtful = {
         Doubt.DAMAGED_RECORD: bool(_damaged(case)),
         Doubt.PRINTED_ALONE: evidence.printed is not None and not _is_corroborated(case, named),
@@ -157,7 +157,7 @@ def _missing(facts: CaseFacts, named: Collection[int]) -> Iterator[str]:
         if not {*facts.evidence.printed}.issuperset(named):
             yield "whose lines these are: no prefix and no launcher gives a rank"
         return
-    if has_no_steps(facts.evidence):
+    if is_foreign_job(facts.evidence):
         yield "steps: safelaunch did not start this job"
     alive = [f.evidence for f in facts.ranks.values() if f.evidence.exit is None]
     without_stack = [r.rank for r in alive if r.main is None or not r.main.stacks]

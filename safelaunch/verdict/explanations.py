@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from safelaunch.verdict import framework_frames, own_words, remarks, steps_made
-from safelaunch.verdict.branching import parted
+from safelaunch.verdict.branching import diverging_conditions
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.gpu_memory import gpu_memory
 from safelaunch.verdict.groups import groups_and_gpus
@@ -21,7 +21,7 @@ EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
     (wrong_group, another_group, guards, framework_frames.frames_below, caught_exception, skipped_batch),
     (
         framework_frames.frames_above,
-        parted,
+        diverging_conditions,
         own_words.own_words,
         gpu_memory,
         remarks.debug_detail,

@@ -28,14 +28,14 @@ def first_word(evidence: Evidence, read_source: ReadSource | None = None) -> Fir
     """Returns the first sentence of a verdict, for ranks that don't move."""
     verdict = diagnose(evidence, read_source)
     if evidence.missing_ranks and not verdict.culprits:
-        return _of_part(evidence)
+        return _first_word_of_seen(evidence)
     words = _SENTENCE.split(verdict.summary, maxsplit=1)[0].rstrip(".")
     places = tuple(Place(culprit.rank, culprit.frame) for culprit in verdict.culprits)
     common = not places or any(_imports(evidence, place.rank) for place in places)
     return FirstWord(_clause(words), verdict.cause, places, common)
 
 
-def _of_part(evidence: Evidence) -> FirstWord:
+def _first_word_of_seen(evidence: Evidence) -> FirstWord:
     """Describes seen ranks that don't wait for peers; unseen ranks might wait for them."""
     facts = CaseFacts.of(evidence)
     own = conditions(facts)

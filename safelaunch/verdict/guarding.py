@@ -14,7 +14,7 @@ from safelaunch.stacks import frames as fr
 from safelaunch.stacks.guards import Guard, Whereabouts, guards_of
 from safelaunch.verdict import suggestions
 from safelaunch.verdict.c10d import signature
-from safelaunch.verdict.chance import is_in_transfer, unless_drawn
+from safelaunch.verdict.chance import is_in_transfer, unless_random
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Finding, GuardedCall, stacks_of_waiters
 from safelaunch.verdict.phrases import by_place, capital, ranks_do
@@ -54,7 +54,7 @@ def guards(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
         branches=tuple(guarded),
     )
     if not telling and cause == "collective-mismatch" and suggestions.GROUPS_MADE not in finding.advice:
-        yield unless_drawn(facts, finding, guarded)
+        yield unless_random(facts, finding, guarded)
 
 
 def _advice(facts: CaseFacts, finding: Finding, found: Sequence[GuardedCall]) -> frozenset[Advice]:
@@ -68,17 +68,17 @@ def _advice(facts: CaseFacts, finding: Finding, found: Sequence[GuardedCall]) ->
         found = [branch for branch in found if branch.kept]
         if named <= {rank for branch in found for rank in branch.kept}:
             return frozenset()
-    advice = frozenset[Advice]().union(*(_advice_on(facts, branch, named) for branch in found))
+    advice = frozenset[Advice]().union(*(_advice_for_branch(facts, branch, named) for branch in found))
     return frozenset({suggestions.GUARDED}) if suggestions.GUARDED in advice else advice
 
 
-def _advice_on(facts: CaseFacts, branch: GuardedCall, named: frozenset[int]) -> frozenset[Advice]:
+def _advice_for_branch(facts: CaseFacts, branch: GuardedCall, named: frozenset[int]) -> frozenset[Advice]:
     """Returns advice by whether the condition admitted or excluded the ranks at fault.
 
     If ranks at fault are on both sides, the smaller side did what it should not.
     """
     came, kept = named & set(branch.ranks), named - set(branch.ranks)
-    if not branch.kept and _may_have_admitted(facts, branch):
+    if not branch.kept and _admitted_before(facts, branch):
         return frozenset()
     if came and kept:
         admitted = [branch.guard.admits(whereabouts(facts, rank)) for rank in facts.world]
@@ -86,7 +86,7 @@ def _advice_on(facts: CaseFacts, branch: GuardedCall, named: frozenset[int]) -> 
     return frozenset({suggestions.GUARDED if came else suggestions.LEFT_OUT})
 
 
-def _may_have_admitted(facts: CaseFacts, branch: GuardedCall) -> bool:
+def _admitted_before(facts: CaseFacts, branch: GuardedCall) -> bool:
     """Returns whether excluded peers made such a call before, so that the condition depends on more than the rank."""
     wait = facts.ranks[branch.ranks[0]].wait
     if wait is None or wait.group is None or wait.seq is None:
@@ -124,17 +124,17 @@ def branches(facts: CaseFacts, stacks: Mapping[int, Sequence[Frame]], named: fro
         shared = {guard for other in places if other != place for guard in guards[other]}
         for guard in guards[place]:
             if guard not in shared and (named & set(ranks) or named & set(peers)):
-                branch = _branch(facts, guard, place[0], ranks, peers)
-                guarded += [branch] if branch is not None and _tells(branch, named, peers) else []
+                branch = _guarded_call(facts, guard, place[0], ranks, peers)
+                guarded += [branch] if branch is not None and _excludes_culprit(branch, named, peers) else []
     return sorted(guarded, key=lambda branch: (not branch.kept, branch.ranks))
 
 
-def _tells(branch: GuardedCall, named: Set[int], peers: Sequence[int]) -> bool:
+def _excludes_culprit(branch: GuardedCall, named: Set[int], peers: Sequence[int]) -> bool:
     both = bool(named & set(branch.ranks)) and bool(named & set(peers))
     return not both or not branch.kept or bool(named & set(branch.kept))
 
 
-def _branch(
+def _guarded_call(
     facts: CaseFacts, guard: Guard, call: Frame, ranks: Sequence[int], peers: Sequence[int]
 ) -> GuardedCall | None:
     here = {guard.admits(whereabouts(facts, rank)) for rank in ranks}

@@ -50,7 +50,7 @@ def _by_pid(evidence: Evidence, witness: NcclWitness) -> Iterator[tuple[int, Ncc
     for rank in evidence.ranks:
         ranks.setdefault(rank.host, {})[rank.pid] = rank.rank
     processes: dict[str, dict[int, NcclProcess]] = {}
-    for process in _everybody(witness):
+    for process in _all_processes(witness):
         processes.setdefault(process.host, {})[process.pid] = process
     if not witness.communicators and evidence.missing_ranks:
         return
@@ -60,7 +60,7 @@ def _by_pid(evidence: Evidence, witness: NcclWitness) -> Iterator[tuple[int, Ncc
             yield from ((ranks[host][pid], process) for pid, process in processes[address].items())
 
 
-def _everybody(witness: NcclWitness) -> Iterator[NcclProcess]:
+def _all_processes(witness: NcclWitness) -> Iterator[NcclProcess]:
     yield from witness.processes
     for communicator in witness.communicators:
         yield from communicator.processes
@@ -73,11 +73,18 @@ def nccl_claims(evidence: Evidence) -> tuple[Claim, ...]:
         return ()
     by_rank = _in_nccl(evidence)
     named = {(process.host, process.pid) for process in by_rank.values()}
-    texts = [f"{_SAYS[by_rank[rank].state]} {ranks_word([rank])} ({_where(by_rank[rank])})" for rank in sorted(by_rank)
-             if by_rank[rank].state != "answers"]  # fmt: skip
-    unmatched = dict.fromkeys(p for p in _everybody(witness) if p.state != "answers" and (p.host, p.pid) not in named)
-    strangers = [f"{_SAYS[process.state]} a process that is no known rank ({_where(process)})" for process in unmatched]
-    return tuple(Claim(f"NCCL {text}", witness.file) for text in (*_most(texts), *_most(strangers)))
+    texts = [
+        f"{_STATE_WORDS[process.state]} {ranks_word([rank])} ({_where(process)})"
+        for rank, process in sorted(by_rank.items())
+        if process.state != "answers"
+    ]
+    unmatched = dict.fromkeys(
+        p for p in _all_processes(witness) if p.state != "answers" and (p.host, p.pid) not in named
+    )
+    strangers = [
+        f"{_STATE_WORDS[process.state]} a process that is no known rank ({_where(process)})" for process in unmatched
+    ]
+    return tuple(Claim(f"NCCL {text}", witness.file) for text in (*_limited(texts), *_limited(strangers)))
 
 
 def nccl_rules_out(evidence: Evidence) -> tuple[str, ...]:
@@ -88,7 +95,7 @@ def nccl_rules_out(evidence: Evidence) -> tuple[str, ...]:
     return (f"a process that is dead or stopped: NCCL has an answer from each of {ranks_word(states)}",)
 
 
-_SAYS: Mapping[NcclState, str] = {"dead": "has given up", "unresponsive": "has no answer from"}
+_STATE_WORDS: Mapping[NcclState, str] = {"dead": "has given up", "unresponsive": "has no answer from"}
 
 
 def _where(process: NcclProcess) -> str:
@@ -96,5 +103,5 @@ def _where(process: NcclProcess) -> str:
     return f"pid {process.pid} on {process.host}{gpu}" if process.pid > 0 else f"a process that it does not know{gpu}"
 
 
-def _most(texts: list[str]) -> list[str]:
+def _limited(texts: list[str]) -> list[str]:
     return texts if len(texts) <= _MOST else [*texts[: _MOST - 1], f"{texts[_MOST - 1]}, and {len(texts) - _MOST} more"]

@@ -21,24 +21,24 @@ from safelaunch.verdict.peers import CallPlace, begins_at
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of, view_of
 from safelaunch.verdict.suggestions import ASIDE, HANDLES
 
-_MOST_TOLD = 2  # ranks whose explanation is part of the summary
+_MOST_QUOTED = 2  # ranks whose explanation is part of the summary
 
 
 def own_words(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Yields what the ranks at fault themselves show about the reason, if they have not failed."""
-    annotations = [words for culprit in finding.culprits if (words := _words_of(facts, culprit.rank)) is not None]
+    annotations = [words for culprit in finding.culprits if (words := _own_annotation(facts, culprit.rank)) is not None]
     for number, annotation in enumerate(annotations):
-        yield replace(annotation, sentence=annotation.sentence if number < _MOST_TOLD else "")
+        yield replace(annotation, sentence=annotation.sentence if number < _MOST_QUOTED else "")
 
 
-def says_why(facts: CaseFacts, rank: int) -> bool:
+def explains_itself(facts: CaseFacts, rank: int) -> bool:
     """Returns whether the rank's own state explains its place."""
-    return _words_of(facts, rank) is not None
+    return _own_annotation(facts, rank) is not None
 
 
-def is_aside(facts: CaseFacts, rank: int) -> bool:
+def is_outside_normal_flow(facts: CaseFacts, rank: int) -> bool:
     """Returns whether the rank is outside its program's normal flow: it handles an exception or a signal."""
-    handles = _handles(facts, facts.ranks[rank].evidence)
+    handles = _handled_exception(facts, facts.ranks[rank].evidence)
     return is_interrupted(facts, rank) or (handles is not None and bool(handles.advice))
 
 
@@ -46,11 +46,11 @@ def is_interrupted(facts: CaseFacts, rank: int) -> bool:
     return _interrupted(facts, facts.ranks[rank].evidence) is not None
 
 
-def _words_of(facts: CaseFacts, number: int) -> Annotation | None:
+def _own_annotation(facts: CaseFacts, number: int) -> Annotation | None:
     rank = facts.ranks[number].evidence
     if rank.exception is not None or rank.exit is not None:
         return None
-    return _handles(facts, rank) or _interrupted(facts, rank) or _lost_a_thread(facts, rank)
+    return _handled_exception(facts, rank) or _interrupted(facts, rank) or _ended_thread(facts, rank)
 
 
 def _interrupted(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
@@ -63,24 +63,24 @@ def _interrupted(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     return None
 
 
-def _handles(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
+def _handled_exception(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     """Explains a rank whose main thread is in a ``finally`` or ``except``, without which it would not wait there."""
     view = view_of(rank)
     ident = view.thread.ident if view is not None and view.thread is not None else 0
     for exception in rank.gil.handling:
         if ident and exception.thread == ident:
-            words = _words(rank, exception)
+            words = _exception_words(rank, exception)
             text = f"Rank {rank.rank} does so while it handles {words}."
             claim = Claim(f"rank {rank.rank}: handles {words}", f"ranks/{rank.rank}/rank.json")
             is_end = exception.type.startswith("Stop") and exception.type.endswith(
                 "Iteration"
             )  # of a loop, as by design
-            usual = is_end or _always_does(facts, rank)
+            usual = is_end or _is_habit(facts, rank)
             return Annotation(text, (claim,), advice=frozenset() if usual else frozenset({HANDLES}))
     return None
 
 
-def _always_does(facts: CaseFacts, rank: RankEvidence) -> bool:
+def _is_habit(facts: CaseFacts, rank: RankEvidence) -> bool:
     wait = facts.ranks[rank.rank].wait
     if wait is None or wait.group is None or wait.seq is None:
         return False
@@ -88,25 +88,25 @@ def _always_does(facts: CaseFacts, rank: RankEvidence) -> bool:
     return before and any(handler_of(frame, facts.read_source) for frame in user_stack_of(rank))
 
 
-def _words(rank: RankEvidence, exception: HandledException) -> str:
+def _exception_words(rank: RankEvidence, exception: HandledException) -> str:
     message = f": {one_line(exception.message)}" if exception.message else ""
     return f"{exception.type}{message}, raised{fr.at(fr.stack_of(rank, exception.frames).user_frame)}"
 
 
-def _lost_a_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
+def _ended_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     """Explains a rank that waits for its own threads, if one has ended or is missing."""
     condition = facts.ranks[rank.rank].condition
     if condition is None or condition.lock is None:
         return None
     ended = next(tracebacks.of_threads(rank.log_tail), None)
     if ended is None:
-        return _lacks_a_thread(facts, rank)
+        return _missing_thread(facts, rank)
     where = fr.at(fr.stack_of(rank, ended.frames).user_frame)
     words = f"thread {ended.thread!r} has ended by {one_line(ended.message)}{where}"
     return Annotation(f"Its {words}.", (Claim(f"rank {rank.rank}: its {words}", f"ranks/{rank.rank}/log_tail.txt"),))
 
 
-def _lacks_a_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
+def _missing_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     """Explains a rank without a thread that all its peers have: the only trace of a swallowed exception."""
     own_threads = _threads_of(rank)
     if own_threads is None:

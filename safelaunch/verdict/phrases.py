@@ -50,10 +50,10 @@ def wait_words(facts: CaseFacts, ranks: Iterable[int]) -> dict[int, str]:
     for text in sorted(words.values(), key=len):
         call, line = _call_and_line(text)
         by_line.setdefault(line, {})[call] = text
-    return {rank: _told_best(text, by_line[_call_and_line(text)[1]]) for rank, text in words.items()}
+    return {rank: _most_specific(text, by_line[_call_and_line(text)[1]]) for rank, text in words.items()}
 
 
-_UNTOLD = "a collective"
+_UNKNOWN_CALL = "a collective"
 
 
 def _call_and_line(text: str) -> tuple[str, str]:
@@ -61,10 +61,10 @@ def _call_and_line(text: str) -> tuple[str, str]:
     return call, place.partition(" ")[0]
 
 
-def _told_best(text: str, at_that_line: Mapping[str, str]) -> str:
+def _most_specific(text: str, at_that_line: Mapping[str, str]) -> str:
     call, _ = _call_and_line(text)
-    named = [phrase for call_at_line, phrase in at_that_line.items() if call_at_line != _UNTOLD]
-    return named[0] if call == _UNTOLD and len(named) == 1 else at_that_line[call]
+    named = [phrase for call_at_line, phrase in at_that_line.items() if call_at_line != _UNKNOWN_CALL]
+    return named[0] if call == _UNKNOWN_CALL and len(named) == 1 else at_that_line[call]
 
 
 P = TypeVar("P", bound=Hashable)

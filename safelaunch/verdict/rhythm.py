@@ -13,8 +13,8 @@ from safelaunch.verdict.phrases import (
 )
 from safelaunch.verdict.rank_state import CaseFacts
 
-FEW = 5  # steps of usual length
-LEAST_S = 5.0  # covers a single disk wait if steps take milliseconds
+STALL_STEPS = 5  # steps of usual length
+MIN_STALL_S = 5.0  # covers a single disk wait if steps take milliseconds
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Rhythm:
 
     @property
     def words(self) -> str:
-        longest = f", longest {duration(self.longest_s)}" if self.longest_s > FEW * self.usual_s else ""
+        longest = f", longest {duration(self.longest_s)}" if self.longest_s > STALL_STEPS * self.usual_s else ""
         return f" (usual {duration(self.usual_s)}{longest})" if self.usual_s else ""
 
 
@@ -39,10 +39,10 @@ def is_stalled(evidence: Evidence) -> bool:
     pages = [rank.progress for rank in evidence.ranks if rank.progress is not None]
     if evidence.outcome != "dump" or evidence.for_finding or any(page.paused or page.phase for page in pages):
         return False
-    return evidence.stall_s > max(LEAST_S, FEW * rhythm_of(evidence).usual_s)
+    return evidence.stall_s > max(MIN_STALL_S, STALL_STEPS * rhythm_of(evidence).usual_s)
 
 
-def has_no_steps(evidence: Evidence) -> bool:
+def is_foreign_job(evidence: Evidence) -> bool:
     """Returns whether safelaunch didn't start the dumped job: no rank has a beacon, which counts steps."""
     examined = [rank for rank in evidence.ranks if rank.main is not None]
     return evidence.outcome == "dump" and bool(examined) and not any(rank.beacon for rank in evidence.ranks)
@@ -62,7 +62,9 @@ def silent_s(evidence: Evidence) -> dict[int, float]:
         for rank, (host, page) in pages.items()
         if page.step is not None and page.state != "exited" and not (page.paused or page.phase)
     }
-    return {rank: by for rank, by in late.items() if by > max(LEAST_S, FEW * _rhythm(pages[rank][1]).usual_s)}
+    return {
+        rank: by for rank, by in late.items() if by > max(MIN_STALL_S, STALL_STEPS * _rhythm(pages[rank][1]).usual_s)
+    }
 
 
 def rhythm_of(evidence: Evidence) -> Rhythm:
@@ -81,13 +83,13 @@ def _rhythm(page: Progress) -> Rhythm:
     return Rhythm(max(0.0, page.mean_step_s(steps)) if steps > 1 else 0.0, 0.0)
 
 
-def with_the_time_without_a_step(facts: CaseFacts, finding: Finding) -> Finding:
+def with_stall_duration(facts: CaseFacts, finding: Finding) -> Finding:
     """Adds the time without a step if the job stalls while a rank computes: one look can't tell slow from endless."""
     evidence = facts.evidence
     if not (evidence.moving and is_stalled(evidence)):
         return finding
     stood = duration(evidence.stall_s)
-    if has_no_steps(evidence):
+    if is_foreign_job(evidence):
         since = f"Not all ranks have moved within {stood}"
     elif any(rank.step is not None for rank in facts.ranks.values()):
         since = f"No step for {stood}"

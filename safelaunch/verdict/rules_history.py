@@ -19,7 +19,7 @@ from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.divergence import Divergence
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.findings import Finding, Ruling
-from safelaunch.verdict.own_words import is_aside
+from safelaunch.verdict.own_words import is_outside_normal_flow
 from safelaunch.verdict.phrases import apart, capital, ranks_wait, ranks_word, wait_words
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
 from safelaunch.verdict.waits import Case, same_op
@@ -181,7 +181,7 @@ def shifted(facts: CaseFacts, shift: Divergence, words: Mapping[int, str], claim
     """
     one, extra = len(shift.ranks) == 1, shift.kind == "extra"
     their = "its" if one else "their"
-    what = _what(shift)
+    what = _calls_words(shift)
     did = f"called {what}, which {their} peers did not" if extra else f"skipped {what}, which {their} peers called"
     group, seq = (shift.call.group, number_of(shift.call)) if extra else _own_number(facts, shift)
     number = f"collective #{seq} of group {group!r}"
@@ -209,11 +209,11 @@ def shifted(facts: CaseFacts, shift: Divergence, words: Mapping[int, str], claim
         (*places, record_claim(shift.ranks[0], agree), *claims, *wait_claims(facts, sorted(words))),
         tuple(ruled),
         calls=dict.fromkeys(shift.ranks if extra else shift.peers, shift.stack),
-        advice=_advice_on(facts, shift),
+        advice=_shift_advice(facts, shift),
     )
 
 
-_OF_MODELS: Mapping[calls.Purpose, suggestions.Advice] = {
+_MODEL_ADVICE: Mapping[calls.Purpose, suggestions.Advice] = {
     "ddp-forward": suggestions.DDP_FORWARD,
     "fsdp-forward": suggestions.FSDP_FORWARD,
     "sync-batchnorm": suggestions.SYNC_BATCHNORM,
@@ -221,18 +221,18 @@ _OF_MODELS: Mapping[calls.Purpose, suggestions.Advice] = {
 }
 
 
-def _advice_on(facts: CaseFacts, shift: Divergence) -> frozenset[suggestions.Advice]:
+def _shift_advice(facts: CaseFacts, shift: Divergence) -> frozenset[suggestions.Advice]:
     """Returns advice by the reason for which torch makes the extra or skipped call."""
     caller = shift.ranks[0] if shift.kind == "extra" else shift.peers[0]
     purpose = calls.purpose(facts.alignment.stack(caller, shift.call))
     if shift.kind == "extra":
-        return frozenset({_OF_MODELS[purpose]} if purpose in _OF_MODELS else ())
+        return frozenset({_MODEL_ADVICE[purpose]} if purpose in _MODEL_ADVICE else ())
     return frozenset(
         {suggestions.LEFT_OUT, suggestions.UNUSED_PARAMETERS} if purpose == "gradients" else {suggestions.LEFT_OUT}
     )
 
 
-def _what(shift: Divergence) -> str:
+def _calls_words(shift: Divergence) -> str:
     """``all_reduce at train.py:9, called from train.py:30``, ``3 collectives from train.py:9``."""
     if not shift.stack:
         what = describe(shift.call)
@@ -285,7 +285,7 @@ def _calls_waited_in(case: Case) -> dict[int, Collective]:
     return {rank: call for rank in case.waits.in_circle if (call := case.call_of(rank)) is not None}
 
 
-def left_out_between_groups(case: Case) -> Ruling:
+def skipped_between_groups(case: Case) -> Ruling:
     """A rank in the cycle skipped the very call that the others wait in, which it had always made there.
 
     Its own habit shows it (:meth:`.Histories.broken_habit`), so two ranks are enough.
@@ -338,7 +338,7 @@ def _unusual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
     return {rank: habit.usual for rank, habit in new_calls.items() if (habit.new and not habit.one_line) is new}
 
 
-def new_between_groups(case: Case) -> Ruling:
+def new_call_between_groups(case: Case) -> Ruling:
     """Ranks in the cycle wait in a call that is new to them, instead of the usual one that the others wait in."""
     new = _unusual_calls(case, new=True)
     own_class = next((waiters for waiters in case.waits.circle if new.keys() == {*waiters.ranks}), None)
@@ -387,7 +387,7 @@ def group_order(case: Case) -> Ruling:
     more = f"; and so on in {len(words) - 3} more" if len(words) > 3 else ""
     text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
     changed = list(_unusual_calls(case, new=False))
-    aside = [rank for rank in ranks if is_aside(case, rank)]
+    aside = [rank for rank in ranks if is_outside_normal_flow(case, rank)]
     aside = aside if len(aside) < len(ranks) else []
     fewer = changed or aside or (_minority(case) if known_of_all else [])
     if known_of_all:  # a rank in only one of the groups had no order to choose

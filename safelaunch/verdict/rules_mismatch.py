@@ -23,7 +23,7 @@ from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.guarding import branches
 from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.mismatch import Mismatch, mismatch_at
-from safelaunch.verdict.own_words import is_aside, is_interrupted
+from safelaunch.verdict.own_words import is_interrupted, is_outside_normal_flow
 from safelaunch.verdict.phrases import (
     apart,
     by_place,
@@ -155,13 +155,15 @@ def of_record(facts: CaseFacts, mismatch: Mismatch) -> Finding:
     if shift is not None and (shift.number < mismatch.seq or (shift.number == mismatch.seq and not mismatch.majority)):
         return shifted(facts, shift, meeting.words, meeting.claims)
     sides = sides_without_majority(facts, mismatch)
-    return _finding(facts, meeting) if sides is None else _of_sides(facts, mismatch, meeting, sides)
+    return _finding(facts, meeting) if sides is None else _without_majority(facts, mismatch, meeting, sides)
 
 
 _MOST_SIDES = 4
 
 
-def _of_sides(facts: CaseFacts, mismatch: Mismatch, meeting: ExpectedMatch, sides: Sequence[Sequence[int]]) -> Finding:
+def _without_majority(
+    facts: CaseFacts, mismatch: Mismatch, meeting: ExpectedMatch, sides: Sequence[Sequence[int]]
+) -> Finding:
     """Returns a finding without culprits, as no side outvotes the others."""
     clauses = [f"{ranks_word(side)} {_calls_of(facts, mismatch, meeting, side)}" for side in sides[:_MOST_SIDES]]
     clauses += [f"{len(sides) - _MOST_SIDES} more ways"] if len(sides) > _MOST_SIDES else []
@@ -176,7 +178,7 @@ def _of_sides(facts: CaseFacts, mismatch: Mismatch, meeting: ExpectedMatch, side
 
 def _calls_of(facts: CaseFacts, mismatch: Mismatch, meeting: ExpectedMatch, side: Sequence[int]) -> str:
     rank = max(side, key=lambda member: (facts.alignment.last(member, mismatch.group), -member))
-    later = (facts.alignment.entry(rank, mismatch.group, mismatch.seq + number) for number in range(1, _NEXT + 1))
+    later = (facts.alignment.entry(rank, mismatch.group, mismatch.seq + number) for number in range(1, _NEXT_CALLS + 1))
     names = [op_name(entry) for entry in later if entry is not None]
     return meeting.calls[rank].words + (f", then {', '.join(names)}" if names else "")
 
@@ -231,9 +233,9 @@ def by_the_source(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[ExpectedMat
     Odd is a call outside the program's normal flow, past the loop that others are in, or behind a condition on the
     rank.
     """
-    aside = _aside(facts, meeting)
-    left = _left_loop(facts, meeting) if not aside else None
-    guarded = _by_a_guard(facts, meeting) if not aside else None
+    aside = _outside_normal_flow(facts, meeting)
+    left = _find_left_loop(facts, meeting) if not aside else None
+    guarded = _odd_by_guard(facts, meeting) if not aside else None
     if left is not None and guarded is not None and guarded.odd == left.behind:
         left = None  # a rank past the loop would not come to that call in any round
     if left is not None:
@@ -255,7 +257,7 @@ def _finding(facts: CaseFacts, meeting: ExpectedMatch) -> Finding:
     meeting, left = by_the_source(facts, meeting)
     odd_first = sorted(words, key=lambda rank: (rank not in meeting.odd, rank))
     text = capital(apart(facts, {rank: words[rank] for rank in odd_first}))
-    text += f"; {left.says}" if left is not None else _by_steps(facts, meeting)
+    text += f"; {left.says}" if left is not None else _odd_by_steps(facts, meeting)
     tail = "" if meeting.majority else " With no majority, either side might be at fault."
     return Finding(
         left.cause if left is not None and (left.sure or meeting.odd == left.ahead) else "collective-mismatch",
@@ -269,13 +271,13 @@ def _finding(facts: CaseFacts, meeting: ExpectedMatch) -> Finding:
     )
 
 
-def _aside(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[int, ...]:
-    aside = [rank for rank in meeting.words if is_aside(facts, rank)]
+def _outside_normal_flow(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[int, ...]:
+    aside = [rank for rank in meeting.words if is_outside_normal_flow(facts, rank)]
     sides = [ranks for _, ranks in by_place(meeting.words)]
     return tuple(sorted(aside)) if aside in sides and 2 * len(aside) <= len(meeting.words) else ()
 
 
-def _by_steps(facts: CaseFacts, meeting: ExpectedMatch) -> str:
+def _odd_by_steps(facts: CaseFacts, meeting: ExpectedMatch) -> str:
     """Returns words if the odd ranks made more steps with fewer calls; a single step might be the same round."""
     peers = [rank for rank in meeting.calls if rank not in meeting.odd]
     if not meeting.number[0] or not meeting.majority:
@@ -287,7 +289,7 @@ def _by_steps(facts: CaseFacts, meeting: ExpectedMatch) -> str:
     return f"; {who} made {fewer} fewer steps with as many calls: some steps there make more" if fewer > 1 else ""
 
 
-def _by_a_guard(facts: CaseFacts, meeting: ExpectedMatch) -> ExpectedMatch | None:
+def _odd_by_guard(facts: CaseFacts, meeting: ExpectedMatch) -> ExpectedMatch | None:
     """Returns the match with one side odd: its call is behind a condition on the rank that excludes all others."""
     telling = [
         branch for branch in branches(facts, _user_frames(facts, meeting), frozenset(meeting.odd)) if branch.kept
@@ -322,7 +324,7 @@ def _other_end(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[str, ...]:
     return (f"a peer that skipped the other end of what {ranks_wait(facts, alone)} in: runner-up",)
 
 
-_OFTEN = 1.5  # calls per step
+_CALLS_PER_STEP = 1.5  # calls per step
 
 
 @dataclass(frozen=True)
@@ -400,7 +402,7 @@ def _reason(facts: CaseFacts, meeting: ExpectedMatch, rank: int, left: LeftLoop 
     return f"Rank {rank} {waits} in {where}, its peers {'did' if waits == 'waited' else 'do'} not."
 
 
-def _left_loop(facts: CaseFacts, meeting: ExpectedMatch) -> LeftLoop | None:
+def _find_left_loop(facts: CaseFacts, meeting: ExpectedMatch) -> LeftLoop | None:
     """Returns the loop that some ranks have left and the others are still in."""
     sides = by_place(meeting.words)
     if len(sides) != 2:
@@ -419,7 +421,9 @@ def _left_loop(facts: CaseFacts, meeting: ExpectedMatch) -> LeftLoop | None:
                 return None
             aligned = facts.histories.in_group(group) if group else AlignedHistories({})
             times = aligned.times_called(other, number)
-            often = times > _OFTEN * max(facts.ranks[other].step or times, 1) and _is_innermost(facts, loop, stack)
+            often = times > _CALLS_PER_STEP * max(facts.ranks[other].step or times, 1) and _is_innermost(
+                facts, loop, stack
+            )
             more = _more_steps(facts, ahead, behind)
             if in_callee is not None and (often or more > 1):
                 return None
@@ -466,7 +470,7 @@ def _were_past_it(facts: CaseFacts, group: str, number: int, ends: tuple[int, in
 
 # --- sides under one number -------------------------------------------------------------------------------------------
 
-_NEXT = 3  # calls compared after the one that doesn't fit
+_NEXT_CALLS = 3  # calls compared after the one that doesn't fit
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # the root might call from a different line
 
 
@@ -538,7 +542,7 @@ def _met_before(facts: CaseFacts, mismatch: Mismatch, rank: int, other: int) -> 
 
 def _by_next_calls(facts: CaseFacts, mismatch: Mismatch, ranks: Sequence[int]) -> list[list[int]]:
     """Groups ranks by their next calls; a rank without one joins the largest group, or none if there is no largest."""
-    for number in range(mismatch.seq + 1, mismatch.seq + 1 + _NEXT):
+    for number in range(mismatch.seq + 1, mismatch.seq + 1 + _NEXT_CALLS):
         made = {rank: facts.alignment.entry(rank, mismatch.group, number) for rank in ranks}
         calls = {rank: signature(entry) for rank, entry in made.items() if entry is not None}
         sides: list[list[int]] = []

@@ -12,7 +12,7 @@ from safelaunch.verdict.suggestions import GROUPS_MADE
 from safelaunch.verdict.waits import Case
 
 
-def groups_made_apart(case: Case) -> Ruling:
+def unequal_new_groups(case: Case) -> Ruling:
     """Ranks wait in ``new_group``, or in a group that peers created without them: they created different groups.
 
     torch names groups by a counter on each rank, so ranks that are out of step wait for different groups.

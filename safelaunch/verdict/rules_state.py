@@ -12,7 +12,7 @@ from safelaunch.stacks.guards import way_to
 from safelaunch.stacks.kernel import kind_of, thread_samples
 from safelaunch.verdict.blame import blame, condition_claims, conditions, most_doubtful, wait_claims
 from safelaunch.verdict.causes import FAILURES
-from safelaunch.verdict.chance import is_scattered
+from safelaunch.verdict.chance import has_no_pattern
 from safelaunch.verdict.conditions import Condition, View
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exits import (
@@ -93,14 +93,14 @@ def first_failure(facts: CaseFacts) -> Ruling:
         return "no rank failed on its own" if crash else ""
     first = min((facts.ranks[r] for r in failed), key=lambda f: (failed_at(f.evidence), f.rank))
     main = failed[first.rank]
-    named = {r: c for r, c in failed.items() if c is main or _alike(facts.ranks[r], c, first, main)}
+    named = {r: c for r, c in failed.items() if c is main or _failed_alike(facts.ranks[r], c, first, main)}
     unnamed = [r for r in facts.ranks if r not in named]
     later = [r for r in failed if r not in named]
     ruled = [f"{capital(ranks_word(later))} failed later, after {ranks_word([first.rank])}"] if later else []
     blamed = [r for r in unnamed if facts.ranks[r].evidence.exception is not None and r in facts.waiting]
     if blamed:
         ruled.append(f"the errors of {ranks_word(blamed)} report that a peer was gone: consequences")
-    alone = _alone_by_condition(facts, unnamed, named) if main.cause == "uneven-batches" else ()
+    alone = _claim_under_condition(facts, unnamed, named) if main.cause == "uneven-batches" else ()
     paired = _left_in_p2p(facts, blamed) if main.cause == "uneven-batches" and not alone else []
     if alone:
         ruled.append(
@@ -114,7 +114,7 @@ def first_failure(facts: CaseFacts) -> Ruling:
     doubts = {
         Doubt.CALL_ON_SOME_RANKS: bool(alone),
         Doubt.TRANSFER_LEFT_OUT: bool(paired),
-        Doubt.MAY_BE_OWED: main.cause == "uneven-batches" and _may_have_called_too_often(facts, named, blamed),
+        Doubt.MAY_BE_OWED: main.cause == "uneven-batches" and _might_have_extra_call(facts, named, blamed),
         Doubt.SAME_MOMENT: any(_at_the_same_moment(facts, first, facts.ranks[rank]) for rank in later),
         Doubt.UNSEEN_RANKS: bool(facts.unseen) and main.cause != "rank-exception",
         Doubt.OTHER_ORDER: facts.evidence.printed is not None and _ended_before(facts, first, later),
@@ -131,7 +131,7 @@ def _ended_before(facts: CaseFacts, first: RankFacts, later: Iterable[int]) -> b
     )
 
 
-def a_peer_ended(facts: CaseFacts) -> Ruling:
+def unseen_peer_ended(facts: CaseFacts) -> Ruling:
     """Every failure is a lost connection to an unseen rank, which therefore ended first."""
     errors = {rank: facts.ranks[rank].evidence.exception for rank in facts.waiting}
     lost = [rank for rank, error in errors.items() if error is not None]
@@ -163,7 +163,7 @@ def a_peer_ended(facts: CaseFacts) -> Ruling:
     return Finding(cause, (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), victims=tuple(lost))
 
 
-def _may_have_called_too_often(facts: CaseFacts, ended: Collection[int], waiting: Collection[int]) -> bool:
+def _might_have_extra_call(facts: CaseFacts, ended: Collection[int], waiting: Collection[int]) -> bool:
     unrecorded = any(rank not in facts.alignment.records for rank in (*ended, *waiting))
     return 0 < len(waiting) <= len(ended) and unrecorded
 
@@ -173,7 +173,7 @@ def _left_in_p2p(facts: CaseFacts, blamed: Iterable[int]) -> list[int]:
     return [rank for rank, wait in waits.items() if wait.kind == "p2p" or wait.op == UNKNOWN_OP]
 
 
-def _alone_by_condition(facts: CaseFacts, ranks: Iterable[int], gone: Iterable[int]) -> tuple[Claim, ...]:
+def _claim_under_condition(facts: CaseFacts, ranks: Iterable[int], gone: Iterable[int]) -> tuple[Claim, ...]:
     for rank in (rank for rank in ranks if rank in facts.waiting):
         if (asked := guard_of(facts, rank, gone)) is not None:
             return (facts.ranks[rank].line_claim(f"rank {rank} waits under `{asked.words}`"),)
@@ -187,7 +187,7 @@ def _at_the_same_moment(facts: CaseFacts, first: RankFacts, other: RankFacts) ->
     return len({node.ranks for node in nodes}) > 1
 
 
-def _alike(facts: RankFacts, a: Condition, first: RankFacts, b: Condition) -> bool:
+def _failed_alike(facts: RankFacts, a: Condition, first: RankFacts, b: Condition) -> bool:
     if (a.cause, a.frame) != (b.cause, b.frame):
         return False
     if a.cause == "rank-exception":
@@ -240,7 +240,7 @@ def _store_not_reached(facts: CaseFacts, inside: Sequence[int]) -> Finding | Non
     Only if they are the minority, or a peer is past that point, which proves that the store exists.
     """
     views = {rank: view for rank in inside if (view := view_of(facts.ranks[rank].evidence)) is not None}
-    astray = [rank for rank, view in views.items() if _connects_again(view)]
+    astray = [rank for rank, view in views.items() if _retries_connecting(view)]
     if not astray:
         return _store_without_answer(facts, views)
     rest = [rank for rank in inside if rank not in astray]
@@ -268,20 +268,20 @@ def _store_without_answer(facts: CaseFacts, views: Mapping[int, View]) -> Findin
     return Finding("init-not-joined", (Doubt.STATE_INFERRED,), text, claims=wait_claims(facts, views), advice=_STORE)
 
 
-_NAP_S = 0.05  # the store's host polls every 10 ms; a rank that can't reach the store retries at longer intervals
+_RETRY_S = 0.05  # the store's host polls every 10 ms; a rank that can't reach the store retries at longer intervals
 
 
-def _connects_again(view: View) -> bool:
+def _retries_connecting(view: View) -> bool:
     """Returns whether the rank sleeps between attempts to connect, or an attempt gets no answer."""
     return calls.makes_store(view.stack) and any(
         "(syn_sent)" in thread.fd_target
         or thread.syscall_name == "connect"
-        or (kind_of(thread) == "sleep" and thread.ends_s is not None and thread.ends_s - at_s > _NAP_S)
+        or (kind_of(thread) == "sleep" and thread.ends_s is not None and thread.ends_s - at_s > _RETRY_S)
         for at_s, thread in thread_samples(view.process)
     )
 
 
-def kept_by_its_device(facts: CaseFacts) -> Ruling:
+def held_up_by_device(facts: CaseFacts) -> Ruling:
     """A rank's own device holds it up in a collective: the driver reports a device error, or all peers are past it."""
     lost = conditions(facts, "gpu-lost")
     named = lost or {
@@ -317,8 +317,8 @@ def alone(facts: CaseFacts) -> Ruling:
     if len(places) == 1 or 2 * len(most) <= len(named):
         return ""
     odd = {r: c for r, c in named.items() if r not in most}
-    if is_scattered(facts, odd.keys()):
-        alike = [ranks for ranks in places.values() if is_scattered(facts, set(ranks))]
+    if has_no_pattern(facts, odd.keys()):
+        alike = [ranks for ranks in places.values() if has_no_pattern(facts, set(ranks))]
         odd = {r: c for r, c in odd.items() if not any(r in ranks for ranks in alike)}
     if not odd:
         return "ranks rest in several places, and nothing sets those apart that are in each"
@@ -327,7 +327,7 @@ def alone(facts: CaseFacts) -> Ruling:
     return blame(facts, next(iter(odd.values())).cause, (Doubt.NO_WAIT_SHOWN,), odd, summary=text)
 
 
-def nobody_stands_out(facts: CaseFacts) -> Finding:
+def no_rank_stands_out(facts: CaseFacts) -> Finding:
     """No rank stands out."""
     waits = list(facts.waiting)
     # Without ranks that have neither a stack nor a record.
@@ -339,12 +339,12 @@ def nobody_stands_out(facts: CaseFacts) -> Finding:
     cut = [r for r, f in facts.ranks.items() if is_aborted(f.evidence) and nccl_failure(f.evidence) is not None]
     apart = frozenset(waits) & set(facts.evidence.stopped)
     if apart and not own:
-        text = _seen_apart(facts, sorted(apart), [r for r in waits if r not in apart])
+        text = _seen_at_different_times(facts, sorted(apart), [r for r in waits if r not in apart])
     elif lost and not own:
         text = f"{capital(ranks_word(lost))} lost the connection to a peer: {waits_words(facts, waits)}."
         alone = "None of them failed" if len(lost) > 1 else "It did not fail"
         text += f" {alone} on its own: what ended the connection was not seen."
-        text += _began_with(facts, lost)
+        text += _first_report(facts, lost)
     elif alike and own and facts.unseen:
         who = "them" if len(own) > 1 else "it"
         text = summary_of(own, facts, [])
@@ -354,17 +354,17 @@ def nobody_stands_out(facts: CaseFacts) -> Finding:
         text += " No other rank was seen: it cannot be compared with its peers."
     elif alike and own:
         text = f"{summary_of(own, facts, [])} All are at the same place: no rank stands out."
-        text += _who_would_set(facts, next(iter(own.values())))
+        text += _line_that_sets(facts, next(iter(own.values())))
     elif waits and not own:
         which = "every rank that was seen" if facts.evidence.world_guessed else "every rank"
         which = which if facts.evidence.printed is None else "every rank in the log"
         text = f"{capital(waits_words(facts, waits))}; {which} has arrived: no rank stands out."
-        text += _began_with(facts, [r for r in waits if facts.ranks[r].evidence.exception is not None])
+        text += _first_report(facts, [r for r in waits if facts.ranks[r].evidence.exception is not None])
     elif own:
         text = f"{summary_of(own, facts, waits)} The evidence does not single out a rank."
     elif cut:
         text = f"{capital(ranks_do(cut, 'was', 'were'))} aborted when the communication failed, and did not fail alone."
-        text += _began_with(facts, cut)
+        text += _first_report(facts, cut)
         logged = ((rank, logged_claim(facts.ranks[rank].evidence)) for rank in cut)
         claims += tuple(Claim(f"rank {rank}: {claim.claim}", claim.file) for rank, claim in logged)
     elif ended := [r for r, f in facts.ranks.items() if is_aborted(f.evidence)]:
@@ -383,7 +383,7 @@ def nobody_stands_out(facts: CaseFacts) -> Finding:
     return Finding("no-rank-stands-out", doubts_if(doubts), text, claims=claims, advice=advice)
 
 
-def _who_would_set(facts: CaseFacts, own: Condition) -> str:
+def _line_that_sets(facts: CaseFacts, own: Condition) -> str:
     for line in own.key.set_at if own.key is not None else ():
         steps = [f"`{step.words}`" for step in way_to(line, facts.read_source) if not step.loop]
         under = f", under {' and '.join(steps)}" if steps else ""
@@ -391,7 +391,7 @@ def _who_would_set(facts: CaseFacts, own: Condition) -> str:
     return ""
 
 
-def _began_with(facts: CaseFacts, lost: list[int]) -> str:
+def _first_report(facts: CaseFacts, lost: list[int]) -> str:
     """Returns the rank that reported the loss first, by its own clock, and what its error means beyond a timeout."""
     first = min(lost, key=lambda rank: failed_at(facts.ranks[rank].evidence), default=None)
     failure = failure_of_rank(facts.ranks[first].evidence) if first is not None else None
@@ -402,7 +402,7 @@ def _began_with(facts: CaseFacts, lost: list[int]) -> str:
     )
 
 
-def _seen_apart(facts: CaseFacts, first: list[int], rest: list[int]) -> str:
+def _seen_at_different_times(facts: CaseFacts, first: list[int], rest: list[int]) -> str:
     text = f"{capital(waits_words(facts, first))}, and their own safelaunch stopped them."
     if rest:
         text += f" {capital(ranks_do(rest, 'was', 'were'))} looked at only afterwards: {waits_words(facts, rest)}."

@@ -34,7 +34,7 @@ class _ThreadCall:
     entry: Collective = field(compare=False)
 
 
-def threads_that_race(case: Case) -> Ruling:
+def racing_threads(case: Case) -> Ruling:
     """Two threads call in one group, and which one comes first differs from rank to rank: no rank is at fault.
 
     Each thread makes the same calls on all ranks; only the order among the threads differs. A backend pairs calls by

@@ -21,7 +21,7 @@ from safelaunch.verdict.transfers import RecordedTransfer
 from safelaunch.verdict.waits import Case
 
 
-def unfit_transfers(case: Case) -> Ruling:
+def unequal_transfers(case: Case) -> Ruling:
     """All ranks have arrived, but what one rank sends is not what another expects: size, type or root differ.
 
     Both ends of a send and its receive are named, as either might be wrong. For an all_to_all, only the sums are known.
@@ -31,23 +31,23 @@ def unfit_transfers(case: Case) -> Ruling:
         numbered = wait.group is not None and wait.seq is not None
         if numbered and case.waits.circle:
             continue
-        sources = _sources(case, wait) if wait.kind == "collective" else {}
+        sources = _roots(case, wait) if wait.kind == "collective" else {}
         if len({*sources.values()}) > 1:
-            return _of_sources(case, wait, sources)
+            return _different_roots(case, wait, sources)
         if wait.group is None or wait.seq is None:
             continue
         if wait.kind == "p2p":
             pair = case.transfers.unequal(members[0], wait.group)
             if pair is not None:
-                return _pair(case, pair)
+                return _unequal_pair(case, pair)
         elif wait.kind == "collective":
             sums = unequal_exchange(case.alignment, wait.group, wait.seq)
             if sums is not None:
-                return _exchange(case, wait, members, sums)
+                return _unequal_sums(case, wait, members, sums)
     return ""
 
 
-def _pair(facts: CaseFacts, pair: tuple[RecordedTransfer, RecordedTransfer]) -> Finding:
+def _unequal_pair(facts: CaseFacts, pair: tuple[RecordedTransfer, RecordedTransfer]) -> Finding:
     sites = {side.rank: facts.alignment.stack(side.rank, side.entry).user_frame for side in pair}
     says = {side.rank: side.says() + fr.at(sites[side.rank]) for side in pair}
     text = " while rank ".join(f"{rank} {words}" for rank, words in says.items())
@@ -67,13 +67,13 @@ def _pair(facts: CaseFacts, pair: tuple[RecordedTransfer, RecordedTransfer]) -> 
     )
 
 
-def _sources(facts: CaseFacts, wait: PeerWait) -> dict[int, int]:
-    same_call = {rank: state for rank in facts.waiting if _is_in(state := facts.ranks[rank], wait)}
+def _roots(facts: CaseFacts, wait: PeerWait) -> dict[int, int]:
+    same_call = {rank: state for rank in facts.waiting if _waits_in(state := facts.ranks[rank], wait)}
     named = {rank: root for rank, state in same_call.items() if (root := _root_of(state)) is not None}
     return named or {rank: rank for rank in roots(facts.alignment, wait.group or "", wait.seq or 0)}
 
 
-def _is_in(facts: RankFacts, wait: PeerWait) -> bool:
+def _waits_in(facts: RankFacts, wait: PeerWait) -> bool:
     """Returns whether the rank waits in the same call; a list of objects takes two, the first for the sizes."""
     own_wait = facts.wait
     if own_wait is None or own_wait.key == wait.key:
@@ -96,7 +96,7 @@ def _root_of(facts: RankFacts) -> int | None:
     return (call.group_src if call.group_src is not None else call.group_dst) if call is not None else None
 
 
-def _of_sources(facts: CaseFacts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
+def _different_roots(facts: CaseFacts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
     """Returns the finding for different roots in the same broadcast, reduce, gather or scatter."""
     by_root = sides_of(sources)
     odd, majority = vote(by_root)
@@ -120,7 +120,7 @@ def _of_sources(facts: CaseFacts, wait: PeerWait, sources: Mapping[int, int]) ->
     )
 
 
-def _exchange(facts: CaseFacts, wait: PeerWait, members: tuple[int, ...], sums: tuple[int, int]) -> Finding:
+def _unequal_sums(facts: CaseFacts, wait: PeerWait, members: tuple[int, ...], sums: tuple[int, int]) -> Finding:
     where = f"#{wait.seq} of group {wait.group!r}"
     text = f"together the ranks send {sums[0]} elements and expect {sums[1]}"
     claim = record_claim(members[0], f"{where}: {text}")

@@ -148,7 +148,7 @@ def sends_and_receives(case: Case) -> Ruling:
     gloo doesn't record peers, so the cycle is inferred: no other rank is left that could come. A rank in a collective
     might still have skipped its part of the exchange; without peers, nothing shows that.
     """
-    ranks = ranks_in(_inner_circle(case.waits.transfers_of_circle))
+    ranks = ranks_in(_inner_cycle(case.waits.transfers_of_circle))
     if not ranks:
         return ""
     certain = all(_names_its_peer(case, waiters) for waiters in case.waits.circle)
@@ -165,7 +165,7 @@ def sends_and_receives(case: Case) -> Ruling:
     )
 
 
-def other_tags(case: Case) -> Ruling:
+def different_tags(case: Case) -> Ruling:
     """A send and a receive name each other with different tags, so they never meet."""
     named = {rank: case.waiting[rank] for rank in ranks_in(case.waits.transfers_of_circle)}
     for rank, wait in named.items():
@@ -179,7 +179,7 @@ def other_tags(case: Case) -> Ruling:
     return ""
 
 
-def other_peer(case: Case) -> Ruling:
+def wrong_peer(case: Case) -> Ruling:
     """Every batch of sends and receives is known, and one rank alone explains it by naming a wrong peer.
 
     It sends to a rank that doesn't expect a message, while another rank waits for one; or the reverse.
@@ -247,7 +247,7 @@ def _names_its_peer(case: Case, waiters: Waiters) -> bool:
     return wait.peer is not None or missing is not None
 
 
-def _inner_circle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
+def _inner_cycle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
     """Returns the classes that wait for each other, without outside help."""
     while True:
         members = set(ranks_in(classes))
@@ -289,7 +289,7 @@ def waits_outside_collectives(case: Case) -> Ruling:
     kind = next(kind for kind in _WHY if kind in kinds)
     locked = kind == "file" and any(holder.rank not in in_circle for holder in in_circle.values())
     waiting = holders if locked else {rank: holder for rank, holder in in_circle.items() if holder.kind == kind}
-    return _in_a_circle(case, kind, waiting, holders)
+    return _cycle_finding(case, kind, waiting, holders)
 
 
 def _server_of(case: Case, rank: int) -> tuple[str, Claim, frozenset[Advice]] | None:
@@ -344,7 +344,7 @@ def _why(kind: NodeKind, waiting: Collection[int]) -> str:
     return _WHY[kind].format(who=ranks_word(waiting), waits="waits" if len(waiting) == 1 else "wait")
 
 
-def _in_a_circle(
+def _cycle_finding(
     case: Case, kind: NodeKind, waiting: Mapping[int, AwaitedHolder], all_waiting: Iterable[int]
 ) -> Ruling:
     """Returns the finding for ranks that wait for ranks which wait for their peers in turn.
@@ -353,7 +353,7 @@ def _in_a_circle(
     missing. Store key or poll: the rank that should create it, and the waiter if it is a single rank. Except for a
     lock, either side might be wrong.
     """
-    own = {rank: _told(case, rank, by) for rank, by in waiting.items()}
+    own = {rank: _lock_wait(case, rank, by) for rank, by in waiting.items()}
     by = next(iter(waiting.values()))
     holders = sorted({wait.rank for wait in waiting.values()} - own.keys())
     makes, locked = kind in ("poll", "key"), kind == "file"
@@ -386,7 +386,7 @@ def _held_by_one(case: Case, held_by: Mapping[int, AwaitedHolder], holder: Await
     if own is None:
         return ""
     named = {holder.rank: replace(own, reason=f"{own.reason}, {_why(holder.kind, held_by)}")}
-    clauses = {rank: _told(case, rank, by) for rank, by in held_by.items()}
+    clauses = {rank: _lock_wait(case, rank, by) for rank, by in held_by.items()}
     text = summary_of(named, case, case.waiting)
     return Finding(
         own.cause,
@@ -403,7 +403,7 @@ def _doubts(case: Case, conditions: Iterable[Condition]) -> tuple[Doubt, ...]:
     return (*own, *doubts_if({Doubt.UNSEEN_RANKS: bool(case.unseen)}))
 
 
-def _told(case: Case, rank: int, by: AwaitedHolder) -> Condition:
+def _lock_wait(case: Case, rank: int, by: AwaitedHolder) -> Condition:
     condition = case.ranks[rank].condition
     assert condition is not None
     if by.kind != "file":

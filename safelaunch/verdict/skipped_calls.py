@@ -31,7 +31,7 @@ _MOST_LOOKED_AT = 4  # ranks at fault, and as many peers, whose functions are se
 
 
 @dataclass(frozen=True)
-class _LeftOut:
+class _SkippedCalls:
     """Why a rank skipped calls that its peers made."""
 
     reason: str  # a sentence
@@ -41,8 +41,8 @@ class _LeftOut:
     what: str  # the exception or the printed line
 
 
-def _explained(
-    finding: Finding, skips: Mapping[int, _LeftOut], cause: str, words: str, what: str, advice: frozenset[Advice]
+def _explanation(
+    finding: Finding, skips: Mapping[int, _SkippedCalls], cause: str, words: str, what: str, advice: frozenset[Advice]
 ) -> Annotation:
     """Makes the explanation the cause, and its ranks the only culprits."""
     culprits = (culprit for culprit in finding.culprits if culprit.rank in skips)
@@ -71,7 +71,7 @@ def caught_exception(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]
     if finding.cause not in _EXPLAINED or not any(f.evidence.caught for f in facts.ranks.values()):
         return
     mismatch = facts.histories.first_mismatch
-    fits = {c.rank: fit for c in finding.culprits if (fit := _fit(facts, c.rank, mismatch)) is not None}
+    fits = {c.rank: fit for c in finding.culprits if (fit := _matching_exception(facts, c.rank, mismatch)) is not None}
     if not fits or (not finding.doubts and len(fits) < len(finding.culprits)):
         return
     types = " and ".join(sorted({fit.what for fit in fits.values()}))
@@ -79,7 +79,7 @@ def caught_exception(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]
         f"{capital(ranks_word(fits))} raised {types} and continued, skipping the collectives that their peers called."
     )
     words = next(iter(fits.values())).reason if len(fits) == 1 else words
-    yield _explained(finding, fits, "swallowed-exception", words, "the exception", frozenset())
+    yield _explanation(finding, fits, "swallowed-exception", words, "the exception", frozenset())
 
 
 def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
@@ -89,7 +89,7 @@ def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     (``break``, ``return``) is judged by that, whatever it printed.
     """
     printed_lines = (
-        _said(facts, [culprit.rank for culprit in finding.culprits])
+        _printed_lines(facts, [culprit.rank for culprit in finding.culprits])
         if finding.cause in _EXPLAINED - {"rank-exited"}
         else {}
     )
@@ -99,7 +99,7 @@ def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     if any(shift.kind == "extra" and printed_lines.keys() & set(shift.ranks) for shift in shifts):
         return
     shown = all(any(rank in shift.ranks for shift in shifts) for rank in printed_lines)
-    skips = {rank: _as_printed(rank, *printed, sure=shown) for rank, printed in printed_lines.items()}
+    skips = {rank: _printed_skip(rank, *printed, sure=shown) for rank, printed in printed_lines.items()}
     words = " ".join(skip.reason for skip in skips.values())
     if not all(left.swallows or left.goes == "continue" for left, _ in printed_lines.values()):
         yield Annotation(words, context=tuple(skip.claim for skip in skips.values()), advice=frozenset({BROKEN_OFF}))
@@ -108,10 +108,10 @@ def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     cause, advice = (
         ("swallowed-exception", frozenset[Advice]()) if swallows else ("collective-mismatch", DRAWN | {LEFT_OUT})
     )
-    yield _explained(finding, skips, cause, words, "what the rank printed", advice)
+    yield _explanation(finding, skips, cause, words, "what the rank printed", advice)
 
 
-def _said(facts: CaseFacts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
+def _printed_lines(facts: CaseFacts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
     """Returns each rank's newest line that no peer printed, and the statement after which it skipped calls."""
     printed = {rank: lines for rank in named if (lines := lines_of(facts.ranks[rank].evidence.log_tail))}
     others = [rank for rank in facts.ranks if rank not in named]
@@ -135,19 +135,21 @@ def _lines_called_from(facts: CaseFacts, rank: int) -> Iterator[Frame]:
         yield from facts.alignment.stack(rank, kind).user_frames
 
 
-def _as_printed(rank: int, left: Left, line: str, *, sure: bool) -> _LeftOut:
+def _printed_skip(rank: int, left: Left, line: str, *, sure: bool) -> _SkippedCalls:
     text = one_line(line.strip(), 100)
     words = f"Rank {rank} printed {text!r} at {fr.place(left.frame)}, in `{left.after}`, and continued with {left.goes}"
     words += ", skipping the collectives that its peers called there"
-    return _LeftOut(f"{words}.", left.frame, Claim(words, f"ranks/{rank}/log_tail.txt"), sure, text)
+    return _SkippedCalls(f"{words}.", left.frame, Claim(words, f"ranks/{rank}/log_tail.txt"), sure, text)
 
 
-def _as_caught(rank: int, exception: CaughtException, group: str, number: int, later: bool, *, sure: bool) -> _LeftOut:
+def _caught_skip(
+    rank: int, exception: CaughtException, group: str, number: int, later: bool, *, sure: bool
+) -> _SkippedCalls:
     reason = f"Rank {rank} raised {exception.type} at {fr.place(exception.raised)} and continued at"
     reason += f" {fr.place(exception.caught)}, skipping the collectives that its peers called there."
     then = f" and before its #{number}" if later else "; it called no other since"
     text = f"{exception.type} at {fr.place(exception.raised)}, after #{number - 1} of group {group!r}{then}"
-    return _LeftOut(reason, exception.raised, Claim(text, f"ranks/{rank}/caught.json"), sure, exception.type)
+    return _SkippedCalls(reason, exception.raised, Claim(text, f"ranks/{rank}/caught.json"), sure, exception.type)
 
 
 def _next_call(facts: CaseFacts, rank: int, group: str, time_unix_s: float) -> tuple[int, bool] | None:
@@ -165,7 +167,7 @@ def _next_call(facts: CaseFacts, rank: int, group: str, time_unix_s: float) -> t
     return (window.numbers[at] if later else window.numbers[-1] + 1), later
 
 
-def _parted_at(facts: CaseFacts, rank: int, group: str, mismatch: Mismatch | None) -> tuple[int, bool]:
+def _diverged_at(facts: CaseFacts, rank: int, group: str, mismatch: Mismatch | None) -> tuple[int, bool]:
     """Returns the first number of ``group`` at which ``rank`` differs from its peers, and if the histories show it.
 
     Otherwise they might agree with several places.
@@ -179,9 +181,9 @@ def _parted_at(facts: CaseFacts, rank: int, group: str, mismatch: Mismatch | Non
     return window.numbers[-1] + 1 if window else 0, shift is not None
 
 
-def _fit(facts: CaseFacts, rank: int, mismatch: Mismatch | None) -> _LeftOut | None:
+def _matching_exception(facts: CaseFacts, rank: int, mismatch: Mismatch | None) -> _SkippedCalls | None:
     """Returns the newest exception of ``rank`` at the point where it diverged from its peers."""
-    parted = {group: _parted_at(facts, rank, group, mismatch) for group in facts.alignment.groups()}
+    parted = {group: _diverged_at(facts, rank, group, mismatch) for group in facts.alignment.groups()}
     tried: dict[tuple[str, int], bool] = {}
     for exception in reversed(facts.ranks[rank].evidence.caught):
         for group, (parted_at, shown) in parted.items():
@@ -196,7 +198,7 @@ def _fit(facts: CaseFacts, rank: int, mismatch: Mismatch | None) -> _LeftOut | N
                 aligned = facts.histories.in_group(group)
                 tried[key] = later and not shown and aligned.may_have_left_out(rank, number)
             if (sure or tried[key]) and not _peers_did_too(facts, rank, group, number, exception):
-                return _as_caught(rank, exception, group, number, later, sure=sure and later)
+                return _caught_skip(rank, exception, group, number, later, sure=sure and later)
     return None
 
 

@@ -83,7 +83,7 @@ def _is_iterable(loop: Frame, read_source: ReadSource) -> bool:
     )  # a loop over epochs contains the one over batches
     iterables = [node.iter for node in within if isinstance(node, (ast.For, ast.AsyncFor))]
     values_of_names = names_at(inside, read_source)
-    names = set[str]().union(*(_behind(iterable, values_of_names) for iterable in iterables))
+    names = set[str]().union(*(_names_in(iterable, values_of_names) for iterable in iterables))
     if any("Sampler" in name for name in names):
         return False
     defined = {node.name: node for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
@@ -102,8 +102,8 @@ def _is_iterable(loop: Frame, read_source: ReadSource) -> bool:
     return bool(_STREAMS & (names | bases)) or yields or "streaming" in names
 
 
-def _behind(value: ast.expr, values_of_names: Mapping[str, ast.expr], steps: int = _MOST_NAMES) -> set[str]:
+def _names_in(value: ast.expr, values_of_names: Mapping[str, ast.expr], steps: int = _MOST_NAMES) -> set[str]:
     names = {*src.names_in(value)}
     names |= {word.arg for call in src.calls_in(value) for word in call.keywords if word.arg is not None}
     values = [values_of_names[name] for name in names if name in values_of_names] if steps else []
-    return names.union(*(_behind(value_of_name, values_of_names, steps - 1) for value_of_name in values))
+    return names.union(*(_names_in(value_of_name, values_of_names, steps - 1) for value_of_name in values))

@@ -20,13 +20,13 @@ from safelaunch.verdict.waits import Case, Waiters
 # too. If a group waits for a member that called on a foreign group, that member took the wrong one, and findings about
 # the order of groups follow from it. Without a warning, habit shows it: the newest call from a line is in a new group.
 
-_ENOUGH = 2  # earlier calls that count as a habit
-_OF_A_GROUP = frozenset({"group-order", "missing-from-collective", "collective-mismatch"})
+_HABIT_CALLS = 2  # earlier calls that count as a habit
+_GROUP_CAUSES = frozenset({"group-order", "missing-from-collective", "collective-mismatch"})
 
 
 def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     """Blames ranks that called on a foreign group while their own group waits for them."""
-    outsiders = _outsiders(case) if finding.cause in _OF_A_GROUP else {}
+    outsiders = _outsiders(case) if finding.cause in _GROUP_CAUSES else {}
     if not outsiders or not outsiders.keys() <= {culprit.rank for culprit in finding.culprits}:
         return
     they, their, groups = ("it is", "its", "group") if len(outsiders) == 1 else ("they are", "their", "groups")
@@ -41,7 +41,7 @@ def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
         ),
         finding.doubts,
         tuple(
-            waiting_culprit(case.ranks[rank], _called(rank, waiters), waiters.wait.frame)
+            waiting_culprit(case.ranks[rank], _reason(rank, waiters), waiters.wait.frame)
             for rank, waiters in outsiders.items()
         ),
         finding.advice | {WRONG_GROUP},
@@ -91,7 +91,7 @@ def _warning(waiters: Waiters, rank: int) -> str:
     return f"Running {waiters.wait.op} on global rank {rank} which does not belong to the given group"
 
 
-def _called(rank: int, waiters: Waiters) -> str:
+def _reason(rank: int, waiters: Waiters) -> str:
     return f"Rank {rank} called {waiters.wait.op} on a group that it is not in, which torch skips with a warning."
 
 
@@ -140,7 +140,7 @@ def unusual(facts: CaseFacts, rank: int, site: Frame | None = None) -> str:
     at_line = [(way, group) for way, group in ways if way and fr.spot(way[0]) == at]
     way, now = at_line[-1] if at_line else ((), "")
     earlier = [group for frames, group in at_line[:-1] if frames == way]
-    left = len(earlier) >= _ENOUGH and len(set(earlier)) == 1 and now not in earlier
+    left = len(earlier) >= _HABIT_CALLS and len(set(earlier)) == 1 and now not in earlier
     if not left or (site is None and wait.group not in (None, now)):
         return ""
     return (

@@ -44,7 +44,7 @@ from safelaunch.cli.help import EXIT_CODES
 from safelaunch.settings.options import OPTION_GROUPS, OWN_OPTIONS
 from safelaunch.verdict.causes import CAUSES, Cause
 from safelaunch.verdict.doubts import Doubt, DoubtSubject
-from safelaunch.verdict.rules import OWN, RULES
+from safelaunch.verdict.rules import OWN, QUESTIONS
 from safelaunch.verdict.suggestions import Advice
 from scripts.build.generate import parser_of
 from scripts.build.schemas import meanings
@@ -147,14 +147,14 @@ def _cell(text: str) -> str:
 def _rules() -> str:
     rows = (
         (
-            rule.asks if kind is rule.kinds[0] else "",
-            f"`{kind.name}`",
-            kind.says.replace("``", "`"),
-            ", ".join(kind.needs),
-            "*its own*" if kind.concludes == OWN else ", ".join(f"`{cause}`" for cause in kind.concludes),
+            question.text if rule is question.rules[0] else "",
+            f"`{rule.name}`",
+            rule.summary.replace("``", "`"),
+            ", ".join(rule.needs),
+            "*its own*" if rule.concludes == OWN else ", ".join(f"`{cause}`" for cause in rule.concludes),
         )
-        for rule in RULES
-        for kind in rule.kinds
+        for question in QUESTIONS
+        for rule in question.rules
     )
     return table(("question", "rule", "finds", "needs", "causes"), rows)
 

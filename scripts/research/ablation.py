@@ -145,7 +145,7 @@ def worth(verdict: Verdict, faulty: frozenset[int]) -> int:
 
 
 def _rules() -> list[str]:
-    return [rule.name for rule in DIAGNOSE.KINDS[:-1]]  # the last concludes in any case
+    return [rule.name for rule in DIAGNOSE.RULES[:-1]]  # the last concludes in any case
 
 
 def _explanations() -> list[str]:
@@ -154,17 +154,17 @@ def _explanations() -> list[str]:
 
 @contextmanager
 def _with(rules: tuple[Any, ...], explanations: tuple[Any, ...]) -> Iterator[None]:
-    kept = DIAGNOSE.KINDS, DIAGNOSE.EXPLANATIONS
-    DIAGNOSE.KINDS, DIAGNOSE.EXPLANATIONS = rules, explanations
+    kept = DIAGNOSE.RULES, DIAGNOSE.EXPLANATIONS
+    DIAGNOSE.RULES, DIAGNOSE.EXPLANATIONS = rules, explanations
     try:
         yield
     finally:
-        DIAGNOSE.KINDS, DIAGNOSE.EXPLANATIONS = kept
+        DIAGNOSE.RULES, DIAGNOSE.EXPLANATIONS = kept
 
 
 def _without(name: str) -> Any:
     return _with(
-        tuple(rule for rule in DIAGNOSE.KINDS if rule.name != name),
+        tuple(rule for rule in DIAGNOSE.RULES if rule.name != name),
         tuple(tuple(one for one in those if one.__name__ != name) for those in DIAGNOSE.EXPLANATIONS),
     )
 
@@ -191,7 +191,7 @@ def _noting(took_part: list[str]) -> Any:
         return explain
 
     explanations = tuple(tuple(map(noting_explanation, those)) for those in DIAGNOSE.EXPLANATIONS)
-    return _with(tuple(map(noting_rule, DIAGNOSE.KINDS)), explanations)
+    return _with(tuple(map(noting_rule, DIAGNOSE.RULES)), explanations)
 
 
 def _decision(verdict: Verdict) -> Any:

@@ -27,7 +27,7 @@ from safelaunch.settings.config import HOOK_ENV, INTERNAL_ENV, PLACES_ENV
 from safelaunch.settings.options import BY_NAME, MAX_STALL_FACTOR, OWN_OPTIONS, STARTUP_MAX_STALL_S, Option, Settings
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.rules import KINDS, OWN
+from safelaunch.verdict.rules import OWN, RULES
 from scripts.build import docs_tables
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, github_anchors, links, prose, table
 
@@ -351,7 +351,7 @@ def names(causes: Iterable[str]) -> str:
 def test_the_tables_of_rules_and_doubts() -> None:
     page = TEXTS["docs/how-it-works.md"]
     assert f"by itself and that holds up its peers: {names(OWN)}." in " ".join(page.split())
-    assert all(f"| `{rule.name}` |" in page for rule in KINDS)
+    assert all(f"| `{rule.name}` |" in page for rule in RULES)
     assert all(doubt.why in TEXTS["docs/verdicts.md"] for doubt in Doubt)
 
 

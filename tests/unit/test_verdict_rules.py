@@ -12,34 +12,34 @@ from safelaunch.model import Evidence, GilTest, Launched
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.diagnose import _conclude, diagnose
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.rules import KINDS
+from safelaunch.verdict.rules import RULES
 from safelaunch.verdict.waits import Case
 from tests.support.evidence import entry, in_c10d, in_user, job, past, rank, record, waiting
 
 
 def test_the_rules_conclude_the_catalogue_and_nothing_else() -> None:
-    declared = {cause for rule in KINDS for cause in rule.concludes}
+    declared = {cause for rule in RULES for cause in rule.concludes}
     # No rule finds these: they say why, or where, what a rule found is so.
     assert declared == set(CAUSES) - {"swallowed-exception", "node-behind"}
-    assert len({rule.name for rule in KINDS}) == len(KINDS)
+    assert len({rule.name for rule in RULES}) == len(RULES)
 
 
-@pytest.mark.parametrize("rule", KINDS, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_rule_says_in_a_sentence_what_it_is_about(rule) -> None:  # type: ignore[no-untyped-def]
-    assert rule.says.endswith((".", "?"))
-    assert len(rule.says) < 130
+    assert rule.summary.endswith((".", "?"))
+    assert len(rule.summary) < 130
 
 
 def test_a_rule_that_concludes_what_it_does_not_declare_fails_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    (last,) = KINDS[-1:]
-    monkeypatch.setattr(sys.modules[_conclude.__module__], "KINDS", (replace(last, concludes=("group-order",)),))
-    with pytest.raises(AssertionError, match="nobody_stands_out concludes no-rank-stands-out"):
+    (last,) = RULES[-1:]
+    monkeypatch.setattr(sys.modules[_conclude.__module__], "RULES", (replace(last, concludes=("group-order",)),))
+    with pytest.raises(AssertionError, match="no_rank_stands_out concludes no-rank-stands-out"):
         _conclude(Case.of(job(waiting(0), waiting(1))))
 
 
 def test_a_rule_is_not_asked_where_what_it_needs_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    last = replace(KINDS[-1], needs=("a crash",))
-    monkeypatch.setattr(sys.modules[_conclude.__module__], "KINDS", (last, KINDS[-1]))
+    last = replace(RULES[-1], needs=("a crash",))
+    monkeypatch.setattr(sys.modules[_conclude.__module__], "RULES", (last, RULES[-1]))
     case = Case.of(job(waiting(0), waiting(1)))
     assert last.ask(case) == ""
     assert _conclude(case)[0].cause == "no-rank-stands-out"

@@ -55,7 +55,7 @@ from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import exists, is_dir, is_file
 from safelaunch.verdict.exits import failed_by_itself, has_lost_a_peer
-from safelaunch.verdict.rhythm import has_no_steps
+from safelaunch.verdict.rhythm import is_foreign_job
 
 _T = TypeVar("_T")
 MAX_RECORD_BYTES = 64 << 20
@@ -305,7 +305,7 @@ def _check_moments(bundles: Sequence[FoundEvidence], names: Sequence[str]) -> No
     """Of one incident, every node has its last progress before the others have written what they saw. Where nobody
     counts steps, that is not known: the nodes may be looked at one after another.
     """
-    counted = [(one, name) for one, name in zip(bundles, names, strict=True) if not has_no_steps(one.evidence)]
+    counted = [(one, name) for one, name in zip(bundles, names, strict=True) if not is_foreign_job(one.evidence)]
     known = [(found.taken, name) for found, name in counted if all(found.taken)]
     if not known:
         return
