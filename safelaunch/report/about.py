@@ -1,6 +1,4 @@
-"""What a report says of a job beside its verdict and its evidence: how it was started, the nodes it ran on, and what
-early looks found.
-"""
+"""Facts about a job besides its verdict and evidence: how it was started, its nodes, and early looks."""
 
 from __future__ import annotations
 
@@ -12,61 +10,58 @@ from safelaunch.model import EarlyLook, Gpu, duration
 
 
 class Link(msgspec.Struct, frozen=True):
-    """A network interface, or a port of an InfiniBand device (``mlx5_0/1``).
-
-    ``speed``: in words, with the MTU where it is known. ``errors``: what its counters say.
-    """
+    """A network interface, or a port of an InfiniBand device (``mlx5_0/1``)."""
 
     name: str
     state: str = ""
-    speed: str = ""
-    errors: str = ""
+    speed: str = ""  # in words, with the MTU if known
+    errors: str = ""  # of its counters, in words
 
 
 class LaunchFacts(msgspec.Struct, frozen=True):
-    """The part of ``launch.json`` that people ask for first. ``command``: what ran, as torchrun; ``typed``: how."""
+    """The part of ``launch.json`` that people ask for first."""
 
     run_name: str = ""
     host: str = ""
     user: str = ""
     cwd: str = ""
     started: str = ""
-    command: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()  # what ran, as torchrun
     safelaunch: str = ""
     torch: str = ""
     presets: tuple[str, ...] = ()
-    typed: tuple[str, ...] = ()
+    typed: tuple[str, ...] = ()  # what the user typed
 
     @property
     def as_typed(self) -> tuple[str, ...]:
-        """The command line as the user knows it; what ran, where nothing was typed."""
+        """Returns the command line as the user knows it; what ran, if nothing was typed."""
         return ("safelaunch", *self.typed) if self.typed else self.command
 
 
 @dataclass(frozen=True)
 class NodeSummary:
-    """What the files in ``node/<host>/`` say. ``no_gpus``: why they name none. ``kernel_log``: its last lines."""
+    """The content of the files in ``node/<host>/``."""
 
     host: str
     gpus: tuple[Gpu, ...] = ()
-    no_gpus: str = ""
+    no_gpus: str = ""  # reason why they list none
     cpus: int = 0
     load: tuple[float, ...] = ()
     memory_total_bytes: int = 0
     memory_available_bytes: int = 0
     disks: tuple[tuple[str, float], ...] = ()  # place, share of it in use
     versions: tuple[tuple[str, str], ...] = ()
-    kernel_log: tuple[str, ...] = ()
+    kernel_log: tuple[str, ...] = ()  # last lines
     network: tuple[Link, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()  # of the job's variables, those about communication and devices
+    environment: tuple[tuple[str, str], ...] = ()  # variables of the job about communication and devices
 
 
 @dataclass(frozen=True)
 class ReportHeader:
-    """``bundle``: its name. ``at_unix_s``: when the evidence was taken; 0: not known."""
+    """The facts above the verdict of a report."""
 
-    bundle: str = ""
-    at_unix_s: float = 0.0
+    bundle: str = ""  # its name
+    at_unix_s: float = 0.0  # when the evidence was collected; 0: unknown
     launch: LaunchFacts = field(default_factory=LaunchFacts)
     nodes: tuple[NodeSummary, ...] = ()
 
@@ -75,11 +70,14 @@ class ReportHeader:
 
 
 def early_line(look: EarlyLook, before: EarlyLook | None = None, *, part: bool = False) -> str:
-    """The line on the screen. ``before``: the look before it at the same quiet, whose words are not repeated. ``part``:
-    other nodes have ranks.
+    """Returns the line on the screen.
+
+    Args:
+        before: The look before it in the same quiet period, whose words aren't repeated.
+        part: Other nodes have ranks as well.
     """
-    found = (look.movement, look.cause, look.places)
-    if before is not None and (before.movement, before.cause, before.places) == found:
+    content = (look.movement, look.cause, look.places)
+    if before is not None and (before.movement, before.cause, before.places) == content:
         return f"quiet for {look.quiet_s:.0f} s: nothing has changed since {before.quiet_s:.0f} s"
     usual = f"usual {duration(look.usual_s)}" if look.usual_s else "no usual step known"
     where = ", on this node" if part else ""
@@ -87,6 +85,6 @@ def early_line(look: EarlyLook, before: EarlyLook | None = None, *, part: bool =
 
 
 def in_status(look: EarlyLook) -> str:
-    """In ``status`` and in reports, where the time of the look stands before it."""
+    """Returns the line in ``status`` and in reports, which show the time of the look before it."""
     ended = f" (over after {look.lasted_s:.0f} s)" if look.lasted_s else ""
     return f"quiet for {look.quiet_s:.0f} s{ended}: {look.words}"

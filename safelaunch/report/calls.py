@@ -1,6 +1,6 @@
 """The recorded calls of all ranks as one table, in the order in which the ranks made them.
 
-A row is a call of a process group by its number, and what the ranks made of it: ranks that did the same share a line.
+A row is one call of a process group, by its number. Ranks that did the same in it share a line.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from safelaunch.verdict.rank_state import CaseFacts
 
 NOT_CALLED = "not called"
 T = TypeVar("T")
-Slot = tuple[str, bool, int, int]  # group, whether it is a send or receive, number, which of those with that number
+Slot = tuple[str, bool, int, int]  # group, whether it is a send or receive, number, index among calls of that number
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What the table shows. ``ranks`` None: all; ``groups``: names or descriptions, empty: all; ``last`` 0: all."""
+    """The part of the calls that the table shows."""
 
-    ranks: frozenset[int] | None = None
-    groups: frozenset[str] = frozenset()
-    last: int = 0
+    ranks: frozenset[int] | None = None  # None: all
+    groups: frozenset[str] = frozenset()  # names or descriptions; empty: all
+    last: int = 0  # 0: all
 
     def has(self, call: Collective) -> bool:
         return not self.groups or call.group in self.groups or call.description in self.groups
@@ -39,30 +39,27 @@ class Selection:
 
 @dataclass
 class CallRow:
-    """One call. ``kinds``: what ranks made of it, with these ranks; ``absent``: members that have not called it."""
+    """One call."""
 
     slot: Slot
     at_ns: int
-    kinds: dict[int, list[int]] = field(default_factory=dict)
-    absent: tuple[int, ...] = ()
+    kinds: dict[int, list[int]] = field(default_factory=dict)  # kind of call -> ranks that made it
+    absent: tuple[int, ...] = ()  # members that haven't called it
 
 
 @dataclass(frozen=True)
 class CallTable:
-    """``kinds``: the calls that rows refer to, with where they were made. ``more``: whether ``last`` cut any off.
-
-    ``unrecorded``: the ranks of the selection without a Flight Recorder.
-    """
+    """The chosen calls, oldest first."""
 
     rows: tuple[CallRow, ...]
-    kinds: tuple[tuple[Collective, str], ...]
-    unrecorded: tuple[int, ...]
+    kinds: tuple[tuple[Collective, str], ...]  # the calls that rows refer to, with their lines
+    unrecorded: tuple[int, ...]  # ranks of the selection without a Flight Recorder
     groups: tuple[str, ...]
-    more: bool
+    more: bool  # ``last`` cut some off
 
 
 def table(facts: CaseFacts, chosen: Selection) -> CallTable:
-    """The calls of ``chosen``, oldest first."""
+    """Returns the calls of ``chosen``, oldest first."""
     wanted = [rank for rank in facts.ranks if chosen.ranks is None or rank in chosen.ranks]
     records = {rank: record for rank in wanted if (record := facts.ranks[rank].evidence.flight_record) is not None}
     rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
@@ -80,26 +77,26 @@ def table(facts: CaseFacts, chosen: Selection) -> CallTable:
         tuple(rows[slot] for slot in order),
         tuple(numbers),
         tuple(sorted({*(chosen.ranks or facts.ranks), *wanted} - set(records))),
-        tuple(dict.fromkeys(_label(one) for one, _ in numbers)),
+        tuple(dict.fromkeys(_label(kind) for kind, _ in numbers)),
         any(0 < chosen.last < column.recorded for column in columns),
     )
 
 
 @dataclass
 class _CallColumn:
-    """The chosen calls of ranks that called alike. ``at_ns``: of the first of them; ``recorded``: before the cut."""
+    """The chosen calls of ranks that made the same calls."""
 
     slots: list[Slot]
     kinds: list[int]
-    at_ns: list[int]
-    recorded: int = 0
+    at_ns: list[int]  # times of the first of these ranks
+    recorded: int = 0  # number of calls before the cut
     ranks: list[int] = field(default_factory=list)
 
 
 def _columns(
     facts: CaseFacts, rings: Mapping[int, Entries], chosen: Selection, numbers: ItemNumbers[tuple[Collective, str]]
 ) -> list[_CallColumn]:
-    """Ranks that called alike share a column."""
+    """Returns a column for each set of ranks that made the same calls."""
 
     def number(rank: RankEvidence, call: Collective) -> int:
         frame = called_at(rank, call)
@@ -108,12 +105,12 @@ def _columns(
     folded: dict[Hashable, _CallColumn] = {}
     kinds = ByKind(number)
     for rank, ring in rings.items():
-        used, known = ring.used(), kinds.of(facts.ranks[rank].evidence, ring)
+        used, numbers_of = ring.used(), kinds.of(facts.ranks[rank].evidence, ring)
         every: Sequence[int] = range(len(ring))
         if chosen.groups:
             every = [position for position, kind in enumerate(ring.kind_of) if chosen.has(used[kind])]
         at = every[-chosen.last :]
-        called = [known[ring.kind_of[n]] for n in at]
+        called = [numbers_of[ring.kind_of[n]] for n in at]
         seqs = [ring.p2p_seqs[n] if used[ring.kind_of[n]].is_p2p else ring.seqs[n] for n in at]
         key = (tuple(called), tuple(seqs))
         if key not in folded:
@@ -124,9 +121,9 @@ def _columns(
 
 
 class ByKind(Generic[T]):
-    """What ``make`` makes of each kind of call, once for all ranks.
+    """Calls ``make`` once for each kind of call, for all ranks.
 
-    All rings outlive it: it knows their tables of kinds by their ids.
+    All rings must outlive it: it identifies their tables of kinds by id.
     """
 
     def __init__(self, make: Callable[[RankEvidence, Collective], T]) -> None:
@@ -134,38 +131,38 @@ class ByKind(Generic[T]):
         self._known: dict[tuple[int, int, tuple[str, ...]], T] = {}
 
     def of(self, rank: RankEvidence, ring: Entries) -> dict[int, T]:
-        """By the numbers of the kinds in this record."""
-        found = {}
+        """Returns the results by the numbers of the kinds in this record."""
+        made = {}
         for number, call in ring.used().items():
             key = (id(ring.kinds), number, rank.code_roots)
             if key not in self._known:
                 self._known[key] = self._make(rank, call)
-            found[number] = self._known[key]
-        return found
+            made[number] = self._known[key]
+        return made
 
 
 def called_at(rank: RankEvidence, call: Collective) -> Frame | None:
-    """The user's line that a recorded call was made at; where the record has none of the user's, its innermost."""
+    """Returns the user's line at which a recorded call was made; without a user frame, the innermost frame."""
     return stack_of(rank, call.frames).user_frame or next(iter(call.frames), None)
 
 
 def _slots(ring: Entries, at: Sequence[int], numbers: Sequence[int]) -> list[Slot]:
-    """The places of a rank's calls in the table: calls that share a number (coalesced ones) have one each."""
-    seen = Counter[tuple[str, bool, int]]()
-    found = []
+    """Returns the slots of a rank's calls: calls that share a number (coalesced ones) get one each."""
+    counts = Counter[tuple[str, bool, int]]()
+    slots = []
     for n, number in zip(at, numbers, strict=True):
         call = ring.kinds.all[ring.kind_of[n]]
         key = (call.group, call.is_p2p, number)
-        found.append((*key, seen[key]))
-        seen[key] += 1
-    return found
+        slots.append((*key, counts[key]))
+        counts[key] += 1
+    return slots
 
 
 def _note_absent(rows: Iterable[CallRow], records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> None:
-    """A member of the group whose last collective has a smaller number has not called this one."""
+    """Notes members of the group whose last collective has a smaller number."""
     last: dict[str, dict[int, int]] = {}
     members: dict[str, set[int]] = {}
-    whole = set()  # the ranks whose ring has lost nothing: a group that it does not have was not called
+    whole = set()  # ranks whose ring has lost nothing: they haven't called any group that it lacks
     for rank, record in records.items():
         ring = rings[rank]
         for group, number in _newest(ring):
@@ -176,12 +173,14 @@ def _note_absent(rows: Iterable[CallRow], records: Mapping[int, FlightRecord], r
     for row in rows:
         group, is_p2p, number, _ = row.slot
         reached = last.get(group, {})
-        there = members.get(group, set()) & whole | set(reached)
-        row.absent = () if is_p2p else tuple(sorted(rank for rank in there if reached.get(rank, -1) < number))
+        members_with_ring = members.get(group, set()) & whole | set(reached)
+        row.absent = (
+            () if is_p2p else tuple(sorted(rank for rank in members_with_ring if reached.get(rank, -1) < number))
+        )
 
 
 def _newest(ring: Entries) -> Iterator[tuple[str, int]]:
-    """The number of the newest collective in each group."""
+    """Yields the number of the newest collective of each group."""
     left = {call.group for call in ring.used().values() if not call.is_p2p}
     for seq, kind in zip(reversed(ring.seqs), reversed(ring.kind_of), strict=True):
         call = ring.kinds.all[kind]
@@ -193,7 +192,7 @@ def _newest(ring: Entries) -> Iterator[tuple[str, int]]:
 
 
 def in_order(columns: Iterable[Sequence[Slot]], at_ns: Mapping[Slot, int]) -> list[Slot]:
-    """All slots, so that each column keeps its order; where two columns contradict each other, by time."""
+    """Returns all slots in the order of each column; if two columns contradict each other, by time."""
     before: dict[Slot, int] = dict.fromkeys(at_ns, 0)
     after: dict[Slot, set[Slot]] = {slot: set() for slot in at_ns}
     for column in columns:
@@ -206,8 +205,8 @@ def in_order(columns: Iterable[Sequence[Slot]], at_ns: Mapping[Slot, int]) -> li
     by_time = iter(sorted((time_ns, slot) for slot, time_ns in at_ns.items()))
     placed: dict[Slot, None] = {}
     while len(placed) < len(at_ns):
-        while not ready:  # a circle: ranks entered groups in different orders
-            ready = [one for one in [next(by_time)] if one[1] not in placed]
+        while not ready:  # a cycle: ranks entered groups in different orders
+            ready = [slot for slot in [next(by_time)] if slot[1] not in placed]
         _, slot = heapq.heappop(ready)
         if slot in placed:
             continue
@@ -219,11 +218,11 @@ def in_order(columns: Iterable[Sequence[Slot]], at_ns: Mapping[Slot, int]) -> li
     return list(placed)
 
 
-# --- as text and as JSON ----------------------------------------------------------------------------------------------
+# --- text and JSON ----------------------------------------------------------------------------------------------------
 
 
 def lines(shown: CallTable) -> list[str]:
-    """The table as aligned lines."""
+    """Returns the table as aligned lines."""
     cells = [("group", "number", "call", "ranks", "state", "at")]
     for row in shown.rows:
         group, is_p2p, number, _ = row.slot
@@ -244,7 +243,7 @@ def _label(call: Collective) -> str:
 
 
 class CallDocument(TypedDict):
-    """A call, as ``ranks`` made it. ``number``: in its process group, of sends and receives counted apart."""
+    """One call of ``ranks``. ``number`` is its number in the process group; sends and receives have their own."""
 
     group: str
     description: str
@@ -262,7 +261,7 @@ class CallDocument(TypedDict):
 
 
 def document(shown: CallTable) -> list[CallDocument]:
-    """The table for ``--json``: an object for each line."""
+    """Returns the table for ``--json``: an object for each line."""
     return [
         {
             "group": row.slot[0],
@@ -285,5 +284,5 @@ def document(shown: CallTable) -> list[CallDocument]:
 
 
 def state(call: Collective) -> str:
-    """The state of a call in a word."""
+    """Returns the state of a call in one word."""
     return "completed" if call.completed else "queued" if call.started is False else "pending"

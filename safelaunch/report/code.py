@@ -1,4 +1,4 @@
-"""The source at each side of where ranks part: the lines, and the conditions and loops that lead to them."""
+"""The source where ranks diverged: the lines of each side, and the conditions and loops that lead to them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from safelaunch.model.entries import Entries
 from safelaunch.report.overview import frames_at_fault, range_of
 from safelaunch.stacks.frames import place, same_line, stack_of
 from safelaunch.stacks.guards import Guard, way_to
-from safelaunch.verdict.findings import capital
 from safelaunch.verdict.guarding import whereabouts
+from safelaunch.verdict.phrases import capital
 from safelaunch.verdict.rank_state import CaseFacts, child_views, user_stack_of, view_of
 
 MOST_SIDES = 6
-MOST_PLACES = 3  # of one side, with source: its line and the callers that lead to it
+MOST_PLACES = 3  # places of one side with source: its line and its callers
 BEFORE, AFTER, GAP = 5, 3, 3
 MOST_COLUMNS = 240
 MOST_BESIDE = 3
@@ -23,45 +23,40 @@ MOST_BESIDE = 3
 
 @dataclass(frozen=True)
 class SourceLine:
-    """One line of source. ``mark``: ``here`` where the ranks are, ``guard`` where ranks may part, ``way`` for other
-    conditions and loops on the way, else empty. ``note``: what the condition does. ``gap``: lines are left out before.
-    """
+    """One line of source."""
 
     number: int
     text: str
-    mark: str = ""
-    note: str = ""
-    gap: bool = False
+    mark: str = ""  # ``here``: the ranks are at it; ``guard``: ranks can diverge there; ``way``: on the way there
+    note: str = ""  # effect of the condition
+    gap: bool = False  # lines before it are left out
 
 
 @dataclass(frozen=True)
 class FrameWithSource:
-    """A frame with its source; no ``lines`` where that cannot be read. ``whose``: another thread or process of the
-    rank, in words, where the frame is not of the one at fault.
-    """
+    """A frame with its source."""
 
     frame: Frame
-    lines: tuple[SourceLine, ...]
-    whose: str = ""
+    lines: tuple[SourceLine, ...]  # empty if the source can't be read
+    whose: str = ""  # thread or process of the rank, in words, if it isn't the one at fault
 
 
 @dataclass(frozen=True)
 class CallSide:
-    """``ranks`` are at ``places``, innermost first; ``callers`` are the user's frames without source. ``does``: what
-    they do there. ``more``: places of ranks at fault that are left out.
-    """
+    """The ranks of one side and their places."""
 
     ranks: tuple[int, ...]
     culprit: bool
-    does: str
-    places: tuple[FrameWithSource, ...]
-    callers: tuple[Frame, ...]
+    does: str  # what the ranks do there
+    places: tuple[FrameWithSource, ...]  # innermost first
+    callers: tuple[Frame, ...]  # user frames without source
 
 
 def sides(facts: CaseFacts, verdict: Verdict, said: Callable[[str], str]) -> list[CallSide]:
-    """The sides: those at fault first, then who waits in the same group, the largest first.
+    """Returns the sides: ranks at fault first, then ranks that wait in the same group, the largest side first.
 
-    ``said`` takes secrets out of a line of source.
+    Args:
+        said: Removes secrets from a line of source.
     """
     named = {culprit.rank: culprit for culprit in verdict.culprits}
     grouped: dict[tuple[bool, tuple[Frame, ...]], list[int]] = {}
@@ -69,28 +64,28 @@ def sides(facts: CaseFacts, verdict: Verdict, said: Callable[[str], str]) -> lis
         stack = _stack_of_culprit(facts, named[rank]) if rank in named else _stack(facts, rank)
         if stack or rank in named:
             grouped.setdefault((rank in named, stack), []).append(rank)
-    waits = {rank: one.wait.group for rank, one in facts.ranks.items() if one.wait is not None}
-    theirs = {waits[rank] for rank in named if rank in waits}
+    waits = {rank: state.wait.group for rank, state in facts.ranks.items() if state.wait is not None}
+    awaited_groups = {waits[rank] for rank in named if rank in waits}
 
     def order(item: tuple[tuple[bool, tuple[Frame, ...]], list[int]]) -> tuple[bool, bool, int, int, int]:
-        """After those at fault who waits in their group, and who waits for them in the smallest group."""
+        """Sorts the ranks at fault first, then the ranks that wait in their group, by the size of the group."""
         (culprit, _), ranks = item
-        members, known = facts.alignment.members(waits.get(ranks[0]) or "")
-        among = len(members) if known and members & set(named) else len(facts.world)
-        return not culprit, waits.get(ranks[0]) not in theirs, among, -len(ranks), ranks[0]
+        members, complete = facts.alignment.members(waits.get(ranks[0]) or "")
+        among = len(members) if complete and members & set(named) else len(facts.world)
+        return not culprit, waits.get(ranks[0]) not in awaited_groups, among, -len(ranks), ranks[0]
 
     ordered = sorted(grouped.items(), key=order)
     at_fault = [item for item in ordered if item[0][0]][: MOST_SIDES - 2]
-    others = [item for item in ordered if not item[0][0]][: MOST_SIDES - len(at_fault)]
-    shown = [*at_fault, *others]
+    waiting = [item for item in ordered if not item[0][0]][: MOST_SIDES - len(at_fault)]
+    shown = [*at_fault, *waiting]
     reader = _SourceReader(facts, said)
-    found: list[CallSide] = []
+    result: list[CallSide] = []
     for (culprit, stack), ranks in shown:
         reasons = _reasons(ranks, named) if culprit else [_does(facts, ranks)]
         counted = _steps(facts, ranks) if verdict.cause == "uneven-batches" else []
         does = " ".join([*reasons, *_groups_waited_in(ranks, waits), *_handled(facts, ranks[0]), *counted])
         stacks = [other for (_, other), _ in shown]
-        if stack in stacks[: len(found)]:  # the callers were shown there
+        if stack in stacks[: len(result)]:  # the callers were shown there
             places, callers = [reader.place(frame) for frame in stack[:1]], stack[1:]
         else:
             places, callers = reader.places(
@@ -100,18 +95,17 @@ def sides(facts: CaseFacts, verdict: Verdict, said: Callable[[str], str]) -> lis
             places = [reader.as_left(place) for place in places]
         beside = _beside(facts, named[ranks[0]], stack) if culprit else {}
         places += [replace(reader.place(frame), whose=whose) for frame, whose in beside.items()]
-        found.append(CallSide(tuple(ranks), culprit, does, tuple(places), callers))
-    return found
+        result.append(CallSide(tuple(ranks), culprit, does, tuple(places), callers))
+    return result
 
 
 def _steps(facts: CaseFacts, ranks: Sequence[int]) -> list[str]:
-    """How many steps the ranks made, as far as that is known."""
     steps = [step for rank in ranks if (step := facts.ranks[rank].step) is not None]
     return [f"Steps: {range_of(steps)}."] if steps else []
 
 
 def _beside(facts: CaseFacts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Frame, str]:
-    """Frame → whose it is: of the rank itself, while a thread or a child is at fault, and of those the reason names."""
+    """Returns further frames of the rank, with the thread or process of each: of the reason, and of its main thread."""
     rank = facts.ranks[culprit.rank].evidence
     view = view_of(rank)
     if view is None or view.sample is None or rank.exception is not None:
@@ -119,17 +113,17 @@ def _beside(facts: CaseFacts, culprit: Culprit, stack: Sequence[Frame]) -> dict[
     main = view.sample.main_thread
     everywhere = [frame for thread in view.sample.threads for frame in thread.frames]
     past = culprit.process == "main" and not any(same_line(frame, culprit.frame) for frame in everywhere)
-    found = [(view.stack_of(main).user_frame, "now" if past else "its main thread", True)]
-    found += [
+    frames = [(view.stack_of(main).user_frame, "now" if past else "its main thread", True)]
+    frames += [
         (view.stack_of(thread).user_frame, f"its thread '{thread.name}'" if thread.name else "its thread", False)
         for thread in view.sample.threads
         if thread is not main
     ]
-    found += [(view.user_frame, f"{view.process.role} {view.process.pid}", False) for view in child_views(rank)]
-    found[:0] = [(one.caught, "caught", False) for one in rank.caught]
+    frames += [(view.user_frame, f"{view.process.role} {view.process.pid}", False) for view in child_views(rank)]
+    frames[:0] = [(exception.caught, "caught", False) for exception in rank.caught]
     shown = {(frame.file, frame.line) for frame in stack}
     beside: dict[Frame, str] = {}
-    for frame, whose, always in found:
+    for frame, whose, always in frames:
         is_told = always or place(frame) in culprit.reason
         if frame is not None and is_told and (frame.file, frame.line) not in shown:
             beside.setdefault(frame, whose)
@@ -137,7 +131,7 @@ def _beside(facts: CaseFacts, culprit: Culprit, stack: Sequence[Frame]) -> dict[
 
 
 def _reasons(ranks: Sequence[int], named: Mapping[int, Culprit]) -> list[str]:
-    """Why ranks are at fault; once where it is the same of each."""
+    """Returns the reasons why ranks are at fault, once if they are the same."""
     starts = [f"Rank {rank} " for rank in ranks]
     alike = {named[rank].reason.removeprefix(start) for rank, start in zip(ranks, starts, strict=True)}
     if len(ranks) > 1 and len(alike) == 1 and named[ranks[0]].reason.startswith(starts[0]):
@@ -146,7 +140,7 @@ def _reasons(ranks: Sequence[int], named: Mapping[int, Culprit]) -> list[str]:
 
 
 def _groups_waited_in(ranks: Sequence[int], waits: Mapping[int, str | None]) -> list[str]:
-    """Where ranks at one line wait in several groups, which of them in which."""
+    """Returns which ranks wait in which group, if ranks at one line wait in several."""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         if waits.get(rank) is not None:
@@ -159,15 +153,14 @@ def _groups_waited_in(ranks: Sequence[int], waits: Mapping[int, str | None]) -> 
 
 
 def _stack(facts: CaseFacts, rank: int) -> tuple[Frame, ...]:
-    """The user's frames of a rank, where it waits, raised, or is."""
-    one = facts.ranks[rank]
-    stack = user_stack_of(one.evidence)
-    frame = one.wait.frame if one.wait is not None else one.frame
+    state = facts.ranks[rank]
+    stack = user_stack_of(state.evidence)
+    frame = state.wait.frame if state.wait is not None else state.frame
     return stack if frame is None or frame in stack else _recorded(facts, rank, frame) or (frame,)
 
 
 def _stack_of_culprit(facts: CaseFacts, culprit: Culprit) -> tuple[Frame, ...]:
-    """The user's frames from the culprit's line outwards; that line alone where it lies in the past."""
+    """Returns the user's frames from the culprit's line outwards; that line alone if the rank has left it."""
     evidence = facts.ranks[culprit.rank].evidence
     stack = stack_of(evidence, frames_at_fault(culprit, evidence)).user_frames
     if culprit.frame is None:
@@ -179,11 +172,11 @@ def _stack_of_culprit(facts: CaseFacts, culprit: Culprit) -> tuple[Frame, ...]:
 
 
 def _recorded(facts: CaseFacts, rank: int, frame: Frame | None) -> tuple[Frame, ...]:
-    """The user's frames of the newest recorded call from the line of ``frame``; without one, of the newest call."""
+    """Returns the user's frames of the newest recorded call from the line of ``frame``, else of the newest call."""
     evidence = facts.ranks[rank].evidence
     record = evidence.flight_record
     ring = Entries.of(record.entries if record is not None else ())
-    for kind in dict.fromkeys(reversed(ring.kind_of)):  # few, where the calls are many
+    for kind in dict.fromkeys(reversed(ring.kind_of)):  # many calls have few kinds
         stack = stack_of(evidence, ring.kinds.all[kind].frames).user_frames
         if stack and (frame is None or same_line(stack[0], frame)):
             return stack
@@ -191,19 +184,21 @@ def _recorded(facts: CaseFacts, rank: int, frame: Frame | None) -> tuple[Frame, 
 
 
 def _does(facts: CaseFacts, ranks: Sequence[int]) -> str:
-    one = facts.ranks[ranks[0]]
-    if one.wait is not None:
-        waits = "Waited" if one.evidence.exit is not None else "Waits" if len(ranks) == 1 else "Wait"
-        return f"{waits} in {one.wait.words}."
-    if one.condition is not None:
-        return f"{capital(one.condition.reason)}."
+    state = facts.ranks[ranks[0]]
+    if state.wait is not None:
+        waits = "Waited" if state.evidence.exit is not None else "Waits" if len(ranks) == 1 else "Wait"
+        return f"{waits} in {state.wait.words}."
+    if state.condition is not None:
+        return f"{capital(state.condition.reason)}."
     return ""
 
 
 def _handled(facts: CaseFacts, rank: int) -> list[str]:
-    """The exceptions that a rank is handling there: in an ``except``, or on its way through a ``finally``."""
     handled = facts.ranks[rank].evidence.gil.handling[:2]
-    return [f"It is handling {one.type}{f': {one.message[:200]}' if one.message else ''}." for one in handled]
+    return [
+        f"It is handling {exception.type}{f': {exception.message[:200]}' if exception.message else ''}."
+        for exception in handled
+    ]
 
 
 @dataclass(frozen=True)
@@ -216,10 +211,10 @@ class _SourceReader:
     def places(
         self, stack: Sequence[Frame], elsewhere: Sequence[Sequence[Frame]], alike: bool
     ) -> tuple[list[FrameWithSource], tuple[Frame, ...]]:
-        """The frames of a stack whose source tells something, and the other callers.
+        """Returns the frames of a stack whose source is worth showing, and the other callers.
 
-        A caller tells something where the other sides did not come by it, or where ranks may part there; or where
-        others came by the same lines (``alike``): then they differ in what they handed on.
+        A caller is worth showing if the other sides have other callers there, or if ranks can diverge there. If the
+        others came by the same lines (``alike``), it is too: then the ranks differ in the values that they passed on.
         """
         places: list[FrameWithSource] = []
         callers: list[Frame] = []
@@ -233,15 +228,15 @@ class _SourceReader:
         return places, tuple(callers)
 
     def as_left(self, place: FrameWithSource) -> FrameWithSource:
-        """The place of a rank that has ended: it is not at that line, and has left the loop around it."""
+        """Returns the place of a rank that has ended: no longer at that line, and outside the loop around it."""
         loop = next((step.line for step in way_to(place.frame, self.facts.read_source) if step.loop), None)
         lines = []
-        for one in place.lines:
-            if one.number == loop:
-                one = replace(one, mark="here", note="left this loop")
-            elif one.mark == "here":
-                one = replace(one, mark="", note="its last recorded call" if loop is not None else "")
-            lines.append(one)
+        for line in place.lines:
+            if line.number == loop:
+                line = replace(line, mark="here", note="left this loop")
+            elif line.mark == "here":
+                line = replace(line, mark="", note="its last recorded call" if loop is not None else "")
+            lines.append(line)
         return replace(place, lines=tuple(lines))
 
     def place(self, frame: Frame) -> FrameWithSource:
@@ -271,17 +266,17 @@ class _SourceReader:
 
 
 def _went_elsewhere(frame: Frame, other: Sequence[Frame]) -> bool:
-    """Whether ``other`` did not come by ``frame``. Of a script's own lines it has to have come by another one."""
+    # In a script's top-level code, ``other`` must have come by another line of it.
     if frame.function != "<module>":
         return frame not in other
-    return frame not in other and any(one.function == "<module>" for one in other)
+    return frame not in other and any(caller.function == "<module>" for caller in other)
 
 
 def _wanted(source: Sequence[str], here: int, steps: Sequence[Guard], marked: Set[int]) -> list[int]:
-    """The numbers of the lines to show: around ``here`` in its function, and what is marked."""
+    """Returns the numbers of the lines to show: around ``here`` in its function, and marked ones."""
     first, last = _function_around(source, here)
     wanted = set(range(max(first, here - BEFORE), min(last, here + AFTER) + 1)) | marked | set(_headed(source, steps))
-    for number in sorted(wanted):  # a few lines more instead of a gap of a few lines
+    for number in sorted(wanted):  # show a few more lines instead of a small gap
         following = next((other for other in range(number + 1, number + GAP + 2) if other in wanted), number)
         wanted |= set(range(number, following))
     numbers = [number for number in sorted(wanted) if 0 < number <= len(source)]
@@ -290,7 +285,7 @@ def _wanted(source: Sequence[str], here: int, steps: Sequence[Guard], marked: Se
 
 
 def _function_around(source: Sequence[str], here: int) -> tuple[int, int]:
-    """The first and the last line of the function that line ``here`` is in, by indentation; of the file outside any."""
+    """Returns the first and last line of the function around line ``here``, by indentation; else of the file."""
     least = _indent(source[here - 1])
     for number in range(here - 1, 0, -1):
         indent = _indent(source[number - 1])
@@ -304,18 +299,18 @@ def _function_around(source: Sequence[str], here: int) -> tuple[int, int]:
 
 
 def _headed(source: Sequence[str], steps: Sequence[Guard]) -> list[int]:
-    """The ``else`` lines of conditions that were not met: that is where the ranks went."""
-    found = []
+    """Returns the ``else`` lines of conditions that weren't met, which the ranks took."""
+    numbers = []
     for step in steps:
         if step.text.startswith("else of "):
             indent = _indent(source[step.line - 1]) if step.line <= len(source) else -1
             below = range(step.line, min(len(source), step.line + 200))
-            found += [
+            numbers += [
                 number + 1
                 for number in below
                 if _indent(source[number]) == indent and source[number].lstrip().startswith(("else:", "elif "))
             ][:1]
-    return found
+    return numbers
 
 
 def _indent(line: str) -> int:
@@ -323,7 +318,7 @@ def _indent(line: str) -> int:
 
 
 def _note(facts: CaseFacts, step: Guard) -> str:
-    """``leads rank 0 here; keeps ranks 1-3 from here`` where the rank decides."""
+    """Returns ``leads rank 0 here; keeps ranks 1-3 from here`` if the condition depends on the rank."""
     if step.loop or not step.asks_for_rank:
         return ""
     admitted: dict[bool | None, list[int]] = {}
@@ -338,8 +333,8 @@ def _note(facts: CaseFacts, step: Guard) -> str:
 
 
 def all_frames(evidence: Evidence, verdict: Verdict) -> list[Frame]:
-    """The outermost user frames of the ranks, and the lines at fault: where the user's code is."""
-    found = {culprit.frame for culprit in verdict.culprits if culprit.frame is not None}
+    """Returns the outermost user frames of the ranks, and the lines at fault."""
+    frames = {culprit.frame for culprit in verdict.culprits if culprit.frame is not None}
     for rank in evidence.ranks[:64]:
-        found |= set(user_stack_of(rank)[-1:])
-    return list(found)
+        frames |= set(user_stack_of(rank)[-1:])
+    return list(frames)

@@ -20,14 +20,14 @@ from safelaunch.verdict.c10d import describe, op_name
 from safelaunch.verdict.rank_state import CaseFacts
 
 MOST_EVENTS = 40_000
-LEAST_CALLS = 8  # of a rank
+LEAST_CALLS = 8  # of each rank
 MOST_CALLS = 500
 
 
 def as_json(document: dict[str, Any]) -> str:
-    """As ASCII, which leaves one character to escape."""
+    """Encodes as ASCII, in which one character is left to escape."""
     try:
-        data = msgspec.json.encode(document)  # several times as fast, and does not escape what is not ASCII
+        data = msgspec.json.encode(document)  # several times as fast, and doesn't escape non-ASCII characters
     except UnicodeEncodeError:
         data = b"\xff"
     text = data.decode() if data.isascii() else json.dumps(document, separators=(",", ":"))
@@ -35,18 +35,18 @@ def as_json(document: dict[str, Any]) -> str:
 
 
 def perfetto(facts: CaseFacts, name: str = "") -> dict[str, Any]:
-    """The newest calls of every rank: a process is a rank, a thread of it a process group.
+    """Returns the newest calls of every rank: a process is a rank, a thread of it a process group.
 
-    A call lasts until the next of its rank in that group, and the last one until the evidence was taken, unless it had
-    completed: a Flight Recorder has no times of completion on every backend.
+    A call lasts until the rank's next call in that group; the last one until the evidence was collected, unless it had
+    completed. (Not every backend records times of completion.)
 
-    Times are whole microseconds: Perfetto drops an event that begins a rounding error before the one before it ends.
-    Threads count from 1, as thread 0 of process 0 is the idle one to it.
+    Times are whole microseconds: Perfetto drops an event that begins a rounding error before its predecessor ends.
+    Threads count from 1, because Perfetto takes thread 0 of process 0 for the idle thread.
     """
     records = {
-        rank: Entries.of(one.evidence.flight_record.entries)
-        for rank, one in facts.ranks.items()
-        if one.evidence.flight_record is not None
+        rank: Entries.of(state.evidence.flight_record.entries)
+        for rank, state in facts.ranks.items()
+        if state.evidence.flight_record is not None
     }
     most = min(MOST_CALLS, max(LEAST_CALLS, MOST_EVENTS // max(1, len(records))))
     begins = {rank: max(0, len(ring) - most) for rank, ring in records.items()}
@@ -65,7 +65,7 @@ def perfetto(facts: CaseFacts, name: str = "") -> dict[str, Any]:
 
 
 def _pattern(rank: RankEvidence, call: Collective) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the events of one kind of call have in common: of the event, and of its arguments."""
+    """Returns what the events of one kind of call share: fields of the event, and of its arguments."""
     place = stack_of(rank, call.frames).user_frame
     arguments: dict[str, Any] = {"call": describe(call), "state": state(call)}
     arguments |= {"at": f"{place.file}:{place.line} {place.function}"} if place is not None else {}
@@ -80,13 +80,13 @@ def _of_rank(
     patterns: ByKind[tuple[dict[str, Any], dict[str, Any]]],
     span: tuple[int, int],
 ) -> list[dict[str, Any]]:
-    """The events of one rank."""
+    """Returns the events of one rank."""
     start, end = span
-    known = patterns.of(rank, ring)
+    patterns_of = patterns.of(rank, ring)
     used = {kind: ring.kinds.all[kind] for kind in dict.fromkeys(ring.kind_of[begin:])}
-    groups = dict.fromkeys(one.group for one in used.values())
+    groups = dict.fromkeys(kind.group for kind in used.values())
     threads = {group: number for number, group in enumerate(groups, start=1)}
-    titles = {one.group: f"group {one.group} {one.description}".strip() for one in used.values()}
+    titles = {kind.group: f"group {kind.group} {kind.description}".strip() for kind in used.values()}
     where = f" on {rank.host}" if rank.host else ""
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": rank.rank, "name": "process_name", "args": {"name": f"rank {rank.rank}{where}"}},
@@ -100,9 +100,9 @@ def _of_rank(
     made = []
     for at in range(len(ring) - 1, begin - 1, -1):
         one, begins = used[ring.kind_of[at]], (ring.created_ns[at] - start) // 1000
-        event, arguments = known[ring.kind_of[at]]
+        event, arguments = patterns_of[ring.kind_of[at]]
         stops = following.get(one.group, begins if one.completed else (end - start) // 1000)
-        following[one.group] = min(begins, stops)  # two threads may enqueue a call each at once
+        following[one.group] = min(begins, stops)  # two threads might enqueue a call each at the same time
         made.append({
             **event,
             "pid": rank.rank,

@@ -1,4 +1,4 @@
-"""The nodes of a job for the page, those that are alike folded into one row, and ranks on a GPU that is not theirs."""
+"""The nodes of a job for the page, with equal nodes folded into one row, and ranks on a GPU that isn't theirs."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ MOST_LINE = 300
 MOST_GPUS = 64
 MOST_LINKS = 24
 MOST_LOG_BYTES = 400_000  # of all nodes together
-_UP = ("up", "active", "unknown", "")  # "unknown" is what a virtual interface says
+_UP = ("up", "active", "unknown", "")  # a virtual interface reports "unknown"
 
 
 @dataclass(frozen=True)
 class _NodeRow:
-    """``state``: what the verdict's evidence knows of it. ``files``: None where the bundle has none of it. ``notes``:
-    what of it is worth a look, without numbers.
-    """
+    """One node."""
 
     host: str
     ranks: str
-    state: str
+    state: str  # according to the evidence of the verdict
     culprit: bool
-    files: NodeSummary | None
-    notes: tuple[str, ...]
+    files: NodeSummary | None  # None if the bundle has none of this node
+    notes: tuple[str, ...]  # conspicuous facts, without numbers
 
 
 def nodes(
     facts: CaseFacts, about: ReportHeader, states: Mapping[str, tuple[str, str]], culprits: Collection[int]
 ) -> dict[str, Any]:
-    """``rows``: one for each class of nodes that are alike; those with ranks at fault first, then what stands out.
+    """Returns ``rows``, one for each class of equal nodes, and ``every`` node.
 
-    ``every``: each node. ``states``: host → its ranks and what is known of it.
+    Rows with ranks at fault come first, then conspicuous ones.
+
+    Args:
+        states: Host -> its ranks, and its state in words.
     """
     classes: dict[Hashable, list[_NodeRow]] = {}
     for node in _all(facts, about, states, set(culprits)):
@@ -53,16 +54,16 @@ def nodes(
     left = MOST_LOG_BYTES
     for number, members in enumerate(ordered):
         for node in members:
-            told: dict[str, Any] = {"host": node.host, "row": number, "r": node.ranks, "state": node.state}
+            row: dict[str, Any] = {"host": node.host, "row": number, "r": node.ranks, "state": node.state}
             if node.files is not None:
-                told |= _details(node.files, names)
-                told["v"] = versions[node.files.versions[:40]]
-                told["e"] = environments[node.files.environment[:60]]
+                row |= _details(node.files, names)
+                row["v"] = versions[node.files.versions[:40]]
+                row["e"] = environments[node.files.environment[:60]]
                 log = tuple(line[:MOST_LINE] for line in node.files.kernel_log)
                 if log and (size := sum(map(len, log))) <= left:
                     left -= size
-                    told["log"] = logs[log]
-            every.append(told)
+                    row["log"] = logs[log]
+            every.append(row)
     return {
         "rows": [_row(members) for members in ordered],
         "every": every,
@@ -82,37 +83,37 @@ def _all(
         of_host.setdefault(one.evidence.host, []).append(rank)
     for host in dict.fromkeys([*states, *files, *of_host]):
         if host:
-            told, state = states.get(host, ("", ""))
-            mine, summary = of_host.get(host, []), files.get(host)
+            knowledge, state = states.get(host, ("", ""))
+            ranks, summary = of_host.get(host, []), files.get(host)
             notes = _standing_out(summary) if summary is not None else ()
-            yield _NodeRow(host, told or format_ranks(mine), state, bool(culprits & set(mine)), summary, notes)
+            yield _NodeRow(host, knowledge or format_ranks(ranks), state, bool(culprits & set(ranks)), summary, notes)
 
 
 def _class_of(node: _NodeRow) -> Hashable:
-    """Nodes of one class differ in their numbers alone, but not in speed and MTU of their network."""
+    """Returns a key that is equal for nodes that differ in numbers only, except the speed and MTU of their network."""
     state = re.sub(r"\d+", "", node.state)
     if node.files is None:
         return node.culprit, state, node.notes
-    one = node.files
+    files = node.files
     return (
         node.culprit,
         state,
         node.notes,
-        one.cpus,
-        _gpu_words(one),
-        one.versions,
-        tuple(link.speed for link in one.network),
+        files.cpus,
+        _gpu_words(files),
+        files.versions,
+        tuple(link.speed for link in files.network),
     )
 
 
 def _standing_out(one: NodeSummary) -> tuple[str, ...]:
-    found = [f"GPU {gpu.index} does not answer" for gpu in one.gpus if gpu.error]
-    found += [f"GPU {gpu.index} counts ECC errors" for gpu in one.gpus if gpu.ecc_errors]
-    found += [f"{place} is nearly full" for place, share in one.disks if share > FULL]
-    found += ["memory is nearly full"] if _used(one) > FULL else []
-    found += [f"{link.name} is {link.state}" for link in one.network if link.state.lower() not in _UP]
-    found += ["the kernel log has a message"] if one.kernel_log else []
-    return tuple(found)
+    notes = [f"GPU {gpu.index} does not answer" for gpu in one.gpus if gpu.error]
+    notes += [f"GPU {gpu.index} counts ECC errors" for gpu in one.gpus if gpu.ecc_errors]
+    notes += [f"{place} is nearly full" for place, share in one.disks if share > FULL]
+    notes += ["memory is nearly full"] if _used(one) > FULL else []
+    notes += [f"{link.name} is {link.state}" for link in one.network if link.state.lower() not in _UP]
+    notes += ["the kernel log has a message"] if one.kernel_log else []
+    return tuple(notes)
 
 
 def _used(one: NodeSummary) -> float:
@@ -145,27 +146,26 @@ def _row(members: Sequence[_NodeRow]) -> dict[str, Any]:
 
 
 def _numbers(ranges: str) -> set[int]:
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in ranges.split(","):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers
 
 
 def _span(values: Iterable[float | None]) -> list[float]:
-    """The least and the most of what is known; empty where nothing is."""
-    known = [value for value in values if value is not None]
-    return [round(min(known), 1), round(max(known), 1)] if known else []
+    numbers = [value for value in values if value is not None]
+    return [round(min(numbers), 1), round(max(numbers), 1)] if numbers else []
 
 
 def _gpu_words(one: NodeSummary) -> str:
-    """``8 × NVIDIA H100``."""
+    """Returns ``8 × NVIDIA H100``."""
     counts = Counter(gpu.name or "GPU" for gpu in one.gpus)
     return ", ".join(f"{count} × {name}" for name, count in counts.items()) or one.no_gpus
 
 
 def _network_words(links: Sequence[Link]) -> str:
-    """``eth0 (25000 Mbit/s, MTU 9000), 8 InfiniBand ports``."""
+    """Returns ``eth0 (25000 Mbit/s, MTU 9000), 8 InfiniBand ports``."""
     plain = [link.name + f" ({link.speed})" * bool(link.speed) for link in links if "/" not in link.name]
     ports = len(links) - len(plain)
     more = [f"{len(plain) - 3} more"] if len(plain) > 3 else []
@@ -185,7 +185,7 @@ def _details(one: NodeSummary, names: ItemNumbers[str]) -> dict[str, Any]:
 
 
 def _gpu(gpu: Gpu, names: ItemNumbers[str]) -> list[Any]:
-    """``[index, name's number, % busy, used, total, °C, W, ECC errors, error]``."""
+    """Returns ``[index, name's number, % busy, used, total, °C, W, ECC errors, error]``."""
     numbers = (gpu.utilisation_percent, gpu.memory_used_bytes, gpu.memory_total_bytes, gpu.temperature_c, gpu.power_w)
     rounded = [None if number is None else round(number) for number in numbers]
     return [gpu.index, names[gpu.name or ""], *rounded, gpu.ecc_errors or 0, gpu.error]
@@ -195,9 +195,9 @@ def _gpu(gpu: Gpu, names: ItemNumbers[str]) -> list[Any]:
 
 
 def misplaced(facts: CaseFacts, about: ReportHeader) -> str:
-    """Ranks whose memory is on a GPU that another rank uses, or on another one than they were given; by NVML.
+    """Describes ranks with memory on a GPU that another rank uses, or on another GPU than their own, by NVML.
 
-    ``ranks 0-1 share GPU 0 of node1; rank 1 has memory on GPU 0 and was given GPU 1``.
+    For instance ``ranks 0-1 share GPU 0 of node1; rank 1 has memory on GPU 0 and was given GPU 1``.
     """
     held: dict[tuple[str, int], list[str]] = {}
     for node in about.nodes:
@@ -205,18 +205,18 @@ def misplaced(facts: CaseFacts, about: ReportHeader) -> str:
             for process in gpu.processes or ():
                 held.setdefault((node.host, process.pid), []).append(str(gpu.index))
     users: dict[tuple[str, str], list[int]] = {}
-    told = []
-    for rank, one in facts.ranks.items():
-        evidence = one.evidence
+    sentences = []
+    for rank, state in facts.ranks.items():
+        evidence = state.evidence
         places = held.get((evidence.host, evidence.pid), [])
         for place in places:
             users.setdefault((evidence.host, place), []).append(rank)
         if evidence.gpu.isdecimal() and places and evidence.gpu not in places:
-            told.append(f"rank {rank} has memory on GPU {', '.join(places[:4])} and was given GPU {evidence.gpu}")
+            sentences.append(f"rank {rank} has memory on GPU {', '.join(places[:4])} and was given GPU {evidence.gpu}")
     shared = [
         f"ranks {format_ranks(ranks)} share GPU {place}{f' of {clean(host)}' if len(about.nodes) > 1 else ''}"
         for (host, place), ranks in users.items()
         if len(ranks) > 1
     ]
-    both = [*shared, *told]
+    both = [*shared, *sentences]
     return "; ".join([*both[:4], *([f"and {len(both) - 4} more"] if len(both) > 4 else [])])

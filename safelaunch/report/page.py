@@ -42,7 +42,7 @@ from safelaunch.report.report import (
 from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.stacks.source import ReadSource
 from safelaunch.system.printable import clean, clean_json
-from safelaunch.verdict.belonging import mesh
+from safelaunch.verdict.groups import mesh
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.unnamed import numbered
 
