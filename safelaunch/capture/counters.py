@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from safelaunch.capture import proc, sockets
+from safelaunch.capture import proc, sock_diag
 from safelaunch.job.process import ProcessTable, process_table
 from safelaunch.system import procstat
 from safelaunch.system.files import link_of
@@ -74,7 +74,7 @@ def read(pids: Collection[int], before: Counters | None = None) -> Counters:
     for rank in pids:
         with suppress(OSError):
             processes.update(reader.tree(rank))
-    connections = sockets.tcp_bytes()
+    connections = sock_diag.tcp_bytes()
     here = ("", link_of("/proc/self/ns/net"))
     if connections is None or any(link_of(f"/proc/{pid}/ns/net") not in here for pid in pids):
         reader.partial, connections = True, connections or {}

@@ -22,7 +22,6 @@ def merged(records: Sequence[FlightRecord]) -> FlightRecord:
     and reported as ``damaged``.
     """
     longest: dict[str, tuple[int, int]] = {}  # backend → number of entries, and minus the record's position
-    longest: dict[str, tuple[int, int]] = {}  # backend → how many entries, of which record
     for place, record in enumerate(records):
         for backend, times in Counter(backend_of(entry.op) for entry in record.entries).items():
             longest[backend] = max(longest.get(backend, (0, 0)), (times, -place))

@@ -1,7 +1,7 @@
-"""Asks the GPU driver: NVML and ``nvidia-smi``.
+"""Queries the GPU driver through NVML and ``nvidia-smi``.
 
-A broken driver blocks its callers for ever, so a separate process asks NVML, which can be killed:
-``python -m safelaunch.capture.gpu`` prints one record of :class:`Gpus`.
+A broken driver blocks its callers forever. So NVML is called in a separate process that can be killed:
+``python -m safelaunch.capture.gpu`` prints a :class:`Gpus` record.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 def gpus(*, deadline_s: float = 5.0, python: str = sys.executable) -> Result[Gpus]:
-    """The GPUs of this node through NVML; never raises."""
+    """Reads this node's GPUs through NVML; never raises."""
 
     def read() -> Gpus:
-        # With -m, the working directory comes first on the module path: use ours, not the user's.
+        # With -m, the working directory comes first on the module path: use this package's, not the user's.
         argv = [python, "-m", "safelaunch.capture.gpu"]
         output = command.run(argv, deadline_s=deadline_s, cwd=_PACKAGE_ROOT)
         if output.timed_out:
-            raise CaptureError(f"NVML: no answer within {deadline_s:g} s: the driver may be stuck", kind="timeout")
+            raise CaptureError(f"NVML: no answer within {deadline_s:g} s: the driver might be stuck", kind="timeout")
         try:
-            found = from_json(output.stdout, Gpus)
+            reply = from_json(output.stdout, Gpus)
         except (msgspec.DecodeError, RecursionError) as error:
-            said = output.stderr.strip().splitlines()
-            raise CaptureError(f"NVML: {said[-1] if said else error}") from error
-        if found.missing:
-            raise CaptureError(found.missing, kind="" if found.installed else "not installed")
-        return found
+            lines = output.stderr.strip().splitlines()
+            raise CaptureError(f"NVML: {lines[-1] if lines else error}") from error
+        if reply.missing:
+            raise CaptureError(reply.missing, kind="" if reply.installed else "not installed")
+        return reply
 
     return attempt("NVML", read)
 
 
 def nvidia_smi_text(*, deadline_s: float = 10.0) -> Result[str]:
-    """The output of ``nvidia-smi``; never raises."""
+    """Returns the output of ``nvidia-smi``; never raises."""
 
     def read() -> str:
         program = shutil.which("nvidia-smi")
@@ -58,7 +58,7 @@ def nvidia_smi_text(*, deadline_s: float = 10.0) -> Result[str]:
             raise CaptureError("nvidia-smi is not installed on this node")
         output = command.run([program], deadline_s=deadline_s)
         if output.timed_out:
-            stuck = f"nvidia-smi: no answer within {deadline_s:g} s: the driver may be stuck"
+            stuck = f"nvidia-smi: no answer within {deadline_s:g} s: the driver might be stuck"
             raise CaptureError(stuck, kind="timeout")
         text = output.stdout.decode("utf-8", "replace")
         if output.returncode != 0:
@@ -69,7 +69,7 @@ def nvidia_smi_text(*, deadline_s: float = 10.0) -> Result[str]:
 
 
 def query(nvml: Any) -> Gpus:
-    """Driver and GPUs by the module ``pynvml``, or why there are none."""
+    """Returns the driver and GPUs from module ``pynvml``, or the reason why there are none."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -91,34 +91,34 @@ def query(nvml: Any) -> Gpus:
 def _gpu(nvml: Any, index: int) -> Gpu:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    except nvml.NVMLError as error:  # fallen off the bus: the most interesting GPU
+    except nvml.NVMLError as error:  # it has fallen off the bus: the most interesting GPU
         return Gpu(index, error=str(error))
 
-    def told(function: Callable[[], Any]) -> Any:
+    def answer(function: Callable[[], Any]) -> Any:
         return ask(nvml, function)
 
-    memory = told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-    held = processes(nvml, handle)
+    memory = answer(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    users = processes(nvml, handle)
     return Gpu(
         index=index,
-        uuid=told(lambda: text(nvml.nvmlDeviceGetUUID(handle))),
-        name=told(lambda: text(nvml.nvmlDeviceGetName(handle))),
-        utilisation_percent=told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        uuid=answer(lambda: text(nvml.nvmlDeviceGetUUID(handle))),
+        name=answer(lambda: text(nvml.nvmlDeviceGetName(handle))),
+        utilisation_percent=answer(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
         memory_used_bytes=memory.used if memory else None,
         memory_total_bytes=memory.total if memory else None,
-        power_w=told(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-        temperature_c=told(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
-        sm_clock_mhz=told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-        ecc_errors=told(
+        power_w=answer(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+        temperature_c=answer(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        sm_clock_mhz=answer(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+        ecc_errors=answer(
             lambda: nvml.nvmlDeviceGetTotalEccErrors(
                 handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             )
         ),
-        processes=tuple(_process(one["pid"], one["memory_bytes"]) for one in held) if held is not None else None,
+        processes=tuple(_process(user["pid"], user["memory_bytes"]) for user in users) if users is not None else None,
     )
 
 
-# Docs: "XID Errors" of NVIDIA. Left out: records of repaired memory, and recommendations that follow an error.
+# See NVIDIA's "XID Errors". Excluded: records of repaired memory, and recommendations that follow an error.
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<pci>[0-9a-f:.]+)\): (?!(?:63|92|154)\b)\d+(?:, pid='?(?P<pid>\d+))?", re.I)
 _MOST_ERRORS, _MOST_LINE = 3, 200
 
@@ -126,21 +126,21 @@ _MOST_ERRORS, _MOST_LINE = 3, 200
 def errors_of(
     pid: int, uuid: str, kernel_log: Iterable[str], driver: Path = Path("/proc/driver/nvidia/gpus")
 ) -> tuple[str, ...]:
-    """The driver's newest lines on errors of a process, or of the GPU with this UUID, oldest first."""
-    found = [(one, line.strip()[:_MOST_LINE]) for line in kernel_log if (one := _XID.search(line))]
-    places = driver.glob("*/information") if found and uuid else ()
+    """Returns the driver's newest errors of a process, or of the GPU with this UUID, oldest first."""
+    errors = [(error, line.strip()[:_MOST_LINE]) for line in kernel_log if (error := _XID.search(line))]
+    places = driver.glob("*/information") if errors and uuid else ()
     pci = next((place.parent.name.lower() for place in places if uuid in text_of(place)), "")
-    mine = [text for one, text in found if one["pid"] == str(pid) or (pci and _is_at(pci, one["pci"]))]
-    return tuple(mine[-_MOST_ERRORS:])
+    matches = [text for error, text in errors if error["pid"] == str(pid) or (pci and _is_at(pci, error["pci"]))]
+    return tuple(matches[-_MOST_ERRORS:])
 
 
 def _is_at(pci: str, logged: str) -> bool:
-    """Whether ``0000:3b:00.0`` is what the log calls ``0000:3b:00``, with or without the function."""
+    """Compares ``0000:3b:00.0`` with the log's ``0000:3b:00``, with or without the function."""
     return pci == logged.lower() or pci.startswith(f"{logged.lower()}.")
 
 
 def _process(pid: int, size: int | None) -> GpuProcess:
-    """Without a name if it is not to be seen from here."""
+    """The name is empty if it can't be read from here."""
     return GpuProcess(pid, size, text_of(f"/proc/{pid}/comm").strip())
 
 
@@ -149,10 +149,10 @@ def _main() -> int:
     try:
         import pynvml
     except ImportError:
-        found = Gpus(missing="the Python package nvidia-ml-py is not installed", installed=False)
+        reply = Gpus(missing="the Python package nvidia-ml-py is not installed", installed=False)
     else:
-        found = query(pynvml)
-    print(msgspec.json.encode(found).decode())
+        reply = query(pynvml)
+    print(msgspec.json.encode(reply).decode())
     return 0
 
 

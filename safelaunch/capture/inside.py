@@ -1,7 +1,7 @@
-"""Reads a rank's stacks from inside, where py-spy is refused, missing or fails; see ``beacon/inside.py``.
+"""Reads a rank's stacks from inside, if py-spy is denied, missing or fails; see ``beacon/inside.py``.
 
-It needs the rank's GIL for a moment, which nearly every wait releases. It shows no C frames, and of the rank's
-children only their roles. What only the rank may read of itself comes with it.
+It briefly needs the rank's GIL, which nearly every wait releases. It gives no C frames, and only the roles of the
+rank's children. Facts that only the rank may read about itself come with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 
 HOW = "the rank's beacon"
-ASK_S = 1.0  # of one question: the GIL is free, or it is not
+ASK_S = 1.0  # per request: the GIL is free, or it isn't
 MOST_BYTES = 32 << 20
 
 
@@ -41,18 +41,18 @@ class _InsideReply(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class InsideReport:
-    """A rank's answer. ``own`` holds a descriptor. ``roles``: what it has started its children for, by their pids."""
+    """A rank's answer."""
 
     stack: Result[StackSample]
-    own: Own = NOTHING
-    roles: Mapping[int, str] = field(default_factory=dict)
+    own: Own = NOTHING  # has a descriptor
+    roles: Mapping[int, str] = field(default_factory=dict)  # its children's purposes, by pid
 
 
 @contextmanager
 def asked(server: Path, pid: int, questions: Questions, *, deadline_s: float) -> Iterator[InsideReport]:
-    """The stacks of rank ``pid`` as it tells them itself, for at most ``deadline_s`` seconds; never raises.
+    """Yields the stacks that rank ``pid`` reports itself, within ``deadline_s`` seconds; never raises.
 
-    ``server``: the socket of its worker server. The descriptor in the answer is closed at the end.
+    ``server`` is its worker server's socket. The answer's descriptor is closed at the end.
     """
     until = time.monotonic() + deadline_s
     owns: list[Own] = []
@@ -63,12 +63,12 @@ def asked(server: Path, pid: int, questions: Questions, *, deadline_s: float) ->
         data, fd = _answer(server, questions, min(until, begin + ASK_S))
         owns.append(Own({}, {}, fd))
         try:
-            told = from_json(data, _InsideReply)
+            reply = from_json(data, _InsideReply)
         except (msgspec.DecodeError, RecursionError) as error:
             raise CaptureError(f"{HOW}: unreadable answer: {error}") from error
-        owns[-1] = Own(told.calls, told.waits, fd)
-        roles.update(told.roles)
-        return _with_tids(stacks.parse(bytes(told.threads), pid=pid, at_s=begin, how=HOW), ProcessMemory(pid, fd))
+        owns[-1] = Own(reply.calls, reply.waits, fd)
+        roles.update(reply.roles)
+        return _with_tids(stacks.parse(bytes(reply.threads), pid=pid, at_s=begin, how=HOW), ProcessMemory(pid, fd))
 
     try:
         stack = stacks.settled(pid, until, lambda: attempt(HOW, read))
@@ -80,18 +80,18 @@ def asked(server: Path, pid: int, questions: Questions, *, deadline_s: float) ->
 
 
 def _with_tids(sample: StackSample, memory: ProcessMemory) -> StackSample:
-    """With the kernel's numbers of threads that ``threading`` does not know."""
+    """Adds the kernel's ids of threads that ``threading`` doesn't know."""
     tids = proc.scheduled(sample.pid)
 
-    def known(thread: Thread) -> Thread:
+    def with_tid(thread: Thread) -> Thread:
         tid = thread.os_tid or proc.tid_of(memory, thread.ident, tids)
         return msgspec.structs.replace(thread, os_tid=tid, active=tid in tids and tids[tid].runs)
 
-    return msgspec.structs.replace(sample, threads=tuple(map(known, sample.threads)))
+    return msgspec.structs.replace(sample, threads=tuple(map(with_tid, sample.threads)))
 
 
 def _answer(server: Path, questions: Questions, until: float) -> tuple[bytes, int]:
-    """The bytes of the answer, and a descriptor, -1 for none. Raises ``CaptureError``."""
+    """Returns the answer's bytes and a descriptor, -1 for none. Raises ``CaptureError``."""
     base = server.with_suffix("")
     own = Path(f"{base}{layout.STACKS_SUFFIX}")
     try:
@@ -99,13 +99,13 @@ def _answer(server: Path, questions: Questions, until: float) -> tuple[bytes, in
             return _from_thread(own, questions, until)
         return _from_handler(server, Path(f"{base}{layout.ASK_SUFFIX}"), questions, until)
     except TimeoutError as error:
-        raise CaptureError(f"{HOW}: no answer in time, as its GIL is not free", kind="timeout") from error
+        raise CaptureError(f"{HOW}: no answer in time: its GIL isn't free", kind="timeout") from error
     except OSError as error:
         raise CaptureError(f"{HOW}: {error.strerror or error}") from error
 
 
 def _from_thread(path: Path, questions: Questions, until: float) -> tuple[bytes, int]:
-    """Asks the thread that serves stacks in a rank whose torch takes no handlers."""
+    """Queries the thread that serves stacks in a rank whose torch accepts no handlers."""
     if not questions.begin_question():
         raise Unanswered("absent", "the rank is exiting")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -119,7 +119,7 @@ def _from_thread(path: Path, questions: Questions, until: float) -> tuple[bytes,
 
 
 def _from_handler(server: Path, path: Path, questions: Questions, until: float) -> tuple[bytes, int]:
-    """Asks the handler, which connects to the socket ``path``."""
+    """Queries the handler, which connects to the socket ``path``."""
     failed: list[CaptureError] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         path.unlink(missing_ok=True)
@@ -134,7 +134,7 @@ def _from_handler(server: Path, path: Path, questions: Questions, until: float) 
             except OSError:
                 pass  # too late
             with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the other thread, if it still waits
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the other thread if it is still waiting
 
         asking = threading.Thread(target=post, name="ask a rank for its stacks", daemon=True)
         asking.start()
@@ -164,7 +164,7 @@ def _receive(connection: socket.socket, until: float) -> tuple[bytes, int]:
             parts.append(data)
             size += len(data)
             if size > MOST_BYTES:
-                raise CaptureError(f"{HOW}: the answer does not end")
+                raise CaptureError(f"{HOW}: the answer is too long")
         return b"".join(parts), memory
     except BaseException:
         if memory >= 0:

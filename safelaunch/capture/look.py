@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from safelaunch.capture import inside, proc, sockets, stacks, waits
+from safelaunch.capture import descriptor_holders, file_locks, inside, proc, stacks
 from safelaunch.capture.gather import gather, late
 from safelaunch.capture.worker_server import Questions
 from safelaunch.job import process
@@ -106,7 +106,7 @@ def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
     begin = time.monotonic()
     table = process.process_table()
     # If these can't be read in time, each process's own are read, and its state notes if that is late as well.
-    locks = within_or(None, deadline_s / 4, "the file locks", waits.lock_table)
+    locks = within_or(None, deadline_s / 4, "the file locks", file_locks.lock_table)
     until = begin + deadline_s - RETURN_S
     calls = [partial(_rank, target, table, locks, deadline_s, until) for target in targets]
     results = gather(calls, deadline_s=deadline_s)
@@ -170,7 +170,7 @@ def _with_ends(ranks: dict[int, RankLook], table: Iterable[int], deadline_s: flo
     states = [process.state for rank in ranks.values() for process in rank.processes if process.state is not None]
     own = [state.pid for state in states]
     pids = [*own, *sorted(set(table) - set(own))]
-    by_pid = {state.pid: state for state in sockets.with_ends(states, pids, deadline_s=deadline_s)}
+    by_pid = {state.pid: state for state in descriptor_holders.with_ends(states, pids, deadline_s=deadline_s)}
 
     def with_ends(process: ProcessLook) -> ProcessLook:
         return replace(process, state=by_pid.get(process.pid)) if process.state is not None else process
@@ -181,7 +181,7 @@ def _with_ends(ranks: dict[int, RankLook], table: Iterable[int], deadline_s: flo
 def _rank(
     target: Target,
     table: process.ProcessTable,
-    locks: tuple[waits.LockRow, ...] | None,
+    locks: tuple[file_locks.LockRow, ...] | None,
     deadline_s: float,
     until: float,
 ) -> RankLook:
@@ -201,7 +201,7 @@ def _rank(
 
 
 def _from_inside(
-    target: Target, main: ProcessLook, locks: tuple[waits.LockRow, ...] | None, until: float
+    target: Target, main: ProcessLook, locks: tuple[file_locks.LockRow, ...] | None, until: float
 ) -> tuple[ProcessLook, Mapping[int, str]]:
     """Asks the rank itself for its stacks if they couldn't be read from outside; returns its children's roles, too."""
     state, questions, left_s = main.state, target.questions, until - time.monotonic()
@@ -221,7 +221,7 @@ def _from_inside(
         return replace(main, state=_with_polled_lock(state, stack), stack=stack), answer.roles
 
 
-def _process(pid: int, deadline_s: float, locks: tuple[waits.LockRow, ...] | None) -> ProcessLook:
+def _process(pid: int, deadline_s: float, locks: tuple[file_locks.LockRow, ...] | None) -> ProcessLook:
     try:
         state = proc.read_process(pid, deadline_s=deadline_s * 2 / 3, locks=locks)
     except CaptureError as error:
@@ -230,7 +230,7 @@ def _process(pid: int, deadline_s: float, locks: tuple[waits.LockRow, ...] | Non
     return ProcessLook(pid, _with_polled_lock(state, stack), stack)
 
 
-def _child(target: Target, pid: int, deadline_s: float, locks: tuple[waits.LockRow, ...] | None) -> ProcessLook:
+def _child(target: Target, pid: int, deadline_s: float, locks: tuple[file_locks.LockRow, ...] | None) -> ProcessLook:
     child = _process(pid, deadline_s, locks)
     if child.state is None or not target.page_name:
         return child
@@ -243,7 +243,7 @@ def _with_polled_lock(state: ProcessState, stack: Result[StackSample]) -> Proces
     main = stack.value.main_thread if stack.value is not None else None
     if main is None or not main.lock_file:
         return state
-    lock = within_or(None, LOCK_DEADLINE_S, "a file lock", lambda: waits.lock_on(state.pid, main.lock_file))
+    lock = within_or(None, LOCK_DEADLINE_S, "a file lock", lambda: file_locks.lock_on(state.pid, main.lock_file))
     if lock is None or any((held.path, held.pid) == (lock.path, lock.pid) for held in state.locks):
         return state
     return msgspec.structs.replace(state, locks=(*state.locks, lock))

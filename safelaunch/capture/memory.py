@@ -1,4 +1,4 @@
-"""The memory of another process, read without stopping it: what is mapped into it, its symbols, its environment."""
+"""Another process's memory, read without stopping it: mappings, symbols, environment."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FUNCTION, OBJECT = 2, 1
 
 
 class Mapping(NamedTuple):
-    """A mapped part of a file. ``identity``: device and inode of the file, which a renamed or deleted file keeps."""
+    """A mapped part of a file."""
 
     start: int
     end: int
     offset: int
     path: str
     executable: bool = True
-    identity: str = ""
+    identity: str = ""  # device and inode of the file, which renaming or deleting doesn't change
 
     @property
     def name(self) -> str:
@@ -32,7 +32,7 @@ class Mapping(NamedTuple):
 
 
 class Symbol(NamedTuple):
-    """``begin``, ``end``: addresses in the process."""
+    """A symbol, with its addresses in the process."""
 
     begin: int
     end: int
@@ -40,14 +40,14 @@ class Symbol(NamedTuple):
 
 
 class ProcessMemory:
-    """The memory of process ``pid``. ``fd``: an open descriptor of it, which the process itself has sent; -1: none."""
+    """The memory of process ``pid``; ``fd`` is an open descriptor of it, sent by the process, or -1."""
 
     def __init__(self, pid: int, fd: int = -1) -> None:
         self.pid = pid
         self._fd = fd
 
     def read(self, address: int, size: int) -> bytes:
-        """As much as is there; empty if it may not be read."""
+        """Reads as much as there is; empty if not permitted."""
         try:
             if self._fd >= 0:
                 return os.pread(self._fd, size, address)
@@ -58,39 +58,39 @@ class ProcessMemory:
 
     @cached_property
     def regions(self) -> list[Mapping]:
-        """All mappings, in the order of their addresses; those of no file have an empty path. Raises OSError."""
-        found = []
+        """All mappings by address; anonymous ones have an empty path. Raises OSError."""
+        mappings = []
         for line in Path(f"/proc/{self.pid}/maps").read_text("utf-8", "replace").splitlines():
             bounds, access, offset, device, inode, *path = line.split(maxsplit=5)
             start, _, end = bounds.partition("-")
             begins, ends = int(start, 16), int(end, 16)
             name = path[0] if path else ""
-            found.append(Mapping(begins, ends, int(offset, 16), name, "x" in access, f"{device} {inode}"))
-        return found
+            mappings.append(Mapping(begins, ends, int(offset, 16), name, "x" in access, f"{device} {inode}"))
+        return mappings
 
     @cached_property
     def mappings(self) -> list[Mapping]:
-        """Those of files, in the order of their addresses. Raises OSError."""
+        """File mappings by address. Raises OSError."""
         return [region for region in self.regions if region.path]
 
     def symbols(self, mapping: Mapping, wanted: re.Pattern[bytes], kind: int = FUNCTION) -> tuple[Symbol, ...]:
-        """Those that the file behind a mapping of its code exports, of ``wanted`` names."""
+        """Returns symbols matching ``wanted`` that the file mapped here as code exports."""
         path = f"/proc/{self.pid}/root{mapping.path}"
-        with suppress(OSError, OverflowError, IndexError, struct.error):  # the file may be damaged
+        with suppress(OSError, OverflowError, IndexError, struct.error):  # the file might be damaged
             status = Path(path).stat()
-            delta, found = _exported(path, (status.st_dev, status.st_ino, status.st_mtime_ns), wanted, kind)
+            delta, symbols = _exported(path, (status.st_dev, status.st_ino, status.st_mtime_ns), wanted, kind)
             base = mapping.start - mapping.offset - delta
-            return tuple(Symbol(base + one.begin, base + one.end, one.name) for one in found)
+            return tuple(Symbol(base + symbol.begin, base + symbol.end, symbol.name) for symbol in symbols)
         return ()
 
     def environment(self) -> dict[str, str]:
-        """The variables that the process has now: Python, like C, changes them in memory alone. Empty if unreadable.
+        """Returns the current variables, which Python, like C, changes in memory only. Empty if unreadable.
 
-        The list is the C library's; an executable that refers to it by name has it in its place.
+        The list is the C library's; an executable that refers to it by name has its own copy.
         """
         with suppress(OSError):
             code = [mapping for mapping in self.mappings if mapping.executable]
-            images = (*code[:1], *(one for one in code if one.name.startswith(("libc.", "libc-", "ld-musl"))))
+            images = (*code[:1], *(image for image in code if image.name.startswith(("libc.", "libc-", "ld-musl"))))
             for image in images:
                 for symbol in self.symbols(image, _ENVIRONMENT, OBJECT):
                     return self._variables(symbol.begin)
@@ -98,14 +98,14 @@ class ProcessMemory:
 
     def _variables(self, address: int) -> dict[str, str]:
         first = int.from_bytes(self.read(address, 8), "little")
-        listed = self.read(first, 8 * MAX_VARIABLES) if first else b""
-        found: dict[str, str] = {}
-        for (at,) in struct.iter_unpack("=Q", listed[: len(listed) & ~7]):
+        pointers = self.read(first, 8 * MAX_VARIABLES) if first else b""
+        variables: dict[str, str] = {}
+        for (at,) in struct.iter_unpack("=Q", pointers[: len(pointers) & ~7]):
             if not at:
                 break
             name, _, value = self.read(at, MAX_VARIABLE_BYTES).partition(b"\0")[0].partition(b"=")
-            found.setdefault(os.fsdecode(name), os.fsdecode(value))
-        return found
+            variables.setdefault(os.fsdecode(name), os.fsdecode(value))
+        return variables
 
 
 _ENVIRONMENT = re.compile(rb"environ")
@@ -115,7 +115,7 @@ _ENVIRONMENT = re.compile(rb"environ")
 def _exported(
     path: str, identity: tuple[int, int, int], wanted: re.Pattern[bytes], kind: int
 ) -> tuple[int, tuple[Symbol, ...]]:
-    """The symbols of an ELF file, and what to add to the place of code in the file."""
+    """Returns an ELF file's symbols, and the difference between addresses and offsets of its code."""
     with open(path, "rb") as file:
 
         def part(offset: int, size: int) -> bytes:
@@ -127,18 +127,18 @@ def _exported(
         programs, sections = struct.unpack_from("<QQ", head, 32)
         program_count, _, section_count = struct.unpack_from("<HHH", head, 56)
         loaded = struct.iter_unpack("<IIQQQQQQ", part(programs, 56 * program_count))
-        delta = next((one[3] - one[2] for one in loaded if one[0] == 1 and one[1] & 1), 0)
+        delta = next((segment[3] - segment[2] for segment in loaded if segment[0] == 1 and segment[1] & 1), 0)
         table = list(struct.iter_unpack("<IIQQQQIIQQ", part(sections, 64 * section_count)))
-        found = []
-        for section in (one for one in table if one[1] == 11):  # the dynamic symbols, which no strip removes
+        symbols = []
+        for section in (section for section in table if section[1] == 11):  # dynamic symbols, which strip keeps
             names = part(*table[section[6]][4:6])
-            found += list(_named(part(*section[4:6]), names, wanted, kind))
-    return delta, tuple(found)
+            symbols += list(_named(part(*section[4:6]), names, wanted, kind))
+    return delta, tuple(symbols)
 
 
 def _named(symbols: bytes, names: bytes, wanted: re.Pattern[bytes], kind: int) -> Iterator[Symbol]:
     for name, info, _, _, value, size in struct.iter_unpack("<IBBHQQ", symbols[: len(symbols) // 24 * 24]):
         if info & 15 == kind and value:
-            known = wanted.match(names, name)
-            if known is not None and names[known.end() : known.end() + 1] == b"\0":
-                yield Symbol(value, value + size, known[0].decode())
+            match = wanted.match(names, name)
+            if match is not None and names[match.end() : match.end() + 1] == b"\0":
+                yield Symbol(value, value + size, match[0].decode())

@@ -1,7 +1,7 @@
 """The kernel's view of a process: ``/proc/<pid>``, read directly (proc(5)).
 
-Works on processes that answer nothing else: stopped, frozen, in D state, or gone (zombie). Files behind locks that a
-stuck process may hold for ever (``cmdline``, ``syscall``, ``io``) are read under their own deadline.
+It works for processes that respond to nothing else: stopped, frozen, in D state, or zombies. Files behind locks that a
+stuck process might hold forever (``cmdline``, ``syscall``, ``io``) are read within a deadline.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from safelaunch.capture import sockets, waits
+from safelaunch.capture import file_locks, sockets, waits
 from safelaunch.capture.cgroups import is_frozen, throttled_ms
 from safelaunch.capture.memory import ProcessMemory
+from safelaunch.capture.native_waits import Resting
 from safelaunch.capture.result import within
-from safelaunch.capture.waits import Resting
 from safelaunch.job import process
 from safelaunch.job.process import ProcessId
 from safelaunch.model import FileLock, ProcessState, StackSample, ThreadState
@@ -39,18 +39,14 @@ MAX_THREADS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What a process has told of itself, which others may read only with the right to trace it.
+    """Facts that a process reported about itself; others need the right to trace it."""
 
-    ``calls`` and ``waits``: the files ``syscall`` and ``wchan`` of its threads. ``memory``: a descriptor of its memory,
-    -1 if there is none.
-    """
-
-    calls: Mapping[int, str]
-    waits: Mapping[int, str]
-    memory: int = -1
+    calls: Mapping[int, str]  # its threads' syscall files
+    waits: Mapping[int, str]  # their wchan files
+    memory: int = -1  # descriptor of its memory; -1 if there is none
 
     def of(self, name: str, tid: int) -> str:
-        """The file ``name`` of a thread; empty if the process has not told it, or the kernel gives none."""
+        """Returns a thread's file ``name``; empty if the process didn't report it, or the kernel has none."""
         text = {"syscall": self.calls, "wchan": self.waits}.get(name, {}).get(tid, "")
         return "" if text == "0" else text
 
@@ -59,7 +55,7 @@ NOTHING = Own({}, {})
 
 
 def parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
-    """``/proc/<pid>/syscall`` as number and arguments; None if the process runs, or blocks outside a call."""
+    """Parses ``/proc/<pid>/syscall`` into number and arguments; None if it runs, or blocks outside a call."""
     fields = text.split()
     if len(fields) < 7 or fields[0] in ("running", "-1"):
         return None
@@ -67,13 +63,13 @@ def parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
 
 
 def parse_io(text: str) -> tuple[int, int] | None:
-    """``rchar`` and ``wchar`` of ``/proc/<pid>/io`` in bytes, or None."""
+    """Parses ``rchar`` and ``wchar`` of ``/proc/<pid>/io`` in bytes, or None."""
     counts = [int(n) for n in re.findall(r"^[rw]char: (\d+)$", text, re.MULTILINE)]
     return (counts[0], counts[1]) if len(counts) == 2 else None
 
 
 def parse_schedstat(text: str) -> tuple[int, int] | None:
-    """``/proc/<pid>/task/<tid>/schedstat``: milliseconds spent runnable, waiting for a core; times it was given one."""
+    """Parses ``/proc/<pid>/task/<tid>/schedstat``: milliseconds waiting for a core; number of time slices."""
     fields = text.split()
     if len(fields) != 3 or not (fields[1].isdigit() and fields[2].isdigit()):
         return None
@@ -81,20 +77,24 @@ def parse_schedstat(text: str) -> tuple[int, int] | None:
 
 
 def read_process(
-    pid: int, *, deadline_s: float = 2.0, locks: Sequence[waits.LockRow] | None = None, own: Own = NOTHING
+    pid: int, *, deadline_s: float = 2.0, locks: Sequence[file_locks.LockRow] | None = None, own: Own = NOTHING
 ) -> ProcessState:
-    """The current state of a process and its threads; takes at most ``deadline_s`` seconds.
+    """Reads the current state of a process and its threads within ``deadline_s`` seconds.
 
-    ``locks``: those of the node, where they have been read. ``own``: what it has told of itself.
+    The result's ``note`` names what is missing: files without permission (another user's process) or without an answer.
+    Raises ``CaptureError`` only if the process doesn't exist.
 
-    ``note`` names what is left out: files that may not be read (another user's process) or that do not answer.
-    Raises ``CaptureError`` only if the process does not exist.
+    Args:
+        pid: The process.
+        deadline_s: The limit for all of it.
+        locks: The node's file locks, if they have been read.
+        own: Facts that the process reported about itself.
     """
     quick = read_quick(pid)
     if quick.state in "ZX":
         return structs.replace(quick, note="zombie: it has ended, but its parent has not reaped it")
     try:
-        threads, cmdline, held, notes = within(
+        threads, cmdline, file_locks, notes = within(
             deadline_s, f"/proc/{pid}", lambda: _details(pid, quick.state, locks, own)
         )
     except CaptureError as error:
@@ -102,14 +102,16 @@ def read_process(
     except Exception as error:  # noqa: BLE001 - the boundary: everything read so far still counts
         return structs.replace(quick, note=f"details of /proc/{pid}: {type(error).__name__}: {error}")
     threads = threads or quick.threads
-    letter = next((t.state for t in threads if t.tid == pid), quick.state)  # of the same moment as the rest
-    return structs.replace(quick, state=letter, threads=threads, cmdline=cmdline, locks=held, note="; ".join(notes))
+    letter = next((t.state for t in threads if t.tid == pid), quick.state)  # read at the same moment as the rest
+    return structs.replace(
+        quick, state=letter, threads=threads, cmdline=cmdline, locks=file_locks, note="; ".join(notes)
+    )
 
 
 def read_quick(pid: int) -> ProcessState:
-    """The part of ``read_process`` that never blocks and that any user may read: states, names, CPU time, memory.
+    """Reads states, names, CPU time and memory, which never blocks and is open to any user.
 
-    Raises ``CaptureError`` if the process does not exist.
+    Raises ``CaptureError`` if the process doesn't exist.
     """
     stat = procstat.read(pid)
     if stat is None:
@@ -135,7 +137,7 @@ def read_quick(pid: int) -> ProcessState:
 
 
 def is_fork(pid: int, page_name: str) -> bool:
-    """Whether a child runs no other program than its rank, whose page it has mapped then, and has no POSIX timer."""
+    """True if a child runs its rank's program, whose page it then has mapped, and has no POSIX timer."""
     try:
         timers = _text(Path(f"/proc/{pid}/timers"))
         return not timers and f"/pages/{page_name}\n" in _text(Path(f"/proc/{pid}/maps")) + "\n"
@@ -144,20 +146,20 @@ def is_fork(pid: int, page_name: str) -> bool:
 
 
 def state_letter(pid: int) -> str:
-    """The state of the process (R S D T t Z X); ``""`` if it is gone."""
+    """Returns the state of the process (R S D T t Z X); ``""`` if it is gone."""
     stat = procstat.read(pid)
     return stat.state if stat is not None else ""
 
 
 def orphans(pid: int, table: process.ProcessTable) -> list[ProcessId]:
-    """Processes of the session that ``pid`` leads, as torchrun's ranks do, which aren't below it: their parent has
-    ended.
-    """
+    """Returns processes of the session led by ``pid`` (ranks under torchrun lead one) whose parents have ended."""
     if _session(pid) != pid:
         return []
-    known = {pid, *(descendant.pid for descendant in process.descendants([pid], table=table))}
+    family = {pid, *(descendant.pid for descendant in process.descendants([pid], table=table))}
     return [
-        ProcessId(one, ticks) for one, (_, ticks) in sorted(table.items()) if one not in known and _session(one) == pid
+        ProcessId(candidate, ticks)
+        for candidate, (_, ticks) in sorted(table.items())
+        if candidate not in family and _session(candidate) == pid
     ]
 
 
@@ -169,9 +171,9 @@ def _session(pid: int) -> int:
 
 
 def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) -> str:
-    """The role of a rank's child: ``dataloader worker``, ``resource tracker``, ``forkserver`` or ``child``.
+    """Returns the role of a rank's child: ``dataloader worker``, ``resource tracker``, ``forkserver`` or ``child``.
 
-    The stack identifies a loader worker (``_worker_loop`` of ``torch/utils/data/_utils/worker.py``), whatever its start
+    The stack identifies a loader's worker (``_worker_loop`` of ``torch/utils/data/_utils/worker.py``) for every start
     method. The command line, which forked children share, identifies the helpers of multiprocessing.
     """
     frames = [frame for sample in stacks for thread in sample.threads for frame in thread.frames]
@@ -187,9 +189,9 @@ def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) ->
 
 
 def _details(
-    pid: int, letter: str, locks: Sequence[waits.LockRow] | None, own: Own
+    pid: int, letter: str, locks: Sequence[file_locks.LockRow] | None, own: Own
 ) -> tuple[tuple[ThreadState, ...], tuple[str, ...], tuple[FileLock, ...], list[str]]:
-    """Threads, command line, file locks and notes: the part that may block."""
+    """Reads threads, command line, file locks and notes: the part that can block."""
     notes: list[str] = []
     denied: set[str] = set()
     memory = ProcessMemory(pid, own.memory)
@@ -212,11 +214,13 @@ def _details(
     return threads, cmdline, _locks(pid, threads, locks), notes
 
 
-def _locks(pid: int, threads: tuple[ThreadState, ...], known: Sequence[waits.LockRow] | None) -> tuple[FileLock, ...]:
-    """Those of others only of a process whose main thread sleeps: it may be asking for one again and again."""
+def _locks(
+    pid: int, threads: tuple[ThreadState, ...], node_locks: Sequence[file_locks.LockRow] | None
+) -> tuple[FileLock, ...]:
+    """Includes other processes' locks only if the main thread sleeps: it might be polling for one."""
     asleep = any(thread.tid == pid and kind_of(thread) in ("sleep", "select") for thread in threads)
     try:
-        return waits.locks_of(pid, of_others=asleep, known=known)
+        return file_locks.locks_of(pid, of_others=asleep, table=node_locks)
     except OSError:
         return ()  # another user's process
 
@@ -226,13 +230,13 @@ def _threads(pid: int, read: Callable[[int, int], ThreadState]) -> tuple[ThreadS
         tids = sorted(int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return ()
-    found: list[ThreadState] = []
+    threads: list[ThreadState] = []
     for tid in tids[:MAX_THREADS]:
         try:
-            found.append(read(pid, tid))
+            threads.append(read(pid, tid))
         except (OSError, ValueError):
-            continue  # the thread ended meanwhile
-    return tuple(found)
+            continue  # the thread has ended
+    return tuple(threads)
 
 
 def _thread_stat(pid: int, tid: int) -> procstat.Stat:
@@ -257,8 +261,8 @@ def _full_thread(
         try:
             return _text(task / name)
         except PermissionError:
-            if told := own.of(name, tid):
-                return told
+            if text := own.of(name, tid):
+                return text
             denied.add(name)
         except OSError:
             pass  # the kernel was built without it, or the thread just ended
@@ -295,11 +299,11 @@ def _full_thread(
 
 
 def _with_target(thread: ThreadState, pid: int, arguments: tuple[int, ...], memory: ProcessMemory) -> ThreadState:
-    """With what its call works on: a descriptor, or a path."""
+    """Adds what its call works on: a descriptor or a path."""
     name, fd = thread.syscall_name, None
     if name in waits.FD_FIRST:
         fd = arguments[0] & 0xFFFFFFFF
-    elif name in ("poll", "ppoll") and arguments[1] == 1:  # one descriptor: a read or connect with a timeout
+    elif name in ("poll", "ppoll") and arguments[1] == 1:  # a read or connect with a timeout polls one descriptor
         pollfd = memory.read(arguments[0], 4)
         fd = struct.unpack("=i", pollfd)[0] if len(pollfd) == 4 else None
     elif name in waits.PATH_ARGUMENT:
@@ -310,19 +314,19 @@ def _with_target(thread: ThreadState, pid: int, arguments: tuple[int, ...], memo
     target = link_of(f"/proc/{pid}/fd/{fd}")
     if not target:
         return structs.replace(thread, fd=fd)
-    holder, *sharers = (waits.holders(pid, fd) if name in waits.CALLS else ()) or (None,)
+    holder, *sharers = (file_locks.holders(pid, fd) if name in file_locks.CALLS else ()) or (None,)
     if holder is not None:
-        target += f", locked by pid {holder}{waits.program(holder)}"
-    found = re.fullmatch(r"(socket|pipe):\[(\d+)\]", target)
-    is_socket = found is not None and found[1] == "socket"
+        target += f", locked by pid {holder}{file_locks.program(holder)}"
+    link = re.fullmatch(r"(socket|pipe):\[(\d+)\]", target)
+    is_socket = link is not None and link[1] == "socket"
     return structs.replace(
         thread,
         fd=fd,
-        fd_target=sockets.describe(pid, int(found[2])) if found and is_socket else target,
+        fd_target=sockets.describe(pid, int(link[2])) if link and is_socket else target,
         locked_by=holder,
         lock_sharers=tuple(sharers),
         times_out=is_socket and sockets.times_out(pid, fd),
-        inode=int(found[2]) if found else None,
+        inode=int(link[2]) if link else None,
     )
 
 
@@ -331,40 +335,40 @@ def _text(path: Path) -> str:
 
 
 class Scheduled(NamedTuple):
-    """A thread's ``marks`` are equal at two moments at which it doesn't run: then it has not run in between."""
+    """A thread's scheduling. Equal ``marks`` at two moments mean that it hasn't run in between."""
 
     runs: bool
     marks: tuple[int | str, ...]
 
 
 def scheduled(pid: int) -> dict[int, Scheduled]:
-    """When each thread of the process last ran; empty if it is gone. Any user may read it, and it never blocks."""
-    found: dict[int, Scheduled] = {}
+    """Returns when each thread last ran; empty if the process is gone. Open to any user, and never blocks."""
+    by_tid: dict[int, Scheduled] = {}
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/task").iterdir():
             tid = int(entry.name)
             if (stat := procstat.read(pid, tid)) is not None:
-                found[tid] = Scheduled(stat.state == "R", (stat.cpu_ms, _slices(pid, tid)))
-    return found
+                by_tid[tid] = Scheduled(stat.state == "R", (stat.cpu_ms, _slices(pid, tid)))
+    return by_tid
 
 
 def tids_inside(pid: int) -> dict[int, int]:
-    """The threads' numbers here by those that they have in the pid namespace of a container; empty without one."""
-    found: dict[int, int] = {}
+    """Maps thread ids in a container's pid namespace to those here; empty without a namespace."""
+    tids: dict[int, int] = {}
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/task").iterdir():
             numbers = re.search(r"^NSpid:[ \t]*(\d+)[ \t].*?(\d+)$", _text(entry / "status"), re.MULTILINE)
             if numbers is None:
                 return {}
-            found[int(numbers[2])] = int(numbers[1])
-    return found
+            tids[int(numbers[2])] = int(numbers[1])
+    return tids
 
 
 def _slices(pid: int, tid: int) -> str:
-    for name, pattern in (("schedstat", ".+"), ("status", r"(?s)voluntary_ctxt_switches.*")):  # or of a lean kernel
+    for name, pattern in (("schedstat", ".+"), ("status", r"(?s)voluntary_ctxt_switches.*")):  # some kernels lack one
         with suppress(OSError):
-            if found := re.search(pattern, _text(Path(f"/proc/{pid}/task/{tid}/{name}"))):
-                return found[0]
+            if match := re.search(pattern, _text(Path(f"/proc/{pid}/task/{tid}/{name}"))):
+                return match[0]
     return ""
 
 
@@ -372,7 +376,7 @@ _TID_AT = {"x86_64": 720, "aarch64": 208}  # in glibc's struct pthread, which pt
 
 
 def tid_of(memory: ProcessMemory, ident: int, tids: Collection[int]) -> int | None:
-    """The kernel's number of a thread of which Python knows ``pthread_self()``; one of ``tids``."""
+    """Returns the kernel's id, one of ``tids``, of a thread for which Python knows ``pthread_self()``."""
     at = _TID_AT.get(platform.machine())
     data = memory.read(ident + at, 4) if at and ident else b""
     tid = int.from_bytes(data, sys.byteorder)

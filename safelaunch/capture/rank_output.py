@@ -99,7 +99,7 @@ FILE_DEADLINE_S = 1.0
 
 
 def ends_of_files(pids: Mapping[int, int]) -> dict[tuple[int, ...], list[Result[str]]]:
-    """Reads the ends of regular files that are standard output or error of ranks (rank → pid), by the ranks using each.
+    """Reads the ends of files to which ranks (rank → pid) write their output, by the ranks using each.
 
     Skips pipes and terminals: reading them would take the output away.
     """

@@ -14,24 +14,23 @@ from safelaunch.system.redaction.redactor import Redactor, same_or
 
 T = TypeVar("T")
 
-# Names of the program's parts, and our own text: plain words and numbers belong there.
+# Names of the program's parts, and safelaunch's own text: plain words and numbers belong there.
 _NAMES_AND_OURS = (Frame, Collective, FlightRecord, Verdict, Artifact)
 
 
 def without_secrets(value: T, redactor: Redactor) -> T:
-    """``value`` (records, dataclasses, lists, dicts, texts, dumps), with secrets removed from every text and dump.
+    """Removes secrets from every text and dump in ``value`` (records, dataclasses, lists, dicts, texts, dumps).
 
-    The job's own text also loses its short secrets; names of its files and functions, and our own text, only lose
-    unmistakable ones. A value without secrets is returned as the same object.
+    The job's own text also loses its short secrets; names of its files and functions, and safelaunch's text, lose only
+    unmistakable ones. Returns the same object if there are none.
     """
     result: T = _cleaned(value, redactor, redactor.said)
     return result
 
 
-def _cleaned(item: Any, redactor: Redactor, words: Callable[[str], str]) -> Any:
-    """``item`` without secrets; ``words``: what cleans a text there."""
+def _cleaned(item: Any, redactor: Redactor, clean_text: Callable[[str], str]) -> Any:
     if isinstance(item, str):
-        return words(item)
+        return clean_text(item)
     if isinstance(item, bytes):
         return redactor.data(item)
     if isinstance(item, ProcessState):
@@ -39,10 +38,10 @@ def _cleaned(item: Any, redactor: Redactor, words: Callable[[str], str]) -> Any:
         item = item if argv == item.cmdline else msgspec.structs.replace(item, cmdline=argv)
     if isinstance(item, Collective):  # the job chooses the names of a group and of an operation
         item = _with_fields(item, ("description", "op"), redactor.said, msgspec.structs.replace)
-    inside = redactor.text if isinstance(item, _NAMES_AND_OURS) else words
+    inside = redactor.text if isinstance(item, _NAMES_AND_OURS) else clean_text
 
-    def part(one: Any) -> Any:
-        return _cleaned(one, redactor, inside)
+    def part(value: Any) -> Any:
+        return _cleaned(value, redactor, inside)
 
     if isinstance(item, Entries):
         return item if all(part(kind) is kind for kind in item.used().values()) else item.with_kinds(part, Kinds())
@@ -54,7 +53,7 @@ def _cleaned(item: Any, redactor: Redactor, words: Callable[[str], str]) -> Any:
 
 
 def _with_fields(item: Any, names: Iterable[str], clean: Callable[[Any], Any], rebuild: Callable[..., Any]) -> Any:
-    """``item`` with these fields cleaned; ``item`` itself if none of them changes."""
+    """Returns ``item`` with these fields cleaned, or ``item`` itself if none changes."""
     parts = {name: getattr(item, name) for name in names}
     cleaned = {name: clean(part) for name, part in parts.items()}
     different = {name: part for name, part in cleaned.items() if part is not parts[name]}

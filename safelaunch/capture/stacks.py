@@ -1,9 +1,9 @@
 """Reads the stacks of a process from outside, with py-spy (``py-spy dump --json``).
 
-A process that may be healthy is never stopped for it (``--nonblocking``). A ptrace stop ends ``recv`` with a timeout,
-``semop``, ``epoll_wait`` and ``sigtimedwait`` with EINTR, which C code often takes for an error. It also cuts a write
-to a full pipe short, and Python without buffers (``python -u``, as torchrun starts ranks) drops the rest. The price:
-the stack of a thread that runs while it is read may mix two moments. The scheduler's counters show which threads ran.
+A process that might be healthy is never stopped for it (``--nonblocking``). A ptrace stop ends ``recv`` with a timeout,
+``semop``, ``epoll_wait`` and ``sigtimedwait`` with EINTR, which C code often treats as an error. It also shortens a
+write to a full pipe, and unbuffered Python (``python -u``, as torchrun starts ranks) drops the rest. The price: the
+stack of a thread that runs during the read can mix two moments. The scheduler's counters show which threads ran.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import site
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from safelaunch.capture import command, proc, user_source
 from safelaunch.capture.memory import ProcessMemory
+from safelaunch.capture.ptrace import explain, may_read, summary, tracing_facts
 from safelaunch.capture.result import Result, attempt
 from safelaunch.capture.result import why as reason_of
 from safelaunch.job.process import ProcessId, identify
@@ -32,12 +33,11 @@ from safelaunch.stacks.kernel import WRITES
 from safelaunch.system import commands
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
-from safelaunch.system.files import link_of, text_of
 from safelaunch.system.printable import clean
 
 DEADLINE_S = 3.0
 VERSION_S = 3.0
-READS = 3  # of a process whose threads run while they are read
+READS = 3  # attempts if threads run during the read
 
 
 class _SpyLocal(msgspec.Struct):
@@ -70,20 +70,20 @@ _NAME = re.compile(r"[^\W\d]\w*")
 _VALUE = re.compile(r"-?\d{1,18}|'[^'\\]{0,120}'|\"[^\"\\]{0,120}\"")
 
 
-def find_py_spy(given: str | None = None) -> str:
-    """The py-spy to use: ``given``, else the one installed with this safelaunch, else the one on ``PATH``.
+def find_py_spy(path: str | None = None) -> str:
+    """Returns ``path``, else the py-spy installed with this safelaunch, else the one on ``PATH``.
 
     Raises ``CaptureError`` if there is none.
     """
-    if given:
-        return given
-    places = (Path(sys.executable).parent, Path(site.getuserbase(), "bin"))  # sudo leaves out the latter of PATH
-    beside = next((str(place / "py-spy") for place in places if os.access(place / "py-spy", os.X_OK)), None)
-    found = beside or shutil.which("py-spy")
-    if not found:
+    if path:
+        return path
+    places = (Path(sys.executable).parent, Path(site.getuserbase(), "bin"))  # sudo removes the latter from PATH
+    installed = next((str(place / "py-spy") for place in places if os.access(place / "py-spy", os.X_OK)), None)
+    program = installed or shutil.which("py-spy")
+    if not program:
         fix = commands.line(commands.pip_install("py-spy")).strip()
         raise CaptureError("py-spy is not installed", fix, "not installed")
-    return found
+    return program
 
 
 def parse(data: bytes, *, pid: int, at_s: float, how: str, native: bool = False) -> StackSample:
@@ -116,23 +116,23 @@ def parse(data: bytes, *, pid: int, at_s: float, how: str, native: bool = False)
 
 
 def _arguments(frames: Iterable[_SpyFrame]) -> CallArguments | None:
-    """The ranks and the tag that the innermost call of c10d names. All other local variables are dropped here."""
+    """Returns the ranks and tag in the innermost c10d call. All other local variables are dropped here."""
     frame = next((frame for frame in frames if frame.filename.endswith(_C10D)), None)
-    found = {
-        one.name: int(one.repr)
-        for one in (frame.locals or () if frame is not None else ())
-        if one.name in CallArguments.__struct_fields__ and one.repr is not None and _INTEGER.fullmatch(one.repr)
+    values = {
+        local.name: int(local.repr)
+        for local in (frame.locals or () if frame is not None else ())
+        if local.name in CallArguments.__struct_fields__ and local.repr is not None and _INTEGER.fullmatch(local.repr)
     }
-    return CallArguments(**found) if found else None
+    return CallArguments(**values) if values else None
 
 
 def _names_of_key(frames: Sequence[_SpyFrame]) -> tuple[tuple[str, str], ...]:
-    """The numbers and strings that the innermost line names in its wait for a key of a store."""
+    """Returns the numbers and strings that the innermost line uses in its wait for a store key."""
     inner = next((frame for frame in frames if frame.filename.endswith(".py")), None)
     if inner is None or not inner.locals or is_library(inner.filename):
         return ()
-    found = _WAITS_FOR_KEY.search(user_source.line(inner.filename, inner.line) or "")
-    names = set(_NAME.findall(found["key"])) if found else set()
+    match = _WAITS_FOR_KEY.search(user_source.line(inner.filename, inner.line) or "")
+    names = set(_NAME.findall(match["key"])) if match else set()
     return tuple(
         (local.name, local.repr)
         for local in inner.locals
@@ -141,8 +141,8 @@ def _names_of_key(frames: Sequence[_SpyFrame]) -> tuple[tuple[str, str], ...]:
 
 
 def _lock_file(frames: Iterable[_SpyFrame]) -> str:
-    """The file that the library ``filelock`` asks for again and again, and has open only as it asks; or the one that
-    stands for a build of torch's C++ extensions.
+    """Returns the file that library ``filelock`` polls (and has open only during each attempt), or the lock file of a
+    build of torch's C++ extensions.
     """
     for frame in frames:
         if "/filelock/" in frame.filename:
@@ -154,7 +154,7 @@ def _lock_file(frames: Iterable[_SpyFrame]) -> str:
 
 
 def _text(frame: _SpyFrame, name: str) -> str:
-    """The value of a local variable that is a string; empty where py-spy could not read it, or not all of it."""
+    """Returns a local string variable; empty if py-spy couldn't read all of it."""
     shown = next((local.repr for local in frame.locals or () if local.name == name and local.repr), "")
     return "" if shown.endswith("...") else shown.strip("'\"")
 
@@ -169,9 +169,9 @@ def dump(
 ) -> Result[StackSample]:
     """Runs py-spy once on ``pid``, for at most ``deadline_s`` seconds; never raises.
 
-    If a killed py-spy leaves its target stopped, the target is continued. ``native`` adds C frames; ``nonblocking``
-    wins over it. Local variables are asked for, as they tell whom a send or receive waits for: it costs nothing
-    measurable. py-spy reads them less reliably than frames, so where it fails they are left out.
+    If a killed py-spy leaves its target stopped, the target is resumed. ``native`` adds C frames, unless
+    ``nonblocking``. Local variables are requested because they show the peer of a send or receive, at no measurable
+    cost. py-spy reads them less reliably than frames, so if it fails they are omitted.
     """
     native = native and not nonblocking
     options = ["--nonblocking"] * nonblocking + ["--native"] * native
@@ -187,7 +187,7 @@ def dump(
         if output.returncode != 0 and not output.timed_out and left_s > 0:
             output = command.run(words, deadline_s=left_s)
         if output.timed_out:
-            resumed = "" if was_stopped or nonblocking else _set_running(pid, begun)
+            resumed = "" if was_stopped or nonblocking else _resume(pid, begun)
             raise CaptureError(f"{how}: no answer within {deadline_s:g} s{resumed}", kind="timeout")
         if output.returncode != 0:
             why = explain(output.stderr, tracing_facts(pid))
@@ -198,29 +198,27 @@ def dump(
 
 
 def _with_tids_here(sample: StackSample) -> StackSample:
-    """Renumbers the threads of a process in a container: on Python 3.11+, py-spy shows the numbers they have there."""
+    """Renumbers the threads of a process in a container: on Python 3.11+, py-spy reports the numbers from inside it."""
     inside = proc.tids_inside(sample.pid)
     if not inside:
         return sample
-    known = proc.scheduled(sample.pid)
+    schedule = proc.scheduled(sample.pid)
 
-    def here(thread: Thread) -> Thread:
+    def renumber(thread: Thread) -> Thread:
         tid = inside.get(thread.os_tid or 0)
-        if tid is None or tid not in known:
+        if tid is None or tid not in schedule:
             return thread
-        return msgspec.structs.replace(thread, os_tid=tid, active=known[tid].runs)
+        return msgspec.structs.replace(thread, os_tid=tid, active=schedule[tid].runs)
 
-    return msgspec.structs.replace(sample, threads=tuple(map(here, sample.threads)))
+    return msgspec.structs.replace(sample, threads=tuple(map(renumber, sample.threads)))
 
 
 def stack_of(
     pid: int, state: ProcessState | None = None, *, deadline_s: float = DEADLINE_S, py_spy: str | None = None
 ) -> Result[StackSample]:
-    """The stacks of ``pid``, read without stopping it, for at most ``deadline_s`` seconds; never raises.
+    """Reads the stacks of ``pid`` without stopping it, for at most ``deadline_s`` seconds; never raises.
 
-    ``state``: an earlier look at the process, which shows whether its pid was reused.
-
-    Reads up to ``READS`` times, until no thread that sleeps now ran meanwhile; each thread as first read whole.
+    ``state`` is an earlier view of the process, which shows if its pid was reused. See :func:`settled`.
     """
     begin = time.monotonic()
     until = begin + deadline_s
@@ -236,38 +234,39 @@ def stack_of(
 
 
 def settled(pid: int, until: float, read: Callable[[], Result[StackSample]]) -> Result[StackSample]:
-    """The stacks of ``pid`` by ``read``, which is called up to ``READS`` times, until no thread that sleeps now ran
-    meanwhile; each thread as first read whole.
+    """Reads the stacks of ``pid`` up to ``READS`` times, until no thread that now sleeps ran during the read.
+
+    Keeps each thread's first untorn stack.
     """
-    found: Result[StackSample] | None = None
+    best: Result[StackSample] | None = None
     for _ in range(READS):
         before = proc.scheduled(pid)
-        one = read()
+        result = read()
         after = proc.scheduled(pid)
         quiet = {tid for tid, now in after.items() if not now.runs and now == before.get(tid)}
         asleep = {tid for tid, now in after.items() if not now.runs}
-        if one.value is not None:
-            threads = found.value.threads if found is not None and found.value is not None else ()
+        if result.value is not None:
+            threads = best.value.threads if best is not None and best.value is not None else ()
             whole = {thread.os_tid: thread for thread in threads if not thread.torn}
-            fresh = (_seen(thread, pid, after, quiet) for thread in one.value.threads)
+            fresh = (_with_schedule(thread, pid, after, quiet) for thread in result.value.threads)
             merged = tuple(whole.get(thread.os_tid, thread) if thread.torn else thread for thread in fresh)
-            found = replace(one, value=msgspec.structs.replace(one.value, threads=merged))
+            best = replace(result, value=msgspec.structs.replace(result.value, threads=merged))
             again = any(
                 thread.torn and (thread.os_tid is None or thread.os_tid in asleep)
                 for thread in merged
-                if not all(is_ours(frame.file) for frame in thread.frames)  # as one that answers does
+                if not all(is_ours(frame.file) for frame in thread.frames)  # the thread that answers runs
             )
         else:
-            found = found or one
-            again = not one.kind and quiet != set(after)  # else it is no torn read that it failed at
+            best = best or result
+            again = not result.kind and quiet != set(after)  # otherwise a torn read isn't why it failed
         if not again or time.monotonic() >= until:
             break
-    assert found is not None
-    return found
+    assert best is not None
+    return best
 
 
-def _seen(thread: Thread, pid: int, threads: Mapping[int, proc.Scheduled], quiet: Collection[int]) -> Thread:
-    """With its kernel id, which py-spy finds without a stop only on Python 3.11+, and whether it ran meanwhile."""
+def _with_schedule(thread: Thread, pid: int, threads: Mapping[int, proc.Scheduled], quiet: Collection[int]) -> Thread:
+    """Adds the kernel id, which nonblocking py-spy finds only on Python 3.11+, and sets ``torn``."""
     tid = thread.os_tid
     if tid is None and (tid := proc.tid_of(ProcessMemory(pid), thread.ident, threads)) is not None:
         thread = msgspec.structs.replace(thread, os_tid=tid, active=threads[tid].runs)
@@ -275,7 +274,7 @@ def _seen(thread: Thread, pid: int, threads: Mapping[int, proc.Scheduled], quiet
 
 
 def with_c_frames_of(pid: int, state: ProcessState | None = None, *, deadline_s: float) -> Result[StackSample]:
-    """The stacks of ``pid`` with C frames, for which it is stopped; never raises. ``state`` as for :func:`stack_of`."""
+    """Reads the stacks of ``pid`` with C frames, which stops it; never raises. ``state`` as for :func:`stack_of`."""
     try:
         why = why_nonblocking(_alive(pid, state), state)
     except CaptureError as error:
@@ -286,7 +285,7 @@ def with_c_frames_of(pid: int, state: ProcessState | None = None, *, deadline_s:
 
 
 def _alive(pid: int, state: ProcessState | None) -> ProcessState:
-    """The process now, the same as in ``state``; raises ``CaptureError``."""
+    """Returns the process's present state; raises ``CaptureError`` if it ended or isn't the one in ``state``."""
     now = proc.read_quick(pid)
     if state is not None and state.start_ticks != now.start_ticks:
         raise CaptureError(f"process {pid} is gone, and another process has its pid")
@@ -296,8 +295,9 @@ def _alive(pid: int, state: ProcessState | None) -> ProcessState:
 
 
 def why_nonblocking(now: ProcessState, before: ProcessState | None = None) -> str:
-    """Why py-spy must not stop this process, or ``""``. D state counts when an earlier look saw it too; the system call
-    is known from the earlier look alone.
+    """Returns the reason why py-spy must not stop this process, or ``""``.
+
+    D state counts only if an earlier look saw it too; system calls are known only from that look.
     """
     if now.state in "Tt":
         return "the process is stopped"
@@ -314,7 +314,7 @@ def why_nonblocking(now: ProcessState, before: ProcessState | None = None) -> st
 
 
 def to_text(sample: StackSample | None, state: ProcessState | None = None, *, missing: str = "") -> str:
-    """``stack.txt``: the process, then each thread with its kernel state and frames, innermost first."""
+    """Formats ``stack.txt``: the process, then each thread with its kernel state and frames, innermost first."""
     lines: list[str] = []
     if state is not None:
         lines.append(f"Process {state.pid}: {' '.join(state.cmdline) or state.name}")
@@ -330,17 +330,17 @@ def to_text(sample: StackSample | None, state: ProcessState | None = None, *, mi
         return _shown(lines)
     lines += [f"Read by {sample.how}", ""]
     for thread in sorted(sample.threads, key=lambda t: t.os_tid != sample.pid):  # the main thread first
-        known = kernel.get(thread.os_tid or 0)
+        in_kernel = kernel.get(thread.os_tid or 0)
         flags = ("active" if thread.active else "idle") + ("+gil" if thread.owns_gil else "")
         flags += ", ran while it was read" if thread.torn else ""
-        name = thread.name or (known.name if known else "")
-        lines.append(f'Thread {thread.os_tid or "?"} ({flags}): "{name}"{_kernel(known)}')
+        name = thread.name or (in_kernel.name if in_kernel else "")
+        lines.append(f'Thread {thread.os_tid or "?"} ({flags}): "{name}"{_kernel(in_kernel)}')
         lines += [f"    {_frame(frame)}" for frame in thread.frames]
     return _shown(lines)
 
 
 def _shown(lines: Iterable[str]) -> str:
-    """The lines as text. Names and arguments come from the job, so control characters are replaced."""
+    """Joins the lines. Names and arguments come from the job, so control characters are replaced."""
     return "".join(f"{clean(line)}\n" for line in lines)
 
 
@@ -365,10 +365,10 @@ def _frame(frame: Frame) -> str:
     return f"{frame.function} ({frame.file}:{frame.line})" if frame.line else f"{frame.function} ({frame.file})"
 
 
-def _set_running(pid: int, begun: ProcessId | None, patience_s: float = 0.3) -> str:
-    """Makes sure that a killed tracer does not leave its target stopped; returns what it did, in words.
+def _resume(pid: int, begun: ProcessId | None, patience_s: float = 0.3) -> str:
+    """Ensures that a killed tracer doesn't leave its target stopped; returns what it did, in words.
 
-    The kernel detaches a dead tracer's targets and lets them run. If a stop by the tracer remains, SIGCONT ends it.
+    The kernel detaches a dead tracer's targets and resumes them. If a stop by the tracer remains, SIGCONT ends it.
     """
     until = time.monotonic() + patience_s
     while (letter := proc.state_letter(pid)) in ("t", "T"):
@@ -381,118 +381,20 @@ def _set_running(pid: int, begun: ProcessId | None, patience_s: float = 0.3) -> 
     return ""
 
 
-# --- why a process could not be traced --------------------------------------------------------------------------------
-# py-spy's messages name the failed system call, but rarely the cause: in a container without CAP_SYS_PTRACE, it
-# prints ``Failed to get process executable name. Check that the process is running``.
-
-_CAP_SYS_PTRACE = 1 << 19
-_DENIED = ("permission denied", "os error 13", "operation not permitted", "os error 1)", "eperm")
-_ADD_CAPABILITY = "docker run --cap-add=SYS_PTRACE, or securityContext.capabilities.add: [SYS_PTRACE] in Kubernetes"
-
-
-@dataclass(frozen=True)
-class PtraceFacts:
-    """The facts that decide whether we may trace a process. ``yama``: kernel.yama.ptrace_scope, None = off."""
-
-    alive: bool
-    same_user: bool
-    capable: bool  # this process has CAP_SYS_PTRACE
-    yama: int | None
-    container: bool
-    executable: str = ""
-
-
-def tracing_facts(pid: int) -> PtraceFacts:
-    """The current facts for ``pid``; never raises."""
-    status = text_of(Path("/proc/self/status"))
-    effective = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
-    target = re.search(r"^Uid:\s*\d+\s+(\d+)", text_of(Path(f"/proc/{pid}/status")), re.MULTILINE)
-    yama = text_of(Path("/proc/sys/kernel/yama/ptrace_scope")).strip()
-    return PtraceFacts(
-        alive=target is not None,
-        same_user=target is not None and int(target[1]) == os.geteuid(),
-        capable=effective is not None and bool(int(effective[1], 16) & _CAP_SYS_PTRACE),
-        yama=int(yama) if yama.isdigit() else None,
-        container=Path("/.dockerenv").exists()
-        or bool(re.search("docker|kubepods|containerd", text_of(Path("/proc/1/cgroup")))),
-        executable=Path(link_of(f"/proc/{pid}/exe")).name,
-    )
-
-
-def explain(stderr: str, facts: PtraceFacts) -> CaptureError:
-    """py-spy's error message as cause, remedy and kind of failure."""
-    said = stderr.lower()
-    if not facts.alive:
-        return CaptureError("the process is gone")
-    if "failed to suspend" in said:
-        return CaptureError("the process is stopped, or in a state in which it cannot be suspended")
-    if any(phrase in said for phrase in _DENIED):
-        return _denied(facts)
-    if "python version from target" in said or "not a python" in said:
-        executable = facts.executable or "executable unknown"
-        why = f"this is not a Python process, or its interpreter was stripped ({executable})"
-        return CaptureError(why, kind="absent")
-    if "unsupported" in said and "version" in said:
-        return CaptureError(
-            f"this py-spy does not know the target's Python: {summary(stderr)}", "upgrade py-spy", "outdated"
-        )
-    if "interpreter" in said:
-        return CaptureError(f"no Python interpreter found: the process is starting or ending ({summary(stderr)})")
-    return CaptureError(summary(stderr) or "py-spy failed without a message")
-
-
 def refusal(pid: int) -> str:
-    """Why py-spy can't read the stacks of ``pid``; empty if it can, or if that is not certain."""
+    """Returns why py-spy can't read the stacks of ``pid``; empty if it can, or if that isn't certain."""
     try:
         py_spy = find_py_spy()
-        shown = command.run([py_spy, "--version"], deadline_s=VERSION_S)
+        version = command.run([py_spy, "--version"], deadline_s=VERSION_S)
     except CaptureError as error:
         return reason_of(error)
-    if shown.timed_out:
+    if version.timed_out:
         return ""
-    if shown.returncode or not shown.stdout.startswith(b"py-spy"):
-        return f"{py_spy} does not work ({summary(shown.stderr) or 'no version'})"
+    if version.returncode or not version.stdout.startswith(b"py-spy"):
+        return f"{py_spy} doesn't work ({summary(version.stderr) or 'no version'})"
     if may_read(pid):
         return ""
-    read = dump(pid, nonblocking=True)  # its file may have rights that this process lacks
+    read = dump(pid, nonblocking=True)  # the program file might have rights that this process lacks
     if read.value is not None or read.kind == "timeout":
         return ""
     return reason_of(explain("permission denied", tracing_facts(pid)))
-
-
-def may_read(pid: int) -> bool:
-    """Tells if this process may open the memory of ``pid``, for which the kernel asks the same as of a tracer."""
-    try:
-        os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC))
-    except PermissionError:
-        return False
-    except OSError:
-        pass  # it has ended
-    return True
-
-
-def summary(stderr: str) -> str:
-    """``Error: A / Caused by: 0: B 1: B`` as ``A: B``, without the backtrace."""
-    text = re.split(r"^\s*(?:Stack backtrace|note:)", stderr, maxsplit=1, flags=re.MULTILINE)[0]
-    parts: list[str] = []
-    for line in text.splitlines():
-        part = re.sub(r"^\s*(Error:|Caused by:|\d+:)\s*", "", line).strip()
-        if part and part not in parts:
-            parts.append(part)
-    return ": ".join(parts)[:300]
-
-
-def _denied(facts: PtraceFacts) -> CaptureError:
-    if not facts.same_user and not facts.capable:
-        other = f"with CAP_SYS_PTRACE: {_ADD_CAPABILITY}" if facts.container else "as root"
-        fix = f"run safelaunch as that user, or {other}"
-        return CaptureError("permission denied: the process runs as another user", fix, "denied")
-    by_yama = f"permission denied by Yama (kernel.yama.ptrace_scope={facts.yama})"
-    if facts.yama in (1, 2) and not facts.capable:
-        fix = f"as root, sysctl kernel.yama.ptrace_scope=0; or grant CAP_SYS_PTRACE: {_ADD_CAPABILITY}"
-        return CaptureError(by_yama, fix, "denied")
-    if facts.yama == 3:
-        fix = "no process may trace another until the next reboot: set it to 1 in /etc/sysctl.d and reboot"
-        return CaptureError(by_yama, fix, "denied")
-    why = "permission denied: a seccomp filter forbids ptrace, or CAP_SYS_PTRACE is missing"
-    return CaptureError(why, _ADD_CAPABILITY, "denied")

@@ -1,8 +1,7 @@
-"""Reads the user's source, for reports and for rules that need the loop around a line.
+"""Reads the user's source, for reports and for rules that need the code around a line.
 
-Paths come from the job, or from a stranger's bundle, and may name anything: only regular files named ``*.py`` are read,
-also behind a link. The file may be on a disk that does not answer: each read has a deadline, and a path that
-missed it is not retried.
+Paths come from the job or a stranger's bundle and can name anything, so only regular files named ``*.py`` are read,
+also behind a link. Reads have a deadline, because the disk might not respond; a path that missed it isn't retried.
 """
 
 from __future__ import annotations
@@ -14,30 +13,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from safelaunch.capture.result import within
-from safelaunch.model import Evidence, Frame, RankEvidence
-from safelaunch.model.entries import Entries
-from safelaunch.stacks.guards import assignments_of_the_rank
-from safelaunch.stacks.source import begin_of, end_of, tree_of
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import link_of
-from safelaunch.system.redaction.redactor import Redactor
 
 DEADLINE_S = 1.0
 MOST_BYTES = 4 << 20
-SOURCE_FILE = "source.json"  # of a bundle: path → excerpt
+SOURCE_FILE = "source.json"  # in a bundle: path → excerpt
 _MOST_LINKS = 40
 _dead: set[str] = set()
-_root: list[int] = []  # an open directory: the paths are below it
+_root: list[int] = []  # an open directory that the paths are relative to
 
 
 @contextmanager
 def seen_by(pid: int) -> Iterator[None]:
-    """Reads the files that the paths lead to in process ``pid``, which may be in a container."""
+    """Reads files as process ``pid`` sees them, possibly in a container."""
     try:
         if link_of(f"/proc/{pid}/ns/mnt") != link_of("/proc/self/ns/mnt"):
             _root.append(os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
     except OSError:
-        pass  # it has ended, or may not be read
+        pass  # it has ended, or access is denied
     try:
         yield
     finally:
@@ -47,7 +41,7 @@ def seen_by(pid: int) -> Iterator[None]:
 
 
 def text(path: str) -> str | None:
-    """The file's text, at most 4 MB of it, or None if it can't be read within a second."""
+    """Returns a file's text (up to 4 MB), or None if it can't be read within a second."""
     if path in _dead:
         return None
     try:
@@ -58,19 +52,19 @@ def text(path: str) -> str | None:
 
 
 def line(path: str, number: int) -> str | None:
-    """Line ``number`` (from 1) of a file, or None. It may contain a key that is hard-coded in the program."""
+    """Returns line ``number`` (from 1) of a file, or None. It might contain a hard-coded key."""
     content = text(path)
     lines = content.splitlines() if content is not None else []
     return lines[number - 1] if 0 < number <= len(lines) else None
 
 
 def text_for_stranger(path: str) -> str | None:
-    """As ``text``, for evidence from elsewhere: a relative path meant another directory than the reader's."""
+    """Returns ``text`` for evidence from elsewhere, in which a relative path refers to another directory."""
     return text(path) if path.startswith("/") else None
 
 
 def line_for_stranger(path: str, number: int) -> str | None:
-    """As ``line``, for evidence from elsewhere."""
+    """Returns ``line`` for evidence from elsewhere."""
     return line(path, number) if path.startswith("/") else None
 
 
@@ -89,92 +83,23 @@ def _read(path: str) -> str | None:
 
 
 def _below(root: int, path: str) -> str:
-    """The path relative to the open directory ``root``, to which its links are confined. Raises OSError."""
-    found: list[str] = []
+    """Resolves a path and its links within the open directory ``root``. Raises OSError."""
+    parts: list[str] = []
     left = path.split("/")[::-1]
     links = 0
     while left:
         part = left.pop()
         if part in ("", ".", ".."):
-            found = found[:-1] if part == ".." else found
+            parts = parts[:-1] if part == ".." else parts
             continue
         try:
-            target = os.readlink("/".join([*found, part]), dir_fd=root)
+            target = os.readlink("/".join([*parts, part]), dir_fd=root)
         except OSError:
-            found.append(part)
+            parts.append(part)
             continue
         links += 1
         if links > _MOST_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        found = [] if target.startswith("/") else found
+        parts = [] if target.startswith("/") else parts
         left += target.split("/")[::-1]
-    return "/".join(found)
-
-
-# --- what a verdict has read ------------------------------------------------------------------------------------------
-
-
-class Excerpts:
-    """The source that a verdict may read, and that the bundle keeps, so that reading it again gives the same verdict.
-
-    Of a file, these are the functions, classes and other statements of the module in which the evidence has a line, and
-    its assignments of the rank. All other lines are empty, and there are no secrets. ``read``: path → excerpt, of all
-    that ``text`` was asked for.
-    """
-
-    def __init__(self, evidence: Evidence, redactor: Redactor) -> None:
-        self._evidence = evidence
-        self._redactor = redactor
-        self._lines: dict[str, set[int]] | None = None
-        self.read: dict[str, str] = {}
-
-    def text(self, path: str) -> str | None:
-        """The excerpt, or None if the file can't be read."""
-        if path not in self.read:
-            if self._lines is None:  # most verdicts read nothing
-                self._lines = _lines_of(self._evidence)
-            kept = excerpt(text(path) or "", self._lines.get(path, set()))
-            whole = self._redactor.said(kept)
-            if whole.count("\n") != kept.count("\n"):  # a secret of several lines would move those after it
-                whole = "\n".join(self._redactor.said(one) for one in kept.split("\n"))
-            self.read[path] = whole
-        return self.read[path] or None
-
-
-def excerpt(source: str, lines: set[int]) -> str:
-    """``source`` with only those of the module's statements that hold one of ``lines``, and those that assign the rank
-    to a name, as conditions ask for it; the others' lines are empty.
-    """
-    tree = tree_of(source)
-    kept: set[int] = set()
-    asked = assignments_of_the_rank(tree) if lines else []
-    for statement in tree.body:
-        whole = range(begin_of(statement), end_of(statement) + 1)
-        if lines.intersection(whole) or statement in asked:
-            kept.update(whole)
-    last = max(kept, default=0)
-    split = source.split("\n")[:last]
-    return "".join(f"{line if number in kept else ''}\n" for number, line in enumerate(split, 1))
-
-
-def _lines_of(evidence: Evidence) -> dict[str, set[int]]:
-    found: dict[str, set[int]] = {}
-    for rank in evidence.ranks:
-        for frame in _frames_of(rank):
-            found.setdefault(frame.file, set()).add(frame.line)
-    return found
-
-
-def _frames_of(rank: RankEvidence) -> Iterator[Frame]:
-    for process in (rank.main, *rank.children):
-        for sample in process.stacks if process is not None else ():
-            for thread in sample.threads:
-                yield from thread.frames
-    if rank.flight_record is not None:
-        entries = rank.flight_record.entries
-        for kind in entries.used().values() if isinstance(entries, Entries) else entries:
-            yield from kind.frames
-    for told in (rank.exception, rank.fatal, rank.exit_call, *rank.gil.handling):
-        yield from told.frames if told is not None else ()
-    for one in rank.caught:
-        yield from (one.raised, one.caught)
+    return "/".join(parts)

@@ -1,25 +1,12 @@
-"""What a thread in a system call waits for: the call and its time limit, the lock on a file, whose futex."""
+"""What a thread in a system call waits for: the call and its time limit."""
 
 from __future__ import annotations
 
-import os
 import platform
-import re
 import struct
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-from safelaunch.capture.memory import Mapping, ProcessMemory, Symbol
-from safelaunch.model import FileLock
-from safelaunch.system import procstat
-from safelaunch.system.files import text_of
-
-# --- system calls -----------------------------------------------------------------------------------------------------
 # Numbers on x86_64 and on aarch64: Linux ``arch/x86/entry/syscalls/syscall_64.tbl`` and
 # ``include/uapi/asm-generic/unistd.h``.
 
@@ -62,7 +49,7 @@ FD_FIRST = {
     "sendmmsg", "recvmmsg", "epoll_wait", "epoll_pwait", "epoll_pwait2", "io_uring_enter",
 }  # fmt: skip
 
-# Calls that name a path: which argument points at it.
+# Calls that name a path → the argument that points at it.
 PATH_ARGUMENT = {
     **dict.fromkeys(["open", "stat", "lstat", "access", "truncate", "rename", "mkdir", "rmdir", "unlink"], 0),
     **dict.fromkeys(["readlink", "statfs", "execve"], 0),
@@ -72,12 +59,12 @@ PATH_ARGUMENT = {
 
 
 def name_of(number: int, machine: str | None = None) -> str:
-    """The name of a system call on ``machine`` (default: this one's ``platform.machine()``), or ``""``."""
+    """Returns the name of a system call on ``machine`` (default: this ``platform.machine()``), or ``""``."""
     return _NAMES.get(machine or platform.machine(), {}).get(number, "")
 
 
 def child_of(name: str, arguments: Sequence[int]) -> int | None:
-    """The process for whose end ``wait4`` or ``waitid`` waits; None where any child will do."""
+    """Returns the process for which ``wait4`` or ``waitid`` waits; None if it waits for any child."""
     if name == "wait4":
         pid = arguments[0] & 0xFFFFFFFF
     elif name == "waitid" and arguments[0] == _P_PID:
@@ -87,19 +74,17 @@ def child_of(name: str, arguments: Sequence[int]) -> int | None:
     return pid if 0 < pid < 1 << 31 else None
 
 
-# --- time limits ------------------------------------------------------------------------------------------------------
+UNREADABLE_S = 0.0  # the limit is unknown, so it might end at any time
 
-UNREADABLE_S = 0.0  # it has an unknown limit: it may end at any time
-
-MemoryReader = Callable[[int, int], bytes]  # (address, size) → bytes of the process, fewer if they can't be read
+MemoryReader = Callable[[int, int], bytes]  # (address, size) → bytes of the process, fewer if unreadable
 
 _P_PID = 1
 _MONOTONIC, _REALTIME = 1, 0
 _TIMER_ABSTIME = 1
-_FUTEX_COMMANDS, _FUTEX_PRIVATE = 0x7F, 0x80
+_FUTEX_COMMANDS = 0x7F
 _FUTEX_WAIT, _FUTEX_CLOCK_REALTIME = 0, 256
 
-# Calls with a limit in milliseconds (negative: none) → the argument that holds it.
+# Calls with a limit in milliseconds (negative: none) → the argument with it.
 _MILLISECONDS = {"poll": 2, "epoll_wait": 3, "epoll_pwait": 3}
 # Calls with a pointer to a relative timespec or timeval (null: none) → that argument.
 _RELATIVE = {"ppoll": 2, "pselect6": 4, "select": 4, "epoll_pwait2": 3, "rt_sigtimedwait": 2, "semtimedop": 3}
@@ -107,10 +92,10 @@ _PER_SECOND = {"select": 1e6}  # a timeval; the others are timespecs
 
 
 def ends_s(name: str, arguments: Sequence[int], memory: MemoryReader, *, now: float | None = None) -> float | None:
-    """The latest time at which the call ends by itself (CLOCK_MONOTONIC, seconds); None if it has no limit.
+    """Returns the latest time at which the call ends by itself (CLOCK_MONOTONIC, seconds); None if it has no limit.
 
-    A thread that sleeps for a day is stuck; one that sleeps for a second may be polling. A relative limit is counted
-    from ``now``, because the start of the call is unknown.
+    A thread that sleeps for a day is stuck; one that sleeps for a second might be polling. A relative limit counts from
+    ``now``, because the start of the call is unknown.
     """
     now = time.monotonic() if now is None else now
     if name in _MILLISECONDS:
@@ -138,7 +123,7 @@ def _relative(address: int, memory: MemoryReader, now: float, per_second: float 
 
 
 def _absolute(address: int, memory: MemoryReader, now: float, clock: int | None) -> float | None:
-    """The time on CLOCK_MONOTONIC, in seconds. ``clock`` None: it is relative to now."""
+    """Returns the time on CLOCK_MONOTONIC, in seconds. If ``clock`` is None, the limit is relative to now."""
     if clock is None or not address:
         return _relative(address, memory, now)
     seconds = _seconds(memory(address, 16), 1e9)
@@ -152,349 +137,3 @@ def _seconds(data: bytes, per_second: float) -> float | None:
         return None
     whole, part = struct.unpack("=qq", data[:16])
     return whole + part / per_second if whole >= 0 and 0 <= part < per_second else None
-
-
-# --- futexes ----------------------------------------------------------------------------------------------------------
-# ``with lock:``, ``work.wait()`` and a C extension that waits for its own threads look alike from Python. The kernel
-# knows where the stack of a sleeping thread is. Upwards from there, the first return address behind a call of one of
-# the C library's waits is in the code that waits. Remains of earlier calls may lie between, so calls of anything else
-# don't count; but calls by a register do, outside Python itself, for who is mistaken for a file holds no lock of
-# Python.
-
-MAX_THREADS = 1024  # of a process; one takes 0.1 ms
-STACK_BYTES = 4096
-WHOLE_STACK_BYTES = 64 << 10
-MOST_LIBRARIES = 8
-_DELETED = " (deleted)"
-_SEMAPHORES = "/dev/shm"  # where the C library keeps named semaphores (sem_overview(7))
-
-_PASSED = re.compile(r"(libc|libpthread|ld|ld-\w.*|libstdc\+\+|libc\+\+)[.-].*|ld-musl.*|\[vdso\]")  # wait for callers
-_PYTHON = re.compile(r"(lib)?python\d.*")
-_LOCKS = r"PyThread_acquire_lock(_timed)?|_?PyMutex_Lock(Timed)?|_PySemaphore_Wait|_PyParkingLot_Park|PyEvent_Wait\w*"
-_WAITS = (
-    r"_*(epoll_p?wait2?|p?poll|p?select|read|recv\w*|accept4?|wait\w*|sig\w*wait\w*|(clock_)?nanosleep|u?sleep)"
-    r"|_*(pthread|sem|cnd|mtx|thrd|lll)_\w*(wait|(?<!un)lock|join|once)\w*|syscall"
-    r"|_ZNK?St\w*(condition_variable\w*wait|thread4join|mutex4lock|future\w*wait|atomic_futex\w*wait)\w*"
-)
-_WANTED = re.compile(f"({_LOCKS}|{_WAITS})".encode())
-_STUB = re.compile(rb"(?:\xf3\x0f\x1e\xfa)?\xf2?\xff\x25(?P<at>.{4})", re.DOTALL)  # of the procedure linkage table
-_CALL = re.compile(rb"\xe8.{4}\Z|\xff(?:[\xd0-\xd7\x10-\x17]|[\x50-\x57].|[\x90-\x97\x15].{4}|\x14.)\Z", re.DOTALL)
-_BY_REGISTER = re.compile(rb"\xff(?:[\xd0-\xd7\x10-\x17]|[\x50-\x57].|[\x90-\x97].{4})\Z", re.DOTALL)
-
-
-def _passed(mapping: Mapping) -> bool:
-    return _PASSED.fullmatch(mapping.name) is not None
-
-
-class Resting:
-    """The threads of one process."""
-
-    def __init__(self, memory: ProcessMemory) -> None:
-        self._memory = memory
-        self._left = MAX_THREADS
-
-    def rests_in(self, syscall: str) -> str:
-        """By ``/proc/<pid>/task/<tid>/syscall``: ``lock`` or ``gil`` of Python, else the file whose code waits.
-
-        Empty if that is not found.
-        """
-        fields = syscall.split()
-        if len(fields) != 9 or self._left == 0:
-            return ""
-        self._left -= 1
-        with suppress(OSError, ValueError):  # it may have ended, or be another user's
-            return self._rests_in(int(fields[7], 16), int(fields[8], 16))
-        return ""
-
-    def libraries(self, syscall: str) -> tuple[str, ...]:
-        """Paths of the files whose code the native stack of a thread leads through, without the C and C++ libraries.
-
-        A thread that a library has started runs that library's code, whatever it waits in. Holds ``?`` if the stack is
-        not readable, or deeper than what is read. Remains of earlier calls can add files, but none is missing.
-
-        Args:
-            syscall: the thread's ``/proc/<pid>/task/<tid>/syscall``.
-        """
-        fields = syscall.split()
-        if len(fields) != 9:
-            return ("?",)
-        try:
-            top = int(fields[7], 16)
-            size = next(region.end for region in self._memory.regions if region.start <= top < region.end) - top
-            words = self._memory.read(top, min(size, WHOLE_STACK_BYTES))
-            found = self._files_of(words[: len(words) & ~7])
-        except (OSError, ValueError, StopIteration):  # it has ended, or is another user's
-            return ("?",)
-        is_whole = 0 < len(words) == size and len(found) <= MOST_LIBRARIES
-        return tuple(found) if is_whole else (*list(found)[:MOST_LIBRARIES], "?")
-
-    def _files_of(self, words: bytes) -> dict[str, None]:
-        starts, mappings = self._executable
-        low, high = (starts[0], mappings[-1].end) if starts else (0, 0)
-        found: dict[str, None] = {}
-        for (address,) in struct.iter_unpack("=Q", words):
-            if not low < address < high:
-                continue
-            at = self._mapping(address)
-            if at is None or at.path in found or _passed(at) or not at.path.startswith("/"):
-                continue
-            if platform.machine() != "x86_64" or _CALL.search(self._memory.read(address - 7, 7)):
-                found[at.path] = None
-        return found
-
-    def _rests_in(self, stack: int, instruction: int) -> str:
-        at = self._mapping(instruction)
-        if at is None or not _passed(at):
-            return at.name if at is not None else ""
-        words = self._memory.read(stack, STACK_BYTES)
-        for (address,) in struct.iter_unpack("=Q", words[: len(words) & ~7]):
-            caller = self._mapping(address)
-            if caller is None or _passed(caller) or not (wait := self._called(address)):
-                continue
-            if not _PYTHON.fullmatch(caller.name):
-                return caller.name
-            if any(function.begin < address <= function.end for function in self._functions(caller)):
-                return "lock"
-            if wait != "?":  # locks are semaphores
-                return "gil" if wait.startswith(("pthread_cond_", "pthread_mutex_")) else caller.name
-        return ""
-
-    def _called(self, address: int) -> str:
-        """The wait that the instruction before this address calls; ``?``: one by a register; empty: there is none."""
-        if platform.machine() != "x86_64":
-            return "some call"
-        code = self._memory.read(address - 7, 7)
-        if len(code) < 7:
-            return ""
-        (distance,) = struct.unpack("=i", code[3:])
-        if code[2] == 0xE8:
-            return self._name(address + distance) or self._behind_stub(address + distance)
-        if code[1:3] == b"\xff\x15":
-            return self._behind(address + distance)
-        return "?" if _BY_REGISTER.search(code) else ""
-
-    def _behind_stub(self, address: int) -> str:
-        stub = _STUB.match(self._memory.read(address, 11))
-        return self._behind(address + stub.end() + struct.unpack("=i", stub["at"])[0]) if stub else ""
-
-    def _behind(self, slot: int) -> str:
-        return self._name(int.from_bytes(self._memory.read(slot, 8), "little"))
-
-    def _name(self, address: int) -> str:
-        """Of a function that waits, by its begin."""
-        at = self._mapping(address)
-        found = self._functions(at) if at is not None and _passed(at) else ()
-        return next((one.name for one in found if one.begin == address), "")
-
-    def _functions(self, mapping: Mapping) -> tuple[Symbol, ...]:
-        """The exported functions that may be waits."""
-        return self._memory.symbols(mapping, _WANTED)
-
-    def _mapping(self, address: int) -> Mapping | None:
-        starts, mappings = self._executable
-        at = bisect_right(starts, address) - 1
-        return mappings[at] if at >= 0 and address < mappings[at].end else None
-
-    def shared_futex(self, arguments: Sequence[int]) -> tuple[str, str]:
-        """Finds the file in whose mapping a futex lies that other processes can wake.
-
-        Returns its path, with `` (deleted)`` if no process can open it by a name any more, and its identity. The path
-        is ``?`` if that is not readable, and empty if the futex belongs to this process alone.
-
-        Args:
-            arguments: of the system call.
-        """
-        if arguments[1] & _FUTEX_PRIVATE:
-            return "", ""
-        try:
-            at = next(
-                (mapping for mapping in self._memory.mappings if mapping.start <= arguments[0] < mapping.end), None
-            )
-            return ("", "") if at is None else (self._present_name(at), at.identity)
-        except OSError:
-            return "?", ""
-
-    def _present_name(self, mapping: Mapping) -> str:
-        """Path of the mapped file under the name that it has now.
-
-        glibc creates a named semaphore under a temporary name, links it to its own name and removes the temporary one,
-        so that its creator shows a deleted file that others can open.
-        """
-        if not mapping.path.endswith(_DELETED):
-            return mapping.path
-        inode = int(mapping.identity.partition(" ")[2])
-        with os.scandir(f"/proc/{self._memory.pid}/root{_SEMAPHORES}") as entries:
-            named = (entry.name for entry in entries if entry.inode() == inode)
-            name = next(named, "")
-        return f"{_SEMAPHORES}/{name}" if name else mapping.path
-
-    @cached_property
-    def _executable(self) -> tuple[list[int], list[Mapping]]:
-        found = [mapping for mapping in self._memory.mappings if mapping.executable]
-        return [one.start for one in found], found
-
-
-# --- locks on files ---------------------------------------------------------------------------------------------------
-
-CALLS = ("flock", "fcntl")
-_MAX_BYTES = 4096
-_MAX_NAME = 60
-
-
-@dataclass(frozen=True)
-class LockRow:
-    """A line of ``/proc/locks``: ``place`` is (major, minor, inode) of the file."""
-
-    pid: int
-    place: tuple[int, int, int]
-    exclusive: bool
-    of_file: bool = False  # of an open file (flock): whoever has that open has the lock
-
-
-def holders(pid: int, fd: int) -> tuple[int, ...]:
-    """The processes that hold the lock for which ``pid`` waits at its descriptor ``fd``; empty if unknown. Of a file
-    that it has opened twice, it may be itself.
-
-    The kernel names the process that has taken the lock, which comes first if it still has it. Any process that
-    inherited the open file has that lock, too, and may release it.
-    May block on a file system that does not answer, so call it under a deadline.
-    """
-    try:
-        place = _place(Path(f"/proc/{pid}/fd/{fd}"))
-    except OSError:
-        return ()
-    held = _in_the_way(text_of("/proc/locks"), pid, place)
-    if held is None:
-        return ()
-    taker = () if _has(held.pid, held) is False else (held.pid,)
-    if not held.of_file:
-        return taker
-    others = (int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208 - as everywhere in /proc
-    return (*taker, *(other for other in others if other not in (pid, held.pid) and _has(other, held)))
-
-
-def _in_the_way(table: str, pid: int, place: tuple[int, int, int]) -> LockRow | None:
-    """The lock for whose end ``pid`` waits: its line stands above all that wait for it. None if its holder is unknown.
-
-    Several processes may have locks on the same file, each on bytes of its own.
-    """
-    above = ""
-    for line in table.splitlines():
-        number, arrow, rest = line.partition("->")
-        if not arrow:
-            above = line
-        elif any((one.pid, one.place) == (pid, place) for one in parse(f"{number} {rest}")):
-            return next(parse(above), None)
-    return None
-
-
-def _has(pid: int, lock: LockRow) -> bool | None:
-    """Whether a descriptor of the process has the lock; None if they cannot be read."""
-    try:
-        names = os.listdir(f"/proc/{pid}/fdinfo")  # noqa: PTH208
-    except OSError:
-        return None
-    texts = (text_of(f"/proc/{pid}/fdinfo/{name}") for name in names)
-    return any(lock in _locks_in(text) for text in texts)
-
-
-def _locks_in(fdinfo: str) -> Iterator[LockRow]:
-    return parse(fdinfo.replace("lock:", ""))
-
-
-def lock_table() -> tuple[LockRow, ...]:
-    """All locks of the node. While the kernel writes them down, nobody there gets or releases one: read it seldom."""
-    return tuple(parse(text_of("/proc/locks")))
-
-
-def locks_of(pid: int, *, of_others: bool, known: Sequence[LockRow] | None = None) -> tuple[FileLock, ...]:
-    """The exclusive locks on files that ``pid`` has open: its own, with ``of_others`` those of other processes too.
-
-    ``known``: the locks of the node, where they have been read.
-
-    Not those that it shares: a child has its parent's file, and the lock on it. May block as :func:`holder` may, on a
-    file that somebody has locked; the other files are not touched.
-    """
-    every = lock_table() if known is None else known
-    wanted = {held for held in every if held.exclusive and (of_others or held.pid == pid)}
-    inodes = {held.place[2] for held in wanted}
-    found: dict[LockRow, str] = {}
-    shared: set[LockRow] = set()
-    for path in Path(f"/proc/{pid}/fdinfo").iterdir() if inodes else ():
-        try:
-            text = path.read_text()
-            inode = re.search(r"^ino:\s*(\d+)$", text, re.MULTILINE)  # Linux 5.14 and newer
-            if inode is None or int(inode[1]) not in inodes:
-                continue
-            link = Path(f"/proc/{pid}/fd/{path.name}")
-            name, place = str(link.readlink()), _place(link)
-        except OSError:
-            continue  # closed meanwhile
-        found |= {held: name for held in wanted if held.place == place}
-        shared |= {held for held in _locks_in(text) if held.pid != pid}
-    return tuple(
-        FileLock(name, held.pid, program(held.pid) if held.pid != pid else "")
-        for held, name in found.items()
-        if held not in shared
-    )
-
-
-def lock_on(pid: int, path: str) -> FileLock | None:
-    """The exclusive lock of another process on the file that ``pid`` calls ``path``; None if unknown.
-
-    May block on a file system that does not answer, so call it under a deadline.
-    """
-    try:
-        place = _place(Path(f"/proc/{pid}/cwd", path))
-    except (OSError, ValueError):
-        return None
-    others = (held for held in lock_table() if held.exclusive and held.pid != pid)
-    held = next((held for held in others if held.place == place), None)
-    return FileLock(path, held.pid, program(held.pid)) if held is not None else None
-
-
-def program(pid: int) -> str:
-    """`` (python tokenize.py, since 2026-03-01 14:02:11 UTC)``: what a process runs, and when it was started.
-
-    Without arguments, which may hold secrets; empty if unknown.
-    """
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()[:_MAX_BYTES].decode("utf-8", "replace").split("\0")
-    except OSError:
-        return ""
-    script = next((word for word in words[1:] if word.endswith(".py")), "")
-    names = [Path(word).name[:_MAX_NAME] for word in (words[0], script) if word]
-    return f" ({' '.join(names)}{_since(pid)})" if names else ""
-
-
-def _since(pid: int) -> str:
-    stat = procstat.read(pid)
-    boot = re.search(r"^btime (\d+)$", text_of("/proc/stat"), re.MULTILINE)
-    if stat is None or boot is None:
-        return ""
-    begun = time.gmtime(int(boot[1]) + stat.start_ticks // os.sysconf("SC_CLK_TCK"))
-    return time.strftime(", since %Y-%m-%d %H:%M:%S UTC", begun)
-
-
-def parse(text: str) -> Iterator[LockRow]:
-    """``1: FLOCK  ADVISORY  WRITE 4711 08:02:131 0 EOF``; those who wait have ``->`` behind the number, and are left
-    out, as are those of another container, who have no number here.
-    """
-    for line in text.splitlines():
-        fields = line.split()
-        if len(fields) < 6 or fields[1] == "->":
-            continue
-        major, _, rest = fields[5].partition(":")
-        minor, _, inode = rest.partition(":")
-        try:
-            where = (int(major, 16), int(minor, 16), int(inode))
-            held = LockRow(int(fields[4]), where, fields[3] == "WRITE", fields[1] == "FLOCK")
-        except ValueError:
-            continue  # a line of another kernel
-        if held.pid > 0:
-            yield held
-
-
-def _place(path: Path) -> tuple[int, int, int]:
-    status = path.stat()
-    return os.major(status.st_dev), os.minor(status.st_dev), status.st_ino

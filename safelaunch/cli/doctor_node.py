@@ -16,7 +16,7 @@ from typing import Any
 
 from safelaunch import beacon
 from safelaunch.beacon import layout
-from safelaunch.capture import command, stacks
+from safelaunch.capture import command, ptrace, stacks
 from safelaunch.capture.result import within
 from safelaunch.cli.doctor_rules import (
     Check,
@@ -231,7 +231,7 @@ def python_of(python: str) -> tuple[int, int]:
 
 def rights(environ: Mapping[str, str]) -> Rights:
     """The kernel's settings for this process."""
-    facts = stacks.tracing_facts(os.getpid())
+    facts = ptrace.tracing_facts(os.getpid())
     seccomp = re.search(r"^Seccomp:\s*(\d)", text_of("/proc/self/status"), re.MULTILINE)
     return Rights(
         yama=facts.yama,

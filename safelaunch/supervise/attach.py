@@ -18,7 +18,7 @@ from msgspec import structs
 
 from safelaunch import __version__
 from safelaunch.bundle.staging import owner_under_sudo
-from safelaunch.capture import collect, stacks
+from safelaunch.capture import collect, ptrace, stacks
 from safelaunch.capture.jobs import SERVER, FoundJob, command_of, name_of_user, packages_of
 from safelaunch.capture.look import ProcessLook, RankLook, Target
 from safelaunch.capture.rank_output import ends_of_files
@@ -39,7 +39,7 @@ from safelaunch.system.console import COMMAND
 from safelaunch.system.errors import AccessDenied, CaptureError, SafelaunchError
 from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redactor import Redactor
-from safelaunch.verdict.rhythm import LEAST_S
+from safelaunch.verdict.rhythm import MIN_STALL_S
 
 _OF_TORCH = "/torch/"
 SPINS = 0.5  # of the time on a core: a thread that asks its device or its peers again and again never sleeps
@@ -75,8 +75,8 @@ def attach(job: FoundJob, bundle_dir: Path) -> Report:
             timeline=timeline,
         ).knowing(stall_s=stood_s if moving else 0.0, moving=moving)
         if found.without_stacks and _is_denied(looks):
-            facts = stacks.tracing_facts(job.ranks[min(job.ranks)].process.pid)
-            why = stacks.explain("permission denied", facts).message
+            facts = ptrace.tracing_facts(job.ranks[min(job.ranks)].process.pid)
+            why = ptrace.explain("permission denied", facts).message
             raise AccessDenied(f"dump: no stack could be read: {why}.")
         common = _joined(result for ranks, several in outputs.items() if len(ranks) > 1 for result in several)
         if common.value is not None:
@@ -121,7 +121,7 @@ def _look(targets: list[Target], roots: tuple[str, ...]) -> Looks:
     looks = with_leads(look_at(targets, looks, collectives=True, deadline_s=ATTACH.look_s), roots)
     moving, stood_s = movement(looks)
     if moving and stood_s:
-        time.sleep(max(0.0, LEAST_S + 0.5 - stood_s))
+        time.sleep(max(0.0, MIN_STALL_S + 0.5 - stood_s))
         looks = with_leads(look_at(targets, looks, collectives=True, deadline_s=ATTACH.look_s), roots)
     return looks
 

@@ -27,7 +27,8 @@ from safelaunch.bundle.staging import (
     rewrite,
 )
 from safelaunch.capture import collect, user_source
-from safelaunch.capture.user_source import SOURCE_FILE, Excerpts
+from safelaunch.capture.excerpts import Excerpts
+from safelaunch.capture.user_source import SOURCE_FILE
 from safelaunch.job.paths import working_directory
 from safelaunch.model import (
     WRONG_RESULTS_FILE,
@@ -104,9 +105,9 @@ class Agreement:
 def prepare() -> None:
     """Imports what verdict and reports need while the job is given time to move: most runs never stall."""
     from safelaunch.bundle.reading import bundles  # noqa: F401 - for the imports
-    from safelaunch.report import exports, page, report  # noqa: F401
+    from safelaunch.report import exports, markdown, page, template  # noqa: F401
 
-    page.prepare()
+    template.prepare()
 
 
 def of_rendezvous(rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], context: JobContext) -> Report:
@@ -175,7 +176,8 @@ def finish(found: Collected, agreement: Agreement | None = None) -> Report:
 def show(result: Report, environ: Mapping[str, str], place: str = "bundle") -> None:
     """Prints the verdict on stderr, and where the bundle is. ``place``: what it is called there."""
     from safelaunch.capture import user_source
-    from safelaunch.report import HTML, report
+    from safelaunch.report import HTML
+    from safelaunch.report import screen as report
 
     on, published = display(2, environ), result.published
     shown = report.screen(
@@ -237,7 +239,7 @@ def _publish(
 
 def _verdict(evidence: Evidence, source: Excerpts) -> Verdict:
     """The diagnosis. A failing rule costs the verdict, but neither the bundle nor the action on the job."""
-    from safelaunch.verdict.diagnose import diagnose  # late: a run that never stalls does not pay for it
+    from safelaunch.verdict.diagnose import diagnose
 
     try:
         return diagnose(evidence, read_source=source.text)
@@ -413,8 +415,8 @@ def add_reports(
 
     ``about``: the job and its nodes. Returns the dimensions of the job's mesh, by name.
     """
-    from safelaunch.report import HTML, PERFETTO, exports, page, report
-    from safelaunch.verdict.belonging import mesh
+    from safelaunch.report import HTML, PERFETTO, exports, markdown, page, template
+    from safelaunch.verdict.groups import mesh
     from safelaunch.verdict.rank_state import CaseFacts
 
     said = redactor.said
@@ -427,17 +429,19 @@ def add_reports(
     def facts() -> CaseFacts:
         return CaseFacts.of(evidence, user_source.text)
 
-    def markdown() -> str:
-        return report.markdown(verdict, evidence, staging.settle(), facts=facts(), read_line=read_line)
+    def report_md() -> str:
+        return markdown.markdown(verdict, evidence, staging.settle(), facts=facts(), read_line=read_line)
 
     def html() -> str:
-        return page.render(page.content(verdict, evidence, staging.settle(), facts=facts(), said=said, about=about()))
+        return template.render(
+            page.content(verdict, evidence, staging.settle(), facts=facts(), said=said, about=about())
+        )
 
     def perfetto() -> str:
         return exports.as_json(exports.perfetto(facts(), run_name))
 
     begin = time.monotonic()
-    made = {PERFETTO: perfetto, "report.md": markdown, HTML: html}
+    made = {PERFETTO: perfetto, "report.md": report_md, HTML: html}
     for path, make in made.items():
         try:
             text: str | None = make()

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from safelaunch.system.errors import SafelaunchError
 
 PREFIX = "safelaunch: "
-COMMAND = "    "  # begins a line of a message that is a command to paste, and so is never broken
+COMMAND = "    "  # starts a line with a command to paste, which is never broken
 WRITE_DEADLINE_S = 2.0
 
 
 class Redaction:
-    """Removes secrets from text. Calling it returns the text unchanged until ``use`` sets a function.
+    """Removes secrets from text; a no-op until ``use`` sets a function.
 
-    The command line starts with the general rules. Once the job's own secrets are known, it sets a function that
-    removes those as well.
+    The command line starts with general rules. Once the job's secrets are known, it sets a function that removes those
+    as well.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ redact = Redaction()
 
 
 class FreshLine:
-    """Returns the line feeds that move the cursor below what the job has printed: none until ``use`` sets a function.
+    """Returns the line feeds that move the cursor below the job's output; none until ``use`` sets a function.
 
-    The job writes to the same terminal or pipe. A progress bar leaves the cursor at its end, in the middle of a line.
+    The job writes to the same terminal or pipe. A progress bar leaves the cursor in the middle of a line.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class FreshLine:
             return ""
 
     def begin(self) -> None:
-        """A whole line was written: the cursor is at the beginning of the next one."""
+        """Notes that a whole line was written, so the cursor is at the beginning of the next one."""
         self._written_ns = time.time_ns()
 
 
@@ -71,21 +71,21 @@ fresh_line = FreshLine()
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """Where a text is shown: how many columns there are, whether it may be coloured, whether it is a terminal."""
+    """The properties of the terminal, file or pipe on which text is shown."""
 
-    width: int = 100
+    width: int = 100  # columns
     color: bool = False
     terminal: bool = False
 
 
 NARROWEST, WIDTH = 40, 100
-ECHO = len("^C")  # which the terminal may have written where a line begins
+ECHO = len("^C")  # the terminal might have written it at the beginning of a line
 
 
 def display(descriptor: int, environ: Mapping[str, str]) -> Display:
-    """The terminal behind a descriptor; 100 columns without colour for a file or a pipe.
+    """Returns the properties of a descriptor; 100 columns without colour for a file or a pipe.
 
-    Colour follows what CPython does: NO_COLOR, then FORCE_COLOR, then TERM=dumb, then whether it is a terminal.
+    Colour follows CPython: NO_COLOR, then FORCE_COLOR, then TERM=dumb, then if it is a terminal.
     """
     try:
         tty = os.isatty(descriptor)
@@ -103,14 +103,14 @@ _COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
 def terminal_safe(text: str, *, color: bool = False) -> str:
     """Returns ``text`` without secrets and without control sequences that a terminal would execute.
 
-    ``color``: the colours in it are ours, and stay; in a line with a secret they do not.
+    If ``color``, colours are safelaunch's own and stay, except in a line with a secret.
     """
     if color:
         return "\n".join(map(_safe_in_color, text.split("\n")))
     text = redact(text)
     if all(map(str.isprintable, text.split("\n"))):
         return text
-    from safelaunch.system.printable import clean_text  # rarely needed, and this is imported before the job starts
+    from safelaunch.system.printable import clean_text  # rarely needed, and this module is imported before the job
 
     return clean_text(text)
 
@@ -123,22 +123,25 @@ def _safe_in_color(line: str) -> str:
 
 
 def show(text: str, *, color: bool = False, fold: bool = False) -> None:
-    """Prints ``text`` on stdout; ``color``: with the colours in it. Raises BrokenPipeError if nobody reads the pipe.
+    """Prints ``text`` on stdout. Raises BrokenPipeError if the pipe has no reader.
 
-    ``fold``: as text to be read, whose lines a terminal would break within words.
+    Args:
+        text: The text.
+        color: The colours in it stay.
+        fold: Lines that are longer than the terminal break between words.
     """
     text = terminal_safe(text, color=color)
     put(folded(text, room()) if fold else text)
 
 
 def room() -> int:
-    """How long a line on stdout may be: the width of the terminal, or what nobody reaches."""
+    """Returns the maximum length of a line on stdout: the terminal's width, or unlimited."""
     on = display(1, os.environ)
     return on.width if on.terminal else sys.maxsize
 
 
 def command_lines(words: Sequence[str], first: str, width: int) -> list[str]:
-    """A command after ``first``, in lines that a shell reads as one. ``words``: as they are quoted."""
+    """Formats a command after ``first``, in lines that a shell reads as one. ``words`` are quoted already."""
     lines = [f"{first}{words[0]}"]
     for word in words[1:]:
         if len(lines[-1]) + len(word) + len("  \\") <= width:
@@ -153,10 +156,10 @@ _CELL = re.compile(r"(?<=\S) {2,}(?=\S)")
 
 
 def folded(text: str, width: int) -> str:
-    """``text`` in lines of at most ``width``, as far as its words allow.
+    """Breaks lines longer than ``width``, as far as their words permit.
 
-    A row of several cells, which two spaces part, breaks between cells; other lines between words, and what follows
-    stands below the text that it belongs to.
+    A row of several cells, separated by two spaces, breaks between cells. Other lines break between words, and
+    continue below the text they belong to.
     """
     return "\n".join(part for line in text.split("\n") for part in _folded(line, width))
 
@@ -165,7 +168,7 @@ def _folded(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
     indent = len(line) - len(line.lstrip(" "))
-    cells = [found.end() for found in _CELL.finditer(line)]
+    cells = [match.end() for match in _CELL.finditer(line)]
     if len(cells) < 2:
         return _wrapped(line, width, cells[0] if cells and 2 * cells[0] <= width else indent + 2 * bool(indent))
     rows: list[str] = []
@@ -179,14 +182,14 @@ def _folded(line: str, width: int) -> list[str]:
 
 
 def _wrapped(line: str, width: int, hang: int) -> list[str]:
-    """Broken between words; all but the first part begin at column ``hang``."""
+    """Breaks a line between words; all but the first part begin at column ``hang``."""
     text = line.lstrip(" ")
     return wrapped(text, width, " " * (len(line) - len(text)), " " * hang)
 
 
 def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:
-    """A paragraph in lines that begin with ``first``, then with ``others``. No path and no option is broken."""
-    import textwrap  # rarely needed, and this is imported before the job starts
+    """Breaks a paragraph into lines that begin with ``first``, then with ``others``. Paths and options stay whole."""
+    import textwrap  # rarely needed, and this module is imported before the job starts
 
     return textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
@@ -194,7 +197,7 @@ def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[st
 
 
 def cut(text: str, width: int) -> str:
-    """At most so many characters of it, the last one ``…`` where that is not all."""
+    """Shortens a text to ``width`` characters, the last of which is then ``…``."""
     return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"
 
 
@@ -204,7 +207,7 @@ def show_json(document: object) -> None:
 
 
 def put(text: str) -> None:
-    """Prints text that is safe as it is. Raises BrokenPipeError, and SafelaunchError for a full disk, say."""
+    """Prints text that is safe already. Raises BrokenPipeError, and SafelaunchError for other errors (a full disk)."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -214,7 +217,7 @@ def put(text: str) -> None:
 
 
 def json_text(document: object) -> str:
-    """Returns the document as JSON, with each of its strings redacted separately."""
+    """Returns the document as JSON, with each string redacted separately."""
     from safelaunch.system.printable import json_document
 
     return json_document(_redacted_tree(document))
@@ -231,10 +234,13 @@ def _redacted_tree(value: object) -> object:
 def say(text: str, *, color: bool = False, laid_out: bool = False) -> None:
     """Writes ``text`` to stderr with each line prefixed, and gives up after 2 seconds.
 
-    The text may quote untrusted input, so control sequences are removed; ``color``: but not colours. On a terminal, a
-    line that is too long breaks between words, not within a path or a ``COMMAND``; ``laid_out``: the text has its lines
-    already. A thread does the writing: a terminal that has stopped reading (Ctrl-S, a full pipe) must not block the
-    watchdog.
+    The text can quote untrusted input, so control sequences are removed. A thread does the writing: a terminal that has
+    stopped reading (Ctrl-S, a full pipe) must not block the watchdog.
+
+    Args:
+        text: The text. On a terminal, long lines break between words, but not in a path or a ``COMMAND``.
+        color: The colours in it stay.
+        laid_out: Lines aren't broken.
     """
     lines = [
         line if line.startswith(PREFIX) else PREFIX + line
@@ -250,7 +256,7 @@ def say(text: str, *, color: bool = False, laid_out: bool = False) -> None:
 
 
 def _columns() -> int:
-    """The width of the terminal behind stderr; 0 if there is none."""
+    """Returns the width of the terminal at stderr; 0 if there is none."""
     try:
         return os.get_terminal_size(2).columns
     except OSError:
@@ -258,7 +264,7 @@ def _columns() -> int:
 
 
 def _broken(line: str, width: int) -> list[str]:
-    """The line in as many as it needs, each prefixed. A word is never broken, however long it is."""
+    """Breaks a line into prefixed parts. Words stay whole."""
     room = max(width - ECHO, NARROWEST) - len(PREFIX)
     text = line.removeprefix(PREFIX)
     if len(text) <= room or text.startswith(COMMAND):
@@ -269,7 +275,7 @@ def _broken(line: str, width: int) -> list[str]:
 
 
 def _write(data: bytes) -> None:
-    """Writes to stderr; to the terminal if the reader of stderr has ended, as ``tee`` does at Ctrl-C."""
+    """Writes to stderr, or to the terminal if the reader of stderr has ended, as ``tee`` does on Ctrl-C."""
     data = fresh_line().encode() + data
     try:
         while data:

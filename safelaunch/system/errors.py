@@ -4,9 +4,9 @@ SafelaunchError                 base class; the command line prints it and exits
  ├── InterruptedWait            the user stopped waiting for GPUs; nothing was started (exit 130)
  ├── UsageError                 safelaunch's options, presets, configuration, resources, bundle directory (exit 2)
  │    ├── PresetError           a preset or configuration file: unknown name or key, wrong type
- │    ├── DurationError         a keyword of ``safelaunch.launch`` that is no duration (a ValueError, too)
+ │    ├── DurationError         a keyword of ``safelaunch.launch`` that isn't a duration (a ValueError, too)
  │    └── ResourceError         GPUs or ports are not available
- │         └── StoreError       the lease directory cannot be used
+ │         └── StoreError       the lease directory is unusable
  ├── AccessDenied               the kernel lets this user read neither a job's stacks nor its variables
  └── CaptureError               a source of evidence failed; only that artifact is lost
 
@@ -44,7 +44,7 @@ class UsageError(SafelaunchError):
 
 
 class AccessDenied(SafelaunchError):
-    """A process may not be read. The command line adds what to run instead."""
+    """Access to a process is denied. The command line adds what to run instead."""
 
 
 class InterruptedWait(SafelaunchError):
@@ -58,7 +58,7 @@ class PresetError(UsageError):
 
 
 class DurationError(UsageError, ValueError):
-    """A value that is no duration. It is raised at the call that gives it."""
+    """A value that isn't a duration, raised at the call that passes it."""
 
 
 class ResourceError(UsageError):
@@ -73,8 +73,8 @@ class CaptureError(SafelaunchError):
     """A source of evidence failed. ``message`` goes into the manifest. ``kind`` is for code that must decide.
 
     ``absent``: nothing listens. ``timeout``: the deadline passed. ``denied``: no permission. ``not installed``: no such
-    tool. ``outdated``: the tool does not support what it found. ``no handler``: the worker server lacks one.
-    ``broken``: no usable answer.
+    tool. ``outdated``: the tool doesn't support what it got. ``no handler``: the worker server lacks one. ``broken``:
+    no usable answer.
     """
 
     def __init__(self, message: str, fix: str = "", kind: Failure = "") -> None:
@@ -83,5 +83,5 @@ class CaptureError(SafelaunchError):
 
 
 def internal_error(error: Exception, ended: str, then: str) -> str:
-    """The line about an error of ours at a boundary that it does not pass. ``then``: what goes on without ``ended``."""
+    """Returns the message for an internal error that ended ``ended``; ``then`` says what continues without it."""
     return f"an internal error ended {ended} ({type(error).__name__}: {error}). {then}"

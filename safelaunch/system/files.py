@@ -1,4 +1,4 @@
-"""What is done to files everywhere: read a text, replace one whole, lock one, ask what is at an untrusted path."""
+"""Common operations on files: read a text, replace atomically, lock, test an untrusted path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def text_of(path: str | os.PathLike[str]) -> str:
-    """The text of a file, for example of ``/proc``; empty if it can't be read."""
+    """Returns a file's text, for example from ``/proc``; empty if it can't be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -17,7 +17,7 @@ def text_of(path: str | os.PathLike[str]) -> str:
 
 
 def link_of(path: str | os.PathLike[str]) -> str:
-    """What a symbolic link points at, for example in ``/proc``; empty if it can't be read."""
+    """Returns a symbolic link's target, for example in ``/proc``; empty if it can't be read."""
     try:
         return os.readlink(os.fspath(path))
     except OSError:
@@ -25,7 +25,7 @@ def link_of(path: str | os.PathLike[str]) -> str:
 
 
 def modified_ns(path: str | os.PathLike[str]) -> int:
-    """When a file was modified, in Unix nanoseconds; 0 if it is gone."""
+    """Returns a file's modification time in Unix nanoseconds; 0 if it is gone."""
     try:
         return os.stat(path).st_mtime_ns
     except OSError:
@@ -33,27 +33,27 @@ def modified_ns(path: str | os.PathLike[str]) -> int:
 
 
 def replace_file(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
-    """Writes a file whole or not at all; others see the old one or the new one. Raises OSError.
+    """Writes a file atomically, text as UTF-8; readers see the old or the new one. Raises OSError.
 
-    ``mode``: of a new file, before the umask. Text is written as UTF-8.
+    ``mode`` is a new file's, before the umask.
     """
     content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(beside, flags, mode), "wb") as file:
+    with open(os.open(temporary, flags, mode), "wb") as file:
         try:
             file.write(content)
             file.flush()
         except OSError:  # the disk is full
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
-    beside.replace(path)
+    temporary.replace(path)
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Locks an open file or directory (flock), which lasts as long as anybody has it open; False if another has it.
+    """Locks an open file or directory with flock, until its last descriptor is closed. Returns False if it is locked.
 
-    Raises OSError where nothing can be locked.
+    Raises OSError if locks aren't supported.
     """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -62,8 +62,7 @@ def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-# --- paths that another user may have chosen --------------------------------------------------------------------------
-# ``pathlib`` raises for a name that is too long, and for a directory without search permission. ``os.path`` does not.
+# These functions never raise. ``pathlib`` raises for a name that is too long, and for a directory without permission.
 
 
 def is_dir(path: Path) -> bool:
@@ -79,5 +78,5 @@ def exists(path: Path) -> bool:
 
 
 def lexists(path: Path) -> bool:
-    """Whether the name exists, even as a broken link."""
+    """True if the name exists, even as a broken link."""
     return os.path.lexists(path)

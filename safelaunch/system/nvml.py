@@ -1,4 +1,4 @@
-"""Queries to NVML. Callers pass the ``pynvml`` module in, because they import it where the driver may hang."""
+"""Queries to NVML. Callers import ``pynvml`` themselves, in a process in which the driver may hang."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def ask(nvml: Any, function: Callable[[], Any]) -> Any:
-    """Returns ``function()``, or None if this GPU or driver does not support the query."""
+    """Returns ``function()``, or None if this GPU or driver doesn't support the query."""
     try:
         return function()
     except (nvml.NVMLError, AttributeError):
@@ -20,11 +20,11 @@ def text(value: str | bytes) -> str:
 
 
 def processes(nvml: Any, handle: Any) -> list[dict[str, Any]] | None:
-    """Returns the compute processes on a GPU (pid, memory_bytes), or None if NVML does not list them."""
+    """Returns the compute processes on a GPU (pid, memory_bytes), or None if NVML doesn't list them."""
 
-    def read() -> list[dict[str, Any]]:  # includes the conversion: the binding may fail on any element
-        found = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        return [{"pid": process.pid, "memory_bytes": process.usedGpuMemory} for process in found]
+    def read() -> list[dict[str, Any]]:  # includes the conversion, because the binding can fail on any element
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        return [{"pid": process.pid, "memory_bytes": process.usedGpuMemory} for process in running]
 
-    found: list[dict[str, Any]] | None = ask(nvml, read)
-    return found
+    listed: list[dict[str, Any]] | None = ask(nvml, read)
+    return listed

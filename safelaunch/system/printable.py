@@ -1,4 +1,4 @@
-"""Makes text from the job safe to display. A terminal executes control sequences, and users read reports in terminals.
+"""Makes text from the job safe to display: terminals execute control sequences.
 
 This module alone decides which characters are displayed. Files that keep raw text (the end of a rank's output) are
 marked as such in the manifest.
@@ -24,7 +24,7 @@ def clean_lines(text: str) -> list[str]:
 
 
 def clean(text: str) -> str:
-    """Returns a text without them, on one line."""
+    """Returns a text without these characters, on one line."""
     return " ".join(_UNSHOWABLE.sub("", _ESCAPES.sub("", text).replace("\n", " ").replace("\t", " ")).split(" "))
 
 
@@ -34,13 +34,13 @@ def clean_text(text: str) -> str:
 
 
 def is_clean(text: str) -> bool:
-    """Whether a terminal only displays the text, without executing any part of it."""
+    """True if a terminal only displays the text, without executing any part of it."""
     return not _UNSHOWABLE.search(text)
 
 
 def clean_json(text: str) -> str:
     """Returns an equal JSON document with those characters escaped, e.g. as ``\\u009b``."""
-    return _UNSHOWABLE.sub(lambda found: _escaped(found[0]), text)
+    return _UNSHOWABLE.sub(lambda match: _escaped(match[0]), text)
 
 
 def json_document(value: object) -> str:

@@ -1,19 +1,16 @@
-"""Work with an end: in a thread of its own, for which the supervisor's loop need not wait; within a time limit."""
+"""Runs work in a thread, so that the supervisor's loop doesn't have to wait for it."""
 
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
 class BackgroundTask(Generic[T]):
-    """Starts ``work`` in a thread. ``result`` raises the exception that ``work`` raised, if any."""
+    """Starts ``work`` in a thread; ``result`` raises any exception it raised."""
 
     def __init__(self, name: str, work: Callable[[], T]) -> None:
         self._values: list[T] = []
@@ -33,7 +30,7 @@ class BackgroundTask(Generic[T]):
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits at most ``timeout_s`` seconds. Returns whether the work is done."""
+        """Waits at most ``timeout_s`` seconds. Returns True if the work is done."""
         self._thread.join(timeout_s)
         return self.done
 
@@ -46,29 +43,3 @@ class BackgroundTask(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._values[0]
-
-
-# --- time limits, in the main thread only -----------------------------------------------------------------------------
-
-WALL = signal.ITIMER_REAL
-CPU = signal.ITIMER_VIRTUAL
-_SIGNALS = {WALL: signal.SIGALRM, CPU: signal.SIGVTALRM}
-
-
-@contextmanager
-def at_most(seconds: float, timer: int = WALL) -> Iterator[None]:
-    """Raises TimeoutError (an OSError) in the body after ``seconds``.
-
-    ``timer``: ``WALL`` counts clock time, ``CPU`` counts the CPU time of this process.
-    """
-
-    def give_up(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError
-
-    before = signal.signal(_SIGNALS[timer], give_up)
-    signal.setitimer(timer, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(timer, 0)
-        signal.signal(_SIGNALS[timer], before)

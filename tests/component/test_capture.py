@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture import gpu, kernel_log, look, memory, node, proc, stacks, waits, worker_server
+from safelaunch.capture import gpu, kernel_log, look, memory, native_waits, node, proc, stacks, worker_server
 from safelaunch.capture.flight_recorder import flight_record_of
 from safelaunch.capture.look import Target
 from safelaunch.job.process import ProcessId, descendants, identify, process_table
@@ -363,7 +363,7 @@ def test_who_waits_for_a_collective_rests_in_torch(start: Start, tmp_path: Path)
 def test_a_file_that_is_no_program_has_no_functions(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "file"
     file.write_bytes(content)
-    found = waits.Resting(memory.ProcessMemory(os.getpid()))._functions(memory.Mapping(0, 1, 0, os.fspath(file)))
+    found = native_waits.Resting(memory.ProcessMemory(os.getpid()))._functions(memory.Mapping(0, 1, 0, os.fspath(file)))
     assert found == ()
 
 
@@ -787,7 +787,7 @@ def test_gpus_or_the_reason_why_not(tmp_path: Path) -> None:
     fake.write_text("#!/bin/sh\nexec sleep 1000\n")
     fake.chmod(0o755)
     stuck = gpu.gpus(deadline_s=0.3, python=str(fake))
-    assert "the driver may be stuck" in stuck.missing
+    assert "the driver might be stuck" in stuck.missing
 
 
 def test_the_users_own_modules_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -801,7 +801,7 @@ def test_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     fake.write_text("#!/bin/sh\nexec /bin/sleep 1000\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "the driver may be stuck" in gpu.nvidia_smi_text(deadline_s=0.3).missing
+    assert "the driver might be stuck" in gpu.nvidia_smi_text(deadline_s=0.3).missing
 
 
 def test_kernel_log_versions_and_resources(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.capture import counters, sockets
+from safelaunch.capture import counters, sock_diag
 from safelaunch.capture.counters import Counters
 from safelaunch.job.process import identify
 from safelaunch.supervise.watch.work import Background, ObservedWork, found, learn
@@ -216,7 +216,7 @@ def test_what_cannot_be_read_is_said(start: Start, monkeypatch: pytest.MonkeyPat
     ended.wait()
     assert counters.read([ended.pid]).processes == {}
     assert not counters.read([process.pid]).partial
-    monkeypatch.setattr(sockets, "tcp_bytes", lambda: None)
+    monkeypatch.setattr(sock_diag, "tcp_bytes", lambda: None)
     assert counters.read([process.pid]).partial
     monkeypatch.undo()
     monkeypatch.setattr(counters, "MAX_THREADS", 0)
@@ -231,7 +231,7 @@ def test_another_users_process(start: Start) -> None:
     os.seteuid(65534)
     try:
         seen: Counters = counters.read([process.pid])
-        connections = sockets.tcp_bytes()
+        connections = sock_diag.tcp_bytes()
     finally:
         os.seteuid(0)
     assert seen.partial and connections is not None

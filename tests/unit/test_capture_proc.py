@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.capture import cgroups, proc, sockets, waits
+from safelaunch.capture import cgroups, file_locks, proc, sockets, waits
 from safelaunch.capture.proc import (
     parse_io,
     parse_schedstat,
@@ -72,9 +72,9 @@ a line of another kernel, with six words
 
 def test_who_holds_a_file_lock() -> None:
     """Not who waits for one, nor who is of another container."""
-    assert list(waits.parse(LOCKS)) == [
-        waits.LockRow(4000, (0x08, 2, 77), exclusive=True),
-        waits.LockRow(4711, (0xFE, 0, 131), exclusive=True, of_file=True),
+    assert list(file_locks.parse(LOCKS)) == [
+        file_locks.LockRow(4000, (0x08, 2, 77), exclusive=True),
+        file_locks.LockRow(4711, (0xFE, 0, 131), exclusive=True, of_file=True),
     ]
 
 
@@ -91,7 +91,7 @@ BYTES = """\
 @pytest.mark.parametrize(("pid", "inode", "holder"), [(4002, 77, 4001), (4003, 77, 4001), (4000, 77, 0), (4004, 78, 0)])
 def test_which_lock_on_a_file_is_in_the_way(pid: int, inode: int, holder: int) -> None:
     """Several processes may have locks on bytes of one file. The last one's holder is of another container."""
-    found = waits._in_the_way(BYTES, pid, (0x08, 2, inode))
+    found = file_locks._blocking_lock(BYTES, pid, (0x08, 2, inode))
     assert (found.pid if found is not None else 0) == holder
 
 

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from safelaunch.capture import proc, sockets
-from safelaunch.capture.sockets import with_ends
+from safelaunch.capture import descriptor_holders, proc, sock_diag, sockets
+from safelaunch.capture.descriptor_holders import with_ends
 from safelaunch.model import OtherEnd, ProcessState, ThreadState
 from safelaunch.system import procstat
 
@@ -100,7 +100,7 @@ def test_who_has_the_other_end_of_a_connection(connection: tuple[socket.socket, 
 def test_who_has_the_other_end_of_a_socket_pair() -> None:
     """As ``multiprocessing.Pipe()`` makes them: of these ``/proc`` does not tell which belong together."""
     near, far = socket.socketpair()
-    if sockets.unix_peer(os.fstat(near.fileno()).st_ino) is None:
+    if sock_diag.unix_peer(os.fstat(near.fileno()).st_ino) is None:
         pytest.skip("this kernel does not tell about Unix sockets (sock_diag)")
     with near, far, started(READS, near.fileno()) as reader, started(SLEEPS, far.fileno()) as other:
         waiting(other, "clock_nanosleep", "select")
@@ -110,8 +110,8 @@ def test_who_has_the_other_end_of_a_socket_pair() -> None:
 
 def test_a_socket_without_an_other_end() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as alone:
-        assert sockets.unix_peer(os.fstat(alone.fileno()).st_ino) is None
-        assert sockets.unix_peer(os.fstat(server.fileno()).st_ino) is None
+        assert sock_diag.unix_peer(os.fstat(alone.fileno()).st_ino) is None
+        assert sock_diag.unix_peer(os.fstat(server.fileno()).st_ino) is None
 
 
 # --- whether somebody out of sight may have one -----------------------------------------------------------------------
@@ -133,16 +133,16 @@ def until_ended(pid: int) -> None:
 
 def nothing_else_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sockets that are not this process's, nothing counts."""
-    real = sockets.unix_sockets
+    real = sock_diag.unix_sockets
     if real() is None:
         pytest.skip("this kernel does not tell about Unix sockets (sock_diag)")
 
-    def told() -> dict[int, sockets.UnixSocket]:
+    def told() -> dict[int, sock_diag.UnixSocket]:
         mine = {target for _, target in sockets.descriptors(os.getpid())}
         each = (real() or {}).items()
         return {inode: one for inode, one in each if f"socket:[{inode}]" in mine or not one.unread}
 
-    monkeypatch.setattr(sockets, "unix_sockets", told)
+    monkeypatch.setattr(descriptor_holders, "unix_sockets", told)
 
 
 def test_a_pipe_of_which_all_have_been_seen(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_a_process_that_may_have_given_its_descriptors_away(
         nothing_else_unread(monkeypatch)
         assert closed(reader, os.getpid())
         monkeypatch.setattr(
-            sockets, "descriptors", lambda pid, real=sockets.descriptors: real(pid) if pid == reader else ()
+            descriptor_holders, "descriptors", lambda pid, real=sockets.descriptors: real(pid) if pid == reader else ()
         )
         assert not closed(reader, os.getpid())
 
@@ -264,7 +264,7 @@ def test_after_the_deadline_the_end_of_a_connection_that_was_found_is_told(
         state = waiting(reader, "recvfrom")
         clock = iter((0.0, 0.0, 100.0))  # the beginning, before the first process, before the second
         fake = SimpleNamespace(monotonic=lambda: next(clock), thread_time=lambda: 0.0)
-        monkeypatch.setattr(sockets, "time", fake)
+        monkeypatch.setattr(descriptor_holders, "time", fake)
         found = ends(state, os.getpid(), reader)
         assert found is not None and [one.pid for one in found] == [os.getpid()]
 
@@ -273,7 +273,7 @@ def test_a_thread_that_waits_elsewhere_costs_no_search(monkeypatch: pytest.Monke
     def search(pid: int) -> Iterator[object]:
         raise AssertionError("searched")
 
-    monkeypatch.setattr(sockets, "descriptors", search)
+    monkeypatch.setattr(descriptor_holders, "descriptors", search)
     asleep = ThreadState(7, "python", "S", syscall_name="clock_nanosleep")
     state = ProcessState(7, 1, 5, 0.0, "python", (), "S", (asleep,))
     assert with_ends([state], [os.getpid()]) == (state,)

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from safelaunch.capture import command, proc, stacks
+from safelaunch.capture import command, proc, ptrace, stacks
 from safelaunch.model import CallArguments, Frame, ProcessState, StackSample, Thread, ThreadState
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.task import BackgroundTask
@@ -139,7 +139,7 @@ def test_text_without_stacks_still_shows_the_kernels_view() -> None:
 
 # --- complaints -------------------------------------------------------------------------------------------------------
 
-FACTS = stacks.PtraceFacts(
+FACTS = ptrace.PtraceFacts(
     alive=True, same_user=True, capable=True, yama=None, container=False, executable="python3.12"
 )
 NO_CAPABILITY = """Error: Failed to get process executable name. Check that the process is running.
@@ -154,8 +154,8 @@ Stack backtrace:
 OTHER_USER = "Permission Denied: Try running again with elevated permissions by going 'sudo env \"PATH=$PATH\" !!'\n"
 
 
-def facts(**changes: object) -> stacks.PtraceFacts:
-    return stacks.PtraceFacts(**{**FACTS.__dict__, **changes})  # type: ignore[arg-type]
+def facts(**changes: object) -> ptrace.PtraceFacts:
+    return ptrace.PtraceFacts(**{**FACTS.__dict__, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def facts(**changes: object) -> stacks.PtraceFacts:
         ("", FACTS, "py-spy failed without a message", ""),
     ],
 )
-def test_complaints_lead_to_a_remedy(stderr: str, known: stacks.PtraceFacts, expected: str, kind: str) -> None:
-    explained = stacks.explain(stderr, known)
+def test_complaints_lead_to_a_remedy(stderr: str, known: ptrace.PtraceFacts, expected: str, kind: str) -> None:
+    explained = ptrace.explain(stderr, known)
     assert expected in str(explained) and explained.kind == kind
     assert "\n" not in explained.message + explained.fix
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.capture import user_source
+from safelaunch.capture import excerpts, user_source
 from safelaunch.model import Evidence, Frame, RankEvidence, RankException
 from safelaunch.system.redaction.redactor import Redactor
 
@@ -133,7 +133,7 @@ class Kept:
     [((), ()), ((7,), (5, 6, 7)), ((12,), (10, 11, 12)), ((1, 15), (1, 15, 16)), ((3, 99), ())],
 )
 def test_an_excerpt_has_the_statements_that_hold_the_lines(lines: tuple[int, ...], kept: tuple[int, ...]) -> None:
-    found = user_source.excerpt(MODULE, set(lines)).split("\n")
+    found = excerpts.excerpt(MODULE, set(lines)).split("\n")
     whole = MODULE.split("\n")
     assert {number: line for number, line in enumerate(found, 1) if line} == {n: whole[n - 1] for n in kept}
 
@@ -150,13 +150,13 @@ if r == last and is_writer:
 
 def test_an_excerpt_has_what_the_rank_is_called() -> None:
     """Else the verdict would not know what the condition asks for."""
-    found = user_source.excerpt(ALIASES, {7}).split("\n")
+    found = excerpts.excerpt(ALIASES, {7}).split("\n")
     assert [number for number, line in enumerate(found, 1) if line] == [2, 3, 4, 6, 7]
-    assert user_source.excerpt(ALIASES, set()) == ""
+    assert excerpts.excerpt(ALIASES, set()) == ""
 
 
 def test_what_is_no_python_has_no_excerpt() -> None:
-    assert user_source.excerpt("def f(:\n", {1}) == ""
+    assert excerpts.excerpt("def f(:\n", {1}) == ""
 
 
 def test_what_a_verdict_has_read_is_kept_without_secrets(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_what_a_verdict_has_read_is_kept_without_secrets(tmp_path: Path) -> None
     frames = (Frame(str(script), 12, "other"),)
     raised = RankException("ValueError", "", 0.0, frames)
     evidence = Evidence("crash", 1, (RankEvidence(rank=0, host="here", pid=1, exception=raised),))
-    source = user_source.Excerpts(evidence, Redactor())
+    source = excerpts.Excerpts(evidence, Redactor())
     assert source.text(str(tmp_path / "gone.py")) is None
     text = source.text(str(script))
     assert text is not None and text.splitlines()[11] == "        wait(path, token=[redacted])"

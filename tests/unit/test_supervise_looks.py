@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from safelaunch.capture import inside, look, proc, stacks, waits
+from safelaunch.capture import file_locks, inside, look, proc, stacks
 from safelaunch.capture.counters import Counters, ProcessCounters, Used
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, evidence_of, with_c_frames
 from safelaunch.capture.result import Result
@@ -91,14 +91,14 @@ def test_a_process_that_is_late_costs_no_other_one(monkeypatch: pytest.MonkeyPat
 
 def test_the_nodes_file_locks_are_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel lets nobody on the node lock a file while it writes them down."""
-    table = waits.parse("1: FLOCK  ADVISORY  WRITE 1 08:02:131 0 EOF\n")
+    table = file_locks.parse("1: FLOCK  ADVISORY  WRITE 1 08:02:131 0 EOF\n")
     given = list[object]()
 
     def read_process(pid: int, *, locks: object, **_: object) -> None:
         if pid == child.pid:
             given.append(locks)
 
-    monkeypatch.setattr(waits, "lock_table", lambda: table)
+    monkeypatch.setattr(file_locks, "lock_table", lambda: table)
     monkeypatch.setattr(proc, "read_process", read_process)
     monkeypatch.setattr(stacks, "stack_of", lambda *_, **__: Result(None, "py-spy", 0.1, missing="no permission"))
     with subprocess.Popen(["sleep", "1000"]) as child:  # a test's own process may itself wait for a file lock
@@ -118,7 +118,7 @@ def test_a_look_that_has_more_time_has_it_for_the_other_ends_as_well(monkeypatch
         given.append(deadline_s)
         return states
 
-    monkeypatch.setattr("safelaunch.capture.sockets.with_ends", with_ends)
+    monkeypatch.setattr("safelaunch.capture.descriptor_holders.with_ends", with_ends)
     for deadline_s in (-1.0, 400.0):
         look_at([], None, deadline_s=deadline_s)
     assert given[0] == look.LEAST_ENDS_S and given[1] > 100.0

@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from safelaunch.addons.record.recording import ProcessRecord, StackNumbering, ThreadRecord
-from safelaunch.capture import command, proc, stacks
+from safelaunch.capture import command, proc, ptrace, stacks
 from safelaunch.capture.result import why
 from safelaunch.job.process import ProcessTable, descendants, identify
 from safelaunch.model import Frame
@@ -140,7 +140,7 @@ def _problem(pid: int, output: command.Output, data: bytes, duration_s: float) -
     if output.returncode is None:
         return output.stderr
     if output.returncode != 0 or not data:
-        return f"py-spy record: {stacks.explain(output.stderr, stacks.tracing_facts(pid)).message}"
+        return f"py-spy record: {ptrace.explain(output.stderr, ptrace.tracing_facts(pid)).message}"
     if identify(pid) is None:
         return "the process ended meanwhile"
     return STOPPED if proc.state_letter(pid) in ("T", "t") else ""

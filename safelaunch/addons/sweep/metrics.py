@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safelaunch.addons.sweep.errors import SpecError
 from safelaunch.addons.sweep.jobs import Metric
-from safelaunch.system.task import CPU, at_most
+from safelaunch.system.time_limit import CPU, at_most
 
 # The part at the end of a job's output that is searched; the last value of a metric counts.
 TAIL_BYTES = 32 << 20

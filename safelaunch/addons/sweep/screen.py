@@ -25,7 +25,7 @@ from safelaunch.model.words import rate, since
 from safelaunch.system.console import PREFIX, command_lines, redact, say
 from safelaunch.system.printable import clean, clean_text
 from safelaunch.system.redaction.redact import redact_env
-from safelaunch.system.task import at_most
+from safelaunch.system.time_limit import at_most
 
 COLUMNS = (
     "job",

@@ -1,0 +1,220 @@
+"""Searches for the processes that have the other ends of pipes, sockets and semaphores.
+
+A reader sees a pipe's end only when every write end is closed, and a full pipe is emptied only through a read end.
+Children forked in the meantime inherit both ends, so often an unintended process has them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec import structs
+
+from safelaunch.capture.memory import ProcessMemory
+from safelaunch.capture.sock_diag import unix_sockets
+from safelaunch.capture.sockets import descriptors, other_ends
+from safelaunch.model import OtherEnd, ProcessState, ThreadState
+from safelaunch.system import procstat
+from safelaunch.system.files import link_of, text_of
+
+CPU_S, DEADLINE_S = 0.5, 5.0  # a descriptor takes some microseconds, and on a busy machine a wait for the CPU
+
+_WRITES = frozenset({"write", "writev", "sendto", "sendmsg", "sendmmsg", "sendfile"})
+_IO_URING = "anon_inode:[io_uring]"  # the kernel does its requests without a thread of the process
+_KTHREADD = 2
+
+_READS = frozenset({"read", "readv", "recvfrom", "recvmsg", "recvmmsg", "poll", "ppoll", "splice"})
+
+WantedEnds = tuple[str, bool]  # a descriptor's target or a mapping; True if it must be open for writing
+
+
+@dataclass(frozen=True)
+class _EndOfSearch:
+    cpu_s: float
+    wall_s: float
+
+    @property
+    def is_over(self) -> bool:
+        return time.thread_time() > self.cpu_s or time.monotonic() > self.wall_s
+
+
+@dataclass(frozen=True)
+class _Holders:
+    """Processes that have the wanted ends."""
+
+    by: Mapping[WantedEnds, tuple[OtherEnd, ...]]
+    closed: bool = False  # no such descriptor can be in a process that wasn't searched
+    rings: frozenset[int] = frozenset()  # processes for which the kernel reads and writes (io_uring)
+
+    def is_closed(self, end: WantedEnds) -> bool:
+        """Returns the value of ``ends_closed`` in ``ThreadState``."""
+        return self.closed and self.rings.isdisjoint(holder.pid for holder in self.by[end])
+
+
+def with_ends(
+    states: Sequence[ProcessState], pids: Iterable[int], *, deadline_s: float = DEADLINE_S
+) -> tuple[ProcessState, ...]:
+    """Adds the other ends for which the threads of ``states`` wait, searching processes in the order of ``pids``.
+
+    The processes of ``states`` are always searched. After ``CPU_S`` seconds of CPU, or ``deadline_s`` seconds, all
+    others are given up. Then only connections whose other end was found are reported: they have just that one. Pipes
+    and semaphores aren't, because it matters that no other process has them, and one of the rest might.
+    """
+    until = _EndOfSearch(time.thread_time() + CPU_S, time.monotonic() + deadline_s)
+    wanted = {(state.pid, tid): end for state in states for tid, end in _wanted(state)}
+    if not wanted and not any(thread.locked_by is not None for state in states for thread in state.threads):
+        return tuple(states)
+    shared = {
+        (_own_socket(thread), False)
+        for state in states
+        for thread in state.threads
+        if (state.pid, thread.tid) in wanted
+    }
+    own = [state.pid for state in states]
+    holders = _holders(frozenset(wanted.values()) | shared, own, pids, until)
+    return tuple(_with_holders(state, wanted, holders) for state in states)
+
+
+def _wanted(state: ProcessState) -> Iterator[tuple[int, WantedEnds]]:
+    """Yields the other ends as their holders' descriptors show them: thread id → end."""
+    waiting = [
+        thread for thread in state.threads if thread.inode is not None and thread.syscall_name in _WRITES | _READS
+    ]
+    pipes = [thread for thread in waiting if thread.fd_target.startswith("pipe:")]
+    for thread in pipes:
+        yield thread.tid, (f"pipe:[{thread.inode}]", thread.syscall_name in _READS)
+    in_sockets = {thread.tid: thread.inode for thread in waiting if thread not in pipes and thread.inode is not None}
+    peers = other_ends(state.pid, in_sockets.values()) if in_sockets else {}
+    for tid, inode in in_sockets.items():
+        if inode in peers:
+            yield tid, (f"socket:[{peers[inode]}]", False)
+    for thread in state.threads:
+        if thread.futex_file:
+            yield thread.tid, (thread.futex_file, True)  # a semaphore that processes share
+
+
+def _own_socket(thread: ThreadState) -> str:
+    return f"socket:[{thread.inode}]"
+
+
+def _holders(wanted: frozenset[WantedEnds], own: Collection[int], pids: Iterable[int], until: _EndOfSearch) -> _Holders:
+    targets = {target for target, _ in wanted}
+    mapped = [end for end in wanted if " " in end[0]]  # device and inode
+    by_end: dict[WantedEnds, dict[int, OtherEnd]] = {end: {} for end in wanted}
+    jobs: set[str] = set()  # targets in the job's processes, which might have passed a descriptor through them
+    every: set[str] = set()
+    inherited = {link_of(f"/proc/self/fd/{number}") for number in range(3)}  # safelaunch passes its own to the job
+    unreadable, rings = set[int](), set[int]()
+    began = min((stat.start_ticks for stat in map(procstat.read, own) if stat is not None), default=0)
+    groups = {_group(pid) for pid in own}
+    for pid in dict.fromkeys((*own, *pids)):
+        if pid not in own and until.is_over:
+            return _Holders({end: tuple(each.values()) for end, each in by_end.items() if each and _is_socket(end)})
+        its: set[str] = set()
+        for path, target in descriptors(pid):
+            its.add(target)
+            for writes in _directions(path, target) if target in targets else ():
+                if (target, writes) in by_end:
+                    by_end[target, writes].setdefault(pid, OtherEnd(pid, _name(pid)))
+        its.discard("")
+        every |= its
+        rings |= {pid} if _IO_URING in its else set()
+        jobs |= its - inherited if pid in own else set()
+        unreadable |= {pid} if not its and _hides_its(pid) else set()
+        mappings = _mapped_files(pid) if mapped else frozenset()
+        for end in mapped:
+            if end[0] in mappings:
+                by_end[end].setdefault(pid, OtherEnd(pid, _name(pid)))
+    closed = not unreadable and _are_closed(own, jobs, every)
+    if any(_might_have_inherited(pid, began, groups) for pid in unreadable):
+        by_end = {end: each for end, each in by_end.items() if end not in mapped}
+    return _Holders({end: tuple(each.values()) for end, each in by_end.items()}, closed, frozenset(rings))
+
+
+def _mapped_files(pid: int) -> frozenset[str]:
+    """Returns device and inode of each mapped file: its path can differ between its creator and others."""
+    with suppress(OSError):  # it has ended, or is another user's
+        return frozenset(mapping.identity for mapping in ProcessMemory(pid).mappings)
+    return frozenset()
+
+
+def _is_socket(end: WantedEnds) -> bool:
+    return end[0].startswith("socket:")
+
+
+def _group(pid: int) -> str:
+    return text_of(f"/proc/{pid}/cgroup")
+
+
+def _might_have_inherited(pid: int, began: int, groups: Collection[str]) -> bool:
+    """True if the process's age (``began``: ticks) and control group permit that it is a child of the job."""
+    state = procstat.read(pid)
+    return state is not None and state.start_ticks >= began and _group(pid) in groups
+
+
+def _hides_its(pid: int) -> bool:
+    """True if a process has descriptors that can't be read, because it belongs to another user.
+
+    The job might have sent it a descriptor over a Unix socket that is closed by now, whatever its age and group.
+    """
+    state = procstat.read(pid)
+    if state is None or state.ppid in (0, _KTHREADD):  # init keeps what it receives, and kernel threads receive nothing
+        return False
+    try:
+        if state.state in "ZX":  # if other threads live, their descriptors exist but aren't shown
+            return sum(1 for _ in Path(f"/proc/{pid}/task").iterdir()) > 1
+        return any(True for _ in Path(f"/proc/{pid}/fd").iterdir())  # none of which could be read
+    except OSError as error:
+        return isinstance(error, PermissionError)
+
+
+def _are_closed(own: Collection[int], jobs: Collection[str], every: Collection[str]) -> bool:
+    """True if no process that wasn't searched can have received a descriptor from the job.
+
+    None is in transit in a Unix socket, and none of the job's targets ``jobs`` is connected to a Unix socket outside
+    ``every``, the targets found in all searched processes.
+    """
+    unix, network = unix_sockets(), link_of("/proc/self/ns/net")
+    if unix is None or {link_of(f"/proc/{pid}/ns/net") for pid in own} - {network, ""}:
+        return False
+    unread = (end.peer for end in unix.values() if end.unread)
+    if not all(f"socket:[{peer}]" in every and f"socket:[{peer}]" not in jobs for peer in unread):
+        return False
+    of_job = (unix.get(int(target[8:-1])) for target in jobs if target.startswith("socket:["))
+    return all(f"socket:[{end.peer}]" in every for end in of_job if end is not None and end.peer is not None)
+
+
+def _directions(path: Path, target: str) -> tuple[bool, ...]:
+    """Returns True if it is open for writing, False for reading, possibly both. A socket has no direction: False."""
+    if target.startswith("socket:"):
+        return (False,)
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return ()  # it was closed
+    return tuple(writes for writes, bit in ((True, stat.S_IWUSR), (False, stat.S_IRUSR)) if mode & bit)
+
+
+def _name(pid: int) -> str:
+    stat = procstat.read(pid)
+    return stat.name if stat is not None else ""
+
+
+def _with_holders(state: ProcessState, wanted: Mapping[tuple[int, int], WantedEnds], holders: _Holders) -> ProcessState:
+    def with_ends(thread: ThreadState) -> ThreadState:
+        end = wanted.get((state.pid, thread.tid))
+        if thread.locked_by is not None:
+            return structs.replace(thread, ends_closed=holders.closed)
+        if end is None or end not in holders.by:
+            return thread
+        sharers = {holder.pid for holder in holders.by.get((_own_socket(thread), False), ())} - {state.pid}
+        changed = structs.replace(thread, ends=holders.by[end], ends_closed=holders.is_closed(end))
+        return structs.replace(changed, lock_sharers=tuple(sorted(sharers))) if _is_socket(end) else changed
+
+    return structs.replace(state, threads=tuple(map(with_ends, state.threads)))
