@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +113,19 @@ def run_directory(tmp_path: Path, ranks: int) -> RunPaths:
         words[layout.KIND], words[layout.STATE] = layout.EXPLICIT, layout.TORCH
         words[layout.USER_STEPS], words[layout.READY] = 40 + number, layout.MAGIC
     return run
+
+
+ZEROS = gzip.compress(bytes(16 << 20))  # members of a gzip file stand one after the other
+
+
+def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """The header of a member of an archive, which announces ``size`` bytes."""
+    info = tarfile.TarInfo(name)
+    info.size, info.type = size, kind
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def sparse(path: Path, size: int = 1 << 40) -> None:
+    """Makes a file that seems to have ``size`` bytes."""
+    with path.open("wb") as file:
+        file.truncate(size)

@@ -87,3 +87,9 @@ def as_json(dump: dict[str, Any]) -> bytes:
         entry.update({key: 0 for key, value in entry.items() if value is None})
     dump["pg_status"] = {g: {k: str(v) for k, v in s.items()} for g, s in dump["pg_status"].items()}
     return json.dumps(dump).encode()
+
+
+def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every position below ``tree``, down to the last number of the last list."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    return [place for key, value in items for place in ((*path, key), *places(value, (*path, key)))]

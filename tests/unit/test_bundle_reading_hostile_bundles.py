@@ -12,6 +12,7 @@ import tarfile
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,9 +22,17 @@ from safelaunch.bundle.reading import locate
 from safelaunch.bundle.reading.guard import Unreadable
 from safelaunch.cli import main
 from safelaunch.verdict.diagnose import diagnose
-from tests.support.bundles import dumps, hang, mismatching, run_directory, verdict_at, write_bundle
-
-ZEROS = gzip.compress(bytes(16 << 20))  # members of a gzip file stand one after the other
+from tests.support.bundles import (
+    ZEROS,
+    dumps,
+    hang,
+    header,
+    mismatching,
+    run_directory,
+    sparse,
+    verdict_at,
+    write_bundle,
+)
 
 
 def changed(file: Path, **fields: Any) -> None:
@@ -93,12 +102,6 @@ def test_a_device_is_not_opened(tmp_path: Path) -> None:
 
 
 # --- archives ---------------------------------------------------------------------------------------------------------
-
-
-def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
-    info = tarfile.TarInfo(name)
-    info.size, info.type = size, kind
-    return info.tobuf(tarfile.GNU_FORMAT)
 
 
 def archive(path: Path, *members: tuple[str, bytes]) -> Path:
@@ -198,11 +201,6 @@ SUFFIXES = (layout.RING_SUFFIX, layout.META_SUFFIX, layout.FAULT_SUFFIX, layout.
             layout.CAUGHT_SUFFIX)  # fmt: skip
 
 
-def sparse(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-
-
 @pytest.mark.parametrize("make", [os.mkfifo, sparse, lambda path: path.symlink_to("/etc/passwd")])
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_what_lies_beside_a_page_is_a_small_file(
@@ -215,10 +213,13 @@ def test_what_lies_beside_a_page_is_a_small_file(
     assert any(f"pages/0-1-{os.getpid()}{suffix}: it " in text for text in verdict["missing"])
 
 
+@pytest.mark.parametrize("value", [2**64 - 1, 70_000])
 @pytest.mark.parametrize(
-    ("word", "value"), [(layout.RANK, 2**64 - 1), (layout.RANK, 70_000), (layout.WORLD_SIZE, 2**64 - 1)]
-)
-def test_a_page_of_no_rank_that_may_be(word: int, value: int, tmp_path: Path) -> None:
+    "word",
+    [layout.RANK, layout.WORLD_SIZE, layout.STATE, layout.USER_STEPS, layout.PHASE_LENGTH, layout.OPTIMIZERS,
+     layout.PHASE_TIMEOUT_NS, layout.LAST_STEP_NS],
+)  # fmt: skip
+def test_a_page_with_a_word_that_no_rank_writes(word: int, value: int, tmp_path: Path) -> None:
     run = run_directory(tmp_path, 2)
     path = run.pages / f"0-1-{os.getpid()}"
     data = bytearray(path.read_bytes())
@@ -227,12 +228,22 @@ def test_a_page_of_no_rank_that_may_be(word: int, value: int, tmp_path: Path) ->
     assert locate.read(run.root).evidence.world_size == 2
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_noise_beside_a_page(suffix: str, tmp_path: Path) -> None:
+    run = run_directory(tmp_path, 2)
+    run.of_page(f"0-1-{os.getpid()}", suffix).write_bytes(Random(1).randbytes(9000))
+    assert locate.read(run.root).evidence.world_size == 2
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         (layout.EVENTS, '{"event": "failing", "time_unix_s": 1.0, "exits": {"²": 1}}\n'),
         (layout.EVENTS, '{"event": "started", "time_unix_s": 1.0, "workers": {"99999999999": [0, 1, 2]}}\n'),
+        (layout.EVENTS, '{"event": "started", "time_unix_s": 1.0, "workers": {"-1": [0, 1, 2]}}\n'),
+        (layout.EVENTS, '{"event": "failing", "time_unix_s": 1.0, "exits": {"0": -999}}\n'),
         (layout.EVENTS, "[" * 500_000 + "\n"),
+        ("pages/0-0-" + "9" * 200, "x" * layout.SIZE),
         ("pages/²-²-²", "x" * layout.SIZE),
         ("pages/0-1-{pid}" + layout.EXIT_SUFFIX, '{"function": "sys.exit", "code": "²"}'),
         ("pages/0-1-{pid}" + layout.EXIT_SUFFIX, '{"function": "sys.exit", "code": ' + "9" * 5000 + "}"),

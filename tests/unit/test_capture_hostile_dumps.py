@@ -25,14 +25,9 @@ from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.system.errors import CaptureError
 from safelaunch.verdict.diagnose import diagnose
 from tests.support.bundles import dumps, mismatching
-from tests.support.sample_dumps import GLOO, GLOO_ENTRY, NCCL, as_json
+from tests.support.sample_dumps import GLOO, GLOO_ENTRY, NCCL, as_json, places
 
 FIELDS = sorted({*GLOO_ENTRY, *NCCL["entries"][0]})
-
-
-def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    return [place for key, value in items for place in ((*path, key), *places(value, (*path, key)))]
 
 
 def with_value(tree: Any, path: tuple[Any, ...], value: object) -> Any:

@@ -1,4 +1,4 @@
-"""Hostile bundles, archives and run directories: names, links, devices, sizes, numbers, bytes.
+"""Hostile bundles and archives: names, links, devices, sizes, numbers, bytes.
 
 ``diagnose`` must end soon, in little memory, with one of its own exit codes, and with one clear line if it cannot read
 PATH. It must leave no files, and its output must contain nothing of files outside PATH.
@@ -12,7 +12,6 @@ import json
 import lzma
 import os
 import pickle
-import random as random_module
 import stat
 import subprocess
 import tarfile
@@ -22,11 +21,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from safelaunch.beacon import layout
 from tests.qa.attacks.attack import Attack
 from tests.qa.attacks.attacks_dumps import OPCODES, TEXTS, VALUES
 from tests.qa.attacks.reader import diagnosed
-from tests.support.bundles import dumps, hang, mismatching, run_directory, write_bundle
+from tests.support.bundles import ZEROS, dumps, hang, header, mismatching, sparse, write_bundle
+from tests.support.sample_dumps import places
 
 SECRET = "FROM-OUTSIDE"
 _MB = 1 << 20
@@ -34,7 +33,7 @@ Make = Callable[[Path], Path]  # creates something in an existing directory and 
 
 
 def attacks(count: int, random: Random) -> Iterator[Attack]:
-    for name, make in {**FOLDERS, **ARCHIVES, **RUNS}.items():
+    for name, make in {**FOLDERS, **ARCHIVES}.items():
         yield Attack(name, partial(_tried, make), needs=partial(_root_only, name))
     for number in range(count):
         seed = random.getrandbits(48)
@@ -128,11 +127,6 @@ def special(name: str, make: Callable[[Path], object]) -> Make:
     return partial(changed, change)
 
 
-def sparse(path: Path, size: int = 1 << 40) -> None:
-    with path.open("wb") as file:
-        file.truncate(size)
-
-
 def deep(place: Path, levels: int = 2000) -> Path:
     root = bundle(place)
     descriptor = os.open(root / "ranks/0", os.O_RDONLY)
@@ -214,16 +208,6 @@ FOLDERS: dict[str, Make] = {
 
 
 # --- archives ---------------------------------------------------------------------------------------------------------
-
-ZEROS = gzip.compress(bytes(16 * _MB))  # a gzip file is a sequence of members
-
-
-def header(name: str, size: int, kind: bytes = tarfile.REGTYPE, **more: Any) -> bytes:
-    info = tarfile.TarInfo(name)
-    info.size, info.type = size, kind
-    for key, value in more.items():
-        setattr(info, key, value)
-    return info.tobuf(tarfile.GNU_FORMAT)
 
 
 def archive(place: Path, *parts: bytes, ending: str = "tar.gz") -> Path:
@@ -316,69 +300,6 @@ ARCHIVES: dict[str, Make] = {
 }  # fmt: skip
 
 
-# --- run directories --------------------------------------------------------------------------------------------------
-
-
-def a_run(change: Callable[[Path], object], place: Path) -> Path:
-    run = run_directory(place, 3)
-    change(run.root)
-    return run.root
-
-
-def words(values: dict[int, int]) -> Callable[[Path], None]:
-    """Writes values to the words of rank 0's page."""
-
-    def change(root: Path) -> None:
-        path = next((root / "pages").glob("0-0-*"))
-        data = bytearray(path.read_bytes())
-        for at, value in values.items():
-            data[8 * at : 8 * at + 8] = value.to_bytes(8, "little")
-        path.write_bytes(data)
-
-    return change
-
-
-def beside(suffix: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
-    return lambda root: make(next((root / "pages").glob("0-0-*")).with_name(f"0-0-{os.getpid()}{suffix}"))
-
-
-def events(text: str) -> Callable[[Path], object]:
-    return lambda root: (root / layout.EVENTS).write_text(text)
-
-
-_SUFFIXES = (".ring", ".meta", ".fault", ".exception", ".exit", ".caught")
-_BIG = (1 << 64) - 1
-RUNS: dict[str, Make] = {
-    "a run directory": partial(a_run, lambda root: None),
-    **{f"page word {at} of a run is {value}": partial(a_run, words({at: value}))
-       for at in (layout.RANK, layout.WORLD_SIZE, layout.STATE, layout.USER_STEPS, layout.PHASE_LENGTH,
-                  layout.OPTIMIZERS, layout.PHASE_TIMEOUT_NS, layout.LAST_STEP_NS) for value in (_BIG, 70_000)},
-    **{f"{suffix} of a run is a FIFO": partial(a_run, beside(suffix, os.mkfifo)) for suffix in _SUFFIXES},
-    **{f"{suffix} of a run has a terabyte": partial(a_run, beside(suffix, sparse)) for suffix in _SUFFIXES},
-    **{f"{suffix} of a run is noise": partial(a_run, beside(suffix, lambda path: path.write_bytes(
-        random_module.Random(1).randbytes(9000)))) for suffix in _SUFFIXES},
-    **{f"{suffix} of a run leads outside": partial(a_run, beside(suffix, lambda path: path.symlink_to("/etc/passwd")))
-       for suffix in _SUFFIXES},
-    "exit of ²": partial(a_run, beside(".exit", lambda path: path.write_text('{"function": "sys.exit", "code": "²"}'))),
-    "exit of 5000 digits": partial(
-        a_run, beside(".exit", lambda path: path.write_text('{"function": "sys.exit", "code": ' + "9" * 5000 + "}"))
-    ),
-    "a deep exception": partial(a_run, beside(".exception", lambda path: path.write_text("[" * 100_000))),
-    "pages is a link": partial(a_run, lambda root: ((root / "pages").rename(root.parent / "p"),
-                                                    (root / "pages").symlink_to(root.parent / "p"))),
-    "a page called ²": partial(a_run, lambda root: (root / "pages/²-²-²").write_bytes(bytes(layout.SIZE))),
-    "a page called 9999...": partial(a_run, lambda root: (root / f"pages/0-0-{'9' * 200}").write_bytes(bytes(2048))),
-    **{f"events of {name}": partial(a_run, events(json.dumps({"event": "failing", "time_unix_s": 1.0, **event}) + "\n"))
-       for name, event in {
-           "²": {"exits": {"²": 1}}, "a far rank": {"exits": {"999999999999": 1}},
-           "a far exit": {"exits": {"0": -(10**30)}}, "no signal": {"exits": {"0": -999}},
-           "far workers": {"event": "started", "workers": {"99999999999": [0, 1, 2]}},
-           "workers of -1": {"event": "started", "workers": {"-1": [0, 1, 2]}},
-       }.items()},
-    "events without an end": partial(a_run, events("[" * 500_000 + "\n")),
-}  # fmt: skip
-
-
 # --- drawn ------------------------------------------------------------------------------------------------------------
 
 
@@ -397,10 +318,10 @@ def _damaged_field(random: Random) -> tuple[str, Make]:
 
     def change(root: Path) -> None:
         document = json.loads((root / file).read_text())
-        places = list(_places(document))
-        if not places:
+        found = places(document)
+        if not found:
             return
-        *path, last = random.choice(places)
+        *path, last = random.choice(found)
         inner = document
         for key in path:
             inner = inner[key]
@@ -408,12 +329,6 @@ def _damaged_field(random: Random) -> tuple[str, Make]:
         (root / file).write_bytes(json.dumps(document).replace('"@@"', text).encode("utf-8", "surrogatepass"))
 
     return f"{file}: {kind}", partial(changed, change)
-
-
-def _places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
-        yield (*path, key)
-        yield from _places(value, (*path, key))
 
 
 def _damaged_bytes(random: Random) -> tuple[str, Make]:

@@ -19,7 +19,7 @@ from typing import Any
 from tests.qa.attacks.attack import Attack
 from tests.qa.attacks.reader import diagnosed
 from tests.support.nccl_formats import FORMATS, Op, Recorder
-from tests.support.sample_dumps import GLOO, as_json
+from tests.support.sample_dumps import GLOO, as_json, places
 
 MARKER = "@@ here @@"
 RANKS = 3
@@ -103,7 +103,7 @@ def _drawn(seed: int, scratch: Path) -> str:
 def _field(base: Base, random: Random) -> tuple[str, bytes, bool]:
     """Yields fields with a value of another type, or outside the range that torch writes."""
     dump = copy.deepcopy(base.dumps[0])
-    where = random.choice(list(_places(dump)))
+    where = random.choice(places(dump))
     name, value = random.choice(list(VALUES.items()))
     # A string in place of a string, or a number of a number, is a different record, not a malformed one.
     plausible = type(_at(dump, where)) is type(value)
@@ -120,7 +120,7 @@ def _field(base: Base, random: Random) -> tuple[str, bytes, bool]:
 def _raw(base: Base, random: Random) -> tuple[str, bytes, bool]:
     """Returns raw opcodes or JSON text that no dump in memory could hold."""
     dump = copy.deepcopy(base.dumps[0])
-    where = random.choice(list(_places(dump)))
+    where = random.choice(places(dump))
     as_key = random.random() < 0.2
     if as_key and isinstance(parent := _at(dump, where[:-1]), dict):
         parent[MARKER] = parent.pop(where[-1])
@@ -135,14 +135,6 @@ def _raw(base: Base, random: Random) -> tuple[str, bytes, bool]:
         name, text = random.choice(list(TEXTS.items()))
         data = data.replace(json.dumps(MARKER).encode(), text(), 1)
     return f"{where}{' as a key' if as_key else ''} = {name}", data, False
-
-
-def _places(tree: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """Yields every position below ``tree``, down to the last number of the last list."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    for key, value in items:
-        yield (*path, key)
-        yield from _places(value, (*path, key))
 
 
 def _at(tree: Any, path: Path_) -> Any:
@@ -261,7 +253,7 @@ def _structure(base: Base, random: Random) -> tuple[str, bytes, bool]:
     dump = copy.deepcopy(base.dumps[0])
     entries = dump["entries"]
     what = random.choice(["gone", "renamed", "repeated", "shuffled", "replaced", "dropped", "alone", "groups"])
-    where = random.choice(list(_places(dump)))
+    where = random.choice(places(dump))
     parent = _at(dump, where[:-1])
     if what == "gone" and not isinstance(parent, tuple):
         del parent[where[-1]]
