@@ -319,7 +319,7 @@ def _files(verdict: Verdict, found: FoundEvidence, names: Collection[str]) -> di
         return {}
     from safelaunch.bundle.reading import bundles
     from safelaunch.capture import user_source
-    from safelaunch.report import exports, page
+    from safelaunch.report import exports, page, template
     from safelaunch.system.redaction.redactor import Redactor
     from safelaunch.verdict.rank_state import CaseFacts
 
@@ -330,7 +330,7 @@ def _files(verdict: Verdict, found: FoundEvidence, names: Collection[str]) -> di
     if HTML in names:
         elsewhere = replace(about, bundle="")  # the page has links to the files beside it, and there are none
         data = page.content(verdict, found.evidence, facts=facts, said=redactor.said, about=elsewhere)
-        made[HTML] = page.render(redactor.tree(data))
+        made[HTML] = template.render(redactor.tree(data))
     if PERFETTO in names:
         made[PERFETTO] = exports.as_json(redactor.tree(exports.perfetto(facts, about.bundle)))
     return {name: redactor.markup(text) for name, text in made.items()}
@@ -387,9 +387,9 @@ def _notes(found: FoundEvidence) -> list[str]:
 
 def _screen(verdict: Verdict, evidence: Evidence, path: str, on: Display) -> str:
     from safelaunch.capture import user_source
-    from safelaunch.report import report
+    from safelaunch.report import screen
 
-    text = report.screen(
+    text = screen.screen(
         verdict,
         bundle_path=path,
         place="read from",

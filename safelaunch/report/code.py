@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from safelaunch.model import Culprit, Evidence, Frame, Verdict, rank_words
 from safelaunch.model.entries import Entries
-from safelaunch.report.overview import frames_at_fault, range_of
+from safelaunch.report.rank_rows import range_of
+from safelaunch.report.stacks import frames_at_fault
 from safelaunch.stacks.frames import place, same_line, stack_of
 from safelaunch.stacks.guards import Guard, way_to
 from safelaunch.verdict.guarding import whereabouts

@@ -7,24 +7,18 @@ The scripts of the page write every text of the job as text: names and messages 
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import re
 import shlex
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
-from html import escape
-from importlib import resources
-from math import isfinite
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from safelaunch.model import Artifact, Evidence, RankEvidence, Verdict, format_ranks, rank_words
-from safelaunch.report import code, nodes, overview, ranks, timeline
+from safelaunch.model import Artifact, Evidence, Verdict, format_ranks, rank_words
+from safelaunch.report import code, contract, nodes, ranks, timeline
 from safelaunch.report.about import ReportHeader
-from safelaunch.report.overview import StackBranch, merged_stacks, range_of
-from safelaunch.report.report import (
+from safelaunch.report.progress_chart import as_page
+from safelaunch.report.rank_rows import range_of
+from safelaunch.report.sentences import (
     OUTCOMES,
     beside_next,
     confidence_sentence,
@@ -39,92 +33,18 @@ from safelaunch.report.report import (
     sentence,
     stalled_words,
 )
+from safelaunch.report.stack_tree import StackBranch
+from safelaunch.report.stacks import merged_stacks
 from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.stacks.source import ReadSource
-from safelaunch.system.printable import clean, clean_json
+from safelaunch.system.printable import clean
 from safelaunch.verdict.groups import mesh
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.unnamed import numbered
 
-# --- The steps of all ranks over time: the rate before the stall, who is behind, and the moment it stopped ------------
-
-
-MOST_LINES = 24
-MOST_POINTS = 160
-_FEW = 3
-
-
-def as_page(evidence: Evidence, culprits: Collection[int]) -> dict[str, Any] | None:
-    """A line for each class of ranks: those that stopped at the same step. None where no rank has marked any.
-
-    Times are seconds before the evidence was taken, on each host's own clock.
-    """
-    taken = _taken(evidence)
-    seen = {rank.rank: rank for rank in evidence.ranks if rank.progress is not None and rank.progress.step is not None}
-    classes: dict[tuple[bool, int], list[RankEvidence]] = {}
-    for rank, one in seen.items():
-        assert one.progress is not None
-        classes.setdefault((rank in culprits, one.progress.step or 0), []).append(one)
-    ordered = sorted(classes.items(), key=lambda item: (not item[0][0], item[0][1]))
-    lines = [_line(members, culprit, taken) for (culprit, _), members in ordered[:MOST_LINES]]
-    lines = [line for line in lines if line["p"]]
-    if not lines:
-        return None
-    return {
-        "lines": lines,
-        "threshold_s": round(evidence.threshold_s, 3),
-        "stall_s": round(evidence.stall_s, 3),
-        "left_out": max(0, len(ordered) - MOST_LINES),
-    }
-
-
-def _taken(evidence: Evidence) -> Mapping[str, float]:
-    """Host → when its ranks were looked at last, on its clock."""
-    found: dict[str, float] = {}
-    for rank in evidence.ranks:
-        states = rank.main.states if rank.main is not None else ()
-        last = max((state.at_s for state in states), default=0.0)
-        newest = max(last, rank.progress.last_step_ns / 1e9 if rank.progress is not None else 0.0)
-        found[rank.host] = max(found.get(rank.host, 0.0), newest)
-    return found
-
-
-def _line(members: list[RankEvidence], culprit: bool, taken: Mapping[str, float]) -> dict[str, Any]:
-    """The one that has told most stands for all of the class."""
-    one = max(members, key=lambda rank: len(rank.progress.history) if rank.progress is not None else 0)
-    progress = one.progress
-    assert progress is not None
-    points = [(at / 1e9, step) for at, step in progress.history]
-    if progress.first_step_ns and len(points) < _FEW:  # too fast to be seen; of a long run it would squeeze the rest
-        points.append((progress.first_step_ns / 1e9, 1))
-    if progress.last_step_ns and (not points or points[-1][1] != progress.step):
-        points.append((progress.last_step_ns / 1e9, progress.step or 0))
-    points = sorted(set(points))
-    thinned = points[:: -(-len(points) // MOST_POINTS)] if points else []
-    thinned += [points[-1]] if points and thinned[-1] != points[-1] else []
-    end = taken.get(one.host, 0.0)
-    return {
-        "r": format_ranks([rank.rank for rank in members]),
-        "n": len(members),
-        "c": int(culprit),
-        "step": progress.step,
-        "p": [[round(at - end, 3), step] for at, step in thinned],
-        "rate": _rate(points),
-    }
-
-
-def _rate(points: list[tuple[float, int]]) -> float:
-    """Steps a second over the later half of what is known; 0 where that is too little."""
-    later = points[len(points) // 2 :] if len(points) > 8 else points
-    if len(later) < 2 or later[-1][0] <= later[0][0]:
-        return 0.0
-    return round((later[-1][1] - later[0][1]) / (later[-1][0] - later[0][0]), 4)
-
-
 MOST_COMMAND = 4000
 _MOST_BRANCHES = 3000
 _YEAR_10000 = 253_402_300_800
-_STYLE, _SCRIPT, _COMMON = "report.css", "report.js", "common.js"  # COMMON: what all pages draw with
 
 
 def content(
@@ -223,9 +143,9 @@ def _facts(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: Report
         "when": _when(about.at_unix_s),
         "stood still": stalled_words(evidence).rstrip("."),
         "step": range_of(seen),
-        "world size": "" if evidence.world_guessed else overview.world(evidence.world_size, mesh(facts)),
-        "devices": "; ".join(filter(None, (overview.devices(evidence), nodes.misplaced(facts, about)))),
-        "batch": overview.batches(evidence),
+        "world size": "" if evidence.world_guessed else contract.world(evidence.world_size, mesh(facts)),
+        "devices": "; ".join(filter(None, (contract.devices(evidence), nodes.misplaced(facts, about)))),
+        "batch": contract.batches(evidence),
         "hosts" if len(hosts) > 1 else "host": hosts_word(hosts),
         "torch": launch.torch or _version(about, "torch"),
         "safelaunch": launch.safelaunch,
@@ -300,59 +220,3 @@ def _branches(branches: Sequence[StackBranch], frames: Frames, evidence: Evidenc
         )
         queue += [(further, below) for further in branch.branches]
     return made
-
-
-# --- the file ---------------------------------------------------------------------------------------------------------
-
-
-@cache
-def _part(name: str) -> str:
-    return resources.files("safelaunch.report").joinpath(f"templates/{name}").read_text(encoding="utf-8")
-
-
-def prepare() -> None:
-    """Reads the templates, which takes a moment on a slow disk."""
-    for name in ("report.html", _STYLE, _COMMON, _SCRIPT):
-        _part(name)
-
-
-def render(page: dict[str, Any], script: str | None = None) -> str:
-    """The page with ``page`` as its data. Nothing in it can end the block that it stands in, or be taken for markup.
-
-    ``script``: the program that draws it, after what all pages have in common; None: that of an incident.
-    """
-    code = _part(_COMMON) + (script if script is not None else _part(_SCRIPT))
-    data = clean_json(json.dumps(_cleaned(page), ensure_ascii=False, separators=(",", ":")))
-    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    head = page["head"]
-    values = {
-        "title": escape(clean(f"{head['cause']}: {head['summary']}")[:200]),
-        "policy": f"default-src 'none'; style-src {_hash(_part(_STYLE))}; script-src {_hash(code)}; "
-        "base-uri 'none'; form-action 'none'",
-        "outcome": escape(head["words"].capitalize()),
-        "cause": escape(head["cause"]),
-        "summary": escape(_first_sentence(clean(head["summary"]))),
-        "style": _part(_STYLE),
-        "data": data,
-        "script": code,
-    }
-    return re.sub(r"\{\{ (\w+) \}\}", lambda found: values[found[1]], _part("report.html"))
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _cleaned(value: Any) -> Any:
-    """The same with every text cleaned of what is not shown; spaces stay, as source is indented by them."""
-    if isinstance(value, str):
-        return value if value.isprintable() else _printable(value)
-    if isinstance(value, dict):
-        return {key: _cleaned(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return value if value and all(type(item) is int for item in value) else [_cleaned(item) for item in value]
-    return value if not isinstance(value, float) or isfinite(value) else None
-
-
-def _printable(text: str) -> str:
-    return "\n".join(clean(line) for line in text.split("\n"))

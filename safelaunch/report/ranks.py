@@ -8,7 +8,8 @@ from itertools import chain, islice
 from typing import Any
 
 from safelaunch.model import Artifact, Collective, RankEvidence, Verdict, format_ranks
-from safelaunch.report.overview import Alike, alike, main_frames, row_of, without_ours
+from safelaunch.report.rank_rows import Alike, alike, row_of
+from safelaunch.report.stacks import main_frames, without_ours
 from safelaunch.report.tables import Frames, ItemNumbers
 from safelaunch.system.printable import clean_lines, is_clean
 from safelaunch.verdict.c10d import describe, number_of

@@ -176,11 +176,10 @@ def finish(found: Collected, agreement: Agreement | None = None) -> Report:
 def show(result: Report, environ: Mapping[str, str], place: str = "bundle") -> None:
     """Prints the verdict on stderr, and where the bundle is. ``place``: what it is called there."""
     from safelaunch.capture import user_source
-    from safelaunch.report import HTML
-    from safelaunch.report import screen as report
+    from safelaunch.report import HTML, screen
 
     on, published = display(2, environ), result.published
-    shown = report.screen(
+    shown = screen.screen(
         result.verdict,
         bundle_path=published.shown,
         place=place,

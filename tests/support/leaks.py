@@ -28,7 +28,7 @@ from safelaunch.capture.flight_recorder import FlightCapture
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import EarlyLook, Frame, GilTest, ProcessState, Progress, StackSample, Thread, ThreadState
-from safelaunch.report import report
+from safelaunch.report import screen
 from safelaunch.supervise import collecting, publishing
 from safelaunch.supervise import hooks as onbundle
 from safelaunch.supervise.job_context import JobContext
@@ -323,7 +323,7 @@ def write(text: str, scratch: Path) -> Written:
             patience.enter_context(patch.object(module, name, 300.0))
         found = collecting.take_evidence(replace(HANG, asks=False), looks, known, about)
         result = publishing.finish(found.knowing(stall_s=30.0))
-    told["screen"] = redactor.text(report.screen(result.verdict, bundle_path="", read_line=lambda *_: text))
+    told["screen"] = redactor.text(screen.screen(result.verdict, bundle_path="", read_line=lambda *_: text))
     return Written(result.published.path, told)
 
 

@@ -21,8 +21,8 @@ from safelaunch.model import (
     RankExit,
     Verdict,
 )
-from safelaunch.report import page, report
-from safelaunch.report.overview import culprit_lines
+from safelaunch.report import markdown, page, screen, sentences, template
+from safelaunch.report.stacks import culprit_lines
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.diagnose import diagnose
 from tests.support.evidence import (
@@ -58,7 +58,7 @@ def hostile() -> Evidence:
 
 
 def show(evidence: Evidence, **fields: object) -> str:
-    return report.screen(diagnose(evidence), bundle_path=BUNDLE, **fields)  # type: ignore[arg-type]
+    return screen.screen(diagnose(evidence), bundle_path=BUNDLE, **fields)  # type: ignore[arg-type]
 
 
 def test_screen_says_what_who_where_and_what_next() -> None:
@@ -81,7 +81,7 @@ def test_a_verdict_that_is_not_sure_says_of_what() -> None:
     """A job may be proved dead while its cause is a guess."""
     guess = replace(diagnose(sleeping()), confidence="low", doubts=("No record tells.",), proof=())
     proof = (ProofEdge("rank 0", ("rank 1",), "never joins", ""), ProofEdge("rank 1", ("rank 0",), "never joins", ""))
-    shown = [report.screen(verdict, bundle_path=BUNDLE) for verdict in (guess, replace(guess, proof=proof))]
+    shown = [screen.screen(verdict, bundle_path=BUNDLE) for verdict in (guess, replace(guess, proof=proof))]
     assert "unsure: No record tells." in shown[0] and "proved" not in shown[0]
     assert "unsure of the cause: No record tells." in shown[1] and "proved: " in shown[1]
 
@@ -97,7 +97,7 @@ def test_a_verdict_that_is_not_sure_says_of_what() -> None:
 )
 def test_what_can_never_be_had_is_said_in_a_sentence(who: str, why: str, words: str) -> None:
     proved = replace(diagnose(sleeping()), proof=(ProofEdge(who, (), why, ""),))
-    assert words in " ".join(report.screen(proved, bundle_path=BUNDLE).split())
+    assert words in " ".join(screen.screen(proved, bundle_path=BUNDLE).split())
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
@@ -106,7 +106,7 @@ def test_screen_is_one_screen(width: int, culprits: int) -> None:
     ranks = [rank(n, in_user(7, "a_rather_long_function_name"), "sleep", flight=behind()) for n in range(culprits)]
     text = show(job(*ranks, waiting(culprits)), width=width, read_line=lambda path, line: "x" * 500)
     lines = text.splitlines()
-    assert len(lines) <= report.MAX_LINES
+    assert len(lines) <= screen.MAX_LINES
     assert max(map(len, lines[:-1])) <= width
     assert lines[-1].endswith(BUNDLE)
 
@@ -123,9 +123,9 @@ def test_what_to_do_is_never_cut() -> None:
         suggestions=(advice, advice),
     )
     verdict = replace(verdict, culprits=verdict.culprits * 9)
-    lines = report.screen(verdict, bundle_path=BUNDLE, width=60).splitlines()
+    lines = screen.screen(verdict, bundle_path=BUNDLE, width=60).splitlines()
     assert f"next: {advice}" in " ".join(line.removeprefix("safelaunch: ").strip() for line in lines)
-    assert len(lines) <= report.MAX_LINES and lines[0].startswith("safelaunch: the job hangs")
+    assert len(lines) <= screen.MAX_LINES and lines[0].startswith("safelaunch: the job hangs")
 
 
 def test_the_command_that_was_typed_is_no_next_command() -> None:
@@ -134,30 +134,30 @@ def test_the_command_that_was_typed_is_no_next_command() -> None:
     shown = "safelaunch --nproc-per-node=2 --node-rank=N train.py --name 'my run'"
     for command, is_shown in ((shown, False), (f"{shown} --preset nccl-debug", True), ("a 'torn", True)):
         step = NextStep("Once that is fixed", command)
-        assert (step.why in report.screen(replace(verdict, next=step), bundle_path=BUNDLE)) == is_shown
-        assert (step.why in report.markdown(replace(verdict, next=step), sleeping(), ())) == is_shown
+        assert (step.why in screen.screen(replace(verdict, next=step), bundle_path=BUNDLE)) == is_shown
+        assert (step.why in markdown.markdown(replace(verdict, next=step), sleeping(), ())) == is_shown
 
 
 def test_a_proved_hang_is_not_in_doubt() -> None:
     proof = (ProofEdge("rank 0", ("rank 1",), "rank 1 to join", ""),)
     verdict = replace(diagnose(sleeping()), confidence="medium", doubts=("No record tells.",), proof=proof)
-    first = report.screen(verdict, bundle_path=BUNDLE).splitlines()[0]
+    first = screen.screen(verdict, bundle_path=BUNDLE).splitlines()[0]
     assert first.endswith("(proved hang; cause: medium confidence)")
-    assert "Proved hang · cause: **medium** confidence." in report.markdown(verdict, sleeping(), ())
-    assert "Medium confidence" not in report.markdown(replace(verdict, confidence="high"), sleeping(), ())
+    assert "Proved hang · cause: **medium** confidence." in markdown.markdown(verdict, sleeping(), ())
+    assert "Medium confidence" not in markdown.markdown(replace(verdict, confidence="high"), sleeping(), ())
 
 
 def test_a_suspect_says_what_to_do_now() -> None:
     verdict = replace(diagnose(replace(sleeping(), outcome="suspect")), run="my run")
     screen = " ".join(line.removeprefix("safelaunch: ").strip() for line in show_verdict(verdict))
-    for text in (screen, report.markdown(verdict, sleeping(), ())):
+    for text in (screen, markdown.markdown(verdict, sleeping(), ())):
         assert "the job was left running" in text.lower() and "`safelaunch dump 'my run'`" in text
         assert "`safelaunch status 'my run'`" in text and "Ctrl-C where it runs ends it" in text
     assert "now:" not in show(sleeping())
 
 
 def show_verdict(verdict: Verdict) -> list[str]:
-    return report.screen(verdict, bundle_path=BUNDLE).splitlines()
+    return screen.screen(verdict, bundle_path=BUNDLE).splitlines()
 
 
 def test_the_error_of_a_victim_is_one_line() -> None:
@@ -171,9 +171,9 @@ def test_the_error_of_a_victim_is_one_line() -> None:
         evidence = job(*ranks, outcome="crash")
         verdict = diagnose(evidence)
         assert [culprit.rank for culprit in verdict.culprits] == [1]
-        lines = report.screen(verdict, bundle_path=BUNDLE, evidence=evidence)
+        lines = screen.screen(verdict, bundle_path=BUNDLE, evidence=evidence)
         assert f"lost its connection to {peer} (a consequence)" in lines and "pair.cc" not in lines
-        assert "pair.cc" in report.markdown(verdict, evidence, ()), "the report keeps the message"
+        assert "pair.cc" in markdown.markdown(verdict, evidence, ()), "the report keeps the message"
 
 
 def test_markdown_begins_with_what_a_stranger_needs() -> None:
@@ -181,7 +181,7 @@ def test_markdown_begins_with_what_a_stranger_needs() -> None:
     evidence = replace(sleeping(), launched=launched, time="2026-11-28T16:05:15Z", versions={"python": "3.11"})
     verdict = diagnose(evidence)
     assert (verdict.run, verdict.host, verdict.world_size) == ("train", "node1", 4)
-    head = report.markdown(verdict, evidence, ()).split("Rank 1 is asleep")[0]
+    head = markdown.markdown(verdict, evidence, ()).split("Rank 1 is asleep")[0]
     for cell in (
         "| time | 2026-11-28 16:05:15 UTC |",
         "| run | train |",
@@ -198,7 +198,7 @@ def test_markdown_has_each_stack_once() -> None:
     for n in (1, 2):
         ranks[n] = rank(n, in_user(7, "load"), "sleep", flight=behind())
     evidence = job(*ranks)
-    text = report.markdown(diagnose(evidence), evidence, ())
+    text = markdown.markdown(diagnose(evidence), evidence, ())
     assert text.count("→ /home/me/train.py:7 load") == 1 and "The same stack as rank 1." in text
     assert "Ranks 1-2: the stack of rank 1, above." in text
     assert "<details><summary>ranks 0,3</summary>" in text and text.count("</details>") == 1
@@ -211,7 +211,7 @@ def test_every_cause_has_advice() -> None:
 @pytest.mark.parametrize("advice", sorted({one.text for cause in CAUSES.values() for one in cause.advice}))
 def test_advice_is_shown_whole(advice: str) -> None:
     verdict = replace(diagnose(sleeping()), suggestions=(advice,))
-    shown = report.screen(verdict, bundle_path=BUNDLE, width=80)
+    shown = screen.screen(verdict, bundle_path=BUNDLE, width=80)
     assert f"next: {advice}" in " ".join(line.removeprefix("safelaunch: ").strip() for line in shown.splitlines())
 
 
@@ -228,23 +228,23 @@ def test_claims_are_left_out_rather_than_cut(width: int) -> None:
     function = "a_rather_long_function_name"
     asleep = [rank(n, in_user(7, function), "sleep", flight=behind()) for n in range(2)]
     verdict = diagnose(job(*asleep, waiting(2)))
-    lines = report.screen(verdict, bundle_path=BUNDLE, width=width).splitlines()
+    lines = screen.screen(verdict, bundle_path=BUNDLE, width=width).splitlines()
     flat = [line.removeprefix("safelaunch: ").strip() for line in lines]
     shown = flat[flat.index("evidence:") + 1 : next(n for n, line in enumerate(flat) if line.startswith("blocked"))]
     assert shown and not any("…" in line for line in shown)
     told = " ".join(shown)
-    claims = report.merged_claims(verdict.evidence, verdict.summary)
+    claims = sentences.merged_claims(verdict.evidence, verdict.summary)
     assert sum(f"{text} [{', '.join(files)}]" in " ".join(told.split()) for text, files in claims) >= 1
 
 
 def test_what_one_file_says_of_several_ranks() -> None:
     claims = [Claim(f"rank {n}: exit status 1", "launch.json") for n in range(3)]
-    assert report.merged_claims(claims) == [("each of ranks 0-2: exit status 1", ("launch.json",))]
+    assert sentences.merged_claims(claims) == [("each of ranks 0-2: exit status 1", ("launch.json",))]
 
 
 def test_a_single_claim_is_shortened_where_it_does_not_fit() -> None:
     verdict = replace(diagnose(sleeping()), evidence=(Claim("x " * 1000, "ranks/1/stack.txt"),))
-    lines = report.screen(verdict, bundle_path=BUNDLE, width=80).splitlines()
+    lines = screen.screen(verdict, bundle_path=BUNDLE, width=80).splitlines()
     assert any("…" in line and line.endswith("[ranks/1/stack.txt]") for line in lines)
 
 
@@ -269,7 +269,7 @@ def test_screen_lets_no_control_character_through() -> None:
 def test_markdown_has_all_sections() -> None:
     evidence = sleeping()
     artifacts = [Artifact("ranks/1/flight_recorder.pickle", "worker server", 2.0, missing="no answer within 2 s")]
-    text = report.markdown(diagnose(evidence), evidence, artifacts, read_line=lambda path, line: "time.sleep(3600)")
+    text = markdown.markdown(diagnose(evidence), evidence, artifacts, read_line=lambda path, line: "time.sleep(3600)")
     for title in ("## Rank 1", "## What to do", "## Ranks", "## Stacks", "## Evidence", "## Missing artifacts"):
         assert title in text
     assert "→ /home/me/train.py:7 load" in text
@@ -288,7 +288,7 @@ def test_markdown_of_a_worker_shows_its_stack_without_its_parents() -> None:
         *(process(93 + n, WORKER_IDLE, "poll", role="dataloader worker") for n in range(2)),
     ]
     evidence = job(waiting(0), rank(1, in_loader(30), "poll", flight=behind(), children=workers))
-    text = report.markdown(diagnose(evidence), evidence, [])
+    text = markdown.markdown(diagnose(evidence), evidence, [])
     excerpt = text.split("## What to do")[0]
     assert "→ /home/me/data.py:12 Data.__getitem__" in excerpt
     assert "DataLoader.__iter__" not in excerpt
@@ -297,7 +297,7 @@ def test_markdown_of_a_worker_shows_its_stack_without_its_parents() -> None:
 
 def test_markdown_escapes_what_comes_from_the_job() -> None:
     evidence = hostile()
-    text = report.markdown(diagnose(evidence), evidence, [Artifact(EVIL, EVIL, 0.0, missing=EVIL)])
+    text = markdown.markdown(diagnose(evidence), evidence, [Artifact(EVIL, EVIL, 0.0, missing=EVIL)])
     outside = re.sub(r"(`{3,})text\n.*?\n\1", "", text, flags=re.DOTALL)
     assert "\x1b" not in text
     assert "\n# no" not in outside
@@ -316,23 +316,23 @@ def test_what_a_job_says_is_shown_as_it_is_and_is_no_markup(first: str) -> None:
     """By another's reading of Markdown: code and text alone, and as many words as before."""
     reader = MarkdownIt("commonmark").enable(["table", "strikethrough"])
     for text in (first, *(f"{first} {other}" for other in PIECES), *(f"{first}{other}" for other in PIECES)):
-        opened, inline, closed = reader.parse(report.md(text))
+        opened, inline, closed = reader.parse(markdown.md(text))
         assert (opened.type, closed.type) == ("paragraph_open", "paragraph_close"), text
         assert inline.children is not None and {one.type for one in inline.children} <= {"text", "code_inline"}, text
         told = "".join(one.content for one in inline.children)
         assert re.sub("[`' ]", "", told) == re.sub("[`' ]", "", text)
-        row = reader.parse(f"| x | y |\n|---|---|\n| {report.in_cell(text)} | end |\n")
+        row = reader.parse(f"| x | y |\n|---|---|\n| {markdown.in_cell(text)} | end |\n")
         assert [one.content for one in row if one.type == "inline"][-1] == "end", text
 
 
 def test_names_and_arrows_need_no_escapes() -> None:
     text = "Rank 0 waits in estimate_loss -> _sum under `if not is_main(rank=a_b) and x < 3`."
-    assert report.md(text) == text.replace("_sum", "`_sum`")
+    assert markdown.md(text) == text.replace("_sum", "`_sum`")
 
 
 def test_a_fence_cannot_be_closed_from_inside() -> None:
     evidence = job(rank(0, in_user(7), "sleep", more={"log_tail": "```\n# injected\n````\n"}))
-    text = report.markdown(diagnose(evidence), evidence, [])
+    text = markdown.markdown(diagnose(evidence), evidence, [])
     assert "`````text\n```\n# injected\n````\n`````" in text
 
 
@@ -345,7 +345,7 @@ def test_clean() -> None:
 def test_reports_say_when_it_was_suspected_and_why() -> None:
     evidence = sleeping()
     learned = job(*evidence.ranks, threshold_s=60.0, threshold_why="the floor")
-    for render in (report.markdown, page_data):
+    for render in (markdown.markdown, page_data):
         assert "No progress for 30 s; suspected after 60 s" in render(diagnose(learned), learned, ())
         assert "suspected" not in render(diagnose(evidence), evidence, ())
 
@@ -372,9 +372,9 @@ def test_a_log_with_terminal_sequences_is_said_to_hold_them(log: str, raw: bool)
     ranks = [waiting(0), rank(1, in_user(7, "load"), "sleep", flight=behind(), more={"log_tail": log}), waiting(2)]
     evidence = job(*ranks)
     verdict = diagnose(evidence)
-    made = report.markdown(verdict, evidence, ())
+    made = markdown.markdown(verdict, evidence, ())
     assert "The end of its output" in made and "\x1b" not in made and "\x9b" not in made
     assert ("terminal sequences raw" in made) == raw
     data = page.content(verdict, evidence)
     assert [("raw" in one) for one in data["ranks"] if "log" in one] == [raw]
-    assert "\x1b" not in page.render(data) and "\x9b" not in page.render(data)
+    assert "\x1b" not in template.render(data) and "\x9b" not in template.render(data)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from safelaunch.bundle.reading import locate
 from safelaunch.model import EarlyLook, Evidence, Place
-from safelaunch.report import page, report
+from safelaunch.report import markdown, page, template
 from safelaunch.report.about import early_line, in_status
 from safelaunch.verdict.diagnose import diagnose
 from tests.support.bundles import write_bundle, write_json
@@ -52,7 +52,7 @@ def test_in_the_status() -> None:
 def test_in_the_reports() -> None:
     evidence = quiet(LOOK, replace(LOOK, words=EVIL))
     verdict = diagnose(evidence)
-    for text in (report.markdown(verdict, evidence, ()), page.render(page.content(verdict, evidence))):
+    for text in (markdown.markdown(verdict, evidence, ()), template.render(page.content(verdict, evidence))):
         assert "quiet for 7 s: rank 1 is asleep" in text and "UTC" in text
         assert "<script>alert" not in re.sub("`[^`]*`", "", text) and "\x1b" not in text
 

@@ -27,9 +27,9 @@ from safelaunch.model import (
     RankException,
     RankExit,
 )
-from safelaunch.report import page, report
+from safelaunch.report import markdown, page, screen, template
 from safelaunch.report.about import LaunchFacts, Link, NodeSummary, ReportHeader
-from safelaunch.report.overview import RankRow, alike
+from safelaunch.report.rank_rows import RankRow, alike
 from safelaunch.report.tables import hosts_word
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.rank_state import CaseFacts
@@ -73,7 +73,7 @@ def show(draw: Show) -> Show:
 
 
 def page_of(evidence: Evidence, about: ReportHeader | None = None) -> str:
-    return page.render(page.content(diagnose(evidence), evidence, about=about))
+    return template.render(page.content(diagnose(evidence), evidence, about=about))
 
 
 @cache
@@ -84,7 +84,7 @@ def incident_page(name: str) -> dict[str, Any]:
 
 @cache
 def html_of(name: str) -> str:
-    return page.render(incident_page(name))
+    return template.render(incident_page(name))
 
 
 def parse_ranks(ranges: str) -> set[int]:
@@ -143,7 +143,7 @@ def test_the_command_that_was_typed_stands_there_once(draw: Show) -> None:
     typed = ("--nproc-per-node=2", "train.py")
     evidence = job(waiting(0), rank(1, in_user(7), "sleep"), launched=Launched(typed, (), "2.13.0"))
     made = page.content(diagnose(evidence), evidence, about=ReportHeader(launch=LaunchFacts(command=(), typed=typed)))
-    opened = draw(page.render(made))
+    opened = draw(template.render(made))
     assert opened.value("document.querySelectorAll('.command').length") == 1
     assert "safelaunch --nproc-per-node=2 train.py" in opened.text("#run")
 
@@ -152,7 +152,7 @@ def test_the_head_says_what_the_confidence_is_about(draw: Show) -> None:
     evidence = job(waiting(0), rank(1, in_user(7), "sleep"))
     proof = (ProofEdge("rank 0", ("rank 1",), "rank 1 to join", ""),)
     verdict = replace(diagnose(evidence), confidence="medium", doubts=("No record tells.",), proof=proof)
-    opened = draw(page.render(page.content(verdict, evidence)))
+    opened = draw(template.render(page.content(verdict, evidence)))
     assert opened.text("#confidence").startswith("Proved hang · cause: medium confidence")
     bare = page.content(replace(verdict, proof=()), evidence)
     assert bare["head"]["sure"] == "Medium confidence"
@@ -328,7 +328,7 @@ def test_reports_of_plain_dumps_have_no_column_of_what_no_dump_holds() -> None:
     made = incident_page("dumps")
     assert {row["state"] for row in made["rows"]} == {""}
     one = incidents.ALL["dumps"]()
-    text = report.markdown(one.verdict, one.evidence, ())
+    text = markdown.markdown(one.verdict, one.evidence, ())
     assert "| rank | doing | at |" in text and "not seen" not in text and "## Stacks" not in text
 
 
@@ -472,7 +472,7 @@ def test_a_healthy_job_is_no_alarm(show: Show) -> None:
     assert opened.text("#cause") == "slow-not-stuck" and opened.value(colour) == opened.value(ink)
     opened = show("four")
     assert opened.value(colour) != opened.value(ink)
-    screens = [report.screen(incidents.ALL[name]().verdict, bundle_path="", color=True) for name in ("dump", "four")]
+    screens = [screen.screen(incidents.ALL[name]().verdict, bundle_path="", color=True) for name in ("dump", "four")]
     assert ["\x1b[1;31m" in text for text in screens] == [False, True]
 
 
@@ -607,7 +607,7 @@ _TEXT_ON = {  # which text colours stand on which grounds
 
 def palettes() -> list[dict[str, str]]:
     """The colours of the light and of the dark theme."""
-    light, dark = re.findall(r":root \{(.*?)\}", page._part("report.css"), re.DOTALL)[:2]
+    light, dark = re.findall(r":root \{(.*?)\}", template._part("report.css"), re.DOTALL)[:2]
     colours = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in (light, dark)]
     assert set(colours[0]) == set(colours[1]) and len(colours[0]) > 15
     return colours

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from safelaunch.model import Claim, Culprit, Frame, NextStep, Verdict
-from safelaunch.report import report
+from safelaunch.report import screen, sentences
 from safelaunch.system import console
 from safelaunch.system.console import Display, display, terminal_safe
 from tests.support import golden
@@ -106,7 +106,7 @@ def line_of(path: str, number: int) -> str:
 
 
 def shown(verdict: Verdict, width: int, *, color: bool = False) -> str:
-    return report.screen(verdict, bundle_path=BUNDLE, page="report.html", width=width, color=color, read_line=line_of)
+    return screen.screen(verdict, bundle_path=BUNDLE, page="report.html", width=width, color=color, read_line=line_of)
 
 
 EVERY = pytest.mark.parametrize(("name", "width"), [(name, width) for name in SCREENS for width in WIDTHS])
@@ -126,7 +126,7 @@ def test_no_line_breaks_within_a_word_or_a_path(name: str, width: int) -> None:
     text = " ".join(line.removeprefix("safelaunch: ").strip() for line in lines)
     assert words <= set(text.split())
     paths = [f"{one.frame.file}:{one.frame.line}" for one in verdict.culprits if one.frame is not None]
-    for whole in (*paths, BUNDLE, *([step.command] if (step := report.next_step(verdict)) else [])):
+    for whole in (*paths, BUNDLE, *([step.command] if (step := sentences.next_step(verdict)) else [])):
         assert sum(whole in line for line in lines) == 1, whole
     copied = [line for line in lines if BUNDLE in line or COMMAND[-20:] in line or any(path in line for path in paths)]
     assert all(len(line) <= width for line in lines if line not in copied)
@@ -156,16 +156,16 @@ def test_the_next_command_is_told_once() -> None:
 
 def test_the_page_of_the_bundle_is_named_above_it() -> None:
     assert shown(MISMATCH, 60).splitlines()[-2] == "safelaunch:   details: report.html in the bundle"
-    assert "report" not in report.screen(replace(MISMATCH, culprits=MISMATCH.culprits * 5), bundle_path=BUNDLE)
+    assert "report" not in screen.screen(replace(MISMATCH, culprits=MISMATCH.culprits * 5), bundle_path=BUNDLE)
 
 
 @EVERY
 def test_screen_names_the_command_that_explains_its_cause(name: str, width: int) -> None:
     command = f"safelaunch explain {SCREENS[name].cause}"
     assert sum(line.endswith(command) for line in shown(SCREENS[name], width).splitlines()) == 1
-    without_page = report.screen(SCREENS[name], bundle_path=BUNDLE, place="read from", width=width).splitlines()
+    without_page = screen.screen(SCREENS[name], bundle_path=BUNDLE, place="read from", width=width).splitlines()
     assert without_page[-2] == f"safelaunch:   more: {command}"
-    assert max(len(without_page), len(shown(SCREENS[name], width).splitlines())) <= report.MAX_LINES
+    assert max(len(without_page), len(shown(SCREENS[name], width).splitlines())) <= screen.MAX_LINES
 
 
 # --- colour -----------------------------------------------------------------------------------------------------------
@@ -252,9 +252,9 @@ LONG = "/home/me/experiments/of/a/long/name/safelaunch-bundles/train-20261122T02
 )
 def test_a_path_that_is_too_long_for_the_terminal(cwd: str, end: list[str]) -> None:
     """Relative if that fits, else on its own line. In a file, where programs look for it, it stays as it is."""
-    shown = report.screen(MISMATCH, bundle_path=LONG, width=80, cwd=cwd).splitlines()
+    shown = screen.screen(MISMATCH, bundle_path=LONG, width=80, cwd=cwd).splitlines()
     assert [line.removeprefix("safelaunch: ") for line in shown[-len(end) :]] == end
-    assert len(shown) <= report.MAX_LINES
+    assert len(shown) <= screen.MAX_LINES
 
 
 @pytest.mark.parametrize("width", [40, 80])
@@ -275,9 +275,9 @@ def test_a_closed_descriptor_is_no_terminal() -> None:
 def test_advice_is_told_whole_or_ends_in_dots(width: int) -> None:
     advice = f"First {'word ' * 60}end."
     crowded = replace(MISMATCH, culprits=MISMATCH.culprits * 3, suggestions=(advice, advice))
-    shown = report.screen(crowded, bundle_path=BUNDLE, width=width)
+    shown = screen.screen(crowded, bundle_path=BUNDLE, width=width)
     texts = [line.removeprefix("safelaunch: ") for line in shown.splitlines()]
     starts = [at for at, text in enumerate(texts) if text.startswith("  next: ")]
     ends = [next(n for n in range(at + 1, len(texts)) if not texts[n].startswith("    ")) - 1 for at in starts]
     assert starts and all(texts[at].endswith(("end.", " …")) for at in ends)
-    assert len(texts) <= report.MAX_LINES
+    assert len(texts) <= screen.MAX_LINES

@@ -21,7 +21,7 @@ from safelaunch.model import (
     Thread,
     Verdict,
 )
-from safelaunch.report import page, report
+from safelaunch.report import page, screen
 from safelaunch.verdict.diagnose import diagnose
 from tests.support.evidence import SCRIPT, at, in_c10d, in_loader, in_user
 
@@ -62,7 +62,7 @@ def at_fault(verdict: Verdict) -> list[str]:
 def words_of(verdict: Verdict) -> str:
     """Everything that a reader sees."""
     document = msgspec.to_builtins(verdict)
-    return json.dumps(document) + report.screen(verdict, bundle_path="a.txt", width=400)
+    return json.dumps(document) + screen.screen(verdict, bundle_path="a.txt", width=400)
 
 
 ALL = processes(0, 1, 2, 3)
@@ -76,7 +76,7 @@ def test_a_process_whose_rank_is_unknown_is_named_by_its_pid() -> None:
     assert ", while 3 of 4 processes wait in all_reduce at train.py:9" in verdict.summary
     assert verdict.summary.endswith(" Nothing gives its rank.")
     assert not re.search(r"ranks? \d", words_of(verdict))
-    assert "process 703 at " in report.screen(verdict, bundle_path="a.txt")
+    assert "process 703 at " in screen.screen(verdict, bundle_path="a.txt")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""The environment contract of a job: the device of each local rank, and the batch size of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from safelaunch.model import Evidence, RankEvidence, rank_words
+
+MOST = 8
+
+
+NO_SUCH_DEVICE = "invalid device ordinal"
+
+
+def world(size: int, mesh: Sequence[tuple[str, int]] = ()) -> str:
+    """``8 ranks = dp 2 x tp 4``. ``mesh``: dimensions and sizes."""
+    shape = " x ".join(f"{name} {length}" for name, length in mesh)
+    count = "1 rank" if size == 1 else f"{size} ranks"
+    return f"{count}{f' = {shape}' if shape else ''}" if size else ""
+
+
+def devices(evidence: Evidence) -> str:
+    """``local rank 0: GPU 0, 1: GPU 1``, by ``CUDA_VISIBLE_DEVICES``; and who asked for a device that is not there."""
+    chosen: dict[int, dict[str, None]] = {}
+    for rank in evidence.ranks:
+        if rank.gpu and rank.local_rank >= 0:
+            chosen.setdefault(rank.local_rank, {})[_name(rank.gpu)] = None
+    pairs = [f"{local}: {' or '.join(names)}" for local, names in sorted(chosen.items())]
+    more = f" and {len(pairs) - MOST} more" if len(pairs) > MOST else ""
+    parts = [f"local rank {', '.join(pairs[:MOST])}{more}"] if pairs else []
+    for rank in [rank for rank in evidence.ranks if rank.device not in (None, rank.local_rank)][:MOST]:
+        parts.append(f"rank {rank.rank} computed on cuda:{rank.device}")
+    raised = {rank.rank: rank.exception.message for rank in evidence.ranks if rank.exception is not None}
+    wrong = [rank for rank in evidence.ranks if NO_SUCH_DEVICE in raised.get(rank.rank, "")]
+    if wrong:
+        who = rank_words(rank.rank for rank in wrong)
+        parts.append(f"{who} requested a device that does not exist{_why(wrong)}")
+    return "; ".join(parts)
+
+
+def _name(gpu: str) -> str:
+    return f"GPU {gpu}" if gpu.isdecimal() else gpu[:12]
+
+
+def _why(wrong: list[RankEvidence]) -> str:
+    """Where the number of the rank is not that of the local rank, the script has most likely taken the wrong one."""
+    mixed_up = all(rank.local_rank not in (-1, rank.rank) for rank in wrong)
+    return ": a device is numbered by LOCAL_RANK, not by RANK" if mixed_up else ""
+
+
+def batches(evidence: Evidence) -> str:
+    """``32 a rank (loader), 512 over 16 data-parallel ranks``, as far as the ranks' DataLoaders tell."""
+    fed = {rank.batch for rank in evidence.ranks}
+    batch = fed.pop() if len(fed) == 1 else None
+    if batch is not None:
+        return f"{batch} a rank{_step(batch, evidence.world_size)}"
+    told = [rank.gil.batches for rank in evidence.ranks if rank.gil.batches]
+    if not told:
+        return ""
+    if any(one != told[0] for one in told):
+        return f"not the same on all ranks: {_sizes(told[0])} or {_sizes(next(o for o in told if o != told[0]))}"
+    sizes = set(told[0].values())
+    return f"{_sizes(told[0])} a rank{_step(sizes.pop(), evidence.world_size) if len(sizes) == 1 else ''}"
+
+
+def _step(batch: int, world: int) -> str:
+    return f", {batch * world} a step if all {world} ranks are data-parallel"
+
+
+def _sizes(loaders: Mapping[str, int]) -> str:
+    return ", ".join(f"{size} ({name})" for name, size in list(loaders.items())[:MOST])

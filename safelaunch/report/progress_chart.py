@@ -1,0 +1,83 @@
+"""The steps of all ranks over time: the rate before the stall, the ranks that are behind, and the moment it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from safelaunch.model import Evidence, RankEvidence, format_ranks
+
+MOST_LINES = 24
+
+
+MOST_POINTS = 160
+
+
+_FEW = 3
+
+
+def as_page(evidence: Evidence, culprits: Collection[int]) -> dict[str, Any] | None:
+    """A line for each class of ranks: those that stopped at the same step. None where no rank has marked any.
+
+    Times are seconds before the evidence was taken, on each host's own clock.
+    """
+    taken = _taken(evidence)
+    seen = {rank.rank: rank for rank in evidence.ranks if rank.progress is not None and rank.progress.step is not None}
+    classes: dict[tuple[bool, int], list[RankEvidence]] = {}
+    for rank, one in seen.items():
+        assert one.progress is not None
+        classes.setdefault((rank in culprits, one.progress.step or 0), []).append(one)
+    ordered = sorted(classes.items(), key=lambda item: (not item[0][0], item[0][1]))
+    lines = [_line(members, culprit, taken) for (culprit, _), members in ordered[:MOST_LINES]]
+    lines = [line for line in lines if line["p"]]
+    if not lines:
+        return None
+    return {
+        "lines": lines,
+        "threshold_s": round(evidence.threshold_s, 3),
+        "stall_s": round(evidence.stall_s, 3),
+        "left_out": max(0, len(ordered) - MOST_LINES),
+    }
+
+
+def _taken(evidence: Evidence) -> Mapping[str, float]:
+    """Host → when its ranks were looked at last, on its clock."""
+    found: dict[str, float] = {}
+    for rank in evidence.ranks:
+        states = rank.main.states if rank.main is not None else ()
+        last = max((state.at_s for state in states), default=0.0)
+        newest = max(last, rank.progress.last_step_ns / 1e9 if rank.progress is not None else 0.0)
+        found[rank.host] = max(found.get(rank.host, 0.0), newest)
+    return found
+
+
+def _line(members: list[RankEvidence], culprit: bool, taken: Mapping[str, float]) -> dict[str, Any]:
+    """The one that has told most stands for all of the class."""
+    one = max(members, key=lambda rank: len(rank.progress.history) if rank.progress is not None else 0)
+    progress = one.progress
+    assert progress is not None
+    points = [(at / 1e9, step) for at, step in progress.history]
+    if progress.first_step_ns and len(points) < _FEW:  # too fast to be seen; of a long run it would squeeze the rest
+        points.append((progress.first_step_ns / 1e9, 1))
+    if progress.last_step_ns and (not points or points[-1][1] != progress.step):
+        points.append((progress.last_step_ns / 1e9, progress.step or 0))
+    points = sorted(set(points))
+    thinned = points[:: -(-len(points) // MOST_POINTS)] if points else []
+    thinned += [points[-1]] if points and thinned[-1] != points[-1] else []
+    end = taken.get(one.host, 0.0)
+    return {
+        "r": format_ranks([rank.rank for rank in members]),
+        "n": len(members),
+        "c": int(culprit),
+        "step": progress.step,
+        "p": [[round(at - end, 3), step] for at, step in thinned],
+        "rate": _rate(points),
+    }
+
+
+def _rate(points: list[tuple[float, int]]) -> float:
+    """Steps a second over the later half of what is known; 0 where that is too little."""
+    later = points[len(points) // 2 :] if len(points) > 8 else points
+    if len(later) < 2 or later[-1][0] <= later[0][0]:
+        return 0.0
+    return round((later[-1][1] - later[0][1]) / (later[-1][0] - later[0][0]), 4)

@@ -1,0 +1,122 @@
+"""The stacks of a job, grouped, and those of the processes at fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, rank_words
+from safelaunch.report.stack_tree import StackBranch, stack_tree
+from safelaunch.stacks.frames import is_ours, own_part
+from safelaunch.verdict.conditions import View
+from safelaunch.verdict.rank_state import CaseFacts, child_views, view_of
+
+ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) → that line of the source, if readable
+
+
+MAX_FRAMES = 40
+
+
+@dataclass(frozen=True)
+class StackGroup:
+    """One stack (innermost first) and all who have it. ``who``: ``ranks 0-2,5``, ``dataloader workers of rank 1``."""
+
+    who: str
+    frames: tuple[Frame, ...]
+    user_frame: Frame | None
+    count: int
+
+
+def merged_stacks(facts: CaseFacts) -> tuple[StackBranch, ...]:
+    """The main threads of all ranks as a tree; empty where only one rank's was seen."""
+    found = {rank: main_frames(one.evidence) for rank, one in facts.ranks.items()}
+    mains = {rank: frames for rank, frames in found.items() if frames}
+    return stack_tree(mains, {*facts.ranks, *facts.unseen}) if len(mains) > 1 else ()
+
+
+def main_frames(rank: RankEvidence) -> tuple[Frame, ...]:
+    """Where the main thread of a rank is, innermost first; where it raised, if it has: what it does since is ours."""
+    if rank.exception is not None and rank.exception.frames:
+        return rank.exception.frames
+    view = view_of(rank)
+    return without_ours(view.frames) if view is not None else ()
+
+
+def without_ours(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The frames without those of the beacon, which waits at the end of a rank for the supervisor."""
+    return (
+        tuple(frame for frame in frames if not is_ours(frame.file)) if any(is_ours(f.file) for f in frames) else frames
+    )
+
+
+def stack_groups(facts: CaseFacts) -> tuple[list[StackGroup], set[int]]:
+    """Groups of equal stacks, the largest first, ranks before their children; and the ranks without any."""
+    groups: dict[tuple[bool, str, tuple[Frame, ...]], list[tuple[int, View]]] = {}
+    for rank, one in facts.ranks.items():
+        view = view_of(one.evidence)
+        for is_main, each in ((True, view), *((False, child) for child in child_views(one.evidence))):
+            if each is not None and each.frames:
+                frames = main_frames(one.evidence) if is_main else each.frames
+                groups.setdefault((is_main, each.process.role, frames), []).append((rank, each))
+    merged = []
+    for (is_main, role, frames), members in groups.items():
+        of = rank_words(rank for rank, _ in members)
+        who = of if is_main else f"{len(members)} {role}{'s' * (len(members) > 1)} of {of}"
+        merged.append((not is_main, -len(members), StackGroup(who, frames, members[0][1].user_frame, len(members))))
+    merged.sort(key=lambda item: item[:2])
+    seen = {rank for (is_main, _, _), members in groups.items() if is_main for rank, _ in members}
+    return [group for _, _, group in merged], set(facts.ranks) - seen | set(facts.unseen)
+
+
+def frame_text(frame: Frame | None) -> str:
+    return f"{frame.file}:{frame.line} {frame.function}" if frame else ""
+
+
+def stack_lines(group: StackGroup) -> list[str]:
+    """Innermost first; the user's own innermost frame is marked."""
+    lines = [f"{'→' if f == group.user_frame else ' '} {frame_text(f)}" for f in group.frames[:MAX_FRAMES]]
+    left = len(group.frames) - MAX_FRAMES
+    return [*lines, f"  ... {left} more"] if left > 0 else lines
+
+
+def culprit_lines(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None) -> list[str]:
+    """The stack of the process at fault, its user frame marked and shown with its source line."""
+    rank = next((r for r in evidence.ranks if r.rank == culprit.rank), None)
+    lines: list[str] = []
+    marked = False
+    for frame in frames_at_fault(culprit, rank)[:MAX_FRAMES]:
+        mark = not marked and frame == culprit.frame
+        marked = marked or mark
+        lines.append(f"{'→' if mark else ' '} {frame_text(frame)}")
+        text = read_line(frame.file, frame.line) if read_line and mark else None
+        lines += [f"      {text}"] if text else []
+    if culprit.frame is not None and not marked:
+        # Where it went wrong earlier is no part of the stack that it has now.
+        lines = [f"→ {frame_text(culprit.frame)}", *(["", "now in:", *lines] if lines else [])]
+    return lines
+
+
+def frames_at_fault(culprit: Culprit, rank: RankEvidence | None) -> tuple[Frame, ...]:
+    """The frames of the exception that ended it; else the thread with the culprit's frame in it, else the main thread;
+    for the dead, what they recorded last.
+    """
+    if rank is None:
+        return ()
+    raised = rank.exception.frames if rank.exception is not None else ()
+    if raised and culprit.pid == rank.pid and (culprit.frame is None or culprit.frame in raised):
+        return raised
+    for view in (view_of(rank), *child_views(rank)):
+        if view is not None and view.process.pid == culprit.pid and view.sample is not None:
+            inside = next((t for t in view.sample.threads if culprit.frame in t.frames), view.thread)
+            if inside is not None:
+                return without_ours(own_part(inside.frames))
+    return _last_frames(rank)
+
+
+def _last_frames(rank: RankEvidence) -> tuple[Frame, ...]:
+    """Where a rank that is gone was at its end."""
+    if rank.exception is not None:
+        return rank.exception.frames
+    if rank.fatal is not None:
+        return rank.fatal.frames
+    return rank.exit_call.frames if rank.exit_call is not None else ()
