@@ -337,9 +337,9 @@ def test_a_fence_cannot_be_closed_from_inside() -> None:
 
 
 def test_clean() -> None:
-    assert report.clean("a\x1b[31mb\x1b[0m\tc\nd") == "ab c d"
-    assert report.clean(at(1).file) == "/home/me/train.py"
-    assert report.clean("größe → 3") == "größe → 3"
+    assert screen.clean("a\x1b[31mb\x1b[0m\tc\nd") == "ab c d"
+    assert screen.clean(at(1).file) == "/home/me/train.py"
+    assert screen.clean("größe → 3") == "größe → 3"
 
 
 def test_reports_say_when_it_was_suspected_and_why() -> None:
