@@ -48,13 +48,13 @@ class Scene:
 
     @property
     def surely_named(self) -> bool:
-        """Whether a rank is named and evidence shows what it did."""
+        """True if a rank is named and evidence shows what it did."""
         own = [self.facts.ranks[rank].condition for rank in self.named]
         return bool(own) and not any(condition is None or Doubt.STATE_UNKNOWN in condition.doubts for condition in own)
 
     @property
     def holds_a_lock(self) -> bool:
-        """Whether a rank at fault waits while its thread holds a lock that another of its threads waits for."""
+        """True if a rank at fault waits while its thread holds a lock that another of its threads waits for."""
         waits = (self.facts.ranks[rank].wait for rank in self.named)
         return any(wait is not None and wait.holds_lock for wait in waits)
 
@@ -98,7 +98,7 @@ class Scene:
 
     @cached_property
     def failures(self) -> set[failures.FailureKind]:
-        """Kinds of the errors of ranks at fault, or of all ranks if none is named."""
+        """Kinds of the errors of ranks at fault, or of all ranks if no rank is named."""
         ranks = (self.facts.ranks[rank].evidence for rank in self.named or self.facts.ranks)
         return {failure.kind for rank in ranks if (failure := failure_of_rank(rank)) is not None}
 
@@ -118,7 +118,7 @@ class Scene:
 
     @property
     def of_some_stacks(self) -> bool:
-        """Whether the evidence is saved stacks, for an unknown number of ranks, and no process is at fault."""
+        """True if the evidence is saved stacks, for an unknown number of ranks, and no process is at fault."""
         return self.facts.evidence.world_guessed and self.facts.evidence.printed is None and not self.named
 
     @property
@@ -135,13 +135,12 @@ class Scene:
 
     @property
     def all_in_own_code(self) -> bool:
-        """Whether no rank waits for a peer, and at least one rank's place is known."""
+        """True if no rank waits for a peer, and at least one rank's place is known."""
         somewhere = any(rank.condition is not None and rank.condition.frame for rank in self.facts.ranks.values())
         return self._whole and somewhere and not self._waits
 
     @property
     def all_alike(self) -> bool:
-        """Whether every rank is named."""
         return len(self.named) > 1 and self.named == self.facts.world
 
     @property
@@ -151,7 +150,6 @@ class Scene:
 
     @property
     def without_stack(self) -> bool:
-        """Whether a live rank has no stack."""
         ranks = self.facts.ranks.values()
         living = [rank.evidence for rank in ranks if rank.evidence.exit is None and not _has_ended(rank.evidence)]
         return not ranks or any(rank.main is None or not rank.main.stacks for rank in living)

@@ -35,7 +35,7 @@ def _chance_doubts(facts: CaseFacts, finding: Finding) -> tuple[Doubt, ...]:
     chances = [_chance(facts, {*side}) for _, side in sides]
     if any(is_in_transfer(facts, culprit.rank, culprit.frame) for culprit in finding.culprits):
         return (Doubt.MAY_BE_OWED,) if 1.0 in chances else ()
-    if not _may_have_decided(facts, finding):
+    if not _condition_differs(facts, finding):
         return (Doubt.SEVERAL_PLACES,) if 1.0 in chances else ()
     if 1.0 in chances:
         return (Doubt.NO_PATTERN,)
@@ -47,8 +47,7 @@ def is_in_transfer(facts: CaseFacts, rank: int, frame: Frame | None) -> bool:
     return wait is not None and wait.kind == "p2p" and wait.frame == frame
 
 
-def _may_have_decided(facts: CaseFacts, finding: Finding) -> bool:
-    """Returns whether only some ranks are behind a condition of any kind, or the source is unknown."""
+def _condition_differs(facts: CaseFacts, finding: Finding) -> bool:
     ways = set()
     for stack in stacks_of_waiters(facts, finding).values():
         if not stack or any(not facts.read_source(frame.file) for frame in stack):

@@ -56,15 +56,14 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
         finding = with_loops_left(case, finding)
         finding = annotated(finding, [note for explanation in explanations for note in explanation(case, finding)])
     finding = with_stall_duration(case, with_group_names(case, finding))
-    if evidence.labels and (verdict_on_ranks := _of_known_ranks(evidence, finding, read_source)) is not None:
+    if evidence.labels and (verdict_on_ranks := _verdict_on_known_ranks(evidence, finding, read_source)) is not None:
         return verdict_on_ranks
     verdict = with_gpus(_verdict(case, finding, ruled_out), evidence)
     verdict = without_invented_ranks(case, finding, verdict) if evidence.labels else verdict
     return with_repeats(verdict, evidence).on_record(evidence)
 
 
-def _of_known_ranks(evidence: Evidence, finding: Finding, read_source: ReadSource | None) -> Verdict | None:
-    """Returns the verdict on the known ranks alone, if it blames the same ones."""
+def _verdict_on_known_ranks(evidence: Evidence, finding: Finding, read_source: ReadSource | None) -> Verdict | None:
     at_fault = {culprit.rank for culprit in finding.culprits}
     if not at_fault or not at_fault.isdisjoint(evidence.labels):
         return None
@@ -74,7 +73,6 @@ def _of_known_ranks(evidence: Evidence, finding: Finding, read_source: ReadSourc
 
 
 def _conclude(case: Case) -> tuple[Finding, list[str]]:
-    """Returns the first finding, and what was ruled out before it."""
     ruled_out: list[str] = []
     for rule in RULES:
         ruling = rule.ask(case)
@@ -120,7 +118,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
         victims=format_ranks(victims),
         evidence=tuple(dict.fromkeys(claims))[:_MOST_CLAIMS],
         ruled_out=(*ruled_out, *finding.ruled_out, *nccl_rules_out(evidence)),
-        missing=(*_missing(case, named), *_lost(case, finding)),
+        missing=(*_missing_evidence(case, named), *_lost_calls(case, finding)),
         suggestions=suggestions,
         nodes=finding.nodes if finding.nodes or len(evidence.nodes) > 1 else msgspec.UNSET,
         doubts=tuple(dict.fromkeys(doubt.why for doubt in doubts)),
@@ -149,8 +147,7 @@ def _is_victim(facts: CaseFacts, rank: int) -> bool:
     return condition is None
 
 
-def _missing(facts: CaseFacts, named: Collection[int]) -> Iterator[str]:
-    """Yields the evidence that is missing, by rank."""
+def _missing_evidence(facts: CaseFacts, named: Collection[int]) -> Iterator[str]:
     if facts.unseen:
         yield f"ranks not seen: {format_ranks(set(facts.unseen))}"
     if facts.evidence.printed is not None:
@@ -175,8 +172,7 @@ def _damaged(facts: CaseFacts) -> dict[tuple[str, ...], list[int]]:
     return sides_of({rank: record.damaged for rank, record in records.items() if record is not None and record.damaged})
 
 
-def _lost(facts: CaseFacts, finding: Finding, limit: int = 3) -> Iterator[str]:
-    """Yields calls that the ring buffers no longer hold, if the ranks might have diverged there."""
+def _lost_calls(facts: CaseFacts, finding: Finding, limit: int = 3) -> Iterator[str]:
     causes = ("collective-mismatch", "group-order", "p2p-cycle", "no-rank-stands-out")
     if finding.cause not in causes or facts.evidence.printed is not None:
         return

@@ -1,4 +1,4 @@
-"""The explanations, as one table: what is added to a finding, in order."""
+"""The explanations, as one table in the order in which they run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safelaunch.verdict.waits import Case
 from safelaunch.verdict.wrong_group import another_group, wrong_group
 
 Explanation = Callable[[Case, Finding], Iterator[Annotation]]
-# Why the ranks at fault went another way; then what else is known of those that are named.
+# First why the ranks at fault went a different way, then what else is known about the named ranks.
 EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
     (wrong_group, another_group, guards, framework_frames.frames_below, caught_exception, skipped_batch),
     (

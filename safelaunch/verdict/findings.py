@@ -1,4 +1,4 @@
-"""What a rule returns: a finding, and the annotations that explanations add to it."""
+"""Findings, which rules return, and the annotations that explanations add to them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from safelaunch.verdict.suggestions import Advice
 
 @dataclass(frozen=True)
 class GuardedCall:
-    """A call that some ranks make behind a condition on the rank."""
+    """A call that some ranks make under a condition on the rank."""
 
     guard: Guard
     call: Frame
     ranks: tuple[int, ...]  # ranks that make the call
     kept: tuple[int, ...]
-    """ranks that the guard is known to exclude; empty if it depends on more than the rank"""
+    """Ranks that the guard is known to exclude; empty if it depends on more than the rank."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ class Finding:
     doubts: tuple[Doubt, ...]
     summary: str
     culprits: tuple[Culprit, ...] = ()
-    """empty if the cause is known and the rank at fault isn't"""
+    """Ranks at fault; empty if only the cause is known."""
     claims: tuple[Claim, ...] = ()
     ruled_out: tuple[str, ...] = ()
     victims: tuple[int, ...] = ()
-    """in addition to the ranks that wait in a collective"""
+    """Victims in addition to the ranks that wait in a collective."""
     nodes: tuple[NodeAtFault, ...] = ()
-    """nodes at fault as a whole"""
+    """Nodes at fault as a whole."""
     calls: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
-    """rank → the user's frames, innermost first, of the call at which the ranks diverged, if they have moved on"""
+    """rank → user frames, innermost first, of the call at which ranks diverged, if they have moved on since."""
     advice: frozenset[Advice] = frozenset()
-    """advice on the sub-case"""
+    """Advice on the sub-case."""
     branches: tuple[GuardedCall, ...] = ()
-    """conditions on the rank that sent the ranks at fault a different way than their peers"""
+    """Conditions on the rank that sent the ranks at fault a different way than their peers."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,21 @@ class Annotation:
 
     sentence: str = ""
     claims: tuple[Claim, ...] = ()
-    """evidence for the sentence"""
+    """Evidence for the sentence."""
     doubts: tuple[Doubt, ...] = ()
     culprits: tuple[Culprit, ...] | None = None
-    """ranks at fault, if not the ones that the rule named"""
+    """Ranks at fault, if not the ones that the rule named."""
     advice: frozenset[Advice] = frozenset()
     cause: str = ""
     explains: bool = False
-    """says why the ranks are there: its sentence comes first; its doubts, culprits and advice replace all others"""
+    """Says why the ranks are there: the sentence comes first; doubts, culprits and advice replace all others."""
     supersedes: bool = False
-    """omits the rule's summary, which follows from the sentence"""
+    """Omits the rule's summary, which follows from the sentence."""
     ruled_out: tuple[str, ...] = ()
     nodes: tuple[NodeAtFault, ...] = ()
     branches: tuple[GuardedCall, ...] = ()
     context: tuple[Claim, ...] = ()
-    """claims about the ranks at fault, listed last"""
+    """Claims about the ranks at fault, listed last."""
 
 
 def annotated(finding: Finding, annotations: Iterable[Annotation]) -> Finding:
@@ -112,7 +112,7 @@ def annotated(finding: Finding, annotations: Iterable[Annotation]) -> Finding:
     )
 
 
-Ruling = Finding | str  # a finding, or the reason there is none ("" if not worth reporting)
+Ruling = Finding | str  # a finding, or why the rule has no finding ("" if not worth reporting)
 
 
 def stacks_of_waiters(facts: CaseFacts, finding: Finding) -> dict[int, tuple[Frame, ...]]:

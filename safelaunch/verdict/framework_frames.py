@@ -64,7 +64,6 @@ def _telling(side: tuple[Frame, ...], sides: Iterable[tuple[Frame, ...]], shared
 
 
 def _stack_of(facts: CaseFacts, rank: int) -> fr.Stack | None:
-    """Returns the recorded stack of the call that the rank waits in, or its main thread's stack."""
     state = facts.ranks[rank]
     if state.wait is not None and state.wait.group is not None and state.wait.seq is not None:
         entry = facts.alignment.entry(rank, state.wait.group, state.wait.seq)

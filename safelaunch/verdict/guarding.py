@@ -58,11 +58,7 @@ def guards(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 
 
 def _advice(facts: CaseFacts, finding: Finding, found: Sequence[GuardedCall]) -> frozenset[Advice]:
-    """Returns advice for the conditions found.
-
-    An ``if`` with an ``else`` keeps each side from the other's call: the odd call decides. If the sides wait in several
-    groups, each might call the other group next.
-    """
+    # An `if` with an `else` excludes each side from the other's call: the odd call decides.
     named = frozenset(culprit.rank for culprit in finding.culprits)
     if finding.cause == "group-order":
         found = [branch for branch in found if branch.kept]
@@ -73,10 +69,6 @@ def _advice(facts: CaseFacts, finding: Finding, found: Sequence[GuardedCall]) ->
 
 
 def _advice_for_branch(facts: CaseFacts, branch: GuardedCall, named: frozenset[int]) -> frozenset[Advice]:
-    """Returns advice by whether the condition admitted or excluded the ranks at fault.
-
-    If ranks at fault are on both sides, the smaller side did what it should not.
-    """
     came, kept = named & set(branch.ranks), named - set(branch.ranks)
     if not branch.kept and _admitted_before(facts, branch):
         return frozenset()

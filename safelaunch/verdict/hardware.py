@@ -46,7 +46,7 @@ def _lines(verdict: Verdict, earlier: tuple[tuple[str, ...], ...]) -> Iterator[s
 def _with_gpu(cause: str, culprit: Culprit, rank: RankEvidence | None, evidence: Evidence) -> Culprit:
     if rank is None or not _may_be_its_gpu(cause, rank):
         return culprit
-    uuid = _uuid(rank, evidence)
+    uuid = _gpu_uuid(rank, evidence)
     return msgspec.structs.replace(culprit, gpu=uuid[:_MOST_TEXT]) if uuid else culprit
 
 
@@ -55,8 +55,8 @@ def _may_be_its_gpu(cause: str, rank: RankEvidence) -> bool:
     return cause in ("gpu-kernel", "gpu-lost") or _OF_A_BAD_GPU.search(message) is not None
 
 
-def _uuid(rank: RankEvidence, evidence: Evidence) -> str:
-    """Returns the GPU in CUDA_VISIBLE_DEVICES, or the only one that holds memory of the rank."""
+def _gpu_uuid(rank: RankEvidence, evidence: Evidence) -> str:
+    # CUDA and NVML number GPUs differently
     if rank.gpu.startswith(("GPU-", "MIG-")):
         return rank.gpu
     used = {

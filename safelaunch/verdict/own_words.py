@@ -1,4 +1,4 @@
-"""What a rank's own state says about its place: exceptions it handles, signals, threads that ended."""
+"""Explanations from a rank's own state: exceptions it handles, signal handlers, threads that ended."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ _MET: Mapping[str, Callable[[Case], bool]] = {
     "every rank seen": lambda case: not case.unseen,
     "ranks that wait for peers": lambda case: bool(case.waits.classes),
     "no rank that waits for peers": lambda case: not case.waits.classes,
-    "a cycle of waits": lambda case: bool(case.waits.circle),
-    "a cycle over several groups": lambda case: len(case.waits.groups_of_circle) > 1,
-    "sends or receives in the cycle": lambda case: bool(case.waits.transfers_of_circle),
+    "a cycle of waits": lambda case: bool(case.waits.cycle),
+    "a cycle over several groups": lambda case: len(case.waits.groups_of_cycle) > 1,
+    "sends or receives in the cycle": lambda case: bool(case.waits.transfers_of_cycle),
 }
 
 

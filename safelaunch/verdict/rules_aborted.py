@@ -107,9 +107,11 @@ def wrong_size_received(facts: CaseFacts) -> Ruling:
     text += f", as {_why(aborted)}, while {waits_words(facts, peers)}: the calls do not match."
     astray = {rank: words for rank in peers if (words := unusual(facts, rank))}
     if len(astray) == 1:
-        return _in_another_group(facts, *astray.popitem(), list(sites), text)
-    ways = _ways(facts, [*sites, *peers]) if places == {*sites.values()} and _in_one_group(facts, peers) else {}
-    told, left = by_the_source(facts, _meeting(facts, [*sites, *peers])) if not ways else (None, None)
+        return _habit_finding(facts, *astray.popitem(), list(sites), text)
+    ways = (
+        _callers_of_c10d(facts, [*sites, *peers]) if places == {*sites.values()} and _in_one_group(facts, peers) else {}
+    )
+    told, left = by_the_source(facts, _match_by_stacks(facts, [*sites, *peers])) if not ways else (None, None)
     odd, majority = vote(ways) if ways else (told.odd, told.majority) if told is not None else ((), False)
     text += f" {capital(left.says)}." if left is not None else ""
     if odd and majority:
@@ -135,8 +137,7 @@ def _why(aborted: Sequence[RankFacts]) -> str:
     return abort.means if abort is not None and "bytes into" in abort.means else "a peer sent more than it expected"
 
 
-def _meeting(facts: CaseFacts, ranks: Iterable[int]) -> ExpectedMatch:
-    """Compares calls of which only stacks are known."""
+def _match_by_stacks(facts: CaseFacts, ranks: Iterable[int]) -> ExpectedMatch:
     stacks = {rank: user_stack_of(facts.ranks[rank].evidence) for rank in ranks}
     made = {
         rank: CallSite(f"a call{fr.at(stack[0])}", stack[0], stack) if stack else CallSite("another place", None, ())
@@ -149,8 +150,7 @@ def _shown_in(facts: CaseFacts, rank: int) -> str:
     return f"ranks/{rank}/{'fault' if facts.evidence.printed is None else 'log_tail'}.txt"
 
 
-def _ways(facts: CaseFacts, ranks: Iterable[int]) -> dict[tuple[fr.Spot, ...], list[int]]:
-    """Groups ranks by the frames above c10d, including libraries', that led to the call."""
+def _callers_of_c10d(facts: CaseFacts, ranks: Iterable[int]) -> dict[tuple[fr.Spot, ...], list[int]]:
     ways = {}
     for rank in sorted(ranks):
         rank_evidence = facts.ranks[rank].evidence
@@ -175,12 +175,11 @@ def _may_meet(facts: CaseFacts, wait: PeerWait, aborted: Iterable[RankFacts]) ->
 
 def _in_one_group(facts: CaseFacts, waits: Mapping[int, PeerWait]) -> bool:
     groups = {wait.group for wait in waits.values()}
-    listed = (members for rank in waits for members in facts.alignment.listed(rank).values())
+    listed = (members for rank in waits for members in facts.alignment.groups_of(rank).values())
     return len(groups) == 1 and (None not in groups or not any(1 < len(m) < len(facts.world) for m in listed))
 
 
-def _in_another_group(facts: CaseFacts, rank: int, words: str, aborted: Sequence[int], text: str) -> Finding:
-    """Blames the one rank that left its habit for the call that didn't fit."""
+def _habit_finding(facts: CaseFacts, rank: int, words: str, aborted: Sequence[int], text: str) -> Finding:
     claims = [habit_claim(rank), *(Claim(f"rank {r}: aborted in a collective", _shown_in(facts, r)) for r in aborted)]
     return Finding(
         "collective-mismatch",

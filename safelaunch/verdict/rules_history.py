@@ -47,7 +47,7 @@ def called_past_the_end(case: Case) -> Ruling:
     ended, waiting = _ended_and_waiting(case)
     if not ended or not waiting:
         return ""
-    made = {rank: call for rank in waiting if (call := _newest_call(case, rank)) is not None}
+    made = {rank: call for rank in waiting if (call := _pending_or_failed_call(case, rank)) is not None}
     shifts = case.histories.shifts_in({call.group for call in made.values()})
     shift = next((shift for shift in shifts if shift.agrees_again or shift.explains_lag()), None)
     if shift is not None:
@@ -70,7 +70,7 @@ def called_past_the_end(case: Case) -> Ruling:
 def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
     """Returns members of a group that ended as scripts do, and members that wait in its calls.
 
-    Empty if more wait than ended, or if other ranks are held up for reasons of their own.
+    Empty if more wait than ended, or if another rank is held up on its own.
     """
     own = conditions(case)
     if any(
@@ -79,14 +79,13 @@ def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
         return [], []
     if any(wait.kind != "collective" for wait in case.waiting.values()):
         return [], []
-    groups = {call.group for rank in case.waiting if (call := _newest_call(case, rank)) is not None}
+    groups = {call.group for rank in case.waiting if (call := _pending_or_failed_call(case, rank)) is not None}
     members = frozenset.intersection(case.world, *(case.alignment.members(group)[0] for group in groups))
     ended = sorted(members & own.keys())
     return (ended, sorted(case.waiting)) if len(case.waiting) <= len(ended) else ([], [])
 
 
-def _newest_call(case: Case, rank: int) -> Collective | None:
-    """Returns the recorded collective in which ``rank`` waits, or the newest from the line of its exception."""
+def _pending_or_failed_call(case: Case, rank: int) -> Collective | None:
     wait = case.waiting.get(rank)
     if wait is None or wait.seq is not None:
         return case.call_of(rank)
@@ -96,7 +95,6 @@ def _newest_call(case: Case, rank: int) -> Collective | None:
 
 
 def _never_made(case: Case, rank: int, call: Collective, peers: Sequence[int]) -> bool:
-    """Returns whether no peer made a call from that place, or met one from there before, by their records."""
     aligned = case.histories.in_group(call.group)
     own_history, peer_histories = aligned.histories.get(rank), [aligned.histories.get(other) for other in peers]
     if own_history is None or not aligned.by_frames or (this := own_history.at(call.seq)) == UNKNOWN:
@@ -125,9 +123,9 @@ def out_of_step(case: Case) -> Ruling:
 
     CPUs run ahead of their devices, so all calls might be queued; the programs show their order.
     """
-    groups, shifts = case.waits.groups_of_circle, list[Divergence]()
-    if case.waits.circle:
-        if len(groups) < 2 and not case.waits.transfers_of_circle:
+    groups, shifts = case.waits.groups_of_cycle, list[Divergence]()
+    if case.waits.cycle:
+        if len(groups) < 2 and not case.waits.transfers_of_cycle:
             return ""
         shifts = [*case.histories.shifts_in(groups)]
     elif case.histories.first_mismatch is not None:
@@ -138,9 +136,9 @@ def out_of_step(case: Case) -> Ruling:
 
 def left_its_role(case: Case) -> Ruling:
     """A rank in the cycle made a different call from all others in its role, after equal calls until then."""
-    if len(case.waits.groups_of_circle) < 2 and not case.waits.transfers_of_circle:
+    if len(case.waits.groups_of_cycle) < 2 and not case.waits.transfers_of_cycle:
         return ""
-    one = case.histories.of_one(case.waits.in_circle)
+    one = case.histories.lone_divergence(case.waits.ranks_in_cycle)
     return of_role(case, one) if one is not None else ""
 
 
@@ -160,9 +158,9 @@ def of_role(case: Case, one: Divergence) -> Finding:
     return Finding(
         "collective-mismatch",
         (Doubt.ROLE_ALONE,),
-        f"Rank {rank} {text}; now {apart(case, wait_words(case, case.waits.in_circle))}.",
+        f"Rank {rank} {text}; now {apart(case, wait_words(case, case.waits.ranks_in_cycle))}.",
         (waiting_culprit(case.ranks[rank], f"Rank {rank} {text}.", sites[missing]),),
-        (*claims, *wait_claims(case, case.waits.in_circle)),
+        (*claims, *wait_claims(case, case.waits.ranks_in_cycle)),
         () if missing else (f"groups entered in different orders: rank {rank} might still make the other call",),
         calls={} if missing else {who: case.alignment.stack(who, call).user_frames for who, call in both},
         advice=frozenset({suggestions.LEFT_OUT} if missing else ()),
@@ -222,7 +220,6 @@ _MODEL_ADVICE: Mapping[calls.Purpose, suggestions.Advice] = {
 
 
 def _shift_advice(facts: CaseFacts, shift: Divergence) -> frozenset[suggestions.Advice]:
-    """Returns advice by the reason for which torch makes the extra or skipped call."""
     caller = shift.ranks[0] if shift.kind == "extra" else shift.peers[0]
     purpose = calls.purpose(facts.alignment.stack(caller, shift.call))
     if shift.kind == "extra":
@@ -247,7 +244,7 @@ def _calls_words(shift: Divergence) -> str:
 def _own_number(facts: CaseFacts, shift: Divergence) -> tuple[str, int]:
     """Returns group and number that the skipped call would have had on the rank that skipped it.
 
-    If the peer made that call in its own group, the rank's group is the one of its other calls from there.
+    If the peer made that call in its own group, the rank's other calls from there show the rank's group.
     """
     rank, call, stack = shift.ranks[0], shift.call, facts.alignment.stack
     mine = [e for e in facts.alignment.ring(rank) if e.is_p2p == call.is_p2p]
@@ -282,7 +279,7 @@ def _site_of(facts: CaseFacts, rank: int, shift: Divergence) -> Frame | None:
 
 
 def _calls_waited_in(case: Case) -> dict[int, Collective]:
-    return {rank: call for rank in case.waits.in_circle if (call := case.call_of(rank)) is not None}
+    return {rank: call for rank in case.waits.ranks_in_cycle if (call := case.call_of(rank)) is not None}
 
 
 def skipped_between_groups(case: Case) -> Ruling:
@@ -290,7 +287,7 @@ def skipped_between_groups(case: Case) -> Ruling:
 
     Its own habit shows it (:meth:`.Histories.broken_habit`), so two ranks are enough.
     """
-    calls, groups = _calls_waited_in(case), case.waits.groups_of_circle
+    calls, groups = _calls_waited_in(case), case.waits.groups_of_cycle
     habits = {rank: case.histories.broken_habit(rank, now, groups) for rank, now in calls.items()}
     broken_habits = [(rank, habit) for rank, habit in habits.items() if habit is not None]
     if len(broken_habits) != 1:
@@ -298,7 +295,7 @@ def skipped_between_groups(case: Case) -> Ruling:
     ((rank, broken),) = broken_habits
     now = calls[rank]
     usual = broken.usual
-    wait_elsewhere = [waiters.wait for waiters in case.waits.circle if rank not in waiters.ranks]
+    wait_elsewhere = [waiters.wait for waiters in case.waits.cycle if rank not in waiters.ranks]
     if not broken.sure or not any(usual.group == wait.group and same_op(usual.op, wait.op) for wait in wait_elsewhere):
         return ""
     site, after = (case.alignment.stack(rank, call).user_frame for call in (usual, now))
@@ -310,7 +307,7 @@ def skipped_between_groups(case: Case) -> Ruling:
         f"rank {rank}: each earlier {op_name(now)} of group {now.group!r} at {fr.place(after)} follows"
         f" {op_name(usual)} of group {usual.group!r}; #{number_of(now)} does not",
     )
-    claims = (claim, *wait_claims(case, case.waits.in_circle))
+    claims = (claim, *wait_claims(case, case.waits.ranks_in_cycle))
     other = f"alternatively, the groups were entered in different orders: rank {rank} might still call the other"
     return replace(skipped(case, rank, site, text, claims), ruled_out=(other,))
 
@@ -326,25 +323,22 @@ def skipped(
     return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=frozenset({suggestions.LEFT_OUT}))
 
 
-def _unusual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
-    """Returns the call that each rank had always made where it now waits in a different one.
-
-    Args:
-        new: Selects ranks whose present call is new to them, otherwise ranks that made it before.
-    """
-    groups = case.waits.groups_of_circle
-    habits = {rank: case.histories.usual_instead(rank, call, groups) for rank, call in _calls_waited_in(case).items()}
+def _usual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
+    groups = case.waits.groups_of_cycle
+    habits = {
+        rank: case.histories.changed_successor(rank, call, groups) for rank, call in _calls_waited_in(case).items()
+    }
     new_calls = {rank: habit for rank, habit in habits.items() if habit is not None}
     return {rank: habit.usual for rank, habit in new_calls.items() if (habit.new and not habit.one_line) is new}
 
 
 def new_call_between_groups(case: Case) -> Ruling:
     """Ranks in the cycle wait in a call that is new to them, instead of the usual one that the others wait in."""
-    new = _unusual_calls(case, new=True)
-    own_class = next((waiters for waiters in case.waits.circle if new.keys() == {*waiters.ranks}), None)
-    peer_waits = [other.wait for other in case.waits.circle if other is not own_class]
+    new = _usual_calls(case, new=True)
+    own_class = next((waiters for waiters in case.waits.cycle if new.keys() == {*waiters.ranks}), None)
+    peer_waits = [other.wait for other in case.waits.cycle if other is not own_class]
     awaited = [any(call.group == w.group and same_op(call.op, w.op) for w in peer_waits) for call in new.values()]
-    if own_class is None or 2 * len(new) > len(case.waits.in_circle) or not all(awaited):
+    if own_class is None or 2 * len(new) > len(case.waits.ranks_in_cycle) or not all(awaited):
         return ""
     rank = own_class.ranks[0]
     own, usual = (
@@ -353,40 +347,37 @@ def new_call_between_groups(case: Case) -> Ruling:
     )
     text = f"{ranks_wait(case, own_class.ranks)} in {own} for the first time; until then"
     text += f" {'it had' if len(own_class.ranks) == 1 else 'they had'} always called {usual} instead"
-    others_in = {r: w for r, w in wait_words(case, case.waits.in_circle).items() if r not in new}
+    others_in = {r: w for r, w in wait_words(case, case.waits.ranks_in_cycle).items() if r not in new}
     return Finding(
         "collective-mismatch",
-        (Doubt.HABIT_ALONE, *doubts_if({Doubt.NO_MAJORITY: 2 * len(new) == len(case.waits.in_circle)})),
+        (Doubt.HABIT_ALONE, *doubts_if({Doubt.NO_MAJORITY: 2 * len(new) == len(case.waits.ranks_in_cycle)})),
         f"{capital(text)}; {apart(case, others_in)}.",
         waiting_culprits(case, own_class.ranks),
-        wait_claims(case, case.waits.in_circle),
+        wait_claims(case, case.waits.ranks_in_cycle),
     )
 
 
 def _minority(case: Case) -> list[int]:
-    """Returns ranks of the cycle outside the majority; empty unless all groups of the cycle have the same members.
-
-    Groups with different members have no majority: each pair of groups has its own order.
-    """
-    members = {frozenset(case.alignment.members(group)[0]) for group in case.waits.groups_of_circle}
-    most = max((waiters.ranks for waiters in case.waits.circle), key=len)
+    # Groups with different members have no majority: each pair has its own order.
+    members = {frozenset(case.alignment.members(group)[0]) for group in case.waits.groups_of_cycle}
+    most = max((waiters.ranks for waiters in case.waits.cycle), key=len)
     if len(members) != 1 or 2 * len(most) <= len(next(iter(members))):
         return []
-    return [rank for rank in case.waits.in_circle if rank not in most]
+    return [rank for rank in case.waits.ranks_in_cycle if rank not in most]
 
 
 def group_order(case: Case) -> Ruling:
     """Ranks entered several groups in different orders, and nothing shows that one of them skipped a call."""
-    ranks, groups = case.waits.in_circle, case.waits.groups_of_circle
+    ranks, groups = case.waits.ranks_in_cycle, case.waits.groups_of_cycle
     words, known_of_all = [], True
-    for waiters in case.waits.circle:
+    for waiters in case.waits.cycle:
         members, complete = case.alignment.members(str(waiters.wait.group))
         known_of_all = known_of_all and complete
         of = f" of {ranks_word(members)}" if complete else ""
         words.append(f"{ranks_wait(case, waiters.ranks)} in group {waiters.wait.group!r}{of} ({waiters.wait.words})")
     more = f"; and so on in {len(words) - 3} more" if len(words) > 3 else ""
     text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
-    changed = list(_unusual_calls(case, new=False))
+    changed = list(_usual_calls(case, new=False))
     aside = [rank for rank in ranks if is_outside_normal_flow(case, rank)]
     aside = aside if len(aside) < len(ranks) else []
     fewer = changed or aside or (_minority(case) if known_of_all else [])
@@ -395,8 +386,8 @@ def group_order(case: Case) -> Ruling:
         ranks = of_several or ranks
     ranks = fewer or ranks
     alone, lines = (
-        all(len(waiters.ranks) == 1 for waiters in case.waits.circle),
-        {waiters.wait.frame for waiters in case.waits.circle},
+        all(len(waiters.ranks) == 1 for waiters in case.waits.cycle),
+        {waiters.wait.frame for waiters in case.waits.cycle},
     )
     who, order = (ranks_word(changed), "another order than before") if changed else ("they", "different orders")
     doubts = {
@@ -409,6 +400,6 @@ def group_order(case: Case) -> Ruling:
         doubts_if(doubts),
         f"{capital(text)}: {who} entered the groups in {order}.",
         waiting_culprits(case, ranks),
-        wait_claims(case, case.waits.in_circle if fewer else ranks, limit=10),
+        wait_claims(case, case.waits.ranks_in_cycle if fewer else ranks, limit=10),
         advice=frozenset({suggestions.ALONE_IN_GROUPS}) if alone and len(lines) > 1 and not aside else frozenset(),
     )

@@ -122,20 +122,20 @@ def mismatch(case: Case) -> Ruling:
     in different operations before: a backend pairs by number, not by kind, and might let a wrong pair pass, which
     exchanges garbage and leaves the ranks one operation apart.
     """
-    if not case.waits.circle:
+    if not case.waits.cycle:
         return _mispaired(case)
-    waiting = [waiters.wait for waiters in case.waits.circle]
+    waiting = [waiters.wait for waiters in case.waits.cycle]
     numbered = [w for w in waiting if w.kind == "collective" and w.seq is not None]
     if numbered:
         lowest = min(numbered, key=lambda w: w.seq or 0)
         found = mismatch_at(case.alignment, str(lowest.group), lowest.seq or 0)
         if found is not None:
-            role = None if found.majority else case.histories.of_one(found.odd)
+            role = None if found.majority else case.histories.lone_divergence(found.odd)
             own = role.there[role.ranks[0]] if role is not None else None
             if role is not None and own is not None and (own.group, number_of(own)) == (found.group, found.seq):
                 return of_role(case, role)  # the same role in another replica makes the same calls
             return of_record(case, found)
-    meeting = _by_stacks(case, case.waits.in_circle)
+    meeting = _by_stacks(case, case.waits.ranks_in_cycle)
     if any(w.kind == "p2p" and w.seq is not None for w in waiting):  # by design, only some ranks send
         meeting = replace(meeting, odd=tuple(sorted(meeting.calls)), majority=False)
     return _finding(case, meeting)
@@ -164,7 +164,6 @@ _MOST_SIDES = 4
 def _without_majority(
     facts: CaseFacts, mismatch: Mismatch, meeting: ExpectedMatch, sides: Sequence[Sequence[int]]
 ) -> Finding:
-    """Returns a finding without culprits, as no side outvotes the others."""
     clauses = [f"{ranks_word(side)} {_calls_of(facts, mismatch, meeting, side)}" for side in sides[:_MOST_SIDES]]
     clauses += [f"{len(sides) - _MOST_SIDES} more ways"] if len(sides) > _MOST_SIDES else []
     text = f"From collective #{mismatch.seq} of group {mismatch.group!r} on, the ranks go {len(sides)} different ways"
@@ -219,7 +218,6 @@ def _by_stacks(facts: CaseFacts, ranks: list[int]) -> ExpectedMatch:
 def _user_stack(
     facts: CaseFacts, rank: int, recorded: tuple[Frame, ...] = ()
 ) -> tuple[Frame | None, tuple[Frame, ...]]:
-    """Returns the user's call and its callers, from the record, or from the main thread if it waits in the call."""
     state = facts.ranks[rank]
     view = view_of(state.evidence) if state.wait is None or state.wait.thread is None else None
     frames = recorded or (view.frames if view else ())
@@ -230,7 +228,7 @@ def _user_stack(
 def by_the_source(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[ExpectedMatch, LeftLoop | None]:
     """Revises which ranks are odd by the source, and returns the loop that some have left.
 
-    Odd is a call outside the program's normal flow, past the loop that others are in, or behind a condition on the
+    Odd is a call outside the program's normal flow, past the loop that others are in, or under a condition on the
     rank.
     """
     aside = _outside_normal_flow(facts, meeting)
@@ -252,7 +250,6 @@ def by_the_source(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[ExpectedMat
 
 
 def _finding(facts: CaseFacts, meeting: ExpectedMatch) -> Finding:
-    """Returns ``uneven-batches`` if the source shows a rank past its peers' loop, else ``collective-mismatch``."""
     words = meeting.words
     meeting, left = by_the_source(facts, meeting)
     odd_first = sorted(words, key=lambda rank: (rank not in meeting.odd, rank))
@@ -290,7 +287,7 @@ def _odd_by_steps(facts: CaseFacts, meeting: ExpectedMatch) -> str:
 
 
 def _odd_by_guard(facts: CaseFacts, meeting: ExpectedMatch) -> ExpectedMatch | None:
-    """Returns the match with one side odd: its call is behind a condition on the rank that excludes all others."""
+    """Returns the match with one side odd: a condition on the rank excludes all others from its call."""
     telling = [
         branch for branch in branches(facts, _user_frames(facts, meeting), frozenset(meeting.odd)) if branch.kept
     ]
@@ -345,20 +342,20 @@ class LeftLoop:
 
     @property
     def sure(self) -> bool:
-        """Whether no round of an outer loop explains it as well."""
+        """True if no round of an outer loop explains it as well."""
         return self.round == "short" or not self.loop.enclosed
 
     @property
     def cut_short(self) -> bool:
-        """Whether some calls of one step were skipped."""
+        """True if some calls of one step were skipped."""
         return self.of_a_step and self.round == "short"
 
     def judged(self, meeting: ExpectedMatch) -> ExpectedMatch:
         """Decides which side is odd.
 
         If the sides are equal, the ranks that left the loop had fewer batches; otherwise the minority had more, or
-        fewer. If another loop encloses both, earlier rounds decide: if each had as many calls, the ranks behind skipped
-        the call that ends the loop; if that is unknown, either side might be odd, and the majority counts.
+        fewer. If another loop encloses both, earlier rounds decide: if each had as many calls, ``behind`` skipped the
+        call that ends the loop; if that is unknown, either side might be odd, and the majority counts.
         """
         doubts = tuple(Doubt.STACKS_ALONE if doubt is Doubt.LINES_ALONE else doubt for doubt in meeting.doubts)
         doubts += (Doubt.MAY_SKIP_CALLS,) if self.skips else ()
@@ -403,7 +400,6 @@ def _reason(facts: CaseFacts, meeting: ExpectedMatch, rank: int, left: LeftLoop 
 
 
 def _find_left_loop(facts: CaseFacts, meeting: ExpectedMatch) -> LeftLoop | None:
-    """Returns the loop that some ranks have left and the others are still in."""
     sides = by_place(meeting.words)
     if len(sides) != 2:
         return None
@@ -439,11 +435,6 @@ def _is_innermost(facts: CaseFacts, loop: SourceLoop, stack: Sequence[Frame]) ->
 
 
 def _skips(facts: CaseFacts, stack: Sequence[Frame], loop: SourceLoop, more: int) -> str:
-    """Returns how a rank might reach the end of the loop with fewer calls: by the source, or by ``more`` steps.
-
-    Args:
-        stack: Frames of the call that the others made.
-    """
     part = next((n for n, frame in enumerate(stack) if frame == loop.inside), len(stack) - 1)
     skips = ways_around(stack[: part + 1], loop.line, facts.read_source)
     skips += [f"{more} more step{'s' * (more > 1)}, with as many calls"] if more > 0 else []
@@ -516,10 +507,7 @@ def _by_place(facts: CaseFacts, mismatch: Mismatch, ranks: Sequence[int]) -> lis
 
 
 def _frames_of_call(facts: CaseFacts, mismatch: Mismatch, rank: int) -> tuple[Frame, ...]:
-    """Returns the user's frames of the call, innermost first, from the record or from the main thread that waits in it.
-
-    Falls back to all recorded frames. With a device's queue, the main thread runs ahead and waits at any result.
-    """
+    # With a device's queue, the main thread runs ahead and waits at any result.
     entry, wait = mismatch.entries[rank], facts.waiting.get(rank)
     is_there = wait is not None and entry.started is None and (wait.group, wait.seq) == (mismatch.group, mismatch.seq)
     shown = user_stack_of(facts.ranks[rank].evidence) if is_there else ()

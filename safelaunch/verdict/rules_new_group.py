@@ -57,11 +57,13 @@ def _in_another_group(case: Case) -> list[int]:
     waiting = {rank: wait.group for rank, wait in case.waiting.items() if wait.group and wait.kind == "collective"}
     lists: dict[str, set[tuple[int, ...]]] = {group: set() for group in waiting.values()}
     for rank in case.ranks:
-        listed = case.alignment.listed(rank)
+        listed = case.alignment.groups_of(rank)
         for group in lists.keys() & listed.keys():
             lists[group].add(listed[group])
     return [
         rank
         for rank, group in waiting.items()
-        if any(members and rank not in members for members in lists[group] - {case.alignment.listed(rank).get(group)})
+        if any(
+            members and rank not in members for members in lists[group] - {case.alignment.groups_of(rank).get(group)}
+        )
     ]

@@ -155,7 +155,7 @@ def node_cut_off(case: Case) -> Ruling:
 
 def node_silent(case: Case) -> Ruling:
     """Ranks wait for ranks of a silent node; a connection to it shows what has gone silent there."""
-    awaited = case.waits.blocking
+    awaited = case.waits.blockers
     silent = [node for node in _gone(case) if awaited & set(node.ranks) & case.unseen]
     if not silent or awaited & case.unseen - _ranks_of(silent):
         return ""
@@ -220,10 +220,7 @@ def _only_waiting(case: Case) -> list[int]:
 
 
 def _gone(facts: CaseFacts) -> list[NodeEvidence]:
-    """Returns the nodes that are gone, except ones that this node has no route to.
-
-    If this supervisor itself was stopped, it missed reports, so only unreachable nodes count.
-    """
+    # A supervisor that was stopped has missed reports, so only unreachable nodes count.
     nodes = facts.evidence.nodes
     missed = any(node.here and node.missed_s for node in nodes)
     gone = [node for node in nodes if node.is_gone and not node.here and node.probe != "no route"]

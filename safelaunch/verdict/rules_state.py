@@ -47,7 +47,7 @@ _STORE = frozenset({STORE_NOT_REACHED})
 
 
 def launcher_failed(facts: CaseFacts) -> Ruling:
-    """What `exec` started failed in its own code before any rank was seen: usually a launcher.
+    """The program that `exec` started, usually a launcher, failed in its own code before any rank was seen.
 
     It counts as rank 0 of a job of one, since no other process joined; it runs no user code and made no step or call.
     """
@@ -83,9 +83,9 @@ def first_failure(facts: CaseFacts) -> Ruling:
     """The first rank to raise, exit or be killed independently of the others; what failed later is a consequence.
 
     Errors that report a peer's death are not failures (:mod:`.exits`). Times decide between the others: the exception's
-    own clock, or the moment the launcher noticed. Ranks that failed alike (same exception at the same line, same
-    status) are equally at fault, whatever their clocks say. A clean exit is a failure only if there is no other: in a
-    crash, the rank that left first broke its peers' connections.
+    own clock, or the moment the launcher noticed. Ranks that failed in the same way (same exception at the same line,
+    same status) are equally at fault. A clean exit is a failure only if there is no other: in a crash, the rank that
+    left first broke its peers' connections.
     """
     crash = facts.evidence.outcome == "crash"
     failed = conditions(facts, *FAILURES) or (conditions(facts, "uneven-batches") if crash else {})
@@ -214,11 +214,14 @@ def init_not_joined(case: Case) -> Ruling:
     inside = [rank for rank, wait in case.waiting.items() if wait.kind == "init"]
     if not inside:
         return ""
-    locked_out = {r for r, holder in case.waits.held_by.items() if holder.kind == "file" and holder.rank in inside}
+    locked_out = {r for r, holder in case.waits.holders.items() if holder.kind == "file" and holder.rank in inside}
     absent = {
         r: f.condition or Condition("missing-from-collective", "is elsewhere", f.frame)
         for r, f in case.ranks.items()
-        if r not in inside and r not in locked_out and not case.alignment.joined(r) and not case.may_wait_elsewhere(r)
+        if r not in inside
+        and r not in locked_out
+        and not case.alignment.has_joined(r)
+        and not case.may_wait_elsewhere(r)
     }
     if not absent and locked_out:
         return ""  # a cycle: ranks inside hold locks that the others wait for
@@ -272,7 +275,6 @@ _RETRY_S = 0.05  # the store's host polls every 10 ms; a rank that can't reach t
 
 
 def _retries_connecting(view: View) -> bool:
-    """Returns whether the rank sleeps between attempts to connect, or an attempt gets no answer."""
     return calls.makes_store(view.stack) and any(
         "(syn_sent)" in thread.fd_target
         or thread.syscall_name == "connect"
@@ -392,7 +394,6 @@ def _line_that_sets(facts: CaseFacts, own: Condition) -> str:
 
 
 def _first_report(facts: CaseFacts, lost: list[int]) -> str:
-    """Returns the rank that reported the loss first, by its own clock, and what its error means beyond a timeout."""
     first = min(lost, key=lambda rank: failed_at(facts.ranks[rank].evidence), default=None)
     failure = failure_of_rank(facts.ranks[first].evidence) if first is not None else None
     if failure is None or failure.kind == "peer-late":

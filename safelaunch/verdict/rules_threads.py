@@ -76,7 +76,11 @@ def _race_in(alignment: Alignment, group: str) -> tuple[str, int, dict[int, Coll
     """
     if not alignment.has_threads:
         return None
-    made = {rank: calls for rank in sorted(alignment.members(group)[0]) if (calls := _made(alignment, rank, group))}
+    made = {
+        rank: calls
+        for rank in sorted(alignment.members(group)[0])
+        if (calls := _calls_by_number(alignment, rank, group))
+    }
     if len(made) < 2 or not any(len({call.entry.thread for call in calls.values()}) > 1 for calls in made.values()):
         return None
     first = max(min(calls) for calls in made.values())
@@ -112,8 +116,7 @@ def _by_thread(calls: Mapping[int, _ThreadCall]) -> frozenset[tuple[ThreadKey, t
     return frozenset((thread, tuple(calls[n].call for n in numbers)) for thread, numbers in by_thread.items())
 
 
-def _made(alignment: Alignment, rank: int, group: str) -> dict[int, _ThreadCall]:
-    """Returns the newest calls of a rank by number; empty if one of them is unknown."""
+def _calls_by_number(alignment: Alignment, rank: int, group: str) -> dict[int, _ThreadCall]:
     window = alignment.window(rank, group)
     calls_made = {}
     for number in list(window.numbers if window is not None else ())[-_MOST:]:

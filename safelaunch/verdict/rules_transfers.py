@@ -29,7 +29,7 @@ def unequal_transfers(case: Case) -> Ruling:
     for waiters in sorted(case.waits.classes.values(), key=lambda waiters: waiters.ranks):
         wait, members = waiters.wait, waiters.ranks
         numbered = wait.group is not None and wait.seq is not None
-        if numbered and case.waits.circle:
+        if numbered and case.waits.cycle:
             continue
         sources = _roots(case, wait) if wait.kind == "collective" else {}
         if len({*sources.values()}) > 1:
@@ -49,7 +49,7 @@ def unequal_transfers(case: Case) -> Ruling:
 
 def _unequal_pair(facts: CaseFacts, pair: tuple[RecordedTransfer, RecordedTransfer]) -> Finding:
     sites = {side.rank: facts.alignment.stack(side.rank, side.entry).user_frame for side in pair}
-    says = {side.rank: side.says() + fr.at(sites[side.rank]) for side in pair}
+    says = {side.rank: side.words() + fr.at(sites[side.rank]) for side in pair}
     text = " while rank ".join(f"{rank} {words}" for rank, words in says.items())
     return Finding(
         "collective-mismatch",
@@ -59,7 +59,7 @@ def _unequal_pair(facts: CaseFacts, pair: tuple[RecordedTransfer, RecordedTransf
         tuple(
             record_claim(
                 side.rank,
-                f"rank {side.rank} {side.says()}: {op_name(side.entry)} #{number_of(side.entry)} of group "
+                f"rank {side.rank} {side.words()}: {op_name(side.entry)} #{number_of(side.entry)} of group "
                 f"{side.entry.group!r}",
             )
             for side in pair
@@ -97,7 +97,6 @@ def _root_of(facts: RankFacts) -> int | None:
 
 
 def _different_roots(facts: CaseFacts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
-    """Returns the finding for different roots in the same broadcast, reduce, gather or scatter."""
     by_root = sides_of(sources)
     odd, majority = vote(by_root)
     numbered = wait.seq is not None

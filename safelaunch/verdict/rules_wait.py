@@ -60,11 +60,11 @@ def blocked_by(case: Case) -> Ruling:
     Waits are followed to their end, so a rank that only waits in turn is no culprit. Ranks that block others in
     different ways are all named, under the most certain cause.
     """
-    blocking = case.waits.blocking - case.waiting.keys()
+    blocking = case.waits.blockers - case.waiting.keys()
     roots = sorted(blocking & frozenset(case.ranks))
     if case.unseen:
-        surely = _needed(case)
-        roots = [r for r in roots if case.of_dump(r) or (r in surely and not case.may_wait_elsewhere(r))]
+        surely = _awaited_in_collectives(case)
+        roots = [r for r in roots if case.has_only_dump(r) or (r in surely and not case.may_wait_elsewhere(r))]
     if not roots:
         return "every rank that peers wait for waits for its peers too" if case.waits.classes and not blocking else ""
     named = {r: case.ranks[r].condition or _UNEXPLAINED for r in roots}
@@ -83,8 +83,7 @@ def blocked_by(case: Case) -> Ruling:
     return blame(case, cause, sure, named, claims=claims, ruled_out=ruled)
 
 
-def _needed(case: Case) -> frozenset[int]:
-    """Returns ranks that peers wait for in a collective of a group whose members are known."""
+def _awaited_in_collectives(case: Case) -> frozenset[int]:
     return frozenset(
         rank
         for waiters in case.waits.classes.values()
@@ -126,7 +125,7 @@ def unseen_peers(case: Case) -> Ruling:
 
     A mismatch among the seen ranks is still reported, without a culprit.
     """
-    if case.waits.blocking <= case.ranks.keys():
+    if case.waits.blockers <= case.ranks.keys():
         return ""
     waiting = sorted(case.waiting)
     they = "they wait" if len(waiting) > 1 else "it waits"
@@ -148,12 +147,12 @@ def sends_and_receives(case: Case) -> Ruling:
     gloo doesn't record peers, so the cycle is inferred: no other rank is left that could come. A rank in a collective
     might still have skipped its part of the exchange; without peers, nothing shows that.
     """
-    ranks = ranks_in(_inner_cycle(case.waits.transfers_of_circle))
+    ranks = ranks_in(_inner_cycle(case.waits.transfers_of_cycle))
     if not ranks:
         return ""
-    certain = all(_names_its_peer(case, waiters) for waiters in case.waits.circle)
+    certain = all(_names_its_peer(case, waiters) for waiters in case.waits.cycle)
     text = f"{capital(waits_words(case, ranks))}: each waits for another."
-    rest = waits_words(case, [rank for rank in case.waits.in_circle if rank not in ranks])
+    rest = waits_words(case, [rank for rank in case.waits.ranks_in_cycle if rank not in ranks])
     if rest and not certain:
         text += f" Or one of them waits for a peer that continued without it: {rest}."
     return Finding(
@@ -167,7 +166,7 @@ def sends_and_receives(case: Case) -> Ruling:
 
 def different_tags(case: Case) -> Ruling:
     """A send and a receive name each other with different tags, so they never meet."""
-    named = {rank: case.waiting[rank] for rank in ranks_in(case.waits.transfers_of_circle)}
+    named = {rank: case.waiting[rank] for rank in ranks_in(case.waits.transfers_of_cycle)}
     for rank, wait in named.items():
         other = named.get(wait.peer) if wait.peer is not None else None
         if wait.target is None or other is None or other.source != rank or None in (wait.tag, other.tag):
@@ -218,9 +217,9 @@ def one_sided(case: Case) -> Ruling:
     The peer's habit might show that it skipped its part; otherwise the rank might have made an extra call. A majority
     shows nothing, as a send or receive involves only two ranks.
     """
-    for waiters in case.waits.transfers_of_circle:
+    for waiters in case.waits.transfers_of_cycle:
         rank, wait, peer = waiters.ranks[0], waiters.wait, waiters.wait.peer
-        if peer is None or peer not in case.waits.in_circle or (peer_wait := case.waiting[peer]).kind == "p2p":
+        if peer is None or peer not in case.waits.ranks_in_cycle or (peer_wait := case.waiting[peer]).kind == "p2p":
             continue
         text = f"{capital(ranks_wait(case, [rank]))} in {wait.words}, and rank {peer} in {peer_wait.words}"
         pair, left_out = (rank, peer), _left_out(case, peer)
@@ -248,7 +247,6 @@ def _names_its_peer(case: Case, waiters: Waiters) -> bool:
 
 
 def _inner_cycle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
-    """Returns the classes that wait for each other, without outside help."""
     while True:
         members = set(ranks_in(classes))
         bound = tuple(waiters for waiters in classes if waiters.blockers & (members - set(waiters.ranks)))
@@ -269,26 +267,26 @@ def waits_outside_collectives(case: Case) -> Ruling:
 
     Applies only if no other awaited rank is held up on its own, as that comes first.
     """
-    if not case.waits.held_by:
+    if not case.waits.holders:
         return ""
     # Cycles of calls alone don't matter here: their ranks wait for no file.
     ends = [sink for sink in case.waits.graph.sinks if not all(node in case.waits.classes for node in sink)]
     if len(ends) != 1:
         return ""
     (end,) = ends
-    holders = {rank: holder for rank, holder in case.waits.held_by.items() if case.waits.graph.leads_to(rank, end)}
+    holders = {rank: holder for rank, holder in case.waits.holders.items() if case.waits.graph.leads_to(rank, end)}
     if len(end) == 1:
         holder = next((holder for holder in holders.values() if case.waits.node_of(holder) in end), None)
         return _held_by_one(case, holders, holder) if holder is not None else ""
-    in_circle = {rank: holder for rank, holder in holders.items() if rank in end}
-    kinds = {holder.kind for holder in in_circle.values()}
+    ranks_in_cycle = {rank: holder for rank, holder in holders.items() if rank in end}
+    kinds = {holder.kind for holder in ranks_in_cycle.values()}
     if "message" in kinds:
-        by = next(holder for holder in in_circle.values() if holder.kind == "message")
+        by = next(holder for holder in ranks_in_cycle.values() if holder.kind == "message")
         if (served := _server_of(case, by.rank)) is not None:
             return _kept_from_serving(case, by.rank, *served, holders)
     kind = next(kind for kind in _WHY if kind in kinds)
-    locked = kind == "file" and any(holder.rank not in in_circle for holder in in_circle.values())
-    waiting = holders if locked else {rank: holder for rank, holder in in_circle.items() if holder.kind == kind}
+    locked = kind == "file" and any(holder.rank not in ranks_in_cycle for holder in ranks_in_cycle.values())
+    waiting = holders if locked else {rank: holder for rank, holder in ranks_in_cycle.items() if holder.kind == kind}
     return _cycle_finding(case, kind, waiting, holders)
 
 

@@ -1,4 +1,4 @@
-"""Why a rank skipped calls that its peers made: exceptions it caught, and what it alone printed.
+"""Explanations for skipped calls: exceptions that a rank caught, and what it alone printed.
 
 ``except Exception: continue`` around a training step skips the step's collectives: the rank continues one call behind,
 and the job stops at some later, innocent line. Other rules find that; this explains it. The same holds for ``if not
@@ -32,7 +32,7 @@ _MOST_LOOKED_AT = 4  # ranks at fault, and as many peers, whose functions are se
 
 @dataclass(frozen=True)
 class _SkippedCalls:
-    """Why a rank skipped calls that its peers made."""
+    """Explanation for calls that a rank skipped and its peers made."""
 
     reason: str  # a sentence
     frame: Frame
@@ -44,7 +44,6 @@ class _SkippedCalls:
 def _explanation(
     finding: Finding, skips: Mapping[int, _SkippedCalls], cause: str, words: str, what: str, advice: frozenset[Advice]
 ) -> Annotation:
-    """Makes the explanation the cause, and its ranks the only culprits."""
     culprits = (culprit for culprit in finding.culprits if culprit.rank in skips)
     return Annotation(
         words,
@@ -182,7 +181,6 @@ def _diverged_at(facts: CaseFacts, rank: int, group: str, mismatch: Mismatch | N
 
 
 def _matching_exception(facts: CaseFacts, rank: int, mismatch: Mismatch | None) -> _SkippedCalls | None:
-    """Returns the newest exception of ``rank`` at the point where it diverged from its peers."""
     parted = {group: _diverged_at(facts, rank, group, mismatch) for group in facts.alignment.groups()}
     tried: dict[tuple[str, int], bool] = {}
     for exception in reversed(facts.ranks[rank].evidence.caught):
@@ -194,7 +192,7 @@ def _matching_exception(facts: CaseFacts, rank: int, mismatch: Mismatch | None) 
             sure = number == parted_at
             key = (group, number)
             if not sure and key not in tried:  # many exceptions might lie between the same two calls
-                # If all steps are alike, records can't show the place, but they can agree with this one.
+                # If all steps are the same, records can't show the place, but they can agree with this one.
                 aligned = facts.histories.in_group(group)
                 tried[key] = later and not shown and aligned.may_have_left_out(rank, number)
             if (sure or tried[key]) and not _peers_did_too(facts, rank, group, number, exception):

@@ -145,7 +145,6 @@ def _closing(facts: CaseFacts, at_fault: Collection[int]) -> str:
 
 
 def _claims(facts: CaseFacts, named: Collection[int]) -> Iterator[Claim]:
-    """Yields claims on the state of processes at fault, then an example for each place where others wait."""
     conditions = {rank: state.condition for rank, state in facts.ranks.items() if state.condition is not None}
     examples = {facts.waiting[rank].words: rank for rank in sorted(facts.waiting, reverse=True)}
     shown: Mapping[int, tuple[Claim, ...]] = {

@@ -26,7 +26,7 @@ _GROUP_CAUSES = frozenset({"group-order", "missing-from-collective", "collective
 
 def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     """Blames ranks that called on a foreign group while their own group waits for them."""
-    outsiders = _outsiders(case) if finding.cause in _GROUP_CAUSES else {}
+    outsiders = _waiters_for_outsiders(case) if finding.cause in _GROUP_CAUSES else {}
     if not outsiders or not outsiders.keys() <= {culprit.rank for culprit in finding.culprits}:
         return
     they, their, groups = ("it is", "its", "group") if len(outsiders) == 1 else ("they are", "their", "groups")
@@ -76,8 +76,7 @@ def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     )
 
 
-def _outsiders(case: Case) -> dict[int, Waiters]:
-    """Returns the waiters for each rank that made the same call on a group which it isn't in."""
+def _waiters_for_outsiders(case: Case) -> dict[int, Waiters]:
     outsiders = {
         rank: waiters
         for waiters in case.waits.classes.values()
