@@ -1,6 +1,6 @@
 """What the core expects of add-ons. A new kind of extension is a new protocol here; the core never asks for a name.
 
-The sweep has one more, for schedulers: ``addons.sweep.engine.Queue``.
+The sweep has one more, for schedulers: ``addons.sweep.engine.Scheduler``.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redactor import Redactor
 
 T = TypeVar("T")
-ENGINES = ("local", "slurm")  # each of the others is a module of safelaunch.addons.sweep with a Queue
+ENGINES = ("local", "slurm")  # each of the others is a module of safelaunch.addons.sweep with a SCHEDULER
 TASK = "safelaunch.addons.sweep.task"
 ENDLESS = 1 << 30  # a scheduler decides how many run at a time
 
@@ -125,7 +125,7 @@ def main(argv: list[str]) -> int:
             return _on_this_node(options, jobs, pool, paths, environ)
         show("\n".join(describe(jobs, paths, pool, room())), fold=True)
     else:
-        queue = import_module(f"safelaunch.addons.sweep.{options.engine}").Queue(environ)
+        queue = import_module(f"safelaunch.addons.sweep.{options.engine}").SCHEDULER(environ)
         check_jobs(jobs, queue, environ)
         if not options.dry_run:
             return _through(queue, options, jobs, paths)

@@ -184,7 +184,7 @@ class Meaning:
 class Scheduler(Protocol):
     """A scheduler. Its methods may take minutes, and are called one at a time, in a thread.
 
-    Its module also has ``Inside``: what a job sees of itself (see ``task``).
+    Its module has it as ``SCHEDULER``, and as ``SCHEDULER_JOB`` what a job sees of itself (see ``task``).
     """
 
     name: str

@@ -6,12 +6,15 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from safelaunch.addons.sweep.engine import Listed, Meaning, QueueError, SubmittedWork
+from safelaunch.addons.sweep.engine import Listed, Meaning, QueueError, Scheduler, SubmittedWork
 from safelaunch.addons.sweep.errors import SpecError
 from safelaunch.settings.yamlfile import YamlNode, known_entries, scalar, texts_of
+
+if TYPE_CHECKING:
+    from safelaunch.addons.sweep.task import SchedulerJob
 
 PATIENCE_S, ASK_S = 120.0, 5.0
 FORMAT = "%i|%T|%N|%r|%j"
@@ -58,21 +61,24 @@ OURS = {
 }
 
 
+_MEANINGS = {
+    "TIMEOUT": Meaning("timed-out", "time limit", asked=True),
+    "DEADLINE": Meaning("timed-out", "deadline", asked=True),
+    "CANCELLED": Meaning("cancelled", "scancel", asked=True),
+    "PREEMPTED": Meaning("cancelled", "preempted", asked=True),
+    "REVOKED": Meaning("cancelled", "revoked", asked=True),
+    "NODE_FAIL": Meaning("failed", "node failed"),
+    "BOOT_FAIL": Meaning("failed", "node failed"),
+    "OUT_OF_MEMORY": Meaning("failed", "out of memory"),
+}
+
+
 class Slurm:
     """Slurm's commands. ``environ``: of colaunch."""
 
     name = "Slurm"
     keeps_order = True
-    meanings: ClassVar = {
-        "TIMEOUT": Meaning("timed-out", "time limit", asked=True),
-        "DEADLINE": Meaning("timed-out", "deadline", asked=True),
-        "CANCELLED": Meaning("cancelled", "scancel", asked=True),
-        "PREEMPTED": Meaning("cancelled", "preempted", asked=True),
-        "REVOKED": Meaning("cancelled", "revoked", asked=True),
-        "NODE_FAIL": Meaning("failed", "node failed"),
-        "BOOT_FAIL": Meaning("failed", "node failed"),
-        "OUT_OF_MEMORY": Meaning("failed", "out of memory"),
-    }
+    meanings: Mapping[str, Meaning] = _MEANINGS
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._env = clean(environ)
@@ -220,3 +226,7 @@ def _checked(word: YamlNode) -> str:
     if ours:
         raise SpecError(f"{word.where}: sbatch: --{name[1]} cannot be given here", OURS[ours])
     return word.text
+
+
+SCHEDULER: Callable[[Mapping[str, str]], Scheduler] = Slurm
+SCHEDULER_JOB: Callable[[Mapping[str, str]], SchedulerJob] = SlurmJob

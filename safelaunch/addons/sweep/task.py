@@ -62,7 +62,7 @@ def port_token(index: int) -> str:
 
 
 class SchedulerJob(Protocol):
-    """What a job sees of itself: the class ``Inside`` of the queue's module, made with the job's environment.
+    """What a job sees of itself: ``SCHEDULER_JOB`` of the scheduler's module, made with the job's environment.
 
     ``restart``: how often the scheduler has requeued it; ``node``: its own name for the node; ``cores``: None if not
     known.
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the job's safelaunch."""
     words = _parser().parse_args(argv)
     environ = dict(os.environ)
-    return SchedulerTask(words, environ, import_module(words.queue).Inside(environ)).run()
+    return SchedulerTask(words, environ, import_module(words.queue).SCHEDULER_JOB(environ)).run()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from safelaunch.addons.sweep.engine import Listed, Meaning, SubmittedWork
 
 
-class Queue:
+class Shell:
     """The jobs that this process has submitted."""
 
     name = "shell"
@@ -40,7 +40,7 @@ class Queue:
             os.killpg(int(number), signal.SIGKILL if kill else signal.SIGTERM)
 
 
-class Inside:
+class ShellJob:
     """A job in a shell has no scheduler to ask."""
 
     restart, node, gpus, cores = 0, "", (), None
@@ -56,3 +56,6 @@ class Inside:
 
     def why_ended(self) -> str:
         return "CANCELLED"
+
+
+SCHEDULER, SCHEDULER_JOB = Shell, ShellJob

@@ -470,7 +470,7 @@ def test_another_engine_is_a_queue_and_what_a_job_of_it_sees(tmp_path: Path) -> 
     jobs = [replace(job(name), cwd=os.fspath(tmp_path), gpus=0) for name in "ab"]
     jobs += [replace(jobs[0], name="c", needs=("a", "b")), replace(jobs[0], name="d", retries=1)]
     paths, environ = SweepPaths(tmp_path / "s"), {**os.environ, "PYTHONPATH": os.fspath(ROOT)}
-    queue = shell_queue.Queue(environ)
+    queue = shell_queue.Shell(environ)
     run = ("/bin/sh", "-c", "echo $1 >> ran; [ $1 != d ]")  # $0 is --run-name
     programs = SweepPrograms(run, (sys.executable, "-m", task.__name__, shell_queue.__name__))
     journal = Journal(paths.journal)
