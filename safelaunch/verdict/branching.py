@@ -145,8 +145,8 @@ def _calls_in_a_row(facts: CaseFacts, rank: int, way: Sequence[Frame], before: i
     now = facts.alignment.entry(rank, wait.group, wait.seq)
     entries, spots = Entries.of(record.entries), [*map(fr.spot, way)]
     at = entries.record_ids.index(now.record_id) if now is not None else 0
-    made = ([*map(fr.spot, facts.alignment.stack(rank, entries[n]).user_frames)] for n in range(at - before, -1, -1))
-    return len(list(takewhile(lambda stack: stack == spots, made)))
+    stacks = ([*map(fr.spot, facts.alignment.stack(rank, entries[n]).user_frames)] for n in range(at - before, -1, -1))
+    return len(list(takewhile(lambda stack: stack == spots, stacks)))
 
 
 def _later_round(facts: CaseFacts, branching: Parting, sides: Sequence[RankSide], later: int) -> Iterator[Annotation]:

@@ -89,7 +89,7 @@ def annotated(finding: Finding, annotations: Iterable[Annotation]) -> Finding:
         *(annotation.sentence for annotation in kept if annotation is not why),
     ]
     first = why.claims if why else ()
-    behind = [claim for annotation in kept if annotation is not why for claim in annotation.claims]
+    other_claims = [claim for annotation in kept if annotation is not why for claim in annotation.claims]
     return replace(
         finding,
         cause=next((annotation.cause for annotation in decisive if annotation.cause), finding.cause),
@@ -101,7 +101,7 @@ def annotated(finding: Finding, annotations: Iterable[Annotation]) -> Finding:
         claims=(
             *first,
             *finding.claims[:1],
-            *behind,
+            *other_claims,
             *finding.claims[1:],
             *(c for annotation in kept for c in annotation.context),
         ),

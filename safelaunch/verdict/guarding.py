@@ -57,14 +57,14 @@ def guards(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
         yield unless_random(facts, finding, guarded)
 
 
-def _advice(facts: CaseFacts, finding: Finding, found: Sequence[GuardedCall]) -> frozenset[Advice]:
+def _advice(facts: CaseFacts, finding: Finding, guarded: Sequence[GuardedCall]) -> frozenset[Advice]:
     # An `if` with an `else` excludes each side from the other's call: the odd call decides.
     named = frozenset(culprit.rank for culprit in finding.culprits)
     if finding.cause == "group-order":
-        found = [branch for branch in found if branch.kept]
-        if named <= {rank for branch in found for rank in branch.kept}:
+        guarded = [branch for branch in guarded if branch.kept]
+        if named <= {rank for branch in guarded for rank in branch.kept}:
             return frozenset()
-    advice = frozenset[Advice]().union(*(_advice_for_branch(facts, branch, named) for branch in found))
+    advice = frozenset[Advice]().union(*(_advice_for_branch(facts, branch, named) for branch in guarded))
     return frozenset({suggestions.GUARDED}) if suggestions.GUARDED in advice else advice
 
 

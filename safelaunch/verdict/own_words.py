@@ -56,8 +56,8 @@ def _own_annotation(facts: CaseFacts, number: int) -> Annotation | None:
 def _interrupted(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     """Explains a rank that is in code which Python calls at any time, such as a signal handler."""
     for frame in user_stack_of(rank):
-        if what := runs_aside(frame, facts.read_source):
-            words = f"in {what}, {short(frame.function)}"
+        if handler := runs_aside(frame, facts.read_source):
+            words = f"in {handler}, {short(frame.function)}"
             claim = Claim(f"rank {rank.rank} is {words}", f"ranks/{rank.rank}/stack.txt")
             return Annotation(f"Rank {rank.rank} does so {words}.", (claim,), advice=frozenset({ASIDE}))
     return None

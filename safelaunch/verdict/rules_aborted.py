@@ -37,8 +37,8 @@ def aborted_by_a_peer(facts: CaseFacts) -> Ruling:
     aborted = [f.rank for f in failed if _in_communication(f.evidence)]
     mismatch = facts.histories.first_mismatch
     if mismatch is None:
-        who = capital(ranks_do(aborted, "was", "were"))
-        return f"{who} aborted in a collective, about which the surviving ranks' records agree"
+        ranks_were = capital(ranks_do(aborted, "was", "were"))
+        return f"{ranks_were} aborted in a collective, about which the surviving ranks' records agree"
     finding = of_record(facts, _with_aborted(facts, mismatch, aborted))
     text = (
         f"{finding.summary} {capital(each_of(aborted))} was aborted in it: it received something other than it "
@@ -80,7 +80,7 @@ def _with_aborted(facts: CaseFacts, mismatch: Mismatch, aborted: Sequence[int]) 
     for rank in aborted:
         stack = aborted_in(facts.ranks[rank].evidence)
         way = [*map(fr.spot, stack.user_frames)] if stack is not None else []
-        same = {classes[r] for r, its in stacks.items() if way and [*map(fr.spot, its.user_frames)] == way}
+        same = {classes[r] for r, stack in stacks.items() if way and [*map(fr.spot, stack.user_frames)] == way}
         if len(same) == 1:
             sides[same.pop()].append(rank)
     odd, majority = vote(sides)
@@ -105,15 +105,15 @@ def wrong_size_received(facts: CaseFacts) -> Ruling:
     named = [] if len(peers) > 1 and len(places) == 1 else sorted(peers)
     text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in sites.items())
     text += f", as {_why(aborted)}, while {waits_words(facts, peers)}: the calls do not match."
-    astray = {rank: words for rank in peers if (words := unusual(facts, rank))}
-    if len(astray) == 1:
-        return _habit_finding(facts, *astray.popitem(), list(sites), text)
+    unusual_calls = {rank: words for rank in peers if (words := unusual(facts, rank))}
+    if len(unusual_calls) == 1:
+        return _habit_finding(facts, *unusual_calls.popitem(), list(sites), text)
     ways = (
         _callers_of_c10d(facts, [*sites, *peers]) if places == {*sites.values()} and _in_one_group(facts, peers) else {}
     )
-    told, left = by_the_source(facts, _match_by_stacks(facts, [*sites, *peers])) if not ways else (None, None)
-    odd, majority = vote(ways) if ways else (told.odd, told.majority) if told is not None else ((), False)
-    text += f" {capital(left.says)}." if left is not None else ""
+    revised, left_loop = by_the_source(facts, _match_by_stacks(facts, [*sites, *peers])) if not ways else (None, None)
+    odd, majority = vote(ways) if ways else (revised.odd, revised.majority) if revised is not None else ((), False)
+    text += f" {capital(left_loop.says)}." if left_loop is not None else ""
     if odd and majority:
         text += (
             f" {capital(ranks_word(odd))} reached that call through a different stack than most ranks." if ways else ""
@@ -122,13 +122,13 @@ def wrong_size_received(facts: CaseFacts) -> Ruling:
     reason = "was aborted because a peer sent more than its call has room for"
     culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
     return Finding(
-        left.cause if left is not None else "collective-mismatch",
+        left_loop.cause if left_loop is not None else "collective-mismatch",
         (Doubt.EITHER_SIDE,) if named else (Doubt.ABORTED_CALL_LOST,),
         capital(text),
         (*culprits, *waiting_culprits(facts, named)),
         tuple(Claim(f"rank {r}: aborted in a collective", _shown_in(facts, r)) for r in sites)
         + wait_claims(facts, sorted(peers)),
-        advice=frozenset({SIZES_DIFFER}) if len(ways) == 1 else by_a_break(left),
+        advice=frozenset({SIZES_DIFFER}) if len(ways) == 1 else by_a_break(left_loop),
     )
 
 
@@ -139,11 +139,11 @@ def _why(aborted: Sequence[RankFacts]) -> str:
 
 def _match_by_stacks(facts: CaseFacts, ranks: Iterable[int]) -> ExpectedMatch:
     stacks = {rank: user_stack_of(facts.ranks[rank].evidence) for rank in ranks}
-    made = {
+    sites = {
         rank: CallSite(f"a call{fr.at(stack[0])}", stack[0], stack) if stack else CallSite("another place", None, ())
         for rank, stack in stacks.items()
     }
-    return ExpectedMatch(tuple(sorted(made)), False, made)
+    return ExpectedMatch(tuple(sorted(sites)), False, sites)
 
 
 def _shown_in(facts: CaseFacts, rank: int) -> str:

@@ -47,20 +47,22 @@ def called_past_the_end(case: Case) -> Ruling:
     ended, waiting = _ended_and_waiting(case)
     if not ended or not waiting:
         return ""
-    made = {rank: call for rank in waiting if (call := _pending_or_failed_call(case, rank)) is not None}
-    shifts = case.histories.shifts_in({call.group for call in made.values()})
+    calls_of_waiters = {rank: call for rank in waiting if (call := _pending_or_failed_call(case, rank)) is not None}
+    shifts = case.histories.shifts_in({call.group for call in calls_of_waiters.values()})
     shift = next((shift for shift in shifts if shift.agrees_again or shift.explains_lag()), None)
     if shift is not None:
         return shifted(case, shift, wait_words(case, waiting))
-    words, who = apart(case, wait_words(case, waiting)), ranks_word(ended)
-    if len(made) == len(waiting) and all(_never_made(case, rank, made[rank], ended) for rank in waiting):
-        text = f"{words}, which {who} never called before {'it' if len(ended) == 1 else 'they'} ended"
+    words, enders = apart(case, wait_words(case, waiting)), ranks_word(ended)
+    if len(calls_of_waiters) == len(waiting) and all(
+        _never_made(case, rank, calls_of_waiters[rank], ended) for rank in waiting
+    ):
+        text = f"{words}, which {enders} never called before {'it' if len(ended) == 1 else 'they'} ended"
         claim = record_claim(ended[0], f"rank {ended[0]}: none of its calls comes from there")
-        late = any(case.alignment.first(rank, call.group) > 1 for rank in ended for call in made.values())
+        late = any(case.alignment.first(rank, call.group) > 1 for rank in ended for call in calls_of_waiters.values())
         return _too_many(case, waiting, ended, text, claim, {Doubt.RINGS_NOT_WHOLE: late})
     steps = {rank: case.ranks[rank].step or 0 for rank in (*waiting, *ended)}
     if max(steps[rank] for rank in waiting) < min(steps[rank] for rank in ended):
-        text = f"{words} after step {steps[waiting[0]]}, and {who} ended after step {steps[ended[0]]}"
+        text = f"{words} after step {steps[waiting[0]]}, and {enders} ended after step {steps[ended[0]]}"
         claim = Claim(f"rank {ended[0]} is at step {steps[ended[0]]}", f"ranks/{ended[0]}/progress.json")
         text += "; the ranks with fewer steps made different calls"
         return _too_many(case, waiting, ended, text, claim, {Doubt.STACKS_ALONE: True})
@@ -138,22 +140,22 @@ def left_its_role(case: Case) -> Ruling:
     """A rank in the cycle made a different call from all others in its role, after equal calls until then."""
     if len(case.waits.groups_of_cycle) < 2 and not case.waits.transfers_of_cycle:
         return ""
-    one = case.histories.lone_divergence(case.waits.ranks_in_cycle)
-    return of_role(case, one) if one is not None else ""
+    divergence = case.histories.lone_divergence(case.waits.ranks_in_cycle)
+    return of_role(case, divergence) if divergence is not None else ""
 
 
-def of_role(case: Case, one: Divergence) -> Finding:
+def of_role(case: Case, divergence: Divergence) -> Finding:
     """Returns the finding for a rank that left its role, at its own call, or at the one that it skipped."""
-    (rank,), missing = one.ranks, one.kind == "missing"
-    both = [(rank, one.there[rank]), (one.peers[0], one.there[one.peers[0]])]
-    sites = [case.alignment.stack(*made).user_frame for made in both]
+    (rank,), missing = divergence.ranks, divergence.kind == "missing"
+    both = [(rank, divergence.there[rank]), (divergence.peers[0], divergence.there[divergence.peers[0]])]
+    sites = [case.alignment.stack(*rank_and_entry).user_frame for rank_and_entry in both]
     own, usual = (f"{op_name(call)} at {fr.place(site)}" for (_, call), site in zip(both, sites, strict=True))
-    peers = ranks_word(one.peers)
+    peers = ranks_word(divergence.peers)
     text = f"skipped {usual}, which {peers} called" if missing else f"called {own}, while {peers} called {usual}"
     text += "; until then they had all made the same calls"
     claims = [
-        record_claim(who, f"rank {who}: {op_name(call)} is collective #{number_of(call)} of group {call.group!r}")
-        for who, call in both
+        record_claim(rank, f"rank {rank}: {op_name(call)} is collective #{number_of(call)} of group {call.group!r}")
+        for rank, call in both
     ]
     return Finding(
         "collective-mismatch",
@@ -162,7 +164,7 @@ def of_role(case: Case, one: Divergence) -> Finding:
         (waiting_culprit(case.ranks[rank], f"Rank {rank} {text}.", sites[missing]),),
         (*claims, *wait_claims(case, case.waits.ranks_in_cycle)),
         () if missing else (f"groups entered in different orders: rank {rank} might still make the other call",),
-        calls={} if missing else {who: case.alignment.stack(who, call).user_frames for who, call in both},
+        calls={} if missing else {rank: case.alignment.stack(rank, call).user_frames for rank, call in both},
         advice=frozenset({suggestions.LEFT_OUT} if missing else ()),
     )
 
@@ -177,13 +179,17 @@ def shifted(facts: CaseFacts, shift: Divergence, words: Mapping[int, str], claim
         words: rank → what it waits in now.
         claims: Evidence for ``words``.
     """
-    one, extra = len(shift.ranks) == 1, shift.kind == "extra"
-    their = "its" if one else "their"
-    what = _calls_words(shift)
-    did = f"called {what}, which {their} peers did not" if extra else f"skipped {what}, which {their} peers called"
+    single, extra = len(shift.ranks) == 1, shift.kind == "extra"
+    their = "its" if single else "their"
+    call_words = _calls_words(shift)
+    did = (
+        f"called {call_words}, which {their} peers did not"
+        if extra
+        else f"skipped {call_words}, which {their} peers called"
+    )
     group, seq = (shift.call.group, number_of(shift.call)) if extra else _own_number(facts, shift)
     number = f"collective #{seq} of group {group!r}"
-    summary = f"{capital(ranks_word(shift.ranks))} {did} ({number}); {'it has' if one else 'they have'}"
+    summary = f"{capital(ranks_word(shift.ranks))} {did} ({number}); {'it has' if single else 'they have'}"
     summary += f" been {'ahead of' if extra else 'behind'} {their} peers since"
     summary += f", and now {apart(facts, words)}." if words else "."
     ends = (shift.ranks[0], shift.peers[0])
@@ -232,8 +238,8 @@ def _shift_advice(facts: CaseFacts, shift: Divergence) -> frozenset[suggestions.
 def _calls_words(shift: Divergence) -> str:
     """``all_reduce at train.py:9, called from train.py:30``, ``3 collectives from train.py:9``."""
     if not shift.stack:
-        what = describe(shift.call)
-        return f"{shift.calls} collectives, the first of them {what}" if shift.calls > 1 else what
+        call_words = describe(shift.call)
+        return f"{shift.calls} collectives, the first of them {call_words}" if shift.calls > 1 else call_words
     inner = shift.stack[0]
     where = fr.place(inner)
     if shift.branch is not None and shift.branch != inner:
@@ -247,16 +253,16 @@ def _own_number(facts: CaseFacts, shift: Divergence) -> tuple[str, int]:
     If the peer made that call in its own group, the rank's other calls from there show the rank's group.
     """
     rank, call, stack = shift.ranks[0], shift.call, facts.alignment.stack
-    mine = [e for e in facts.alignment.ring(rank) if e.is_p2p == call.is_p2p]
+    own_entries = [e for e in facts.alignment.ring(rank) if e.is_p2p == call.is_p2p]
     place = stack(shift.peers[0], call).user_frames
-    group = next((e.group for e in mine if stack(rank, e).user_frames == place), call.group)
+    group = next((e.group for e in own_entries if stack(rank, e).user_frames == place), call.group)
     if group == call.group and not call.is_p2p:
         return group, call.seq
     instead = shift.there[rank].record_id
-    after = next((number_of(e) for e in mine if e.group == group and e.record_id >= instead), None)
+    after = next((number_of(e) for e in own_entries if e.group == group and e.record_id >= instead), None)
     if after is not None:
         return group, after  # it took the number
-    return group, 1 + max((number_of(e) for e in mine if e.group == group), default=0)
+    return group, 1 + max((number_of(e) for e in own_entries if e.group == group), default=0)
 
 
 def _called(facts: CaseFacts, rank: int, shift: Divergence) -> str:
@@ -389,7 +395,7 @@ def group_order(case: Case) -> Ruling:
         all(len(waiters.ranks) == 1 for waiters in case.waits.cycle),
         {waiters.wait.frame for waiters in case.waits.cycle},
     )
-    who, order = (ranks_word(changed), "another order than before") if changed else ("they", "different orders")
+    subject, order = (ranks_word(changed), "another order than before") if changed else ("they", "different orders")
     doubts = {
         Doubt.HABIT_ALONE: bool(changed),
         Doubt.ROLE_ALONE: bool(fewer) and not (changed or aside),
@@ -398,7 +404,7 @@ def group_order(case: Case) -> Ruling:
     return Finding(
         "group-order",
         doubts_if(doubts),
-        f"{capital(text)}: {who} entered the groups in {order}.",
+        f"{capital(text)}: {subject} entered the groups in {order}.",
         waiting_culprits(case, ranks),
         wait_claims(case, case.waits.ranks_in_cycle if fewer else ranks, limit=10),
         advice=frozenset({suggestions.ALONE_IN_GROUPS}) if alone and len(lines) > 1 and not aside else frozenset(),

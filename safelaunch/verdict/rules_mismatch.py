@@ -70,8 +70,8 @@ def compared_by_torch(case: Case) -> Ruling:
 
     ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does that. Each rank raises an error with its own call and a different one.
     """
-    made = _compared(case)
-    by_call = sides_of(dict(sorted(made.items())))
+    calls_compared = _compared(case)
+    by_call = sides_of(dict(sorted(calls_compared.items())))
     if len(by_call) < 2:
         return ""
     shifts = case.histories.shifts_in(case.alignment.groups())
@@ -79,17 +79,17 @@ def compared_by_torch(case: Case) -> Ruling:
     if earlier is not None:
         return shifted(case, earlier, wait_words(case, case.ranks))
     odd, majority = vote(by_call)
-    examined = [rank for rank in made if rank in case.ranks]
-    blamed = [rank for rank in odd if rank in case.ranks] if majority or len(examined) == len(made) else []
+    examined = [rank for rank in calls_compared if rank in case.ranks]
+    blamed = [rank for rank in odd if rank in case.ranks] if majority or len(examined) == len(calls_compared) else []
     sites = {rank: _user_stack(case, rank)[0] for rank in examined}
-    words = {rank: f"{call.words}{fr.at(sites.get(rank))}" for rank, call in made.items()}
+    words = {rank: f"{call.words}{fr.at(sites.get(rank))}" for rank, call in calls_compared.items()}
     odd_first = sorted(words, key=lambda rank: (rank not in odd, rank))
     places = by_place({rank: words[rank] for rank in odd_first})
-    text = " while ".join(f"{ranks_do(ranks, 'called', 'called')} {what}" for what, ranks in places)
+    text = " while ".join(f"{ranks_do(ranks, 'called', 'called')} {call}" for call, ranks in places)
     claims = (Claim(f"rank {r}: torch's own check found a mismatch", f"ranks/{r}/exception.json") for r in examined)
     return Finding(
         "collective-mismatch",
-        doubts_if({Doubt.NO_MAJORITY: not majority, Doubt.UNSEEN_RANKS: len(examined) < len(made)}),
+        doubts_if({Doubt.NO_MAJORITY: not majority, Doubt.UNSEEN_RANKS: len(examined) < len(calls_compared)}),
         f"{capital(text)}: torch compared these calls, and they do not match.",
         tuple(
             waiting_culprit(case.ranks[r], f"Rank {r} called {words[r]}, its peers did not.", sites[r]) for r in blamed
@@ -128,13 +128,17 @@ def mismatch(case: Case) -> Ruling:
     numbered = [w for w in waiting if w.kind == "collective" and w.seq is not None]
     if numbered:
         lowest = min(numbered, key=lambda w: w.seq or 0)
-        found = mismatch_at(case.alignment, str(lowest.group), lowest.seq or 0)
-        if found is not None:
-            role = None if found.majority else case.histories.lone_divergence(found.odd)
+        mismatch_found = mismatch_at(case.alignment, str(lowest.group), lowest.seq or 0)
+        if mismatch_found is not None:
+            role = None if mismatch_found.majority else case.histories.lone_divergence(mismatch_found.odd)
             own = role.there[role.ranks[0]] if role is not None else None
-            if role is not None and own is not None and (own.group, number_of(own)) == (found.group, found.seq):
+            if (
+                role is not None
+                and own is not None
+                and (own.group, number_of(own)) == (mismatch_found.group, mismatch_found.seq)
+            ):
                 return of_role(case, role)  # the same role in another replica makes the same calls
-            return of_record(case, found)
+            return of_record(case, mismatch_found)
     meeting = _by_stacks(case, case.waits.ranks_in_cycle)
     if any(w.kind == "p2p" and w.seq is not None for w in waiting):  # by design, only some ranks send
         meeting = replace(meeting, odd=tuple(sorted(meeting.calls)), majority=False)
@@ -185,19 +189,19 @@ def _calls_of(facts: CaseFacts, mismatch: Mismatch, meeting: ExpectedMatch, side
 def _recorded(facts: CaseFacts, mismatch: Mismatch) -> ExpectedMatch:
     sizes_differ = len({key[0] for key in mismatch.classes}) == 1
     names: dict[int, str] = {}
-    made: dict[int, CallSite] = {}
+    sites: dict[int, CallSite] = {}
     for rank, entry in mismatch.entries.items():
         names[rank] = name = describe(entry) if sizes_differ else op_name(entry)
         site, stack = _user_stack(facts, rank, entry.frames)
         numbered = f"{op_name(entry)} #{entry.seq}{name.removeprefix(op_name(entry))}"
-        made[rank] = CallSite(f"{name} at {fr.place(site)}" if site else numbered, site, stack)
+        sites[rank] = CallSite(f"{name} at {fr.place(site)}" if site else numbered, site, stack)
     parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in mismatch.classes.values())
     text = f"collective #{mismatch.seq} of group {mismatch.group!r} is {', '.join(parts)}"
-    claims = (record_claim((mismatch.odd or (*made,))[0], text),)
+    claims = (record_claim((mismatch.odd or (*sites,))[0], text),)
     return ExpectedMatch(
         mismatch.odd,
         mismatch.majority,
-        made,
+        sites,
         claims=claims,
         number=(mismatch.group, mismatch.seq),
         sizes_differ=sizes_differ,
@@ -211,8 +215,8 @@ def _by_stacks(facts: CaseFacts, ranks: list[int]) -> ExpectedMatch:
     ops_differ = len({*ops.values()}) > 1
     lines = {rank: (wait.frame.file, wait.frame.line) if wait.frame else ("", 0) for rank, wait in waits.items()}
     odd, majority = vote(sides_of(ops)) if ops_differ else vote(sides_of(lines))
-    made = {rank: CallSite(words, *_user_stack(facts, rank)) for rank, words in wait_words(facts, ranks).items()}
-    return ExpectedMatch(odd, majority, made, (Doubt.STACKS_ALONE if ops_differ else Doubt.LINES_ALONE,))
+    sites = {rank: CallSite(words, *_user_stack(facts, rank)) for rank, words in wait_words(facts, ranks).items()}
+    return ExpectedMatch(odd, majority, sites, (Doubt.STACKS_ALONE if ops_differ else Doubt.LINES_ALONE,))
 
 
 def _user_stack(
@@ -232,38 +236,40 @@ def by_the_source(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[ExpectedMat
     rank.
     """
     aside = _outside_normal_flow(facts, meeting)
-    left = _find_left_loop(facts, meeting) if not aside else None
+    left_loop = _find_left_loop(facts, meeting) if not aside else None
     guarded = _odd_by_guard(facts, meeting) if not aside else None
-    if left is not None and guarded is not None and guarded.odd == left.behind:
-        left = None  # a rank past the loop would not come to that call in any round
-    if left is not None:
-        meeting = left.judged(meeting)
+    if left_loop is not None and guarded is not None and guarded.odd == left_loop.behind:
+        left_loop = None  # a rank past the loop would not come to that call in any round
+    if left_loop is not None:
+        meeting = left_loop.judged(meeting)
     if guarded is not None and not meeting.majority:
         meeting = guarded
     if aside:  # a rank that handles an exception might have made the call that half of the ranks should have made
         open_still = 2 * len(aside) == len(meeting.calls) and not all(is_interrupted(facts, rank) for rank in aside)
         doubts = (*meeting.doubts, Doubt.EITHER_SIDE) if open_still else meeting.doubts
         meeting = replace(meeting, odd=aside, majority=True, doubts=doubts)
-    elif left is None and guarded is None and len(meeting.odd) == 1 and len(meeting.calls) == 3:
+    elif left_loop is None and guarded is None and len(meeting.odd) == 1 and len(meeting.calls) == 3:
         meeting = replace(meeting, doubts=(*meeting.doubts, Doubt.TWO_TO_ONE))
-    return meeting, left
+    return meeting, left_loop
 
 
 def _finding(facts: CaseFacts, meeting: ExpectedMatch) -> Finding:
     words = meeting.words
-    meeting, left = by_the_source(facts, meeting)
+    meeting, left_loop = by_the_source(facts, meeting)
     odd_first = sorted(words, key=lambda rank: (rank not in meeting.odd, rank))
     text = capital(apart(facts, {rank: words[rank] for rank in odd_first}))
-    text += f"; {left.says}" if left is not None else _odd_by_steps(facts, meeting)
+    text += f"; {left_loop.says}" if left_loop is not None else _odd_by_steps(facts, meeting)
     tail = "" if meeting.majority else " With no majority, either side might be at fault."
     return Finding(
-        left.cause if left is not None and (left.sure or meeting.odd == left.ahead) else "collective-mismatch",
+        left_loop.cause
+        if left_loop is not None and (left_loop.sure or meeting.odd == left_loop.ahead)
+        else "collective-mismatch",
         meeting.doubts if meeting.majority else (*meeting.doubts, Doubt.NO_MAJORITY),
         f"{text}.{tail}",
-        tuple(_culprit(facts, meeting, rank, left) for rank in meeting.odd),
+        tuple(_culprit(facts, meeting, rank, left_loop) for rank in meeting.odd),
         meeting.claims + wait_claims(facts, words),
         _other_end(facts, meeting),
-        advice=_advice(meeting, left),
+        advice=_advice(meeting, left_loop),
         calls=_user_frames(facts, meeting),
     )
 
@@ -280,10 +286,12 @@ def _odd_by_steps(facts: CaseFacts, meeting: ExpectedMatch) -> str:
     if not meeting.number[0] or not meeting.majority:
         return ""
     more, fewer = _more_steps(facts, meeting.odd, peers), _more_steps(facts, peers, meeting.odd)
-    who = ranks_do(meeting.odd, "has", "have")
+    ranks_have = ranks_do(meeting.odd, "has", "have")
     if more > 1:
-        return f"; {who} made {more} more steps with as many calls: some steps there make fewer"
-    return f"; {who} made {fewer} fewer steps with as many calls: some steps there make more" if fewer > 1 else ""
+        return f"; {ranks_have} made {more} more steps with as many calls: some steps there make fewer"
+    return (
+        f"; {ranks_have} made {fewer} fewer steps with as many calls: some steps there make more" if fewer > 1 else ""
+    )
 
 
 def _odd_by_guard(facts: CaseFacts, meeting: ExpectedMatch) -> ExpectedMatch | None:
@@ -519,13 +527,15 @@ def _met_before(facts: CaseFacts, mismatch: Mismatch, rank: int, other: int) -> 
     histories = facts.histories.in_group(mismatch.group).histories
     if rank not in histories or other not in histories:
         return False
-    own_column, its = histories[rank].column, histories[other].column
-    wanted = own_column.at(mismatch.seq), its.at(mismatch.seq)
+    own_column, peer_column = histories[rank].column, histories[other].column
+    wanted = own_column.at(mismatch.seq), peer_column.at(mismatch.seq)
     if wanted[0] == wanted[1]:  # only their stacks differ
         return False
-    numbers = range(max(own_column.numbers[0], its.numbers[0]), mismatch.seq)
-    met = next((number for number in numbers if (own_column.at(number), its.at(number)) == wanted), None)
-    return met is not None and any(own_column.at(number) == its.at(number) for number in range(met, mismatch.seq))
+    numbers = range(max(own_column.numbers[0], peer_column.numbers[0]), mismatch.seq)
+    met = next((number for number in numbers if (own_column.at(number), peer_column.at(number)) == wanted), None)
+    return met is not None and any(
+        own_column.at(number) == peer_column.at(number) for number in range(met, mismatch.seq)
+    )
 
 
 def _by_next_calls(facts: CaseFacts, mismatch: Mismatch, ranks: Sequence[int]) -> list[list[int]]:

@@ -21,9 +21,9 @@ def unequal_new_groups(case: Case) -> Ruling:
     made = {rank: count for rank, count in counts_by_rank.items() if count is not None}
     if len(made) < len(counts_by_rank) or len(set(made.values())) < 2:
         return ""
-    apart = _in_another_group(case)
+    in_foreign_group = _in_another_group(case)
     within = [rank for rank, wait in case.waiting.items() if wait.op == "new_group"]
-    inside = sorted({*within, *apart})
+    inside = sorted({*within, *in_foreign_group})
     if not inside:
         return ""
     least = min(made[rank] for rank in inside)  # including the group being created
@@ -35,7 +35,9 @@ def unequal_new_groups(case: Case) -> Ruling:
     odd = odd if majority else tuple(counts[min(counts)])  # ranks that skipped a call which every rank must make
     parts = [f"{ranks_do(ranks, 'has', 'have')} made {count}" for count, ranks in sorted(counts.items(), reverse=True)]
     waits = [f"{ranks_wait(case, within)} in new_group"] if within else []
-    waits += [f"{waits_words(case, apart)}, in a group that peers have without it"] if apart else []
+    waits += (
+        [f"{waits_words(case, in_foreign_group)}, in a group that peers have without it"] if in_foreign_group else []
+    )
     text = f"{capital(' and '.join(waits))}, and not all ranks have made the same groups: "
     text += f"{', '.join(parts)}. Every rank has to call new_group(), also for a group of others."
     reason = "has made a different number of groups than its peers"

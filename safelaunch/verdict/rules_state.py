@@ -54,7 +54,7 @@ def launcher_failed(facts: CaseFacts) -> Ruling:
     launched, launched_rank = facts.evidence.launched, next(iter(facts.ranks.values()), None)
     if launched is None or launched.typed[:1] != ("exec",) or launched_rank is None or len(facts.world) > 1:
         return ""
-    raised, left, record = (
+    raised, exited, record = (
         launched_rank.evidence.exception,
         launched_rank.evidence.exit_call,
         launched_rank.evidence.flight_record,
@@ -62,19 +62,19 @@ def launcher_failed(facts: CaseFacts) -> Ruling:
     if launched_rank.step is not None or (record is not None and record.entries):
         return ""
     stack = fr.stack_of(
-        launched_rank.evidence, raised.frames if raised is not None else left.frames if left is not None else ()
+        launched_rank.evidence, raised.frames if raised is not None else exited.frames if exited is not None else ()
     )
     program, advice = fr.program_of(stack), frozenset({LAUNCHER})
     if program and raised is not None:
         of_its_own = raised.type.rpartition(".")[2] not in ("CalledProcessError", "ChildFailedError")
-        whose = "in its own code: no rank was seen" if of_its_own else "for a process that it started"
+        where = "in its own code: no rank was seen" if of_its_own else "for a process that it started"
         error = f"{raised.type}: {one_line(raised.message)}{fr.at(stack.frames[0])}"
-        text = f"The launcher ({program}) raised {error}, {whose}."
+        text = f"The launcher ({program}) raised {error}, {where}."
         claim = Claim(f"first exception: {raised.type}", f"{launched_rank.folder}/exception.json")
         return Finding("rank-exception", (), text, claims=(claim,), advice=advice)
-    if program and left is not None and left.code:
-        text = f"The launcher ({program}) called {left.function}({left.code}): no rank was seen."
-        claim = Claim(f"it called {left.function}()", f"{launched_rank.folder}/exit_call.json")
+    if program and exited is not None and exited.code:
+        text = f"The launcher ({program}) called {exited.function}({exited.code}): no rank was seen."
+        claim = Claim(f"it called {exited.function}()", f"{launched_rank.folder}/exit_call.json")
         return Finding("rank-exited", (), text, claims=(claim,), advice=advice)
     return ""
 
@@ -138,15 +138,15 @@ def unseen_peer_ended(facts: CaseFacts) -> Ruling:
     unseen = facts.unseen or facts.evidence.world_guessed
     if not unseen or not lost or any(error is not None and is_timeout(error) for error in errors.values()):
         return ""
-    who = capital(f"{'' if len(facts.unseen) == 1 else 'one of '}{ranks_word(facts.unseen)}")
+    subject = capital(f"{'' if len(facts.unseen) == 1 else 'one of '}{ranks_word(facts.unseen)}")
     named = [node.host for node in facts.evidence.nodes if not node.here and not node.ranks]
     if facts.evidence.world_guessed or (facts.evidence.printed is not None and named):
-        who = " or ".join(f"A process on {host}" for host in named) or "A peer"
+        subject = " or ".join(f"A process on {host}" for host in named) or "A peer"
     places = dict.fromkeys(facts.waiting[rank].words for rank in lost)
     printed = facts.evidence.printed is not None
     where = ", which doesn't appear in the log" if printed else ", on another node"
     ended = "ended first, or could not be reached" if facts.evidence.world_guessed else "ended first"
-    text = f"{who}{where}, {ended}: {ranks_word(lost)} lost the connection in "
+    text = f"{subject}{where}, {ended}: {ranks_word(lost)} lost the connection in "
     text += f"{' and '.join(list(places)[:2])}."
     if facts.evidence.stall_s:
         text += (
@@ -243,22 +243,24 @@ def _store_not_reached(facts: CaseFacts, inside: Sequence[int]) -> Finding | Non
     Only if they are the minority, or a peer is past that point, which proves that the store exists.
     """
     views = {rank: view for rank in inside if (view := view_of(facts.ranks[rank].evidence)) is not None}
-    astray = [rank for rank, view in views.items() if _retries_connecting(view)]
-    if not astray:
+    retrying = [rank for rank, view in views.items() if _retries_connecting(view)]
+    if not retrying:
         return _store_without_answer(facts, views)
-    rest = [rank for rank in inside if rank not in astray]
+    rest = [rank for rank in inside if rank not in retrying]
     past_it = [rank for rank in rest if rank in views and not calls.makes_store(views[rank].stack)]
     reason = "keeps trying to connect to the store of init_process_group"
-    frames = {rank: facts.ranks[rank].frame for rank in astray}
+    frames = {rank: facts.ranks[rank].frame for rank in retrying}
     named = {
         rank: Condition("init-not-joined", f"{reason}{fr.at(frame)}", frame, doubts=(Doubt.STATE_INFERRED,))
         for rank, frame in frames.items()
     }
-    if past_it or 2 * len(astray) < len(inside):
+    if past_it or 2 * len(retrying) < len(inside):
         finding = blame(facts, "init-not-joined", (Doubt.STATE_INFERRED,), named, rest)
         return replace(finding, advice=_STORE)
     wait_text = f", and {waits_words(facts, rest)}" if rest else ""
-    text = f"{capital(each_of(astray))} {reason}{fr.at(frames[astray[0]])}: nothing answers at its address{wait_text}."
+    text = (
+        f"{capital(each_of(retrying))} {reason}{fr.at(frames[retrying[0]])}: nothing answers at its address{wait_text}."
+    )
     doubts = (Doubt.STATE_INFERRED, *doubts_if({Doubt.EITHER_SIDE: bool(rest)}))
     return Finding("init-not-joined", doubts, text, claims=wait_claims(facts, inside), advice=_STORE)
 
@@ -348,9 +350,9 @@ def no_rank_stands_out(facts: CaseFacts) -> Finding:
         text += f" {alone} on its own: what ended the connection was not seen."
         text += _first_report(facts, lost)
     elif alike and own and facts.unseen:
-        who = "them" if len(own) > 1 else "it"
+        them = "them" if len(own) > 1 else "it"
         text = summary_of(own, facts, [])
-        text += f" {capital(unseen_words(facts))} and might be what keeps {who} there."
+        text += f" {capital(unseen_words(facts))} and might be what keeps {them} there."
     elif only:
         text = summary_of(own, facts, waits) if own else f"{capital(waits_words(facts, waits))}."
         text += " No other rank was seen: it cannot be compared with its peers."

@@ -41,17 +41,17 @@ def racing_threads(case: Case) -> Ruling:
     number, so the calls of one thread meet the other's.
     """
     groups = {w.group for waiters in case.waits.classes.values() if (w := waiters.wait).group is not None}
-    found = next((race for group in sorted(groups) if (race := _race_in(case.alignment, group)) is not None), None)
-    if found is None:
+    first_race = next((race for group in sorted(groups) if (race := _race_in(case.alignment, group)) is not None), None)
+    if first_race is None:
         return ""
-    group, number, calls = found
+    group, number, calls = first_race
     places = sides_of({rank: f"{op_name(entry)}{_where(case, rank, entry)}" for rank, entry in calls.items()})
     which = f"collective #{number} of group {group!r}"
-    parts = " and ".join(f"{what} on {ranks_word(ranks)}" for what, ranks in places.items())
+    parts = " and ".join(f"{call} on {ranks_word(ranks)}" for call, ranks in places.items())
     text = f"Two threads of each rank call collectives of group {group!r}, in no fixed order: {which} is {parts}."
     claims = [
-        record_claim(ranks[0], f"{capital(ranks_word(ranks))}: {which} is {what}, and the other thread's call is next")
-        for what, ranks in places.items()
+        record_claim(ranks[0], f"{capital(ranks_word(ranks))}: {which} is {call}, and the other thread's call is next")
+        for call, ranks in places.items()
     ]
     waiting = sorted(case.waiting)
     return Finding(
@@ -88,10 +88,12 @@ def _race_in(alignment: Alignment, group: str) -> tuple[str, int, dict[int, Coll
     if len({_by_thread(calls) for calls in late.values()}) > 1:
         return None
     numbers = sorted(set().union(*late.values()))
-    apart = next((n for n in numbers if len({calls[n] for calls in late.values() if n in calls}) > 1), None)
-    if apart is None or not all(_are_of_several_threads(calls, late.values(), apart) for calls in late.values()):
+    diverging = next((n for n in numbers if len({calls[n] for calls in late.values() if n in calls}) > 1), None)
+    if diverging is None or not all(
+        _are_of_several_threads(calls, late.values(), diverging) for calls in late.values()
+    ):
         return None
-    return group, apart, {rank: calls[apart].entry for rank, calls in late.items() if apart in calls}
+    return group, diverging, {rank: calls[diverging].entry for rank, calls in late.items() if diverging in calls}
 
 
 def _are_of_several_threads(
@@ -102,8 +104,8 @@ def _are_of_several_threads(
     A single thread can't race with itself, wherever its calls begin.
     """
     raced = {calls[number] for calls in all_calls if number in calls}
-    made = {own_calls[n]: own_calls[n].entry.thread for n in sorted(own_calls, reverse=True) if n >= number}
-    threads = [thread for call, thread in made.items() if call in raced]
+    threads_of_calls = {own_calls[n]: own_calls[n].entry.thread for n in sorted(own_calls, reverse=True) if n >= number}
+    threads = [thread for call, thread in threads_of_calls.items() if call in raced]
     return len(set(threads)) == len(threads)
 
 

@@ -101,8 +101,8 @@ def _not_entered(case: Case, roots: list[int], limit: int = 4) -> tuple[Claim, .
             for waiters in case.waits.classes.values()
             if rank in waiters.blockers and waiters.wait.seq is not None
         ]
-        for one in sorted(waiting_for_it, key=lambda waiters: (-len(waiters.ranks), waiters.ranks))[:limit]:
-            wait, who = one.wait, one.ranks
+        for blocked in sorted(waiting_for_it, key=lambda waiters: (-len(waiters.ranks), waiters.ranks))[:limit]:
+            wait, who = blocked.wait, blocked.ranks
             text = f"{wait.op} #{wait.seq} of group {wait.group!r}, in which {ranks_wait(case, who)}"
             made = case.alignment.entry(rank, str(wait.group), wait.seq) if wait.seq is not None else None
             instead = f"made {described(made)} and so " if made is not None else ""

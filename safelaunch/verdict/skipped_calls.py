@@ -113,14 +113,14 @@ def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 def _printed_lines(facts: CaseFacts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
     """Returns each rank's newest line that no peer printed, and the statement after which it skipped calls."""
     printed = {rank: lines for rank in named if (lines := lines_of(facts.ranks[rank].evidence.log_tail))}
-    others = [rank for rank in facts.ranks if rank not in named]
-    some = [*list(printed)[:_MOST_LOOKED_AT], *others[:_MOST_LOOKED_AT]] if printed else []
+    not_named = [rank for rank in facts.ranks if rank not in named]
+    some = [*list(printed)[:_MOST_LOOKED_AT], *not_named[:_MOST_LOOKED_AT]] if printed else []
     called = {(frame.file, frame.line): frame for rank in some for frame in _lines_called_from(facts, rank)}
     every = left_by(called.values(), facts.read_source)
     ways = [left for left in every if left.parts and any(left.leaves_out(frame) for frame in called.values())]
     own_lines: dict[int, tuple[Left, str]] = {}
     for rank, lines in printed.items() if ways else ():
-        peer_tails = [facts.ranks[peer].evidence.log_tail for peer in others or named if peer != rank]
+        peer_tails = [facts.ranks[peer].evidence.log_tail for peer in not_named or named if peer != rank]
         matches = ((left, line) for line in reversed(lines) for left in ways if left.has_printed(line))
         own = next((match for match in matches if not any(match[0].is_in(text) for text in peer_tails)), None)
         if own is not None:
