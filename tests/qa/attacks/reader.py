@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -16,6 +17,7 @@ from safelaunch import cli
 
 MOST_MB, MOST_S = 512, 10
 _RAW = {chr(code) for code in (*range(0x0A), *range(0x0B, 0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F))}
+_FIX = re.compile("safelaunch:   ")
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ class Told:
             return f"took {self.peak_mb:.0f} MB and {self.cpu_s:.1f} s of CPU"
         if self.left:
             return f"left {self.left}"
-        if self.code == 2 and (len(self.err.splitlines()) != 1 or self.out):
-            return f"not one clear line: {self.err!r} {self.out[:50]!r}"
+        problem, *fix = self.err.splitlines() or [""]
+        if self.code == 2 and (not problem or len(fix) > 1 or not all(_FIX.match(line) for line in fix) or self.out):
+            return f"not one clear line, with or without its fix: {self.err!r} {self.out[:50]!r}"
         if raw := _RAW & {*self.out, *self.err}:
             return f"control characters reach the terminal: {sorted(raw)!r}"
         try:
