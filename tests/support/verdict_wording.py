@@ -14,7 +14,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 from safelaunch.model import Verdict
 from tests.support import verdict_cases
@@ -101,18 +100,28 @@ def _part(title: str, entries: Iterable[tuple[str, str, list[str]]], counts: Map
     return "\n".join(lines)
 
 
-def todays_catalogue(folder: Path = verdict_cases.FOLDER) -> str:
-    return catalogue((case.name, case.read().verdict) for case in verdict_cases.all_cases(folder))
+def todays_verdicts() -> Iterator[tuple[str, Verdict]]:
+    return ((case.name, case.read().verdict) for case in verdict_cases.all_cases())
+
+
+def todays_catalogue() -> str:
+    return catalogue(todays_verdicts())
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.verdict_wording", description=__doc__)
     parser.add_argument("--update", action="store_true", help="write the catalogue; without it, print it")
-    text = todays_catalogue()
-    if parser.parse_args().update:
-        FILE.write_text(text)
+    parser.add_argument(
+        "--cases", action="store_true", help="print all sentences of each case, to compare two versions"
+    )
+    words = parser.parse_args()
+    if words.cases:
+        for name, verdict in todays_verdicts():
+            print(name, *(f"  {part}: {sentence}" for part, sentence in sentences(verdict)), sep="\n")
+    elif words.update:
+        FILE.write_text(todays_catalogue())
     else:
-        print(text, end="")
+        print(todays_catalogue(), end="")
     return 0
 
 

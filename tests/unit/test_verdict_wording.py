@@ -12,7 +12,7 @@ from tests.support.verdict_wording import FILE, catalogue, todays_catalogue
 
 ADVICE = """
 If the wording is meant to change: python -m tests.support.verdict_wording --update
-If a number differs: python -m scripts.research.compare_verdicts HEAD . --count 0   # names the cases
+If a number differs, compare what this prints before and after: python -m tests.support.verdict_wording --cases
 """
 
 
