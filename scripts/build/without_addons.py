@@ -23,6 +23,7 @@ from safelaunch.addons import COMMANDS
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("configs", "docs", "man", "safelaunch", "scripts", "tests", "pyproject.toml", "README.md", "weight.json")
 TESTS = (
+    "test_addons.py",
     "test_layers.py",
     "test_cli.py",
     "test_cli_[!d]*.py",
@@ -33,6 +34,7 @@ TESTS = (
     "test_supervise_control_protocol.py",
     "test_supervise_monitors.py",
     "test_supervise_rounds.py",
+    "test_supervise_services.py",
 )
 HELP = (["--help"], ["help"])
 OTHERS = (["help", "diagnose"], ["presets"], ["status"], ["explain"], ["gpus", "--json"], ["--nproc-per-node=2", "-h"])
