@@ -1,8 +1,7 @@
 """Flight Recorder entries of all ranks, aligned by process group and sequence number.
 
-A sequence number counts the collectives of one group on one rank, so ranks that run the same program have the same
-operation under the same number. Windows of different length (wrapped ring buffers) and ranks without a record are
-expected. ``state`` is ignored because of gloo; :class:`Collective.completed` counts.
+Ranks that run the same program have the same operation under the same number of a group. Windows of different length
+(wrapped ring buffers) and ranks without a record are expected.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ _NOTHING = Entries.of(())
 
 
 class Alignment:
-    """Index of all ranks' records. Building it is linear in the number of entries."""
-
     def __init__(self, ranks: Iterable[RankEvidence], world_size: int) -> None:
         self.world_size = world_size
         self._ranks = {rank.rank: rank for rank in ranks}
@@ -77,14 +74,13 @@ class Alignment:
         return window.at(seq) if window else None
 
     def window(self, rank: int, group: str) -> Window | None:
-        """Returns the collectives of ``rank`` in ``group`` that its record still holds; None if it has none."""
         return self._windows.get(rank, {}).get(group)
 
     def stack(self, rank: int, entry: Collective) -> Stack:
         return stack_of(self._ranks[rank], entry.frames)
 
     def programs(self) -> dict[int, Window]:
-        """Returns all calls of each rank, in all groups, by their index or by the record's number."""
+        """Returns all calls of each rank, in all groups."""
         whole = all(map(self.is_whole, self.records))  # merged blocks leave gaps in the numbers
         return {
             rank: program_of(ring, self._ranks[rank].code_roots, counted=whole) for rank, ring in self._rings.items()
@@ -97,7 +93,6 @@ class Alignment:
 
     @cached_property
     def has_threads(self) -> bool:
-        """Some rank recorded calls of several threads."""
         threads = (ring.threads for ring in self._rings.values())
         return any(
             not isinstance(threads_of_rank, Same) and len(set(threads_of_rank)) > 1 for threads_of_rank in threads
@@ -107,33 +102,32 @@ class Alignment:
         return sorted({group for windows in self._windows.values() for group in windows})
 
     def first(self, rank: int, group: str) -> int:
-        """Returns the lowest sequence number of ``group`` in the window of ``rank``; 0 if there is none."""
+        """Returns the lowest sequence number in the window; 0 if there is none."""
         window = self.window(rank, group)
         return window.numbers[0] if window else 0
 
     def last(self, rank: int, group: str) -> int:
-        """Returns the highest sequence number that ``rank`` has entered in ``group``; -1 if there is none."""
+        """Returns the highest sequence number that ``rank`` has entered; -1 if there is none."""
         return self._last.get(rank, {}).get(group, -1)
 
-    def joined(self, rank: int) -> bool:
-        """Reports if the rank has been a member of a group, which means it is past ``init_process_group``."""
+    def has_joined(self, rank: int) -> bool:
+        """Reports if the rank is past ``init_process_group``."""
         record = self.records.get(rank)
         return record is not None and bool(record.entries or record.groups or record.status)
 
     def pending(self, rank: int) -> list[Collective]:
-        """Returns the calls the rank entered and didn't complete: for each thread and group the oldest one."""
+        """Returns the oldest call of each thread and group that the rank didn't complete."""
         return self._pending.get(rank, [])
 
-    def unended(self, rank: int) -> Collective | None:
-        """Returns the newest entry of a batch or block that ``rank`` began and didn't launch."""
+    def unfinished_block(self, rank: int) -> Collective | None:
+        """Returns the newest entry of a batch or block that the rank didn't launch."""
         return next(reversed(self.ring(rank).matching(lambda kind: kind.state == NOT_LAUNCHED)), None)
 
     def transfers(self, rank: int, group: str) -> list[Collective]:
-        """Returns the sends and receives of ``rank`` in ``group``, in order."""
         return self.ring(rank).matching(lambda kind: kind.is_p2p and kind.group == group)
 
     def is_behind(self, rank: int, entry: Collective) -> bool:
-        """Reports if the device of ``rank`` is still in an earlier call of the group: it works in queue order."""
+        """Reports if the device is still in an earlier call of the group."""
         if entry.by_gloo:
             return False
         return any(
@@ -142,14 +136,13 @@ class Alignment:
         )
 
     def is_over_elsewhere(self, rank: int, entry: Collective) -> bool:
-        """Reports if all other members have completed the collective, so that peers don't hold ``rank`` up."""
+        """Reports if all other members have completed the collective."""
         members, are_known = self.members(entry.group)
         if entry.is_p2p or not are_known or members <= {rank}:
             return False
         return set(self._standing(entry.group, entry.seq)[0]) <= {rank}
 
     def is_begun_elsewhere(self, rank: int, entry: Collective) -> bool:
-        """Reports if the device of another member has begun the collective."""
         return not entry.is_p2p and not set(self._standing(entry.group, entry.seq)[1]) <= {rank}
 
     def _standing(self, group: str, seq: int) -> tuple[list[int], list[int]]:
@@ -180,9 +173,8 @@ class Alignment:
     def _is_left_out(self, rank: int, group: str, seq: int) -> bool:
         """Reports if ``rank`` completed the collective, but its record holds only pending ones, as NCCL's can.
 
-        A backend works in order, so everything before its oldest pending call is completed. A full ring might have
-        lost pending calls; a rank with more entries shows that this one isn't full. The group's status also shows it,
-        but counts sends as well.
+        Everything before its oldest pending call is completed. A full ring might have lost pending calls; another rank
+        with more entries shows that this one isn't full. The group's status counts sends as well.
         """
         record = self.records.get(rank)
         if record is None or self.is_whole(rank):
@@ -195,12 +187,12 @@ class Alignment:
         return len(ring) < self._most_entries and not any(kind.completed for kind in ring.used().values())
 
     def is_whole(self, rank: int) -> bool:
-        """Reports if the record of ``rank`` goes back to its first entry: the ring buffer hasn't wrapped."""
+        """Reports if the ring buffer hasn't wrapped."""
         record = self.records.get(rank)
         return record is not None and (not record.entries or record.entries[0].record_id == 0)
 
     def front(self) -> dict[str, int]:
-        """Returns for each group the highest number that a rank waits in or has completed, without queued calls."""
+        """Returns for each group the highest number that a rank waits in or has completed."""
         fronts: dict[str, int] = {}
         for rank, last in self._last.items():
             oldest = {entry.group: entry.seq for entry in self.pending(rank) if not entry.is_p2p}
@@ -218,19 +210,15 @@ class Alignment:
     def members(self, group: str) -> tuple[frozenset[int], bool]:
         """Returns the ranks of the group, and if they are known for certain.
 
-        Dumps list them in ``pg_config``; gloo's does so for the default group only, under the name ``""``. Otherwise
-        the ranks that used the group are its members once a collective of it has completed, because that takes all of
-        them. Before that, any rank might be a member.
+        Dumps list them in ``pg_config``; gloo's only for the default group, under the name ``""``. Otherwise the ranks
+        that used the group are its members once a collective of it has completed. Before that, any rank might be one.
         """
         if group not in self._members:
             self._members[group] = self._find_members(group)
         return self._members[group]
 
     def is_closed(self, group: str) -> bool:
-        """Reports if only ranks of this job are in the group: each member lists it, or lists none and has used it.
-
-        A process from outside the job could be in a group that it numbers differently.
-        """
+        """Reports if only ranks of this job are in the group: each member lists it, or lists none and used it."""
         if group not in self._closed:
             self._closed[group] = self._is_closed(group)
         return self._closed[group]
@@ -241,7 +229,7 @@ class Alignment:
             return False
         alike: tuple[int, ...] | None = None
         for member in members:
-            listed = self.listed(member)
+            listed = self.groups_of(member)
             if group in listed or (listed.keys() - {""} and group != DEFAULT_GROUPS[0]):
                 ranks = listed.get(group, ())
                 if ranks != alike and frozenset(ranks) != members:
@@ -252,12 +240,11 @@ class Alignment:
         return True
 
     def is_in_closed_groups(self, rank: int) -> bool:
-        """Reports if the rank lists its groups and all of them contain only ranks of this job."""
-        names = [name for name in self.listed(rank) if name]
+        names = [name for name in self.groups_of(rank) if name]
         return bool(names) and all(map(self.is_closed, names))
 
-    def listed(self, rank: int) -> Mapping[str, tuple[int, ...]]:
-        """Returns the members of each group by the rank's record, or without a record, by the rank itself."""
+    def groups_of(self, rank: int) -> Mapping[str, tuple[int, ...]]:
+        """Returns the members of each group by the rank's record, or else by the rank itself."""
         if rank in self.records:
             return self.records[rank].groups
         return self._ranks[rank].gil.groups if rank in self._ranks else {}
@@ -299,7 +286,7 @@ def _order(entry: Collective) -> tuple[int, int]:
 
 
 def first_recorded_numbers(alignment: Alignment, groups: Iterable[str]) -> dict[str, int]:
-    """Returns the first number that all members' windows still hold, for groups in which calls have been lost."""
+    """Returns the first number that all members' windows hold, for groups that lost calls."""
     first_numbers, late = {}, [rank for rank in alignment.records if not alignment.is_whole(rank)]
     for group in groups:
         members, _ = alignment.members(group)

@@ -30,7 +30,7 @@ DEFAULT_GROUPS = ("0", "", "default_pg")
 
 
 def label_of(entry: Collective) -> str:
-    """Returns the description that the group's creator gave it, as a DeviceMesh does, or else its name."""
+    """Returns the description that the group's creator gave it, or else its name."""
     description = entry.description if entry.description not in ("", "undefined", *DEFAULT_GROUPS) else ""
     return description or f"'{entry.group}'"
 
@@ -41,12 +41,12 @@ def op_name(entry: Collective) -> str:
 
 
 def number_of(entry: Collective) -> int:
-    """Returns the entry's number. Sends and receives are counted separately."""
+    """Returns the entry's number; sends and receives are counted separately."""
     return entry.p2p_seq if entry.is_p2p else entry.seq
 
 
 def signature(entry: Collective) -> Signature:
-    """Returns what must match on all ranks (:func:`fits`); None stands for what the record doesn't show.
+    """Returns what must match on all ranks (:func:`fits`), with None for what is unknown.
 
     Only the number of elements counts: shapes (4, 1) and (4,) match.
     """
@@ -67,7 +67,7 @@ def signature(entry: Collective) -> Signature:
 
 
 def elements(sizes: TensorSizes) -> int | None:
-    """Returns the number of elements of these tensors; None if it isn't known or no tensor is listed."""
+    """Returns the number of elements; None if it isn't known."""
     return None if not sizes or any(n < 0 for size in sizes for n in size) else sum(prod(size) for size in sizes)
 
 
@@ -76,7 +76,7 @@ def _types(sizes: TensorSizes, dtypes: tuple[str, ...]) -> tuple[str, ...] | Non
 
 
 def fits(one: Signature, other: Signature) -> bool:
-    """Reports if two signatures might match. Unknown parts match everything."""
+    """Reports if two signatures might match."""
     if _UNKNOWN in (one, other):
         return True
     return len(one) == len(other) and all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))

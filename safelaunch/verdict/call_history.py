@@ -19,7 +19,7 @@ def identity_of(entry: Collective, stack: Stack) -> Identity:
     """Returns what makes it the same call on two ranks: the user's lines that led to it, innermost first.
 
     On a device, the backward pass makes calls from a thread without user frames: then all frames and the operation
-    count. Returns ``UNKNOWN`` if there are no frames.
+    count.
     """
     if not entry.frames:
         return UNKNOWN
@@ -29,7 +29,7 @@ def identity_of(entry: Collective, stack: Stack) -> Identity:
 
 
 def signature_of(entry: Collective, stack: Stack) -> Identity:
-    """Identifies a call by its operation if records have no frames at all (JSON dumps), as far as it is recorded."""
+    """Identifies a call by its operation, if records have no frames at all (JSON dumps)."""
     call_signature = signature(entry)
     return UNKNOWN if None in call_signature else call_signature
 
@@ -52,7 +52,6 @@ class CallHistory:
         return self.column.numbers[-1]
 
     def at(self, number: int) -> Identity:
-        """Returns the identity of a call; ``UNKNOWN`` if the record doesn't hold that number."""
         identity = self._identities.value(self.column.at(number))
         return identity if isinstance(identity, tuple) else UNKNOWN
 
@@ -83,7 +82,6 @@ class CallHistory:
         return self._of(self.column.values)
 
     def overlap(self, begin: int, other: CallHistory, at: int) -> int:
-        """Returns how many calls both have from there on."""
         return min(self.last - begin, other.last - at) + 1
 
     def _of(self, values: Iterable[int]) -> set[Identity]:
@@ -91,10 +89,7 @@ class CallHistory:
 
 
 def histories_of(windows: Mapping[int, Window]) -> tuple[dict[int, CallHistory], bool]:
-    """Returns the histories of ranks whose records have no gaps or unidentifiable calls, and if frames identify calls.
-
-    All ranks are read in the same way: a record with frames isn't compared with one without.
-    """
+    """Returns the histories of ranks whose records have no gaps or unknown calls, and if frames identify calls."""
     by_frames = any(kind.frames for window in windows.values() for kind in window.entries.used().values())
     identities = Numbering(identity_of if by_frames else signature_of)
     signatures = Numbering(lambda entry, _: signature(entry))

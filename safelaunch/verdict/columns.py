@@ -15,8 +15,8 @@ from safelaunch.stacks.frames import Stack
 class Window:
     """The collectives of one rank in one group that its record still holds, by sequence number.
 
-    ``numbers`` ascend; ``positions[i]`` is the index of number ``numbers[i]`` among the entries. If a number was
-    recorded several times (the parts of a coalesced operation), the last one counts.
+    ``positions[i]`` is the index of number ``numbers[i]`` among the entries. If a number was recorded several times
+    (the parts of a coalesced operation), the last one counts.
     """
 
     __slots__ = ("code_roots", "entries", "numbers", "positions")
@@ -43,7 +43,6 @@ class Window:
         return Stack(entry.frames, self.code_roots)
 
     def kinds(self) -> array[int]:
-        """Returns the kinds of its entries, number by number."""
         kind_of, positions = self.entries.kind_of, self.positions
         if isinstance(positions, range):
             return kind_of[positions.start : positions.stop]
@@ -78,7 +77,7 @@ def program_of(entries: Entries, code_roots: tuple[str, ...], *, counted: bool) 
 
 @dataclass(frozen=True)
 class NumberedColumn:
-    """A value for each of ``numbers``, which ascend. Equal values stand for equal things."""
+    """A value for each of ``numbers``, which ascend."""
 
     numbers: Sequence[int]
     values: array[int]
@@ -91,11 +90,10 @@ class NumberedColumn:
         return self.values[place] if place < len(self.numbers) and self.numbers[place] == number else None
 
     def values_of(self, begin: int, count: int) -> array[int]:
-        """Returns the values of ``count`` numbers from ``begin``, which must be there without a gap."""
+        """Returns values that must be there without a gap."""
         return self.values[begin - self.numbers[0] : begin - self.numbers[0] + count]
 
     def between(self, first: int, last: int) -> NumberedColumn:
-        """Returns the part from ``first`` to ``last``, which must be there without a gap."""
         count = max(0, last - first + 1)
         return NumberedColumn(range(first, first + count), self.values_of(first, count))
 
@@ -106,7 +104,7 @@ class NumberedColumn:
 
 
 class Numbering:
-    """Maps what a function returns for entries to numbers: equal numbers for equal results, on all ranks.
+    """Maps what a function returns for entries to numbers, the same ones on all ranks.
 
     ``of(entry, stack)`` is called once per kind of entry, so it must only read what defines the kind.
     """
@@ -133,7 +131,6 @@ class Numbering:
         return NumberedColumn(window.numbers, self._translated[key])
 
     def value(self, number: int | None) -> Hashable:
-        """Returns what a number of a column stands for; None for None."""
         return None if number is None else self._values[number]
 
     def number_of(self, value: Hashable) -> int:
@@ -144,10 +141,10 @@ class Numbering:
 
 
 def first_difference(columns: Iterable[NumberedColumn]) -> int | None:
-    """Returns the smallest number for which two columns have different values; None if there is none.
+    """Returns the smallest number for which two columns have different values.
 
     Linear in the entries: columns without a gap, sorted by their start, are each compared with the earlier one that
-    reaches furthest. That one covers every number that two earlier columns share with this one.
+    reaches furthest.
     """
     differences: list[int] = []
     reference: NumberedColumn | None = None
@@ -171,7 +168,6 @@ def _first_difference_with_gaps(columns: Iterable[NumberedColumn]) -> int | None
 
 
 def _difference(column: NumberedColumn, other: NumberedColumn) -> int | None:
-    """Returns the first number that both columns have with different values."""
     begin = max(column.numbers[0], other.numbers[0])
     end = min(column.numbers[-1], other.numbers[-1]) + 1
     if begin >= end:

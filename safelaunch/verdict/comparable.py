@@ -2,17 +2,15 @@
 
 NCCL launches the operations of a coalescing block together. torch (2.5 to 2.14) records it so:
 
-- Each send and receive of a batch (``batch_isend_irecv``) has an entry with the same ``p2p_seq_id``. Their state stays
-  ``scheduled``, because none of them has an event. ``nccl:coalesced`` follows, with the state of the batch. It isn't
-  marked as point to point, and has the number of the last *collective*.
-- Since format 2.7, each collective of a block has an entry, also without a state, with the same
-  ``collective_seq_id``. ``nccl:coalesced`` or ``nccl:ALLGATHER_coalesced`` follows, with the state, but without sizes.
-  Before 2.7 there is only that last entry.
+- Each send and receive of a batch has an entry with the same ``p2p_seq_id``. Their state stays ``scheduled``, because
+  they have no events. ``nccl:coalesced`` follows with the state of the batch. It isn't marked as point to point, and
+  has the number of the last *collective*.
+- Since format 2.7, each collective of a block has an entry without a state, with the same ``collective_seq_id``.
+  ``nccl:coalesced`` or ``nccl:ALLGATHER_coalesced`` follows, with the state, but without sizes. Before, only that last
+  one exists.
 
-Here the members of a batch get the state of their batch, and a block of collectives becomes one entry.
-
-torch 2.15 retires a call at launch if its backend (one in Python, outside torch) doesn't report completion. Here such
-a call is completed once all members have made it and one has made a later one.
+torch 2.15 retires a call at launch if its backend (in Python, outside torch) doesn't report completion. Here it is
+completed once all members have made it and one has made a later one.
 """
 
 from __future__ import annotations
@@ -42,15 +40,16 @@ class Block(Collective, frozen=True):
 
 def comparable(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
     agreed = _without_early_ends(_without_contradictions(records))
-    apart = _with_distinct_backends({rank: _counted_by_group(record) for rank, record in agreed.items()})
-    return _with_distinct_groups({rank: _past_ends(with_blocks_merged(record)) for rank, record in apart.items()})
+    apart = _with_distinct_backends({rank: _with_numbers_by_group(record) for rank, record in agreed.items()})
+    return _with_distinct_groups(
+        {rank: _with_earlier_calls_completed(with_blocks_merged(record)) for rank, record in apart.items()}
+    )
 
 
 def _without_contradictions(records: Mapping[int, FlightRecord]) -> Mapping[int, FlightRecord]:
     """Drops the members of a group that a record lists, if more records list others.
 
-    Groups with the same name can differ (:func:`_with_distinct_groups`), but share no rank, and a rank that records a
-    group is in it.
+    Groups with the same name can differ (:func:`_with_distinct_groups`), but share no rank.
     """
     memberships: dict[str, Counter[frozenset[int]]] = {}
     for record in records.values():
@@ -76,7 +75,9 @@ def _without_contradictions(records: Mapping[int, FlightRecord]) -> Mapping[int,
 def _without_early_ends(records: Mapping[int, FlightRecord]) -> Mapping[int, FlightRecord]:
     """Reopens calls that were retired at launch, unless later calls show that they are completed."""
     rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
-    early = {rank: {n for n, kind in ring.used().items() if _ended_early(kind)} for rank, ring in rings.items()}
+    early = {
+        rank: {n for n, kind in ring.used().items() if _is_retired_at_launch(kind)} for rank, ring in rings.items()
+    }
     if not any(early.values()):
         return records
     newest: dict[_MemberRanks, dict[int, int]] = {}
@@ -96,14 +97,15 @@ def _without_early_ends(records: Mapping[int, FlightRecord]) -> Mapping[int, Fli
         return entry.seq > min(counts) or entry.seq == max(counts)
 
     again = {rank: kinds for rank, kinds in early.items() if kinds}
-    opened = {r: _marked(records[r], kinds, partial(is_open, r), completed=False) for r, kinds in again.items()}
+    opened = {
+        r: _with_completion(records[r], kinds, partial(is_open, r), completed=False) for r, kinds in again.items()
+    }
     return {**records, **opened}
 
 
-def _marked(
+def _with_completion(
     record: FlightRecord, kinds: Collection[int], wanted: Callable[[int, Collective], bool], *, completed: bool
 ) -> FlightRecord:
-    """Sets ``completed`` of the ``wanted`` entries of these kinds."""
     ring = Entries.of(record.entries)
     entries = [
         structs.replace(entry, completed=completed) if ring.kind_of[at] in kinds and wanted(at, entry) else entry
@@ -112,7 +114,7 @@ def _marked(
     return structs.replace(record, entries=Entries.of(entries))
 
 
-def _ended_early(kind: Collective) -> bool:
+def _is_retired_at_launch(kind: Collective) -> bool:
     return kind.completed and kind.state != "completed" and kind.op.partition(":")[0] not in (kind.op, "gloo")
 
 
@@ -121,10 +123,7 @@ def _members(record: FlightRecord, group: str) -> _MemberRanks:
 
 
 def _with_distinct_backends(records: dict[int, FlightRecord]) -> dict[int, FlightRecord]:
-    """Makes two groups of one that has called through two backends (``cpu:gloo,cuda:nccl2``).
-
-    Each backend counts its own calls, and they never match the other's.
-    """
+    """Splits groups that called through two backends (``cpu:gloo,cuda:nccl2``), which count separately."""
     backends: dict[str, set[str]] = {}
     for record in records.values():
         for kind in Entries.of(record.entries).used().values():
@@ -159,11 +158,10 @@ def _with_names(
     return structs.replace(record, entries=entries, **groups)
 
 
-def _counted_by_group(record: FlightRecord) -> FlightRecord:
+def _with_numbers_by_group(record: FlightRecord) -> FlightRecord:
     """Numbers the calls of each group, if the record numbers them over all groups, as torchcomms does.
 
-    Such a number equals the entry's index, from 0; c10d's numbers start with 1. If the ring has wrapped, the count per
-    group is unknown.
+    Such a number equals the entry's index, from 0. If the ring has wrapped, the count per group is unknown.
     """
     ring = Entries.of(record.entries)
     if not len(ring) or ring.seqs[0] != ring.record_ids[0] or any(ring.p2p_seqs):
@@ -183,10 +181,10 @@ def _counted_by_group(record: FlightRecord) -> FlightRecord:
     return structs.replace(record, entries=Entries.of(entries), status={})
 
 
-def _past_ends(record: FlightRecord) -> FlightRecord:
-    """Completes every nccl2 call before a completed one in its group, because communicators work in order.
+def _with_earlier_calls_completed(record: FlightRecord) -> FlightRecord:
+    """Completes every nccl2 call before a completed one in its group: communicators work in order.
 
-    The sends of a batch have no completion there, nor an entry that ends them.
+    The sends of a batch have no separate completion there.
     """
     ring = Entries.of(record.entries)
     kinds = ring.used()
@@ -195,14 +193,14 @@ def _past_ends(record: FlightRecord) -> FlightRecord:
     if not ends or not left:
         return record
     last = {kinds[ring.kind_of[at]].group: at for at in ends}
-    return _marked(record, left, lambda at, entry: at < last.get(entry.group, -1), completed=True)
+    return _with_completion(record, left, lambda at, entry: at < last.get(entry.group, -1), completed=True)
 
 
 def _with_distinct_groups(records: dict[int, FlightRecord]) -> dict[int, FlightRecord]:
     """Gives groups with different members different names.
 
-    torch names a group by a counter or by a hash of its ranks. ``split_group`` (since 2.6), and so a device mesh,
-    counts the same way on every rank: the groups of ranks 0-1 and of ranks 2-3 are both called ``1``.
+    ``split_group`` (since torch 2.6), and so a device mesh, counts the same way on every rank: the groups of ranks 0-1
+    and of ranks 2-3 are both called ``1``.
     """
     members: dict[str, set[frozenset[int]]] = {}
     for record in records.values():
@@ -213,12 +211,12 @@ def _with_distinct_groups(records: dict[int, FlightRecord]) -> dict[int, FlightR
         return records
     kinds = Kinds()
     return {
-        rank: _renamed(record, shared, kinds) if shared & record.groups.keys() else record
+        rank: _with_group_suffixes(record, shared, kinds) if shared & record.groups.keys() else record
         for rank, record in records.items()
     }
 
 
-def _renamed(record: FlightRecord, shared: set[str], kinds: Kinds) -> FlightRecord:
+def _with_group_suffixes(record: FlightRecord, shared: set[str], kinds: Kinds) -> FlightRecord:
     names = {
         name: f"{name} of ranks {format_ranks(set(ranks))}" for name, ranks in record.groups.items() if name in shared
     }
@@ -240,22 +238,22 @@ def with_blocks_merged(record: FlightRecord) -> FlightRecord:
     runs: dict[str, list[list[Collective]]] = {}
     for entry in record.entries:
         group_runs = runs.setdefault(entry.group, [])
-        if group_runs and _belongs(entry, group_runs[-1]):
+        if group_runs and _belongs_to(entry, group_runs[-1]):
             group_runs[-1].append(entry)
         else:
             group_runs.append([entry])
     merged: list[Collective] = []
     for group_runs in runs.values():
         if not wrapped:
-            group_runs = _renumbered(group_runs)
+            group_runs = _without_p2p_numbers(group_runs)
         for place, run in enumerate(group_runs):
-            merged += _one(run, cut_off=wrapped and place == 0, newest=place == len(group_runs) - 1)
+            merged += _merged(run, cut_off=wrapped and place == 0, newest=place == len(group_runs) - 1)
     merged.sort(key=lambda entry: entry.record_id)
     return structs.replace(record, entries=Entries.of(merged))
 
 
 def _has_blocks(entries: Sequence[Collective]) -> bool:
-    """Reports if the ring has coalesced entries. A block without its end entry is among the newest ones."""
+    """Reports if the ring has coalesced entries, or among the newest ones, a block without its end."""
     ring = Entries.of(entries)
     kinds = ring.used()
     if any(kind.op.endswith("coalesced") for kind in kinds.values()):
@@ -281,8 +279,7 @@ def _is_end(entry: Collective) -> bool:
     return name.endswith("coalesced") and not entry.is_p2p and kind == kind.upper() and bare
 
 
-def _belongs(entry: Collective, run: list[Collective]) -> bool:
-    """Reports if an entry belongs to the launch of ``run``. The end of a batch repeats the number of its sends."""
+def _belongs_to(entry: Collective, run: list[Collective]) -> bool:
     last = run[-1]
     if _is_end(last):
         return False
@@ -291,11 +288,10 @@ def _belongs(entry: Collective, run: list[Collective]) -> bool:
     return _is_end(entry) and last.is_p2p and (entry.p2p_seq, entry.seq) == (last.p2p_seq, last.seq)
 
 
-def _renumbered(runs: list[list[Collective]]) -> list[list[Collective]]:
-    """Subtracts the numbers that batches of sends used up, because torch 2.5 counts them as collectives.
+def _without_p2p_numbers(runs: list[list[Collective]]) -> list[list[Collective]]:
+    """Subtracts the numbers of batches of sends, which torch 2.5 counts as collectives.
 
-    The ranks of a pipeline make different numbers of batches, so the same collective would have different numbers.
-    Only a record that goes back to its first entry shows how many there were.
+    The ranks of a pipeline make different numbers of batches. Only a record back to its first entry shows how many.
     """
     last = taken = 0
     renumbered = []
@@ -309,11 +305,11 @@ def _renumbered(runs: list[list[Collective]]) -> list[list[Collective]]:
     return renumbered
 
 
-def _one(run: list[Collective], *, cut_off: bool, newest: bool) -> list[Collective]:
+def _merged(run: list[Collective], *, cut_off: bool, newest: bool) -> list[Collective]:
     """Returns the entries that replace one coalesced run.
 
-    A run without an end entry isn't launched yet if it is the rank's newest in the group. Otherwise its end wasn't
-    recorded (a captured graph, or a library that records none), and only shows that the rank got past it.
+    A run without an end entry isn't launched yet if it is the newest in the group. Otherwise its end wasn't recorded (a
+    captured graph, or a library that records none), and only shows that the rank got past it.
 
     Args:
         cut_off: the ring might have lost entries before ``run``.
@@ -333,7 +329,7 @@ def _one(run: list[Collective], *, cut_off: bool, newest: bool) -> list[Collecti
     first = members[0]
     ops = tuple(member.op.rsplit(":", 1)[-1] for member in members)
     made = {
-        "op": f"{first.op.partition(':')[0]}:coalesced {_counted(ops)}",
+        "op": f"{first.op.partition(':')[0]}:coalesced {_op_counts(ops)}",
         "ops": ops,
         "input_sizes": tuple(size for member in members for size in member.input_sizes),
         "input_dtypes": tuple(dtype for member in members for dtype in member.input_dtypes),
@@ -343,6 +339,6 @@ def _one(run: list[Collective], *, cut_off: bool, newest: bool) -> list[Collecti
     return [Block(**structs.asdict(end or first) | changed | made)]
 
 
-def _counted(ops: Sequence[str]) -> str:
+def _op_counts(ops: Sequence[str]) -> str:
     names = [(name, len(list(same))) for name, same in groupby(ops)]
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names)

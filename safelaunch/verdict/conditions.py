@@ -42,9 +42,7 @@ class Condition:
     process: str = "main"
     doubts: tuple[Doubt, ...] = ()
     claims: tuple[Claim, ...] = ()
-    lock: calls.LockWait | None = (
-        None  # lock in the process that the thread waits for; another thread might be the reason
-    )
+    lock: calls.LockWait | None = None  # lock in the process that the thread waits for
     locks: str = ""  # file that it waits to lock
     locked_by: int | None = None  # PID of the process that has locked that file
     holder: str = ""  # that process, as ``reason`` and ``claims`` name it
@@ -59,13 +57,12 @@ class Condition:
     for_good: bool = False
 
     def with_holder(self, words: str) -> Condition:
-        """Returns the condition with these words for the process that has locked the file."""
+        """Renames the process that has locked the file."""
         old, new = f"locked by {self.holder}", f"locked by {words}"
         claims = tuple(structs.replace(claim, claim=claim.claim.replace(old, new)) for claim in self.claims)
         return replace(self, reason=self.reason.replace(old, new), holder=words, claims=claims)
 
     def with_clause(self, words: str, *claims: Claim, advice: Iterable[Advice] = ()) -> Condition:
-        """Returns the condition with another clause, its evidence, and advice."""
         reason, advised = f"{self.reason}; {words}", self.advice.union(advice)
         return replace(self, reason=reason, claims=(*self.claims, *claims), advice=advised)
 
@@ -140,7 +137,7 @@ class View:
 
     @cached_property
     def poll(self) -> Poll | None:
-        """The target that the loop of its innermost line polls, asleep in that line or spinning."""
+        """The target that its loop polls, asleep or spinning."""
         if self.stack.called or not (self.wait.again or self.wait.busy):
             return None
         result = poll_at(self.stack.user_frames, self.read_source, asleep=self.wait.again)
@@ -148,18 +145,18 @@ class View:
 
     @cached_property
     def store_key(self) -> StoreKey | None:
-        """The store key that its innermost line waits for, as store calls have no Python frames."""
+        """The store key that it waits for, by the source: store calls have no Python frames."""
         if self.user_frame is None or self.stack.called or self.thread is None:
             return None
         return store_key_at(self.user_frame, self.read_source, dict(self.thread.names))
 
     @cached_property
     def takes(self) -> LockTaken | None:
-        """The lock that its innermost line takes, by the source."""
+        """The lock that its innermost line takes."""
         return lock_at(self.user_frame, self.read_source) if self.user_frame else None
 
     def holds(self, other: View) -> LockHeld | None:
-        """Returns the lock that ``other`` takes, if this thread holds it by the source."""
+        """Returns the lock that ``other`` takes, if this thread holds it."""
         if other.takes is None or other.user_frame is None:
             return None
         locks = locks_held(self.stack.user_frames, self.read_source)
@@ -167,16 +164,14 @@ class View:
 
     @property
     def device(self) -> str:
-        """The call in which it waits for its GPU; empty if it doesn't."""
+        """The call in which it waits for its GPU."""
         return calls.device_wait(self.stack, self.process.stacks, self.os_tid)
 
     def native(self, answers: calls.Answers = calls.WAITS) -> str:
-        """Returns what its C frames show."""
         return calls.native(self.process.stacks, self.os_tid, answers)
 
     @property
     def os_tid(self) -> int | None:
-        """The kernel's number of the thread, as in native samples."""
         leads = self.sample.leads if self.sample is not None else 0
         return (leads or self.process.pid) if self.other is None else self.other.os_tid
 
@@ -186,7 +181,6 @@ class View:
 
     @property
     def name(self) -> str:
-        """The quoted name of a thread other than the main one."""
         return repr(self.other.name or self.other.os_tid) if self.other else "main"
 
     @property
@@ -196,10 +190,7 @@ class View:
         return "its main thread" if self.other is None else f"its thread {self.name}"
 
     def beside(self) -> list[View]:
-        """Returns the other threads of the process that run user code, in the order of their numbers.
-
-        Idle pool threads and threads of libraries don't count.
-        """
+        """Returns the other threads of the process that run user code. Idle pool threads don't count."""
         threads = [thread for thread in self.threads if thread is not self.thread and self.stack_of(thread).user_frame]
         return [replace(self, other=thread) for thread in sorted(threads, key=lambda thread: thread.os_tid or 0)]
 
@@ -211,7 +202,7 @@ class View:
 
 
 def thread_condition(view: View) -> Condition:
-    """Returns what the thread (or a process without a readable stack) does, trying the surest sign first."""
+    """Returns what the thread does, trying the surest sign first."""
     condition = (
         _held_by_kernel(view)
         or _busy(view)
@@ -230,7 +221,6 @@ def thread_condition(view: View) -> Condition:
 
 
 def _held_by_kernel(view: View) -> Condition | None:
-    """Returns the condition of a stopped, dead or D-state thread, for which its code doesn't matter."""
     wait, where = view.wait, fr.at(view.user_frame)
     if wait.kind == "stopped":
         frozen = wait.call == "frozen cgroup"
@@ -247,7 +237,7 @@ def _held_by_kernel(view: View) -> Condition | None:
 
 
 def _busy(view: View) -> Condition | None:
-    """Returns the condition of a thread that uses CPU time. Inside a library it might be ordinary work."""
+    """Returns the condition of a thread that uses CPU time, which inside a library might be ordinary work."""
     wait, inner = view.wait, view.stack.called
     if not wait.busy or (wait.cpu_share is None and view.thread is not None and not view.thread.active):
         return None
@@ -255,12 +245,11 @@ def _busy(view: View) -> Condition | None:
     if not inner:
         return Condition("busy-loop", f"spins in {view.place}{share}")
     called = f"{fr.short(inner[0].function)} in {fr.basename(inner[0].file)}"
-    text = f"computes in {called}, called from {view.place}{share}: the samples cannot tell slow from endless"
+    text = f"computes in {called}, called from {view.place}{share}: the samples cannot distinguish slow from endless"
     return Condition("busy-loop", text, doubts=(Doubt.MAY_BE_SLOW if view.user_frame else Doubt.STATE_UNKNOWN,))
 
 
 def _waits_for_outside(view: View) -> Condition | None:
-    """Returns the wait for a person, a subprocess or an event loop."""
     wait, inner, where = view.wait, view.stack.called, view.place
     if wait.kind == "child" or calls.CHILD.on(inner):
         return Condition("stuck-in-user-code", f"waits for a subprocess at {where}")
@@ -273,7 +262,7 @@ def _waits_for_outside(view: View) -> Condition | None:
 
 
 def _lock(view: View) -> Condition | None:
-    """Returns the wait for a lock: a futex wait in the user's own line or in a lock of the standard library.
+    """Returns the wait for a lock: a futex wait in the user's line or in the standard library.
 
     A condition variable of a C extension looks the same without a native sample.
     """
@@ -289,9 +278,9 @@ def _lock(view: View) -> Condition | None:
     taken = view.takes if lock.on == "lock" else None
     named = f" (`{taken.name}`)" if taken is not None else ""
     text = f"waits for {lock.what}{named} at {view.place}"
-    text += f" ({wait.left_s:.0f} s more at most)" if (wait.left_s or 0.0) > POLL_S else ""
+    text += f" (at most {wait.left_s:.0f} s left)" if (wait.left_s or 0.0) > POLL_S else ""
     if taken is not None and taken.held_at and view.user_frame is not None:
-        text += f", which it has taken itself at {fr.basename(view.user_frame.file)}:{taken.held_at}"
+        text += f", which it already took at {fr.basename(view.user_frame.file)}:{taken.held_at}"
         lock = replace(lock, own=True)
     if lock.of_pool:  # its workers should end it; no lock is held
         return Condition("stuck-in-user-code", text, lock=lock, advice=frozenset({suggestions.POOL}))
@@ -310,7 +299,7 @@ def _lock(view: View) -> Condition | None:
 def _polls(view: View) -> Condition | None:
     """Returns the condition of a thread that sleeps and retries a file lock in C, as sqlite does.
 
-    A sleeping loop of the user's, with an unrelated locked file open, differs only by its C frames.
+    A sleeping loop with an unrelated locked file open differs only by its C frames.
     """
     lock = polled_lock(view.process, view.wait) if view.other is None else None
     native = view.native(calls.SLEEPS) if lock is not None else ""
@@ -318,8 +307,8 @@ def _polls(view: View) -> Condition | None:
     if lock is None or (native == "python" and not view.stack.called and not tries):
         return None
     holder = f"pid {lock.pid}{lock.program}"
-    text = f"keeps asking at {view.place} for a lock on {lock.path}, locked by {holder}"
-    claim = view.kernel_claim(f"it asks for {lock.path}, locked by {holder}")
+    text = f"keeps retrying at {view.place} to lock {lock.path}, locked by {holder}"
+    claim = view.kernel_claim(f"it retries {lock.path}, locked by {holder}")
     sure = tries or native == "sqlite" or calls.FILE_LOCK.on(view.stack.called)
     return Condition(
         "blocking-io",
@@ -346,13 +335,13 @@ def _io_or_sleep(view: View) -> Condition | None:
         call = f" ({wait_words(wait)})" if wait_words(wait) else ""
         key = view.store_key if wait.thread.fd_target.startswith("tcp") or view.native() == "store" else None
         if key is not None:
-            text = f"waits at {where} for the key {key.words} of the store"
+            text = f"waits at {where} for store key {key.words}"
             return Condition("blocking-io", text, key=key, advice=frozenset({suggestions.STORE_KEY}))
         other_ends = tuple(end for end in wait.ends or () if end.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
         advice = frozenset() if wait.wanted_lock or wait.thread.locked_by else frozenset({suggestions.CONNECTION})
         if wait.thread.locked_by == view.process.pid:
-            text = f"waits at {where} for a lock that it holds itself, by another open file{call}"
+            text = f"waits at {where} for a lock that it already holds through another file descriptor{call}"
             advice = frozenset({suggestions.OWN_FILE_LOCK})
         return Condition(
             "blocking-io",
@@ -367,7 +356,6 @@ def _io_or_sleep(view: View) -> Condition | None:
 
 
 def _polls_at(view: View) -> Condition:
-    """Returns the condition of a loop with short sleeps, which waits for something or retries its own call."""
     poll, where = view.poll, view.place
     if calls.BUILD.on(view.stack.called):
         file = view.thread.lock_file if view.thread is not None else ""
@@ -377,11 +365,11 @@ def _polls_at(view: View) -> Condition:
             "stuck-in-user-code", text, doubts=(Doubt.MAY_END,), advice=frozenset({suggestions.BUILD_LOCK})
         )
     if poll is None:
-        does = "keeps asking for a file lock" if calls.FILE_LOCK.on(view.stack.called) else "wakes up and sleeps again"
+        does = "keeps retrying a file lock" if calls.FILE_LOCK.on(view.stack.called) else "wakes up and sleeps again"
         return Condition("stuck-in-user-code", f"{does} at {where}", doubts=(Doubt.MAY_END,))
-    claim = view.stack_claim(f"the loop that it is in says {poll.words}")
+    claim = view.stack_claim(f"its loop reads {poll.words}")
     if poll.of == "attempt":
-        text = f"tries {poll.words} again and again, asleep at {where} in between"
+        text = f"retries {poll.words} in a loop, sleeping at {where} between attempts"
         return Condition(
             "stuck-in-user-code", text, claims=(claim,), poll=poll, advice=frozenset({suggestions.ATTEMPTS})
         )
@@ -407,17 +395,19 @@ def _unexplained(view: View) -> Condition:
 
 
 def gil_condition(view: View) -> Condition | None:
-    """Returns the condition if the GIL is held: its test failed, or one thread owned it at one place in all samples.
+    """Returns the condition if the GIL is held: its test failed, or one thread always owned it at one place.
 
-    A Python loop that spins also owns the GIL in every sample, but gives it up every few milliseconds, so that the
-    worker server's Python handler responds. A thread that waits for peers with the GIL held isn't at fault.
+    A Python loop gives it up every few milliseconds, so the worker server responds. A thread that waits for peers with
+    the GIL held isn't at fault.
     """
     rank = view.rank
     failed = rank.gil.ping is True and rank.gil.python is False
     owner = _steady_owner(view)
     if rank.gil.python is True or not (failed or owner):
         return None
-    shown = (view.kernel_claim("its worker server answers, and what needs the GIL does not"),) if failed else ()
+    shown = (
+        (view.kernel_claim("its worker server responds, but the handlers that need the GIL do not"),) if failed else ()
+    )
     if owner is None:
         samples = [s for s in view.process.stacks if not s.native]
         if any(t.owns_gil for s in samples for t in s.threads):
@@ -445,7 +435,6 @@ def gil_condition(view: View) -> Condition | None:
 
 
 def _steady_owner(view: View) -> Thread | None:
-    """Returns the thread that owned the GIL in every sample, at the same place in all."""
     samples = [s for s in view.process.stacks if not s.native]
     owners = [next((t for t in s.threads if t.owns_gil), None) for s in samples]
     if not owners or any(o is None for o in owners):

@@ -1,12 +1,11 @@
 """How the ranks' call histories diverge.
 
-A backend pairs calls by number. A rank that makes one call more than its peers (``if rank == 0: all_reduce``), or skips
-one (a batch skipped after an exception), is one number ahead of them or late from there on. If sizes happen to agree,
-nothing complains, and the job stops much later, at an innocent line. The Flight Recorder shows it: up to some number
-all ranks make the same calls, and after it one rank makes its peers' calls, *shifted*.
+A backend pairs calls by number. A rank that makes one call more than its peers, or skips one, is from then on a number
+off. If sizes happen to agree, nothing complains until an innocent line much later. The Flight Recorder shows it: after
+some number, one rank makes its peers' calls *shifted*.
 
-:class:`Histories` aligns the records: the members of a group by the numbers of their collectives, and the ranks of one
-role (which make the same calls repeatedly) by the calls' places in the program, in all groups.
+:class:`Histories` aligns the members of a group by the numbers of their collectives, and the ranks of one role (which
+repeat the same calls) by the calls' places in the program.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Divergence:
         return self.matched >= (SURE_MATCHES if self.known_to_all else SURE_MATCHES - 1)
 
     def explains_lag(self) -> bool:
-        """Reports if the lag of the ranks is only due to this divergence."""
+        """Reports if only this divergence makes the ranks lag."""
         numbers = [number for rank, number in self.entered.items() if rank in self.ranks]
         peer_numbers = [number for rank, number in self.entered.items() if rank not in self.ranks]
         if not numbers or not peer_numbers:
@@ -115,7 +114,7 @@ class AlignedHistories:
 
     @cached_property
     def diverged_at(self) -> int | None:
-        """The first number at which two ranks made different calls, among calls that all ranks reached."""
+        """The first number at which two ranks made different calls."""
         if len(self.histories) < 2:
             return None
         last = min(history.last for history in self.histories.values())
@@ -128,7 +127,7 @@ class AlignedHistories:
 
     @cached_property
     def sides(self) -> dict[Identity, list[int]]:
-        """The ranks by the call they made where they diverged."""
+        """The ranks by their call where they diverged."""
         at = self.diverged_at
         return sides_of({rank: history.at(at) for rank, history in self.histories.items()}) if at is not None else {}
 
@@ -140,11 +139,11 @@ class AlignedHistories:
         ranks, majority = vote(self.sides)
         if majority:
             peers = next(side for side in self.sides.values() if side[0] not in ranks)
-            return self._of_minority(ranks, peers, self.diverged_at)
-        return self._of_two(self.diverged_at) if len(self.sides) == 2 else None
+            return self._minority_divergence(ranks, peers, self.diverged_at)
+        return self._divergence_of_two(self.diverged_at) if len(self.sides) == 2 else None
 
     def split(self) -> Iterator[AlignedHistories]:
-        """Splits the sides: ranks that diverge and never agree again run different programs."""
+        """Splits the sides: ranks that never agree again run different programs."""
         for ranks in self.sides.values():
             if len(ranks) > 1:
                 yield AlignedHistories({rank: self._windows[rank] for rank in ranks})
@@ -159,10 +158,9 @@ class AlignedHistories:
         return len(self._times(rank, number))
 
     def round_before(self, rank: int, number: int) -> Literal["whole", "short", ""]:
-        """Compares the round before ``number`` with earlier ones, each from one call at that place to the next.
+        """Compares the number of calls in the round before ``number`` with earlier rounds.
 
-        Returns ``whole`` if it has as many calls, ``short`` if it has fewer, and ``""`` if earlier rounds differ or
-        are too few.
+        Returns ``""`` if earlier rounds differ or are too few.
         """
         *rounds, made = [end - begin for begin, end in pairwise(self._times(rank, number))] or [0]
         if not self.by_frames or len(set(rounds)) != 1:
@@ -170,10 +168,10 @@ class AlignedHistories:
         return "whole" if made == rounds[0] else "short" if made < rounds[0] else ""
 
     def may_have_left_out(self, rank: int, number: int) -> bool:
-        """Reports if ``rank`` would agree with its peers to the end if it had made some more calls before ``number``.
+        """Reports if ``rank`` would agree with its peers to the end with some more calls before ``number``.
 
-        If all steps make the same calls, histories alone don't show which step was skipped. This tests a place that
-        other evidence points at.
+        If all steps make the same calls, histories alone don't show which step was skipped, so another sign must name
+        the place.
         """
         peer_histories = [history for other, history in self.histories.items() if other != rank]
         own_history = self.histories.get(rank)
@@ -189,11 +187,11 @@ class AlignedHistories:
         return False
 
     @property
-    def of_one(self) -> Divergence | None:
+    def lone_divergence(self) -> Divergence | None:
         """The first divergence of a single rank from all others, after some rounds of the same calls.
 
-        The kind is ``missing`` if its call is one of the peers' next ones and it has made others since: it skipped the
-        calls between. Otherwise it might still make them, and its call is only ``different``.
+        The kind is ``missing`` if the rank continued with one of the peers' next calls. Otherwise it might still make
+        the call.
         """
         at = self.diverged_at
         odd, majority = vote(self.sides) if at is not None else ((), False)
@@ -212,7 +210,7 @@ class AlignedHistories:
     def _first(self) -> int:
         return max(history.first for history in self.histories.values())
 
-    def _of_minority(self, ranks: tuple[int, ...], majority_ranks: list[int], diverged_at: int) -> Divergence:
+    def _minority_divergence(self, ranks: tuple[int, ...], majority_ranks: list[int], diverged_at: int) -> Divergence:
         peer = max(majority_ranks, key=lambda rank: self.histories[rank].last)  # the longest history shows most
         reference = self.histories[peer]
         minority = [self.histories[rank] for rank in ranks]
@@ -227,8 +225,8 @@ class AlignedHistories:
         ]
         return self._divergence(ranks, peer, diverged_at, "different", None if None in shifts else shifts[0])
 
-    def _of_two(self, diverged_at: int) -> Divergence | None:
-        """Finds the side to blame by the calls alone, because neither is in the minority."""
+    def _divergence_of_two(self, diverged_at: int) -> Divergence | None:
+        """Blames a side by the calls alone, because neither is in the minority."""
         first, second = self.sides.values()
         rank, peer = first[0], second[0]
         if reordered(self.histories[rank], self.histories[peer], diverged_at):
@@ -279,17 +277,15 @@ class AlignedHistories:
 
 
 class Histories:
-    """The call histories of a job."""
-
     def __init__(self, alignment: Alignment) -> None:
         self._alignment = alignment
         self._groups: dict[str, AlignedHistories] = {}
 
     def in_group(self, group: str) -> AlignedHistories:
-        """Returns the members of ``group``, aligned by the numbers of its collectives.
+        """Aligns the members of ``group`` by the numbers of its collectives.
 
         Different calls under one number aren't a fault by themselves (``if rank == 0: all_reduce(a) else:
-        all_reduce(b)``), only calls that agree again after a shift.
+        all_reduce(b)``).
         """
         if group not in self._groups:
             windows = (
@@ -299,56 +295,54 @@ class Histories:
         return self._groups[group]
 
     def shift_in(self, group: str) -> Divergence | None:
-        """Returns the calls that some members of ``group`` made too many or skipped, if histories differ only so."""
+        """Returns the calls that some members of ``group`` made too many or skipped."""
         divergence = self.in_group(group).divergence
         return divergence if divergence is not None and divergence.is_shift else None
 
     def shifts_in(self, groups: Iterable[str]) -> Iterator[Divergence]:
-        """Returns the shifts in these groups, by group name."""
         return (shift for group in sorted(groups) if (shift := self.shift_in(group)) is not None)
 
     @cached_property
     def first_mismatch(self) -> Mismatch | None:
-        """The oldest mismatch of recorded calls."""
         return first_mismatch(self._alignment)
 
     @cached_property
     def shift_of_program(self) -> Divergence | None:
-        """An extra or missing call over all calls of each rank in program order, in all groups.
+        """An extra or missing call over the whole programs of ranks.
 
-        Ranks that run one program make the same calls in their own groups. So a rank that skipped one is noticed even
-        if no member of that group has called anything since.
+        It shows a skipped call even if no member of that group has called anything since.
         """
         shifts = [shift for role in self.roles for shift in _shifts(role)]
         # In a loop, the last few calls agree with some round: fewer matches than the shift can be coincidence.
         sure = [
             candidate
             for candidate in shifts
-            if candidate.matched >= max(2, candidate.calls) and (candidate.known_to_all or self._lacks(candidate))
+            if candidate.matched >= max(2, candidate.calls)
+            and (candidate.known_to_all or self._member_lacks(candidate))
         ]
         return max(sure, key=lambda candidate: candidate.matched, default=None)
 
-    def _lacks(self, shift: Divergence) -> bool:
+    def _member_lacks(self, shift: Divergence) -> bool:
         if shift.kind != "extra" or shift.matched < SURE_MATCHES or shift.call.is_p2p:
             return False
         members, are_known = self._alignment.members(shift.call.group)
         return are_known and bool(members & set(shift.peers))
 
-    def of_one(self, ranks: Collection[int]) -> Divergence | None:
-        """Returns how a single one of ``ranks`` left its role, over whole programs; None if none did or several."""
+    def lone_divergence(self, ranks: Collection[int]) -> Divergence | None:
+        """Returns how a single one of ``ranks`` left its role; None if none did or several."""
         divergences = [
             divergence
             for role in self.roles
-            if (divergence := role.of_one) is not None and divergence.ranks[0] in ranks
+            if (divergence := role.lone_divergence) is not None and divergence.ranks[0] in ranks
         ]
         return divergences[0] if len(divergences) == 1 else None
 
     @cached_property
     def roles(self) -> list[AlignedHistories]:
-        """Whole programs of ranks that make the same calls repeatedly, by the place of a call in them.
+        """Whole programs of ranks that repeat the same calls.
 
-        The stages of a pipeline differ by design. Calls that a rank made only once, or that no other rank made, don't
-        count, because some ranks are further than others.
+        The stages of a pipeline differ by design. Calls made only once, or by one rank, don't count, because some ranks
+        are further than others.
         """
         programs = self._alignment.programs()
         histories, _ = histories_of(programs)
@@ -363,26 +357,25 @@ class Histories:
     def broken_habit(self, rank: int, now: Collective, groups: Collection[str] | None = None) -> Habit | None:
         """Returns the call that came right before each earlier call like ``now``, if ``rank`` made another this time.
 
-        Only collectives of ``groups`` count; without ``groups``, all calls.
-
-        A rank that skips a collective of one group waits in the next one, of another group, while its peers wait in the
-        skipped one. Two groups entered in opposite orders look the same. The rank's own record distinguishes them: if a
-        line always followed the same other line, and doesn't now, a call was skipped. If the groups are swapped, the
-        call comes from a line that never made it for this group before, or both come from one line (``for group in
+        A rank that skips a collective waits in the next one, of another group. Two groups entered in opposite orders
+        look the same, but then the call comes from a line new to this group, or both come from one line (``for group in
         order: all_reduce(value, group=group)``), which decides nothing.
+
+        Args:
+            groups: Only their collectives count; by default, all calls.
         """
         entries = self._entries(rank, groups)
         at = next((n for n in reversed(range(len(entries))) if _is_same(entries[n], now)), 0)
-        return self._habit(rank, entries, at, -1, self._what(rank, now)[-1])
+        return self._habit(rank, entries, at, -1, self._call_key(rank, now)[-1])
 
-    def usual_instead(self, rank: int, now: Collective, groups: Collection[str]) -> Habit | None:
-        """Returns the call that several times, and always, followed the last call of ``groups``, if ``now`` is another.
+    def changed_successor(self, rank: int, now: Collective, groups: Collection[str]) -> Habit | None:
+        """Returns the usual call after the last one of ``groups``, if ``now`` is another.
 
-        If ``now`` is new and comes from another line, the rank has reached a new place; otherwise its order changed.
+        If ``now`` is new and from another line, the rank has reached a new place; otherwise its order changed.
         """
         entries = self._entries(rank, groups)
-        what = self._what(rank, now)
-        if len(entries) < 2 or self._what(rank, entries[-1]) != what:
+        what = self._call_key(rank, now)
+        if len(entries) < 2 or self._call_key(rank, entries[-1]) != what:
             return None
         habit = self._habit(rank, entries, len(entries) - 2, 1, what[-1])
         return habit if habit is not None and habit.times >= SURE_MATCHES else None
@@ -390,13 +383,8 @@ class Histories:
     def _habit(
         self, rank: int, entries: Sequence[Collective], at: int, side: Literal[-1, 1], place: Identity
     ) -> Habit | None:
-        """Returns the usual neighbor of earlier calls like number ``at``, if it was always the same and isn't now.
-
-        Args:
-            side: which neighbor, the call before or after.
-            place: where the call was made that the rank waits in.
-        """
-        made = [self._what(rank, entry) for entry in entries]
+        """Returns the usual neighbor of earlier calls like number ``at``, if it isn't there now."""
+        made = [self._call_key(rank, entry) for entry in entries]
         beside = [n + side for n in range(at) if made[n] == made[at] and n + side >= 0]
         if not place or len({made[n] for n in beside}) != 1 or made[at + side] == made[beside[0]]:
             return None
@@ -404,7 +392,7 @@ class Histories:
         new = made[at + side] not in made[: at + side]
         return Habit(entries[usual], len(beside), made[usual][-1] == place, new)
 
-    def _what(self, rank: int, entry: Collective) -> tuple[str, str, Identity]:
+    def _call_key(self, rank: int, entry: Collective) -> tuple[str, str, Identity]:
         return entry.group, entry.op, identity_of(entry, self._alignment.stack(rank, entry))
 
     def _entries(self, rank: int, groups: Collection[str] | None) -> list[Collective]:

@@ -36,7 +36,7 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 # Messages of c10d, gloo and NCCL if a RuntimeError has no torch line on its stack, as from `work.wait()`.
-_THEIR_WORDS = re.compile(
+_LIBRARY_MESSAGES = re.compile(
     r"gloo|nccl|horovod|c10d|tcpstore|watchdog|monitoredbarrier|store->get|timed out waiting \d+ ?ms for (?:send|recv)"
     r"|caused pair closure|store based barrier|by peer \[[0-9a-f.:]+\]:\d+|another rank"
     r"|\A(?:connection (?:reset|closed) by peer|broken pipe|socket timeout)\b",
@@ -55,19 +55,15 @@ _DIST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "Connec
 
 
 def is_consequence(exception: RankException, log: NcclLog | None = None) -> bool:
-    """Reports if the error, or the error that led to it, blames a peer's death or absence.
-
-    Args:
-        log: The log of the rank's NCCL, if any.
-    """
-    return any(_blames_a_peer(link, log) for link in (exception, *_before(exception)))
+    """Reports if the error, or an error that led to it, blames a peer's death or absence."""
+    return any(_blames_a_peer(link, log) for link in (exception, *_causes_of(exception)))
 
 
 def _earlier(exception: RankException) -> Sequence[EarlierException]:
     return exception.earlier or tracebacks.earlier(exception.text)
 
 
-def _before(exception: RankException) -> Iterator[RankException]:
+def _causes_of(exception: RankException) -> Iterator[RankException]:
     for earlier in _earlier(exception):
         yield RankException(earlier.type, earlier.message, exception.time_unix_s, earlier.frames)
 
@@ -79,7 +75,7 @@ CAUGHT_AS_A_RULE = (
 
 
 def root_of(exception: RankException) -> RankException:
-    """Returns the first exception of a chain, or ``exception`` itself.
+    """Returns the first exception of a chain.
 
     A handler can also try another way, which fails for its own reason. Then the handled exception isn't the cause.
     """
@@ -99,7 +95,7 @@ def _is_another_way(handled: EarlierException, later: RankException | EarlierExc
     return raised is None or (handler.file, handler.function) != (raised.file, raised.function)
 
 
-def _inner(exception: RankException, part: tracebacks.ParsedTraceback) -> RankException:
+def _exception_in_text(exception: RankException, part: tracebacks.ParsedTraceback) -> RankException:
     kind, _, message = part.message.partition(": ")
     return RankException(kind, message, exception.time_unix_s, part.frames)
 
@@ -124,7 +120,7 @@ def with_gathered_errors(evidence: Evidence) -> Evidence:
             return rank
         error, inner = errors[rank.rank]
         part = inner.get(rank.rank) if everybody else next(iter(inner.values()))
-        return rank if part is None else structs.replace(rank, exception=_inner(error, part))
+        return rank if part is None else structs.replace(rank, exception=_exception_in_text(error, part))
 
     return structs.replace(evidence, ranks=tuple(map(own, evidence.ranks)))
 
@@ -132,17 +128,17 @@ def with_gathered_errors(evidence: Evidence) -> Evidence:
 def _blames_a_peer(exception: RankException, log: NcclLog | None) -> bool:
     """Reports if an error of torch's communication blames a peer.
 
-    Other errors don't count: a ``requests`` call of the user's can have its connection reset independently.
+    A ``requests`` call of the user's can have its connection reset independently.
     """
     kind, inner = failure_kind(exception), _in_communication(exception)
     failure = failure_of(exception)
-    failure = (_logged(log) or failure) if failure is not None and failure.general else failure
+    failure = (_log_failure(log) or failure) if failure is not None and failure.general else failure
     if failure is not None and failure.own:
         return False
     if kind in ("DistStoreError", "DistNetworkError"):
         return True
     named = kind in (*_DIST_TYPES, "DistError", "HorovodInternalError") or (
-        kind == "RuntimeError" and _THEIR_WORDS.search(exception.message)
+        kind == "RuntimeError" and _LIBRARY_MESSAGES.search(exception.message)
     )
     if not named and not inner:
         return False
@@ -162,29 +158,30 @@ def failure_of(exception: RankException) -> failures.KnownFailure | None:
     """Returns what an error of torch's communication or of a device mesh means."""
     inside = any("/torch/distributed/" in fr.normal(frame.file) for frame in exception.frames)
     kind = failure_kind(exception)
-    is_library_error = kind in (*_DIST_TYPES, "RuntimeError") and _THEIR_WORDS.search(exception.message) is not None
+    is_library_error = (
+        kind in (*_DIST_TYPES, "RuntimeError") and _LIBRARY_MESSAGES.search(exception.message) is not None
+    )
     named = is_library_error or kind in _DIST_TYPES[:3]
     failure = failures.failure(exception.message)
     return failure if failure is not None and (inside or named or failure.kind == "mesh") else None
 
 
 def failure_of_rank(rank: RankEvidence) -> failures.KnownFailure | None:
-    """Returns what ended the rank's communication, by its exception, or if that is unspecific, by NCCL's log."""
+    """Returns what ended the rank's communication, by its exception or else by NCCL's log."""
     failure = failure_of(rank.exception) if rank.exception is not None else None
     logged = nccl_failure(rank) if (failure.general if failure is not None else is_aborted(rank)) else None
     return logged or failure
 
 
 def nccl_failure(rank: RankEvidence) -> failures.KnownFailure | None:
-    return _logged(rank.nccl_log)
+    return _log_failure(rank.nccl_log)
 
 
-def _logged(log: NcclLog | None) -> failures.KnownFailure | None:
+def _log_failure(log: NcclLog | None) -> failures.KnownFailure | None:
     return failures.first_failure(log.warnings) if log is not None else None
 
 
 def is_timeout(exception: RankException) -> bool:
-    """Reports if the communication timed out, which is the remainder of a hang."""
     return is_consequence(exception) and _TIMEOUT.search(exception.message) is not None
 
 
@@ -229,13 +226,10 @@ def _aborted_for_a_peer(rank: RankEvidence) -> bool:
 
 
 def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
-    """Reports if a crash is the end of a hang: no rank failed by itself, and some timed out.
-
-    The process group's timeout came before the watchdog's. The question is still which rank the others waited for.
-    """
+    """Reports if a crash is the end of a hang: no rank failed by itself, and some timed out."""
     ranks = tuple(ranks)
     failed = any(failed_by_itself(rank) or missed_the_store(rank, ranks) for rank in ranks)
-    return not failed and any(map(_gave_up, ranks))
+    return not failed and any(map(_has_timed_out, ranks))
 
 
 def missed_the_store(rank: RankEvidence, ranks: Iterable[RankEvidence]) -> list[View]:
@@ -262,7 +256,7 @@ def failed_by_itself(rank: RankEvidence) -> bool:
     return condition is not None and condition.cause in causes.FAILURES
 
 
-def _gave_up(rank: RankEvidence) -> bool:
+def _has_timed_out(rank: RankEvidence) -> bool:
     if rank.exception is not None:
         return is_timeout(rank.exception)
     logged = nccl_failure(rank)
@@ -277,7 +271,7 @@ def failed_at(rank: RankEvidence) -> float:
 
 
 def gone_condition(rank: RankEvidence, view: View | None) -> Condition | None:
-    """Returns the condition of a rank that raised, was killed or exited by itself; None for consequences."""
+    """Returns the condition of a rank that raised, was killed or exited by itself."""
     if rank.exception is not None and is_consequence(rank.exception, rank.nccl_log):
         return None
     if rank.exception is not None and failure_kind(rank.exception) != "SystemExit":
@@ -297,14 +291,14 @@ def exception_condition(rank: RankEvidence, exception: RankException) -> Conditi
     """Returns the condition of a rank that raised.
 
     An exception of a worker process is raised again in the rank; the worker's line is at fault. In a chain, the first
-    exception is the cause, and the last one, which ended the rank, its consequence.
+    exception is the cause.
     """
     root = root_of(exception)
     frame = fr.stack_of(rank, root.frames).user_frame
     if frame is None and root is not exception:
         root, frame = exception, fr.stack_of(rank, exception.frames).user_frame
     claim = Claim(f"first exception: {root.type}", f"ranks/{rank.rank}/exception.json")
-    text, where, process = f"raised {_raised_words(root)}", fr.at(frame), "main"
+    text, where, process = f"raised {_exception_words(root)}", fr.at(frame), "main"
     failure, logged = failure_of(root) or failure_of(exception), nccl_failure(rank)
     claims: tuple[Claim, ...] = (claim,)
     if failure is not None and failure.general and logged is not None:
@@ -319,14 +313,14 @@ def exception_condition(rank: RankEvidence, exception: RankException) -> Conditi
         where, frame = fr.at(inside), inside
     text, advice = text + where, frozenset[Advice]()
     if root is not exception:
-        text += f", which became {_raised_words(exception)}{fr.at(fr.stack_of(rank, exception.frames).user_frame)}"
+        text += f", which became {_exception_words(exception)}{fr.at(fr.stack_of(rank, exception.frames).user_frame)}"
     if _WORKER_KILLED.search(f"{exception.message}\n{exception.text}"):
         words, memory, advice = _memory_words(rank)
         text, claims = text + words, (*claims, *memory)
     return Condition("rank-exception", text, frame, rank.pid, process, claims=claims, advice=advice)
 
 
-def _raised_words(exception: RankException) -> str:
+def _exception_words(exception: RankException) -> str:
     message = one_line(_essence(exception.message)).rstrip(" .:")
     return (
         f"{exception.type.removeprefix('__main__.')}: {message}"
@@ -354,7 +348,6 @@ def _claim_of_status(rank: RankEvidence) -> Claim:
 
 
 def _killed_condition(rank: RankEvidence) -> Condition:
-    """Returns the condition of a killed rank, with faulthandler's stack, and for SIGKILL the kernel's log."""
     assert rank.exit is not None
     number = -rank.exit.returncode
     by_itself = rank.fatal is not None and not rank.beacon  # its last output shows more than a launcher
@@ -397,7 +390,7 @@ def _killed_condition(rank: RankEvidence) -> Condition:
 
 
 def aborted_in(rank: RankEvidence) -> fr.Stack | None:
-    """Returns the c10d call in which a rank was aborted; None if it wasn't in one or wasn't aborted.
+    """Returns the c10d call in which a rank was aborted.
 
     gloo aborts from its own thread, so any thread's call might be the one.
     """
@@ -412,7 +405,7 @@ def kernel_claim(rank: RankEvidence, line: str, whose: str = "") -> Claim:
 
 
 def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], frozenset[Advice]]:
-    """Describes a SIGKILL by the out-of-memory killer's messages, or its counts since the job's start."""
+    """Describes a SIGKILL by the out-of-memory killer's messages or counts."""
     taken, outside = frozenset({suggestions.OUT_OF_MEMORY}), frozenset({suggestions.KILLED_FROM_OUTSIDE})
     kills, node = rank.memory_kills, f"node/{rank.host}"
     if kills.kernel_line:
@@ -430,7 +423,6 @@ def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], frozenset[Advic
 
 
 def _exit_condition(rank: RankEvidence) -> Condition:
-    """Returns the condition of a rank that exited with a code. The beacon notes which line called ``exit``."""
     assert rank.exit is not None
     code, call = rank.exit.returncode, rank.exit_call
     claims = [_claim_of_status(rank)]

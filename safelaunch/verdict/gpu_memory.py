@@ -94,8 +94,8 @@ def _unsharded(rank: RankEvidence) -> Iterator[str]:
         return
     names = ", ".join(memory.whole_names[:_NAMES])
     yield (
-        f"Each rank holds {words(memory.whole or 0)} of its parameters whole ({names}); those that are sharded take"
-        f" {words(memory.sharded or 0)} of it."
+        f"Each rank holds {words(memory.whole or 0)} of its parameters unsharded ({names}); the sharded ones"
+        f" take {words(memory.sharded or 0)} of it."
     )
 
 

@@ -40,10 +40,10 @@ class Need:
 
 
 def stuck(needs: Mapping[Node, Collection[Need]]) -> dict[Node, Need]:
-    """Returns the nodes that can never continue, each with a need that can't be met: the greatest closed set of waits.
+    """Returns the nodes that can never continue, each with an unmet need: the greatest closed set of waits.
 
-    A node continues once all its needs are met. A node that isn't in ``needs`` can continue at any time, and meet any
-    need. So all nodes start as stuck, and nodes that can be released are removed one after another.
+    A node that isn't in ``needs`` can continue at any time. All others start as stuck, and nodes whose needs can be met
+    are removed.
     """
     left = {node: tuple(all_of) for node, all_of in needs.items()}
     waiting_for: dict[Node, list[Node]] = {}
@@ -60,8 +60,6 @@ def stuck(needs: Mapping[Node, Collection[Need]]) -> dict[Node, Need]:
 
 
 class Graph:
-    """Waits by node. Most nodes have one."""
-
     def __init__(self, edges: Iterable[Edge]) -> None:
         by_node: dict[Node, tuple[Edge, ...]] = {}
         for edge in edges:
@@ -82,7 +80,6 @@ class Graph:
         return tuple(path)
 
     def leads_to(self, start: Node, nodes: Collection[Node]) -> bool:
-        """Reports if the walk from ``start`` reaches one of ``nodes``."""
         return start in nodes or any(other in nodes for edge in self.path(start) for other in edge.on)
 
     @cached_property

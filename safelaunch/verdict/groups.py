@@ -21,9 +21,9 @@ MOST_RANKS, MOST_GROUPS = 4, 6
 
 def groups_and_gpus(case: Case, finding: Finding) -> Iterator[Annotation]:
     """Names the groups and GPUs of the ranks at fault, and says if these are exactly the ranks of one group."""
-    named = sorted({culprit.rank for culprit in finding.culprits})
-    claims = tuple(claim for rank in named[:MOST_RANKS] for claim in _claims(case, rank))
-    whole = _groups(case, named[0]).get(tuple(named)) if len(named) > 1 else None
+    with_labels = sorted({culprit.rank for culprit in finding.culprits})
+    claims = tuple(claim for rank in with_labels[:MOST_RANKS] for claim in _claims(case, rank))
+    whole = _groups(case, with_labels[0]).get(tuple(with_labels)) if len(with_labels) > 1 else None
     yield Annotation(f"These are all the ranks of group {whole}." if whole is not None else "", context=claims)
 
 
@@ -41,9 +41,9 @@ def _claims(case: Case, rank: int) -> Iterator[Claim]:
 
 def _groups(case: Case, rank: int) -> dict[tuple[int, ...], str]:
     """Returns the groups that the rank shares with some ranks, but not with all, the smallest first."""
-    labels = _labels(case, rank)
+    labels = group_labels(case, rank)
     names: dict[tuple[int, ...], str] = {}
-    for name, ranks in case.alignment.listed(rank).items():
+    for name, ranks in case.alignment.groups_of(rank).items():
         members = tuple(sorted(ranks))
         if rank in members and 1 < len(members) < len(case.world):
             names.setdefault(members, labels.get(name) or f"'{name.partition(' of ranks ')[0]}'")
@@ -54,19 +54,21 @@ def with_group_names(case: Case, finding: Finding) -> Finding:
     """Adds a group's description to the name that torch gave it: ``group mesh_tp ('11')``."""
     called: dict[str, set[str]] = {}
     for rank in case.ranks:
-        for name, label in _labels(case, rank).items():
+        for name, label in group_labels(case, rank).items():
             called.setdefault(name, set()).add(label)
     sure = {name: min(labels) for name, labels in called.items() if len(labels) == 1}
 
-    def named(text: str) -> str:
+    def with_labels(text: str) -> str:
         return _QUOTED.sub(lambda match: _with_label(match[0], match[1], sure.get(match[1], "")), text)
 
     return replace(
         finding,
-        summary=named(finding.summary),
-        claims=tuple(msgspec.structs.replace(claim, claim=named(claim.claim)) for claim in finding.claims),
-        culprits=tuple(msgspec.structs.replace(culprit, reason=named(culprit.reason)) for culprit in finding.culprits),
-        ruled_out=tuple(map(named, finding.ruled_out)),
+        summary=with_labels(finding.summary),
+        claims=tuple(msgspec.structs.replace(claim, claim=with_labels(claim.claim)) for claim in finding.claims),
+        culprits=tuple(
+            msgspec.structs.replace(culprit, reason=with_labels(culprit.reason)) for culprit in finding.culprits
+        ),
+        ruled_out=tuple(map(with_labels, finding.ruled_out)),
     )
 
 
@@ -77,7 +79,7 @@ def _with_label(text: str, name: str, label: str) -> str:
     return f"group {label} ('{name}')" if label and not label.startswith("'") else text
 
 
-def _labels(facts: CaseFacts, rank: int) -> dict[str, str]:
+def group_labels(facts: CaseFacts, rank: int) -> dict[str, str]:
     own_labels, used = _own_labels(facts.ranks[rank].evidence), facts.alignment.ring(rank).used().values()
     return {**own_labels, **{kind.group: own_labels.get(kind.group) or label_of(kind) for kind in used}}
 
@@ -101,8 +103,8 @@ def mesh(facts: CaseFacts) -> tuple[tuple[str, int], ...]:
 
 
 def _dimensions(facts: CaseFacts, rank: int) -> tuple[tuple[str, int], ...]:
-    labels, dimensions = _labels(facts, rank), []
-    for name, members in facts.alignment.listed(rank).items():
+    labels, dimensions = group_labels(facts, rank), []
+    for name, members in facts.alignment.groups_of(rank).items():
         label = labels.get(name, "")
         if label.startswith(_MESH_PREFIX) and rank in members:
             dimensions.append((label.removeprefix(_MESH_PREFIX), len(members)))

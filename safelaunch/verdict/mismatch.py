@@ -30,14 +30,14 @@ def mismatch_at(alignment: Alignment, group: str, seq: int) -> Mismatch | None:
     entries = {rank: entry for rank in sorted(members) if (entry := alignment.entry(rank, group, seq)) is not None}
     classes = sides_of({rank: signature(entry) for rank, entry in entries.items()})
     if any(None in key for key in classes):
-        classes = _told_apart(classes)
+        classes = _with_incomplete_classes(classes)
     if len(classes) < 2:
         return None
     odd, majority = vote(classes)
     return Mismatch(group, seq, {key: tuple(ranks) for key, ranks in classes.items()}, odd, majority, entries)
 
 
-def _told_apart(classes: Mapping[Signature, list[int]]) -> dict[Signature, list[int]]:
+def _with_incomplete_classes(classes: Mapping[Signature, list[int]]) -> dict[Signature, list[int]]:
     """Adds ranks with incomplete records to the largest class that they might match."""
     complete = {key: ranks for key, ranks in classes.items() if None not in key}
     for key in classes.keys() - complete.keys():

@@ -1,9 +1,8 @@
 """Waits in a thread's communication: for other ranks, in which operation, or for its own GPU.
 
-The CPU runs ahead of the GPU, so a stack in a synchronize only shows that some queued work doesn't end: a collective
-that waits for peers, or a kernel. The Flight Recorder distinguishes them: a collective that the device has *started*
-waits for peers, a scheduled one is queued after something else. Without start times (``TORCH_NCCL_ENABLE_TIMING`` off),
-a pending collective with peers counts as the wait.
+A stack in a synchronize only shows that some queued work doesn't end: a collective or a kernel. In the Flight Recorder,
+a collective that the device has *started* waits for peers; a scheduled one is queued after something else. Without
+start times (``TORCH_NCCL_ENABLE_TIMING`` off), a pending collective with peers counts as the wait.
 """
 
 from __future__ import annotations
@@ -45,12 +44,11 @@ class PeerWait:
 
     @classmethod
     def unnumbered(cls, kind: str, op: str, frame: Frame | None, claim: Claim, where: str = "") -> PeerWait:
-        """Returns a wait without group and number. ``where`` describes a place that is more than the frame's."""
+        """Returns a wait without group and number. ``where`` replaces the words for the frame."""
         return cls(kind, op, None, None, (op,), frame, where or f"{op} at {fr.place(frame)}", (claim,))
 
     @property
     def peer(self) -> int | None:
-        """The rank that a send or receive waits for."""
         return (self.target if self.target is not None else self.source) if self.kind == "p2p" else None
 
     @property
@@ -62,10 +60,10 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
     """Returns the operation in which the thread waits for other ranks, if it does.
 
     Either its innermost frame is c10d's, or it rests inside torch or in a C call of the user's line
-    (``loss.backward()``, ``work.wait()``) with an operation pending in the Flight Recorder: that can't complete before
-    all ranks have joined, whatever this thread does. Without a stack, the record has to suffice.
+    (``loss.backward()``, ``work.wait()``) with an operation pending in the Flight Recorder. Without a stack, the record
+    has to suffice.
     """
-    pending = _made_by(view, alignment.pending(rank.rank))
+    pending = _calls_of_thread(view, alignment.pending(rank.rank))
     if view is None or not view.frames:
         begun = next((entry for entry in pending if entry.started), pending[0] if pending else None)
         return _from_entry(rank, begun) if begun is not None and not kernel_says_busy(view) else None
@@ -85,7 +83,7 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
     return _quiet_wait(view, pending, alignment)
 
 
-def _made_by(view: View | None, pending: list[Collective]) -> list[Collective]:
+def _calls_of_thread(view: View | None, pending: list[Collective]) -> list[Collective]:
     if view is None or view.sample is None or view.thread is None or not view.thread.ident:
         return pending
     other_threads = {thread.ident for thread in view.sample.threads} - {view.thread.ident}
@@ -93,7 +91,7 @@ def _made_by(view: View | None, pending: list[Collective]) -> list[Collective]:
 
 
 def through_a_thread(rank: RankEvidence, inside: ProcessView, alignment: Alignment) -> PeerWait | None:
-    """Returns the wait for other ranks of a thread that the main thread waits for."""
+    """Returns the wait of a thread that the main thread waits for."""
     view = inside.end
     waits = view.awaited.peers is not None or inside.has_called(view) or _rests_without_a_record(view)
     thread_wait = peer_wait(rank, view, alignment) if waits and view.other is not None else None
@@ -104,7 +102,7 @@ def through_a_thread(rank: RankEvidence, inside: ProcessView, alignment: Alignme
     if lock is not None:
         lock_held, waiter = lock
         words += (
-            f", which has held since line {lock_held.line} the lock for which {waiter.words} waits at {waiter.place}"
+            f", which since line {lock_held.line} has held the lock that {waiter.words} waits for at {waiter.place}"
         )
     return replace(
         thread_wait,
@@ -116,13 +114,13 @@ def through_a_thread(rank: RankEvidence, inside: ProcessView, alignment: Alignme
 
 
 def begins_at(stack: fr.Stack) -> CallPlace | None:
-    """Returns where a thread's code starts: the user's outermost function, or the library's inside ``threading``."""
+    """Returns where a thread's code starts."""
     frames = stack.user_frames or [f for f in stack.frames if not f.file.endswith("/threading.py")]
     return (frames[-1].file, fr.short(frames[-1].function)) if frames else None
 
 
 def _quiet_wait(view: View, pending: list[Collective], alignment: Alignment) -> PeerWait | None:
-    """Returns the wait without a c10d frame: a backward pass with C++ hooks, or ``work.wait()`` in the user's line."""
+    """Returns the wait without a c10d frame: a backward pass with C++ hooks, or ``work.wait()``."""
     wait = view.wait
     native = view.native()
     torch_wait = calls.PEER_WAITS.get(native)
@@ -152,16 +150,13 @@ def _calls_wait(view: View) -> bool:
 
 
 def line_before_c10d(view: View) -> Frame | None:
-    """Returns the line of the user's or of torch.distributed that calls C++ with no Python frame below it."""
+    """Returns the line of the user's or of torch.distributed that calls C++."""
     return view.user_frame if not view.stack.called else calls.in_distributed(view.stack)
 
 
 def _rests_without_a_record(view: View) -> bool:
-    """Reports if the thread rests in a backward pass or ``work.wait()``, without C frames or a record to say on what.
-
-    torch 2.6 and 2.9 don't expose gloo's collectives, and reading C frames takes time. A backward pass that rests
-    without a Python frame of a hook nearly always rests on its gradients' reduction.
-    """
+    # torch 2.6 and 2.9 don't expose gloo's collectives. A backward pass without a Python frame of a hook nearly always
+    # rests on its gradients' reduction.
     record = view.rank.flight_record
     recorded = record is not None and bool(record.entries)
     natively = any(sample.native for sample in view.process.stacks)
@@ -184,7 +179,7 @@ def kernel_says_busy(view: View | None) -> bool:
 def _entry_for(
     torch_wait: calls.TorchWait | None, pending: list[Collective], user_frame: Frame | None, rank: RankEvidence
 ) -> Collective | None:
-    """Returns the pending entry that the stack shows: from the same line, or else with the same name, or the newest.
+    """Returns the pending entry that the stack shows: by its line, or its name, or else the newest.
 
     The main thread blocks in its last call. Older entries are asynchronous.
     """
@@ -237,8 +232,8 @@ def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWai
     call = view.thread.call if view.thread is not None else None
     if call is None:
         return wait
-    source = call.src if call.src is not None else _of_group(wait.group, call.group_src, alignment)
-    target = call.dst if call.dst is not None else _of_group(wait.group, call.group_dst, alignment)
+    source = call.src if call.src is not None else _world_rank(wait.group, call.group_src, alignment)
+    target = call.dst if call.dst is not None else _world_rank(wait.group, call.group_dst, alignment)
     named = replace(wait, source=source, target=target, tag=call.tag)
     if named.peer is None:
         return named
@@ -262,7 +257,7 @@ def _with_batch(wait: PeerWait, view: View) -> PeerWait:
     ((sends, peer, tag),) = ends
     words = f"{'isend to' if sends else 'irecv from'} rank {peer}"
     batch = ", ".join(f"{'to' if transfer.sends else 'from'} rank {transfer.peer}" for transfer in posted[:8])
-    claim = Claim(f"{view.words} waits for its {words}; its batch goes {batch}", f"ranks/{view.rank.rank}/rank.json")
+    claim = Claim(f"{view.words} waits for its {words}; its batch: {batch}", f"ranks/{view.rank.rank}/rank.json")
     changed = replace(wait, op=words.split()[0], words=wait.words.replace(wait.op, words, 1), tag=tag)
     return replace(
         changed, target=peer if sends else None, source=None if sends else peer, claims=(*wait.claims, claim)
@@ -277,7 +272,7 @@ def _batch(view: View) -> list[Posted]:
     ]
 
 
-def _of_group(group: str | None, rank: int | None, alignment: Alignment) -> int | None:
+def _world_rank(group: str | None, rank: int | None, alignment: Alignment) -> int | None:
     if rank is None or group is None or not alignment.members(group)[1]:
         return None
     ranks = alignment.ranks_of(group)
@@ -293,7 +288,7 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
     if not where:
         return None
     rank = view.rank.rank
-    with_peers = [entry for entry in _on_device(rank, alignment) if _has_peers(rank, entry, alignment)]
+    with_peers = [entry for entry in _pending_on_device(rank, alignment) if has_peers(rank, entry, alignment)]
     if any(entry.started is not False and not alignment.is_over_elsewhere(rank, entry) for entry in with_peers):
         return None  # it waits, or might wait, for peers
     frame = view.user_frame
@@ -301,7 +296,7 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
     if first is None:
         why = "no collective is outstanding that a peer could hold up"
     elif first.started is not False:
-        why = _done_elsewhere(first)
+        why = _peers_completed(first)
     else:
         why = f"{op_name(first)} #{first.seq} is queued behind it and has not started"
     claims = (view.stack_claim(f"{view.words} is in {where}"), *((record_claim(rank, why),) if first else ()))
@@ -310,9 +305,9 @@ def gpu_condition(view: View, alignment: Alignment) -> Condition | None:
 
 
 def lost_condition(view: View, alignment: Alignment) -> Condition | None:
-    """Returns ``gpu-lost`` if the driver reports an error of the GPU that the rank waits for or uses with peers."""
+    """Returns ``gpu-lost`` if the driver reports an error of a GPU in use."""
     rank = view.rank
-    if not rank.gpu_errors or not (view.device or _on_device(rank.rank, alignment)):
+    if not rank.gpu_errors or not (view.device or _pending_on_device(rank.rank, alignment)):
         return None
     claims = tuple(kernel_claim(rank, line) for line in rank.gpu_errors)
     frame, number = view.user_frame, re.search(r"\): (\d+)", rank.gpu_errors[-1])
@@ -321,17 +316,17 @@ def lost_condition(view: View, alignment: Alignment) -> Condition | None:
 
 
 def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | None:
-    """Returns ``gpu-kernel`` if the record alone shows that the device, and no peer, holds up a collective.
+    """Returns ``gpu-kernel`` if the record alone shows that the device, not a peer, holds up a collective.
 
     Either the device has begun nothing of its queue while peers' devices have, or all peers have completed the
     collective.
     """
-    pending = _on_device(rank.rank, alignment)
+    pending = _pending_on_device(rank.rank, alignment)
     if not pending:
         return None
     first = next((entry for entry in pending if entry.started), pending[0])
     if alignment.is_over_elsewhere(rank.rank, first):
-        what = _done_elsewhere(first)
+        what = _peers_completed(first)
     elif all(entry.started is False for entry in pending) and alignment.is_begun_elsewhere(rank.rank, first):
         what = f"it has queued {op_name(first)} #{first.seq}, which its device has not started, unlike its peers'"
     else:
@@ -342,13 +337,13 @@ def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | No
     return Condition("gpu-kernel", text, frame, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
 
 
-def _on_device(rank: int, alignment: Alignment) -> list[Collective]:
+def _pending_on_device(rank: int, alignment: Alignment) -> list[Collective]:
     return [entry for entry in alignment.pending(rank) if not entry.by_gloo]
 
 
-def _done_elsewhere(entry: Collective) -> str:
-    return f"all its peers have completed {op_name(entry)} #{entry.seq}, in which it still is"
+def _peers_completed(entry: Collective) -> str:
+    return f"all its peers have completed {op_name(entry)} #{entry.seq}, and it has not"
 
 
-def _has_peers(rank: int, entry: Collective, alignment: Alignment) -> bool:
+def has_peers(rank: int, entry: Collective, alignment: Alignment) -> bool:
     return bool(alignment.members(entry.group)[0] - {rank})

@@ -1,8 +1,7 @@
 """Waits between the threads and children of one process, and the condition at their end.
 
-Each thread is followed to the single one that it waits for: a joined thread, a child whose end or message it awaits, a
-DataLoader worker that owes a batch, or the process with the other end of a pipe. If this leads back to a process on the
-path, they wait for each other.
+Each thread is followed to the single one that it waits for. If this leads back to a process on the path, they wait for
+each other.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ _SHARED_NOTE = "; processes share it, and one that ends while it holds it never 
 class ProcessView:
     """One process and its children as a part of the graph of waits.
 
-    Args:
-        main: Its main thread.
-        callers: Idents of threads whose c10d calls are pending.
+    ``callers`` are idents of threads whose c10d calls are pending.
     """
 
     def __init__(self, main: View, children: Sequence[View] = (), callers: Collection[int] = ()) -> None:
@@ -47,14 +44,14 @@ class ProcessView:
         self._callers = callers
         self._children = children
         self._views: dict[Node, View] = {}
-        self._own: dict[Node, Condition] = {}
-        self._of_children: dict[int, Condition] = {}
-        self._asked: set[Node] = set()
+        self._conditions: dict[Node, Condition] = {}
+        self._child_conditions: dict[int, Condition] = {}
+        self._visited: set[Node] = set()
         self._graph = Graph(self._edges())
 
     @cached_property
     def path(self) -> tuple[Edge, ...]:
-        """Edges from the main thread to the end of its waits; empty if it waits for nothing identifiable."""
+        """Edges from the main thread to the end of its waits."""
         return self._graph.path(self._node(self.main))
 
     @property
@@ -63,24 +60,24 @@ class ProcessView:
 
     @property
     def lock_held(self) -> tuple[LockHeld, View] | None:
-        """The lock that the thread at the end holds, by the source, and the thread on the path that waits for it."""
+        """The lock that the thread at the end holds, and the thread that waits for it."""
         edge = self.path[-1] if self.path else None
         waiter = self._views[edge.of] if edge is not None and edge.kind == "lock" else None
         lock = self.end.holds(waiter) if waiter is not None else None
         return (lock, waiter) if lock is not None and waiter is not None else None
 
     @cached_property
-    def circle(self) -> tuple[Edge, ...]:
-        """The part of the path in which processes wait for each other; empty if it doesn't close."""
+    def cycle(self) -> tuple[Edge, ...]:
+        """The part of the path in which processes wait for each other."""
         nodes = [edge.of for edge in self.path]
         back_at = self.path[-1].on[0] if self.path else None
         return self.path[nodes.index(back_at) :] if back_at in nodes else ()
 
     def condition(self) -> Condition:
         """The condition at the end of the path, described from the main thread."""
-        at_end = self._of_a_circle() if self.circle else self._at_the_end(self.end)
-        for edge in reversed(self.path[: len(self.path) - len(self.circle)]):
-            at_end = self._along(edge, at_end)
+        at_end = self._cycle_condition() if self.cycle else self._end_condition(self.end)
+        for edge in reversed(self.path[: len(self.path) - len(self.cycle)]):
+            at_end = self._condition_along(edge, at_end)
         return at_end
 
     def _node(self, view: View) -> Node:
@@ -91,9 +88,9 @@ class ProcessView:
 
     def _condition(self, view: View) -> Condition:
         node = self._node(view)
-        if node not in self._own:
-            self._own[node] = thread_condition(view)
-        return self._own[node]
+        if node not in self._conditions:
+            self._conditions[node] = thread_condition(view)
+        return self._conditions[node]
 
     # --- edges --------------------------------------------------------------------------------------------------------
 
@@ -111,7 +108,7 @@ class ProcessView:
     def _edge_of(self, view: View) -> Edge | None:
         children = self._children if view.process is self.main.process else ()
         if view.awaited.processes == "workers" and view.process is self.main.process:
-            return self._to(view, "workers", self._owing(children))
+            return self._to(view, "workers", self._owing_workers(children))
         own = self._condition(view)
         holder = self._holder(view, own.lock) if own.lock is not None else None
         if holder is not None:
@@ -127,7 +124,7 @@ class ProcessView:
         return None
 
     def _to_end(self, view: View, children: Sequence[View]) -> Sequence[View]:
-        """Returns the child whose exit is awaited: the one that the system call names, or those that run user code.
+        """Returns the child whose exit is awaited, or children that run user code.
 
         A child without user code (a shell, an encoder) counts if it waits for another process.
         """
@@ -136,27 +133,27 @@ class ProcessView:
             own = [child for child in self._children if child.process.pid == pid]
         else:
             own = _running_users_code(children) or [c for c in self._children if _parent(c) == view.process.pid]
-        return [child for child in own if child.user_frame is not None or self._leads_on(child)]
+        return [child for child in own if child.user_frame is not None or self._waits_for_other(child)]
 
-    def _leads_on(self, view: View) -> bool:
+    def _waits_for_other(self, view: View) -> bool:
         node = self._node(view)
-        if node in self._asked:  # doesn't happen in a real process tree
+        if node in self._visited:  # doesn't happen in a real process tree
             return False
-        self._asked.add(node)
+        self._visited.add(node)
         try:
             return self._edge_of(view) is not None
         finally:
-            self._asked.discard(node)
+            self._visited.discard(node)
 
     @property
     def _family(self) -> tuple[View, ...]:
         return (self.main, *self._children)
 
     def _to_other_end(self, view: View, own: Condition) -> Edge | None:
-        """Returns an edge to the process of this rank that has the pipe's other end and runs code that might use it.
+        """Returns an edge to the process of this rank that should use the pipe's other end.
 
-        A forked child inherits all open ends. So if several have it, those at rest (waiting for a message or a lock)
-        don't count, and the rank's own process counts last. A process with several user threads might use it in any.
+        Forked children inherit all open ends. So a process at rest doesn't count, and the rank's own process counts
+        last.
         """
         pids = {end.pid for end in own.ends}
         if view is self.main and any(child.wait.kind == "dead" for child in self._children):
@@ -188,11 +185,9 @@ class ProcessView:
     def _to_thread(self, view: View, lock: calls.LockWait, children: Sequence[View]) -> Edge | None:
         """Returns an edge to the thread that could end the wait.
 
-        A joined thread or a future (``work``) is the work of the single thread (or, without threads, child) that still
-        runs user code; of several, the one at work. A future is the work of a pool's or an event loop's thread if there
-        is one. A queue or an event (``signal``) is fed by some thread: it is followed to a blocked one, not to one
-        asleep, which is likelier a timer. The holder of a plain lock can't be seen. Every thread in a wait for other
-        ranks might be the one.
+        A joined thread or a future (``work``) is followed to the one thread or child that still runs user code, or is
+        at work; a future also to a pool's or an event loop's thread. A queue or an event (``signal``) is followed to a
+        blocked thread: one asleep is likelier a timer. The holder of a plain lock can't be seen.
         """
         other_views, among_peers = view.beside(), self._waiting_for_peers(view)
         if lock.of_pool:  # the pool's workers end it, not other threads
@@ -207,7 +202,7 @@ class ProcessView:
             ]
             if len(may) > 1 and len(at_work) == 1:
                 return self._to(view, "work", at_work, may_end=True)
-            edge = self._to(view, "work", may or among_peers or _feeding(view))
+            edge = self._to(view, "work", may or among_peers or _queue_feeders(view))
             return edge or (self._to(view, "work", _running_users_code(children)) if not other_views else None)
         if lock.on == "signal":
             blocked = [o for o in other_views if self._condition(o).cause in ("blocking-io", "uninterruptible-io")]
@@ -221,11 +216,11 @@ class ProcessView:
         return [other for other in other_views if other.awaited.peers is not None or self.has_called(other)]
 
     def has_called(self, view: View) -> bool:
-        """Reports if a c10d call of the thread is pending. In a backward pass it has no c10d frame."""
+        """Reports if a c10d call of the thread is pending, even without a c10d frame."""
         return view.thread is not None and view.thread.ident in self._callers
 
     def _to_send(self, children: Sequence[View]) -> list[View]:
-        """Returns the children that should send the message: blocked ones.
+        """Returns the blocked children, which should send the message.
 
         A child asleep is likelier a timer, and one that waits for a message might have nothing to do.
         """
@@ -233,38 +228,38 @@ class ProcessView:
         return [
             sender
             for sender in (senders if len(senders) == 1 else ())
-            if self._told(sender).cause != "stuck-in-user-code" and sender.awaited.processes != "message"
+            if self._child_condition(sender).cause != "stuck-in-user-code" and sender.awaited.processes != "message"
         ]
 
-    def _owing(self, children: Sequence[View]) -> list[View]:
+    def _owing_workers(self, children: Sequence[View]) -> list[View]:
         owing = [v for v in _workers(children) if not calls.worker_idle(v.frames) or v.wait.kind in _CANNOT_RUN]
         visible = [v for v in owing if v.frames or v.wait.kind in _CANNOT_RUN]
-        return sorted(visible, key=lambda v: (-causes.CAUSES[self._told(v).cause].worker, v.process.pid))
+        return sorted(visible, key=lambda v: (-causes.CAUSES[self._child_condition(v).cause].worker, v.process.pid))
 
-    def _told(self, child: View) -> Condition:
-        if child.process.pid not in self._of_children:
-            self._of_children[child.process.pid] = ProcessView(child).condition()
-        return self._of_children[child.process.pid]
+    def _child_condition(self, child: View) -> Condition:
+        if child.process.pid not in self._child_conditions:
+            self._child_conditions[child.process.pid] = ProcessView(child).condition()
+        return self._child_conditions[child.process.pid]
 
     # --- conditions at the end ----------------------------------------------------------------------------------------
 
-    def _at_the_end(self, view: View) -> Condition:
+    def _end_condition(self, view: View) -> Condition:
         own = self._condition(view)
         children = self._children if view is self.main else ()
         if view is self.main and view.awaited.processes == "workers":
             return _no_worker_to_blame(view, _workers(children))
         if own.lock is not None and view.other is None:
-            return self._of_a_lock(view, own, own.lock)
-        kept = self._kept_open(view) if own.cause == "blocking-io" else None
+            return self._lock_condition(view, own, own.lock)
+        kept = self._open_end(view) if own.cause == "blocking-io" else None
         dead = [child for child in children if child.wait.kind == "dead"]
         if own.cause == "blocking-io" and dead and (kept is not None or view.awaited.processes == "message"):
-            own = _with_dead(view, own, dead)
+            own = _with_dead_children(view, own, dead)
         if kept is None or calls.TAKES_ITEM.on(view.stack.called):  # a queue's consumer has both its ends
             return own
         advice, words = kept
         return own.with_clause(words, view.kernel_claim(words), advice=[advice])
 
-    def _kept_open(self, view: View) -> tuple[Advice, str] | None:
+    def _open_end(self, view: View) -> tuple[Advice, str] | None:
         """Returns which processes of this rank keep the pipe's other end open without using it."""
         ends, wait = view.wait.ends or (), view.wait
         target = wait.thread.fd_target
@@ -274,19 +269,16 @@ class ProcessView:
         pid, family = view.process.pid, {member.process.pid for member in self._family}
         other_ends = [end for end in ends if end.pid != pid and end.pid in family]
         if ends and all(end.pid == pid for end in ends):
-            alone = f"process {pid} itself alone has"
-            sure = alone if wait.thread.ends_closed else f"of those in sight, only process {pid} has"
+            alone = f"only process {pid} itself has"
+            sure = alone if wait.thread.ends_closed else f"of the processes safelaunch can see, only {pid} has"
             return suggestions.OWN_END, f"{sure} the {end} end open"
         if not other_ends or wait.writes:
             return None
         who = ", ".join(f"{end.pid} ({end.name})" if end.name else f"{end.pid}" for end in other_ends[:3])
         return suggestions.INHERITED_END, f"the {end} end is still open in process{'es' * (len(other_ends) > 1)} {who}"
 
-    def _of_a_lock(self, view: View, own: Condition, lock: calls.LockWait) -> Condition:
-        """Returns the wait as the condition, with the other threads as evidence: any of them might hold the lock.
-
-        A thread that computes might be about to end the wait, so it makes the condition less sure.
-        """
+    def _lock_condition(self, view: View, own: Condition, lock: calls.LockWait) -> Condition:
+        """Returns the wait, with the other threads as evidence, because any of them might hold the lock."""
         other_conditions = [(other, self._condition(other)) for other in view.beside()]
         held_locks = {
             o.name: f", which {view.words} has held since line {lock_held.line}"
@@ -313,32 +305,31 @@ class ProcessView:
             who = "its worker waits" if len(takers) == 1 else f"each of its {len(takers)} workers waits"
             return own.with_clause(f"{who} for the next item at {takers[0].place}", advice=[suggestions.TASK_DONE])
         if lock.of_pool:
-            return self._of_a_pool(own)
+            return self._pool_condition(own)
         if lock.on == "work" and other_conditions:
-            return _of_several(own, other_conditions)
+            return _condition_of_several(own, other_conditions)
         if busy and not waiting and lock.on != "work":
             return replace(own, reason=f"{own.reason} while {', '.join(busy[:4])}", doubts=(Doubt.MAY_END,))
         if waiting:
             return replace(own, reason=f"{own.reason} while {', '.join(waiting[:4])}", doubts=())
         return own
 
-    def _of_a_pool(self, own: Condition) -> Condition:
+    def _pool_condition(self, own: Condition) -> Condition:
         """Returns the condition if a worker replaced a dead one, whose result will never come."""
         workers = [child for child in self._children if _parent(child) == self.main.process.pid]
         late = [worker.process.pid for worker in workers if any(calls.REPLACED.on(t.frames) for t in worker.threads)]
         if not late:
             return own
-        words = f"process {late[0]} has replaced a worker that ended, whose task a pool never returns"
+        words = f"process {late[0]} has replaced a dead worker, whose task a pool never returns"
         log = f"node/{self.main.rank.host}/kernel_log.txt"
         deaths = (Claim(f"the kernel log: {line}", log) for line in self.main.rank.deaths)
         forked = self.main.stack_claim(f"processes forked by Pool._maintain_pool: {', '.join(map(str, late[:3]))}")
         return own.with_clause(words, forked, *deaths)
 
-    def _along(self, edge: Edge, condition: Condition) -> Condition:
-        """Describes the condition at the end of ``edge`` from the edge's start."""
+    def _condition_along(self, edge: Edge, condition: Condition) -> Condition:
         waiter, other = self._views[edge.of], self._views[edge.on[0]]
         if edge.kind == "workers":
-            return self._of_a_worker(waiter, other, [self._views[node] for node in edge.on[1:]], condition)
+            return self._worker_condition(waiter, other, [self._views[node] for node in edge.on[1:]], condition)
         own, is_thread = self._condition(waiter), other.process is waiter.process
         who = other.words if is_thread else f"child process {other.process.pid}"
         process = condition.process if is_thread else f"{other.process.role} (pid {other.process.pid})"
@@ -349,7 +340,7 @@ class ProcessView:
         reason = f"{own.reason}; {who} {condition.reason}" if own.frame is not None else condition.reason
         changed = replace(condition, reason=reason, process=process, claims=own.claims + condition.claims)
         if not is_thread and edge.kind in ("work", "child"):
-            changed = _noted(changed)
+            changed = _with_lock_note(changed)
         if edge.kind == "child" and other.wait.writes and other.wait.ends is None:  # usually the waiter's pipe
             changed = replace(changed, advice=changed.advice | {suggestions.FULL_PIPE})
         if own.frame is not None and (condition.frame is None or fr.is_pseudo(condition.frame.file)):
@@ -360,34 +351,34 @@ class ProcessView:
         other_views = waiter.beside() if own.lock is not None else ()
         return replace(changed, for_good=condition.for_good and all(self._condition(o).for_good for o in other_views))
 
-    def _of_a_circle(self) -> Condition:
-        """Describes processes that wait for each other: each one for what the next should read or send."""
-        if {edge.kind for edge in self.circle} <= {"lock", "work"}:
-            return self._of_locks()
-        first, last = self._views[self.circle[0].of], self._views[self.circle[-1].of]
+    def _cycle_condition(self) -> Condition:
+        """Describes processes that wait for each other to read or send."""
+        if {edge.kind for edge in self.cycle} <= {"lock", "work"}:
+            return self._lock_cycle_condition()
+        first, last = self._views[self.cycle[0].of], self._views[self.cycle[-1].of]
         own, last_condition = self._condition(first), self._condition(last)
         whose = "this process" if first.process is self.main.process else f"process {first.process.pid}"
         where = "" if last.user_frame is None or fr.is_pseudo(last.user_frame.file) else f" at {last.place}"
         if last.wait.writes:
             how = f"is blocked writing{where}: the pipe is full, and {whose} should read it"
         else:
-            how = f"waits{where} for what {whose} should send"
+            how = f"waits{where} for data that {whose} should send"
         ends = f"{last.process.pid}'s {wait_words(last.wait)}: the other end is process {first.process.pid}'s"
-        claims = (c for edge in self.circle for c in edge.claims)
+        claims = (c for edge in self.cycle for c in edge.claims)
         return replace(
             own,
             reason=f"{own.reason}; child process {last.process.pid} {how}",
-            doubts=(*own.doubts, *doubts_if({Doubt.MAY_END: any(edge.may_end for edge in self.circle)})),
+            doubts=(*own.doubts, *doubts_if({Doubt.MAY_END: any(edge.may_end for edge in self.cycle)})),
             claims=(*claims, *last_condition.claims, last.kernel_claim(ends)),
             advice=own.advice | {suggestions.FULL_PIPE if last.wait.writes else suggestions.WAITS_IN_TURN},
             for_good=False,
         )
 
-    def _of_locks(self) -> Condition:
+    def _lock_cycle_condition(self) -> Condition:
         """Describes threads of one process that wait for each other's locks or ends."""
-        first = self._views[self.circle[0].of]
+        first = self._views[self.cycle[0].of]
         own, words, claims = self._condition(first), [], []
-        for edge in self.circle:
+        for edge in self.cycle:
             waiter, other = self._views[edge.of], self._views[edge.on[0]]
             lock_held, does = other.holds(waiter), "" if other is first else self._condition(other).reason
             since = (
@@ -397,16 +388,15 @@ class ProcessView:
             )
             words += [f"{other.words} {' and '.join(filter(None, (since, does)))}"] if since or does else []
             claims += [*edge.claims, *([other.stack_claim(f"{other.words} {since}")] if since else [])]
-        for_good = all(self._condition(self._views[edge.of]).for_good for edge in self.circle)
+        for_good = all(self._condition(self._views[edge.of]).for_good for edge in self.cycle)
         reason = "; ".join([own.reason, *words])
-        advice = suggestions.LOCK if all(edge.kind == "lock" for edge in self.circle) else frozenset({suggestions.HELD})
+        advice = suggestions.LOCK if all(edge.kind == "lock" for edge in self.cycle) else frozenset({suggestions.HELD})
         return replace(
             own, cause="lock-deadlock", reason=reason, doubts=(), claims=tuple(claims), advice=advice, for_good=for_good
         )
 
-    def _of_a_worker(self, view: View, worker: View, further: Sequence[View], condition: Condition) -> Condition:
-        """Returns ``data-loading`` with the stuck worker as the process at fault."""
-        worker_conditions = [(other, self._told(other)) for other in further]
+    def _worker_condition(self, view: View, worker: View, further: Sequence[View], condition: Condition) -> Condition:
+        worker_conditions = [(other, self._child_condition(other)) for other in further]
         reason = f"waits for its DataLoader; worker {worker.process.pid} {condition.reason}"
         claims = [*condition.claims, _waits_for_loader(view)]
         claims += [v.stack_claim(f"DataLoader worker {v.process.pid} {c.reason}") for v, c in worker_conditions[:3]]
@@ -424,13 +414,13 @@ class ProcessView:
             claims=tuple(claims),
             for_good=condition.for_good and all(c.for_good for _, c in worker_conditions),
         )
-        return _noted(changed)
+        return _with_lock_note(changed)
 
 
-def _of_several(own: Condition, other_conditions: Sequence[tuple[View, Condition]]) -> Condition:
-    """Describes a thread that waits for the end of one of several other_conditions.
+def _condition_of_several(own: Condition, other_conditions: Sequence[tuple[View, Condition]]) -> Condition:
+    """Describes a thread that waits for the end of one of several others.
 
-    It is a deadlock only if all of these wait for locks. Otherwise their common state counts, if they have one.
+    It is a deadlock only if all of these wait for locks.
     """
     clauses = [f"thread {other.name} {does.reason}" for other, does in other_conditions]
     for_good = all(does.for_good for _, does in other_conditions)
@@ -444,8 +434,7 @@ def _of_several(own: Condition, other_conditions: Sequence[tuple[View, Condition
     )
 
 
-def _with_dead(view: View, own: Condition, dead: Sequence[View]) -> Condition:
-    """Describes a thread that waits for children of which these have ended."""
+def _with_dead_children(view: View, own: Condition, dead: Sequence[View]) -> Condition:
     process = dead[0].process
     if len(dead) == 1:
         words = f"its child process {process.pid} has ended{_how_ended(process)} and has not been reaped"
@@ -467,9 +456,9 @@ def _how_ended(process: ProcessEvidence) -> str:
 def _no_worker_to_blame(view: View, workers: Sequence[View]) -> Condition:
     count = f"{len(workers)} worker{'s' * (len(workers) != 1)}"
     if not workers:
-        clause = "no worker of it was seen"
+        clause = "none of its workers could be observed"
     elif any(worker.frames for worker in workers):
-        clause = f"none of its {len(workers)} workers that were seen has work"
+        clause = f"none of its {len(workers)} observed workers has work"
     else:
         clause = f"the stacks of its {count} could not be read"
     text = f"waits for its DataLoader at {view.place}; {clause}"
@@ -477,8 +466,7 @@ def _no_worker_to_blame(view: View, workers: Sequence[View]) -> Condition:
     return Condition("data-loading", text, view.user_frame, view.process.pid, doubts=doubts, claims=claims)
 
 
-def _noted(condition: Condition) -> Condition:
-    """Adds why another process might hold its lock forever."""
+def _with_lock_note(condition: Condition) -> Condition:
     lock = condition.lock
     if lock is None or lock.own or lock.on != "lock":
         return condition
@@ -507,7 +495,7 @@ def _running_users_code(children: Sequence[View]) -> list[View]:
     ]
 
 
-def _feeding(view: View) -> list[View]:
+def _queue_feeders(view: View) -> list[View]:
     feeders = [replace(view, other=thread) for thread in view.threads if calls.FEEDS_QUEUE.on(thread.frames)]
     return [feeder for feeder in feeders if feeder.wait.kind == "io"]
 
@@ -520,7 +508,7 @@ _TRAINING = tuple(f"/torch/{part}" for part in ("distributed/", "autograd/", "nn
 
 
 def may_train_elsewhere(view: View) -> bool:
-    """Reports if a thread other than the main one might train or compute, so that the main thread shows little."""
+    """Reports if another thread than the main one might train."""
     other_frames = (frame for thread in view.threads if thread is not view.thread for frame in fr.python_frames(thread))
     if any(part in fr.normal(frame.file) for frame in other_frames for part in _TRAINING):
         return True

@@ -1,10 +1,10 @@
 """Proof that a job is dead: a closed set of waits that no thread, process or rank can end (:func:`.graph.stuck`).
 
-Anything not shown to be unable to end a wait counts as able to: a thread that moved between two looks, sleeps, has a
-time limit, waits for something outside the job, or whose wait isn't understood; a process that a timer can end; a
-native thread of an unknown library. So missing evidence never proves anything.
+Missing evidence never proves anything: a thread counts as able to end a wait if it moved between two looks, sleeps, has
+a time limit, waits for something outside the job, or isn't understood. So do processes that a timer can end, and native
+threads of unknown libraries.
 
-The job is dead if the main thread of every rank that hasn't ended can never continue.
+The job is dead if the main thread of every living rank is stuck.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class ProofResult:
 
 
 def examine(case: Case) -> ProofResult:
-    """Looks for a proof that the job is dead, or else for what could still release it."""
     if case.unseen or case.evidence.outcome == "crash" or not case.ranks:
         return ProofResult()
     ended = {rank: facts.evidence.exit for rank, facts in case.ranks.items() if facts.evidence.exit is not None}
@@ -105,7 +104,7 @@ class _Prover:
         return ProofResult((), self._what_is_free(needs, stuck_nodes))
 
     def _needs_of_native_threads(self, process: ProvedProcess) -> dict[Node, tuple[Need, ...]]:
-        """Returns the needs of resting native threads: a thread of the process or the end of a call must wake them."""
+        """Returns what wakes resting native threads: a thread of the process, or the end of a call."""
         if not process.unknown_nodes or not process.unknown_threads_rest or self._handles(process):
             return {}
         if process.newest.handles_child_ends:
@@ -126,7 +125,7 @@ class _Prover:
                 node = following
                 visited.add(node)
             if isinstance(node, Actor) and not needs.get(node):
-                free = self._why_it_ends(node) if node in self._mains else self._described(node)
+                free = self._why_it_ends(node) if node in self._mains else self._place_of(node)
                 if free:
                     could = "" if node in self._mains else " could still release the ranks"
                     return Claim(f"{free}{could}", f"ranks/{node.rank}/stack.txt")
@@ -148,8 +147,7 @@ class _Prover:
             return f"the child process for which rank {main.rank} waits at {view.place} can end"
         return f"{where} can end from outside the job" if view.wait.kind in ("io", "poll") else ""
 
-    def _described(self, node: Actor) -> str:
-        """Names a thread or process, and its line."""
+    def _place_of(self, node: Actor) -> str:
         host = self._case.ranks[node.rank].evidence.host
         process = self._processes[host, node.pid]
         whose = f"rank {node.rank}" if self._is_rank(process) else f"process {node.pid} of rank {node.rank}"
@@ -167,7 +165,7 @@ class _Prover:
     # --- needs of one thread ------------------------------------------------------------------------------------------
 
     def _needs(self, view: View, process: ProvedProcess) -> tuple[Need, ...]:
-        """Returns what must happen before the thread can continue; empty if it might continue on its own."""
+        """Returns what must happen before the thread can continue; empty if it might do so by itself."""
         if not is_steady(view, spins=self._uses_device(view) and not is_in_lock(view)):
             return ()
         if view.wait.kind in ("running", "stopped", "disk", "sleep", "select", "dead"):
@@ -256,7 +254,6 @@ class _Prover:
 
     @cached_property
     def _transfers(self) -> dict[int, list[OpenTransfer]]:
-        """Rank → the sends and receives that its threads are in, including all of their batches."""
         transfers: dict[int, list[OpenTransfer]] = {}
         for process in self._processes.values():
             of_rank = transfers.setdefault(process.rank, [])
@@ -273,19 +270,19 @@ class _Prover:
 
     def _has_joined(self, rank: int) -> bool:
         wait = self._case.ranks[rank].wait if rank in self._case.ranks else None
-        return self._case.alignment.joined(rank) or (wait is not None and wait.kind == "init")
+        return self._case.alignment.has_joined(rank) or (wait is not None and wait.kind == "init")
 
     def _new_group_needs(self, view: View, claim: Claim | None) -> tuple[Need, ...]:
-        """Returns a need for each rank that created fewer groups: all ranks must take part, and torch counts groups."""
+        """Returns a need for each rank that created fewer groups, because all ranks must create each one."""
         made = view.rank.gil.groups_made
         counts = {rank: facts.evidence.gil.groups_made for rank, facts in self._case.ranks.items()}
         if made is None or None in counts.values() or len(counts) < len(self._case.world):
             return ()
         late = [rank for rank, count in counts.items() if (count or 0) < made]
-        return tuple(Need(self._callers(rank), f"rank {rank} to make that group as well", claim) for rank in late)
+        return tuple(Need(self._callers(rank), f"rank {rank} to create that group as well", claim) for rank in late)
 
     def _device_needs(self, view: View) -> tuple[Need, ...]:
-        """Returns the calls that the device is in. A call it hasn't begun might be queued after a kernel."""
+        """Returns the calls that the device is in. Others might be queued after a kernel."""
         if not view.device:
             return ()
         pending = [entry for entry in self._pending(view) if not entry.by_gloo]
@@ -326,7 +323,7 @@ class _Prover:
         return (Need(frozenset(givers), " or ".join(described(entry) for entry in pending[:3]), stack_claim_of(view)),)
 
     def _lock_needs(self, view: View, process: ProvedProcess) -> tuple[Need, ...]:
-        """Returns any other Python thread of the process: one of them holds the lock or fills the queue."""
+        """Returns the other Python threads: one of them holds the lock or fills the queue."""
         lock, rests_in = calls.lock_wait(view.stack.called), rests_in_of(view)
         shared = rests_in.startswith("_multiprocessing")
         if shared and (lock is None or not lock.shared):
@@ -412,7 +409,7 @@ class _Prover:
     def _handles(self, process: ProvedProcess) -> bool:
         """Reports if a signal handler of the script can run in the process.
 
-        The beacon and torch handle SIGTERM themselves. Python's handlers are known for ranks only.
+        The beacon and torch handle SIGTERM themselves. Only ranks report Python's handlers.
         """
         state, handlers = process.newest, None
         if self._is_rank(process):
@@ -444,7 +441,7 @@ class _Prover:
         }
 
     def _entries(self, view: View, *, is_p2p: bool) -> list[Collective]:
-        """Returns the calls that the thread might be in: calls of its line, or all that no other Python thread made."""
+        """Returns the calls that the thread might be in: from its line, or else from no other Python thread."""
         threads = view.sample.threads if view.sample is not None else ()
         other_threads = {thread.ident for thread in threads if thread is not view.thread} - {0}
         candidates = [
@@ -477,7 +474,7 @@ class _Prover:
                 needs[call] = (*needs[call], Need(NO_GIVERS, f"ranks name different roots in {self._name(call)}"))
 
     def _call_needs(self, entry: Collective, rank: int) -> tuple[Need, ...]:
-        """Returns what members still have to do for this call; empty if all have joined or if they aren't known."""
+        """Returns what members still have to do for this call."""
         claim = Claim(f"pending: {described(entry)}", f"ranks/{rank}/flight_recorder.json")
         if entry.by_gloo and 0 < entry.timeout_ms < GLOO_S * 1000:
             return ()  # it will raise an error, and the user's code can continue
@@ -509,10 +506,7 @@ class _Prover:
         return len({gil.stores.get(group) for gil in states if gil.python and group in gil.groups}) <= 1
 
     def _callers(self, rank: int) -> frozenset[Node]:
-        """Returns the threads of ``rank`` that might make a call; none once it has ended.
-
-        Excludes threads of torch, and of libraries that run nothing but their own code.
-        """
+        """Returns the threads of ``rank`` that might make a call, without threads that only run library code."""
         if rank not in self._living:
             return NO_GIVERS
         process = self._rank_processes[rank]

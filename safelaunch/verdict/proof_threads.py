@@ -94,7 +94,7 @@ class ImportedTorch:
 
 @dataclass(frozen=True)
 class ProvedProcess:
-    """A process of a rank, with a view of each Python thread except the beacon's own, which end no waits."""
+    """A process of a rank, with views of its Python threads except the beacon's, which end no waits."""
 
     rank: int
     evidence: ProcessEvidence
@@ -164,12 +164,12 @@ class ProvedProcess:
 
     @property
     def unknown_nodes(self) -> frozenset[Node]:
-        """The node that stands for the unknown native threads; empty if there are none."""
+        """The node that stands for the unknown native threads."""
         return frozenset({Actor(self.rank, self.evidence.pid, UNKNOWN_THREADS)}) if self.unknown_threads else NO_GIVERS
 
     @cached_property
     def unknown_threads_rest(self) -> bool:
-        """All unknown native threads wait, without a time limit, for another thread to wake them."""
+        """All unknown native threads wait for another thread to wake them."""
         if len(self.evidence.states) < 2:
             return False
         earlier = {thread.tid: thread for thread in self.evidence.states[-2].threads}
@@ -177,7 +177,6 @@ class ProvedProcess:
 
 
 def is_gone(process: ProcessEvidence) -> bool:
-    """Reports if all threads of the process have ended, not only its first."""
     state = process.states[-1] if process.states else None
     return state is not None and state.state in "ZX" and all(thread.state in "ZX" for thread in state.threads)
 
@@ -276,7 +275,7 @@ def is_in_lock(view: View) -> bool:
 
 
 def is_public(path: str) -> bool:
-    """Reports if the file of a shared lock has a name by which other jobs' processes can open it."""
+    """Reports if other jobs' processes can open the file of a shared lock."""
     return path.startswith(("/SYSV", "/memfd:", "?")) or (path.startswith("/") and not path.endswith(" (deleted)"))
 
 

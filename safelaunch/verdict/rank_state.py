@@ -37,9 +37,9 @@ UNKNOWN_OP = "communication"  # operation if ``work.wait()`` raised on the user'
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank as its own evidence shows it.
+    """One rank by its own evidence.
 
-    Either ``wait`` or ``condition`` is set; neither, if the rank was ended from outside before the look.
+    Neither ``wait`` nor ``condition`` is set if the rank was ended from outside before the look.
     """
 
     evidence: RankEvidence
@@ -60,7 +60,6 @@ class RankFacts:
         return f"ranks/{self.rank}"
 
     def line_claim(self, text: str) -> Claim:
-        """Returns a claim about the rank's line, with the file that shows this line."""
         evidence = self.evidence
         name = "stack.txt" if evidence.main is not None and evidence.main.stacks else "flight_recorder.json"
         if evidence.exception is not None:
@@ -98,7 +97,7 @@ class CaseFacts:
         ranks = {r.rank: rank_facts(r, alignment, read_source) for r in ordered}
         histories = Histories(alignment)
         facts = cls(evidence, ranks, alignment, histories, read_source, gone)
-        changed = {rank: corrected for rank in ranks if (corrected := _seen_from_the_others(facts, rank)) is not None}
+        changed = {rank: corrected for rank in ranks if (corrected := _corrected_by_peers(facts, rank)) is not None}
         return replace(facts, ranks={**ranks, **changed}) if changed else facts
 
     @property
@@ -115,7 +114,7 @@ class CaseFacts:
 
     @cached_property
     def processes(self) -> dict[tuple[str, int], tuple[int, tuple[FileLock, ...]]]:
-        """(host, PID) → rank of the process, which can be a child of it, and the file locks that it holds."""
+        """(host, PID) → rank of the process, or of its parent, and its file locks."""
         owners = {}
         for rank, facts in self.ranks.items():
             host, main = facts.evidence.host, facts.evidence.main
@@ -124,30 +123,29 @@ class CaseFacts:
         return owners
 
     @cached_property
-    def in_threads(self) -> list[PeerWait]:
-        """The waits of background threads that main threads wait for, each once."""
+    def thread_waits(self) -> list[PeerWait]:
+        """The waits of background threads that main threads wait for."""
         waits = (rank.wait for rank in self.ranks.values() if rank.wait is not None and rank.wait.thread is not None)
         return list({(wait.key, wait.thread): wait for wait in waits}.values())
 
     @cached_property
     def waiting(self) -> dict[int, PeerWait]:
-        """The wait of each rank that waits for its peers."""
         return {rank: facts.wait for rank, facts in self.ranks.items() if facts.wait is not None}
 
     def call_of(self, rank: int) -> Collective | None:
-        """Returns the recorded collective in which the rank waits, if it is known."""
+        """Returns the recorded collective in which the rank waits."""
         wait = self.waiting.get(rank)
         if wait is None or wait.group is None or wait.seq is None or wait.kind == "p2p":  # a separate number
             return None
         return self.alignment.entry(rank, wait.group, wait.seq)
 
     def may_wait_elsewhere(self, rank: int) -> bool:
-        """Reports if the rank might be waiting for one that wasn't seen, for example by polling for its file."""
+        """Reports if the rank might wait for one that wasn't seen."""
         condition = self.ranks[rank].condition
-        return bool(self.unseen) and condition is not None and not condition.for_good and not self.of_dump(rank)
+        return bool(self.unseen) and condition is not None and not condition.for_good and not self.has_only_dump(rank)
 
-    def of_dump(self, rank: int) -> bool:
-        """Reports if only a Flight Recorder dump exists, which shows nothing about the rank's current state."""
+    def has_only_dump(self, rank: int) -> bool:
+        """Reports if only a Flight Recorder dump exists, which doesn't show the current state."""
         return self.ranks[rank].evidence.main is None
 
 
@@ -156,8 +154,8 @@ def _locks_of(process: ProcessEvidence) -> tuple[FileLock, ...]:
     return tuple(lock for lock in locks if lock.pid == process.pid)
 
 
-def _seen_from_the_others(facts: CaseFacts, rank: int) -> RankFacts | None:
-    """Returns the rank as the others' evidence shows it, if that shows more than its own."""
+def _corrected_by_peers(facts: CaseFacts, rank: int) -> RankFacts | None:
+    """Returns the rank as the others' evidence shows it, if that shows more."""
     subject = facts.ranks[rank]
     if subject.evidence.exception is not None and (
         waiting_peers := exits.missed_the_store(subject.evidence, facts.evidence.ranks)
@@ -177,18 +175,18 @@ def _seen_from_the_others(facts: CaseFacts, rank: int) -> RankFacts | None:
         return replace(subject, wait=None, condition=absent) if absent is not None else None
     condition = subject.condition
     if condition is not None and condition.cause == "uneven-batches" and subject.evidence.exit is None:
-        condition = _at_its_end(facts, subject, condition)
+        condition = _with_exit_blocker(facts, subject, condition)
     if condition is not None and condition.cause == "stuck-in-user-code":
-        condition = _locked_by_a_peer(facts, subject, condition)
+        condition = _with_peer_lock(facts, subject, condition)
     if condition is not None and condition.locks:
-        condition = _locked_elsewhere(facts, subject, condition)
+        condition = _with_remote_lock(facts, subject, condition)
     if condition is not None and condition.ends:
-        condition = _at_the_other_end(facts, subject, condition)
+        condition = _with_other_end(facts, subject, condition)
     return replace(subject, condition=condition) if condition is not subject.condition else None
 
 
-def _at_its_end(facts: CaseFacts, subject: RankFacts, left: Condition) -> Condition:
-    """Finds what keeps a rank from exiting after its script has ended, if no peer waits for it."""
+def _with_exit_blocker(facts: CaseFacts, subject: RankFacts, left: Condition) -> Condition:
+    """Finds what keeps a rank from exiting after its script has ended."""
     view = view_of(subject.evidence, facts.read_source)
     if view is None or any(other.wait is not None for other in facts.ranks.values()):
         return left
@@ -206,7 +204,7 @@ def _at_its_end(facts: CaseFacts, subject: RankFacts, left: Condition) -> Condit
 
 
 def _never_exited(facts: CaseFacts, subject: RankFacts, raised: Condition) -> RankFacts | None:
-    """Adds what keeps the process of a rank that raised from exiting. Returns None if it has exited."""
+    """Adds what keeps a rank that raised from exiting. Returns None if it has exited."""
     view = view_of(subject.evidence, facts.read_source)
     if subject.evidence.exit is not None or view is None or not view.frames or view.wait.kind == "dead":
         return None
@@ -231,8 +229,8 @@ def _never_exited(facts: CaseFacts, subject: RankFacts, raised: Condition) -> Ra
     return replace(subject, condition=replace(raised, reason=reason, claims=(*raised.claims, *claims), advice=advice))
 
 
-def _locked_by_a_peer(facts: CaseFacts, subject: RankFacts, own: Condition) -> Condition:
-    """Blames the one process of another rank that holds a file lock, if the rank retries a lock with ``filelock``.
+def _with_peer_lock(facts: CaseFacts, subject: RankFacts, own: Condition) -> Condition:
+    """Blames the only process of another rank that holds a file lock, if the rank retries one.
 
     ``filelock`` closes the file between attempts, so the kernel shows only which processes hold locks.
     """
@@ -246,17 +244,17 @@ def _locked_by_a_peer(facts: CaseFacts, subject: RankFacts, own: Condition) -> C
     nearest = [holder for holder in holders if holder[0] == subject.evidence.host] or holders
     if not nearest and library:
         words = (
-            "no process that was seen has a file locked: another one has it, or a dead one left its lock file behind"
+            "no process that safelaunch can see has a file locked: another one has, or a dead one left its lock file"
         )
         return own.with_clause(words, Claim(words, f"{subject.folder}/proc.json"), advice=[LOCK_FILE])
     if len(nearest) != 1 or nearest[0][1] == subject.rank:
         return own
     ((host, rank, (lock, *_)),) = nearest
-    text = f"of all processes that were seen, {lock.pid} of rank {rank} alone has a file locked: {lock.path}"
+    text = f"of the processes safelaunch can see, only {lock.pid} of rank {rank} has a file locked: {lock.path}"
     return replace(
         own,
         cause="blocking-io",
-        reason=f"keeps asking for a file lock at {fr.place(own.frame)}",
+        reason=f"keeps retrying a file lock at {fr.place(own.frame)}",
         doubts=(Doubt.STATE_INFERRED,),
         claims=(*own.claims, Claim(text, f"ranks/{rank}/proc.json")),
         locked_by=lock.pid,
@@ -265,8 +263,8 @@ def _locked_by_a_peer(facts: CaseFacts, subject: RankFacts, own: Condition) -> C
     )
 
 
-def _locked_elsewhere(facts: CaseFacts, subject: RankFacts, own: Condition) -> Condition:
-    """Finds a rank on another node that has locked a file of this name, if no process here holds the lock.
+def _with_remote_lock(facts: CaseFacts, subject: RankFacts, own: Condition) -> Condition:
+    """Finds a rank on another node that has locked a file of this name.
 
     If nodes share files, each kernel knows only its own locks.
     """
@@ -291,8 +289,8 @@ def _locked_elsewhere(facts: CaseFacts, subject: RankFacts, own: Condition) -> C
     return replace(own, reason=reason, advice=own.advice | {FOREIGN_LOCK})
 
 
-def _at_the_other_end(facts: CaseFacts, subject: RankFacts, own: Condition) -> Condition:
-    """Names the owner of the other end of the rank's pipe or connection: another rank, or a process of none."""
+def _with_other_end(facts: CaseFacts, subject: RankFacts, own: Condition) -> Condition:
+    """Names the owner of the other end of the rank's pipe or connection."""
     owners = {end.pid: facts.processes.get((subject.evidence.host, end.pid), (None, ()))[0] for end in own.ends}
     if len(set(owners.values())) > 1 or subject.rank in owners.values():
         return own
@@ -312,13 +310,12 @@ def _at_the_other_end(facts: CaseFacts, subject: RankFacts, own: Condition) -> C
 def _absent_thread(facts: CaseFacts, subject: RankFacts) -> Condition | None:
     """Finds a thread of the rank that isn't in the call in which its peers' threads wait.
 
-    The peers' threads wait for the same thread of this rank, whatever its main thread waits in. A thread that waits to
-    be fed by others, such as the main one, isn't at fault.
+    A thread that waits to be fed by others isn't at fault.
     """
     main = subject.wait
     if main is None and (subject.condition is None or subject.condition.lock is None):
         return None  # the main thread's own condition shows more
-    for wait in facts.in_threads:
+    for wait in facts.thread_waits:
         if (main is not None and wait.thread == main.thread) or wait.group is None or wait.seq is None:
             continue
         members, _ = facts.alignment.members(wait.group)
@@ -362,29 +359,25 @@ def child_views(rank: RankEvidence, read_source: ReadSource = NO_SOURCE) -> list
 
 
 def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource) -> RankFacts:
-    """Reads a rank's state, the surest sign first.
-
-    Order: gone or raised; held by the kernel (stopped, D state); holding the GIL; leaving the script; waiting for its
-    GPU; waiting for peers; waiting for its DataLoader; then its stack and what the kernel shows.
-    """
+    """Reads a rank's state, the surest sign first."""
     view = view_of(rank, read_source)
     frame = view.user_frame if view else None
     condition = exits.gone_condition(rank, view)
     condition = replace(condition, for_good=True) if condition is not None else None
     if condition is None and view is not None:
-        condition = _held(view) or _left(view)
+        condition = _condition_in_kernel(view) or _condition_after_script(view)
     if condition is None and view is not None and rank.exception is None:  # otherwise its handler waits for our look
         condition = gil_condition(view) or peers.lost_condition(view, alignment) or peers.gpu_condition(view, alignment)
     if condition is None and (view is None or not view.frames) and not peers.kernel_says_busy(view):
         condition = peers.device_condition(rank, alignment)
     wait = None
     if condition is None:
-        wait = _raised_wait(rank) or peers.peer_wait(rank, view, alignment)
+        wait = _wait_in_traceback(rank) or peers.peer_wait(rank, view, alignment)
     if condition is None and wait is None and (view is not None or not exits.ended_by_others(rank)):
         callers = {entry.thread for entry in alignment.pending(rank.rank)} - {0}
         inside = ProcessView(view, child_views(rank, read_source), callers) if view is not None else None
         wait = peers.through_a_thread(rank, inside, alignment) if inside is not None else None
-        condition = _own(rank, inside, alignment) if wait is None else None
+        condition = _own_condition(rank, inside, alignment) if wait is None else None
     if wait is not None and frame is None:
         frame = wait.frame
     if condition is not None and condition.for_good and view is not None and condition.cause not in BY_ITSELF:
@@ -392,14 +385,14 @@ def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource
     return RankFacts(rank, frame, wait, condition)
 
 
-def _held(view: View) -> Condition | None:
+def _condition_in_kernel(view: View) -> Condition | None:
     return thread_condition(view) if view.wait.kind in ("stopped", "disk") else None
 
 
-def _left(view: View) -> Condition | None:
-    """Returns the condition of a rank whose script has ended or destroyed its process group, but not its process.
+def _condition_after_script(view: View) -> Condition | None:
+    """Returns the condition of a process whose script ended or destroyed its process group.
 
-    It isn't so if the script ended by the error that reports a peer's death. The beacon's page of a rank that is gone
+    It doesn't count if the error that reports a peer's death ended the script. The beacon's page of a rank that is gone
     was read at its end, and doesn't show where the rank was during the look.
     """
     rank, folder = view.rank, view.folder
@@ -440,42 +433,41 @@ def _handles_an_exception(view: View) -> bool:
     return bool(ident) and any(handler.thread == ident for handler in view.rank.gil.handling)
 
 
-def _own(rank: RankEvidence, inside: ProcessView | None, alignment: Alignment) -> Condition:
+def _own_condition(rank: RankEvidence, inside: ProcessView | None, alignment: Alignment) -> Condition:
     view = inside.main if inside is not None else None
     if inside is None or view is None or not (view.process.states or view.frames):
-        return _only_record(rank, alignment)
+        return _condition_by_record(rank, alignment)
     condition = inside.condition()
     if condition.cause == "missing-from-collective":
-        return _only_record(rank, alignment)
+        return _condition_by_record(rank, alignment)
     computes = condition.cause in ("busy-loop", "data-loading")
     if calls.without_workers(view.frames) and not computes:
         return replace(condition, reason=f"{condition.reason}, in its dataset, called by a DataLoader without workers")
     return condition
 
 
-def _only_record(rank: RankEvidence, alignment: Alignment) -> Condition:
-    """Returns the condition of a rank without a stack, by its Flight Recorder."""
-    record, unended = alignment.records.get(rank.rank), alignment.unended(rank.rank)
+def _condition_by_record(rank: RankEvidence, alignment: Alignment) -> Condition:
+    record, unended = alignment.records.get(rank.rank), alignment.unfinished_block(rank.rank)
     last = unended or (record.entries[-1] if record is not None and record.entries else None)
     site = fr.stack_of(rank, last.frames).user_frame if last is not None else None
     if unended is not None:
-        text = f"has begun a group of operations that it has not ended: {op_name(unended)}{fr.at(site)}"
-        shown = f"its newest entries belong to no launch: {text}"
+        text = f"has begun a group of operations and not ended it: {op_name(unended)}{fr.at(site)}"
+        shown = f"its latest entries were never launched: {text}"
     elif last is not None:
         text = f"made no call after {op_name(last)} #{number_of(last)} of group {last.group!r}{fr.at(site)}"
         shown = f"last recorded call: {described(last)}"
     elif record is not None and record.groups and alignment.has_collectives:
-        text = "did not take part: by its record, no call of it is pending; no stack says where it is"
-        shown = "its record holds no pending call"
+        text = "did not join: its record has no pending call, and there is no stack to show where it is"
+        shown = "its record has no pending call"
     else:
-        text = "did not take part; neither a stack nor a Flight Recorder entry says why"
+        text = "did not join; neither a stack nor a Flight Recorder entry shows why"
         return Condition("missing-from-collective", text, None, rank.pid, doubts=(Doubt.STATE_UNKNOWN,))
     claims = (record_claim(rank.rank, shown),)
     return Condition("missing-from-collective", text, site, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=claims)
 
 
-def _raised_wait(rank: RankEvidence) -> PeerWait | None:
-    """Returns what the rank was waiting in, by the traceback of an error that reports a missing peer."""
+def _wait_in_traceback(rank: RankEvidence) -> PeerWait | None:
+    """Returns what the rank waited in, by the traceback of an error that reports a missing peer."""
     if rank.exception is None or not exits.is_consequence(rank.exception, rank.nccl_log):
         return None
     stack = fr.stack_of(rank, rank.exception.frames)

@@ -42,10 +42,7 @@ def shift_between(
 ) -> CallShift | None:
     """Returns the smallest shift after which the histories agree again.
 
-    Returns None if there is none, or if replacing fewer calls explains the rest as well: then neither is ahead.
-
-    Args:
-        odd: ``history`` is in the minority, so that either direction blames it.
+    Returns None if replacing fewer calls explains the rest as well: then neither is ahead.
     """
     shift = _shift(history, reference, diverged_at, odd=odd)
     level = _replaced(history, reference, diverged_at)
@@ -61,9 +58,8 @@ def shift_between(
 def _shift(history: CallHistory, reference: CallHistory, diverged_at: int, *, odd: bool) -> CallShift | None:
     """Returns the shift after which the histories agree again.
 
-    In a loop, a shift by nearly a whole round in the other direction fits as well. A shift by calls that the other side
-    never makes wins, or else the smaller one. If two calls alternate, both directions shift by one: then the shift that
-    agrees to the end of the shorter history wins.
+    In a loop, a shift by nearly a round in the other direction fits as well. Calls that the other side never makes
+    decide, or else the smaller shift. If two calls alternate, the shift that agrees to the end wins.
     """
     more = _smallest(history, reference, diverged_at)
     fewer = _smallest(reference, history, diverged_at)
@@ -92,14 +88,14 @@ def _is_by_chance(history: CallHistory, reference: CallHistory, diverged_at: int
 
 
 def common_shift(shifts: Sequence[CallShift | None]) -> CallShift | None:
-    """Returns the shift that all ranks of a minority share; None if theirs differ."""
+    """Returns the shift that all ranks of a minority share."""
     oriented = [shift if shift.of_first else shift.inverted for shift in shifts if shift is not None]
     alike = len(oriented) == len(shifts) and len({(shift.extra, shift.calls) for shift in oriented}) == 1
     return min(oriented, key=lambda shift: shift.matched) if alike else None
 
 
 def reordered(history: CallHistory, reference: CallHistory, diverged_at: int) -> bool:
-    """Reports if the next few calls are the same in another order, and the ones after them agree again."""
+    """Reports if the next few calls are the same in another order."""
     for count in range(2, 5):
         calls = [[side.at(diverged_at + number) for number in range(count)] for side in (history, reference)]
         if all(all(side) for side in calls) and sorted(calls[0], key=repr) == sorted(calls[1], key=repr):
@@ -118,10 +114,9 @@ def diverging_frame(stack: Sequence[Frame], other: Identity) -> Frame | None:
 
 
 def _replaced(history: CallHistory, reference: CallHistory, diverged_at: int) -> tuple[int, bool] | None:
-    """Returns how many calls from there on differ under the same numbers, and if both end in the same call.
+    """Returns how many later calls differ under the same numbers, and if both end in the same call.
 
-    Returns None if more differ than agree. If few differ, neither is ahead: one rank made another call there (with a
-    wrong size, or from another line). Identical calls agree under any shift, so this explanation is better.
+    If few differ, neither is ahead: one rank made another call there. Identical calls agree under any shift.
     """
     overlap = history.overlap(diverged_at, reference, diverged_at)
     if overlap <= 0:
@@ -149,11 +144,8 @@ def _is_novel(longer: CallHistory, shorter: CallHistory, diverged_at: int, calls
 
 
 def _matched(ahead: CallHistory, begin: int, behind: CallHistory, at: int) -> int:
-    """Returns how many calls of both histories agree without a break.
-
-    Few that agree before a break are coincidence: 0. Many can end in a break, because the ranks hang there. If both
-    have completed the calls at the break, they don't hang: their programs differ, as in two pipeline stages.
-    """
+    # Few matches are coincidence. Many can end in a break, because the ranks hang there, unless both completed the calls
+    # at the break: then their programs differ, as in two pipeline stages.
     overlap = ahead.overlap(begin, behind, at)
     agree = agreeing_calls(ahead, begin, behind, at)
     if agree < overlap and ahead.is_over(begin + agree) and behind.is_over(at + agree):
@@ -162,7 +154,6 @@ def _matched(ahead: CallHistory, begin: int, behind: CallHistory, at: int) -> in
 
 
 def agreeing_calls(ahead: CallHistory, begin: int, behind: CallHistory, at: int) -> int:
-    """Returns how many calls agree before the first difference."""
     overlap = max(0, ahead.overlap(begin, behind, at))
     differ = map(ne, ahead.column.values_of(begin, overlap), behind.column.values_of(at, overlap))
     return next((number for number, differs in enumerate(differ) if differs), overlap)

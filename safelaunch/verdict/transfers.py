@@ -1,7 +1,7 @@
 """Sends and receives that match, as NCCL records them (``send 0->1``, ``recv 1<-0``, in ranks of the group).
 
-``p2p_seq`` counts a rank's transfers with all peers, so the two sides differ. The n-th send of a pair matches its n-th
-receive. If a ring buffer has wrapped, only pending ones can be counted.
+The n-th send of a pair matches its n-th receive; ``p2p_seq`` counts transfers with all peers. If a ring buffer has
+wrapped, only pending ones can be counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RecordedTransfer:
         types = [set(transfer.entry.input_dtypes) - {""} for transfer in (self, other)]
         return (not sizes_known or self.elements == other.elements) and (not all(types) or types[0] == types[1])
 
-    def says(self) -> str:
+    def words(self) -> str:
         """Describes it: ``sends 4 elements of Float to rank 1``."""
         dtypes = ", ".join(dict.fromkeys(self.entry.input_dtypes))
         many = "elements" if self.elements is None else f"{self.elements} elements"
@@ -57,7 +57,7 @@ _Sides = dict[tuple[int, int], dict[int, RecordedTransfer]]  # (sender, receiver
 
 
 class Transfers:
-    """The sends and receives of all ranks. Each rank is read once, although all its peers need its transfers."""
+    """The sends and receives of all ranks, each read once."""
 
     def __init__(self, alignment: Alignment) -> None:
         self._alignment = alignment
@@ -65,7 +65,7 @@ class Transfers:
         self._sides: dict[tuple[int, str, bool], _Sides] = {}
 
     def of(self, rank: int, group: str) -> list[RecordedTransfer] | None:
-        """Returns the recorded transfers of ``rank`` in ``group``, in order; None if one of them has no peer."""
+        """Returns the recorded transfers in order; None if one of them has no peer."""
         if (rank, group) not in self._read:
             self._read[rank, group] = self._of(rank, group)
         return self._read[rank, group]
@@ -83,10 +83,7 @@ class Transfers:
         return transfers
 
     def pending(self, rank: int, group: str) -> list[tuple[RecordedTransfer, RecordedTransfer | None]] | None:
-        """Returns each transfer that ``rank`` hasn't completed in ``group``, with the peer's matching entry.
-
-        Returns None if the backend records no peers.
-        """
+        """Returns each uncompleted transfer with the peer's matching entry; None if peers aren't recorded."""
         transfers = self.of(rank, group)
         if not transfers:
             return None
@@ -100,7 +97,7 @@ class Transfers:
         return unfinished
 
     def peers_missing(self, rank: int, group: str) -> frozenset[int] | None:
-        """Returns the ranks that ``rank`` waits for in ``group``'s transfers; None if that isn't known."""
+        """Returns the ranks that ``rank`` waits for in ``group``'s transfers."""
         waiting = self.pending(rank, group)
         return None if waiting is None else frozenset(transfer.peer for transfer, met in waiting if met is None)
 
@@ -112,7 +109,6 @@ class Transfers:
         return None
 
     def _opposite(self, transfer: RecordedTransfer, whole: bool) -> dict[int, RecordedTransfer]:
-        """Returns the peer's transfers between these two ranks in this direction, by their place."""
         key = (transfer.peer, transfer.entry.group, whole)
         if key not in self._sides:
             peer_transfers = self.of(transfer.peer, transfer.entry.group) or []
@@ -127,8 +123,7 @@ class Transfers:
 def _places(side: Iterable[RecordedTransfer], whole: bool) -> dict[int, int]:
     """Numbers transfers, by identity, among those between the same two ranks in the same direction.
 
-    Args:
-        whole: count all. Otherwise only those not completed, as completed ones might have left either ring.
+    Unless ``whole``, completed ones don't count, as they might have left either ring.
     """
     counts: Counter[tuple[int, int]] = Counter()
     places = {}

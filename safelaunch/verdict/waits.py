@@ -1,9 +1,8 @@
 """Graph of the ranks' waits. Its nodes are classes of ranks, single ranks, and processes.
 
-All ranks that wait in one operation with the same number wait for the same peers, so they are one node; a job of
-thousands of ranks has a handful of these. A rank outside such operations is its own node. It can wait for a file lock,
-for the other end of a connection, or poll for something that a rank kept from that line should do. A child process is a
-node if it has locked that file or has that other end.
+All ranks that wait in one operation with the same number are one node, so a job of thousands of ranks has a handful.
+Other ranks can wait for a file lock or the other end of a connection, which a child process might hold, or poll for
+something that another rank should do.
 """
 
 from __future__ import annotations
@@ -51,11 +50,9 @@ class Waiters:
 
 @dataclass(frozen=True)
 class Waits:
-    """Waits of the job's ranks, and the graph over them."""
-
     nodes: Mapping[int, WaitKey]  # class of each rank that waits for peers
     classes: Mapping[WaitKey, Waiters]
-    held_by: Mapping[int, AwaitedHolder]  # what other ranks wait for
+    holders: Mapping[int, AwaitedHolder]  # what other ranks wait for
 
     @cached_property
     def graph(self) -> Graph:
@@ -67,43 +64,41 @@ class Waits:
             # In rank order, so that the same evidence has exactly the same verdict.
             awaited_nodes = dict.fromkeys(nodes.get(b, b) for b in sorted(waiters.blockers) if nodes.get(b) != key)
             yield Edge(key, tuple(awaited_nodes), "call")
-        for rank, holder in self.held_by.items():
+        for rank, holder in self.holders.items():
             yield Edge(rank, (self.node_of(holder),), holder.kind)
 
     def node_of(self, holder: AwaitedHolder) -> Node:
         return self.nodes.get(holder.rank, holder.rank) if holder.child is None else (holder.rank, holder.child)
 
     @cached_property
-    def blocking(self) -> frozenset[int]:
-        """The ranks that other ranks wait for."""
+    def blockers(self) -> frozenset[int]:
         return frozenset().union(*(waiters.blockers for waiters in self.classes.values()))
 
     @cached_property
-    def circle(self) -> tuple[Waiters, ...]:
-        """The largest set of classes that wait only for each other; empty if all waits end at a rank."""
-        circles = [self._classes(sink) for sink in self.graph.sinks]
-        return max(circles, key=lambda circle: sum(len(waiters.ranks) for waiters in circle), default=())
+    def cycle(self) -> tuple[Waiters, ...]:
+        """The largest set of classes that wait only for each other."""
+        cycles = [self._cycle_classes(sink) for sink in self.graph.sinks]
+        return max(cycles, key=lambda cycle: sum(len(waiters.ranks) for waiters in cycle), default=())
 
-    def _classes(self, sink: tuple[Node, ...]) -> tuple[Waiters, ...]:
+    def _cycle_classes(self, sink: tuple[Node, ...]) -> tuple[Waiters, ...]:
         classes = tuple(self.classes[node] for node in sink if isinstance(node, tuple) and node in self.classes)
         return classes if len(classes) == len(sink) and any(waiters.blockers for waiters in classes) else ()
 
     @cached_property
-    def groups_of_circle(self) -> frozenset[str]:
-        return frozenset(group for waiters in self.circle if (group := waiters.wait.group) is not None)
+    def groups_of_cycle(self) -> frozenset[str]:
+        return frozenset(group for waiters in self.cycle if (group := waiters.wait.group) is not None)
 
     @cached_property
-    def transfers_of_circle(self) -> tuple[Waiters, ...]:
-        """The sends and receives of the cycle."""
-        return tuple(waiters for waiters in self.circle if waiters.wait.kind == "p2p")
+    def transfers_of_cycle(self) -> tuple[Waiters, ...]:
+        return tuple(waiters for waiters in self.cycle if waiters.wait.kind == "p2p")
 
     @property
-    def in_circle(self) -> list[int]:
-        return ranks_in(self.circle)
+    def ranks_in_cycle(self) -> list[int]:
+        return ranks_in(self.cycle)
 
 
 class Case(CaseFacts):
-    """The input of the rules: the ranks, and the graph of their waits, which is built on first use."""
+    """The input of the rules."""
 
     @cached_property
     def waits(self) -> Waits:
@@ -122,11 +117,7 @@ def _class_of(facts: CaseFacts, ranks: tuple[int, ...]) -> Waiters:
 
 
 def _holders(facts: CaseFacts) -> Iterator[tuple[int, AwaitedHolder]]:
-    """Yields what ranks wait for outside calls.
-
-    For file locks and connections the kernel names the process; for polling ranks, the source shows a rank that is kept
-    from the line.
-    """
+    """Yields what ranks wait for outside calls, by the kernel or the source."""
     places: dict[fr.Spot, set[int]] = {}
     for rank, rank_facts in facts.ranks.items():
         if rank_facts.condition is not None and rank_facts.condition.frame is not None:
@@ -141,13 +132,13 @@ def _holders(facts: CaseFacts) -> Iterator[tuple[int, AwaitedHolder]]:
         if pid is not None and owner != rank:
             yield rank, _holder(facts, owner, pid, "file" if own.locked_by == pid else "message")
         elif own.process == "main":
-            holder = _sets(facts, rank, own) or _kept_from(facts, rank, own)
-            holder = holder or _answers(facts, rank) or _not_there(facts, own, places)
+            holder = _setting_rank(facts, rank, own) or _excluded_rank(facts, rank, own)
+            holder = holder or _answering_rank(facts, rank) or _missing_rank(facts, own, places)
             yield from [(rank, holder)] if holder is not None else []
 
 
-def _kept_from(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder | None:
-    """Returns the one rank that a condition on the rank keeps from the line of a polling rank; None for several."""
+def _excluded_rank(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder | None:
+    """Returns the only rank that a condition keeps from the line of a polling rank."""
     if not _polls(own):
         return None
     for guard in guards_of(user_stack_of(facts.ranks[rank].evidence), facts.read_source):
@@ -155,7 +146,7 @@ def _kept_from(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder | N
         kept = [other for other, comes in admitted.items() if comes is False]
         if admitted[rank] is True and len(kept) == 1 and kept[0] in facts.ranks:
             other = kept[0]
-            return _the_rank(facts, other, "poll", f"`{guard.words}` keeps rank {other} from there")
+            return _rank_holder(facts, other, "poll", f"`{guard.words}` keeps rank {other} from that line")
     return None
 
 
@@ -163,10 +154,10 @@ def _polls(own: Condition) -> bool:
     return own.poll is not None and own.poll.of in ("file", "key", "")
 
 
-def _not_there(facts: CaseFacts, own: Condition, places: Mapping[fr.Spot, Set[int]]) -> AwaitedHolder | None:
-    """Returns the one rank that doesn't wait for the store key or poll, while all others do so at one line.
+def _missing_rank(facts: CaseFacts, own: Condition, places: Mapping[fr.Spot, Set[int]]) -> AwaitedHolder | None:
+    """Returns the only rank that doesn't wait or poll at this line.
 
-    If that rank waits for its peers, it has passed that line or never reaches it.
+    If it waits for its peers, it has passed that line or never reaches it.
     """
     if own.frame is None or not (own.key is not None or _polls(own)):
         return None
@@ -176,11 +167,11 @@ def _not_there(facts: CaseFacts, own: Condition, places: Mapping[fr.Spot, Set[in
     (other,) = facts.world - ranks_at_line
     if other not in facts.waiting:
         return None
-    return _the_rank(facts, other, "poll", f"rank {other} alone does not wait there")
+    return _rank_holder(facts, other, "poll", f"only rank {other} does not wait there")
 
 
-def _answers(facts: CaseFacts, rank: int) -> AwaitedHolder | None:
-    """Returns the one other rank that is in the remote call; None for several."""
+def _answering_rank(facts: CaseFacts, rank: int) -> AwaitedHolder | None:
+    """Returns the only other rank in the remote call."""
     view = view_of(facts.ranks[rank].evidence)
     if view is None or not calls.RPC.on(view.stack.called):
         return None
@@ -188,27 +179,27 @@ def _answers(facts: CaseFacts, rank: int) -> AwaitedHolder | None:
     at_work = [r for r, v in views.items() if v is not None and any(calls.ANSWERS_RPC.on(t.frames) for t in v.beside())]
     if len(at_work) != 1:
         return None
-    return _the_rank(facts, at_work[0], "message")
+    return _rank_holder(facts, at_work[0], "message")
 
 
-def _sets(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder | None:
-    """Returns the one other rank that reaches the line that sets the store key or creates the file."""
+def _setting_rank(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder | None:
+    """Returns the only other rank that reaches the line that sets the key or creates the file."""
     lines = own.key.set_at if own.key is not None else own.poll.made_at if own.poll is not None else ()
     for line in lines:
         guards = guards_of((line,), facts.read_source)
-        kept = {other for other in facts.world if any(_is_kept(facts, other, guard) for guard in guards)}
+        kept = {other for other in facts.world if any(_is_excluded(facts, other, guard) for guard in guards)}
         may = facts.world - kept
         if len(may) == 1 and rank in kept and (other := next(iter(may))) in facts.ranks:
             behind = [f"`{step.words}`" for step in way_to(line, facts.read_source) if not step.loop]
             does = f"sets it, at {fr.place(line)}"
             if own.key is None:
-                does = f"comes to {fr.place(line)}, which names that file"
-            words = f"rank {other} alone {does}, behind {' and '.join(behind)}"
-            return _the_rank(facts, other, "key" if own.key is not None else "poll", words, line)
+                does = f"reaches {fr.place(line)}, which names that file"
+            words = f"only rank {other} {does}, under {' and '.join(behind)}"
+            return _rank_holder(facts, other, "key" if own.key is not None else "poll", words, line)
     return None
 
 
-def _is_kept(facts: CaseFacts, rank: int, guard: Guard) -> bool:
+def _is_excluded(facts: CaseFacts, rank: int, guard: Guard) -> bool:
     """Reports if the condition excludes the rank, by its number or because it is where excluded ranks go."""
     if guard.admits(whereabouts(facts, rank)) is False:
         return True
@@ -219,7 +210,9 @@ def _is_kept(facts: CaseFacts, rank: int, guard: Guard) -> bool:
     )
 
 
-def _the_rank(facts: CaseFacts, rank: int, kind: NodeKind, words: str = "", site: Frame | None = None) -> AwaitedHolder:
+def _rank_holder(
+    facts: CaseFacts, rank: int, kind: NodeKind, words: str = "", site: Frame | None = None
+) -> AwaitedHolder:
     return AwaitedHolder(rank, facts.ranks[rank].condition, kind, words, site)
 
 
@@ -227,9 +220,9 @@ def _holder(facts: CaseFacts, rank: int, pid: int, kind: NodeKind) -> AwaitedHol
     owner = facts.ranks[rank]
     child = next((view for view in child_views(owner.evidence) if view.process.pid == pid), None)
     if child is None or (owner.condition is not None and owner.condition.pid == pid):
-        return _the_rank(facts, rank, kind)
+        return _rank_holder(facts, rank, kind)
     if child.awaited.processes == "message" or child.user_frame is None:  # it waits for its rank
-        return _the_rank(facts, rank, kind)
+        return _rank_holder(facts, rank, kind)
     condition = replace(ProcessView(child).condition(), process=f"{child.process.role} (pid {pid})")
     return AwaitedHolder(rank, condition, kind, child=pid)
 
@@ -243,7 +236,7 @@ def _key(rank: int, wait: PeerWait) -> WaitKey:
 def _blockers(facts: CaseFacts, wait: PeerWait, ranks: tuple[int, ...]) -> frozenset[int]:
     inside = frozenset(ranks)
     if wait.kind == "init":
-        return frozenset(r for r in facts.world - inside if not facts.alignment.joined(r))
+        return frozenset(r for r in facts.world - inside if not facts.alignment.has_joined(r))
     if wait.kind == "p2p":
         named = facts.transfers.peers_missing(ranks[0], wait.group) if wait.group is not None else None
         if named is None and wait.peer is not None and wait.peer in facts.world:
@@ -258,8 +251,7 @@ def _blockers(facts: CaseFacts, wait: PeerWait, ranks: tuple[int, ...]) -> froze
 def _has_entered(facts: CaseFacts, rank: int, wait: PeerWait, group: str, seq: int) -> bool:
     """Reports if ``rank`` has entered the same collective, and its device has begun it.
 
-    Something else recorded under the number doesn't count. A rank without a record counts if its stack waits in the
-    same function.
+    A rank without a record counts if its stack waits in the same function.
     """
     if rank not in facts.alignment.records:
         return _same_call(facts, rank, wait)

@@ -102,7 +102,7 @@ def test_a_join_with_the_lock_held_that_the_thread_needs() -> None:
 def test_a_lock_that_the_thread_has_taken_itself() -> None:
     verdict = locked(at(30, "Other.swap"), threads=[])
     assert place_of(verdict) == ("lock-deadlock", 30)
-    assert "which it has taken itself at train.py:29" in verdict.summary
+    assert "which it already took at train.py:29" in verdict.summary
     assert verdict.suggestions[0].startswith("Release the lock before taking it again, or make it an `RLock`")
 
 

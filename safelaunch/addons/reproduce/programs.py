@@ -221,7 +221,7 @@ class _EntryReader:
         if one.wait is not None:
             return self._waiting(one, made)
         end = _end_of(one)
-        alone = not made and not self._facts.alignment.joined(one.rank)
+        alone = not made and not self._facts.alignment.has_joined(one.rank)
         return RankProgram(_left(made), end, before=end.kind == "stands" and alone and self._some_in_init)
 
     def _waiting(self, one: RankFacts, made: Sequence[_CallEntries]) -> RankProgram:
