@@ -10,9 +10,10 @@ from shutil import which
 from safelaunch.cli import COMMANDS
 from safelaunch.job import mistakes, torchrun
 from safelaunch.job.argv import CommandLine, options_given, restarts, split
+from safelaunch.job.dry_run import describe
 from safelaunch.job.mistakes import is_given, nodes_never_meet
 from safelaunch.job.paths import run_root, working_directory
-from safelaunch.job.plan import Plan, Surroundings, build, describe
+from safelaunch.job.plan import Plan, Surroundings, build
 from safelaunch.job.torchrun import TorchInstallation
 from safelaunch.leases import resources
 from safelaunch.leases.resources import JobResources

@@ -1,8 +1,8 @@
-"""A control group for the job (cgroup v2), if we may create one: then the kernel knows which processes are the job's.
+"""A control group for the job (cgroup v2), if one can be created: then the kernel knows which processes are the job's.
 
 No process leaves the group by forking, by a new session, by a new environment or by losing its parents, and
-``cgroup.kill`` (Linux 5.14) kills all of them at once. Root, systemd user sessions and containers that delegate their
-groups may create one. Elsewhere jobs run without.
+``cgroup.kill`` (Linux 5.14) kills all of them at once. Root, systemd user sessions and containers with delegated groups
+can create one. Elsewhere jobs run without.
 
 The group must change nothing for the job. It has no controllers, so it neither limits nor shares anything. It is
 created only if our own group sets no limit, because programs that size themselves look for a limit in their group.
@@ -20,18 +20,18 @@ from safelaunch.system.files import text_of
 
 LIMITS = ("memory.max", "memory.high", "cpu.max", "pids.max", "cpuset.cpus")
 PREFIX = "safelaunch-"
-OLD_S = 60.0  # younger groups may wait for their job
+OLD_S = 60.0  # younger groups might still wait for their job
 LEAVES_S = 0.2  # for processes that have just ended to leave the group
 
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """The control group in directory ``path``. Failures are silent: safelaunch also finds the processes otherwise."""
+    """The control group in directory ``path``. Failures are silent: safelaunch has other ways to find the processes."""
 
     path: Path
 
     def add(self, pid: int) -> bool:
-        """Moves a process into it; what the process starts afterwards is in it too. Takes up to 20 ms."""
+        """Moves a process into it, and so everything it starts afterwards. Takes up to 20 ms."""
         return _write(self.path / "cgroup.procs", str(pid))
 
     def leave(self) -> bool:
@@ -39,7 +39,7 @@ class ControlGroup:
         return _write(self.path.parent / "cgroup.procs", "0")
 
     def members(self) -> list[int]:
-        """The pids in it and in the groups that the job created below it."""
+        """Returns the pids in it and in the groups that the job created below it."""
         lists = [text_of(directory / "cgroup.procs") for directory in self._directories()]
         return [int(pid) for text in lists for pid in text.split() if pid != "0"]
 
@@ -48,7 +48,7 @@ class ControlGroup:
         _write(self.path / "cgroup.kill", "1")
 
     def dissolve(self) -> None:
-        """Removes it; processes that the job left running move to the group that the job was started in."""
+        """Removes it; processes that the job left running move to the group in which the job was started."""
         deadline = time.monotonic() + LEAVES_S
         while True:
             for pid in self.members():
@@ -60,17 +60,16 @@ class ControlGroup:
             time.sleep(0.005)
 
     def _directories(self) -> list[Path]:
-        """Its own directory, then those below it."""
         return [Path(directory) for directory, _, _ in os.walk(self.path)]
 
 
 def kill_of(group: ControlGroup | None) -> Callable[[], object]:
-    """What kills all of the group at once; nothing without one."""
+    """Returns a function that kills all of the group at once, or does nothing without a group."""
     return group.kill if group is not None else lambda: None
 
 
 def create(name: str) -> ControlGroup | None:
-    """Creates a group below our own for the run ``name``; None if that is impossible or would change something."""
+    """Creates a group below our own for the run ``name``; None if that is impossible or would change anything."""
     own = _own()
     if own is None or any(_limits(text_of(own / limit)) for limit in LIMITS):
         return None
@@ -86,7 +85,7 @@ def create(name: str) -> ControlGroup | None:
 
 
 def sweep() -> None:
-    """Removes empty groups below our own, whose jobs and guardians were killed. Groups of live jobs are not empty."""
+    """Removes empty groups below our own, whose jobs and guardians were killed. Groups of live jobs aren't empty."""
     own = _own()
     for group in own.glob(f"{PREFIX}*") if own is not None else ():
         try:
@@ -97,15 +96,15 @@ def sweep() -> None:
 
 
 def _own() -> Path | None:
-    """The directory of our group if we may write it, else None."""
-    found = locate(text_of("/proc/self/cgroup"), text_of("/proc/self/mountinfo"))
-    return found if found is not None and os.access(found, os.W_OK) else None
+    """Returns the directory of our group if it is writable, else None."""
+    path = locate(text_of("/proc/self/cgroup"), text_of("/proc/self/mountinfo"))
+    return path if path is not None and os.access(path, os.W_OK) else None
 
 
 def locate(membership: str, mounts: str) -> Path | None:
-    """Our group in the unified hierarchy; None if that is not mounted, or its mount does not include our group.
+    """Returns our group's directory in the unified hierarchy; None if that isn't mounted, or without our group.
 
-    ``membership`` and ``mounts``: the contents of ``/proc/self/cgroup`` and ``/proc/self/mountinfo``.
+    ``membership`` and ``mounts`` are the contents of ``/proc/self/cgroup`` and ``/proc/self/mountinfo``.
     """
     path = next((line[3:] for line in membership.splitlines() if line.startswith("0::")), None)
     if path is None:
@@ -141,4 +140,4 @@ def _remove(directory: Path) -> None:
     try:
         directory.rmdir()
     except OSError:
-        return  # it still has members or groups of others: retry, or leave it
+        return  # it still has members, or groups of others: retry, or leave it

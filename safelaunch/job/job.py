@@ -1,4 +1,4 @@
-"""A started job: its processes, the signals that it is sent, its end; and safelaunch's own exit codes."""
+"""A started job: its processes, the signals it receives, its end; and safelaunch's own exit codes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ EXIT_HUNG = 124
 EXIT_GAVE_UP = 125
 GRACE_S = 5.0
 RANK_GRACE_S = 1.0
-NOW_GRACE_S = 2.0  # for a job that a second Ctrl-C ends
-TWICE_S = 0.3  # two SIGINTs closer than this are one: `timeout` sends it to the process and to its group
-HOLD_S = 2.0  # what the evidence of a frozen job may cost whoever presses Ctrl-C
+NOW_GRACE_S = 2.0  # for a job ended by a second Ctrl-C
+TWICE_S = 0.3  # two SIGINTs within this time are one: `timeout` sends it to the process and to its group
+HOLD_S = 2.0  # maximum delay of a Ctrl-C while evidence of a frozen job is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Job:
 
 
 class JobProcesses:
-    """The job's processes below this supervisor; ``agent`` is the first of them."""
+    """The job's processes below this supervisor; ``agent`` is the first one."""
 
     def __init__(self, agent: ProcessId, guardian: Guardian | None) -> None:
         self.agent = agent
@@ -43,13 +43,13 @@ class JobProcesses:
         self._orphans: set[ProcessId] = set()
 
     def ended(self) -> int | None:
-        """The wait status of the agent once it has ended, else None. Also replaces a dead guardian."""
+        """Returns the agent's wait status once it has ended, else None. Also replaces a dead guardian."""
         return process.reap(self.agent.pid) if self._guardian is None else self._guardian.ended()
 
     def look_for_orphans(self) -> None:
         """Adopts the job's orphans after the death of its first guardian, and reports them to the next.
 
-        While that guardian lives, it adopts them, and there is nothing to look for.
+        A living first guardian adopts them itself.
         """
         if self._guardian is None or self._guardian.adopts_orphans:
             return
@@ -59,7 +59,7 @@ class JobProcesses:
                 self._guardian.adopt(orphan)
 
     def adopt_helper(self, pid: int) -> None:
-        """Reports one of our own helper programs: the guardian ends it too if we are killed."""
+        """Reports one of our own helper programs, which the guardian ends if we are killed."""
         helper = process.identify(pid)
         if helper is not None and self._guardian is not None:
             self._guardian.adopt(helper)
@@ -71,20 +71,20 @@ class JobProcesses:
         return [self._guardian.pid] if self._guardian is not None and self._guardian.pid else []
 
     def all(self) -> tuple[ProcessId, ...]:
-        """All processes of the job: those below the guardian, and those we adopted after a guardian's death."""
+        """Returns all processes of the job: those below the guardian, and those adopted after a guardian's death."""
         return process.descendants([os.getpid(), *self._guardians()], exclude=self._not_the_jobs())
 
     def end_all(self, grace_s: float = GRACE_S) -> tuple[ProcessId, ...]:
-        """SIGTERM, grace, SIGKILL; returns the processes that could not be killed. Takes seconds."""
+        """SIGTERM, grace, SIGKILL; returns the processes that can't be killed. Takes seconds."""
         group = self._guardian.group if self._guardian is not None else None
         return process.end_all(self.agent, self.all, grace_s=grace_s, kill=kill_of(group))
 
     def ranks(self) -> tuple[ProcessId, ...]:
-        """The processes below the agent."""
+        """Returns the processes below the agent."""
         return process.descendants([self.agent.pid])
 
     def end_ranks(self) -> tuple[ProcessId, ...]:
-        """Ends the processes below the agent, but none that it starts afterwards: it restarts the ranks."""
+        """Ends the processes below the agent, but not those it starts afterwards when it restarts the ranks."""
         ranks = self.ranks()
         for rank in ranks:
             rank.send(signal.SIGTERM)
@@ -96,7 +96,7 @@ class JobProcesses:
         return tuple(rank for rank in ranks if rank.is_alive())
 
 
-# These ask the job to end; USR1 and USR2 do not.
+# These ask the job to end; USR1 and USR2 don't.
 STOPPING = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -104,12 +104,15 @@ WAKES = frozenset(int(number) for number in (*FORWARDED, signal.SIGCHLD, signal.
 
 
 class Forwarder:
-    """Waits for a signal or a child's end, whichever comes first, and forwards each signal to the job once.
+    """Waits for a signal or a child's end, and forwards each signal to the job once.
 
-    ``stops``: how often the job was asked to stop. ``hold``: asked at the first SIGINT, whether the evidence is to be
-    taken first; then the signal goes out with ``release``, after ``HOLD_S``, or when the next one comes. ``on_quit``:
-    what Ctrl-\\ does instead of ending the job. ``pid`` None: nothing is forwarded, because the job's first process
-    gets its own signals.
+    ``stops`` counts the requests to stop the job.
+
+    Args:
+        pid: The job's first process; None if it receives signals itself, so that nothing is forwarded.
+        hold: Called at the first SIGINT; returns True if evidence is to be taken first. Then the signal is sent by
+            ``release``, after ``HOLD_S``, or when the next one arrives.
+        on_quit: Called for Ctrl-\\ instead of ending the job.
     """
 
     def __init__(
@@ -120,7 +123,7 @@ class Forwarder:
         self._on_quit = on_quit
         self._held: tuple[int, bool] | None = None
         self._held_until_s = 0.0
-        self._interrupted_s = 0.0  # by the first SIGINT
+        self._interrupted_s = 0.0  # time of the first SIGINT
         self.stops = 0
         self.insists = False  # Ctrl-C was pressed twice
 
@@ -129,7 +132,7 @@ class Forwarder:
         return self.stops > 0
 
     def note_stop(self) -> None:
-        """The job was asked to stop by other means than a signal to us."""
+        """Notes that the job was asked to stop by other means than a signal to us."""
         self.stops = max(self.stops, 1)
 
     @property
@@ -139,7 +142,7 @@ class Forwarder:
     def wait(self, timeout_s: float) -> None:
         """Returns after ``timeout_s`` seconds, a child's end, or a forwarded signal."""
         # Not sigtimedwait: if it times out and is interrupted as well (Ctrl-Z, then fg), CPython 3.11 returns an
-        # uninitialised siginfo, and the job would get a signal that nobody sent.
+        # uninitialised siginfo, and the job would get a signal that no process sent.
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
         info = signal.sigwaitinfo(WAKES)
         if info.si_signo in FORWARDED:
@@ -148,7 +151,7 @@ class Forwarder:
             self.release()
 
     def take(self, signum: int, *, by_terminal: bool) -> None:
-        """Does what a signal asks for; ``by_terminal``: somebody has pressed a key."""
+        """Handles a signal; ``by_terminal`` if it comes from a key."""
         if signum == signal.SIGQUIT and by_terminal and self._on_quit is not None and not self.stops:
             self._on_quit()
             return
@@ -171,7 +174,7 @@ class Forwarder:
             self._interrupted_s = self._interrupted_s if self._interrupted_s > 0 else now
 
     def release(self) -> None:
-        """Forwards the signal that was held back, if one was."""
+        """Forwards the held signal, if any."""
         if self._held is not None:
             held, self._held = self._held, None
             self._send(*held)

@@ -1,7 +1,7 @@
 """Starts, signals and reaps the job's processes.
 
-Pid *and* start time identify a process. safelaunch never signals a process by name, by environment, or by a pid that
-may have a new owner.
+A process is identified by pid *and* start time. safelaunch never signals a process by name, by environment, or by a pid
+that might have a new owner.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from safelaunch.system import procstat
 
-# Forwarded to torchrun as they arrive. SIGTSTP is not: Ctrl-Z stops safelaunch, as it would stop torchrun.
+# Forwarded to torchrun as they arrive. SIGTSTP isn't: Ctrl-Z stops safelaunch, as it would stop torchrun.
 FORWARDED = (
     signal.SIGINT,
     signal.SIGQUIT,
@@ -28,12 +28,12 @@ SI_KERNEL = 0x80  # siginfo.si_code of a signal that the terminal sent, <signal.
 PR_SET_CHILD_SUBREAPER = 36
 ASK_EVERY_S = 0.05
 KILL_EVERY_S = 0.01
-WHOLE = 2048  # bytes of /proc that one read returns whole
+WHOLE = 2048  # bytes of a /proc file that one read certainly returns
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process that cannot be mistaken for a later one with the same pid."""
+    """A process that can't be mistaken for a later one with the same pid."""
 
     pid: int
     start_ticks: int
@@ -43,16 +43,16 @@ class ProcessId:
         return f"{self.pid} {self.start_ticks}"
 
     def is_alive(self) -> bool:
-        """Whether it is still running; a zombie is not."""
-        found = procstat.read(self.pid)
-        return found is not None and found.start_ticks == self.start_ticks and found.state not in "ZX"
+        """True if it is still running; a zombie isn't."""
+        stat = procstat.read(self.pid)
+        return stat is not None and stat.start_ticks == self.start_ticks and stat.state not in "ZX"
 
     def is_stopped(self) -> bool:
-        found = procstat.read(self.pid)
-        return found is not None and found.start_ticks == self.start_ticks and found.state in "Tt"
+        stat = procstat.read(self.pid)
+        return stat is not None and stat.start_ticks == self.start_ticks and stat.state in "Tt"
 
     def send(self, signum: int) -> bool:
-        """Sends a signal if the pid still belongs to this process. Returns whether it did."""
+        """Sends a signal if the pid still belongs to this process. Returns True if it was sent."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -82,46 +82,46 @@ class ProcessId:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The identity of a process, or None if it is gone. A zombie still has one."""
-    found = procstat.read(pid)
-    return ProcessId(pid, found.start_ticks) if found else None
+    """Returns the identity of a process, or None if it is gone. A zombie still has one."""
+    stat = procstat.read(pid)
+    return ProcessId(pid, stat.start_ticks) if stat else None
 
 
 ProcessTable = Mapping[int, tuple[int, int]]
 
 
 def process_table() -> ProcessTable:
-    """All current processes: pid → (ppid, start_ticks). One scan serves the trees of all ranks."""
+    """Returns all current processes: pid → (ppid, start_ticks). One scan serves the trees of all ranks."""
     pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
-    return {pid: (found.ppid, found.start_ticks) for pid in pids if (found := procstat.read(pid)) is not None}
+    return {pid: (stat.ppid, stat.start_ticks) for pid in pids if (stat := procstat.read(pid)) is not None}
 
 
 def descendants(
     roots: Iterable[int], *, exclude: Iterable[int] = (), table: ProcessTable | None = None
 ) -> tuple[ProcessId, ...]:
-    """Every process below ``roots`` (without them), parents before children.
+    """Returns every process below ``roots``, parents before children.
 
-    ``exclude``: pids to leave out, with everything below them. ``table``: of an earlier scan; else there is one now.
+    ``exclude`` omits pids and everything below them. Without a ``table`` from an earlier scan, scans now.
     """
     children: dict[int, list[ProcessId]] = {}
     for pid, (parent, start_ticks) in (process_table() if table is None else table).items():
         children.setdefault(parent, []).append(ProcessId(pid, start_ticks))
-    left_out = set(exclude)
-    found_below: list[ProcessId] = []
+    excluded = set(exclude)
+    below: list[ProcessId] = []
     queue = list(roots)
     while queue:
         for child in children.pop(queue.pop(0), ()):
-            if child.pid not in left_out:
-                found_below.append(child)
+            if child.pid not in excluded:
+                below.append(child)
                 queue.append(child.pid)
-    return tuple(found_below)
+    return tuple(below)
 
 
 def block_signals() -> frozenset[signal.Signals]:
-    """Blocks the signals that the supervisor waits for; returns the previous mask, which the job must start with.
+    """Blocks the signals that the supervisor waits for; returns the previous mask, with which the job must start.
 
-    Call it in the main thread before any other thread exists: threads inherit the mask. SIGHUP stays ignored under
-    ``nohup``, and the job does not hear of it; torchrun would handle it and end the job.
+    Call it in the main thread before any other thread exists, because threads inherit the mask. Under ``nohup``, SIGHUP
+    stays ignored and isn't forwarded: torchrun would handle it and end the job.
     """
     kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD, signal.SIGALRM} - kept)
@@ -131,9 +131,9 @@ def block_signals() -> frozenset[signal.Signals]:
 def start(
     argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int], tell: Callable[[ProcessId], None] | None = None
 ) -> int:
-    """Starts the job's first process in a new session, with our stdin, stdout and stderr; returns its pid.
+    """Starts the job's first process in a new session, with this process's standard streams; returns its pid.
 
-    ``tell``: see ``fork``. Raises OSError if it can't be started.
+    ``tell`` as for ``fork``. Raises OSError if it can't be started.
     """
     return fork(lambda: become_job(argv, env, mask), tell).pid
 
@@ -141,8 +141,8 @@ def start(
 def become_job(argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int]) -> NoReturn:
     """Makes a forked child the job's first process; resets SIGPIPE and SIGXFSZ, which Python ignores.
 
-    And SIGINT, unless it is ignored: Python's handler would only note one that comes right before the exec, which
-    forgets the note, and the job would go on.
+    It also resets SIGINT, unless ignored: Python's handler only notes a SIGINT just before the exec, which discards the
+    note, so that the job would continue.
     """
     os.setsid()
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -150,7 +150,7 @@ def become_job(argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int])
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if "SAFELAUNCH_RUN_DIR" in env:  # its beacon needs it to know the agent
+    if "SAFELAUNCH_RUN_DIR" in env:  # the beacon must recognise the agent
         env = {**env, "SAFELAUNCH_AGENT_PID": str(os.getpid())}
     os.execve(argv[0], list(argv), env)
 
@@ -158,9 +158,9 @@ def become_job(argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int])
 def fork(become: Callable[[], NoReturn], tell: Callable[[ProcessId], None] | None = None) -> ProcessId:
     """Forks a child that will ``become`` another program (``exec``), and returns once it has.
 
-    ``tell`` gets the process before that. The child waits for it, and exits if we are killed first or ``tell`` raises.
-    So no process ever runs that nobody knows. Raises whatever ``tell`` raises, and OSError if the exec fails. Call it
-    while this process has one thread.
+    ``tell`` gets the process before that. The child waits for it, and exits if this process is killed first or ``tell``
+    raises, so every running process is recorded. Raises whatever ``tell`` raises, and OSError if the exec fails. Call
+    it while this process has one thread.
     """
     may_go, go = os.pipe()
     problem, report = os.pipe()
@@ -190,7 +190,7 @@ def fork(become: Callable[[], NoReturn], tell: Callable[[ProcessId], None] | Non
 
 
 def _become(become: Callable[[], NoReturn], may_go: int, report: int) -> NoReturn:
-    """Runs ``become`` in the forked child. If that fails, ``report`` gets the error number."""
+    """Runs ``become`` in the forked child. If that fails, writes the error number to ``report``."""
     try:
         if os.read(may_go, 1):
             become()
@@ -201,9 +201,9 @@ def _become(become: Callable[[], NoReturn], may_go: int, report: int) -> NoRetur
 
 
 def adopted(keep: Iterable[int]) -> tuple[ProcessId, ...]:
-    """The job's orphans: our children that are neither in ``keep`` nor in our session. Reaps those that have ended.
+    """Returns the job's orphans: our children neither in ``keep`` nor in our session. Reaps those that have ended.
 
-    Processes that we start ourselves (py-spy, copies) share our session; torchrun and all below it do not.
+    Processes that we start (py-spy, copies) share our session; torchrun and everything below it don't.
     """
     kept = set(keep)
     foreign = [pid for pid in _children_in_session(ours=False) if pid not in kept]
@@ -212,43 +212,43 @@ def adopted(keep: Iterable[int]) -> tuple[ProcessId, ...]:
 
 
 def helpers() -> list[int]:
-    """Our children in our own session, such as the copier of a bundle. The job's processes are in other sessions."""
+    """Returns our children in our own session, such as a bundle's copier. The job's processes have other sessions."""
     return _children_in_session(ours=True)
 
 
 def _children_in_session(*, ours: bool) -> list[int]:
     session = os.getsid(0)
-    found = []
+    members = []
     for pid in children():
         try:
             if (os.getsid(pid) == session) == ours:
-                found.append(pid)
+                members.append(pid)
         except ProcessLookupError:
             continue
-    return found
+    return members
 
 
 def children() -> list[int]:
-    """Our own children, from the kernel's list per thread (CONFIG_PROC_CHILDREN), else from all of /proc."""
-    found: list[int] = []
+    """Returns our own children, from the kernel's list per thread (CONFIG_PROC_CHILDREN), else from all of /proc."""
+    pids: list[int] = []
     try:
         for thread in os.scandir("/proc/self/task"):
             with open(f"{thread.path}/children") as file:
-                found += [int(word) for word in file.read().split()]
+                pids += [int(word) for word in file.read().split()]
     except OSError:
         return [process.pid for process in descendants([os.getpid()])]
-    return found
+    return pids
 
 
 class Children:
-    """The children of this process, which has one thread, asked for often: one system call while they stay the same."""
+    """The children of this single-threaded process, polled cheaply: one system call while they don't change."""
 
     def __init__(self) -> None:
         self._list = -1
-        self._known = b""
+        self._last = b""
 
     def new(self) -> list[int]:
-        """All children if some have come or gone since the last call, else none. Long lists are never compared."""
+        """Returns all children if any came or went since the last call, else none. Never compares long lists."""
         try:
             if self._list < 0:
                 self._list = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY | os.O_CLOEXEC)
@@ -257,16 +257,16 @@ class Children:
             return children()
         if len(listed) > WHOLE:
             return children()
-        if listed == self._known:
+        if listed == self._last:
             return []
-        self._known = listed
+        self._last = listed
         return [int(word) for word in listed.split()]
 
 
 def become_subreaper() -> None:
     """Makes orphans below us our children instead of init's, including those of running processes (Linux 4.11)."""
     try:
-        import _ctypes  # all of ctypes takes 3 ms and 0.7 MiB, and the job waits
+        import _ctypes  # all of ctypes takes 3 ms and 0.7 MiB, while the job waits
 
         prctl = _ctypes.dlsym(_ctypes.dlopen("", 0), "prctl")
         _ctypes.call_function(prctl, (PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
@@ -277,7 +277,7 @@ def become_subreaper() -> None:
 
 
 def reap(pid: int) -> int | None:
-    """The wait status of child ``pid`` if it has ended, else None."""
+    """Returns the wait status of child ``pid`` if it has ended, else None."""
     try:
         done, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -286,7 +286,7 @@ def reap(pid: int) -> int | None:
 
 
 def end_as(status: int) -> int:
-    """The exit code for a wait status. If a signal ended the job, this process ends by that signal too."""
+    """Returns the exit code for a wait status. If a signal ended the job, this process ends by that signal, too."""
     if not os.WIFSIGNALED(status):
         return os.waitstatus_to_exitcode(status)
     signum = os.WTERMSIG(status)
@@ -309,12 +309,12 @@ def end_all(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[ProcessId, ...]:
-    """SIGTERM, grace, SIGKILL for the agent and all that ``find`` lists; returns those that could not be killed.
+    """SIGTERM, grace, SIGKILL for the agent and all that ``find`` lists; returns those that can't be killed.
 
-    The agent gets SIGTERM first, so that torchrun ends its ranks as it does when a user stops it; then the processes
-    that are left. After ``grace_s`` seconds in all, SIGKILL; ``kill`` kills what it can at once. ``find`` is called
-    until it finds nothing twice: processes may start meanwhile, and one pass over /proc may miss a process whose parent
-    is just ending. Whatever is left is stuck in the kernel (D state).
+    The agent gets SIGTERM first, so that torchrun ends its ranks as it does when a user stops it; then the remaining
+    processes. After ``grace_s`` seconds in all, SIGKILL; ``kill`` kills what it can at once. ``find`` is called until it
+    is empty twice: processes might start in the meantime, and one pass over /proc can miss a process whose parent is
+    just ending. The rest is stuck in the kernel (D state).
     """
     known: set[ProcessId] = {agent} if agent is not None else set()
     asked: set[ProcessId] = set()
@@ -322,7 +322,7 @@ def end_all(
     while True:
         known.update(find())
         alive = [process for process in known if process.is_alive()]
-        # A stopped process handles no SIGTERM, so waiting for it is useless.
+        # A stopped process handles no SIGTERM, so don't wait for it.
         if clock() >= deadline or (agent not in alive and all(process.is_stopped() for process in alive)):
             break
         for process in [agent] if agent is not None and agent in alive else alive:
@@ -341,13 +341,13 @@ def _kill_all(
     sleep: Callable[[float], None],
     clock: Callable[[], float],
 ) -> tuple[ProcessId, ...]:
-    in_vain = 0
+    empty_passes = 0
     while True:
         kill()
         known.update(find())
         alive = [process for process in known if process.is_alive()]
-        in_vain = 0 if alive else in_vain + 1
-        if in_vain == 2 or clock() >= deadline:
+        empty_passes = 0 if alive else empty_passes + 1
+        if empty_passes == 2 or clock() >= deadline:
             return tuple(alive)
         for process in alive:
             process.send(signal.SIGKILL)

@@ -15,25 +15,25 @@ from safelaunch.system.console import COMMAND
 
 
 def line(words: Sequence[str]) -> str:
-    """The line of a message that holds a command."""
+    """Formats a command as a line of a message."""
     return COMMAND + shlex.join(words)
 
 
 def own(words: Sequence[str]) -> list[str]:
-    """The command that starts this installation of safelaunch."""
+    """Returns the command that starts this installation of safelaunch."""
     script = Path(sys.executable).parent / "safelaunch"
     return [*([os.fspath(script)] if os.access(script, os.X_OK) else [sys.executable, "-m", "safelaunch"]), *words]
 
 
 def as_root(words: Sequence[str]) -> list[str]:
-    """The command that starts this installation as root, for which ``sudo`` keeps only the working directory."""
+    """Returns the command that starts this installation as root; ``sudo`` keeps only the working directory."""
     base, packages = site.getuserbase(), site.getusersitepackages()
     home = ["env", f"PYTHONUSERBASE={base}"] if Path(packages) in Path(__file__).parents else []
     return [*(["sudo"] if shutil.which("sudo") else []), *home, *own(words)]
 
 
 def pip_install(package: str) -> list[str]:
-    """The command that installs a package for this Python; environments made by uv have no pip."""
+    """Returns the command that installs a package for this Python; environments made by uv have no pip."""
     if find_spec("pip") is None:
         return ["uv", "pip", "install", "--python", sys.executable, package]
     return [sys.executable, "-m", "pip", "install", package]

@@ -1,7 +1,7 @@
 """Decodes JSON and msgpack into records, in any thread. No other module calls msgspec's typed decoding.
 
-msgspec 0.22 collects what it needs of a type at its first use. If a second thread decodes that type, or one that
-contains it, before the first is done, the process dies of SIGSEGV. So decoders are made one at a time, and kept.
+msgspec 0.22 inspects a type at its first use. If a second thread decodes that type, or one that contains it, before
+that is done, the process dies of SIGSEGV. So decoders are made one at a time, and kept.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from safelaunch.system.errors import CaptureError
 _T = TypeVar("_T")
 _LOCK = threading.Lock()
 _DECODERS: dict[tuple[Any, Any], Any] = {}
-# A child of fork (``bundle.reading.guard``) must get neither a locked lock nor a type that is half done.
+# A forked child (``bundle.reading.guard``) must get neither a locked lock nor a half-inspected type.
 os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 def from_json(data: bytes | str, kind: type[_T]) -> _T:
-    """``data`` as a ``kind``. Raises msgspec.DecodeError, or RecursionError."""
+    """Decodes ``data`` as a ``kind``. Raises msgspec.DecodeError, or RecursionError."""
     return _decoded(msgspec.json.Decoder, data, kind)
 
 
 def from_msgpack(data: bytes, kind: type[_T]) -> _T:
-    """``data`` as a ``kind``. Raises msgspec.DecodeError, RecursionError, or OverflowError."""
+    """Decodes ``data`` as a ``kind``. Raises msgspec.DecodeError, RecursionError, or OverflowError."""
     return _decoded(msgspec.msgpack.Decoder, data, kind)
 
 
 def from_builtins(value: object, kind: type[_T]) -> _T:
-    """Dictionaries, lists and scalars as a ``kind``. Raises msgspec.ValidationError."""
+    """Converts dictionaries, lists and scalars to a ``kind``. Raises msgspec.ValidationError."""
     _decoder(msgspec.json.Decoder, kind)
     return msgspec.convert(value, kind)
 
@@ -43,22 +43,21 @@ def from_builtins(value: object, kind: type[_T]) -> _T:
 def _decoded(maker: Callable[[type[_T]], Any], data: bytes | str, kind: type[_T]) -> _T:
     try:
         return _decoder(maker, kind)(data)
-    except UnicodeDecodeError as error:  # msgspec lets that of a text through
+    except UnicodeDecodeError as error:  # msgspec lets this one through
         raise msgspec.DecodeError(str(error)) from error
 
 
 def _decoder(maker: Callable[[type[_T]], Any], kind: type[_T]) -> Callable[[bytes | str], _T]:
-    found = _DECODERS.get((maker, kind))
-    if found is None:
+    decode: Callable[[bytes | str], _T] | None = _DECODERS.get((maker, kind))
+    if decode is None:
         with _LOCK:
-            found = _DECODERS.setdefault((maker, kind), maker(kind).decode)
-    decode: Callable[[bytes | str], _T] = found
+            decode = _DECODERS.setdefault((maker, kind), maker(kind).decode)
     return decode
 
 
 # --- untrusted pickles ------------------------------------------------------------------------------------------------
 # A pickle with a hostile *structure* can still kill the process that reads it, because the unpickler hashes
-# dictionary keys while reading. Untrusted files are therefore read in a child process (``bundle/reading/guard.py``).
+# dictionary keys while reading. So untrusted files are read in a child process (``bundle/reading/guard.py``).
 
 MAX_BYTES = 256 << 20
 
@@ -66,7 +65,7 @@ MAX_BYTES = 256 << 20
 def load_pickle(data: bytes) -> Any:
     """Decodes a Flight Recorder pickle. Raises ``CaptureError`` if it is damaged or larger than ``MAX_BYTES``."""
     if len(data) > MAX_BYTES:
-        raise CaptureError(f"a pickle of {len(data)} bytes, too large to be read")
+        raise CaptureError(f"a pickle of {len(data)} bytes is too large to read")
     try:
         # With a buffer that supports peek, the unpickler reads ahead. That halves the time.
         return _Primitives(io.BufferedReader(io.BytesIO(data), 1 << 16)).load()

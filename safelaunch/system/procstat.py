@@ -1,8 +1,8 @@
 """Reads ``/proc/<pid>/stat`` (proc(5)). Any user may read that file, and reading it never blocks.
 
-Not through psutil: over 8 processes of 60 threads, it took 13 times the CPU for state and start time of each (0.64 ms
-for 0.05), and 2.5 times for the table of all processes (11.6 ms for 4.6). Nor does it give what identifies a process
-here (start ticks, as the beacons write them), the state of a thread, or the inode of a connection.
+psutil isn't used here: for 8 processes of 60 threads, it took 13 times the CPU for state and start time of each (0.64
+ms instead of 0.05), and 2.5 times for the table of all processes (11.6 ms instead of 4.6). It also lacks start ticks,
+which identify a process here and in the beacons, a thread's state, and a connection's inode.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NamedTuple
 from safelaunch.system.files import text_of
 
 TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
-# Signals that Python, the beacon or torch handle in each program, and those with a field of their own. Any other one
-# can do something for the program, whoever sends it: a timer, a file, a stranger.
+# Signals that Python, the beacon or torch handle in each program, and those with their own field. Any other signal can
+# do something for the program, from a timer, a file or a stranger.
 _USUAL = (
     *(signal.SIGINT, signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV),
     *(signal.SIGTERM, signal.SIGCHLD),
@@ -29,24 +29,21 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """The fields in use. ``cpu_ms``: user and system time. ``start_ticks``: field 22, clock ticks since boot.
-    ``faults``: of pages, minor and major. ``wait_status``: of a zombie, as ``waitpid`` would return it; 0 for another
-    user's process.
-    """
+    """The fields in use."""
 
     pid: int
     name: str
     state: str
     ppid: int
-    cpu_ms: int
-    start_ticks: int
+    cpu_ms: int  # user and system time
+    start_ticks: int  # field 22, clock ticks since boot
     rss_bytes: int
-    wait_status: int = 0
-    faults: int = 0
+    wait_status: int = 0  # of a zombie, as waitpid would return it; 0 for another user's process
+    faults: int = 0  # page faults, minor and major
 
 
 def parse(text: str) -> Stat:
-    """Parses the line. The process name may contain spaces and parentheses. Raises ``ValueError``."""
+    """Parses the line. The process name can contain spaces and parentheses. Raises ``ValueError``."""
     head, opened, rest = text.partition("(")
     name, closed, tail = rest.rpartition(")")
     fields = tail.split()
@@ -68,23 +65,25 @@ def parse(text: str) -> Stat:
     )
 
 
-class Handled(NamedTuple):
-    """Which signals a process has handlers for. ``own``: one that others, or a timer, send for its own purposes."""
+class SignalHandlers(NamedTuple):
+    """Signals for which a process has handlers."""
 
-    own: bool
+    own: bool  # a signal that a timer or other processes send for the program's own purposes
     termination: bool
     child_ends: bool
 
 
-def handled(pid: int) -> Handled:
-    """Reads it from ``/proc/<pid>/status``; nothing is handled if the process is gone."""
+def handled(pid: int) -> SignalHandlers:
+    """Reads them from ``/proc/<pid>/status``; all are False if the process is gone."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", text_of(f"/proc/{pid}/status"), re.MULTILINE)
     mask = int(caught[1], 16) if caught else 0
-    return Handled(bool(mask & _SIGNALS), bool(mask & 1 << signal.SIGTERM - 1), bool(mask & 1 << signal.SIGCHLD - 1))
+    return SignalHandlers(
+        bool(mask & _SIGNALS), bool(mask & 1 << signal.SIGTERM - 1), bool(mask & 1 << signal.SIGCHLD - 1)
+    )
 
 
 def read(pid: int, tid: int | None = None) -> Stat | None:
-    """Reads the process, or its thread ``tid``. Returns None if it is gone. A zombie still has a ``Stat``."""
+    """Reads a process or its thread ``tid``; None if it is gone. A zombie still has a ``Stat``."""
     path = f"/proc/{pid}/stat" if tid is None else f"/proc/{pid}/task/{tid}/stat"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
