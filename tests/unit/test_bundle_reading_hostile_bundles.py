@@ -229,7 +229,7 @@ def test_a_page_with_a_word_that_no_rank_writes(word: int, value: int, tmp_path:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_noise_beside_a_page(suffix: str, tmp_path: Path) -> None:
+def test_random_bytes_next_to_a_page(suffix: str, tmp_path: Path) -> None:
     run = run_directory(tmp_path, 2)
     run.of_page(f"0-1-{os.getpid()}", suffix).write_bytes(Random(1).randbytes(9000))
     assert locate.read(run.root).evidence.world_size == 2
