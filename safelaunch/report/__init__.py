@@ -1,3 +1,3 @@
-"""What a person reads of a verdict: the screen, Markdown, HTML; and the files for Perfetto and speedscope."""
+"""The texts and pages that people read about a verdict: the screen, ``report.md`` and ``report.html``."""
 
 HTML, PERFETTO, SPEEDSCOPE = "report.html", "timeline.perfetto.json", "stacks.speedscope.json"

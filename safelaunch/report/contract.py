@@ -13,14 +13,14 @@ NO_SUCH_DEVICE = "invalid device ordinal"
 
 
 def world(size: int, mesh: Sequence[tuple[str, int]] = ()) -> str:
-    """``8 ranks = dp 2 x tp 4``. ``mesh``: dimensions and sizes."""
+    """Returns ``8 ranks = dp 2 x tp 4``. ``mesh`` holds dimensions and sizes."""
     shape = " x ".join(f"{name} {length}" for name, length in mesh)
     count = "1 rank" if size == 1 else f"{size} ranks"
     return f"{count}{f' = {shape}' if shape else ''}" if size else ""
 
 
 def devices(evidence: Evidence) -> str:
-    """``local rank 0: GPU 0, 1: GPU 1``, by ``CUDA_VISIBLE_DEVICES``; and who asked for a device that is not there."""
+    """Returns ``local rank 0: GPU 0, 1: GPU 1``, by ``CUDA_VISIBLE_DEVICES``, and ranks that want a missing GPU."""
     chosen: dict[int, dict[str, None]] = {}
     for rank in evidence.ranks:
         if rank.gpu and rank.local_rank >= 0:
@@ -43,24 +43,26 @@ def _name(gpu: str) -> str:
 
 
 def _why(wrong: list[RankEvidence]) -> str:
-    """Where the number of the rank is not that of the local rank, the script has most likely taken the wrong one."""
+    # If the device is the global rank instead of the local one, the script most likely used the wrong variable.
     mixed_up = all(rank.local_rank not in (-1, rank.rank) for rank in wrong)
     return ": a device is numbered by LOCAL_RANK, not by RANK" if mixed_up else ""
 
 
 def batches(evidence: Evidence) -> str:
-    """``32 a rank (loader), 512 over 16 data-parallel ranks``, as far as the ranks' DataLoaders tell."""
+    """Returns ``32 a rank (loader), 512 over 16 data-parallel ranks``, as far as the DataLoaders are known."""
     fed = {rank.batch for rank in evidence.ranks}
     batch = fed.pop() if len(fed) == 1 else None
     if batch is not None:
         return f"{batch} a rank{_step(batch, evidence.world_size)}"
-    told = [rank.gil.batches for rank in evidence.ranks if rank.gil.batches]
-    if not told:
+    loaders = [rank.gil.batches for rank in evidence.ranks if rank.gil.batches]
+    if not loaders:
         return ""
-    if any(one != told[0] for one in told):
-        return f"not the same on all ranks: {_sizes(told[0])} or {_sizes(next(o for o in told if o != told[0]))}"
-    sizes = set(told[0].values())
-    return f"{_sizes(told[0])} a rank{_step(sizes.pop(), evidence.world_size) if len(sizes) == 1 else ''}"
+    if any(batches_of != loaders[0] for batches_of in loaders):
+        return (
+            f"not the same on all ranks: {_sizes(loaders[0])} or {_sizes(next(o for o in loaders if o != loaders[0]))}"
+        )
+    sizes = set(loaders[0].values())
+    return f"{_sizes(loaders[0])} a rank{_step(sizes.pop(), evidence.world_size) if len(sizes) == 1 else ''}"
 
 
 def _step(batch: int, world: int) -> str:

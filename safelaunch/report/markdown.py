@@ -63,13 +63,13 @@ _MEMORY_FRAMES = 6
 _MARKUP = re.compile(r"[\\*<~$]|(?<![^\W_])_|_(?![^\W_])|\][(\[:]|&#?\w+;|(?<!\w)[#@]\w")
 
 
-_FIRST = re.compile(r"(?:[-+=|#]+|\d{1,9}[.)])$|[>\[]")  # and at the begin of a paragraph or of an item
+_FIRST = re.compile(r"(?:[-+=|#]+|\d{1,9}[.)])$|[>\[]")  # and at the start of a paragraph or item
 
 
 def md(text: object) -> str:
-    """``text`` as Markdown shows it: what could be markup stands as code, where nothing needs to be escaped.
+    """Returns ``text`` in Markdown: possible markup becomes code, in which nothing needs to be escaped.
 
-    Code that is marked already, as the verdict's sentences have it, stays as it is.
+    Text that is marked as code already, as in the verdict's sentences, stays as it is.
     """
     *parts, last = clean(str(text)).strip().split("`")
     if len(parts) % 2:  # the last backquote closes nothing
@@ -82,22 +82,26 @@ def md(text: object) -> str:
 
 
 def _words(text: str, *, first: bool) -> str:
-    """Words as Markdown; several that need it are one piece of code. ``first``: they begin a paragraph."""
-    found: list[list[str]] = []
+    """Returns words in Markdown; consecutive ones that need it become one piece of code.
+
+    Args:
+        first: The words begin a paragraph.
+    """
+    pieces: list[list[str]] = []
     for number, word in enumerate(text.split(" ")):
         begins = first and not number and _FIRST.match(word)
         if word and (begins or _MARKUP.search(word)):
-            if found and found[-1][0]:
-                found[-1].append(word)
+            if pieces and pieces[-1][0]:
+                pieces[-1].append(word)
             else:
-                found.append(["`", word])
+                pieces.append(["`", word])
         else:
-            found.append(["", word])
-    return " ".join(f"{ticks}{' '.join(words)}{ticks}" for ticks, *words in found)
+            pieces.append(["", word])
+    return " ".join(f"{ticks}{' '.join(words)}{ticks}" for ticks, *words in pieces)
 
 
 def in_cell(text: object) -> str:
-    """``md`` in a table, whose cells a bar parts also where it is code or escaped."""
+    """Returns ``md(text)`` for a table, in which a bar separates cells even in code."""
     return md(text).replace("|", "¦")
 
 
@@ -116,9 +120,10 @@ def markdown(
     facts: CaseFacts | None = None,
     read_line: ReadLine | None = None,
 ) -> str:
-    """``report.md``: verdict, culprits with their stacks, the ranks, merged stacks, evidence, what is missing.
+    """Returns ``report.md``: verdict, culprits with their stacks, ranks, merged stacks, evidence, what is missing.
 
-    ``facts``: those of ``evidence``, where they are known already.
+    Args:
+        facts: The facts of ``evidence``, if they are already known.
     """
     facts = facts or CaseFacts.of(evidence)
     rows = alike([row_of(rank) for rank in facts.ranks.values()], {culprit.rank for culprit in verdict.culprits})
@@ -136,7 +141,7 @@ def markdown(
         md(contract_words(evidence, facts)),
         _md_list("Observed during the run", evidence.notes),
         _md_list("Early looks", early_lines(evidence)),
-        _md_list("Wrong results", [one.words for one in evidence.wrong_results]),
+        _md_list("Wrong results", [result.words for result in evidence.wrong_results]),
         _md_list("Nodes at fault", [node_words(node) for node in verdict.nodes_at_fault]),
         _md_list("Blamed before", verdict.blamed_before or ()),
         *_md_culprits(verdict.culprits, evidence, read_line),
@@ -158,7 +163,7 @@ def markdown(
 
 
 def _md_head(verdict: Verdict, evidence: Evidence) -> str:
-    """When, where and what: what a reader needs who gets this file alone."""
+    """Returns time, host and job, for a reader with this file alone."""
     hosts = list(dict.fromkeys(filter(None, (*(rank.host for rank in evidence.ranks), verdict.host))))
     facts = {
         "time": verdict.time.replace("T", " ").replace("Z", " UTC"),
@@ -176,15 +181,15 @@ def _md_list(title: str, items: Sequence[str]) -> str:
 
 
 def _md_culprits(culprits: Sequence[Culprit], evidence: Evidence, read_line: ReadLine | None) -> list[str]:
-    """A section for each rank at fault. A stack that several share is in the first one."""
-    found: list[str] = []
+    """Returns a section for each rank at fault. A stack that several ranks share is in the first one."""
+    sections: list[str] = []
     shown: dict[tuple[str, ...], int] = {}
     for culprit in culprits:
         stack = tuple(culprit_lines(culprit, evidence, read_line))
         first = shown.setdefault(stack, culprit.rank)
         excerpt = [f"The same stack as rank {first}."] if first != culprit.rank else [_fence(stack)]
-        found.append(_md_culprit(culprit, evidence, excerpt if stack else []))
-    return found
+        sections.append(_md_culprit(culprit, evidence, excerpt if stack else []))
+    return sections
 
 
 def _md_culprit(culprit: Culprit, evidence: Evidence, excerpt: Sequence[str]) -> str:
@@ -199,7 +204,6 @@ def _md_culprit(culprit: Culprit, evidence: Evidence, excerpt: Sequence[str]) ->
 
 
 def _md_memory(rank: RankEvidence) -> str:
-    """What fills the GPU of a rank that ran out of its memory, the largest first, with the stacks that asked for it."""
     lines = []
     for block in rank.device_memory.blocks if rank.device_memory is not None else ():
         lines.append(f"{words(block.size)} in {block.count} block{'s' * (block.count != 1)}")
@@ -233,9 +237,9 @@ def _md_nodes(nodes: Sequence[NodeEvidence]) -> str:
 
 
 def _md_stacks(facts: CaseFacts, culprits: Sequence[Culprit]) -> str:
-    """Each stack once, folded. Those of the ranks at fault are above."""
+    """Returns each stack once, folded, except those of the ranks at fault."""
     groups, without = stack_groups(facts)
-    sides = {rank: one.evidence for rank, one in facts.ranks.items()}
+    sides = {rank: state.evidence for rank, state in facts.ranks.items()}
     above = {frames_at_fault(culprit, sides.get(culprit.rank)): culprit.rank for culprit in reversed(culprits)}
     if not groups:
         return ""

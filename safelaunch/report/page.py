@@ -1,8 +1,8 @@
 """``report.html``: the picture of an incident, as one file that loads nothing.
 
-:func:`content` makes the page's data out of verdict and evidence. It is pure, and folds what is alike, so that a job of
-thousands of ranks makes a page of a few hundred kilobytes. :func:`render` puts the data, escaped, into the template.
-The scripts of the page write every text of the job as text: names and messages are a stranger's.
+:func:`content` makes the page's data from verdict and evidence. It is pure, and folds equal things, so that a job of
+thousands of ranks makes a page of a few hundred kilobytes. The template's scripts show every text of the job as text:
+names and messages are untrusted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from safelaunch.report.stacks import merged_stacks
 from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.stacks.source import ReadSource
 from safelaunch.system.printable import clean
-from safelaunch.verdict.groups import mesh
+from safelaunch.verdict.device_mesh import mesh
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.unnamed import numbered
 
@@ -57,9 +57,11 @@ def content(
     said: Callable[[str], str] = str,
     about: ReportHeader | None = None,
 ) -> dict[str, Any]:
-    """The page's data, as JSON has it. ``said`` takes secrets out of a line of source.
+    """Returns the page's data for JSON.
 
-    ``facts``: those of ``evidence`` with the source, where they are known already.
+    Args:
+        facts: The facts of ``evidence`` with the source, if they are already known.
+        said: Removes secrets from a line of source.
     """
     about = about or ReportHeader()
     facts = facts or CaseFacts.of(evidence, read_source)
@@ -117,7 +119,7 @@ def _head(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: ReportH
         "notes": [*evidence.notes],
         "wrong": [
             o.words for o in evidence.wrong_results if o.words[1:] not in verdict.summary
-        ],  # what it does not say
+        ],  # what the evidence lacks
         "early": early_lines(evidence),
         "facts": [list(fact) for fact in _facts(verdict, facts, evidence, about)],
         "command": _command(about.launch.as_typed),
@@ -126,23 +128,23 @@ def _head(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: ReportH
 
 
 def _first_sentence(text: str) -> str:
-    """The title of the page; what follows stands below it."""
-    found = re.match(r".+?[.](?= [A-Z`])", text)
-    return found[0] if found is not None and len(found[0]) > 20 else text
+    # The title of the page; the rest of the text is below it.
+    match = re.match(r".+?[.](?= [A-Z`])", text)
+    return match[0] if match is not None and len(match[0]) > 20 else text
 
 
 def _facts(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: ReportHeader) -> Iterable[tuple[str, str]]:
-    """What people ask first, as ``(label, value)``; what is not known is left out."""
+    """Yields the facts that people ask for first, as ``(label, value)``."""
     launch = about.launch
-    seen = [
+    steps = [
         rank.progress.step for rank in evidence.ranks if rank.progress is not None and rank.progress.step is not None
     ]
     hosts = list(dict.fromkeys(rank.host for rank in evidence.ranks if rank.host))
-    found = {
+    facts_by_label = {
         "run": launch.run_name,
         "when": _when(about.at_unix_s),
         "stood still": stalled_words(evidence).rstrip("."),
-        "step": range_of(seen),
+        "step": range_of(steps),
         "world size": "" if evidence.world_guessed else contract.world(evidence.world_size, mesh(facts)),
         "devices": "; ".join(filter(None, (contract.devices(evidence), nodes.misplaced(facts, about)))),
         "batch": contract.batches(evidence),
@@ -153,7 +155,7 @@ def _facts(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: Report
         "directory": launch.cwd,
         "held up": rank_words(verdict.victims) if verdict.victims else "",
     }
-    return ((label, value) for label, value in found.items() if value)
+    return ((label, value) for label, value in facts_by_label.items() if value)
 
 
 def _when(unix_s: float) -> str:
@@ -161,22 +163,21 @@ def _when(unix_s: float) -> str:
 
 
 def _version(about: ReportHeader, package: str) -> str:
-    found = {text for node in about.nodes for name, text in node.versions if name == package}
-    return ", ".join(sorted(found)[:3])
+    versions = {text for node in about.nodes for name, text in node.versions if name == package}
+    return ", ".join(sorted(versions)[:3])
 
 
 def _command(words: Sequence[str]) -> str:
-    """A command line that a shell reads as these words."""
     text = shlex.join(words)
     return text if len(text) <= MOST_COMMAND else f"{text[:MOST_COMMAND]} …"
 
 
 def _claims(verdict: Verdict) -> list[list[Any]]:
-    """Each claim once, with all files that show it."""
-    found: dict[str, list[str]] = {}
+    """Returns each claim once, with all files that show it."""
+    files_of: dict[str, list[str]] = {}
     for claim in verdict.evidence:
-        found.setdefault(claim.claim, []).append(claim.file)
-    return [[claim, *files] for claim, files in found.items()]
+        files_of.setdefault(claim.claim, []).append(claim.file)
+    return [[claim, *files] for claim, files in files_of.items()]
 
 
 # --- code, stacks, nodes ----------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def _side(side: code.CallSide, frames: Frames) -> dict[str, Any]:
 
 
 def _branches(branches: Sequence[StackBranch], frames: Frames, evidence: Evidence) -> list[dict[str, Any]]:
-    """The merged stacks, at most ``_MOST_BRANCHES`` of their branches, breadth first."""
+    """Returns the merged stacks, at most ``_MOST_BRANCHES`` of their branches, breadth first."""
     roots = next((rank.code_roots for rank in evidence.ranks if rank.code_roots), ())
     made: list[dict[str, Any]] = []
     queue: list[tuple[StackBranch, list[dict[str, Any]]]] = [(branch, made) for branch in branches]

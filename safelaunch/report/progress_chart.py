@@ -1,4 +1,4 @@
-"""The steps of all ranks over time: the rate before the stall, the ranks that are behind, and the moment it stopped."""
+"""The steps of all ranks over time: the rate before the stall, the ranks behind, and the moment when it stopped."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ _FEW = 3
 
 
 def as_page(evidence: Evidence, culprits: Collection[int]) -> dict[str, Any] | None:
-    """A line for each class of ranks: those that stopped at the same step. None where no rank has marked any.
+    """Returns a line for each set of ranks that stopped at the same step; None without steps.
 
-    Times are seconds before the evidence was taken, on each host's own clock.
+    Times are seconds before the evidence was collected, on each host's own clock.
     """
     taken = _taken(evidence)
-    seen = {rank.rank: rank for rank in evidence.ranks if rank.progress is not None and rank.progress.step is not None}
+    stepping = {
+        rank.rank: rank for rank in evidence.ranks if rank.progress is not None and rank.progress.step is not None
+    }
     classes: dict[tuple[bool, int], list[RankEvidence]] = {}
-    for rank, one in seen.items():
-        assert one.progress is not None
-        classes.setdefault((rank in culprits, one.progress.step or 0), []).append(one)
+    for rank, evidence_of_rank in stepping.items():
+        assert evidence_of_rank.progress is not None
+        classes.setdefault((rank in culprits, evidence_of_rank.progress.step or 0), []).append(evidence_of_rank)
     ordered = sorted(classes.items(), key=lambda item: (not item[0][0], item[0][1]))
     lines = [_line(members, culprit, taken) for (culprit, _), members in ordered[:MOST_LINES]]
     lines = [line for line in lines if line["p"]]
@@ -41,30 +43,30 @@ def as_page(evidence: Evidence, culprits: Collection[int]) -> dict[str, Any] | N
 
 
 def _taken(evidence: Evidence) -> Mapping[str, float]:
-    """Host → when its ranks were looked at last, on its clock."""
-    found: dict[str, float] = {}
+    """Returns when the ranks of each host were last looked at, on its clock."""
+    times: dict[str, float] = {}
     for rank in evidence.ranks:
         states = rank.main.states if rank.main is not None else ()
         last = max((state.at_s for state in states), default=0.0)
         newest = max(last, rank.progress.last_step_ns / 1e9 if rank.progress is not None else 0.0)
-        found[rank.host] = max(found.get(rank.host, 0.0), newest)
-    return found
+        times[rank.host] = max(times.get(rank.host, 0.0), newest)
+    return times
 
 
 def _line(members: list[RankEvidence], culprit: bool, taken: Mapping[str, float]) -> dict[str, Any]:
-    """The one that has told most stands for all of the class."""
-    one = max(members, key=lambda rank: len(rank.progress.history) if rank.progress is not None else 0)
-    progress = one.progress
+    """Returns the line of a set of ranks, represented by the one with the longest history."""
+    longest = max(members, key=lambda rank: len(rank.progress.history) if rank.progress is not None else 0)
+    progress = longest.progress
     assert progress is not None
     points = [(at / 1e9, step) for at, step in progress.history]
-    if progress.first_step_ns and len(points) < _FEW:  # too fast to be seen; of a long run it would squeeze the rest
+    if progress.first_step_ns and len(points) < _FEW:  # a fast job; in a long run, this point would squeeze the rest
         points.append((progress.first_step_ns / 1e9, 1))
     if progress.last_step_ns and (not points or points[-1][1] != progress.step):
         points.append((progress.last_step_ns / 1e9, progress.step or 0))
     points = sorted(set(points))
     thinned = points[:: -(-len(points) // MOST_POINTS)] if points else []
     thinned += [points[-1]] if points and thinned[-1] != points[-1] else []
-    end = taken.get(one.host, 0.0)
+    end = taken.get(longest.host, 0.0)
     return {
         "r": format_ranks([rank.rank for rank in members]),
         "n": len(members),
@@ -76,7 +78,7 @@ def _line(members: list[RankEvidence], culprit: bool, taken: Mapping[str, float]
 
 
 def _rate(points: list[tuple[float, int]]) -> float:
-    """Steps a second over the later half of what is known; 0 where that is too little."""
+    """Returns steps per second over the later half of the points; 0 if there are too few."""
     later = points[len(points) // 2 :] if len(points) > 8 else points
     if len(later) < 2 or later[-1][0] <= later[0][0]:
         return 0.0

@@ -1,4 +1,4 @@
-"""Evidence laid out for reading: a line for each rank, and the stacks merged over ranks."""
+"""A line for each rank: its step, its state and what it does; ranks that do the same share a row."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from safelaunch.model import Frame
 from safelaunch.report.tables import hosts_word
 from safelaunch.verdict.rank_state import RankFacts, view_of
 
-MOST_ROWS = 60  # before ranks that are alike but for their step share a row
+MOST_ROWS = 60  # above this, ranks that differ only in their step share a row
 _OF_ONE_RANK = re.compile(r"\b(pid|worker|process|thread) \d+|\b\d+(?:\.\d+)?(?= s\b)")
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """``state``: the kernel's letter and call. ``doing``: what it waits in, or does, in words."""
+    """The facts about one rank."""
 
     rank: int
     host: str
     pid: int
     step: int | None
-    state: str
-    doing: str
+    state: str  # the kernel's letter, and the system call
+    doing: str  # what it does or waits in, in words
     frame: Frame | None
 
 
 @dataclass(frozen=True)
 class Alike:
-    """Ranks that do the same at the same line. ``first``: the row of the first of them; the texts hold for all."""
+    """Ranks that do the same at the same line. The texts hold for all of them."""
 
     ranks: tuple[int, ...]
     culprit: bool
-    first: RankRow
+    first: RankRow  # row of the first of these ranks
     step: str
     state: str
     doing: str
@@ -52,14 +52,14 @@ def row_of(one: RankFacts) -> RankRow:
 
 
 def alike(rows: Sequence[RankRow], culprits: Collection[int]) -> list[Alike]:
-    """The rows folded: by what the ranks do, and where. Their steps tell them apart while that makes few rows."""
+    """Groups the rows by what the ranks do and where, and by their steps if that makes few groups."""
     folded: list[list[RankRow]] = []
     for by_step in (True, False):
-        found: dict[tuple[object, ...], list[RankRow]] = {}
+        groups: dict[tuple[object, ...], list[RankRow]] = {}
         for row in rows:
             key = (row.rank in culprits, _masked(row.doing), row.frame, row.step if by_step else None)
-            found.setdefault(key, []).append(row)
-        folded = list(found.values())
+            groups.setdefault(key, []).append(row)
+        folded = list(groups.values())
         if len(folded) <= MOST_ROWS:
             break
     return [_alike(members, members[0].rank in culprits) for members in folded]
@@ -74,12 +74,11 @@ def _alike(rows: list[RankRow], culprit: bool) -> Alike:
 
 
 def _masked(doing: str) -> str:
-    """What a rank does, without the numbers that only it has."""
     return _OF_ONE_RANK.sub(lambda found: f"{found[1]} …" if found[1] else "…", doing)
 
 
 def _states(rows: Sequence[RankRow]) -> str:
-    """``S futex``; ``S futex (7), R (1)`` where they were caught in several."""
+    """Returns ``S futex``, or ``S futex (7), R (1)`` if they were seen in several states."""
     counts = Counter(row.state for row in rows).most_common()
     if len(counts) == 1:
         return counts[0][0]
@@ -98,5 +97,5 @@ def _state(one: RankFacts) -> str:
         return f"exit {one.evidence.exit.returncode}"
     view = view_of(one.evidence)
     if view is None or not view.process.states:
-        return "not seen" if one.evidence.pid else ""  # a Flight Recorder dump knows of no process
+        return "not seen" if one.evidence.pid else ""  # a Flight Recorder dump lists no process
     return f"{view.process.states[-1].state} {view.wait.call or view.wait.kind}"

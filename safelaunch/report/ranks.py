@@ -1,4 +1,4 @@
-"""The ranks and the process groups of a job for the page, and the files: what is alike is told once."""
+"""The ranks, the process groups and the files of a job for the page, with equal ones folded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from safelaunch.report.tables import Frames, ItemNumbers
 from safelaunch.system.printable import clean_lines, is_clean
 from safelaunch.verdict.c10d import describe, number_of
 from safelaunch.verdict.columns import Window
-from safelaunch.verdict.conditions import View
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts, child_views, view_of
+from safelaunch.verdict.thread_view import View
 
 MOST_CHILDREN = 12
 MOST_THREADS = 40
@@ -28,8 +28,9 @@ MOST_CALLS = 5
 
 
 def ranks(facts: CaseFacts, verdict: Verdict, frames: Frames) -> dict[str, Any]:
-    """``rows``: one for each class of ranks that are alike. ``ranks``: each rank, with the numbers of its row, its
-    output's end in ``logs``, and its last calls in ``calls``.
+    """Returns ``rows``, one for each set of equal ranks, and ``ranks``, with the number of each one's row.
+
+    ``logs`` has the end of each rank's output, and ``calls`` its last calls.
     """
     named = {culprit.rank for culprit in verdict.culprits}
     rows: list[dict[str, Any]] = []
@@ -39,8 +40,8 @@ def ranks(facts: CaseFacts, verdict: Verdict, frames: Frames) -> dict[str, Any]:
         rows.append(_row(row, facts, frames))
     every: list[dict[str, Any]] = []
     called = ItemNumbers[tuple[str, ...]]()
-    for rank, one in facts.ranks.items():
-        every.append({"r": rank, "row": number_of[rank], **_details(one, frames)})
+    for rank, state in facts.ranks.items():
+        every.append({"r": rank, "row": number_of[rank], **_details(state, frames)})
         if calls := _calls(facts, rank):
             every[-1]["fr"] = called[calls]
     return {"rows": rows, "ranks": every, "logs": _add_logs(facts, every, named), "calls": list(called)}
@@ -61,26 +62,29 @@ def _row(row: Alike, facts: CaseFacts, frames: Frames) -> dict[str, Any]:
 
 
 def _details(one: RankFacts, frames: Frames) -> dict[str, Any]:
-    """What one rank shows when it is unfolded; what it has not is left out."""
+    """Returns what an unfolded rank shows."""
     evidence = one.evidence
-    view = view_of(evidence)
+    details = view_of(evidence)
     found: dict[str, Any] = {"host": evidence.host, "pid": evidence.pid, "local": evidence.local_rank}
-    if mine := main_frames(evidence):
-        found["st"] = frames.stack(mine, evidence.code_roots)
+    if main_stack := main_frames(evidence):
+        found["st"] = frames.stack(main_stack, evidence.code_roots)
     if evidence.exception is not None:
         found["raised"] = f"{evidence.exception.type}: {evidence.exception.message}"[:2000]
         found["trace"] = [line[:MOST_LINE] for line in clean_lines(evidence.exception.text)[-80:]]  # as it was printed
-    if handled := [f"{one.type}: {one.message}"[:500] for one in evidence.gil.handling[:4]]:
+    if handled := [f"{exception.type}: {exception.message}"[:500] for exception in evidence.gil.handling[:4]]:
         found["handles"] = handled
-    if caught := [f"{one.type}: {one.message}"[:500] for one in evidence.caught[-4:]]:
+    if caught := [f"{exception.type}: {exception.message}"[:500] for exception in evidence.caught[-4:]]:
         found["caught"] = caught
-    if view is not None and view.sample is not None:
-        main = view.sample.main_thread
-        others = [thread for thread in view.sample.threads if thread is not main][:MOST_THREADS]
+    if details is not None and details.sample is not None:
+        further = details.sample.main_thread
+        others = [thread for thread in details.sample.threads if thread is not further][:MOST_THREADS]
         threads = [
-            [thread.name or str(thread.os_tid or ""), frames.stack(view.stack_of(thread).frames, evidence.code_roots)]
+            [
+                thread.name or str(thread.os_tid or ""),
+                frames.stack(details.stack_of(thread).frames, evidence.code_roots),
+            ]
             for thread in others
-            if without_ours(view.stack_of(thread).frames) == view.stack_of(thread).frames != ()
+            if without_ours(details.stack_of(thread).frames) == details.stack_of(thread).frames != ()
         ]
         found |= {"th": threads} if threads else {}
     if children := [_child(child, evidence, frames) for child in child_views(evidence)[:MOST_CHILDREN]]:
@@ -107,17 +111,19 @@ def _child(child: View, rank: RankEvidence, frames: Frames) -> list[Any]:
 
 
 def _calls(facts: CaseFacts, rank: int) -> tuple[str, ...]:
-    """The last calls on its record, the newest first: ``all_reduce of (4,) Float · #31 of group '0' · pending``."""
+    """Returns its last recorded calls, newest first: ``all_reduce of (4,) Float · #31 of group '0' · pending``."""
     record = facts.ranks[rank].evidence.flight_record
     if record is None or not record.entries:
         return ()
     last = [record.entries[-number] for number in range(1, min(MOST_CALLS, len(record.entries)) + 1)]
     state = {True: "completed", False: "pending"}
-    return tuple(f"{describe(one)} · #{number_of(one)} of group {one.group!r} · {state[one.completed]}" for one in last)
+    return tuple(
+        f"{describe(call)} · #{number_of(call)} of group {call.group!r} · {state[call.completed]}" for call in last
+    )
 
 
 def _add_logs(facts: CaseFacts, every: Sequence[dict[str, Any]], named: set[int]) -> list[tuple[str, ...]]:
-    """The end of each rank's output, as far as there is room: those at fault first, then one of each class."""
+    """Adds the end of each rank's output, as far as there is room: ranks at fault first, then one of each row."""
     firsts: set[int] = set()
     order = []
     for item in every:
@@ -143,7 +149,7 @@ def _add_logs(facts: CaseFacts, every: Sequence[dict[str, Any]], named: set[int]
 
 
 def groups(facts: CaseFacts) -> dict[str, Any]:
-    """The process groups: members, and which of them is how far. Those that ranks wait in come first."""
+    """Returns the members of the process groups and their progress; groups that ranks wait in come first."""
     alignment = facts.alignment
     waited = {rank.wait.group for rank in facts.ranks.values() if rank.wait is not None}
     names = {group for record in alignment.records.values() for group in (*record.groups, *record.status)}
@@ -156,39 +162,37 @@ def groups(facts: CaseFacts) -> dict[str, Any]:
 
 
 def _group(facts: CaseFacts, name: str, waited: bool) -> dict[str, Any]:
-    members, known = _members(facts, name)
+    members, complete = _members(facts, name)
     standings: dict[_RankPosition, list[int]] = {}
     for rank in sorted(members):
         standings.setdefault(_standing(facts, rank, name), []).append(rank)
     at = sorted(standings.items(), key=lambda item: (-item[0][0], item[1][0]))
     windows = filter(None, (facts.alignment.window(rank, name) for rank in sorted(members)))
-    recorded = (window.entries[window.positions[-1]].description for window in islice(windows, 1))
+    names = (window.entries[window.positions[-1]].description for window in islice(windows, 1))
     told = (rank.evidence.gil.called.get(name, "") for rank in facts.ranks.values())
-    description = next(filter(None, chain(recorded, told)), "")
+    description = next(filter(None, chain(names, told)), "")
     return {
         "name": name,
         "what": "" if description == "undefined" else description,
         "r": format_ranks(set(members)),
         "n": len(members),
-        "known": int(known),
+        "known": int(complete),
         "waited": int(waited),
         "at": [[format_ranks(ranks), len(ranks), *standing] for standing, ranks in at[:MOST_STANDINGS]],
         "left_out": max(0, len(at) - MOST_STANDINGS),
     }
 
 
-_RankPosition = tuple[
-    int, int, str
-]  # the numbers of the last call entered and completed, -1 for none; what the rank does
+_RankPosition = tuple[int, int, str]  # numbers of the last call entered and completed, -1 for none; what the rank does
 
 
 def _standing(facts: CaseFacts, rank: int, name: str) -> _RankPosition:
-    """How far a rank is in a group, by the calls that the verdict goes by: its oldest that is not completed."""
+    """Returns a rank's progress in a group, by its oldest pending call, as the verdict counts."""
     alignment = facts.alignment
     record = alignment.records.get(rank)
     if record is None:
         return -1, -1, "no record"
-    waits = next((one for one in alignment.pending(rank) if one.group == name), None)
+    waits = next((call for call in alignment.pending(rank) if call.group == name), None)
     if waits is not None and not waits.is_p2p:
         return _in_a_call(alignment.window(rank, name), waits)
     last, status = alignment.last(rank, name), record.status.get(name)
@@ -196,7 +200,7 @@ def _standing(facts: CaseFacts, rank: int, name: str) -> _RankPosition:
     ended = entry if entry is not None and entry.completed else None
     completed = last if ended is not None else status.last_completed if status is not None else -1
     does = f"waits in {describe(waits)}" if waits is not None else f"completed {describe(ended)}" if ended else ""
-    return last, min(completed, last), does  # NCCL's status counts sends along
+    return last, min(completed, last), does  # NCCL's status also counts sends
 
 
 def _in_a_call(window: Window | None, waits: Collective) -> _RankPosition:
@@ -208,15 +212,15 @@ def _in_a_call(window: Window | None, waits: Collective) -> _RankPosition:
 
 
 def _members(facts: CaseFacts, name: str) -> tuple[frozenset[int], bool]:
-    """The ranks of a group, and whether these are known: by the records, else by what a rank in it says."""
-    members, known = facts.alignment.members(name)
-    told = (rank.evidence.gil.groups.get(name, ()) for rank in facts.ranks.values())
-    mine = next(filter(None, told), ())
-    return (frozenset(mine), True) if mine and not facts.alignment.records else (members, known)
+    """Returns the ranks of a group, and whether they are known: from the records, else from a rank in the group."""
+    reports, known = facts.alignment.members(name)
+    reported = (rank.evidence.gil.groups.get(name, ()) for rank in facts.ranks.values())
+    mine = next(filter(None, reported), ())
+    return (frozenset(mine), True) if mine and not facts.alignment.records else (reports, known)
 
 
 def files(artifacts: Iterable[Artifact]) -> dict[str, Any]:
-    """The bundle's files. Those that many ranks have alike are told once: ``[name, how, ranks, bytes of all]``."""
+    """Returns the bundle's files. Files that many ranks have are listed once: ``[name, how, ranks, bytes of all]``."""
     own: list[list[Any]] = []
     shared: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
     missing: dict[tuple[str, str, str], list[int]] = {}
@@ -230,9 +234,9 @@ def files(artifacts: Iterable[Artifact]) -> dict[str, Any]:
         elif artifact.missing:
             absent.append([artifact.path, artifact.missing, artifact.how])
         elif of_rank:
-            found = shared.setdefault((name, artifact.how), ([], []))
-            found[0].append(int(number))
-            found[1].append(artifact.bytes)
+            entry = shared.setdefault((name, artifact.how), ([], []))
+            entry[0].append(int(number))
+            entry[1].append(artifact.bytes)
         elif not artifact.path.startswith("flight_recorder/"):
             own.append([artifact.path, artifact.how, artifact.bytes, artifact.note])
     return {

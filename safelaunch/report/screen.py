@@ -1,7 +1,7 @@
-"""A verdict as text: one screen on stderr, ``report.md``. The page is :mod:`safelaunch.report.page`'s.
+"""A verdict as one screen on stderr.
 
-Whatever comes from the job (messages, function names, paths, output) is untrusted: control and escape characters never
-reach the terminal, and Markdown is escaped.
+Text of the job (messages, function names, paths, output) is untrusted: control and escape characters never reach the
+terminal.
 """
 
 from __future__ import annotations
@@ -42,19 +42,17 @@ from safelaunch.verdict.exits import has_lost_a_peer
 MAX_LINES = 22
 
 
-# --- one screen ---------------------------------------------------------------------------------------------------
-
 TextStyle = Literal["", "title", "strong", "condition", "command"]
 _SGR: Mapping[TextStyle, str] = {"title": "1;31", "strong": "1", "condition": "33", "command": "1;36"}
 
 
 @dataclass(frozen=True)
 class ScreenLine:
-    """One line of a screen. ``whole``: it may be longer than the screen is wide, as it is to be pasted."""
+    """One line of a screen."""
 
     text: str
     style: TextStyle = ""
-    whole: bool = False
+    whole: bool = False  # never wrapped, so that it can be copied
 
     def shown(self, color: bool) -> str:
         if not color or not self.style:
@@ -79,14 +77,16 @@ def screen(
     cwd: str = "",
     evidence: Evidence | None = None,
 ) -> str:
-    """The summary for stderr: at most ``MAX_LINES`` lines of at most ``width`` columns, each starting ``safelaunch: ``.
+    """Returns the summary for stderr: at most ``MAX_LINES`` lines, each of which starts with ``safelaunch: ``.
 
-    No line breaks within a word, a path or a command. Longer than ``width`` are only such words, and the commands and
-    paths that are to be copied: the next command, and, as the last line, the bundle's path after the word ``place``.
-    ``page``: the file in the bundle to open for more. It is named above the path, with the command that explains the
-    cause.
-    ``read_line`` gives the text of a source line. ``cwd``: below it, a path may be relative where it fits only so.
-    ``evidence``: with it, the error of a rank that lost a peer is one line.
+    Lines break only between words. Longer than ``width`` are only long words, paths and commands; the commands and paths
+    to copy (the next command and, as the last line, the bundle's path after ``place``) are never broken.
+
+    Args:
+        page: File in the bundle to open for more, shown above the path with the command that explains the cause.
+        read_line: Returns the text of a source line.
+        cwd: Directory to which the bundle's path is relative if it doesn't fit otherwise.
+        evidence: If given, the error of a rank that lost a peer is shortened to one line.
     """
     verdict = verdict if evidence is None else _with_lost_peers(verdict, evidence)
     room = max(width - len(PREFIX), 28)
@@ -119,21 +119,21 @@ def screen(
 
 
 def _with_lost_peers(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Without the long messages of the ranks that only lost their connection to a peer."""
+    """Shortens the messages of ranks that only lost their connection to a peer."""
     named = {culprit.rank for culprit in verdict.culprits}
     lost = [rank.rank for rank in evidence.ranks if rank.rank not in named and has_lost_a_peer(rank)]
     texts = {}
     for rank in lost:
-        others = set(range(evidence.world_size)) - {rank}
-        peer = rank_words(named) if named == others else "a peer"
+        peers = set(range(evidence.world_size)) - {rank}
+        peer = rank_words(named) if named == peers else "a peer"
         texts[f"ranks/{rank}/exception.json"] = f"rank {rank}: lost its connection to {peer} (a consequence)"
-    claims = (replace(one, claim=texts.get(one.file, one.claim)) for one in verdict.evidence)
+    claims = (replace(claim, claim=texts.get(claim.file, claim.claim)) for claim in verdict.evidence)
     return replace(verdict, evidence=tuple(dict.fromkeys(claims)))
 
 
 _SUMMARY_LINES = 6
 _EVIDENCE_LINES = 3  # what a second piece of advice leaves to the evidence
-_SPACE = "\0"  # stands for one at which no line may break; ``clean`` leaves none in a text
+_SPACE = "\0"  # a space at which no line breaks; ``clean`` removes it from texts
 
 
 def _wrap(text: str, room: int, indent: str = "") -> list[str]:
@@ -142,7 +142,7 @@ def _wrap(text: str, room: int, indent: str = "") -> list[str]:
 
 
 def _cut(lines: list[str], most: int, room: int) -> list[str]:
-    """At most so many of them, the last one with ``…`` where it is not their end."""
+    """Returns at most ``most`` lines, the last one with ``…`` if more follow."""
     if len(lines) <= most or most <= 0:
         return lines[: max(most, 0)]
     last = lines[most - 1]
@@ -155,16 +155,16 @@ def _unbroken(text: str) -> str:
 
 
 def _quoted(lines: Sequence[str]) -> list[str]:
-    """The lines of one text with what stands between backquotes in colour, also across lines."""
-    found, inside = [], False
+    """Colours what is between backquotes, also across lines."""
+    result, inside = [], False
     for line in lines:
         parts = line.split("`")
         painted = []
         for number, part in enumerate(parts):
             painted.append(_painted(part, "condition") if inside and part else part)
             inside = inside != (number < len(parts) - 1)
-        found.append("`".join(painted))
-    return found
+        result.append("`".join(painted))
+    return result
 
 
 def _who(culprit: Culprit | ProcessAtFault, room: int, read_line: ReadLine | None) -> list[ScreenLine]:
@@ -193,7 +193,7 @@ def _files(files: Sequence[str], most: int = 3) -> str:
 
 
 def _claims(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
-    """At most ``space`` lines: as many of the first five claims as fit whole; the first one alone may be shortened."""
+    """Returns as many of the first five claims as fit into ``space`` lines. Only the first one can be shortened."""
     picked = _spread(merged_claims(verdict.evidence, clean(verdict.summary)), min(5, space - 1))
     lines: list[str] = []
     for text, files in picked:
@@ -206,18 +206,19 @@ def _claims(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
 
 
 def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[tuple[str, tuple[str, ...]]]:
-    """The first claim of each file before the second of any: a screen should show the breadth of the evidence."""
-    seen = Counter[str]()
+    """Puts the first claim of each file before the second of any, to show the breadth of the evidence."""
+    counts = Counter[str]()
     order = []
     for index, (text, files) in enumerate(claims):
-        order.append((seen[files[0]], index, (text, files)))
-        seen[files[0]] += 1
+        order.append((counts[files[0]], index, (text, files)))
+        counts[files[0]] += 1
     return [claim for _, _, claim in sorted(order, key=lambda item: item[:2])[: max(count, 0)]]
 
 
 def _tail(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
-    """What is below the evidence, in ``space`` lines. What to do is never cut, and a second piece of advice is left out
-    if it doesn't fit.
+    """Returns the part below the evidence, in ``space`` lines.
+
+    Advice is never cut; a second piece of it is included only if all of it fits.
     """
     parts = []
     if proved := proof_words(verdict):
@@ -242,14 +243,13 @@ def _tail(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
 
 
 def _command(step: NextStep | None) -> list[ScreenLine]:
-    """What to paste, on a line of its own."""
     if step is None:
         return []
     return [ScreenLine(f"  {clean(step.why)}:"), ScreenLine(f"    {clean(step.command)}", "command", whole=True)]
 
 
 def _details(cause: str, page: str, room: int) -> list[ScreenLine]:
-    """The command that explains the cause, and the page in the bundle: on one line if they fit."""
+    """Returns the command that explains the cause, and the page in the bundle, on one line if they fit."""
     explain = f"safelaunch explain {clean(cause)}"
     details = f"  details: {page} in the bundle"
     together = (f"{details}; {explain}", f"  details: {page}; {explain}") if page else ()
@@ -260,7 +260,7 @@ def _details(cause: str, page: str, room: int) -> list[ScreenLine]:
 
 
 def _place(place: str, path: str, room: int, cwd: str) -> list[ScreenLine]:
-    """Where the evidence is. With ``cwd``, in a form that the terminal doesn't break: relative, or on its own line."""
+    """Returns the place of the evidence, relative to ``cwd`` or on its own line if the terminal would break it."""
     line = f"{place}: {path}"
     if cwd and len(line) > room:
         short = path.removeprefix(f"{cwd}/")

@@ -20,7 +20,7 @@ from safelaunch.model import (
 from safelaunch.report.about import in_status
 from safelaunch.report.contract import batches, devices, world
 from safelaunch.system.printable import clean
-from safelaunch.verdict.groups import mesh
+from safelaunch.verdict.device_mesh import mesh
 from safelaunch.verdict.rank_state import CaseFacts
 
 _NCCL_LINES = 16
@@ -35,13 +35,13 @@ OUTCOMES = {
 
 
 def is_healthy(verdict: Verdict) -> bool:
-    """The job works, and nothing in it is at fault: no alarm."""
+    """Returns whether the job works, and nothing in it is at fault."""
     named = verdict.culprits or verdict.processes_at_fault or verdict.nodes_at_fault
     return verdict.cause == "slow-not-stuck" and not named
 
 
 def node_words(node: NodeAtFault) -> str:
-    """``node a (ranks 0-7): its safelaunch was not heard for 20 s``."""
+    """Returns ``node a (ranks 0-7): its safelaunch was not heard for 20 s``."""
     ranks = f" ({rank_words(node.ranks)})" if node.ranks else ""
     return clean(f"node {node.host}{ranks}: {node.reason}")
 
@@ -50,19 +50,19 @@ _OF_RANK = re.compile(r"rank (\d+): ")
 
 
 def merged_claims(claims: Sequence[Claim], told: str = "") -> list[tuple[str, tuple[str, ...]]]:
-    """Each claim once, with all files that show it; what is true of several ranks as one claim about them.
+    """Returns each claim once, with all files that show it; equal claims about several ranks become one.
 
-    Without those that ``told``, a text that stands before, has word for word.
+    Omits claims already quoted verbatim in ``told``.
     """
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    files_by_text: dict[str, dict[str, tuple[int, ...]]] = {}
     for claim in claims:
         text = clean(claim.claim)
         of = _OF_RANK.match(text)
         rest, ranks = (text[of.end() :], (int(of[1]),)) if of else (text, ())
         if text.rstrip(".") not in told:
-            files, file = found.setdefault(rest, {}), clean(claim.file)
+            files, file = files_by_text.setdefault(rest, {}), clean(claim.file)
             files[file] = (*files.get(file, ()), *ranks)
-    return [(_of_ranks(rest, files), tuple(files)) for rest, files in found.items()]
+    return [(_of_ranks(rest, files), tuple(files)) for rest, files in files_by_text.items()]
 
 
 def _of_ranks(text: str, files: Mapping[str, tuple[int, ...]]) -> str:
@@ -71,24 +71,24 @@ def _of_ranks(text: str, files: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def confidence_words(verdict: Verdict) -> str:
-    """``confidence: medium``. If the hang is proved, only its cause is in doubt."""
+    """Returns ``confidence: medium``. If the hang is proved, only its cause is in doubt."""
     level = verdict.confidence
     return f"proved hang; cause: {level} confidence" if _is_proved(verdict) else f"confidence: {level}"
 
 
 def confidence_sentence(verdict: Verdict) -> str:
-    """``Medium confidence``; ``Proved hang · cause: medium confidence``."""
+    """Returns ``Medium confidence`` or ``Proved hang · cause: medium confidence``."""
     words = f"{verdict.confidence} confidence"
     return sentence(f"proved hang · cause: {words}" if _is_proved(verdict) else words)
 
 
 def _is_proved(verdict: Verdict) -> bool:
-    """And the cause is not certain."""
+    # ... while its cause is not certain
     return bool(verdict.proof) and verdict.confidence != "high"
 
 
 def now_words(verdict: Verdict) -> str:
-    """What can be done about a job that continues although it may be hung; empty for any other."""
+    """Returns what to do about a job that continues although it might be hung; empty for any other."""
     if verdict.outcome != "suspect":
         return ""
     name = f" {shlex.quote(clean(verdict.run))}" if verdict.run else ""
@@ -99,10 +99,10 @@ def now_words(verdict: Verdict) -> str:
 
 
 def proof_words(verdict: Verdict) -> str:
-    """Why the job cannot go on, in a line: what the ranks wait for, which nobody outside of these waits can give."""
+    """Returns why the job can't continue, in a line: what the ranks wait for, and that nothing else can provide it."""
     waits = [f"{_does(edge.who, 'need')} {edge.why}" for edge in verdict.proof if edge.who.startswith("rank")]
     never = next((edge for edge in verdict.proof if not edge.waits_for), None)
-    if never is not None and " of group " in never.who:  # a call, which is at odds with itself
+    if never is not None and " of group " in never.who:  # a call whose ranks disagree
         return f"proved: this wait can never end: {never.why}"
     if never is not None:
         return f"proved: {_does(never.who, 'need')} {never.why}, and nothing is left that could"
@@ -115,23 +115,22 @@ def proof_words(verdict: Verdict) -> str:
 
 
 def _does(who: str, verb: str) -> str:
-    """``rank 1 waits``, ``ranks 0-1 wait``."""
     return f"{who} {verb}" if who.startswith("ranks ") or ", " in who else f"{who} {verb}s"
 
 
 def beside_next(verdict: Verdict) -> list[str]:
-    """The suggestions that the next command does not carry out."""
+    """Returns the suggestions that the next command doesn't carry out."""
     why = verdict.next.why if verdict.next is not None else ""
     carried_out = (why.startswith(text.partition(": `safelaunch ")[0]) for text in verdict.suggestions)
     return [text for text, done in zip(verdict.suggestions, carried_out, strict=True) if not done]
 
 
 def next_step(verdict: Verdict) -> NextStep | None:
-    """The next command, unless it is what was typed: the user knows that one."""
+    """Returns the next command, unless it is the one that was typed."""
     step = verdict.next
     try:
         words = shlex.split(step.command) if step is not None else []
-    except ValueError:  # somebody else's bundle
+    except ValueError:  # a bundle by another program
         return step
     is_as_typed = len(words) == len(verdict.command) and all(
         word == typed or word in ("N", f"{typed.partition('=')[0]}=N")
@@ -145,18 +144,18 @@ def sentence(text: str) -> str:
 
 
 def contract_words(evidence: Evidence, facts: CaseFacts) -> str:
-    """World size, mesh, batch and devices, as far as they are known."""
-    found = (
+    """Returns world size, mesh, batch and devices, as far as they are known."""
+    parts = (
         world(evidence.world_size, mesh(facts)),
         f"batch: {batch}" if (batch := batches(evidence)) else "",
         f"devices: {kinds}" if (kinds := devices(evidence)) else "",
     )
-    text = "; ".join(filter(None, found))
+    text = "; ".join(filter(None, parts))
     return f"The job: {text}." if text else ""
 
 
 def node_state(node: NodeEvidence) -> str:
-    """What is known of a node, in a few words."""
+    """Returns the state of a node in a few words."""
     parts = []
     if node.is_gone:
         parts.append(f"not heard for {node.silent_s:.0f} s" if node.silent_s else "not heard")
@@ -168,22 +167,25 @@ def node_state(node: NodeEvidence) -> str:
 
 
 def nccl_lines(witness: NcclWitness | None) -> list[str]:
-    """What NCCL's RAS service has said, in a few lines; empty where it was not heard."""
+    """Returns the answer of NCCL's RAS service in a few lines; empty without one."""
     if witness is None:
         return []
     everybody = (*witness.processes, *(process for comm in witness.communicators for process in comm.processes))
-    said = {(one.host, one.pid, one.gpu): one.state for one in everybody}
-    numbers = {state: sum(1 for one in said.values() if one == state) for state in ("answers", "unresponsive", "dead")}
+    states = {(process.host, process.pid, process.gpu): process.state for process in everybody}
+    numbers = {
+        state: sum(1 for state_of in states.values() if state_of == state)
+        for state in ("answers", "unresponsive", "dead")
+    }
     answers = [f"answers from {numbers['answers']}"] if witness.communicators else []
     silent = [f"none from {numbers['unresponsive']}", f"{numbers['dead']} given up"]
     head = f"NCCL {witness.version}, of its processes: {', '.join([*answers, *silent])}"
-    gone = [(host, pid, gpu, state) for (host, pid, gpu), state in said.items() if state != "answers"]
+    gone = [(host, pid, gpu, state) for (host, pid, gpu), state in states.items() if state != "answers"]
     lines = [f"pid {pid} on {host}, GPU {gpu}: {state}" for host, pid, gpu, state in gone[:_NCCL_LINES]]
     return [head, *lines, f"The raw answer: {witness.file}"]
 
 
 def stalled_words(evidence: Evidence) -> str:
-    """How long there was no progress, and why that was too long; empty where the bundle is not about that."""
+    """Returns how long there was no progress, and the limit; empty if the bundle isn't about that."""
     if not evidence.threshold_s:
         return ""
     why = f" ({evidence.threshold_why})" if evidence.threshold_why else ""
@@ -192,5 +194,5 @@ def stalled_words(evidence: Evidence) -> str:
 
 
 def early_lines(evidence: Evidence) -> list[str]:
-    """What was seen while the job was quiet, and when."""
-    return [f"{time.strftime('%H:%M:%S', time.gmtime(one.unix_s))} UTC, {in_status(one)}" for one in evidence.early]
+    """Returns what was seen while the job was quiet, and when."""
+    return [f"{time.strftime('%H:%M:%S', time.gmtime(look.unix_s))} UTC, {in_status(look)}" for look in evidence.early]

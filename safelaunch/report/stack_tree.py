@@ -7,27 +7,25 @@ from dataclasses import dataclass
 
 from safelaunch.model import Frame, format_ranks, rank_words
 
-_DEEPEST = 60  # branches within branches: a runaway recursion, caught by each rank at another depth
+_DEEPEST = 60  # nested branches: a runaway recursion that each rank was seen in at another depth
 
 
 @dataclass(frozen=True)
 class StackBranch:
-    """``frames``, outermost first, that all of ``ranks`` share, and how they go on: ``branches``, the largest first.
+    """Frames that several ranks share, and how their stacks continue.
 
-    ``missing``: who had come as far as where this branch begins and is not in it; empty where they are the majority.
-    Ranges, as ``"0-2,5"``; ``count`` is how many ``ranks`` are. A branch without frames: the innermost frame of these
-    ranks is the one before.
+    A branch without frames: the innermost frame of these ranks is the one before it. Ranks are ranges (``"0-2,5"``).
     """
 
-    frames: tuple[Frame, ...]
+    frames: tuple[Frame, ...]  # outermost first
     ranks: str
-    missing: str
-    count: int
-    branches: tuple[StackBranch, ...] = ()
+    missing: str  # ranks that share the parent frame but not this branch; empty if most ranks do
+    count: int  # number of ``ranks``
+    branches: tuple[StackBranch, ...] = ()  # the largest first
 
 
 def stack_tree(stacks: Mapping[int, Sequence[Frame]], everybody: Iterable[int]) -> tuple[StackBranch, ...]:
-    """The branches of the job's tree. ``stacks``: rank → frames, innermost first; ``everybody``: all ranks of it."""
+    """Returns the branches of the tree of all stacks, whose frames are innermost first."""
     groups: dict[tuple[Frame, ...], int] = {}
     for rank, frames in stacks.items():
         key = tuple(frames)
@@ -39,7 +37,7 @@ def stack_tree(stacks: Mapping[int, Sequence[Frame]], everybody: Iterable[int]) 
 def _branches(
     stacks: Sequence[tuple[tuple[Frame, ...], int]], depth: int, whole: int, nesting: int
 ) -> tuple[StackBranch, ...]:
-    """``depth``: how many frames the stacks have in common; ``whole``: the ranks that have come so far."""
+    """Returns the branches of stacks that share ``depth`` frames, as do the ranks ``whole``."""
     sides: dict[Frame | None, list[tuple[tuple[Frame, ...], int]]] = {}
     for frames, ranks in stacks:
         sides.setdefault(frames[depth] if depth < len(frames) else None, []).append((frames, ranks))
@@ -67,7 +65,7 @@ def _common_end(stacks: Sequence[tuple[Frame, ...]], begin: int) -> int:
 
 
 def tree_lines(branches: Sequence[StackBranch], *, frames: int = 40, lines: int = 240) -> list[str]:
-    """The tree as text. Of a long run of frames the middle is left out, of a large tree the end."""
+    """Returns the tree as text. Leaves out the middle of a long run of frames, and the end of a large tree."""
     made: list[str] = []
     for branch in branches:
         _lines_of(branch, "", frames, made)
@@ -89,13 +87,13 @@ def _lines_of(branch: StackBranch, indent: str, most: int, made: list[str]) -> N
 
 
 def _who(branch: StackBranch) -> str:
-    """``ranks 0-2,5 | missing 3-4``."""
+    """Returns ``ranks 0-2,5 | missing 3-4``."""
     missing = f" | missing {branch.missing}" if branch.missing else ""
     return f"{rank_words(branch.ranks)}{'' if branch.frames else ': here'}{missing}"
 
 
 def ranges(ranks: int) -> str:
-    """Of ranks as bits."""
+    """Formats ranks, given as bits."""
     found = []
     while ranks:
         lowest = ranks & -ranks

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, rank_words
 from safelaunch.report.stack_tree import StackBranch, stack_tree
 from safelaunch.stacks.frames import is_ours, own_part
-from safelaunch.verdict.conditions import View
 from safelaunch.verdict.rank_state import CaseFacts, child_views, view_of
+from safelaunch.verdict.thread_view import View
 
-ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) → that line of the source, if readable
+ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) -> that line of the source, if readable
 
 
 MAX_FRAMES = 40
@@ -19,23 +19,23 @@ MAX_FRAMES = 40
 
 @dataclass(frozen=True)
 class StackGroup:
-    """One stack (innermost first) and all who have it. ``who``: ``ranks 0-2,5``, ``dataloader workers of rank 1``."""
+    """One stack and the processes that have it."""
 
-    who: str
-    frames: tuple[Frame, ...]
+    who: str  # ``ranks 0-2,5``, ``dataloader workers of rank 1``
+    frames: tuple[Frame, ...]  # innermost first
     user_frame: Frame | None
     count: int
 
 
 def merged_stacks(facts: CaseFacts) -> tuple[StackBranch, ...]:
-    """The main threads of all ranks as a tree; empty where only one rank's was seen."""
+    """Returns the main threads of all ranks as a tree; empty if at most one rank was seen."""
     found = {rank: main_frames(one.evidence) for rank, one in facts.ranks.items()}
     mains = {rank: frames for rank, frames in found.items() if frames}
     return stack_tree(mains, {*facts.ranks, *facts.unseen}) if len(mains) > 1 else ()
 
 
 def main_frames(rank: RankEvidence) -> tuple[Frame, ...]:
-    """Where the main thread of a rank is, innermost first; where it raised, if it has: what it does since is ours."""
+    """Returns the frames of a rank's main thread, innermost first; if it raised, those of the exception."""
     if rank.exception is not None and rank.exception.frames:
         return rank.exception.frames
     view = view_of(rank)
@@ -43,14 +43,14 @@ def main_frames(rank: RankEvidence) -> tuple[Frame, ...]:
 
 
 def without_ours(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """The frames without those of the beacon, which waits at the end of a rank for the supervisor."""
+    """Removes the frames of the beacon, which waits for the supervisor at the end of a rank."""
     return (
         tuple(frame for frame in frames if not is_ours(frame.file)) if any(is_ours(f.file) for f in frames) else frames
     )
 
 
 def stack_groups(facts: CaseFacts) -> tuple[list[StackGroup], set[int]]:
-    """Groups of equal stacks, the largest first, ranks before their children; and the ranks without any."""
+    """Returns groups of equal stacks, the largest first, ranks before their children; and the ranks without stacks."""
     groups: dict[tuple[bool, str, tuple[Frame, ...]], list[tuple[int, View]]] = {}
     for rank, one in facts.ranks.items():
         view = view_of(one.evidence)
@@ -73,14 +73,14 @@ def frame_text(frame: Frame | None) -> str:
 
 
 def stack_lines(group: StackGroup) -> list[str]:
-    """Innermost first; the user's own innermost frame is marked."""
+    """Returns the stack innermost first, with the user's innermost frame marked."""
     lines = [f"{'→' if f == group.user_frame else ' '} {frame_text(f)}" for f in group.frames[:MAX_FRAMES]]
     left = len(group.frames) - MAX_FRAMES
     return [*lines, f"  ... {left} more"] if left > 0 else lines
 
 
 def culprit_lines(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None) -> list[str]:
-    """The stack of the process at fault, its user frame marked and shown with its source line."""
+    """Returns the stack of the process at fault, with its user frame marked and its source line."""
     rank = next((r for r in evidence.ranks if r.rank == culprit.rank), None)
     lines: list[str] = []
     marked = False
@@ -91,14 +91,16 @@ def culprit_lines(culprit: Culprit, evidence: Evidence, read_line: ReadLine | No
         text = read_line(frame.file, frame.line) if read_line and mark else None
         lines += [f"      {text}"] if text else []
     if culprit.frame is not None and not marked:
-        # Where it went wrong earlier is no part of the stack that it has now.
+        # The line at fault is in the past: it isn't part of the present stack.
         lines = [f"→ {frame_text(culprit.frame)}", *(["", "now in:", *lines] if lines else [])]
     return lines
 
 
 def frames_at_fault(culprit: Culprit, rank: RankEvidence | None) -> tuple[Frame, ...]:
-    """The frames of the exception that ended it; else the thread with the culprit's frame in it, else the main thread;
-    for the dead, what they recorded last.
+    """Returns the frames of the exception that ended the process.
+
+    Without one, those of the thread with the culprit's frame, else of the main thread; of a dead process, the frames
+    that it recorded last.
     """
     if rank is None:
         return ()
@@ -114,7 +116,6 @@ def frames_at_fault(culprit: Culprit, rank: RankEvidence | None) -> tuple[Frame,
 
 
 def _last_frames(rank: RankEvidence) -> tuple[Frame, ...]:
-    """Where a rank that is gone was at its end."""
     if rank.exception is not None:
         return rank.exception.frames
     if rank.fatal is not None:

@@ -1,4 +1,4 @@
-"""What a page says many times, once: frames and other items by number; names of files and hosts as people say them."""
+"""Tables of what a page contains many times: frames and other items by number; short names of files and hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ItemNumbers(dict[T, int]):
-    """Numbers items in the order in which they are first asked for: equal ones have one number."""
+    """Numbers items in the order of their first use. Equal items have the same number."""
 
     def __missing__(self, item: T) -> int:
         return self.setdefault(item, len(self))
@@ -27,23 +27,23 @@ class ItemNumbers(dict[T, int]):
 
 @dataclass(frozen=True)
 class Paths:
-    """Shortens file names. ``projects``: the directories of the user's code."""
+    """Shortens file names."""
 
-    projects: tuple[str, ...] = ()
+    projects: tuple[str, ...] = ()  # directories of the user's code
 
     @classmethod
     def of(cls, evidence: Evidence, cwd: str, frames: Iterable[Frame | None]) -> Paths:
-        """The directory in which the job runs, and those of the scripts that it runs."""
+        """Takes the directory in which the job runs, and those of its scripts, as projects."""
         scripts = {str(PurePosixPath(normal(frame.file)).parent) for frame in frames if frame is not None}
         places = {place for place in (cwd, *scripts) if place.startswith("/") and len(place) > 1}
         return cls(tuple(sorted(places, key=len)))
 
     def short(self, path: str) -> str:
-        """``model/layers.py`` below a project, ``torch/nn/modules/module.py`` of an installed package."""
+        """Returns ``model/layers.py`` below a project, ``torch/nn/modules/module.py`` of an installed package."""
         text = normal(path)
         for pattern in (_INSTALLED, _STANDARD):
-            if found := pattern.match(text):
-                return text[found.end() :]
+            if match := pattern.match(text):
+                return text[match.end() :]
         for project in self.projects:
             if text.startswith(f"{project}/"):
                 return text[len(project) + 1 :]
@@ -59,18 +59,18 @@ class Frames:
     _frames: ItemNumbers[tuple[Frame, bool]] = field(default_factory=ItemNumbers)
 
     def number(self, frame: Frame | None, code_roots: Sequence[str] = ()) -> int:
-        """The number of its row; -1 without a frame."""
+        """Returns the number of the frame's row; -1 without a frame."""
         if frame is None:
             return -1
         return self._frames[frame, is_pseudo(frame.file) or is_ours(frame.file) or is_library(frame.file, code_roots)]
 
     def stack(self, frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> int:
-        """The number of the stack, whose frames are innermost first."""
+        """Returns the number of the stack, whose frames are innermost first."""
         return self.stacks[tuple(self.number(frame, code_roots) for frame in frames)]
 
     @property
     def rows(self) -> list[list[Any]]:
-        """``[short name, line, function, is it a library's, whole name]``."""
+        """Returns ``[short name, line, function, is it a library's, whole name]`` for each frame."""
         return [self._row(*frame) for frame in self._frames]
 
     def _row(self, frame: Frame, library: bool) -> list[Any]:
@@ -79,16 +79,16 @@ class Frames:
 
 
 def hosts_word(hosts: Sequence[str]) -> str:
-    """``node[2-512]``, as Slurm writes lists of hosts."""
+    """Returns ``node[2-512]``, as Slurm writes lists of hosts."""
     runs: dict[tuple[str, str, int], list[int]] = {}
     whole = []
     for host in hosts:
-        found = _NUMBERED.fullmatch(clean(host))
-        if found is None or len(found[2]) > 12:
+        match = _NUMBERED.fullmatch(clean(host))
+        if match is None or len(match[2]) > 12:
             whole.append(clean(host))
             continue
-        width = len(found[2]) if found[2].startswith("0") else 0
-        runs.setdefault((found[1], found[3], width), []).append(int(found[2]))
+        width = len(match[2]) if match[2].startswith("0") else 0
+        runs.setdefault((match[1], match[3], width), []).append(int(match[2]))
     for (begin, end, width), numbers in runs.items():
         padded = re.sub(r"\d+", lambda one, width=width: one[0].zfill(width), format_ranks(numbers))  # type: ignore[misc]
         whole.append(f"{begin}[{padded}]{end}" if len(numbers) > 1 else f"{begin}{padded}{end}")

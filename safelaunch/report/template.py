@@ -15,7 +15,7 @@ from typing import Any
 from safelaunch.report.page import _first_sentence
 from safelaunch.system.printable import clean, clean_json
 
-_STYLE, _SCRIPT, _COMMON = "report.css", "report.js", "common.js"  # COMMON: what all pages draw with
+_STYLE, _SCRIPT, _COMMON = "report.css", "report.js", "common.js"  # COMMON: drawing functions of all pages
 
 
 @cache
@@ -30,9 +30,10 @@ def prepare() -> None:
 
 
 def render(page: dict[str, Any], script: str | None = None) -> str:
-    """The page with ``page`` as its data. Nothing in it can end the block that it stands in, or be taken for markup.
+    """Returns the page with ``page`` as its data.
 
-    ``script``: the program that draws it, after what all pages have in common; None: that of an incident.
+    Args:
+        script: Program that draws it, after the common functions; None: that of an incident.
     """
     code = _part(_COMMON) + (script if script is not None else _part(_SCRIPT))
     data = clean_json(json.dumps(_cleaned(page), ensure_ascii=False, separators=(",", ":")))
@@ -57,7 +58,7 @@ def _hash(text: str) -> str:
 
 
 def _cleaned(value: Any) -> Any:
-    """The same with every text cleaned of what is not shown; spaces stay, as source is indented by them."""
+    """Removes invisible characters from every text. Spaces stay, because they indent source."""
     if isinstance(value, str):
         return value if value.isprintable() else _printable(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The last calls of every rank, as lanes: ranks that called alike share one."""
+"""The last calls of every rank, as lanes. Ranks that made the same calls share a lane."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safelaunch.report.tables import Frames, ItemNumbers
 from safelaunch.verdict.c10d import number_of, op_name
 from safelaunch.verdict.rank_state import CaseFacts
 
-MOST_CALLS = 96  # of a lane
+MOST_CALLS = 96  # in a lane
 MOST_LANES = 160
 LONGEST_S = 1e8
 _FEW_GROUPS = 12
@@ -23,12 +23,10 @@ _NAMELESS = ("", "undefined")
 
 @dataclass(frozen=True)
 class _CallKind:
-    """What many calls have in common. ``group``: its label. ``state``: ``queued`` where the CPU has entered the call,
-    and the device has not begun it.
-    """
+    """A kind of call that occurs many times."""
 
     op: str
-    group: str
+    group: str  # its label
     sizes: str
     dtypes: str
     frame: Frame | None
@@ -44,33 +42,30 @@ class _CallKind:
 
 @dataclass(frozen=True)
 class _Lane:
-    """The last calls of ``ranks``, oldest first, by column. ``at_ns``: of the first of these ranks.
-
-    ``orders``: where a call stands among all calls of its rank. ``culprit``: these ranks are at fault.
-    """
+    """The last calls of ``ranks``, oldest first, by column."""
 
     ranks: list[int]
-    culprit: bool
+    culprit: bool  # these ranks are at fault
     kinds: Sequence[int] = ()
     numbers: Sequence[int] = ()
-    orders: Sequence[int] = ()
-    at_ns: Sequence[int] = ()
+    orders: Sequence[int] = ()  # position among all calls of the rank
+    at_ns: Sequence[int] = ()  # times of the first of these ranks
 
 
 def timeline(facts: CaseFacts, culprits: Collection[int], frames: Frames) -> dict[str, Any]:
-    """The lanes of all ranks whose Flight Recorder holds any calls: those at fault first, then the largest.
+    """Returns the lanes of all ranks whose Flight Recorder holds calls: ranks at fault first, then the largest lanes.
 
-    Kinds are rows, times microseconds since the oldest call that is shown. ``part``: the call at which ranks part;
-    ``recorded``: ranks with a record; ``mixed``: those at fault wait in several groups.
+    Kinds are rows, times are microseconds since the oldest shown call. ``part`` is the call at which ranks diverge;
+    ``recorded`` are the ranks with a record; ``mixed``: the ranks at fault wait in several groups.
     """
     records = {
-        rank: one.evidence.flight_record
-        for rank, one in facts.ranks.items()
-        if one.evidence.flight_record is not None and one.evidence.flight_record.entries
+        rank: state.evidence.flight_record
+        for rank, state in facts.ranks.items()
+        if state.evidence.flight_record is not None and state.evidence.flight_record.entries
     }
     rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
     labels = _labels(records, rings)
-    groups = Counter(labels.values())  # how many groups a label stands for
+    groups = Counter(labels.values())  # number of groups with each label
     kinds = ItemNumbers[_CallKind]()
     every = _lanes(
         facts, rings, culprits, ByKind(lambda rank, call: kinds[_CallKind.of(rank, call, labels[call.group])])
@@ -84,7 +79,7 @@ def timeline(facts: CaseFacts, culprits: Collection[int], frames: Frames) -> dic
     order = list(groups)
     start = min((lane.at_ns[0] for lane in lanes if lane.at_ns), default=0)
     newest = max((lane.at_ns[-1] for lane in every if lane.at_ns), default=0)
-    end = newest + int(min(max(facts.evidence.stall_s, 0.0), LONGEST_S) * 1e9)  # when the evidence was taken
+    end = newest + int(min(max(facts.evidence.stall_s, 0.0), LONGEST_S) * 1e9)  # when the evidence was collected
     part, absent = _parting(facts, labels, culprits)
     return {
         "ops": ops,
@@ -121,12 +116,12 @@ def _lane(lane: _Lane, kinds: Mapping[int, int], start: int, absent: Set[int]) -
 def _lanes(
     facts: CaseFacts, rings: Mapping[int, Entries], culprits: Collection[int], kinds: ByKind[int]
 ) -> list[_Lane]:
-    """Ranks that called alike share one: that of the first of them."""
+    """Returns a lane for each set of ranks that made the same calls."""
     folded: dict[Hashable, _Lane] = {}
     for rank, ring in rings.items():
-        known = kinds.of(facts.ranks[rank].evidence, ring)
+        kinds_of = kinds.of(facts.ranks[rank].evidence, ring)
         newest = range(max(0, len(ring) - MOST_CALLS), len(ring))
-        called = tuple(known[ring.kind_of[at]] for at in newest)
+        called = tuple(kinds_of[ring.kind_of[at]] for at in newest)
         key = (rank in culprits, called, tuple(ring.seqs[newest.start :]), tuple(ring.p2p_seqs[newest.start :]))
         if key not in folded:
             transfers = {kind for kind, call in ring.used().items() if call.is_p2p}
@@ -141,7 +136,7 @@ def _lanes(
 
 
 def _labels(records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> dict[str, str]:
-    """Group → what people call it. Groups of one purpose (the data-parallel ones of a mesh) share a label."""
+    """Returns a label for each group. Groups of one purpose (the data-parallel ones of a mesh) share a label."""
     described: dict[str, str] = {}
     members: dict[str, int] = {}
     for rank, record in records.items():
@@ -165,8 +160,9 @@ def _labels(records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -
 def _parting(
     facts: CaseFacts, labels: Mapping[str, str], culprits: Collection[int]
 ) -> tuple[tuple[str, int] | None, Set[int]]:
-    """Where the calls of the ranks part, as far as their records show it: the group's label and the call's number; and
-    who never entered it.
+    """Returns the call at which the ranks diverge, and the ranks that never entered it.
+
+    The call is the label of its group and its number; None if the records don't show it.
     """
     differs = facts.histories.first_mismatch
     place = _shifted(facts, culprits) or ((differs.group, differs.seq) if differs is not None else None)
@@ -174,13 +170,13 @@ def _parting(
     if place is None:
         return None, set()
     group, number = place
-    members, known = facts.alignment.members(group)
+    members, complete = facts.alignment.members(group)
     absent = {r for r in members if r in facts.alignment.records and facts.alignment.last(r, group) < number}
-    return (labels.get(group, group), number), absent if known else set()
+    return (labels.get(group, group), number), absent if complete else set()
 
 
 def _shifted(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int] | None:
-    """A call too many or too few, by the ranks at fault, behind which the calls agree again."""
+    """Returns an extra or missing call of the ranks at fault after which the calls agree again."""
     for group in _waited_in(facts):
         shift = facts.histories.shift_in(group)
         if shift is not None and shift.agrees_again and set(shift.ranks) & set(culprits):
@@ -189,10 +185,11 @@ def _shifted(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int] | N
 
 
 def _not_entered(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int] | None:
-    """The first collective that some rank waits in and another member has not entered: one at fault before others, and
-    one in whose group another one at fault waits before those.
+    """Returns the first collective that a rank waits in and another member hasn't entered.
+
+    Prefers one that a rank at fault hasn't entered, and groups in which another rank at fault waits.
     """
-    found = []
+    candidates = []
     waits = _groups_of(facts, culprits)
     for group in _waited_in(facts):
         numbers = [
@@ -201,18 +198,18 @@ def _not_entered(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int]
             for call in facts.alignment.pending(rank)
             if call.group == group and not call.is_p2p
         ]
-        members, known = facts.alignment.members(group)
-        if numbers and known:
+        members, complete = facts.alignment.members(group)
+        if numbers and complete:
             first = min(numbers)
             late = {rank for rank in members if facts.alignment.last(rank, group) < first}
             at_fault = late & set(culprits)
             with_another = bool(at_fault) and group in waits
-            found += [(not with_another, not at_fault, -len(late), group, first)] if late else []
-    return min(found)[3:] if found else None
+            candidates += [(not with_another, not at_fault, -len(late), group, first)] if late else []
+    return min(candidates)[3:] if candidates else None
 
 
 def _met(facts: CaseFacts, culprits: Set[int]) -> tuple[str, int] | None:
-    """The call that ranks at fault and others wait in together: they differ in something that it was called with."""
+    """Returns the call in which ranks at fault and others wait together: they differ in its arguments."""
     pending: dict[tuple[str, int], set[int]] = {}
     for rank in facts.ranks:
         for call in facts.alignment.pending(rank):
@@ -222,12 +219,11 @@ def _met(facts: CaseFacts, culprits: Set[int]) -> tuple[str, int] | None:
 
 
 def _waited_in(facts: CaseFacts) -> list[str]:
-    """The groups that ranks wait in; where none is known to wait, as after a crash, those of calls that are pending."""
+    """Returns the groups that ranks wait in; without any, as after a crash, the groups with pending calls."""
     groups = _groups_of(facts, facts.ranks)
     return sorted(groups or {call.group for rank in facts.ranks for call in facts.alignment.pending(rank)})[:64]
 
 
 def _groups_of(facts: CaseFacts, ranks: Collection[int]) -> set[str]:
-    """The groups that these ranks wait in."""
     waits = (facts.ranks[rank].wait for rank in ranks if rank in facts.ranks)
     return {wait.group for wait in waits if wait is not None and wait.group is not None}
