@@ -79,8 +79,8 @@ def screen(
 ) -> str:
     """Returns the summary for stderr: at most ``MAX_LINES`` lines, each of which starts with ``safelaunch: ``.
 
-    Lines break only between words. Longer than ``width`` are only long words, paths and commands; the commands and paths
-    to copy (the next command and, as the last line, the bundle's path after ``place``) are never broken.
+    Lines break only between words. Only long words, paths and commands exceed ``width``; the commands and paths to copy
+    (the next command and, as the last line, the bundle's path after ``place``) are never broken.
 
     Args:
         page: File in the bundle to open for more, shown above the path with the command that explains the cause.
