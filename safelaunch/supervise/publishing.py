@@ -415,7 +415,7 @@ def add_reports(
     ``about``: the job and its nodes. Returns the dimensions of the job's mesh, by name.
     """
     from safelaunch.report import HTML, PERFETTO, exports, markdown, page, template
-    from safelaunch.verdict.groups import mesh
+    from safelaunch.verdict.device_mesh import mesh
     from safelaunch.verdict.rank_state import CaseFacts
 
     said = redactor.said

@@ -12,9 +12,10 @@ from safelaunch.model import Claim, EarlierException, Evidence, Frame, NcclLog, 
 from safelaunch.stacks import calls, failures, tracebacks
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict import causes, suggestions
-from safelaunch.verdict.conditions import Condition, View
+from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.suggestions import Advice
+from safelaunch.verdict.thread_view import View
 
 GONE_CAUSES = (*causes.FAILURES, "uneven-batches")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 
 import msgspec
 
@@ -86,28 +85,3 @@ def group_labels(facts: CaseFacts, rank: int) -> dict[str, str]:
 
 def _own_labels(rank: RankEvidence) -> dict[str, str]:
     return {name: text for name, text in rank.gil.called.items() if text not in ("undefined", *DEFAULT_GROUPS)}
-
-
-# --- device meshes ----------------------------------------------------------------------------------------------------
-
-_MESH_PREFIX = "mesh_"  # prefix of the description of a DeviceMesh's groups, before the dimension's name
-
-
-def mesh(facts: CaseFacts) -> tuple[tuple[str, int], ...]:
-    """Returns the dimensions and sizes of the DeviceMesh over all ranks, the outermost first; empty if there is none.
-
-    Only the descriptions of a mesh's groups show it. Groups of flattened dimensions are created after them.
-    """
-    meshes = {_dimensions(facts, rank) for rank in facts.ranks} - {()}
-    return meshes.pop() if len(meshes) == 1 else ()
-
-
-def _dimensions(facts: CaseFacts, rank: int) -> tuple[tuple[str, int], ...]:
-    labels, dimensions = group_labels(facts, rank), []
-    for name, members in facts.alignment.groups_of(rank).items():
-        label = labels.get(name, "")
-        if label.startswith(_MESH_PREFIX) and rank in members:
-            dimensions.append((label.removeprefix(_MESH_PREFIX), len(members)))
-            if prod(size for _, size in dimensions) == facts.evidence.world_size:
-                return tuple(dimensions)
-    return ()

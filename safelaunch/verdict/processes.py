@@ -18,11 +18,12 @@ from safelaunch.stacks import frames as fr
 from safelaunch.stacks.innermost import LockHeld
 from safelaunch.stacks.kernel import wait_words
 from safelaunch.verdict import causes, suggestions
-from safelaunch.verdict.conditions import Condition, View, thread_condition
+from safelaunch.verdict.conditions import Condition, thread_condition
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exits import signal_name
 from safelaunch.verdict.graph import Edge, Graph, Node, NodeKind
 from safelaunch.verdict.suggestions import Advice
+from safelaunch.verdict.thread_view import View
 
 _HELPERS = ("resource tracker", "forkserver")  # roles that capture/proc.py assigns
 _CANNOT_RUN = ("stopped", "dead", "disk")

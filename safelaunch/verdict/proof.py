@@ -23,7 +23,6 @@ from safelaunch.model import (
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.c10d import described
-from safelaunch.verdict.conditions import View
 from safelaunch.verdict.graph import Need, Node, stuck
 from safelaunch.verdict.peers import PeerWait, peer_wait
 from safelaunch.verdict.proof_calls import OpenCall, OpenTransfer, can_meet, names_transfer, open_call_of
@@ -45,6 +44,7 @@ from safelaunch.verdict.proof_threads import (
     rests_in_of,
     stack_claim_of,
 )
+from safelaunch.verdict.thread_view import View
 from safelaunch.verdict.waits import Case
 
 MOST_EDGES = 24

@@ -9,8 +9,8 @@ from safelaunch.model import (
 )
 from safelaunch.stacks.innermost import is_given_by
 from safelaunch.verdict.c10d import number_of, op_name, signature
-from safelaunch.verdict.conditions import View
 from safelaunch.verdict.peers import PeerWait, line_before_c10d
+from safelaunch.verdict.thread_view import View
 
 _TRANSFERS = frozenset({"isend", "irecv", "batch_isend_irecv"})
 

@@ -20,8 +20,8 @@ from safelaunch.model import (
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.source import ReadSource
-from safelaunch.verdict.conditions import View
 from safelaunch.verdict.graph import Node
+from safelaunch.verdict.thread_view import View
 
 UNKNOWN_THREADS = -1
 NO_GIVERS: frozenset[Node] = frozenset()

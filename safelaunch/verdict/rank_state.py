@@ -13,13 +13,14 @@ from safelaunch.model import Claim, Collective, Evidence, FileLock, Frame, Proce
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.source import NO_SOURCE, ReadSource
-from safelaunch.verdict import exits, peers
+from safelaunch.verdict import exits, gpu_waits, peers
 from safelaunch.verdict.alignment import Alignment
 from safelaunch.verdict.c10d import described, number_of, op_name
 from safelaunch.verdict.causes import BY_ITSELF
-from safelaunch.verdict.conditions import Condition, View, gil_condition, record_claim, thread_condition
+from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
 from safelaunch.verdict.divergence import Histories
 from safelaunch.verdict.doubts import Doubt, doubts_if
+from safelaunch.verdict.gil import gil_condition
 from safelaunch.verdict.peers import PeerWait, begins_at
 from safelaunch.verdict.processes import ProcessView, may_train_elsewhere
 from safelaunch.verdict.suggestions import (
@@ -30,6 +31,7 @@ from safelaunch.verdict.suggestions import (
     OWED,
     STORE_NOT_REACHED,
 )
+from safelaunch.verdict.thread_view import View
 from safelaunch.verdict.transfers import Transfers
 
 UNKNOWN_OP = "communication"  # operation if ``work.wait()`` raised on the user's own line, with no frame to name it
@@ -367,9 +369,11 @@ def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource
     if condition is None and view is not None:
         condition = _condition_in_kernel(view) or _condition_after_script(view)
     if condition is None and view is not None and rank.exception is None:  # otherwise its handler waits for our look
-        condition = gil_condition(view) or peers.lost_condition(view, alignment) or peers.gpu_condition(view, alignment)
+        condition = (
+            gil_condition(view) or gpu_waits.lost_condition(view, alignment) or gpu_waits.gpu_condition(view, alignment)
+        )
     if condition is None and (view is None or not view.frames) and not peers.kernel_says_busy(view):
-        condition = peers.device_condition(rank, alignment)
+        condition = gpu_waits.device_condition(rank, alignment)
     wait = None
     if condition is None:
         wait = _wait_in_traceback(rank) or peers.peer_wait(rank, view, alignment)

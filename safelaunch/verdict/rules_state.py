@@ -13,7 +13,7 @@ from safelaunch.stacks.kernel import kind_of, thread_samples
 from safelaunch.verdict.blame import blame, condition_claims, conditions, most_doubtful, wait_claims
 from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.chance import has_no_pattern
-from safelaunch.verdict.conditions import Condition, View
+from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exits import (
     failed_at,
@@ -40,6 +40,7 @@ from safelaunch.verdict.phrases import (
 )
 from safelaunch.verdict.rank_state import UNKNOWN_OP, CaseFacts, RankFacts, view_of
 from safelaunch.verdict.suggestions import LAUNCHER, STORE_NOT_REACHED
+from safelaunch.verdict.thread_view import View
 from safelaunch.verdict.waits import Case
 
 CLOCKS_S = 2.0

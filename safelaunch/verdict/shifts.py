@@ -144,8 +144,8 @@ def _is_novel(longer: CallHistory, shorter: CallHistory, diverged_at: int, calls
 
 
 def _matched(ahead: CallHistory, begin: int, behind: CallHistory, at: int) -> int:
-    # Few matches are coincidence. Many can end in a break, because the ranks hang there, unless both completed the calls
-    # at the break: then their programs differ, as in two pipeline stages.
+    # Few matches are coincidence. Many can end in a break, because the ranks hang there, unless both completed the
+    # calls at the break: then their programs differ, as in two pipeline stages.
     overlap = ahead.overlap(begin, behind, at)
     agree = agreeing_calls(ahead, begin, behind, at)
     if agree < overlap and ahead.is_over(begin + agree) and behind.is_over(at + agree):

@@ -8,7 +8,7 @@ from safelaunch.model import (
     GilTest,
     RankEvidence,
 )
-from safelaunch.verdict.groups import mesh
+from safelaunch.verdict.device_mesh import mesh
 from safelaunch.verdict.rank_state import CaseFacts
 from tests.support.evidence import in_user, job, rank
 
