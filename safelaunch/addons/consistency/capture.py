@@ -57,14 +57,16 @@ class Check:
 
 
 class Series:
-    """The mapped file of one series. Raises OSError or ValueError if the file is not whole."""
+    """The mapped file of one series. Raises BlockingIOError until its rank has made it; OSError or ValueError for good."""
 
     def __init__(self, path: Path, rank: int) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             size = os.fstat(descriptor).st_size
-            if not 8 * layout.CHECK_HEADER <= size <= LARGEST:
-                raise ValueError(f"{path.name} has no room for a header")
+            if size < 8 * layout.CHECK_HEADER:  # the rank has created the file and not given it its size yet
+                raise BlockingIOError(f"{path.name} is not ready")
+            if size > LARGEST:
+                raise ValueError(f"{path.name} is too large")
             self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
         finally:
             os.close(descriptor)

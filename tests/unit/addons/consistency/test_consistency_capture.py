@@ -69,10 +69,11 @@ def test_a_file_that_is_not_ready_or_damaged(tmp_path: Path) -> None:
     File(tmp_path / "fine")
     data = (tmp_path / "fine").read_bytes()
     young = tmp_path / "young"
-    young.write_bytes(bytes(8) + data[8:])
-    with pytest.raises(BlockingIOError):
-        Series(young, 1)
-    for number, broken in enumerate((data[:16], data[:-8], data[:16] + struct.pack("=q", 1 << 40) + data[24:])):
+    for begun in (b"", data[:16], bytes(8) + data[8:]):
+        young.write_bytes(begun)
+        with pytest.raises(BlockingIOError):
+            Series(young, 1)
+    for number, broken in enumerate((data[:-8], data[:16] + struct.pack("=q", 1 << 40) + data[24:])):
         path = tmp_path / f"broken{number}"
         path.write_bytes(broken)
         with pytest.raises(ValueError):
