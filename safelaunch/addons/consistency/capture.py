@@ -57,7 +57,10 @@ class Check:
 
 
 class Series:
-    """The mapped file of one series. Raises BlockingIOError until its rank has made it; OSError or ValueError for good."""
+    """The mapped file of one series.
+
+    Raises BlockingIOError while the rank makes it, and OSError or ValueError if it is damaged.
+    """
 
     def __init__(self, path: Path, rank: int) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
