@@ -37,7 +37,7 @@ from safelaunch.report.stacks import (
 )
 from safelaunch.system.console import PREFIX, cut, wrapped
 from safelaunch.system.printable import clean
-from safelaunch.verdict.exits import has_lost_a_peer
+from safelaunch.verdict.exceptions import has_lost_a_peer
 
 MAX_LINES = 22
 

@@ -282,7 +282,8 @@ def notes_of(status: PeerStatus) -> tuple[str, ...]:
 def own_failure(host: str, exits: Mapping[int, int], exceptions: Mapping[int, RankException]) -> str:
     """What failed here, where that is no consequence of what failed elsewhere; empty where nothing is known to have."""
     from safelaunch.stacks.tracebacks import gathered
-    from safelaunch.verdict.exits import is_consequence, one_line, root_of, signal_name  # late: most jobs never fail
+    from safelaunch.verdict.exceptions import is_consequence, one_line, root_of
+    from safelaunch.verdict.exits import signal_name
 
     for rank, exception in sorted(exceptions.items()):
         if not is_consequence(exception) or gathered(exception.message):  # of whom, only all nodes together tell

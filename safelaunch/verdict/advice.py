@@ -14,7 +14,8 @@ from safelaunch.stacks import calls, failures
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.exits import aborted_in, failure_of_rank, has_lost_a_peer, is_timeout
+from safelaunch.verdict.exceptions import failure_of_rank, has_lost_a_peer, is_timeout
+from safelaunch.verdict.exits import aborted_in
 from safelaunch.verdict.findings import Finding
 from safelaunch.verdict.rank_state import CaseFacts, view_of
 from safelaunch.verdict.suggestions import Advice

@@ -16,7 +16,8 @@ from safelaunch.verdict.advice import advise
 from safelaunch.verdict.alignment import first_recorded_numbers
 from safelaunch.verdict.causes import BY_ITSELF
 from safelaunch.verdict.doubts import Doubt, confidence_of, doubts_if
-from safelaunch.verdict.exits import GONE_CAUSES, was_a_hang, with_gathered_errors
+from safelaunch.verdict.exceptions import with_gathered_errors
+from safelaunch.verdict.exits import GONE_CAUSES, was_a_hang
 from safelaunch.verdict.explanations import EXPLANATIONS
 from safelaunch.verdict.findings import Finding, annotated
 from safelaunch.verdict.groups import with_group_names

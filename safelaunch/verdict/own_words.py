@@ -15,7 +15,7 @@ from safelaunch.stacks import frames as fr
 from safelaunch.stacks import tracebacks
 from safelaunch.stacks.frames import short
 from safelaunch.stacks.source import handler_of, runs_aside
-from safelaunch.verdict.exits import one_line
+from safelaunch.verdict.exceptions import one_line
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.peers import CallPlace, begins_at
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of, view_of

@@ -13,7 +13,7 @@ from safelaunch.model import Claim, Collective, Evidence, FileLock, Frame, Proce
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.source import NO_SOURCE, ReadSource
-from safelaunch.verdict import exits, gpu_waits, peers
+from safelaunch.verdict import exceptions, exits, gpu_waits, peers
 from safelaunch.verdict.alignment import Alignment
 from safelaunch.verdict.c10d import described, number_of, op_name
 from safelaunch.verdict.causes import BY_ITSELF
@@ -472,7 +472,7 @@ def _condition_by_record(rank: RankEvidence, alignment: Alignment) -> Condition:
 
 def _wait_in_traceback(rank: RankEvidence) -> PeerWait | None:
     """Returns what the rank waited in, by the traceback of an error that reports a missing peer."""
-    if rank.exception is None or not exits.is_consequence(rank.exception, rank.nccl_log):
+    if rank.exception is None or not exceptions.is_consequence(rank.exception, rank.nccl_log):
         return None
     stack = fr.stack_of(rank, rank.exception.frames)
     user_frame = stack.user_frame
@@ -481,7 +481,7 @@ def _wait_in_traceback(rank: RankEvidence) -> PeerWait | None:
     unknown = calls.TorchWait("collective", UNKNOWN_OP if own else "a remote call" if remote else "a collective")
     torch_wait = calls.torch_wait(stack) or unknown
     claim = Claim(
-        f"{rank.exception.type} reports what happened to a peer: {exits.one_line(rank.exception.message)}",
+        f"{rank.exception.type} reports what happened to a peer: {exceptions.one_line(rank.exception.message)}",
         f"ranks/{rank.rank}/exception.json",
     )
     return PeerWait.unnumbered(torch_wait.kind, torch_wait.op, user_frame, claim)

@@ -7,12 +7,13 @@ from dataclasses import replace
 from itertools import dropwhile
 
 from safelaunch.model import Claim, RankEvidence
-from safelaunch.stacks import calls, failures
+from safelaunch.stacks import aborts, calls
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.blame import conditions, wait_claims, waiting_culprit, waiting_culprits
 from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.exits import aborted_in, failed_at, is_aborted
+from safelaunch.verdict.exceptions import is_aborted
+from safelaunch.verdict.exits import aborted_in, failed_at
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.mismatch import Mismatch
@@ -133,7 +134,7 @@ def wrong_size_received(facts: CaseFacts) -> Ruling:
 
 
 def _why(aborted: Sequence[RankFacts]) -> str:
-    abort = failures.last_abort(aborted[0].evidence.log_tail) if len(aborted) == 1 else None
+    abort = aborts.last_abort(aborted[0].evidence.log_tail) if len(aborted) == 1 else None
     return abort.means if abort is not None and "bytes into" in abort.means else "a peer sent more than it expected"
 
 

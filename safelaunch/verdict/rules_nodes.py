@@ -17,7 +17,7 @@ from safelaunch.model import (
 from safelaunch.verdict.blame import conditions, wait_claims
 from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.doubts import Doubt, doubts_if
-from safelaunch.verdict.exits import is_timeout, one_line
+from safelaunch.verdict.exceptions import is_timeout, one_line
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.nccl_witness import nccl_states
 from safelaunch.verdict.phrases import capital, ranks_do, ranks_word, waits_words

@@ -15,16 +15,15 @@ from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.chance import has_no_pattern
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.doubts import Doubt, doubts_if
-from safelaunch.verdict.exits import (
-    failed_at,
+from safelaunch.verdict.exceptions import (
     failure_of_rank,
     has_lost_a_peer,
     is_aborted,
     is_timeout,
-    logged_claim,
     nccl_failure,
     one_line,
 )
+from safelaunch.verdict.exits import failed_at, logged_claim
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.guarding import guard_of
 from safelaunch.verdict.majority import sides_of

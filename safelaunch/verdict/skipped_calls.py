@@ -18,7 +18,7 @@ from safelaunch.stacks import frames as fr
 from safelaunch.stacks.parting import Left, left_by
 from safelaunch.stacks.tracebacks import lines_of
 from safelaunch.verdict.doubts import Doubt, doubts_if
-from safelaunch.verdict.exits import one_line
+from safelaunch.verdict.exceptions import one_line
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.mismatch import Mismatch
 from safelaunch.verdict.phrases import capital, ranks_word

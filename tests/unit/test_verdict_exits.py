@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from safelaunch.model import Frame, RankException, RankExit
 from safelaunch.verdict.diagnose import diagnose
-from safelaunch.verdict.exits import failure_of, is_consequence, is_timeout
+from safelaunch.verdict.exceptions import failure_of, is_consequence, is_timeout
 from tests.support.evidence import SITE, at, job, rank, waiting
 
 C10D = f"{SITE}/torch/distributed/distributed_c10d.py"
@@ -52,9 +52,9 @@ def raised(kind: str, message: str, *files: str) -> RankException:
 
 PEERS = [
     ("RuntimeError", f"[{GLOO}/unbound_buffer.cc:136] Timed out waiting 1800000ms for send operation to complete", C10D,
-     "peer-late", "did not come to this send within the group's timeout of 1800000 ms"),
-    ("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete", "", "peer-late", "to this recv"),
-    ("RuntimeError", "Application timeout caused pair closure", "", "peer-late", "another call over the same"),
+     "peer-late", "no peer matched this send within the group's timeout (1800000 ms)"),
+    ("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete", "", "peer-late", "matched this recv"),
+    ("RuntimeError", "Application timeout caused pair closure", "", "peer-late", "an earlier call over the same"),
     ("RuntimeError", f"[{GLOO}/pair.cc:534] Connection closed by peer [127.0.0.1]:10895", "", "socket", "a peer ended"),
     ("RuntimeError", f"[{GLOO}/pair.cc:589] Read error [192.168.70.92]:25266: Connection reset by peer", BACKWARD,
      "socket", "a peer ended"),
@@ -65,9 +65,9 @@ PEERS = [
     (NETWORK, "failed to recv, got 0 bytes", C10D, "socket", "a peer ended"),
     (STORE_ERROR, "Timed out after 1801 seconds waiting for clients. 3/4 clients joined.", STORE, "peer-late",
      "3 of 4"),
-    (STORE_ERROR, "wait timeout after 300000ms, keys: /default_pg/0//cuda//2", C10D, "peer-late", "leave in the store"),
+    (STORE_ERROR, "wait timeout after 300000ms, keys: /default_pg/0//cuda//2", C10D, "peer-late", "set the store key"),
     (BACKEND, UNIQUE_ID.format("Connection reset by peer"), C10D, "socket", "a peer ended"),
-    ("RuntimeError", UNIQUE_ID.format("Socket Timeout"), C10D, "peer-late", "leave in the store"),
+    ("RuntimeError", UNIQUE_ID.format("Socket Timeout"), C10D, "peer-late", "set the store key"),
     (BACKEND, REMOTE + "socketProgressOpt: Call to recv from 172.1.1.1<33759> failed : Connection reset by peer", C10D,
      "socket", "a peer ended"),
     (BACKEND, REMOTE, C10D, "socket", "a peer ended"),
@@ -80,7 +80,7 @@ PEERS = [
     (BACKEND, SYSTEM, C10D, "nccl-system", "a system call of NCCL failed"),
     (BACKEND, INTERNAL + "Net : Connection closed by remote peer node2<47861>", C10D, "socket", "a peer ended"),
     (BACKEND, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=40402014, OpType=_ALLGATHER_BASE,"
-     " NumelIn=513, Timeout(ms)=1800000) ran for 1800046 milliseconds before timing out.", "", "peer-late", "not over"),
+     " NumelIn=513, Timeout(ms)=1800000) ran for 1800046 milliseconds before timing out.", "", "peer-late", "didn't finish"),
 ]  # fmt: skip
 
 
@@ -105,10 +105,10 @@ OWN = [
     (NETWORK, "The IPv6 network addresses of (node-0, 29500) cannot be retrieved (gai error: -2 - Name or service not"
      " known).", STORE, "host-name", "could not be resolved"),
     (NETWORK, f"{LISTEN} port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
-     STORE, "port", "another process has the port"),
+     STORE, "port", "the port that it needs"),
     ("RuntimeError", f"{LISTEN} The server socket has failed to bind to [::]:44796 (errno: 98 - Address already in use",
-     STORE, "port", "another process has the port"),
-    (BACKEND, SYSTEM + "Call to bind failed : Address already in use", C10D, "port", "another process has the port"),
+     STORE, "port", "the port that it needs"),
+    (BACKEND, SYSTEM + "Call to bind failed : Address already in use", C10D, "port", "the port that it needs"),
     (BACKEND, SYSTEM + "Call to accept failed : Too many open files", C10D, "open-files", "open files"),
     (BACKEND, CUDA + "Cuda failure 217 'peer access is not supported between these two devices'", C10D, "nccl-cuda",
      "peer access is not supported"),
@@ -118,7 +118,7 @@ OWN = [
     ("RuntimeError", "Mesh should not be bigger than default world size 4, but found 8 ranks!", MESH, "mesh",
      "world size"),
     ("RuntimeError", "The new group's rank should be within the world_size set by init_process_group", C10D, "mesh",
-     "ranks that the job does not have"),
+     "ranks that this job doesn't have"),
 ]  # fmt: skip
 
 

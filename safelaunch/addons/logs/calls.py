@@ -12,7 +12,7 @@ from safelaunch.addons.logs.lines import MAX_RANKS, LogLine, Speaker, SpokenLine
 from safelaunch.addons.logs.tracebacks import MOST_MESSAGE
 from safelaunch.model import Frame
 from safelaunch.stacks.failures import fingerprints
-from safelaunch.verdict.exits import is_consequence
+from safelaunch.verdict.exceptions import is_consequence
 
 # --- c10d -------------------------------------------------------------------------------------------------------------
 _WORK = re.compile(

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 
 from safelaunch.addons.logs.lines import LogLine, Speaker, SpokenLine
-from safelaunch.verdict.exits import one_line
+from safelaunch.verdict.exceptions import one_line
 
 MOST_EVENTS, _MOST_SHOWN = 300, 5
 _EVENT = re.compile(

@@ -15,7 +15,7 @@ from safelaunch.addons.logs.events import Events
 from safelaunch.addons.logs.lines import LOCAL, LogLine, Speaker, SpokenLine
 from safelaunch.addons.logs.tracebacks import MOST_MESSAGE, After, Crash, OpenTraceback
 from safelaunch.model import Frame, RankException, Rendezvous
-from safelaunch.verdict.exits import is_consequence
+from safelaunch.verdict.exceptions import is_consequence
 
 MOST_WARNINGS = 40
 _MOST_TAIL, _MOST_TRACEBACKS, _MOST_SPEAKERS, _MOST_REMARK = 60, 20, 1 << 16, 300

@@ -11,7 +11,8 @@ from safelaunch.addons.logs.lines import LOCAL, MAX_RANKS, LogLine, Speaker, Spo
 from safelaunch.addons.logs.tracebacks import SIGNALS, OpenTraceback
 from safelaunch.model import RankException, Rendezvous
 from safelaunch.stacks import frames as fr
-from safelaunch.verdict.exits import UNKNOWN_SIGNAL, one_line, signal_name
+from safelaunch.verdict.exceptions import one_line
+from safelaunch.verdict.exits import UNKNOWN_SIGNAL, signal_name
 
 _MOST_COMMAND = 1 << 14
 _REMARKS = re.compile(

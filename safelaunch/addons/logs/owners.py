@@ -18,7 +18,8 @@ from safelaunch.addons.logs.lines import LOCAL, MAX_RANKS, LogLine
 from safelaunch.addons.logs.tracebacks import CUT_OFF, OpenTraceback
 from safelaunch.model import RankException
 from safelaunch.stacks.failures import fingerprints, first_failure
-from safelaunch.verdict.exits import UNKNOWN_SIGNAL, is_consequence
+from safelaunch.verdict.exceptions import is_consequence
+from safelaunch.verdict.exits import UNKNOWN_SIGNAL
 
 UNSIGNED = "a process that the log does not name"
 _Raised = tuple[OpenTraceback, RankException]

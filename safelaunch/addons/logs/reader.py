@@ -45,7 +45,8 @@ from safelaunch.model import (
     RankExit,
 )
 from safelaunch.stacks.failures import first_failure
-from safelaunch.verdict.exits import BAD_OPTIONS, OF_ITS_OWN, is_consequence, one_line
+from safelaunch.verdict.exceptions import is_consequence, one_line
+from safelaunch.verdict.exits import BAD_OPTIONS, OF_ITS_OWN
 
 
 def read_logs(paths: Sequence[Path], root: Path | None = None) -> FoundEvidence:

@@ -14,8 +14,8 @@ from safelaunch.addons.logs.lines import LITERALS, LOCAL, MAX_RANKS, SpokenLine
 from safelaunch.addons.logs.tracebacks import BARE, BOXED, FATAL, HEAD, Crash, OpenTraceback
 from safelaunch.model import RankException
 from safelaunch.stacks import tracebacks
-from safelaunch.stacks.failures import last_abort, options_refused
-from safelaunch.verdict.exits import is_consequence
+from safelaunch.stacks.aborts import last_abort, options_refused
+from safelaunch.verdict.exceptions import is_consequence
 
 _OF_A_SUMMARY = re.compile(r" {1,3}traceback *: (?=Traceback \(most)")
 _FRAME = re.compile(r' +File "[^"]+", line \d+(?:, in \S|$)')

@@ -14,7 +14,7 @@ from safelaunch.addons.logs.events import PROGRESS
 from safelaunch.addons.logs.lines import LogLine, SpokenLine
 from safelaunch.model import RankException
 from safelaunch.stacks import tracebacks
-from safelaunch.verdict.exits import CAUGHT_AS_A_RULE, is_consequence
+from safelaunch.verdict.exceptions import CAUGHT_AS_A_RULE, is_consequence
 
 MOST_MESSAGE, _MOST_SINCE, _FEW, _MOST_LINES = 12, 40, 1, 2000
 

@@ -54,7 +54,8 @@ from safelaunch.report.about import LaunchFacts, Link, NodeSummary, ReportHeader
 from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import exists, is_dir, is_file
-from safelaunch.verdict.exits import failed_by_itself, has_lost_a_peer
+from safelaunch.verdict.exceptions import has_lost_a_peer
+from safelaunch.verdict.exits import failed_by_itself
 from safelaunch.verdict.rhythm import is_foreign_job
 
 _T = TypeVar("_T")
