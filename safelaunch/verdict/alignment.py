@@ -111,7 +111,7 @@ class Alignment:
         return self._last.get(rank, {}).get(group, -1)
 
     def has_joined(self, rank: int) -> bool:
-        """Reports if the rank is past ``init_process_group``."""
+        """Returns whether the rank is past ``init_process_group``."""
         record = self.records.get(rank)
         return record is not None and bool(record.entries or record.groups or record.status)
 
@@ -127,7 +127,7 @@ class Alignment:
         return self.ring(rank).matching(lambda kind: kind.is_p2p and kind.group == group)
 
     def is_behind(self, rank: int, entry: Collective) -> bool:
-        """Reports if the device is still in an earlier call of the group."""
+        """Returns whether the device is still in an earlier call of the group."""
         if entry.by_gloo:
             return False
         return any(
@@ -136,7 +136,7 @@ class Alignment:
         )
 
     def is_over_elsewhere(self, rank: int, entry: Collective) -> bool:
-        """Reports if all other members have completed the collective."""
+        """Returns whether all other members have completed the collective."""
         members, are_known = self.members(entry.group)
         if entry.is_p2p or not are_known or members <= {rank}:
             return False
@@ -171,7 +171,7 @@ class Alignment:
         return frozenset(kind.group for ring in self._rings.values() for kind in ring.used().values() if kind.is_p2p)
 
     def _is_left_out(self, rank: int, group: str, seq: int) -> bool:
-        """Reports if ``rank`` completed the collective, but its record holds only pending ones, as NCCL's can.
+        """Returns whether ``rank`` completed the collective, but its record holds only pending ones, as NCCL's can.
 
         Everything before its oldest pending call is completed. A full ring might have lost pending calls; another rank
         with more entries shows that this one isn't full. The group's status counts sends as well.
@@ -187,7 +187,7 @@ class Alignment:
         return len(ring) < self._most_entries and not any(kind.completed for kind in ring.used().values())
 
     def is_whole(self, rank: int) -> bool:
-        """Reports if the ring buffer hasn't wrapped."""
+        """Returns whether the ring buffer hasn't wrapped."""
         record = self.records.get(rank)
         return record is not None and (not record.entries or record.entries[0].record_id == 0)
 
@@ -218,7 +218,7 @@ class Alignment:
         return self._members[group]
 
     def is_closed(self, group: str) -> bool:
-        """Reports if only ranks of this job are in the group: each member lists it, or lists none and used it."""
+        """Returns whether only ranks of this job are in the group: each member lists it, or lists none and used it."""
         if group not in self._closed:
             self._closed[group] = self._is_closed(group)
         return self._closed[group]

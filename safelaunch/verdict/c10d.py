@@ -76,7 +76,7 @@ def _types(sizes: TensorSizes, dtypes: tuple[str, ...]) -> tuple[str, ...] | Non
 
 
 def fits(one: Signature, other: Signature) -> bool:
-    """Reports if two signatures might match."""
+    """Returns whether two signatures might match."""
     if _UNKNOWN in (one, other):
         return True
     return len(one) == len(other) and all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))
@@ -110,7 +110,7 @@ def describe(entry: Collective) -> str:
     return f"{op_name(entry)} of {', '.join(tensors)}{more}"
 
 
-def described(entry: Collective) -> str:
+def call_words(entry: Collective) -> str:
     """Returns, for example, ``all_reduce #31 of group '0', float32[4]``."""
     _, _, tensors = describe(entry).partition(" of ")
     return f"{op_name(entry)} #{number_of(entry)} of group {entry.group!r}{f', {tensors}' if tensors else ''}"

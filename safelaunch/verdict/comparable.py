@@ -253,7 +253,7 @@ def with_blocks_merged(record: FlightRecord) -> FlightRecord:
 
 
 def _has_blocks(entries: Sequence[Collective]) -> bool:
-    """Reports if the ring has coalesced entries, or among the newest ones, a block without its end."""
+    """Returns whether the ring has coalesced entries, or among the newest ones, a block without its end."""
     ring = Entries.of(entries)
     kinds = ring.used()
     if any(kind.op.endswith("coalesced") for kind in kinds.values()):

@@ -60,7 +60,7 @@ class Divergence:
     matched: int  # later calls that agree again after the shift; fewer than ``SURE_MATCHES`` prove little
     visible: bool  # all records hold earlier calls
     entered: Mapping[int, int]  # rank → the last number it entered
-    there: Mapping[int, Collective]  # rank → its call at ``number``
+    calls_at_number: Mapping[int, Collective]  # rank → its call at ``number``
 
     @property
     def is_shift(self) -> bool:
@@ -73,7 +73,7 @@ class Divergence:
         return self.matched >= (SURE_MATCHES if self.known_to_all else SURE_MATCHES - 1)
 
     def explains_lag(self) -> bool:
-        """Reports if only this divergence makes the ranks lag."""
+        """Returns whether only this divergence makes the ranks lag."""
         numbers = [number for rank, number in self.entered.items() if rank in self.ranks]
         peer_numbers = [number for rank, number in self.entered.items() if rank not in self.ranks]
         if not numbers or not peer_numbers:
@@ -168,7 +168,7 @@ class AlignedHistories:
         return "whole" if made == rounds[0] else "short" if made < rounds[0] else ""
 
     def may_have_left_out(self, rank: int, number: int) -> bool:
-        """Reports if ``rank`` would agree with its peers to the end with some more calls before ``number``.
+        """Returns whether ``rank`` would agree with its peers to the end with some more calls before ``number``.
 
         If all steps make the same calls, histories alone don't show which step was skipped, so another sign must name
         the place.
@@ -265,7 +265,7 @@ class AlignedHistories:
             matched=shift.matched if shift is not None else 0,
             visible=not diverged_at == self._first > 1,  # otherwise it began before the oldest recorded call
             entered={rank: history.last for rank, history in self.histories.items()},
-            there=calls_at_number,
+            calls_at_number=calls_at_number,
         )
 
     def _known_to_all(self, caller: int, diverged_at: int, shift: CallShift) -> bool:

@@ -40,7 +40,7 @@ DIST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "Connect
 
 
 def is_consequence(exception: RankException, log: NcclLog | None = None) -> bool:
-    """Reports if the error, or an error that led to it, blames a peer's death or absence."""
+    """Returns whether the error, or an error that led to it, blames a peer's death or absence."""
     return any(_blames_a_peer(link, log) for link in (exception, *_causes_of(exception)))
 
 
@@ -54,7 +54,7 @@ def _causes_of(exception: RankException) -> Iterator[RankException]:
 
 
 # Exceptions that ordinary code catches: `try: return cache[key]`, `except KeyError: return compute(key)`.
-CAUGHT_AS_A_RULE = (
+USUALLY_CAUGHT = (
     "StopIteration", "Empty", "Full", "KeyError", "AttributeError", "ImportError", "ModuleNotFoundError",
 )  # fmt: skip
 
@@ -74,7 +74,7 @@ def root_of(exception: RankException) -> RankException:
 
 
 def _is_another_way(handled: EarlierException, later: RankException | EarlierException) -> bool:
-    if handled.explicit or handled.type.rpartition(".")[2] not in CAUGHT_AS_A_RULE:
+    if handled.explicit or handled.type.rpartition(".")[2] not in USUALLY_CAUGHT:
         return False
     handler, raised = handled.frames[-1], later.frames[0] if later.frames else None
     return raised is None or (handler.file, handler.function) != (raised.file, raised.function)
@@ -111,7 +111,7 @@ def with_gathered_errors(evidence: Evidence) -> Evidence:
 
 
 def _blames_a_peer(exception: RankException, log: NcclLog | None) -> bool:
-    """Reports if an error of torch's communication blames a peer.
+    """Returns whether an error of torch's communication blames a peer.
 
     A ``requests`` call of the user's can have its connection reset independently.
     """

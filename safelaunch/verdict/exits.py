@@ -28,8 +28,8 @@ from safelaunch.verdict.thread_view import View
 
 GONE_CAUSES = (*causes.FAILURES, "uneven-batches")
 
-OF_ITS_OWN = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # launchers don't send these
-_FATAL_SIGNALS = (*OF_ITS_OWN, signal.SIGABRT)  # faulthandler catches these
+FAULT_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # launchers don't send these
+_FATAL_SIGNALS = (*FAULT_SIGNALS, signal.SIGABRT)  # faulthandler catches these
 _NOT_REACHED = re.compile(r"failed to connect to|while trying to connect to|connection refused", re.IGNORECASE)
 _WATCHDOG = re.compile(
     r"watchdog (?:caught collective operation timeout|thread terminated|got stuck for)", re.IGNORECASE
@@ -50,8 +50,8 @@ def signal_name(returncode: int) -> str:
 
 
 def ended_by_others(rank: RankEvidence) -> bool:
-    """Reports if the launcher ended the rank after another's failure, or a timeout aborted it."""
-    if rank.exit is None or -rank.exit.returncode in OF_ITS_OWN:
+    """Returns whether the launcher ended the rank after another's failure, or a timeout aborted it."""
+    if rank.exit is None or -rank.exit.returncode in FAULT_SIGNALS:
         return False
     return not rank.exit.before_close or _aborted_for_a_peer(rank)
 
@@ -64,7 +64,7 @@ def _aborted_for_a_peer(rank: RankEvidence) -> bool:
 
 
 def was_a_hang(ranks: Iterable[RankEvidence]) -> bool:
-    """Reports if a crash is the end of a hang: no rank failed by itself, and some timed out."""
+    """Returns whether a crash is the end of a hang: no rank failed by itself, and some timed out."""
     ranks = tuple(ranks)
     failed = any(failed_by_itself(rank) or missed_the_store(rank, ranks) for rank in ranks)
     return not failed and any(map(_has_timed_out, ranks))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from safelaunch.model import Allocations, Claim, DeviceMemory, RankEvidence
 from safelaunch.model.words import size as words
 from safelaunch.stacks import frames as fr
-from safelaunch.stacks.failures import Shortage, shortage
+from safelaunch.stacks.gpu_shortage import Shortage, shortage
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.groups import MOST_RANKS
 from safelaunch.verdict.rank_state import CaseFacts

@@ -14,7 +14,7 @@ from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.innermost import calls_method
 from safelaunch.verdict.alignment import Alignment
-from safelaunch.verdict.c10d import Signature, described, number_of, op_name, signature
+from safelaunch.verdict.c10d import Signature, call_words, number_of, op_name, signature
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.processes import ProcessView
 from safelaunch.verdict.thread_view import View
@@ -205,7 +205,7 @@ def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None)
     )
     if elsewhere and view is not None and not calls.C10D.on(view.stack.called):  # in ``work.wait()`` or a synchronize
         words = f"{op} of {fr.place(called)} at {fr.place(user_frame)}"
-    text = f"pending: {described(entry)}"
+    text = f"pending: {call_words(entry)}"
     claim = record_claim(rank.rank, text)
     stack = (
         (view.stack_claim(f"{view.words} waits at {fr.place(user_frame)}"),) if view is not None and user_frame else ()

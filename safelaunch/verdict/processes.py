@@ -217,7 +217,7 @@ class ProcessView:
         return [other for other in other_views if other.awaited.peers is not None or self.has_called(other)]
 
     def has_called(self, view: View) -> bool:
-        """Reports if a c10d call of the thread is pending, even without a c10d frame."""
+        """Returns whether a c10d call of the thread is pending, even without a c10d frame."""
         return view.thread is not None and view.thread.ident in self._callers
 
     def _to_send(self, children: Sequence[View]) -> list[View]:
@@ -509,7 +509,7 @@ _TRAINING = tuple(f"/torch/{part}" for part in ("distributed/", "autograd/", "nn
 
 
 def may_train_elsewhere(view: View) -> bool:
-    """Reports if another thread than the main one might train."""
+    """Returns whether another thread than the main one might train."""
     other_frames = (frame for thread in view.threads if thread is not view.thread for frame in fr.python_frames(thread))
     if any(part in fr.normal(frame.file) for frame in other_frames for part in _TRAINING):
         return True

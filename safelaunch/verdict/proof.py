@@ -22,7 +22,7 @@ from safelaunch.model import (
 )
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
-from safelaunch.verdict.c10d import described
+from safelaunch.verdict.c10d import call_words
 from safelaunch.verdict.graph import Need, Node, stuck
 from safelaunch.verdict.peers import PeerWait, peer_wait
 from safelaunch.verdict.proof_calls import OpenCall, OpenTransfer, can_meet, names_transfer, open_call_of
@@ -31,7 +31,7 @@ from safelaunch.verdict.proof_threads import (
     TORCH_LIBRARY,
     UNKNOWN_THREADS,
     Actor,
-    ProvedProcess,
+    ProofProcess,
     ident_of,
     is_gone,
     is_in_lock,
@@ -78,14 +78,14 @@ class _Prover:
     def __init__(self, case: Case, living: list[int]) -> None:
         self._case = case
         self._living = frozenset(living)
-        self._processes: dict[tuple[str, int], ProvedProcess] = {}
-        self._rank_processes: dict[int, ProvedProcess] = {}
+        self._processes: dict[tuple[str, int], ProofProcess] = {}
+        self._rank_processes: dict[int, ProofProcess] = {}
         self._roots: dict[OpenCall, set[tuple[int | None, int | None]]] = {}  # roots named by the threads in a call
         for rank in living:
             evidence = case.ranks[rank].evidence
             for process in (evidence.main, *evidence.children):
                 if process is not None and not is_gone(process):
-                    self._processes[evidence.host, process.pid] = ProvedProcess.of(process, evidence, case.read_source)
+                    self._processes[evidence.host, process.pid] = ProofProcess.of(process, evidence, case.read_source)
             if (main := self._processes.get((evidence.host, evidence.pid))) is not None and main.runs_python:
                 self._rank_processes[rank] = main
 
@@ -103,7 +103,7 @@ class _Prover:
             return ProofResult(self._edges(stuck_nodes))
         return ProofResult((), self._what_is_free(needs, stuck_nodes))
 
-    def _needs_of_native_threads(self, process: ProvedProcess) -> dict[Node, tuple[Need, ...]]:
+    def _needs_of_native_threads(self, process: ProofProcess) -> dict[Node, tuple[Need, ...]]:
         """Returns what wakes resting native threads: a thread of the process, or the end of a call."""
         if not process.unknown_nodes or not process.unknown_threads_rest or self._handles(process):
             return {}
@@ -164,7 +164,7 @@ class _Prover:
 
     # --- needs of one thread ------------------------------------------------------------------------------------------
 
-    def _needs(self, view: View, process: ProvedProcess) -> tuple[Need, ...]:
+    def _needs(self, view: View, process: ProofProcess) -> tuple[Need, ...]:
         """Returns what must happen before the thread can continue; empty if it might do so by itself."""
         if not is_steady(view, spins=self._uses_device(view) and not is_in_lock(view)):
             return ()
@@ -186,15 +186,15 @@ class _Prover:
         handled = self._woken_by_child_exit(view, process)
         return tuple(replace(need, givers=need.givers | handled) for need in needs)
 
-    def _woken_by_child_exit(self, view: View, process: ProvedProcess) -> frozenset[Node]:
+    def _woken_by_child_exit(self, view: View, process: ProofProcess) -> frozenset[Node]:
         return self._watched_children([process]) if view.os_tid == view.process.pid else NO_GIVERS
 
-    def _watched_children(self, processes: Iterable[ProvedProcess]) -> frozenset[Node]:
+    def _watched_children(self, processes: Iterable[ProofProcess]) -> frozenset[Node]:
         parents = {process.evidence.pid: process.rank for process in processes if process.newest.handles_child_ends}
         family = self._processes.items()
         return self._threads_of(owner for owner, process in family if parents.get(process.newest.ppid) == process.rank)
 
-    def _c10d_needs(self, view: View, process: ProvedProcess) -> tuple[Need, ...]:
+    def _c10d_needs(self, view: View, process: ProofProcess) -> tuple[Need, ...]:
         awaited = view.awaited.peers
         if process is not self._rank_processes[view.rank.rank] or view.rank.gil.foreign_backend:
             return ()  # its groups aren't the rank's; or it isn't known what ends the backend's calls
@@ -219,12 +219,12 @@ class _Prover:
             possible = [open_call_of(entry, view.rank.rank) for entry in entries]
             if len(possible) == 1 and (wait.source, wait.target) != (None, None):
                 self._roots.setdefault(possible[0], set()).add((wait.source, wait.target))
-            return (Need(frozenset(possible), " or ".join(map(described, entries[-3:])), claim),)
+            return (Need(frozenset(possible), " or ".join(map(call_words, entries[-3:])), claim),)
         return self._transfer_needs(view, wait) if wait.kind == "p2p" else ()
 
     @staticmethod
     def _has_own_limit(view: View, *, is_usual: bool) -> bool:
-        """Reports if the wait has a time limit other than torch's default, after which the user's code can continue.
+        """Returns whether the wait has a time limit other than torch's default, after which the user's code can continue.
 
         Args:
             is_usual: torch has a limit in this wait. (For gloo's collectives it counts elsewhere. The limit of a call
@@ -288,9 +288,9 @@ class _Prover:
         pending = [entry for entry in self._pending(view) if not entry.by_gloo]
         begun = [entry for entry in pending if entry.started is not False]
         rank, claim = view.rank.rank, stack_claim_of(view)
-        return tuple(Need(frozenset({open_call_of(entry, rank)}), described(entry), claim) for entry in begun)
+        return tuple(Need(frozenset({open_call_of(entry, rank)}), call_words(entry), claim) for entry in begun)
 
-    def _open_call_needs(self, view: View, process: ProvedProcess) -> tuple[Need, ...]:
+    def _open_call_needs(self, view: View, process: ProofProcess) -> tuple[Need, ...]:
         """Returns any of the pending calls: ``work.wait()`` and a backward pass show no c10d frame."""
         if view.wait.kind != "lock" and view.native() != "peers":
             return ()
@@ -320,9 +320,9 @@ class _Prover:
             if self._may_be_interrupted(view, process):
                 return ()  # or it is a lock after all
             givers |= self._woken_by_child_exit(view, process)
-        return (Need(frozenset(givers), " or ".join(described(entry) for entry in pending[:3]), stack_claim_of(view)),)
+        return (Need(frozenset(givers), " or ".join(call_words(entry) for entry in pending[:3]), stack_claim_of(view)),)
 
-    def _lock_needs(self, view: View, process: ProvedProcess) -> tuple[Need, ...]:
+    def _lock_needs(self, view: View, process: ProofProcess) -> tuple[Need, ...]:
         """Returns the other Python threads: one of them holds the lock or fills the queue."""
         lock, rests_in = calls.lock_wait(view.stack.called), rests_in_of(view)
         shared = rests_in.startswith("_multiprocessing")
@@ -350,7 +350,7 @@ class _Prover:
         why = f"another thread to end the wait for {what} at {view.place}"
         return (Need(givers, why, stack_claim_of(view)),)
 
-    def _child_needs(self, view: View, process: ProvedProcess) -> tuple[Need, ...]:
+    def _child_needs(self, view: View, process: ProofProcess) -> tuple[Need, ...]:
         pid, host = view.wait.thread.child, view.rank.host
         children = [
             (host, child.pid)
@@ -364,7 +364,7 @@ class _Prover:
         givers = self._threads_of(self._family(process.rank)) - {process.actor(view)}
         return (Need(givers, f"a child process to end ({view.place})", stack_claim_of(view)),)
 
-    def _descriptor_needs(self, view: View, process: ProvedProcess) -> tuple[Need, ...]:
+    def _descriptor_needs(self, view: View, process: ProofProcess) -> tuple[Need, ...]:
         wait, thread, host = view.wait, view.wait.thread, view.rank.host
         if thread.locked_by is not None and thread.ends_closed:
             pids = [*self._sharing(host, thread.locked_by), *thread.lock_sharers]
@@ -397,17 +397,17 @@ class _Prover:
     def _family(self, rank: int) -> set[tuple[str, int]]:
         return {owner for owner, process in self._processes.items() if process.rank == rank}
 
-    def _is_rank(self, process: ProvedProcess) -> bool:
+    def _is_rank(self, process: ProofProcess) -> bool:
         return process is self._rank_processes.get(process.rank)
 
-    def _never_ends(self, process: ProvedProcess) -> bool:
+    def _never_ends(self, process: ProofProcess) -> bool:
         if self._is_rank(process):
             return True
         progress = self._case.ranks[process.rank].evidence.progress
         return process.newest.is_fork and progress is not None and not progress.sets_timers
 
-    def _handles(self, process: ProvedProcess) -> bool:
-        """Reports if a signal handler of the script can run in the process.
+    def _handles(self, process: ProofProcess) -> bool:
+        """Returns whether a signal handler of the script can run in the process.
 
         The beacon and torch handle SIGTERM themselves. Only ranks report Python's handlers.
         """
@@ -418,7 +418,7 @@ class _Prover:
         unknown = state.handles_termination and handlers is None and not is_loader
         return state.handles_signals or unknown or bool(set(handlers or ()) - {signal.SIGCHLD})
 
-    def _may_be_interrupted(self, view: View, process: ProvedProcess) -> bool:
+    def _may_be_interrupted(self, view: View, process: ProofProcess) -> bool:
         return view.os_tid == view.process.pid and self._handles(process)
 
     def _sharing(self, host: str, pid: int) -> list[int]:
@@ -466,7 +466,7 @@ class _Prover:
                 if node not in needs:
                     needs[node] = self._call_needs(entry, rank)
                 if behind is not None and behind != node and entry.started is not True:
-                    why = f"the calls before {described(entry)} to end"
+                    why = f"the calls before {call_words(entry)} to end"
                     needs[node] = (*needs[node], Need(frozenset({behind}), why))
                 last_in_group[entry.group] = node
         for call, roots in self._roots.items():
@@ -475,13 +475,13 @@ class _Prover:
 
     def _call_needs(self, entry: Collective, rank: int) -> tuple[Need, ...]:
         """Returns what members still have to do for this call."""
-        claim = Claim(f"pending: {described(entry)}", f"ranks/{rank}/flight_recorder.json")
+        claim = Claim(f"pending: {call_words(entry)}", f"ranks/{rank}/flight_recorder.json")
         if entry.by_gloo and 0 < entry.timeout_ms < GLOO_S * 1000:
             return ()  # it will raise an error, and the user's code can continue
         if entry.is_p2p:
             peers = self._case.transfers.peers_missing(rank, entry.group)
             missing = sorted(peers or ())
-            return tuple(Need(self._callers(peer), f"{described(entry)} on rank {peer}", claim) for peer in missing)
+            return tuple(Need(self._callers(peer), f"{call_words(entry)} on rank {peer}", claim) for peer in missing)
         if not self._case.alignment.is_closed(entry.group):
             return ()
         if not self._has_one_store(entry.group):
@@ -493,12 +493,12 @@ class _Prover:
                 return ()  # it might have entered the call
             other = self._case.alignment.entry(member, entry.group, entry.seq)
             if other is not None and not can_meet(entry, other):
-                why = f"{described(entry)} on rank {rank} and {described(other)} on rank {member} do not match"
+                why = f"{call_words(entry)} on rank {rank} and {call_words(other)} on rank {member} do not match"
                 needs.append(Need(NO_GIVERS, why, claim))
             elif other is not None and other.started is False:
                 continue  # its device reaches the call later
             elif other is None and self._case.alignment.last(member, entry.group) < entry.seq:
-                needs.append(Need(self._callers(member), f"rank {member} to enter {described(entry)}", claim))
+                needs.append(Need(self._callers(member), f"rank {member} to enter {call_words(entry)}", claim))
         return tuple(needs)
 
     def _has_one_store(self, group: str) -> bool:

@@ -41,7 +41,7 @@ class OpenTransfer:
         return cls(sends, wait.peer, wait.tag)
 
     def may_meet(self, rank: int, other: OpenTransfer, other_rank: int) -> bool:
-        """Reports if this transfer of ``rank`` and ``other`` might be two ends of the same one."""
+        """Returns whether this transfer of ``rank`` and ``other`` might be two ends of the same one."""
         directions = self.sends is None or other.sends is None or self.sends is not other.sends
         tags = self.tag is None or other.tag is None or self.tag == other.tag
         return directions and tags and self.peer in (None, other_rank) and other.peer in (None, rank)
@@ -54,7 +54,7 @@ def open_call_of(entry: Collective, rank: int) -> OpenCall:
 
 
 def can_meet(entry: Collective, other: Collective) -> bool:
-    """Reports if two entries with one number might match: the same operation and, if known, as many bytes."""
+    """Returns whether two entries with one number might match: the same operation and, if known, as many bytes."""
     if not op_name(entry) or not op_name(other):
         return True
     a, b = signature(entry), signature(other)
@@ -77,6 +77,6 @@ def _bytes(signature: tuple[object, ...]) -> int | None:
 
 
 def names_transfer(view: View) -> bool:
-    """Reports if the thread waits for the result of a ``torch.distributed`` function, not of a group's method."""
+    """Returns whether the thread waits for the result of a ``torch.distributed`` function, not of a group's method."""
     inner = line_before_c10d(view)
     return inner is not None and view.read_source is not None and is_given_by(inner, _TRANSFERS, view.read_source)

@@ -75,7 +75,7 @@ class ImportedTorch:
         return path.startswith(self.places) if self.places else _TORCH_FILE.search(path) is not None
 
     def owns_thread(self, thread: ThreadState) -> bool:
-        """Reports if a native thread runs nothing but torch and the libraries below it.
+        """Returns whether a native thread runs nothing but torch and the libraries below it.
 
         Python's library can be on its stack: torch's callbacks have Python frames, or leave only traces.
         """
@@ -93,7 +93,7 @@ class ImportedTorch:
 
 
 @dataclass(frozen=True)
-class ProvedProcess:
+class ProofProcess:
     """A process of a rank, with views of its Python threads except the beacon's, which end no waits."""
 
     rank: int
@@ -103,7 +103,7 @@ class ProvedProcess:
     torch: ImportedTorch
 
     @classmethod
-    def of(cls, evidence: ProcessEvidence, rank: RankEvidence, read_source: ReadSource) -> ProvedProcess:
+    def of(cls, evidence: ProcessEvidence, rank: RankEvidence, read_source: ReadSource) -> ProofProcess:
         first = View(evidence, rank, read_source=read_source)
         threads = [thread for thread in _python_threads(evidence) if not _is_ours(thread)]
         views = {
@@ -145,7 +145,7 @@ class ProvedProcess:
         return tuple(thread for thread in native if serves or not self._runs_only_torch(thread))
 
     def _runs_only_torch(self, thread: ThreadState) -> bool:
-        """Reports if one of the last two looks shows only torch, and the other the same or a running thread.
+        """Returns whether one of the last two looks shows only torch, and the other the same or a running thread.
 
         The stack of a running thread can't be read, and gloo's event loop wakes up a hundred times a second.
         """
@@ -196,7 +196,7 @@ def _python_threads(process: ProcessEvidence) -> tuple[Thread, ...]:
 
 
 def is_steady(view: View, *, spins: bool) -> bool:
-    """Reports if two looks show the thread in the same place and, by the kernel, it didn't run in between.
+    """Returns whether two looks show the thread in the same place and, by the kernel, it didn't run in between.
 
     Args:
         spins: it might be waiting for its device, which uses CPU time.
@@ -241,7 +241,7 @@ def _rests(thread: ThreadState, before: ThreadState | None) -> bool:
 
 
 def is_in_torch(view: View, torch: ImportedTorch) -> bool:
-    """Reports if the frames show a call of torch, and the thread rests in torch's native code.
+    """Returns whether the frames show a call of torch, and the thread rests in torch's native code.
 
     Another library can have a file of the same name, and an object that c10d unpickles runs its own code.
     """
@@ -256,13 +256,13 @@ def is_in_torch(view: View, torch: ImportedTorch) -> bool:
 
 
 def is_torch_thread(view: View, torch: ImportedTorch) -> bool:
-    """Reports if torch started the thread for itself. Threads that ``torch.distributed`` starts can make calls."""
+    """Returns whether torch started the thread for itself. Threads that ``torch.distributed`` starts can make calls."""
     begun = next((frame.file for frame in reversed(view.frames) if fr.basename(frame.file) != "threading.py"), "")
     return torch.owns(begun) and "/torch/distributed/" not in fr.normal(begun) and not view.user_frame
 
 
 def is_reporter_thread(view: View, roots: Sequence[str]) -> bool:
-    """Reports if the thread runs nothing but the standard library and one package in ``_REPORTERS``."""
+    """Returns whether the thread runs nothing but the standard library and one package in ``_REPORTERS``."""
     files = [fr.normal(frame.file) for frame in view.frames]
     packages = {match[1] for file in files if (match := _REPORTER_FILE.search(file))}
     others_files = [file for file in files if not _REPORTER_FILE.search(file)]
@@ -275,7 +275,7 @@ def is_in_lock(view: View) -> bool:
 
 
 def is_public(path: str) -> bool:
-    """Reports if other jobs' processes can open the file of a shared lock."""
+    """Returns whether other jobs' processes can open the file of a shared lock."""
     return path.startswith(("/SYSV", "/memfd:", "?")) or (path.startswith("/") and not path.endswith(" (deleted)"))
 
 

@@ -15,7 +15,7 @@ from safelaunch.stacks import frames as fr
 from safelaunch.stacks.source import NO_SOURCE, ReadSource
 from safelaunch.verdict import exceptions, exits, gpu_waits, peers
 from safelaunch.verdict.alignment import Alignment
-from safelaunch.verdict.c10d import described, number_of, op_name
+from safelaunch.verdict.c10d import call_words, number_of, op_name
 from safelaunch.verdict.causes import BY_ITSELF
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
 from safelaunch.verdict.divergence import Histories
@@ -142,12 +142,12 @@ class CaseFacts:
         return self.alignment.entry(rank, wait.group, wait.seq)
 
     def may_wait_elsewhere(self, rank: int) -> bool:
-        """Reports if the rank might wait for one that wasn't seen."""
+        """Returns whether the rank might wait for one that wasn't seen."""
         condition = self.ranks[rank].condition
         return bool(self.unseen) and condition is not None and not condition.for_good and not self.has_only_dump(rank)
 
     def has_only_dump(self, rank: int) -> bool:
-        """Reports if only a Flight Recorder dump exists, which doesn't show the current state."""
+        """Returns whether only a Flight Recorder dump exists, which doesn't show the current state."""
         return self.ranks[rank].evidence.main is None
 
 
@@ -459,7 +459,7 @@ def _condition_by_record(rank: RankEvidence, alignment: Alignment) -> Condition:
         shown = f"its latest entries were never launched: {text}"
     elif last is not None:
         text = f"made no call after {op_name(last)} #{number_of(last)} of group {last.group!r}{fr.at(site)}"
-        shown = f"last recorded call: {described(last)}"
+        shown = f"last recorded call: {call_words(last)}"
     elif record is not None and record.groups and alignment.has_collectives:
         text = "did not join: its record has no pending call, and there is no stack to show where it is"
         shown = "its record has no pending call"

@@ -147,7 +147,10 @@ def left_its_role(case: Case) -> Ruling:
 def of_role(case: Case, divergence: Divergence) -> Finding:
     """Returns the finding for a rank that left its role, at its own call, or at the one that it skipped."""
     (rank,), missing = divergence.ranks, divergence.kind == "missing"
-    both = [(rank, divergence.there[rank]), (divergence.peers[0], divergence.there[divergence.peers[0]])]
+    both = [
+        (rank, divergence.calls_at_number[rank]),
+        (divergence.peers[0], divergence.calls_at_number[divergence.peers[0]]),
+    ]
     sites = [case.alignment.stack(*rank_and_entry).user_frame for rank_and_entry in both]
     own, usual = (f"{op_name(call)} at {fr.place(site)}" for (_, call), site in zip(both, sites, strict=True))
     peers = ranks_word(divergence.peers)
@@ -258,7 +261,7 @@ def _own_number(facts: CaseFacts, shift: Divergence) -> tuple[str, int]:
     group = next((e.group for e in own_entries if stack(rank, e).user_frames == place), call.group)
     if group == call.group and not call.is_p2p:
         return group, call.seq
-    instead = shift.there[rank].record_id
+    instead = shift.calls_at_number[rank].record_id
     after = next((number_of(e) for e in own_entries if e.group == group and e.record_id >= instead), None)
     if after is not None:
         return group, after  # it took the number
@@ -266,7 +269,7 @@ def _own_number(facts: CaseFacts, shift: Divergence) -> tuple[str, int]:
 
 
 def _called(facts: CaseFacts, rank: int, shift: Divergence) -> str:
-    call = shift.there[rank]
+    call = shift.calls_at_number[rank]
     places = _way(facts.alignment.stack(rank, call).user_frames)
     return f"{op_name(call)} at {places}" if places else describe(call)
 
@@ -278,7 +281,7 @@ def _way(frames: Sequence[Frame]) -> str:
 def _site_of(facts: CaseFacts, rank: int, shift: Divergence) -> Frame | None:
     if shift.kind == "missing" and shift.stack:
         return shift.stack[0]
-    return facts.alignment.stack(rank, shift.there[rank]).user_frame
+    return facts.alignment.stack(rank, shift.calls_at_number[rank]).user_frame
 
 
 # --- several groups: a skipped call, or a different order -------------------------------------------------------------

@@ -131,7 +131,7 @@ def mismatch(case: Case) -> Ruling:
         mismatch_found = mismatch_at(case.alignment, str(lowest.group), lowest.seq or 0)
         if mismatch_found is not None:
             role = None if mismatch_found.majority else case.histories.lone_divergence(mismatch_found.odd)
-            own = role.there[role.ranks[0]] if role is not None else None
+            own = role.calls_at_number[role.ranks[0]] if role is not None else None
             if (
                 role is not None
                 and own is not None

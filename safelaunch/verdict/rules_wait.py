@@ -18,7 +18,7 @@ from safelaunch.verdict.blame import (
     waiting_culprit,
     waiting_culprits,
 )
-from safelaunch.verdict.c10d import described, op_name
+from safelaunch.verdict.c10d import call_words, op_name
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
 from safelaunch.verdict.doubts import Doubt, doubts_if, levels_of
 from safelaunch.verdict.findings import Finding, Ruling
@@ -105,7 +105,7 @@ def _not_entered(case: Case, roots: list[int], limit: int = 4) -> tuple[Claim, .
             wait, who = blocked.wait, blocked.ranks
             text = f"{wait.op} #{wait.seq} of group {wait.group!r}, in which {ranks_wait(case, who)}"
             made = case.alignment.entry(rank, str(wait.group), wait.seq) if wait.seq is not None else None
-            instead = f"made {described(made)} and so " if made is not None else ""
+            instead = f"made {call_words(made)} and so " if made is not None else ""
             claims.append(record_claim(who[0], f"rank {rank} {instead}has not come to {text}"))
     return tuple(claims)
 

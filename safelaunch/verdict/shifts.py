@@ -95,7 +95,7 @@ def common_shift(shifts: Sequence[CallShift | None]) -> CallShift | None:
 
 
 def reordered(history: CallHistory, reference: CallHistory, diverged_at: int) -> bool:
-    """Reports if the next few calls are the same in another order."""
+    """Returns whether the next few calls are the same in another order."""
     for count in range(2, 5):
         calls = [[side.at(diverged_at + number) for number in range(count)] for side in (history, reference)]
         if all(all(side) for side in calls) and sorted(calls[0], key=repr) == sorted(calls[1], key=repr):

@@ -36,7 +36,7 @@ class RecordedTransfer:
         return elements(self.entry.input_sizes)
 
     def fits(self, other: RecordedTransfer) -> bool:
-        """Reports if sizes and types match, as far as they are known."""
+        """Returns whether sizes and types match, as far as they are known."""
         sizes_known = self.elements is not None and other.elements is not None
         types = [set(transfer.entry.input_dtypes) - {""} for transfer in (self, other)]
         return (not sizes_known or self.elements == other.elements) and (not all(types) or types[0] == types[1])

@@ -200,7 +200,7 @@ def _setting_rank(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder 
 
 
 def _is_excluded(facts: CaseFacts, rank: int, guard: Guard) -> bool:
-    """Reports if the condition excludes the rank, by its number or because it is where excluded ranks go."""
+    """Returns whether the condition excludes the rank, by its number or because it is where excluded ranks go."""
     if guard.admits(whereabouts(facts, rank)) is False:
         return True
     stack = user_stack_of(facts.ranks[rank].evidence) if rank in facts.ranks else ()
@@ -249,7 +249,7 @@ def _blockers(facts: CaseFacts, wait: PeerWait, ranks: tuple[int, ...]) -> froze
 
 
 def _has_entered(facts: CaseFacts, rank: int, wait: PeerWait, group: str, seq: int) -> bool:
-    """Reports if ``rank`` has entered the same collective, and its device has begun it.
+    """Returns whether ``rank`` has entered the same collective, and its device has begun it.
 
     A rank without a record counts if its stack waits in the same function.
     """

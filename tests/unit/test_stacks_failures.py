@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from safelaunch.stacks.failures import failure, first_failure, last_abort, shortage
+from safelaunch.stacks.failures import failure, first_failure
+from safelaunch.stacks.gpu_shortage import shortage
+from safelaunch.stacks.aborts import last_abort
 from tests.support.evidence import OUT_OF_MEMORY
 
 COMPLETION = "NET/IB : Got completion from peer 10.5.0.34<33956> with "
@@ -40,7 +42,7 @@ COMPLETION = "NET/IB : Got completion from peer 10.5.0.34<33956> with "
             "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
             "one-gpu",
             True,
-            "ranks 1 and 0 use one and the same GPU",
+            "ranks 1 and 0 use the same GPU",
         ),
         ("socketStartConnect: Connect to 10.0.0.7<4711> failed : No route to host", "socket", False, "not be reached"),
         ("Invalid device mesh", "mesh", True, "world size"),
@@ -65,7 +67,7 @@ COMPLETION = "NET/IB : Got completion from peer 10.5.0.34<33956> with "
         ),
         ("Error: failed to extend /dev/shm/nccl-H1dBqY to 9637892 bytes", "nccl-shm", True, "shared memory"),
         ("Error while creating shared memory segment /dev/shm/nccl-a (size 9)", "nccl-shm", True, "shared memory"),
-        ("Cuda failure 'driver shutting down'", "nccl-ending", False, "was ending"),
+        ("Cuda failure 'driver shutting down'", "nccl-ending", False, "already ending"),
         ("Cuda failure 999 'unknown error'", "nccl-cuda", True, "unknown error"),
         (
             "socketProgressOpt: Call to send to 10.44.137.149<52905> failed : Connection reset by peer",
@@ -80,7 +82,7 @@ COMPLETION = "NET/IB : Got completion from peer 10.5.0.34<33956> with "
             "NET/IB : req 0/1 tag 0 peer b<5> collective mismatch error, local size 496640 remote size 65536",
             "nccl-sizes",
             False,
-            "settings, differ",
+            "settings differ",
         ),
         (
             "init.cc:1 NCCL WARN Mismatched NCCL version detected : rank 0 version 21403 rank 1 version 21602",
@@ -167,12 +169,12 @@ def test_other_errors_are_none_of_it(message: str) -> None:
             "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: unspecified launch\n"
             "Exception raised from query at Event.cpp:5 (most recent call first):\nframe #0: c10::Error::Error()\n",
             "'c10::Error' what():  CUDA error: unspecified launch",
-            "a C++ exception that nothing caught",
+            "an uncaught C++ exception",
         ),
-        ("terminate called without an active exception\n", "without an active", "a C++ exception that nothing caught"),
+        ("terminate called without an active exception\n", "without an active", "an uncaught C++ exception"),
         ("step 5\nFatal Python error: none_dealloc: fatal\n", "none_dealloc", "the interpreter itself"),
-        ("step 5\nfree(): invalid pointer\n", "free(): invalid pointer", "the heap was corrupted"),
-        ("double free or corruption (!prev)\n", "double free", "the heap was corrupted"),
+        ("step 5\nfree(): invalid pointer\n", "free(): invalid pointer", "the heap had been corrupted"),
+        ("double free or corruption (!prev)\n", "double free", "the heap had been corrupted"),
         ("*** stack smashing detected ***: terminated\n", "stack smashing", "past the end of a buffer"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0\n", "oom_kill", "out-of-memory killer"),
         ("  what():  std::bad_alloc\n", "std::bad_alloc", "no memory left"),
