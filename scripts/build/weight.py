@@ -24,7 +24,7 @@ from statistics import median
 from scripts.build.python_source import PythonSource
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD = ROOT / "weight.json"
+RECORD = Path(__file__).with_suffix(".json")
 PRODUCT = "safelaunch"
 GROWTH = 1.03
 LONG_FUNCTION = 40

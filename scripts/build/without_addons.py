@@ -21,7 +21,7 @@ from pathlib import Path
 from safelaunch.addons import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("configs", "docs", "man", "safelaunch", "scripts", "tests", "pyproject.toml", "README.md", "weight.json")
+COPIED = ("configs", "docs", "man", "safelaunch", "scripts", "tests", "pyproject.toml", "README.md")
 TESTS = (
     "test_addons.py",
     "test_layers.py",
