@@ -15,6 +15,7 @@ from pathlib import Path
 from safelaunch.bundle.reading import bundles, locate
 from safelaunch.capture import user_source
 from safelaunch.report import page
+from safelaunch.report import template
 from safelaunch.verdict.diagnose import diagnose
 from tests.support import incidents
 from tests.support.browser import Browser, found
@@ -55,7 +56,7 @@ def main() -> int:
 def _made_up(name: str, out: Path) -> Path:
     incident = incidents.ALL[name]()
     verdict, begin = incident.verdict, time.process_time()
-    text = page.render(
+    text = template.render(
         page.content(
             verdict, incident.evidence, incident.artifacts, read_source=incidents.read_source, about=incident.about
         )
@@ -68,7 +69,7 @@ def _of_bundle(path: Path, out: Path) -> Path:
     evidence = locate.read(root).evidence
     verdict, begin = diagnose(evidence, read_source=user_source.text_for_stranger), time.process_time()
     about = bundles.about(root)
-    text = page.render(page.content(verdict, evidence, read_source=user_source.text_for_stranger, about=about))
+    text = template.render(page.content(verdict, evidence, read_source=user_source.text_for_stranger, about=about))
     return _written(out / f"{root.name}.html", text, begin)
 
 

@@ -46,7 +46,7 @@ from safelaunch.model import (
 )
 from safelaunch.stacks.failures import first_failure
 from safelaunch.verdict.exceptions import is_consequence, one_line
-from safelaunch.verdict.exits import BAD_OPTIONS, OF_ITS_OWN
+from safelaunch.verdict.exits import BAD_OPTIONS, FAULT_SIGNALS
 
 
 def read_logs(paths: Sequence[Path], root: Path | None = None) -> FoundEvidence:
@@ -277,7 +277,7 @@ def _after_the_first_s(ended: RankEnd, times: Mapping[str, str]) -> float:
         return 0.0 if ended.root else 1.0
     if any(_seconds_between(time, first) > _CLOCKS_S for host, time in times.items() if host != ended.host):
         return 3.0
-    by_itself = -ended.code in OF_ITS_OWN or ended.code == -signal.SIGKILL
+    by_itself = -ended.code in FAULT_SIGNALS or ended.code == -signal.SIGKILL
     return 2.0 if ended.time > first else 0.0 if by_itself else 0.5
 
 

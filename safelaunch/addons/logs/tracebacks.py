@@ -14,7 +14,7 @@ from safelaunch.addons.logs.events import PROGRESS
 from safelaunch.addons.logs.lines import LogLine, SpokenLine
 from safelaunch.model import RankException
 from safelaunch.stacks import tracebacks
-from safelaunch.verdict.exceptions import CAUGHT_AS_A_RULE, is_consequence
+from safelaunch.verdict.exceptions import USUALLY_CAUGHT, is_consequence
 
 MOST_MESSAGE, _MOST_SINCE, _FEW, _MOST_LINES = 12, 40, 1, 2000
 
@@ -104,7 +104,7 @@ class OpenTraceback:
         heads = [at for at, line in enumerate(self.lines) if at <= self.at and line.startswith(HEAD)]
         last = self._exception(self.at, len(self.lines), at_s)
         first = self._exception(heads[0], heads[1], at_s) if len(heads) > 1 else None
-        if last is None or first is None or first.type.rpartition(".")[2] in CAUGHT_AS_A_RULE:
+        if last is None or first is None or first.type.rpartition(".")[2] in USUALLY_CAUGHT:
             return last
         return first if is_consequence(last) and not is_consequence(first) else last
 
@@ -169,7 +169,7 @@ class After:
         Args:
             ended: something else reports that the process has failed
         """
-        caught = raised.type.rpartition(".")[2] in CAUGHT_AS_A_RULE
+        caught = raised.type.rpartition(".")[2] in USUALLY_CAUGHT
         message = not self.usual and (bool(self.shapes) or self.numbers <= _FEW) and not caught
         if ended and max(self.usual, self.steps) > _FEW:  # it had worked on, and ended later
             return False

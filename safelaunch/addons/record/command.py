@@ -127,10 +127,11 @@ def _report(
 def _files(recorded: Any) -> dict[str, str]:
     from safelaunch.addons.record.report import content, markdown, script, speedscope
     from safelaunch.report import SPEEDSCOPE, page
+    from safelaunch.report import template
     from safelaunch.report.exports import as_json
 
     return {
-        "record.html": page.render(content(recorded), script()),
+        "record.html": template.render(content(recorded), script()),
         "report.md": markdown(recorded),
         SPEEDSCOPE: as_json(speedscope(recorded.recording)),
         "recording.json": msgspec.json.encode(recorded.recording).decode(),

@@ -26,7 +26,7 @@ from safelaunch.addons.record.shares import (
 from safelaunch.addons.record.slowness import Slowness, StepTimeChange, TimeFinding, percent
 from safelaunch.addons.record.slowness import where as change_words
 from safelaunch.model import Frame, format_ranks
-from safelaunch.report.overview import ranges
+from safelaunch.report.stack_tree import ranges
 from safelaunch.report.tables import Frames, ItemNumbers, Paths
 from safelaunch.stacks.frames import place
 from safelaunch.system.console import cut, wrapped

@@ -30,7 +30,7 @@ from safelaunch.addons.record.shares import (
 )
 from safelaunch.model import Frame, rank_words
 from safelaunch.stacks.frames import at, basename, place
-from safelaunch.verdict.findings import capital
+from safelaunch.verdict.phrases import capital
 
 Slow = Literal["late-rank", "data-loading", "gil", "communication", "checkpoint", "script"]
 

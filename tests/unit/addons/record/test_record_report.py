@@ -13,7 +13,7 @@ from safelaunch.addons.record.recording import Recording
 from safelaunch.addons.record.report import RecordingReport, content, markdown, places, screen, script, speedscope
 from safelaunch.addons.record.slowness import compare, verdict_of
 from safelaunch.model import Frame
-from safelaunch.report import page
+from safelaunch.report import template
 from tests.support.browser import Browser, found
 from tests.unit.addons.record.recordings import ALL_REDUCE, AUGMENT, BACKWARD, FORWARD, recorded, recording
 
@@ -73,7 +73,7 @@ def test_names_that_are_hostile_are_text() -> None:
     bad = "</script><img src=x onerror=alert(1)>\x1b[31m```"
     one = recording({(Frame(f"/x/{bad}.py", 3, bad),): 1.0})
     one = replace(one, name=bad, command=[bad], notes=[bad])
-    html = page.render(content(of(one)), script())
+    html = template.render(content(of(one)), script())
     assert "<img" not in html and "\x1b" not in html
     assert "\x1b" not in screen(of(one), 100)
     assert markdown(of(one)).count("```") == 2
@@ -82,7 +82,7 @@ def test_names_that_are_hostile_are_text() -> None:
 @pytest.mark.skipif(found() is None, reason="no Chromium on this machine")
 def test_the_page_draws_itself_without_errors(tmp_path: Path) -> None:
     path = tmp_path / "record.html"
-    path.write_text(page.render(content(of(recorded("straggler"), recorded("healthy"))), script()))
+    path.write_text(template.render(content(of(recorded("straggler"), recorded("healthy"))), script()))
     program = found()
     assert program is not None
     with Browser(program) as browser:
