@@ -1,6 +1,6 @@
-"""What the library frames inside the user's line wait in: peers, a DataLoader, a lock, a subprocess.
+"""What the library frames inside the user's line wait for: peers, a DataLoader, a lock, a subprocess.
 
-Recognised by file and function of torch and of the standard library, never by anything of the user's program.
+Recognized by file and function of torch and the standard library, never by anything in the user's program.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from safelaunch.stacks.frames import Stack, is_native, normal, own_part, short
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """A call of a library's, known by the end of its file's path, or a folder in it, and by its function; without
-    ``functions``, by any.
+    """A call of a library, recognized by the end of its file's path, or a folder in it, and by its function.
+
+    Without ``functions``, any function of these files.
     """
 
     files: tuple[str, ...]
@@ -26,7 +27,7 @@ class LibraryCall:
 
     @cached_property
     def _whole(self) -> tuple[str, ...]:
-        """From the beginning of a name on: ``megatorch/distributed`` is not ``torch/distributed``."""
+        # From the beginning of a name on: ``megatorch/distributed`` isn't ``torch/distributed``.
         return tuple(file if file.startswith(("/", "<")) else f"/{file}" for file in self.files)
 
     @cached_property
@@ -34,7 +35,7 @@ class LibraryCall:
         return tuple(file for file in self._whole if file.endswith("/"))
 
     def fits(self, path: str, function: str) -> bool:
-        """A frame's, by its normal path and its short function."""
+        """Returns whether a frame, with a normal path and a short function, is such a call."""
         if self.functions and function not in self.functions:
             return False
         return path.endswith(self._whole) or (bool(self._folders) and any(folder in path for folder in self._folders))
@@ -52,13 +53,11 @@ _C10D_FILES = (
     "/torch/distributed/rendezvous.py",
     "/torch/distributed/constants.py",
 )
-C10D = LibraryCall(
-    _C10D_FILES
-)  # under way, whatever it calls inside: ``wait_tensor`` of a DTensor rests in an operator
+C10D = LibraryCall(_C10D_FILES)  # active, whatever it calls inside: ``wait_tensor`` of a DTensor rests in an operator
 _C10D_NOISE = frozenset({"wrapper", "inner", "_time_logger", "_exception_logger"})
 _INIT_FUNCTIONS = frozenset({"init_process_group", "_init_process_group", "rendezvous", "_create_c10d_store"})
 _NEW_GROUP = frozenset({"new_group", "_new_group_with_tag", "_new_process_group_helper", "split_group"})
-MAKES_GROUPS = _INIT_FUNCTIONS | _NEW_GROUP  # in these, any library's frame can be innermost
+MAKES_GROUPS = _INIT_FUNCTIONS | _NEW_GROUP  # inside these, the innermost frame can be any library's
 _P2P = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv"})
 _TEARDOWN = frozenset({"destroy_process_group", "_shutdown_backend"})
 _RUNNERS = frozenset({"_run_code", "_run_module_code", "_run_module_as_main", "_bootstrap", "run_path", "run_module"})
@@ -66,19 +65,19 @@ _RUNNERS = frozenset({"_run_code", "_run_module_code", "_run_module_as_main", "_
 
 @dataclass(frozen=True)
 class TorchWait:
-    """A wait for other ranks, seen on a stack. ``op`` is the public function nearest to the user's line."""
+    """A wait for other ranks on a stack. ``op`` is the public function nearest to the user's line."""
 
     kind: str  # "init" | "collective" | "p2p" | "teardown"
     op: str
 
 
 def torch_wait(stack: Stack) -> TorchWait | None:
-    """The c10d call in which these frames wait for other ranks, or None.
+    """Returns the c10d call in which these frames wait for other ranks, or None.
 
     The innermost Python frame has to be in c10d itself: then the thread is inside a C++ collective, rendezvous or
     store call that this frame made. (A collective on the stack with, say, a pickle frame inside it is computing.)
     ``init_process_group`` and ``new_group`` keep frames of the store and of the rendezvous handlers inside them, so
-    for these two any library frame may be innermost.
+    for these two, the innermost frame can be any library's.
     """
     inner = stack.called
     names = [short(f.function) for f in inner if "/torch/" in normal(f.file)]
@@ -104,33 +103,33 @@ def torch_wait(stack: Stack) -> TorchWait | None:
 
 
 def makes_store(stack: Stack) -> bool:
-    """In the constructor of the store by which ranks find each other: it hosts one, or looks for it."""
+    """Returns whether a thread is in the constructor of the rendezvous store, hosting it or connecting to it."""
     return bool(stack.called) and short(stack.called[0].function) == "_create_c10d_store"
 
 
 def passes_objects(stack: Stack) -> bool:
-    """``broadcast_object_list`` and its like, which call a collective for the sizes and one for the objects."""
+    """Returns whether it is ``broadcast_object_list`` or similar: one collective for sizes, one for objects."""
     return any(normal(f.file).endswith(_C10D_FILES[0]) and "_object" in short(f.function) for f in stack.called)
 
 
 _MESSAGES = ("multiprocessing/queues.py", "multiprocessing/connection.py")
 
-RPC = LibraryCall(("/torch/distributed/rpc/",))  # waits for what another rank is to answer (``rpc_sync``, ``to_here``)
+RPC = LibraryCall(("/torch/distributed/rpc/",))  # waits for another rank's answer (``rpc_sync``, ``to_here``)
 ANSWERS_RPC = LibraryCall(("torch/distributed/rpc/internal.py",), frozenset({"_run_function"}))
-FUTURE = LibraryCall(("/torch/futures/",))  # of a call of c10d or of RPC, or one that other code sets
-FILE_LOCK = LibraryCall(("/filelock/",), frozenset({"acquire"}))  # the library asks, sleeps, and asks again
-BUILD = LibraryCall(("torch/utils/file_baton.py",), frozenset({"wait"}))  # of a C++ extension, by another process
+FUTURE = LibraryCall(("/torch/futures/",))  # of a c10d or RPC call, or set by other code
+FILE_LOCK = LibraryCall(("/filelock/",), frozenset({"acquire"}))  # polls the lock, sleeping in between
+BUILD = LibraryCall(("torch/utils/file_baton.py",), frozenset({"wait"}))  # another process builds a C++ extension
 REPLACED = LibraryCall(
     ("multiprocessing/pool.py",), frozenset({"_maintain_pool"})
 )  # forked in place of one that had ended
 CHILD = LibraryCall(("/subprocess.py", "multiprocessing/popen_fork.py", "multiprocessing/popen_spawn_posix.py"))
 MESSAGE = LibraryCall(_MESSAGES, frozenset({"get", "recv", "recv_bytes", "recv_bytes_into", "poll", "wait"}))
 TAKES_ITEM = LibraryCall(("/queue.py", "multiprocessing/queues.py"), frozenset({"get"}))
-FEEDS_QUEUE = LibraryCall(("multiprocessing/queues.py",), frozenset({"_feed"}))  # the thread that writes what was put
+FEEDS_QUEUE = LibraryCall(("multiprocessing/queues.py",), frozenset({"_feed"}))  # thread that writes the queue's items
 EVENT_LOOP = LibraryCall(("/asyncio/",))
-RUNS_LOOP = LibraryCall(("/asyncio/base_events.py",), frozenset({"_run_once"}))  # in one of its callbacks or coroutines
+RUNS_LOOP = LibraryCall(("/asyncio/base_events.py",), frozenset({"_run_once"}))  # in a callback or coroutine
 POOL = LibraryCall(("/concurrent/futures/thread.py", "/multiprocessing/pool.py"))
-# Waits for DataLoader workers (not: runs the dataset itself, as with ``num_workers=0``).
+# Waits for DataLoader workers (doesn't run the dataset itself, as with ``num_workers=0``).
 LOADER_WAIT = LibraryCall(
     ("torch/utils/data/dataloader.py",),
     frozenset({"_try_get_data", "_get_data", "_next_data", "_try_put_index", "_shutdown_workers"}),
@@ -147,7 +146,7 @@ Purpose = Literal[
     "", "state-dict", "sync-batchnorm", "fsdp-forward", "fsdp-backward", "ddp-forward", "ddp-constructor", "gradients"
 ]
 _FSDP, _DDP = ("torch/distributed/fsdp/",), ("torch/nn/parallel/distributed.py",)
-# The first row that fits one of the frames counts.
+# The first row that matches a frame counts.
 _PURPOSES: tuple[tuple[Purpose, LibraryCall], ...] = (
     (
         "state-dict",
@@ -170,49 +169,50 @@ _PURPOSES: tuple[tuple[Purpose, LibraryCall], ...] = (
 
 
 def purpose(stack: Stack) -> Purpose:
-    """What torch makes the collective for that the user's line led to; empty where the user called it."""
+    """Returns why torch makes the collective that the user's line led to; empty if the user called it."""
     inner = [(normal(frame.file), short(frame.function)) for frame in stack.called]
     return next((found for found, mark in _PURPOSES for one in inner if mark.fits(*one)), "")
 
 
 def in_torch(stack: Stack) -> bool:
-    """The innermost frame is torch's (a backward pass, an optimizer, a collective's wrapper)."""
+    """Returns whether the innermost frame is torch's (a backward pass, an optimizer, a collective's wrapper)."""
     return _TORCH.on(stack.called[:1]) and not LOADER_WAIT.on(stack.called)
 
 
 def in_distributed(stack: Stack) -> Frame | None:
-    """The innermost frame, if it is of torch.distributed: a pipeline's schedule, say."""
+    """Returns the innermost frame if it belongs to torch.distributed, for instance a pipeline's schedule."""
     inside = _DISTRIBUTED.on(stack.called[:1]) and not RPC.on(stack.called)
     return stack.called[0] if inside else None
 
 
 def in_backward(stack: Stack) -> bool:
-    """The thread is in C++ under ``backward()``: in no hook of Python's."""
+    """Returns whether the thread is in C++ under ``backward()``, not in a Python hook."""
     return _BACKWARD.on(stack.called[:1])
 
 
 def loader_on_stack(frames: Sequence[Frame]) -> bool:
-    """The dataset's code runs in this very process, called by a DataLoader without workers."""
+    """Returns whether the dataset's code runs in this process, called by a DataLoader without workers."""
     return _LOADER.on(own_part(frames))
 
 
 def without_workers(frames: Sequence[Frame]) -> bool:
-    """Returns whether a DataLoader runs the dataset in this process; a worker's stack that is cut may look alike."""
+    """Returns whether a DataLoader runs the dataset in this process; a worker's stack that is cut can look the same."""
     return _DATALOADER.on(own_part(frames))
 
 
 def worker_idle(frames: Sequence[Frame]) -> bool:
-    """A DataLoader worker that waits for the next index: it owes nobody anything."""
+    """Returns whether a DataLoader worker waits for the next index, so that no process waits for it."""
     return LOADER_WORKER.on(frames) and _QUEUES.on(frames[:8])
 
 
 def leaving(frames: Sequence[Frame], *, cut: bool = False) -> str:
-    """Why these frames of a main thread mean that its script has ended; ``""`` if they do not.
-
-    Where the outermost frames may be missing (``cut``), that there is no ``<module>`` shows nothing.
+    """Returns why these frames of a main thread mean that its script has ended; empty if they don't.
 
     ``threading._shutdown`` joins the threads that are left. Exit handlers are called by the interpreter itself: under
     them there is no ``<module>`` and none of ``runpy``'s frames, which every running script has.
+
+    Args:
+        cut: The outermost frames might be missing, so that a missing ``<module>`` means nothing.
     """
     if _SHUTDOWN.on(frames):
         return "its script has ended and the interpreter waits for the remaining threads"
@@ -223,21 +223,18 @@ def leaving(frames: Sequence[Frame], *, cut: bool = False) -> str:
 
 @dataclass(frozen=True)
 class LockWait:
-    """A wait on a lock of this process. ``on`` says who can end it.
-
-    ``work``: a thread or future that runs to an end; ``signal``: a queue, event or condition that some thread feeds;
-    ``lock``: whoever holds it. ``own``: the source says that the thread has taken it itself. ``shared``: it is one of
-    ``multiprocessing``, of whatever kind: its barrier is that of ``threading`` with another lock in it.
-    """
+    """A wait for a lock of this process."""
 
     what: str
+    # What can end it. ``work``: a thread or future that runs to its end; ``signal``: a queue, event or condition that a
+    # thread sets; ``lock``: the holder.
     on: Literal["work", "signal", "lock"] = "lock"
-    own: bool = False
-    shared: bool = False
+    own: bool = False  # the source shows that the thread has taken it itself
+    shared: bool = False  # of ``multiprocessing``, whose barrier is that of ``threading`` with another lock
 
     @property
     def by_processes(self) -> bool:
-        """Whether another process may be the one to end the wait."""
+        """Whether another process can be the one that ends the wait."""
         return self.on == "work" or self.shared
 
     @property
@@ -246,12 +243,12 @@ class LockWait:
 
     @property
     def of_future(self) -> bool:
-        """It ends by what a pool's threads, or an event loop, do: not by the end of a thread of the user's."""
+        """Whether a pool's threads or an event loop end it, rather than the end of a thread of the user."""
         return self.on == "work" and self.what != "Thread.join"
 
     @property
     def of_items(self) -> bool:
-        """A queue's ``join()``: it ends when ``task_done()`` was called for each item."""
+        """Whether it is a queue's ``join()``, which ends when ``task_done()`` was called for each item."""
         return self.what.endswith("Queue.join)")
 
 
@@ -279,10 +276,9 @@ _LOCK_CALLS: tuple[tuple[str, frozenset[str], LockWait], ...] = (
 
 
 def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
-    """What the library frames inside the user's line wait for, if that is a lock, a thread or a queue.
+    """Returns the lock, thread or queue that the library frames inside the user's line wait for.
 
-    The frame nearest to the user's line decides: ``Future.result`` waits on a Condition, but what it waits *for* is
-    the future.
+    The frame nearest to the user's line decides: ``Future.result`` waits on a Condition, but *for* the future.
     """
     for frame in reversed(inner):
         for ending, functions, wait in _LOCK_CALLS:
@@ -293,21 +289,19 @@ def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
 
 @dataclass(frozen=True)
 class Awaited:
-    """Whom one thread waits for: the ends of its edges in the graph of waits.
+    """What one thread waits for: the ends of its edges in the graph of waits."""
 
-    ``peers``: the c10d call in which it waits for other ranks; whatever else is on its stack, these end the wait.
-    ``threads``: one of its process to its end, or torch's own under ``backward()``.
-    ``processes``: its children. ``workers`` of a DataLoader; ``child``: one, to its end; ``message``: one that sends
-    something; ``any``: whichever may be behind a pool, an executor, or an event loop.
-    """
-
-    peers: TorchWait | None = None
-    threads: bool = False
+    peers: TorchWait | None = (
+        None  # c10d call that waits for other ranks; they end the wait, whatever else is on the stack
+    )
+    threads: bool = False  # the end of a thread of its process, or torch's threads under ``backward()``
+    # Its children: DataLoader ``workers``; one ``child``, to its end; a sender of a ``message``; ``any`` of a pool, an
+    # executor, or an event loop.
     processes: Literal["", "workers", "child", "message", "any"] = ""
 
 
 def awaited(stack: Stack, kind: str = "") -> Awaited:
-    """Read from a thread's Python frames, and from the ``kind`` of its system call (:mod:`.kernel`)."""
+    """Reads it from a thread's Python frames, and from the ``kind`` of its system call (:mod:`.kernel`)."""
     peers = torch_wait(stack)
     if peers is not None:
         return Awaited(peers)
@@ -329,10 +323,10 @@ _STORE_SYMBOLS = ("TCPStore", "FileStore", "PrefixStore")
 _P2P_SYMBOLS = ("RecvWork", "SendWork")
 
 
-Answers = tuple[tuple[str, tuple[str, ...]], ...]  # each with the symbols that show it; the first one that fits counts
+Answers = tuple[tuple[str, tuple[str, ...]], ...]  # each with the symbols that show it; the first match counts
 WAITS: Answers = (("p2p", _P2P_SYMBOLS), ("store", _STORE_SYMBOLS), ("peers", _PEER_SYMBOLS), ("lock", _LOCK_SYMBOLS))
-TRANSFERS: Answers = (("send", ("SendWork",)), ("recv", ("RecvWork",)))  # of these two, the one that is waited for
-SLEEPS: Answers = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep")))  # sqlite asks for a lock each time
+TRANSFERS: Answers = (("send", ("SendWork",)), ("recv", ("RecvWork",)))
+SLEEPS: Answers = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep")))  # sqlite polls for a lock
 # The waits for other ranks that only C frames show: ``work.wait()``, ``store.get()`` on the user's own line.
 PEER_WAITS = {
     "p2p": TorchWait("p2p", "a send or receive"),
@@ -342,10 +336,9 @@ PEER_WAITS = {
 
 
 def native(samples: Iterable[StackSample], os_tid: int | None, answers: Answers) -> str:
-    """Which of ``answers`` the C frames inside a thread's innermost Python frame show; empty where no native sample
-    has them.
+    """Returns which of ``answers`` the C frames inside a thread's innermost Python frame show; empty without a sample.
 
-    ``with lock:`` and ``work.wait()`` look alike without it: both are C functions called from the user's own line,
+    ``with lock:`` and ``work.wait()`` look the same without it: both are C functions called from the user's own line,
     and both rest in ``futex``.
     """
     for frames in _native_frames(samples, os_tid):
@@ -356,14 +349,14 @@ def native(samples: Iterable[StackSample], os_tid: int | None, answers: Answers)
 
 
 def _native_frames(samples: Iterable[StackSample], os_tid: int | None) -> Iterator[list[Frame]]:
-    """The C frames inside a thread's innermost Python frame, for each native sample."""
+    """Yields the C frames inside a thread's innermost Python frame, for each native sample."""
     for sample in samples:
         for thread in sample.threads if sample.native else ():
             if thread.os_tid == os_tid:
                 yield list(takewhile(is_native, thread.frames))
 
 
-# --- the own GPU ------------------------------------------------------------------------------------------------------
+# --- the process's own GPU --------------------------------------------------------------------------------------------
 
 _SYNCHRONIZE = LibraryCall(
     ("torch/cuda/__init__.py", "torch/cuda/streams.py", "torch/cuda/graphs.py", "torch/accelerator/__init__.py"),
@@ -374,7 +367,7 @@ _DRIVER_LIBRARIES = ("libcuda.so", "libcudart", "libamdhip", "libhsa-runtime")
 
 
 def device_wait(stack: Stack, samples: Iterable[StackSample], os_tid: int | None) -> str:
-    """``a synchronize`` of torch's, or the driver's call by name; empty where the thread is elsewhere."""
+    """Returns ``a synchronize`` of torch, or the driver's call by name; empty if the thread is elsewhere."""
     if _SYNCHRONIZE.on(stack.called[:2]):
         return "a synchronize"
     called = (_driver_call(frame) for frames in _native_frames(samples, os_tid) for frame in frames)
@@ -382,7 +375,7 @@ def device_wait(stack: Stack, samples: Iterable[StackSample], os_tid: int | None
 
 
 def _driver_call(frame: Frame) -> str:
-    """Of the driver or the runtime; futexes and locks of libc are not."""
+    # The driver or the runtime; not the futexes and locks of libc.
     if any(call in frame.function for call in _DRIVER_CALLS):
         return frame.function.partition("(")[0]
     return "the driver" if any(library in frame.file for library in _DRIVER_LIBRARIES) else ""

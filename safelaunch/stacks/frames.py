@@ -1,7 +1,7 @@
-"""Whose code is a frame: the user's, a library's, the interpreter's, ours?
+"""Attributes a frame to the user's code, a library, the interpreter or safelaunch.
 
 Frames are innermost first. Function names come in two spellings: py-spy on Python 3.11 and newer prints the qualified
-name (``Thread.join``), older ones and the Flight Recorder the bare one; :func:`short` makes them comparable.
+name (``Thread.join``), older versions and the Flight Recorder the bare one; :func:`short` makes them comparable.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import PurePosixPath
 from safelaunch.model import Frame, RankEvidence, Thread
 
 _LIBRARY_DIR = re.compile(r"/(?:site-packages|dist-packages)/|/lib(?:64)?/python3(?:\.\d+)?t?/|/lib/python3\d*\.zip/")
-_INTERPRETER = re.compile(r"python[\d.]*[td]*")  # its own C frames, where it has no debug information
+_INTERPRETER = re.compile(r"python[\d.]*[td]*")  # its C frames, if it has no debug information
 _PSEUDO_FILE = re.compile(r"^<[^>]*>")
-# Written by torch while it runs: by inductor below the hash of what it has compiled, by `torch.distributed.nn`.
+# Written by torch while it runs: by inductor below the hash of the compiled code, and by `torch.distributed.nn`.
 _GENERATED = re.compile(
     r"/([a-z2-7]{2})/c\1[a-z2-7]{49}\.py$|/torchinductor_[^/]*/|/_remote_module_(?:non_)?scriptable\.py$"
 )
-# What people also run from its source: torch, and frameworks that call their users' code. By parts of a path that no
-# project of the user's has.
+# Libraries that people also run from source: torch, and frameworks that call their users' code. Parts of paths that no
+# project of a user has.
 _FROM_SOURCE = re.compile(
     r"/torch/(?:_[a-z]\w*[/.]|(?:amp|autograd|fx|optim|multiprocessing|nn/(?:modules|parallel|utils)|utils/data)/"
     r"|distributed/(?:_\w+|algorithms|checkpoint|elastic|fsdp|nn|optim|pipelining|rpc|tensor)/"
@@ -36,7 +36,7 @@ _BOOTSTRAP = ("/runpy.py", "/torch/distributed/run.py", "/multiprocessing/spawn.
 
 
 def short(function: str) -> str:
-    """``Thread.join`` → ``join``; ``_exception_logger.<locals>.wrapper`` → ``wrapper``; ``<module>`` stays."""
+    """Returns ``join`` for ``Thread.join``, ``wrapper`` for ``_log.<locals>.wrapper``; ``<module>`` stays."""
     return function if function.startswith("<") else function.rsplit(".", 1)[-1]
 
 
@@ -44,7 +44,7 @@ Spot = tuple[str, str, int]
 
 
 def spot(frame: Frame) -> Spot:
-    """File, function and line; alike for stacks, and for exceptions and records, whose frames have no class names."""
+    """Returns file, function and line, equal for stacks and for exceptions and records, which have no class names."""
     return frame.file, short(frame.function), frame.line
 
 
@@ -58,12 +58,12 @@ def basename(path: str) -> str:
 
 
 def same_line(one: Frame | None, other: Frame | None) -> bool:
-    """Whatever the function is called: a recorded frame has its name without that of its class."""
+    # The function's name may differ: recorded frames have no class names.
     return one is not None and other is not None and (one.file, one.line) == (other.file, other.line)
 
 
 def place(frame: Frame | None) -> str:
-    """``train.py:41 (log_metric)``, the way a frame is written in sentences."""
+    """Returns ``train.py:41 (log_metric)``, as sentences write a frame."""
     if frame is None:
         return "a place that was not seen"
     if is_pseudo(frame.file):
@@ -73,7 +73,7 @@ def place(frame: Frame | None) -> str:
 
 
 def at(frame: Frame | None) -> str:
-    """`` at train.py:41 (log_metric)``, to stand behind other words; empty without a frame."""
+    """Returns `` at train.py:41 (log_metric)``, to follow other words; empty without a frame."""
     return f" at {place(frame)}" if frame is not None else ""
 
 
@@ -81,7 +81,7 @@ def at(frame: Frame | None) -> str:
 
 
 def is_demo(path: str) -> bool:
-    """The demo scripts ship inside the package but stand for the user's program."""
+    """Returns whether it is a demo script, which is part of the package but counts as the user's program."""
     return _OUR_DEMOS in normal(path)
 
 
@@ -95,7 +95,7 @@ def is_ours(path: str) -> bool:
 
 
 def is_native(frame: Frame) -> bool:
-    """A C or C++ frame of a ``--native`` sample or of a Flight Recorder that keeps C++ stacks.
+    """Returns whether it is a C or C++ frame of a ``--native`` sample, or of a Flight Recorder with C++ stacks.
 
     Its file is a shared object, a C source, the interpreter itself, or nothing.
     """
@@ -106,11 +106,11 @@ def is_native(frame: Frame) -> bool:
 
 
 def is_library(path: str, code_roots: Sequence[str] = ()) -> bool:
-    """Standard library, an installed package, torch or a framework run from its source, or code that torch has written.
+    """Returns whether it is library code: the standard library, an installed package, torch or a framework from source.
 
-    By the path's components and by the roots that the rank itself named. A checkout inside
-    ``.../lib/python3.11/site-packages`` counts as installed; an editable install of any other package does not, because
-    its files lie where the user works.
+    Decides by the path's components and by the roots that the rank reported. A checkout inside
+    ``.../lib/python3.11/site-packages`` counts as installed; an editable install of any other package doesn't, because
+    its files lie where the user works. Code that torch has generated counts as a library, too.
     """
     path = normal(path)
     if is_demo(path):
@@ -121,7 +121,7 @@ def is_library(path: str, code_roots: Sequence[str] = ()) -> bool:
 
 
 def is_of_framework(path: str) -> bool:
-    """A package that calls torch or its user's code: neither torch itself, nor of the standard library."""
+    """Returns whether it is a package that calls torch or user code, but not torch or the standard library itself."""
     path = normal(path)
     return "/torch/" not in path and ("-packages/" in path or _FROM_SOURCE.search(path) is not None)
 
@@ -133,9 +133,9 @@ def is_user(frame: Frame, code_roots: tuple[str, ...] = ()) -> bool:
 
 
 def own_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """The frames of a forked child that are its own.
+    """Returns the frames of a forked child that are its own.
 
-    A forked worker's stack continues into the frames its parent had when it forked; everything outside
+    A forked worker's stack continues into the frames that its parent had at the fork. Everything outside
     ``multiprocessing``'s bootstrap belongs to the parent's past, not to what this process does.
     """
     for index, frame in enumerate(frames):
@@ -146,13 +146,12 @@ def own_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 @dataclass(frozen=True)
 class Stack:
-    """The frames of a thread or of a recorded call, innermost first, and where in them the user's own code is.
+    """The frames of a thread or of a recorded call, and the user's code in them."""
 
-    ``code_roots``: the directories of the standard library and of installed packages, as the rank itself names them.
-    """
-
-    frames: tuple[Frame, ...]
-    code_roots: tuple[str, ...] = ()
+    frames: tuple[Frame, ...]  # innermost first
+    code_roots: tuple[
+        str, ...
+    ] = ()  # directories of the standard library and installed packages, as the rank names them
 
     @cached_property
     def _own(self) -> tuple[Frame, ...]:
@@ -162,8 +161,9 @@ class Stack:
     def user_frame(self) -> Frame | None:
         """The innermost frame of the user's own code.
 
-        Where no file of the stack is the user's, two things may be: code typed in (``python -c``, ``<string>``), and an
-        installed module started with ``-m``, recognised as the package of the outermost frame that is not a launcher.
+        If no file of the stack is the user's, two things can be: code from the command line (``python -c``,
+        ``<string>``), and an installed module started with ``-m``, the package of the outermost frame that isn't a
+        launcher's.
         """
         typed = (frame for frame in self._own if frame.file in ("<string>", "<stdin>"))
         return next(self._users(), None) or next(typed, None) or _installed_main(self._own)
@@ -175,7 +175,7 @@ class Stack:
 
     @cached_property
     def called(self) -> tuple[Frame, ...]:
-        """The library frames inside the user's innermost frame: what the user's line called. All, without one."""
+        """The library frames inside the user's innermost frame; all frames without a user frame."""
         return self._own if self.user_frame is None else self._own[: self._own.index(self.user_frame)]
 
     def _users(self) -> Iterator[Frame]:
@@ -183,19 +183,17 @@ class Stack:
 
 
 def stack_of(rank: RankEvidence, frames: Sequence[Frame]) -> Stack:
-    """``frames`` of a process of ``rank``, or of a call that it recorded."""
+    """Returns ``frames`` of a process of ``rank``, or of a call that it recorded, as a stack."""
     return Stack(tuple(frames), rank.code_roots)
 
 
 def program_of(stack: Stack) -> str:
-    """The installed program whose own code this is, be it started by name or with ``-m``; empty where any code of the
-    user's runs.
-    """
+    """Returns the installed program that runs, by its name or with ``-m``; empty if user code runs in it."""
     outer = [f for f in stack.frames if not is_pseudo(f.file) and not normal(f.file).endswith(_BOOTSTRAP)]
     if len(outer) < 2 or outer[-1].function != "<module>":
         return ""
     file = normal(outer[-1].file)
-    by_name = re.search(r"/bin/([^/.]+)$", file)  # the script that pip writes for it
+    by_name = re.search(r"/bin/([^/.]+)$", file)  # the script that pip writes
     if any(is_user(frame, stack.code_roots) for frame in outer[: -1 if by_name else None]):
         return ""
     return by_name[1] if by_name else basename(_package_root(file) or file)
@@ -213,7 +211,7 @@ def _installed_main(frames: Sequence[Frame]) -> Frame | None:
 
 
 def _package_root(path: str) -> str | None:
-    """``/x/site-packages/tool/cli.py`` → ``/x/site-packages/tool/``; a single module → its file."""
+    # ``/x/site-packages/tool/cli.py`` -> ``/x/site-packages/tool/``; a single module -> its file
     match = re.match(r"(.*/(?:site-packages|dist-packages)/[^/]+/?)", normal(path))
     return match.group(1) if match else None
 

@@ -1,8 +1,8 @@
 """The conditions on the rank that decide whether a line is reached: ``if rank == 0:``, its ``else``, an early return.
 
-Read from the source of the user's frames. A guard is a sign and never a verdict by itself: ``if rank == 0: save();
-barrier()`` with a ``barrier()`` in the ``else`` is no fault. Where all that a condition asks for is the rank, it is
-evaluated for each rank: then the source says which ranks come to that line.
+Read from the source of the user's frames. A guard is a hint and never a verdict by itself: ``if rank == 0: save();
+barrier()`` with a ``barrier()`` in the ``else`` is no fault. If a condition depends on the rank alone, it is evaluated
+for each rank: then the source shows which ranks reach that line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safelaunch.stacks import source as src
 from safelaunch.stacks.frames import basename
 from safelaunch.stacks.source import ReadSource
 
-# The words of torch, accelerate, transformers, Lightning and DeepSpeed for "which process am I".
+# Names in torch, accelerate, transformers, Lightning and DeepSpeed that identify the process.
 _OF_THE_RANK = re.compile(
     r"(?:^|_)rank(?:_|0?$)|^is_(?:local_|world_)?(?:main|master)|(?:global|process)_zero$|process_index"
     r"|^(?:get_)?coordinate$|^is_(?:first|last)(?:_stage)?$|^on_(?:main|local_main|last)_process$",
@@ -35,12 +35,12 @@ _MAIN = re.compile(
     re.IGNORECASE,
 )
 _DECORATORS = re.compile(r"rank_?zero|main_process|on_(?:main|last)|rank_?0|master_only", re.IGNORECASE)
-_MOST_STEPS = 6  # of names that stand for names
+_MOST_STEPS = 6  # from a name to the name that it stands for
 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What a condition on the rank may ask for."""
+    """The values that a condition on the rank can use."""
 
     rank: int
     local_rank: int
@@ -49,14 +49,9 @@ class Whereabouts:
 
 @dataclass(frozen=True)
 class Guard:
-    """A condition or a loop that is passed before a line is reached: that comes only where ``text``, at ``line``, is
-    ``taken``. A cache, and the ``except`` of an exception, are such conditions, too.
+    """A condition or a loop before a line: the line is reached only if ``text``, at ``line``, is ``taken``.
 
-    - ``beside``: what those call who go the other way
-    - ``asks_for_rank``: it depends on which process this is, so that ranks may part here
-    - ``loop``: it is the head of a ``for`` loop
-    - ``by_round``: it asks for the number of the round alone, so in one round all ranks answer alike
-    - ``again``: by that, what failed is tried once more
+    A cache and the ``except`` of an exception count as conditions, too.
     """
 
     file: str
@@ -65,19 +60,19 @@ class Guard:
     taken: bool
     test: ast.expr | None = field(default=None, compare=False, repr=False)
     names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
-    beside: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
-    asks_for_rank: bool = field(default=False, compare=False)
-    loop: bool = field(default=False, compare=False)
-    by_round: bool = False
-    again: bool = False
+    beside: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # calls of the other branch
+    asks_for_rank: bool = field(default=False, compare=False)  # it depends on the process: ranks can diverge here
+    loop: bool = field(default=False, compare=False)  # it is the head of a ``for`` loop
+    by_round: bool = False  # it depends on the number of the round alone, so that it is equal on all ranks
+    again: bool = False  # it repeats what failed
 
     @property
     def words(self) -> str:
-        """``if rank == 0 (train.py:14)``."""
+        """Returns ``if rank == 0 (train.py:14)``."""
         return f"{self.text} ({basename(self.file)}:{self.line})"
 
     def admits(self, one: Whereabouts) -> bool | None:
-        """Whether this rank comes past it; None where the condition asks for more than the rank."""
+        """Returns whether this rank passes it; None if the condition depends on more than the rank."""
         if self.test is None:
             return None
         try:
@@ -87,14 +82,14 @@ class Guard:
 
 
 class _UnknownError(Exception):
-    """The source alone does not tell the value."""
+    """The value can't be determined from the source alone."""
 
 
 def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, ...]:
-    """The guards of all lines of ``stack`` (the user's frames, innermost first), the innermost guard first.
+    """Returns the guards of all lines of ``stack`` (the user's frames, innermost first), the innermost guard first.
 
-    Where both branches of an ``if`` call the function that the stack goes into, nobody is kept from it. What lies
-    outside of a signal handler has not called it.
+    If both branches of an ``if`` call the function that the stack goes into, it keeps no rank away. Frames outside a
+    signal handler haven't called it, so their guards don't count.
     """
     found = []
     for frame, into in zip(stack, (None, *stack), strict=False):
@@ -109,12 +104,12 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
 
 
 def way_to(frame: Frame, read_source: ReadSource) -> tuple[Guard, ...]:
-    """All conditions and loops around the line of ``frame``, in the order of their lines, whatever they ask for."""
+    """Returns all conditions and loops around the line of ``frame``, in the order of their lines."""
     return _way(read_source(frame.file) or "", frame.file, frame.line)
 
 
 def names_at(frame: src.Located, read_source: ReadSource) -> dict[str, ast.expr]:
-    """The names that stand for one expression at that line."""
+    """Returns the names that stand for one expression at that line."""
     tree = src.tree_in(frame.file, read_source)
     return _assigned(tree) | _assigned(src.scope_of(tree, frame.line))
 
@@ -132,7 +127,7 @@ def _way(text: str, file: str, line: int) -> tuple[Guard, ...]:
 
 
 def _beside(scope: ast.AST, test: ast.expr | None, taken: bool) -> frozenset[str]:
-    """The names of what the other branch of this ``if`` calls."""
+    """Returns the names of the functions that the other branch of this ``if`` calls."""
     ifs = (node for node in ast.walk(scope) if isinstance(node, ast.If) and node.test is test)
     other = next((node.orelse if taken else node.body for node in ifs), [])
     return frozenset(src.name_called(call.func) for one in other for call in src.calls_in(one))
@@ -142,14 +137,13 @@ _PLAIN = (ast.Expr, ast.Assign, ast.Return)
 
 
 def _called_at(frame: Frame, read_source: ReadSource) -> str:
-    """The name of what the statement at the line of ``frame`` calls; "" where it is no plain call."""
     nodes = (node for node in ast.walk(src.tree_in(frame.file, read_source)) if isinstance(node, _PLAIN))
     values = (node.value for node in nodes if src.spans(node, frame.line))
     return next((src.name_called(value.func) for value in values if isinstance(value, ast.Call)), "")
 
 
 def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) -> Iterator[Guard]:
-    """The heads of ``for`` loops around the line: of a ``while``, the condition is on the way anyhow."""
+    """Yields the heads of ``for`` loops around the line; the condition of a ``while`` is on the way anyway."""
     for loop in src.loops_around(scope, line):
         if not isinstance(loop, ast.While) and src.holds(loop.body, line):
             shown = f"for {src.text_of(loop.target)} in {src.text_of(loop.iter)}"
@@ -157,11 +151,11 @@ def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) 
             yield Guard(file, loop.lineno, shown, taken=True, asks_for_rank=asks, loop=True)
 
 
-_Met = tuple[int, str, bool, "ast.expr | None"]  # a condition: its line, its text, whether it was taken, its test
+_Met = tuple[int, str, bool, "ast.expr | None"]  # line, text, whether it was taken, and test of a condition
 
 
 def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Met]:
-    """The conditions that were met before ``line`` was reached, from outside to inside."""
+    """Yields the conditions that were met before ``line`` was reached, from outside to inside."""
     for decorator in getattr(scope, "decorator_list", []):
         if any(_DECORATORS.search(name) for name in _words(decorator)):
             yield decorator.lineno, f"@{src.text_of(decorator)}", True, None
@@ -177,7 +171,7 @@ def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Met]:
 
 
 def _left_before(statement: ast.stmt) -> Iterator[_Met]:
-    """``if rank != 0: return`` before the line: only the others come there."""
+    """Yields the condition of ``if rank != 0: return`` before the line, which only the other ranks pass."""
     if not isinstance(statement, ast.If):
         return
     head = f"if {src.text_of(statement.test)}"
@@ -206,7 +200,7 @@ def _within_statement(statement: ast.stmt, line: int) -> Iterator[_Met]:
 
 
 def _within_expression(value: ast.expr | None) -> Iterator[_Met]:
-    """``rank == 0 and dist.barrier()``, ``dist.barrier() if rank == 0 else None``."""
+    """Yields the conditions in ``rank == 0 and dist.barrier()`` and ``dist.barrier() if rank == 0 else None``."""
     if isinstance(value, ast.BoolOp) and isinstance(value.values[-1], ast.Call):
         test, taken = value.values[0], isinstance(value.op, ast.And)
         yield value.lineno, f"{src.text_of(test)} {'and' if taken else 'or'} …", taken, test
@@ -215,7 +209,7 @@ def _within_expression(value: ast.expr | None) -> Iterator[_Met]:
 
 
 def _inner_block(statement: ast.stmt, line: int) -> Sequence[ast.stmt] | None:
-    """The block of ``statement`` that holds ``line``; None in a statement without blocks, or in another function."""
+    """Returns the block of ``statement`` that holds ``line``; None without blocks, or in another function."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         return None
     blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
@@ -224,11 +218,11 @@ def _inner_block(statement: ast.stmt, line: int) -> Sequence[ast.stmt] | None:
     return next((block for block in blocks if isinstance(block, list) and src.holds(block, line)), None)
 
 
-# --- what a condition asks for ----------------------------------------------------------------------------------------
+# --- what a condition depends on --------------------------------------------------------------------------------------
 
 
 def _assigned(scope: ast.AST) -> dict[str, ast.expr]:
-    """Names that stand for one expression in ``scope``, and no other. A name that is assigned twice has no meaning."""
+    """Returns names that stand for exactly one expression in ``scope``; a name assigned twice has no meaning."""
     found: dict[str, ast.expr | None] = {}
     for node in _statements(scope):
         for name, value in _pairs(node):
@@ -237,7 +231,7 @@ def _assigned(scope: ast.AST) -> dict[str, ast.expr]:
 
 
 def _statements(scope: ast.AST) -> Iterator[ast.AST]:
-    """All below ``scope``, without the bodies of the functions and classes in it."""
+    """Yields all nodes below ``scope``, except the bodies of its functions and classes."""
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
@@ -266,7 +260,7 @@ def _targets(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, as
 
 
 def assignments_of_the_rank(module: ast.Module) -> list[ast.stmt]:
-    """The module's own assignments of what depends on the rank or the world size: ``r = dist.get_rank()``."""
+    """Returns the module's assignments of values that depend on rank or world size: ``r = dist.get_rank()``."""
     names = _assigned(module)
     values = {one: [value for _, value in _pairs(one) if value is not None] for one in module.body}
     return [
@@ -280,8 +274,9 @@ _CASTS = frozenset({"int", "str", "bool", "get", "getenv"})
 
 
 def asks_for_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int = _MOST_STEPS) -> bool:
-    """Whether the condition depends on which process this is: the rank stands in it, or in what its names stand for as
-    it is. What a function has made of the rank is no rank.
+    """Returns whether the condition depends on the process: it contains the rank, or a name that stands for the rank.
+
+    The result of a function of the rank doesn't count.
     """
     words = list(_words(test))
     if any(_OF_THE_RANK.search(word) for word in words):
@@ -291,7 +286,7 @@ def asks_for_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int 
 
 
 def _plain(value: ast.expr) -> ast.expr | None:
-    """The expression, unless it is computed from arguments: then the function alone, whose name may have the rank."""
+    """Returns the expression; if it is computed from arguments, only the function, whose name can have the rank."""
     calls = [one for one in ast.walk(value) if isinstance(one, ast.Call) and (one.args or one.keywords)]
     if all(_CASTS.intersection(src.names_in(call.func)) for call in calls):
         return value
@@ -330,7 +325,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def _value(node: ast.expr, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
-    """The value of an expression over ranks and constants. Raises ``_UnknownError`` for any other."""
+    """Returns the value of an expression over ranks and constants. Raises ``_UnknownError`` for any other."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
@@ -352,7 +347,7 @@ def _unknown() -> Any:
 
 
 def _either(node: ast.BoolOp, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> bool:
-    """``and`` is false where one part is, whatever the others; ``or`` likewise."""
+    """Evaluates ``and``, false if one part is false, whatever the others; and ``or`` accordingly."""
     decisive, unknown = isinstance(node.op, ast.Or), False
     for part in node.values:
         try:
@@ -383,7 +378,7 @@ def _computed(node: ast.BinOp, one: Whereabouts, names: Mapping[str, ast.expr], 
 
 
 def _named(node: ast.expr, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
-    """A name or a call that gives the rank; a name that stands for such an expression."""
+    """Evaluates a name or a call that gives the rank, or a name that stands for such an expression."""
     if isinstance(node, ast.Name) and steps and node.id in names:
         return _value(names[node.id], one, names, steps - 1)
     if isinstance(node, ast.Call):
@@ -405,7 +400,7 @@ def _called(node: ast.Call, one: Whereabouts, names: Mapping[str, ast.expr], ste
         return range(*bounds) if all(isinstance(bound, int) for bound in bounds) else _unknown()
     if word in ("get", "getenv") and node.args and isinstance(node.args[0], ast.Constant):
         return _of_environ(node.args[0].value, one)
-    if node.args or node.keywords:  # of a group: another rank
+    if node.args or node.keywords:  # of a group: a different rank
         return _unknown()
     return _of_word(word, one)
 
