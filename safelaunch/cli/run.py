@@ -8,10 +8,11 @@ from dataclasses import replace
 from shutil import which
 
 from safelaunch.cli import COMMANDS
-from safelaunch.job import mistakes, torchrun
-from safelaunch.job.argv import CommandLine, options_given, restarts, split
+from safelaunch.job import torchrun
+from safelaunch.job.argv import CommandLine, is_given, options_given, restarts, split
 from safelaunch.job.dry_run import describe
-from safelaunch.job.mistakes import is_given, nodes_never_meet
+from safelaunch.job.missing_script import why_missing
+from safelaunch.job.mistakes import nodes_never_meet
 from safelaunch.job.paths import run_root, working_directory
 from safelaunch.job.plan import Plan, Surroundings, build
 from safelaunch.job.torchrun import TorchInstallation
@@ -113,7 +114,7 @@ def _why_no_script(
     """Why there is nothing to run, in one line; empty if there is."""
     if not command.script:
         return "the script is missing (usage: safelaunch [options] script.py [script args...])"
-    why = mistakes.why_missing(command.script, options, environ, torch.python)
+    why = why_missing(command.script, options, environ, torch.python)
     word = command.script[0]
     match = nearest(word, COMMANDS) if why and not command.torchrun and not command.own and "." not in word else ""
     if match:

@@ -1,6 +1,6 @@
 """Splits a command line into safelaunch's own options, torchrun's options, and the script with its arguments.
 
-Own options may come anywhere before the script, mixed with torchrun's. They count only if spelled exactly, so none of
+Own options can come anywhere before the script, mixed with torchrun's. They count only if spelled exactly, so none of
 torchrun's abbreviations becomes ambiguous. To find the script, the split must know which of torchrun's options take a
 value: ``takes_value`` is the installed version's table (``torchrun.options``).
 """
@@ -8,7 +8,7 @@ value: ``takes_value`` is the installed version's table (``torchrun.options``).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from safelaunch.system.errors import UsageError
@@ -18,16 +18,12 @@ _NEGATIVE_NUMBER = re.compile(r"^-\d+$|^-\d*\.\d+$")
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """A split command line. ``own``: our options in order, with their values; ``torchrun``: its options.
+    """A split command line."""
 
-    ``script``: the script (or module, or program) and its arguments, unchanged; empty if there is none. ``program``:
-    the program that ``exec`` starts, which need not be torchrun; else None.
-    """
-
-    own: tuple[tuple[str, str | None], ...]
-    torchrun: tuple[str, ...]
-    script: tuple[str, ...]
-    program: str | None = None
+    own: tuple[tuple[str, str | None], ...]  # safelaunch's options in order, with their values
+    torchrun: tuple[str, ...]  # torchrun's options
+    script: tuple[str, ...]  # the script, module or program and its arguments, unchanged; empty if there is none
+    program: str | None = None  # the program that ``exec`` starts, not necessarily torchrun
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -38,40 +34,40 @@ class CommandLine:
         return any(word in names for word in self.torchrun)
 
     def value_of(self, name: str, *, shortest: str) -> str | None:
-        """The value of torchrun's option ``name`` (``--nproc-per-node``), in either spelling; the last one counts.
+        """Returns the last value of torchrun's option ``name`` (``--nproc-per-node``), in either spelling.
 
-        ``shortest``: its shortest abbreviation that argparse accepts.
+        ``shortest`` is its shortest abbreviation that argparse accepts.
         """
-        found = None
+        result = None
         for position, word in enumerate(self.torchrun):
             if _means(word, name, shortest):
                 _, equals, value = word.partition("=")
                 following = self.torchrun[position + 1 : position + 2]
-                found = value if equals else "".join(following)
-        return found
+                result = value if equals else "".join(following)
+        return result
 
     def with_value(self, name: str, old: str, new: str, *, shortest: str) -> CommandLine:
-        """A copy with ``new`` in place of ``old`` wherever that is the value of option ``name``; see ``value_of``."""
+        """Returns a copy in which each value ``old`` of option ``name`` is ``new``; see ``value_of``."""
         words = list(self.torchrun)
         for position, word in enumerate(words):
-            given, equals, value = word.partition("=")
+            spelling, equals, value = word.partition("=")
             if not _means(word, name, shortest):
                 continue
             if equals and value == old:
-                words[position] = f"{given}={new}"
+                words[position] = f"{spelling}={new}"
             elif not equals and words[position + 1 : position + 2] == [old]:
                 words[position + 1] = new
         return replace(self, torchrun=tuple(words))
 
 
 def split(words: Sequence[str], own: Mapping[str, bool | None], takes_value: Mapping[str, bool]) -> CommandLine:
-    """Splits ``words`` as argparse would for torchrun, and takes out our own options.
+    """Splits ``words`` as argparse would for torchrun, and takes out safelaunch's own options.
 
-    ``own`` and ``takes_value`` map option strings to whether they take a value; None: after an equals sign only. Raises
-    UsageError for an own option that lacks its value or has one it does not take. Other errors are left to torchrun.
+    ``own`` and ``takes_value`` map option strings to True if they take a value, and None if only after an equals sign.
+    Raises UsageError for an own option without its value or with an unexpected one. Leaves other errors to torchrun.
     """
-    mine: list[tuple[str, str | None]] = []
-    theirs: list[str] = []
+    own_options: list[tuple[str, str | None]] = []
+    torchrun: list[str] = []
     index = 0
     while index < len(words):
         word = words[index]
@@ -84,25 +80,32 @@ def split(words: Sequence[str], own: Mapping[str, bool | None], takes_value: Map
                 value, equals = words[index], "="
             elif equals and own[name] is False:
                 raise UsageError(f"{name} takes no value, but got {value!r}.", "See safelaunch --help.")
-            mine.append((name, value if equals else None))
+            own_options.append((name, value if equals else None))
         elif word == "--":
             # In argparse, everything after it is positional, so the next word is the script.
-            return CommandLine(tuple(mine), (*theirs, "--"), tuple(words[index + 1 :]))
+            return CommandLine(tuple(own_options), (*torchrun, "--"), tuple(words[index + 1 :]))
         elif not _is_option(word, takes_value):
-            return CommandLine(tuple(mine), tuple(theirs), tuple(words[index:]))
+            return CommandLine(tuple(own_options), tuple(torchrun), tuple(words[index:]))
         else:
-            theirs.append(word)
+            torchrun.append(word)
             if _wants_next(word, takes_value) and index + 1 < len(words):
                 index += 1
-                theirs.append(words[index])
+                torchrun.append(words[index])
         index += 1
-    return CommandLine(tuple(mine), tuple(theirs), ())
+    return CommandLine(tuple(own_options), tuple(torchrun), ())
 
 
 def of_torchrun(command: CommandLine, environ: Mapping[str, str], name: str, shortest: str, default: str) -> str:
-    """The value of torchrun's option ``name``: as given, else of its variable (``PET_NNODES``)."""
-    given = command.value_of(name, shortest=shortest)
-    return (given if given is not None else environ.get(f"PET_{name[2:].upper().replace('-', '_')}", default)).strip()
+    """Returns the value of torchrun's option ``name``, else of its variable (``PET_NNODES``)."""
+    value = command.value_of(name, shortest=shortest)
+    return (value if value is not None else environ.get(f"PET_{name[2:].upper().replace('-', '_')}", default)).strip()
+
+
+def is_given(options: Collection[str], environ: Mapping[str, str], name: str, short: str = "") -> bool:
+    """True if torchrun's switch ``name`` is on, by its option or its PET variable."""
+    variable = "PET_" + name.upper().replace("-", "_")
+    switches = {f"--{name}", f"--{name.replace('-', '_')}", short} & set(options)
+    return bool(switches) or environ.get(variable, "0").strip() not in ("", "0")
 
 
 def is_one_node(command: CommandLine, environ: Mapping[str, str]) -> bool:
@@ -110,50 +113,50 @@ def is_one_node(command: CommandLine, environ: Mapping[str, str]) -> bool:
 
 
 def restarts(command: CommandLine, environ: Mapping[str, str]) -> bool:
-    """Whether torchrun starts the ranks again when one has failed."""
+    """True if torchrun starts the ranks again after a failure."""
     return most_restarts(command, environ) > 0
 
 
 def most_restarts(command: CommandLine, environ: Mapping[str, str]) -> int:
-    """Returns how often torchrun starts the ranks again; 0 for what it won't understand."""
-    given = of_torchrun(command, environ, "--max-restarts", "--max", "0")
-    return int(given) if given.isdecimal() else 0
+    """Returns how often torchrun restarts the ranks; 0 for a value it won't understand."""
+    value = of_torchrun(command, environ, "--max-restarts", "--max", "0")
+    return int(value) if value.isdecimal() else 0
 
 
 def options_given(words: Sequence[str], takes_value: Mapping[str, bool]) -> list[tuple[str, list[str]]]:
-    """Each option among torchrun's ``words``, with the option strings that it may mean; none: torchrun rejects it."""
-    found = []
+    """Returns each option among torchrun's ``words`` with its possible meanings; torchrun rejects one without any."""
+    options = []
     at = 0
     while at < len(words):
         if words[at] != "--":
-            found.append((words[at], _meanings(words[at], takes_value)))
+            options.append((words[at], _meanings(words[at], takes_value)))
             at += _wants_next(words[at], takes_value)
         at += 1
-    return found
+    return options
 
 
 def _meanings(word: str, takes_value: Mapping[str, bool]) -> list[str]:
     if word.startswith("--") or word.partition("=")[0] in takes_value:
         return _matches(word.partition("=")[0], takes_value)
-    meant: list[str] = []
+    names: list[str] = []
     for letter in word[1:]:
         if f"-{letter}" not in takes_value:
-            return meant
-        meant.append(f"-{letter}")
+            return names
+        names.append(f"-{letter}")
         if takes_value[f"-{letter}"]:
-            return meant
-    return meant
+            return names
+    return names
 
 
 def _means(word: str, name: str, shortest: str) -> bool:
-    """Whether ``word`` is option ``name``, spelled with hyphens or underscores, in full or abbreviated."""
-    given = word.partition("=")[0]
+    """True if ``word`` is option ``name``, with hyphens or underscores, in full or abbreviated."""
+    option = word.partition("=")[0]
     full = (name, name[:2] + name[2:].replace("-", "_"))
-    return len(given) >= len(shortest) and any(spelling.startswith(given) for spelling in full)
+    return len(option) >= len(shortest) and any(spelling.startswith(option) for spelling in full)
 
 
 def _is_option(word: str, takes_value: Mapping[str, bool]) -> bool:
-    """argparse's test (``_parse_optional``) for a parser without options that look like negative numbers."""
+    """Applies argparse's test (``_parse_optional``) for a parser without options that look like negative numbers."""
     if not word.startswith("-") or word == "-":
         return False
     if word[1:2] == "-" and " " not in word:
@@ -161,12 +164,12 @@ def _is_option(word: str, takes_value: Mapping[str, bool]) -> bool:
     if word in takes_value or _matches(word.partition("=")[0], takes_value):
         return True
     if word[:2] in takes_value:
-        return True  # a short option with its value in the same word, which may contain anything
+        return True  # a short option with its value in the same word, which can contain anything
     return not (_NEGATIVE_NUMBER.match(word) or " " in word)
 
 
 def _matches(name: str, takes_value: Mapping[str, bool]) -> list[str]:
-    """Option strings that ``name`` equals or abbreviates (argparse abbreviates only long ones)."""
+    """Returns option strings that ``name`` equals or abbreviates (argparse abbreviates only long ones)."""
     if name in takes_value:
         return [name]
     if name.startswith("--"):
@@ -175,12 +178,12 @@ def _matches(name: str, takes_value: Mapping[str, bool]) -> list[str]:
 
 
 def _wants_next(word: str, takes_value: Mapping[str, bool]) -> bool:
-    """Whether the option ``word`` takes the following word as its value."""
+    """True if the option ``word`` takes the following word as its value."""
     if word.startswith("--"):
         name, equals, _ = word.partition("=")
-        # An abbreviation of several options: argparse may accept it if they agree, and rejects it otherwise.
+        # An abbreviation of several options: argparse might accept it if they agree, and rejects it otherwise.
         return not equals and any(takes_value[match] for match in _matches(name, takes_value))
-    # Short options may be joined: -m, -r3, -mr 3. The first one that takes a value takes the rest of the word, if any.
+    # Short options can be joined: -m, -r3, -mr 3. The first one that takes a value takes the rest of the word, if any.
     for position, letter in enumerate(word[1:], start=2):
         if takes_value.get(f"-{letter}", False):
             return position == len(word)

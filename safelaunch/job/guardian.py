@@ -4,11 +4,11 @@
                      └── processes of the job that lost their parents
 
 The guardian (``guarding``) is the parent of the job and the reaper of its orphans (``PR_SET_CHILD_SUBREAPER``). So all
-processes of the job are below it, even in new sessions, daemonized or with an empty environment, and it need not look
-for them in time. It acts only if the pipe to the supervisor closes without a dismissal, and only on processes below
-it. After a normal end it exits, and daemons that the job left behind survive, as under torchrun.
+processes of the job are below it, even in new sessions, daemonized or with an empty environment, and it finds them at
+any time. It acts only if the pipe to the supervisor closes without a dismissal, and only on processes below it. After a
+normal end it exits, and daemons left behind by the job survive, as under torchrun.
 
-The table says which processes end if several are killed at once. "Group" is the job's control group (``controlgroup``).
+The table shows what ends if several processes are killed at once. "Group" is the control group (``controlgroup``).
 
 =====================================  =============================  =================================================
 SIGKILL for                            with a group                   without
@@ -21,10 +21,10 @@ safelaunch, the guardian and torchrun  ranks, by the kernel           ranks, by 
 =====================================  =============================  =================================================
 
 (1) Except a process with a new session and environment that lost its parents less than 0.25 s before: it is unseen.
-A guardian that is killed while it ends a job, after torchrun has gone, leaves what it has not ended yet. Under
-``exec``, the beacon of a rank that imported torch acts in place of torchrun's.
+A guardian that is killed while it ends a job, after torchrun has gone, leaves the rest running. Under ``exec``, the
+beacon of a rank that imported torch acts instead of torchrun's.
 
-``pkill safelaunch`` and ``pkill -f safelaunch`` do not match the guardian, which has another name.
+``pkill safelaunch`` and ``pkill -f safelaunch`` don't match the guardian, which has another name.
 """
 
 from __future__ import annotations
@@ -48,37 +48,35 @@ from safelaunch.system import procstat
 TRIES = 3
 LEAVES_S = 1.0  # for the guardian to exit after its dismissal, or to report the job's end
 MEND_EVERY_S = 1.0
-AGENT_EVERY_S = 1.0  # only a guardian that is stopped does not report the agent's end
+AGENT_EVERY_S = 1.0  # only a stopped guardian fails to report the agent's end
 
 
 class Guardian:
-    """The supervisor's side: starts the job through the guardian, hears of its end, replaces a dead guardian."""
+    """Starts the job through the guardian, receives its end, and replaces a dead guardian."""
 
     def __init__(self, run: RunPaths, leases: Sequence[int], group: ControlGroup | None) -> None:
-        """``leases``: descriptors that the guardian shares, so that the job's resources and run directory stay its own
-        until its end.
-        """
+        """The guardian shares ``leases``: descriptors that keep the job's resources and run directory until its end."""
         self.pid = 0
         self.group = group
         self._run = run
         self._leases = leases
         self._agent: ProcessId | None = None
         self._status: int | None = None
-        self._is_parent = True  # of the job; a replacement is not
+        self._is_parent = True  # of the job; False for a replacement
         self._commands = self._reports = -1
         self._rest = b""
-        self._told: list[ProcessId] = []
-        self._ended_s: float | None = None  # when we noticed the agent's end
-        self._agent_due_s = 0.0  # when we look at the agent ourselves
+        self._members: list[ProcessId] = []  # processes reported to the guardian
+        self._ended_s: float | None = None  # when this process noticed the agent's end
+        self._agent_due_s = 0.0  # when this process checks the agent
         self._mended_s = 0.0
         self._lines = _lifelines(run)
         self._fork: Callable[[], None] = lambda: None
 
     def fork(self, become: Callable[[], NoReturn], *, at_once: bool) -> None:
-        """Forks the guardian, with the waiting job behind it. Call it while this process has one thread.
+        """Forks the guardian, which will be the waiting job's parent. Call it while this process has one thread.
 
-        ``become``: see ``process.fork``. ``at_once``: the job may start processes in its first milliseconds. Raises
-        OSError if the fork fails.
+        ``become`` as for ``process.fork``. ``at_once`` says that the job might start processes in its first
+        milliseconds. Raises OSError if the fork fails.
         """
         self._fork = lambda: self._fork_once(become, at_once)
         self._fork()
@@ -112,11 +110,11 @@ class Guardian:
         if self._agent is None:
             raise InterruptedError(errno.EINTR, "its guardians were killed before they started it")
         os.set_blocking(self._reports, False)
-        self._told.append(self._agent)
+        self._members.append(self._agent)
         return self._agent
 
     def _let_go(self) -> bool:
-        """Releases the job; returns whether it started. It doesn't if the guardian was killed before."""
+        """Releases the job; returns True if it started. It doesn't if the guardian was killed before."""
         self._agent = None
         self._rest = b""
         self._write(guarding.GO)
@@ -135,15 +133,15 @@ class Guardian:
         return self._agent is not None
 
     def _has_become(self) -> bool:
-        """Whether the job's first process is more than a fork of the guardian that was killed."""
+        """True if the job's first process is more than a fork of the killed guardian."""
         assert self._agent is not None
-        found = procstat.read(self._agent.pid)
-        return found is not None and self._agent.is_alive() and found.name != guarding.NAME
+        stat = procstat.read(self._agent.pid)
+        return stat is not None and self._agent.is_alive() and stat.name != guarding.NAME
 
     def ended(self) -> int | None:
-        """The wait status of the job's first process, once it has ended. Call it regularly."""
+        """Returns the wait status of the job's first process, once it has ended. Call it regularly."""
         if self._status is None and self._is_parent:
-            self._hear()
+            self._read_reports()
         if self._status is None:
             self._look_after(time.monotonic())
         if self._status is None and not self._is_parent and self._agent is not None:
@@ -152,37 +150,37 @@ class Guardian:
 
     @property
     def adopts_orphans(self) -> bool:
-        """Whether the first guardian lives: the job's orphans become its children, later they become ours."""
+        """True while the first guardian lives: it gets the job's orphans. After its death, this process does."""
         return self._is_parent
 
     def adopt(self, member: ProcessId) -> None:
-        """Reports a process that the guardian could not find by itself."""
-        self._told = [*(one for one in self._told if one.is_alive()), member]
+        """Reports a process that the guardian can't find by itself."""
+        self._members = [*(known for known in self._members if known.is_alive()), member]
         self._write(str(member).encode())
 
     def dismiss(self) -> None:
-        """Dismisses the guardian after a normal end: daemons that the job left behind survive."""
+        """Dismisses the guardian after a normal end: daemons left behind by the job survive."""
         self._write(guarding.WELL)
         os.close(self._commands)
-        if self.pid and not self._has_gone():  # it is stopped: the end of the job does not wait for it
-            os.kill(self.pid, signal.SIGKILL)  # not reaped yet: the pid is still its own
+        if self.pid and not self._has_gone():  # it is stopped: the end of the job doesn't wait for it
+            os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
             self._has_gone()
         if self.group is not None:
             self.group.dissolve()
         for descriptor in (self._reports, *self._lines):
             os.close(descriptor)
 
-    def _hear(self) -> None:
+    def _read_reports(self) -> None:
         """Reads the guardian's report on the agent's end."""
         try:
             while line := self._next_line():
                 if line.startswith(b"ended "):
                     self._status = int(line.split()[1])
         except BlockingIOError:
-            return  # nothing new
+            return  # no more lines
 
     def _next_line(self) -> bytes:
-        """One line without its newline; empty if the guardian is gone. Raises BlockingIOError if none is ready."""
+        """Returns a line without newline; empty if the guardian is gone. Raises BlockingIOError if none is ready."""
         while b"\n" not in self._rest:
             chunk = os.read(self._reports, 4096)
             if not chunk:
@@ -192,18 +190,18 @@ class Guardian:
         return line
 
     def _look_after(self, now: float) -> None:
-        """Replaces a dead guardian, and kills a stopped one that does not report the agent's end."""
+        """Replaces a dead guardian, and kills a stopped one that doesn't report the agent's end."""
         assert self._agent is not None
         if self.pid and self._is_parent and (self._ended_s or now >= self._agent_due_s):
             self._agent_due_s = now + AGENT_EVERY_S
             if not self._agent.is_alive():
                 self._ended_s = self._ended_s or now
                 if now - self._ended_s > LEAVES_S:
-                    os.kill(self.pid, signal.SIGKILL)  # then the agent is our child, and we get its status
+                    os.kill(self.pid, signal.SIGKILL)  # then the agent is our child, and its status comes to us
         status = process.reap(self.pid) if self.pid else None
         if status is not None:
             if self._is_parent:
-                self._hear()  # its last lines
+                self._read_reports()  # its last lines
             self._is_parent = False
             self.pid = 0
             if self._agent.is_alive():
@@ -219,29 +217,29 @@ class Guardian:
         say(f"the guardian of this job {how}; starting a new one")
 
     def _mend(self) -> None:
-        """Starts another guardian. It is not the job's parent, so it needs reports of orphans."""
+        """Starts another guardian. It isn't the job's parent, so orphans must be reported to it."""
         from safelaunch.system.console import say
 
-        commands, ours = os.pipe()
+        commands, own_end = os.pipe()
         shared = [os.dup(descriptor) for descriptor in (commands, *self._leases)]
         for descriptor in shared:
             os.set_inheritable(descriptor, True)
         try:
             self.pid = _spawn(f"replace({os.fspath(self._run.root)!r}, {shared!r})")
         except OSError as error:
-            os.close(ours)
-            say(f"no guardian ({error.strerror or error}): after a kill -9 of safelaunch, processes may survive")
+            os.close(own_end)
+            say(f"no guardian ({error.strerror or error}): after a kill -9 of safelaunch, processes might survive")
             return
         finally:
             for descriptor in (commands, *shared):
                 os.close(descriptor)
         os.close(self._commands)
-        self._commands = ours
-        for member in self._told:
+        self._commands = own_end
+        for member in self._members:
             self._write(str(member).encode())
 
     def _has_gone(self) -> bool:
-        """Reaps it, waiting a moment; returns whether it is gone."""
+        """Reaps the guardian, waiting briefly; returns True if it is gone."""
         deadline = time.monotonic() + LEAVES_S
         while process.reap(self.pid) is None:
             if time.monotonic() > deadline:
@@ -253,14 +251,14 @@ class Guardian:
         try:
             os.write(self._commands, line + b"\n")
         except OSError:
-            return  # it was killed; the next look replaces it
+            return  # it was killed; the next check replaces it
 
 
 def _lifelines(run: RunPaths) -> tuple[int, int]:
-    """Named pipes. The kernel tells their readers at once when the holders are dead, without polling.
+    """Creates named pipes, by which the kernel notifies readers at once when the holders are dead.
 
-    Only the supervisor holds ``life``; every process that would end the job holds ``keepers``. ``rescue`` says how to
-    start another guardian if both are dead. Without that file, the job has ended normally.
+    Only the supervisor holds ``life``; every process that would end the job holds ``keepers``. ``rescue`` contains what
+    starts another guardian if both are dead. If that file is gone, the job has ended normally.
     """
     run.rescue.write_bytes(f"{sys.executable}\0{_code(f'rescue({os.fspath(run.root)!r})')}".encode())
     for path in (run.life, run.keepers):
@@ -269,12 +267,12 @@ def _lifelines(run: RunPaths) -> tuple[int, int]:
 
 
 def _code(call: str) -> str:
-    """The program for a new interpreter."""
+    """Returns the program for a new interpreter."""
     root = os.fspath(Path(__file__).resolve().parents[2])
     return f"import sys; sys.path.insert(0, {root!r}); from safelaunch.job import guarding; guarding.{call}"
 
 
 def _spawn(call: str) -> int:
-    """Runs ``call`` of ``guarding`` in a new interpreter: this process has threads now, so a fork is not safe."""
+    """Runs ``guarding.<call>`` in a new interpreter: this process has threads now, so a fork isn't safe."""
     env = {**os.environ, layout.GUARDIAN_CODE: _code(call)}
     return os.posix_spawn(sys.executable, [sys.executable, *layout.GUARDIAN_ARGUMENTS], env)

@@ -1,7 +1,7 @@
-"""The guardian's own code: it watches over a job, and ends it if nobody else does. See ``guardian``.
+"""The guardian's own code: it watches a job, and ends it if the supervisor is killed. See ``guardian``.
 
 The supervisor forks the first guardian, which is the job's parent. A replacement, or one that a beacon starts after the
-death of supervisor and guardian, is a new interpreter. It finds the job by the records in the run directory.
+death of supervisor and guardian, is a new interpreter. It finds the job through the records in the run directory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -22,27 +22,26 @@ from safelaunch.job import process
 from safelaunch.job.controlgroup import ControlGroup, kill_of
 from safelaunch.job.paths import RunPaths, discard_unfinished
 from safelaunch.job.process import ProcessId
-from safelaunch.system import procstat
-from safelaunch.system.files import text_of
+from safelaunch.job.remains import Remains, members_of, note, parse
 
 NAME = "sl-guardian"
 GO, WELL = b"go", b"well"
 GRACE_S = 5.0
-LOOK_EVERY_S = 1.0  # of a guardian that is not the job's parent
+LOOK_EVERY_S = 1.0  # for a guardian that isn't the job's parent
 ORPHANS_EVERY_S = 0.25  # reading its own children is one system call
 CHASE_S = 0.05
-LEAVE_IT = os.WEXITED | os.WNOHANG | os.WNOWAIT  # for waitid: only look, the process stays a zombie
-LEAST_IDLE = 500  # on a node with many processes, a look takes longer and comes less often: 0.2 % of a core
+LEAVE_IT = os.WEXITED | os.WNOHANG | os.WNOWAIT  # for waitid: only look, so the process stays a zombie
+LEAST_IDLE = 500  # idle time per search time: 0.2 % of a core, also on a node with many processes
 
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """What the first guardian gets: the supervisor's pid, pipes from and to it, and descriptors to hold."""
+    """What the first guardian gets from the supervisor."""
 
-    supervisor: int
-    commands: int
-    reports: int
-    held: tuple[int, ...]
+    supervisor: int  # its pid
+    commands: int  # pipe from it
+    reports: int  # pipe to it
+    held: tuple[int, ...]  # descriptors to keep open
 
 
 class First:
@@ -56,7 +55,7 @@ class First:
         self._agent: ProcessId | None = None
         self._ended = False
         self._helpers: set[ProcessId] = set()
-        self._noted: set[int] = set()
+        self._recorded: set[int] = set()
         self._children = process.Children()
         self._supervisor = post.supervisor
 
@@ -74,7 +73,7 @@ class First:
             return
         self._report("started")
         if self._group is not None and not at_once:
-            self._group.add(self._agent.pid)  # takes a few ms, in which the launcher still looks for its modules
+            self._group.add(self._agent.pid)  # takes a few ms, while the launcher still looks for its modules
         _silence()
         if self._stay(*self._settle()):
             process.end_all(self._agent, self._all, grace_s=GRACE_S, kill=self._kill)
@@ -84,7 +83,7 @@ class First:
         """Waits until the supervisor releases the job. Raises OSError if the supervisor was killed."""
         if at_once and self._group is not None:
             self._group.add(agent.pid)
-        self._noted.add(agent.pid)
+        self._recorded.add(agent.pid)
         _note_ourselves(self._run)
         note(self._run, "agent", str(agent))
         if self._group is not None:
@@ -116,13 +115,13 @@ class First:
             if woken in ready:
                 os.read(woken, 4096)
             if pipe in ready:
-                told = commands.read()
-                if told is None or told.well:
-                    return told is None
-                self._helpers.update(told.members)
+                message = commands.read()
+                if message is None or message.well:
+                    return message is None
+                self._helpers.update(message.members)
 
     def _reap(self) -> None:
-        """Reaps children. It reports the agent's end first, so that the supervisor can reap it if we are killed."""
+        """Reaps children. Reports the agent's end first, so that the supervisor can reap it if we are killed."""
         assert self._agent is not None
         try:
             if not self._ended and (ended := os.waitid(os.P_PID, self._agent.pid, LEAVE_IT)) is not None:
@@ -138,8 +137,8 @@ class First:
     def _note_orphans(self) -> None:
         """Records orphans for the next guardian, in case we are killed together with the supervisor."""
         for pid in self._children.new():
-            if pid not in self._noted and (orphan := process.identify(pid)) is not None:
-                self._noted.add(pid)
+            if pid not in self._recorded and (orphan := process.identify(pid)) is not None:
+                self._recorded.add(pid)
                 note(self._run, "orphan", str(orphan))
 
     def _report(self, line: str) -> None:
@@ -154,33 +153,33 @@ class First:
         return helpers | {*process.descendants([os.getpid()])} | members_of(self._group)
 
     def _kill(self) -> None:
-        """Kills the job: at once with a control group, else repeatedly, as escaping processes become our children."""
+        """Kills the job: at once with a control group, else repeatedly: processes that escape become our children."""
         if self._group is not None:
             self._group.kill()
         deadline = time.monotonic() + CHASE_S
         while time.monotonic() < deadline and (below := process.children()):
             for pid in below:
-                os.kill(pid, signal.SIGKILL)  # only we reap this child, so the pid is its own
+                os.kill(pid, signal.SIGKILL)  # only we reap this child, so the pid is still its own
             self._reap()
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisorMessage:
-    """A message of the supervisor: a dismissal, or members that can't be found from the others."""
+    """A message from the supervisor: a dismissal, or members that can't be found from the others."""
 
     well: bool
     members: list[ProcessId]
 
 
 class Commands:
-    """The supervisor's pipe."""
+    """The supervisor's command pipe."""
 
     def __init__(self, pipe: int) -> None:
         self.pipe = pipe
         self._rest = b""
 
     def read(self) -> SupervisorMessage | None:
-        """Reads a message; call it when one is ready. None: the supervisor was killed."""
+        """Reads a message; call it when one is ready. Returns None if the supervisor was killed."""
         chunk = os.read(self.pipe, 65536)
         if not chunk:
             return None
@@ -189,34 +188,34 @@ class Commands:
 
 
 class Every:
-    """Does ``what`` every ``seconds``, or less often if it takes long."""
+    """Calls ``work`` every ``seconds``, or less often if it takes long."""
 
-    def __init__(self, seconds: float, what: Callable[[], object]) -> None:
+    def __init__(self, seconds: float, work: Callable[[], object]) -> None:
         self._seconds = seconds
-        self._what = what
+        self._work = work
         self._next_s = 0.0
 
     def __call__(self) -> float:
-        """Does it when due; returns the seconds until the next time."""
+        """Calls it if due; returns the seconds until the next time."""
         begin = now = time.monotonic()
         if begin >= self._next_s:
-            self._what()
+            self._work()
             now = time.monotonic()
             self._next_s = now + max(self._seconds, LEAST_IDLE * (now - begin))
         return max(0.0, self._next_s - now)
 
 
 def _wait_status(ended: os.waitid_result) -> int:
-    """The status in the form of ``waitpid``."""
+    """Converts the status to the form of ``waitpid``."""
     if ended.si_code == os.CLD_EXITED:
         return ended.si_status << 8
     return ended.si_status | (0x80 if ended.si_code == os.CLD_DUMPED else 0)
 
 
 def replace(root: str, descriptors: Sequence[int]) -> NoReturn:
-    """Replaces a dead guardian, in a new interpreter. It is not the parent of the job.
+    """Replaces a dead guardian, in a new interpreter that isn't the job's parent.
 
-    ``descriptors``: the supervisor's pipe, then the leases.
+    ``descriptors`` are the supervisor's pipe, then the leases.
     """
     _begin()
     run = RunPaths(Path(root))
@@ -227,12 +226,12 @@ def replace(root: str, descriptors: Sequence[int]) -> NoReturn:
     look = Every(LOOK_EVERY_S, remains.find)
     while True:
         if select.select([commands.pipe], [], [], look())[0]:
-            told = commands.read()
-            if told is None:
+            message = commands.read()
+            if message is None:
                 break
-            if told.well:
+            if message.well:
                 os._exit(0)
-            remains.know(told.members)
+            remains.add(message.members)
     _end(run, remains)
 
 
@@ -251,17 +250,17 @@ def rescue(root: str) -> NoReturn:
     _note_ourselves(run)
     remains = Remains(run)
     if remains.group is not None and not remains.group.leave():
-        remains.group = None  # otherwise we would kill ourselves first
+        remains.group = None  # otherwise this process would kill itself first
     is_below_agent = os.environ.get(layout.GUARDIAN_STARTER) == layout.AGENT_ROLE
     if remains.group is None and is_below_agent and starter is not None and starter == remains.agent:
-        _end_below(starter, remains)  # an agent that has just ended would have left us to a stranger
+        _end_below(starter, remains)  # if the agent had ended, its orphans would go to another process
     _end(run, remains)
 
 
 def _end_below(agent: ProcessId, remains: Remains) -> None:
-    """Ends everything below the agent, which has become the reaper of what is below it.
+    """Ends everything below the agent, which has become the reaper of its descendants.
 
-    The agent is stopped meanwhile: it exits once its ranks have ended, and then nobody would adopt their orphans.
+    The agent is stopped in the meantime: otherwise it exits once its ranks have ended, and their orphans are lost.
     """
     agent.send(signal.SIGSTOP)
     remains.spare = agent
@@ -289,9 +288,9 @@ def _begin() -> None:
 
 
 def disguise(name: str) -> None:
-    """Changes this process's name and command line, so that a kill of safelaunch by name does not hit it.
+    """Changes this process's name and command line, so that a kill of safelaunch by name doesn't hit it.
 
-    /proc shows the memory that held the arguments, which nothing else reads by now. Best effort.
+    Overwrites the memory of the arguments, which /proc shows and nothing else reads by now. Best effort.
     """
     try:
         with open("/proc/self/stat", "rb") as stat:
@@ -304,11 +303,11 @@ def disguise(name: str) -> None:
         with open("/proc/self/comm", "w") as comm:
             comm.write(name)
     except (OSError, ValueError):
-        return  # a kernel that shows neither: a kill by name then hits both
+        return  # a kernel that permits neither: a kill by name then hits both
 
 
 def _silence() -> None:
-    """Replaces stdin, stdout and stderr: we must not keep anybody's pipe open."""
+    """Replaces stdin, stdout and stderr, so that no other process's pipe stays open."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -333,110 +332,3 @@ def _clean_up(root: Path, group: ControlGroup | None) -> None:
     discard_unfinished(root.name)
     if group is not None:
         group.dissolve()
-
-
-# --- the remaining processes of a job ---------------------------------------------------------------------------------
-# The run directory holds a record of the job: its first process, its control group, and the orphans seen so far. All
-# others are found from there. Pid and start time identify each process from the moment it is found. No single sign
-# that a stranger may carry is enough: the environment counts only for an orphan of this user that started after the
-# job.
-
-
-def note(run: RunPaths, what: str, value: str) -> None:
-    """Adds a line to the record: ``guardian``, ``agent`` or ``orphan`` with a process, ``group`` with a directory."""
-    try:
-        with open(run.members, "a") as file:
-            file.write(f"{what} {value}\n")
-    except OSError:
-        return  # a full disk: only a second fault would need the line
-
-
-class Remains:
-    """The processes of the job of ``run``. ``spare``: a process to leave out."""
-
-    def __init__(self, run: RunPaths) -> None:
-        """Reads the record. ``agent`` is None if the job was not started."""
-        lines = [line.partition(" ") for line in text_of(run.members).splitlines()]
-        listed = {what: parse([value for kind, _, value in lines if kind == what]) for what in ("agent", "orphan")}
-        group = next((value for kind, _, value in lines if kind == "group"), None)
-        self.agent = listed["agent"][-1] if listed["agent"] else None  # one before it was killed with its guardian
-        self.group = ControlGroup(Path(group)) if group is not None else None
-        self.spare: ProcessId | None = None
-        self._run = run
-        self._known = {*listed["agent"], *listed["orphan"]}
-        self._mark = f"SAFELAUNCH_RUN_DIR={run.root}".encode()
-
-    def know(self, members: Iterable[ProcessId]) -> None:
-        """Adds reported members."""
-        self._known.update(members)
-
-    def find(self) -> set[ProcessId]:
-        """All live processes: known ones, those below them or in their sessions, and those with the run's mark."""
-        roots = self._known | set(parse(_workers(self._run.agent_events))) | members_of(self.group)
-        alive = {root for root in roots if root.is_alive()}
-        alive |= set(process.descendants((root.pid for root in alive), exclude=[os.getpid()]))
-        alive |= set(self._kindred(alive))
-        self._known = {one for one in alive if one.pid != os.getpid()}  # a beacon starts us as its child
-        return self._known - {self.spare} if self.spare is not None else self._known
-
-    def _kindred(self, members: set[ProcessId]) -> Iterable[ProcessId]:
-        """Processes in sessions whose leader is a live member, and orphans with the mark."""
-        known = {member.pid for member in members}
-        for entry in list(os.scandir("/proc")):
-            if not entry.name.isdigit() or (pid := int(entry.name)) in known:
-                continue
-            found = procstat.read(pid)
-            if found is not None and (self._shares_a_session(pid, known) or self._is_marked_orphan(found)):
-                yield ProcessId(pid, found.start_ticks)
-
-    def _shares_a_session(self, pid: int, members: set[int]) -> bool:
-        try:
-            return os.getsid(pid) in members
-        except OSError:
-            return False
-
-    def _is_marked_orphan(self, found: procstat.Stat) -> bool:
-        """Whether it is an orphan with the mark. Orphans have the parent that we got when the supervisor died."""
-        if self.agent is None or found.start_ticks < self.agent.start_ticks or found.ppid not in _reapers(self.agent):
-            return False
-        try:
-            place = Path(f"/proc/{found.pid}")
-            return place.stat().st_uid == os.getuid() and self._mark in (place / "environ").read_bytes().split(b"\0")
-        except OSError:
-            return False
-
-
-def _reapers(agent: ProcessId) -> set[int]:
-    """The processes that adopt orphans here: init, or the process that adopted the agent or us."""
-    above = procstat.read(agent.pid) if agent.is_alive() else None
-    return {1, os.getppid(), *([above.ppid] if above is not None else [])} - {agent.pid}
-
-
-def members_of(group: ControlGroup | None) -> set[ProcessId]:
-    """The processes in the control group."""
-    found = (process.identify(pid) for pid in (group.members() if group is not None else ()))
-    return {one for one in found if one is not None}
-
-
-def parse(lines: Iterable[str]) -> list[ProcessId]:
-    """The processes in ``pid start_ticks`` lines; other lines are skipped."""
-    found = []
-    for line in lines:
-        words = line.split()
-        if len(words) == 2 and all(word.isdigit() for word in words):
-            found.append(ProcessId(int(words[0]), int(words[1])))
-    return found
-
-
-def _workers(events: Path) -> list[str]:
-    """The workers of all attempts, as the agent recorded them at their start."""
-    import json  # the first guardian does not need it, and the job would wait for the import
-
-    lines = []
-    for line in text_of(events).splitlines():
-        try:
-            event = json.loads(line)
-            lines += [f"{pid} {ticks}" for _, pid, ticks in event.get("workers", {}).values()]
-        except (ValueError, AttributeError, TypeError):
-            continue  # a line that was cut off when everything was killed
-    return lines

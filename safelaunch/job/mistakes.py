@@ -1,27 +1,23 @@
-"""Launches that fail, or do not do what was meant, told by the command line, the environment and the script. Pure."""
+"""Finds launches that would fail or do something unintended, from command line, environment and script. Pure."""
 
 from __future__ import annotations
 
 import ast
-import os
 import re
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import TypeGuard
 
-from safelaunch.job.argv import CommandLine, is_one_node, of_torchrun
-from safelaunch.settings.yamlfile import nearest
+from safelaunch.job.argv import CommandLine, is_given, is_one_node, of_torchrun
 
 RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 _STARTERS = {"Process", "spawn", "start_processes", "Popen", "fork", "mp", "multiprocessing", "subprocess"}
-_FROM_ELSEWHERE = {"rank", "world_size", "store", "init_method"}  # what init_process_group else takes from variables
+_FROM_ELSEWHERE = {"rank", "world_size", "store", "init_method"}  # arguments that replace the variables
 
 
 def nodes_never_meet(command: CommandLine, options: Collection[str], environ: Mapping[str, str]) -> str:
-    """Why the nodes of a job can't find each other; empty if they can.
+    """Returns why the nodes of a job can't find each other; empty if they can.
 
-    Source: ``run`` of ``torch/distributed/run.py``: with ``--standalone``, each node makes a rendezvous of its own.
+    Source: ``run`` in ``torch/distributed/run.py``: with ``--standalone``, each node has its own rendezvous.
     """
     nodes = of_torchrun(command, environ, "--nnodes", "--nn", "1")
     least = nodes.partition(":")[0]
@@ -34,9 +30,9 @@ def nodes_never_meet(command: CommandLine, options: Collection[str], environ: Ma
 
 
 def port_to_serve(command: CommandLine, options: Collection[str], environ: Mapping[str, str]) -> int | None:
-    """The port that torchrun shall serve on this node, where the user has chosen it.
+    """Returns the port that torchrun will serve on this node, if the user chose it.
 
-    Source: ``get_rdzv_endpoint`` of ``torch/distributed/run.py``, and torch's static and c10d rendezvous.
+    Source: ``get_rdzv_endpoint`` in ``torch/distributed/run.py``, and torch's static and c10d rendezvous.
     """
     endpoint = of_torchrun(command, environ, "--rdzv-endpoint", "--rdzv-e", "")
     is_static = of_torchrun(command, environ, "--rdzv-backend", "--rdzv-b", "static") == "static"
@@ -53,12 +49,12 @@ def port_to_serve(command: CommandLine, options: Collection[str], environ: Mappi
 
 
 def has_no_number_of_processes(command: CommandLine, environ: Mapping[str, str]) -> bool:
-    """Whether torchrun starts one process only because nobody has said how many."""
+    """True if torchrun starts one process only because no number was given."""
     return command.program is None and not of_torchrun(command, environ, "--nproc-per-node", "--np", "")
 
 
 def python_script(words: Sequence[str]) -> str:
-    """``train.py`` of ``python -u train.py``; empty if Python is told something else, or it is no Python."""
+    """Returns ``train.py`` for ``python -u train.py``; empty if it isn't Python, or runs something else."""
     program, *rest = words
     if not re.fullmatch(r"python[\d.]*", program.rpartition("/")[2]):
         return ""
@@ -67,19 +63,19 @@ def python_script(words: Sequence[str]) -> str:
 
 
 def misplaced(script: Sequence[str], flags: Collection[str], read: Callable[[], str]) -> list[str]:
-    """Returns those of safelaunch's ``flags`` that come after the script and that the script doesn't plainly read.
+    """Returns those of safelaunch's ``flags`` that come after the script and that the script doesn't clearly read.
 
     ``read`` returns the script's source, and is called only if there are such flags.
     """
     words = script[1 : script.index("--")] if "--" in script else script[1:]
-    found = sorted({word.partition("=")[0] for word in words} & set(flags))
-    source = read() if found else ""
-    return [flag for flag in found if not reads_option(source, flag)]
+    misplaced_flags = sorted({word.partition("=")[0] for word in words} & set(flags))
+    source = read() if misplaced_flags else ""
+    return [flag for flag in misplaced_flags if not reads_option(source, flag)]
 
 
 def reads_option(source: str, flag: str) -> bool:
-    """Returns whether a script may read an option of this name: through argparse, click or absl, or from a dataclass or
-    a function whose fields become options.
+    """True if a script might read an option of this name: through argparse, click or absl, or as a dataclass field or
+    function parameter that becomes an option.
     """
     name = re.escape(flag[2:]).replace(r"\-", "[-_]")
     if re.search(rf"(?<![\w-])(?:--{name}(?![\w-])|{name} *[:=](?!=)|(?P<quote>[\"']){name}(?P=quote))", source):
@@ -88,28 +84,28 @@ def reads_option(source: str, flag: str) -> bool:
 
 
 def imported_names(source: str) -> set[str]:
-    """Returns the modules that a source may import, relative ones without their dots; none if it isn't Python."""
-    found: set[str] = set()
+    """Returns the modules that a source might import, relative ones without their dots; none if it isn't Python."""
+    names: set[str] = set()
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return found
+        return names
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
+            names |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
             package = node.module or ""
-            found |= {package, *(f"{package}.{name.name}".strip(".") for name in node.names)} - {""}
-    return found
+            names |= {package, *(f"{package}.{name.name}".strip(".") for name in node.names)} - {""}
+    return names
 
 
 def may_be_a_rank(text: bytes) -> bool:
-    """Whether a source is worth parsing."""
+    """True if a source is worth parsing."""
     return b"init_process_group" in text or b"environ" in text
 
 
 def lacks_rank_variables(script: str, source: ast.AST) -> str:
-    """A line about a script, started without the variables of a rank, that asks for them and makes none itself."""
+    """Returns a message if a script needs a rank's variables, which it was started without and doesn't set itself."""
     nodes = list(ast.walk(source))
     read = [node.slice for node in nodes if isinstance(node, ast.Subscript) and _is_read(node)]
     if not (read or any(_takes_variables(node) for node in nodes)):
@@ -123,20 +119,20 @@ def lacks_rank_variables(script: str, source: ast.AST) -> str:
 
 
 def _is_read(node: ast.Subscript) -> bool:
-    """Whether it is ``os.environ["RANK"]``, which fails without the variable."""
+    """True for ``os.environ["RANK"]``, which fails without the variable."""
     of_environ = isinstance(node.ctx, ast.Load) and _name_of(node.value) == "environ"
     return of_environ and isinstance(node.slice, ast.Constant) and node.slice.value in RANK_VARIABLES
 
 
 def _takes_variables(node: ast.AST) -> bool:
-    """Whether it initialises the process group by nothing but the variables."""
+    """True for a call that initialises the process group from the variables alone."""
     if not _is_initialisation(node):
         return False
     return not node.args[1:] and not {keyword.arg for keyword in node.keywords} & {None, *_FROM_ELSEWHERE}
 
 
 def _may_make_ranks(node: ast.AST) -> bool:
-    """Whether it may set the variables, do without them, or start other processes that have them."""
+    """True if the node might set the variables, do without them, or start other processes that have them."""
     if isinstance(node, (ast.Name, ast.Attribute, ast.alias)):
         return _name_of(node) in _STARTERS
     if isinstance(node, ast.keyword):
@@ -145,12 +141,12 @@ def _may_make_ranks(node: ast.AST) -> bool:
 
 
 def lacks_nccl(script: str, source: ast.AST, version: str) -> str:
-    """A line about a script that initialises NCCL alone, for a torch without it."""
+    """Returns a message if a script initialises only NCCL, for a torch without it."""
     calls = [node for node in ast.walk(source) if _is_initialisation(node)]
     if not calls or not all(_backend_of(call) == "nccl" for call in calls):
         return ""
     return (
-        f"{script} initializes NCCL, which torch {version} doesn't have, as it is built without CUDA: install the "
+        f"{script} initializes NCCL, which torch {version} doesn't have because it is built without CUDA: install the "
         'build for your GPUs, or use the backend "gloo"'
     )
 
@@ -160,103 +156,11 @@ def _is_initialisation(node: ast.AST) -> TypeGuard[ast.Call]:
 
 
 def _backend_of(call: ast.Call) -> object:
-    given = [keyword.value for keyword in call.keywords if keyword.arg == "backend"] or call.args[:1]
-    return given[0].value if given and isinstance(given[0], ast.Constant) else None
+    values = [keyword.value for keyword in call.keywords if keyword.arg == "backend"] or call.args[:1]
+    return values[0].value if values and isinstance(values[0], ast.Constant) else None
 
 
 def _name_of(node: ast.AST) -> str:
     if isinstance(node, ast.alias):
         return node.name.rpartition(".")[2]
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-# --- what torchrun shall start exists ---------------------------------------------------------------------------------
-# What Python or the system may accept passes: a directory or an archive with ``__main__.py``, a pipe, standard input,
-# a path within an archive. A module or program in a place that only the ranks know passes as well.
-
-_MOST_NAMES = 2000
-
-
-def why_missing(script: Sequence[str], options: Collection[str], environ: Mapping[str, str], python: str) -> str:
-    """Why the first word of ``script`` can't be started, in one line; empty if it can, or if that is not known.
-
-    ``options``: those given to torchrun, in full. ``python``: the interpreter that torchrun starts.
-    """
-    word = script[0] if script else ""
-    if not word or word.startswith("-"):
-        return ""  # standard input, or an option of Python's own
-    if is_given(options, environ, "no-python"):
-        return _program(word, environ)
-    if "PYTHON_EXEC" in environ:
-        return ""  # torchrun starts any program as Python
-    if is_given(options, environ, "module", "-m"):
-        return _module(word) if python == sys.executable else ""
-    return _file(word)
-
-
-def is_given(options: Collection[str], environ: Mapping[str, str], name: str, short: str = "") -> bool:
-    """Whether torchrun's switch ``name`` is on, by its option or its PET variable."""
-    variable = "PET_" + name.upper().replace("-", "_")
-    given = {f"--{name}", f"--{name.replace('-', '_')}", short} & set(options)
-    return bool(given) or environ.get(variable, "0").strip() not in ("", "0")
-
-
-def _program(word: str, environ: Mapping[str, str]) -> str:
-    from shutil import which
-
-    if which(word, path=environ.get("PATH")) is not None or os.path.exists(word):  # noqa: PTH110 - never raises
-        return ""
-    return f"{word}: command not found" if "/" not in word else f"{word} does not exist"
-
-
-def _module(word: str) -> str:
-    """A package may extend its own path, so only the first part of a name is looked for."""
-    import importlib.util
-
-    name = word.partition(".")[0]
-    path, here = list(sys.path), os.getcwd()  # noqa: PTH109 - a string for sys.path
-    sys.path.insert(0, here)
-    try:
-        found = importlib.util.find_spec(name) is not None
-    except Exception:  # noqa: BLE001 - a finder of the user's; Python will say what is wrong with it
-        return ""
-    finally:
-        sys.path[:] = path
-    return "" if found else f"there is no module {name} (in {here}, or installed for {sys.executable})"
-
-
-def _file(word: str) -> str:
-    try:
-        os.stat(word)  # noqa: PTH116 - pathlib changes the word
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError):
-        return ""  # within an archive, or not readable: Python says which
-    else:
-        return ""
-    if _is_known_to_import_system(word):
-        return ""
-    folder, name = os.path.split(word)
-    match = _neighbour(Path(folder or "."), name)
-    hint = f"; did you mean {os.path.join(folder, match)!r}?" if match else ""  # noqa: PTH118 - as the user wrote it
-    where = "" if folder.startswith("/") else f" in {os.getcwd()}"  # noqa: PTH109
-    return f"{word} does not exist{where}{hint}"
-
-
-def _is_known_to_import_system(word: str) -> bool:
-    import pkgutil
-
-    try:
-        return pkgutil.get_importer(word) is not None
-    except Exception:  # noqa: BLE001 - a path hook of the user's
-        return True
-
-
-def _neighbour(folder: Path, name: str) -> str:
-    from itertools import islice
-
-    try:
-        with os.scandir(folder) as found:
-            return nearest(name, [one.name for one in islice(found, _MOST_NAMES) if one.name.isprintable()])
-    except OSError:
-        return ""

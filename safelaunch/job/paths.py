@@ -1,7 +1,7 @@
 """All file names of a run directory, and the life cycle of run directories and unfinished bundles.
 
-A run locks its directory (flock on the directory itself) while its supervisor or its guardian is alive. The next run
-removes a directory that is not locked. Pids say nothing here: containers that share /tmp use the same ones.
+A run locks its directory (flock on the directory itself) while its supervisor or guardian is alive. The next run
+removes unlocked directories. Pids say nothing here: containers that share /tmp use the same ones.
 """
 
 from __future__ import annotations
@@ -19,38 +19,35 @@ from safelaunch.beacon import layout
 from safelaunch.beacon.page import start_ticks
 from safelaunch.system.files import try_lock
 
-# A unix socket's path is limited to 107 bytes; ours adds at most 38 to the run directory.
+# A unix socket's path is limited to 107 bytes; safelaunch's add at most 38 to the run directory.
 LONGEST_RUN_DIR = 64
 TMP = "/tmp"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-ABANDONED_S = 3600.0  # a run directory that has no owner yet
-UNFINISHED_S = 60.0  # a bundle that is not locked yet
+ABANDONED_S = 3600.0  # age of a run directory without an owner
+UNFINISHED_S = 60.0  # age of a bundle that isn't locked
 LOCK_DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The run directory: private, short, on a local disk, removed when the run ends.
-
-    ``lock``: the descriptor by which a supervisor holds its own; -1 for everybody else.
-    """
+    """The run directory: private, short, on a local disk, removed when the run ends."""
 
     root: Path
-    lock: int = -1
+    lock: int = -1  # descriptor by which its supervisor locks it; -1 in other processes
 
     @property
     def owner(self) -> Path:
-        """The supervisor's pid and start time in its own pid namespace: they identify it, but don't say if it lives."""
+        """The supervisor's pid and start time in its own pid namespace: they identify it, dead or alive."""
         return self.root / "owner"
 
     @property
     def early(self) -> Path:
-        """What early looks have found, while that lasts: for readers that ask no supervisor."""
+        """Present findings of early looks, for readers that don't query a supervisor."""
         return self.root / "early.json"
 
     @property
     def wrong(self) -> Path:
-        """The wrong results that monitors found: for the same readers."""
+        """Wrong results found by monitors, for the same readers."""
         return self.root / "wrong.json"
 
     @property
@@ -64,7 +61,7 @@ class RunPaths:
 
     @property
     def flight_recorder(self) -> Path:
-        """The directory for the dumps that torch and NCCL write by themselves under some presets."""
+        """The directory for the dumps that torch and NCCL write under some presets."""
         return self.root / "flight_recorder"
 
     @property
@@ -77,12 +74,12 @@ class RunPaths:
 
     @property
     def life(self) -> Path:
-        """A pipe that the supervisor holds; its readers learn of its death."""
+        """A pipe that the supervisor holds open; its readers notice its death."""
         return self.root / layout.LIFE
 
     @property
     def keepers(self) -> Path:
-        """A pipe that every process holds that would end the job."""
+        """A pipe held open by every process that would end the job."""
         return self.root / layout.KEEPERS
 
     @property
@@ -101,11 +98,11 @@ class RunPaths:
 
 
 def run_root(environ: Mapping[str, str], uid: int) -> Path:
-    """The directory of this user's run directories; it need not exist yet.
+    """Returns the directory of this user's run directories, which might not exist yet.
 
     ``$XDG_RUNTIME_DIR/safelaunch`` if that is a private directory of this user and short enough for unix sockets, else
     ``/tmp/safelaunch-<uid>``. If another user has taken that name, ``/tmp/safelaunch-<uid>-<random>``, created at once
-    so that nobody can take it as well.
+    so that it can't be taken as well.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if runtime and len(runtime) + len("/safelaunch") <= LONGEST_RUN_DIR - 20 and is_private(Path(runtime), uid):
@@ -117,7 +114,7 @@ def run_root(environ: Mapping[str, str], uid: int) -> Path:
 
 
 def other_roots(uid: int) -> tuple[Path, ...]:
-    """The directories that ``run_root`` created in place of the usual one."""
+    """Returns the directories that ``run_root`` created instead of the usual one."""
     try:
         with os.scandir(TMP) as entries:
             names = sorted(entry.name for entry in entries if entry.name.startswith(f"safelaunch-{uid}-"))
@@ -136,7 +133,7 @@ def _new_root(uid: int) -> Path | None:
 
 
 def is_private(path: Path, uid: int) -> bool:
-    """Whether it is a directory that only this user can write to: otherwise it may contain anything."""
+    """True if this is a directory that only this user can write to; otherwise it might contain anything."""
     try:
         info = path.lstat()
     except OSError:
@@ -146,14 +143,14 @@ def is_private(path: Path, uid: int) -> bool:
 
 
 def may_be_ours(directory: Path) -> bool:
-    """Whether ``directory`` is private to this user or does not exist: nobody else may read or move it."""
+    """True if ``directory`` is private to this user or doesn't exist: no other user can read or move it."""
     return not directory.exists() or is_private(directory, os.getuid())
 
 
 def create_run(root: Path, pid: int, uid: int) -> RunPaths:
     """Creates a run directory below ``root`` (mode 0700), and locks it. Raises OSError if that is impossible or unsafe.
 
-    Its name is ``r<pid>``, with a number if a dead run or one of another pid namespace has that name.
+    It is named ``r<pid>``, with a number if a dead run or a run in another pid namespace has that name.
     """
     try:
         root.mkdir(mode=0o700, parents=False)
@@ -178,7 +175,7 @@ def create_run(root: Path, pid: int, uid: int) -> RunPaths:
 
 def _furnish(run: RunPaths, pid: int) -> RunPaths:
     try:
-        run.owner.write_text(f"{pid} {start_ticks(pid)}\n")  # from now on, another run removes it if it is not locked
+        run.owner.write_text(f"{pid} {start_ticks(pid)}\n")  # from now on, another run removes it if it isn't locked
         run.pages.mkdir(mode=0o700)
         run.flight_recorder.mkdir(mode=0o700)
     except OSError:
@@ -187,11 +184,8 @@ def _furnish(run: RunPaths, pid: int) -> RunPaths:
     return run
 
 
-# --- whose a directory is ---------------------------------------------------------------------------------------------
-
-
 def _lock(directory: Path) -> int:
-    """A descriptor that locks ``directory``, which is ours and new. Another run may be probing it right now."""
+    """Returns a descriptor that locks a new ``directory``. Another run might be probing it right now."""
     descriptor = os.open(directory, _DIRECTORY)
     deadline = time.monotonic() + LOCK_DEADLINE_S
     try:
@@ -206,7 +200,7 @@ def _lock(directory: Path) -> int:
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a live process uses the directory, in any pid namespace. True if that is unknown."""
+    """True if a live process uses the directory, in any pid namespace, or if that is unknown."""
     try:
         descriptor = os.open(directory, _DIRECTORY)
     except FileNotFoundError:
@@ -222,7 +216,7 @@ def is_held(directory: Path) -> bool:
 
 
 def _remove_unless_held(directory: Path) -> bool:
-    """Removes a directory that nobody holds; returns whether it did."""
+    """Removes an unlocked directory; returns True if it did."""
     from shutil import rmtree
 
     try:
@@ -235,13 +229,13 @@ def _remove_unless_held(directory: Path) -> bool:
         rmtree(directory, ignore_errors=True)
         return True
     except OSError:
-        return False  # a file system without locks: we can't tell
+        return False  # a file system without locks: unknown
     finally:
         os.close(descriptor)
 
 
 def working_directory() -> Path:
-    """The working directory; ``/`` if it was removed."""
+    """Returns the working directory; ``/`` if it was removed."""
     try:
         return Path.cwd()
     except OSError:
@@ -249,13 +243,13 @@ def working_directory() -> Path:
 
 
 def seen_from_here(path: str) -> str:
-    """The path as it is shortest for who reads it here: relative to the working directory, where it is below that."""
+    """Shortens a path for display: relative to the working directory if it is below that."""
     here = working_directory()
     return os.fspath(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def sweep(root: Path) -> int:
-    """Removes the run directories below ``root`` that nobody holds; returns how many.
+    """Removes unlocked run directories below ``root``; returns how many.
 
     A directory without an owner file is being created, or its creator crashed: it is removed after an hour.
     """
@@ -274,7 +268,7 @@ def _is_older(path: Path, seconds: float) -> bool:
 
 
 def local_bundles() -> Path:
-    """The directory for bundles in progress, and for those that can't be written to the requested directory."""
+    """Returns the directory for bundles in progress, and for those that can't be written to the requested directory."""
     return run_root({}, os.getuid()) / "bundles"
 
 
@@ -285,11 +279,11 @@ class Unfinished:
         self._held: dict[Path, int] = {}
 
     def name(self, place: Path, run_dir: Path, outcome: str) -> Path:
-        """The path for a new bundle in ``place``; its name begins with a dot and the run's name."""
+        """Returns the path for a new bundle in ``place``; its name begins with a dot and the run's name."""
         return place / f".{run_dir.name}-{outcome}-{time.time_ns()}"
 
     def hold(self, directory: Path) -> None:
-        """Locks it; call it after each creation. Best effort: a young directory is not removed for a while."""
+        """Locks a directory; call it after each creation. Best effort: young directories aren't removed for a while."""
         self.let_go(directory)
         try:
             self._held[directory] = _lock(directory)
@@ -297,7 +291,7 @@ class Unfinished:
             return
 
     def let_go(self, directory: Path) -> None:
-        """Releases a bundle that was published or given up."""
+        """Releases a bundle that was published or abandoned."""
         descriptor = self._held.pop(directory, -1)
         if descriptor >= 0:
             os.close(descriptor)
@@ -320,5 +314,5 @@ def discard_unfinished(run_name: str) -> None:
 
 def sweep_unfinished(directory: Path) -> int:
     """Removes bundles that supervisors were assembling in ``directory`` when they were killed; returns how many."""
-    found = [entry for entry in directory.glob(".r[0-9]*-*-*") if _is_older(entry, UNFINISHED_S)]
-    return sum(_remove_unless_held(entry) for entry in found)
+    entries = [entry for entry in directory.glob(".r[0-9]*-*-*") if _is_older(entry, UNFINISHED_S)]
+    return sum(_remove_unless_held(entry) for entry in entries)

@@ -179,7 +179,7 @@ def _apply(settings: tuple[EnvSetting, ...], environ: Mapping[str, str], run_dir
 
 
 def injection(environ: Mapping[str, str], run_dir: Path, supervisor_pid: int) -> dict[str, str]:
-    """Returns the variables that start the beacon; SAFELAUNCH_PYTHONPATH among them if PYTHONPATH was set, even empty."""
+    """Returns the variables that start the beacon, with SAFELAUNCH_PYTHONPATH if PYTHONPATH was set, even empty."""
     inject = os.fspath(Path(__file__).parents[1] / "beacon" / "inject")
     own = environ.get("PYTHONPATH")
     variables = {
@@ -217,7 +217,7 @@ def default_name(command: CommandLine) -> str:
 def name_of_command(words: tuple[str, ...]) -> str:
     """Returns a run's default name for a command other than torchrun.
 
-    It is that of the first argument that looks like a file: ``train`` for ``python train.py``, ``run`` for ``bash run.sh``.
+    It is the first argument that looks like a file: ``train`` for ``python train.py``, ``run`` for ``bash run.sh``.
     """
     script = next((word for word in words[1:] if Path(word).suffix in (".py", ".sh")), words[0])
     return _file_name(Path(script).stem)

@@ -312,8 +312,8 @@ def end_all(
     """SIGTERM, grace, SIGKILL for the agent and all that ``find`` lists; returns those that can't be killed.
 
     The agent gets SIGTERM first, so that torchrun ends its ranks as it does when a user stops it; then the remaining
-    processes. After ``grace_s`` seconds in all, SIGKILL; ``kill`` kills what it can at once. ``find`` is called until it
-    is empty twice: processes might start in the meantime, and one pass over /proc can miss a process whose parent is
+    processes. After ``grace_s`` seconds in all, SIGKILL; ``kill`` kills what it can at once. ``find`` is called until
+    it is empty twice: processes might start in the meantime, and one pass over /proc can miss a process whose parent is
     just ending. The rest is stuck in the kernel (D state).
     """
     known: set[ProcessId] = {agent} if agent is not None else set()

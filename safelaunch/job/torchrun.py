@@ -1,7 +1,7 @@
-"""The installed torchrun: its interpreter, its version, and which of its options take a value.
+"""The installed torchrun: its interpreter, its version, and its options.
 
-torch is never imported (that costs over a second and hundreds of megabytes). The option table comes from the source of
-the installed ``torch/distributed/run.py``, so it always matches the version that will parse the same words.
+torch is never imported, which costs over a second and hundreds of megabytes. The option table comes from the source of
+the installed ``torch/distributed/run.py``, so it matches the version that will parse the same words.
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ FLAG_ACTIONS = {"check_env", "store_true", "store_false", "store_const", "help",
 
 @dataclass(frozen=True, slots=True)
 class TorchInstallation:
-    """An interpreter that has torch. ``package`` is torch's directory, ``version`` e.g. ``2.13.0+cpu``.
-
-    ``note``: why it is this interpreter, in one line; empty where nobody expects another one.
-    """
+    """An interpreter that has torch."""
 
     python: str
-    package: Path
-    version: str
-    note: str = ""
+    package: Path  # torch's directory
+    version: str  # for example 2.13.0+cpu
+    note: str = ""  # why this interpreter is used; empty if no other one is expected
 
 
 def find(environ: Mapping[str, str]) -> TorchInstallation:
-    """The torch for the user's script: that of the active environment, else of this interpreter, else of PATH.
+    """Returns the torch for the user's script: the active environment's, else this interpreter's, else PATH's.
 
-    pipx and ``uv tool`` give safelaunch an environment that no script is meant for, so PATH comes before it. Raises
-    UsageError if no torch is found.
+    PATH comes before an environment that pipx or ``uv tool`` made for safelaunch, because no script is meant for that.
+    Raises UsageError if no torch is found.
     """
     own, is_tool = _torch_on(sys.path), _is_tool()
     at_home = TorchInstallation(sys.executable, own, _version(own)) if own is not None else None
@@ -65,7 +62,7 @@ def find(environ: Mapping[str, str]) -> TorchInstallation:
 
 
 def _is_tool() -> bool:
-    """Whether pipx or ``uv tool`` has installed us: an environment with their record of it."""
+    """True if pipx or ``uv tool`` installed safelaunch: its environment contains their record."""
     return any((Path(sys.prefix) / record).is_file() for record in ("pipx_metadata.json", "uv-receipt.toml"))
 
 
@@ -74,9 +71,9 @@ def _is_ours(python: str) -> bool:
 
 
 def _active(environ: Mapping[str, str], even_base: bool) -> Iterator[tuple[str, str]]:
-    """The interpreters of the active environments, each with the variable that names it.
+    """Yields the interpreters of the active environments, with the variable that names each.
 
-    Every shell may have conda's ``base`` active, so that tells nothing of what the user wants.
+    Conda's ``base`` might be active in every shell, so it says nothing about the user's intent.
     """
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         is_chosen = name == "VIRTUAL_ENV" or even_base or environ.get("CONDA_DEFAULT_ENV") != "base"
@@ -85,7 +82,7 @@ def _active(environ: Mapping[str, str], even_base: bool) -> Iterator[tuple[str, 
 
 
 def _on_path(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The interpreters of the first ``torchrun`` and ``python3`` on PATH."""
+    """Yields the interpreters of the first ``torchrun`` and ``python3`` on PATH."""
     from shutil import which
 
     script, python = (which(name, path=environ.get("PATH")) for name in ("torchrun", "python3"))
@@ -97,7 +94,7 @@ def _on_path(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _torch_on(path: list[str]) -> Path | None:
-    """torch's directory in a plain installation; for an editable one, the import system is asked."""
+    """Returns torch's directory in a plain installation, else as the import system finds it (editable installs)."""
     for entry in path:
         package = Path(entry or ".") / "torch"
         if (package / "distributed" / "run.py").is_file() and (package / "version.py").is_file():
@@ -112,7 +109,7 @@ def _torch_on(path: list[str]) -> Path | None:
 
 
 def _interpreter_of(script: Path) -> str | None:
-    """The interpreter on a console script's first line; pip's ``#!/bin/sh`` form for long paths included."""
+    """Returns the interpreter on a console script's first line, also in pip's ``#!/bin/sh`` form for long paths."""
     match = re.match(r"#!\s*(?:/bin/sh\n'''exec' \"?([^\"\n]+?)\"? \"\$0\"|([^\n]+))", text_of(script)[:4096])
     if match is None:
         return None
@@ -128,7 +125,7 @@ def _ask_for_torch(python: str) -> Path | None:
 
     code = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin if s else '')"
     try:
-        # With -c, the working directory comes first on the module path, so it must not be one that others may write to.
+        # With -c, the working directory comes first on the module path, so it must not be writable by others.
         done = subprocess.run(
             [str(Path(python).absolute()), "-c", code], capture_output=True, text=True, timeout=20, check=False, cwd="/"
         )
@@ -139,27 +136,27 @@ def _ask_for_torch(python: str) -> Path | None:
 
 
 def _version(package: Path) -> str:
-    """``__version__`` of ``torch/version.py``; empty if it can't be read."""
+    """Returns ``__version__`` from ``torch/version.py``; empty if it can't be read."""
     return _in_version(package, "__version__") or ""
 
 
 def has_nccl(package: Path) -> bool:
-    """Whether it is a build for GPUs of NVIDIA or AMD; True where ``torch/version.py`` does not say otherwise."""
+    """True for a build for NVIDIA or AMD GPUs, or if ``torch/version.py`` doesn't tell."""
     return _in_version(package, "cuda") != "" or bool(_in_version(package, "hip"))
 
 
 def _in_version(package: Path, name: str) -> str | None:
-    """A variable of ``torch/version.py``, empty for ``None``; None if it can't be read."""
+    """Returns a variable of ``torch/version.py``, empty for ``None``; None if it can't be read."""
     text = text_of(package / "version.py")
     match = re.search(rf"""^{name}\s*(?::[^=]*)?=\s*(?:None|['"]([^'"]+))""", text, re.M)
     return (match.group(1) or "") if match else None
 
 
 def options(package: Path) -> dict[str, bool]:
-    """Every option string of the installed torchrun, and whether it takes a value.
+    """Returns every option string of the installed torchrun: True if it takes a value.
 
-    Source: ``get_args_parser`` of ``torch/distributed/run.py``. If that has changed beyond recognition, the table
-    below, of torch 2.13, is used.
+    Source: ``get_args_parser`` in ``torch/distributed/run.py``. If that can't be parsed any more, the table of torch
+    2.13 below is used.
     """
     return _installed_options(package) or dict(KNOWN)
 
@@ -172,16 +169,16 @@ def _installed_options(package: Path) -> dict[str, bool]:
 
 
 def binds_any_port(package: Path) -> bool:
-    """Whether a single-node job without a port gets a free one, as in torch 2.13. Older versions always use 29500.
+    """True if a single-node job without a port gets a free one, as in torch 2.13. Older versions always use 29500.
 
-    Source: ``run`` of ``torch/distributed/run.py``, which distinguishes a missing port from a given one.
+    Source: ``run`` in ``torch/distributed/run.py``, which distinguishes a missing port from a specified one.
     """
     text = text_of(package / "distributed" / "run.py")
-    return not text or "args.master_port is None" in text  # leave unknown versions alone
+    return not text or "args.master_port is None" in text  # True for an unreadable version: nothing is changed then
 
 
 class LazyOptions(Mapping[str, bool]):
-    """``options``, read at the first lookup: a command line may not need them (``--nproc-per-node=2 train.py``)."""
+    """``options``, read at the first lookup, because many command lines don't need them."""
 
     def __init__(self, package: Path) -> None:
         self._package = package
@@ -196,7 +193,7 @@ class LazyOptions(Mapping[str, bool]):
 
     @property
     def is_certain(self) -> bool:
-        """Whether the table is the installed version's: what it lacks, torchrun rejects."""
+        """True if the table is the installed version's: torchrun rejects all other options."""
         return bool(self._installed)
 
     def __getitem__(self, option: str) -> bool:
@@ -210,8 +207,8 @@ class LazyOptions(Mapping[str, bool]):
 
 
 def parse_options(source: str) -> dict[str, bool]:
-    """The option strings that ``get_args_parser`` in ``source`` adds, and whether each takes a value."""
-    # Only this function is parsed. It ends at the next statement without indentation.
+    """Returns the option strings that ``get_args_parser`` in ``source`` adds: True if they take a value."""
+    # Parses only this function, which ends at the next statement without indentation.
     function = re.search(r"^def get_args_parser\b.*?(?=^[^\s)#]|\Z)", source, re.S | re.M)
     if function is None:
         return {}
@@ -240,10 +237,10 @@ def _takes_value(call: ast.Call) -> bool:
 
 
 def launcher(python: str) -> Path:
-    """The torchrun script: the console script installed beside ``python``, else an equivalent one of ours.
+    """Returns the torchrun script installed next to ``python``, else an equivalent one of ours.
 
     Not ``python -m torch.distributed.run``: that puts the working directory on the launcher's import path, where a
-    user's ``queue.py`` would replace the real one, and it calls itself ``run.py`` in its messages.
+    user's ``queue.py`` would replace the real one, and its messages call it ``run.py``.
     """
     installed = Path(python).parent / "torchrun"
     head = text_of(installed)[:4096]

@@ -11,8 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from safelaunch.job import mistakes, torchrun
-from safelaunch.job.argv import CommandLine
-from safelaunch.job.mistakes import is_given
+from safelaunch.job.argv import CommandLine, is_given
 from safelaunch.settings.options import BY_FLAG, OPTION_GROUPS, Settings
 from safelaunch.system.errors import UsageError
 

@@ -16,9 +16,9 @@ import pytest
 
 from safelaunch.job import controlgroup, process
 from safelaunch.job.controlgroup import ControlGroup, locate
-from safelaunch.job.guarding import Remains, note, parse
 from safelaunch.job.paths import RunPaths, create_run
 from safelaunch.job.process import ProcessId
+from safelaunch.job.remains import Remains, note, parse
 from tests.support.waiting import until
 
 SUPERVISOR = """
@@ -172,7 +172,7 @@ def test_strangers_that_carry_one_sign_of_the_job(run: RunPaths, sleepers: Calla
     marked = sleepers(orphan=True, **mark)
     told = sleepers(orphan=True)
     remains = Remains(run)
-    remains.know([told])
+    remains.add([told])
     found = remains.find()
     assert {agent, marked, told} <= found
     assert not found & {before, with_a_parent, of_another, unmarked}

@@ -14,7 +14,7 @@ import pytest
 
 from safelaunch.job import mistakes, torchrun
 from safelaunch.job.argv import CommandLine, split
-from safelaunch.job.mistakes import why_missing
+from safelaunch.job.missing_script import why_missing
 from safelaunch.job.torchrun import KNOWN
 from safelaunch.settings.options import BY_FLAG
 from safelaunch.supervise import preflight

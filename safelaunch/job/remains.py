@@ -1,0 +1,118 @@
+"""Finds the remaining processes of a job, for a guardian that isn't their parent.
+
+The run directory holds a record of the job: its first process, its control group, and the orphans seen so far. All
+others are found from there. Pid and start time identify each process from the moment it is found. No single sign that a
+stranger might carry is enough: the environment counts only for an orphan of this user that started after the job.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from safelaunch.job import process
+from safelaunch.job.controlgroup import ControlGroup
+from safelaunch.job.paths import RunPaths
+from safelaunch.job.process import ProcessId
+from safelaunch.system import procstat
+from safelaunch.system.files import text_of
+
+
+def note(run: RunPaths, what: str, value: str) -> None:
+    """Adds a line to the record: ``guardian``, ``agent`` or ``orphan`` with a process, ``group`` with a directory."""
+    try:
+        with open(run.members, "a") as file:
+            file.write(f"{what} {value}\n")
+    except OSError:
+        return  # the disk is full; only a second fault would need the line
+
+
+class Remains:
+    """The remaining processes of a run's job, except ``spare``."""
+
+    def __init__(self, run: RunPaths) -> None:
+        """Reads the record. ``agent`` is None if the job wasn't started."""
+        lines = [line.partition(" ") for line in text_of(run.members).splitlines()]
+        listed = {what: parse([value for kind, _, value in lines if kind == what]) for what in ("agent", "orphan")}
+        group = next((value for kind, _, value in lines if kind == "group"), None)
+        self.agent = listed["agent"][-1] if listed["agent"] else None  # earlier ones were killed with their guardians
+        self.group = ControlGroup(Path(group)) if group is not None else None
+        self.spare: ProcessId | None = None
+        self._run = run
+        self._known = {*listed["agent"], *listed["orphan"]}
+        self._mark = f"SAFELAUNCH_RUN_DIR={run.root}".encode()
+
+    def add(self, members: Iterable[ProcessId]) -> None:
+        """Adds reported members."""
+        self._known.update(members)
+
+    def find(self) -> set[ProcessId]:
+        """Returns all live processes: known ones, their descendants and sessions, and those with the run's mark."""
+        roots = self._known | set(parse(_workers(self._run.agent_events))) | members_of(self.group)
+        alive = {root for root in roots if root.is_alive()}
+        alive |= set(process.descendants((root.pid for root in alive), exclude=[os.getpid()]))
+        alive |= set(self._kindred(alive))
+        self._known = {member for member in alive if member.pid != os.getpid()}  # a beacon starts us as its child
+        return self._known - {self.spare} if self.spare is not None else self._known
+
+    def _kindred(self, members: set[ProcessId]) -> Iterable[ProcessId]:
+        """Yields processes in sessions whose leader is a live member, and orphans with the mark."""
+        known = {member.pid for member in members}
+        for entry in list(os.scandir("/proc")):
+            if not entry.name.isdigit() or (pid := int(entry.name)) in known:
+                continue
+            stat = procstat.read(pid)
+            if stat is not None and (self._shares_a_session(pid, known) or self._is_marked_orphan(stat)):
+                yield ProcessId(pid, stat.start_ticks)
+
+    def _shares_a_session(self, pid: int, members: set[int]) -> bool:
+        try:
+            return os.getsid(pid) in members
+        except OSError:
+            return False
+
+    def _is_marked_orphan(self, stat: procstat.Stat) -> bool:
+        """True for an orphan with the mark. Orphans have the parent that we got when the supervisor died."""
+        if self.agent is None or stat.start_ticks < self.agent.start_ticks or stat.ppid not in _reapers(self.agent):
+            return False
+        try:
+            place = Path(f"/proc/{stat.pid}")
+            return place.stat().st_uid == os.getuid() and self._mark in (place / "environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+
+
+def _reapers(agent: ProcessId) -> set[int]:
+    """Returns the processes that adopt orphans here: init, or the one that adopted the agent or us."""
+    above = procstat.read(agent.pid) if agent.is_alive() else None
+    return {1, os.getppid(), *([above.ppid] if above is not None else [])} - {agent.pid}
+
+
+def members_of(group: ControlGroup | None) -> set[ProcessId]:
+    processes = (process.identify(pid) for pid in (group.members() if group is not None else ()))
+    return {member for member in processes if member is not None}
+
+
+def parse(lines: Iterable[str]) -> list[ProcessId]:
+    """Parses ``pid start_ticks`` lines; skips others."""
+    processes = []
+    for line in lines:
+        words = line.split()
+        if len(words) == 2 and all(word.isdigit() for word in words):
+            processes.append(ProcessId(int(words[0]), int(words[1])))
+    return processes
+
+
+def _workers(events: Path) -> list[str]:
+    """Returns the workers of all attempts, as the agent recorded them at their start."""
+    import json  # the first guardian doesn't need it, and the job would wait for the import
+
+    lines = []
+    for line in text_of(events).splitlines():
+        try:
+            event = json.loads(line)
+            lines += [f"{pid} {ticks}" for _, pid, ticks in event.get("workers", {}).values()]
+        except (ValueError, AttributeError, TypeError):
+            continue  # cut off when everything was killed
+    return lines
