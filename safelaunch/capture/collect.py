@@ -69,7 +69,7 @@ def ranks(
         sink: Receives the files.
         evidence: Receives each rank's evidence as it arrives. A rank that is late has what its finished steps produced.
         ask: False if the ranks are gone or about to end: their worker servers aren't queried.
-        patience: The factor by which this may take longer than on an idle machine.
+        patience: The factor by which the deadline is longer than on an idle machine.
     """
     evidence = {} if evidence is None else evidence
     gates = [Gate(sink) for _ in targets]
@@ -160,14 +160,13 @@ def _rank(
 
 
 def _with_kept_record(basics: RankBasics, kept: FlightCapture | None) -> RankBasics:
-    """Adds the Flight Recorder dump that the rank kept at its exit, if any."""
     if kept is None:
         return basics
     return replace(basics, answer=(basics.answer[0] if basics.answer else GilTest(), kept))
 
 
 def most_telling(looks: Sequence[Look], rank: int) -> RankLook | None:
-    """Returns the newest look at a rank that has its stack; if none has, the newest that has anything about it.
+    """Returns the newest look at a rank that has its stack; otherwise the newest look at it.
 
     On a busy machine, a look can miss its deadline after an earlier one succeeded.
     """

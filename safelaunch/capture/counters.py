@@ -32,7 +32,7 @@ CounterKey = tuple[int, int]  # pid, start_ticks
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
+class CpuTime:
     """A thread's time on a CPU, and its time runnable but waiting for one."""
 
     cpu_ms: float
@@ -44,7 +44,7 @@ class ProcessCounters:
     rank: int  # pid of the rank's main process
     faults: int = 0
     io_bytes: int = 0  # read and written, without recv and send
-    threads: Mapping[int, Used] = field(default_factory=dict)
+    threads: Mapping[int, CpuTime] = field(default_factory=dict)
     sockets: Mapping[int, int] = field(default_factory=dict)  # inode → bytes of TCP; shared ones count for the parent
     main_io_bytes: int = 0  # of a rank's main thread
     main_faults: int = 0
@@ -99,7 +99,7 @@ class _CounterReader:
             if stat.state in "ZX":  # its parent's counters include it once it is reaped
                 yield (pid, stat.start_ticks), ProcessCounters(rank)
                 continue
-            threads: dict[int, Used] = {}
+            threads: dict[int, CpuTime] = {}
             servers: list[int] = []
             for tid in self._threads(pid):
                 if pid == rank and self._serves((pid, stat.start_ticks), tid):
@@ -107,9 +107,9 @@ class _CounterReader:
                     continue
                 words = _text(f"/proc/{pid}/task/{tid}/schedstat").split()
                 if len(words) == 3:
-                    threads[tid] = Used(int(words[0]) / 1e6, int(words[1]) / 1e6)
+                    threads[tid] = CpuTime(int(words[0]) / 1e6, int(words[1]) / 1e6)
                 elif (thread := procstat.read(pid, tid)) is not None:
-                    threads[tid] = Used(thread.cpu_ms)
+                    threads[tid] = CpuTime(thread.cpu_ms)
                 waiting += self._children(pid, tid)
             main = procstat.read(pid, pid) if pid == rank else None
             yield (
@@ -191,7 +191,7 @@ class _CounterReader:
 
 
 def _faults(pid: int, without: Collection[int]) -> int:
-    """Returns the page faults of a process without those of some threads, at a moment when these had none."""
+    """Returns a process's page faults except some threads', at a moment when these had none."""
     served, faults = -1, 0
     for _ in range(5):  # an answer takes some ten milliseconds
         before, served = served, sum(stat.faults for tid in without if (stat := procstat.read(pid, tid)) is not None)

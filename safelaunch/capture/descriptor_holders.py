@@ -138,7 +138,7 @@ def _holders(wanted: frozenset[WantedEnds], own: Collection[int], pids: Iterable
 
 
 def _mapped_files(pid: int) -> frozenset[str]:
-    """Returns device and inode of each mapped file: its path can differ between its creator and others."""
+    # Returns device and inode of each mapped file: its path can differ between its creator and others.
     with suppress(OSError):  # it has ended, or is another user's
         return frozenset(mapping.identity for mapping in ProcessMemory(pid).mappings)
     return frozenset()
@@ -153,7 +153,6 @@ def _group(pid: int) -> str:
 
 
 def _might_have_inherited(pid: int, began: int, groups: Collection[str]) -> bool:
-    """True if the process's age (``began``: ticks) and control group permit that it is a child of the job."""
     state = procstat.read(pid)
     return state is not None and state.start_ticks >= began and _group(pid) in groups
 

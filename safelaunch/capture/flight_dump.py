@@ -260,7 +260,6 @@ class _Decoder:
         return number
 
     def _mended(self, row: _EntryRow) -> _EntryRow:
-        """Replaces values that c10d doesn't write by unknown ones; adds their names to ``damaged``."""
         mended = tuple(mend(value) for value, (mend, _) in zip(row, FIELDS.values(), strict=True))
         self._damaged.update(name for name, old, new in zip(KEYS, row, mended, strict=True) if old is not new)
         return mended
@@ -357,7 +356,6 @@ class _Decoder:
 
 
 def _thread(text: str) -> int | None:
-    """Parses the number that c10d writes as a text; None for anything else."""
     return int(text) if len(text) < 19 and text.isascii() and text.isdecimal() else None
 
 
@@ -374,7 +372,6 @@ def _columns_of(entries: list[dict[Any, Any]]) -> list[tuple[Any, ...]]:
 
 
 def _names(groups: Sequence[object], ids: Sequence[object]) -> dict[str, str]:
-    """Returns pg_id → group name, according to the entries."""
     names = {}
     for group, number in zip(groups, ids, strict=True):
         if isinstance(group, (list, tuple)) and group and (name := text_of(group[0])):
@@ -423,7 +420,6 @@ def _groups(config: object, ranks_by_text: dict[str, tuple[int, ...]], damaged: 
 
 
 def _pairs(name: str, table: object, damaged: set[str]) -> list[tuple[Any, Any]]:
-    """Returns the items of a table by group, up to a limit."""
     if not (table is None or (isinstance(table, dict) and len(table) <= _MAX_GROUPS)):
         damaged.add(name)
     return list(table.items())[:_MAX_GROUPS] if isinstance(table, dict) else []

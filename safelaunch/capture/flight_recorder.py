@@ -173,7 +173,6 @@ def _texts(socket_path: str, deadline_s: float) -> list[bytes]:
 
 
 def _backends(socket_path: str, deadline_s: float) -> list[str]:
-    """Returns the backends with their own recorder, from the server's list of handlers; empty if it doesn't respond."""
     handlers = attempt("", lambda: names(socket_path, deadline_s=deadline_s)).value or b""
     return list(dict.fromkeys(_BACKEND.findall(handlers.decode("latin-1"))))
 

@@ -82,12 +82,11 @@ def contradicts_itself(record: FlightRecord) -> bool:
 
 
 def _ends_a_block(kind: Collective) -> bool:
-    """True for a batch's end, which has the number of an earlier collective (0 before any)."""
+    # True for a batch's end, which has the number of an earlier collective (0 before any).
     return kind.op.endswith("coalesced") and kind.input_sizes in ((), UNKNOWN_SIZES)
 
 
 def _same(column: Sequence[int], other: Sequence[int]) -> bool:
-    """Compares two columns. They are packed, so equal ones have the same type."""
     same_type = type(column) is type(other) and not isinstance(column, Same)
     return column == other if same_type else list(column) == list(other)
 

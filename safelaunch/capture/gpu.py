@@ -69,7 +69,7 @@ def nvidia_smi_text(*, deadline_s: float = 10.0) -> Result[str]:
 
 
 def query(nvml: Any) -> Gpus:
-    """Returns the driver and GPUs from module ``pynvml``, or the reason why there are none."""
+    """Returns the driver and GPUs from module ``pynvml``, or the reason for their absence."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -135,12 +135,10 @@ def errors_of(
 
 
 def _is_at(pci: str, logged: str) -> bool:
-    """Compares ``0000:3b:00.0`` with the log's ``0000:3b:00``, with or without the function."""
     return pci == logged.lower() or pci.startswith(f"{logged.lower()}.")
 
 
 def _process(pid: int, size: int | None) -> GpuProcess:
-    """The name is empty if it can't be read from here."""
     return GpuProcess(pid, size, text_of(f"/proc/{pid}/comm").strip())
 
 

@@ -80,7 +80,6 @@ def asked(server: Path, pid: int, questions: Questions, *, deadline_s: float) ->
 
 
 def _with_tids(sample: StackSample, memory: ProcessMemory) -> StackSample:
-    """Adds the kernel's ids of threads that ``threading`` doesn't know."""
     tids = proc.scheduled(sample.pid)
 
     def with_tid(thread: Thread) -> Thread:

@@ -142,7 +142,6 @@ def _rank_of(process: JobProcess) -> FoundRank | None:
 
 
 def _key(rank: FoundRank) -> tuple[object, ...]:
-    """Returns what distinguishes a job: equal for all its ranks."""
     process = rank.process
     env = process.env or {}
     names = _OF_A_JOB if env.get("MASTER_PORT") else _OF_A_STEP
@@ -151,7 +150,6 @@ def _key(rank: FoundRank) -> tuple[object, ...]:
 
 
 def _above(pid: int, table: Mapping[int, JobProcess]) -> list[int]:
-    """Returns the pids of a process's ancestors, its parent first."""
     ancestors: list[int] = []
     while (process := table.get(pid)) is not None and process.ppid and process.ppid not in ancestors:
         pid = process.ppid
@@ -204,7 +202,6 @@ def job_of(
 
 
 def _has_started(process: JobProcess, job: FoundJob, table: Mapping[int, JobProcess]) -> bool:
-    """True if the process is the job's launcher, or so close above it that a user might name it."""
     first = job.ranks[min(job.ranks)].process
     near = [job.agent, *_above(job.agent, table)][: _STARTERS + 1]
     return process.pid in near and process.user == first.user and (process.pid != 1 or job.agent == 1)

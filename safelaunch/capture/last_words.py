@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from safelaunch.beacon import caught_exceptions, layout, output
-from safelaunch.capture.pages import Noted, bytes_of, read_contract, read_note
+from safelaunch.capture.pages import RankContract, bytes_of, read_contract, read_note
 from safelaunch.capture.rank_output import log_tail
 from safelaunch.capture.result import Result, attempt
 from safelaunch.model import CaughtException, DeviceMemory, ExitCall, FatalError, Frame, RankException
@@ -20,7 +20,7 @@ _THREAD = re.compile(r"^(?P<current>Current thread|Thread) 0x[0-9a-f]+[^\n]*\(mo
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$', re.MULTILINE)
 
 
-_NOTED = Noted()
+_NOTED = RankContract()
 _NO_RING: Result[str] = Result(None, "output ring", 0.0, missing="this rank has no beacon")
 
 
@@ -36,7 +36,7 @@ class LastWords:
     log: Result[str] = _NO_RING  # end of the rank's output, decoded
     device_memory: DeviceMemory | None = None
     snapshot: Path | None = None  # of torch's allocator
-    noted: Noted = _NOTED
+    noted: RankContract = _NOTED
 
 
 def read(base: Path) -> LastWords:
@@ -54,7 +54,7 @@ def read(base: Path) -> LastWords:
         caught=parse_caught(bytes_of(companion(layout.CAUGHT_SUFFIX))),
         device_memory=read_note(companion(layout.MEMORY_SUFFIX), DeviceMemory),
         snapshot=snapshot if (snapshot := companion(layout.SNAPSHOT_SUFFIX)).exists() else None,
-        noted=read_contract(base) or Noted(),
+        noted=read_contract(base) or RankContract(),
         log=attempt("output ring", lambda: log_tail(output.read(str(companion(layout.RING_SUFFIX))))),
     )
 

@@ -270,5 +270,5 @@ def _merge(looks: Sequence[ProcessLook], role: str) -> ProcessEvidence | None:
 
 
 def _once_each(values: Iterable[T]) -> tuple[T, ...]:
-    """Drops repetitions: a look for C frames copies what it hasn't read again from the look before."""
+    # Drops repetitions: a look for C frames copies what it hasn't read again from the look before.
     return tuple(value for value, _ in groupby(values))

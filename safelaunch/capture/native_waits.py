@@ -138,13 +138,11 @@ class Resting:
         return self._name(int.from_bytes(self._memory.read(slot, 8), "little"))
 
     def _name(self, address: int) -> str:
-        """Returns the name of the waiting function that begins at this address."""
         at = self._mapping(address)
         functions = self._functions(at) if at is not None and _passed(at) else ()
         return next((function.name for function in functions if function.begin == address), "")
 
     def _functions(self, mapping: Mapping) -> tuple[Symbol, ...]:
-        """Returns the exported functions that might be waits."""
         return self._memory.symbols(mapping, _WANTED)
 
     def _mapping(self, address: int) -> Mapping | None:

@@ -1,7 +1,7 @@
 """NCCL's RAS service, which reports the communicators of a job and the state of their processes.
 
 The service listens on localhost, port 28028 or the one in ``NCCL_RAS_ADDR``; its protocol is lines of text. All
-processes of a node share that port, also those of other jobs, so a port is queried only if no process outside this job
+processes of a node share that port, even across jobs, so a port is queried only if no process outside this job
 listens on it. JSON exists since NCCL 2.28.7; up to 2.28.9 it lacks a comma before each missing rank. NCCL before 2.28
 might crash when queried, so it isn't. NCCL before 2.29.2 might crash if a rank of several communicators is missing.
 """
@@ -85,7 +85,6 @@ def _allow(version: Version, spare: str) -> None:
 
 
 def _loaded(pids: Sequence[int]) -> tuple[int, str] | None:
-    """Returns the first process that has loaded NCCL, and the library's path."""
     for pid in pids[:_MOST_PIDS]:
         if found := re.search(rf"\S*/{re.escape(LIBRARY)}\S*", text_of(f"/proc/{pid}/maps")):
             return pid, found[0]

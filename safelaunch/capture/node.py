@@ -90,7 +90,7 @@ def versions(
     """Returns versions of Python, torch and related packages, NCCL, driver, kernel, safelaunch; never raises.
 
     Args:
-        code_roots: The rank's package directories, as its beacon reported them; by default those of this process.
+        code_roots: The rank's package directories, as its beacon reported them; by default this process's.
         pid: The rank, whose ``exe`` link names its interpreter.
         deadline_s: The limit for all of it.
     """

@@ -254,16 +254,16 @@ def read_meta(path: Path) -> Meta:
     return read_note(path, Meta) or Meta()
 
 
-class Noted(msgspec.Struct, frozen=True):
+class RankContract(msgspec.Struct, frozen=True):
     """Facts about a rank's work, which its beacon records at the first step; None if unknown."""
 
     batch: _PageNumber | None = None  # batch size of its DataLoader
     device: _PageNumber | None = None  # number of its current CUDA device, if it has several
 
 
-def read_contract(base: Path) -> Noted | None:
+def read_contract(base: Path) -> RankContract | None:
     """Reads the note next to page ``base``; None before the rank's first step."""
-    return read_note(base.with_name(base.name + layout.CONTRACT_SUFFIX), Noted)
+    return read_note(base.with_name(base.name + layout.CONTRACT_SUFFIX), RankContract)
 
 
 class Roster:
@@ -393,6 +393,5 @@ class Roster:
 
 
 def _not_succeeded(pages: list[ProgressPage]) -> list[ProgressPage]:
-    """Drops processes that exited before another one with torch or steps claimed the rank."""
     newest_ns = max((page.claimed_ns for page in pages if page.has_torch or page.steps), default=0)
     return [page for page in pages if not 0 < page.exited_ns < newest_ns]

@@ -54,7 +54,6 @@ class UnfinishedLine:
 
 
 def _place(descriptor: Path) -> tuple[int, ...] | None:
-    """Identifies the file of a descriptor; None if it is unknown, as after the end of the process."""
     try:
         info = descriptor.stat()
     except OSError:

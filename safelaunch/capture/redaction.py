@@ -53,7 +53,6 @@ def _cleaned(item: Any, redactor: Redactor, clean_text: Callable[[str], str]) ->
 
 
 def _with_fields(item: Any, names: Iterable[str], clean: Callable[[Any], Any], rebuild: Callable[..., Any]) -> Any:
-    """Returns ``item`` with these fields cleaned, or ``item`` itself if none changes."""
     parts = {name: getattr(item, name) for name in names}
     cleaned = {name: clean(part) for name, part in parts.items()}
     different = {name: part for name, part in cleaned.items() if part is not parts[name]}

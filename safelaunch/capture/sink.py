@@ -1,4 +1,4 @@
-"""Where sources of evidence put their files, and how late ones are kept out.
+"""Receivers of the files of evidence, which keep late sources out.
 
 The verdict uses what arrives in time. So a source that misses its deadline must leave in the bundle exactly what it has
 given the verdict: each of its steps, files and evidence together, counts as a whole or not at all.

@@ -115,7 +115,6 @@ def _parts(answer: bytes, add: Callable[[bytes, int, int], None]) -> bool:
 
 
 def _attributes(answer: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yields the attributes in a part of an answer: kind, begin, length."""
     while at + 4 <= min(end, len(answer)):
         length, kind = struct.unpack_from("=HH", answer, at)
         yield kind, at + 4, length - 4

@@ -94,7 +94,7 @@ def descriptors(pid: int) -> Iterator[tuple[Path, str]]:
 
 
 def other_ends(pid: int, own: Collection[int]) -> dict[int, int]:
-    """Maps inodes of the process's sockets to those of the sockets at the other ends, if these are on this node.
+    """Maps the process's sockets to the sockets at the other ends, if these are on this node; all by inode.
 
     A connection that wasn't accepted yet has no socket at its other end, so the listener's socket is used.
     """
@@ -127,7 +127,6 @@ def _listener(table: str, remote: str) -> int | None:
 
 
 def _rows(table: str) -> Iterator[list[str]]:
-    """Returns the fields of lines as in ``/proc/net/tcp``: addresses in 1 and 2, state in 3, inode in 9."""
     return (fields for line in table.splitlines()[1:] if len(fields := line.split()) > 9)
 
 

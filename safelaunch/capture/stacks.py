@@ -141,8 +141,9 @@ def _names_of_key(frames: Sequence[_SpyFrame]) -> tuple[tuple[str, str], ...]:
 
 
 def _lock_file(frames: Iterable[_SpyFrame]) -> str:
-    """Returns the file that library ``filelock`` polls (and has open only during each attempt), or the lock file of a
-    build of torch's C++ extensions.
+    """Returns the file that library ``filelock`` polls, or the lock file of a build of torch's C++ extensions.
+
+    ``filelock`` has the file open only during each attempt.
     """
     for frame in frames:
         if "/filelock/" in frame.filename:
@@ -154,7 +155,6 @@ def _lock_file(frames: Iterable[_SpyFrame]) -> str:
 
 
 def _text(frame: _SpyFrame, name: str) -> str:
-    """Returns a local string variable; empty if py-spy couldn't read all of it."""
     shown = next((local.repr for local in frame.locals or () if local.name == name and local.repr), "")
     return "" if shown.endswith("...") else shown.strip("'\"")
 
@@ -340,7 +340,6 @@ def to_text(sample: StackSample | None, state: ProcessState | None = None, *, mi
 
 
 def _shown(lines: Iterable[str]) -> str:
-    """Joins the lines. Names and arguments come from the job, so control characters are replaced."""
     return "".join(f"{clean(line)}\n" for line in lines)
 
 

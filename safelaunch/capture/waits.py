@@ -1,4 +1,4 @@
-"""What a thread in a system call waits for: the call and its time limit."""
+"""Names and time limits of the system calls in which threads wait."""
 
 from __future__ import annotations
 

@@ -149,7 +149,6 @@ def _meanings(word: str, takes_value: Mapping[str, bool]) -> list[str]:
 
 
 def _means(word: str, name: str, shortest: str) -> bool:
-    """True if ``word`` is option ``name``, with hyphens or underscores, in full or abbreviated."""
     option = word.partition("=")[0]
     full = (name, name[:2] + name[2:].replace("-", "_"))
     return len(option) >= len(shortest) and any(spelling.startswith(option) for spelling in full)
@@ -169,7 +168,6 @@ def _is_option(word: str, takes_value: Mapping[str, bool]) -> bool:
 
 
 def _matches(name: str, takes_value: Mapping[str, bool]) -> list[str]:
-    """Returns option strings that ``name`` equals or abbreviates (argparse abbreviates only long ones)."""
     if name in takes_value:
         return [name]
     if name.startswith("--"):

@@ -96,7 +96,6 @@ def sweep() -> None:
 
 
 def _own() -> Path | None:
-    """Returns the directory of our group if it is writable, else None."""
     path = locate(text_of("/proc/self/cgroup"), text_of("/proc/self/mountinfo"))
     return path if path is not None and os.access(path, os.W_OK) else None
 

@@ -66,7 +66,6 @@ def _max_stall(settings: Settings) -> str:
 
 
 def _group_timeout(settings: Settings) -> str:
-    """Returns the process groups' timeout, and the groups to which it applies."""
     assert settings.pg_timeout is not None
     if not settings.watch:
         return "not applied: without the watchdog, nothing of safelaunch's runs in the ranks"

@@ -133,7 +133,6 @@ class Guardian:
         return self._agent is not None
 
     def _has_become(self) -> bool:
-        """True if the job's first process is more than a fork of the killed guardian."""
         assert self._agent is not None
         stat = procstat.read(self._agent.pid)
         return stat is not None and self._agent.is_alive() and stat.name != guarding.NAME
@@ -180,7 +179,7 @@ class Guardian:
             return  # no more lines
 
     def _next_line(self) -> bytes:
-        """Returns a line without newline; empty if the guardian is gone. Raises BlockingIOError if none is ready."""
+        """Returns a line without newline; empty if the guardian is gone. Raises BlockingIOError if it isn't ready."""
         while b"\n" not in self._rest:
             chunk = os.read(self._reports, 4096)
             if not chunk:
@@ -267,7 +266,6 @@ def _lifelines(run: RunPaths) -> tuple[int, int]:
 
 
 def _code(call: str) -> str:
-    """Returns the program for a new interpreter."""
     root = os.fspath(Path(__file__).resolve().parents[2])
     return f"import sys; sys.path.insert(0, {root!r}); from safelaunch.job import guarding; guarding.{call}"
 

@@ -36,7 +36,7 @@ LEAST_IDLE = 500  # idle time per search time: 0.2 % of a core, also on a node w
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """What the first guardian gets from the supervisor."""
+    """The first guardian's connections to the supervisor."""
 
     supervisor: int  # its pid
     commands: int  # pipe from it
@@ -135,7 +135,6 @@ class First:
             return  # no process of the job is left
 
     def _note_orphans(self) -> None:
-        """Records orphans for the next guardian, in case we are killed together with the supervisor."""
         for pid in self._children.new():
             if pid not in self._recorded and (orphan := process.identify(pid)) is not None:
                 self._recorded.add(pid)
@@ -206,7 +205,6 @@ class Every:
 
 
 def _wait_status(ended: os.waitid_result) -> int:
-    """Converts the status to the form of ``waitpid``."""
     if ended.si_code == os.CLD_EXITED:
         return ended.si_status << 8
     return ended.si_status | (0x80 if ended.si_code == os.CLD_DUMPED else 0)

@@ -59,7 +59,7 @@ class JobProcesses:
                 self._guardian.adopt(orphan)
 
     def adopt_helper(self, pid: int) -> None:
-        """Reports one of our own helper programs, which the guardian ends if we are killed."""
+        """Reports a helper program of safelaunch's, which the guardian ends if we are killed."""
         helper = process.identify(pid)
         if helper is not None and self._guardian is not None:
             self._guardian.adopt(helper)

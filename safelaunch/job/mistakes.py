@@ -63,7 +63,7 @@ def python_script(words: Sequence[str]) -> str:
 
 
 def misplaced(script: Sequence[str], flags: Collection[str], read: Callable[[], str]) -> list[str]:
-    """Returns those of safelaunch's ``flags`` that come after the script and that the script doesn't clearly read.
+    """Returns safelaunch's ``flags`` that come after the script and that the script doesn't clearly read.
 
     ``read`` returns the script's source, and is called only if there are such flags.
     """
@@ -74,8 +74,9 @@ def misplaced(script: Sequence[str], flags: Collection[str], read: Callable[[], 
 
 
 def reads_option(source: str, flag: str) -> bool:
-    """True if a script might read an option of this name: through argparse, click or absl, or as a dataclass field or
-    function parameter that becomes an option.
+    """True if a script might read an option of this name.
+
+    It might use argparse, click or absl, or make options from a dataclass or a function's parameters.
     """
     name = re.escape(flag[2:]).replace(r"\-", "[-_]")
     if re.search(rf"(?<![\w-])(?:--{name}(?![\w-])|{name} *[:=](?!=)|(?P<quote>[\"']){name}(?P=quote))", source):
@@ -119,20 +120,17 @@ def lacks_rank_variables(script: str, source: ast.AST) -> str:
 
 
 def _is_read(node: ast.Subscript) -> bool:
-    """True for ``os.environ["RANK"]``, which fails without the variable."""
     of_environ = isinstance(node.ctx, ast.Load) and _name_of(node.value) == "environ"
     return of_environ and isinstance(node.slice, ast.Constant) and node.slice.value in RANK_VARIABLES
 
 
 def _takes_variables(node: ast.AST) -> bool:
-    """True for a call that initialises the process group from the variables alone."""
     if not _is_initialisation(node):
         return False
     return not node.args[1:] and not {keyword.arg for keyword in node.keywords} & {None, *_FROM_ELSEWHERE}
 
 
 def _may_make_ranks(node: ast.AST) -> bool:
-    """True if the node might set the variables, do without them, or start other processes that have them."""
     if isinstance(node, (ast.Name, ast.Attribute, ast.alias)):
         return _name_of(node) in _STARTERS
     if isinstance(node, ast.keyword):

@@ -155,7 +155,6 @@ def _environment(
 
 
 def _probe_variables(settings: Settings) -> dict[str, str]:
-    """Returns the variables by which ranks load the add-ons' probes, and those that configure the probes."""
     by_probe = addons.probe_values(settings)
     if not by_probe:
         return {}

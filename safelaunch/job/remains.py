@@ -84,7 +84,6 @@ class Remains:
 
 
 def _reapers(agent: ProcessId) -> set[int]:
-    """Returns the processes that adopt orphans here: init, or the one that adopted the agent or us."""
     above = procstat.read(agent.pid) if agent.is_alive() else None
     return {1, os.getppid(), *([above.ppid] if above is not None else [])} - {agent.pid}
 

@@ -62,7 +62,6 @@ def find(environ: Mapping[str, str]) -> TorchInstallation:
 
 
 def _is_tool() -> bool:
-    """True if pipx or ``uv tool`` installed safelaunch: its environment contains their record."""
     return any((Path(sys.prefix) / record).is_file() for record in ("pipx_metadata.json", "uv-receipt.toml"))
 
 
@@ -136,7 +135,6 @@ def _ask_for_torch(python: str) -> Path | None:
 
 
 def _version(package: Path) -> str:
-    """Returns ``__version__`` from ``torch/version.py``; empty if it can't be read."""
     return _in_version(package, "__version__") or ""
 
 
@@ -146,7 +144,6 @@ def has_nccl(package: Path) -> bool:
 
 
 def _in_version(package: Path, name: str) -> str | None:
-    """Returns a variable of ``torch/version.py``, empty for ``None``; None if it can't be read."""
     text = text_of(package / "version.py")
     match = re.search(rf"""^{name}\s*(?::[^=]*)?=\s*(?:None|['"]([^'"]+))""", text, re.M)
     return (match.group(1) or "") if match else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from safelaunch.capture.pages import Noted, read_contract
+from safelaunch.capture.pages import RankContract, read_contract
 from safelaunch.capture.without_beacon import why_without_beacon
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import rank_words
@@ -145,7 +145,7 @@ class Notices:
         )
 
 
-def elsewhere(noted: Mapping[int, Noted], local_ranks: Mapping[int, int]) -> str:
+def elsewhere(noted: Mapping[int, RankContract], local_ranks: Mapping[int, int]) -> str:
     """The ranks that compute on another device than their local rank's, in words; empty without such."""
     wrong = {rank: one.device for rank, one in noted.items() if one.device not in (None, local_ranks.get(rank))}
     if not wrong:

@@ -182,7 +182,6 @@ def _folded(line: str, width: int) -> list[str]:
 
 
 def _wrapped(line: str, width: int, hang: int) -> list[str]:
-    """Breaks a line between words; all but the first part begin at column ``hang``."""
     text = line.lstrip(" ")
     return wrapped(text, width, " " * (len(line) - len(text)), " " * hang)
 
@@ -256,7 +255,6 @@ def say(text: str, *, color: bool = False, laid_out: bool = False) -> None:
 
 
 def _columns() -> int:
-    """Returns the width of the terminal at stderr; 0 if there is none."""
     try:
         return os.get_terminal_size(2).columns
     except OSError:

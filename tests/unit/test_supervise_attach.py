@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.capture.counters import Counters, ProcessCounters, Used
+from safelaunch.capture.counters import Counters, ProcessCounters, CpuTime
 from safelaunch.capture.jobs import FoundJob, FoundRank, JobProcess
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
@@ -62,7 +62,7 @@ def looks(*mains: Main) -> Looks:
 
     def counters(number: int) -> Counters:
         found = {
-            (pid, pid): ProcessCounters(pid, threads={pid: Used(float(main.cpu_ms * number))})
+            (pid, pid): ProcessCounters(pid, threads={pid: CpuTime(float(main.cpu_ms * number))})
             for pid, main in zip(pids, mains, strict=True)
         }
         return Counters(SECONDS * number, int(100 * SECONDS * number), found)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.capture.counters import Counters, ProcessCounters, Used
+from safelaunch.capture.counters import Counters, ProcessCounters, CpuTime
 from safelaunch.capture.look import MAX_CHILDREN, Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import Evidence, Frame, GilTest, ProcessState, StackSample, Thread, ThreadState
@@ -40,7 +40,7 @@ def looks(*ranks: RankLook, used_ms: dict[int, int] | None = None, entries: tupl
 
     def counters(at_s: float, used: dict[int, int]) -> Counters:
         found = {
-            (each.pid, each.pid): ProcessCounters(mains[one.rank], threads={each.pid: Used(used.get(each.pid, 0))})
+            (each.pid, each.pid): ProcessCounters(mains[one.rank], threads={each.pid: CpuTime(used.get(each.pid, 0))})
             for one in ranks
             for each in one.processes
         }

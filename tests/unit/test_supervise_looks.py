@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 from safelaunch.capture import file_locks, inside, look, proc, stacks
-from safelaunch.capture.counters import Counters, ProcessCounters, Used
+from safelaunch.capture.counters import Counters, ProcessCounters, CpuTime
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, evidence_of, with_c_frames
 from safelaunch.capture.result import Result
 from safelaunch.job.process import ProcessId
@@ -176,7 +176,7 @@ def test_how_long_a_thread_has_rested(before: float | None, now: float, rested_s
     look_ = Look(0.0, 0.0, {0: RankLook(0, ProcessLook(1000, state, Result(None, "", 0.0)))})
 
     def counted(at_s: float, cpu_ms: float | None) -> Counters:
-        threads = {state.threads[0].tid: Used(cpu_ms)} if cpu_ms is not None else {}
+        threads = {state.threads[0].tid: CpuTime(cpu_ms)} if cpu_ms is not None else {}
         return Counters(at_s, 0, {(1000, 3): ProcessCounters(1000, threads=threads)})
 
     main = _rested(look_, counted(100.0, before), counted(130.0, now)).ranks[0].main

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture.counters import Counters, ProcessCounters, Used
+from safelaunch.capture.counters import Counters, ProcessCounters, CpuTime
 from safelaunch.model import Gpu, GpuProcess
 from safelaunch.supervise import pollers
 from safelaunch.supervise.pollers import HEALTH_AFTER_S, HEALTH_AGAIN_S, Health, Note, WorkTaker, find_straggler
@@ -97,7 +97,7 @@ def test_another_attempt_begins_anew(looks: list[tuple[Note, ...]]) -> None:
 
 def cpu(seconds: float, **threads: float) -> Counters:
     """``threads``: milliseconds of CPU so far, by ``t`` and their number."""
-    used = {int(name[1:]): Used(ms) for name, ms in threads.items()}
+    used = {int(name[1:]): CpuTime(ms) for name, ms in threads.items()}
     return Counters(seconds, int(100 * seconds), {(10, 1): ProcessCounters(10, threads=used)})
 
 

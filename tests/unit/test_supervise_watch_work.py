@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture.counters import Counters, ProcessCounters, Used
+from safelaunch.capture.counters import Counters, ProcessCounters, CpuTime
 from safelaunch.supervise.watch.work import Background, ObservedWork, found, learn
 
 RANK, CHILD, THREAD = (10, 100), (20, 120), 11
 IDLE = {
-    RANK: ProcessCounters(10, threads={10: Used(0), THREAD: Used(0)}, sockets={7: 0}),
-    CHILD: ProcessCounters(10, threads={20: Used(0)}),
+    RANK: ProcessCounters(10, threads={10: CpuTime(0), THREAD: CpuTime(0)}, sockets={7: 0}),
+    CHILD: ProcessCounters(10, threads={20: CpuTime(0)}),
 }
 
 
@@ -29,7 +29,7 @@ def using(
 
 
 def cpu(tid: int, ms: float, queued_ms: float = 0.0, key: Any = RANK) -> dict[Any, ProcessCounters]:
-    return using(key=key, threads={**IDLE[key].threads, tid: Used(ms, queued_ms)})
+    return using(key=key, threads={**IDLE[key].threads, tid: CpuTime(ms, queued_ms)})
 
 
 def kinds(work: tuple[ObservedWork, ...]) -> list[tuple[str, int, int | None]]:
@@ -37,7 +37,7 @@ def kinds(work: tuple[ObservedWork, ...]) -> list[tuple[str, int, int | None]]:
 
 
 START = at(0.0, IDLE)
-NEW = using(key=(30, 1500), threads={30: Used(900.0)}, io_bytes=1 << 20)
+NEW = using(key=(30, 1500), threads={30: CpuTime(900.0)}, io_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ NEW = using(key=(30, 1500), threads={30: Used(900.0)}, io_bytes=1 << 20)
         (using(faults=256), []),
         (using(faults=257), [("faults", 10, None)]),
         (NEW, [("children", 10, None), ("io", 30, None), ("cpu", 30, 30)]),
-        (using(key=(30, 900), threads={30: Used(900.0)}), []),  # it was there before, and not seen
+        (using(key=(30, 900), threads={30: CpuTime(900.0)}), []),  # it was there before, and not seen
         ({RANK: IDLE[RANK]}, [("children", 10, None)]),
     ],
 )
@@ -69,9 +69,9 @@ def test_without_any_step(after: Mapping[Any, ProcessCounters], expected: list[t
 
 
 BUSY = using(
-    cpu(THREAD, 500), sockets={7: 1 << 20}, io_bytes=2 << 20, faults=10_000, threads={10: Used(900), THREAD: Used(500)}
+    cpu(THREAD, 500), sockets={7: 1 << 20}, io_bytes=2 << 20, faults=10_000, threads={10: CpuTime(900), THREAD: CpuTime(500)}
 )  # of one second
-BUSY = using(BUSY, CHILD, threads={20: Used(990)}, io_bytes=1 << 20)
+BUSY = using(BUSY, CHILD, threads={20: CpuTime(990)}, io_bytes=1 << 20)
 LEARNED = learn(Background(), START, at(1.0, BUSY))
 
 
@@ -168,7 +168,7 @@ def test_helpers_that_come_as_ever_are_background() -> None:
     assert ("children", 10, None) in kinds(found(began, at(41.0, one_more(3)), background))
     assert ("cpu", 2000, 30) in kinds(found(began, at(41.0, one_more(3)), background))
     stays = {**one_more(1)}
-    later = using(stays, (2000, began.at_ticks + 5), threads={30: Used(5000)})
+    later = using(stays, (2000, began.at_ticks + 5), threads={30: CpuTime(5000)})
     assert ("cpu", 2000, 30) in kinds(found(at(41.0, stays), at(51.0, later), background))
 
 

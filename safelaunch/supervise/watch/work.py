@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from safelaunch.capture.counters import CounterKey, Counters, ProcessCounters, Used
+from safelaunch.capture.counters import CounterKey, Counters, ProcessCounters, CpuTime
 
 WorkKind = Literal["cpu", "io", "network", "faults", "children", "rdma", "messages"]
 # kind, pid, start_ticks; a thread's tid or a connection's inode; None: a process, or the connections that it opens
@@ -232,7 +232,7 @@ def _uses(before: Counters, after: Counters) -> Iterator[_Use]:
         yield _Use(("network", *key, None), now.rank, sum(moved.values()), moved)
 
 
-_NOTHING = Used(0.0)
+_NOTHING = CpuTime(0.0)
 
 
 def _more(before: float, after: float) -> float:
