@@ -24,6 +24,7 @@ from safelaunch.model.evidence import (
     Gpus,
     GpuUse,
     GroupMembers,
+    JobCondition,
     JobShape,
     Launched,
     Lost,

@@ -243,6 +243,9 @@ Answer = Literal["dead", "alive", "unknown", "unseen"]
 """State of a job that makes no step. ``dead``: proved. ``alive``: something works. ``unknown``: neither, though
 everything was seen. ``unseen``: something wasn't, or a process is stopped."""
 
+JobCondition = Answer | Literal["moving", "stopped"]
+"""What two looks at a job show. ``moving``: a rank marked progress. ``stopped``: every rank is stopped by a signal."""
+
 
 class Launched(Record, frozen=True):
     """How safelaunch started a job. Empty: unknown."""

@@ -37,7 +37,7 @@ RoundOutcome = VoteResult | Literal["hang", "alone"]
 OPEN_S = 25.0  # a suspicion waits so long for the leader, or for who follows it
 SUCCEED_S = 12.0  # for another node to take over from a leader that is no longer heard
 WORD_S = 3.5  # a node that was killed is quiet by then
-GOODBYE_S = 1.2  # the others read it where this node's agent, which ends, hosts the store
+STOP_NOTICE_S = 1.2  # the others read it where this node's agent, which ends, hosts the store
 AGENT_EVERY_S = 2.0
 _NOWHERE = SharedStore(Address("", 0), "", nodes=1)
 
@@ -157,7 +157,7 @@ class Council:
         """Whether the others have had time to read that somebody stops the job here, or need none."""
         if not self._notices.met or not self._seen.is_local:
             return True
-        return self._stop_s is not None and now - self._stop_s >= GOODBYE_S
+        return self._stop_s is not None and now - self._stop_s >= STOP_NOTICE_S
 
     def _note_store(self) -> None:
         seen, agent = self._seen, self._watch.roster.agent_page
@@ -266,7 +266,7 @@ class Council:
         if page is None:
             return "alone"
         if page.incident > incident > 0:
-            return "elsewhere"
+            return "unseen"
         if incident == 0:
             asked = self._asked
             return page.result if page.phase == "idle" and page.incident > asked else None

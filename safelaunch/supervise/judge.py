@@ -20,11 +20,11 @@ from msgspec.structs import replace
 
 from safelaunch.capture import command
 from safelaunch.capture.look import MAX_CHILDREN, Look, ProcessLook, RankLook
-from safelaunch.model import Answer, Evidence, FirstWord, ThreadState
+from safelaunch.model import Answer, Evidence, FirstWord, JobCondition, ThreadState
 from safelaunch.supervise.cluster.evidence import condensed, received
 from safelaunch.supervise.looks import Looks, main_thread
 from safelaunch.supervise.watch import work
-from safelaunch.supervise.watch.stall import UNLIMITED, JobCondition, Limits
+from safelaunch.supervise.watch.stall import UNLIMITED, Limits
 from safelaunch.supervise.watch.work import Background, ObservedWork
 from safelaunch.system.decoding import from_json, from_msgpack
 from safelaunch.system.errors import CaptureError

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from safelaunch.bundle.staging import name_of
 from safelaunch.model import BundlePlace, Evidence, NodeEvidence, NodeFiles, node_file
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.election import SILENT_S
+from safelaunch.supervise.cluster.election import ACKNOWLEDGE_S, EVIDENCE_S, SILENT_S
 from safelaunch.supervise.cluster.evidence import Others, SharedColumns, aged, condensed, received
 from safelaunch.supervise.cluster.messages import (
     LONGEST_TEXT,
@@ -52,15 +52,14 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part")
 SETTLE_S = 75.0  # from a node's evidence of a hang to the leader's decision
-EVIDENCE_S = 25.0  # for that of the others
-AGREE_S = 9.0  # for all to know it
+AGREED_S = ACKNOWLEDGE_S + 4.0  # a node waits longer than the leader, whose page takes some rounds to arrive
 FEW = 16  # nodes whose Flight Recorders travel as they are
 CRASH_S = 4.0  # torchrun's agents, in one of which the nodes talk, are held for 6 s, the look at the ranks included
 HEAR_S = 2.5  # for the evidence of the others whose ranks fail
 EFFECTS_S = 2.8  # nobody's own failure is known by then
 HOSTS_S = 1.0  # the others read the verdict where this node's agent hosts the store
 CROWD = 64  # nodes; of more, not every one reads what all others know
-ANSWER_S = 30.0  # for what the other nodes are asked
+PEERS_ANSWER_S = 30.0  # for the answers of other nodes to a question
 ASKED_EVERY_S = 5.0  # between two questions of others
 MOST_PICKLES, LARGEST_PICKLE = 4 << 20, 512 << 10  # bytes of a node's files that travel
 LARGEST_TEXT = 64 << 10
@@ -168,7 +167,7 @@ class Rounds:
         What one node does ends ranks on others, which torchrun may start anew; so only what comes before is a reason to
         go on, and those who host the store, or its ranks, do not take it from under the others.
         """
-        until = time.monotonic() + AGREE_S
+        until = time.monotonic() + AGREED_S
         while time.monotonic() < until:
             page = self.page
             if moves():
@@ -319,7 +318,7 @@ class Rounds:
 
     @contextmanager
     def asking(self, question: NodeQuestion) -> Iterator[Callable[[threading.Event], Gathered]]:
-        """Asks all nodes, now; what it gives waits for their answers, ``ANSWER_S`` at most, or until a stop."""
+        """Asks all nodes, now; what it gives waits for their answers, ``PEERS_ANSWER_S`` at most, or until a stop."""
         if not self.of_several:
             yield lambda stop: Gathered(missing=0)
             return
@@ -337,7 +336,7 @@ class Rounds:
                 self._channel.withdraw(round_)
 
     def _answers(self, round_: Round, stop: threading.Event) -> Gathered:
-        until = time.monotonic() + ANSWER_S
+        until = time.monotonic() + PEERS_ANSWER_S
         while (seen := self._channel.seen).page is not None and time.monotonic() < until:
             if seen.gathered.get(round_, NOTHING).is_complete or stop.wait(0.05):
                 break

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from safelaunch.model import format_ranks
+from safelaunch.model import JobCondition, format_ranks
 from safelaunch.supervise import collecting, publishing
 from safelaunch.supervise import judge as answer
-from safelaunch.supervise.cluster.messages import Vote
 from safelaunch.supervise.collecting import Collected, JobSnapshot, Timeline
 from safelaunch.supervise.council import OPEN_S
 from safelaunch.supervise.council import RoundOutcome as Joint
@@ -21,7 +20,7 @@ from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import ADVANCED, STEP_S, Incident, JobView, look
 from safelaunch.supervise.watch.progress import Glance
 from safelaunch.supervise.watch.rhythm import Threshold
-from safelaunch.supervise.watch.stall import JobCondition, Stall, ends_after_s, idle_s, suspect_after_s
+from safelaunch.supervise.watch.stall import Stall, ends_after_s, idle_s, suspect_after_s
 from safelaunch.system.console import say
 from safelaunch.system.task import BackgroundTask
 
@@ -230,7 +229,7 @@ class StallCase:
                 return _LookResult(looks, judged)
             if self._is_at_limit(suspicion.stall, judged):
                 self._council.at_limit()
-            self._council.vote(_VOTES[judged.found])
+            self._council.vote(judged.found)
             while self._council.calls() is None:
                 outcome = self._council.outcome(suspicion.incident)
                 if outcome is not None:
@@ -314,7 +313,7 @@ class StallCase:
             self._council.withdraw()
         if not suspicion.own:
             return
-        if seen.outcome in (None, "alone", "elsewhere", "hang") and seen.looks is not None:
+        if seen.outcome in (None, "alone", "unseen", "hang") and seen.looks is not None:
             self._conclude(suspicion, seen.looks, seen.judged, now)
             return
         stopped = seen.outcome in ("paused", "stopped")
@@ -495,13 +494,3 @@ class StallCase:
             after = f"after {limit_s:.0f} s" if idle == now - stall.mark_s else f"{limit_s:.0f} s after it last worked"
             text += f"; without a step, it is ended {after}: {self._why_ended(stall, judged)}"
         say(text)
-
-
-_VOTES: Mapping[JobCondition, Vote] = {
-    "moving": "moving",
-    "stopped": "stopped",
-    "alive": "active",
-    "dead": "still",
-    "unknown": "still",
-    "unseen": "unknown",
-}

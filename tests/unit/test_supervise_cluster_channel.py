@@ -93,7 +93,7 @@ def test_two_nodes_from_a_suspicion_to_a_decision(join: Callable[..., Channel]) 
     follower.tell(doing="suspecting", suspects=0)
     until(lambda: phase(one, other) == {"looking"}, "the call")
     for node in (one, other):
-        node.tell(incident=1, vote="still")
+        node.tell(incident=1, vote="unknown")
     until(lambda: phase(one, other) == {"collecting"}, "the count of votes")
     for node, chunks in ((leader, []), (follower, [b"x" * 1000, b"y"])):
         node.submit("hang.1", chunks)
@@ -219,10 +219,10 @@ def test_the_leader_dies_in_the_middle_and_the_other_goes_on(
     until(lambda: phase(*nodes) == {"looking"}, "the call")
     leader.close()
     for node in left:
-        node.tell(incident=1, vote="still")
+        node.tell(incident=1, vote="unknown")
     until(lambda: any(one.seen.leads for one in left), "another leader")
     until(lambda: phase(*left) == {"idle"}, "the end: nothing is known of the ranks of the dead")
-    assert {one.seen.page.result for one in left if one.seen.page} == {"elsewhere"}
+    assert {one.seen.page.result for one in left if one.seen.page} == {"unseen"}
 
 
 def test_without_a_store_each_is_alone_and_says_why(join: Callable[..., Channel]) -> None:

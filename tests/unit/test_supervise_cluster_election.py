@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from safelaunch.model import JobCondition
 from safelaunch.supervise.cluster.election import (
-    AGREE_S,
+    ACKNOWLEDGE_S,
     DECIDE_S,
     EVIDENCE_S,
     LINE_S,
@@ -75,15 +76,15 @@ def test_a_suspicion_opens_one_incident_for_all_with_the_longest_window() -> Non
 @pytest.mark.parametrize(
     ("votes", "phase", "result"),
     [
-        (("still", "still", "still"), "collecting", ""),
-        (("still", "stopped", "still"), "collecting", ""),
+        (("unknown", "unknown", "unknown"), "collecting", ""),
+        (("unknown", "stopped", "unknown"), "collecting", ""),
         (("stopped", "stopped", "stopped"), "idle", "stopped"),
-        (("still", "active", "still"), "idle", "active"),
-        (("still", "moving", ""), "idle", "active"),
-        (("moving", "still", ""), "idle", "moving"),
-        (("still", "paused", ""), "idle", "paused"),
-        (("still", "unknown", "still"), "collecting", ""),
-        (("still", "", "still"), "looking", ""),
+        (("unknown", "alive", "unknown"), "idle", "alive"),
+        (("unknown", "moving", ""), "idle", "alive"),
+        (("moving", "unknown", ""), "idle", "moving"),
+        (("unknown", "paused", ""), "idle", "paused"),
+        (("unknown", "unseen", "unknown"), "collecting", ""),
+        (("unknown", "", "unknown"), "looking", ""),
     ],
     ids=lambda value: "-".join(word or "none" for word in value) if isinstance(value, tuple) else value or "none",
 )
@@ -91,17 +92,43 @@ def test_votes(votes: tuple[Vote, ...], phase: str, result: str) -> None:
     assert end_of(Job(3).open().vote(*votes)) == (phase, result)
 
 
+CONDITIONS: dict[JobCondition, tuple[str, ...]] = {
+    # Phase or result by the condition at the node that opened the incident (row) and at another node (column).
+    #           dead          unknown       unseen        stopped       alive    moving
+    "dead":    ("collecting", "collecting", "collecting", "collecting", "alive", "alive"),
+    "unknown": ("collecting", "collecting", "collecting", "collecting", "alive", "alive"),
+    "unseen":  ("collecting", "collecting", "collecting", "collecting", "alive", "alive"),
+    "stopped": ("collecting", "collecting", "collecting", "stopped",    "alive", "alive"),
+    "alive":   ("alive",      "alive",      "alive",      "alive",      "alive", "alive"),
+    "moving":  ("moving",     "moving",     "moving",     "moving",     "moving", "moving"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("opener", CONDITIONS)
+@pytest.mark.parametrize("other", CONDITIONS)
+@pytest.mark.parametrize("at_limit", [False, True])
+def test_each_pair_of_conditions_leads_to_one_decision(
+    opener: JobCondition, other: JobCondition, at_limit: bool
+) -> None:
+    job = Job(2).open(at_limit=at_limit)
+    expected = CONDITIONS[opener][list(CONDITIONS).index(other)]
+    if at_limit and opener == "alive" and other != "moving":
+        expected = "collecting"  # the user's limit ends a job that works
+    page = job.vote(opener, other)
+    assert (page.result or page.phase) == expected
+
+
 def test_who_lives_and_does_not_vote_is_unknown_and_unknown_is_not_still() -> None:
     job = Job(3).open()
-    assert job.vote("still", "", "still").phase == "looking"
-    assert end_of(job.page(LOOKS_S + 3.0)) == ("idle", "elsewhere")
+    assert job.vote("unknown", "", "unknown").phase == "looking"
+    assert end_of(job.page(LOOKS_S + 3.0)) == ("idle", "unseen")
 
 
 def test_a_node_that_falls_silent_meanwhile_is_unknown() -> None:
     job = Job(3).open()
     del job.beats[2]
-    page = job.vote("still", "still")
-    assert (page.phase, page.result, page.covered) == ("idle", "elsewhere", False)
+    page = job.vote("unknown", "unknown")
+    assert (page.phase, page.result, page.covered) == ("idle", "unseen", False)
 
 
 @pytest.mark.parametrize("missing", [2, 3])
@@ -112,31 +139,31 @@ def test_no_incident_where_a_rank_of_the_job_is_under_no_supervisor(missing: int
 
 
 def test_at_max_stall_something_that_computes_is_waited_for_no_longer_but_a_pause_is() -> None:
-    assert Job(3).open().say(2, at_limit=True).vote("still", "active", "unknown").phase == "collecting"
-    assert Job(3).open(at_limit=True).vote("still", "active", "unknown").result == "active", "another one's limit"
-    assert end_of(Job(3).open(at_limit=True).vote("still", "paused", "still")) == ("idle", "paused")
+    assert Job(3).open().say(2, at_limit=True).vote("unknown", "alive", "unseen").phase == "collecting"
+    assert Job(3).open(at_limit=True).vote("unknown", "alive", "unseen").result == "alive", "another one's limit"
+    assert end_of(Job(3).open(at_limit=True).vote("unknown", "paused", "unknown")) == ("idle", "paused")
 
 
 def test_the_limit_of_one_node_is_not_that_of_a_node_that_says_nothing() -> None:
     """Its limit may be --stall-timeout, which holds where every rank of the job was seen; alone it is --max-stall."""
     job = Job(3).open().say(1, at_limit=True).say(3, at_limit=True)
-    assert job.vote("still", "", "still").phase == "looking"
-    assert job.page(LOOKS_S + 3.0).result == "elsewhere"
+    assert job.vote("unknown", "", "unknown").phase == "looking"
+    assert job.page(LOOKS_S + 3.0).result == "unseen"
     job = Job(3).open().say(1, at_limit=True).say(3, at_limit=True)
     del job.beats[2]
-    assert job.vote("still", "still").result == "elsewhere"
+    assert job.vote("unknown", "unknown").result == "unseen"
 
 
 def test_what_moves_while_the_evidence_is_taken_ends_the_incident() -> None:
     job = Job().open()
-    assert job.vote("still", "still").phase == "collecting"
+    assert job.vote("unknown", "unknown").phase == "collecting"
     job.say(2, vote="moving")
-    assert end_of(job.page()) == ("idle", "active")
+    assert end_of(job.page()) == ("idle", "alive")
 
 
 def test_what_moves_before_anybody_has_acted_voids_the_decision() -> None:
     job = Job().open()
-    job.vote("still", "still")
+    job.vote("unknown", "unknown")
     job.decided = True
     assert job.page().phase == "decided"
     job.say(2, vote="moving")
@@ -145,12 +172,12 @@ def test_what_moves_before_anybody_has_acted_voids_the_decision() -> None:
 
 def test_a_node_that_is_told_to_stop_ends_it() -> None:
     job = Job().open().say(2, doing="stopping")
-    assert job.vote("still", "still").phase == "idle"
+    assert job.vote("unknown", "unknown").phase == "idle"
 
 
 def test_the_way_to_a_decision() -> None:
     job = Job().open()
-    assert job.vote("still", "still").phase == "collecting"
+    assert job.vote("unknown", "unknown").phase == "collecting"
     assert job.page().phase == "collecting"
     job.decided = True
     assert job.page().phase == "decided"
@@ -163,18 +190,18 @@ def test_the_way_to_a_decision() -> None:
 
 def test_nobody_waits_for_an_agreement_that_does_not_come() -> None:
     job = Job().open()
-    job.vote("still", "still")
+    job.vote("unknown", "unknown")
     job.decided = True
     assert job.page().phase == "decided"
-    assert job.page(AGREE_S + 0.1).phase == "agreed"
+    assert job.page(ACKNOWLEDGE_S + 0.1).phase == "agreed"
     stuck = Job().open()
-    stuck.vote("still", "still")
+    stuck.vote("unknown", "unknown")
     assert stuck.page(EVIDENCE_S + DECIDE_S + 0.1).phase == "decided", "its own part of the work failed"
 
 
 def test_a_suspicion_of_before_the_last_incident_opens_no_other() -> None:
     job = Job().open()
-    assert job.vote("still", "active").phase == "idle"
+    assert job.vote("unknown", "alive").phase == "idle"
     assert job.page().phase == "idle", "the node has not heard of the outcome yet"
     job.say(1, suspects=1)
     page = job.page()
@@ -184,7 +211,7 @@ def test_a_suspicion_of_before_the_last_incident_opens_no_other() -> None:
 def test_another_leader_goes_on_where_the_first_one_was() -> None:
     job = Job().open()
     job.leader = Leader(replace(job.leader.page, leader=2, epoch=1), job.now)
-    assert job.vote("still", "still").phase == "collecting"
+    assert job.vote("unknown", "unknown").phase == "collecting"
     job.leader = Leader(replace(job.leader.page, leader=1, epoch=2), job.now)
     job.decided = True
     assert job.page().phase == "decided"
@@ -298,7 +325,7 @@ def test_another_round_voids_an_incident_until_somebody_may_have_acted(slot: int
     for phase in ("looking", "collecting", "decided", "agreed"):
         job = Job().open()
         if phase != "looking":
-            assert job.vote("still", "still").phase == "collecting"
+            assert job.vote("unknown", "unknown").phase == "collecting"
         if phase in ("decided", "agreed"):
             job.decided = True
             assert job.page().phase == "decided"

@@ -53,7 +53,7 @@ from safelaunch.supervise.cluster.messages import (
     unpacked,
 )
 
-BEAT = Beat("a1", 7, (0, 1), 4, (0, 1), "suspecting", 3, 2.5, False, 4, "still", submitted=(("hang.4", 2),))
+BEAT = Beat("a1", 7, (0, 1), 4, (0, 1), "suspecting", 3, 2.5, False, 4, "unknown", submitted=(("hang.4", 2),))
 PLAIN, SIGNED = Codec("run"), Codec("run", b"a key of the job")
 
 

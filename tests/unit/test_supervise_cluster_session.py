@@ -59,14 +59,14 @@ def test_the_limit_of_one_node_ends_nothing_while_anothers_word_cannot_be_read(m
     job = Job(2, monkeypatch)
     job.meet()
     job.look()
-    job.say(1, vote="active")
+    job.say(1, vote="alive")
     job.round()
     job.store.damages = lambda key: key == f"{PREFIX}/b/2"
-    job.say(0, vote="still", at_limit=True)
+    job.say(0, vote="unknown", at_limit=True)
     assert [one.page.phase for one in job.round() if one.page] != ["collecting", "collecting"]
     job.store.damages = lambda key: False
     seen = job.round()
-    assert [(one.page.phase, one.page.result) for one in seen if one.page] == [("idle", "active")] * 2
+    assert [(one.page.phase, one.page.result) for one in seen if one.page] == [("idle", "alive")] * 2
 
 
 def test_one_whose_words_stay_unreadable_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,10 +96,10 @@ def test_one_that_ends_first_is_neither_silent_nor_judged(monkeypatch: pytest.Mo
     job = Job(2, monkeypatch)
     job.meet()
     job.look()
-    job.say(0, vote="still", at_limit=True)
+    job.say(0, vote="unknown", at_limit=True)
     job.sessions[1].leave(job.beats[1])
     (seen,) = job.round(1)
-    assert seen.page is not None and (seen.page.phase, seen.page.result) == ("idle", "elsewhere")
+    assert seen.page is not None and (seen.page.phase, seen.page.result) == ("idle", "unseen")
     job.say(0, suspects=1)
     for _ in range(int(2 * SILENT_S) + 2):
         (seen,) = job.round(1)
@@ -114,8 +114,8 @@ def test_a_healthy_job_stays_covered_whatever_is_unreadable_for_moments(
     job, chance = Job(3, monkeypatch), random.Random(seed)
     job.meet()
     job.store.damages = lambda key: chance.random() < 0.3
-    job.say(1, doing="suspecting", suspects=0, vote="still", at_limit=True)
-    job.say(2, vote="active")
+    job.say(1, doing="suspecting", suspects=0, vote="unknown", at_limit=True)
+    job.say(2, vote="alive")
     results = set()
     for _ in range(200):
         for one in job.round():
@@ -123,4 +123,4 @@ def test_a_healthy_job_stays_covered_whatever_is_unreadable_for_moments(
             results.add((one.page.phase, one.page.result))
             for number in range(3):
                 job.say(number, incident=one.page.incident)
-    assert results <= {("idle", ""), ("idle", "active"), ("looking", "")}, results
+    assert results <= {("idle", ""), ("idle", "alive"), ("looking", "")}, results

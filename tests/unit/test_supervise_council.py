@@ -77,8 +77,8 @@ def test_a_call_is_answered_once_and_answers_what_was_asked_while_it_was_open(no
         ({"incident": 3, "phase": "collecting"}, "hang"),
         ({"incident": 3, "phase": "decided"}, "hang"),
         ({"incident": 3, "phase": "agreed"}, "hang"),
-        *(({"incident": 3, "phase": "idle", "result": r}, r) for r in ("moving", "active", "stopped", "paused")),
-        ({"incident": 4, "phase": "looking"}, "elsewhere"),
+        *(({"incident": 3, "phase": "idle", "result": r}, r) for r in ("moving", "alive", "stopped", "paused")),
+        ({"incident": 4, "phase": "looking"}, "unseen"),
         ({"incident": 2, "phase": "idle"}, "alone"),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_leader_that_is_not_heard_is_given_time_to_be_followed(node: Council) 
     assert node.outcome(3) == "alone"
 
 
-@pytest.mark.parametrize("result", ["active", "moving"])
+@pytest.mark.parametrize("result", ["alive", "moving"])
 def test_an_incident_that_was_over_before_this_node_looked(node: Council, result: VoteResult) -> None:
     node.suspect(2.0)
     assert node.outcome(0) is None

@@ -68,7 +68,7 @@ class Job:
         self.channels[0].tell(doing="suspecting", suspects=0)
         until(lambda: all(one.seen.page and one.seen.page.incident for one in self.channels), "the call")
         for channel in self.channels:
-            channel.tell(incident=1, vote="still")
+            channel.tell(incident=1, vote="unknown")
         until(lambda: {one.seen.page and one.seen.page.phase for one in self.channels} == {"collecting"}, "the votes")
 
     def lose(self) -> None:

@@ -22,7 +22,7 @@ from safelaunch.job.argv import CommandLine
 from safelaunch.job.paths import RunPaths
 from safelaunch.job.plan import Plan
 from safelaunch.job.process import identify
-from safelaunch.model import Evidence
+from safelaunch.model import Evidence, JobCondition
 from safelaunch.settings.options import Settings
 from safelaunch.supervise.cluster.messages import LeaderPage, PeerView
 from safelaunch.supervise.collecting import Collected, Timeline
@@ -36,7 +36,7 @@ from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.stall import LONGEST_S, StallCase, _Suspicion
 from safelaunch.supervise.watch.progress import Glance, Watch
 from safelaunch.supervise.watch.rhythm import Threshold
-from safelaunch.supervise.watch.stall import JobCondition, Limits, Policy, Stall, StallEvent, started
+from safelaunch.supervise.watch.stall import Limits, Policy, Stall, StallEvent, started
 
 SUSPECT = Stall(ranks=(0,), mark_s=0.0, stalled_s=5.0, threshold_s=3.0, step=5, before_first_step=False)
 SUSPECTED = Glance((), StallEvent("suspect", SUSPECT), ())
@@ -107,9 +107,9 @@ def test_a_node_looks_and_votes_anew_in_every_incident(job: Job) -> None:
     """The next incident may open before this node has seen how the last one ended."""
     job.tick(SUSPECTED)
     job.call(1)
-    job.until(lambda: job.vote == (1, "unknown"))
+    job.until(lambda: job.vote == (1, "unseen"))
     job.call(2)
-    job.until(lambda: job.vote == (2, "unknown"))
+    job.until(lambda: job.vote == (2, "unseen"))
 
 
 def test_a_node_that_looks_for_another_keeps_its_vote_when_it_suspects_the_job_as_well(job: Job) -> None:
@@ -117,7 +117,7 @@ def test_a_node_that_looks_for_another_keeps_its_vote_when_it_suspects_the_job_a
     job.call(1)
     job.tick()
     job.tick(SUSPECTED)
-    job.until(lambda: job.vote == (1, "unknown"))
+    job.until(lambda: job.vote == (1, "unseen"))
     assert job.council.channel.beat.doing == "watching", "it has not asked"
 
 

@@ -208,7 +208,7 @@ def test_the_watch_of_a_job_without_steps() -> None:
     assert event is not None and event.kind == "suspect" and event.stall is not None
     assert event.stall.before_first_step and event.stall.threshold_s == 50.0
     watch.hear({0: 99}, now + 4.0)
-    found = watch.conclude(event.stall, "active", now + 4.0)
+    found = watch.conclude(event.stall, "alive", now + 4.0)
     assert found is not None and found.kind == "undecided", "nobody that computes is given up"
     recovered = watch.tick(now + 4.5).event
     assert recovered is not None and recovered.kind == "recovered"

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.model import Answer
+from safelaunch.model import Answer, JobCondition
 from safelaunch.supervise.watch.stall import (
     ALIVE_BUNDLE_S,
     CLOCK_GAP_S,
     UNLIMITED,
     DetectorState,
-    JobCondition,
     Limits,
     Policy,
     ProgressMark,

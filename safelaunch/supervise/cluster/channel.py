@@ -18,7 +18,7 @@ from msgspec import structs
 from safelaunch.supervise.cluster.hosting import StoreHost
 from safelaunch.supervise.cluster.messages import Beat, Codec, Decision, NodeCard, PeerView, Round, Saying, node_count
 from safelaunch.supervise.cluster.rendezvous import SharedStore
-from safelaunch.supervise.cluster.session import CROWD, GOODBYE_S, Session
+from safelaunch.supervise.cluster.session import CROWD, LAST_BEAT_S, Session
 from safelaunch.supervise.cluster.store import CONNECT_S, NodeStoreError, StoreClient, ValueTooLarge
 
 IDLE_S, CROWD_IDLE_S = 0.6, 1.2  # at most between rounds; in a crowd
@@ -65,7 +65,7 @@ class Channel:
         self._closing = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(GOODBYE_S + (DRAIN_S if self._drains else 0.0))
+            self._thread.join(LAST_BEAT_S + (DRAIN_S if self._drains else 0.0))
         if self._host is not None:
             self._host.close()
 

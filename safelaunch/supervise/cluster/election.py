@@ -20,9 +20,9 @@ PROVING_S = 4.0  # before somebody takes over: so long it sees who else is there
 LINE, LINE_S = 4, 10.0  # so many are next in line; what follows later, where none of these is alive
 GAP_S = 5.0  # between two of our own rounds: we were stopped, and nobody else was silent
 LOOKS_S = 45.0  # two looks and the patience with loader workers, besides the time between the looks
-EVIDENCE_S = 25.0
+EVIDENCE_S = 25.0  # from the start of the collection until every node's evidence is in the store
 DECIDE_S = 60.0  # the evidence is there, or will not come
-AGREE_S = 5.0
+ACKNOWLEDGE_S = 5.0  # for all nodes to acknowledge a decision; then the leader goes on without the rest
 
 
 class Hearing:
@@ -145,7 +145,7 @@ class Leader:
             agreed = all(beat.agrees for beat in mine)
             if self._is_another_round(given) or any(beat.vote == "moving" for beat in mine):  # nobody has acted yet
                 page = self._closed(page, "moving", now)
-            elif agreed or now - self._since_s >= AGREE_S:
+            elif agreed or now - self._since_s >= ACKNOWLEDGE_S:
                 page = self._turned(page, "agreed", now)
         else:
             page = self._advanced(page, given, now)
@@ -164,13 +164,12 @@ class Leader:
         """Looking or collecting: whatever says that the job moves, or may, ends the incident."""
         mine = _of(given, page.incident)
         votes = {beat.vote for beat in mine.values()}
-        # The limit depends on the answer, and that of the job is the one of the node that comes first here.
-        counts = next((vote for vote in ("active", "unknown", "still") if vote in votes), "")
-        at_limit = any(beat.at_limit for beat in mine.values() if beat.vote in (counts, ""))
+        # The limit depends on the condition, so those of nodes that voted otherwise don't count.
+        at_limit = any(beat.at_limit for beat in mine.values() if beat.vote in ("alive", ""))
         if self._is_another_round(given) or any(beat.doing == "stopping" for beat in given.heard.values()):
             return self._closed(page, "moving", now)
         if "moving" in votes:
-            return self._closed(page, "moving" if _opener_moves(mine) else "active", now)
+            return self._closed(page, "moving" if _opener_moves(mine) else "alive", now)
         if "paused" in votes:
             return self._closed(page, "paused", now)
         if page.phase == "collecting":
@@ -178,13 +177,13 @@ class Leader:
             if given.decided or failed:
                 return self._turned(page, "decided", now)
             return page
-        if "active" in votes and not at_limit:
-            return self._closed(page, "active", now)
+        if "alive" in votes and not at_limit:
+            return self._closed(page, "alive", now)
         waiting = len(mine) < len(_judged(given)) or "" in votes
         if waiting and now - self._since_s < page.window_s + LOOKS_S:
             return page
         if waiting or not page.covered:  # each is alone then, and acts at a --max-stall of the user's
-            return self._closed(page, "elsewhere", now)
+            return self._closed(page, "unseen", now)
         if votes == {"stopped"}:
             return self._closed(page, "stopped", now)
         return self._turned(page, "collecting", now)

@@ -18,7 +18,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from safelaunch.model import AgentState, Lost, Verdict
+from safelaunch.model import AgentState, JobCondition, Lost, Verdict
 from safelaunch.supervise.cluster.store import LARGEST_VALUE
 from safelaunch.supervise.control.protocol import NodeStatus
 from safelaunch.system.decoding import from_msgpack
@@ -38,11 +38,15 @@ MOST_MEMBERS = 64
 MOST_TOPICS = 8
 _MAC_BYTES = 32
 
-Vote = Literal["", "moving", "active", "still", "stopped", "paused", "unknown"]
+Vote = JobCondition | Literal["", "paused"]
+"""What a node's looks show of its own ranks; empty until it has looked. ``paused``: it takes no part, because its ranks
+announced a pause, or its looks were interrupted.
+"""
 Doing = Literal["watching", "suspecting", "stopping", "ended"]
 Phase = Literal["idle", "looking", "collecting", "decided", "agreed"]
 Action = Literal["kill", "restart", "dump"]
-VoteResult = Literal["", "moving", "active", "stopped", "paused", "elsewhere"]
+VoteResult = Literal["", "moving", "alive", "unseen", "stopped", "paused"]
+"""Why an incident was closed without a verdict. ``unseen``: not every rank's node has voted, so each decides alone."""
 
 _WireCount = Annotated[int, Meta(ge=0, lt=1 << 48)]
 _WireRank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]

@@ -38,8 +38,8 @@ from safelaunch.supervise.cluster.messages import (
 from safelaunch.supervise.cluster.store import LARGEST_VALUE, StoreClient
 from safelaunch.supervise.control.protocol import NodeStatus
 
-ANSWER_S = 15.0  # the store's only thread may be resolving a name
-GOODBYE_S = 1.0
+STORE_ANSWER_S = 15.0  # the store's only thread may be resolving a name
+LAST_BEAT_S = 1.0
 DRAIN_EVERY_S = 0.1
 MOST_NAMED = 8
 CROWD, CROWD_MEMBERS = 64, 16  # nodes; of more, so many at most are told of: each of them reads it
@@ -63,7 +63,7 @@ class Session:
         self._node = structs.replace(
             node, incarnation=uuid.uuid4().hex[:16], address=store.own_address, hosts=store.is_local
         )
-        self._slot = store.add(f"{prefix}/n", 1, deadline_s=ANSWER_S)
+        self._slot = store.add(f"{prefix}/n", 1, deadline_s=STORE_ANSWER_S)
         self._count = 0
         self._hearing = Hearing()
         self._succession = Succession()
@@ -99,7 +99,7 @@ class Session:
         address, is_local = store.own_address, store.is_local
         if (address, is_local) != (self._node.address, self._node.hosts):
             return False
-        if store.get(f"{self._prefix}/m/{self._slot}", deadline_s=ANSWER_S) != self._written:
+        if store.get(f"{self._prefix}/m/{self._slot}", deadline_s=STORE_ANSWER_S) != self._written:
             return False
         self._store = store
         return True
@@ -109,7 +109,7 @@ class Session:
         doing = beat.doing if beat.doing == "stopping" else "ended"
         beat = structs.replace(self._own(beat), doing=doing)
         place = f"b/{self._slot}"
-        self._store.set(f"{self._prefix}/{place}", self._codec.encode(place, beat), deadline_s=GOODBYE_S)
+        self._store.set(f"{self._prefix}/{place}", self._codec.encode(place, beat), deadline_s=LAST_BEAT_S)
 
     def drain(self, patience_s: float) -> None:
         """Waits until all others have left, or are not heard: the store ends with this node."""
@@ -180,7 +180,7 @@ class Session:
         for kind, (round_, count) in list(self._submitted.items()):
             if round_ not in current:
                 for at in range(count):
-                    self._store.delete(f"{self._prefix}/{_place(round_, self._slot, at)}", deadline_s=ANSWER_S)
+                    self._store.delete(f"{self._prefix}/{_place(round_, self._slot, at)}", deadline_s=STORE_ANSWER_S)
                 del self._submitted[kind]
         for kind, (round_, chunks) in saying.submitted.items():
             if kind not in self._submitted:
@@ -223,7 +223,7 @@ class Session:
         for round_, decision in saying.decisions.items():
             if round_ not in self._decisions:
                 place, data = f"d/{round_}", self._codec.encode(f"d/{round_}", decision)
-                stored = self._store.compare_set(f"{self._prefix}/{place}", b"", data, deadline_s=ANSWER_S)
+                stored = self._store.compare_set(f"{self._prefix}/{place}", b"", data, deadline_s=STORE_ANSWER_S)
                 self._know_decision(round_, stored, decision)
                 self._decided = round_
 
@@ -233,7 +233,7 @@ class Session:
         crashes = (self._submitted.get("crash", ("", 0))[0], f"crash.{page.crash}" if page.crash else "")
         for round_ in filter(None, dict.fromkeys((hang, *crashes))):
             if round_ not in self._decisions:
-                data = self._store.get(f"{self._prefix}/d/{round_}", deadline_s=ANSWER_S)
+                data = self._store.get(f"{self._prefix}/d/{round_}", deadline_s=STORE_ANSWER_S)
                 self._know_decision(round_, data or b"")
 
     def _know_decision(self, round_: Round, data: bytes, otherwise: Decision | None = None) -> None:
@@ -279,9 +279,9 @@ class Session:
         """The beat up, the page down."""
         mine, head = f"{self._prefix}/b/{self._slot}", f"{self._prefix}/head"
         if self._page_bytes:
-            return self._store.exchange(mine, beat, head, deadline_s=ANSWER_S)
-        self._store.set(mine, beat, deadline_s=ANSWER_S)
-        return self._store.get(head, deadline_s=ANSWER_S)
+            return self._store.exchange(mine, beat, head, deadline_s=STORE_ANSWER_S)
+        self._store.set(mine, beat, deadline_s=STORE_ANSWER_S)
+        return self._store.get(head, deadline_s=STORE_ANSWER_S)
 
     def _read_page(self, data: bytes | None, now: float) -> LeaderPage | None:
         if data is None:
@@ -324,7 +324,7 @@ class Session:
     def _read_members(self, page: LeaderPage) -> None:
         if page.members == self._edition:
             return
-        data = self._store.get(f"{self._prefix}/members", deadline_s=ANSWER_S)
+        data = self._store.get(f"{self._prefix}/members", deadline_s=STORE_ANSWER_S)
         self._edition = page.members
         with suppress(BadMessage):
             self._know_members(self._codec.decode("members", data or b"", NodesBySlot), page)
@@ -358,7 +358,7 @@ class Session:
         """Who is under these slots; nothing of a batch in which one is missing."""
         for begin in range(0, len(slots), NEW_AT_ONCE):
             batch = slots[begin : begin + NEW_AT_ONCE]
-            found = self._store.get_all([f"{self._prefix}/m/{slot}" for slot in batch], deadline_s=ANSWER_S) or []
+            found = self._store.get_all([f"{self._prefix}/m/{slot}" for slot in batch], deadline_s=STORE_ANSWER_S) or []
             for slot, data in zip(batch, found, strict=False):
                 with suppress(BadMessage):
                     self._known[slot] = self._codec.decode(f"m/{slot}", data, NodeCard)
@@ -392,8 +392,10 @@ class Session:
         """Stores ``data`` where the page is still the one that was read last. Returns what is stored then."""
         head = f"{self._prefix}/head"
         if len(self._page_bytes) <= LARGEST_VALUE:
-            return self._store.compare_set(head, self._page_bytes, data, deadline_s=ANSWER_S)
-        self._store.set(head, data, deadline_s=ANSWER_S)  # no page of ours; a server would not take it for comparing
+            return self._store.compare_set(head, self._page_bytes, data, deadline_s=STORE_ANSWER_S)
+        self._store.set(
+            head, data, deadline_s=STORE_ANSWER_S
+        )  # no page of ours; a server would not take it for comparing
         return data
 
     def _overwrite_page(self, data: bytes, now: float) -> bool:
@@ -474,13 +476,13 @@ class Session:
         return page
 
     def _number(self) -> int:
-        data = self._store.read(f"{self._prefix}/n", deadline_s=ANSWER_S)
+        data = self._store.read(f"{self._prefix}/n", deadline_s=STORE_ANSWER_S)
         return min(int(data), 1 << 16) if data.isdigit() else 0
 
     def _beats(self) -> dict[int, Beat]:
         self._discover(self._number())
         slots = sorted(self._slots)
-        found = self._store.read_all([f"{self._prefix}/b/{slot}" for slot in slots], deadline_s=ANSWER_S)
+        found = self._store.read_all([f"{self._prefix}/b/{slot}" for slot in slots], deadline_s=STORE_ANSWER_S)
         return self._decoded(slots, found)
 
     def _discover(self, number: int) -> None:
@@ -494,7 +496,7 @@ class Session:
                 return
             batch = batches.pop()
             self._asked_to = batch[-1]
-            if self._store.has([f"{self._prefix}/b/{slot}" for slot in batch], deadline_s=ANSWER_S):
+            if self._store.has([f"{self._prefix}/b/{slot}" for slot in batch], deadline_s=STORE_ANSWER_S):
                 self._slots.update(batch)
             elif len(batch) > 1:
                 middle = len(batch) // 2
@@ -505,10 +507,10 @@ class Session:
 
     def _unseal(self, place: str) -> bytes:
         """Raises BadMessage."""
-        return self._codec.open(place, self._store.get(f"{self._prefix}/{place}", deadline_s=ANSWER_S) or b"")
+        return self._codec.open(place, self._store.get(f"{self._prefix}/{place}", deadline_s=STORE_ANSWER_S) or b"")
 
     def _write(self, place: str, data: bytes) -> None:
-        self._store.set(f"{self._prefix}/{place}", data, deadline_s=ANSWER_S)
+        self._store.set(f"{self._prefix}/{place}", data, deadline_s=STORE_ANSWER_S)
 
 
 def _place(round_: Round, slot: int, at: int) -> str:

@@ -13,7 +13,7 @@ from safelaunch.capture.counters import Counters
 from safelaunch.capture.look import Target
 from safelaunch.capture.pages import AgentEvent, ProgressPage, Roster, Worker
 from safelaunch.job.process import identify
-from safelaunch.model import EarlyLook, Progress, WrongResult
+from safelaunch.model import EarlyLook, JobCondition, Progress, WrongResult
 from safelaunch.settings.options import STALL_CEILING_S, STARTUP_MAX_STALL_S, Settings
 from safelaunch.supervise.watch import quiet, rhythm, stall
 from safelaunch.supervise.watch.work import Background
@@ -262,7 +262,7 @@ class Watch:
         return bool(pages) and all(page.state == "exited" or page.returned_ns or not _lives(page.pid) for page in pages)
 
     def conclude(
-        self, suspected: stall.Stall, found: stall.JobCondition, now: float, limits: stall.Limits = stall.UNLIMITED
+        self, suspected: stall.Stall, found: JobCondition, now: float, limits: stall.Limits = stall.UNLIMITED
     ) -> stall.StallEvent | None:
         """Feeds the closer look's result to the detector; see ``stall.conclude``."""
         self.state, event = stall.conclude(self.state, suspected, found, self.policy, now, limits)

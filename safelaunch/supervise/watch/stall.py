@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from safelaunch.model import Answer
+from safelaunch.model import Answer, JobCondition
 
 # Between two ticks the supervisor itself was stopped or the machine suspended: what it missed is no stall.
 CLOCK_GAP_S = 5.0
@@ -116,10 +116,6 @@ class Stall(msgspec.Struct, frozen=True):
 class StallEvent:
     kind: Literal["suspect", "hang", "undecided", "recovered", "clock-restarted"]
     stall: Stall | None = None
-
-
-JobCondition = Answer | Literal["moving", "stopped"]
-"""What the closer look found. ``moving``: a mark changed. ``stopped``: every rank is."""
 
 
 class Limits(msgspec.Struct, frozen=True):
