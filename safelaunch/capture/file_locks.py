@@ -45,8 +45,8 @@ def holders(pid: int, fd: int) -> tuple[int, ...]:
     taker = () if _has(lock.pid, lock) is False else (lock.pid,)
     if not lock.of_file:
         return taker
-    others = (int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208 - as everywhere in /proc
-    return (*taker, *(other for other in others if other not in (pid, lock.pid) and _has(other, lock)))
+    other_pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208 - as everywhere in /proc
+    return (*taker, *(other for other in other_pids if other not in (pid, lock.pid) and _has(other, lock)))
 
 
 def _blocking_lock(table: str, pid: int, place: tuple[int, int, int]) -> LockRow | None:
@@ -126,8 +126,8 @@ def lock_on(pid: int, path: str) -> FileLock | None:
         place = _place(Path(f"/proc/{pid}/cwd", path))
     except (OSError, ValueError):
         return None
-    others = (row for row in lock_table() if row.exclusive and row.pid != pid)
-    lock = next((row for row in others if row.place == place), None)
+    rows = (row for row in lock_table() if row.exclusive and row.pid != pid)
+    lock = next((row for row in rows if row.place == place), None)
     return FileLock(path, lock.pid, program(lock.pid)) if lock is not None else None
 
 

@@ -244,7 +244,7 @@ def _with_polled_lock(state: ProcessState, stack: Result[StackSample]) -> Proces
     if main is None or not main.lock_file:
         return state
     lock = within_or(None, LOCK_DEADLINE_S, "a file lock", lambda: file_locks.lock_on(state.pid, main.lock_file))
-    if lock is None or any((held.path, held.pid) == (lock.path, lock.pid) for held in state.locks):
+    if lock is None or any((row.path, row.pid) == (lock.path, lock.pid) for row in state.locks):
         return state
     return msgspec.structs.replace(state, locks=(*state.locks, lock))
 

@@ -86,8 +86,8 @@ def _allow(version: Version, spare: str) -> None:
 
 def _loaded(pids: Sequence[int]) -> tuple[int, str] | None:
     for pid in pids[:_MOST_PIDS]:
-        if found := re.search(rf"\S*/{re.escape(LIBRARY)}\S*", text_of(f"/proc/{pid}/maps")):
-            return pid, found[0]
+        if match := re.search(rf"\S*/{re.escape(LIBRARY)}\S*", text_of(f"/proc/{pid}/maps")):
+            return pid, match[0]
     return None
 
 

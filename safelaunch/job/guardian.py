@@ -154,7 +154,7 @@ class Guardian:
 
     def adopt(self, member: ProcessId) -> None:
         """Reports a process that the guardian can't find by itself."""
-        self._members = [*(known for known in self._members if known.is_alive()), member]
+        self._members = [*(process_id for process_id in self._members if process_id.is_alive()), member]
         self._write(str(member).encode())
 
     def dismiss(self) -> None:

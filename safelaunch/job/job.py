@@ -176,8 +176,8 @@ class Forwarder:
     def release(self) -> None:
         """Forwards the held signal, if any."""
         if self._held is not None:
-            held, self._held = self._held, None
-            self._send(*held)
+            held_signal, self._held = self._held, None
+            self._send(*held_signal)
 
     def _send(self, signum: int, by_terminal: bool) -> None:
         if self._pid is None:

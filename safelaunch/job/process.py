@@ -316,12 +316,12 @@ def end_all(
     it is empty twice: processes might start in the meantime, and one pass over /proc can miss a process whose parent is
     just ending. The rest is stuck in the kernel (D state).
     """
-    known: set[ProcessId] = {agent} if agent is not None else set()
+    processes: set[ProcessId] = {agent} if agent is not None else set()
     asked: set[ProcessId] = set()
     deadline = clock() + grace_s
     while True:
-        known.update(find())
-        alive = [process for process in known if process.is_alive()]
+        processes.update(find())
+        alive = [process for process in processes if process.is_alive()]
         # A stopped process handles no SIGTERM, so don't wait for it.
         if clock() >= deadline or (agent not in alive and all(process.is_stopped() for process in alive)):
             break
@@ -330,11 +330,11 @@ def end_all(
                 asked.add(process)
                 process.send(signal.SIGTERM)
         sleep(ASK_EVERY_S)
-    return _kill_all(known, find, clock() + max(2.0, grace_s), kill, sleep, clock)
+    return _kill_all(processes, find, clock() + max(2.0, grace_s), kill, sleep, clock)
 
 
 def _kill_all(
-    known: set[ProcessId],
+    processes: set[ProcessId],
     find: Callable[[], Iterable[ProcessId]],
     deadline: float,
     kill: Callable[[], object],
@@ -344,8 +344,8 @@ def _kill_all(
     empty_passes = 0
     while True:
         kill()
-        known.update(find())
-        alive = [process for process in known if process.is_alive()]
+        processes.update(find())
+        alive = [process for process in processes if process.is_alive()]
         empty_passes = 0 if alive else empty_passes + 1
         if empty_passes == 2 or clock() >= deadline:
             return tuple(alive)

@@ -58,12 +58,12 @@ class Remains:
 
     def _kindred(self, members: set[ProcessId]) -> Iterable[ProcessId]:
         """Yields processes in sessions whose leader is a live member, and orphans with the mark."""
-        known = {member.pid for member in members}
+        pids = {member.pid for member in members}
         for entry in list(os.scandir("/proc")):
-            if not entry.name.isdigit() or (pid := int(entry.name)) in known:
+            if not entry.name.isdigit() or (pid := int(entry.name)) in pids:
                 continue
             stat = procstat.read(pid)
-            if stat is not None and (self._shares_a_session(pid, known) or self._is_marked_orphan(stat)):
+            if stat is not None and (self._shares_a_session(pid, pids) or self._is_marked_orphan(stat)):
                 yield ProcessId(pid, stat.start_ticks)
 
     def _shares_a_session(self, pid: int, members: set[int]) -> bool:
