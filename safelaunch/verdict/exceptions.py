@@ -98,16 +98,16 @@ def with_gathered_errors(evidence: Evidence) -> Evidence:
     own_words = {rank.rank for rank in evidence.ranks if rank.exception is not None} - errors.keys()
     if not errors or any(own_words & inner.keys() for _, inner in errors.values()):
         return evidence
-    everybody = len(errors) == evidence.world_size
+    all_raised = len(errors) == evidence.world_size
 
-    def own(rank: RankEvidence) -> RankEvidence:
+    def with_own_error(rank: RankEvidence) -> RankEvidence:
         if rank.rank not in errors:
             return rank
         error, inner = errors[rank.rank]
-        part = inner.get(rank.rank) if everybody else next(iter(inner.values()))
+        part = inner.get(rank.rank) if all_raised else next(iter(inner.values()))
         return rank if part is None else structs.replace(rank, exception=_exception_in_text(error, part))
 
-    return structs.replace(evidence, ranks=tuple(map(own, evidence.ranks)))
+    return structs.replace(evidence, ranks=tuple(map(with_own_error, evidence.ranks)))
 
 
 def _blames_a_peer(exception: RankException, log: NcclLog | None) -> bool:

@@ -224,7 +224,7 @@ class _Prover:
 
     @staticmethod
     def _has_own_limit(view: View, *, is_usual: bool) -> bool:
-        """Returns whether the wait has a time limit other than torch's default, after which the user's code can continue.
+        """Returns whether the wait has a limit other than torch's default, after which the user's code can continue.
 
         Args:
             is_usual: torch has a limit in this wait. (For gloo's collectives it counts elsewhere. The limit of a call
