@@ -1,9 +1,8 @@
-"""Keeps one job's own secrets out of its bundle, wherever they stand: a rank may print the password that it got.
+"""Keeps a job's own secrets out of its bundle, wherever they occur: a rank might print the password it got.
 
-Values that cannot be mistaken are replaced in every text: in every reading, in base64 and in hexadecimal. Short ones,
-numbers and plain words are replaced only where the job itself speaks (its output, messages, command lines, names that
-it gave), and only as whole words; a number also not where it counts something: ``PIN=1234`` leaves step 1234, line 1234
-and port 1234 alone.
+Unmistakable values are replaced in every text: in every reading, in base64 and in hexadecimal. Short ones, numbers and
+plain words are replaced only in the job's own text (its output, messages, command lines, names), and only as whole
+words; a number also not if it counts something: ``PIN=1234`` leaves step 1234, line 1234 and port 1234 alone.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from safelaunch.system.redaction.job_secrets import COMMON_WORDS, is_mixed, is_t
 from safelaunch.system.redaction.redact import by_rule, encoded_in, merged, readings, redact_argv, replaced
 from safelaunch.system.redaction.shapes import Span, shapes_in
 
-_EDGE = 6  # characters of a value that tell it where the text was cut there
+_EDGE = 6  # characters that identify a value if the text was cut within it
 _CALLED_SO = re.compile(
     r"(?:pass(?:word|wd|phrase|code)?|pwd|pw|secret|token|credentials?|auth|pin)s?[\"']?(?:\s?[=:]\s?|\s(?:is|was)\s|\s)[\"']?\Z",
     re.IGNORECASE,
 )
-_BEGINNING = 12  # characters of a value that give it away, even if the rest is missing
+_BEGINNING = 12  # characters that identify a value if the rest is missing
 _HTML = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
 _LINE_HEAD = re.compile(r"\d\d:\d\d:\d\d\.\d{3} (?:out|err)\| ")
-_CUT_OFF = ".… '\")]}\n"  # what is put behind a text that was cut
-# Where a number counts: what stands before it, and what behind it.
+_CUT_OFF = ".… '\")]}\n"  # characters that follow a truncated text
+# Text before a number that counts something; _UNIT matches text after one.
 _COUNTED = re.compile(
     r"(?:\b(?:line|lineno|l|step|global_step|steps|rank|ranks|pid|tid|thread|process|port|epoch|iter|iteration|it|batch|seq"
     r"|number|no|size|len|length|shape|dim|count|total|gpu|cuda|device|worker|node|version|seed|timeout|after|of|to|from"
@@ -40,28 +39,29 @@ _COUNTED = re.compile(
     r"|[#./\-×*+<>$~]|\d[,.x:]|\d, |\[|0x|%)\Z",
     re.IGNORECASE,
 )
-_AFTER_COLON = 5  # digits at most of a line or a port
+_AFTER_COLON = 5  # maximum digits of a line or a port
 _UNIT = re.compile(
     r"\s?(?:%|ms|s|us|ns|sec\w*|min\w*|h|hours?|[kKMGT]i?B|bytes?|B|steps?|tokens?|samples?|it/s|GPUs?|ranks?|times)\b"
     r"|[.,]\d|,? ?\]|, \d|[/x:\-]\d",
 )
 _COUNTS = re.compile(r"last_|ranks?\b|pg_id|version|(?:record|collective_seq|p2p_seq|op)_id|name\b")  # keys of a dump
-_BEFORE = 24  # characters that are looked at
-_REMEMBERED_LENGTH = 256  # of a text
+_BEFORE = 24  # preceding characters that are examined
+_REMEMBERED_LENGTH = 256  # longest text that is cached
 _MOST_REMEMBERED = 8192
 
 
 @dataclass(frozen=True)
 class Redactor:
-    """The one place that decides what is a secret, for everything that is written or shown: what looks like one
-    (``redact``), and besides the very secrets of one job (``secret_values``), wherever they stand.
+    """Decides what is a secret, for everything that is written or shown.
+
+    That is whatever looks like a secret (``redact``), and the job's own secrets (``secret_values``), wherever they
+    occur.
     """
 
     values: tuple[str, ...] = field(default=(), repr=False)
 
     @cached_property
     def _forms(self) -> tuple[str, ...]:
-        """What gives a telling value away, as it stands in a text."""
         return tuple(dict.fromkeys(form for value in self._telling for form in _forms_of(value)))
 
     @cached_property
@@ -73,32 +73,32 @@ class Redactor:
         return tuple(value for value in self.values if not is_telling(value))
 
     def text(self, text: str) -> str:
-        """Text that we have put together, without secrets."""
+        """Removes secrets from safelaunch's own text."""
         return self._without_secrets(text, short=False)
 
     def said(self, text: str) -> str:
-        """The job's own words, without secrets: the short ones go as well."""
+        """Removes secrets from the job's own text, including short ones."""
         return self._without_secrets(text, short=True)
 
     def _without_secrets(self, text: str, *, short: bool) -> str:
         clean = self._remembered if len(text) <= _REMEMBERED_LENGTH else self._cleaned
-        found = clean(text, short)
-        return text if found == text else found
+        result = clean(text, short)
+        return text if result == text else result
 
     @cached_property
     def _remembered(self) -> Callable[[str, bool], str]:
-        """Knows the newest texts and what became of them: all ranks of a job have the same frames."""
+        # A cache, because all ranks of a job have the same frames.
         return lru_cache(_MOST_REMEMBERED)(self._cleaned)
 
     def _cleaned(self, text: str, short: bool) -> str:
         return replaced(text, self._secrets_in(text, by_rule, short=short)) if text else text
 
     def argv(self, words: Iterable[str]) -> list[str]:
-        """A command line without secrets."""
+        """Removes secrets from a command line."""
         return [self.said(word) for word in redact_argv(words)]
 
     def markup(self, text: str) -> str:
-        """A report made of what has no secrets any more; to look for assignments in it would damage it."""
+        """Removes secrets from a report of cleaned parts, in which looking for assignments would do damage."""
         return replaced(text, self._secrets_in(text, shapes_in))
 
     def _secrets_in(self, text: str, rule: Callable[[str], Iterator[Span]], *, short: bool = False) -> Iterator[Span]:
@@ -131,7 +131,7 @@ class Redactor:
                 yield from (span for span in _occurrences(form, text) if _is_word(text, *span))
 
     def _cut_off(self, text: str) -> Iterator[Span]:
-        """The beginning of a value at the text's end and the end of one at its beginning: somebody has cut there."""
+        """Yields a value's beginning at the text's end, and a value's end at its beginning: the text was cut there."""
         head = _LINE_HEAD.match(text)
         begin, end = head.end() if head else 0, len(text.rstrip(_CUT_OFF))
         for value in self._telling:
@@ -145,18 +145,18 @@ class Redactor:
     # --- values made of texts -----------------------------------------------------------------------------------------
 
     def tree(self, value: Any) -> Any:
-        """Lists and dicts of texts and numbers, as JSON has them, every text without secrets. Numbers stay."""
+        """Removes secrets from all texts in lists and dicts, as JSON has them. Numbers stay."""
         return _walk(value, self.text, {})
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     def data(self, data: bytes) -> bytes:
-        """What the job or torch has written: a dump, JSON, text. Is the same where it holds no secret.
+        """Removes secrets from a dump, JSON or text; returns the same object if there are none.
 
-        A dump keeps its form. What cannot be read as any of them keeps its length, with secrets overwritten.
+        A dump keeps its form. Other data keep their length, with secrets overwritten.
         """
         if data.startswith(b"\x80"):
-            from safelaunch.system.decoding import load_pickle  # late: the rest is wanted before a job is started
+            from safelaunch.system.decoding import load_pickle  # late: the rest is needed before a job is started
 
             return self._encoded(data, load_pickle, lambda value: pickle.dumps(value, protocol=min(data[1], 5)))
         if data.lstrip()[:1] in (b"{", b"["):
@@ -172,7 +172,7 @@ class Redactor:
         try:
             value = load(data)
             cleaned = _walk(value, self.said, {})
-            # Something may stand in it that is not part of its value: behind its end, or put in and thrown away.
+            # The data can contain something that isn't part of the value: after its end, or pushed and discarded.
             if cleaned is value and not self._certain(data):
                 return data
             return dump(cleaned)
@@ -180,7 +180,6 @@ class Redactor:
             return self._overwritten(data)
 
     def _certain(self, data: bytes) -> bool:
-        """Whether something that cannot be mistaken stands in ``data`` as it is."""
         text = data.decode("utf-8", "surrogateescape")
         return any(True for _ in self._values_in(text)) or any(True for _ in shapes_in(text))
 
@@ -198,12 +197,12 @@ class Redactor:
 
 
 def _forms_of(value: str) -> tuple[str, ...]:
-    """The value as it is, as a URL, JSON, ``repr`` and HTML write it, in base64 and in hexadecimal."""
+    """Returns the value itself, as URL, JSON, ``repr`` and HTML write it, in base64 and in hexadecimal."""
     in_json = json.dumps(value)[1:-1]
     twice = json.dumps(in_json)[1:-1]
     quoted = (value.replace(" ", "+"), quote(value, safe=""), in_json, twice, ascii(value)[1:-1])
     raw = _bytes(value)
-    # More may be encoded together with its last byte.
+    # The last byte is left out: it might be encoded together with the bytes that follow.
     encoded = [encode(raw).decode()[: 8 * len(raw) // 6] for encode in (base64.b64encode, base64.urlsafe_b64encode)]
     return (value, *quoted, value.translate(_HTML), *encoded, *_hexadecimal(value))
 
@@ -225,7 +224,7 @@ def _occurrences(part: str, text: str) -> Iterator[Span]:
 
 
 def _beginnings(value: str, text: str) -> Iterator[Span]:
-    """Where ``text`` has only the beginning of a value, as logs cut long ones. A few of its words may be anybody's."""
+    """Yields truncated values, as in shortened logs, unless only a few ordinary words of them are left."""
     for at, end in _occurrences(value[:_BEGINNING], text) if len(value) > _BEGINNING else ():
         while end - at < len(value) and text[end : end + 1] == value[end - at]:
             end += 1
@@ -235,21 +234,21 @@ def _beginnings(value: str, text: str) -> Iterator[Span]:
 
 
 def _is_called_so(text: str, begin: int, end: int) -> bool:
-    """Whether a word that may be anything stands beside ``password is``, or as one: ``user:word@host``."""
+    # True for an ordinary word after ``password is`` or the like, or as one in ``user:word@host``.
     if text[begin - 1 : begin] == ":" and text[end : end + 1] == "@":
         return True
     return bool(_CALLED_SO.search(text[max(0, begin - _BEFORE) : begin]))
 
 
 def _stands_alone(value: str, text: str, begin: int, end: int) -> bool:
-    """A word or a number counts only where it is no part of a name; what mixes them, or has signs, anywhere."""
+    # A word or a number must not be part of a name. A value that mixes them or has signs can stand anywhere.
     if value.isalpha() or value.isdigit():
         return _is_word(text, begin, end)
     return not (text[begin - 1 : begin].isalnum() or text[end : end + 1].isalnum())
 
 
 def _is_word(text: str, begin: int, end: int) -> bool:
-    """Not part of a word, nor of a name that has parts: a path, a module, a host."""
+    """True if it isn't part of a word, nor of a name with parts: a path, a module, a host."""
     before, after = text[max(0, begin - 2) : begin], text[end : end + 2]
     if (before and _in_word(before[-1])) or (after and _in_word(after[0])):
         return False
@@ -263,7 +262,7 @@ def _in_word(character: str) -> bool:
 
 
 def _counts(text: str, begin: int, end: int) -> bool:
-    """Whether the number there counts or numbers something."""
+    # True if the number counts or numbers something.
     before = text[max(0, begin - _BEFORE) : begin]
     if before.endswith(":") and text.startswith("@", end):  # user:1234@host
         return False
@@ -272,7 +271,7 @@ def _counts(text: str, begin: int, end: int) -> bool:
 
 
 def same_or(item: Any, clean: Callable[[Any], Any]) -> Any:
-    """Lists, tuples and dicts with their parts cleaned; what needs no change, and what is neither, is itself."""
+    """Cleans the parts of lists, tuples and dicts; returns other values, and those without changes, themselves."""
     if isinstance(item, dict):
         pairs = {
             key if _is_number(key) else clean(key): entry
@@ -297,26 +296,26 @@ def _is_number(item: object) -> bool:
 
 
 def _texts_in(value: Any) -> set[str]:
-    """Every text in lists, tuples and dicts, and in bytes."""
-    found: set[str] = set()
+    """Returns every text in lists, tuples, dicts and bytes."""
+    texts: set[str] = set()
     waiting: list[Iterable[Any]] = [(value,)]
     seen: set[int] = set()
     while waiting:
         for part in waiting.pop():
             if isinstance(part, str):
-                found.add(part)
+                texts.add(part)
             elif isinstance(part, bytes):
-                found.add(part.decode("utf-8", "surrogateescape"))
+                texts.add(part.decode("utf-8", "surrogateescape"))
             elif isinstance(part, (dict, list, tuple)) and id(part) not in seen:
                 seen.add(id(part))
                 waiting.append(part)
                 if isinstance(part, dict):
                     waiting.append(part.values())
-    return found
+    return texts
 
 
 def _walk(value: Any, clean: Callable[[str], str], done: dict[int, Any]) -> Any:
-    """As ``_same_or``, all the way down; ``done``: what is in ``value`` many times, by identity, is looked at once."""
+    """Applies ``same_or`` recursively; ``done`` has results by identity, so that repeated parts are cleaned once."""
     if all(clean(text) == text for text in _texts_in(value)):
         return value
 
