@@ -17,7 +17,7 @@ from safelaunch.capture.look import Target
 from safelaunch.capture.pages import AgentEvent
 from safelaunch.model import GilTest, RankEvidence, RankException
 from safelaunch.supervise import collecting, publishing
-from safelaunch.supervise.cluster.messages import PeerStatus
+from safelaunch.supervise.cluster.exchange import PeerStatus
 from safelaunch.supervise.collecting import Collected, JobSnapshot
 from safelaunch.supervise.kinds import CRASH
 from safelaunch.supervise.looks import Looks, ask_each
@@ -257,7 +257,7 @@ class CrashCase:
     def _earlier(self, failure: _FailedAttempt, found: Collected) -> Report | None:
         """Returns the report of an earlier attempt that failed in the same way, if its bundle is still there."""
         context = self._job.context
-        verdict = publishing.judged(found.evidence, context)
+        verdict = publishing.verdict_of(found.evidence, context)
         kin = kin_of(verdict, found.evidence)
         first, report = self._written.get(kin, (0, None)) if kin is not None else (0, None)
         if report is None or not report.published.path.is_dir():

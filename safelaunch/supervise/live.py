@@ -25,9 +25,9 @@ from safelaunch.supervise.control.protocol import Client, ControlRequest, DumpAn
 from safelaunch.supervise.kinds import DUMP, ENDED, IncidentKind
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Cancelled, Incident, JobView, observe
-from safelaunch.supervise.rounds import others_of
 from safelaunch.supervise.services import Services
 from safelaunch.supervise.status import Statuses
+from safelaunch.supervise.submissions import others_of
 from safelaunch.system.console import say
 from safelaunch.system.redaction.redactor import Redactor
 
@@ -184,7 +184,7 @@ class ControlServer:
             others = others_of(answers(threading.Event()), context.host)
         if not others.evidence:
             return publishing.finish(found)
-        verdict = publishing.judged(others.with_own(found.evidence), context)
+        verdict = publishing.verdict_of(others.with_own(found.evidence), context)
         name = name_of(context.run_name, time.time(), verdict.outcome)
         place = BundlePlace(context.host, os.fspath(context.bundle_dir / name), True)
         return publishing.finish(found, Agreement(msgspec.structs.replace(verdict, bundle=place), name, others))

@@ -32,12 +32,14 @@ from safelaunch.model import RankExit
 from safelaunch.supervise import publishing
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.crash import CrashCase
+from safelaunch.supervise.device_notice import Contracts
 from safelaunch.supervise.early import EarlyLooks
+from safelaunch.supervise.health import HealthPoller
 from safelaunch.supervise.job_context import job_context
 from safelaunch.supervise.live import ControlServer
 from safelaunch.supervise.monitors import MonitorActions, Monitors
-from safelaunch.supervise.notices import Contracts, Notices
-from safelaunch.supervise.pollers import GroupTimeoutPoller, Health, Poller, PulseTaker, Tracing, WorkTaker
+from safelaunch.supervise.notices import Notices
+from safelaunch.supervise.pollers import BackgroundPoller, GroupTimeoutPoller, Poller, PulsePoller, TracingPoller
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.reminders import Reminders
 from safelaunch.supervise.respond import Incident, JobView, interrupted
@@ -145,8 +147,8 @@ class Supervisor:
         self._pollers: list[Poller[Any]] = (
             [GroupTimeoutPoller(self._watch, bounds.floor_s)] if bounds is not None else []
         )
-        self._pollers.append(Health(self._watch, lambda: [one.pid for one in self._processes.all()]))
-        self._pollers += PulseTaker(self._watch), WorkTaker(self._watch), Tracing(self._watch)
+        self._pollers.append(HealthPoller(self._watch, lambda: [process.pid for process in self._processes.all()]))
+        self._pollers += PulsePoller(self._watch), BackgroundPoller(self._watch), TracingPoller(self._watch)
         self._notices = Notices(
             self._watch,
             self._watch.policy,
@@ -444,7 +446,7 @@ class Supervisor:
     def _show_what_was_found(self) -> None:
         found, self._unshown = self._unshown, []
         if self._pushed_off is not None and self._has_ended and not found:
-            publishing.recall(self._pushed_off)
+            publishing.repeat_summary(self._pushed_off)
         for report in found:
             self._show(report)
             self._found_at_stop = True
@@ -594,7 +596,9 @@ class Supervisor:
         if rendezvous is None or not is_of_rendezvous(raised):
             return
         nodes, error = self._council.nodes(probing=False), f"{raised.error}: {raised.message}"
-        writing = BackgroundTask("bundle", lambda: publishing.of_rendezvous(rendezvous, error, nodes, self._context))
+        writing = BackgroundTask(
+            "bundle", lambda: publishing.write_failed_rendezvous(rendezvous, error, nodes, self._context)
+        )
         self._wait_while(lambda: not (writing.done or self._forwarder.stop_requested), WRITE_PATIENCE_S)
         if writing.done:
             self._show(writing.result())

@@ -1,10 +1,9 @@
-"""What would fail later in a run, found before anything starts."""
+"""Checks, before anything starts, for mistakes that would make the run fail later."""
 
 from __future__ import annotations
 
 import ast
 import os
-import stat
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
@@ -13,15 +12,15 @@ from pathlib import Path
 from safelaunch.job import mistakes, torchrun
 from safelaunch.job.argv import CommandLine, is_given
 from safelaunch.settings.options import BY_FLAG, OPTION_GROUPS, Settings
+from safelaunch.supervise.cluster.key import BadKeyFile, read_key
 from safelaunch.system.errors import UsageError
 
 LARGEST_SCRIPT = 1 << 20
 MOST_IMPORTED = 64  # modules in the folder of the script
-SHORTEST_KEY, LONGEST_KEY = 16, 4096  # bytes
 
 
 def check(settings: Settings) -> None:
-    """Raises UsageError, before anything starts, for what would fail later."""
+    """Raises UsageError if the key file or the bundle directory can't be used."""
     _check_key(settings)
     if settings.is_explicit("bundle-dir"):
         from safelaunch.bundle.staging import check_directory
@@ -35,7 +34,7 @@ def check(settings: Settings) -> None:
 
 
 def without_effect(settings: Settings) -> list[str]:
-    """A line about each preset that does nothing here, and about options that need the watch where there is none."""
+    """Returns a line about each preset that changes nothing here, and one about options that --no-watch disables."""
     idle = [option.flag for option in OPTION_GROUPS["Watching"] if _is_idle(settings, option.name)]
     unwatched = f"--no-watch: {', '.join(idle)}: no effect, because nothing of safelaunch runs in the ranks"
     preset = "preset {0} sets nothing with the installed torch: safelaunch presets show {0}"
@@ -45,7 +44,7 @@ def without_effect(settings: Settings) -> list[str]:
 def mistakes_of_torchrun(
     command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: torchrun.TorchInstallation
 ) -> list[str]:
-    """A line about a port that is taken, and about a script that wants NCCL from a torch without it."""
+    """Returns a line about a port that is taken, and one about a script that needs NCCL from a torch without it."""
     port = mistakes.port_to_serve(command, options, environ)
     holder = _holder_of(port) if port is not None else ""
     taken = (
@@ -59,7 +58,7 @@ def mistakes_of_torchrun(
 
 
 def mistakes_of_exec(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """A line about a script that would be a rank, without the variables of one."""
+    """Returns a line about a script that expects a rank's environment variables and won't get them."""
     script = mistakes.python_script(words)
     source = _source_of(script) if script and "RANK" not in environ else None
     lacking = mistakes.lacks_rank_variables(script, source) if source is not None else ""
@@ -102,7 +101,7 @@ def _text_of(path: Path) -> str:
 
 
 def _source_of(script: str) -> ast.Module | None:
-    """The script, parsed; None where it need not be, or can't be. What is no file may be read only once, by Python."""
+    """Parses the script; None if it can't be a rank or isn't a readable file (a pipe can be read only once)."""
     try:
         if not (script.endswith(".py") and Path(script).is_file()):
             return None
@@ -114,15 +113,15 @@ def _source_of(script: str) -> ast.Module | None:
 
 
 def _holder_of(port: int) -> str:
-    """The process that listens on a port of this node, in words; empty if none does."""
+    """Describes the process that listens on a port of this node; empty if none does."""
     from safelaunch.capture import sockets
     from safelaunch.system import procstat
 
     inodes = sockets.listeners(os.getpid(), port)
     for pid in (int(entry.name) for entry in Path("/proc").iterdir() if inodes and entry.name.isdigit()):
         if not inodes.keys().isdisjoint(sockets.inodes(pid)):
-            found = procstat.read(pid)
-            return f"pid {pid} ({found.name if found is not None else 'gone'})"
+            holder = procstat.read(pid)
+            return f"pid {pid} ({holder.name if holder is not None else 'gone'})"
     return "a process of another user or container" if inodes else ""
 
 
@@ -140,23 +139,3 @@ def _check_key(settings: Settings) -> None:
             f"--cluster-key-file {settings.cluster_key_file}: {error}.",
             "Put the same random text there on every node, readable only by you: openssl rand -hex 32 > FILE",
         ) from error
-
-
-class BadKeyFile(ValueError):
-    """Why the file holds no key: a clause."""
-
-
-def read_key(path: Path) -> bytes:
-    """The job's key, which the supervisors of all nodes know and nobody else: the file's content, without white space
-    at its ends. Raises BadKeyFile.
-    """
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise BadKeyFile("it is not a file")
-            key = file.read(LONGEST_KEY + 1).strip()
-    except OSError as error:
-        raise BadKeyFile(error.strerror or str(error)) from error
-    if not SHORTEST_KEY <= len(key) <= LONGEST_KEY:
-        raise BadKeyFile(f"a key has {SHORTEST_KEY} to {LONGEST_KEY} bytes")
-    return key

@@ -1,22 +1,19 @@
-"""From the evidence of an incident to the published bundle: verdict, reports, and what is shown of them.
+"""Turns the evidence of an incident into a verdict and a published bundle, and prints the result.
 
-Everything here runs in threads of the supervisor, so it keeps handling signals and the job's end.
+Runs in threads, so that the supervisor keeps handling signals and the job's end.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from safelaunch.bundle.copier import BUNDLE
 from safelaunch.bundle.staging import (
     OURS,
     PUBLISH_DEADLINE_S,
@@ -26,7 +23,7 @@ from safelaunch.bundle.staging import (
     publish,
     rewrite,
 )
-from safelaunch.capture import collect, user_source
+from safelaunch.capture import collect
 from safelaunch.capture.excerpts import Excerpts
 from safelaunch.capture.user_source import SOURCE_FILE
 from safelaunch.job.paths import working_directory
@@ -34,10 +31,7 @@ from safelaunch.model import (
     WRONG_RESULTS_FILE,
     Answer,
     Artifact,
-    BundlePlace,
     Evidence,
-    GroupMembers,
-    JobShape,
     Manifest,
     NodeEvidence,
     NodeFiles,
@@ -46,17 +40,19 @@ from safelaunch.model import (
     Rendezvous,
     Verdict,
     Watched,
-    format_ranks,
 )
-from safelaunch.supervise.cluster.evidence import Others
-from safelaunch.supervise.cluster.messages import Action, PeerStatus
+from safelaunch.supervise.cluster.exchange import PeerStatus
+from safelaunch.supervise.cluster.merge import Others
+from safelaunch.supervise.cluster.messages import Action
 from safelaunch.supervise.collecting import Collected, JobSnapshot, Timeline, add_rank, take_evidence
+from safelaunch.supervise.earlier_bundles import with_earlier_bundles
 from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.job_shape import job_entry
 from safelaunch.supervise.kinds import RENDEZVOUS
 from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.reports import add_reports
 from safelaunch.system.console import display, say
-from safelaunch.system.decoding import from_builtins, from_json
-from safelaunch.system.redaction.redactor import Redactor
+from safelaunch.system.decoding import from_builtins
 from safelaunch.system.task import BackgroundTask
 
 if TYPE_CHECKING:
@@ -65,60 +61,66 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of an incident. ``without_stacks``: why no stack could be read, if one reason explains all.
-
-    ``action``: what all nodes do about the job, if they have agreed; ``step``: the lowest of all ranks then.
-    ``repeats``: the whole message about a failure that an earlier attempt had as well, and whose bundle this is.
-    """
+    """The result of an incident."""
 
     verdict: Verdict
     evidence: Evidence
     published: Published
     without_stacks: str = ""
+    """reason why no stack could be read, if one reason explains all"""
     action: Action | Literal[""] = ""
+    """action that all nodes agreed on"""
     step: int | None = None
+    """lowest step of all ranks, if the nodes agreed on it"""
     repeats: str = ""
+    """complete message about the same failure in an earlier attempt, which this bundle belongs to"""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What the nodes of the job have agreed on; of one node alone, nothing."""
+    """The decision of all nodes; empty for a job on one node."""
 
     verdict: Verdict | None = None
-    """None: they have not agreed on any, and this node judges alone"""
+    """None: no agreed verdict, so this node judges alone"""
     name: str = ""
-    """of the bundle that this node writes; empty: as ever"""
+    """name of the bundle that this node writes; empty: the usual one"""
     others: Others = field(default_factory=Others)
-    """of the other nodes, where this one has judged it all"""
+    """evidence of the other nodes, if this node judged for all"""
     answer: Answer | None = None
-    """of all nodes to whether the job is dead, where this one has judged it all"""
+    """verdict on whether the job is dead, if this node judged for all"""
     action: Action | Literal[""] = ""
-    """what every node does about the job"""
+    """action of every node"""
     step: int | None = None
-    """the lowest that a rank of any node has marked"""
+    """lowest step that a rank of any node has marked"""
     outcome: Outcome | None = None
-    """None: that of the evidence"""
+    """None: the outcome of the evidence"""
     status: PeerStatus = field(default_factory=PeerStatus)
-    """what the other nodes say of themselves"""
+    """state of the other nodes, as they report it"""
 
 
 def prepare() -> None:
-    """Imports what verdict and reports need while the job is given time to move: most runs never stall."""
+    """Imports what the verdict and the reports need, while a suspicion waits for its second look."""
     from safelaunch.bundle.reading import bundles  # noqa: F401 - for the imports
     from safelaunch.report import exports, markdown, page, template  # noqa: F401
 
     template.prepare()
 
 
-def of_rendezvous(rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], context: JobContext) -> Report:
-    """The bundle of a job that never began, because not all nodes came to the rendezvous. ``error``: torchrun's."""
-    found = take_evidence(RENDEZVOUS, Looks(()), JobSnapshot({}, 0, ()), context)
+def write_failed_rendezvous(
+    rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], context: JobContext
+) -> Report:
+    """Writes the bundle of a job that never began because nodes were missing at the rendezvous.
+
+    Args:
+        error: torchrun's error.
+    """
+    collected = take_evidence(RENDEZVOUS, Looks(()), JobSnapshot({}, 0, ()), context)
     rendezvous = context.cleaned(msgspec.structs.replace(rendezvous, error=error))
-    return finish(found.knowing(nodes=nodes, rendezvous=rendezvous))
+    return finish(collected.knowing(nodes=nodes, rendezvous=rendezvous))
 
 
 def mark_recovered(report: Report) -> BackgroundTask[None]:
-    """Notes in the verdict of a bundle that the job went on. In a thread: its disk may not answer."""
+    """Marks the bundle's verdict as recovered, in a thread because the disk might not respond."""
 
     def note() -> None:
         path = report.published.path / "verdict.json"
@@ -130,51 +132,59 @@ def mark_recovered(report: Report) -> BackgroundTask[None]:
     return BackgroundTask("recovered", note)
 
 
-def judged(evidence: Evidence, context: JobContext, source: Excerpts | None = None) -> Verdict:
-    """The verdict, without secrets. Never raises. ``source`` has what it reads of the user's files."""
+def verdict_of(evidence: Evidence, context: JobContext, source: Excerpts | None = None) -> Verdict:
+    """Returns the verdict without secrets. Never raises.
+
+    Args:
+        source: reads the user's files and records which lines were read.
+    """
     source = source or Excerpts(evidence, context.redactor)
-    return context.cleaned(_verdict(recalled(evidence, context.bundle_dir), source))
+    return context.cleaned(_verdict(with_earlier_bundles(evidence, context.bundle_dir), source))
 
 
-def finish(found: Collected, agreement: Agreement | None = None) -> Report:
-    """Writes verdict and reports, and publishes the bundle; of several nodes, as they have agreed."""
-    staging, context = found.staging, found.context
+def finish(collected: Collected, agreement: Agreement | None = None) -> Report:
+    """Writes verdict and reports, and publishes the bundle under the nodes' agreement."""
+    staging, context = collected.staging, collected.context
     agreed = agreement or Agreement()
-    evidence = agreed.others.with_own(found.evidence)
+    evidence = agreed.others.with_own(collected.evidence)
     evidence = msgspec.structs.replace(
         evidence, outcome=agreed.outcome or evidence.outcome, answer=agreed.answer or evidence.answer
     )
-    mine = {rank.rank for rank in found.evidence.ranks}
-    others = [rank for rank in evidence.ranks if rank.rank not in mine]
-    for side in others:
+    own_ranks = {rank.rank for rank in collected.evidence.ranks}
+    remote = [rank for rank in evidence.ranks if rank.rank not in own_ranks]
+    for side in remote:
         collect.of_another_node(side, staging)
         add_rank(side, staging)
-    _add_files(agreed.others.files, others, staging)
-    evidence = recalled(evidence, context.bundle_dir)
+    _add_files(agreed.others.files, remote, staging)
+    evidence = with_earlier_bundles(evidence, context.bundle_dir)
     source = Excerpts(evidence, context.redactor)
-    own = judged(evidence, context, source)  # also where all nodes have one already: for what it reads
+    own = verdict_of(evidence, context, source)  # also if one was agreed: records which source lines to save
     verdict = agreed.verdict or own
     if source.read:
         staging.add_json(Artifact(SOURCE_FILE, OURS, 0.0), source.read)
-    timeline = found.timeline.plus("verdict")
+    timeline = collected.timeline.plus("verdict")
     name = agreed.name or name_of(context.run_name, time.time(), verdict.outcome)
     place = verdict.bundle or None
     if place is not None and not place.whole:
-        whole = Path(place.path).name  # as another node says: a plain name, or none
+        whole = Path(place.path).name  # sent by another node: accept only a plain name
         context = replace(context, keeping=replace(context.keeping, whole="" if whole.startswith(".") else whole))
-    published = _publish(found, verdict, evidence, context, timeline, name)
-    if published.lost:  # a cleaner has removed it all: what is known is written once more
-        published = _publish(found, verdict, evidence, context, timeline, name)
+    published = _publish(collected, verdict, evidence, context, timeline, name)
+    if published.lost:  # a cleaner has removed the files: write the records once more
+        published = _publish(collected, verdict, evidence, context, timeline, name)
     context.unfinished.let_go(staging.root)
     if published.note:
         say(published.note)
     if not published.lost:
         context.notifier.tell(verdict, published.path, context.run_name)
-    return Report(verdict, evidence, published, found.without_stacks, agreed.action, agreed.step)
+    return Report(verdict, evidence, published, collected.without_stacks, agreed.action, agreed.step)
 
 
 def show(result: Report, environ: Mapping[str, str], place: str = "bundle") -> None:
-    """Prints the verdict on stderr, and where the bundle is. ``place``: what it is called there."""
+    """Prints the verdict and the bundle's path on stderr.
+
+    Args:
+        place: label of the path.
+    """
     from safelaunch.capture import user_source
     from safelaunch.report import HTML, screen
 
@@ -197,16 +207,16 @@ def show(result: Report, environ: Mapping[str, str], place: str = "bundle") -> N
         say(f"the bundle could not be written to the requested directory: {published.problem}")
 
 
-def recall(result: Report) -> None:
-    """Repeats the verdict in short, as the last lines on the screen."""
+def repeat_summary(result: Report) -> None:
+    """Repeats the verdict's summary as the last lines on the screen."""
     say(f"the verdict again: {result.verdict.summary}")
     say(f"bundle: {result.published.shown}")
 
 
-def _add_files(files: Mapping[str, bytes], others: Sequence[RankEvidence], staging: Staging) -> None:
-    """Files of other nodes. What is here already stays as it is."""
+def _add_files(files: Mapping[str, bytes], remote: Sequence[RankEvidence], staging: Staging) -> None:
+    """Adds files of other nodes, unless this node has them."""
     here = {artifact.path for artifact in staging.artifacts if not artifact.missing}
-    hosts = {f"ranks/{side.rank}/": side.host for side in others}
+    hosts = {f"ranks/{side.rank}/": side.host for side in remote}
     for path, content in sorted(files.items()):
         folder, _, name = path.rpartition("/")
         host = hosts.get(f"{folder}/", folder.rpartition("/")[2])
@@ -220,11 +230,11 @@ def _add_files(files: Mapping[str, bytes], others: Sequence[RankEvidence], stagi
 
 
 def _publish(
-    found: Collected, verdict: Verdict, evidence: Evidence, context: JobContext, timeline: Timeline, name: str
+    collected: Collected, verdict: Verdict, evidence: Evidence, context: JobContext, timeline: Timeline, name: str
 ) -> Published:
-    staging = found.staging
-    _finish(staging, verdict, evidence, context, timeline, found.node)
-    context.unfinished.hold(staging.root)  # which may exist again
+    staging = collected.staging
+    _finish(staging, verdict, evidence, context, timeline, collected.node)
+    context.unfinished.hold(staging.root)  # the directory might have been created again
     return publish(
         staging.root,
         context.bundle_dir,
@@ -237,7 +247,7 @@ def _publish(
 
 
 def _verdict(evidence: Evidence, source: Excerpts) -> Verdict:
-    """The diagnosis. A failing rule costs the verdict, but neither the bundle nor the action on the job."""
+    """Diagnoses; if a rule fails, the verdict says so, and bundle and action on the job don't change."""
     from safelaunch.verdict.diagnose import diagnose
 
     try:
@@ -261,8 +271,8 @@ def _verdict(evidence: Evidence, source: Excerpts) -> Verdict:
 def _finish(
     staging: Staging, verdict: Verdict, evidence: Evidence, context: JobContext, timeline: Timeline, node: NodeFiles
 ) -> None:
-    """Writes verdict, reports, launch and, last, the manifest that lists all other files."""
-    from safelaunch.bundle.reading import bundles  # late: a run that never stalls does not pay for it
+    """Writes verdict, reports, launch and finally the manifest, which lists all other files."""
+    from safelaunch.bundle.reading import bundles  # late: only an incident needs it
     from safelaunch.report.about import LaunchFacts
 
     staging.add_json(Artifact("verdict.json", OURS, 0.0), verdict)
@@ -278,8 +288,8 @@ def _finish(
 
     def what_is_known() -> ReportHeader:
         launch = from_builtins(context.redactor.tree(dict(context.launch)), LaunchFacts)
-        known = bundles.about(staging.root, launch, {context.host: node})
-        return replace(known, at_unix_s=timeline.moments[-1].unix_s)
+        header = bundles.about(staging.root, launch, {context.host: node})
+        return replace(header, at_unix_s=timeline.moments[-1].unix_s)
 
     shape = add_reports(staging, verdict, evidence, context.redactor, context.run_name, what_is_known)
     listed = staging.close()
@@ -294,7 +304,7 @@ def _finish(
             answer=evidence.answer,
             work=evidence.work,
         ),
-        job=job_of(evidence, shape),
+        job=job_entry(evidence, shape),
         notes=evidence.notes,
         earlier=evidence.earlier,
         timeline=timeline.plus("written").moments,
@@ -307,147 +317,4 @@ def _finish(
 # --- which hardware the last bundles blame ----------------------------------------------------------------------------
 
 
-RECALLED = 5
-RECALL_DEADLINE_S = 3.0  # the disk of the bundle directory may not answer
-_MOST_READ = 64
-_LARGEST_VERDICT = 4 << 20
-
-
-class _Blamed(msgspec.Struct):
-    gpu: str = ""
-
-
-class _NodeShape(msgspec.Struct):
-    host: str = ""
-
-
-class _Earlier(msgspec.Struct):
-    outcome: str = ""
-    culprits: tuple[_Blamed, ...] = ()
-    nodes: tuple[_NodeShape, ...] = ()
-    bundle: BundlePlace | None = None
-
-
-def recalled(evidence: Evidence, bundle_dir: Path) -> Evidence:
-    """The evidence with what the last bundles blame; as it is, if it has that already. Never raises."""
-    if evidence.earlier is not None or evidence.outcome in ("dump", "suspect"):
-        return evidence
-    task = BackgroundTask("earlier bundles", lambda: blamed_in(bundle_dir))
-    try:
-        earlier = task.result() if task.wait(RECALL_DEADLINE_S) else ()
-    except OSError:
-        earlier = ()  # there is no such directory yet, or it cannot be read
-    return msgspec.structs.replace(evidence, earlier=earlier)
-
-
-def blamed_in(directory: Path) -> tuple[tuple[str, ...], ...]:
-    """The GPUs and hosts that each of the last bundles of a hang or crash blames, the newest first. Raises OSError."""
-    matches = (BUNDLE.fullmatch(path.name) for path in directory.iterdir())
-    names = sorted(filter(None, matches), key=lambda name: name["time"])
-    found: list[tuple[str, ...]] = []
-    for name in reversed(names[-_MOST_READ:]):
-        if len(found) < RECALLED:
-            found += _blamed(directory / name[0] / "verdict.json")
-    return tuple(found)
-
-
-def _blamed(path: Path) -> Iterator[tuple[str, ...]]:
-    from safelaunch.bundle.reading.guard import Unreadable, read_limited  # late: multiprocessing is 2 MB
-
-    try:
-        one = from_json(read_limited(path, _LARGEST_VERDICT), _Earlier)
-    except (Unreadable, msgspec.DecodeError, RecursionError):
-        return  # another user's, or damaged
-    if one.outcome in ("hang", "crash") and (one.bundle is None or one.bundle.whole):
-        yield tuple(filter(None, dict.fromkeys((*(c.gpu for c in one.culprits), *(n.host for n in one.nodes)))))
-
-
 # --- what a bundle says of its job in other words ---------------------------------------------------------------------
-
-
-MOST_GROUPS = 1024  # in the manifest
-
-
-def job_of(evidence: Evidence, shape: dict[str, int]) -> JobShape:
-    """The job's entry in the manifest. ``shape``: the dimensions of its mesh."""
-    return JobShape(
-        outcome=evidence.outcome,
-        world_size=evidence.world_size,
-        moving=evidence.moving,
-        for_finding=evidence.for_finding,
-        mesh=shape,
-        groups=_groups(evidence),
-        devices={str(rank.rank): rank.gpu for rank in evidence.ranks if rank.gpu},
-        computes_on={str(rank.rank): rank.device for rank in evidence.ranks if rank.device is not None},
-        batch={str(rank.rank): rank.batch for rank in evidence.ranks if rank.batch is not None},
-        global_batch_if_data_parallel=_global_batch(evidence),
-        batches={str(rank.rank): rank.gil.batches for rank in evidence.ranks if rank.gil.batches},
-    )
-
-
-def _global_batch(evidence: Evidence) -> int | None:
-    """The samples of a step, where all ranks were seen with one batch: each rank's own, if all are data-parallel."""
-    batches = [rank.batch for rank in evidence.ranks]
-    alike = len(batches) == evidence.world_size and len(set(batches)) == 1
-    return batches[0] * evidence.world_size if alike and batches[0] is not None else None
-
-
-def _groups(evidence: Evidence) -> dict[str, GroupMembers]:
-    """The process groups that the ranks told of, by their names: what they are called, and who is in them."""
-    found: dict[str, GroupMembers] = {}
-    for rank in evidence.ranks:
-        for name, members in rank.gil.groups.items():
-            if name not in found and len(found) < MOST_GROUPS:
-                found[name] = GroupMembers(rank.gil.called.get(name, ""), format_ranks(members))
-    return found
-
-
-def add_reports(
-    staging: Staging,
-    verdict: Verdict,
-    evidence: Evidence,
-    redactor: Redactor,
-    run_name: str,
-    about: Callable[[], ReportHeader],
-) -> dict[str, int]:
-    """The reports, and the files for viewers, each of which costs only itself where it fails.
-
-    ``about``: the job and its nodes. Returns the dimensions of the job's mesh, by name.
-    """
-    from safelaunch.report import HTML, PERFETTO, exports, markdown, page, template
-    from safelaunch.verdict.device_mesh import mesh
-    from safelaunch.verdict.rank_state import CaseFacts
-
-    said = redactor.said
-
-    def read_line(path: str, number: int) -> str | None:
-        line = user_source.line(path, number)
-        return said(line) if line else line
-
-    @cache  # the reports read the same; an error is not kept, and costs each of them
-    def facts() -> CaseFacts:
-        return CaseFacts.of(evidence, user_source.text)
-
-    def report_md() -> str:
-        return markdown.markdown(verdict, evidence, staging.settle(), facts=facts(), read_line=read_line)
-
-    def html() -> str:
-        return template.render(
-            page.content(verdict, evidence, staging.settle(), facts=facts(), said=said, about=about())
-        )
-
-    def perfetto() -> str:
-        return exports.as_json(exports.perfetto(facts(), run_name))
-
-    begin = time.monotonic()
-    made = {PERFETTO: perfetto, "report.md": report_md, HTML: html}
-    for path, make in made.items():
-        try:
-            text: str | None = make()
-            missing = ""
-        except Exception as error:  # noqa: BLE001 - a failed report costs only itself
-            text, missing = None, f"the report could not be rendered: {type(error).__name__}: {error}"
-        staging.add_report(Artifact(path, OURS, round(time.monotonic() - begin, 3), missing), text)
-    with suppress(Exception):
-        return dict(mesh(facts()))
-    return {}

@@ -14,7 +14,7 @@ import pytest
 
 from safelaunch.capture.pages import Roster
 from safelaunch.job.paths import RunPaths
-from safelaunch.supervise import pollers
+from safelaunch.supervise import health
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.stall import Policy
 from tests.support.asking import asked, asking, status
@@ -224,12 +224,12 @@ def test_what_slows_a_job_down_is_seen_from_outside(
         roster = Roster(RunPaths(job.runtime / "safelaunch" / f"r{job.process.pid}"))
         watch = Watch(roster, Policy(60, 60, 60, 60), time.monotonic())
         watch.tick(time.monotonic())
-        (note,) = pollers.look(watch.targets(), ())
+        (note,) = health.find_notes(watch.targets(), ())
         assert note.words.startswith("rank 1 is slower than its peers: it came last to ")
         assert "safelaunch record" in note.next
 
         def seen() -> list[str]:
-            found = pollers.look(watch.targets(), {first, second})
+            found = health.find_notes(watch.targets(), {first, second})
             return [note.words for note in found if note.subject != ("straggler", 1)]
 
         for name, value in node.environ.items():

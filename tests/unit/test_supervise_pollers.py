@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture.counters import Counters, ProcessCounters, CpuTime
+from safelaunch.capture.counters import Counters, CpuTime, ProcessCounters
 from safelaunch.model import Gpu, GpuProcess
-from safelaunch.supervise import pollers
-from safelaunch.supervise.pollers import HEALTH_AFTER_S, HEALTH_AGAIN_S, Health, Note, WorkTaker, find_straggler
+from safelaunch.supervise import health, pollers, stragglers
+from safelaunch.supervise.health import HEALTH_AFTER_S, HEALTH_AGAIN_S, HealthPoller, Note
+from safelaunch.supervise.pollers import BackgroundPoller
+from safelaunch.supervise.stragglers import find_straggler
 from safelaunch.supervise.watch.work import Background
 
 SLOW = Note("rank 1", "rank 1 is slower than its peers: they waited for it 40% of 9 s")
@@ -31,7 +33,7 @@ class Watched:
         return ()
 
 
-def run(health_: Health, now: float) -> None:
+def run(health_: HealthPoller, now: float) -> None:
     health_.advance(now)
     if health_._asking is not None:
         assert health_._asking.wait(10)
@@ -42,13 +44,13 @@ def run(health_: Health, now: float) -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Note, ...]]:
     """What the next looks will find; each takes the first."""
     found: list[tuple[Note, ...]] = []
-    monkeypatch.setattr(pollers, "look", lambda targets, own: found.pop(0) if found else ())
+    monkeypatch.setattr(health, "find_notes", lambda targets, own: found.pop(0) if found else ())
     return found
 
 
 def test_a_note_comes_once_and_is_kept(looks: list[tuple[Note, ...]], capfd: pytest.CaptureFixture[str]) -> None:
     watch = Watched(first_step_s=100.0)
-    one = Health(watch, list)  # type: ignore[arg-type]
+    one = HealthPoller(watch, list)  # type: ignore[arg-type]
     looks += [(SLOW,), (Note("rank 1", SLOW.words.replace("40%", "45%")),), ()]
     run(one, 100.0 + HEALTH_AFTER_S - 1)
     assert len(looks) == 3
@@ -64,13 +66,13 @@ def test_a_note_comes_once_and_is_kept(looks: list[tuple[Note, ...]], capfd: pyt
     assert watch.notes == ()
 
 
-def test_a_straggler_is_told_of_with_the_next_step(
+def test_straggler_is_reported_with_the_next_step(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    straggler = pollers.Straggler(5, 0.9, 0.4, 100, 30.0)
-    monkeypatch.setattr(pollers, "find_straggler", lambda arrivals: straggler)
-    monkeypatch.setattr(pollers, "has_driver", lambda environ: False)
-    run(Health(Watched(first_step_s=100.0), list), 100.0 + HEALTH_AFTER_S)  # type: ignore[arg-type]
+    straggler = stragglers.Straggler(5, 0.9, 0.4, 100, 30.0)
+    monkeypatch.setattr(health, "find_straggler", lambda arrivals: straggler)
+    monkeypatch.setattr(health, "has_driver", lambda environ: False)
+    run(HealthPoller(Watched(first_step_s=100.0), list), 100.0 + HEALTH_AFTER_S)  # type: ignore[arg-type]
     said = capfd.readouterr().err
     assert "rank 5 is slower than its peers" in said
     assert said.endswith(f"(the job continues). To see where its time goes: safelaunch record {os.getpid()}\n")
@@ -78,13 +80,13 @@ def test_a_straggler_is_told_of_with_the_next_step(
 
 def test_nothing_is_asked_before_the_first_steps(looks: list[tuple[Note, ...]]) -> None:
     looks += [(SLOW,)]
-    run(Health(Watched(None), list), 1e6)  # type: ignore[arg-type]
+    run(HealthPoller(Watched(None), list), 1e6)  # type: ignore[arg-type]
     assert len(looks) == 1
 
 
 def test_another_attempt_begins_anew(looks: list[tuple[Note, ...]]) -> None:
     watch = Watched(first_step_s=100.0)
-    one = Health(watch, list)  # type: ignore[arg-type]
+    one = HealthPoller(watch, list)  # type: ignore[arg-type]
     looks += [(SLOW,)]
     run(one, 200.0)
     watch.roster.attempt, watch.last_progress = 1, {}
@@ -113,7 +115,7 @@ def taught(*readings: tuple[Counters, float]) -> Background:
         spell=lambda now: newest,
         take_quiet=lambda answer: None,
     )
-    taker = WorkTaker(watch)  # type: ignore[arg-type]
+    taker = BackgroundPoller(watch)  # type: ignore[arg-type]
     taker.reset()
     for reading, step_s in readings:
         newest.since_s = step_s
@@ -209,13 +211,13 @@ def gpu(index: int, *processes: tuple[int, int | None]) -> Gpu:
 
 def test_two_ranks_on_one_gpu() -> None:
     gpus = [gpu(0, (100, 1 << 30), (101, 1 << 30)), gpu(1)]
-    (note,) = pollers.notes_on_gpus(gpus, {0: 100, 1: 101}, {100, 101})
+    (note,) = health.notes_on_gpus(gpus, {0: 100, 1: 101}, {100, 101})
     assert note.words.startswith("ranks 0, 1 are on the same GPU 0")
 
 
 def test_a_strangers_memory_on_a_gpu_of_ours() -> None:
     gpus = [gpu(0, (100, 1 << 30), (999, 3 << 30)), gpu(1, (998, 3 << 30)), gpu(2, (101, 5), (997, 1000))]
-    (note,) = pollers.notes_on_gpus(gpus, {0: 100, 1: 101}, {100, 101, 102})
+    (note,) = health.notes_on_gpus(gpus, {0: 100, 1: 101}, {100, 101, 102})
     assert note.words == "pid 999, not of this job, holds 3.0 GiB of GPU 0, which rank 0 uses"
 
 
@@ -228,4 +230,4 @@ def test_a_strangers_memory_on_a_gpu_of_ours() -> None:
     ],
 )
 def test_a_driver_that_says_little(gpus: list[Gpu]) -> None:
-    assert pollers.notes_on_gpus(gpus, {0: 100}, {100}) == []
+    assert health.notes_on_gpus(gpus, {0: 100}, {100}) == []

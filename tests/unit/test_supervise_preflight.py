@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from safelaunch.settings.config import resolve
-from safelaunch.supervise.preflight import BadKeyFile, read_key, without_effect
+from safelaunch.supervise.cluster.key import BadKeyFile, read_key
+from safelaunch.supervise.preflight import without_effect
 
 WATCHING = [("--pg-timeout", "30s"), ("--check-every", "5"), ("--run-name", "trial")]
 

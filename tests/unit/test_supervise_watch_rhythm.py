@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from safelaunch.supervise import pollers
-from safelaunch.supervise.pollers import PulseTaker
+from safelaunch.supervise.pollers import PulsePoller
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.rhythm import (
     LOOP_AFTER,
@@ -246,7 +246,7 @@ def test_who_steps_is_not_asked_and_an_answer_from_an_ended_attempt_is_dropped(m
     asked: list[float] = []
     monkeypatch.setattr(pollers, "newest_entries", lambda targets: asked.append(1) or {0: len(asked)})
     watch = Watched()
-    taker = PulseTaker(watch)  # type: ignore[arg-type]
+    taker = PulsePoller(watch)  # type: ignore[arg-type]
 
     def run(now: float) -> None:
         taker.advance(now)

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import structs
 
 from safelaunch.model import Evidence, Frame
-from safelaunch.supervise.publishing import blamed_in
+from safelaunch.supervise.earlier_bundles import blamed_hardware
 from safelaunch.verdict.diagnose import diagnose
 from tests.support.evidence import MODULE, SITE, at, in_c10d, job, rank
 
@@ -46,4 +46,4 @@ def test_whom_the_last_bundles_blame(tmp_path: Path) -> None:
     (bundle(tmp_path, 7) / "verdict.json").write_text("{")
     os.mkfifo(tmp_path / "train-20260101T000008Z-hang")
     bundle(tmp_path, 9, culprits=[{"gpu": "GPU-1"}])
-    assert blamed_in(tmp_path) == (("GPU-1",), (), (), ("b",), ("GPU-1",))
+    assert blamed_hardware(tmp_path) == (("GPU-1",), (), (), ("b",), ("GPU-1",))

@@ -1,0 +1,27 @@
+"""The secret that the supervisors of one job's nodes share."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+SHORTEST_KEY, LONGEST_KEY = 16, 4096  # bytes
+
+
+class BadKeyFile(ValueError):
+    """The file holds no key; the message is a clause that says why."""
+
+
+def read_key(path: Path) -> bytes:
+    """Returns the file's content without surrounding white space. Raises BadKeyFile."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise BadKeyFile("it is not a file")
+            key = file.read(LONGEST_KEY + 1).strip()
+    except OSError as error:
+        raise BadKeyFile(error.strerror or str(error)) from error
+    if not SHORTEST_KEY <= len(key) <= LONGEST_KEY:
+        raise BadKeyFile(f"a key has {SHORTEST_KEY} to {LONGEST_KEY} bytes")
+    return key

@@ -1,0 +1,81 @@
+"""GPUs and hosts that the latest bundles of hangs and crashes blame: hardware that fails repeatedly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from safelaunch.bundle.copier import BUNDLE
+from safelaunch.model import (
+    BundlePlace,
+    Evidence,
+)
+from safelaunch.system.decoding import from_json
+from safelaunch.system.task import BackgroundTask
+
+if TYPE_CHECKING:
+    pass
+
+
+LATEST_BUNDLES = 5
+
+
+RECALL_DEADLINE_S = 3.0  # the disk of the bundle directory may not answer
+
+
+_MOST_READ = 64
+
+
+_LARGEST_VERDICT = 4 << 20
+
+
+class _Blamed(msgspec.Struct):
+    gpu: str = ""
+
+
+class _NodeShape(msgspec.Struct):
+    host: str = ""
+
+
+class _Earlier(msgspec.Struct):
+    outcome: str = ""
+    culprits: tuple[_Blamed, ...] = ()
+    nodes: tuple[_NodeShape, ...] = ()
+    bundle: BundlePlace | None = None
+
+
+def with_earlier_bundles(evidence: Evidence, bundle_dir: Path) -> Evidence:
+    """Returns the evidence with the hardware that the last bundles blame. Never raises."""
+    if evidence.earlier is not None or evidence.outcome in ("dump", "suspect"):
+        return evidence
+    task = BackgroundTask("earlier bundles", lambda: blamed_hardware(bundle_dir))
+    try:
+        earlier = task.result() if task.wait(RECALL_DEADLINE_S) else ()
+    except OSError:
+        earlier = ()  # the directory doesn't exist yet or can't be read
+    return msgspec.structs.replace(evidence, earlier=earlier)
+
+
+def blamed_hardware(directory: Path) -> tuple[tuple[str, ...], ...]:
+    """Returns the GPUs and hosts that each of the last bundles blames, latest bundle first. Raises OSError."""
+    matches = (BUNDLE.fullmatch(path.name) for path in directory.iterdir())
+    names = sorted(filter(None, matches), key=lambda name: name["time"])
+    blamed: list[tuple[str, ...]] = []
+    for name in reversed(names[-_MOST_READ:]):
+        if len(blamed) < LATEST_BUNDLES:
+            blamed += _blamed(directory / name[0] / "verdict.json")
+    return tuple(blamed)
+
+
+def _blamed(path: Path) -> Iterator[tuple[str, ...]]:
+    from safelaunch.bundle.reading.guard import Unreadable, read_limited  # late: multiprocessing is 2 MB
+
+    try:
+        verdict = from_json(read_limited(path, _LARGEST_VERDICT), _Earlier)
+    except (Unreadable, msgspec.DecodeError, RecursionError):
+        return  # another user's, or damaged
+    if verdict.outcome in ("hang", "crash") and (verdict.bundle is None or verdict.bundle.whole):
+        yield tuple(filter(None, dict.fromkeys((*(c.gpu for c in verdict.culprits), *(n.host for n in verdict.nodes)))))

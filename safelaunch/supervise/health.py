@@ -1,0 +1,105 @@
+"""Notes on what slows a healthy job down: a straggler, a shared GPU, another program's memory on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from safelaunch import addons
+from safelaunch.capture.flight_recorder import arrivals_of
+from safelaunch.capture.gpu import gpus
+from safelaunch.capture.look import Target
+from safelaunch.leases.inventory import has_driver
+from safelaunch.model import Gpu
+from safelaunch.model.words import size
+from safelaunch.supervise.looks import ask_each
+from safelaunch.supervise.pollers import Poller
+from safelaunch.supervise.stragglers import find_straggler
+from safelaunch.supervise.watch.progress import Watch
+from safelaunch.system.console import say
+
+HEALTH_AFTER_S, HEALTH_AGAIN_S = 60.0, 600.0  # after the first step: the first ones are always the slowest
+MIB = 1 << 20
+NOTICEABLE_BYTES = 256 * MIB  # a CUDA context alone takes as much
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that slows the job down."""
+
+    subject: Hashable
+    """identity of the note: the figures in ``words`` change from look to look"""
+    words: str
+    next: str = ""
+    """command to run next"""
+
+
+class HealthPoller(Poller[tuple[Note, ...]]):
+    """Keeps ``watch.notes``, and prints each new note once. safelaunch never ends a job for one."""
+
+    name, again_s = "health", HEALTH_AGAIN_S
+
+    def __init__(self, watch: Watch, own_pids: Callable[[], Collection[int]]) -> None:
+        super().__init__(watch)
+        self._own_pids = own_pids
+        self._subjects: frozenset[Hashable] = frozenset()  # subjects of the newest notes
+
+    def reset(self) -> None:
+        self._watch.notes, self._subjects = (), frozenset()
+
+    def is_due(self, now: float) -> bool:
+        return self.has_stepped_for(HEALTH_AFTER_S, now)
+
+    def question(self) -> Callable[[], tuple[Note, ...]]:
+        targets, own = self._watch.targets(), frozenset(self._own_pids())
+        return lambda: find_notes(targets, own)
+
+    def take(self, answer: tuple[Note, ...], now: float) -> None:
+        for note in answer:
+            if note.subject not in self._subjects:
+                say(f"{note.words} (the job continues){f'. {note.next}' if note.next else ''}")
+        self._subjects = frozenset(note.subject for note in answer)
+        self._watch.notes = tuple(note.words for note in answer)
+
+
+def find_notes(targets: Collection[Target], own: Collection[int]) -> tuple[Note, ...]:
+    """Looks once at all ranks of this node and their GPUs; leaves out what doesn't respond."""
+    notes: list[Note] = []
+    straggler = find_straggler(ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=5.0))
+    if straggler is not None:
+        step = f"To see where its time goes: safelaunch record {os.getpid()}" if addons.has_command("record") else ""
+        notes.append(Note(("straggler", straggler.rank), straggler.words, step))
+    driver = gpus().value if has_driver(os.environ) else None  # without one, finding that out starts nothing
+    if driver is not None:
+        notes += notes_on_gpus(driver.gpus, {target.rank: target.pid for target in targets}, own)
+    return tuple(notes)
+
+
+def notes_on_gpus(gpus: Sequence[Gpu], ranks: Mapping[int, int], own: Collection[int]) -> list[Note]:
+    """Returns notes on GPUs that several ranks or other programs use.
+
+    Empty if the driver numbers processes differently (a container with its own pids).
+
+    Args:
+        ranks: rank → pid.
+        own: the job's pids.
+    """
+    by_pid = {pid: rank for rank, pid in ranks.items()}
+    notes: list[Note] = []
+    for gpu in gpus:
+        processes = gpu.processes or ()
+        here = sorted({by_pid[process.pid] for process in processes if process.pid in by_pid})
+        if not here:
+            continue
+        name = f"GPU {gpu.index}"
+        if len(here) > 1:
+            both = f"ranks {', '.join(map(str, here))}"
+            words = f"{both} are on the same {name}: does each call torch.cuda.set_device(LOCAL_RANK)?"
+            notes.append(Note(("shared", gpu.index, *here), words))
+        for use in processes:
+            if use.pid not in own and (use.size or 0) >= NOTICEABLE_BYTES:
+                much = f"{size(use.size or 0)} of {name}"
+                words = f"pid {use.pid}, not of this job, holds {much}, which rank {here[0]} uses"
+                notes.append(Note(("stranger", gpu.index, use.pid), words))
+    return notes
