@@ -1,4 +1,4 @@
-"""One job's secrets: the values under secret names in its environment and on its command line, and parts of them."""
+"""A job's secrets: values under secret names in its environment and on its command line, and parts of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from urllib.parse import unquote
 from safelaunch.system.redaction.redact import by_rule, is_plain_value
 from safelaunch.system.redaction.shapes import SecretKind, is_shown, kind_of
 
-LEAST = 4  # characters: what is shorter is found by the name before it only
-_MOST_PARTS = 64  # of one value
-# Passwords as weak as these are words of every log. They are replaced only beside what calls them a password.
+LEAST = 4  # characters; shorter values are found only by the name before them
+_MOST_PARTS = 64  # per value
+# Passwords that are words of every log. They are replaced only next to a name like ``password``.
 COMMON_WORDS = {
     "root", "admin", "user", "guest", "test", "tests", "train", "training", "trainer", "loss", "error", "errors",
     "warning", "info", "debug", "main", "master", "model", "models", "data", "dataset", "datasets", "rank", "ranks",
@@ -29,28 +29,28 @@ _PATH = re.compile(r"(?:~|\.{1,2})?(?:/[\w.@+~\-]*)+")
 _RUN = re.compile(r"[A-Za-z0-9+/=]{20,}")
 
 
-# ``--db user:password@host``; in a URL a rule finds it.
+# ``--db user:password@host``; a rule finds those in URLs.
 _USER_AND_PASSWORD = re.compile(r"(?:\A|[=,;\s])[^\s:/@=,;]{1,64}:([^\s:/@]{3,256})@[\w.\[\]-]")
 
 
 def secret_values(environment: Mapping[str, str], argv: Iterable[str], ordinary: Iterable[str] = ()) -> tuple[str, ...]:
-    """What the environment and the command line hold under secret names, at random, or within their texts.
+    """Returns the secrets in the environment and the command line: by name, by randomness, or within texts.
 
-    Values that one of ``ordinary`` (directories, names) is, or has as a component, are left out: every mention of these
-    would be replaced. So are those that it contains, unless nobody would take them for words.
+    Leaves out values that equal one of ``ordinary`` (directories, names) or one of its components: every mention would
+    be replaced. Also leaves out values contained in one, unless they can't be taken for words.
     """
     plain = _Ordinary(ordinary)
     return tuple(sorted({value for _, value in _learned(environment, argv) if value not in plain}))
 
 
 def left_out(environment: Mapping[str, str], argv: Iterable[str], ordinary: Iterable[str]) -> tuple[str, ...]:
-    """The variables and options whose values ``secret_values`` leaves out because they are, or are part of, names."""
+    """Returns the variables and options whose values ``secret_values`` leaves out as ordinary."""
     plain = _Ordinary(ordinary)
     return tuple(sorted({name for name, value in _learned(environment, argv) if value in plain}))
 
 
 class _Ordinary:
-    """Directories and names that stand all over a bundle."""
+    """Directories and names that occur throughout a bundle."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)
@@ -63,7 +63,7 @@ class _Ordinary:
 
 
 def _learned(environment: Mapping[str, str], argv: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Each secret with what it stands under: a variable or an option."""
+    """Yields each secret with the name of its variable or option."""
     words = list(argv)
     found = [(name, part) for name, value in environment.items() for part in _under(kind_of(name), value)]
     found += [(name, value) for name, value in environment.items() if not is_shown(name) and _is_random(value)]
@@ -75,7 +75,7 @@ def _learned(environment: Mapping[str, str], argv: Iterable[str]) -> Iterator[tu
         elif before.startswith("-") and "=" not in before and not word.startswith("-"):
             found += [(before, part) for part in _under(kind_of(before), word)]
     texts = [*environment.items(), *((word.partition("=")[0], word) for word in words)]
-    for name, text in texts:  # passwords of URLs, headers, what is known by its looks
+    for name, text in texts:  # passwords of URLs, headers, recognisable shapes
         for begin, end in by_rule(text):
             within = text[begin:end].strip("\"'")
             first = _SEPARATOR.split(within, maxsplit=1)[0]  # ``Password=x;User=y``, ``?key=x&y=z``
@@ -90,9 +90,9 @@ _VERSIONED = re.compile(r"[A-Za-z_\-]*[\-=@<>~]{0,2}\d+(?:\.\d+)+")
 
 
 def _under(kind: SecretKind, value: str) -> Iterator[str]:
-    """The secrets in a value under a name of that kind."""
+    """Yields the secrets in a value under a name of that kind."""
     bare = value.strip().strip("\"'")
-    doubtful: SecretKind = "secret" if kind == "maybe" else kind  # in an environment, what it is called will do
+    doubtful: SecretKind = "secret" if kind == "maybe" else kind  # in an environment, the name is enough
     if not kind or is_plain_value(doubtful, bare) or (kind != "password" and _is_path(bare)):
         return
     lines = [line.strip() for line in value.splitlines()]
@@ -112,20 +112,20 @@ def _under(kind: SecretKind, value: str) -> Iterator[str]:
 
 
 def _parts(kind: SecretKind, value: str) -> Iterator[str]:
-    """The secrets of a list: ``a,b``, ``a;b``, lines, words."""
+    """Yields the secrets of a list: ``a,b``, ``a;b``, lines, words."""
     if "-----BEGIN" in value:
         return
     by_space = not re.search(r"[,;\n]", value)
     parts = [part.strip("()[]{}<>\"'") for part in _PARTED.split(value, maxsplit=_MOST_PARTS)[:_MOST_PARTS]]
     for part in parts if len(parts) > 1 else ():
         user, colon, password = part.partition(":")
-        for one in (part, password) if colon and user else (part,):
-            if _is_part(one, kind, by_space):
-                yield one
+        for piece in (part, password) if colon and user else (part,):
+            if _is_part(piece, kind, by_space):
+                yield piece
 
 
 def _is_part(part: str, kind: SecretKind, by_space: bool) -> bool:
-    """Whether a part of a secret value is a secret of its own, rather than a word, a number, a name or a version."""
+    """True if a part of a secret value is itself a secret, rather than a word, a number, a name or a version."""
     if part.isalpha():
         return not by_space and kind != "maybe" and len(part) >= 6 and part.lower() not in COMMON_WORDS
     if is_plain_value("secret", part) or "://" in part or _is_path(part) or _VERSIONED.fullmatch(part):
@@ -136,7 +136,7 @@ def _is_part(part: str, kind: SecretKind, by_space: bool) -> bool:
 
 
 def _from_base64(value: str) -> str:
-    """The text that ``value`` stands for, or an empty string."""
+    """Returns the decoded text, or an empty string."""
     if len(value) < 8 or len(value) % 4:
         return ""
     try:
@@ -147,7 +147,7 @@ def _from_base64(value: str) -> str:
 
 
 def _leaves(text: str) -> list[str]:
-    """The texts of a JSON document that nobody would take for a word: the key in a service account's file."""
+    """Returns the texts of a JSON document that aren't words, such as the key in a service account's file."""
     if not text.startswith(("{", "[")):
         return []
     found: list[str] = []
@@ -165,19 +165,19 @@ def _leaves(text: str) -> list[str]:
     try:
         walk(json.loads(text), "")
     except (ValueError, RecursionError):
-        return []  # not JSON; the value as a whole is known
+        return []  # not JSON; the whole value is a secret already
     return found
 
 
 def is_telling(value: str) -> bool:
-    """Whether ``value`` cannot be mistaken for anything else, wherever it stands."""
+    """True if ``value`` can't be mistaken for anything else, in any place."""
     if len(value) < 8 or (value.isdigit() and len(value) < 12):
         return False
     return len(value) >= 16 or not value.isalpha()
 
 
 def is_mixed(value: str) -> bool:
-    """Letters and digits within one part of it, or letters of both cases in wild alternation: nobody's words."""
+    """True for letters and digits within one part, or for letters of both cases in random order: never words."""
     if any(not (part.isalpha() or part.isdigit()) for part in re.split(r"[\W_]+", value) if part):
         return True
     changes = sum(before.islower() != after.islower() for before, after in pairwise(filter(str.isalpha, value)))
@@ -193,7 +193,7 @@ def _is_path(value: str) -> bool:
 
 
 def _is_random(value: str) -> bool:
-    """Letters of both cases and digits in wild alternation, 20 or more: no name, path, version or hash is like that."""
+    """True for 20 or more letters of both cases and digits in random order, unlike any name, path, version or hash."""
     for run in _RUN.findall(value):
         kinds = ["digit" if c.isdigit() else "upper" if c.isupper() else "lower" if c.islower() else "" for c in run]
         changes = sum(before != after for before, after in pairwise(kinds))
