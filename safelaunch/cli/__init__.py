@@ -27,7 +27,7 @@ COMMANDS = addons.with_commands(
         "diagnose": "give a verdict from a bundle, dumps or logs",
         "explain": "explain a cause that a verdict names, and how to fix it",
         "doctor": "check whether safelaunch can watch jobs here",
-        "gpus": "show this node's GPUs, and who leases or uses them",
+        "gpus": "show this node's GPUs, with their leases and users",
         "completion": "print the completion script of a shell: bash, zsh or fish",
         "help": "show this help, or a subcommand's",
     }
@@ -65,22 +65,27 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print_whatever_the_encoding() -> None:
-    """Text of the job may hold any character, and the terminal's encoding may know few: it shows the others escaped."""
+    # The job's text can hold any character, and the terminal's encoding might have few: others are shown escaped.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _without_secrets(text: str) -> str:
-    """Removes secrets by the general rules; a job's own secrets are known later. Imported only to print something."""
+    # The general rules only; a job's own secrets are known later. Imported only to print something.
     from safelaunch.system.redaction.redact import redact_text
 
     return redact_text(text)
 
 
 def program(module: str = "safelaunch", call: str = "from safelaunch.cli import entry; entry()") -> list[str]:
-    """The command that starts another safelaunch, or one of its modules. It keeps the working directory off its module
-    path, where ``-m`` would put it first: it may hold anybody's modules. ``call``: for a Python without ``-P``.
+    """Returns the command that starts another safelaunch, or one of its modules.
+
+    It keeps the working directory, which might hold any user's modules, off its module path, where ``-m`` would put it
+    first.
+
+    Args:
+        call: Code for a Python without ``-P``.
     """
     if sys.version_info >= (3, 11):
         return [sys.executable, "-P", "-m", module]
@@ -99,13 +104,13 @@ def entry() -> NoReturn:
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):
-            code = code or 1  # the reader did not get our output
+            code = code or 1  # the reader didn't get our output
     _leave_word(code)
     os._exit(code)
 
 
 def _open_standard_streams() -> None:
-    """Opens those that our parent closed: else a file of ours would get their number, and what is printed."""
+    """Opens the standard streams that our parent closed: else a file of ours would get their number, and the output."""
     for descriptor, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(descriptor)
@@ -164,13 +169,13 @@ def _run_plain(words: list[str], error: ImportError) -> int:
     os.execv(argv[0], argv)
 
 
-# --- safelaunch's dependencies, whatever PYTHONPATH holds under their names -------------------------------------------
+# --- safelaunch's dependencies, even if PYTHONPATH holds modules with their names -------------------------------------
 
 _DEPENDENCIES = frozenset({"msgspec", "yaml", "_yaml", "pynvml", "rich", "pygments", "markdown_it", "mdurl", "tomli"})
 
 
 class _OwnImports:
-    """A finder for ``sys.meta_path``. What isn't in ``directories`` is found as usual."""
+    """A finder for ``sys.meta_path`` that looks for our dependencies in ``directories`` only."""
 
     def __init__(self, directories: Sequence[str]) -> None:
         self._directories = list(directories)
@@ -184,7 +189,7 @@ class _OwnImports:
 
 
 def _import_own() -> None:
-    """Does nothing without PYTHONPATH, which is what can shadow an installation. The job's own imports don't change."""
+    """Does nothing without PYTHONPATH, which can shadow an installation. The job's own imports don't change."""
     if not os.environ.get("PYTHONPATH"):
         return
     site = sys.modules.get("site")

@@ -33,11 +33,11 @@ __all__ = [
 def diagnose(path: str | os.PathLike[str]) -> Verdict:
     """Reads evidence and returns the verdict: which rank and line hung the job, and why.
 
-    ``path``: a bundle or its ``.tar.gz``, a folder of bundles from several nodes, a run directory, or a folder of
-    Flight Recorder dumps of any job. It may be untrusted: nothing in it is run, and a process of its own reads it,
-    with bounded memory and time. This is ``safelaunch diagnose PATH --json``.
+    ``path`` is a bundle or its ``.tar.gz``, a folder of bundles from several nodes, a run directory, or a folder of
+    Flight Recorder dumps of any job. It can be untrusted: nothing in it is run, and a separate process with bounded
+    memory and time reads it. This is ``safelaunch diagnose PATH --json``.
 
-    A verdict of confidence ``low`` without ``culprits`` means that the evidence does not suffice. Raises UsageError if
+    A verdict of confidence ``low`` without ``culprits`` means that the evidence is insufficient. Raises UsageError if
     there is no evidence at ``path``.
     """
     words = [*interpreter("safelaunch.cli", "entry"), "diagnose", "--json", "--", os.fspath(path)]
@@ -45,17 +45,17 @@ def diagnose(path: str | os.PathLike[str]) -> Verdict:
     try:
         return from_json(done.stdout, Verdict)
     except msgspec.DecodeError:
-        said = done.stderr.decode("utf-8", "replace").strip()
-        lines = [line.removeprefix(PREFIX) for line in said.splitlines()]
+        message = done.stderr.decode("utf-8", "replace").strip()
+        lines = [line.removeprefix(PREFIX) for line in message.splitlines()]
         raise UsageError("\n".join(lines) or f"diagnosing {os.fspath(path)} ended with {done.returncode}") from None
 
 
 def interpreter(module: str, function: str = "main") -> list[str]:
     """Returns the command that calls ``function`` of ``module`` in a new interpreter; it reads ``sys.argv``.
 
-    safelaunch is found where this interpreter has imported it from. Its directory comes last on the module path, so
-    that nothing in it shadows the standard library; the working directory, which may hold anybody's modules, is not
-    on it.
+    The new interpreter imports safelaunch from the same place as this one. That directory comes last on the module
+    path, so that nothing in it shadows the standard library; the working directory, which might hold any user's
+    modules, isn't on it.
     """
     root = os.fspath(Path(__file__).resolve().parents[2])
     code = f"import sys; sys.path[:1] = []; sys.path.append({root!r}); from {module} import {function} as f; f()"

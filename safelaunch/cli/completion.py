@@ -1,4 +1,4 @@
-"""``safelaunch completion SHELL``: the completion script of a shell, made as the package is built (hatch_build.py)."""
+"""``safelaunch completion SHELL``: the completion script of a shell, generated when the package is built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ For every new shell, add one line to its start-up file:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the script, or with ``--values`` the words that it asks for; returns 0."""
+    """Prints the script, or with ``--values`` the completions that it requests; returns 0."""
     words = parser().parse_args(argv)
     if words.values is not None:
         show("\n".join(_runs() if words.values == "runs" else _presets()))
@@ -32,19 +32,19 @@ def parser() -> Parser:
     """The command line of ``safelaunch completion``."""
     from argparse import SUPPRESS, RawDescriptionHelpFormatter
 
-    found = Parser(
+    command_line = Parser(
         "completion",
         description="Prints a script that completes subcommands, options, presets, runs and files.",
         epilog=_EPILOG,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    found.add_argument("shell", nargs="?", choices=tuple(SHELLS), metavar="SHELL", help=", ".join(SHELLS))
-    found.add_argument("--values", choices=("runs", "presets"), help=SUPPRESS)
-    return found
+    command_line.add_argument("shell", nargs="?", choices=tuple(SHELLS), metavar="SHELL", help=", ".join(SHELLS))
+    command_line.add_argument("--values", choices=("runs", "presets"), help=SUPPRESS)
+    return command_line
 
 
 def script(shell: str) -> str:
-    """The completion script of ``shell``. Raises SafelaunchError in a source tree that was not installed."""
+    """Returns the completion script of ``shell``. Raises SafelaunchError in a source tree that wasn't installed."""
     try:
         return resources.files("safelaunch.cli").joinpath(f"completions/{SHELLS[shell]}").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -54,7 +54,6 @@ def script(shell: str) -> str:
 
 
 def _runs() -> list[str]:
-    """The names and ids of this user's runs on this node."""
     from safelaunch.supervise.control.discover import look, our_roots
 
     runs = [run for run in look(our_roots()) if run.alive]

@@ -23,14 +23,14 @@ from safelaunch.system.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """A bundled script and the verdict that it must get. ``process``: how the culprit's process name begins."""
+    """A bundled script and the verdict that it must get."""
 
     name: str
     ranks: int
     cause: str
     culprit: int
     function: str
-    process: str
+    process: str  # start of the culprit's process name
     about: str
 
 
@@ -44,7 +44,7 @@ DEMOS = {
 }
 STALL_TIMEOUT_S = "3"
 INTERRUPTED = 130
-NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch warns once a rank; no demo uses it
+NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch warns once per rank; no demo uses it
 
 
 def main(argv: list[str]) -> int:
@@ -65,16 +65,20 @@ def main(argv: list[str]) -> int:
 
 def parser() -> Parser:
     """The command line of ``safelaunch demo``."""
-    found = Parser(
+    command_line = Parser(
         "demo",
         description="Runs a small script that hangs, under the watchdog, and checks the verdict. Needs no GPU.",
         epilog="demos:\n" + "\n".join(f"  {demo.name:<12}{demo.about}" for demo in DEMOS.values()),
         formatter_class=RawDescriptionHelpFormatter,
     )
-    found.add_argument("name", nargs="?", default="collective", metavar="NAME", help="the demo to run [collective]")
-    found.add_argument("--bundle-dir", default="safelaunch-bundles", metavar="DIR", help="where the bundle goes")
-    found.add_argument("--preset", action="append", default=[], metavar="NAME|FILE", help="run it under a preset")
-    return found
+    command_line.add_argument(
+        "name", nargs="?", default="collective", metavar="NAME", help="the demo to run [collective]"
+    )
+    command_line.add_argument("--bundle-dir", default="safelaunch-bundles", metavar="DIR", help="where the bundle goes")
+    command_line.add_argument(
+        "--preset", action="append", default=[], metavar="NAME|FILE", help="run it under a preset"
+    )
+    return command_line
 
 
 def _run(demo: Demo, bundle_dir: str, presets: list[str]) -> int:
@@ -99,7 +103,7 @@ def _bundles(demo: Demo, bundle_dir: str) -> set[Path]:
 
 
 def _run_to_its_end(command: list[str]) -> tuple[int, bool]:
-    """Its exit code, and whether somebody has stopped it. A key of the terminal reaches it as well as us."""
+    """Returns its exit code, and whether the user stopped it. A key of the terminal reaches it as well as us."""
     child = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": NO_NUMPY, **os.environ})
     stops: list[int] = []
 
@@ -122,10 +126,10 @@ def _judge(demo: Demo, code: int, bundle: Path | None, seconds: float) -> int:
     verdict = from_json((bundle / "verdict.json").read_bytes(), Verdict)
     first = verdict.culprits[0] if verdict.culprits else None
     function = first.frame.function.rpartition(".")[2] if first is not None and first.frame is not None else ""
-    found = (verdict.cause, [culprit.rank for culprit in verdict.culprits], function, code)
+    result = (verdict.cause, [culprit.rank for culprit in verdict.culprits], function, code)
     expected = (demo.cause, [demo.culprit], demo.function, 124)
-    if found != expected or first is None or not first.process.startswith(demo.process):
-        say(f"FAILED: expected {expected}, the verdict is {found}")
+    if result != expected or first is None or not first.process.startswith(demo.process):
+        say(f"FAILED: expected {expected}, the verdict is {result}")
         return 1
     say(f"the verdict is right, {seconds:.0f} s after the start; exit code {code}, as in a real run")
     say("next, your own script: put safelaunch where you would put torchrun")

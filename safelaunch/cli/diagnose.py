@@ -1,4 +1,4 @@
-"""``safelaunch diagnose PATH``: a verdict from files, at any time and on any machine."""
+"""``safelaunch diagnose PATH``: a verdict from files, whenever and wherever they are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from safelaunch.system.console import PREFIX, Display, display, folded, json_tex
 from safelaunch.system.errors import SafelaunchError, UsageError
 from safelaunch.system.printable import clean
 
-if TYPE_CHECKING:  # what shows something is imported for what is asked for: --json needs none of it
+if TYPE_CHECKING:  # modules that show something are imported on demand: --json needs none of them
     from safelaunch.report.calls import Selection
 
 REACHED, NOT_ENOUGH = 0, 1
@@ -48,17 +48,17 @@ _Cited = TypeVar("_Cited", Claim, ProofEdge)
 
 @dataclass(frozen=True)
 class _ChildOutput:
-    """The output and exit code; ``notes`` go to stderr; ``files``: the wanted files, by name."""
+    """The output and exit code of the child that reads the evidence."""
 
     code: int
     out: str
-    notes: tuple[str, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # go to stderr
+    files: Mapping[str, str] = field(default_factory=dict)  # content of the wanted files, by name
 
 
 @dataclass(frozen=True)
 class _ShownParts:
-    """What to show: the verdict, or a table of calls; and which of ``FILES`` to make."""
+    """What to show: the verdict, or a table of calls; and which of ``FILES`` to write."""
 
     as_json: bool
     table: Selection | None
@@ -66,10 +66,10 @@ class _ShownParts:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the verdict; returns 0 if it reached one, 1 if the evidence does not suffice, 2 if PATH holds none."""
+    """Prints the verdict; returns 0 with a verdict, 1 if the evidence is insufficient, 2 if PATH holds none."""
     words = parser().parse_args(argv)
     called = words.path or [_newest()]
-    paths = [Path("/dev/stdin") if one == "-" else working_directory() / one for one in called]
+    paths = [Path("/dev/stdin") if argument == "-" else working_directory() / argument for argument in called]
     targets = _targets(words.html, words.output)
     for path in paths:
         check_targets(path, targets.values())
@@ -79,24 +79,24 @@ def main(argv: list[str]) -> int:
     try:
         shown = " ".join(called)
         path = str(paths[0]) if len(paths) == 1 else shown
-        told = read_in_child(paths, shown, "diagnose", lambda found: _tell(found, path, wanted))
+        output = read_in_child(paths, shown, "diagnose", lambda output: _tell(output, path, wanted))
     finally:
         if collects:
             gc.enable()
-    for note in told.notes:
+    for note in output.notes:
         say(note)
-    if told.out:
-        put(told.out)
-    for name, text in told.files.items():
+    if output.out:
+        put(output.out)
+    for name, text in output.files.items():
         for target in targets[name]:
             _write(target, text)
             say(f"written: {clean(os.fspath(target))}")
-    return told.code
+    return output.code
 
 
 def parser() -> Parser:
     """The command line of ``safelaunch diagnose``."""
-    found = Parser(
+    command_line = Parser(
         "diagnose",
         description="Reads a bundle (or its .tar.gz), a folder of bundles of several nodes, a run directory, a plain "
         "folder of Flight Recorder dumps of any job, or any job's logs or stacks, as printed by py-spy, faulthandler, "
@@ -105,41 +105,41 @@ def parser() -> Parser:
         "writes nothing into it, and limits the memory and time of the process that reads it.",
         epilog="Exit code: 0 with a verdict, 1 if the evidence is not sufficient, 2 if PATH holds none.",
     )
-    add = found.add_argument
+    add = command_line.add_argument
     place = "a directory, a bundle's .tar.gz, or logs or stacks of one job [safelaunch-bundles/latest]"
     add("path", nargs="*", metavar="PATH", help=place)
     add("--json", action="store_true", help="print the document of verdict.json on stdout; with --calls, the calls")
     add("--html", metavar="FILE", help="write the report as one HTML file")
     add("-o", "--output", metavar="DIR", help=f"write {', '.join(FILES[:-1])} and {FILES[-1]} into DIR")
-    calls = found.add_argument_group("the recorded calls")
+    calls = command_line.add_argument_group("the recorded calls")
     add = calls.add_argument
     add("-j", "--calls", action="store_true", help="print the Flight Recorders' calls as a table, not the verdict")
     add("--ranks", type=_ranks, metavar="RANKS", help="only these ranks: 0,4-7 (implies --calls)")
     add("--groups", metavar="NAMES", help="only these process groups, by name or description: 0,tp (implies --calls)")
     add("--last", type=_count, metavar="N", help=f"the last N calls of each rank [{LAST}]; 0: all (implies --calls)")
-    return found
+    return command_line
 
 
 def _newest() -> str:
-    """The newest bundle of the runs that were started here. Raises UsageError if there is none."""
+    """Returns the newest bundle of the runs that were started here. Raises UsageError if there is none."""
     latest = bundle_dir_of((), os.environ, working_directory()) / "latest"
     if not latest.exists():
         place = seen_from_here(os.fspath(latest))
         raise UsageError(f"diagnose: there is no {clean(place)} here.", "Name a bundle, or a folder of dumps.")
-    found = seen_from_here(os.path.realpath(latest))
-    say(f"diagnosing {clean(found)}")
-    return found
+    seen_path = seen_from_here(os.path.realpath(latest))
+    say(f"diagnosing {clean(seen_path)}")
+    return seen_path
 
 
 def _ranks(text: str) -> frozenset[int]:
-    found: set[int] = set()
+    ranks: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part.strip(), re.ASCII)
         numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
         if not numbers or numbers[-1] >= MAX_RANKS:
             raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,4-7")
-        found |= set(numbers)
-    return frozenset(found)
+        ranks |= set(numbers)
+    return frozenset(ranks)
 
 
 def _count(text: str) -> int:
@@ -150,8 +150,8 @@ def _count(text: str) -> int:
 
 
 def _selection(words: argparse.Namespace) -> Selection | None:
-    given = (words.ranks, words.groups, words.last)
-    if not words.calls and all(value is None for value in given):
+    filters = (words.ranks, words.groups, words.last)
+    if not words.calls and all(value is None for value in filters):
         return None
     from safelaunch.report.calls import Selection
 
@@ -163,24 +163,24 @@ def _selection(words: argparse.Namespace) -> Selection | None:
 
 
 def _targets(html: str | None, output: str | None) -> dict[str, list[Path]]:
-    """The names of the wanted files, and where each goes."""
+    """Returns the names of the wanted files, with their destinations."""
     here = working_directory()
-    found: dict[str, list[Path]] = {}
+    files_by_name: dict[str, list[Path]] = {}
     if output is not None:
-        found = {name: [here / output / name] for name in FILES}
+        files_by_name = {name: [here / output / name] for name in FILES}
     if html is not None:
-        found.setdefault(HTML, []).append(here / html)
-    return found
+        files_by_name.setdefault(HTML, []).append(here / html)
+    return files_by_name
 
 
 def check_targets(path: Path, targets: Iterable[Sequence[Path]]) -> None:
-    """Raises UsageError if a file would go into the evidence, or into any bundle: they stay as they were written."""
+    """Raises UsageError if a file would go into the evidence or any bundle, which must stay unchanged."""
     from safelaunch.bundle.reading.bundles import is_bundle
 
     evidence = Path(os.path.realpath(path))
     for target in (target for several in targets for target in several):
         real = Path(os.path.realpath(target))
-        inside = next((one for one in (real, *real.parents) if one == evidence or is_bundle(one)), None)
+        inside = next((parent for parent in (real, *real.parents) if parent == evidence or is_bundle(parent)), None)
         if inside is not None:
             raise UsageError(
                 f"diagnose: {clean(os.fspath(target))} is within {clean(os.fspath(inside))}.",
@@ -191,7 +191,7 @@ def check_targets(path: Path, targets: Iterable[Sequence[Path]]) -> None:
 
 
 def _write(target: Path, text: str) -> None:
-    """Writes a file of this user alone, whole or not at all."""
+    """Writes a file for this user alone, whole or not at all."""
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, made = tempfile.mkstemp(prefix=f".{target.name[:64]}-", dir=target.parent)
@@ -208,8 +208,9 @@ def _write(target: Path, text: str) -> None:
 
 
 def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callable[[FoundEvidence], T]) -> T:
-    """What ``work`` makes of the evidence at ``paths``, in a bounded child; what it needs is imported before. Raises
-    UsageError if nothing can be read there.
+    """Returns the result of ``work`` for the evidence at ``paths``, computed in a bounded child.
+
+    Import what ``work`` needs before. Raises UsageError if nothing can be read there.
     """
     from safelaunch.bundle.reading import locate
     from safelaunch.bundle.reading.guard import in_child
@@ -223,87 +224,82 @@ def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callab
             return in_child(lambda: work(locate.read_folder(folder, Path(scratch))), locate.bounds_of([folder]))
     except Unreadable as error:
         why = clean(error.message)
-        # With a colon between them, redaction would take path and reason for the name and the value of a setting.
+        # With a colon in between, redaction would take path and reason for name and value of a setting.
         raise UsageError(f"cannot {command} {clean(called)}. {why[:1].upper()}{why[1:]}.", error.fix) from error
 
 
-def _tell(found: FoundEvidence, path: str, wanted: _ShownParts) -> _ChildOutput:
-    """The verdict on what was found at ``path``, in the child."""
+def _tell(reading: FoundEvidence, path: str, wanted: _ShownParts) -> _ChildOutput:
+    """Returns the verdict on the evidence at ``path``, in the child."""
     from safelaunch.verdict.diagnose import diagnose
 
     if wanted.table is not None and not wanted.files:
-        return _calls(found, wanted.table, as_json=wanted.as_json)
-    verdict = _with_next(_pointing_at(diagnose(found.evidence, read_source=found.read_source), found), found)
-    files = _files(verdict, found, wanted.files)
+        return _calls(reading, wanted.table, as_json=wanted.as_json)
+    verdict = _with_next(_pointing_at(diagnose(reading.evidence, read_source=reading.read_source), reading), reading)
+    files = _files(verdict, reading, wanted.files)
     document = json_text(msgspec.to_builtins(verdict))
     files |= {VERDICT: f"{document}\n"} if VERDICT in wanted.files else {}
     if wanted.table is not None:
-        return replace(_calls(found, wanted.table, as_json=wanted.as_json), files=files)
+        return replace(_calls(reading, wanted.table, as_json=wanted.as_json), files=files)
     code = REACHED if was_reached(verdict) else NOT_ENOUGH
     if wanted.as_json:
         return _ChildOutput(code, document, files=files)
-    if not (found.evidence.ranks or found.evidence.rendezvous or found.evidence.nodes):
-        return _ChildOutput(REACHED if found.remarks else NOT_ENOUGH, "", _closing(found), files)
+    if not (reading.evidence.ranks or reading.evidence.rendezvous or reading.evidence.nodes):
+        return _ChildOutput(REACHED if reading.remarks else NOT_ENOUGH, "", _closing(reading), files)
     on = display(1, os.environ)
     return _ChildOutput(
         code,
-        terminal_safe(_screen(verdict, found.evidence, path, on), color=on.color),
-        (*_notes(found), *_unexplained(found, verdict)),
+        terminal_safe(_screen(verdict, reading.evidence, path, on), color=on.color),
+        (*_notes(reading), *_unexplained(reading, verdict)),
         files,
     )
 
 
-def _unexplained(found: FoundEvidence, verdict: Verdict) -> list[str]:
-    """The exceptions in a log on which the verdict does not rest, and which are no effects of others."""
+def _unexplained(reading: FoundEvidence, verdict: Verdict) -> list[str]:
     cited = " ".join(claim.file for claim in verdict.evidence)
-    others = [error for error in found.errors if error.where not in cited]
-    return [f"also in the log: {clean(error.words)}" for error in others[:_MOST_OTHERS]]
+    uncited = [error for error in reading.errors if error.where not in cited]
+    return [f"also in the log: {clean(error.words)}" for error in uncited[:_MOST_OTHERS]]
 
 
-def _closing(found: FoundEvidence) -> tuple[str, ...]:
-    """The lines that are printed where nothing shows how a rank ended or where it waits."""
-    first, *rest = (*found.remarks, *found.summary) or ("nothing wrong seen",)
-    step = _under_safelaunch(found)
-    may_hang = (_MAY_HANG,) if found.is_quiet and not found.remarks else ()
-    return (*map(clean, (f"{found.what}: {first}", *rest)), *may_hang, f"{step.why}: {clean(step.command)}")
+def _closing(reading: FoundEvidence) -> tuple[str, ...]:
+    first, *rest = (*reading.remarks, *reading.summary) or ("nothing wrong seen",)
+    step = _under_safelaunch(reading)
+    may_hang = (_MAY_HANG,) if reading.is_quiet and not reading.remarks else ()
+    return (*map(clean, (f"{reading.what}: {first}", *rest)), *may_hang, f"{step.why}: {clean(step.command)}")
 
 
-def _with_next(verdict: Verdict, found: FoundEvidence) -> Verdict:
-    """Returns the verdict with a next command. Only a bundle knows how the job was started."""
-    if verdict.next is not None or found.bundles or any(rank.beacon for rank in found.evidence.ranks):
+def _with_next(verdict: Verdict, reading: FoundEvidence) -> Verdict:
+    if verdict.next is not None or reading.bundles or any(rank.beacon for rank in reading.evidence.ranks):
         return verdict
-    may_hang = found.evidence.printed is None and found.evidence.outcome == "hang"
-    return msgspec.structs.replace(verdict, next=_DUMP if may_hang else _under_safelaunch(found))
+    may_hang = reading.evidence.printed is None and reading.evidence.outcome == "hang"
+    return msgspec.structs.replace(verdict, next=_DUMP if may_hang else _under_safelaunch(reading))
 
 
-def _under_safelaunch(found: FoundEvidence) -> NextStep:
-    """Returns the command that runs the job under safelaunch: the one that its log shows, without secrets."""
+def _under_safelaunch(reading: FoundEvidence) -> NextStep:
     from safelaunch.system.redaction.redact import redact_argv
 
-    words = redact_argv(found.launch) or _ANY_LAUNCH
+    words = redact_argv(reading.launch) or _ANY_LAUNCH
     return NextStep("To run the job under safelaunch", " ".join(map(_as_typed, words)))
 
 
 def _as_typed(word: str) -> str:
-    """Quotes a word for a shell, but leaves the variables in it to that shell."""
     name = word[: word.find("=") + 1] if _ASSIGNMENT.match(word) else ""
     rest = word[len(name) :]
     return word if _WITH_VARIABLES.fullmatch(rest) or (name and not rest) else name + shlex.quote(rest)
 
 
-def _calls(found: FoundEvidence, chosen: Selection, *, as_json: bool) -> _ChildOutput:
-    """The table of calls: exit code 0 if it has any."""
+def _calls(reading: FoundEvidence, chosen: Selection, *, as_json: bool) -> _ChildOutput:
+    """Returns the table of calls, with exit code 0 if it has any."""
     from safelaunch.report import calls
     from safelaunch.verdict.rank_state import CaseFacts
 
-    shown = calls.table(CaseFacts.of(found.evidence), chosen)
+    shown = calls.table(CaseFacts.of(reading.evidence), chosen)
     code = REACHED if shown.rows else NOT_ENOUGH
-    notes = _notes(found)
+    notes = _notes(reading)
     if shown.unrecorded:
         notes.append(f"no Flight Recorder of rank {format_ranks(shown.unrecorded)}")
     if not shown.rows:
-        known = f" (groups: {', '.join(clean(name) for name in shown.groups)})" if shown.groups else ""
-        notes.append(f"no recorded call matches{known}")
+        known_groups = f" (groups: {', '.join(clean(name) for name in shown.groups)})" if shown.groups else ""
+        notes.append(f"no recorded call matches{known_groups}")
     if shown.more:
         text = f"only the newest calls of each rank are shown (--last {chosen.last})"
         notes.append(f"{text}: a line may lack ranks that made its call before these. --last 0 shows all")
@@ -313,8 +309,8 @@ def _calls(found: FoundEvidence, chosen: Selection, *, as_json: bool) -> _ChildO
     return _ChildOutput(code, folded(terminal_safe(table), room()), tuple(notes))
 
 
-def _files(verdict: Verdict, found: FoundEvidence, names: Collection[str]) -> dict[str, str]:
-    """The report, and the files for viewers."""
+def _files(verdict: Verdict, reading: FoundEvidence, names: Collection[str]) -> dict[str, str]:
+    """Returns the report, and the files for viewers."""
     if not names:
         return {}
     from safelaunch.bundle.reading import bundles
@@ -323,13 +319,13 @@ def _files(verdict: Verdict, found: FoundEvidence, names: Collection[str]) -> di
     from safelaunch.system.redaction.redactor import Redactor
     from safelaunch.verdict.rank_state import CaseFacts
 
-    about = bundles.about_all(found.bundles)
+    about = bundles.about_all(reading.bundles)
     redactor = Redactor()
-    facts = CaseFacts.of(found.evidence, user_source.text_for_stranger)
+    facts = CaseFacts.of(reading.evidence, user_source.text_for_stranger)
     made: dict[str, str] = {}
     if HTML in names:
-        elsewhere = replace(about, bundle="")  # the page has links to the files beside it, and there are none
-        data = page.content(verdict, found.evidence, facts=facts, said=redactor.said, about=elsewhere)
+        elsewhere = replace(about, bundle="")  # without links to the bundle's other files, which aren't there
+        data = page.content(verdict, reading.evidence, facts=facts, said=redactor.said, about=elsewhere)
         made[HTML] = template.render(redactor.tree(data))
     if PERFETTO in names:
         made[PERFETTO] = exports.as_json(redactor.tree(exports.perfetto(facts, about.bundle)))
@@ -337,25 +333,23 @@ def _files(verdict: Verdict, found: FoundEvidence, names: Collection[str]) -> di
 
 
 def was_reached(verdict: Verdict) -> bool:
-    """Whether the verdict names a rank or a node, or is certain that none is at fault: that is a verdict too."""
+    """Returns whether the verdict names a rank or a node, or is certain that none is at fault."""
     return bool(verdict.culprits or verdict.processes_at_fault or verdict.nodes_at_fault) or verdict.confidence != "low"
 
 
-def _pointing_at(verdict: Verdict, found: FoundEvidence) -> Verdict:
-    """The verdict with the files' present paths, and with the unreadable files in ``missing``."""
-    claims = tuple(_citing(claim, found) for claim in verdict.evidence)
-    proof = tuple(_citing(edge, found) for edge in verdict.proof)
-    problems = [_utf8(problem) for problem in found.problems[:_LISTED_PROBLEMS]]
-    problems += _more(len(found.problems) - _LISTED_PROBLEMS)
+def _pointing_at(verdict: Verdict, reading: FoundEvidence) -> Verdict:
+    claims = tuple(_citing(claim, reading) for claim in verdict.evidence)
+    proof = tuple(_citing(edge, reading) for edge in verdict.proof)
+    problems = [_utf8(problem) for problem in reading.problems[:_LISTED_PROBLEMS]]
+    problems += _more(len(reading.problems) - _LISTED_PROBLEMS)
     return msgspec.structs.replace(verdict, evidence=claims, proof=proof, missing=(*verdict.missing, *problems))
 
 
-def _citing(one: _Cited, found: FoundEvidence) -> _Cited:
-    return msgspec.structs.replace(one, file=_utf8(_real_name(one.file, found.files)))
+def _citing(cited: _Cited, reading: FoundEvidence) -> _Cited:
+    return msgspec.structs.replace(cited, file=_utf8(_real_name(cited.file, reading.files)))
 
 
 def _utf8(name: str) -> str:
-    """Text without undecodable bytes: a file name may contain any."""
     return name.encode("utf-8", "replace").decode()
 
 
@@ -371,18 +365,18 @@ def _real_name(name: str, files: Mapping[str, str]) -> str:
     return files[longest] + name[len(longest) :] if longest is not None and is_folder else name
 
 
-def _notes(found: FoundEvidence) -> list[str]:
-    least = "at least " if found.evidence.world_guessed else ""
-    others = len(found.evidence.labels)
-    known = len(found.evidence.ranks) - others
-    seen = [f"{known} of {least}{found.evidence.world_size} ranks"] if known and not others else []
-    seen += [f"{known} {'rank' if known == 1 else 'ranks'}"] if known and others else []
-    seen += [f"{others} {'process whose rank is' if others == 1 else 'processes whose ranks are'} not known"] * bool(
-        others
+def _notes(reading: FoundEvidence) -> list[str]:
+    least = "at least " if reading.evidence.world_guessed else ""
+    unnamed = len(reading.evidence.labels)
+    named = len(reading.evidence.ranks) - unnamed
+    parts = [f"{named} of {least}{reading.evidence.world_size} ranks"] if named and not unnamed else []
+    parts += [f"{named} {'rank' if named == 1 else 'ranks'}"] if named and unnamed else []
+    parts += [f"{unnamed} {'process whose rank is' if unnamed == 1 else 'processes whose ranks are'} not known"] * bool(
+        unnamed
     )
-    read = ": ".join(filter(None, (clean(found.what), " and ".join(seen))))
-    problems = [f"not read: {clean(problem)}" for problem in found.problems[:_SHOWN_PROBLEMS]]
-    return [read, *map(clean, found.remarks), *problems, *_more(len(found.problems) - _SHOWN_PROBLEMS)]
+    read = ": ".join(filter(None, (clean(reading.what), " and ".join(parts))))
+    problems = [f"not read: {clean(problem)}" for problem in reading.problems[:_SHOWN_PROBLEMS]]
+    return [read, *map(clean, reading.remarks), *problems, *_more(len(reading.problems) - _SHOWN_PROBLEMS)]
 
 
 def _screen(verdict: Verdict, evidence: Evidence, path: str, on: Display) -> str:

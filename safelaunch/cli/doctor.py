@@ -1,4 +1,4 @@
-"""``safelaunch doctor``: checks whether safelaunch can watch jobs here, and shows the fix for what fails.
+"""``safelaunch doctor``: checks whether safelaunch can watch jobs here, and shows the fix for each failure.
 
 ``doctor_node`` collects values, ``doctor_rules`` judges them (values in, a ``Check`` out), and ``examine`` runs all.
 """
@@ -50,33 +50,32 @@ def main(argv: list[str]) -> int:
 
 def parser() -> Parser:
     """The command line of ``safelaunch doctor``."""
-    found = Parser(
+    command_line = Parser(
         "doctor",
         description="Checks whether safelaunch can watch jobs on this node and in this environment, and shows the fix "
         "for each check that fails. Run it where the jobs run, as the user who runs them.",
     )
-    found.add_argument("--json", action="store_true", help="print one JSON document")
-    return found
+    command_line.add_argument("--json", action="store_true", help="print one JSON document")
+    return command_line
 
 
 class Document(msgspec.Struct, frozen=True):
-    """The --json document. ``result``: the worst of the checks'. ``user``: the uid for whom they hold."""
+    """The --json document."""
 
     schema: Literal[1]
     safelaunch: str
     host: str
-    user: int
-    result: CheckResult
+    user: int  # uid for which the checks hold
+    result: CheckResult  # the worst one
     checks: list[Check]
 
 
 def document(checks: tuple[Check, ...]) -> Document:
-    """The --json document."""
     return Document(1, __version__, socket.gethostname(), os.getuid(), worst(checks), list(checks))
 
 
 def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:
-    """One line for each check with its fix below, and a summary. On a narrow terminal, details stand below names."""
+    """Returns a line for each check with its fix below, and a summary. A narrow terminal has details below names."""
     column = max((len(check.name) for check in checks), default=0)
     indent = 9 + column + 2 if width >= 9 + column + 2 + _LEAST_DETAIL else 11
     lines: list[str] = []
@@ -98,13 +97,13 @@ def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DoctorSubject:
-    """The subject of the checks. ``torch`` None: not found, for the reason ``no_torch``."""
+    """The subject of the checks."""
 
     environ: Mapping[str, str]
     uid: int
     cwd: Path
     torch: torchrun.TorchInstallation | None
-    no_torch: SafelaunchError | None
+    no_torch: SafelaunchError | None  # reason why torch wasn't found
 
     @property
     def python(self) -> str:
@@ -112,7 +111,7 @@ class DoctorSubject:
 
 
 def examine(environ: Mapping[str, str], uid: int, cwd: Path) -> tuple[Check, ...]:
-    """All checks, in a fixed order. One that can't run becomes a warning. Takes some seconds."""
+    """Runs all checks, in a fixed order. One that can't run becomes a warning. Takes some seconds."""
     torch, problem = None, None
     try:
         torch = torchrun.find(environ)
@@ -135,7 +134,7 @@ def examine(environ: Mapping[str, str], uid: int, cwd: Path) -> tuple[Check, ...
 
 
 def worst(checks: tuple[Check, ...]) -> CheckResult:
-    """The worst result of the checks."""
+    """Returns the worst result of the checks."""
     return max((check.result for check in checks), key=RESULTS.index, default="ok")
 
 
@@ -183,9 +182,9 @@ def _torch(subject: DoctorSubject) -> tuple[Check | None, ...]:
 
 
 def _gpus(cuda: str | None) -> Check:
-    found = gpu.gpus()
-    count = len(found.value.gpus) if found.value is not None else 0
-    return rules.gpu_check(count, found.missing, found.kind, cuda, node.has_gpu_devices())
+    answer = gpu.gpus()
+    count = len(answer.value.gpus) if answer.value is not None else 0
+    return rules.gpu_check(count, answer.missing, answer.kind, cuda, node.has_gpu_devices())
 
 
 def _disks(subject: DoctorSubject) -> tuple[Check | None, ...]:
@@ -205,7 +204,7 @@ def _node(subject: DoctorSubject) -> tuple[Check | None, ...]:
 
 
 def _configuration(subject: DoctorSubject) -> tuple[Check | None, ...]:
-    """The configuration of a run started here: its environment, configuration file and bundle directory."""
+    """Checks the configuration of a run started here: its environment, configuration file and bundle directory."""
     own = {name: value for name, value in subject.environ.items() if name not in INTERNAL_ENV}
     try:
         version = subject.torch.version if subject.torch is not None else None

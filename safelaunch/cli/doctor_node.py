@@ -1,4 +1,4 @@
-"""Looks up the facts that ``rules`` judges: of this node, of reading a stack here, and of the torch that jobs use."""
+"""Collects the facts that ``doctor_rules`` judges, about this node, reading a stack here, and the jobs' torch."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ NAME_DEADLINE_S = 8.0
 
 
 def disk(path: Path) -> Disk:
-    """The file system of ``path``, or of the nearest existing directory above it."""
+    """Returns the file system of ``path``, or of the nearest existing directory above it."""
 
     def look() -> Disk:
         existing = path
         while not existing.exists() and existing != existing.parent:
             existing = existing.parent
-        found = os.statvfs(existing)
-        size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+        disk = os.statvfs(existing)
+        size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
         return Disk(os.fspath(path), size, free, kind(existing.resolve(), Path("/proc/self/mounts").read_text()))
 
     try:
@@ -58,7 +58,7 @@ def disk(path: Path) -> Disk:
 
 
 def kind(path: Path, mounts: str) -> str:
-    """The type of the file system under ``path``, from the text of ``/proc/mounts``."""
+    """Returns the type of the file system under ``path``, from the text of ``/proc/mounts``."""
     best, found = -1, ""
     for line in mounts.splitlines():
         words = line.split()
@@ -87,8 +87,9 @@ def run_root(root: Path) -> Check:
 
 
 def longest_socket(root: Path) -> int:
-    """The length in bytes of the longest socket path below ``root``: the kernel's greatest pid, 100 attempts, ranks in
-    the tens of thousands.
+    """Returns the length in bytes of the longest socket path below ``root``.
+
+    That is with the kernel's greatest pid, 100 attempts, and tens of thousands of ranks.
     """
     most = text_of("/proc/sys/kernel/pid_max").strip() or "4194304"
     run = RunPaths(root / f"r{most}-99")
@@ -130,9 +131,9 @@ def _addresses(host: str) -> list[str]:
 
 
 def left_behind(places: tuple[Path, ...]) -> Check:
-    found = find(places)
-    live = [item for item in found if item.alive]
-    dead = [os.fspath(item.directory) for item in found if item not in live]
+    library = find(places)
+    live = [item for item in library if item.alive]
+    dead = [os.fspath(item.directory) for item in library if item not in live]
     kept = [os.fspath(bundle) for place in places for bundle in sorted((place / "bundles").glob("*-*Z-*"))]
     return leftover_check(tuple(dead), tuple(kept), len(live))
 
@@ -141,14 +142,14 @@ def has_gpu_devices() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-# --- Reads the stack of a child as it would read a rank's, and looks up the kernel settings that allow it -------------
+# --- reading a child's stack like a rank's, and the kernel settings that allow it -------------------------------------
 
 
 FUNCTION = "a_rank_that_waits"
 START_DEADLINE_S = 20.0
 NATIVE_DEADLINE_S = 15.0
 
-# Like the beacon, the child names the process whose descendants may trace it (0: none). It exits when its stdin closes.
+# Like the beacon, the child names the process whose descendants can trace it (0: none). It exits when its stdin closes.
 PROGRAM = f"""
 import ctypes, sys
 tracer = int(sys.argv[1])
@@ -163,7 +164,7 @@ def {FUNCTION}():
 
 @contextmanager
 def child(python: str, tracer: int) -> Iterator[int]:
-    """Starts a process that waits, and gives its pid. Raises CaptureError if it does not start."""
+    """Starts a process that waits, and yields its pid. Raises CaptureError if it doesn't start."""
     process = subprocess.Popen(
         [str(Path(python).absolute()), "-c", PROGRAM, str(tracer)],
         stdin=subprocess.PIPE,
@@ -182,7 +183,7 @@ def child(python: str, tracer: int) -> Iterator[int]:
         try:
             process.wait(2.0)
         except subprocess.TimeoutExpired:
-            process.kill()  # the child may never have reached its wait
+            process.kill()  # the child might never have reached its wait
             process.wait()
         process.stdout.close()
 
@@ -200,7 +201,7 @@ def attempt(pid: int, *, native: bool = False) -> Trial:
 
 
 def trials(python: str) -> tuple[Trial, Trial, Trial]:
-    """Three trials: a child that allows tracing as a rank does, one that doesn't, and C frames of the first."""
+    """Tries a child that allows tracing as a rank does, one that doesn't, and C frames of the first."""
     try:
         with child(python, os.getpid()) as pid:
             like_a_rank = attempt(pid)
@@ -213,24 +214,24 @@ def trials(python: str) -> tuple[Trial, Trial, Trial]:
 
 
 def py_spy() -> tuple[str, str]:
-    """py-spy's path and version; both empty if it is not installed."""
+    """Returns py-spy's path and version; both empty if it isn't installed."""
     try:
         path = stacks.find_py_spy()
         output = command.run([path, "--version"], deadline_s=5.0)
     except CaptureError:
         return "", ""
-    found = re.search(rb"\d+\.\d+\.\d+", output.stdout)
-    return path, found[0].decode() if found else ""
+    match = re.search(rb"\d+\.\d+\.\d+", output.stdout)
+    return path, match[0].decode() if match else ""
 
 
 def python_of(python: str) -> tuple[int, int]:
-    """The interpreter's version, from the name of its real file; else this interpreter's version."""
-    found = re.fullmatch(r"python(\d+)\.(\d+)\w?", Path(python).resolve().name)
-    return (int(found[1]), int(found[2])) if found else sys.version_info[:2]
+    """Returns the interpreter's version, from the name of its real file; else this interpreter's version."""
+    match = re.fullmatch(r"python(\d+)\.(\d+)\w?", Path(python).resolve().name)
+    return (int(match[1]), int(match[2])) if match else sys.version_info[:2]
 
 
 def rights(environ: Mapping[str, str]) -> Rights:
-    """The kernel's settings for this process."""
+    """Returns the kernel's settings for this process."""
     facts = ptrace.tracing_facts(os.getpid())
     seccomp = re.search(r"^Seccomp:\s*(\d)", text_of("/proc/self/status"), re.MULTILINE)
     return Rights(
@@ -243,7 +244,7 @@ def rights(environ: Mapping[str, str]) -> Rights:
 
 
 def place(environ: Mapping[str, str], container: bool) -> Container:
-    """The kind of container: each needs a different fix."""
+    """Returns the kind of container, each of which needs a different fix."""
     if "KUBERNETES_SERVICE_HOST" in environ or Path("/var/run/secrets/kubernetes.io").exists():
         return "kubernetes"
     if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ:
@@ -257,21 +258,24 @@ _ID = re.compile(r"containers/([0-9a-f]{12})[0-9a-f]{52}/(?:userdata/)?(?:hostna
 
 
 def container(place: Container, mounts: str) -> str:
-    """The name of this pod or container in a command outside it: the host name, or an id if ``mounts`` hold it.
+    """Returns the name of this pod or container for commands outside it: the host name, or an id in ``mounts``.
 
-    A container in the network of its host has that host's name. ``mounts``: ``/proc/self/mountinfo``.
+    A container in the network of its host has that host's name.
+
+    Args:
+        mounts: Content of ``/proc/self/mountinfo``.
     """
-    found = _ID.search(mounts) if place != "kubernetes" else None
-    return found[1] if found else socket.gethostname()
+    match = _ID.search(mounts) if place != "kubernetes" else None
+    return match[1] if match else socket.gethostname()
 
 
-# --- Asks the interpreter that jobs will use whether it imports torch, runs the beacon, and serves dumps --------------
+# --- the interpreter of the jobs: whether it imports torch, runs the beacon, and serves dumps -------------------------
 
 
 TORCH_DEADLINE_S = 60.0
 INJECT = Path(beacon.__file__).parent / "inject"
 
-# torch's own interpreter runs this; it need not have safelaunch. The server must never be destroyed, so the process
+# torch's own interpreter, which need not have safelaunch, runs this. The server must never be destroyed, so the process
 # exits without cleaning up.
 TORCH_PROGRAM = """
 import json, os, shutil, socket, sys, tempfile, time
@@ -327,7 +331,7 @@ def ask(python: str, environ: Mapping[str, str], *, deadline_s: float = TORCH_DE
     without = [word for name in sorted(INTERNAL_ENV) for word in ("-u", name)]
     argv = ["env", *without, f"PYTHONPATH={path}", str(Path(python).absolute()), "-c", TORCH_PROGRAM, os.fspath(INJECT)]
     try:
-        # With -c, the working directory comes first on the module path, so it must not be one that others may write to.
+        # With -c, the working directory comes first on the module path, so no other user may write to it.
         output = command.run(argv, deadline_s=deadline_s, cwd=Path("/"))
     except CaptureError as error:
         return TorchProbe(problem=error.message)
@@ -337,11 +341,13 @@ def ask(python: str, environ: Mapping[str, str], *, deadline_s: float = TORCH_DE
 
 
 def parse(stdout: bytes, stderr: str, code: int | None) -> TorchProbe:
-    """The document on the program's last line, or the reason for having none."""
+    """Returns the document on the program's last line, or the reason for not having one."""
     lines = stdout.splitlines()
     try:
-        seen: dict[str, Any] = json.loads(lines[-1])
-        return TorchProbe(**seen)
+        report: dict[str, Any] = json.loads(lines[-1])
+        return TorchProbe(**report)
     except (IndexError, ValueError, TypeError):
-        said = stderr.strip().splitlines()
-        return TorchProbe(problem=f"import torch failed: {said[-1][:300] if said else f'exit status {code}'}")
+        lines_of_stderr = stderr.strip().splitlines()
+        return TorchProbe(
+            problem=f"import torch failed: {lines_of_stderr[-1][:300] if lines_of_stderr else f'exit status {code}'}"
+        )

@@ -1,4 +1,4 @@
-"""Judges the facts of a node for a watched job, by thresholds, with a fix for each that is missed."""
+"""Judges facts about a node for watched jobs against thresholds, and gives a fix for each failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safelaunch.model.words import size
 from safelaunch.system.console import COMMAND
 from safelaunch.system.errors import Failure
 
-# --- The result of one check of ``safelaunch doctor`` -----------------------------------------------------------------
+# --- the result of one check ------------------------------------------------------------------------------------------
 
 
 CheckResult = Literal["ok", "warning", "failed"]
@@ -20,16 +20,14 @@ RESULTS: tuple[CheckResult, ...] = ("ok", "warning", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check. ``detail``: what it found; ``fix``: what to do about it, in one or more lines.
-
-    ``warning``: safelaunch works, but with less evidence or at a risk to the job. ``failed``: a main function of
-    safelaunch does not work.
-    """
+    """One check."""
 
     name: str
+    # ``warning``: safelaunch works, but with less evidence or at a risk to the job. ``failed``: a main function of
+    # safelaunch doesn't work.
     result: CheckResult
-    detail: str
-    fix: str = ""
+    detail: str  # what it found
+    fix: str = ""  # one or more lines
 
 
 def ok(name: str, detail: str) -> Check:
@@ -44,7 +42,7 @@ def failed(name: str, detail: str, fix: str = "") -> Check:
     return Check(name, "failed", detail, fix)
 
 
-# --- Judges whether stacks can be read, by trials and the kernel's settings, with the fix for this environment --------
+# --- whether stacks can be read, by trials and the kernel's settings --------------------------------------------------
 
 
 Container = Literal["host", "docker", "podman", "kubernetes", "apptainer"]
@@ -78,20 +76,20 @@ _BY_HAND = "run py-spy by hand on any Python process of yours: py-spy dump --pid
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """An attempt to read a waiting child's stack, which took ``took_s`` seconds. ``problem`` empty: it succeeded."""
+    """An attempt to read a waiting child's stack."""
 
-    problem: str
+    problem: str  # empty: it succeeded
     took_s: float = 0.0
     kind: Failure = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """The settings that decide whether we may trace. ``yama``: ptrace_scope, None = off; ``seccomp`` 2 = a filter."""
+    """The settings that decide whether this process can trace others."""
 
-    yama: int | None
+    yama: int | None  # ptrace_scope; None: off
     capable: bool
-    seccomp: int
+    seccomp: int  # 2: a filter
     place: Container
     root: bool = False
 
@@ -103,7 +101,12 @@ class Rights:
 
 
 def py_spy_check(path: str, version: str, python: tuple[int, int]) -> Check:
-    """Checks py-spy. ``path`` empty: not installed; ``version``: its own answer, such as ``0.4.3``."""
+    """Checks py-spy.
+
+    Args:
+        path: Empty if it isn't installed.
+        version: Its own answer, such as ``0.4.3``.
+    """
     name = "py-spy"
     if not path:
         return failed(
@@ -134,7 +137,7 @@ def attach_check(trial: Trial, rights: Rights) -> Check:
 
 
 def remedy(rights: Rights) -> str:
-    """The fix for denied tracing."""
+    """Returns the fix for denied tracing."""
     on_host = "" if rights.place == "host" else "on the host: "
     if rights.yama == 3:
         return (
@@ -144,7 +147,7 @@ def remedy(rights: Rights) -> str:
     if rights.capable and rights.seccomp == 2:
         return _NO_SECCOMP[rights.place]
     if rights.yama in (1, 2) and not rights.capable:
-        # At 2, a rank's permission does not help. At 1 it does, but not for processes without a beacon.
+        # At 2, a rank's permission doesn't help. At 1 it does, but not for processes without a beacon.
         relax = f"{on_host}sudo sysctl kernel.yama.ptrace_scope={rights.yama - 1}"
         ways = [relax, _ADD_CAPABILITY[rights.place]]
         return "\nor ".join(ways if rights.place == "host" else ways[::-1])
@@ -159,8 +162,12 @@ def remedy(rights: Rights) -> str:
 def way_in(rights: Rights, own: str, as_root: str, container: str) -> str:
     """Returns the command that reads the stacks of a running job after the kernel has refused it.
 
-    ``own``, ``as_root``: the command that was refused, and what starts it as root. In a container, whose name is
-    ``container``, no running process can get the missing capability, but a new one can be started with it.
+    In a container, no running process can get the missing capability, but a new one can be started with it.
+
+    Args:
+        own: The refused command.
+        as_root: The command that runs it as root.
+        container: Name of the container, if any.
     """
     if rights.yama == 3 or rights.capable:
         return remedy(rights)
@@ -193,7 +200,7 @@ def native_check(trial: Trial) -> Check:
     return warning(name, f"{trial.problem}; a few verdicts are less certain without C frames")
 
 
-# --- Judges what the jobs' torch offers a watchdog, and whether the beacon starts in its processes --------------------
+# --- what the jobs' torch offers a watchdog, and whether the beacon starts in its processes ---------------------------
 
 
 OLDEST_TORCH = (2, 6)
@@ -202,13 +209,9 @@ SLOW_IMPORT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class TorchProbe:
-    """The answer of torch's interpreter. ``problem``: why there is none.
+    """The answer of torch's interpreter."""
 
-    ``handlers``: the HTTP status of each handler of its worker server, 0 without an answer. ``beacon``: our
-    sitecustomize ran; ``chained``: the user's own one, if any; ``isolated``: Python ignores its environment.
-    """
-
-    problem: str = ""
+    problem: str = ""  # reason why there is none
     python: str = ""
     cuda: str = ""
     import_s: float = 0.0
@@ -216,14 +219,14 @@ class TorchProbe:
     server: bool = False
     register: bool = False
     dump: bool = False
-    handlers: Mapping[str, int] = field(default_factory=dict)
-    beacon: bool = False
-    chained: str = ""
-    isolated: bool = False
+    handlers: Mapping[str, int] = field(default_factory=dict)  # HTTP status of each worker server handler; 0: no answer
+    beacon: bool = False  # our sitecustomize ran
+    chained: str = ""  # the user's own sitecustomize, if any
+    isolated: bool = False  # Python ignores its environment
 
 
 def version_check(version: str, package: str, options: int) -> Check:
-    """Checks torch's version. ``options``: the number of options read from torchrun's source; 0: our table is used."""
+    """Checks torch's version. ``options`` is the number of options in torchrun's source; 0: our table is used."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     where = f"{version or 'of unknown version'}, {package}"
     if numbers and numbers < OLDEST_TORCH:
@@ -248,7 +251,7 @@ def import_check(probe: TorchProbe) -> Check:
 
 
 def server_check(probe: TorchProbe) -> Check | None:
-    """Checks c10d's worker server, the door into a rank that hangs. None if torch was not imported."""
+    """Checks c10d's worker server, through which a hung rank is queried. None if torch wasn't imported."""
     name = "worker server"
     if probe.problem or not probe.distributed:
         return None
@@ -299,8 +302,12 @@ def beacon_check(probe: TorchProbe) -> Check | None:
 
 
 def gpu_check(count: int, missing: str, kind: Failure, cuda: str | None, devices: bool) -> Check:
-    """Checks NVML. ``missing``, ``kind``: why it gave nothing; ``cuda``: torch's version of it, empty for a build
-    without, None without torch; ``devices``: ``/dev/nvidia*`` exist.
+    """Checks NVML.
+
+    Args:
+        missing: Reason why it returned nothing, of kind ``kind``.
+        cuda: torch's version of CUDA; empty for a build without, None without torch.
+        devices: ``/dev/nvidia*`` exist.
     """
     if not missing:
         return ok("GPUs", f"NVML sees {count}")
@@ -319,9 +326,11 @@ def gpu_check(count: int, missing: str, kind: Failure, cuda: str | None, devices
 
 
 MIB = 1 << 20
-LEAST_ROOM = 64 * MIB  # a bundle of 8 ranks is 1-5 MB, a page and a ring 72 KB a rank; Flight Recorder dumps are more
+LEAST_ROOM = (
+    64 * MIB
+)  # a bundle of 8 ranks has 1-5 MB, a page and a ring 72 KB per rank; Flight Recorder dumps have more
 NO_ROOM = 8 * MIB
-SOCKET_PATH_MAX = 107  # bytes: sun_path of unix(7), without its end
+SOCKET_PATH_MAX = 107  # bytes: sun_path of unix(7) without its terminator
 LEAST_PORTS = 2000
 NETWORK_DISKS = ("nfs", "nfs4", "lustre", "cifs", "smb3", "gpfs", "beegfs", "ceph", "afs", "9p", "virtiofs", "fuse")
 STATIC_PORT = 29500  # torchrun's default rendezvous port on several nodes
@@ -329,13 +338,13 @@ STATIC_PORT = 29500  # torchrun's default rendezvous port on several nodes
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A file system. ``problem``: why its size is unknown; ``kind``: ``ext4``, ``tmpfs``, ``nfs4``, ..."""
+    """A file system."""
 
     path: str
     total: int = 0
     free: int = 0
-    kind: str = ""
-    problem: str = ""
+    kind: str = ""  # ``ext4``, ``tmpfs``, ``nfs4``, ...
+    problem: str = ""  # reason why its size is unknown
 
     @property
     def is_remote(self) -> bool:
@@ -359,12 +368,12 @@ def room_check(name: str, disk: Disk, what_for: str) -> Check:
 
 
 def bundle_check(disk: Disk) -> Check:
-    """The bundle directory, which may well be on a network disk: a bundle is copied there once it is complete."""
+    """Checks the bundle directory. A network disk is fine: a bundle is copied there once it is complete."""
     name = "bundle directory"
-    found = room_check(name, replace(disk, kind="") if disk.is_remote else disk, "bundles")
-    if found.result == "ok" and disk.is_remote:
+    check = room_check(name, replace(disk, kind="") if disk.is_remote else disk, "bundles")
+    if check.result == "ok" and disk.is_remote:
         return ok(name, f"{size(disk.free)} free of {size(disk.total)} on {disk.path} ({disk.kind}, a network disk)")
-    return found
+    return check
 
 
 def shm_check(disk: Disk, place: Container) -> Check:
@@ -378,12 +387,12 @@ def shm_check(disk: Disk, place: Container) -> Check:
     if not disk.problem and disk.total <= LEAST_ROOM:
         detail = f"{size(disk.total)} in all (a container's default): DataLoader workers may die of a bus error"
         return warning("/dev/shm", detail, more)
-    found = room_check("/dev/shm", disk, "DataLoader workers and NCCL")
-    return found if found.result == "ok" else Check(found.name, "warning", found.detail, more)
+    check = room_check("/dev/shm", disk, "DataLoader workers and NCCL")
+    return check if check.result == "ok" else Check(check.name, "warning", check.detail, more)
 
 
 def run_root_check(disk: Disk, problem: str) -> Check:
-    """Checks the place for run directories. ``problem``: why none can be created there."""
+    """Checks the place for run directories. ``problem`` is the reason why none can be created there."""
     if problem:
         fix = f"it must be yours, mode 0700 (ls -ld {disk.path}): move it away, or set XDG_RUNTIME_DIR"
         return failed("run directory", f"{disk.path}: {problem}, so safelaunch cannot watch jobs", fix)
@@ -391,7 +400,7 @@ def run_root_check(disk: Disk, problem: str) -> Check:
 
 
 def socket_check(root: str, longest: int) -> Check:
-    """Checks the lengths of socket paths. ``longest``: the longest, in bytes, that a run below ``root`` can have."""
+    """Checks the lengths of socket paths. ``longest`` is the longest, in bytes, of a run below ``root``."""
     detail = f"at most {longest} of {SOCKET_PATH_MAX} bytes below {root}"
     if longest > SOCKET_PATH_MAX:
         fix = "set XDG_RUNTIME_DIR to a shorter private directory, or unset it (then /tmp/safelaunch-<uid> is used)"
@@ -400,7 +409,13 @@ def socket_check(root: str, longest: int) -> Check:
 
 
 def port_check(bound: str, low: int, high: int) -> Check:
-    """Checks ports. ``bound``: why none could be bound on loopback; ``low``, ``high``: ip_local_port_range."""
+    """Checks ports.
+
+    Args:
+        bound: Reason why no port could be bound on loopback; empty if one could.
+        low: Start of ip_local_port_range.
+        high: Its end.
+    """
     if bound:
         return failed(
             "ports", f"no port of 127.0.0.1 can be bound: {bound}", "bring loopback up: sudo ip link set lo up"

@@ -1,4 +1,4 @@
-"""``safelaunch dump``: writes a bundle of a live run, or of a job that safelaunch did not start; the job continues.
+"""``safelaunch dump``: writes a bundle of a live run, or of a job that safelaunch didn't start; the job continues.
 
 Only the bundle's path goes to stdout.
 """
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     from safelaunch.capture.jobs import FoundJob
     from safelaunch.supervise.publishing import Report
 
-# Two looks (6 s each at most), the evidence (20 s), and the copy to a slow disk (60 s).
+# Two looks (at most 6 s each), the evidence (20 s), and the copy to a slow disk (60 s).
 DUMP_DEADLINE_S = 150.0
 T = TypeVar("T")
 
 
 class Document(DumpAnswer, frozen=True, kw_only=True):
-    """The --json document: the run's id and name, and what it has answered."""
+    """The --json document: the run's id and name, and its answer."""
 
     run: str
     name: str
 
 
 def main(argv: list[str]) -> int:
-    """Prints the bundle's path; returns 0 with a bundle, 1 without, 2 if RUN or PID does not name exactly one job."""
+    """Prints the bundle's path; returns 0 with a bundle, 1 without, 2 if RUN or PID doesn't name exactly one job."""
     words = parser().parse_args(argv)
     if words.pid is not None or words.all:
         return _dump_found(words)
@@ -62,7 +62,7 @@ def _dump_run(run: Run, words: Namespace) -> int:
 
 def parser() -> Parser:
     """The command line of ``safelaunch dump``."""
-    found = Parser(
+    command_line = Parser(
         "dump",
         description=(
             "Writes a bundle of a live run, with a verdict: what each rank is doing right now, on every node that "
@@ -70,19 +70,19 @@ def parser() -> Parser:
             "With --pid or --all, of a job that was started without safelaunch: its ranks on this node."
         ),
     )
-    which = found.add_mutually_exclusive_group()
+    which = command_line.add_mutually_exclusive_group()
     which.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid [the run started here]")
     which.add_argument("--pid", type=int, metavar="PID", help="the job of this process: a rank, its child, or torchrun")
     which.add_argument("--all", action="store_true", help="every job here that was started without safelaunch")
-    found.add_argument("--bundle-dir", metavar="DIR", help="where to write the bundle [the run's own directory]")
-    found.add_argument("--json", action="store_true", help="print run, bundle, summary and problem as JSON")
-    return found
+    command_line.add_argument("--bundle-dir", metavar="DIR", help="where to write the bundle [the run's own directory]")
+    command_line.add_argument("--json", action="store_true", help="print run, bundle, summary and problem as JSON")
+    return command_line
 
 
 def choose(runs: Sequence[Run], word: str | None, command: str = "dump") -> Run:
-    """The run that is meant: without a ``word``, the one that was started in this directory.
+    """Returns the requested run; without a ``word``, the one that was started in this directory.
 
-    Raises UsageError if several may be meant, or none; SafelaunchError if it can't be reached.
+    Raises UsageError if several runs match, or none; SafelaunchError if the run can't be reached.
     """
     alive = [run for run in runs if run.alive]
     chosen = one_of_each_job(select(alive, word) if word is not None else _of_this_directory(alive))
@@ -102,16 +102,17 @@ def choose(runs: Sequence[Run], word: str | None, command: str = "dump") -> Run:
 
 
 def _of_this_directory(runs: Sequence[Run]) -> Sequence[Run]:
-    """Else those that do not say where they were started."""
+    # Else, runs whose directory is unknown.
     here = os.fspath(working_directory())
     silent = [run for run in runs if run.status is None]
     return [run for run in runs if run.status is not None and run.status.cwd == here] or silent
 
 
 def answer_of(run: Run, request: ControlRequest, kind: type[T], deadline_s: float, meanwhile: str) -> T:
-    """What the run's supervisor answers. Raises SafelaunchError if it is of another version.
+    """Returns the answer of the run's supervisor. Raises SafelaunchError if that has another version.
 
-    ``meanwhile``: what becomes of the request if nobody waits for the answer any longer.
+    Args:
+        meanwhile: What becomes of the request if this process stops waiting for the answer.
     """
     try:
         data = ask(RunPaths(run.directory).control, request, deadline_s=deadline_s)
@@ -141,29 +142,31 @@ def _show(run: Run, answer: DumpAnswer, *, as_json: bool) -> int:
     return 0
 
 
-# --- a job that safelaunch did not start ------------------------------------------------------------------------------
+# --- a job that safelaunch didn't start -------------------------------------------------------------------------------
 
 
 def _dump_found(words: Namespace) -> int:
     from safelaunch.capture import jobs
 
     table = jobs.processes()
-    found = jobs.jobs_in(table, jobs.packages_of)
+    found_jobs = jobs.jobs_in(table, jobs.packages_of)
     if not words.all:
         try:
-            job = jobs.job_of(words.pid, table, found, jobs.described)
+            job = jobs.job_of(words.pid, table, found_jobs, jobs.described)
         except AccessDenied as error:
             raise _with_way_in(error, words) from error
         return _dump_run(_run_of(job), words) if _is_watched(job) else _attach(job, words)
-    unwatched = [job for job in found if not _is_watched(job) and any(map(jobs.packages_of, _pids(job)))]
+    unwatched = [job for job in found_jobs if not _is_watched(job) and any(map(jobs.packages_of, _pids(job)))]
     if not unwatched:
         raise _no_job(words, hidden=any(process.env is None for process in table.values()))
     return max([_attach_one_of(job, words) for job in unwatched])
 
 
 def _no_job(words: Namespace, hidden: bool) -> SafelaunchError:
-    """Returns the error for a node without a job. ``hidden``: the variables of some processes may not be read, even by
-    root if a security module forbids it.
+    """Returns the error for a node without a job.
+
+    Args:
+        hidden: The variables of some processes are unreadable; a security module can forbid that even to root.
     """
     from safelaunch.cli import doctor_node
 
@@ -175,7 +178,6 @@ def _no_job(words: Namespace, hidden: bool) -> SafelaunchError:
 
 
 def _attach_one_of(job: FoundJob, words: Namespace) -> int:
-    """Looks at one of several jobs: an error costs only its own bundle."""
     try:
         return _attach(job, words)
     except SafelaunchError as error:
@@ -184,15 +186,15 @@ def _attach_one_of(job: FoundJob, words: Namespace) -> int:
 
 
 def _with_way_in(error: AccessDenied, words: Namespace) -> AccessDenied:
-    """Adds to the error the command that can read what was refused."""
+    """Adds to the error the command that can read the refused process."""
     from safelaunch.cli import doctor_node, doctor_rules
 
     again = ["dump", *(["--all"] if words.all else ["--pid", str(words.pid)]), *(["--json"] if words.json else [])]
     place = _bundle_dir(words)
     is_usual = place == working_directory() / DEFAULT_BUNDLE_DIR
-    # As root, no variable or file of this user counts.
+    # As root, no variable or file of this user applies.
     as_root = commands.as_root([*again, *([] if is_usual else ["--bundle-dir", words.bundle_dir or os.fspath(place)])])
-    own = commands.own([*again, "--bundle-dir", os.fspath(place)])  # which starts in another directory
+    own = commands.own([*again, "--bundle-dir", os.fspath(place)])  # starts in another directory
     rights = doctor_node.rights(os.environ)
     container = doctor_node.container(rights.place, text_of("/proc/self/mountinfo"))
     way = doctor_rules.way_in(rights, shlex.join(own), shlex.join(as_root), container)
@@ -214,7 +216,7 @@ def _is_watched(job: FoundJob) -> bool:
 
 
 def _run_of(job: FoundJob) -> Run:
-    """The live run that the job belongs to. Raises SafelaunchError if it is another user's."""
+    """Returns the live run of the job. Raises SafelaunchError if it is another user's."""
     directory = Path(job.env["SAFELAUNCH_RUN_DIR"])
     run = next((run for run in look(our_roots()) if run.directory == directory and run.alive), None)
     if run is None:

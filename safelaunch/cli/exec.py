@@ -51,14 +51,15 @@ def main(words: list[str]) -> int:
     try:
         torch = torchrun.find(environ)
     except UsageError:
-        torch = None  # the command may have its own
+        torch = None  # the command might have its own
     settings = resolve(command.own, environ, working_directory(), lambda: torch.version if torch else None)
     check(settings)
     scripts = [place for place, word in enumerate(command.script) if word.endswith(".py")]
     late = misplaced(command.script[scripts[0] :]) if scripts else []
     for note in (*without_effect(settings), *mistakes_of_exec(command.script, environ), *late):
         say(note)
-    given = gather(replace(command, program=program), settings, environ, None)
+    resources_held = gather(replace(command, program=program), settings, environ, None)
     return start(
-        build_exec(command.script, program, settings, torch, surroundings(environ, given, ["exec", *words])), given
+        build_exec(command.script, program, settings, torch, surroundings(environ, resources_held, ["exec", *words])),
+        resources_held,
     )

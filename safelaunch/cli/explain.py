@@ -1,4 +1,4 @@
-"""``safelaunch explain CAUSE``: what a cause means, how safelaunch knows, an example, and the fix."""
+"""``safelaunch explain CAUSE``: the meaning of a cause, how safelaunch knows, an example, and the fix."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def main(argv: list[str]) -> int:
 
 def parser() -> Parser:
     """The command line of ``safelaunch explain``."""
-    found = Parser(
+    command_line = Parser(
         "explain",
         description="Explains a cause that a verdict names: what it means, how safelaunch knows, an example, and what "
         "to do. Without CAUSE, it lists all causes.",
     )
-    found.add_argument("cause", nargs="?", metavar="CAUSE", help="the cause, such as collective-mismatch")
-    return found
+    command_line.add_argument("cause", nargs="?", metavar="CAUSE", help="the cause, such as collective-mismatch")
+    return command_line
 
 
 def listed(width: int) -> str:
@@ -65,16 +65,14 @@ def explained(name: str, width: int) -> str:
 
 
 def _meaning(name: str) -> list[str]:
-    """Returns the paragraphs and lists of a cause without the markup of a page. A list has an item on each line."""
-    found = []
+    lines = []
     for paragraph in _parts(name)[0].strip().split("\n\n"):
         text = re.sub(r"\s*\n\s*(?!- )", " ", paragraph)
-        found.append(_EMPHASIS.sub(r"\1", _LINK.sub(r"\1", text)))
-    return found
+        lines.append(_EMPHASIS.sub(r"\1", _LINK.sub(r"\1", text)))
+    return lines
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """Returns the meaning of a cause, and its example."""
     meaning, _, example = (inspect.getdoc(CAUSES[name]) or "").partition(_EXAMPLE)
     return meaning, example.partition("```")[0]
 

@@ -1,4 +1,4 @@
-"""``safelaunch gpus``: this node's GPUs, who leases them, who uses them without a lease, and leftovers of dead runs."""
+"""``safelaunch gpus``: this node's GPUs, their leases, unleased use, and leftovers of dead runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from safelaunch.system.printable import clean
 from .parsing import Parser
 from .table import GAP, TextTable
 
-# --- The lines of ``safelaunch gpus``: the state of each GPU, from leases and NVML ------------------------------------
+# --- the lines: the state of each GPU, from leases and NVML -----------------------------------------------------------
 
 
 COLUMNS = ("gpu", "name", "memory", "state", "pid", "user", "since", "command")
@@ -38,7 +38,7 @@ STYLES: dict[State, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A GPU, its state, its holder (None: nobody) and the processes that NVML sees on it."""
+    """A GPU, its state, its holder, if any, and the processes that NVML sees on it."""
 
     gpu: LeasableGpu
     state: State
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row's cells, in the order of ``COLUMNS``."""
+        """The cells in the order of ``COLUMNS``."""
         return (
             self.gpu.label,
             clean(self.gpu.name).removeprefix("NVIDIA ") or "-",
@@ -60,26 +60,31 @@ class Row:
     @property
     def _who(self) -> tuple[str, str, str, str]:
         if self.holder is not None:
-            one = self.holder
-            return str(one.pid or "-"), one.user, moment(one.since_unix_s), cut(clean(one.command), 60)
+            lease_holder = self.holder
+            return (
+                str(lease_holder.pid or "-"),
+                lease_holder.user,
+                moment(lease_holder.since_unix_s),
+                cut(clean(lease_holder.command), 60),
+            )
         if not self.users:
             return "-", "-", "-", self.note or "-"
-        first, others = self.users[0], self.users[1:]
+        first, further = self.users[0], self.users[1:]
         command = cut(clean(first.command), 60) if first.command else "not visible from here"
-        more = f" (and pid {', '.join(str(user.pid) for user in others)})" if others else ""
+        more = f" (and pid {', '.join(str(user.pid) for user in further)})" if further else ""
         return str(first.pid), first.user or "-", moment(first.since_unix_s), command + more
 
 
-def rows(gpus: Sequence[LeasableGpu], held: Mapping[str, LeaseHolder], users: Mapping[int, User]) -> tuple[Row, ...]:
-    """One row per GPU."""
-    found = []
+def rows(gpus: Sequence[LeasableGpu], holders: Mapping[str, LeaseHolder], users: Mapping[int, User]) -> tuple[Row, ...]:
+    """Returns one row per GPU."""
+    table_rows = []
     for gpu in gpus:
         on_it = tuple(users.get(process.pid, User(process.pid)) for process in gpu.processes)
-        holder = held.get(gpu.uuid)
+        holder = holders.get(gpu.uuid)
         use = users_of(gpu)
         note = "" if on_it or not use else use if gpu.error else "no process is visible on it"
-        found.append(Row(gpu, _state(gpu, holder, on_it, use), holder, on_it, note))
-    return tuple(found)
+        table_rows.append(Row(gpu, _state(gpu, holder, on_it, use), holder, on_it, note))
+    return tuple(table_rows)
 
 
 def _state(gpu: LeasableGpu, holder: LeaseHolder | None, users: Sequence[User], use: str) -> State:
@@ -94,7 +99,7 @@ def _state(gpu: LeasableGpu, holder: LeaseHolder | None, users: Sequence[User], 
 
 @dataclass(frozen=True)
 class LeaseDocument:
-    """Who holds a GPU, or waits for one. ``alive``: the supervisor holds it, not only ranks that it left behind."""
+    """The holder of a GPU, or a waiter for one."""
 
     pid: int
     user: str
@@ -103,29 +108,29 @@ class LeaseDocument:
     command: str
     since_unix_s: float
     by: str
-    alive: bool
+    alive: bool  # the supervisor holds it, not just ranks that it left behind
 
 
 @dataclass(frozen=True)
 class ProcessDocument:
-    """A process that uses a GPU. ``left_over``: of a run whose supervisor is gone."""
+    """A process that uses a GPU."""
 
     pid: int
     user: str
     command: str
     since_unix_s: float
-    left_over: bool
+    left_over: bool  # of a run whose supervisor is gone
     memory_bytes: int | None
 
 
 @dataclass(frozen=True)
 class GpuDocument:
-    """A GPU, or a MIG instance of one. ``parent``: the UUID of the GPU."""
+    """A GPU, or a MIG instance of one."""
 
     gpu: str
     uuid: str
     name: str
-    parent: str | None
+    parent: str | None  # UUID of the instance's GPU
     memory_used_bytes: int | None
     memory_total_bytes: int | None
     state: State
@@ -136,21 +141,21 @@ class GpuDocument:
 
 @dataclass(frozen=True)
 class Document:
-    """The --json document. ``missing``: why there are no GPUs. ``waiting``: the jobs in the queue."""
+    """The --json document."""
 
-    missing: str
+    missing: str  # reason why there are no GPUs
     gpus: list[GpuDocument]
-    waiting: list[LeaseDocument]
+    waiting: list[LeaseDocument]  # jobs in the queue
 
 
 def document(table: Sequence[Row], waiting: Sequence[LeaseHolder], missing: str) -> Document:
-    """For ``--json``."""
-    return Document(missing, [_gpu(row) for row in table], [_holder(one) for one in waiting])
+    """Returns the --json document."""
+    return Document(missing, [_gpu(row) for row in table], [_holder(waiter) for waiter in waiting])
 
 
 def _gpu(row: Row) -> GpuDocument:
     gpu = row.gpu
-    seen = zip(row.users, gpu.processes, strict=True)
+    processes = zip(row.users, gpu.processes, strict=True)
     return GpuDocument(
         gpu.label,
         gpu.uuid,
@@ -161,18 +166,21 @@ def _gpu(row: Row) -> GpuDocument:
         row.state,
         gpu.error or row.note,
         _holder(row.holder) if row.holder is not None else None,
-        [ProcessDocument(**asdict(user), memory_bytes=process.memory_bytes) for user, process in seen],
+        [ProcessDocument(**asdict(user), memory_bytes=process.memory_bytes) for user, process in processes],
     )
 
 
-def _holder(one: LeaseHolder) -> LeaseDocument:
-    alive = one.by != "ranks"  # by its lock: a pid says nothing from another pid namespace
-    return LeaseDocument(one.pid, one.user, one.uid, one.name, one.command, one.since_unix_s, one.by, alive)
+def _holder(holder: LeaseHolder) -> LeaseDocument:
+    alive = holder.by != "ranks"  # by its lock: a pid means nothing in another pid namespace
+    return LeaseDocument(
+        holder.pid, holder.user, holder.uid, holder.name, holder.command, holder.since_unix_s, holder.by, alive
+    )
 
 
-def waiting_line(one: LeaseHolder) -> str:
-    """One job in the queue."""
-    return f"waiting: pid {one.pid} ({one.user}) since {moment(one.since_unix_s)}: {cut(clean(one.command), 60)}"
+def waiting_line(waiter: LeaseHolder) -> str:
+    """Returns the line of one job in the queue."""
+    command = cut(clean(waiter.command), 60)
+    return f"waiting: pid {waiter.pid} ({waiter.user}) since {moment(waiter.since_unix_s)}: {command}"
 
 
 def _memory(gpu: LeasableGpu) -> str:
@@ -185,57 +193,56 @@ LEAST = 12  # characters of a command or name on the narrowest terminal
 
 
 def main(argv: list[str]) -> int:
-    """Prints the GPUs; returns 0, even without GPUs, and 1 if the driver does not answer."""
+    """Prints the GPUs; returns 0, even without GPUs, and 1 if the driver doesn't respond."""
     words = parser().parse_args(argv)
-    found = inventory(os.environ)
-    held, waiting = _leases(found, store_of(os.environ))
-    table = rows(found.gpus, held, _users(found))
+    gpu_inventory = inventory(os.environ)
+    holders, waiting = _leases(gpu_inventory, store_of(os.environ))
+    table = rows(gpu_inventory.gpus, holders, _users(gpu_inventory))
     if words.json:
-        show_json(asdict(document(table, waiting, found.missing)))
-    elif not found.gpus:
-        say(f"no GPUs to show: {found.missing}")
+        show_json(asdict(document(table, waiting, gpu_inventory.missing)))
+    elif not gpu_inventory.gpus:
+        say(f"no GPUs to show: {gpu_inventory.missing}")
     elif sys.stdout.isatty():
         _print_rich(table, waiting)
     else:
-        show("\n".join([*as_table(table).lines(), *(waiting_line(one) for one in waiting)]), fold=True)
-    return 1 if found.trouble == "silent" else 0
+        show("\n".join([*as_table(table).lines(), *(waiting_line(waiter) for waiter in waiting)]), fold=True)
+    return 1 if gpu_inventory.trouble == "silent" else 0
 
 
 def parser() -> Parser:
     """The command line of ``safelaunch gpus``."""
-    found = Parser(
+    command_line = Parser(
         "gpus",
         description="The GPUs of this node: free, leased (by whom, since when), used without a lease, or left behind "
         "by a run that has ended.",
     )
-    found.add_argument("--json", action="store_true", help="print one JSON document")
-    return found
+    command_line.add_argument("--json", action="store_true", help="print one JSON document")
+    return command_line
 
 
-def _leases(found: Inventory, store: LeaseStore) -> tuple[dict[str, LeaseHolder], list[LeaseHolder]]:
+def _leases(gpu_inventory: Inventory, store: LeaseStore) -> tuple[dict[str, LeaseHolder], list[LeaseHolder]]:
     try:
-        return store.look(gpu.uuid for gpu in found.gpus), store.waiting()
+        return store.look(gpu.uuid for gpu in gpu_inventory.gpus), store.waiting()
     except StoreError as error:
         say(f"the table shows no leases: {error}")
         return {}, []
 
 
-def _users(found: Inventory) -> dict[int, User]:
-    """What /proc shows about the processes that NVML lists."""
-    pids = {process.pid for gpu in found.gpus for process in gpu.processes}
+def _users(gpu_inventory: Inventory) -> dict[int, User]:
+    pids = {process.pid for gpu in gpu_inventory.gpus for process in gpu.processes}
     return {pid: look(pid) for pid in pids}
 
 
-# --- showing ----------------------------------------------------------------------------------------------------------
+# --- the screen -------------------------------------------------------------------------------------------------------
 
 
-def as_table(found: Sequence[Row]) -> TextTable:
-    return TextTable(COLUMNS, [row.cells for row in found], RIGHT, [STYLES[row.state] for row in found])
+def as_table(table_rows: Sequence[Row]) -> TextTable:
+    return TextTable(COLUMNS, [row.cells for row in table_rows], RIGHT, [STYLES[row.state] for row in table_rows])
 
 
-def picture(found: Sequence[Row], width: int) -> Any:
-    """A table for a terminal. On a narrow one, commands and names are cut, but numbers and states are not."""
-    table = as_table(found)
+def picture(table_rows: Sequence[Row], width: int) -> Any:
+    """Returns a table for a terminal. On a narrow one, commands and names are cut, but not numbers and states."""
+    table = as_table(table_rows)
     widths = {name: table.width_of(name) for name in COLUMNS}
     for name in ("command", "name"):
         excess = sum(widths.values()) + GAP * (len(COLUMNS) - 1) - width
@@ -249,6 +256,6 @@ def _print_rich(table: Sequence[Row], waiting: Sequence[LeaseHolder]) -> None:
 
     console = Console()
     console.print(picture(table, console.width))
-    for one in waiting:
-        console.print(Text(redact(waiting_line(one)), style="dim"))
+    for waiter in waiting:
+        console.print(Text(redact(waiting_line(waiter)), style="dim"))
     console.print(Text(time.strftime("%H:%M:%S"), style="dim"))

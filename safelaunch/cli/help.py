@@ -1,4 +1,4 @@
-"""``safelaunch --help`` and ``safelaunch help [SUBCOMMAND]``: printed at once, without torch and without a parser.
+"""``safelaunch --help`` and ``safelaunch help [SUBCOMMAND]``: printed immediately, without torch and without a parser.
 
 The man page and the shells' completions have the same source: ``scripts/build/generate.py``.
 """
@@ -47,7 +47,7 @@ EXAMPLES = {
 
 
 def main(words: list[str]) -> int:
-    """Prints the help on a subcommand; without one, that on all of safelaunch."""
+    """Prints the help of a subcommand; without one, the help of safelaunch."""
     name = words[0] if words else ""
     if name in ("torchrun", "--help-torchrun"):
         return _torchrun()
@@ -60,7 +60,6 @@ def main(words: list[str]) -> int:
 
 
 def _torchrun() -> int:
-    """Lets the installed torchrun print its help; returns its exit code."""
     import os
     import subprocess
 
@@ -71,12 +70,12 @@ def _torchrun() -> int:
 
 
 def width() -> int:
-    """Columns for the help: those of the terminal, at most 100."""
+    """Returns the width of the help: the terminal's, but at most 100 columns."""
     return min(100, shutil.get_terminal_size((100, 24)).columns)
 
 
 def short_text(width: int) -> str:
-    """What safelaunch is, its usage and its subcommands."""
+    """Returns the description of safelaunch, its usage and its subcommands."""
     usage = "\n".join(f"{'usage:' if not at else '':<7}{line}" for at, line in enumerate(USAGE))
     return "\n\n".join(
         [
@@ -88,7 +87,7 @@ def short_text(width: int) -> str:
 
 
 def text(width: int) -> str:
-    """What ``safelaunch --help`` prints."""
+    """Returns the output of ``safelaunch --help``."""
     return "\n\n".join(
         [
             short_text(width),
@@ -102,10 +101,10 @@ def text(width: int) -> str:
 
 
 def show_usage() -> int:
-    """Without any word: a short help on stderr, and the exit code of a command that started nothing.
+    """Prints a short help on stderr; returns the exit code of a command that started nothing.
 
-    torchrun does so too: a script whose command came out empty must not take that for a job that succeeded.
+    torchrun does so too: a script whose command came out empty must not take that for a successful job.
     """
-    with suppress(OSError):  # nobody reads it
+    with suppress(OSError):  # without a reader
         print(f"{short_text(width())}\n\nAll options, exit codes and examples: safelaunch --help", file=sys.stderr)
     return 2

@@ -14,9 +14,11 @@ from safelaunch.system.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """A subcommand's parser. ``name``: the subcommand. Options count only if spelled in full.
+    """A subcommand's parser. Options count only if they are spelled in full.
 
-    ``after_dashes``: options of a job's own command line, which stands after ``--``.
+    Args:
+        name: The subcommand.
+        after_dashes: Options of a job's command line after ``--``.
     """
 
     def __init__(self, name: str, *, after_dashes: Collection[str] = (), **settings: Any) -> None:
@@ -25,18 +27,18 @@ class Parser(argparse.ArgumentParser):
         self._after_dashes = after_dashes
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse does it, but what it does not know is an error here, where the nearest option can be named."""
-        known, unknown = super().parse_known_args(args, namespace)
+        """Parses as argparse does, but raises an error for an unknown option, naming the nearest one."""
+        parsed, unknown = super().parse_known_args(args, namespace)
         option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
         if option in self._after_dashes:
             self.error(f"{option} is an option of the jobs: give it after `--`, before their script")
         if option:
             names = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
             self.error(f"there is no option {option}{did_you_mean(option, names)}")
-        return known, unknown
+        return parsed, unknown
 
     def format_help(self) -> str:
-        """As argparse makes it, and what is given as it stands has no longer lines either."""
+        """Formats as argparse does, and wraps the text that argparse keeps as it is."""
         return folded(super().format_help(), min(WIDTH, display(1, os.environ).width))
 
     def error(self, message: str) -> NoReturn:

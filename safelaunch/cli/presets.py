@@ -21,11 +21,11 @@ def main(argv: list[str]) -> int:
     """Prints the table, or one preset. Raises UsageError or PresetError; returns 0."""
     arguments = _parse(argv)
     if arguments.ref is None:
-        found = list_presets()
+        presets = list_presets()
         if arguments.json:
-            show_json([SummaryDocument(name=one.name, description=one.summary) for one in found])
+            show_json([SummaryDocument(name=preset.name, description=preset.summary) for preset in presets])
         else:
-            show(render_table(found).rstrip("\n"), fold=True)
+            show(render_table(presets).rstrip("\n"), fold=True)
         return 0
     chain = preset_chain([arguments.ref], cwd=Path.cwd())
     if arguments.json:
@@ -39,8 +39,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     arguments = parser().parse_intermixed_args(argv)
     words = [] if arguments.words == ["list"] else arguments.words
     if words and words[0] != "show":
-        known = words[0] in builtin_names(find_builtin_dir())
-        fix = f"to see it: safelaunch presets show {words[0]}" if known else f"usage: {_USAGE}"
+        is_builtin = words[0] in builtin_names(find_builtin_dir())
+        fix = f"to see it: safelaunch presets show {words[0]}" if is_builtin else f"usage: {_USAGE}"
         raise UsageError(f"presets: unexpected {words[0]!r}", fix)
     if words and len(words) != 2:
         raise UsageError("presets show takes one name or file.", f"usage: {_USAGE}")
@@ -49,18 +49,22 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def parser() -> Parser:
-    """The command line of ``safelaunch presets``."""
-    found = Parser("presets", usage=_USAGE, description="Lists the presets, or shows what one of them sets and why.")
-    found.add_argument("words", nargs="*", metavar="show NAME|FILE", help="a shipped preset, or a file of your own")
-    found.add_argument("--json", action="store_true", help="print JSON")
-    return found
+    """Returns the command line of ``safelaunch presets``."""
+    command_line = Parser(
+        "presets", usage=_USAGE, description="Lists the presets, or shows what one of them sets and why."
+    )
+    command_line.add_argument(
+        "words", nargs="*", metavar="show NAME|FILE", help="a shipped preset, or a file of your own"
+    )
+    command_line.add_argument("--json", action="store_true", help="print JSON")
+    return command_line
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
 def render_table(presets: tuple[Preset, ...]) -> str:
-    """One line for each preset: name and summary."""
+    """Returns a line for each preset: name and summary."""
     column = max((len(preset.name) for preset in presets), default=0) + 2
     lines = [f"{preset.name:<{column}}{preset.summary}" for preset in presets]
     lines += ["", "Show one: safelaunch presets show NAME", "Use one: safelaunch --preset NAME ... train.py"]
@@ -68,7 +72,7 @@ def render_table(presets: tuple[Preset, ...]) -> str:
 
 
 def render_preset(chain: tuple[Preset, ...], width: int) -> str:
-    """One preset (the last of ``chain``) with those it extends: description, variables, watchdog settings."""
+    """Returns one preset (the last of ``chain``) with its parents: description, variables, watchdog settings."""
     preset = chain[-1]
     rest = preset.description.removeprefix(preset.summary).strip()
     lines = [preset.name, *wrapped(preset.summary, width, "  ", "  "), *wrapped(rest, width, "  ", "  "), ""]
@@ -103,7 +107,7 @@ def _shown(value: object) -> str:
 
 
 def _settings(chain: tuple[Preset, ...]) -> Mapping[str, EnvSetting]:
-    """The merged settings for any version of torch: later wins."""
+    # The merged settings for any version of torch: later wins.
     return {setting.name: setting for preset in chain for setting in preset.env}
 
 
@@ -128,14 +132,14 @@ SettingDocument = TypedDict(
 
 
 class PresetDocument(TypedDict):
-    """What ``show --json`` prints of a preset. ``watchdog``: safelaunch's options that it sets, with their values."""
+    """The output of ``show --json`` for a preset."""
 
     name: str
     file: str
     description: str
     extends: list[str]
     env: list[SettingDocument]
-    watchdog: dict[str, str | float | bool | int]
+    watchdog: dict[str, str | float | bool | int]  # safelaunch's options that it sets
 
 
 def _document(chain: tuple[Preset, ...]) -> PresetDocument:

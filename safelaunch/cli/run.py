@@ -51,22 +51,22 @@ def main(words: list[str]) -> int:
 
         return show_help([HELP_TORCHRUN] if of_torchrun else [])
     settings = _settings(command, options, environ, torch)
-    given = resources.gather(command, settings, environ, torch)
+    held_resources = resources.gather(command, settings, environ, torch)
 
-    def planned(given: JobResources) -> Plan:
-        return build(given.command, settings, torch, surroundings(environ, given, words))
+    def planned(new_resources: JobResources) -> Plan:
+        return build(new_resources.command, settings, torch, surroundings(environ, new_resources, words))
 
-    def again(given: JobResources) -> tuple[Plan, JobResources]:
-        other = resources.with_another_port(given, settings, environ)
+    def again(new_resources: JobResources) -> tuple[Plan, JobResources]:
+        other = resources.with_another_port(new_resources, settings, environ)
         return planned(other), other
 
-    return start(planned(given), given, again)
+    return start(planned(held_resources), held_resources, again)
 
 
 def _settings(
     command: CommandLine, options: Collection[str] | None, environ: Mapping[str, str], torch: TorchInstallation
 ) -> Settings:
-    """The settings of the run. Raises UsageError if nothing could be started; prints what the user may not expect."""
+    """Returns the settings of the run, and prints surprising ones. Raises UsageError if nothing could be started."""
     settings = resolve(command.own, environ, working_directory(), lambda: torch.version)
     check(settings)
     why, notes = "", []
@@ -86,9 +86,9 @@ def _settings(
 
 
 def understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] | None:
-    """torchrun's options that are given, in full; None where torchrun is going to reject one.
+    """Returns torchrun's given options in full; None if torchrun will reject one.
 
-    Raises UsageError if that one is like another option of torchrun or of ours.
+    Raises UsageError if the rejected option resembles another option of torchrun or safelaunch.
     """
     meanings = dict(options_given(command.torchrun, torchrun.KNOWN))
     if not all(meanings.values()):
@@ -102,16 +102,16 @@ def understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] | 
     return None if unknown else {name for meant in meanings.values() for name in meant}
 
 
-def _nearest(option: str, known: Iterable[str]) -> str:
-    """Without the dashes, which are alike in all of them."""
-    found = nearest(option.lstrip("-"), [name[2:] for name in known if name.startswith("--")], 0.7)
-    return f"--{found}" if found else ""
+def _nearest(option: str, options: Iterable[str]) -> str:
+    # Without the dashes, which all options have.
+    match = nearest(option.lstrip("-"), [name[2:] for name in options if name.startswith("--")], 0.7)
+    return f"--{match}" if match else ""
 
 
 def _why_no_script(
     command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: TorchInstallation
 ) -> str:
-    """Why there is nothing to run, in one line; empty if there is."""
+    """Returns why there is nothing to run, in one line; empty if there is a script."""
     if not command.script:
         return "the script is missing (usage: safelaunch [options] script.py [script args...])"
     why = why_missing(command.script, options, environ, torch.python)
@@ -124,21 +124,31 @@ def _why_no_script(
     return why
 
 
-def surroundings(environ: dict[str, str], given: JobResources, typed: Sequence[str]) -> Surroundings:
-    """The plan's inputs besides the command line: the job's resources, and the path of its run directory.
+def surroundings(environ: dict[str, str], resources_of_job: JobResources, typed: Sequence[str]) -> Surroundings:
+    """Returns the plan's inputs besides the command line: the job's resources, and the path of its run directory.
 
-    ``typed``: the words behind ``safelaunch``.
+    Args:
+        typed: The words after ``safelaunch``.
     """
     run_dir = run_root(environ, os.getuid()) / f"r{os.getpid()}"
-    return Surroundings(environ, run_dir, os.getpid(), given.visible_gpus, given.rank_locks, given.note, tuple(typed))
+    return Surroundings(
+        environ,
+        run_dir,
+        os.getpid(),
+        resources_of_job.visible_gpus,
+        resources_of_job.rank_locks,
+        resources_of_job.note,
+        tuple(typed),
+    )
 
 
 def start(
-    plan: Plan, given: JobResources, again: Callable[[JobResources], tuple[Plan, JobResources]] | None = None
+    plan: Plan, resources_of_job: JobResources, again: Callable[[JobResources], tuple[Plan, JobResources]] | None = None
 ) -> int:
     """Starts the job of ``plan`` and waits for its end; with ``--dry-run`` only prints the plan.
 
-    ``again``: see ``session.run``.
+    Args:
+        again: See ``supervise.run.run``.
     """
     if plan.settings.dry_run:
         show(describe(plan, room()), fold=True)
@@ -146,6 +156,6 @@ def start(
     from safelaunch.supervise import run as session
 
     try:
-        return session.run(plan, given, again)
+        return session.run(plan, resources_of_job, again)
     except OSError as error:
         raise UsageError(f"{plan.argv[0]} could not be started: {error.strerror or error}") from error

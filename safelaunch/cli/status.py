@@ -1,4 +1,4 @@
-"""``safelaunch status [RUN]``: every run of this user on this node, and its ranks; --watch refreshes it."""
+"""``safelaunch status [RUN]``: all runs of this user on this node, and their ranks; --watch refreshes it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from .table import ENDLESS, TextTable
 
 REFRESH_S = 1.0
 PLAIN_REFRESH_S = 5.0
-MOST_READ = 64  # bundles, to find that of a run that has ended
+MOST_READ = 64  # bundles to read in search of the one of a run that has ended
 LARGEST_VERDICT = 4 << 20
 NONE_LIVE = "you have no runs on this node"
 _RIGHT = frozenset({"rank", "pid", "step", "rate", "age"})
-NOTE_WIDTH = 28  # beyond which it may go on in the next line
+NOTE_WIDTH = 28  # longer notes can continue on the next line
 _LESS_WANTED = ("signals", "phase", "state", "pid")
 
 
 def main(argv: list[str]) -> int:
-    """Prints the runs; returns 0, even without runs, and 2 if RUN does not exist."""
+    """Prints the runs; returns 0, even without runs, and 2 if RUN doesn't exist."""
     words = parser().parse_args(argv)
     if words.json and words.watch:
         raise UsageError("status: --json and --watch exclude each other.", "Leave one of them out.")
@@ -59,19 +59,21 @@ def main(argv: list[str]) -> int:
 
 def parser() -> Parser:
     """The command line of ``safelaunch status``."""
-    found = Parser(
+    command_line = Parser(
         "status",
         description="Shows your runs on this node: each rank's step, rate, age of its last step and phase, and when "
         "safelaunch would suspect a hang.",
     )
-    found.add_argument("run", nargs="?", metavar="RUN", help="only this run: run id (r4711), name, or supervisor's pid")
-    found.add_argument("--watch", action="store_true", help="show a live screen")
-    found.add_argument("--json", action="store_true", help="print one JSON document: a list of runs")
-    return found
+    command_line.add_argument(
+        "run", nargs="?", metavar="RUN", help="only this run: run id (r4711), name, or supervisor's pid"
+    )
+    command_line.add_argument("--watch", action="store_true", help="show a live screen")
+    command_line.add_argument("--json", action="store_true", help="print one JSON document: a list of runs")
+    return command_line
 
 
 def choose(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
-    """The runs that ``word`` names; prints a note if several match. Raises UsageError if none does."""
+    """Returns the runs that ``word`` names; prints a note if several match. Raises UsageError if none does."""
     chosen = select(runs, word)
     if word is not None and not chosen:
         raise UsageError(f"status: no run is called {word!r}.", describe(runs))
@@ -89,23 +91,23 @@ class AnsweringRun(RunStatus, frozen=True, kw_only=True):
 
 
 class SilentRun(msgspec.Struct, frozen=True):
-    """A run for --json whose supervisor gave no answer. ``problem``: why; ``alive``: the supervisor is."""
+    """A run for --json whose supervisor gave no answer."""
 
     run: str
     supervisor_pid: int | None
     directory: str
-    alive: bool
-    problem: str
+    alive: bool  # the supervisor is
+    problem: str  # reason why it gave none
 
 
 def document(run: Run) -> dict[str, Any]:
-    """One run for --json: the supervisor's answer, if any, and always ``directory``, ``alive`` and ``problem``."""
+    """Returns a run for --json: the supervisor's answer, if any, with ``directory``, ``alive`` and ``problem``."""
     directory = os.fspath(run.directory)
-    found: AnsweringRun | SilentRun = SilentRun(run.id, run.pid, directory, run.alive, run.problem)
+    answer: AnsweringRun | SilentRun = SilentRun(run.id, run.pid, directory, run.alive, run.problem)
     if run.status is not None:
-        said = msgspec.structs.asdict(run.status)
-        found = AnsweringRun(**said, directory=directory, alive=run.alive, problem=run.problem)
-    document: dict[str, Any] = msgspec.to_builtins(found)
+        fields = msgspec.structs.asdict(run.status)
+        answer = AnsweringRun(**fields, directory=directory, alive=run.alive, problem=run.problem)
+    document: dict[str, Any] = msgspec.to_builtins(answer)
     return document
 
 
@@ -113,7 +115,11 @@ def document(run: Run) -> dict[str, Any]:
 
 
 def text(runs: Sequence[Run], now_unix_s: float, width: int | None = None) -> str:
-    """All runs as aligned lines, separated by empty lines; ``width``: of a terminal, on which no word is to break."""
+    """Returns all runs as aligned lines, separated by empty lines.
+
+    Args:
+        width: That of a terminal, on which no word is to break.
+    """
     return "\n\n".join("\n".join(_lines(run, now_unix_s, width)) for run in runs)
 
 
@@ -126,7 +132,7 @@ def _lines(run: Run, now_unix_s: float, width: int | None) -> list[str]:
         lines.append("  no rank has started yet")
     elif width is None or "signals" in table.fitted(width - 2).columns:
         lines += table.fitted(width - 2 if width else ENDLESS).lines(indent="  ")
-    else:  # a note goes on in its column, which is the last one then
+    else:  # a note continues in its column, which is then the last one
         lines += table.without("signals").fitted(width - 2, NOTE_WIDTH).lines(width, "  ")
     if run.status.nodes:
         lines += ["", *TextTable(NODE_COLUMNS, [*map(node_cells, run.status.nodes)], _RIGHT).lines(indent="  ")]
@@ -140,7 +146,7 @@ def _broken(lines: Sequence[str], width: int | None) -> list[str]:
 
 
 def headline(status: RunStatus, now_unix_s: float) -> str:
-    """One line: the run and its state."""
+    """Returns one line with the run and its state."""
     there = len(status.ranks)
     count = (
         f"{there} rank{'s' * (there != 1)}" if there == status.world_size else f"{there} of {status.world_size} ranks"
@@ -153,14 +159,17 @@ def headline(status: RunStatus, now_unix_s: float) -> str:
 
 
 def details(status: RunStatus) -> list[str]:
-    """The command, its directory, when safelaunch would suspect a hang, and what it saw while the job was quiet."""
+    """Returns the command, its directory, when safelaunch would suspect a hang, and the early looks."""
     early = status.early
     return [
         f"{clean(shlex.join(status.command))}  (in {clean(status.cwd)})",
         f"suspects a hang after {status.threshold_s:g} s without a step ({clean(status.threshold_why)})",
         *(f"note: {clean(note)}" for note in status.notes),
-        *(f"{time.strftime('%H:%M:%S', time.localtime(one.unix_s))} {clean(in_status(one))}" for one in early[-3:]),
-        *(f"wrong result: {clean(one.words)}" for one in status.wrong_results),
+        *(
+            f"{time.strftime('%H:%M:%S', time.localtime(early_look.unix_s))} {clean(in_status(early_look))}"
+            for early_look in early[-3:]
+        ),
+        *(f"wrong result: {clean(wrong_result.words)}" for wrong_result in status.wrong_results),
         *([f"the state of the other nodes is unknown: {clean(status.alone)}"] if status.alone else []),
     ]
 
@@ -169,7 +178,7 @@ def details(status: RunStatus) -> list[str]:
 
 
 def _watch(word: str | None) -> int:
-    """Shows the runs until Ctrl-C, or until the requested run has ended; then says how."""
+    """Shows the runs until Ctrl-C, or until the requested run has ended; then prints its outcome."""
     seen = {run.id: run for run in choose(look(our_roots()), word)}
 
     def again() -> tuple[Run, ...]:
@@ -199,15 +208,15 @@ class _RunVerdict(msgspec.Struct):
 
 
 def ending(run: Run) -> list[str]:
-    """How a run has ended: outcome, cause and bundle of its newest incident, as its bundle directory has them."""
+    """Returns how a run ended: outcome, cause and bundle of its newest incident, from its bundle directory."""
     status = run.status
     if status is None:
         return [f"{run.id} has ended"]
     head = f"{status.run} ({clean(status.name)}) has ended"
-    found = _newest_bundle(status)
-    if found is None:
+    bundle = _newest_bundle(status)
+    if bundle is None:
         return [f"{head}; it left no bundle of a hang or crash"]
-    path, verdict = found
+    path, verdict = bundle
     outcome = "a bundle of a possible hang" if verdict.outcome == "suspect" else verdict.outcome
     return [
         f"{head}: {clean(outcome)}, {clean(verdict.cause)}",
@@ -217,7 +226,7 @@ def ending(run: Run) -> list[str]:
 
 
 def _newest_bundle(status: RunStatus) -> tuple[Path, _RunVerdict] | None:
-    """The newest bundle of a run, except those that somebody asked for."""
+    """Returns the newest bundle of a run, except requested ones."""
     begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(status.started_unix_s))
     directory = Path(status.bundle_dir or "/nowhere")
     try:
@@ -250,7 +259,7 @@ def _watch_plain(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
 
 
 def _watch_terminal(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
-    """On a screen of its own, which a signal leaves as it was."""
+    """Shows the runs on an alternate screen, which a signal restores."""
     from rich.live import Live
 
     encoding = sys.stdout.encoding or "ascii"

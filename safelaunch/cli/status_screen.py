@@ -1,7 +1,7 @@
 """The ranks and nodes of a run as cells, and the screen of ``status --watch``: runs in, lines of a given size out.
 
-A screen is small and a job may be large: ranks that are alike share a line, and those that stand out come first. Of
-several runs, each has two lines.
+A screen is small and a job can be large: equal ranks share a line, and conspicuous ones come first. Several runs have
+two lines each.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ COLUMNS = ("rank", "pid", "state", "step", "rate", "age", "phase", "note", "sign
 NODE_COLUMNS = ("node", "ranks", "step", "state", "doing", "note")
 # Ranks that meet in every step differ by at most one, because their pages are read one after the other.
 BEHIND_STEPS = 2
-# As a share of the threshold. Below this, an old step is normal: every job has pauses.
+# Share of the threshold. Below this, an old step is normal: every job has pauses.
 LATE = 0.5
 
 Mood = Literal["good", "behind", "late", "quiet"]
 CellStyle = Literal["plain", "bold", "dim", "warn", "alarm", "title", "good"]
 
 SPARK_CELLS, SPARK_CELL_S = 24, 5.0
-MANY_RANKS = 8  # from here on, ranks that are alike share a line
-LEAST_ROWS = 4  # of the table of ranks
+MANY_RANKS = 8  # from here on, equal ranks share a line
+LEAST_ROWS = 4  # in the table of ranks
 _LONGEST_RANKS, _LEAST_DOING = 24, 24  # columns of the terminal
 _COLUMNS = ("ranks", "state", "step", "rate", "age", "rss", "gpu", "doing")
 _RIGHT = frozenset({"step", "rate", "age", "rss", "gpu"})
 _LESS_WANTED = ("rss", "state", "rate", "gpu")
-# As rich names them; where colour is off, what is bold stays so.
+# rich's names; without colour, bold stays.
 _RICH = {"plain": "", "bold": "bold", "dim": "dim", "warn": "bold yellow", "alarm": "bold red", "title": "bold cyan"}
 _STYLES: dict[Mood, CellStyle] = {"good": "plain", "behind": "warn", "late": "alarm", "quiet": "dim"}
 _STATES = {
@@ -52,21 +52,21 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class StatusRow:
-    """The cells of one rank, in the order of ``COLUMNS``, and whether it stands out; ``note``: by what."""
+    """The cells of one rank, in the order of ``COLUMNS``."""
 
     cells: tuple[str, ...]
     mood: Mood
-    note: str = ""
+    note: str = ""  # why it is conspicuous
 
 
 def rows(status: RunStatus) -> tuple[StatusRow, ...]:
-    """One row for each rank of this node."""
+    """Returns one row for each rank of this node."""
     furthest = max((rank.step for rank in status.ranks if rank.step is not None), default=None)
     return tuple(_row(rank, furthest, status.threshold_s) for rank in sorted(status.ranks, key=lambda item: item.rank))
 
 
 def node_cells(node: NodeStatus) -> tuple[str, ...]:
-    """The cells of a node of a job of several, below ``NODE_COLUMNS``."""
+    """Returns the cells of a node, in the order of ``NODE_COLUMNS``."""
     return (
         clean(node.host),
         clean(node.ranks) or "-",
@@ -99,7 +99,7 @@ def _row(rank: RankStatus, furthest: int | None, threshold_s: float) -> StatusRo
 
 
 def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[Mood, str]:
-    """How far this rank is behind the furthest one, or the share of the threshold that passed without a step."""
+    """Returns how far this rank is behind the furthest one, or the share of the threshold without a step."""
     if rank.age_s is None or rank.state in ("exited", "paused"):
         return "quiet", ""
     behind = (furthest or 0) - (rank.step or 0) if rank.step is not None else 0
@@ -112,7 +112,7 @@ def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[
 
 
 def told(status: RunStatus) -> str:
-    """The watch's state in words, whether no rank makes a step, and which ranks are behind."""
+    """Returns the watch's state in words, whether no rank makes a step, and which ranks are behind."""
     words = _STATES[status.watch][0] if status.watch in _STATES else clean(status.watch)
     words = f"{'undecided: ' if status.watch == 'undecided' else ''}{words}{_standing(status)}"
     slow = stragglers(status.ranks)
@@ -123,27 +123,27 @@ def told(status: RunStatus) -> str:
 
 
 def stepping(status: RunStatus) -> list[RankStatus]:
-    """The ranks that make steps."""
+    """Returns the ranks that make steps."""
     return [
         rank for rank in status.ranks if rank.step is not None and rank.state != "exited" and rank.age_s is not None
     ]
 
 
 def standing_s(status: RunStatus) -> float:
-    """Seconds since the newest step of any rank, if that is far longer than usual and no rank announced it; else 0."""
-    quiet_s = min((one.age_s for one in stepping(status) if one.age_s is not None), default=0.0)
+    """Returns seconds since the newest step of any rank, if far longer than usual and unannounced; else 0."""
+    quiet_s = min((rank.age_s for rank in stepping(status) if rank.age_s is not None), default=0.0)
     announced = any(rank.state == "paused" or rank.phase for rank in status.ranks)
     return quiet_s if not announced and is_quiet(quiet_s, status.usual_step_s) else 0.0
 
 
 def _standing(status: RunStatus) -> str:
-    """A job that is merely watched may still stand: its threshold is not over yet."""
+    # A job can be stalled before its threshold expires.
     quiet_s = standing_s(status) if status.watch == "watching" else 0.0
     return f"; no step for {since(quiet_s)} (usual {status.usual_step_s:.2g} s)" if quiet_s else ""
 
 
 def stragglers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
-    """Ranks that are steps behind the furthest one."""
+    """Returns ranks that are steps behind the furthest one."""
     steps = {rank.rank: rank.step for rank in ranks if rank.step is not None and rank.state != "exited"}
     furthest = max(steps.values(), default=0)
     return tuple(sorted(rank for rank, step in steps.items() if furthest - step >= BEHIND_STEPS))
@@ -162,9 +162,9 @@ class StatusLine:
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """The characters that the terminal's encoding has. ``bars``: from no step at all to the highest rate."""
+    """The characters that the terminal's encoding has."""
 
-    bars: str = "▁▂▃▄▅▆▇█"
+    bars: str = "▁▂▃▄▅▆▇█"  # from no step at all to the highest rate
     cut: str = "…"
     dot: str = "·"
 
@@ -175,7 +175,7 @@ ASCII = Glyphs("_.:-=+*#", "~", "-")
 def screen(
     runs: Sequence[Run], now_unix_s: float, width: int, height: int, glyphs: Glyphs = Glyphs()
 ) -> list[StatusLine]:
-    """At most ``height`` lines of at most ``width`` characters."""
+    """Returns at most ``height`` lines of at most ``width`` characters."""
     clock = time.strftime("%H:%M:%S", time.localtime(now_unix_s))
     room = max(1, height - 1)
     if not runs:
@@ -189,12 +189,12 @@ def screen(
 
 
 def drawn(lines: Sequence[StatusLine], encoding: str) -> Any:
-    """As rich draws it, with the characters that ``encoding`` has."""
+    """Returns what rich draws, with the characters that ``encoding`` has."""
     from rich.console import Group
     from rich.text import Text
 
-    known = [(line.text.encode(encoding, "replace").decode(encoding), _RICH.get(line.style, "")) for line in lines]
-    return Group(*(Text(text, style, no_wrap=True, overflow="crop") for text, style in known))
+    encoded = [(line.text.encode(encoding, "replace").decode(encoding), _RICH.get(line.style, "")) for line in lines]
+    return Group(*(Text(text, style, no_wrap=True, overflow="crop") for text, style in encoded))
 
 
 def fit(text: str, width: int, glyphs: Glyphs) -> str:
@@ -205,7 +205,7 @@ def fit(text: str, width: int, glyphs: Glyphs) -> str:
 
 
 def _several(runs: Sequence[Run], width: int, room: int, glyphs: Glyphs) -> list[StatusLine]:
-    """Two lines for each run, or one, or for as many as there is room for, those that need a look first."""
+    """Returns two lines for each run, or one, or as many as there is room for, conspicuous runs first."""
     short = [_short(run, width, glyphs) for run in runs]
     if sum(map(len, short)) <= room:
         return [line for lines in short for line in lines]
@@ -231,7 +231,9 @@ def _whole_run(run: Run, now_unix_s: float, width: int, room: int, glyphs: Glyph
         return [StatusLine(f"{run.id}  {clean(run.problem)}", "warn")]
     head = [title(status, now_unix_s, width, glyphs), *_progress(status, width, glyphs)]
     head += _words(status, width)
-    notes = [line for one in status.wrong_results for line in _wrapped(f"wrong result: {one.words}", width)]
+    notes = [
+        line for wrong_result in status.wrong_results for line in _wrapped(f"wrong result: {wrong_result.words}", width)
+    ]
     notes += [StatusLine(f"  note: {clean(note)}", "warn") for note in status.notes]
     notes += (
         [StatusLine(f"  the state of the other nodes is unknown: {clean(status.alone)}", "warn")]
@@ -246,7 +248,7 @@ def _whole_run(run: Run, now_unix_s: float, width: int, room: int, glyphs: Glyph
 
 
 def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, short: bool = False) -> StatusLine:
-    """``r2402  pretrain  watching · 64 ranks · up 2h05m · pid 2402``."""
+    """Returns ``r2402  pretrain  watching · 64 ranks · up 2h05m · pid 2402``."""
     there = len(status.ranks)
     words, style = _STATES.get(status.watch, (clean(status.watch), "warn"))
     standing = standing_s(status)
@@ -257,7 +259,7 @@ def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, s
         words, style = f"watching; behind the others: {rank_words(slow)}", "warn"
     count = str(there) if there == status.world_size else f"{there} of {status.world_size}"
     parts = [words, f"{count} rank{'s' * (count != '1')}"]
-    steps = [one.step or 0 for one in stepping(status)]
+    steps = [rank.step or 0 for rank in stepping(status)]
     if short and steps:
         parts += [f"step {min(steps):,}", *([pace] if (pace := _pace(status)) != "-" else [])]
     if not short:
@@ -271,8 +273,8 @@ def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, s
 
 
 def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[StatusLine]:
-    """The step, the rate and its course; then how long it has been quiet, against what is usual and what is allowed."""
-    steps = [one.step or 0 for one in stepping(status)]
+    """Returns the step, the rate and its course; then how long it has been quiet, with the usual and allowed times."""
+    steps = [rank.step or 0 for rank in stepping(status)]
     if not steps:
         what = "no rank has started yet" if not status.ranks else "no step yet"
         return [
@@ -281,33 +283,33 @@ def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[StatusLine]
     standing = standing_s(status)
     bars = spark(course(status.history), glyphs) if width >= 60 else ""
     first = f"  step {min(steps):,}  {_pace(status)}  {bars}".rstrip()
-    quiet, usual = min(one.age_s or 0.0 for one in stepping(status)), status.usual_step_s
+    quiet, usual = min(rank.age_s or 0.0 for rank in stepping(status)), status.usual_step_s
     times = f", {quiet / usual:,.0f} x usual ({_seconds(usual)})" if standing else ""
     usually = f"; usual {_seconds(usual)}" if usual and not standing else ""
-    said = f"quiet for {_seconds(quiet)}{times}" if standing else f"last step {_seconds(quiet)} ago{usually}"
-    second = f"  {said}; suspected after {status.threshold_s:g} s"
+    progress = f"quiet for {_seconds(quiet)}{times}" if standing else f"last step {_seconds(quiet)} ago{usually}"
+    second = f"  {progress}; suspected after {status.threshold_s:g} s"
     if len(second) + len(clean(status.threshold_why)) + 3 <= width:
         second += f" ({clean(status.threshold_why)})"
     return [StatusLine(first, "alarm" if standing else "bold"), StatusLine(second, "alarm" if standing else "dim")]
 
 
 def _pace(status: RunStatus) -> str:
-    """The rate of the slowest rank. One that was measured before the job froze is none."""
-    rates = [one.steps_per_s for one in stepping(status) if one.steps_per_s is not None]
+    # The rate of the slowest rank, unless it was measured before the job froze.
+    rates = [rank.steps_per_s for rank in stepping(status) if rank.steps_per_s is not None]
     return "0/s" if standing_s(status) else rate(min(rates)) if rates else "-"
 
 
 def _seconds(value: float) -> str:
-    """``2 ms``, ``0.05 s``, ``13 s``, ``3m12s``."""
+    # ``2 ms``, ``0.05 s``, ``13 s``, ``3m12s``
     return duration(value) if value < 60 else since(value)
 
 
 def course(history: Sequence[tuple[float, int]]) -> list[float | None]:
-    """Steps per second over the last two minutes, in equal parts; None before the first known step."""
+    """Returns steps per second over the last two minutes, in equal parts; None before the first known step."""
     points = sorted((-ago_s, step) for ago_s, step in history)
     if not points:
         return []
-    points.append((0.0, points[-1][1]))  # what is not known to have been made since, was not
+    points.append((0.0, points[-1][1]))  # no step is known since then
     edges = [-SPARK_CELL_S * (SPARK_CELLS - number) for number in range(SPARK_CELLS + 1)]
     steps = [_step_at(points, edge) for edge in edges]
     return [
@@ -317,7 +319,7 @@ def course(history: Sequence[tuple[float, int]]) -> list[float | None]:
 
 
 def _step_at(points: Sequence[tuple[float, int]], at_s: float) -> float | None:
-    """Between two known steps, as if they had been made evenly; None before the first."""
+    """Interpolates between two known steps; returns None before the first."""
     if at_s < points[0][0]:
         return None
     for (begin_s, first), (end_s, last) in pairwise(points):
@@ -328,7 +330,7 @@ def _step_at(points: Sequence[tuple[float, int]], at_s: float) -> float | None:
 
 
 def spark(rates: Sequence[float | None], glyphs: Glyphs) -> str:
-    """A bar for each rate, the highest one full; a blank where it is not known, the lowest bar for none at all."""
+    """Returns a bar for each rate, full for the highest; a blank for an unknown rate, the lowest bar for zero."""
     most = max((rate for rate in rates if rate), default=0.0)
     top = len(glyphs.bars) - 1
     bars = [
@@ -339,19 +341,19 @@ def spark(rates: Sequence[float | None], glyphs: Glyphs) -> str:
 
 
 def _wrapped(text: str, width: int, style: CellStyle = "warn", first: str = "  ") -> list[StatusLine]:
-    """At most three lines, below a progress line."""
+    # At most three lines, below a progress line.
     lines = wrapped(clean(text), max(20, width - 4))
     return [StatusLine(f"{first if not number else '    '}{line}", style) for number, line in enumerate(lines[:3])]
 
 
 def _words(status: RunStatus, width: int) -> list[StatusLine]:
-    """What an early look has found, while that lasts."""
+    # What an early look has found, while that lasts.
     look = lasting(status.early)
     return _wrapped(look.words, width, "warn" if look.movement == "still" else "dim", "    ") if look else []
 
 
 def lasting(early: Sequence[EarlyLook]) -> EarlyLook | None:
-    """The newest early look, if what it saw is not over."""
+    """Returns the newest early look, if what it saw isn't over."""
     return early[-1] if early and not early[-1].lasted_s else None
 
 
@@ -360,7 +362,7 @@ def lasting(early: Sequence[EarlyLook]) -> EarlyLook | None:
 
 @dataclass(frozen=True, slots=True)
 class _AlikeRanks:
-    """Ranks that are alike."""
+    """Equal ranks."""
 
     ranks: tuple[RankStatus, ...]
     row: StatusRow
@@ -377,31 +379,37 @@ def _ranks(status: RunStatus, width: int, room: int, glyphs: Glyphs) -> list[Sta
     groups = _groups(status, fold=len(status.ranks) > min(MANY_RANKS, room - 1))
     shown = groups
     if len(groups) > room - 1:
-        shown = sorted(groups, key=lambda one: not one.stands_out)[: max(0, room - 2)]
-    cells = [_cells(one, status.usual_step_s, glyphs) for one in shown]
+        shown = sorted(groups, key=lambda group: not group.stands_out)[: max(0, room - 2)]
+    cells = [_cells(group_shown, status.usual_step_s, glyphs) for group_shown in shown]
     table = TextTable(_COLUMNS, cells, _RIGHT, less_wanted=_LESS_WANTED)
     if all(row[_COLUMNS.index("gpu")] == "-" for row in cells):
         table = table.without("gpu")
     lines = table.fitted(width - 2, _LEAST_DOING).lines(indent="  ")
     styled = [StatusLine(lines[0], "dim")]
-    styled += [StatusLine(text, _STYLES[one.row.mood]) for text, one in zip(lines[1:], shown, strict=True)]
-    hidden = sum(len(group.ranks) for group in groups) - sum(len(one.ranks) for one in shown)
+    styled += [
+        StatusLine(text, _STYLES[group_shown.row.mood]) for text, group_shown in zip(lines[1:], shown, strict=True)
+    ]
+    hidden = sum(len(group.ranks) for group in groups) - sum(len(group_shown.ranks) for group_shown in shown)
     return [*styled, *([StatusLine(f"  and {hidden} more ranks", "dim")] if hidden else [])]
 
 
 def _groups(status: RunStatus, *, fold: bool) -> list[_AlikeRanks]:
-    """The ranks in their order. Ranks that meet in every step are a step apart when their pages are read."""
+    """Returns the ranks in order. Ranks that meet in every step are a step apart when their pages are read."""
     look = lasting(status.early)
-    places = {one.rank: place(one.frame) for one in look.places if one.frame is not None} if look is not None else {}
-    ordered = sorted(status.ranks, key=lambda one: one.rank)
-    furthest = max((one.step for one in ordered if one.step is not None), default=0)
+    places = (
+        {position.rank: place(position.frame) for position in look.places if position.frame is not None}
+        if look is not None
+        else {}
+    )
+    ordered = sorted(status.ranks, key=lambda rank: rank.rank)
+    furthest = max((rank.step for rank in ordered if rank.step is not None), default=0)
     groups: dict[object, list[tuple[RankStatus, StatusRow, str]]] = {}
-    for one, row in zip(ordered, rows(status), strict=True):
-        doing = clean(one.doing) or clean(places.get(one.rank, "")) or clean(one.phase)
-        behind = furthest - one.step if one.step is not None else None
+    for rank_status, row in zip(ordered, rows(status), strict=True):
+        doing = clean(rank_status.doing) or clean(places.get(rank_status.rank, "")) or clean(rank_status.phase)
+        behind = furthest - rank_status.step if rank_status.step is not None else None
         near = None if behind is None else max(0, behind - BEHIND_STEPS + 1)
-        key = (one.state, doing, row.mood, near) if fold else one.rank
-        groups.setdefault(key, []).append((one, row, doing))
+        key = (rank_status.state, doing, row.mood, near) if fold else rank_status.rank
+        groups.setdefault(key, []).append((rank_status, row, doing))
     return [_AlikeRanks(tuple(rank for rank, _, _ in of), of[0][1], of[0][2]) for of in groups.values()]
 
 
@@ -428,7 +436,7 @@ def _cells(group: _AlikeRanks, usual_s: float, glyphs: Glyphs) -> tuple[str, ...
 
 
 def size(value: int) -> str:
-    """``812M``, ``3.1G``."""
+    """Returns ``812M``, ``3.1G``."""
     mib = value / (1 << 20)
     return f"{mib:.0f}M" if mib < 1000 else f"{mib / 1024:.1f}G" if mib < 102_400 else f"{mib / 1024:.0f}G"
 
@@ -436,19 +444,21 @@ def size(value: int) -> str:
 # --- its nodes --------------------------------------------------------------------------------------------------------
 
 
-def _nodes(found: Sequence[NodeStatus], width: int, room: int, glyphs: Glyphs) -> list[StatusLine]:
-    """The nodes that are not as they should be, and a line for all others."""
-    strange = [one for one in found if one.state != "heard" or one.trouble or one.doing not in ("watching", "")]
-    if len(found) + 1 <= room:
-        strange = list(found)
+def _nodes(node_states: Sequence[NodeStatus], width: int, room: int, glyphs: Glyphs) -> list[StatusLine]:
+    """Returns the conspicuous nodes, and a line for all others."""
+    strange = [
+        node for node in node_states if node.state != "heard" or node.trouble or node.doing not in ("watching", "")
+    ]
+    if len(node_states) + 1 <= room:
+        strange = list(node_states)
     shown = strange[: max(0, room - 2)]
     lines = []
-    for one in shown:
-        words = "  ".join(cell for cell in node_cells(one) if cell != "-")
-        lines.append(StatusLine(f"  {words}", "plain" if one.state == "heard" else "warn"))
-    rest = len(found) - len(shown)
+    for node in shown:
+        words = "  ".join(cell for cell in node_cells(node) if cell != "-")
+        lines.append(StatusLine(f"  {words}", "plain" if node.state == "heard" else "warn"))
+    rest = len(node_states) - len(shown)
     if rest:
-        steps = [one.step for one in found if one.step is not None and one not in shown]
+        steps = [node.step for node in node_states if node.step is not None and node not in shown]
         behind = f", step {min(steps):,}" if steps else ""
         lines.append(StatusLine(f"  {rest} {'more ' if shown else ''}node{'s' * (rest != 1)}{behind}", "dim"))
-    return [StatusLine(f"  {len(found)} nodes", "dim"), *lines] if lines else []
+    return [StatusLine(f"  {len(node_states)} nodes", "dim"), *lines] if lines else []
