@@ -21,14 +21,16 @@ from safelaunch.job.plan import Plan
 from safelaunch.model import Lost, NodeEvidence, Rendezvous
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S
-from safelaunch.supervise.cluster.hosting import StoreHost
-from safelaunch.supervise.cluster.messages import Action, LeaderPage, NodeCard, PeerStatus, PeerView, Vote, VoteResult
+from safelaunch.supervise.cluster.exchange import PeerStatus, PeerView
+from safelaunch.supervise.cluster.key import BadKeyFile, read_key
+from safelaunch.supervise.cluster.messages import Action, LeaderPage, NodeCard, Vote, VoteResult
 from safelaunch.supervise.cluster.rendezvous import NoRendezvous, SharedStore, hosts_of, meeting
 from safelaunch.supervise.cluster.store import Address
+from safelaunch.supervise.cluster.store_host import StoreHost
 from safelaunch.supervise.control.protocol import NodeStatus
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.peers import NodeNotices, agent_state, digest_of, nodes_of
-from safelaunch.supervise.preflight import BadKeyFile, read_key
+from safelaunch.supervise.node_evidence import agent_state, digest_of, nodes_of
+from safelaunch.supervise.node_notices import NodeNotices
 from safelaunch.supervise.rounds import Rounds
 from safelaunch.supervise.watch.progress import Watch
 

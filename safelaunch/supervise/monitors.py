@@ -14,7 +14,8 @@ from safelaunch import addons
 from safelaunch.job.job import Job
 from safelaunch.job.paths import RunPaths
 from safelaunch.settings.options import Settings
-from safelaunch.supervise.cluster.messages import NOTHING, node_count
+from safelaunch.supervise.cluster.exchange import NOTHING
+from safelaunch.supervise.cluster.messages import node_count
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.respond import JobView

@@ -11,46 +11,41 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
 
 from safelaunch.bundle.staging import name_of
-from safelaunch.model import BundlePlace, Evidence, NodeEvidence, NodeFiles, node_file
+from safelaunch.model import BundlePlace, Evidence, NodeEvidence
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.election import ACKNOWLEDGE_S, EVIDENCE_S, SILENT_S
-from safelaunch.supervise.cluster.evidence import Others, SharedColumns, aged, condensed, received
+from safelaunch.supervise.cluster.codec import packed, share_of
+from safelaunch.supervise.cluster.election import SILENT_S
+from safelaunch.supervise.cluster.evidence import condensed
+from safelaunch.supervise.cluster.exchange import NOTHING, Gathered, PeerStatus, PeerView
+from safelaunch.supervise.cluster.leader import ACKNOWLEDGE_S, EVIDENCE_S
+from safelaunch.supervise.cluster.merge import aged
 from safelaunch.supervise.cluster.messages import (
     LONGEST_TEXT,
-    NOTHING,
     Action,
-    BadMessage,
     Decision,
-    Gathered,
     LeaderPage,
     NodeQuestion,
-    PeerStatus,
-    PeerView,
     Round,
     ask_round,
     node_count,
-    packed,
-    parsed,
-    share_of,
-    unpacked,
 )
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.judge import proves
-from safelaunch.supervise.publishing import Agreement, judged
+from safelaunch.supervise.publishing import Agreement, verdict_of
+from safelaunch.supervise.submissions import Part, others_of, small_files
 
 if TYPE_CHECKING:
     from safelaunch.addons.protocols import Service
 
-Part = TypeVar("Part")
 SETTLE_S = 75.0  # from a node's evidence of a hang to the leader's decision
 AGREED_S = ACKNOWLEDGE_S + 4.0  # a node waits longer than the leader, whose page takes some rounds to arrive
 FEW = 16  # nodes whose Flight Recorders travel as they are
@@ -61,8 +56,6 @@ HOSTS_S = 1.0  # the others read the verdict where this node's agent hosts the s
 CROWD = 64  # nodes; of more, not every one reads what all others know
 PEERS_ANSWER_S = 30.0  # for the answers of other nodes to a question
 ASKED_EVERY_S = 5.0  # between two questions of others
-MOST_PICKLES, LARGEST_PICKLE = 4 << 20, 512 << 10  # bytes of a node's files that travel
-LARGEST_TEXT = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +282,7 @@ class Rounds:
         """Everything that any node has seen, and the verdict over it."""
         others = others_of(found, self._context.host)
         whole = course.with_answer(others.with_own(own))
-        verdict = judged(whole, self._context)
+        verdict = verdict_of(whole, self._context)
         name = name_of(self._context.run_name, time.time(), verdict.outcome)
         path = os.fspath(self._context.bundle_dir / name)
         steps = [rank.progress.step for rank in whole.ranks if rank.progress and rank.progress.step]
@@ -382,37 +375,6 @@ class Rounds:
         self._channel.submit(round_, [])
 
 
-def others_of(found: Gathered, host: str) -> Others:
-    """The evidence that the others have submitted. ``host``: this node's name."""
-    evidence: list[Evidence] = []
-    notes: list[str] = []
-    files: dict[str, bytes] = {}
-    hosts, shared = {host}, SharedColumns()
-    for slot, chunks in sorted(found.chunks.items()):
-        try:
-            other, its = received(chunks, shared)
-            evidence.append(other)
-            files |= {apart(name, slot, hosts): content for name, content in its.items()}
-            hosts |= {rank.host for rank in other.ranks}
-        except BadMessage as error:
-            notes.append(f"the evidence of a node could not be read (slot {slot}: {error})")
-    return Others(tuple(evidence), files, tuple(notes))
-
-
-def parts_of(found: Gathered, service: Service[Any, Part]) -> tuple[list[Part], list[str]]:
-    """Returns what the service of the other nodes has answered, and what could not be read of it."""
-    parts: list[Part] = []
-    notes: list[str] = []
-    for slot, chunks in sorted(found.chunks.items()):
-        try:
-            part = parsed(unpacked(chunks), service.part)
-            service.check(part)
-            parts.append(part)
-        except (BadMessage, msgspec.ValidationError) as error:
-            notes.append(f"a node's {service.noun} could not be read (slot {slot}: {error})")
-    return parts, notes
-
-
 def with_answer(evidence: Evidence, *, overdue: bool) -> Evidence:
     """The evidence of all nodes, with the answer of them all: proved dead, or as the node says that knows the least.
 
@@ -424,38 +386,3 @@ def with_answer(evidence: Evidence, *, overdue: bool) -> Evidence:
     if evidence.missing_ranks and evidence.answer in (None, "unknown"):
         evidence = replace(evidence, answer="unseen", ends=overdue)
     return replace(evidence, outcome="hang" if evidence.ends else "suspect")
-
-
-_OF_THE_NODE = {node_file(field) for field in NodeFiles.__struct_fields__}
-
-
-def small_files(root: Path, *, records: bool) -> dict[str, bytes]:
-    """The files of a node's bundle that travel to the node that writes the whole: those about the node, small pickles.
-
-    Path in the bundle → content, without secrets, as it is written there. ``records``: Flight Recorders as well.
-
-    Of a kernel log that is long, the end.
-    """
-    found: dict[str, bytes] = {}
-    for path in sorted(root.glob("node/*/*")):
-        if path.name in _OF_THE_NODE:
-            with suppress(OSError):
-                content = path.read_bytes()
-                if path.suffix == ".txt":
-                    content = content[-LARGEST_TEXT:]
-                if len(content) <= LARGEST_TEXT:
-                    found[path.relative_to(root).as_posix()] = content
-    left = MOST_PICKLES
-    for path in sorted(root.glob("ranks/*/flight_recorder.pickle")) if records else ():
-        with suppress(OSError):
-            size = path.stat().st_size
-            if size <= min(LARGEST_PICKLE, left):
-                found[path.relative_to(root).as_posix()] = path.read_bytes()
-                left -= size
-    return found
-
-
-def apart(name: str, slot: int, taken: set[str]) -> str:
-    """``node/<host>/...`` of a node whose host name another one has as well: with its number."""
-    parts = name.split("/")
-    return "/".join([parts[0], f"{parts[1]}-{slot}", *parts[2:]]) if parts[0] == "node" and parts[1] in taken else name

@@ -12,7 +12,7 @@ from safelaunch import addons
 from safelaunch.supervise.cluster.messages import NodeQuestion, Round
 from safelaunch.supervise.control.protocol import LARGEST_ANSWER, Client, ControlRequest, ServiceAnswer
 from safelaunch.supervise.respond import Incident, JobView
-from safelaunch.supervise.rounds import parts_of
+from safelaunch.supervise.submissions import parts_of
 from safelaunch.system.decoding import from_json, from_msgpack
 
 if TYPE_CHECKING:

@@ -34,8 +34,10 @@ import psutil
 from safelaunch.capture.flight_dump import parse_pickle
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.evidence import SharedColumns, condensed, merged, received
-from safelaunch.supervise.cluster.messages import NOTHING, Decision, NodeCard, PeerView
+from safelaunch.supervise.cluster.evidence import SharedColumns, condensed, received
+from safelaunch.supervise.cluster.exchange import NOTHING, PeerView
+from safelaunch.supervise.cluster.merge import merged
+from safelaunch.supervise.cluster.messages import Decision, NodeCard
 from safelaunch.supervise.cluster.rendezvous import SharedStore
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.verdict.diagnose import diagnose

@@ -44,7 +44,7 @@ IMPORT_ALL = """
 import importlib, pkgutil, safelaunch
 beside = ("safelaunch.addons.", "safelaunch.beacon.", "safelaunch.cli.demos", "safelaunch.job.launcher")
 names = [found.name for found in pkgutil.walk_packages(safelaunch.__path__, "safelaunch.", onerror=lambda name: None)]
-core = [name for name in names if not name.startswith(beside) and not name.endswith(("__main__", "host_store"))]
+core = [name for name in names if not name.startswith(beside) and not name.endswith(("__main__", "store_program"))]
 for name in core:
     importlib.import_module(name)
 print(len(core), "modules")

@@ -32,7 +32,7 @@ SMOKE = (
     "tests/unit/test_job_argv.py",
     "tests/unit/test_job_torchrun.py",
     "tests/unit/test_supervise_cluster_store.py",
-    "tests/unit/test_supervise_cluster_hosting.py",
+    "tests/unit/test_supervise_cluster_store_host.py",
     "tests/e2e/test_differential.py",
     "tests/e2e/test_beacon.py",
     "tests/e2e/test_healthy_exit.py",

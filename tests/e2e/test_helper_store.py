@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from safelaunch.supervise.cluster.hosting import PROGRAM
+from safelaunch.supervise.cluster.store_host import PROGRAM
 from tests.support.clusters import TOGETHER, said_the_same, training, whole_and_half
 from tests.support.nodes import APART, TASK, TwoNodes, free_port
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from safelaunch.leases import ports
-from safelaunch.supervise.cluster.messages import Codec, LeaderPage
+from safelaunch.supervise.cluster.codec import Codec
+from safelaunch.supervise.cluster.messages import LeaderPage
 from safelaunch.supervise.cluster.rendezvous import _prefix
 from safelaunch.supervise.cluster.store import Address, StoreClient
 from tests.support.jobs import Job

@@ -60,7 +60,10 @@ PARTS = (
 )
 # Takes values and returns values: no clock, no process, no file, no environment.
 PURE = {"model.*", "stacks.*", "verdict.*", "report.*", "supervise.watch.*", "job.argv", "leases.choose"}
-PURE |= {f"supervise.cluster.{name}" for name in ("rendezvous", "messages", "evidence", "election")}
+PURE |= {
+    f"supervise.cluster.{name}"
+    for name in ("rendezvous", "messages", "codec", "exchange", "evidence", "merge", "election", "leader")
+}
 PURE |= {f"addons.sweep.{name}" for name in ("jobs", "spec", "sweep", "engine")}
 PURE |= {f"addons.reproduce.{name}" for name in ("fold", "program", "programs", "recorded", "text")}
 PURE |= {f"addons.record.{name}" for name in ("recording", "report", "shares", "slowness")}
@@ -71,7 +74,7 @@ READS_THE_CLOCK = {"report.page", "addons.record.report", "report.sentences"}
 ADDONS_THAT_USE_OTHERS: set[tuple[str, str]] = set()
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil"}
 # Scripts that hang on purpose, run as jobs; what torchrun runs; what runs in the job's interpreter.
-NOT_OURS = ("cli/demos/", "job/launcher/", "supervise/cluster/host_store.py")
+NOT_OURS = ("cli/demos/", "job/launcher/", "supervise/cluster/store_program.py")
 # Third-party modules, and where they may be imported at all. Elsewhere they are somebody else's business.
 THIRD_PARTY = {
     "torch": {"beacon.server", "beacon.rank", "addons.embed.launching", "beacon.probes"},

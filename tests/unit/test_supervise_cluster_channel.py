@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from safelaunch.model import Verdict
 from safelaunch.supervise.cluster import channel as channels
-from safelaunch.supervise.cluster import election
-from safelaunch.supervise.cluster import session as sessions
+from safelaunch.supervise.cluster import election, membership
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.messages import NOTHING, Decision, Gathered, NodeCard, NodeQuestion, ask_round
+from safelaunch.supervise.cluster.exchange import NOTHING, Gathered
+from safelaunch.supervise.cluster.messages import Decision, NodeCard, NodeQuestion, ask_round
 from safelaunch.supervise.cluster.rendezvous import SharedStore
 from safelaunch.supervise.cluster.store import Address, StoreClient
 from safelaunch.supervise.control.protocol import NodeStatus
@@ -196,7 +196,7 @@ class Host:
 
 
 def test_one_that_says_goodbye_is_gone_at_once(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (election, sessions):
+    for module in (election, membership):
         monkeypatch.setattr(module, "SILENT_S", 1000.0)
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
@@ -208,7 +208,7 @@ def test_one_that_says_goodbye_is_gone_at_once(join: Callable[..., Channel], mon
 def test_the_leader_dies_in_the_middle_and_the_other_goes_on(
     join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (election, sessions):
+    for module in (election, membership):
         monkeypatch.setattr(module, "SILENT_S", 4.0)
     monkeypatch.setattr(election, "PROVING_S", 1.0)
     nodes = [join(0), join(1), join(2, 3)]
@@ -237,7 +237,7 @@ def test_without_a_store_each_is_alone_and_says_why(join: Callable[..., Channel]
 def test_garbage_in_the_store_costs_nothing_but_the_channel(
     address: Address, prefix: str, join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (election, sessions):
+    for module in (election, membership):
         monkeypatch.setattr(module, "SILENT_S", 4.0)
     monkeypatch.setattr(election, "PROVING_S", 1.0)
     hostile = StoreClient(address)
@@ -285,8 +285,8 @@ def test_a_stranger_cannot_separate_nodes_that_have_a_key(
     monkeypatch: pytest.MonkeyPatch,
     size: int,
 ) -> None:
-    monkeypatch.setattr(sessions, "SILENT_S", 6.0)
-    monkeypatch.setattr(sessions, "LARGEST_VALUE", 4096)  # more than any page of these two
+    monkeypatch.setattr(membership, "SILENT_S", 6.0)
+    monkeypatch.setattr(membership, "LARGEST_VALUE", 4096)  # more than any page of these two
     with scribbling(address, prefix, lambda number: bytes([number % 256]) * size):
         one, other = join(0, 1, key=b"k"), join(2, 3, key=b"k")
         until(covered(one, other), "each other")
@@ -395,13 +395,13 @@ def test_who_is_not_heard_is_known_with_its_ranks(
     join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(election, "QUIET_S", 1.0)
-    monkeypatch.setattr(sessions, "QUIET_S", 1.0)
+    monkeypatch.setattr(membership, "QUIET_S", 1.0)
     nodes = [join(0), join(1), join(2, 3)]
     until(covered(*nodes), "each other")
     leader, *followers = sorted(nodes, key=lambda node: not node.seen.leads)
     gone, left = followers
     monkeypatch.setattr(gone, "_converse", lambda session: None)
-    monkeypatch.setattr(sessions.Session, "leave", lambda *_: None)
+    monkeypatch.setattr(membership.Session, "leave", lambda *_: None)
     gone.close()
     for node in (leader, left):
         until(lambda node=node: any(peer.silent_s > 1.0 for peer in node.seen.peers), "the silence")  # type: ignore[misc]

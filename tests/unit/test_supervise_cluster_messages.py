@@ -27,31 +27,21 @@ from safelaunch.model import (
 )
 from safelaunch.model.entries import Entries, Kinds
 from safelaunch.model.evidence import all_nodes
-from safelaunch.supervise.cluster.evidence import (
-    MOST_LOG,
-    MOST_STEPS,
-    SharedColumns,
-    aged,
-    condensed,
-    merged,
-    received,
-)
-from safelaunch.supervise.cluster.messages import (
+from safelaunch.supervise.cluster.codec import (
     CHUNK_BYTES,
     LEAST_SHARE,
     MOST_CHUNKS,
     MOST_EVIDENCE,
     MOST_MESSAGE,
     BadMessage,
-    Beat,
     Codec,
-    Decision,
-    LeaderPage,
-    NodeCard,
     packed,
     share_of,
     unpacked,
 )
+from safelaunch.supervise.cluster.evidence import MOST_LOG, MOST_STEPS, SharedColumns, condensed, received
+from safelaunch.supervise.cluster.merge import aged, merged
+from safelaunch.supervise.cluster.messages import Beat, Decision, LeaderPage, NodeCard
 
 BEAT = Beat("a1", 7, (0, 1), 4, (0, 1), "suspecting", 3, 2.5, False, 4, "unknown", submitted=(("hang.4", 2),))
 PLAIN, SIGNED = Codec("run"), Codec("run", b"a key of the job")

@@ -16,13 +16,14 @@ from safelaunch.job.plan import Plan
 from safelaunch.settings.options import Settings
 from safelaunch.supervise.cluster.channel import Channel
 from safelaunch.supervise.cluster.election import SILENT_S
-from safelaunch.supervise.cluster.messages import LeaderPage, NodeCard, PeerStatus, PeerView, VoteResult
+from safelaunch.supervise.cluster.exchange import PeerStatus, PeerView
+from safelaunch.supervise.cluster.messages import LeaderPage, NodeCard, VoteResult
 from safelaunch.supervise.cluster.rendezvous import SharedStore
 from safelaunch.supervise.cluster.store import Address
 from safelaunch.supervise.control.protocol import NodeStatus
 from safelaunch.supervise.council import SUCCEED_S, Council, RoundOutcome
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.peers import NodeNotices
+from safelaunch.supervise.node_notices import NodeNotices
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.stall import Policy
 

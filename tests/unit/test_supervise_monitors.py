@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from safelaunch import addons
-from safelaunch.supervise.cluster.messages import Gathered, LeaderPage, PeerView
+from safelaunch.supervise.cluster.exchange import Gathered, PeerView
+from safelaunch.supervise.cluster.messages import LeaderPage
 from safelaunch.supervise.monitors import MonitorActions, Monitors, Topic
 
 

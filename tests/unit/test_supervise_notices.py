@@ -11,7 +11,8 @@ import pytest
 from safelaunch.beacon import layout, rank
 from safelaunch.capture.pages import RankContract, Worker, read_contract
 from safelaunch.model import Progress
-from safelaunch.supervise.notices import Notices, elsewhere
+from safelaunch.supervise.device_notice import elsewhere
+from safelaunch.supervise.notices import Notices
 from safelaunch.supervise.watch.rhythm import Threshold
 from safelaunch.supervise.watch.stall import Policy
 

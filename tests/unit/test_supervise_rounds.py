@@ -16,16 +16,19 @@ from msgspec.structs import replace
 
 from safelaunch.model import BundlePlace, Evidence, Frame, Progress, RankEvidence, RankException
 from safelaunch.supervise import rounds as module
+from safelaunch.supervise import submissions
 from safelaunch.supervise.cluster import channel as channels
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.messages import NodeCard, NodeQuestion, PeerStatus
+from safelaunch.supervise.cluster.exchange import PeerStatus
+from safelaunch.supervise.cluster.messages import NodeCard, NodeQuestion
 from safelaunch.supervise.cluster.rendezvous import SharedStore
 from safelaunch.supervise.cluster.store import Address, NodeStoreError
 from safelaunch.supervise.crash import notes_of, own_failure
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.publishing import Agreement
 from safelaunch.supervise.respond import JobView
-from safelaunch.supervise.rounds import LARGEST_TEXT, Rounds, apart, others_of, parts_of, small_files
+from safelaunch.supervise.rounds import Rounds
+from safelaunch.supervise.submissions import LARGEST_TEXT, apart, others_of, parts_of, small_files
 from tests.support.dict_store import DictStore
 from tests.support.waiting import until
 
@@ -428,7 +431,7 @@ def test_what_is_small_travels_and_of_a_log_the_end(root: Path) -> None:
 
 
 def test_recorders_travel_as_long_as_there_is_room(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_PICKLES", 15)
+    monkeypatch.setattr(submissions, "MOST_PICKLES", 15)
     assert [name for name in small_files(root, records=True) if "pickle" in name] == ["ranks/3/flight_recorder.pickle"]
 
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from safelaunch import addons
-from safelaunch.supervise.cluster.messages import NOTHING
+from safelaunch.supervise.cluster.exchange import NOTHING
 from safelaunch.supervise.control.protocol import Client, ControlRequest, ServiceAnswer
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.services import Services

@@ -24,7 +24,8 @@ from safelaunch.job.plan import Plan
 from safelaunch.job.process import identify
 from safelaunch.model import Evidence, JobCondition
 from safelaunch.settings.options import Settings
-from safelaunch.supervise.cluster.messages import LeaderPage, PeerView
+from safelaunch.supervise.cluster.exchange import PeerView
+from safelaunch.supervise.cluster.messages import LeaderPage
 from safelaunch.supervise.collecting import Collected, Timeline
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.job_context import JobContext

@@ -12,8 +12,9 @@ from safelaunch.capture.gpu import gpus
 from safelaunch.capture.look import Look, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import Gpu, GpuProcess, Gpus
+from safelaunch.supervise.gpu_memory import GpuMemory, memory_by_process
 from safelaunch.supervise.looks import Looks
-from safelaunch.supervise.status import AGAIN_S, GpuMemory, SilentRanks, memory_by_process, words_of
+from safelaunch.supervise.silent_ranks import AGAIN_S, SilentRanks, words_of
 from tests.support.evidence import in_c10d, in_user, looked_at
 from tests.support.nvml import stub
 

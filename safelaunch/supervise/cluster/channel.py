@@ -15,11 +15,13 @@ from typing import Any
 
 from msgspec import structs
 
-from safelaunch.supervise.cluster.hosting import StoreHost
-from safelaunch.supervise.cluster.messages import Beat, Codec, Decision, NodeCard, PeerView, Round, Saying, node_count
+from safelaunch.supervise.cluster.codec import Codec
+from safelaunch.supervise.cluster.exchange import PeerView, Saying
+from safelaunch.supervise.cluster.membership import CROWD, LAST_BEAT_S, Session
+from safelaunch.supervise.cluster.messages import Beat, Decision, NodeCard, Round, node_count
 from safelaunch.supervise.cluster.rendezvous import SharedStore
-from safelaunch.supervise.cluster.session import CROWD, LAST_BEAT_S, Session
 from safelaunch.supervise.cluster.store import CONNECT_S, NodeStoreError, StoreClient, ValueTooLarge
+from safelaunch.supervise.cluster.store_host import StoreHost
 
 IDLE_S, CROWD_IDLE_S = 0.6, 1.2  # at most between rounds; in a crowd
 BUSY_S, BUSY_NODE_S = 0.15, 0.0008  # in a crowd so much a node: the store, or what shares its cores, has other work

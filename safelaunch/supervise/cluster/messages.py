@@ -9,34 +9,21 @@ The store has no authentication: what is read from it is a stranger's until it h
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from safelaunch.model import AgentState, JobCondition, Lost, Verdict
-from safelaunch.supervise.cluster.store import LARGEST_VALUE
-from safelaunch.supervise.control.protocol import NodeStatus
-from safelaunch.system.decoding import from_msgpack
+from safelaunch.model import AgentState, JobCondition, Verdict
+from safelaunch.supervise.cluster.codec import MOST_CHUNKS
 
 MOST_RANKS = 65_536
-MOST_MESSAGE = 1 << 20  # bytes of a record that is no evidence
-CHUNK_BYTES = 1 << 20
-MOST_CHUNKS = 8  # of one node's evidence
-MOST_OF_NODE = CHUNK_BYTES * MOST_CHUNKS
-MOST_EVIDENCE, LEAST_SHARE = 128 << 20, 64 << 10  # bytes of all nodes; of one in any case
-MOST_UNPACKED = 128 << 20
 LONGEST_TEXT = 400  # characters of what a node says in words
 MOST_TROUBLES = 8
 MOST_ASKED = 4  # questions at once
 MOST_SUBMITTED = 8  # rounds at once
 MOST_MEMBERS = 64
 MOST_TOPICS = 8
-_MAC_BYTES = 32
 
 Vote = JobCondition | Literal["", "paused"]
 """What a node's looks show of its own ranks; empty until it has looked. ``paused``: it takes no part, because its ranks
@@ -58,8 +45,6 @@ TopicName = Annotated[str, Meta(max_length=32, pattern=r"^[a-z]+$")]
 """A subject on which monitors exchange values: every node submits its own, and the leader publishes one for all."""
 _WireText = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 _WireSlots = Annotated[tuple[_WireCount, ...], Meta(max_length=4096)]
-
-_T = TypeVar("_T")
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag="v3"):
@@ -211,190 +196,3 @@ class Decision(Message, frozen=True):
     host: _WireName
     path: Annotated[str, Meta(max_length=4096)]
     step: int | None = None
-
-
-class BadMessage(ValueError):
-    """What was read is no message of ours: damaged, too large, of another type, or not signed by the job's key."""
-
-
-def parsed(data: bytes, kind: type[_T]) -> _T:
-    """Raises BadMessage for what is no record of this kind."""
-    try:
-        return from_msgpack(data, kind)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError) as error:
-        raise BadMessage(str(error)) from error
-
-
-class Codec:
-    """Bytes of records and back. ``key``: what all nodes of the job know and nobody else; empty: nothing is signed.
-
-    The signature covers the run, the store's key and the sender's body, so that a message copied elsewhere is none.
-    Order within a key is for the reader: counts only ever grow.
-    """
-
-    def __init__(self, run: str, key: bytes = b"") -> None:
-        self._run = run
-        self._key = b""
-        if key:
-            import hashlib  # late: it loads OpenSSL, 4 MB that a job without a key does without
-
-            self._key = hashlib.blake2b(key, digest_size=32).digest()
-
-    @property
-    def signs(self) -> bool:
-        """Whether what this job's nodes write can be told from what anybody else does."""
-        return bool(self._key)
-
-    def encode(self, place: str, message: Message) -> bytes:
-        return self.seal(place, msgspec.msgpack.encode(message))
-
-    def decode(self, place: str, data: bytes, kind: type[_T]) -> _T:
-        """Raises BadMessage."""
-        if len(data) > MOST_MESSAGE:
-            raise BadMessage(f"a message of {len(data)} bytes")
-        return parsed(self.open(place, data), kind)
-
-    def seal(self, place: str, body: bytes) -> bytes:
-        return self._signature(place, body) + body
-
-    def open(self, place: str, data: bytes) -> bytes:
-        """The body of what ``seal`` made. Raises BadMessage."""
-        if not self._key:
-            return data
-        import hmac
-
-        mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._signature(place, body)):
-            raise BadMessage("it is not signed with this job's key")
-        return body
-
-    def _signature(self, place: str, body: bytes) -> bytes:
-        if not self._key:
-            return b""
-        import hmac
-
-        about = b"".join(struct.pack("<I", len(part)) + part for part in (self._run.encode(), place.encode()))
-        return hmac.new(self._key, about + body, "sha256").digest()
-
-
-def share_of(nodes: int) -> int:
-    """How many bytes of evidence each of so many nodes may send: the leader, and the store's host, hold that of all."""
-    return max(LEAST_SHARE, min(MOST_OF_NODE, MOST_EVIDENCE // max(nodes, 1)))
-
-
-def packed(data: bytes, most: int = MOST_OF_NODE) -> list[bytes] | None:
-    """Compressed, in chunks that a store takes; None where that is more than ``most``, or than a node may send."""
-    small = zlib.compress(data, 6)
-    if len(small) > most or len(data) > MOST_UNPACKED:
-        return None
-    return [small[at : at + CHUNK_BYTES] for at in range(0, len(small), CHUNK_BYTES)]
-
-
-def unpacked(chunks: list[bytes]) -> bytes:
-    """Raises BadMessage for what ``packed`` did not make, before it takes more memory than that would."""
-    engine = zlib.decompressobj()
-    try:
-        data = engine.decompress(b"".join(chunks), MOST_UNPACKED)
-    except zlib.error as error:
-        raise BadMessage(str(error)) from error
-    if not engine.eof or engine.unused_data:
-        raise BadMessage("compressed data that is truncated or too large")
-    return data
-
-
-assert CHUNK_BYTES + _MAC_BYTES < LARGEST_VALUE
-
-
-# --- what one of them knows of the others -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PeerStatus:
-    """What other nodes have said of themselves. ``stopping``: a user or a scheduler stops the job there.
-
-    ``troubles``: what failed there on its own account. ``quiet``: how many have not been heard for a few seconds.
-    ``lost``: there is no connection any more. ``anew``: torchrun starts ranks anew there, none of which had failed.
-    """
-
-    stopping: bool = False
-    troubles: tuple[str, ...] = ()
-    quiet: int = 0
-    lost: bool = False
-    anew: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """What the other nodes have submitted in a round, by slot, in chunks.
-
-    ``rounds``: of each slot, the round itself: of a kind that has editions, the newest that was read. ``missing``: of
-    how many nodes with ranks it may still come.
-    """
-
-    chunks: Mapping[int, list[bytes]] = field(default_factory=dict)
-    rounds: Mapping[int, Round] = field(default_factory=dict)
-    missing: int = 1
-
-    @property
-    def is_complete(self) -> bool:
-        return not self.missing
-
-
-NOTHING = Gathered()
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Another node, as far as it is known here. ``beat``: its last words; ``silent_s``: 0 while it is heard."""
-
-    slot: int
-    node: NodeCard
-    beat: Beat | None = None
-    silent_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PeerView:
-    """What is known at this moment. ``page`` None: there is nobody to talk to, and ``why``.
-
-    ``silent_s``: how long the leader has not been heard. ``leads``: this node is the leader. ``gathered``: what others
-    have submitted, in the rounds in which this node gathers it; ``decisions``: those that are known, by round.
-    ``nodes``: the others, the first few. ``status``: what they said last, also of before the connection was lost.
-
-    ``peers``: of the others those that lead, are not heard, fail or are stopped, as far as the leader tells of them;
-    those of before the connection was ``lost``. ``around``: every node as of some time, the last at which
-    ``look_around`` asked. ``published``: the leader's values, by topic.
-    """
-
-    page: LeaderPage | None = None
-    why: str = "no answer yet"
-    leads: bool = False
-    silent_s: float = 0.0
-    gathered: Mapping[Round, Gathered] = field(default_factory=dict)
-    decisions: Mapping[Round, Decision] = field(default_factory=dict)
-    nodes: tuple[NodeCard, ...] = ()
-    status: PeerStatus = field(default_factory=PeerStatus)
-    is_local: bool = False  # the store's host is this one
-    address: str = ""  # this host's own, as the others know it
-    peers: tuple[Peer, ...] = ()
-    lost: Lost = ""
-    slot: int = 0
-    around: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())
-    published: Mapping[str, bytes] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Saying:
-    """What this node has to say in the next round of the channel.
-
-    ``submitted``: its evidence, one round of each kind. ``gathers``: the rounds, or kinds, of which it reads what the
-    others have submitted. ``decisions``: that it has reached. ``published``: its values for all nodes, by topic, if it
-    leads.
-    """
-
-    beat: Beat
-    submitted: Mapping[str, tuple[Round, list[bytes]]] = field(default_factory=dict)
-    gathers: frozenset[str] = frozenset()
-    decisions: Mapping[Round, Decision] = field(default_factory=dict)
-    published: Mapping[str, bytes] = field(default_factory=dict)
-    looks_around: bool = False

@@ -13,15 +13,15 @@ import pytest
 
 from safelaunch.job import process
 from safelaunch.leases.ports import listening
-from safelaunch.supervise.cluster.hosting import StoreHost, is_this_host
 from safelaunch.supervise.cluster.store import Address, StoreClient
+from safelaunch.supervise.cluster.store_host import StoreHost, is_this_host
 from tests.support.waiting import until
 
 STARTS_S = 100.0  # torch is imported
 PARENT = """
 import sys
 from pathlib import Path
-from safelaunch.supervise.cluster.hosting import StoreHost
+from safelaunch.supervise.cluster.store_host import StoreHost
 from safelaunch.supervise.cluster.store import Address
 host = StoreHost(Address("127.0.0.1", int(sys.argv[1])), sys.executable, Path(sys.argv[2]), lambda pid: print(pid))
 host.start()

@@ -8,17 +8,14 @@ import pytest
 from msgspec.structs import replace
 
 from safelaunch.model import JobCondition
-from safelaunch.supervise.cluster.election import (
+from safelaunch.supervise.cluster.election import LINE_S, SILENT_S, Hearing, Succession
+from safelaunch.supervise.cluster.leader import (
     ACKNOWLEDGE_S,
     DECIDE_S,
     EVIDENCE_S,
-    LINE_S,
     LOOKS_S,
-    SILENT_S,
-    Hearing,
     Leader,
     LeaderInput,
-    Succession,
     covers,
 )
 from safelaunch.supervise.cluster.messages import Beat, LeaderPage, NodeQuestion, Vote

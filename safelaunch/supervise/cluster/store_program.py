@@ -1,6 +1,6 @@
 """A TCPStore of torch's own, for as long as its parent lives: a program for the interpreter that has torch.
 
-``python host_store.py HOST``; descriptor 3 listens already. It ends when stdin does, which the parent holds and never
+``python store_program.py HOST``; descriptor 3 listens already. It ends when stdin does, which the parent holds and never
 writes to. This file is no part of the package that it lies in: it runs where safelaunch may not be installed.
 """
 

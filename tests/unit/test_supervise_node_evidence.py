@@ -16,9 +16,10 @@ import pytest
 from msgspec.structs import replace
 
 from safelaunch.model import Lost, NodeEvidence
-from safelaunch.supervise.cluster.messages import Beat, LeaderPage, NodeCard, Peer, PeerView
+from safelaunch.supervise.cluster.exchange import Peer, PeerView
+from safelaunch.supervise.cluster.messages import Beat, LeaderPage, NodeCard
 from safelaunch.supervise.cluster.store import probe
-from safelaunch.supervise.peers import agent_state, digest_of, nodes_of
+from safelaunch.supervise.node_evidence import agent_state, digest_of, nodes_of
 from tests.support.waiting import until
 
 HERE, THERE = (

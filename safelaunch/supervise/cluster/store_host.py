@@ -17,7 +17,7 @@ from pathlib import Path
 from safelaunch.job import process
 from safelaunch.supervise.cluster.store import Address
 
-PROGRAM = Path(__file__).with_name("host_store.py")
+PROGRAM = Path(__file__).with_name("store_program.py")
 ENDS_S = 1.0
 BACKLOG = 1024
 _DISCARD = 9  # the port does not matter: a connected UDP socket sends nothing

@@ -17,23 +17,19 @@ from contextlib import suppress
 from msgspec import structs
 
 from safelaunch.model import format_ranks
-from safelaunch.supervise.cluster.election import QUIET_S, SILENT_S, Hearing, Leader, LeaderInput, Succession
+from safelaunch.supervise.cluster.codec import BadMessage, Codec
+from safelaunch.supervise.cluster.election import QUIET_S, SILENT_S, Hearing, Succession
+from safelaunch.supervise.cluster.exchange import Gathered, Peer, PeerStatus, PeerView, Saying
+from safelaunch.supervise.cluster.leader import Leader, LeaderInput
 from safelaunch.supervise.cluster.messages import (
     MOST_MEMBERS,
     MOST_TOPICS,
-    BadMessage,
     Beat,
-    Codec,
     Decision,
-    Gathered,
     LeaderPage,
     NodeCard,
     NodesBySlot,
-    Peer,
-    PeerStatus,
-    PeerView,
     Round,
-    Saying,
 )
 from safelaunch.supervise.cluster.store import LARGEST_VALUE, StoreClient
 from safelaunch.supervise.control.protocol import NodeStatus

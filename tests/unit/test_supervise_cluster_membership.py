@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.supervise.cluster import session as sessions
+from safelaunch.supervise.cluster import membership as sessions
+from safelaunch.supervise.cluster.codec import Codec
 from safelaunch.supervise.cluster.election import SILENT_S
-from safelaunch.supervise.cluster.messages import Beat, Codec, NodeCard, PeerView, Saying
-from safelaunch.supervise.cluster.session import Session
+from safelaunch.supervise.cluster.exchange import PeerView, Saying
+from safelaunch.supervise.cluster.membership import Session
+from safelaunch.supervise.cluster.messages import Beat, NodeCard
 from tests.support.dict_store import DictStore
 
 PREFIX = "safelaunch/1/test"

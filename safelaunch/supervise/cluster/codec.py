@@ -1,0 +1,115 @@
+"""Bytes of records, signed if the job has a key, and of evidence in compressed chunks.
+
+The store has no authentication: what is read from it is a stranger's until it has passed ``Codec.decode``.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import TypeVar
+
+import msgspec
+
+from safelaunch.supervise.cluster.store import LARGEST_VALUE
+from safelaunch.system.decoding import from_msgpack
+
+MOST_MESSAGE = 1 << 20  # bytes of a record that is not evidence
+CHUNK_BYTES = 1 << 20
+MOST_CHUNKS = 8  # of one node's evidence
+MOST_OF_NODE = CHUNK_BYTES * MOST_CHUNKS
+MOST_EVIDENCE, LEAST_SHARE = 128 << 20, 64 << 10  # bytes of all nodes together; of one in any case
+MOST_UNPACKED = 128 << 20
+_MAC_BYTES = 32
+assert CHUNK_BYTES + _MAC_BYTES < LARGEST_VALUE
+
+_Record = TypeVar("_Record")
+
+
+class BadMessage(ValueError):
+    """What was read is no message of ours: damaged, too large, of another type, or not signed by the job's key."""
+
+
+def parsed(data: bytes, kind: type[_Record]) -> _Record:
+    """Raises BadMessage for what is no record of this kind."""
+    try:
+        return from_msgpack(data, kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError) as error:
+        raise BadMessage(str(error)) from error
+
+
+class Codec:
+    """Bytes of records and back. ``key``: what all nodes of the job know and nobody else; empty: nothing is signed.
+
+    The signature covers the run, the store's key and the sender's body, so that a message copied elsewhere is none.
+    Order within a key is for the reader: counts only ever grow.
+    """
+
+    def __init__(self, run: str, key: bytes = b"") -> None:
+        self._run = run
+        self._key = b""
+        if key:
+            import hashlib  # late: it loads OpenSSL, 4 MB that a job without a key does without
+
+            self._key = hashlib.blake2b(key, digest_size=32).digest()
+
+    @property
+    def signs(self) -> bool:
+        """Whether what this job's nodes write can be told from what anybody else does."""
+        return bool(self._key)
+
+    def encode(self, place: str, message: msgspec.Struct) -> bytes:
+        return self.seal(place, msgspec.msgpack.encode(message))
+
+    def decode(self, place: str, data: bytes, kind: type[_Record]) -> _Record:
+        """Raises BadMessage."""
+        if len(data) > MOST_MESSAGE:
+            raise BadMessage(f"a message of {len(data)} bytes")
+        return parsed(self.open(place, data), kind)
+
+    def seal(self, place: str, body: bytes) -> bytes:
+        return self._signature(place, body) + body
+
+    def open(self, place: str, data: bytes) -> bytes:
+        """The body of what ``seal`` made. Raises BadMessage."""
+        if not self._key:
+            return data
+        import hmac
+
+        mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._signature(place, body)):
+            raise BadMessage("it is not signed with this job's key")
+        return body
+
+    def _signature(self, place: str, body: bytes) -> bytes:
+        if not self._key:
+            return b""
+        import hmac
+
+        about = b"".join(struct.pack("<I", len(part)) + part for part in (self._run.encode(), place.encode()))
+        return hmac.new(self._key, about + body, "sha256").digest()
+
+
+def share_of(nodes: int) -> int:
+    """How many bytes of evidence each of so many nodes may send: the leader, and the store's host, hold that of all."""
+    return max(LEAST_SHARE, min(MOST_OF_NODE, MOST_EVIDENCE // max(nodes, 1)))
+
+
+def packed(data: bytes, most: int = MOST_OF_NODE) -> list[bytes] | None:
+    """Compressed, in chunks that a store takes; None where that is more than ``most``, or than a node may send."""
+    small = zlib.compress(data, 6)
+    if len(small) > most or len(data) > MOST_UNPACKED:
+        return None
+    return [small[at : at + CHUNK_BYTES] for at in range(0, len(small), CHUNK_BYTES)]
+
+
+def unpacked(chunks: list[bytes]) -> bytes:
+    """Raises BadMessage for what ``packed`` did not make, before it takes more memory than that would."""
+    engine = zlib.decompressobj()
+    try:
+        data = engine.decompress(b"".join(chunks), MOST_UNPACKED)
+    except zlib.error as error:
+        raise BadMessage(str(error)) from error
+    if not engine.eof or engine.unused_data:
+        raise BadMessage("compressed data that is truncated or too large")
+    return data

@@ -1,0 +1,89 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from safelaunch.capture.look import Look, RankLook, Target
+from safelaunch.supervise.looks import Looks, look_at, main_thread
+from safelaunch.system.task import BackgroundTask
+
+AGAIN_S = 30.0  # a rank that stays silent is looked at again after that
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """``words``: what a rank did at ``at_s``, when its newest progress was from ``mark_s``."""
+
+    words: str
+    at_s: float
+    mark_s: float
+
+
+class SilentRanks:
+    """What silent ranks do, by a look at these alone."""
+
+    def __init__(self, look: Callable[[Sequence[Target]], Looks] = lambda targets: look_at(targets, None)) -> None:
+        self._look = look
+        self._seen: dict[int, _Sight] = {}
+        self._looking: tuple[BackgroundTask[Looks], Mapping[int, float]] | None = None
+
+    @property
+    def busy(self) -> bool:
+        self._take()
+        return self._looking is not None
+
+    def ask(self, silent: Mapping[int, float], targets: Sequence[Target], now: float) -> None:
+        """Looks at those that were not seen yet. ``silent``: rank → the time of its newest progress."""
+        if self.busy:
+            return
+        new = {
+            rank: mark_s
+            for rank, mark_s in silent.items()
+            if not self.words(rank, mark_s) or now - self._seen[rank].at_s > AGAIN_S
+        }
+        wanted = [target for target in targets if target.rank in new]
+        if wanted:
+            self._looking = (BackgroundTask("silent ranks", lambda: self._look(wanted)), new)
+
+    def words(self, rank: int, mark_s: float) -> str:
+        """What it does; empty where that is not known, or it has got on since."""
+        self._take()
+        sight = self._seen.get(rank)
+        return sight.words if sight is not None and sight.mark_s == mark_s else ""
+
+    def _take(self) -> None:
+        if self._looking is None or not self._looking[0].done:
+            return
+        (task, marks), self._looking = self._looking, None
+        try:
+            look = task.result().taken[-1]
+        except Exception:  # noqa: BLE001 - what a rank does is not known then, and the watch goes on
+            look = Look(0.0, 0.0)
+        at_s = time.monotonic()
+        self._seen.update({rank: _Sight(words_of(look.ranks.get(rank)), at_s, mark) for rank, mark in marks.items()})
+
+
+_HELD = {"T": "is stopped", "t": "is stopped by a tracer", "D": "is blocked in the kernel (state D)"}
+
+
+def words_of(look: RankLook | None) -> str:
+    """``waits in all_reduce at train.py:18``; what keeps it from running comes first."""
+    from safelaunch.stacks.calls import torch_wait
+    from safelaunch.stacks.frames import Stack, at, place, python_frames
+
+    main = look.main if look is not None else None
+    if main is None or main.state is None:
+        return "not seen"
+    kernel = main.state.main_thread
+    thread = main_thread(main)
+    stack = Stack(python_frames(thread)) if thread is not None else Stack(())
+    held = _HELD.get(kernel.state, "") if kernel is not None else ""
+    if held:
+        return f"{held}{at(stack.user_frame)}"
+    if thread is None:
+        return f"no stack: {main.stack.missing}"
+    wait = torch_wait(stack)
+    return f"waits in {wait.op}{at(stack.user_frame)}" if wait is not None else place(stack.user_frame)
