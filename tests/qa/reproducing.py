@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safelaunch.addons.reproduce import LOST, Hang, Reproduction, ScriptWish, compared, reproduction_of
-from safelaunch.addons.reproduce.program import ABORTS
+from safelaunch.addons.reproduce.tensor_sizes import ABORTS
 from safelaunch.addons.reproduce.text import NO_SENDS
 from safelaunch.bundle.reading import locate
 from safelaunch.capture import user_source

@@ -13,8 +13,6 @@ import msgspec
 from safelaunch.addons.consistency import layout
 from safelaunch.system.decoding import from_json
 
-# --- series -----------------------------------------------------------------------------------------------------------
-
 LARGEST = 64 << 20
 MOST_TENSORS = 1 << 20
 

@@ -14,17 +14,10 @@ import msgspec
 
 from safelaunch.addons.consistency import layout
 from safelaunch.addons.consistency.capture import Check, Series
-from safelaunch.addons.consistency.compare import (
-    MOST_FOUND,
-    MOST_POSITIONS,
-    Comparison,
-    Found,
-    decode,
-    encode,
-    share_of,
-)
+from safelaunch.addons.consistency.compare import Comparison
+from safelaunch.addons.consistency.wire import MOST_FOUND, MOST_POSITIONS, Found, decode, encode, share_of
 from safelaunch.model import WrongResult, format_ranks
-from safelaunch.supervise.cluster.messages import BadMessage, parsed
+from safelaunch.supervise.cluster.codec import BadMessage, parsed
 from safelaunch.supervise.monitors import MonitoredJob
 from safelaunch.supervise.publishing import Report
 from safelaunch.system.console import say

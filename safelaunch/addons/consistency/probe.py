@@ -20,7 +20,7 @@ from collections import deque
 from time import monotonic_ns
 
 from ...beacon import imports, log, marks, page, wrappers
-from . import layout, replicas
+from . import fingerprints, layout, replicas
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class _Series:
         self._torch = torch
         self.tensors = tensors
         self._locals = [wrappers.local(tensor.tensor.detach()) for tensor in tensors]
-        self._prints = replicas.Prints(torch, self._locals)
+        self._prints = fingerprints.Prints(torch, self._locals)
         devices = [local.device for local in self._locals]
         self._device = next((device for device in devices if device.type != "cpu"), devices[0])
         self.on_cpu = self._device.type == "cpu"
@@ -221,8 +221,8 @@ class _Series:
             known = list(losses)
             parts = [
                 self._prints.of(now, device),
-                replicas.magnitudes(torch, [*now, *grads], device).view(torch.int64),
-                replicas.on(extra, device).view(torch.int64)
+                fingerprints.magnitudes(torch, [*now, *grads], device).view(torch.int64),
+                fingerprints.on(extra, device).view(torch.int64)
                 if extra is not None
                 else torch.zeros(layout.CHECK_WINDOW, dtype=torch.int64, device=device),
             ]
@@ -239,7 +239,7 @@ class _Series:
         torch = self._torch
         found = [one if hasattr(one, "reshape") and one.device == self._device else None for one in values]
         here = [float(one) for one, there in zip(values, found, strict=True) if there is None]
-        moved = iter(replicas.on(torch.tensor(here, dtype=torch.float64), self._device).unbind())
+        moved = iter(fingerprints.on(torch.tensor(here, dtype=torch.float64), self._device).unbind())
         return torch.stack([one.reshape(-1).select(0, 0).double() if one is not None else next(moved) for one in found])
 
     def _to_host(self, numbers: Any) -> tuple[Any, Any]:
@@ -268,9 +268,6 @@ class _Series:
 
 def _word(number: int) -> bytes:
     return number.to_bytes(8, sys.byteorder, signed=True)
-
-
-# --- when -------------------------------------------------------------------------------------------------------------
 
 
 class _Buffers:
@@ -514,7 +511,7 @@ class _Owner:
         torch = self._torch
         if self._copied is None:
             zero = window.new_zeros(())
-            return torch.stack([replicas.on(one[0], window.device) if one else zero for one in recent])
+            return torch.stack([fingerprints.on(one[0], window.device) if one else zero for one in recent])
         counts = [len(one) for one in recent]
         if not any(counts):
             return window.new_zeros(len(recent))

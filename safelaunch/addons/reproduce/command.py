@@ -97,9 +97,6 @@ def _write(path: Path, text: str) -> None:
         raise UsageError(f"reproduce: {clean(str(path))} cannot be written: {error.strerror}.") from error
 
 
-# --- a run of the script ----------------------------------------------------------------------------------------------
-
-
 def _tried(made: Reproduction, script: Path) -> int:
     """Runs the script, and says whether it hangs as the job did."""
     if importlib.util.find_spec("torch") is None:

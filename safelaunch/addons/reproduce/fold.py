@@ -66,9 +66,6 @@ def _level(programs: Mapping[int, Sequence[Item]]) -> list[RankStep | RepeatedIt
     return _folded(steps, [numbers.setdefault(step, len(numbers)) for step in steps])
 
 
-# --- one sequence -----------------------------------------------------------------------------------------------------
-
-
 def _aligned(programs: Mapping[int, Sequence[Item]]) -> list[RankStep]:
     """All items, each with the ranks that do it there: in it, each rank's own stand in their order."""
     sides: dict[tuple[Item, ...], list[int]] = {}
@@ -110,9 +107,6 @@ def _with_the_stuck(steps: Sequence[RankStep]) -> list[RankStep]:
     ]
 
 
-# --- loops ------------------------------------------------------------------------------------------------------------
-
-
 def _folded(steps: Sequence[RankStep], codes: Sequence[int]) -> list[RankStep | RepeatedItems]:
     """The steps, each run that repeats as a loop: at each place the round that covers most, the shortest of those."""
     found: list[RankStep | RepeatedItems] = []
@@ -140,9 +134,6 @@ def _round_at(codes: Sequence[int], at: int) -> tuple[int, int]:
         if times > 1 and times * period > covered:
             best, covered = (period, times), times * period
     return best
-
-
-# --- branches ---------------------------------------------------------------------------------------------------------
 
 
 def _ranks_of(node: FoldNode) -> tuple[RankSet, RankSet] | None:

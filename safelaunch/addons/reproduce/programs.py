@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from safelaunch.addons.reproduce.gloo import BARE, FUNCTIONS, returns
 from safelaunch.addons.reproduce.program import (
-    BARE,
-    FUNCTIONS,
     ROOTED,
     TRANSFERS,
     WORLD,
@@ -18,7 +17,6 @@ from safelaunch.addons.reproduce.program import (
     RankProgram,
     ScriptCall,
     ScriptEnd,
-    returns,
 )
 from safelaunch.addons.reproduce.recorded import Extent, MatchKey, RecordedEntry, recorded
 from safelaunch.model import UNKNOWN_SIZES, Collective
@@ -27,9 +25,6 @@ from safelaunch.verdict.c10d import elements, number_of, op_name
 from safelaunch.verdict.comparable import Block
 from safelaunch.verdict.phrases import ranks_word
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts
-
-# --- Where ranks go on, if they make the calls one after the other ----------------------------------------------------
-
 
 Keys = Mapping[int, Sequence[Collection[Hashable]]]  # of each call of a rank: what it meets; none where not known
 GroupRanks = Callable[[str], Sequence[int]]
@@ -208,8 +203,6 @@ class _EntryReader:
             if ranks:
                 self._note(f"{words}: {ranks_word(ranks)}. There, the script makes the calls that the peers completed.")
 
-    # --- a rank -------------------------------------------------------------------------------------------------------
-
     def _rank(self, rank: int) -> RankProgram:
         one = self._facts.ranks.get(rank)
         made = self._made(rank, self._calls[rank]) if rank in self._calls else self._borrowed(rank)
@@ -272,8 +265,6 @@ class _EntryReader:
         }
         peer = max(of_mine, key=lambda one: len(of_mine[one]), default=None)
         return [_CallEntries(self._call(peer, one), ()) for one in of_mine[peer]] if peer is not None else []
-
-    # --- a call -------------------------------------------------------------------------------------------------------
 
     def _call(self, rank: int, one: RecordedEntry) -> ScriptCall:
         entry = one.entry
@@ -374,9 +365,6 @@ def _end_of(one: RankFacts) -> ScriptEnd:
         kind = "stands"
     code = 0 if exit is None else -exit.returncode if kind == "is killed" else exit.returncode
     return ScriptEnd(kind, condition.cause, condition.reason, condition.frame or one.frame, code)  # type: ignore[arg-type]
-
-
-# --- roots ------------------------------------------------------------------------------------------------------------
 
 
 class _Roots:

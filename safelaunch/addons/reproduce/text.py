@@ -7,111 +7,21 @@ on one line. All else is written from numbers and from words of this module.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, groupby, pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from shlex import quote
 
-from msgspec import structs
-
 from safelaunch.addons.reproduce import fold
-from safelaunch.addons.reproduce.fold import FoldNode, done
-from safelaunch.addons.reproduce.program import (
-    BARE,
-    TRANSFERS,
-    TYPES,
-    WORLD,
-    Program,
-    RankProgram,
-    ScriptCall,
-    ScriptEnd,
-)
-from safelaunch.model import Evidence, FlightRecord, Frame, RankEvidence
+from safelaunch.addons.reproduce.families import Families, in_families
+from safelaunch.addons.reproduce.gloo import BARE, TYPES
+from safelaunch.addons.reproduce.program import TRANSFERS, WORLD, Program, RankProgram, ScriptCall, ScriptEnd
+from safelaunch.addons.reproduce.rank_expressions import _lists, _ranks, condition
+from safelaunch.addons.reproduce.script_verdict import places_matter
+from safelaunch.model import Frame
 from safelaunch.stacks.frames import basename, is_pseudo, short
 from safelaunch.system.redaction.redact import redact_text
-from safelaunch.verdict.diagnose import diagnose
-
-# --- Groups that play the same part on different ranks, as the tensor-parallel groups of a job do, under one name -----
-
-
-Families = dict[str, list[tuple[int, ...]]]
-
-
-def in_families(program: Program) -> tuple[Program, Families]:
-    """The program with the names of families for those of groups, and each family's groups."""
-    # Rank → group → its place among the groups of this rank, in the order in which it first calls in them.
-    firsts = {rank: dict.fromkeys(call.group for call in one.calls) for rank, one in program.ranks.items()}
-    turn = {rank: {name: place for place, name in enumerate(names)} for rank, names in firsts.items()}
-    parts: dict[object, list[str]] = {}
-    for name, ranks in program.groups.items():
-        part = (len(ranks), tuple({turn[rank].get(name, -1) for rank in ranks}))
-        parts.setdefault(name if name in program.makers else part, []).append(name)
-    families: Families = {}
-    name_of: dict[str, str] = {WORLD: WORLD}
-    for names in parts.values():
-        alike: list[str] = []  # families
-        for group in names:
-            members = program.groups[group]
-            apart = (one for one in alike if set(members).isdisjoint(chain(*families[one])))
-            family = next(apart, f"group_{len(families) + 1}")
-            if family not in families:
-                alike.append(family)
-            families.setdefault(family, []).append(members)
-            name_of[group] = family
-    programs = {rank: _renamed(one, name_of) for rank, one in program.ranks.items()}
-    makers = {name_of[name]: ranks for name, ranks in program.makers.items()}
-    return replace(program, ranks=programs, makers=makers), {name: sorted(groups) for name, groups in families.items()}
-
-
-def _renamed(program: RankProgram, name_of: Mapping[str, str]) -> RankProgram:
-    return replace(program, calls=tuple(_call(call, name_of) for call in program.calls))
-
-
-def _call(call: ScriptCall, name_of: Mapping[str, str]) -> ScriptCall:
-    parts = tuple(_call(part, name_of) for part in call.parts)
-    return replace(call, group=name_of[call.group], parts=parts)
-
-
-# --- What the records of the script will tell -------------------------------------------------------------------------
-
-
-ScriptComment = tuple[str, list[int]]  # cause and culprits
-
-
-def places_matter(program: Program, nodes: Sequence[FoldNode]) -> bool:
-    """Whether the lines of ``nodes`` lead to another verdict than one line for equal calls would."""
-    steps = {rank: list(done(nodes, rank)) for rank in program.ranks}
-    lines, items = ({r: [k(s) for s in made] for r, made in steps.items()} for k in (id, lambda step: step.item))
-    return _told(program, lines) != _told(program, items)
-
-
-def records_tell(program: Program) -> ScriptComment:
-    """By the records alone that the script leaves, if it makes equal calls from one line."""
-    named, _ = in_families(program)
-    return _told(named, {rank: one.calls for rank, one in named.ranks.items()})
-
-
-def _told(program: Program, places: Mapping[int, Sequence[Hashable]]) -> ScriptComment:
-    numbers: dict[object, int] = {}
-    ranks = []
-    for rank, one in program.ranks.items():
-        entries = [
-            structs.replace(
-                entry, frames=(Frame("/repro.py", numbers.setdefault(place, len(numbers) + 1), "<module>"),)
-            )
-            for place, left in zip(places[rank], one.entries, strict=False)
-            for entry in left
-            if not entry.is_p2p
-        ]
-        entries = [structs.replace(entry, record_id=at) for at, entry in enumerate(entries)]
-        groups = {entry.group: program.groups.get(entry.group, tuple(program.ranks)) for entry in entries}
-        ranks.append(
-            RankEvidence(rank=rank, host="", pid=rank + 1, flight_record=FlightRecord("", tuple(entries), groups))
-        )
-    found = diagnose(Evidence("hang", program.world_size, tuple(ranks)))
-    return found.cause, [culprit.rank for culprit in found.culprits]
-
 
 _WIDTH = 118
 _INDENT = "    "
@@ -157,9 +67,6 @@ def script(program: Program, recorded: Sequence[str], name: str) -> Script:
     command = f"safelaunch --startup-timeout=10 --nproc-per-node={program.world_size} {plain(quote(name))}"
     lines = [*_head(recorded, command, notes), "", *_imports(body), "", *body]
     return Script("\n".join(lines) + "\n", command, tuple(notes))
-
-
-# --- the parts --------------------------------------------------------------------------------------------------------
 
 
 def _head(recorded: Sequence[str], command: str, notes: Sequence[str]) -> Iterator[str]:
@@ -222,9 +129,6 @@ def _before(program: Program) -> Iterator[str]:
     yield "rank = dist.get_rank()"
 
 
-# --- what ranks have in common ----------------------------------------------------------------------------------------
-
-
 def _flat(program: RankProgram) -> Iterator[ScriptCall]:
     for call in program.calls:
         yield from call.parts or (call,)
@@ -233,9 +137,6 @@ def _flat(program: RankProgram) -> Iterator[ScriptCall]:
 def _items(program: RankProgram) -> list[Item]:
     ends = () if program.end.kind == "waits" else (program.end,)
     return [] if program.before else [*program.calls, *ends]
-
-
-# --- lines ------------------------------------------------------------------------------------------------------------
 
 
 class _Writer:
@@ -439,46 +340,3 @@ def _with_comment(lines: Sequence[str], words: str) -> list[str]:
 
 def _wrapped(line: str, indent: str = "") -> list[str]:
     return textwrap.wrap(line, _WIDTH, subsequent_indent=indent + 2 * _INDENT, break_long_words=False)
-
-
-# --- ranks ------------------------------------------------------------------------------------------------------------
-
-
-def condition(ranks: frozenset[int], world: int) -> str:
-    """Whether ``rank`` is one of these, of all ranks of the world."""
-    others = frozenset(range(world)) - ranks
-    if len(others) == 1 and len(ranks) > 2:
-        return f"rank != {min(others)}"
-    ordered = sorted(ranks)
-    first, last = ordered[0], ordered[-1]
-    if len(ordered) == 1:
-        return f"rank == {first}"
-    if len(ordered) == last - first + 1 and len(ordered) > 2:
-        return (
-            f"rank <= {last}"
-            if first == 0
-            else f"rank >= {first}"
-            if last == world - 1
-            else f"{first} <= rank <= {last}"
-        )
-    return f"rank in {_range(ordered) or '(' + ', '.join(map(str, ordered)) + ')'}"
-
-
-def _range(ordered: Sequence[int]) -> str:
-    """``range(0, 8, 2)`` where the numbers are evenly spaced and more than a few; else empty."""
-    if len(ordered) < 4:
-        return ""
-    step = ordered[1] - ordered[0]
-    if any(after - before != step for before, after in pairwise(ordered)):
-        return ""
-    end = ordered[-1] + step
-    return f"range({ordered[0]}, {end}{f', {step}' if step > 1 else ''})"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    spaced = _range(ranks)
-    return f"list({spaced})" if spaced else f"[{', '.join(map(str, ranks))}]"
-
-
-def _lists(groups: Sequence[tuple[int, ...]]) -> str:
-    return f"[{', '.join(map(_ranks, groups))}]"

@@ -7,31 +7,22 @@ and still runs once. Jobs stay with the scheduler if colaunch is killed; ``--res
 
 from __future__ import annotations
 
-import os
-import re
-import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from safelaunch.addons.sweep import metrics
-from safelaunch.addons.sweep.engine import Listed, QueueError, RunningAttempt, Scheduler, SubmittedWork, state_of
+from safelaunch.addons.sweep.attempt_files import AttemptClaim, AttemptFiles, TaskEnd
+from safelaunch.addons.sweep.batch_script import SweepPrograms, script, work_name
+from safelaunch.addons.sweep.engine import RunningAttempt
 from safelaunch.addons.sweep.jobs import AttemptOutcome, JobState, Pace, SweepJob
-from safelaunch.addons.sweep.journal import Attempt, Journal, JournalHistory
+from safelaunch.addons.sweep.journal import Attempt, Journal
 from safelaunch.addons.sweep.paths import SweepPaths, newest, verdict_of
-from safelaunch.addons.sweep.sweep import Before, Sweep, was
-from safelaunch.addons.sweep.task import (
-    FIRST_HOST,
-    JOB_ID,
-    RENDEZVOUS_PORT,
-    AttemptClaim,
-    AttemptFiles,
-    TaskEnd,
-    port_token,
-)
-from safelaunch.system.errors import SafelaunchError
+from safelaunch.addons.sweep.position import AttemptPosition, judge, meaning
+from safelaunch.addons.sweep.scheduler import Listed, QueueError, Scheduler, SubmittedWork
+from safelaunch.addons.sweep.sweep import Sweep, was
 from safelaunch.system.files import modified_ns, replace_file
 
 TICK_S, BUSY_TICK_S = 0.25, 0.05
@@ -43,169 +34,6 @@ FULL_PAUSE_S = 15.0
 SHOW_EVERY_S = 2.0
 AT_ONCE = 16  # submissions in one request
 GIVE_UP_AFTER_S = 120.0  # Slurm's KillWait is 30 s by default
-
-Stands = Literal["queued", "running", "ended", "absent", "hopeless", "unsettled"]
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptPosition:
-    """Where an attempt is. ``listed``: the scheduler's job that counts; ``end``: what its task left.
-
-    ``absent``: the scheduler has no job for it, and none has begun. ``unsettled``: it has ended, but what it left may
-    not be visible here yet. ``hopeless``: a job that it needs has not succeeded.
-    """
-
-    stands: Stands
-    listed: Listed | None = None
-    end: TaskEnd | None = None
-
-
-def judge(listed: Sequence[Listed], claim: AttemptClaim | None, end: TaskEnd | None) -> AttemptPosition:
-    """``listed``: the jobs that were submitted for this attempt; more than one after a double submission.
-
-    A success, or an end that no signal brought about, stands, whatever the scheduler still thinks of the job. After a
-    signal, the job may come back: the scheduler's word counts.
-    """
-    if claim is None:
-        alive = [each for each in listed if each.stage != "ended"]
-        if alive:
-            first = min(alive, key=lambda each: each.stage == "queued")
-            return AttemptPosition(first.stage, first)
-        if not listed:
-            return AttemptPosition("absent")
-        last = listed[-1]
-        return AttemptPosition(
-            "hopeless" if last.hopeless else "ended" if last.word == "CANCELLED" else "unsettled", last
-        )
-    owner = next((each for each in listed if each.name == claim.name), None)
-    if end is not None and (end.name, end.restart) != (claim.name, claim.restart):
-        end = None
-    if end is not None and (end.exit_code == 0 or not end.signalled):
-        return AttemptPosition("ended", owner, end)
-    if owner is not None and owner.stage != "ended":
-        return AttemptPosition(owner.stage, owner)
-    return AttemptPosition("ended" if end is not None else "unsettled", owner, end)
-
-
-def meaning(
-    standing: AttemptPosition, verdict: str, queue: Scheduler, *, asked_by_us: bool, claimed: bool
-) -> tuple[JobState, str]:
-    """The state and cause of an attempt that ended. ``verdict``: the outcome in its bundle, empty without one."""
-    listed, end = standing.listed, standing.end
-    state = state_of(end.exit_code, verdict) if end is not None else "failed"
-    if state in ("succeeded", "hung"):
-        return state, ""
-    if asked_by_us:
-        return "cancelled", ""
-    if end is not None and end.over_limit:
-        return "timed-out", "timeout"
-    for word in (listed.word if listed is not None else "", end.word if end is not None else ""):
-        found = queue.meanings.get(word)
-        if found is not None and (end is None or end.signalled or not found.asked):
-            return found.state, found.cause
-    if end is not None:
-        return "failed", ""
-    if listed is None:
-        return "failed", "lost"
-    if listed.word == "COMPLETED":
-        return "succeeded", ""  # by the scheduler's word: the job could not write its end down
-    return "failed", "" if claimed else "never began"
-
-
-# --- the scripts ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SweepPrograms:
-    """The commands that start safelaunch, and what runs it inside a job: ``task``, with the queue's module."""
-
-    safelaunch: Sequence[str]
-    task: Sequence[str]
-
-
-def work_name(group: str, sweep_id: str, number: int) -> str:
-    """``train.3f9a2c1b44-1``: what people read in the scheduler's list, and what makes it unique."""
-    return f"{re.sub('[^A-Za-z0-9._-]', '-', group)[:40] or 'colaunch'}.{sweep_id}-{number}"
-
-
-def script(name: str, job: SweepJob, attempt: int, paths: SweepPaths, programs: SweepPrograms, queue: Scheduler) -> str:
-    """The script of one attempt. It only sets up words and variables, and becomes the task."""
-    job = job.with_ports([port_token(index) for index in range(job.ports)])
-    env = dict(job.env)
-    if not job.gpus and not any(word.startswith(("--gres=", "--gpus", "--tres")) for word in job.batch):
-        env.setdefault("CUDA_VISIBLE_DEVICES", "")
-    if job.nodes > 1 and job.words[:1] == ("exec",):
-        env.setdefault("MASTER_ADDR", FIRST_HOST)
-    task = [*programs.task, name, os.fspath(paths.job(job.name)), str(attempt), "--cwd", job.cwd]
-    task += ["--timeout", f"{job.timeout_s:g}"] if job.timeout_s is not None else []
-    task += ["--ports", str(job.ports)] if job.ports else []
-    lines = ["#!/bin/bash", *(f"export {name}={shlex.quote(value)}" for name, value in env.items())]
-    return "\n".join([*lines, f"exec {shlex.join([*task, '--', *_started(job, paths, programs, queue)])}", ""])
-
-
-def _started(job: SweepJob, paths: SweepPaths, programs: SweepPrograms, queue: Scheduler) -> list[str]:
-    """The command that the task starts: safelaunch, on several nodes once on each."""
-    words = job.arguments(os.fspath(paths.bundles(job.name)))
-    if job.nodes == 1:
-        return [*programs.safelaunch, *words]
-    if words[0] == "exec":
-        words = ("exec", f"--cluster-store={RENDEZVOUS_PORT}", *words[1:])
-    else:
-        place = f"--rdzv-endpoint={FIRST_HOST}:{RENDEZVOUS_PORT}"
-        words = (f"--nnodes={job.nodes}", f"--rdzv-id={JOB_ID}", "--rdzv-backend=c10d", place, *words)
-    return [*(queue.across(job.nodes) or ()), *programs.safelaunch, *words]
-
-
-# --- what earlier invocations have left -------------------------------------------------------------------------------
-
-
-def adopted(
-    known: JournalHistory, jobs: Sequence[SweepJob]
-) -> tuple[dict[str, Before], dict[str, Attempt], list[Attempt]]:
-    """What is known of each job; by job, the attempt that may still be with the scheduler; and what must not go on.
-
-    Pure. An attempt goes on if it is a job's last, has not ended, and does the work that the job does now.
-    """
-    works = {job.name: job.fingerprint for job in jobs}
-    left = [attempt for attempt in known.unfinished if attempt.handed]
-    going_on = {
-        attempt.job: attempt
-        for attempt in left
-        if works.get(attempt.job) == attempt.fingerprint
-        and known.before[attempt.job].attempts == attempt.number
-        and known.before[attempt.job].outcome is None
-    }
-    before = {
-        name: replace(each, with_engine=True) if name in going_on else each for name, each in known.before.items()
-    }
-    return before, going_on, [attempt for attempt in left if going_on.get(attempt.job) is not attempt]
-
-
-def end_strays(
-    strays: Sequence[Attempt], queue: Scheduler, journal: Journal, paths: SweepPaths, say: Callable[[str], None]
-) -> None:
-    """Cancels these attempts and waits until they have ended. Raises SafelaunchError if some do not end."""
-    if not strays:
-        return
-    jobs = ", ".join(sorted({stray.job for stray in strays}))
-    say(f"their jobs have changed, so {queue.name} ends them: {jobs}")
-    begin_s = time.monotonic()
-    for each in strays:
-        paths.job(each.job).mkdir(parents=True, exist_ok=True)
-        AttemptFiles(paths.job(each.job), each.number).close()  # one that has yet to start does nothing
-    names = {name for stray in strays for name in stray.handed}
-    while alive := [each.number for each in queue.list() if each.name in names and each.stage != "ended"]:
-        queue.cancel(alive, kill=False)
-        if time.monotonic() - begin_s > GIVE_UP_AFTER_S:
-            raise SafelaunchError(
-                f"jobs {' '.join(alive)} of {queue.name} do not end.", "end them, then use --resume again"
-            )
-        time.sleep(LOOK_EVERY_S)
-    for each in strays:
-        journal.ended(each.job, each.number, AttemptOutcome("cancelled"))
-
-
-# --- the engine -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +141,6 @@ class BatchEngine:
             self._told.add(about)
             self._say(text)
 
-    # --- handing over -----------------------------------------------------------------------------------------------
-
     def submit(self) -> None:
         while (job := self._sweep.next()) is not None:
             self._sweep.began(job)
@@ -354,8 +180,6 @@ class BatchEngine:
         given.names.append(name)
         self._to_submit.append((given, work))
         return True
-
-    # --- one request to the scheduler at a time ---------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Takes the answer to the last request, and makes the next one."""
@@ -466,8 +290,6 @@ class BatchEngine:
     def _look_soon(self) -> None:
         self._look_due_s, self._look_every_s = min(self._look_due_s, self._looked_s + LOOK_EVERY_S), LOOK_EVERY_S
 
-    # --- how they end -----------------------------------------------------------------------------------------------
-
     def poll(self) -> Iterator[tuple[SweepJob, AttemptOutcome]]:
         self._advance()
         if self._sweep.stopped:
@@ -563,8 +385,6 @@ class BatchEngine:
             cause=(cause if state in ("hung", "failed") else "") or why or end.wrong,
         )
 
-    # --- stopping ---------------------------------------------------------------------------------------------------
-
     def cancel(self, *, kill: bool) -> None:
         self._kill = self._kill or kill
         self._look_due_s = 0.0
@@ -587,8 +407,6 @@ class BatchEngine:
                 given.listed = tuple(each for each in given.listed if each not in spare)
                 found += [each.number for each in spare]
         return found
-
-    # --- what is seen of it -----------------------------------------------------------------------------------------
 
     def look(self) -> dict[str, RunningAttempt]:
         now = self._clock()

@@ -12,18 +12,24 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from safelaunch.addons.sweep.batch import BatchEngine, Site, SweepPrograms, adopted, end_strays
-from safelaunch.addons.sweep.engine import Engine, QueueError, Scheduler
+from safelaunch.addons.sweep.adopt import adopted, end_strays
+from safelaunch.addons.sweep.batch import BatchEngine, Site
+from safelaunch.addons.sweep.batch_script import SweepPrograms
+from safelaunch.addons.sweep.engine import Engine
 from safelaunch.addons.sweep.errors import SpecError
 from safelaunch.addons.sweep.jobs import SweepJob
 from safelaunch.addons.sweep.journal import Attempt, Journal, JournalHistory, attempts, history
-from safelaunch.addons.sweep.local import Local, SweepPlace, recovered, wait_for_remains
+from safelaunch.addons.sweep.local import Local, SweepPlace
 from safelaunch.addons.sweep.metrics import check_pattern
 from safelaunch.addons.sweep.paths import DEFAULT_PARENT, SweepPaths
 from safelaunch.addons.sweep.pool import CpuSlots, GpuPool, SharePool, check_fits, default_slots
-from safelaunch.addons.sweep.runner import Runner, Signals, write_summary
+from safelaunch.addons.sweep.remains import recovered, wait_for_remains
+from safelaunch.addons.sweep.runner import Runner
+from safelaunch.addons.sweep.scheduler import QueueError, Scheduler
 from safelaunch.addons.sweep.screen import describe, describe_batch, many, open_screen, summary_lines
 from safelaunch.addons.sweep.spec import Axis, Template, TemplateText, expand, parse_grid, templates_of
+from safelaunch.addons.sweep.stop_signals import Signals
+from safelaunch.addons.sweep.summary import write_summary
 from safelaunch.addons.sweep.sweep import Rules, Sweep
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
@@ -294,9 +300,6 @@ OURS = {
 }
 
 
-# --- before anything starts -------------------------------------------------------------------------------------------
-
-
 def make_pool(
     jobs: Sequence[SweepJob], slots: int | None, at_most: int | None, environ: Mapping[str, str]
 ) -> SharePool:
@@ -381,9 +384,6 @@ def _check_nodes(job: SweepJob, on: str | Scheduler, command: CommandLine) -> No
     for word in given:
         if word in OF_SEVERAL_NODES:
             raise UsageError(f"{word} cannot be given together with 'nodes'", "remove it: colaunch sets it")
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
 
 
 def parse(argv: list[str]) -> SweepOptions:

@@ -55,9 +55,6 @@ class Attempt:
     handed: tuple[str, ...] = ()
 
 
-# --- pure -------------------------------------------------------------------------------------------------------------
-
-
 def parse(data: bytes, name: str) -> tuple[list[JournalRecord], int]:
     """The records of a journal, and the number of bytes in complete lines. Raises UsageError for a damaged line.
 
@@ -135,9 +132,6 @@ def history(attempts: Sequence[Attempt], jobs: Sequence[SweepJob]) -> JournalHis
             changed.append(job.name)
         before[job.name] = Before(max(attempt.number for attempt in own), same[-1].outcome if same else None)
     return JournalHistory(before, tuple(changed), tuple(attempt for attempt in attempts if attempt.outcome is None))
-
-
-# --- the file ---------------------------------------------------------------------------------------------------------
 
 
 class Journal:

@@ -13,34 +13,30 @@ for a job. A job's safelaunch is started so that it is recorded before it runs, 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-import re
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 from safelaunch.addons.sweep import metrics
 from safelaunch.addons.sweep.engine import RunningAttempt, state_of
 from safelaunch.addons.sweep.jobs import AttemptOutcome, JobState, SweepJob, threads
-from safelaunch.addons.sweep.journal import Attempt, Journal
+from safelaunch.addons.sweep.journal import Journal
 from safelaunch.addons.sweep.paths import SweepPaths, newest, verdict_of
 from safelaunch.addons.sweep.pool import PROGRAM, Share, SharePool
+from safelaunch.addons.sweep.spawn import JobCommand, is_held, spawn
 from safelaunch.addons.sweep.steps import Steps
 from safelaunch.addons.sweep.sweep import Sweep
 from safelaunch.job import process
-from safelaunch.job.process import ProcessId, fork
+from safelaunch.job.process import ProcessId
 from safelaunch.leases import ports
 from safelaunch.leases.holder import ourselves
 from safelaunch.leases.store import LeaseStore
 from safelaunch.supervise.control.discover import our_roots
-from safelaunch.system.errors import ResourceError, SafelaunchError, StoreError
-from safelaunch.system.files import text_of, try_lock
+from safelaunch.system.errors import ResourceError, StoreError
 
 TICK_S = 0.5
 BUSY_TICK_S = 0.1
@@ -52,90 +48,6 @@ CANNOT_START = 127
 
 # Temporary failures: no room on the disk, no process available. The job is not to blame, and starts later.
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
-REMAINS_KILL_S = 45.0  # a job got SIGTERM when its colaunch was killed; torchrun may take 30 s
-REMAINS_GIVE_UP_S = 65.0
-
-PR_SET_PDEATHSIG = 1
-EXIT_FILE = "SAFELAUNCH_EXIT_FILE"
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-# --- the start of a process -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class JobCommand:
-    """The command and its surroundings. ``log`` takes all its output.
-
-    ``exit_file``: the file for safelaunch's exit code. ``keep``: descriptors that it inherits.
-    """
-
-    argv: Sequence[str]
-    env: Mapping[str, str]
-    cwd: str
-    log: Path
-    exit_file: Path | None = None
-    keep: Collection[int] = ()
-
-
-def spawn(command: JobCommand, tell: Callable[[ProcessId], None]) -> ProcessId:
-    """Starts it in a new session. ``tell`` gets the process before it runs; if ``tell`` raises, the process ends.
-
-    Raises OSError if it can't be started. Call it from the main thread: for the kernel, the end of the thread that
-    forked is our death.
-    """
-    # Append, never truncate: if the attempt exists already, nothing of it is lost.
-    log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    try:
-        with suppress(OSError):  # a file system without locks
-            try_lock(log)
-        parent = os.getpid()
-        return fork(lambda: _become(command, log, parent), tell)
-    finally:
-        os.close(log)
-
-
-def _become(command: JobCommand, log: int, parent: int) -> NoReturn:
-    """Becomes safelaunch, in the forked child."""
-    signal.set_wakeup_fd(-1)
-    for signum in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(signum, signal.SIG_DFL)
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(127)  # it was killed before
-    os.setsid()
-    os.chdir(command.cwd)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    for descriptor in command.keep:
-        os.set_inheritable(descriptor, True)
-    env = dict(command.env)
-    if command.exit_file is not None:
-        env[EXIT_FILE] = f"{os.getpid()}:{command.exit_file}"
-    os.execve(command.argv[0], list(command.argv), env)
-
-
-def exit_code_in(exit_file: Path) -> int | None:
-    """The exit code that safelaunch left there; None if it was killed before."""
-    found = re.fullmatch(r"(\d+)\n", text_of(exit_file), re.ASCII)
-    return int(found[1]) if found else None
-
-
-def is_held(log: Path) -> bool:
-    """Whether a process of the attempt that wrote ``log`` is still alive."""
-    try:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            return not try_lock(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return False
-
-
-# --- the engine -------------------------------------------------------------------------------------------------------
 
 
 class _Unrecorded(Exception):
@@ -219,8 +131,6 @@ class Local:
     def close(self) -> None:
         self._place.pool.leave()
 
-    # --- stopping ---------------------------------------------------------------------------------------------------
-
     def cancel(self, *, kill: bool) -> None:
         if not kill:
             self._ask_to_end(patience=False)
@@ -256,8 +166,6 @@ class Local:
             if active.asked_s is not None and now - active.asked_s > STOP_PATIENCE_S and active.killed_s is None:
                 self._kill(active)
 
-    # --- the end of a job -------------------------------------------------------------------------------------------
-
     def poll(self) -> Iterator[tuple[SweepJob, AttemptOutcome]]:
         while self._not_started:
             yield self._not_started.pop(), AttemptOutcome("failed", CANNOT_START)
@@ -287,8 +195,6 @@ class Local:
             metrics=metrics.from_log(active.log, active.job.metrics, self._say),
             cause=cause or wrong,
         )
-
-    # --- the start of a job -----------------------------------------------------------------------------------------
 
     def submit(self) -> None:
         if not self._place.journal.catch_up():
@@ -391,8 +297,6 @@ class Local:
             own["OMP_NUM_THREADS"] = str(threads(job.words, share.cores))
         return own
 
-    # --- what is seen of it -----------------------------------------------------------------------------------------
-
     def look(self) -> dict[str, RunningAttempt]:
         running = [active for active in self._active.values() if active.status is None]
         self._steps.look([active.process for active in running])
@@ -409,65 +313,3 @@ def exit_code(status: int) -> int:
     """The exit code for a wait status, as a shell shows it: 128 plus the number of a signal that ended it."""
     code = os.waitstatus_to_exitcode(status)
     return 128 - code if code < 0 else code
-
-
-# --- what a killed colaunch has left ----------------------------------------------------------------------------------
-
-
-def wait_for_remains(
-    unfinished: Sequence[Attempt],
-    paths: SweepPaths,
-    say: Callable[[str], None],
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Waits until all processes of these attempts have ended, and kills them if that takes long.
-
-    Raises SafelaunchError if some survive: running their job again would run it twice at once.
-    """
-    alive = [attempt for attempt in unfinished if _lives(attempt, paths)]
-    if not alive:
-        return
-    names = ", ".join(attempt.job for attempt in alive)
-    say(f"colaunch was killed; waiting for the processes of its jobs to end: {names}")
-    begin, killed = clock(), False
-    below: list[ProcessId] = []
-    for attempt in alive:
-        attempt.process.send(signal.SIGTERM)
-    while alive:
-        sleep(0.1)
-        alive = [attempt for attempt in alive if _lives(attempt, paths)]
-        if clock() - begin > REMAINS_KILL_S and not killed:
-            killed = True
-            for attempt in alive:
-                below += process.descendants([attempt.process.pid]) if attempt.process.is_alive() else []
-                attempt.process.send(signal.SIGKILL)
-        if clock() - begin > REMAINS_GIVE_UP_S - 5.0:
-            for each in below:
-                each.send(signal.SIGKILL)
-        if clock() - begin > REMAINS_GIVE_UP_S and alive:
-            logs = ", ".join(str(paths.log(attempt.job, attempt.number)) for attempt in alive)
-            raise SafelaunchError(
-                f"processes of {', '.join(a.job for a in alive)} are still alive after {REMAINS_GIVE_UP_S:g} s.",
-                f"end the processes that write to {logs} (fuser shows them), then use --resume again",
-            )
-
-
-def recovered(attempt: Attempt, jobs: Sequence[SweepJob], paths: SweepPaths) -> AttemptOutcome | None:
-    """The outcome of an attempt that succeeded while its colaunch was being killed; None for any other."""
-    job = next((job for job in jobs if job.name == attempt.job), None)
-    exit_file = paths.exit_file(attempt.job, attempt.number)
-    if job is None or exit_code_in(exit_file) != 0:
-        return None
-    return AttemptOutcome(
-        "succeeded",
-        exit_code=0,
-        duration_s=round(max(0.0, exit_file.stat().st_mtime - attempt.began_unix_s), 3),
-        gpus=attempt.gpus,
-        metrics=metrics.from_log(paths.log(job.name, attempt.number), job.metrics),
-    )
-
-
-def _lives(attempt: Attempt, paths: SweepPaths) -> bool:
-    return attempt.process.is_alive() or is_held(paths.log(attempt.job, attempt.number))

@@ -14,11 +14,13 @@ from pathlib import PurePath
 from statistics import median
 from typing import Any
 
-from safelaunch.addons.sweep.batch import SweepPrograms, script, work_name
-from safelaunch.addons.sweep.engine import JobStatus, RunningAttempt, Scheduler, Screen, Snapshot, SubmittedWork
+from safelaunch.addons.sweep.batch_script import SweepPrograms, script, work_name
+from safelaunch.addons.sweep.engine import RunningAttempt
 from safelaunch.addons.sweep.jobs import SweepJob, Track, port_names
 from safelaunch.addons.sweep.paths import SweepPaths, summary_of
 from safelaunch.addons.sweep.pool import SharePool
+from safelaunch.addons.sweep.scheduler import Scheduler, SubmittedWork
+from safelaunch.addons.sweep.view import JobStatus, Screen, Snapshot
 from safelaunch.cli.table import TextTable
 from safelaunch.job.paths import seen_from_here, working_directory
 from safelaunch.model.words import rate, since
@@ -52,9 +54,6 @@ PLAIN_REFRESH_S = 60.0
 _RIGHT = frozenset({"step", "rate", "age", "elapsed", "estimate"})
 MOST_BUNDLE_LINES = 9  # below the table, and a third of the screen at most
 _STYLES = {"running": "bold", "succeeded": "green", "failed": "red", "hung": "red", "timed-out": "red"}
-
-
-# --- while it runs ----------------------------------------------------------------------------------------------------
 
 
 def headline(snapshot: Snapshot) -> str:
@@ -159,9 +158,6 @@ def time_left_s(snapshot: Snapshot) -> float | None:
     return max(sum(left) / at_once, max(left)) if left else None
 
 
-# --- before and after -------------------------------------------------------------------------------------------------
-
-
 def many(number: int, what: str) -> str:
     """``1 job``, ``2 jobs``."""
     return f"{number} {what}{'s' * (number != 1)}"
@@ -257,9 +253,6 @@ def _summary_row(track: Track, metrics: Sequence[str]) -> tuple[str, ...]:
 
 def _metric(value: object) -> str:
     return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else clean(str(value))
-
-
-# --- the screen -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from safelaunch.addons.sweep.engine import Listed, Meaning, QueueError, Scheduler, SubmittedWork
 from safelaunch.addons.sweep.errors import SpecError
+from safelaunch.addons.sweep.scheduler import Listed, Meaning, QueueError, Scheduler, SubmittedWork
 from safelaunch.settings.yamlfile import YamlNode, known_entries, scalar, texts_of
 
 if TYPE_CHECKING:
@@ -171,9 +171,6 @@ def _ask(*words: str) -> str:
         return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_S).stdout
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return ""
-
-
-# --- pure -------------------------------------------------------------------------------------------------------------
 
 
 def slurm_error(message: str) -> QueueError:

@@ -151,9 +151,6 @@ class Template:
         return (*self.command, *self.options, *(text for _, text in self.env), *cwd)
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------
-
-
 def axis(name: str, words: Sequence[str], where: str) -> Axis:
     """A parameter with its values, where ``0..4`` means 0, 1, 2, 3, 4. Raises SpecError."""
     if not _PARAMETER.fullmatch(name):
@@ -197,9 +194,6 @@ def combinations(axes: Sequence[Axis]) -> list[Params]:
     if size > MAX_JOBS:
         raise SpecError(f"{axes[0].where}: {size} combinations, more than {MAX_JOBS}", "split the sweep")
     return list(itertools.product(*([(axis.name, value) for value in axis.values] for axis in axes)))
-
-
-# --- the file ---------------------------------------------------------------------------------------------------------
 
 
 def templates_of(root: YamlNode, metrics: tuple[str, ...] = ()) -> tuple[Template, ...]:
@@ -365,9 +359,6 @@ def _matrix(node: YamlNode) -> tuple[Axis, ...]:
         nodes = value.items if value.kind == "list" else (value,)
         axes.append(axis(key.text, [scalar(item, key.text) for item in nodes], key.where))
     return tuple(axes)
-
-
-# --- the jobs: combinations, names, placeholders, needs; all of it is checked before anything starts. Pure. -----------
 
 
 def expand(templates: Sequence[Template], paths: SweepPaths, cwd: str) -> tuple[SweepJob, ...]:

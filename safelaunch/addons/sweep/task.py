@@ -13,7 +13,6 @@ still knows of it, are in the job's directory, which every node and the submitti
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import signal
 import socket
@@ -25,22 +24,21 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from safelaunch.addons.sweep.attempt_files import AttemptClaim, AttemptFiles, TaskEnd
 from safelaunch.addons.sweep.jobs import Pace, threads
 from safelaunch.addons.sweep.paths import SweepPaths, newest
 from safelaunch.job.process import ProcessId, identify
 from safelaunch.system.console import say
-from safelaunch.system.decoding import from_json
 from safelaunch.system.errors import SafelaunchError
 
 # Every job pays for what is imported here before its own safelaunch starts; the rest is imported where it is used.
 if TYPE_CHECKING:
     from safelaunch.addons.sweep.steps import Steps
 
-T = TypeVar("T")
 EXIT_SPARE = 75  # not 0: a job that needs this one must not begin because of a task that did nothing
 CANNOT_START = 127
 TICK_S = 0.25
@@ -53,7 +51,6 @@ LEAVE_FOR_S, LEAVE_EVERY_S = 60.0, 2.0
 FIRST_HOST, RENDEZVOUS_PORT, JOB_ID = "@{first-host}", "@{rdzv-port}", "@{job-id}"
 MARK = "COLAUNCH_SUBMISSION"  # by which the supervisor that srun has started on this node is found
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-LARGEST = 1 << 16
 
 
 def port_token(index: int) -> str:
@@ -81,132 +78,6 @@ class SchedulerJob(Protocol):
 
     def why_ended(self) -> str:
         """The scheduler's word for why it ends the job, see ``Queue.meanings``."""
-
-
-# --- the files of an attempt ------------------------------------------------------------------------------------------
-
-
-class AttemptClaim(msgspec.Struct, frozen=True):
-    """Who runs an attempt: a submission, and how often the scheduler has requeued it."""
-
-    name: str
-    restart: int
-    host: str
-    began_unix_s: float
-
-    def precedes(self, other: AttemptClaim) -> bool:
-        """Whether ``other`` is the same submission after a requeue."""
-        return self.name == other.name and self.restart < other.restart
-
-
-class TaskEnd(msgspec.Struct, frozen=True):
-    """How a task ended. ``word``: the scheduler's, when it sent SIGTERM (``TIMEOUT``, ``CANCELLED``), or empty.
-
-    ``over_limit``: it took longer than the job's ``timeout``. ``wrong``: its first wrong result.
-    """
-
-    name: str
-    restart: int
-    exit_code: int
-    duration_s: float
-    signalled: bool = False
-    word: str = ""
-    over_limit: bool = False
-    last_step: int | None = None
-    gpus: tuple[str, ...] = ()
-    bundle: str = ""
-    wrong: str = ""
-
-
-class AttemptFiles:
-    """The files of one attempt, next to its log."""
-
-    def __init__(self, directory: Path, attempt: int) -> None:
-        self._stem = directory / f"attempt-{attempt}"
-
-    def _path(self, kind: str) -> Path:
-        return self._stem.with_name(f"{self._stem.name}.{kind}")
-
-    def claim(self, mine: AttemptClaim) -> AttemptClaim | None:
-        """Claims the attempt. Returns None if it is ours now, else the claim of another. Raises OSError."""
-        path, beside = self._path("claim"), self._beside("claim", mine)
-        try:
-            if _link(beside, path):
-                return None
-            other = self.claimed()
-            if other == mine:
-                return None  # the answer to the link was lost, and the file server saw it twice
-            if other is None or not other.precedes(mine):
-                return other or mine
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-        return None
-
-    def claimed(self) -> AttemptClaim | None:
-        return _read(self._path("claim"), AttemptClaim)
-
-    def leave(self, end: TaskEnd) -> None:
-        """Writes how the attempt ended, whole or not at all. Raises OSError."""
-        self._beside("end", end).replace(self._path("end"))
-
-    def end(self) -> TaskEnd | None:
-        return _read(self._path("end"), TaskEnd)
-
-    def show(self, pace: Pace) -> None:
-        """Writes the newest step. Raises OSError."""
-        self._beside("pace", pace, sync=False).replace(self._path("pace"))
-
-    def pace(self) -> Pace:
-        return _read(self._path("pace"), Pace) or Pace()
-
-    def close(self) -> None:
-        """Notes that the attempt's end has been recorded. Raises OSError."""
-        self._path("closed").touch(mode=0o600)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._path("closed").exists()
-
-    def _beside(self, kind: str, record: object, *, sync: bool = True) -> Path:
-        """A new file with ``record``. Its name is that of one process on one host."""
-        path = self._path(f"{kind}.{os.uname().nodename}.{os.getpid()}")
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(descriptor, msgspec.json.encode(record) + b"\n")
-            if sync:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        return path
-
-
-def _link(source: Path, path: Path) -> bool:
-    """Gives a file a second name if nobody has it; a disk without links gets a copy. Returns whether it did."""
-    try:
-        os.link(source, path)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            raise
-        try:
-            with path.open("xb") as file:
-                file.write(source.read_bytes())
-        except FileExistsError:
-            return False
-    return True
-
-
-def _read(path: Path, kind: type[T]) -> T | None:
-    try:
-        with path.open("rb") as file:
-            return from_json(file.read(LARGEST), kind)
-    except (OSError, msgspec.DecodeError, ValueError):
-        return None
-
-
-# --- the task ---------------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:

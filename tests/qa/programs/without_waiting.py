@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from safelaunch.addons.consistency import probe, replicas
+from safelaunch.addons.consistency import fingerprints
 
 probe.install(str(Path(tempfile.mkdtemp()) / "page"), "1")
 waits: list[str] = []
@@ -44,7 +45,7 @@ with FakeTensorMode(), torch.no_grad():
         )
     ((_, numbers, _),) = series.pending
     assert numbers.device.type == "cuda" and numbers.numel() == 3 * 3 + 1024 + 2, numbers.shape
-    assert replicas.magnitudes(torch, [one, None, other], series._device).shape == (3,)
+    assert fingerprints.magnitudes(torch, [one, None, other], series._device).shape == (3,)
     found = list(waits)
     with Watching():
         torch.empty(3).to(other.device)

@@ -10,17 +10,10 @@ import msgspec
 import pytest
 
 from safelaunch.addons.consistency.capture import About, Check
-from safelaunch.addons.consistency.compare import (
-    KEPT,
-    MOST_POSITIONS,
-    Comparison,
-    Found,
-    decode,
-    encode,
-    share_of,
-)
+from safelaunch.addons.consistency.compare import KEPT, Comparison
+from safelaunch.addons.consistency.wire import MOST_POSITIONS, Found, decode, encode, share_of
 from safelaunch.model import WrongResult
-from safelaunch.supervise.cluster.messages import BadMessage, packed, parsed
+from safelaunch.supervise.cluster.codec import BadMessage, packed, parsed
 
 NAMES = ("0.weight", "0.bias", "2.weight")
 FINE = 1.0

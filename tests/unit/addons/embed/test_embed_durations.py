@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import safelaunch
-from safelaunch.addons.embed.launching import words_of
+from safelaunch.addons.embed.keywords import words_of
 from safelaunch.settings.config import resolve
 
 

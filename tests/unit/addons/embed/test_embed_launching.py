@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import safelaunch
-from safelaunch.addons.embed.launching import Launch, LaunchOptions, words_of
+from safelaunch.addons.embed.keywords import words_of
+from safelaunch.addons.embed.launching import Launch, LaunchOptions
 from safelaunch.addons.embed.supervisor import from_the_start
 from safelaunch.addons.embed.wire import Connection, Done, FromCaller, FromSupervisor, RanksEnded, Ready, Stop, Stopping
 from safelaunch.settings.config import resolve

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from safelaunch.addons.reproduce import Hang, WaitPosition, differences, hang_of
+from safelaunch.addons.reproduce.hang import Hang, WaitPosition, differences, hang_of
 from tests.support.evidence import in_c10d, job, rank, waiting
 
 WORLD = (0, 1, 2)

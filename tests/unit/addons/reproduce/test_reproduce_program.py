@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.addons.reproduce import Extent, ScriptWish, reproduction_of
-from safelaunch.addons.reproduce.program import of_ranks
+from safelaunch.addons.reproduce.fewer_ranks import of_ranks
 from safelaunch.addons.reproduce.programs import program_of
 from safelaunch.bundle.reading import locate
 from safelaunch.model import Evidence

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.addons.reproduce import Extent, ScriptWish, reproduction_of
-from safelaunch.addons.reproduce.program import returns
+from safelaunch.addons.reproduce.gloo import returns
 from safelaunch.addons.reproduce.recorded import RecordedEntry, recorded
 from safelaunch.bundle.reading import locate
 from safelaunch.model import CallArguments, Evidence, GilTest

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from safelaunch.addons.reproduce import Extent, ScriptWish, reproduction_of
-from safelaunch.addons.reproduce.text import condition, plain
+from safelaunch.addons.reproduce.rank_expressions import condition
+from safelaunch.addons.reproduce.text import plain
 from safelaunch.bundle.reading import locate
 from safelaunch.model import Collective, Evidence, FlightRecord, Frame
 from tests.support.evidence import in_c10d, job, rank

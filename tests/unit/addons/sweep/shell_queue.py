@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from safelaunch.addons.sweep.engine import Listed, Meaning, SubmittedWork
+from safelaunch.addons.sweep.scheduler import Listed, Meaning, SubmittedWork
 
 
 class Shell:

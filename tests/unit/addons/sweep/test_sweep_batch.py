@@ -16,25 +16,19 @@ from typing import Any
 import pytest
 
 from safelaunch.addons.sweep import slurm, task
-from safelaunch.addons.sweep.batch import (
-    AttemptPosition,
-    BatchEngine,
-    Site,
-    SweepPrograms,
-    adopted,
-    judge,
-    meaning,
-    script,
-    work_name,
-)
-from safelaunch.addons.sweep.engine import Listed, QueueError, RunningAttempt, SubmittedWork
+from safelaunch.addons.sweep.adopt import adopted
+from safelaunch.addons.sweep.attempt_files import AttemptClaim, AttemptFiles, TaskEnd
+from safelaunch.addons.sweep.batch import BatchEngine, Site
+from safelaunch.addons.sweep.batch_script import SweepPrograms, script, work_name
+from safelaunch.addons.sweep.engine import RunningAttempt
 from safelaunch.addons.sweep.errors import SpecError
 from safelaunch.addons.sweep.jobs import SweepJob, port_marks
 from safelaunch.addons.sweep.journal import Attempt as Past
 from safelaunch.addons.sweep.journal import Journal, attempts, history, parse
 from safelaunch.addons.sweep.paths import SweepPaths
+from safelaunch.addons.sweep.position import AttemptPosition, judge, meaning
+from safelaunch.addons.sweep.scheduler import Listed, QueueError, SubmittedWork
 from safelaunch.addons.sweep.sweep import Rules, Sweep
-from safelaunch.addons.sweep.task import AttemptClaim, AttemptFiles, TaskEnd
 from safelaunch.job.process import ProcessId
 from safelaunch.settings.yamlfile import parse_yaml
 from tests.support import golden

@@ -14,8 +14,8 @@ import pytest
 from safelaunch.addons.sweep import journal as module
 from safelaunch.addons.sweep.jobs import AttemptOutcome, SweepJob
 from safelaunch.addons.sweep.journal import Attempt, Journal, attempts, history, parse
-from safelaunch.addons.sweep.local import recovered, wait_for_remains
 from safelaunch.addons.sweep.paths import SweepPaths
+from safelaunch.addons.sweep.remains import recovered, wait_for_remains
 from safelaunch.addons.sweep.sweep import Rules, Sweep
 from safelaunch.job.process import ProcessId, identify
 from safelaunch.system.errors import SafelaunchError, UsageError

@@ -15,14 +15,16 @@ from pathlib import Path
 import pytest
 
 from safelaunch.addons.sweep import local
-from safelaunch.addons.sweep.engine import Snapshot
 from safelaunch.addons.sweep.jobs import SweepJob, port_marks
 from safelaunch.addons.sweep.journal import Journal, attempts, parse
-from safelaunch.addons.sweep.local import JobCommand, Local, SweepPlace, is_held, spawn
+from safelaunch.addons.sweep.local import Local, SweepPlace
 from safelaunch.addons.sweep.paths import SweepPaths
 from safelaunch.addons.sweep.pool import CpuSlots, GpuPool, Share
-from safelaunch.addons.sweep.runner import Runner, Signals
+from safelaunch.addons.sweep.runner import Runner
+from safelaunch.addons.sweep.spawn import JobCommand, is_held, spawn
+from safelaunch.addons.sweep.stop_signals import Signals
 from safelaunch.addons.sweep.sweep import Rules, Sweep
+from safelaunch.addons.sweep.view import Snapshot
 from safelaunch.job import process
 from safelaunch.job.process import ProcessId
 from safelaunch.leases.holder import ourselves

@@ -12,10 +12,10 @@ from pathlib import Path, PurePath
 import msgspec
 import pytest
 
-from safelaunch.addons.sweep import metrics, runner
+from safelaunch.addons.sweep import metrics, summary
 from safelaunch.addons.sweep import pool as units
 from safelaunch.addons.sweep.command import OURS, check_jobs, make_pool, parse
-from safelaunch.addons.sweep.engine import JobStatus, RunningAttempt, Snapshot, state_of
+from safelaunch.addons.sweep.engine import RunningAttempt, state_of
 from safelaunch.addons.sweep.jobs import AttemptOutcome, Pace, SweepJob, Track, ranks, threads
 from safelaunch.addons.sweep.local import exit_code
 from safelaunch.addons.sweep.paths import SweepPaths, newest, verdict_of
@@ -34,6 +34,7 @@ from safelaunch.addons.sweep.screen import (
     time_left_s,
 )
 from safelaunch.addons.sweep.steps import slowest, wrong_cause
+from safelaunch.addons.sweep.view import JobStatus, Snapshot
 from safelaunch.cli.table import TextTable
 from safelaunch.leases.choose import Inventory, LeasableGpu
 from safelaunch.leases.store import LeaseStore
@@ -591,7 +592,7 @@ def tracks() -> list[Track]:
 
 
 def test_the_summary_has_exactly_these_keys(tmp_path: Path) -> None:
-    runner.write_summary(tracks(), SweepPaths(tmp_path))
+    summary.write_summary(tracks(), SweepPaths(tmp_path))
     document = json.loads((tmp_path / "summary.json").read_text())
     assert list(document) == ["jobs"]
     keys = ["name", "params", "state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle", "metrics"]
@@ -614,10 +615,10 @@ def test_the_summary_has_exactly_these_keys(tmp_path: Path) -> None:
 
 
 def test_the_csv_has_a_column_for_each_parameter_and_metric(tmp_path: Path) -> None:
-    runner.write_summary(tracks(), SweepPaths(tmp_path))
+    summary.write_summary(tracks(), SweepPaths(tmp_path))
     with (tmp_path / "summary.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["name", "lr", "param.state", *runner.FIXED, "loss", "metric.state"]
+    assert list(rows[0]) == ["name", "lr", "param.state", *summary.FIXED, "loss", "metric.state"]
     assert (rows[0]["loss"], rows[0]["param.state"], rows[1]["gpus"], rows[1]["metric.state"]) == (
         "0.25",
         "x",
@@ -630,7 +631,7 @@ def test_the_csv_has_a_column_for_each_parameter_and_metric(tmp_path: Path) -> N
 def test_while_it_runs_the_csv_has_what_is_known_so_far(tmp_path: Path) -> None:
     begun = Track(job("d"), "running", 1, 1)
     known = AttemptOutcome("running", None, 12.5, 40, ("GPU-3",), metrics={"loss": 0.75})
-    runner.write_csv([*tracks(), begun], SweepPaths(tmp_path), {"d": known})
+    summary.write_csv([*tracks(), begun], SweepPaths(tmp_path), {"d": known})
     with (tmp_path / "summary.csv").open(newline="") as file:
         row = list(csv.DictReader(file))[-1]
     shown = [row[name] for name in ("state", "exit_code", "duration_s", "last_step", "gpus", "loss")]

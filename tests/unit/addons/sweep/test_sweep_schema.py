@@ -9,7 +9,7 @@ import pytest
 from jsonschema import ValidationError
 
 from safelaunch.addons.sweep.jobs import AttemptOutcome, SweepJob, Track
-from safelaunch.addons.sweep.runner import document
+from safelaunch.addons.sweep.summary import document
 from tests.support.documents import check
 
 

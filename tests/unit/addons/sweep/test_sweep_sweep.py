@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safelaunch.addons.sweep.jobs import AttemptOutcome, JobState, SweepJob
-from safelaunch.addons.sweep.sweep import Before, Lineup, Rules, Sweep
+from safelaunch.addons.sweep.lineup import Lineup
+from safelaunch.addons.sweep.sweep import Before, Rules, Sweep
 
 
 def queue(capacity: int, *units: int, at_most: int = 100) -> Lineup:

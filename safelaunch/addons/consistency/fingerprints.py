@@ -1,0 +1,129 @@
+"""Computes fingerprints and magnitudes of tensors on their devices."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+SQUARE = 1013904242  # even: x + SQUARE * x * x then takes no two words to the same one
+
+
+PIECE = 1 << 20  # elements that are mixed at once: bounds the memory that a check takes
+
+
+# On a CPU, they have to stay in its cache, and in memory that the process has had before: fresh pages from the kernel
+# cost several times what the arithmetic does.
+CPU_PIECE = 1 << 16
+
+
+LARGE = 4096  # elements: tensors that have more on average are summed one by one
+
+
+class Prints:
+    """Integer fingerprints of tensors: sums of their mixed bits, which neither order nor rounding changes."""
+
+    def __init__(self, torch: Any, tensors: list[Any]) -> None:
+        self._torch = torch
+        self._batches: list[tuple[list[tuple[int, int, int]], Any, Any]] = []
+        by_kind: dict[Any, list[tuple[int, int, int]]] = {}
+        for number, tensor in enumerate(tensors):
+            most = _piece(tensor.device)
+            for begin in range(0, tensor.numel(), most):
+                pieces = by_kind.setdefault((tensor.dtype, tensor.device), [])
+                pieces.append((number, begin, min(begin + most, tensor.numel())))
+        for (_, device), pieces in by_kind.items():
+            self._add(pieces, device)
+
+    def _add(self, pieces: list[tuple[int, int, int]], device: Any) -> None:
+        batch: list[tuple[int, int, int]] = []
+        # The largest first: small ones between them would each be a batch of their own.
+        for piece in (*sorted(pieces, key=lambda one: one[1] - one[2]), None):
+            if piece is None or sum(end - begin for _, begin, end in batch) + piece[2] - piece[1] > _piece(device):
+                if batch:
+                    self._batches.append((batch, *self._places(batch, device)))
+                batch = []
+            if piece is not None:
+                batch.append(piece)
+
+    def _places(self, batch: list[tuple[int, int, int]], device: Any) -> tuple[Any, Any]:
+        ends, total = [], 0
+        for _, begin, end in batch:
+            total += end - begin
+            ends.append(total - 1)
+        owners = [number for number, _, _ in batch]
+        return self._torch.tensor(ends, device=device), self._torch.tensor(owners, device=device)
+
+    def of(self, tensors: list[Any], device: Any) -> Any:
+        torch = self._torch
+        words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        result = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+        flat = {}
+        sums, places = [], []
+        for batch, ends, owners in self._batches:
+            parts = []
+            for number, begin, end in batch:
+                if number not in flat:
+                    one = tensors[number].contiguous().view(-1)
+                    flat = {number: one.view(words[one.element_size()]) if one.element_size() in words else one}
+                parts.append(flat[number].narrow(0, begin, end - begin))
+            sums.append(self._sums(parts, ends).to(device, non_blocking=True))
+            places.append(owners.to(device, non_blocking=True))
+        return result.index_add_(0, torch.cat(places), torch.cat(sums)) if sums else result
+
+    def _sums(self, parts: list[Any], ends: Any) -> Any:
+        """The sum of each part's words, each word mixed: high bits into low ones, and these into high ones."""
+        torch = self._torch
+        bits = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.int32)
+        mixed = bits >> 15
+        mixed ^= bits
+        mixed.addcmul_(mixed, mixed, value=SQUARE)
+        if len(parts) == 1:
+            return mixed.sum(dtype=torch.int64).view(1)
+        if len(parts) * LARGE < mixed.numel():
+            return torch.stack([one.sum(dtype=torch.int64) for one in mixed.split([len(part) for part in parts])])
+        return mixed.cumsum(0, dtype=torch.int64).index_select(0, ends).diff(prepend=ends.new_zeros(1))
+
+
+def _piece(device: Any) -> int:
+    return CPU_PIECE if device.type == "cpu" else PIECE
+
+
+def magnitudes(torch: Any, tensors: list[Any], device: Any) -> Any:
+    """A magnitude of each tensor: not finite exactly where one of its elements is not."""
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    known = [n for n, one in enumerate(tensors) if one is not None and one.numel() and one.dtype in floats]
+    if known and all(tensors[number].device.type == "cpu" for number in known) and device.type == "cpu":
+        norms = _on_cpu(torch, [tensors[number].detach() for number in known])
+        if len(known) == len(tensors):
+            return norms
+        result = torch.zeros(len(tensors), dtype=torch.float64)
+        result[known] = norms
+        return result
+    by_device: dict[Any, list[int]] = {}
+    for number in known:
+        by_device.setdefault((tensors[number].device, tensors[number].dtype), []).append(number)
+    found = [torch.zeros((), dtype=torch.float64, device=device)] * len(tensors)
+    for numbers in by_device.values():
+        norms = torch.stack(torch._foreach_norm([tensors[n].detach() for n in numbers], float("inf")))
+        # No index made of ``numbers``: its way to the device would wait for what runs there.
+        for number, norm in zip(numbers, on(norms, device).unbind(), strict=True):
+            found[number] = norm
+    return torch.stack(found)
+
+
+def _on_cpu(torch: Any, tensors: list[Any]) -> Any:
+    """Norms, which a CPU has several times sooner; where one overflows or is not finite, the largest magnitudes."""
+    found = torch._foreach_norm(tensors)
+    alike = len({one.dtype for one in found}) == 1
+    norms = torch.stack(found if alike else [one.double() for one in found]).double()
+    if bool(norms.isfinite().all()):
+        return norms
+    ends = [torch.stack(tensor.aminmax()).double() for tensor in tensors]
+    return torch.stack(ends).abs_().amax(1)
+
+
+def on(numbers: Any, device: Any) -> Any:
+    """As float64 on ``device``, a CPU only where all tensors are on it: no copy waits for what a device has to do."""
+    return numbers.double().to(device, non_blocking=True)

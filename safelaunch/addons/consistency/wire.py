@@ -1,0 +1,202 @@
+"""Checks as nodes send them to the node that compares all: typed, bounded, and reduced to what it needs."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from safelaunch.addons.consistency.capture import MOST_TENSORS, About, Check
+from safelaunch.model import WrongResult
+from safelaunch.supervise.cluster.codec import BadMessage, packed, parsed, unpacked
+from safelaunch.supervise.cluster.messages import MOST_RANKS, Message
+
+MOST_BYTES, LEAST_BYTES, MOST_OF_ALL = 256 << 10, 8 << 10, 16 << 20  # of one node; of all, whom one node reads
+
+
+MOST_POSITIONS = 32
+
+
+MOST_FOUND = 16
+
+
+_Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+
+
+_Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
+
+
+_Since = Annotated[int, Meta(ge=-1, lt=1 << 48)]
+
+
+_Name = Annotated[str, Meta(max_length=1000)]
+
+
+_Indexes = Annotated[tuple[_Count, ...], Meta(max_length=MOST_TENSORS)]
+
+
+class _About(Message, frozen=True):
+    key: _Name
+    kind: Literal["parameters", "buffers"]
+    every: _Count
+    groups: tuple[Annotated[tuple[_Rank, ...], Meta(max_length=MOST_RANKS)], ...]
+    tensors: Annotated[tuple[tuple[_Name, _Count], ...], Meta(max_length=MOST_TENSORS)]
+
+
+class _Check(Message, frozen=True):
+    """``about``, ``prints``: numbers in ``_Shared``. ``bad_since``: of the sentinel; -1: its gradients were finite."""
+
+    rank: _Rank
+    position: _Count
+    about: _Count
+    prints: _Count
+    bad_values: _Indexes = ()
+    bad_gradients: _Indexes = ()
+    bad_since: _Since = -1
+    losses: Annotated[tuple[tuple[_Count, float], ...], Meta(max_length=64)] = ()
+    rounds: _Count = 0
+
+
+class _Shared(Message, frozen=True):
+    abouts: tuple[_About, ...]
+    prints: tuple[bytes, ...]
+    checks: tuple[_Check, ...]
+
+
+class Found(Message, frozen=True):
+    """What is wrong in the checks of all nodes. ``stops``: the job is ended for it; ``place``: where the bundle is."""
+
+    found: Annotated[tuple[WrongResult, ...], Meta(max_length=MOST_FOUND)] = ()
+    stops: bool = False
+    place: Annotated[str, Meta(max_length=4096)] = ""
+
+
+def share_of(nodes: int) -> int:
+    """How many bytes each of so many nodes may send at a time."""
+    return max(LEAST_BYTES, min(MOST_BYTES, MOST_OF_ALL // max(nodes, 1)))
+
+
+def encode(checks: Iterable[Check], share: int) -> bytes:
+    """The newest checks of a node's ranks. Those of a rank that bears another number in its job stay here.
+
+    Where tensors are too many, neighbours with the same replicas share one fingerprint, and a name that tells from
+    which to which.
+    """
+    mine = [check for check in checks if check.about.rank in (check.rank, -1)]
+    moments = sorted({one.moment for one in mine})[-MOST_POSITIONS:]
+    width = 1
+    while True:
+        kept = set(moments)
+        chunks = packed(_packed([one for one in mine if one.moment in kept], width), share)
+        if chunks is not None:
+            return b"".join(chunks)
+        if len(moments) > 1:
+            moments = moments[len(moments) // 2 :]
+        elif width > MOST_TENSORS:
+            return b""
+        else:
+            width *= 4
+
+
+def decode(data: bytes) -> list[Check]:
+    """Raises BadMessage for what ``encode`` did not make."""
+    found = parsed(unpacked([data]), _Shared)
+    try:
+        abouts = [About(about.key, about.kind, about.every, -1, about.groups, about.tensors) for about in found.abouts]
+        if any(group >= len(about.groups) for about in abouts for _, group in about.tensors):
+            raise BadMessage("checks of an unknown group")
+        return [_check(check, abouts[check.about], found.prints[check.prints]) for check in found.checks]
+    except (IndexError, struct.error) as error:
+        raise BadMessage(str(error)) from error
+
+
+def _check(one: _Check, about: About, prints: bytes) -> Check:
+    count = len(about.tensors)
+    return Check(
+        rank=one.rank,
+        about=about,
+        position=one.position,
+        prints=struct.unpack(f"<{count}q", prints),
+        sizes=_magnitudes(count, one.bad_values),
+        gradients=_magnitudes(count, one.bad_gradients),
+        sentinel=((one.bad_since, math.nan),) if one.bad_since >= 0 else (),
+        losses=one.losses,
+        rounds=one.rounds,
+    )
+
+
+def _magnitudes(count: int, bad: Sequence[int]) -> tuple[float, ...]:
+    found = [0.0] * count
+    for number in bad:
+        found[number] = math.nan
+    return tuple(found)
+
+
+def _packed(checks: Sequence[Check], width: int) -> bytes:
+    abouts: dict[_About, int] = {}
+    prints: dict[bytes, int] = {}
+    travelling = []
+    for check in checks:
+        runs = _runs(check.about, width)
+        values = [_mixed(check.prints[begin:end]) for begin, end in runs]
+        data = struct.pack(f"<{len(values)}q", *values)
+        travelling.append(
+            _Check(
+                rank=check.rank,
+                position=check.position,
+                about=abouts.setdefault(_about(check.about, runs), len(abouts)),
+                prints=prints.setdefault(data, len(prints)),
+                bad_values=_bad(check.sizes, runs),
+                bad_gradients=_bad(check.gradients, runs),
+                bad_since=next((step for step, value in check.sentinel if not math.isfinite(value)), -1),
+                losses=_telling(check.losses),
+                rounds=check.rounds,
+            )
+        )
+    return msgspec.msgpack.encode(_Shared(tuple(abouts), tuple(prints), tuple(travelling)))
+
+
+def _telling(losses: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The newest ones, and the first that is not finite."""
+    bad = next((loss for loss in losses if not math.isfinite(loss[1])), None)
+    newest = tuple(losses[-32:])
+    return newest if bad is None or bad in newest else (bad, *newest)
+
+
+def _runs(about: About, width: int) -> list[tuple[int, int]]:
+    """Neighbours with the same replicas, ``width`` of them at most: from, to."""
+    runs = []
+    group: Callable[[int], int] = lambda number: about.tensors[number][1]  # noqa: E731
+    for _, found in groupby(range(len(about.tensors)), group):
+        numbers = list(found)
+        runs += [(numbers[at], numbers[min(at + width, len(numbers)) - 1] + 1) for at in range(0, len(numbers), width)]
+    return runs
+
+
+def _about(about: About, runs: Sequence[tuple[int, int]]) -> _About:
+    tensors = []
+    for begin, end in runs:
+        name, group = about.tensors[begin]
+        last = about.tensors[end - 1][0]
+        tensors.append((name[:400] if end == begin + 1 else f"{name[:400]} to {last[:400]}", group))
+    kind: Literal["parameters", "buffers"] = "buffers" if about.kind == "buffers" else "parameters"
+    return _About(about.key, kind, about.every, about.groups, tuple(tensors))
+
+
+def _mixed(prints: Sequence[int]) -> int:
+    """One fingerprint of several; of one, that one."""
+    if len(prints) == 1:
+        return prints[0]
+    mixed = 0
+    for one in prints:
+        mixed = (mixed * 0x9E3779B97F4A7C15 + one) & (1 << 64) - 1
+    return mixed - (1 << 64) if mixed >> 63 else mixed
+
+
+def _bad(values: Sequence[float], runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(n for n, (begin, end) in enumerate(runs) if not all(map(math.isfinite, values[begin:end])))

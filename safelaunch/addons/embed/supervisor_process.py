@@ -1,0 +1,129 @@
+"""The supervisor's process, as seen by the process that calls ``safelaunch.launch``."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from shutil import rmtree
+from typing import Any, TypeVar
+
+from safelaunch.addons.embed.wire import (
+    Connection,
+    Done,
+    FromSupervisor,
+    LaunchRequest,
+    RanksEnded,
+    Ready,
+    Refused,
+    Stop,
+    Stopping,
+)
+from safelaunch.beacon import entrypoint as ranks
+from safelaunch.cli.api import interpreter
+from safelaunch.system import errors
+from safelaunch.system.console import say
+from safelaunch.system.errors import UsageError
+
+T = TypeVar("T")
+
+
+class SupervisorProcess:
+    """The supervisor's process, as the caller sees it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], line: Connection, ready: Ready) -> None:
+        self._process = process
+        self._line = line
+        self._stop = False
+        self._done: Done | None = None
+        self.env = ready.env
+        self._run_dir = ready.run_dir
+
+    @classmethod
+    def start(cls, request: LaunchRequest) -> SupervisorProcess | None:
+        """Starts it, and waits until the job may start; None if that is impossible, and the job goes unwatched.
+
+        Raises what the supervisor raises: a UsageError.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            # In a session of its own: Ctrl-C is for the caller.
+            process = subprocess.Popen(
+                [*interpreter("safelaunch.addons.embed.supervisor"), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            say(f"cannot watch this job: no supervisor could be started ({error.strerror or error})")
+            return None
+        finally:
+            theirs.close()
+        line = Connection(ours, FromSupervisor)
+        line.say(request)
+        answer = line.wait()
+        if isinstance(answer, Ready):
+            return cls(process, line, answer)
+        line.close()
+        process.wait()
+        if isinstance(answer, Refused):
+            kind = getattr(errors, answer.kind, UsageError)
+            raise kind(answer.message, answer.fix)
+        say(f"cannot watch this job: its supervisor ended with {process.returncode}")
+        return None
+
+    def watched(self, entrypoint: Callable[..., T] | str | None) -> Callable[..., T] | str | None:
+        """What the ranks are to run: a program has the beacon by its environment."""
+        return ranks.WatchedFunction(entrypoint, self.env) if self._run_dir and callable(entrypoint) else entrypoint
+
+    @contextmanager
+    def reported_to(self, workers: Any) -> Iterator[None]:
+        """Reports to it what torch's launcher does meanwhile; ``workers``: torch's module of worker processes."""
+        if not self._run_dir:
+            yield
+            return
+        agent = ranks.module("agent")
+        detach = agent.attach(workers, self._run_dir, self._process.pid, self._asks_to_stop, self._stopping)
+        try:
+            yield
+        finally:
+            detach()
+
+    def _asks_to_stop(self) -> bool:
+        for message in self._line.heard():
+            if isinstance(message, Stop):
+                self._stop = True
+            elif isinstance(message, Done):
+                self._done = message
+        return self._stop
+
+    def _stopping(self) -> None:
+        self._say(Stopping())
+
+    def _say(self, message: Stopping | RanksEnded) -> None:
+        self._line.say(message)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCHLD)  # wakes it
+
+    def finish(self, *, failed: bool) -> Done:
+        """Tells it that no rank is left, and waits until everything is written."""
+        self._say(RanksEnded(failed))
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)  # if somebody has stopped it, we would wait for ever
+        while self._done is None and (message := self._line.wait()) is not None:
+            if isinstance(message, Done):
+                self._done = message
+        self._line.close()
+        self._process.wait()
+        if self._done is None:
+            self._clean_up()
+        return self._done or Done()
+
+    def _clean_up(self) -> None:
+        """After a supervisor that was killed, which is its own way to say nothing and to remove nothing."""
+        say(f"the supervisor of this job ended with {self._process.returncode} before it: the rest went unwatched")
+        if self._run_dir:
+            rmtree(self._run_dir, ignore_errors=True)

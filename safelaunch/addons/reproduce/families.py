@@ -1,0 +1,46 @@
+"""Gives process groups with the same role, such as the tensor-parallel groups of a job, a common name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+
+from safelaunch.addons.reproduce.program import WORLD, Program, RankProgram, ScriptCall
+
+Families = dict[str, list[tuple[int, ...]]]
+
+
+def in_families(program: Program) -> tuple[Program, Families]:
+    """The program with the names of families for those of groups, and each family's groups."""
+    # Rank → group → its place among the groups of this rank, in the order in which it first calls in them.
+    firsts = {rank: dict.fromkeys(call.group for call in one.calls) for rank, one in program.ranks.items()}
+    turn = {rank: {name: place for place, name in enumerate(names)} for rank, names in firsts.items()}
+    parts: dict[object, list[str]] = {}
+    for name, ranks in program.groups.items():
+        part = (len(ranks), tuple({turn[rank].get(name, -1) for rank in ranks}))
+        parts.setdefault(name if name in program.makers else part, []).append(name)
+    families: Families = {}
+    name_of: dict[str, str] = {WORLD: WORLD}
+    for names in parts.values():
+        alike: list[str] = []  # families
+        for group in names:
+            members = program.groups[group]
+            apart = (one for one in alike if set(members).isdisjoint(chain(*families[one])))
+            family = next(apart, f"group_{len(families) + 1}")
+            if family not in families:
+                alike.append(family)
+            families.setdefault(family, []).append(members)
+            name_of[group] = family
+    programs = {rank: _renamed(one, name_of) for rank, one in program.ranks.items()}
+    makers = {name_of[name]: ranks for name, ranks in program.makers.items()}
+    return replace(program, ranks=programs, makers=makers), {name: sorted(groups) for name, groups in families.items()}
+
+
+def _renamed(program: RankProgram, name_of: Mapping[str, str]) -> RankProgram:
+    return replace(program, calls=tuple(_call(call, name_of) for call in program.calls))
+
+
+def _call(call: ScriptCall, name_of: Mapping[str, str]) -> ScriptCall:
+    parts = tuple(_call(part, name_of) for part in call.parts)
+    return replace(call, group=name_of[call.group], parts=parts)

@@ -1,0 +1,88 @@
+"""Reduces a program to as few ranks as reproduce the same verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from safelaunch.addons.reproduce.program import WORLD, Program, RankProgram, ScriptCall
+
+_MOST_OF_A_KIND = 4
+
+
+Tells = Callable[[Program], tuple[str, list[int]]]  # cause and culprits
+
+
+def fewest_ranks(program: Program, culprits: Collection[int], tells: Tells) -> list[int]:
+    """As few of the ranks as let ``tells`` say the same. All, where it does not name the ``culprits``."""
+    everybody, cause = sorted(program.ranks), tells(program)[0]
+    kinds: dict[object, list[int]] = {}
+    for rank in set(everybody) - set(culprits):
+        kinds.setdefault(_kind(program.ranks[rank]), []).append(rank)
+
+    def shown(kept: Sequence[int]) -> bool:
+        found, named = tells(of_ranks(program, kept)) if len(kept) > 1 else ("", [])
+        return found == cause and {kept[place] for place in named} == set(culprits)
+
+    for number in range(1, _MOST_OF_A_KIND + 1):
+        kept = sorted({*culprits, *(rank for ranks in kinds.values() for rank in sorted(ranks)[:number])})
+        if culprits and shown(everybody) and shown(kept):
+            for rank in sorted(set(kept) - set(culprits), reverse=True):
+                fewer = [one for one in kept if one != rank]
+                kept = fewer if shown(fewer) else kept
+            return kept
+    return everybody
+
+
+def _kind(one: RankProgram) -> object:
+    """Ranks of one kind make the same last calls, each in groups of its own."""
+    alike = [replace(call, group="", root=None, other_roots=(), peer=None, parts=()) for call in one.calls[-8:]]
+    return one.end, one.before, tuple(alike)
+
+
+def of_ranks(program: Program, kept: Collection[int]) -> Program:
+    """The program of some of its ranks: with new numbers, in groups without the others."""
+    number = {rank: place for place, rank in enumerate(sorted(kept))}
+    fewer = _Fewer({name: program.members(name) for name in (WORLD, *program.groups)}, number)
+    groups = {name: ranks for name in program.groups if len(ranks := fewer.ranks(name)) > 1}
+    makers = {name: frozenset(number[r] for r in one if r in number) for name, one in program.makers.items()}
+    return replace(
+        program,
+        ranks={number[rank]: fewer.program(program.ranks[rank]) for rank in sorted(number)},
+        groups=groups,
+        makers={name: one for name, one in makers.items() if name in groups},
+    )
+
+
+@dataclass(frozen=True)
+class _Fewer:
+    """``members``: of each group, as they were. ``number``: of each rank that stays, its new one."""
+
+    members: Mapping[str, Sequence[int]]
+    number: Mapping[int, int]
+
+    def ranks(self, group: str) -> tuple[int, ...]:
+        return tuple(self.number[rank] for rank in self.members[group] if rank in self.number)
+
+    def program(self, one: RankProgram) -> RankProgram:
+        calls = [self.call(call) for call in one.calls]
+        entries = tuple(left for call, left in zip(calls, one.entries, strict=False) if call is not None)
+        return replace(one, calls=tuple(filter(None, calls)), entries=entries)
+
+    def call(self, call: ScriptCall) -> ScriptCall | None:
+        """None where nobody is left to make it with."""
+        parts = tuple(filter(None, map(self.call, call.parts)))
+        peer = self.place(call.group, call.peer)
+        if len(self.ranks(call.group)) < 2 or (peer is None and call.peer is not None) or len(parts) < bool(call.parts):
+            return None
+        root = None if call.root is None else self.place(call.group, call.root) or 0
+        told = ((rank, self.place(call.group, its)) for rank, its in call.other_roots if rank in self.number)
+        others = tuple((self.number[rank], its) for rank, its in told if its is not None)
+        return replace(call, parts=parts, peer=peer, root=root, other_roots=others)
+
+    def place(self, group: str, place: int | None) -> int | None:
+        """What a place in the group is without the ranks that are left out."""
+        if place is None or place >= len(self.members[group]):
+            return None
+        rank = self.members[group][place]
+        return self.ranks(group).index(self.number[rank]) if rank in self.number else None

@@ -1,0 +1,128 @@
+"""How a job hangs, and whether a run of the script hangs in the same way.
+
+The script's conditions aren't those of the job's source. If the recorded calls don't distinguish some ranks, the script
+might treat them differently than the job did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from safelaunch.addons.reproduce.gloo import FUNCTIONS
+from safelaunch.model import Evidence, RankEvidence, Verdict
+from safelaunch.stacks.source import ReadSource
+from safelaunch.verdict.diagnose import diagnose
+from safelaunch.verdict.phrases import ranks_word
+from safelaunch.verdict.rank_state import CaseFacts
+
+
+@dataclass(frozen=True)
+class WaitPosition:
+    """What a rank waits in. ``op`` is empty where it waits for no peer; ``ranks``, ``peer``: None where not known."""
+
+    op: str
+    ranks: tuple[int, ...] | None = None
+    peer: int | None = None
+
+    def differs(self, other: WaitPosition) -> bool:
+        pairs = ((self.ranks, other.ranks), (self.peer, other.peer))
+        return self.op != other.op or any(a != b for a, b in pairs if None not in (a, b))
+
+    def __str__(self) -> str:
+        group = f" of {ranks_word(self.ranks)}" if self.ranks else ""
+        return f"in {self.op}{group}" if self.op else "in no call of torch.distributed"
+
+
+@dataclass(frozen=True)
+class Hang:
+    """How a job hangs, or how it ended. ``ranks``: those that were seen. ``bare``: by records of calls alone.
+    ``by_calls``: the culprits of the same cause without any source; None where the cause is then different.
+    """
+
+    outcome: str
+    cause: str
+    culprits: tuple[int, ...]
+    ranks: Mapping[int, WaitPosition]
+    bare: bool = False
+    by_calls: frozenset[int] | None = None
+
+    def names_like(self, other: Hang) -> bool:
+        """The same ranks, or some of those that neither job's calls tell apart."""
+        if set(self.culprits) == set(other.culprits):
+            return True
+        tied = self.by_calls
+        return tied is not None and tied == other.by_calls and tied.issuperset(self.culprits + other.culprits)
+
+
+# What makes a rank stand, by the cause of the replay, where it cannot be the recorded one.
+_STAND_INS = {
+    "missing-from-collective": ("stuck-in-user-code",),  # here its stack says why
+    "data-loading": ("stuck-in-user-code",),
+    "uninterruptible-io": ("stuck-in-user-code",),
+    "gil-held": ("stuck-in-user-code",),
+    "swallowed-exception": ("collective-mismatch", "uneven-batches"),
+    "uneven-batches": ("collective-mismatch",),  # the script has no loop to leave
+}
+
+
+def hang_of(evidence: Evidence, kept: Sequence[int], read_source: ReadSource | None = None) -> Hang:
+    """With the numbers that the ``kept`` ranks have in a script of these alone."""
+    verdict, facts = diagnose(evidence, read_source), CaseFacts.of(evidence, read_source)
+    number = {rank: place for place, rank in enumerate(kept)}
+    ranks = {number[rank]: _standing(facts, rank, number) for rank in facts.ranks if rank in number}
+    bare, calls = all(rank.main is None for rank in evidence.ranks), diagnose(evidence)
+    by_calls = frozenset(_named(calls, number)) if calls.cause == verdict.cause else None
+    return Hang(verdict.outcome, verdict.cause, _named(verdict, number), ranks, bare, by_calls)
+
+
+def _named(verdict: Verdict, number: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(number[culprit.rank] for culprit in verdict.culprits if culprit.rank in number))
+
+
+def compared(recorded: Hang, run: Evidence, read_source: ReadSource | None = None) -> tuple[list[str], Hang]:
+    """What a run of the script does otherwise, and how it hangs. Where records alone told of the job, the run's alone
+    may tell the same.
+    """
+    bare = tuple(
+        RankEvidence(rank=rank.rank, host=rank.host, pid=rank.pid, flight_record=rank.flight_record)
+        for rank in run.ranks
+    )
+    views = (run, structs.replace(run, ranks=bare)) if recorded.bare else (run,)
+    hangs = [hang_of(view, range(run.world_size), read_source) for view in views]
+    return min(((differences(recorded, hang), hang) for hang in hangs), key=lambda one: len(one[0]))
+
+
+def _standing(facts: CaseFacts, rank: int, number: Mapping[int, int]) -> WaitPosition:
+    wait = facts.ranks[rank].wait
+    if wait is None or wait.kind == "init":
+        return WaitPosition("init_process_group" if wait is not None else "")
+    members, known = facts.alignment.members(wait.group) if wait.group is not None else (frozenset[int](), False)
+    ranks = tuple(sorted(number[member] for member in members if member in number)) if known else None
+    return WaitPosition(
+        FUNCTIONS.get(wait.op.split(" ")[0], wait.op), ranks, number.get(wait.peer) if wait.peer is not None else None
+    )
+
+
+def differences(recorded: Hang, run: Hang) -> list[str]:
+    """What the run does otherwise, a sentence each; none where it hangs in the same way."""
+    found = []
+    crashes = {one.outcome == "crash" for one in (recorded, run)}  # a dump or an early look may show a hang as well
+    for rank, there in recorded.ranks.items():
+        here = run.ranks.get(rank)
+        if here is None:
+            found.append(f"rank {rank} was not seen in the run")
+        elif crashes == {False} and there.differs(here):
+            found.append(f"rank {rank} was {there}, and is {here}")
+    if len(crashes) > 1:
+        found = [f"the script ends in a {run.outcome}, and the job ended in a {recorded.outcome}"]
+    causes = (recorded.cause, *_STAND_INS.get(recorded.cause, ()))
+    if run.cause not in causes or not run.names_like(recorded):
+        found.append(f"the verdict on the run is {_told(run)}, and was {_told(recorded)}")
+    return found
+
+
+def _told(hang: Hang) -> str:
+    return f"{hang.cause} ({ranks_word(hang.culprits) if hang.culprits else 'no rank named'})"

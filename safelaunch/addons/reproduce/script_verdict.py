@@ -1,0 +1,49 @@
+"""Predicts the verdict on a run of the script from the records that it will leave."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from msgspec import structs
+
+from safelaunch.addons.reproduce.families import in_families
+from safelaunch.addons.reproduce.fold import FoldNode, done
+from safelaunch.addons.reproduce.program import Program
+from safelaunch.model import Evidence, FlightRecord, Frame, RankEvidence
+from safelaunch.verdict.diagnose import diagnose
+
+ScriptComment = tuple[str, list[int]]  # cause and culprits
+
+
+def places_matter(program: Program, nodes: Sequence[FoldNode]) -> bool:
+    """Whether the lines of ``nodes`` lead to another verdict than one line for equal calls would."""
+    steps = {rank: list(done(nodes, rank)) for rank in program.ranks}
+    lines, items = ({r: [k(s) for s in made] for r, made in steps.items()} for k in (id, lambda step: step.item))
+    return _told(program, lines) != _told(program, items)
+
+
+def records_tell(program: Program) -> ScriptComment:
+    """By the records alone that the script leaves, if it makes equal calls from one line."""
+    named, _ = in_families(program)
+    return _told(named, {rank: one.calls for rank, one in named.ranks.items()})
+
+
+def _told(program: Program, places: Mapping[int, Sequence[Hashable]]) -> ScriptComment:
+    numbers: dict[object, int] = {}
+    ranks = []
+    for rank, one in program.ranks.items():
+        entries = [
+            structs.replace(
+                entry, frames=(Frame("/repro.py", numbers.setdefault(place, len(numbers) + 1), "<module>"),)
+            )
+            for place, left in zip(places[rank], one.entries, strict=False)
+            for entry in left
+            if not entry.is_p2p
+        ]
+        entries = [structs.replace(entry, record_id=at) for at, entry in enumerate(entries)]
+        groups = {entry.group: program.groups.get(entry.group, tuple(program.ranks)) for entry in entries}
+        ranks.append(
+            RankEvidence(rank=rank, host="", pid=rank + 1, flight_record=FlightRecord("", tuple(entries), groups))
+        )
+    found = diagnose(Evidence("hang", program.world_size, tuple(ranks)))
+    return found.cause, [culprit.rank for culprit in found.culprits]

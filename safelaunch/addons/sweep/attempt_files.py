@@ -1,0 +1,150 @@
+"""The files by which colaunch knows a scheduler's attempt, whatever the scheduler itself still knows.
+
+They are in the job's directory, which every node and the submitting host share:
+
+    attempt-1.claim   the task that runs the attempt: a link that only one task can make, so no attempt runs twice
+    attempt-1.end     its outcome
+    attempt-1.pace    its latest step
+    attempt-1.closed  colaunch has recorded the outcome: a task that the scheduler requeues later must not start
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from safelaunch.addons.sweep.jobs import Pace
+from safelaunch.system.decoding import from_json
+
+if TYPE_CHECKING:
+    pass
+
+
+T = TypeVar("T")
+
+
+LARGEST = 1 << 16
+
+
+class AttemptClaim(msgspec.Struct, frozen=True):
+    """Who runs an attempt: a submission, and how often the scheduler has requeued it."""
+
+    name: str
+    restart: int
+    host: str
+    began_unix_s: float
+
+    def precedes(self, other: AttemptClaim) -> bool:
+        """Whether ``other`` is the same submission after a requeue."""
+        return self.name == other.name and self.restart < other.restart
+
+
+class TaskEnd(msgspec.Struct, frozen=True):
+    """How a task ended. ``word``: the scheduler's, when it sent SIGTERM (``TIMEOUT``, ``CANCELLED``), or empty.
+
+    ``over_limit``: it took longer than the job's ``timeout``. ``wrong``: its first wrong result.
+    """
+
+    name: str
+    restart: int
+    exit_code: int
+    duration_s: float
+    signalled: bool = False
+    word: str = ""
+    over_limit: bool = False
+    last_step: int | None = None
+    gpus: tuple[str, ...] = ()
+    bundle: str = ""
+    wrong: str = ""
+
+
+class AttemptFiles:
+    """The files of one attempt, next to its log."""
+
+    def __init__(self, directory: Path, attempt: int) -> None:
+        self._stem = directory / f"attempt-{attempt}"
+
+    def _path(self, kind: str) -> Path:
+        return self._stem.with_name(f"{self._stem.name}.{kind}")
+
+    def claim(self, mine: AttemptClaim) -> AttemptClaim | None:
+        """Claims the attempt. Returns None if it is ours now, else the claim of another. Raises OSError."""
+        path, beside = self._path("claim"), self._beside("claim", mine)
+        try:
+            if _link(beside, path):
+                return None
+            other = self.claimed()
+            if other == mine:
+                return None  # the answer to the link was lost, and the file server saw it twice
+            if other is None or not other.precedes(mine):
+                return other or mine
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+        return None
+
+    def claimed(self) -> AttemptClaim | None:
+        return _read(self._path("claim"), AttemptClaim)
+
+    def leave(self, end: TaskEnd) -> None:
+        """Writes how the attempt ended, whole or not at all. Raises OSError."""
+        self._beside("end", end).replace(self._path("end"))
+
+    def end(self) -> TaskEnd | None:
+        return _read(self._path("end"), TaskEnd)
+
+    def show(self, pace: Pace) -> None:
+        """Writes the newest step. Raises OSError."""
+        self._beside("pace", pace, sync=False).replace(self._path("pace"))
+
+    def pace(self) -> Pace:
+        return _read(self._path("pace"), Pace) or Pace()
+
+    def close(self) -> None:
+        """Notes that the attempt's end has been recorded. Raises OSError."""
+        self._path("closed").touch(mode=0o600)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._path("closed").exists()
+
+    def _beside(self, kind: str, record: object, *, sync: bool = True) -> Path:
+        """A new file with ``record``. Its name is that of one process on one host."""
+        path = self._path(f"{kind}.{os.uname().nodename}.{os.getpid()}")
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, msgspec.json.encode(record) + b"\n")
+            if sync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return path
+
+
+def _link(source: Path, path: Path) -> bool:
+    """Gives a file a second name if nobody has it; a disk without links gets a copy. Returns whether it did."""
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        try:
+            with path.open("xb") as file:
+                file.write(source.read_bytes())
+        except FileExistsError:
+            return False
+    return True
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    try:
+        with path.open("rb") as file:
+            return from_json(file.read(LARGEST), kind)
+    except (OSError, msgspec.DecodeError, ValueError):
+        return None

@@ -1,0 +1,104 @@
+"""Starts a job's safelaunch so that it is recorded before it runs and can't outlive colaunch unnoticed.
+
+- The child waits to be released, which happens after it is recorded in the journal. If colaunch is killed first, it
+  exits.
+- It asks the kernel for a SIGTERM when colaunch dies (PR_SET_PDEATHSIG), which it forwards to its job: after ``kill
+  -9`` of colaunch, its jobs end.
+- It also writes its exit code to a file, so that a success isn't lost if colaunch is killed at that moment.
+- Its log is locked (flock). The lock belongs to the open file, which is the stdout of every process of the job, so
+  ``--resume`` can see if any of them is alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from safelaunch.job.process import ProcessId, fork
+from safelaunch.system.files import text_of, try_lock
+
+PR_SET_PDEATHSIG = 1
+
+
+EXIT_FILE = "SAFELAUNCH_EXIT_FILE"
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class JobCommand:
+    """The command and its surroundings. ``log`` takes all its output.
+
+    ``exit_file``: the file for safelaunch's exit code. ``keep``: descriptors that it inherits.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    log: Path
+    exit_file: Path | None = None
+    keep: Collection[int] = ()
+
+
+def spawn(command: JobCommand, tell: Callable[[ProcessId], None]) -> ProcessId:
+    """Starts it in a new session. ``tell`` gets the process before it runs; if ``tell`` raises, the process ends.
+
+    Raises OSError if it can't be started. Call it from the main thread: for the kernel, the end of the thread that
+    forked is our death.
+    """
+    # Append, never truncate: if the attempt exists already, nothing of it is lost.
+    log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try_lock(log)
+        parent = os.getpid()
+        return fork(lambda: _become(command, log, parent), tell)
+    finally:
+        os.close(log)
+
+
+def _become(command: JobCommand, log: int, parent: int) -> NoReturn:
+    """Becomes safelaunch, in the forked child."""
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(127)  # it was killed before
+    os.setsid()
+    os.chdir(command.cwd)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    for descriptor in command.keep:
+        os.set_inheritable(descriptor, True)
+    env = dict(command.env)
+    if command.exit_file is not None:
+        env[EXIT_FILE] = f"{os.getpid()}:{command.exit_file}"
+    os.execve(command.argv[0], list(command.argv), env)
+
+
+def exit_code_in(exit_file: Path) -> int | None:
+    """The exit code that safelaunch left there; None if it was killed before."""
+    found = re.fullmatch(r"(\d+)\n", text_of(exit_file), re.ASCII)
+    return int(found[1]) if found else None
+
+
+def is_held(log: Path) -> bool:
+    """Whether a process of the attempt that wrote ``log`` is still alive."""
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            return not try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False

@@ -1,0 +1,62 @@
+"""The state of a sweep as a screen shows it, and the interface of such a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from safelaunch.addons.sweep.engine import RunningAttempt
+from safelaunch.addons.sweep.jobs import AttemptOutcome, JobState, SweepJob, Track
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """One job at one moment. ``outcome``: of its last attempt that ended.
+
+    ``live``: None unless it runs, or waits in a scheduler's queue.
+    """
+
+    job: SweepJob
+    state: JobState
+    attempts: int = 0
+    why: str = ""
+    outcome: AttemptOutcome | None = None
+    live: RunningAttempt | None = None
+
+    @staticmethod
+    def of(track: Track, live: RunningAttempt | None) -> JobStatus:
+        if live is None:
+            return JobStatus(track.job, track.state, track.attempts, track.why, track.outcome)
+        state: JobState = "running" if live.queued_for is None else "waiting"
+        why = "stopping" if live.stopping else "" if state == "running" else "queued"
+        return JobStatus(track.job, state, track.attempts, why, track.outcome, live)
+
+    @property
+    def so_far(self) -> AttemptOutcome | None:
+        """What is known of the attempt that goes on, in the form of its outcome."""
+        if self.live is None or self.state == "waiting":
+            return AttemptOutcome("waiting") if self.live is not None else None
+        took_s = round(self.live.elapsed_s, 3)
+        return AttemptOutcome("running", None, took_s, self.live.pace.step, self.live.gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All jobs. ``stopped``: why no more start, or empty."""
+
+    jobs: tuple[JobStatus, ...]
+    stopped: str = ""
+
+
+class Screen(Protocol):
+    """A display of a sweep. No method waits long for a terminal that does not read."""
+
+    def note(self, text: str) -> None:
+        """Shows an event."""
+
+    def ended(self, text: str) -> None:
+        """Shows how a job has ended; a display that has a line for each job does by itself."""
+
+    def show(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Updates the display; takes a snapshot only if it will be shown."""
