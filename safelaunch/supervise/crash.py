@@ -230,7 +230,7 @@ class CrashCase:
             error = context.redactor.said(unreadable_script(found.evidence.ranks))
             why_not = f"Python can't read the code: {error}. No bundle: nothing of it ran" if error else ""
         else:
-            found = found.knowing(stall_s=failure.quiet_s, nodes=self._job.council.nodes())
+            found = found.with_facts(stall_s=failure.quiet_s, nodes=self._job.council.nodes())
             if agreed.verdict is None:
                 known = self._rounds.has_trouble or agreed.status.anew
                 status = agreed.status if known else self._job.council.final_status()
@@ -249,7 +249,7 @@ class CrashCase:
             return earlier
         for note in notes:
             say(note)
-        report = publishing.finish(found.knowing(notes=(*found.evidence.notes, *notes)), agreed)
+        report = publishing.finish(found.with_facts(notes=(*found.evidence.notes, *notes)), agreed)
         if (kin := kin_of(report.verdict, report.evidence)) is not None and not report.published.lost:
             self._written.setdefault(kin, (failure.attempt[0] + 1, report))
         return report

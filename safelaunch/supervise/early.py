@@ -20,7 +20,7 @@ from safelaunch.report.about import early_line
 from safelaunch.supervise import collecting
 from safelaunch.supervise import judge as answer
 from safelaunch.supervise.hooks import variables_of_look
-from safelaunch.supervise.kinds import FIRST_WORD
+from safelaunch.supervise.kinds import EARLY_LOOK
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import Incident, JobView, look
 from safelaunch.supervise.watch import quiet
@@ -104,7 +104,7 @@ class EarlyLooks:
 
     def _look(self, spell: Spell, at: Incident[_EarlyReport]) -> _EarlyReport:
         """In a thread."""
-        looks = look(FIRST_WORD, self._job, at, quiet=self._watch.quiet)
+        looks = look(EARLY_LOOK, self._job, at, quiet=self._watch.quiet)
         at.pause(0.0)
         word = self._judge(spell, looks)
         at.pause(0.0)
@@ -121,7 +121,7 @@ class EarlyLooks:
             return _EarlyReport(worked_s=worked_s)
         prove = still and self._job.is_whole and not answer.what_was_not_seen(looks.taken[-1], looks)
         looks = replace(looks, targets=tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets))
-        kind = replace(FIRST_WORD, asks=still)
+        kind = replace(EARLY_LOOK, asks=still)
         evidence = collecting.evidence_of(kind, looks, self._job.snapshot(), self._context)
         place = self._context.run_dir / QUESTION_FILE
         found = answer.ask(evidence, None if still else active, place, prove=prove)

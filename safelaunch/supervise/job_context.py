@@ -1,4 +1,4 @@
-"""What a bundle says of its job and how that was started (``launch.json``), with secrets left out; where it goes."""
+"""The job's description for its bundles (``launch.json``), without secrets, and the place where they go."""
 
 from __future__ import annotations
 
@@ -31,16 +31,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class JobContext:
-    """What a bundle says about the job itself, and where the bundle goes. ``launch`` becomes ``launch.json``.
-
-    ``attempts``: how often torchrun starts the ranks at most. ``owner``: the user to whom the bundle will belong.
-    """
+    """Facts about the job and its bundles that are known at its start."""
 
     run_name: str
     run_dir: Path
     bundle_dir: Path
     fallback_dir: Path
     launch: Mapping[str, object]
+    """content of ``launch.json``"""
     host: str = field(default_factory=socket.gethostname)
     redactor: Redactor = field(default_factory=Redactor)
     kills_at_start: KillCounts = field(default_factory=kill_counts)
@@ -49,16 +47,18 @@ class JobContext:
     suspects: Notifier = field(default_factory=Notifier)
     unfinished: Unfinished = field(default_factory=Unfinished)
     attempts: int = 1
+    """largest number of times that torchrun starts the ranks"""
     owner: BundleOwner | None = None
+    """user that the bundle will belong to"""
     script: tuple[str, ...] = ()
 
     def cleaned(self, value: T) -> T:
-        """``value`` without the job's secrets."""
+        """Returns ``value`` without the job's secrets."""
         return without_secrets(value, self.redactor)
 
 
 def job_context(job: Job) -> JobContext:
-    """Everything a bundle needs to know about ``job``."""
+    """Gathers the facts about ``job``."""
     assert job.run is not None
     plan, settings = job.plan, job.plan.settings
     redactor = Redactor(secret_values(plan.env, plan.argv, _ordinary(plan)))
@@ -78,7 +78,7 @@ def job_context(job: Job) -> JobContext:
 
 
 def _ordinary(plan: Plan) -> list[str]:
-    """Names that occur all over a bundle. A variable that happens to hold one of them hides nothing."""
+    # These words occur all over a bundle: a variable that has one as its value is no secret.
     places = [os.fspath(working_directory()), os.fspath(plan.settings.bundle_dir), os.fspath(plan.run_dir)]
     return [*places, *plan.script[:1], plan.run_name, socket.gethostname(), user_name()]
 
@@ -125,14 +125,14 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
 
 
 def _typed_by_user(plan: Plan) -> tuple[str, ...]:
-    """Empty for a demo: its command is safelaunch's own, and there is nothing to mend and run again."""
+    # A demo has no command that the user could correct and run again.
     from safelaunch.stacks.frames import is_demo
 
     return () if any(map(is_demo, plan.script[:1])) else plan.typed
 
 
 def user_name() -> str:
-    """This user's name; the number where it has none."""
+    """Returns this user's name, or the number if it has none."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -1,4 +1,4 @@
-"""The kinds of incidents: why one looks at a job, and what that may cost it."""
+"""The kinds of incidents, with what each can cost the job."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from safelaunch.job.job import HOLD_S
 from safelaunch.model import Outcome
 
 LOOK_S = 6.0
-ASKING_S = 0.3  # of what Ctrl-C waits: for what the ranks themselves are asked
+ASKING_S = 0.3  # share of Ctrl-C's wait that is left for the worker servers' replies
 
 
 @dataclass(frozen=True, slots=True)
 class IncidentKind:
-    """One kind. All that it needs of the ranks comes first, so that they may end while the bundle is written."""
+    """Evidence to collect for one kind of incident. The ranks come first: they can end while the bundle is written."""
 
     outcome: Outcome
-    """of the bundle, where the looks don't show another one"""
+    """outcome of the bundle, unless the looks show another one"""
     looks: int = 2
-    """at the ranks: two show what moves"""
+    """number of looks at the ranks: two show what moves"""
     look_s: float = LOOK_S
-    """the longest that a look may take"""
+    """deadline of a look"""
     between_s: float = 1.0
-    """two looks"""
+    """seconds between two looks"""
     budget_s: float = float("inf")
-    """for the looks: then the ranks end, and what is there has to do"""
+    """time for all looks: the ranks end after that"""
     asks: bool = True
-    """the ranks themselves, for their records: not where they are gone, or everybody waits for us"""
+    """query the worker servers; off if the ranks are gone or blocked on us"""
     native: bool = True
-    """C frames, where they tell: that pauses a process, so not in a job that may go on"""
+    """read C frames if they help; off if the job might continue, because that pauses a process"""
 
 
 HANG = IncidentKind("hang")
 SUSPECT = IncidentKind("suspect", native=False)
-FIRST_WORD = IncidentKind("hang", between_s=2.0)
+EARLY_LOOK = IncidentKind("hang", between_s=2.0)
 INTERRUPT = IncidentKind("hang", look_s=0.8, between_s=0.5, budget_s=HOLD_S - ASKING_S, native=False)
 DUMP = IncidentKind("dump")
 ATTACH = IncidentKind("dump", between_s=2.0, native=False)

@@ -1,6 +1,6 @@
-"""Answers requests to a live run: its status, a bundle once it is written, and what add-ons serve.
+"""Answers requests to a running job: its status, a bundle once it is written, and requests that add-ons serve.
 
-The job continues, and the supervisor does not wait.
+The job continues, and the supervisor doesn't wait.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from safelaunch.system.redaction.redactor import Redactor
 
 @dataclass
 class _RequestedDump:
-    """A requested bundle and who asked for it. ``working``: None until its turn. ``kind``: ``ENDED`` if the job has
-    ended, so no node has a rank to look at. ``show``: also shows it here, for who has pressed Ctrl-\\.
-    """
+    """A requested bundle with the clients that wait for it."""
 
     bundle_dir: Path
     clients: list[Client] = field(default_factory=list)
     kind: IncidentKind = DUMP
+    """``ENDED`` if the job has ended, so that no node has a rank to look at"""
     show: Callable[[Report], None] | None = None
+    """shows the bundle here as well, after Ctrl-\\ or for a monitor"""
     working: Incident[Report] | None = None
+    """None until its turn"""
 
     @property
     def needs_ranks(self) -> bool:
@@ -50,7 +51,7 @@ class _RequestedDump:
 
 
 class ControlServer:
-    """Serves the control socket of one run. Call ``tick`` on each tick of the supervisor; it never blocks."""
+    """Serves the control socket of one run. Call ``tick`` on each tick of the supervisor; ``tick`` never blocks."""
 
     def __init__(self, job: Job, view: JobView) -> None:
         assert job.run is not None
@@ -59,7 +60,7 @@ class ControlServer:
         self._watch, self._context, self._council = view.watch, view.context, view.council
         self._server = _server(job.run.control)
         self._status = Statuses(job, view)
-        self._for_another: Incident[None] | None = None  # what another node has asked for
+        self._for_another: Incident[None] | None = None  # evidence for another node
         self._dumps: deque[_RequestedDump] = deque()
         self._services = Services(view)
 
@@ -86,7 +87,7 @@ class ControlServer:
             self._services.ask(request, client)
 
     def _queued(self, bundle_dir: Path) -> _RequestedDump:
-        """Queues a bundle. A request for the place that is being written to shares that bundle; others wait."""
+        """Queues a bundle, or returns the queued one for the same directory."""
         if self._council.rounds.of_several:
             self._services.yield_to_dump()
         dump = next((dump for dump in self._dumps if dump.bundle_dir == bundle_dir), None)
@@ -96,7 +97,11 @@ class ControlServer:
         return dump
 
     def dump_here(self, show: Callable[[Report], None], *, ends: bool = False) -> None:
-        """Takes a bundle and shows it with ``show``, which ``ends`` the job."""
+        """Writes a bundle and shows it with ``show``.
+
+        Args:
+            ends: ``show`` ends the job.
+        """
         dump = self._queued(self._context.bundle_dir)
         if dump.show is None:
             dump.show = show
@@ -104,7 +109,7 @@ class ControlServer:
             say(f"writing a bundle of the running job, {then}")
 
     def dump_late(self, show: Callable[[Report], None]) -> None:
-        """Writes a bundle of a job that has ended: what was found, logs, the last progress."""
+        """Writes a bundle of a job that has ended: findings, logs, the last progress."""
         dump = self._queued(self._context.bundle_dir)
         if dump.show is None:
             dump.show, dump.kind = show, ENDED if dump.working is None else DUMP
@@ -112,7 +117,7 @@ class ControlServer:
 
     @property
     def has_unshown_bundle(self) -> bool:
-        """Whether a bundle that is to be shown here isn't written yet."""
+        """Returns if a bundle that must be shown here isn't written yet."""
         return any(dump.show is not None for dump in self._dumps)
 
     def _advance_dumps(self) -> None:
@@ -155,11 +160,11 @@ class ControlServer:
 
     @property
     def writing(self) -> bool:
-        """Whether a bundle is being written for which the ranks are no longer needed."""
+        """Returns if a bundle is being written that no longer needs the ranks."""
         return any(not dump.needs_ranks for dump in self._dumps)
 
     def finish(self) -> None:
-        """The job is being stopped: finishes the bundle that has its evidence, and gives up what needs the ranks."""
+        """Finishes the bundle that has its evidence, and drops those that need the ranks: the job is being stopped."""
         self._services.finish()
         for dump in [dump for dump in self._dumps if dump.needs_ranks]:
             if dump.working is not None:

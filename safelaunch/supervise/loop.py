@@ -29,11 +29,12 @@ from safelaunch.job.job import (
 )
 from safelaunch.job.paths import sweep, sweep_unfinished
 from safelaunch.model import RankExit
-from safelaunch.supervise import publishing
+from safelaunch.supervise import failed_rendezvous, publishing
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.device_notice import Contracts
 from safelaunch.supervise.early import EarlyLooks
+from safelaunch.supervise.failed_rendezvous import advice_on, is_failed_rendezvous
 from safelaunch.supervise.health import HealthPoller
 from safelaunch.supervise.job_context import job_context
 from safelaunch.supervise.live import ControlServer
@@ -54,42 +55,30 @@ from safelaunch.system.task import BackgroundTask
 
 TICK_S = 0.25
 BUSY_TICK_S = 0.02
-LATE_S = 0.001  # never wakes before the moment that it waits for
+LATE_S = 0.001  # so that it never wakes too early
 WRITE_PATIENCE_S = 90.0
 CAPTURE_PATIENCE_S = 20.0
 SUSPECT_PATIENCE_S = 5.0
 TOUCH_EVERY_S = 3600.0
-SAME_SIGNAL_S = 1.0  # a rank that failed so shortly before we were asked to stop may have been asked as well
-OTHERS_END_S = 2.5  # in which other nodes read that the job is ended: the store may end with this one
-READ_S = 0.5  # until they have read it, as a rule: all end at about the same time
+SAME_SIGNAL_S = 1.0  # a rank that fails this shortly before a request to stop might have got that request as well
+OTHERS_END_S = 2.5  # time for other nodes to read that the job ends: the store can end with this node
+READ_S = 0.5  # usual time until they have read it: all nodes then end at about the same time
 QUIET_END_S = 1.5  # a healthy job ends sooner
-SHOWN_AFTER_S = 10.0  # a verdict waits so long for the end of the job, whose last words would push it off the screen
-LAST_WORDS_S = 60.0  # and so long once the ranks have ended: torchrun's traceback comes next
-STOP_S = 60.0  # for a job that was asked to stop: then it is watched again
-RESTART_S = 120.0  # for torchrun to start the ranks again that were ended for a hang
-RESTART_OF_SEVERAL_S = 900.0  # on several nodes, whose rendezvous has a timeout of 600 s
-
-
-def is_of_rendezvous(raised: AgentEvent) -> bool:
-    """Whether torchrun has given up waiting for other nodes. A port that is taken is no such matter."""
-    of_store = raised.error in ("DistStoreError", "DistNetworkError", "TimeoutError")
-    return raised.error.startswith("Rendezvous") or (of_store and "failed to listen" not in raised.message)
-
-
-def advice_on(raised: AgentEvent) -> str:
-    """What to do about an error of torchrun's that ended this node before it had a rank; empty for unknown ones."""
-    from safelaunch.verdict.suggestions import LATE_JOIN, is_late_join
-
-    return LATE_JOIN.shown if is_late_join(raised.message) else ""
+SHOWN_AFTER_S = 10.0  # a verdict waits for the job's end, because the job's last output would push it off the screen
+LAST_WORDS_S = 60.0  # the same, once the ranks have ended: torchrun's traceback comes next
+STOP_S = 60.0  # a job that was asked to stop is watched again after this time
+RESTART_S = 120.0  # time for torchrun to restart ranks that were ended for a hang
+RESTART_OF_SEVERAL_S = 900.0  # the same on several nodes, whose rendezvous has a timeout of 600 s
 
 
 @dataclass(frozen=True, slots=True)
 class _StopReason:
-    """Why safelaunch ends the job, its exit code, and whether the report is on the screen already."""
+    """Reason and exit code with which safelaunch ends the job."""
 
     report: Report | None
     code: int
     shown: bool
+    """the report is already on the screen"""
 
 
 class Supervisor:
@@ -102,7 +91,12 @@ class Supervisor:
         touch: Callable[[], None] = lambda: None,
         forwarder: Forwarder | None = None,
     ) -> None:
-        """``forwarder``: of the signals that this process gets; by default to the job's first process."""
+        """Prepares the watch of a job that runs.
+
+        Args:
+            touch: marks the leases as used.
+            forwarder: forwards this process's signals, by default to the job's first process.
+        """
         assert job.run is not None
         self._job = job
         self._processes = processes
@@ -133,16 +127,16 @@ class Supervisor:
         self._monitors = Monitors(job, view, actions)
         self._exit_events: dict[int, RankExit] = {}
         self._verdict: _StopReason | None = None
-        self._stop_s = 0.0  # when somebody asked the job to stop
-        self._unshown: list[Report] = []  # what was found before that, for the end
-        self._found_at_stop = False  # a bundle was written after somebody asked the job to stop
-        self._pushed_off: Report | None = None  # shown before torchrun's last words, which are long
-        self._newest = ""  # the newest bundle of a hang
+        self._stop_s = 0.0  # time of the request to stop the job; 0: none
+        self._unshown: list[Report] = []  # reports from before that, to be shown at the end
+        self._shown_at_stop = False  # a report was shown after the request to stop
+        self._pushed_off: Report | None = None  # report that torchrun's long last output pushed off the screen
+        self._newest = ""  # latest bundle of a hang
         self._failures: tuple[AttemptFailure, ...] = ()
-        self._by_key = False  # somebody has pressed Ctrl-C, and does not know yet that a second one ends the job
-        self._restarting = -1  # the attempt whose ranks we ended for a hang
-        self._restarting_s = 0.0  # when
-        self._outlives_stop = False  # asked to stop, and watched again
+        self._owes_hint = False  # after Ctrl-C, until a message has said that a second one ends the job
+        self._restarting = -1  # attempt whose ranks we ended for a hang
+        self._restarting_s = 0.0  # time when we did
+        self._outlives_stop = False  # the job was asked to stop, and is watched again
         self._ending: BackgroundTask[tuple[process.ProcessId, ...]] | None = None
         self._pollers: list[Poller[Any]] = (
             [GroupTimeoutPoller(self._watch, bounds.floor_s)] if bounds is not None else []
@@ -159,10 +153,10 @@ class Supervisor:
         launcher = job.agent.pid if job.plan.by_torchrun else None
         dump = lambda: self._live.dump_here(self._show)  # noqa: E731
         self._reminders = Reminders(self._watch, time.monotonic(), launcher, dump)
-        self._raised: AgentEvent | None = None  # what has ended the agent itself
+        self._raised: AgentEvent | None = None  # error that ended the agent itself
         self._watching = True
         self._has_ended = False
-        self.shown: Report | None = None  # the newest report
+        self.shown: Report | None = None  # latest report
         self._touch = touch
         self._touch_at_s = time.monotonic() + TOUCH_EVERY_S
 
@@ -185,7 +179,7 @@ class Supervisor:
             self._guarded_tick()
             self._end_if_insisted()
             if self._watching:
-                # Those who agree on a verdict must not take the stop for a reason to drop it.
+                # While the nodes agree on a verdict, a stop must not make them drop it.
                 stopping = self._forwarder.stop_requested and not (self._stall.writing and self._stall.agreed)
                 self._council.tick(time.monotonic(), stopping=stopping and self._is_stopping(time.monotonic()))
             self._processes.look_for_orphans()
@@ -201,39 +195,37 @@ class Supervisor:
         if self._verdict is not None:
             return self._verdict.code << 8
         if self._ending is not None and os.WIFSIGNALED(status):
-            return signal.SIGINT  # as a job that ends by Ctrl-C, whatever had to be sent to end it
-        # torchrun had no restart left for the ranks that we ended, or nothing reported the attempt that failed.
+            return signal.SIGINT  # the status after Ctrl-C, whichever signal ended the job
+        # We ended the ranks and torchrun had no restart left, or the failed attempt was never reported.
         return EXIT_HUNG << 8 if status and self._restarting == self._watch.roster.attempt else status
 
     def _end_if_insisted(self) -> None:
-        """Ends the job at the second Ctrl-C, which torchrun alone would survive for half a minute."""
+        # torchrun alone would survive a second Ctrl-C for half a minute.
         if self._forwarder.insists and self._ending is None:
             say("ending the job now")
             self._ending = BackgroundTask("end now", lambda: self._processes.end_all(NOW_GRACE_S))
 
     def _cannot_end(self) -> bool:
-        """Returns whether the job's first process has survived SIGKILL: it is stuck in the kernel."""
+        # True if the job's first process survived SIGKILL: it is stuck in the kernel.
         ending = self._ending
         return ending is not None and ending.done and self._job.agent in ending.result()
 
     def _until_due_s(self, now: float) -> float:
-        """How long the loop may rest: a tick, or until the slowest rank's time is up."""
         due_s = self._watch.state.due_s - now
         return min(TICK_S, due_s + LATE_S) if due_s > 0 else TICK_S
 
     @property
-    def began_nothing(self) -> bool:
-        """Whether the job ended by itself before it had started a rank."""
+    def started_no_rank(self) -> bool:
+        """Returns if the job ended by itself before it started a rank."""
         return not (self._watch.roster.workers or self._forwarder.stop_requested or self._verdict)
 
     def _keep_leases_young(self, now: float) -> None:
-        """Touches the leases: cleaners of /tmp remove files that nobody has touched for days."""
+        # Cleaners of /tmp remove files that haven't been touched for days.
         if now > self._touch_at_s:
             self._touch_at_s = now + TOUCH_EVERY_S
             self._touch()
 
     def _wait_while(self, waits: Callable[[], bool], patience_s: float, *, ticks: bool = False) -> None:
-        """``ticks``: what the loop does goes on meanwhile."""
         until = time.monotonic() + patience_s
         while waits() and time.monotonic() < until:
             self._forwarder.wait(BUSY_TICK_S)
@@ -241,7 +233,7 @@ class Supervisor:
                 self._guarded_tick()
 
     def _end_survivors(self, status: int) -> None:
-        """Ends the ranks of a torchrun that was killed, once their evidence is taken: nobody else would end them."""
+        """Ends the ranks of a torchrun that was killed, once their evidence is taken."""
 
         def is_writing() -> bool:
             return self._watching and self._stall.writing and self._forwarder.stops < 2
@@ -263,7 +255,7 @@ class Supervisor:
             self._watching = False
             self._forwarder.release()
             self._watch.acknowledge()
-            self._council.close(at_once=True)  # the other nodes must not take these ranks for watched
+            self._council.close(at_once=True)  # other nodes must know that these ranks aren't watched
             say(internal_error(error, "the watch", "The job continues, unwatched."))
 
     def _tick(self, now: float) -> None:
@@ -284,7 +276,7 @@ class Supervisor:
             self._watch.acknowledge()
             return
         if self._is_stopping(now) or self._ending is not None:
-            # A user, a scheduler or safelaunch is stopping the job: blame nobody, keep nobody waiting.
+            # A user, a scheduler or safelaunch is stopping the job: don't blame a rank, and don't delay the end.
             self._watch.acknowledge(agent=self._ending is not None or self._council.is_heard_stopping(now))
             if self._ending is None:
                 self._on_stop(glance, now)
@@ -308,22 +300,21 @@ class Supervisor:
         self._contracts.tick(now)
 
     def _is_stopping(self, now: float) -> bool:
-        """Returns whether a job that was asked to stop still has time for it."""
         if not self._forwarder.stop_requested or self._outlives_stop:
             return False
         return self._has_ended or now - (self._stop_s or now) < STOP_S
 
     def _watch_again(self, now: float) -> None:
-        """Watches a job that was asked to stop and goes on: it finishes its work, or hangs."""
+        """Watches a job that continues after a request to stop: it finishes its work, or hangs."""
         if self._outlives_stop:
             return
         self._outlives_stop = True
         self._stall.abandon()
-        self._show_what_was_found()
+        self._show_pending()
         say(f"the job was asked to stop {now - self._stop_s:.0f} s ago, and still runs: safelaunch watches it again")
 
     def _is_restart_overdue(self, now: float) -> bool:
-        """Ends the job if torchrun never starts the ranks again that were ended for a hang."""
+        """Ends the job if torchrun never restarts the ranks that were ended for a hang."""
         patience_s = RESTART_S if self._view.is_whole else RESTART_OF_SEVERAL_S
         if now - self._restarting_s < patience_s or self._ending is not None:
             return False
@@ -332,10 +323,9 @@ class Supervisor:
         return True
 
     def _is_a_crash(self, event: AgentEvent) -> bool:
-        """Whether the event may belong to a crash. It doesn't if a user, a scheduler or safelaunch ends the ranks."""
         if event.event == "started":
             return True
-        # What other nodes do about a hang may reach this one before it has done the same.
+        # The effects of other nodes' action on a hang can arrive here before this node acts.
         ours = self._stall.agreed or self._ending or event.attempt == self._restarting
         return not (ours or (self._forwarder.stop_requested and not self._failed_before_stop))
 
@@ -347,41 +337,38 @@ class Supervisor:
             self._exit_events.setdefault(rank, RankExit(code, event.time_unix_s, before_close=first))
 
     def _exits(self) -> dict[int, RankExit]:
-        """The exits that the agent reported, and the ranks that ended with 0: a failure would have ended the others."""
-        known = dict(self._exit_events)
-        for rank in self._watch.ended():
-            known.setdefault(rank, RankExit(0, time.time(), before_close=True))
-        return known
+        exits = dict(self._exit_events)
+        for rank in self._watch.ended():  # with 0: a failure would have ended the others
+            exits.setdefault(rank, RankExit(0, time.time(), before_close=True))
+        return exits
 
-    # --- a key is pressed, a scheduler stops the job ----------------------------------------------------------------
+    # --- Ctrl-C, Ctrl-\ or a scheduler's signal ---------------------------------------------------------------------
 
     def _on_quit(self) -> None:
-        """Ctrl-\\: the user wants to know, and the job goes on."""
         if self._watching:
             self._live.dump_here(self._show)
 
     def _hold(self) -> bool:
-        """Asked at the first SIGINT: whether the job is to live for a moment yet, for its evidence."""
-        self._by_key = True
+        """Decides at the first SIGINT if the job must live a moment longer, for its evidence."""
+        self._owes_hint = True
         try:
             return self._watching and self._ending is None and self._is_worth_evidence(time.monotonic())
-        except Exception as error:  # noqa: BLE001 - whatever it is, the user wants the job to stop
+        except Exception as error:  # noqa: BLE001 - the user wants the job to stop in any case
             say(f"no evidence could be taken ({type(error).__name__}: {error})")
             return False
 
-    def _say_of_end(self, what: str) -> None:
-        """Tells whoever pressed Ctrl-C, once, what the end of the job waits for."""
-        self._by_key = False
+    def _say_wait(self, what: str) -> None:
+        self._owes_hint = False
         say(f"{what}; press Ctrl-C again to end the job now")
 
     def _is_worth_evidence(self, now: float) -> bool:
         if self._stall.needs_ranks:
-            self._say_of_end(f"finishing the evidence first (up to {HOLD_S:g} s), then ending the ranks")
+            self._say_wait(f"finishing the evidence first (up to {HOLD_S:g} s), then ending the ranks")
             return True
-        outlived = self._crash.begun and not self._crash.holds(now)  # a rank raised, and has not exited
+        outlived = self._crash.begun and not self._crash.holds(now)  # a rank raised but hasn't exited
         failed = self._crash.begun_before(now - SAME_SIGNAL_S) and self._crash.unfinished and not outlived
         if self._stall.writing or self._live.writing or failed:
-            self._by_key = False
+            self._owes_hint = False
             say("stopping; the verdict follows; press Ctrl-C again to skip it")
             return False
         if self._newest and self._watch.state.status is Status.HUNG:
@@ -389,20 +376,19 @@ class Supervisor:
             return False
         spell = self._watch.spell(now)
         frozen_s = frozen_s_of(self._early.quiet if self._early is not None else None, spell, now)
-        known = frozen_s or self._stall.looking or outlived or self._is_seen_to_stand()
-        if spell is None or not known:
+        seems_stuck = frozen_s or self._stall.looking or outlived or self._was_seen_still()
+        if spell is None or not seems_stuck:
             return False
         if outlived:
             self._crash.yield_to_hang()
         times = f" ({frozen_s / spell.usual_s:.0f} x the usual step)" if frozen_s else ""
         quiet_s = frozen_s or now - spell.since_s
         first = f"collecting evidence first (up to {HOLD_S:g} s), then ending the ranks"
-        self._say_of_end(f"no step for {quiet_s:.0f} s{times}: {first}")
+        self._say_wait(f"no step for {quiet_s:.0f} s{times}: {first}")
         self._interrupt = interrupted(self._view, quiet_s, spell.usual_s if frozen_s else 0.0, now)
         return True
 
-    def _is_seen_to_stand(self) -> bool:
-        """Whether an early look has found that the ranks stand still, and they have not moved since."""
+    def _was_seen_still(self) -> bool:
         early = self._watch.early
         return bool(early) and early[-1].movement == "still" and not early[-1].lasted_s
 
@@ -411,30 +397,30 @@ class Supervisor:
         return self._crash.begun_before(self._stop_s - SAME_SIGNAL_S)
 
     def _on_stop(self, glance: Glance, now: float) -> None:
-        """Finishes what was begun before somebody asked the job to stop. Nothing new begins."""
+        """Finishes the work that began before the request to stop; starts nothing new."""
         interrupt = self._interrupt
         needs_ranks = self._stall.needs_ranks or (interrupt is not None and interrupt.needs_ranks)
         if self._forwarder.holding and not needs_ranks:
             self._forwarder.release()
         self._live.finish()
-        found = [self._stall.written(now)]
+        reports = [self._stall.written(now)]
         if interrupt is not None:
             if not self._forwarder.holding:
-                interrupt.cancel()  # the ranks are being ended: what is seen of them from here on says nothing
+                interrupt.cancel()  # the ranks are being ended: later looks would mean nothing
             if interrupt.done:
                 self._interrupt = None
-                found.insert(0, interrupt.result)
+                reports.insert(0, interrupt.result)
         if self._failed_before_stop:
-            found.append(self._crash.advance(glance))
-        self._unshown += [report for report in found if report is not None]
+            reports.append(self._crash.advance(glance))
+        self._unshown += [report for report in reports if report is not None]
         if now - self._stop_s > (LAST_WORDS_S if self._watch.has_ended else SHOWN_AFTER_S):
-            self._show_what_was_found()
-        if self._by_key and now - self._stop_s > QUIET_END_S:
-            self._say_of_end("waiting for the ranks to end (up to 30 s under torchrun)")
+            self._show_pending()
+        if self._owes_hint and now - self._stop_s > QUIET_END_S:
+            self._say_wait("waiting for the ranks to end (up to 30 s under torchrun)")
 
     @property
     def _is_unfinished(self) -> bool:
-        """Whether the end of the job waits for a bundle; where somebody stops it, for one that was begun before."""
+        """Returns if the job's end waits for a bundle; after a request to stop, only for one begun before that."""
         if not self._watching or self._ending is not None:
             return False
         if not self._forwarder.stop_requested:
@@ -443,16 +429,16 @@ class Supervisor:
         writing = self._interrupt is not None or self._stall.writing or self._live.writing
         return self._forwarder.stops == 1 and (crash or writing)
 
-    def _show_what_was_found(self) -> None:
-        found, self._unshown = self._unshown, []
-        if self._pushed_off is not None and self._has_ended and not found:
+    def _show_pending(self) -> None:
+        reports, self._unshown = self._unshown, []
+        if self._pushed_off is not None and self._has_ended and not reports:
             publishing.repeat_summary(self._pushed_off)
-        for report in found:
+        for report in reports:
             self._show(report)
-            self._found_at_stop = True
+            self._shown_at_stop = True
             self._pushed_off = None if self._has_ended else report
 
-    # --- a crash, a stall -------------------------------------------------------------------------------------------
+    # --- crash and stall --------------------------------------------------------------------------------------------
 
     def _on_crash(self, glance: Glance) -> None:
         report = self._crash.advance(glance)
@@ -460,7 +446,7 @@ class Supervisor:
             return
         self._show(report)
         if self._agent_lives() and self._on_stall_is("restart"):
-            self._give_up_or_go_on(report)
+            self._may_continue(report)
 
     def _on_stall(self, glance: Glance, now: float) -> None:
         if self._crash.holds(now):
@@ -482,27 +468,26 @@ class Supervisor:
             say("torchrun restarted the ranks: the job continues")
         elif self._on_stall_is("restart"):
             self._show(report)
-            if self._give_up_or_go_on(report):
+            if self._may_continue(report):
                 self._restart()
         else:
             self._council.rounds.trouble(f"the job hangs; ending it: {report.verdict.summary}")
             self._end(report, EXIT_HUNG)
 
     def _act_with_all(self, report: Report) -> None:
-        """As the nodes have agreed, whatever this one's own policy is, and whatever has ended here meanwhile."""
+        """Acts as the nodes have agreed, regardless of this node's own policy."""
         if report.action == "kill":
             self._end(report, EXIT_HUNG)
             return
         self._show(report)
         if report.action == "dump":
             self._stall.note_goes_on(report)
-        if report.action == "restart" and self._give_up_or_go_on(report) and self._agent_lives():
+        if report.action == "restart" and self._may_continue(report) and self._agent_lives():
             if self._stall.attempt != self._watch.attempt:
-                return  # torchrun has started the ranks again: those of another node were ended before ours
+                return  # another node ended its ranks first, and torchrun has restarted all
             self._restart()
 
     def _restart(self) -> None:
-        """Ends the ranks of this attempt, so that torchrun starts others."""
         again = "torchrun starts the script from its beginning, which must load its own checkpoint"
         say(f"ending the ranks of this attempt; if --max-restarts allows it, {again}")
         self._restarting, self._restarting_s = self._watch.roster.attempt, time.monotonic()
@@ -511,8 +496,8 @@ class Supervisor:
     def _on_stall_is(self, policy: str) -> bool:
         return self._job.plan.settings.on_stall == policy
 
-    def _give_up_or_go_on(self, report: Report) -> bool:
-        """Under --on-stall restart: ends the job if the same failure came back. Returns whether it may continue."""
+    def _may_continue(self, report: Report) -> bool:
+        """Under --on-stall restart: ends the job and returns False if the same failure came back."""
         steps = tuple(rank.progress.step for rank in report.evidence.ranks if rank.progress and rank.progress.step)
         if report.step is not None:
             steps = (report.step,)
@@ -525,7 +510,12 @@ class Supervisor:
         return not why
 
     def _end(self, report: Report | None, code: int, *, shown: bool = False, after_s: float = 0.0) -> None:
-        """Ends every process of the job; ``code`` is safelaunch's exit code. ``after_s``: for other nodes to do it."""
+        """Ends every process of the job.
+
+        Args:
+            code: safelaunch's exit code.
+            after_s: delay, so that other nodes can end theirs.
+        """
         self._verdict = _StopReason(report, code, shown)
 
         def end() -> tuple[process.ProcessId, ...]:
@@ -540,17 +530,17 @@ class Supervisor:
         return self._job.agent.is_alive()
 
     def _end_for_monitor(self, code: int, report: Report | None) -> None:
-        """Ends the job for what a monitor found. Without a report, another node decided it and ends it as well."""
+        # Without a report, another node has decided, and ends the job as well.
         if report is None:
             after_s = OTHERS_END_S - READ_S
         else:
             after_s = OTHERS_END_S if self._watch.unseen else 0.0
         self._end(report, code, shown=True, after_s=after_s)
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- end of the job ---------------------------------------------------------------------------------------------
 
     def _finish(self, status: int) -> None:
-        """After the agent's end: reads its last events, and finishes the bundle that is being written."""
+        """Reads the ended agent's last events, and finishes the bundle that is being written."""
         until = time.monotonic() + WRITE_PATIENCE_S
         self._has_ended = True
         self._guarded_tick()
@@ -566,17 +556,17 @@ class Supervisor:
         self._wait_while(lambda: self._is_unfinished, until - time.monotonic(), ticks=True)
         if self._forwarder.stop_requested and self._watching:
             self._guarded_tick()
-            self._show_what_was_found()
+            self._show_pending()
 
     def _finish_writing(self) -> None:
-        """Finishes the half-written bundle of a crash when the job has ended for a hang, or removes it."""
+        # The bundle of a crash can be half-written when the job has been ended for a hang.
         self._wait_while(lambda: self._crash.writing and not self._forwarder.stop_requested, WRITE_PATIENCE_S)
         if self._crash.writing or self._stall.writing or self._interrupt is not None:
             self._context.unfinished.discard()
         self._stall.abandon()
 
     def _note_end(self, status: int) -> None:
-        """Takes the job's exit for its rank's if the command is the rank (``exec -- python train.py``)."""
+        """Uses the job's exit as its rank's if the command is the rank (``exec -- python train.py``)."""
         if not self._job.plan.by_torchrun:
             code = os.waitstatus_to_exitcode(status)
             for rank, progress in self._watch.last_progress.items():
@@ -587,17 +577,17 @@ class Supervisor:
         self._crash.on_end()
 
     def _note_rendezvous(self) -> None:
-        """Writes who has not come to a rendezvous that torchrun has given up; or what to do about a known error."""
+        """Reports a failed rendezvous, or advice on a known error."""
         rendezvous, raised = self._council.rendezvous, self._raised
-        if raised is None or not self.began_nothing:
+        if raised is None or not self.started_no_rank:
             return
         if advice := advice_on(raised):
             say(advice)
-        if rendezvous is None or not is_of_rendezvous(raised):
+        if rendezvous is None or not is_failed_rendezvous(raised):
             return
         nodes, error = self._council.nodes(probing=False), f"{raised.error}: {raised.message}"
         writing = BackgroundTask(
-            "bundle", lambda: publishing.write_failed_rendezvous(rendezvous, error, nodes, self._context)
+            "bundle", lambda: failed_rendezvous.write_failed_rendezvous(rendezvous, error, nodes, self._context)
         )
         self._wait_while(lambda: not (writing.done or self._forwarder.stop_requested), WRITE_PATIENCE_S)
         if writing.done:
@@ -615,17 +605,17 @@ class Supervisor:
             self._show(verdict.report)
 
     def _wait_for_notifier(self) -> None:
-        """Waits for --on-bundle's command, which has its own deadline, unless somebody is in a hurry.
+        """Waits for --on-bundle's command, which has its own deadline, unless the user presses Ctrl-C again.
 
-        And a moment for --on-suspect's: a job that ends well has not to wait for what was feared of it.
+        Waits only a moment for --on-suspect's: a job that ends well must not be delayed by a suspicion.
         """
         begin, stops = time.monotonic(), self._forwarder.stops
 
         def runs() -> bool:
-            is_feared = self._suspects.busy and time.monotonic() - begin < SUSPECT_PATIENCE_S
-            return self._forwarder.stops == stops and (self._notifier.busy or is_feared)
+            suspect = self._suspects.busy and time.monotonic() - begin < SUSPECT_PATIENCE_S
+            return self._forwarder.stops == stops and (self._notifier.busy or suspect)
 
-        if stops == 0 or (stops == 1 and self._found_at_stop):
+        if stops == 0 or (stops == 1 and self._shown_at_stop):
             self._wait_while(runs, self._notifier.patience_s)
         self._notifier.end()
         self._suspects.end()
@@ -640,9 +630,9 @@ class Supervisor:
         if result.without_stacks:
             say(f"no stack could be read, so the verdict rests on other evidence: {result.without_stacks}")
             say("run 'safelaunch doctor' where the job runs: it shows the cause and the fix")
-        judged = result.verdict.bundle or None  # unset where one node has reached it alone
+        whole = result.verdict.bundle or None  # unset if one node has judged alone
         place = "bundle"
-        if judged is not None and not judged.whole and Path(judged.path).name != published.path.name:
+        if whole is not None and not whole.whole and Path(whole.path).name != published.path.name:
             place = "bundle of this node"
-            say(f"the bundle with the evidence of all nodes is on {judged.host}: {judged.path}")
+            say(f"the bundle with the evidence of all nodes is on {whole.host}: {whole.path}")
         publishing.show(result, self._job.plan.env, place)

@@ -22,7 +22,7 @@ from safelaunch.system.task import BackgroundTask
 
 Answer = TypeVar("Answer")
 
-CAP_AFTER_S, CAP_AGAIN_S = 5.0, 900.0  # groups may be created late
+CAP_AFTER_S, CAP_AGAIN_S = 5.0, 900.0  # groups can be created late
 _INSTEAD = "the ranks send their stacks themselves, without C frames and without the stacks of child processes"
 _FIX = "run 'safelaunch doctor' where the job runs: it shows the fix"
 

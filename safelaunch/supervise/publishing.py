@@ -33,23 +33,19 @@ from safelaunch.model import (
     Artifact,
     Evidence,
     Manifest,
-    NodeEvidence,
     NodeFiles,
     Outcome,
     RankEvidence,
-    Rendezvous,
     Verdict,
     Watched,
 )
 from safelaunch.supervise.cluster.exchange import PeerStatus
 from safelaunch.supervise.cluster.merge import Others
 from safelaunch.supervise.cluster.messages import Action
-from safelaunch.supervise.collecting import Collected, JobSnapshot, Timeline, add_rank, take_evidence
+from safelaunch.supervise.collecting import Collected, Timeline, add_rank
 from safelaunch.supervise.earlier_bundles import with_earlier_bundles
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.job_shape import job_entry
-from safelaunch.supervise.kinds import RENDEZVOUS
-from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.reports import add_reports
 from safelaunch.system.console import display, say
 from safelaunch.system.decoding import from_builtins
@@ -104,19 +100,6 @@ def prepare() -> None:
     from safelaunch.report import exports, markdown, page, template  # noqa: F401
 
     template.prepare()
-
-
-def write_failed_rendezvous(
-    rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], context: JobContext
-) -> Report:
-    """Writes the bundle of a job that never began because nodes were missing at the rendezvous.
-
-    Args:
-        error: torchrun's error.
-    """
-    collected = take_evidence(RENDEZVOUS, Looks(()), JobSnapshot({}, 0, ()), context)
-    rendezvous = context.cleaned(msgspec.structs.replace(rendezvous, error=error))
-    return finish(collected.knowing(nodes=nodes, rendezvous=rendezvous))
 
 
 def mark_recovered(report: Report) -> BackgroundTask[None]:

@@ -74,7 +74,7 @@ class Incident(Generic[T]):
 
     # --- for the work itself
 
-    def ranks_seen(self) -> None:
+    def on_ranks_done(self) -> None:
         """The ranks may end now."""
         self._seen.set()
 
@@ -108,7 +108,7 @@ class JobView:
         return () if self.is_whole else self.council.nodes(probing=probing)
 
     def snapshot(self) -> JobSnapshot:
-        return collecting.known_of(self.watch, self.exits())
+        return collecting.snapshot_of(self.watch, self.exits())
 
 
 def look(
@@ -171,11 +171,11 @@ def observe(
         looks,
         known,
         job.context,
-        ranks_seen=at.ranks_seen,
+        on_ranks_done=at.on_ranks_done,
         timeline=timeline,
     )
-    found = found.knowing(stall_s=stall_s, moving=moving, for_finding=for_finding, **threshold.facts)
-    return found.knowing(answer="dead" if proves(found.evidence) else "unknown") if kind.outcome == "hang" else found
+    found = found.with_facts(stall_s=stall_s, moving=moving, for_finding=for_finding, **threshold.facts)
+    return found.with_facts(answer="dead" if proves(found.evidence) else "unknown") if kind.outcome == "hang" else found
 
 
 def interrupted(job: JobView, frozen_s: float, usual_s: float, now: float) -> Incident[Report | None]:
@@ -196,6 +196,6 @@ def interrupted(job: JobView, frozen_s: float, usual_s: float, now: float) -> In
             found.discard()
             say(ADVANCED)
             return None
-        return publishing.finish(found.knowing(nodes=job.nodes(probing=False)))
+        return publishing.finish(found.with_facts(nodes=job.nodes(probing=False)))
 
     return Incident("interrupt", respond)

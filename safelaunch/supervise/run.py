@@ -83,7 +83,7 @@ def _run(plan: Plan, given: JobResources, mask: frozenset[signal.Signals]) -> _R
         fresh_line.use(UnfinishedLine(directory.pages).line_feeds)
         supervisor = Supervisor(job, processes, given.touch)
         status = supervisor.run()
-        return _RunEnd(status, for_nothing=status != 0 and supervisor.began_nothing)
+        return _RunEnd(status, for_nothing=status != 0 and supervisor.started_no_rank)
     except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
         say(internal_error(error, "the watch", "The job continues, unwatched."))
         return _RunEnd(_only_forward(processes))

@@ -374,7 +374,7 @@ class StallCase:
                     self._goes_on = True
                     found.discard()
                     return None
-                return publishing.finish(found.knowing(answer="unseen"), Agreement(outcome=SUSPECT.outcome))
+                return publishing.finish(found.with_facts(answer="unseen"), Agreement(outcome=SUSPECT.outcome))
             return publishing.finish(found, Agreement(outcome=kind.outcome))
 
         self._writing = Incident("bundle", write)
@@ -391,7 +391,7 @@ class StallCase:
         def write(writing: Incident[Report | None]) -> Report | None:
             found = collect(writing)
             found = collecting.with_nccl(found, spare=spare) if queries else found
-            found = found.knowing(ends=ends)
+            found = found.with_facts(ends=ends)
             moves = lambda: self._watch.stepped_since(suspicion.stall)  # noqa: E731
             agreed = rounds.hang(number, found.evidence, found.staging.root, moves, overdue=overdue)
             void = agreed is None or (agreed.verdict is not None and not rounds.all_agree(number, moves))
@@ -424,13 +424,13 @@ class StallCase:
                 looks,
                 known,
                 self._job.context,
-                ranks_seen=writing.ranks_seen,
+                on_ranks_done=writing.on_ranks_done,
                 timeline=timeline,
                 patience=patience,
             )
             work = tuple(one.words for one in judged.work[:8])
             facts = {"stall_s": stall_s, "answer": judged.answer, "work": work, "nodes": self._job.nodes()}
-            return found.knowing(**facts, **suspicion.threshold.facts)
+            return found.with_facts(**facts, **suspicion.threshold.facts)
 
         return collect
 

@@ -73,7 +73,7 @@ def _in_group(arrivals: CollectiveArrivals, group: str) -> Straggler | None:
 
 
 def _length_of_union(spans: Iterable[tuple[int, int]]) -> int:
-    """Counts overlapping time once: the collectives of one backward pass overlap."""
+    # The collectives of one backward pass overlap, and their time counts once.
     total, end = 0, 0
     for begin, stop in sorted(spans):
         total += max(0, stop - max(begin, end))

@@ -322,7 +322,7 @@ def write(text: str, scratch: Path) -> Written:
         for module, name in DEADLINES:
             patience.enter_context(patch.object(module, name, 300.0))
         found = collecting.take_evidence(replace(HANG, asks=False), looks, known, about)
-        result = publishing.finish(found.knowing(stall_s=30.0))
+        result = publishing.finish(found.with_facts(stall_s=30.0))
     told["screen"] = redactor.text(screen.screen(result.verdict, bundle_path="", read_line=lambda *_: text))
     return Written(result.published.path, told)
 

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.capture.counters import Counters, ProcessCounters, CpuTime
+from safelaunch.capture.counters import Counters, CpuTime, ProcessCounters
 from safelaunch.capture.jobs import FoundJob, FoundRank, JobProcess
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import Frame, ProcessState, StackSample, Thread, ThreadState
-from safelaunch.supervise.attach import attach, movement
+from safelaunch.supervise.attach import attach
 from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.movement import movement
 from safelaunch.system.console import COMMAND
 from safelaunch.system.errors import SafelaunchError
 from tests.support.evidence import in_c10d, in_user

@@ -25,7 +25,7 @@ from safelaunch.supervise import judge as answer
 from safelaunch.supervise.early import EarlyLooks, without_the_gil
 from safelaunch.supervise.hooks import Notifier
 from safelaunch.supervise.job_context import JobContext
-from safelaunch.supervise.kinds import FIRST_WORD, IncidentKind
+from safelaunch.supervise.kinds import EARLY_LOOK, IncidentKind
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.watch.progress import Watch as RealWatch
@@ -99,12 +99,12 @@ class Job:
             job.asked.append(kind.asks)
 
         monkeypatch.setattr(respond, "look_at", look_at)
-        monkeypatch.setattr(early, "FIRST_WORD", dataclasses.replace(FIRST_WORD, between_s=0.0))
+        monkeypatch.setattr(early, "EARLY_LOOK", dataclasses.replace(EARLY_LOOK, between_s=0.0))
         monkeypatch.setattr(
             answer, "work_in", lambda *_: tuple(ObservedWork(p, p, p, "cpu", 900.0) for p in self.works)
         )
         monkeypatch.setattr(early, "say", self.said.append)
-        monkeypatch.setattr(collecting, "known_of", lambda *_: None)
+        monkeypatch.setattr(collecting, "snapshot_of", lambda *_: None)
         monkeypatch.setattr(collecting, "evidence_of", evidence_of)
 
         def ask(*_: Any, prove: bool) -> FirstWord:

@@ -6,7 +6,7 @@ import pytest
 
 from safelaunch.capture.pages import AgentEvent
 from safelaunch.model import RankExit
-from safelaunch.supervise.loop import advice_on, is_of_rendezvous
+from safelaunch.supervise.failed_rendezvous import advice_on, is_failed_rendezvous
 from safelaunch.verdict.diagnose import diagnose
 from tests.support.evidence import job, rank
 
@@ -26,7 +26,7 @@ from tests.support.evidence import job, rank
 )
 def test_which_errors_mean_that_nodes_did_not_come(error: str, message: str, expected: bool) -> None:
     event = AgentEvent("raised", 0.0, error=error, message=message)
-    assert is_of_rendezvous(event) is expected
+    assert is_failed_rendezvous(event) is expected
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def test_an_incident_needs_the_ranks_until_it_has_seen_them() -> None:
 
     def work(at: Incident[str]) -> str:
         assert step.wait(30)
-        at.ranks_seen()
+        at.on_ranks_done()
         assert done.wait(30)
         return "report"
 

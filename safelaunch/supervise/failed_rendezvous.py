@@ -1,0 +1,39 @@
+"""A job that never began, because torchrun gave up waiting for other nodes or failed before its first rank."""
+
+from __future__ import annotations
+
+import msgspec
+
+from safelaunch.capture.pages import AgentEvent
+from safelaunch.model import NodeEvidence, Rendezvous
+from safelaunch.supervise.collecting import JobSnapshot, take_evidence
+from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.kinds import RENDEZVOUS
+from safelaunch.supervise.looks import Looks
+from safelaunch.supervise.publishing import Report, finish
+
+
+def write_failed_rendezvous(
+    rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], context: JobContext
+) -> Report:
+    """Writes the bundle of a job that never began because nodes were missing at the rendezvous.
+
+    Args:
+        error: torchrun's error.
+    """
+    collected = take_evidence(RENDEZVOUS, Looks(()), JobSnapshot({}, 0, ()), context)
+    rendezvous = context.cleaned(msgspec.structs.replace(rendezvous, error=error))
+    return finish(collected.with_facts(nodes=nodes, rendezvous=rendezvous))
+
+
+def is_failed_rendezvous(raised: AgentEvent) -> bool:
+    """Returns if torchrun gave up waiting for other nodes. A port that is taken doesn't count."""
+    of_store = raised.error in ("DistStoreError", "DistNetworkError", "TimeoutError")
+    return raised.error.startswith("Rendezvous") or (of_store and "failed to listen" not in raised.message)
+
+
+def advice_on(raised: AgentEvent) -> str:
+    """Returns advice on torchrun's error that ended this node before its first rank; empty if the error is unknown."""
+    from safelaunch.verdict.suggestions import LATE_JOIN, is_late_join
+
+    return LATE_JOIN.shown if is_late_join(raised.message) else ""
