@@ -261,8 +261,8 @@ _WATCHING = (
         "max-stall",
         *_DURATION,
         "End the job after this long without a step, even if it is working [12 x an explicit --stall-timeout; 30m "
-        "before the first step with an explicit --startup-timeout; else never: only a job that is proved dead, or "
-        "that torch is about to end, is ended].",
+        "before the first step with an explicit --startup-timeout; else never: a job is ended only if it is proved "
+        "dead, or if torch is about to end it].",
     ),
     Option(
         "startup-timeout",

@@ -65,23 +65,23 @@ class _Ordinary:
 def _learned(environment: Mapping[str, str], argv: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yields each secret with the name of its variable or option."""
     words = list(argv)
-    found = [(name, part) for name, value in environment.items() for part in _under(kind_of(name), value)]
-    found += [(name, value) for name, value in environment.items() if not is_shown(name) and _is_random(value)]
+    pairs = [(name, part) for name, value in environment.items() for part in _under(kind_of(name), value)]
+    pairs += [(name, value) for name, value in environment.items() if not is_shown(name) and _is_random(value)]
     for before, word in pairwise(["", *words]):
         name, equals, value = word.partition("=")
-        found += [(name if equals else before, password) for password in _USER_AND_PASSWORD.findall(word)]
+        pairs += [(name if equals else before, password) for password in _USER_AND_PASSWORD.findall(word)]
         if equals:
-            found += [(name, part) for part in _under(kind_of(name), value)]
+            pairs += [(name, part) for part in _under(kind_of(name), value)]
         elif before.startswith("-") and "=" not in before and not word.startswith("-"):
-            found += [(before, part) for part in _under(kind_of(before), word)]
+            pairs += [(before, part) for part in _under(kind_of(before), word)]
     texts = [*environment.items(), *((word.partition("=")[0], word) for word in words)]
     for name, text in texts:  # passwords of URLs, headers, recognisable shapes
         for begin, end in by_rule(text):
             within = text[begin:end].strip("\"'")
             first = _SEPARATOR.split(within, maxsplit=1)[0]  # ``Password=x;User=y``, ``?key=x&y=z``
             pieces = (within, first) if len(first) >= LEAST and first.lower() not in COMMON_WORDS else (within,)
-            found += [(name, way) for piece in pieces for way in (piece, unquote(piece))]
-    yield from ((name, value) for name, value in found if len(value) >= LEAST)
+            pairs += [(name, way) for piece in pieces for way in (piece, unquote(piece))]
+    yield from ((name, value) for name, value in pairs if len(value) >= LEAST)
 
 
 _SEPARATOR = re.compile(r"[;&,]")
@@ -150,7 +150,7 @@ def _leaves(text: str) -> list[str]:
     """Returns the texts of a JSON document that aren't words, such as the key in a service account's file."""
     if not text.startswith(("{", "[")):
         return []
-    found: list[str] = []
+    words_found: list[str] = []
 
     def walk(value: object, name: str) -> None:
         if isinstance(value, dict):
@@ -160,13 +160,13 @@ def _leaves(text: str) -> list[str]:
             for entry in value:
                 walk(entry, name)
         elif isinstance(value, str) and (kind_of(name) or not name or _is_random(value) or _is_of_nobody(value)):
-            found.extend(line for line in value.splitlines() if not line.startswith("-----"))
+            words_found.extend(line for line in value.splitlines() if not line.startswith("-----"))
 
     try:
         walk(json.loads(text), "")
     except (ValueError, RecursionError):
         return []  # not JSON; the whole value is a secret already
-    return found
+    return words_found
 
 
 def is_telling(value: str) -> bool:

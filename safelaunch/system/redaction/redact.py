@@ -1,6 +1,6 @@
 """Keeps secrets out of everything written and shown: by their names, their shapes, or the options of commands.
 
-A bundle is made to be sent to somebody else. When in doubt, a value is redacted: a redacted setting costs a question, a
+A bundle is made to be sent to other people. When in doubt, a value is redacted: a redacted setting costs a question, a
 leaked key costs an account. A match in any reading of a text (``readings``) is replaced in the text.
 """
 
@@ -26,7 +26,7 @@ _SETTINGS = {
     "environment", "anonymous", "public", "private", "sasl", "plain", "x509", "oauth", "oauth2", "jwt",
 }  # fmt: skip
 _SHORT_HASH = re.compile(r"(?=\w*\d)[0-9a-f]{8,12}")
-_STORE_WAIT = re.compile(r"wait timeout after \d+ms, \Z")  # of c10d's store, whose keys follow
+_STORE_WAIT = re.compile(r"wait timeout after \d+ms, \Z")  # message of c10d's store, followed by its keys
 _NUMBER = re.compile(r"-?\d{1,6}(?:\.\d{0,20})?(?:e-?\d{1,4})?", re.IGNORECASE)
 _BARE_TOKEN = re.compile(r"[A-Za-z0-9_\-+/=.]{16,}")
 _OPAQUE = re.compile(r"[A-Za-z0-9_\-+/=~%]{8,}")
@@ -57,7 +57,7 @@ _VALUE = re.compile(
     r"|(?:[bruf]{1,2}(?=[\"']))?(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')|[\"']?(?:[^\s\"',\\]|\\(?![nrt\"']))+"
 )
 _MORE = re.compile(r"(?:,[^\s\"',=:\\]{4,256}(?![^\s,]))*")  # ``tokens=a,b``
-# --name value, '--name', 'value'; a backslash ends a line that the next one continues.
+# --name value, '--name', 'value'; a backslash at the end of a line continues it.
 _OPTION = re.compile(
     rf"(?<![\w\-])--?(?P<name>{_NAME})(?P<gap>[\"'],?\s{{0,8}}(?=[\"'])|(?:\s|\\\r?\n){{1,32}})"
     r"(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|[^\s\"'\-][^\s\"']*)"
@@ -67,7 +67,7 @@ _USER_OPTION = re.compile(
     r"(?<![\w\-])(?:-u|--user|--proxy-user)(?:[\"'],?\s{0,8}[\"']|[\s=]{1,8}[\"']?)[^\s:\"',]{1,128}:(?P<value>[^\s\"']+)"
 )
 _NEXT_WORD = r"[\"']?,?\s{1,8}[\"']?"
-# Programs, and their one-letter options for a password. Of all others, ``-p`` is a port, a path, a number of processes.
+# Programs, and their one-letter options for a password. In others, ``-p`` is a port, a path, a number of processes.
 _CLIENTS = tuple(
     (
         re.compile(rf"(?<![\w\-])(?:{programs})(?!\w)"),
@@ -82,9 +82,9 @@ _CLIENTS = tuple(
 )
 _NEXT_COMMAND = re.compile(r"\s(?:&&?|\|\|?)\s|;\s|\n")
 _STARTS = {"--", "sudo", "exec", "env", "nice", "nohup"}  # before the name of a program
-_COMMAND = 512  # characters behind a command's name in which its options are looked for
-_CALL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*[(\[]")  # code that gets a value is none
-_TELLS = 256  # characters of a value that tell whether it is a secret
+_COMMAND = 512  # characters after a command's name that are searched for its options
+_CALL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*[(\[]")  # code that computes a value isn't the value
+_TELLS = 256  # characters of a value that decide whether it is a secret
 _ENCODED = re.compile(r"(?<![A-Za-z0-9+/_\-])[A-Za-z0-9+/_\-]{6,}={0,2}")
 
 
@@ -92,12 +92,12 @@ _ENCODED = re.compile(r"(?<![A-Za-z0-9+/_\-])[A-Za-z0-9+/_\-]{6,}={0,2}")
 
 
 def redact_text(text: str) -> str:
-    """Free text (logs, tracebacks, messages), with everything that looks like a secret replaced."""
+    """Returns free text (logs, tracebacks, messages), with everything that looks like a secret replaced."""
     return replaced(text, secrets_in(text))
 
 
 def replaced(text: str, spans: Iterable[Span]) -> str:
-    """``text`` with each of ``spans`` replaced; spans that overlap or touch count as one."""
+    """Returns ``text`` with each of ``spans`` replaced; overlapping and touching spans count as one."""
     parts: list[str] = []
     done = 0
     for begin, end in merged(spans):
@@ -107,25 +107,29 @@ def replaced(text: str, spans: Iterable[Span]) -> str:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The spans in order, with those that overlap or touch merged."""
-    found: list[Span] = []
+    """Returns the spans in order, with overlapping and touching ones merged."""
+    result: list[Span] = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if result and begin <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
         elif begin < end:
-            found.append((begin, end))
-    return found
+            result.append((begin, end))
+    return result
 
 
 def secrets_in(text: str) -> Iterator[Span]:
-    """The places in ``text`` that look like a secret, however it is escaped or encoded."""
+    """Yields the parts of ``text`` that look like a secret, however it is escaped or encoded."""
     for reading in readings(text):
         for begin, end in chain(by_rule(reading.text), encoded_in(reading.text, by_rule)):
             yield reading.origin(begin, end)
 
 
 def encoded_in(text: str, rule: Callable[[str], Iterator[Span]], *, is_text: bool = True) -> Iterator[Span]:
-    """Base64 words whose decoded bytes have a match of ``rule``; ``is_text``: only where they are printable text."""
+    """Yields Base64 words whose decoded bytes have a match of ``rule``.
+
+    Args:
+        is_text: Only if they are printable text.
+    """
     words = [(match.span(), _from_base64(match[0])) for match in _ENCODED.finditer(text)]
     words = [(span, plain) for span, plain in words if not is_text or _is_printable(plain)]
     if _any(rule("\n".join(plain for _, plain in words))):
@@ -137,7 +141,6 @@ def _any(spans: Iterator[Span]) -> bool:
 
 
 def _from_base64(word: str) -> str:
-    """What a word of base64, whole or cut off, stands for."""
     bare = word.rstrip("=").replace("-", "+").replace("_", "/")
     bare = bare[:-1] if len(bare) % 4 == 1 else bare
     return base64.b64decode(bare + "=" * (-len(bare) % 4)).decode("utf-8", "replace")
@@ -148,7 +151,7 @@ def _is_printable(text: str) -> bool:
 
 
 def by_rule(text: str) -> Iterator[Span]:
-    """The places in ``text``, read as it is, that look like a secret. The time is proportional to its length."""
+    """Yields the parts of ``text``, read as it is, that look like a secret, in time proportional to its length."""
     yield from shapes_in(text)
     if "://" in text:
         yield from _found(URL_PASSWORD, text)
@@ -175,7 +178,7 @@ def _assigned(text: str) -> Iterator[Span]:
         if match.start() < done:
             continue
         kind = kind_of(match["name"])
-        # Judged by its beginning, so that many names before one long value do not make it be read as many times.
+        # Decided by its beginning, so that a long value after many names isn't read many times.
         head = _VALUE.match(text[match.end() : match.end() + _TELLS]) if kind else None
         if head and not _is_plain(kind, match, head[0]) and (value := _VALUE.match(text, match.end())):
             more = _MORE.match(text, value.end()) if match["name"][-1] in "sS" else None
@@ -184,7 +187,7 @@ def _assigned(text: str) -> Iterator[Span]:
 
 
 def _is_plain(kind: SecretKind, assigned: re.Match[str], value: str) -> bool:
-    """Whether it is a number, a file's line, words of a log (``session: starting``), code, or redacted."""
+    """Returns whether it is a number, a file's line, words of a log (``session: starting``), code, or redacted."""
     bare = value.lstrip("brufBRUF").strip("\"'") if value[-1:] in "\"'" else value.strip("\"'")
     name, between = assigned["name"].lower(), assigned[0][len(assigned["name"]) :]
     if is_plain_value(kind, bare) or (name.endswith("pwd") and bare.startswith("/")):
@@ -206,7 +209,7 @@ def _is_plain(kind: SecretKind, assigned: re.Match[str], value: str) -> bool:
 
 
 def is_plain_value(kind: SecretKind, value: str) -> bool:
-    """Whether ``value``, under a name of that kind, is not a secret."""
+    """Returns whether ``value``, under a name of that kind, isn't a secret."""
     if not value or REDACTED in value or NOT_SHOWN in value or _PLAIN_WORD.fullmatch(value):
         return True
     if kind == "password":
@@ -215,7 +218,7 @@ def is_plain_value(kind: SecretKind, value: str) -> bool:
 
 
 def _is_opaque(value: str) -> bool:
-    """Whether it mixes letters and digits within one part, unlike a word. ``layer_12`` and ``SIGUSR1`` don't."""
+    # Letters and digits within one part, unlike a word. ``layer_12`` and ``SIGUSR1`` have none.
     if not _OPAQUE.fullmatch(value) or _SIGNAL.fullmatch(value):
         return False
     return any(not (part.isalpha() or part.isdigit()) for part in re.split(r"[_\-]", value) if part)
@@ -235,7 +238,7 @@ def _options(text: str) -> Iterator[Span]:
 
 
 def _is_of_another_line(option: re.Match[str]) -> bool:
-    """Whether what follows an option is on the next line, and the two lines are no list of words, one on each."""
+    # The rest is on the next line, and the two lines aren't a list of words, one on each.
     if "\n" not in re.sub(r"\\\r?\n", "", option["gap"]) or option["gap"][0] in "\"'":
         return False
     text, begin = option.string, option.start()
@@ -243,7 +246,7 @@ def _is_of_another_line(option: re.Match[str]) -> bool:
 
 
 def _of_clients(text: str) -> Iterator[Span]:
-    """Passwords after one-letter options of known programs."""
+    """Yields passwords after one-letter options of known programs."""
     for programs, letter, option in _CLIENTS:
         done = 0
         for client in programs.finditer(text) if f"-{letter}" in text else ():
@@ -254,14 +257,13 @@ def _of_clients(text: str) -> Iterator[Span]:
 
 
 # --- readings: a text as it is, as a terminal shows it, with escapes decoded ------------------------------------------
-# A secret may occur in a text as JSON, ``repr``, a URL or HTML write it, nested in another such text, or in colours.
-# Every reading is searched, and each match maps to a place in the text itself. The time is proportional to its length.
+# A secret can be written as JSON, ``repr``, a URL or HTML, nested in another such text, or in colours. Every reading is
+# searched, and each match maps to a part of the text itself. The time is proportional to its length.
 
 MOST_LAYERS = 3  # JSON in JSON in JSON
 
 
 def _utf8(mark: str) -> str:
-    """A pattern for the bytes of one UTF-8 character, each after ``mark``."""
     more = mark + "[89ABab][0-9A-Fa-f]"
     several = (("[CDcd][0-9A-Fa-f]", 1), ("[Ee][0-9A-Fa-f]", 2), ("[Ff][0-7]", 3))
     return "|".join([*(f"{mark}{lead}(?:{more}){{{count}}}" for lead, count in several), f"{mark}[0-9A-Fa-f]{{2}}"])
@@ -276,7 +278,7 @@ _OF_PROGRAMS = (
 )
 _ESCAPES = re.compile("|".join((_OF_URLS, _OF_HTML, _OF_PROGRAMS)))
 _LETTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "0": "\0"}
-# Colours and other things that a terminal does, and characters that nobody sees.
+# Colours and other terminal sequences, and invisible characters.
 _UNSEEN = re.compile(
     r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)?|[@-Z\\-_])"
     r"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\xad\u200b-\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff]"
@@ -284,7 +286,7 @@ _UNSEEN = re.compile(
 
 
 class Reading:
-    """A reading: ``text``, and where each part of it is in its source."""
+    """A reading: ``text``, and the position of each part in its source."""
 
     def __init__(self, text: str, back: Callable[[int, int], tuple[int, int]]) -> None:
         self.text = text
@@ -292,16 +294,16 @@ class Reading:
 
 
 def readings(text: str) -> list[Reading]:
-    """``text`` itself, then as a terminal shows it, then with layer after layer of escapes decoded."""
-    found = [Reading(text, _here)]
-    if shown := _read(found[0], _UNSEEN, _nothing):
-        found.append(shown)
+    """Returns ``text`` itself, then as a terminal shows it, then with layer after layer of escapes decoded."""
+    result = [Reading(text, _here)]
+    if shown := _read(result[0], _UNSEEN, _nothing):
+        result.append(shown)
     for _ in range(MOST_LAYERS):
-        deeper = _read(found[-1], _ESCAPES, _decoded)
+        deeper = _read(result[-1], _ESCAPES, _decoded)
         if deeper is None:
             break
-        found.append(_read(deeper, _UNSEEN, _nothing) or deeper)
-    return found
+        result.append(_read(deeper, _UNSEEN, _nothing) or deeper)
+    return result
 
 
 def _here(begin: int, end: int) -> tuple[int, int]:
@@ -313,7 +315,7 @@ def _nothing(_: str) -> str:
 
 
 def _decoded(escape: str) -> str:
-    """The decoded text of one match of ``_ESCAPES``."""
+    """Returns the decoded text of one match of ``_ESCAPES``."""
     kind = escape[:2]
     if kind == "\\x" or escape[0] == "%":
         digits = escape.replace("\\x", "").replace("%", "")
@@ -331,30 +333,33 @@ def _decoded(escape: str) -> str:
 
 
 def _read(before: Reading, pattern: re.Pattern[str], decode: Callable[[str], str]) -> Reading | None:
-    """``before`` with every match of ``pattern`` replaced; None without a match."""
-    # Pieces by turns as they stood (even numbers) and replaced (odd ones): where each begins here, and there.
-    here, there, parts = array("q", [0]), array("q", [0]), []
+    """Returns ``before`` with every match of ``pattern`` replaced; None without a match."""
+    # Alternately unchanged parts (even numbers) and replaced ones (odd numbers): their starts here and in the source.
+    here, offsets, parts = array("q", [0]), array("q", [0]), []
     length = done = 0
     for match in pattern.finditer(before.text):
         kept, new = before.text[done : match.start()], decode(match[0])
         parts += [kept, new]
         here.extend((length + len(kept), length + len(kept) + len(new)))
-        there.extend((match.start(), match.end()))
+        offsets.extend((match.start(), match.end()))
         length, done = length + len(kept) + len(new), match.end()
     if not parts:
         return None
     text = "".join([*parts, before.text[done:]])
-    there.append(len(before.text))
-    return Reading(text, partial(_origin, here, there, before.origin))
+    offsets.append(len(before.text))
+    return Reading(text, partial(_origin, here, offsets, before.origin))
 
 
 def _origin(
-    here: array[int], there: array[int], further: Callable[[int, int], tuple[int, int]], begin: int, end: int
+    here: array[int], source_offsets: array[int], further: Callable[[int, int], tuple[int, int]], begin: int, end: int
 ) -> tuple[int, int]:
-    """The place of ``[begin, end)`` in the previous reading; a replaced part counts whole. ``end`` > ``begin``."""
+    """Returns the place of ``[begin, end)``, with ``end`` > ``begin``, in the previous reading.
+
+    A replaced part counts whole.
+    """
     first, last = bisect_right(here, begin) - 1, bisect_right(here, end - 1) - 1
-    start = there[first] if first % 2 else there[first] + begin - here[first]
-    stop = there[last + 1] if last % 2 else there[last] + end - here[last]
+    start = source_offsets[first] if first % 2 else source_offsets[first] + begin - here[first]
+    stop = source_offsets[last + 1] if last % 2 else source_offsets[last] + end - here[last]
     return further(start, stop)
 
 
@@ -362,12 +367,12 @@ def _origin(
 
 
 def redact_env(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables, sorted by name; values of secret names are replaced whole, others by their shape."""
+    """Returns the variables, sorted by name; values of secret names are replaced whole, others by their shape."""
     return {name: _value(name, environment[name]) for name in sorted(environment)}
 
 
 def shown_env(environment: Mapping[str, str]) -> dict[str, str]:
-    """Like ``redact_env``, for other people: only known variables keep their values."""
+    """Returns the variables for other people: like ``redact_env``, but only known variables keep their values."""
     return {
         name: value if is_shown(name) or value in ("", REDACTED) else NOT_SHOWN
         for name, value in redact_env(environment).items()
@@ -379,18 +384,18 @@ def _value(name: str, value: str) -> str:
 
 
 def redact_argv(argv: Iterable[str]) -> list[str]:
-    """A command line with ``--token X``, ``--api-key=X``, ``KEY=X`` and secrets by their shape replaced."""
+    """Returns a command line with ``--token X``, ``--api-key=X``, ``KEY=X`` and secrets by their shape replaced."""
     words = [*argv]
-    hidden, found, at = _passwords_of_a_client(words), [], 0
+    hidden, result, at = _passwords_of_a_client(words), [], 0
     for before, word in pairwise(["", *words]):
-        begin = next((one - at for one in hidden if at <= one < at + len(word)), None)
-        found.append(_argument(word, before) if begin is None else f"{word[:begin]}{REDACTED}")
+        begin = next((position - at for position in hidden if at <= position < at + len(word)), None)
+        result.append(_argument(word, before) if begin is None else f"{word[:begin]}{REDACTED}")
         at += len(word) + 1
-    return found
+    return result
 
 
 def _passwords_of_a_client(words: Sequence[str]) -> list[int]:
-    """Where they begin in the joined words, if these are the command line of a client: ``mysql`` may be a value."""
+    # Their positions in the joined words, if these are the command line of a client: ``mysql`` can also be a value.
     together, before = " ".join(words), [*takewhile(_STARTS.__contains__, words)]
     program = next(iter(words[len(before) :]), "")
     begin = sum(len(word) + 1 for word in before) + program.rfind("/") + 1

@@ -299,15 +299,15 @@ def _texts_in(value: Any) -> set[str]:
     """Returns every text in lists, tuples, dicts and bytes."""
     texts: set[str] = set()
     waiting: list[Iterable[Any]] = [(value,)]
-    seen: set[int] = set()
+    known_ids: set[int] = set()
     while waiting:
         for part in waiting.pop():
             if isinstance(part, str):
                 texts.add(part)
             elif isinstance(part, bytes):
                 texts.add(part.decode("utf-8", "surrogateescape"))
-            elif isinstance(part, (dict, list, tuple)) and id(part) not in seen:
-                seen.add(id(part))
+            elif isinstance(part, (dict, list, tuple)) and id(part) not in known_ids:
+                known_ids.add(id(part))
                 waiting.append(part)
                 if isinstance(part, dict):
                     waiting.append(part.values())

@@ -1,4 +1,4 @@
-"""Recognises secrets by their shape (the prefixes of services' keys, web hooks, private keys), or by their names.
+"""Recognizes secrets by their shape (prefixes of services' keys, web hooks, private keys), or by their names.
 
 The prefixes come from the services' documentation, as in scanners such as gitleaks and detect-secrets.
 """
@@ -13,8 +13,8 @@ from typing import Literal
 
 Span = tuple[int, int]
 
-# (what is in every one of them, the pattern). Looking for the first costs a twentieth of looking for the second. None
-# begins inside a word; where a long run may turn out to be none, it is tried from its beginning only.
+# (text in all of them, pattern). A search for the text costs a twentieth of one for the pattern. None begins inside a
+# word. A long run that might turn out not to match is tried from its beginning only.
 _KINDS = (
     ("gh", r"gh[pousr]_[A-Za-z0-9]{20,}"),
     ("github_pat_", r"github_pat_[A-Za-z0-9_]{20,}"),
@@ -71,7 +71,7 @@ _KINDS = (
     (".office.com/webhook", r"https://[a-z0-9.\-]{1,100}\.office\.com/webhook[A-Za-z0-9@/_\-]+"),
     ("api.telegram.org/bot", r"https://api\.telegram\.org/bot[A-Za-z0-9:_\-]+"),
 )
-# Signatures of URLs: whoever has one may do what it was made for.
+# Signatures of URLs, which grant access to any holder.
 _SIGNED = re.compile(
     r"(?<=[?&;])(?P<head>(?:sig|signature|x-amz-(?:signature|credential|security-token)"
     r"|x-goog-(?:signature|credential)|awsaccesskeyid|googleaccessid|code)=)[^\s\"'&<>;,\\]{8,}",
@@ -82,12 +82,12 @@ _BEGIN = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----")
 _END = re.compile(r"-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----")
 _LONGEST_KEY = 32_768  # characters, with what a log puts before each line
 _BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
-_KEY_LINE = 16  # characters of it at the least at a line's end; the last one may be shorter
+_KEY_LINE = 16  # minimum number of its characters at a line's end; the last line can be shorter
 _AFTER_A_WORD = re.compile(r"(?:[^\s\"'])*")
 
 
 def shapes_in(text: str) -> Iterator[Span]:
-    """The places in ``text`` that are secrets by their shape alone."""
+    """Yields the parts of ``text`` that are secrets by their shape alone."""
     for mark, pattern in _KINDS:
         if mark in text:
             yield from (match.span() for match in _compiled(pattern).finditer(text))
@@ -99,12 +99,12 @@ def shapes_in(text: str) -> Iterator[Span]:
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """One compiled pattern, on demand: most jobs have none of these secrets, and compiling all patterns is slow."""
+    # On demand: most jobs have none of these secrets, and compiling all patterns is slow.
     return re.compile(rf"(?<![A-Za-z0-9]){pattern}")
 
 
 def _private_keys(text: str) -> Iterator[Span]:
-    """Private keys from BEGIN to END; if one of these was cut off, the base64 lines after or before the other."""
+    """Yields private keys from BEGIN to END; if one of them was cut off, the base64 lines next to the other."""
     ends = [match.span() for match in _END.finditer(text)]
     begun = [end for end, _ in ends]
     done = 0
@@ -123,7 +123,7 @@ def _private_keys(text: str) -> Iterator[Span]:
 
 
 def _last_key_line(text: str, begin: int) -> int:
-    """The end of the base64 lines that follow ``begin``, including one that was cut off."""
+    """Returns the end of the base64 lines that follow ``begin``, including one that was cut off."""
     tail = _AFTER_A_WORD.match(text, begin)
     end = tail.end() if tail else begin
     while end < len(text) and text[end] in "\r\n":
@@ -139,7 +139,7 @@ def _last_key_line(text: str, begin: int) -> int:
 
 
 def _first_key_line(text: str, end: int) -> int:
-    """The start of the base64 lines before the one that contains ``end``; each line is read once."""
+    """Returns the start of the base64 lines before the one that contains ``end``; each line is read once."""
     begin = text.rfind("\n", 0, end) + 1
     while begin:
         line = text.rfind("\n", 0, begin - 1) + 1
@@ -150,15 +150,14 @@ def _first_key_line(text: str, end: int) -> int:
 
 
 def _base64_at_end(line: str) -> int:
-    """The number of base64 characters at a line's end, without padding."""
     bare = line.rstrip().rstrip("=")
     return len(bare) - len(bare.rstrip(_BASE64))
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
-# "password": whatever the value is, a number too. "secret": anything but a number, a truth value and the like.
-# "maybe": what looks as if nobody had thought it up.
+# "password": any value, even a number. "secret": anything but a number, a truth value and the like. "maybe": a value
+# that looks random.
 SecretKind = Literal["password", "secret", "maybe", ""]
 
 # Words of a name, split at _, -, ., spaces and where its case changes.
@@ -176,7 +175,7 @@ _ENDINGS = (
     ("password", "password"), ("passwd", "password"), ("passphrase", "password"), ("passcode", "password"),
     ("secret", "secret"), ("apikey", "secret"), ("authtoken", "secret"), ("token", "secret"),
 )  # fmt: skip
-# Words together; and words that say so only where they end the name.
+# Words together, and words that count only at the end of the name.
 _SECRET_PAIRS = re.compile(
     r"(?:api|access|secret|private|signing|encryption|account|storage|service|license|auth|master|deploy|ssh|shared"
     r"|sas|hmac|session|webhook|instrumentation|priv|openai|my|gpg)_?keys?(?:_|\Z)|connection_?string|conn_?str"
@@ -186,12 +185,12 @@ _SECRET_PAIRS = re.compile(
 _PIN = re.compile(r"(?:.*_)?(?:sim)?pin(?:_?(?:codes?|numbers?|nr|no|\d))?|(?:.*_)?(?:cvv|ssn)")
 _SHORT_PASSWORD = re.compile(r"(?:db|root|user|my|admin|smtp|mail|ftp|bind|ldap|mysql|pg|u)(?:pass|pw)")
 _LAST_MAYBE = {"pat", "sig", "sas", "salt", "key", "keys", "api", "sk", "tok"}
-# Tokens of a language model are counted and printed; these are of a service.
+# Tokens of a language model are counted and printed; these belong to a service.
 _OF_A_SERVICE = re.compile(
     r"(?:.*_)?(?:api|access|auth|refresh|bearer|secret|service|deploy|json|hf|hub|huggingface|github|gitlab|gh|gl|git|slack"
     r"|discord|telegram|openai|anthropic|wandb|npm|pypi|aws|gcp|azure|kube|vault|jwt|csrf|oauth)(?:_.*)?_tokens"
 )
-# Names that hold such a word and are harmless (settings of libraries, numbers, locations of sockets).
+# Harmless names with such a word (settings of libraries, numbers, locations of sockets).
 _HARMLESS = re.compile(
     r"tokenizers?_.*|nccl_.*|secret_santa|(?:.*_)?token_(?:ids?|counts?|types?|type_ids|limit|len|length|budget|index|dim|name|size)"
     r"|(?:pad|eos|bos|unk|mask|sep|cls|image|special|next|last|first|prev|new|stop|start|end|per|decoder_start|current)"
@@ -203,7 +202,7 @@ _HARMLESS = re.compile(
     r"|join|merge|config|module|param|parameter|layer|query)_keys?"
 )
 
-# Environment variables that are shown with their values unless their names say "secret". Others are named only.
+# Environment variables that are shown with their values unless their names are secret. Of others, only names are shown.
 _SHOWN = re.compile(
     r"(?:NCCL|TORCH|TORCHELASTIC|PYTORCH|TORCHINDUCTOR|TORCHDYNAMO|CUDA|CUDNN|CUBLAS|NVIDIA|NVTE|GLOO|TP|OMP|MKL|KMP"
     r"|GOMP|OPENBLAS|NUMEXPR|VECLIB|HSA|ROCR|ROCM|HIP|MIOPEN|RCCL|XLA|TRITON|UCX|UCC|FI|IBV|MLX5|PSM[23]?|OMPI|PMI|PMIX"
@@ -218,7 +217,7 @@ _SHOWN = re.compile(
 
 @lru_cache(maxsize=4096)
 def kind_of(name: str) -> SecretKind:
-    """The kind of value that a variable, option or key called ``name`` probably has."""
+    """Returns the kind of value that a variable, option or key called ``name`` probably has."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.lstrip("-"))
     words = re.sub(r"[\s.\-]+", "_", words).lower().strip("_")
     words = re.sub(r"(?<=[a-z])\d+(?=_|\Z)", "", words)  # PASSWORD1
@@ -241,10 +240,10 @@ def kind_of(name: str) -> SecretKind:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable, option or key called ``name`` probably holds a secret."""
+    """Returns whether a variable, option or key called ``name`` probably holds a secret."""
     return kind_of(name) != ""
 
 
 def is_shown(name: str) -> bool:
-    """Whether an environment variable's value may be shown: the variable is known, and its name marks no secret."""
+    """Returns whether an environment variable's value can be shown: it is known, and its name marks no secret."""
     return bool(_SHOWN.fullmatch(name)) and not is_secret_name(name)
