@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from safelaunch.addons.logs.lines import is_log, is_of_a_job, lines_of, logs_in
+from safelaunch.addons.logs.lines import is_log, logs_in, looks_like_output, read_lines
 from safelaunch.addons.logs.reader import read_logs
 from safelaunch.addons.logs.stacks import SavedStacks
 from safelaunch.bundle.reading.guard import STDIN, FoundEvidence, ReadLimits, Unreadable
@@ -36,66 +36,66 @@ class Texts:
         return ReadLimits(_LOG_BYTES, cpu_s=30 + (size >> 22))
 
     def read(self, paths: Sequence[Path]) -> FoundEvidence:
-        return _of_texts(paths)
+        return _read_texts(paths)
 
     def read_folder(self, folder: Path, dumps: FoundEvidence | None) -> FoundEvidence | None:
         texts = logs_in(folder)
         if dumps is None:
-            return _of_texts(texts, folder) if texts else None
+            return _read_texts(texts, folder) if texts else None
         printed = read_logs(texts, folder)
-        found = dumps
+        result = dumps
         if printed.evidence.ranks:
-            found = _joined(printed, dumps, lambda rank, dump: structs.replace(rank, flight_record=dump.flight_record))
-        seen = SavedStacks.of(texts, folder).found(only_named=True)
-        return found if seen is None else _with_stacks(found, seen)
+            result = _join(printed, dumps, lambda rank, dump: structs.replace(rank, flight_record=dump.flight_record))
+        stacks = SavedStacks.of(texts, folder).evidence(only_named=True)
+        return result if stacks is None else _with_stacks(result, stacks)
 
 
-def _of_texts(paths: Sequence[Path], root: Path | None = None) -> FoundEvidence:
+def _read_texts(paths: Sequence[Path], root: Path | None = None) -> FoundEvidence:
     """What logs and saved stacks tell together."""
     saved = SavedStacks.of(paths, root)
     rest = [path for path in paths if path not in saved.whole]
-    if not rest and (alone := saved.found()) is not None:
+    if not rest and (alone := saved.evidence()) is not None:
         return alone
     printed = read_logs(rest, root)
-    found = saved.found(only_named=bool(printed.evidence.ranks))
-    if found is None and not (printed.evidence.ranks or printed.remarks):
+    stacks = saved.evidence(only_named=bool(printed.evidence.ranks))
+    if stacks is None and not (printed.evidence.ranks or printed.remarks):
         _reject_other_texts(paths, root, printed)
-    if found is None or printed.evidence.ranks:
-        return printed if found is None else _with_stacks(printed, found)
-    return replace(found, remarks=(*found.remarks, *printed.remarks))
+    if stacks is None or printed.evidence.ranks:
+        return printed if stacks is None else _with_stacks(printed, stacks)
+    return replace(stacks, remarks=(*stacks.remarks, *printed.remarks))
 
 
-def _joined(
-    one: FoundEvidence, other: FoundEvidence, both: Callable[[RankEvidence, RankEvidence], RankEvidence]
+def _join(
+    first: FoundEvidence, second: FoundEvidence, both: Callable[[RankEvidence, RankEvidence], RankEvidence]
 ) -> FoundEvidence:
     """What ``one`` tells, and beside it what ``other`` tells of the same job. ``both``: of a rank that is in both."""
-    ranks = {rank.rank: rank for rank in one.evidence.ranks if rank.rank not in one.evidence.labels}
-    for rank in other.evidence.ranks:
+    ranks = {rank.rank: rank for rank in first.evidence.ranks if rank.rank not in first.evidence.labels}
+    for rank in second.evidence.ranks:
         ranks[rank.rank] = both(ranks[rank.rank], rank) if rank.rank in ranks else rank
-    world = max(one.evidence.world_size, other.evidence.world_size)
-    labels, files = {}, {**one.files, **other.files}
-    for rank in (rank for rank in one.evidence.ranks if rank.rank in one.evidence.labels):
+    world = max(first.evidence.world_size, second.evidence.world_size)
+    labels, files = {}, {**first.files, **second.files}
+    for rank in (rank for rank in first.evidence.ranks if rank.rank in first.evidence.labels):
         number = rank.rank if rank.rank not in ranks else max(world, *(rank + 1 for rank in ranks))
-        ranks[number], labels[number] = structs.replace(rank, rank=number), one.evidence.labels[rank.rank]
+        ranks[number], labels[number] = structs.replace(rank, rank=number), first.evidence.labels[rank.rank]
         old = f"ranks/{rank.rank}/"
-        own = {name: file for name, file in one.files.items() if name.startswith(old)}
-        files |= {f"ranks/{number}/{name.removeprefix(old)}": file for name, file in own.items()}
+        rank_files = {name: file for name, file in first.files.items() if name.startswith(old)}
+        files |= {f"ranks/{number}/{name.removeprefix(old)}": file for name, file in rank_files.items()}
     world = max(world, *(number + 1 for number in ranks)) if ranks else world
     evidence = structs.replace(
-        one.evidence,
+        first.evidence,
         labels=labels,
         world_size=world,
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
         missing_ranks=tuple(rank for rank in range(world) if rank not in ranks),
         printed=None,
-        world_guessed=one.evidence.world_guessed and other.evidence.world_guessed,
+        world_guessed=first.evidence.world_guessed and second.evidence.world_guessed,
     )
-    what, problems = f"{one.what}, {other.what}", (*one.problems, *other.problems)
-    return replace(one, what=what, evidence=evidence, problems=problems, files=files)
+    what, problems = f"{first.what}, {second.what}", (*first.problems, *second.problems)
+    return replace(first, what=what, evidence=evidence, problems=problems, files=files)
 
 
-def _with_stacks(found: FoundEvidence, seen: FoundEvidence) -> FoundEvidence:
-    return _joined(found, seen, lambda rank, one: structs.replace(rank, main=one.main, pid=rank.pid or one.pid))
+def _with_stacks(logs: FoundEvidence, stacks: FoundEvidence) -> FoundEvidence:
+    return _join(logs, stacks, lambda rank, stack: structs.replace(rank, main=stack.main, pid=rank.pid or stack.pid))
 
 
 # --- texts that no job has printed ------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def _kind_of(path: Path) -> str:
     """Returns the kind of a text that no job has printed; empty if a job might have printed it."""
     if path == STDIN:
         return ""
-    read = islice(lines_of(path, path.name), _LINES_LOOKED_AT)
+    read = islice(read_lines(path, path.name), _LINES_LOOKED_AT)
     lines = [line.text[:_COLUMNS_LOOKED_AT] for line in read if line is not None and line.text.strip()]
     if not lines:
         return _EMPTY
@@ -137,5 +137,5 @@ def _kind_of(path: Path) -> str:
         return kind
     if lines[0].startswith("#!"):
         return "a script"
-    prose, of_a_job = sum(map(bool, map(_PROSE.fullmatch, lines))), sum(map(is_of_a_job, lines))
+    prose, of_a_job = sum(map(bool, map(_PROSE.fullmatch, lines))), sum(map(looks_like_output, lines))
     return "prose" if 2 * prose > len(lines) >= 4 * of_a_job else ""

@@ -33,7 +33,7 @@ _LEAD = re.compile(
 )
 _HINT = re.compile(r"\.py(?![\w:])|[\s'\"]-m[\s'\"]")
 _ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
-_OF_ONE_RANK = re.compile(r"--local[-_]rank\b")
+_LOCAL_RANK_OPTION = re.compile(r"--local[-_]rank\b")
 _USE_ENV = ("--use_env", "--use-env")
 _HOSTS = re.compile(r"--?(?:H|host|hosts|hostfile|machinefile|f)\b")
 _TOOLS = re.compile(r"(?:pip|venv|ensurepip|json|http|site|pytest|build|compileall|py_compile|zipfile)(?:\.|$)")
@@ -55,11 +55,11 @@ def launch_of(text: str) -> tuple[str, ...]:
     return next(filter(None, map(_under_safelaunch, _commands(command))), ())
 
 
-def best_launch(known: tuple[str, ...], text: str) -> tuple[str, ...]:
+def best_launch(current: tuple[str, ...], text: str) -> tuple[str, ...]:
     """Returns the better of the launch that earlier lines have shown and that of this line: the first with a launcher,
     else the last script (the others might only prepare its data).
     """
-    return (launch_of(text) if not known or _is_script(known) else ()) or known
+    return (launch_of(text) if not current or _is_script(current) else ()) or current
 
 
 def _is_script(launch: Sequence[str]) -> bool:
@@ -87,7 +87,7 @@ def _under_safelaunch(words: Sequence[str]) -> tuple[str, ...]:
     assigned = next((n for n, word in enumerate(words) if not _ASSIGNED.match(word)), 0)
     at = next((n for n, name in enumerate(names) if n >= assigned and _PROGRAM.fullmatch(name)), -1)
     around = names[assigned] if at > assigned else ""
-    if at < 0 or any(_OF_ONE_RANK.match(word) or word in ("-h", "--help") for word in words):
+    if at < 0 or any(_LOCAL_RANK_OPTION.match(word) or word in ("-h", "--help") for word in words):
         return ()
     if around and not _AROUND.fullmatch(around):
         return ()
@@ -108,9 +108,9 @@ def _translated(words: Sequence[str], name: str, in_srun: bool) -> tuple[str, ..
     if name == "safelaunch":
         return tuple(words) if _names_a_script(words[1:]) and re.match(r"-|exec$|.*\.py$", words[1]) else ()
     if name == "torchrun" or script == "torchrun":
-        return _of_torchrun(words[1:] if name == "torchrun" else rest[1:])
+        return _torchrun_command(words[1:] if name == "torchrun" else rest[1:])
     if module == "torch.distributed.run" or (module == "torch.distributed.launch" and {*rest} & {*_USE_ENV}):
-        return _of_torchrun([word for word in rest[2:] if word not in _USE_ENV])
+        return _torchrun_command([word for word in rest[2:] if word not in _USE_ENV])
     starts = _is_job(module, script) if of_python else _names_a_script(words[1:])
     if not starts:
         return ()
@@ -129,7 +129,7 @@ def _names_a_script(words: Sequence[str]) -> bool:
     return any(word.endswith(".py") for word in words) or "-m" in words or "--module" in words
 
 
-def _of_torchrun(words: Sequence[str]) -> tuple[str, ...]:
+def _torchrun_command(words: Sequence[str]) -> tuple[str, ...]:
     command = split(words, {}, KNOWN)
     other = command.has_flag("-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path")
     return ("safelaunch", *words) if command.script and (other or command.script[0].endswith(".py")) else ()

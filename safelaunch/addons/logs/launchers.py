@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import signal
 
-from safelaunch.addons.logs.heard import Heard, LoggedJob, RankEnd, local_label, of_shell, was_terminated
 from safelaunch.addons.logs.launch_line import best_launch
-from safelaunch.addons.logs.lines import LOCAL, MAX_RANKS, LogLine, Speaker, SpokenLine
+from safelaunch.addons.logs.lines import LOCAL, MAX_RANKS, LogEntry, LogLine, Speaker
+from safelaunch.addons.logs.records import LoggedJob, RankEnd, SpeakerOutput, local_label, of_shell, was_terminated
 from safelaunch.addons.logs.tracebacks import SIGNALS, OpenTraceback
 from safelaunch.model import RankException, Rendezvous
 from safelaunch.stacks import frames as fr
@@ -21,7 +21,7 @@ _REMARKS = re.compile(
     r"|A worker died or was killed while executing task .*)|\.cuh?:\d+: .*(Assertion [`'].* failed)"
     r"|(Killing subprocess)(?= \d)"
 )
-_OF_WORLD = ("orld", "ORLD", "nproc", "num_processes", "NTASKS", " of ", "Starting with")
+_WORLD_HINTS = ("orld", "ORLD", "nproc", "num_processes", "NTASKS", " of ", "Starting with")
 _WORLD = re.compile(
     r"(?:world[ _]size\W{1,4}|\branks? \d+ (?:of|out of) |\bnproc[-_]per[-_]node[= ]|\bnum_processes[= ]|SLURM_NTASKS="
     r"|registered. Starting with )(?P<world>\d{1,6})\b",
@@ -30,12 +30,12 @@ _WORLD = re.compile(
 
 # --- torchrun, torch.multiprocessing, DeepSpeed -----------------------------------------------------------------------
 # What arguments and configurations print of a job on several nodes.
-_OF_NODES = ("nodes", "machines", "node_rank", "machine_rank")
-_SEVERAL = re.compile(
+_NODES_HINTS = ("nodes", "machines", "node_rank", "machine_rank")
+_MULTI_NODE = re.compile(
     r"\b(?:(?:min|max)_nodes|nnodes|num_(?:nodes|machines))['\"]?\s*[:=]\s*(?!1\b)\d"
     r"|\b(?:node|machine)_rank['\"]?\s*[:=]\s*[1-9]"
 )
-OF_A_CHILD = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
+CHILD_ERROR = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
 _FIELD = re.compile(r" {1,3}(?P<name>time|host|rank|exitcode|error_file|traceback) *: (?P<value>.*)")
 _EXIT = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+) \(pid: (?P<pid>\d+)\)")
 _LAUNCHER_PID = re.compile(r"[EW]\d{4} [\d:.]+ (?P<pid>\d+) ")
@@ -47,13 +47,13 @@ _SPAWNED = re.compile(r"process (?P<rank>\d+) terminated with (?:signal (?P<sign
 _DEEPSPEED = re.compile(r"launch\.py:\d+:sigkill_handler\].*exits with return code = (?P<code>-?\d+)")
 
 # --- exceptions of launchers ------------------------------------------------------------------------------------------
-_NOT_OF_A_RANK = ("ChildFailedError", "SignalException", "KeyboardInterrupt")
+_LAUNCHER_EXCEPTIONS = ("ChildFailedError", "SignalException", "KeyboardInterrupt")
 _LAUNCHERS = (
     "/torch/distributed/run.py", "/torch/distributed/launcher/api.py", "/horovod/runner/launch.py",
     "/ray/_private/worker.py",
 )  # fmt: skip
-_OF_A_PROGRAM = re.compile(r"Command '.{0,200}?(?:python|torchrun|accelerate|deepspeed)", re.IGNORECASE | re.DOTALL)
-_STATUS_OF_A_PROGRAM = re.compile(r"died with <Signals\.(?P<name>SIG\w+)|exit status (?P<code>\d+)")
+_LAUNCHED_PROGRAM = re.compile(r"Command '.{0,200}?(?:python|torchrun|accelerate|deepspeed)", re.IGNORECASE | re.DOTALL)
+_PROGRAM_STATUS = re.compile(r"died with <Signals\.(?P<name>SIG\w+)|exit status (?P<code>\d+)")
 _SIGNALLED = re.compile(r"Process \d+ got signal: (?:Signals\.)?(?P<signal>\w+)")
 _SENT_WHEN = {
     "SIGHUP": "which a terminal sends that closes, and which ends torchrun under nohup, too: tmux or setsid help",
@@ -61,24 +61,24 @@ _SENT_WHEN = {
     "SIGTERM": "which a scheduler sends, or kill",
 }
 # c10d's store, of torchrun's agents or of the ranks, does not answer.
-_OF_RENDEZVOUS = re.compile(
+_STORE_ADDRESS = re.compile(
     r"(?:while trying to connect to|failed to connect to|Connection to) \(?\[?(?P<host>[\w.-]+)\]?"
     r"[,:]+ ?(?P<port>\d{2,5})"
 )
-_NOT_MET = re.compile(
-    rf"{_OF_RENDEZVOUS.pattern}|store based barrier on rank|\b\d+/\d+ clients joined"
+_RENDEZVOUS_FAILED = re.compile(
+    rf"{_STORE_ADDRESS.pattern}|store based barrier on rank|\b\d+/\d+ clients joined"
     r"|failed to listen on any local network"
 )
 _LISTENS = re.compile(r"failed to listen on any local network address.*port: (?P<port>\d+)")
 
 # --- Lightning, Composer, mpirun, MPI, horovodrun ---------------------------------------------------------------------
-_IN_WORDS = re.compile(
+_RANK_ENDED = re.compile(
     r"(?:\[rank: |Rank |process rank )(?P<rank>\d{1,5})(?:\] Child process .{0,40}terminated with code "
     r"| crashed with exit code | .{0,80}exited on (?P<signal>signal) )(?P<code>-?\d+)"
     r"|MPI_ABORT was invoked on rank (?P<aborts>\d{1,5}) in communicator MPI_COMM_WORLD"
     r"|has exited due to process rank (?P<aborted>\d{1,5})\b"
 )
-_NAMED = re.compile(r"\s*Process name: (?:\[\[\d+,\d+\],)?(?P<rank>\d{1,6})\]?$")
+_PROCESS_NAME = re.compile(r"\s*Process name: (?:\[\[\d+,\d+\],)?(?P<rank>\d{1,6})\]?$")
 _CODE = re.compile(r"\s*[Ee]xit [Cc]ode: +(?P<code>\d{1,3})$")  # of that, or of a container
 
 # --- Slurm, Ray, Kubernetes, shells, the kernel -----------------------------------------------------------------------
@@ -123,253 +123,259 @@ class Launchers:
         self._local: list[tuple[int, RankEnd]] = []  # by local rank
         self._tasks: list[tuple[int, RankEnd]] = []  # Slurm's: ranks, unless one of them is a launcher
         self._stopped: dict[Speaker | None, set[str]] = {}  # pids that a launcher of torch stopped after a failure
-        self._put_down: set[int] = set()  # pids that a launcher had to kill
+        self._force_killed: set[int] = set()  # pids that a launcher had to kill
         self._spawned: dict[int, LogLine] = {}  # processes whose tracebacks follow
         self._first_end: dict[str, LogLine] = {}  # where a launcher, by its pid, reported its first failure
-        self._named: int | None = None  # the process that mpirun saw end first
+        self._first_ended: int | None = None  # the process that mpirun saw end first
         self._command = ""  # beginning of a command in several lines
-        self.several = False  # arguments or a configuration show that the job has several nodes
+        self.is_multi_node = False  # arguments or a configuration show that the job has several nodes
 
-    def hear(self, said: SpokenLine) -> None:
+    def read_line(self, entry: LogEntry) -> None:
         """Takes a line that may report an end."""
-        self._hear_torch(said)
-        self._hear_mpi(said)
-        self._hear_end(said)
-        self.cancelled = self.cancelled or _CANCELLED.search(said.text) is not None
-        self._stopping = self._stopping or _STOPPING.search(said.text) is not None
-        if found := _KERNEL_KILL.search(said.text):
-            self.job.kills[int(found["pid"])] = said.text.strip()
-        if found := _XID.search(said.text):
-            self.job.xids.append((int(found["pid"]), found["number"], said.line))
-        self._hear_ray(said)
-        if found := _REMARKS.search(said.text):
-            self.job.remark(next(filter(None, found.groups())), said.line)
+        self._read_torch(entry)
+        self._read_mpi(entry)
+        self._read_end(entry)
+        self.cancelled = self.cancelled or _CANCELLED.search(entry.text) is not None
+        self._stopping = self._stopping or _STOPPING.search(entry.text) is not None
+        if match := _KERNEL_KILL.search(entry.text):
+            self.job.kills[int(match["pid"])] = entry.text.strip()
+        if match := _XID.search(entry.text):
+            self.job.xids.append((int(match["pid"]), match["number"], entry.line))
+        self._read_ray(entry)
+        if match := _REMARKS.search(entry.text):
+            self.job.remark(next(filter(None, match.groups())), entry.line)
 
-    def hear_form(self, one: Heard, said: SpokenLine) -> None:
+    def read_fragment(self, output: SpeakerOutput, entry: LogEntry) -> None:
         """Takes a line of a summary, a command or a configuration, which means nothing by itself."""
-        text, job = said.text, self.job
+        text, job = entry.text, self.job
         if (field := _FIELD.match(text)) is not None:
-            one.block[field["name"]] = field["value"].strip()
+            output.block[field["name"]] = field["value"].strip()
             if field["name"] == "exitcode":
-                one.block_at = said.line
+                output.block_at = entry.line
         elif text.startswith(("[", "---", "===", "Root Cause")):
-            self.end_block(one, said.speaker)
-            one.block_root = text.startswith("Root Cause") or (one.block_root and not text.startswith("==="))
-        self.several = self.several or (any(word in text for word in _OF_NODES) and _SEVERAL.search(text) is not None)
+            self.end_block(output, entry.speaker)
+            output.block_root = text.startswith("Root Cause") or (output.block_root and not text.startswith("==="))
+        self.is_multi_node = self.is_multi_node or (
+            any(word in text for word in _NODES_HINTS) and _MULTI_NODE.search(text) is not None
+        )
         self._command = f"{self._command}\n{text}" if self._command else text
         if not text.endswith("\\") or len(self._command) > _MOST_COMMAND:
             job.launch, self._command = best_launch(job.launch, self._command), ""
-        own = _RAY_OWN_RANK.search(text) if "env://" in text else None
-        if own and (pid := re.search(r"pid=(\d+)", str(said.speaker))):
-            job.ranks[pid[1]] = int(own["rank"])
-        if any(word in text for word in _OF_WORLD) and (found := _WORLD.search(text)):
-            job.world = max(job.world, min(int(found["world"]), MAX_RANKS))
+        rank_match = _RAY_OWN_RANK.search(text) if "env://" in text else None
+        if rank_match and (pid := re.search(r"pid=(\d+)", str(entry.speaker))):
+            job.ray_ranks[pid[1]] = int(rank_match["rank"])
+        if any(word in text for word in _WORLD_HINTS) and (match := _WORLD.search(text)):
+            job.world = max(job.world, min(int(match["world"]), MAX_RANKS))
 
-    def end_block(self, one: Heard, speaker: Speaker | None) -> None:
+    def end_block(self, output: SpeakerOutput, speaker: Speaker | None) -> None:
         """Notes one failure of torchrun's summary, which is complete."""
-        block, one.block = one.block, {}
+        block, output.block = output.block, {}
         rank = re.match(r"(\d+)", block.get("rank", ""))
         code = re.match(r"(-?\d+)(?: +\(pid: (\d+)\))?", block.get("exitcode", ""))
         if rank and code and int(rank[1]) < MAX_RANKS:
-            at, host, time = one.block_at or one.first, block.get("host", ""), block.get("time", "")
-            ended = RankEnd(int(code[1]), at, int(code[2] or 0), host, one.block_root, speaker, time=time)
-            self.job.ended[int(rank[1])] = ended
+            at, host, time = output.block_at or output.first, block.get("host", ""), block.get("time", "")
+            finish = RankEnd(int(code[1]), at, int(code[2] or 0), host, output.block_root, speaker, time=time)
+            self.job.ends[int(rank[1])] = finish
             if local := re.search(r"local_rank: (\d+)", block["rank"]):
-                self.job.first[speaker] = int(rank[1]) - int(local[1])
+                self.job.first_ranks[speaker] = int(rank[1]) - int(local[1])
 
-    def restart_before(self, said: SpokenLine) -> LogLine | None:
+    def earlier_failure(self, entry: LogEntry) -> LogLine | None:
         """Returns the first failure that a launcher reported, if this line reports a second one: it has restarted its
         ranks in between, and what ended them before did not end the job.
         """
-        launcher = _LAUNCHER_PID.match(said.text) if _EXIT.search(said.text) else None
+        launcher = _LAUNCHER_PID.match(entry.text) if _EXIT.search(entry.text) else None
         if launcher is None:
             return None
-        before, self._first_end[launcher["pid"]] = self._first_end.get(launcher["pid"]), said.line
-        if before is None or before.file != said.line.file:
+        before, self._first_end[launcher["pid"]] = self._first_end.get(launcher["pid"]), entry.line
+        if before is None or before.file != entry.line.file:
             return None
-        self._local = [(rank, ended) for rank, ended in self._local if ended.line != before]
+        self._local = [(rank, finish) for rank, finish in self._local if finish.line != before]
         self._stopped.clear()
         return before
 
-    def restarts(self, said: SpokenLine) -> bool:
+    def note_restart(self, entry: LogEntry) -> bool:
         """Returns whether torchrun restarts its ranks, and forgets their ends if so."""
-        if "orker group" not in said.text or not _RESTART.search(said.text):
+        if "orker group" not in entry.text or not _RESTART.search(entry.text):
             return False
-        self.job.ended.clear()
+        self.job.ends.clear()
         self._local.clear()
         return True
 
-    def take(self, opened: OpenTraceback, raised: RankException) -> bool:
+    def note_exception(self, traceback: OpenTraceback, error: RankException) -> bool:
         """Notes an exception of a launcher, or of processes that did not meet.
 
         Returns:
             False if a rank raised it
         """
-        job, kind, line = self.job, raised.type.rpartition(".")[2], opened.line
-        files = [fr.normal(frame.file) for frame in raised.frames]
+        job, kind, line = self.job, error.type.rpartition(".")[2], traceback.line
+        files = [fr.normal(frame.file) for frame in error.frames]
         of_launcher = any(file.endswith(_LAUNCHERS) for file in files)
-        if kind.startswith("Rendezvous") or _NOT_MET.search(raised.message):
-            self._note_rendezvous(raised, line)
+        if kind.startswith("Rendezvous") or _RENDEZVOUS_FAILED.search(error.message):
+            self._note_rendezvous(error, line)
             if of_launcher or any("/elastic/" in file for file in files):
                 return True
         if kind != "ChildFailedError" and of_launcher:
-            job.remark(f"the launcher itself ended: {words_of(raised)}", line)
-        elif kind == "CalledProcessError" and _OF_A_PROGRAM.match(raised.message):
-            if how := _STATUS_OF_A_PROGRAM.search(raised.message):
+            job.remark(f"the launcher itself ended: {exception_line(error)}", line)
+        elif kind == "CalledProcessError" and _LAUNCHED_PROGRAM.match(error.message):
+            if how := _PROGRAM_STATUS.search(error.message):
                 code = _code_of(how["code"], how["name"])
-                job.lose("a process of the launcher's", code, opened.said)
-            job.remark(f"what was launched has failed: {raised.message}", line)
-        elif kind in _NOT_OF_A_RANK:
-            if kind == "SignalException" and (sent := _SIGNALLED.match(raised.message)):
+                job.note_unplaced("a process of the launcher's", code, traceback.entry)
+            job.remark(f"what was launched has failed: {error.message}", line)
+        elif kind in _LAUNCHER_EXCEPTIONS:
+            if kind == "SignalException" and (sent := _SIGNALLED.match(error.message)):
                 name = sent["signal"] if not sent["signal"].isdigit() else signal_name(-int(sent["signal"]))
                 job.remark(", ".join(filter(None, (f"torchrun got {name}", _SENT_WHEN.get(name)))), line)
         elif files and files[0].endswith("/torch/multiprocessing/spawn.py"):  # the ranks' parent
-            if ended := _SPAWNED.search(raised.message):
-                code = _code_of(ended["code"], ended["signal"])
-                if self.several:
-                    job.lose(local_label("", ended["rank"]), code, opened.said)
+            if match := _SPAWNED.search(error.message):
+                code = _code_of(match["code"], match["signal"])
+                if self.is_multi_node:
+                    job.note_unplaced(local_label("", match["rank"]), code, traceback.entry)
                 else:
-                    job.end(int(ended["rank"]), code, line)
+                    job.note_end(int(match["rank"]), code, line)
         else:
             return False
         return True
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Gives ranks to the ends that came with other numbers."""
         job = self.job
         for rank, line in self._spawned.items():
-            if rank not in job.heard or not job.heard[rank].raised:  # its end is not in the log
-                job.end(rank, 1, line)
-        pids = {one.pid for one in job.ended.values()} - {0}
-        local = [ended for _, ended in self._local]
-        for by, stopped in self._stopped.items():  # torchrun lists all processes of its node: failed ones and others
-            failed = {str(one.pid) for one in (*job.ended.values(), *local) if one.by == by}
+            if rank not in job.outputs or not job.outputs[rank].errors:  # its end is not in the log
+                job.note_end(rank, 1, line)
+        pids = {finish.pid for finish in job.ends.values()} - {0}
+        local = [finish for _, finish in self._local]
+        for node, stopped in self._stopped.items():  # torchrun lists all processes of its node: failed ones and others
+            failed = {str(finish.pid) for finish in (*job.ends.values(), *local) if finish.reporter == node}
             job.world = max(job.world, len(failed | stopped) - ("0" in failed))
-        if None not in job.first and not self._has_several_nodes():
-            job.first[None], job.assumes_one_node = 0, True
-        for number, ended in self._local:
-            if ended.pid not in pids:
-                self._place(number, ended)
-        for rank, ended in self._tasks:
-            if self._local or job.first:
-                job.remark(ended.line.text, ended.line)
+        if None not in job.first_ranks and not self._is_multi_node():
+            job.first_ranks[None], job.assumes_one_node = 0, True
+        for number, rank_end in self._local:
+            if rank_end.pid not in pids:
+                self._note_local_end(number, rank_end)
+        for rank, rank_end in self._tasks:
+            if self._local or job.first_ranks:
+                job.remark(rank_end.line.text, rank_end.line)
             else:
-                job.ended.setdefault(rank, ended)
-        for ended in job.ended.values():
-            ended.stopped |= ended.pid in self._put_down
+                job.ends.setdefault(rank, rank_end)
+        for rank_end in job.ends.values():
+            rank_end.stopped |= rank_end.pid in self._force_killed
 
-    def _place(self, local: int, ended: RankEnd) -> None:
-        job, node = self.job, str(ended.by or "")
-        first, own = job.first.get(ended.by), job.heard.get(local)
-        if first is not None or (own is not None and own.raised):  # a prefix gives the same number
-            job.ended.setdefault((first or 0) + local, ended)
+    def _note_local_end(self, local: int, finish: RankEnd) -> None:
+        job, node = self.job, str(finish.reporter or "")
+        first, output = job.first_ranks.get(finish.reporter), job.outputs.get(local)
+        if first is not None or (output is not None and output.errors):  # a prefix gives the same number
+            job.ends.setdefault((first or 0) + local, finish)
         else:
             name = f"{node}{LOCAL}{local}"
-            job.lost.setdefault(name if name in job.heard else local_label(node, local), ended)
+            job.unplaced.setdefault(name if name in job.outputs else local_label(node, local), finish)
 
-    def _has_several_nodes(self) -> bool:
+    def _is_multi_node(self) -> bool:
         """Returns whether the launcher's processes are not all of the job."""
-        stopped = self._stopped.get(None, set()) | {str(one.pid) for _, one in self._local if one.by is None}
-        ranks = [rank for rank in self.job.heard if isinstance(rank, int)]
-        asked = self.several or re.search(r"--?nnodes[= ](?!1\b)|--?node[-_]rank", " ".join(self.job.launch))
+        stopped = self._stopped.get(None, set()) | {
+            str(finish.pid) for _, finish in self._local if finish.reporter is None
+        }
+        ranks = [rank for rank in self.job.outputs if isinstance(rank, int)]
+        asked = self.is_multi_node or re.search(r"--?nnodes[= ](?!1\b)|--?node[-_]rank", " ".join(self.job.launch))
         world = max([self.job.world, *(rank + 1 for rank in ranks)])
         return bool(asked or self.job.files or self._tasks) or world > len(stopped)
 
-    def _hear_torch(self, said: SpokenLine) -> None:
+    def _read_torch(self, entry: LogEntry) -> None:
         """Hears torchrun, torch.multiprocessing and DeepSpeed."""
-        text, line, job = said.text, said.line, self.job
-        if found := _EXIT.search(text):
-            ended = RankEnd(int(found["code"]), line, int(found["pid"]), root=True, by=said.speaker)
-            self._local.append((int(found["rank"]), ended))
-        if found := _DEEPSPEED.search(text):
-            job.failed.add(said.speaker)
+        text, line, job = entry.text, entry.line, self.job
+        if match := _EXIT.search(text):
+            finish = RankEnd(int(match["code"]), line, int(match["pid"]), root=True, reporter=entry.speaker)
+            self._local.append((int(match["rank"]), finish))
+        if match := _DEEPSPEED.search(text):
+            job.failed_speakers.add(entry.speaker)
             job.remarks.pop("Killing subprocess", None)  # this gives the reason
-            job.lose("" if said.speaker else "a process of DeepSpeed's", int(found["code"]), said)
-        if (found := OF_A_CHILD.match(text)) and int(found["rank"]) < MAX_RANKS and not self.several:
-            self._spawned.setdefault(int(found["rank"]), line)
-        if found := _KILLED_BY_LAUNCHER.search(text):
-            self._put_down.add(int(found["pid"]))
-        if found := _CLOSING.search(text):
-            self._stopped.setdefault(said.speaker, set()).add(found["pid"])
+            job.note_unplaced("" if entry.speaker else "a process of DeepSpeed's", int(match["code"]), entry)
+        if (match := CHILD_ERROR.match(text)) and int(match["rank"]) < MAX_RANKS and not self.is_multi_node:
+            self._spawned.setdefault(int(match["rank"]), line)
+        if match := _KILLED_BY_LAUNCHER.search(text):
+            self._force_killed.add(int(match["pid"]))
+        if match := _CLOSING.search(text):
+            self._stopped.setdefault(entry.speaker, set()).add(match["pid"])
 
-    def _hear_mpi(self, said: SpokenLine) -> None:
+    def _read_mpi(self, entry: LogEntry) -> None:
         """Hears Lightning, Composer, mpirun and MPI."""
-        if found := _IN_WORDS.search(said.line.text):
-            code = int(found["code"] or 1) * (-1 if found["signal"] else 1)
-            self.job.end(int(found["rank"] or found["aborts"] or found["aborted"]), code, said.line)
-        if found := _NAMED.match(said.text):
-            self._named = int(found["rank"])
+        if match := _RANK_ENDED.search(entry.line.text):
+            code = int(match["code"] or 1) * (-1 if match["signal"] else 1)
+            self.job.note_end(int(match["rank"] or match["aborts"] or match["aborted"]), code, entry.line)
+        if match := _PROCESS_NAME.match(entry.text):
+            self._first_ended = int(match["rank"])
 
-    def _hear_end(self, said: SpokenLine) -> None:
+    def _read_end(self, entry: LogEntry) -> None:
         """Hears Slurm, shells, kubectl, and other programs that report the end of a process."""
-        text, job = said.text, self.job
-        if found := _TASK_ENDED.search(text):
-            self._note_tasks(found, said.line)
-        elif found := _DIED.search(text):
-            self._note_died(found, said.line)
-        elif found := _KILLED.match(text):
-            job.lose(f"process {found['pid']}" if found["pid"] else "", -SIGNALS[found["how"]], said)
+        text, job = entry.text, self.job
+        if match := _TASK_ENDED.search(text):
+            self._note_tasks(match, entry.line)
+        elif match := _DIED.search(text):
+            self._note_death(match, entry.line)
+        elif match := _KILLED.match(text):
+            job.note_unplaced(f"process {match['pid']}" if match["pid"] else "", -SIGNALS[match["how"]], entry)
         elif _OOM_KILLED.search(text):
-            names = (name for name in (*job.heard, *job.labels) if isinstance(name, str) and name.startswith("pod/"))
+            names = (name for name in (*job.outputs, *job.labels) if isinstance(name, str) and name.startswith("pod/"))
             pod = next((name for name in names if text.split()[:1] == [name.split("/")[1]]), "")
-            job.lose(pod, -signal.SIGKILL, said)
-        elif found := _RAY_MEMORY.search(text):
-            job.lose(f"process {found['pid']}", -signal.SIGKILL, said)
-        elif found := _CODE.match(text):
-            if self._named is None:
-                job.lose("", int(found["code"]), said)
-            elif self._named < MAX_RANKS:
-                job.end(self._named, int(found["code"]), said.line)
+            job.note_unplaced(pod, -signal.SIGKILL, entry)
+        elif match := _RAY_MEMORY.search(text):
+            job.note_unplaced(f"process {match['pid']}", -signal.SIGKILL, entry)
+        elif match := _CODE.match(text):
+            if self._first_ended is None:
+                job.note_unplaced("", int(match["code"]), entry)
+            elif self._first_ended < MAX_RANKS:
+                job.note_end(self._first_ended, int(match["code"]), entry.line)
 
-    def _note_tasks(self, found: re.Match[str], line: LogLine) -> None:
-        code = int(found["code"]) if found["code"] else -SIGNALS.get((found["how"] or "").strip(), 0)
-        for part in found["tasks"].split(","):
+    def _note_tasks(self, match: re.Match[str], line: LogLine) -> None:
+        code = int(match["code"]) if match["code"] else -SIGNALS.get((match["how"] or "").strip(), 0)
+        for part in match["tasks"].split(","):
             first, _, last = part.partition("-")
             for task in range(int(first or 0), min(int(last or first or 0), MAX_RANKS) + 1) if code else ():
-                stopped = was_terminated(code) or self.cancelled or (self._stopping and found["how"] == "Killed")
-                ended = RankEnd(code, line, host=found["host"], root=not (stopped or self._stopping), stopped=stopped)
-                self._tasks.append((task, ended))
+                stopped = was_terminated(code) or self.cancelled or (self._stopping and match["how"] == "Killed")
+                finish = RankEnd(code, line, host=match["host"], root=not (stopped or self._stopping), stopped=stopped)
+                self._tasks.append((task, finish))
 
-    def _note_died(self, found: re.Match[str], line: LogLine) -> None:
-        number, label = int(found["number"]), found["label"].lower()
-        code = int(found["code"] or -int(found["signal"] or getattr(signal, f"SIG{found['name']}", 0)))
+    def _note_death(self, match: re.Match[str], line: LogLine) -> None:
+        number, label = int(match["number"]), match["label"].lower()
+        code = int(match["code"] or -int(match["signal"] or getattr(signal, f"SIG{match['name']}", 0)))
         if code and label in ("rank", "task") and number < MAX_RANKS:
-            self.job.end(number, of_shell(code), line)
+            self.job.note_end(number, of_shell(code), line)
         elif code:
             name = f"{'process' if label == 'pid' else label} {number}"
-            self.job.lost.setdefault(name, RankEnd(of_shell(code), line, root=True))
+            self.job.unplaced.setdefault(name, RankEnd(of_shell(code), line, root=True))
 
-    def _hear_ray(self, said: SpokenLine) -> None:
+    def _read_ray(self, entry: LogEntry) -> None:
         job = self.job
-        if found := _RAY_RANK.search(said.text):
-            rank = int(found["rank"])
-            other = job.ranks.get(found["pid"], rank) != rank  # on another host
-            job.ranks[found["pid"]] = -1 if other else rank
-            job.ranks[f"{found['pid']}, ip={found['ip']}"] = rank
-        if found := _RAY_DEAD.search(said.text):
-            code = int(found["code"] or (-signal.SIGKILL if found["memory"] else UNKNOWN_SIGNAL))
-            if found["pid"] in job.ranks:
-                job.end(job.ranks[found["pid"]], code, said.line, int(found["pid"]))
+        if match := _RAY_RANK.search(entry.text):
+            rank = int(match["rank"])
+            differs = job.ray_ranks.get(match["pid"], rank) != rank  # on another host
+            job.ray_ranks[match["pid"]] = -1 if differs else rank
+            job.ray_ranks[f"{match['pid']}, ip={match['ip']}"] = rank
+        if match := _RAY_DEAD.search(entry.text):
+            code = int(match["code"] or (-signal.SIGKILL if match["memory"] else UNKNOWN_SIGNAL))
+            if match["pid"] in job.ray_ranks:
+                job.note_end(job.ray_ranks[match["pid"]], code, entry.line, int(match["pid"]))
             else:
-                ended = RankEnd(code, said.line, int(found["pid"]), root=True)
-                job.lost.setdefault(f"process {found['pid']}", ended)
+                finish = RankEnd(code, entry.line, int(match["pid"]), root=True)
+                job.unplaced.setdefault(f"process {match['pid']}", finish)
 
-    def _note_rendezvous(self, raised: RankException, line: LogLine) -> None:
+    def _note_rendezvous(self, raised_error: RankException, line: LogLine) -> None:
         """Notes that processes did not meet; the store where they were to do so may not answer."""
-        found = _OF_RENDEZVOUS.search(raised.message) or _OF_RENDEZVOUS.search(raised.text)
-        known = self.job.rendezvous
-        if known is None or (found and not known.store):
-            store = f"the store at {found['host']}:{found['port']} did not answer" if found else ""
-            if listens := _LISTENS.search(raised.message):
+        match = _STORE_ADDRESS.search(raised_error.message) or _STORE_ADDRESS.search(raised_error.text)
+        earlier = self.job.rendezvous
+        if earlier is None or (match and not earlier.store):
+            store = f"the store at {match['host']}:{match['port']} did not answer" if match else ""
+            if listens := _LISTENS.search(raised_error.message):
                 store = f"torchrun's store could not listen on port {listens['port']}"
-            lines = [text for text in raised.text.splitlines() if found and found[0] in text]
-            error = one_line(lines[-1] if lines else f"{raised.type.rpartition('.')[2]}: {raised.message}").rstrip(".")
+            lines = [text for text in raised_error.text.splitlines() if match and match[0] in text]
+            error = one_line(
+                lines[-1] if lines else f"{raised_error.type.rpartition('.')[2]}: {raised_error.message}"
+            ).rstrip(".")
             self.job.rendezvous, self.job.rendezvous_at = Rendezvous(0, 0, store=store, error=error), line
 
 
-def words_of(raised: RankException) -> str:
+def exception_line(error: RankException) -> str:
     """Returns the line that Python prints of it."""
-    return f"{raised.type}: {raised.message}" if raised.message else raised.type
+    return f"{error.type}: {error.message}" if error.message else error.type
 
 
 def _code_of(code: str | None, name: str | None) -> int:

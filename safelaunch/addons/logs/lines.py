@@ -30,7 +30,7 @@ MOST_LINE = 1 << 14  # characters
 
 
 # Literals of which one is in each line that may report an error or an end. Parts of a file without any are skipped.
-_TELLING = (
+_NEEDLES = (
     b"Traceback (most", b'  File "', b"atchdog", b"NCCL WARN", b"xitcode", b"xit code", b"xit status", b"xited with",
     b"xited on", b"srun", b"slurmstepd", b"illed", b"terminated", b"terminate called", b"orld_rank", b"nqueued",
     b"atal", b"FATAL", b"CRITICAL", b"ERROR", b"rror: ", b"rror(", b"rror]", b"xception", b"[E", b"[F", b"\nE",
@@ -43,7 +43,7 @@ _TELLING = (
     b" nan", b"=nan", b":nan", b"NaN",
     b"fingerprint", b"FingerPrint",
 )  # fmt: skip
-LITERALS = tuple(needle.decode().strip("\n") for needle in _TELLING)  # the same, within a line
+LITERALS = tuple(needle.decode().strip("\n") for needle in _NEEDLES)  # the same, within a line
 NOT_GZIP = (EOFError, zlib.error)  # what gzip raises of damaged files, besides OSError
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07")
 
@@ -55,7 +55,7 @@ class LogLine:
     file: str
     number: int
     text: str
-    may_tell: bool = True
+    may_report: bool = True
 
     @property
     def where(self) -> str:
@@ -87,48 +87,48 @@ def is_log(path: Path) -> bool:
 
 def logs_in(folder: Path) -> list[Path]:
     """Returns the files of text below ``folder`` with names of logs; of torchrun's tree, those of the last attempt."""
-    found: dict[Path, int] = {}
-    for path in islice(_below(folder, _DEEPEST), _MOST_FILES):
+    attempts: dict[Path, int] = {}
+    for path in islice(_files_below(folder, _DEEPEST), _MOST_FILES):
         if _NAMES.search(path.name) and is_log(path):
             tree = _IN_TREE.search(str(path))
-            found[path] = int(tree["attempt"]) if tree else -1
-    last = max(found.values(), default=-1)
-    return sorted(path for path, attempt in found.items() if attempt in (-1, last))
+            attempts[path] = int(tree["attempt"]) if tree else -1
+    last = max(attempts.values(), default=-1)
+    return sorted(path for path, attempt in attempts.items() if attempt in (-1, last))
 
 
-def _below(folder: Path, deepest: int) -> Iterator[Path]:
+def _files_below(folder: Path, deepest: int) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if path.is_symlink():
             continue
         if path.is_file():
             yield path
         elif deepest and path.is_dir():
-            yield from _below(path, deepest - 1)
+            yield from _files_below(path, deepest - 1)
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open_file(path: Path) -> BinaryIO:
     file = path.open("rb")
     packed = file.peek(2).startswith(GZIP)
     return gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[return-value]
 
 
-def lines_of(path: Path, name: str) -> Iterator[LogLine | None]:
+def read_lines(path: Path, name: str) -> Iterator[LogLine | None]:
     """Yields the lines of a file that might matter, with the first and the last ones; None between two that are not
     neighbours.
     """
     number, open_still, first, shapes = 0, True, True, _Shapes()
-    with _opened(path) as file:
+    with _open_file(path) as file:
         for part, last in _blocks(file):
             if not part:
                 break
-            telling, read_all = shapes.telling(part), first or last or open_still
-            if telling or read_all:
+            reporting, read_all = shapes.reporting(part), first or last or open_still
+            if reporting or read_all:
                 for line in part.removesuffix(b"\n").split(b"\n"):
                     number += 1
                     text = _clean(line[-MOST_LINE:] if b"\r" in line else line[:MOST_LINE])
-                    may_tell = read_all or _SPEAKS.search(line) is not None or _shape(line) in telling
-                    for one in _of_record(text) if text.startswith("{") else (text,):
-                        yield LogLine(name, number, one, may_tell or text.startswith("{"))
+                    may_report = read_all or _FORMS.search(line) is not None or _shape(line) in reporting
+                    for message in _record_lines(text) if text.startswith("{") else (text,):
+                        yield LogLine(name, number, message, may_report or text.startswith("{"))
             else:
                 number += part.count(b"\n")
                 yield None
@@ -145,19 +145,21 @@ class _Shapes:
         self._harmless: set[bytes] = set()
         self._met: Counter[bytes] = Counter()  # of the others, in how many parts
 
-    def telling(self, part: bytes) -> set[bytes]:
+    def reporting(self, part: bytes) -> set[bytes]:
         """Returns the lines of this part that may report an error, without those that are everywhere."""
         new = set(_shape(part).split(b"\n")) - self._harmless
         text = b"\n".join([b"", *new])
-        found = [literal for literal in _TELLING if literal in text]
+        literals = [literal for literal in _NEEDLES if literal in text]
         if len(self._harmless) + len(self._met) > _MOST_SHAPES:
             self._harmless.clear()
             self._met.clear()
-        telling = {shape for shape in new if any(literal in b"\n" + shape for literal in found)} if found else set()
-        self._met.update(telling)
-        self._harmless |= new - telling
-        self._harmless |= {shape for shape in telling if self._met[shape] > _MOST_PARTS}
-        return telling
+        reporting = (
+            {shape for shape in new if any(literal in b"\n" + shape for literal in literals)} if literals else set()
+        )
+        self._met.update(reporting)
+        self._harmless |= new - reporting
+        self._harmless |= {shape for shape in reporting if self._met[shape] > _MOST_PARTS}
+        return reporting
 
 
 def _shape(line: bytes) -> bytes:
@@ -165,7 +167,7 @@ def _shape(line: bytes) -> bytes:
 
 
 # Forms of lines that mean something only beside others: lists, commands, numbers of ranks.
-_SPEAKS = re.compile(
+_FORMS = re.compile(
     rb"\.py\b|\\$|orld[ _]?[Ss]ize|WORLD_SIZE|nproc|num_processes|NTASKS|rank \d+(?: of |/)|env://|^#\d|\[missing ranks"
     rb"|^(?:[^:]{0,80}: ?)?(?: {1,3}(?:time|host|rank) *: |\[\d\]:|-{9}|={9}|Root Cause|\d+!?: \[)| node |host"
 )
@@ -174,7 +176,7 @@ _SPEAKS = re.compile(
 def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
     """Yields parts of whole lines, each with True if it is the last one, which is no shorter than the others."""
     decode: Callable[[bytes], bytes]
-    decode, held, rest = bytes, b"", b""
+    decode, pending, rest = bytes, b"", b""
     if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # type: ignore[attr-defined]
         wide = codecs.getincrementaldecoder("utf-16")("replace")
         decode = lambda data: wide.decode(data).encode()  # noqa: E731
@@ -182,11 +184,11 @@ def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
         whole = rest + decode(data)
         end = whole.rfind(b"\n") + 1
         rest = whole[end:][-MOST_LINE:]
-        if len(data) == CHUNK_BYTES and held:
-            yield held, False
-            held = b""
-        held += whole[:end]
-    yield held + rest, True
+        if len(data) == CHUNK_BYTES and pending:
+            yield pending, False
+            pending = b""
+        pending += whole[:end]
+    yield pending + rest, True
 
 
 def _clean(line: bytes) -> str:
@@ -202,7 +204,7 @@ _MESSAGES = ("log", "message", "msg", "event", "text")
 _EXCEPTIONS = ("exc", "exc_info", "exc_text", "exception", "traceback", "stack_trace", "stack")
 
 
-def _of_record(text: str) -> list[str]:
+def _record_lines(text: str) -> list[str]:
     """Returns the lines of a record in JSON, each with its rank; ``text`` itself if it is no record."""
     try:
         record = json.loads(text)
@@ -213,32 +215,32 @@ def _of_record(text: str) -> list[str]:
     message = next((record[key] for key in _MESSAGES if isinstance(record.get(key), str)), None)
     if message is None:
         return [text]
-    record |= {key: one for part in list(record.values()) if isinstance(part, dict) for key, one in part.items()}
+    record |= {key: value for part in list(record.values()) if isinstance(part, dict) for key, value in part.items()}
     rank = next((record[key] for key in ("rank", "global_rank", "RANK") if isinstance(record.get(key), int)), None)
     level = next((str(record[key]).upper() for key in ("level", "lvl", "levelname", "severity") if record.get(key)), "")
-    raised = next((record[key] for key in _EXCEPTIONS if isinstance(record.get(key), str)), "")
+    traceback = next((record[key] for key in _EXCEPTIONS if isinstance(record.get(key), str)), "")
     step = record.get("step")
-    lines = [*f"{level and level + ': '}{message}".rstrip().splitlines(), *raised.rstrip().splitlines()] or [""]
+    lines = [*f"{level and level + ': '}{message}".rstrip().splitlines(), *traceback.rstrip().splitlines()] or [""]
     lines[0] += f" step {step}" if isinstance(step, int) else ""
     return lines if rank is None else [f"[rank{rank}]: {line}" for line in lines]
 
 
 # What other texts hardly hold: levels, warnings, errors, times of day, progress bars, metrics, launchers' names, and
 # what reports an end.
-_OF_A_JOB = re.compile(
+_OUTPUT = re.compile(
     r"\b(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b|^\[?[DIWEF]\d{4} |\b\d\d:\d\d:\d\d\b"
     r"|Traceback \(most|\w(?:Error|Warning|Exception): |[Nn]o such file or directory|command not found"
     r"|core dumped|^Killed|terminate called|\d%\||\b(?:it|s|tokens|samples|images)/(?:s|sec|it|step)\b"
     r"|\b(?i:epoch|step|iter|iteration|batch|rank|world.size|gpu|cuda|pid|seed|loss|exit.?code|signal)s?\W{0,4}\d"
     r"|[\w)\]] ?[=:] ?-?(?:\d+\.\d+(?:e[+-]?\d+)?|nan|inf)(?![\w.])"
     r"|\b(?:torchrun|torch\.distributed|c10d|NCCL|srun|slurmstepd|mpirun|safelaunch|wandb): |\[rank|\[default\d|"
-    + "|".join(re.escape(needle.decode()) for needle in _TELLING)
+    + "|".join(re.escape(needle.decode()) for needle in _NEEDLES)
 )
 
 
-def is_of_a_job(text: str) -> bool:
+def looks_like_output(text: str) -> bool:
     """Returns whether a job may have printed this line."""
-    return _OF_A_JOB.search(text) is not None
+    return _OUTPUT.search(text) is not None
 
 
 # --- speakers ---------------------------------------------------------------------------------------------------------
@@ -251,7 +253,7 @@ _TIME = re.compile(
     r"(?: (?:stderr|stdout) [FP]| \|)? ?"
     r"|\d\d:\d\d:\d\d[.,]\d+ |[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}(?=\[)"
 )
-_OWN = re.compile(r".{0,120}?\[rank(?P<rank>\d{1,6})\]: ?")  # torch's, behind whatever others have put before it
+_TORCH_RANK = re.compile(r".{0,120}?\[rank(?P<rank>\d{1,6})\]: ?")  # torch's, behind whatever others have put before it
 # Pattern, and how much the number in it is worth as a rank: 1 one that is on a single node, 0 none.
 _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"\[(?:\d+,)?(?:mpirank:)?(?P<rank>\d{1,6})(?:,algo-\d+)?\]<std(?:err|out|diag)>: ?"), 2),
@@ -269,22 +271,22 @@ _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
 _MARKS = (r":(?: |$)", r" *\|(?: |$)", r"\t")
 _HOST = re.compile(rf" {{0,6}}(?P<name>(?=[a-zA-Z._-]*\d)[\w.-]{{1,80}})(?P<mark>{'|'.join(_MARKS)})")
 # c10d's own lines, in which older versions name the rank of their group; that of all ranks is the default one.
-_OF_C10D = re.compile(
+_C10D_RANK = re.compile(
     r"\[[EFW][^\]]*ProcessGroup\w+\.cpp:\d+\] \[(?:PG (?:ID )?0 (?:PG GUID 0\S* )?)?Rank (?P<rank>\d{1,6})\]"
 )
 # A field of a logger's lines.
 _RANK_FIELD = re.compile(r".{0,100}?(?<![A-Za-z])[Rr](?:ank|ANK)[ =:_#-]?(?P<rank>\d{1,5})(?:/\d+)?(?= *[|\]>):,]| - )")
-_OF_A_LOGGER = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b|\d\d:\d\d")
-_OF_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Error|EXCEPTION)\b")
+_LOGGER = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b|\d\d:\d\d")
+_ERROR_LEVEL = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Error|EXCEPTION)\b")
 # A traceback at the end of a line that a progress bar has begun, or behind an unknown prefix.
-_BEHIND = re.compile(r".*\S(?P<space> ?)(?=Traceback \(most recent call last\):$)")
+_TRACEBACK_SUFFIX = re.compile(r".*\S(?P<space> ?)(?=Traceback \(most recent call last\):$)")
 _IN_NAME = re.compile(r"(?<![A-Za-z])(?<!lora[_-])[Rr]ank[_-]?(?P<rank>\d{1,6})(?![\dA-Za-z]|[_-]?lora)")
 _NUMBERED = re.compile(r"(?P<stem>.*[_-])t?(?P<rank>\d{1,6})\.(?:out|err|log|txt)(?:\.gz)?$")
 _IN_TREE = re.compile(r"attempt_(?P<attempt>\d+)/(?P<rank>\d{1,6})/std(?:err|out)\.log$")
 
 
 @dataclass(frozen=True)
-class SpokenLine:
+class LogEntry:
     """A line without its prefixes."""
 
     line: LogLine
@@ -295,27 +297,27 @@ class SpokenLine:
 
 
 @dataclass
-class Signer:
+class PrefixParser:
     """Finds the speakers of a file's lines."""
 
-    of_file: Speaker | None
+    file_speaker: Speaker | None
     hosts: re.Pattern[str] | None  # names of nodes, or tasks of Slurm, before the lines
     has_field: bool = False  # a logger names the rank in each of its lines
     template: re.Pattern[str] | None = None  # a prefix that its tracebacks have shown
     _record: Speaker | None = None  # speaker of the last line, if that belongs to the record of an error
 
-    def said(self, line: LogLine, ahead: Iterable[LogLine | None] = ()) -> SpokenLine:
+    def parse(self, line: LogLine, ahead: Iterable[LogLine | None] = ()) -> LogEntry:
         """Returns a line without its prefixes, which name its speaker.
 
         Args:
             ahead: lines that follow it
         """
         text = line.text.removeprefix("stderr: ").removeprefix("stdout: ")
-        found, worth, timed, label = self.of_file, int(isinstance(self.of_file, int)), False, ""
-        if "[rank" in text and (own := _OWN.match(text)) and int(own["rank"]) < MAX_RANKS:
-            found, worth, text = int(own["rank"]), 3, text[own.end() :]
+        speaker, worth, timed, label = self.file_speaker, int(isinstance(self.file_speaker, int)), False, ""
+        if "[rank" in text and (rank_prefix := _TORCH_RANK.match(text)) and int(rank_prefix["rank"]) < MAX_RANKS:
+            speaker, worth, text = int(rank_prefix["rank"]), 3, text[rank_prefix.end() :]
         if self.hosts is not None and (host := self.hosts.match(text)):
-            found, worth, text = (host["name"], -1, text[host.end() :]) if found is None else (found, 0, text)
+            speaker, worth, text = (host["name"], -1, text[host.end() :]) if speaker is None else (speaker, 0, text)
         for _ in range(6):
             taken = False
             if text[:1] in "[(0123456789RFMSTWabcdefghijklmnopqrstuvwxyz" or text.startswith("  | "):
@@ -326,32 +328,32 @@ class Signer:
                         number = match.groupdict().get("rank")
                         name: Speaker = int(number) if number is not None else match["name"]
                         if value == 1:  # of one of the nodes
-                            name = f"{found if isinstance(found, str) else ''}{LOCAL}{name}"
-                        if (value > worth or found is None) and (isinstance(name, str) or name < MAX_RANKS):
-                            label = found if isinstance(found, str) else label
-                            found, worth = name, value
+                            name = f"{speaker if isinstance(speaker, str) else ''}{LOCAL}{name}"
+                        if (value > worth or speaker is None) and (isinstance(name, str) or name < MAX_RANKS):
+                            label = speaker if isinstance(speaker, str) else label
+                            speaker, worth = name, value
                         text, taken = text[match.end() :], True
                         break
-            if not taken and (behind := _BEHIND.match(text)):
+            if not taken and (behind := _TRACEBACK_SUFFIX.match(text)):
                 self.template = self.template or _template(behind[0], ahead)
             if not taken and self.template is not None and (match := self.template.match(text)):
                 number = match.groupdict().get("rank")
-                whose = int(number) if number else None if _OF_A_LOGGER.search(match[0]) else match[0].strip(" :")
-                found, worth = (whose, 2) if worth < 2 and whose is not None else (found, worth)
+                template_name = int(number) if number else None if _LOGGER.search(match[0]) else match[0].strip(" :")
+                speaker, worth = (template_name, 2) if worth < 2 and template_name is not None else (speaker, worth)
                 text, taken = text[match.end() :], True
             elif not taken and behind is not None and not behind["space"]:
                 text, taken = text[behind.end() :], True
             if not taken:
                 break
-        if not isinstance(found, int) and (own := _OF_C10D.match(text)):
-            label, found = found or "", int(own["rank"])
-        if self.has_field and found is None:
-            found = self._by_field(text, timed=timed)
-        return SpokenLine(line, text, found, timed, label)
+        if not isinstance(speaker, int) and (rank_prefix := _C10D_RANK.match(text)):
+            label, speaker = speaker or "", int(rank_prefix["rank"])
+        if self.has_field and speaker is None:
+            speaker = self._by_field(text, timed=timed)
+        return LogEntry(line, text, speaker, timed, label)
 
     def _by_field(self, text: str, *, timed: bool) -> Speaker | None:
         if field := _RANK_FIELD.match(text):
-            self._record = int(field["rank"]) if _OF_ERROR.search(text) else None
+            self._record = int(field["rank"]) if _ERROR_LEVEL.search(text) else None
             return int(field["rank"])
         self._record = None if timed else self._record  # lines without a time are part of the record before them
         return self._record
@@ -368,14 +370,14 @@ def _template(prefix: str, ahead: Iterable[LogLine | None]) -> re.Pattern[str] |
     """Returns a pattern of ``prefix`` with other numbers, if frames of a traceback have it before them, too. The number
     of it that has the most values is the rank.
     """
-    parts, digits = [re.escape(one) for one in re.split(r"\d{1,6}", prefix)], r"(\d{1,6})"
+    parts, digits = [re.escape(piece) for piece in re.split(r"\d{1,6}", prefix)], r"(\d{1,6})"
     quoted = re.compile(rf'{digits.join(parts)}(?:  File ".*", line \d+|Traceback \(most)')
     lines = [match for line in ahead if line is not None and (match := quoted.search(line.text))]
     if not any("  File" in match[0] for match in lines):
         return None
     columns = list(zip(*(match.groups() for match in lines), strict=True))
     most = max((len({*column}) for column in columns), default=0)
-    best = [at for at, one in enumerate(columns) if len({*one}) == most]
+    best = [at for at, column in enumerate(columns) if len({*column}) == most]
     if len({columns[at] for at in best}) == 1:
         parts[best[-1] : best[-1] + 2] = [r"(?P<rank>\d{1,5})".join(parts[best[-1] : best[-1] + 2])]
     return re.compile(r"\d{1,6}".join(parts))
@@ -387,7 +389,7 @@ _CUT_LINE = re.compile(
 _REST_OF_LINE = re.compile(r"[ \w(][^\[]")
 
 
-def unwrapped(line: LogLine, following: LogLine | None) -> LogLine | None:
+def join_wrapped(line: LogLine, following: LogLine | None) -> LogLine | None:
     """Returns one of c10d's lines with its rest, which a terminal has put on the next line; None if it is whole."""
     if following is None or following.number != line.number + 1 or "ProcessGroup" not in line.text:
         return None
@@ -397,32 +399,36 @@ def unwrapped(line: LogLine, following: LogLine | None) -> LogLine | None:
     return None if is_other else LogLine(line.file, line.number, line.text + following.text)
 
 
-def speakers_of_names(names: Sequence[str]) -> dict[str, Speaker]:
+def speakers_by_file(names: Sequence[str]) -> dict[str, Speaker]:
     """Returns the speakers of files by their names. A number is a rank only if files have all from 0 or 1 on."""
-    found: dict[str, Speaker] = {}
+    speakers: dict[str, Speaker] = {}
     numbered: dict[str, dict[int, str]] = {}
     for name in names:
-        told = _IN_TREE.search(name) or _IN_NAME.search(name)
-        if told is not None:
-            found[name] = int(told["rank"])
-        elif one := _NUMBERED.match(name):
-            numbered.setdefault(one["stem"], {})[int(one["rank"])] = name
-    for several in numbered.values():
-        if len(several) > 1 and max(several) < len(several) + min(several) and min(several) < 2:
-            found |= {name: str(rank) for rank, name in several.items()}
-    return found
+        match = _IN_TREE.search(name) or _IN_NAME.search(name)
+        if match is not None:
+            speakers[name] = int(match["rank"])
+        elif suffix := _NUMBERED.match(name):
+            numbered.setdefault(suffix["stem"], {})[int(suffix["rank"])] = name
+    for is_multi_node in numbered.values():
+        if (
+            len(is_multi_node) > 1
+            and max(is_multi_node) < len(is_multi_node) + min(is_multi_node)
+            and min(is_multi_node) < 2
+        ):
+            speakers |= {name: str(rank) for rank, name in is_multi_node.items()}
+    return speakers
 
 
-def hosts_of(lines: Sequence[str]) -> re.Pattern[str] | None:
+def host_pattern(lines: Sequence[str]) -> re.Pattern[str] | None:
     """Returns a pattern of the names of nodes, tasks or containers with which nearly all lines begin, and of names that
     differ from them in numbers alone. The launcher's own first lines have none.
     """
-    found = [_HOST.match(line) for line in lines if line.strip()]
-    named = [one for one in dropwhile(lambda one: one is None, found) if one is not None]
-    names = {one["name"] for one in named}
+    matches = [_HOST.match(line) for line in lines if line.strip()]
+    named = [match for match in dropwhile(lambda match: match is None, matches) if match is not None]
+    names = {match["name"] for match in named}
     tasks = len(names) > 1 and names == {str(task) for task in range(len(names))}
-    if len(named) < max(3, (2 - tasks) * len(names), 0.8 * (len(found) - found.index(named[0]) if named else 0)):
+    if len(named) < max(3, (2 - tasks) * len(names), 0.8 * (len(matches) - matches.index(named[0]) if named else 0)):
         return None
-    shapes = {re.sub(r"\d+", r"\\d+", re.escape(one["name"])) for one in named}
-    marks = {next(mark for mark in _MARKS if re.match(mark, one["mark"])) for one in named}
+    shapes = {re.sub(r"\d+", r"\\d+", re.escape(match["name"])) for match in named}
+    marks = {next(mark for mark in _MARKS if re.match(mark, match["mark"])) for match in named}
     return re.compile(rf" {{0,6}}(?P<name>{'|'.join(sorted(shapes))})(?:{'|'.join(sorted(marks))})")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 _MARKS = " \t>|"
 
 
-def quote_of(lines: Iterable[str]) -> str:
+def common_quote(lines: Iterable[str]) -> str:
     """The marks with which all of these lines begin, but for those that hold nothing else."""
     filled = [line for line in lines if line.strip(_MARKS + "\r\n")]
     first, last = min(filled, default=""), max(filled, default="")
@@ -15,7 +15,7 @@ def quote_of(lines: Iterable[str]) -> str:
     return next((first[:end] for end in range(marks, 0, -1) if last.startswith(first[:end])), "")
 
 
-def unquoted(line: str, quote: str) -> str:
+def without_quote(line: str, quote: str) -> str:
     """The line without the marks. A line that ends within them is empty."""
     if line.startswith(quote):
         return line[len(quote) :]

@@ -40,7 +40,7 @@ class SavedThread:
     tid: int = 0
     active: bool = False
     frames: list[Frame] = field(default_factory=list)
-    begun: bool = True
+    has_innermost: bool = True
 
     @property
     def is_main(self) -> bool:
@@ -132,25 +132,25 @@ def processes_in(text: str) -> tuple[list[SavedProcess], float]:
     lines = [_LINE_NUMBER.sub("", line) for line in _COLOURS.sub("", text).splitlines()]
     streams: dict[str, list[str]] = {}
     for line in lines:
-        who, rest = _spoken(_QUOTE.sub("", line))
+        who, rest = _split_prefix(_QUOTE.sub("", line))
         streams.setdefault(who, []).append(rest)
     readers = {who: _StackReader(who) for who in streams}
-    found = [one for who, said in streams.items() for one in readers[who].read(said)]
+    processes = [process for who, stream in streams.items() for process in readers[who].read(stream)]
     filled = sum(1 for line in lines if line.strip())
-    return found, sum(reader.used for reader in readers.values()) / max(filled, 1)
+    return processes, sum(reader.used for reader in readers.values()) / max(filled, 1)
 
 
-def _spoken(line: str) -> tuple[str, str]:
+def _split_prefix(line: str) -> tuple[str, str]:
     """The prefix of a line of a stack, and the line without it."""
-    if (found := _SPEAKER.match(line)) is None or _HEADER.match(line):
+    if (match := _SPEAKER.match(line)) is None or _HEADER.match(line):
         return "", line
-    rest = found["rest"]
-    told = (
+    rest = match["rest"]
+    is_prefix = (
         _HEADER.match(rest)
         or _ENVIRONMENT.match(rest)
         or (rest[:1] == " " and (_FILE_FRAME.match(rest.strip()) or _PLACE.search(rest)))
     )
-    return (found["who"], rest) if told else ("", line)
+    return (match["who"], rest) if is_prefix else ("", line)
 
 
 class _StackReader:
@@ -162,8 +162,8 @@ class _StackReader:
     def __init__(self, speaker: str) -> None:
         self.used = 0
         self._speaker = speaker
-        self._found: list[SavedProcess] = []
-        self._now: SavedProcess | None = None
+        self._processes: list[SavedProcess] = []
+        self._process: SavedProcess | None = None
         self._open: tuple[SavedThread, re.Pattern[str], bool] | None = None
         self._before: deque[str] = deque(maxlen=_MOST_BEFORE)
         self._indent = 0
@@ -181,38 +181,40 @@ class _StackReader:
                 self._close()
                 hints, tries = self._hints(), _TRIES
                 self.used, at = self.used + spied[1] - at + 1, spied[1]
-                self._found += [replace(one, hints=hints) for one in _of_json(spied[0])]
+                self._processes += [replace(process, hints=hints) for process in _from_json(spied[0])]
             elif ";" in line and len(line) < _MOST_RAW and _is_raw(line):
                 raw.append(line)
             elif 0 < len(line) < _MOST_LINE:
                 took = self._take(line, len(lines[at - 1]) - len(lines[at - 1].lstrip()))
-                self.used += took and not (self._now is not None and self._now.ended)
+                self.used += took and not (self._process is not None and self._process.ended)
         self.used += len(raw)
         self._close()
-        self._found += [replace(one, hints=self._hints()) for one in _of_raw(raw)]
-        for one in self._found:
-            yield from (part for part in _apart(one) if not part.ended and any(t.frames for t in part.threads))
+        self._processes += [replace(process, hints=self._hints()) for process in _from_raw(raw)]
+        for process in self._processes:
+            yield from (
+                part for part in _split_processes(process) if not part.ended and any(t.frames for t in part.threads)
+            )
 
     def _begin(self, pid: int = 0, command: str = "", *, ended: bool = False) -> SavedProcess:
         self._close()
-        self._now = SavedProcess(pid, command, self._hints(), self._speaker, ended=ended)
-        self._found.append(self._now)
-        return self._now
+        self._process = SavedProcess(pid, command, self._hints(), self._speaker, ended=ended)
+        self._processes.append(self._process)
+        return self._process
 
     def _hints(self) -> list[str]:
         """The lines right before that may tell whose stacks follow."""
-        found: list[str] = []
+        hints: list[str] = []
         strange = 0
         while self._before and strange < _MOST_STRANGE:
             line = self._before.pop()
-            told = len(line) < _MOST_HINT and _SEPARATOR.fullmatch(line)
-            found = [line, *found] if told else found
-            strange += not told and not _NOISE.match(line)
+            is_hint = len(line) < _MOST_HINT and _SEPARATOR.fullmatch(line)
+            hints = [line, *hints] if is_hint else hints
+            strange += not is_hint and not _NOISE.match(line)
         self._before.clear()
-        return found
+        return hints
 
     def _close(self) -> None:
-        self._now = self._open = None
+        self._process = self._open = None
 
     def _take(self, line: str, indent: int) -> bool:
         """Returns whether the line belongs to a stack."""
@@ -231,12 +233,12 @@ class _StackReader:
         """The first line of a process or a thread, or the last one of a process."""
         if begin := _PROCESS.match(line):
             self._begin(int(begin["pid"]), begin["command"])
-        elif (parent := _PARENT.match(line)) and self._now is not None:
-            self._now.parent = int(parent["pid"])
+        elif (parent := _PARENT.match(line)) and self._process is not None:
+            self._process.parent = int(parent["pid"])
         elif line.startswith("Fatal Python error"):
             self._begin(ended=True)
-        elif (end := _END_OF_GDB.match(line)) and self._now is not None:
-            self._now.pid = int(end["pid"])
+        elif (end := _END_OF_GDB.match(line)) and self._process is not None:
+            self._process.pid = int(end["pid"])
             self._close()
         elif line.startswith("Traceback (most recent call last)"):
             self._open = None
@@ -247,32 +249,32 @@ class _StackReader:
 
     def _opens(self, line: str) -> bool:
         """The header of a thread. gdb prints its own before that of ``py-bt``."""
-        found = next((found for header in _HEADERS if (found := header.match(line))), None)
-        if found is None:
+        match = next((match for header in _HEADERS if (match := header.match(line))), None)
+        if match is None:
             return False
-        hints, py_bt = self._hints(), found.re is _PY_BT
+        hints, py_bt = self._hints(), match.re is _PY_BT
         self._before.extend(hints)
-        last = self._now.threads[-1] if self._now is not None and self._now.threads else None
-        if self._now is None or hints or (py_bt and last is not None and last.frames):
+        last = self._process.threads[-1] if self._process is not None and self._process.threads else None
+        if self._process is None or hints or (py_bt and last is not None and last.frames):
             self._begin()
             last = None
-        told = found.groupdict(default="")
-        name = MAIN if py_bt or told.get("number") == "1" else told.get("name", "")
-        thread = SavedThread(name, _number(told.get("tid") or "0"), told.get("state", "").startswith("active"))
+        fields = match.groupdict(default="")
+        name = MAIN if py_bt or fields.get("number") == "1" else fields.get("name", "")
+        thread = SavedThread(name, _number(fields.get("tid") or "0"), fields.get("state", "").startswith("active"))
         if not py_bt or last is None:
-            self._found[-1].threads.append(thread)
-        style = {_SPIED: _SPIED_FRAME, _IN_GDB: _GDB_FRAME}.get(found.re, _FILE_FRAME)
-        self._open = (self._found[-1].threads[-1], style, bool(told.get("last")))
+            self._processes[-1].threads.append(thread)
+        style = {_SPIED: _SPIED_FRAME, _IN_GDB: _GDB_FRAME}.get(match.re, _FILE_FRAME)
+        self._open = (self._processes[-1].threads[-1], style, bool(fields.get("last")))
         return True
 
     def _adds(self, line: str) -> bool:
         """A frame; that of a thread whose header is cut off begins one that has lost its innermost frames."""
         if self._open is None:
-            found = _SPIED_FRAME.match(line) if _PLACE.search(line) else None
-            if found is None or not found["line"] or " " in found["function"] or not found["file"].endswith(".py"):
+            match = _SPIED_FRAME.match(line) if _PLACE.search(line) else None
+            if match is None or not match["line"] or " " in match["function"] or not match["file"].endswith(".py"):
                 return False
-            thread = SavedThread(begun=False)
-            (self._now or self._begin()).threads.append(thread)
+            thread = SavedThread(has_innermost=False)
+            (self._process or self._begin()).threads.append(thread)
             self._open = (thread, _SPIED_FRAME, False)
         thread, style, last = self._open
         frame = _frame(line, style)
@@ -283,34 +285,36 @@ class _StackReader:
 
 def _frame(raw: str, style: re.Pattern[str]) -> Frame | None:
     """The frame in this line; a native one has the line 0."""
-    if (found := style.match(raw)) is None:
+    if (match := style.match(raw)) is None:
         return None
-    told = found.groupdict()
-    if told.get("native"):
-        return Frame(told.get("library") or "??", 0, told["native"])
-    file, line = told["file"], told["line"]
+    fields = match.groupdict()
+    if fields.get("native"):
+        return Frame(fields.get("library") or "??", 0, fields["native"])
+    file, line = fields["file"], fields["line"]
     if line is None or raw.startswith("(C)"):
         named = re.search(r"\.so|^python|\.(?:c|cc|cpp|h|S)$", file)
-        return Frame(file if named else "??", 0, told["function"]) if line or named or file == "?" else None
-    return Frame(_whole(file), int(line), told["function"])
+        return Frame(file if named else "??", 0, fields["function"]) if line or named or file == "?" else None
+    return Frame(_library_path(file), int(line), fields["function"])
 
 
-def _apart(process: SavedProcess) -> Iterator[SavedProcess]:
+def _split_processes(process: SavedProcess) -> Iterator[SavedProcess]:
     """The processes of which each has one main thread. py-spy prints that first, the others print it last."""
     groups: list[list[SavedThread]] = [[]]
-    first = any(thread.name == MAIN or not thread.begun for thread in process.threads[:1])
+    first = any(thread.name == MAIN or not thread.has_innermost for thread in process.threads[:1])
     for one in process.threads:
-        full = any(other.is_main or not other.begun for other in groups[-1])
+        full = any(member.is_main or not member.has_innermost for member in groups[-1])
         if full and (one.is_main or not first):
             groups.append([])
         groups[-1].append(one)
-    if len(groups) > 1 and all(one.frames and one.frames[-1].function.endswith(_BOOTSTRAP) for one in groups[-1]):
+    if len(groups) > 1 and all(
+        thread.frames and thread.frames[-1].function.endswith(_BOOTSTRAP) for thread in groups[-1]
+    ):
         groups[-2:] = [[*groups[-2], *groups[-1]]]
     for at, threads in enumerate(groups):
         main = next((thread for thread in threads if thread.is_main), None)
-        found = process if not at else SavedProcess(speaker=process.speaker)
-        pid = found.pid or (main.tid if main is not None and main.tid < _MOST_PIDS else 0)
-        yield replace(found, pid=pid, threads=threads)
+        part = process if not at else SavedProcess(speaker=process.speaker)
+        pid = part.pid or (main.tid if main is not None and main.tid < _MOST_PIDS else 0)
+        yield replace(part, pid=pid, threads=threads)
 
 
 # --- py-spy's JSON ----------------------------------------------------------------------------------------------------
@@ -337,18 +341,18 @@ def _json_at(lines: Sequence[str], at: int) -> tuple[list[_SpiedThread], int] | 
     """The threads in the list that begins in this line, and the number of the line behind it."""
     text = "\n".join(lines[at:])
     try:
-        found, end = json.JSONDecoder().raw_decode(text.lstrip())
-        threads = from_builtins(found, list[_SpiedThread])
+        value, end = json.JSONDecoder().raw_decode(text.lstrip())
+        threads = from_builtins(value, list[_SpiedThread])
     except (ValueError, RecursionError, msgspec.ValidationError):
         return None
     return threads, at + text[: len(text) - len(text.lstrip()) + end].count("\n") + 1
 
 
-def _of_json(threads: Sequence[_SpiedThread]) -> Iterator[SavedProcess]:
+def _from_json(threads: Sequence[_SpiedThread]) -> Iterator[SavedProcess]:
     by_pid: dict[int, SavedProcess] = {}
     for thread in threads:
         name = MAIN if thread.os_thread_id == thread.pid else thread.thread_name or "?"
-        frames = [Frame(_whole(frame.filename), frame.line, frame.name) for frame in thread.frames]
+        frames = [Frame(_library_path(frame.filename), frame.line, frame.name) for frame in thread.frames]
         process = by_pid.setdefault(thread.pid, SavedProcess(thread.pid))
         process.threads.append(SavedThread(name, thread.os_thread_id or 0, thread.active, frames))
     yield from by_pid.values()
@@ -360,50 +364,52 @@ _SHARE = 0.5  # of the samples, which have to be in a call for it to be where th
 
 
 def _is_raw(line: str) -> bool:
-    stack, _, seen = line.rpartition(" ")
-    return seen.isdecimal() and len(seen) < _MOST_DIGITS and any(_PLACE.search(part) for part in stack.split(";"))
+    stack, _, count = line.rpartition(" ")
+    return count.isdecimal() and len(count) < _MOST_DIGITS and any(_PLACE.search(part) for part in stack.split(";"))
 
 
-def _of_raw(lines: Sequence[str]) -> Iterator[SavedProcess]:
+def _from_raw(lines: Sequence[str]) -> Iterator[SavedProcess]:
     """Each line: the stack from its outermost frame on, and in how many samples it was seen."""
     counted: dict[tuple[str, ...], list[tuple[list[str], int]]] = {}
     for line in lines:
-        stack, _, seen = line.rpartition(" ")
+        stack, _, count = line.rpartition(" ")
         parts = stack.split(";")
         tags = tuple(takewhile(_TAG.match, parts))
-        counted.setdefault(tags, []).append((parts[len(tags) :], int(seen)))
-    found: dict[tuple[str, ...], SavedProcess] = {}
+        counted.setdefault(tags, []).append((parts[len(tags) :], int(count)))
+    processes: dict[tuple[str, ...], SavedProcess] = {}
     for tags, samples in counted.items():
-        told = [tag.groupdict(default="") for text in tags if (tag := _TAG.match(text)) is not None]
-        owners, threads = [tag for tag in told if tag["pid"]], [tag for tag in told if tag["tid"]]
+        matches = [tag.groupdict(default="") for text in tags if (tag := _TAG.match(text)) is not None]
+        owners, threads = [tag for tag in matches if tag["pid"]], [tag for tag in matches if tag["tid"]]
         pids = (0, 0, *(int(tag["pid"]) for tag in owners))
         command = owners[-1]["command"] if owners else ""
-        process = found.setdefault(tags[: len(owners)], SavedProcess(pids[-1], command, parent=pids[-2]))
-        frames = [frame for part in reversed(_usual(samples)) if (frame := _frame(part, _SPIED_FRAME)) is not None]
+        process = processes.setdefault(tags[: len(owners)], SavedProcess(pids[-1], command, parent=pids[-2]))
+        frames = [
+            frame for part in reversed(_common_calls(samples)) if (frame := _frame(part, _SPIED_FRAME)) is not None
+        ]
         thread = threads[-1] if threads else {"name": "", "tid": "0"}
         process.threads.append(SavedThread(thread["name"], _number(thread["tid"]), frames=frames))
-    yield from found.values()
+    yield from processes.values()
 
 
 def _number(text: str) -> int:
     return int(text, 16 if text.startswith("0x") else 10)
 
 
-def _usual(samples: Sequence[tuple[list[str], int]]) -> list[str]:
+def _common_calls(samples: Sequence[tuple[list[str], int]]) -> list[str]:
     """The calls, from the outermost on, in which the thread was in most of the samples."""
-    total, found = sum(count for _, count in samples), list[str]()
+    total, calls = sum(count for _, count in samples), list[str]()
     while True:
         counts: dict[str, int] = {}
         for parts, count in samples:
-            if parts[: len(found)] == found and len(parts) > len(found):
-                counts[parts[len(found)]] = counts.get(parts[len(found)], 0) + count
+            if parts[: len(calls)] == calls and len(parts) > len(calls):
+                counts[parts[len(calls)]] = counts.get(parts[len(calls)], 0) + count
         best = max(counts, key=lambda part: counts[part], default="")
         if not best or counts[best] < _SHARE * total:
-            return found
-        found.append(best)
+            return calls
+        calls.append(best)
 
 
-def _whole(path: str) -> str:
+def _library_path(path: str) -> str:
     """``threading.py`` and ``torch/nn/modules/module.py`` as what they are: of the library."""
     first = PurePosixPath(path).parts[:1]
     if path.startswith("/") or not first:

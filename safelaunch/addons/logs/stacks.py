@@ -17,7 +17,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from safelaunch.addons.logs.lines import GZIP, speakers_of_names
+from safelaunch.addons.logs.lines import GZIP, speakers_by_file
 from safelaunch.addons.logs.stack_texts import MAIN, SavedProcess, processes_in
 from safelaunch.bundle.reading.guard import FoundEvidence, Unreadable, evidence_of, read_limited
 from safelaunch.model import Frame, ProcessEvidence, RankEvidence, StackSample, Thread
@@ -50,7 +50,7 @@ NATIVE = "without Python lines, which py-spy shows"
 
 
 @dataclass
-class _Saved:
+class _Stack:
     """A process with what is known of it. ``samples``: of several dumps of one process, oldest first."""
 
     process: SavedProcess
@@ -60,7 +60,7 @@ class _Saved:
     host: str = ""
     titled: bool = False
     samples: list[StackSample] = field(default_factory=list)
-    children: list[_Saved] = field(default_factory=list)
+    children: list[_Stack] = field(default_factory=list)
 
     @property
     def frames(self) -> tuple[Frame, ...]:
@@ -76,13 +76,13 @@ class _Saved:
 class SavedStacks:
     """The stacks in some files. ``whole``: the files that hold little else, and nothing that a log tells."""
 
-    processes: tuple[_Saved, ...]
+    processes: tuple[_Stack, ...]
     whole: frozenset[Path]
 
     @classmethod
     def of(cls, paths: Sequence[Path], root: Path | None = None) -> SavedStacks:
-        found: dict[object, _Saved] = {}
-        whose = speakers_of_names([path.name for path in paths])
+        stacks: dict[object, _Stack] = {}
+        speakers = speakers_by_file([path.name for path in paths])
         whole = []
         for path in paths:
             try:
@@ -91,26 +91,28 @@ class SavedStacks:
                 continue
             if processes and share >= _MOSTLY:
                 whole.append(path)
-            told = whose.get(path.name) if len(processes) == 1 else None
-            rank = told if isinstance(told, int) else None
-            for key, one in _of_file(processes, str(path.relative_to(root)) if root is not None else path.name, rank):
-                found.setdefault(key, one).samples.append(_sample(one.process))
-        for one in found.values():
-            one.kind = one.kind if any(frame.line for frame in one.frames) else NATIVE
-        return cls(tuple(found.values()), frozenset(whole))
+            speaker = speakers.get(path.name) if len(processes) == 1 else None
+            rank = speaker if isinstance(speaker, int) else None
+            for key, stack in _identify(
+                processes, str(path.relative_to(root)) if root is not None else path.name, rank
+            ):
+                stacks.setdefault(key, stack).samples.append(_sample(stack.process))
+        for stack in stacks.values():
+            stack.kind = stack.kind if any(frame.line for frame in stack.frames) else NATIVE
+        return cls(tuple(stacks.values()), frozenset(whole))
 
-    def found(self, *, only_named: bool = False) -> FoundEvidence | None:
+    def evidence(self, *, only_named: bool = False) -> FoundEvidence | None:
         """None if there are none. ``only_named``: those whose rank something tells."""
-        return _found(self.processes, only_named=only_named) if self.processes else None
+        return _stack_evidence(self.processes, only_named=only_named) if self.processes else None
 
 
 _MOSTLY = 0.5
 
 
-def _found(found: Sequence[_Saved], *, only_named: bool) -> FoundEvidence | None:
-    ranks, left_out = _ranks_among(found)
-    world = _world(found)
-    _give_ranks(ranks)
+def _stack_evidence(stacks: Sequence[_Stack], *, only_named: bool) -> FoundEvidence | None:
+    ranks, left_out = _ranks_among(stacks)
+    world = _world(stacks)
+    _assign_ranks(ranks)
     ranks, without = [rank for rank in ranks if rank.rank is not None], [rank for rank in ranks if rank.rank is None]
     if ranks and all(rank.titled for rank in ranks):  # a program that gives titles to its ranks has other processes
         left_out += without
@@ -118,42 +120,47 @@ def _found(found: Sequence[_Saved], *, only_named: bool) -> FoundEvidence | None
     if only_named:
         without = []
     free = (number for number in count() if number not in {rank.rank for rank in ranks})
-    labels = {next(free): one for one in without}
+    labels = {next(free): stack for stack in without}
     every = {**{rank.rank: rank for rank in ranks if rank.rank is not None}, **labels}
     if not every and only_named:
         return None
-    evidence = evidence_of("hang", (_evidence(rank, one) for rank, one in every.items()), world)
+    evidence = evidence_of("hang", (_evidence(rank, stack) for rank, stack in every.items()), world)
     evidence = structs.replace(
         evidence,
         labels=dict(zip(labels, _labels(without), strict=True)),
         world_guessed=not world or world < len(every),
     )
-    files = {f"ranks/{rank}/stack.txt": one.file for rank, one in every.items()}
+    files = {f"ranks/{rank}/stack.txt": stack.file for rank, stack in every.items()}
     what = f"stacks of {len(every)} processes" if every else "saved stacks"
     what = what if len(every) != 1 else "the stack of one process"
     return FoundEvidence(what, evidence, files=files, remarks=tuple(_remarks(left_out)))
 
 
-def _evidence(rank: int, one: _Saved) -> RankEvidence:
-    children = tuple(child.evidence for child in one.children)
-    return RankEvidence(rank=rank, host="", pid=one.process.pid, main=one.evidence, children=children, beacon=False)
+def _evidence(rank: int, stack: _Stack) -> RankEvidence:
+    children = tuple(child.evidence for child in stack.children)
+    return RankEvidence(rank=rank, host="", pid=stack.process.pid, main=stack.evidence, children=children, beacon=False)
 
 
-def _of_file(processes: Sequence[SavedProcess], name: str, rank: int | None) -> Iterator[tuple[object, _Saved]]:
+def _identify(processes: Sequence[SavedProcess], name: str, rank: int | None) -> Iterator[tuple[object, _Stack]]:
     """The processes of a file, each with what sets it apart from others. ``rank``: as the file's name gives it."""
     host = ""
-    for at, one in enumerate(processes):
-        host = _host(one) or ("" if one.hints else host)
-        if len(processes) == 1 or _tells(one):
-            one.pid = one.pid or next((int(pid) for hint in reversed(one.hints) if (pid := _first(_PID, hint))), 0)
-            tid = one.main.tid if one.main is not None else 0
-            whose = _rank(one) if rank is None else rank
-            yield (name, host, whose, one.pid or tid or -at), _Saved(one, name, _kind(one), whose, host)
+    for at, process in enumerate(processes):
+        host = _host(process) or ("" if process.hints else host)
+        if len(processes) == 1 or _is_complete(process):
+            process.pid = process.pid or next(
+                (int(pid) for hint in reversed(process.hints) if (pid := _first(_PID, hint))), 0
+            )
+            tid = process.main.tid if process.main is not None else 0
+            stack_rank = _rank(process) if rank is None else rank
+            yield (
+                (name, host, stack_rank, process.pid or tid or -at),
+                _Stack(process, name, _kind(process), stack_rank, host),
+            )
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str:
-    found = pattern.search(text)
-    return found[1] if found is not None else ""
+    match = pattern.search(text)
+    return match[1] if match is not None else ""
 
 
 def _text(path: Path) -> str:
@@ -166,11 +173,13 @@ def _text(path: Path) -> str:
     return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8", "replace")
 
 
-def _tells(process: SavedProcess) -> bool:
+def _is_complete(process: SavedProcess) -> bool:
     """Its innermost frame is there. Of a stack that has lost its header, only a library's frame shows that."""
     main = process.main
     return (
-        main is not None and bool(main.frames) and (main.begun or main.frames[0].file.startswith("/usr/lib/python3/"))
+        main is not None
+        and bool(main.frames)
+        and (main.has_innermost or main.frames[0].file.startswith("/usr/lib/python3/"))
     )
 
 
@@ -203,93 +212,95 @@ def _kind(process: SavedProcess) -> str:
     return next((kind for kind, mark in _HELPERS if mark.on(frames)), "")
 
 
-def _ranks_among(found: Sequence[_Saved]) -> tuple[list[_Saved], list[_Saved]]:
+def _ranks_among(stacks: Sequence[_Stack]) -> tuple[list[_Stack], list[_Stack]]:
     """Those that may be ranks, with their workers, and the rest. A worker whose parent is not known belongs to the one
     process that waits for its workers; if several do, it is left out.
     """
-    ranks = [one for one in found if not one.kind]
+    ranks = [stack for stack in stacks if not stack.kind]
     by_pid = {rank.process.pid: rank for rank in ranks if rank.process.pid}
     loading = [rank for rank in ranks if calls.LOADER_WAIT.on(rank.frames)]
     left_out = []
-    for one in found:
-        parent = by_pid.get(one.process.parent) or (loading[0] if len(loading) == 1 else None)
-        if one.kind == _WORKER and parent is not None:
-            parent.children.append(one)
-        elif one.kind:
-            left_out.append(one)
+    for stack in stacks:
+        parent = by_pid.get(stack.process.parent) or (loading[0] if len(loading) == 1 else None)
+        if stack.kind == _WORKER and parent is not None:
+            parent.children.append(stack)
+        elif stack.kind:
+            left_out.append(stack)
     return ranks, left_out
 
 
 def _rank(process: SavedProcess) -> int | None:
     """The rank that the text gives it."""
-    told = [_first(_RANK, text) for text in (process.speaker, *reversed(process.hints))]
-    told.append(_first(_RANK if _TITLE.match(process.command) else _RANK_OPTION, process.command))
-    if rank := next(filter(None, told), ""):
+    numbers = [_first(_RANK, text) for text in (process.speaker, *reversed(process.hints))]
+    numbers.append(_first(_RANK if _TITLE.match(process.command) else _RANK_OPTION, process.command))
+    if rank := next(filter(None, numbers), ""):
         return int(rank)
     speaker = re.fullmatch(r"\[default(\d{1,5})\]:?|(\d{1,5}):", process.speaker)
     return int(speaker[1] or speaker[2]) if speaker is not None else None
 
 
-def _give_ranks(ranks: Iterable[_Saved]) -> None:
+def _assign_ranks(ranks: Iterable[_Stack]) -> None:
     """A title's dimensions give the rank where they all are one number; the local rank, if there is but one of each.
 
     A rank that two processes have is that of neither.
     """
     ranks = list(ranks)
     apart = any(len(_dimensions(rank.process)) > 1 for rank in ranks)
-    for find in (_of_title, _local_rank):
-        if all(rank.rank is None for rank in ranks) and not (apart and find is _of_title):
-            for one in ranks:
-                one.rank = find(one.process)
-                one.titled = find is _of_title and one.rank is not None
+    for find in (_title_rank, _local_rank):
+        if all(rank.rank is None for rank in ranks) and not (apart and find is _title_rank):
+            for stack in ranks:
+                stack.rank = find(stack.process)
+                stack.titled = find is _title_rank and stack.rank is not None
         counts = Counter(rank.rank for rank in ranks)
-        for one in ranks:
-            if one.rank is not None and (counts[one.rank] > 1 or one.rank >= MOST_RANKS):
-                one.rank, one.titled = None, False
+        for stack in ranks:
+            if stack.rank is not None and (counts[stack.rank] > 1 or stack.rank >= MOST_RANKS):
+                stack.rank, stack.titled = None, False
 
 
 def _dimensions(process: SavedProcess) -> set[str]:
     return set(_DIMENSION.findall(process.command))
 
 
-def _of_title(process: SavedProcess) -> int | None:
+def _title_rank(process: SavedProcess) -> int | None:
     return next(map(int, _dimensions(process)), None)
 
 
 def _local_rank(process: SavedProcess) -> int | None:
-    told = next(filter(None, (_first(_LOCAL_RANK, text) for text in (process.command, *process.hints))), "")
-    return int(told) if told else None
+    number = next(filter(None, (_first(_LOCAL_RANK, text) for text in (process.command, *process.hints))), "")
+    return int(number) if number else None
 
 
-def _world(found: Iterable[_Saved]) -> int:
+def _world(stacks: Iterable[_Stack]) -> int:
     """The number of ranks, where an environment or torchrun's command line gives it; else 0."""
-    texts = [text for one in found for text in (one.process.command, *one.process.hints)]
-    return max((int(told) for text in texts if (told := _first(_WORLD, text) or _first(_PER_NODE, text))), default=0)
+    texts = [text for stack in stacks for text in (stack.process.command, *stack.process.hints)]
+    return max(
+        (int(number) for text in texts if (number := _first(_WORLD, text) or _first(_PER_NODE, text))), default=0
+    )
 
 
 # --- what they are called ---------------------------------------------------------------------------------------------
 
 
-def _labels(processes: Sequence[_Saved]) -> list[str]:
+def _labels(processes: Sequence[_Stack]) -> list[str]:
     """``process 7``, ``process 7 (engine::scheduler)``, ``process 1 of worker-2``, ``worker-2``, ``stack 3``."""
     pids = Counter(process.process.pid for process in processes)
-    found = [_label(process, alone=pids[process.process.pid] == 1) for process in processes]
-    counts = Counter(found)
+    labels = [_label(process, alone=pids[process.process.pid] == 1) for process in processes]
+    counts = Counter(labels)
     return [
         label if label and counts[label] == 1 else f"{label or 'stack'} {number}"
-        for number, label in enumerate(found, start=1)
+        for number, label in enumerate(labels, start=1)
     ]
 
 
-def _label(one: _Saved, *, alone: bool) -> str:
-    process = one.process
+def _label(stack: _Stack, *, alone: bool) -> str:
+    process = stack.process
     title = process.command if _TITLE.match(process.command) else ""
     if not process.pid:
-        return one.host or title
-    if one.host and (not alone or process.pid == 1):
-        return f"process {process.pid} of {one.host}"
+        return stack.host or title
+    if stack.host and (not alone or process.pid == 1):
+        return f"process {process.pid} of {stack.host}"
     title = f" ({title})" if title else ""
-    return f"process {process.pid}{title}" if alone else f"process {process.pid}{title} in {one.file}"
+    return f"process {process.pid}{title}" if alone else f"process {process.pid}{title} in {stack.file}"
 
 
 def _host(process: SavedProcess) -> str:
@@ -312,12 +323,12 @@ def _host(process: SavedProcess) -> str:
     return process.speaker.rstrip(":| ")
 
 
-def _remarks(left_out: Sequence[_Saved]) -> Iterator[str]:
+def _remarks(left_out: Sequence[_Stack]) -> Iterator[str]:
     """Names the processes that were not compared."""
     kinds: dict[str, list[int]] = {}
-    for one in left_out:
-        kinds.setdefault(one.kind or "of unknown rank", []).append(one.process.pid)
+    for stack in left_out:
+        kinds.setdefault(stack.kind or "of unknown rank", []).append(stack.process.pid)
     for kind, pids in kinds.items():
-        told = ", ".join(str(pid) for pid in pids[:4] if pid) + (", ..." if len(pids) > 4 else "")
-        several = f"{len(pids)} process{'es' * (len(pids) > 1)}"
-        yield f"not compared: {several} ({kind}{': ' * bool(told)}{told})"
+        listing = ", ".join(str(pid) for pid in pids[:4] if pid) + (", ..." if len(pids) > 4 else "")
+        is_multi_node = f"{len(pids)} process{'es' * (len(pids) > 1)}"
+        yield f"not compared: {is_multi_node} ({kind}{': ' * bool(listing)}{listing})"

@@ -10,8 +10,8 @@ from itertools import takewhile
 
 from msgspec import structs
 
-from safelaunch.addons.logs.events import PROGRESS
-from safelaunch.addons.logs.lines import LogLine, SpokenLine
+from safelaunch.addons.logs.error_lines import PROGRESS
+from safelaunch.addons.logs.lines import LogEntry, LogLine
 from safelaunch.model import RankException
 from safelaunch.stacks import tracebacks
 from safelaunch.verdict.exceptions import USUALLY_CAUGHT, is_consequence
@@ -22,7 +22,7 @@ HEAD = "Traceback (most recent call last):"
 CUT_OFF = "an exception (the log ends before its name)"
 BOXED = re.compile(r"[╭┌+][─-]+ *Traceback \(most recent call last\)")  # as rich draws it
 _FRAME_IN_BOX = re.compile(r"[│|] (?P<file>\S.*?):(?P<line>\d{1,9}) in (?P<function>\S+) *[│|]?$")
-_GOES_ON = re.compile(  # the messages of NCCL and CUDA
+_MESSAGE_LINE = re.compile(  # the messages of NCCL and CUDA
     r"nccl(?:\w+Error|Invalid\w+)|Last error:|[\w.]+: Connect to |[\w:]+Error: |CUDA kernel errors "
     r"|For debugging consider |Device-side assert|Compile with `|GPU device may be out of range|Search for `cuda"
 )
@@ -38,7 +38,7 @@ class OpenTraceback:
     line: LogLine
     lines: list[str]
     thread: bool
-    said: SpokenLine
+    entry: LogEntry
     rank: int | None = None  # that a line before it names
     pid: str = ""  # process from which Ray passes it on
     indent: str = ""
@@ -54,7 +54,7 @@ class OpenTraceback:
         """Takes the next line if it belongs to the traceback, and returns whether it does. A line with a time belongs
         to another message if the first line had none.
         """
-        if timed and not self.said.timed and self.state != "frames":
+        if timed and not self.entry.timed and self.state != "frames":
             return False
         if len(self.lines) >= _MOST_LINES:
             return False
@@ -72,7 +72,7 @@ class OpenTraceback:
             elif (
                 self.rest >= MOST_MESSAGE
                 or (self.cut and BARE.match(text))
-                or not (_GOES_ON.match(text) or self.lines[-1].startswith("Last error:"))
+                or not (_MESSAGE_LINE.match(text) or self.lines[-1].startswith("Last error:"))
             ):
                 return False
             self.rest += 1
@@ -91,14 +91,14 @@ class OpenTraceback:
         Args:
             cut_off: the log ends here, perhaps before the line that names the exception
         """
-        found = self._last(at_s) or (self._cut_off(at_s) if cut_off and self.state == "frames" else None)
-        if found is None or not self.socket or (found.message and "ddress already in use" not in found.message):
-            return found
-        return structs.replace(found, message=f"{found.message} ({self.socket})" if found.message else self.socket)
+        error = self._last(at_s) or (self._cut_off(at_s) if cut_off and self.state == "frames" else None)
+        if error is None or not self.socket or (error.message and "ddress already in use" not in error.message):
+            return error
+        return structs.replace(error, message=f"{error.message} ({self.socket})" if error.message else self.socket)
 
     def _cut_off(self, at_s: float) -> RankException | None:
-        found = tracebacks.parse(self.lines[self.at + 1 :])
-        return RankException(CUT_OFF, "", at_s, found.frames, "\n".join(self.lines)) if found is not None else None
+        parsed = tracebacks.parse(self.lines[self.at + 1 :])
+        return RankException(CUT_OFF, "", at_s, parsed.frames, "\n".join(self.lines)) if parsed is not None else None
 
     def _last(self, at_s: float) -> RankException | None:
         heads = [at for at, line in enumerate(self.lines) if at <= self.at and line.startswith(HEAD)]
@@ -112,25 +112,29 @@ class OpenTraceback:
         lines = self.lines[begin + 1 : end]
         if BOXED.match(self.lines[begin]):
             boxed = (_FRAME_IN_BOX.match(line) for line in lines)
-            frames = [f'  File "{one["file"]}", line {one["line"]}, in {one["function"]}' for one in boxed if one]
+            frames = [
+                f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}' for frame in boxed if frame
+            ]
             lines = [*frames, *(line for line in lines if line and not line.startswith(("│", "|", "╭", "╰", " ")))]
-        found = tracebacks.parse(lines)
-        if found is None and self.cut and lines:
-            found = tracebacks.ParsedTraceback((), next((line for line in lines if not line.startswith(" ")), lines[0]))
-        if found is None:
+        parsed = tracebacks.parse(lines)
+        if parsed is None and self.cut and lines:
+            parsed = tracebacks.ParsedTraceback(
+                (), next((line for line in lines if not line.startswith(" ")), lines[0])
+            )
+        if parsed is None:
             return None
-        error = (BARE if self.cut else _ERROR).match(found.message) or _NAME.match(found.message)
+        error = (BARE if self.cut else _ERROR).match(parsed.message) or _NAME.match(parsed.message)
         if error is None:
             return None
-        rest = self.lines[self.lines.index(found.message, begin) + 1 : end]
+        rest = self.lines[self.lines.index(parsed.message, begin) + 1 : end]
         message = "\n".join(
             [error["message"] or "", *takewhile(lambda line: not line.startswith(tracebacks.CHAIN), rest)]
         ).strip()
-        return RankException(error["type"], message, at_s, found.frames, "\n".join(self.lines[:end]))
+        return RankException(error["type"], message, at_s, parsed.frames, "\n".join(self.lines[:end]))
 
 
 @dataclass
-class After:
+class LinesAfter:
     """Lines of a speaker after an exception: if it continues as before, it has caught that."""
 
     lines: int = 0
@@ -141,7 +145,7 @@ class After:
     shapes: frozenset[str] = frozenset()  # those of its newest lines before, if it has printed some of them repeatedly
 
     @staticmethod
-    def of(last: str, before: Collection[str]) -> After:
+    def of(last: str, before: Collection[str]) -> LinesAfter:
         """Begins after the line of an error.
 
         Args:
@@ -149,9 +153,9 @@ class After:
             before: the newest lines before the traceback
         """
         shapes = frozenset(map(_shape, before))
-        return After(raising=_shape(last), shapes=shapes if len(shapes) < len(before) else frozenset())
+        return LinesAfter(raising=_shape(last), shapes=shapes if len(shapes) < len(before) else frozenset())
 
-    def goes_on(self, text: str) -> None:
+    def add(self, text: str) -> None:
         """Counts one more line."""
         self.lines += 1
         if self.lines <= MOST_MESSAGE:
@@ -159,21 +163,21 @@ class After:
             self.numbers += any(map(str.isdecimal, text))
             self.steps += PROGRESS.search(text) is not None
 
-    def goes_on_as_usual(self) -> None:
+    def add_usual(self) -> None:
         self.lines += 1
         self.usual += 1
 
-    def is_end(self, raised: RankException, *, ended: bool) -> bool:
+    def is_end(self, error: RankException, *, has_failed: bool) -> bool:
         """Returns whether ``raised``, after which these lines came, ended its process.
 
         Args:
-            ended: something else reports that the process has failed
+            has_failed: something else reports that the process has failed
         """
-        caught = raised.type.rpartition(".")[2] in USUALLY_CAUGHT
+        caught = error.type.rpartition(".")[2] in USUALLY_CAUGHT
         message = not self.usual and (bool(self.shapes) or self.numbers <= _FEW) and not caught
-        if ended and max(self.usual, self.steps) > _FEW:  # it had worked on, and ended later
+        if has_failed and max(self.usual, self.steps) > _FEW:  # it had worked on, and ended later
             return False
-        return self.lines <= (_MOST_SINCE if ended else MOST_MESSAGE if message else _FEW)
+        return self.lines <= (_MOST_SINCE if has_failed else MOST_MESSAGE if message else _FEW)
 
 
 def _shape(text: str) -> str:
@@ -183,7 +187,7 @@ def _shape(text: str) -> str:
 
 FATAL = "Fatal Python error: "
 _CURRENT = "Current thread"
-_OF_A_FATAL = re.compile(r"\s|$|Current thread|Thread 0x|Extension modules:|Python runtime state:|<")
+_FATAL_LINE = re.compile(r"\s|$|Current thread|Thread 0x|Extension modules:|Python runtime state:|<")
 SIGNALS = {
     "Killed": signal.SIGKILL, "Terminated": signal.SIGTERM, "Segmentation fault": signal.SIGSEGV,
     "Aborted": signal.SIGABRT, "Bus error": signal.SIGBUS, "Out Of Memory": signal.SIGKILL,
@@ -205,13 +209,13 @@ class Crash:
         """The interpreter ends itself with SIGABRT, whatever else it says."""
         return SIGNALS.get(self.lines[0].removeprefix(FATAL).strip(), signal.SIGABRT)
 
-    def take(self, text: str, *, own: bool) -> None:
+    def take(self, text: str, *, from_script: bool) -> None:
         is_next = text.startswith(_CURRENT) and any(line.startswith(_CURRENT) for line in self.lines)
-        if not (self.since or is_next) and _OF_A_FATAL.match(text) and len(self.lines) < _MOST_LINES:
+        if not (self.since or is_next) and _FATAL_LINE.match(text) and len(self.lines) < _MOST_LINES:
             self.lines.append(text)
         else:
-            self.since += own
+            self.since += from_script
 
-    def is_end(self, *, ended: bool) -> bool:
+    def is_end(self, *, has_failed: bool) -> bool:
         """Returns whether its process ended there. If a child crashed, its parent prints more."""
-        return self.since <= (_MOST_SINCE if ended else _FEW)
+        return self.since <= (_MOST_SINCE if has_failed else _FEW)

@@ -140,7 +140,7 @@ def test_a_file_that_no_job_has_printed_is_named_for_what_it_is(
         ({}, " It is an empty folder."),
     ],
 )
-def test_a_folder_without_evidence_says_what_it_holds(
+def test_folder_without_evidence_lists_its_contents(
     files: dict[str, str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, text in files.items():

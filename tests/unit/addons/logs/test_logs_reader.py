@@ -18,7 +18,7 @@ import pytest
 
 import safelaunch
 from safelaunch.addons.logs.lines import CHUNK_BYTES
-from safelaunch.addons.logs.owners import UNSIGNED
+from safelaunch.addons.logs.assignment import UNNAMED_PROCESS
 from safelaunch.addons.logs.reader import read_logs
 from safelaunch.bundle.reading import locate
 from safelaunch.bundle.reading.guard import Unreadable
@@ -110,7 +110,7 @@ def verdict_of(text: str, folder: Path, *, encoding: str = "utf-8") -> Verdict:
 def at_fault(verdict: Verdict) -> list[int | str]:
     """The ranks, and the labels of processes whose rank the log does not give: ``?`` for one without any name."""
     labels = (one.label for one in verdict.processes_at_fault)
-    return [*(one.rank for one in verdict.culprits), *("?" if label == UNSIGNED else label for label in labels)]
+    return [*(one.rank for one in verdict.culprits), *("?" if label == UNNAMED_PROCESS else label for label in labels)]
 
 
 def named(verdict: Verdict) -> tuple[str, list[int | str]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from safelaunch.addons.logs.lines import LogLine, Speaker, SpokenLine
+from safelaunch.addons.logs.lines import LogEntry, LogLine, Speaker
 from safelaunch.verdict.exceptions import one_line
 
 MOST_EVENTS, _MOST_SHOWN = 300, 5
@@ -84,16 +84,16 @@ class ErrorLine:
     since: int = 0  # lines of progress that its speaker printed afterwards
 
     @property
-    def whose(self) -> str:
+    def speaker_name(self) -> str:
         """Returns ``rank 3``, or the prefix of the line; empty if there is none."""
         return f"rank {self.speaker}" if isinstance(self.speaker, int) else self.speaker or ""
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Returns ``job.log:17 rank 3: ValueError: bad``."""
         times = f" ({self.count} times)" if self.count > 1 else ""
-        whose = f" {self.whose}:" if self.whose else ":"
-        return f"{self.line.where}{whose} {one_line(self.text)}{times}"
+        name = f" {self.speaker_name}:" if self.speaker_name else ":"
+        return f"{self.line.where}{name} {one_line(self.text)}{times}"
 
     @property
     def is_effect(self) -> bool:
@@ -107,79 +107,79 @@ class ErrorLine:
 
 
 @dataclass
-class Events:
+class ErrorLines:
     """Collects the events of a log."""
 
-    found: dict[str, ErrorLine] = field(default_factory=dict)  # by what remains without numbers
+    by_shape: dict[str, ErrorLine] = field(default_factory=dict)  # by what remains without numbers
     _end: LogLine | None = None  # that says that the job has come to its end
 
-    def work_on(self, said: SpokenLine) -> None:
+    def note_progress(self, entry: LogEntry) -> None:
         """Counts a line of progress after the errors, and the end of the job."""
-        if not self.found:
+        if not self.by_shape:
             return
-        if PROGRESS.search(said.text):
-            for one in self.found.values():
-                one.since += one.speaker in (None, said.speaker)
-        if any(word in said.text for word in _ENDS) and _FINISHED.search(said.text):
-            self._end = said.line
+        if PROGRESS.search(entry.text):
+            for error in self.by_shape.values():
+                error.since += error.speaker in (None, entry.speaker)
+        if any(word in entry.text for word in _ENDS) and _FINISHED.search(entry.text):
+            self._end = entry.line
 
-    def hear(self, said: SpokenLine, *, telling: bool) -> None:
+    def read_line(self, entry: LogEntry, *, may_report: bool) -> None:
         """Adds the event of a line, if it reports one.
 
         Args:
             telling: the line may report an error, and is no part of a traceback
         """
-        text = said.text
-        match = _EVENT.search(text) if telling else None
+        text = entry.text
+        match = _EVENT.search(text) if may_report else None
         if match is None or _NO_EVENT.search(text):
             return
         harmless = _HARMLESS.search(text) is not None
-        self.add(str(match.lastgroup or ""), text, said, harmless=harmless)
+        self.add(str(match.lastgroup or ""), text, entry, harmless=harmless)
 
-    def add(self, kind: str, text: str, said: SpokenLine, *, harmless: bool) -> None:
+    def add(self, kind: str, text: str, entry: LogEntry, *, harmless: bool) -> None:
         shape = _NUMBERS.sub("0", text)
-        if (known := self.found.get(shape)) is not None:
-            known.count += 1
-            known.since, known.last = 0, said.line
-        elif len(self.found) < MOST_EVENTS:
-            self.found[shape] = ErrorLine(kind, text, said.line, said.line, said.speaker, harmless)
+        if (earlier := self.by_shape.get(shape)) is not None:
+            earlier.count += 1
+            earlier.since, earlier.last = 0, entry.line
+        elif len(self.by_shape) < MOST_EVENTS:
+            self.by_shape[shape] = ErrorLine(kind, text, entry.line, entry.line, entry.speaker, harmless)
 
     @property
     def finished(self) -> bool:
         """Returns whether the job has finished its work after all of its errors."""
         end = self._end
         last = [error.last for error in self.errors()]
-        return end is not None and all(one.file == end.file and one.number < end.number for one in last)
+        return end is not None and all(line.file == end.file and line.number < end.number for line in last)
 
     def first(self, most: int) -> list[ErrorLine]:
         """Returns the events to show first: fatal errors before those that were survived, causes before effects."""
-        return sorted(self.errors(), key=lambda one: (one.survived, one.is_effect))[:most]
+        return sorted(self.errors(), key=lambda error: (error.survived, error.is_effect))[:most]
 
-    def summary(self, told: str = "") -> tuple[str, ...]:
+    def summary(self, shown: str = "") -> tuple[str, ...]:
         """Returns the text for a log that is not understood: the first errors, or the warnings if there are none.
 
         Args:
             told: text that names the lines that are shown already
         """
-        first = [one for one in self.first(MOST_EVENTS) if f"[{one.line.where}]" not in told][:_MOST_SHOWN]
-        if told and all(one.is_effect for one in first):  # of what is shown already
+        first = [error for error in self.first(MOST_EVENTS) if f"[{error.line.where}]" not in shown][:_MOST_SHOWN]
+        if shown and all(error.is_effect for error in first):  # of what is shown already
             return ()
-        if first and not self.finished and not all(one.survived for one in first):
+        if first and not self.finished and not all(error.survived for error in first):
             head = "not understood; the first errors are:"
         elif first:
             head = "no failure seen: the job worked on after its errors:"
         else:
             first = self.warnings()[: _MOST_SHOWN - 2]
             head = "no failure seen; the first warnings are:"
-        return (head, *(f"  {one.words}" for one in first)) if first else ()
+        return (head, *(f"  {error.description}" for error in first)) if first else ()
 
     def causes(self) -> list[ErrorLine]:
         """Returns the errors that are no effects and that their process did not survive, exceptions first."""
-        found = [error for error in self.errors() if error.kind == "thread" or not (error.survived or error.is_effect)]
-        return sorted(found, key=lambda one: one.kind not in ("traceback", "thread"))
+        fatal = [error for error in self.errors() if error.kind == "thread" or not (error.survived or error.is_effect)]
+        return sorted(fatal, key=lambda error: error.kind not in ("traceback", "thread"))
 
     def errors(self) -> list[ErrorLine]:
-        return [one for one in self.found.values() if not one.harmless]
+        return [error for error in self.by_shape.values() if not error.harmless]
 
     def warnings(self) -> list[ErrorLine]:
-        return [one for one in self.found.values() if one.harmless]
+        return [warning for warning in self.by_shape.values() if warning.harmless]
