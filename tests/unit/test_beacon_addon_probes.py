@@ -8,6 +8,6 @@ from safelaunch.beacon import addon_probes
 
 
 @pytest.mark.parametrize("name", ["../consistency", "consistency.probe", "", "nothing_like_this"])
-def test_a_name_that_is_no_add_on_is_refused(name: str) -> None:
+def test_addon_probes_unknown_name_raises_import_error(name: str) -> None:
     with pytest.raises(ImportError):
         addon_probes.load(name)

@@ -51,14 +51,14 @@ def context(world: int, *, code: int | None = 0) -> Any:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_at_a_normal_end_nobody_waits(waits: list[float], world: int) -> None:
+def test_agent_does_not_wait_when_job_ends_normally(waits: list[float], world: int) -> None:
     """torchrun closes its workers with SIGTERM then, too."""
     context(world).close(15)
     assert waits == []
 
 
 @pytest.mark.parametrize(("world", "expected"), [(2, []), (4, [layout.GOODBYE_S])])
-def test_an_agent_that_is_told_to_stop_waits_for_other_nodes_alone(
+def test_stopped_agent_waits_only_if_job_has_other_nodes(
     waits: list[float], world: int, expected: list[float]
 ) -> None:
     try:
@@ -68,12 +68,12 @@ def test_an_agent_that_is_told_to_stop_waits_for_other_nodes_alone(
     assert waits == expected
 
 
-def test_before_it_ends_the_peers_of_a_failed_rank_it_waits(waits: list[float]) -> None:
+def test_agent_waits_before_ending_peers_of_failed_rank(waits: list[float]) -> None:
     context(2, code=1).close()
     assert waits == [layout.AGENT_HOLD_S]
 
 
-def test_it_tells_how_many_ranks_there_are_in_all(events: list[dict[str, Any]]) -> None:
+def test_started_event_has_world_size_and_workers(events: list[dict[str, Any]]) -> None:
     context(4).start()
     assert (events[0]["event"], events[0]["world_size"], set(events[0]["workers"])) == ("started", 4, {"0", "1"})
 
@@ -83,7 +83,7 @@ def test_it_tells_how_many_ranks_there_are_in_all(events: list[dict[str, Any]]) 
     [(ConnectionError("the store is gone"), ["ConnectionError: the store is gone"]), (SignalException(), [])],
     ids=["fails itself", "is told to stop"],
 )
-def test_an_agent_that_fails_itself_says_so_before_it_ends_its_ranks(
+def test_failing_agent_reports_its_error_and_waits(
     waits: list[float], events: list[dict[str, Any]], error: Exception, told: list[str]
 ) -> None:
     try:

@@ -53,7 +53,7 @@ def noted(base: Path) -> DeviceMemory:
     return msgspec.json.decode(base.with_name(base.name + layout.MEMORY_SUFFIX).read_bytes(), type=DeviceMemory)
 
 
-def test_blocks_are_told_by_where_they_come_from(torch: SimpleNamespace, tmp_path: Path) -> None:
+def test_device_memory_blocks_are_grouped_by_allocation_stack(torch: SimpleNamespace, tmp_path: Path) -> None:
     device_memory.raised(str(tmp_path / "page"), OutOfMemoryError("CUDA out of memory. Tried ... GPU 0 has a total"))
     found = noted(tmp_path / "page")
     assert [(one.size, one.count, one.frames[0].line) for one in found.blocks] == [(60, 2, 0), (50, 1, 1)]
@@ -62,19 +62,19 @@ def test_blocks_are_told_by_where_they_come_from(torch: SimpleNamespace, tmp_pat
     assert all(len(one.frames) == device_memory.MOST_FRAMES for one in found.blocks)
 
 
-def test_without_a_history_blocks_of_one_size_are_one(torch: SimpleNamespace, tmp_path: Path) -> None:
+def test_device_memory_blocks_without_history_are_grouped_by_size(torch: SimpleNamespace, tmp_path: Path) -> None:
     torch.cuda.memory_snapshot = lambda: [{"blocks": [{"size": 4, "state": "active_allocated"}] * 3}]
     device_memory.raised(str(tmp_path / "page"), OutOfMemoryError("no device named"))
     assert [(one.size, one.count, one.frames) for one in noted(tmp_path / "page").blocks] == [(12, 3, ())]
 
 
-def test_what_one_step_fails_on_costs_only_itself(torch: SimpleNamespace, tmp_path: Path) -> None:
+def test_device_memory_failed_query_loses_only_its_own_value(torch: SimpleNamespace, tmp_path: Path) -> None:
     del torch.cuda.memory_stats
     device_memory.raised(str(tmp_path / "page"), OutOfMemoryError("GPU 1 is full"))
     assert (noted(tmp_path / "page").allocated, noted(tmp_path / "page").largest) == (None, 1000)
 
 
-def test_the_snapshot_of_the_failed_allocation_stays(torch: SimpleNamespace, tmp_path: Path) -> None:
+def test_device_memory_keeps_snapshot_of_failed_allocation(torch: SimpleNamespace, tmp_path: Path) -> None:
     """The exception that follows it finds less: some of the memory is free again. Of many failures, the newest ones."""
     page = tmp_path / "page"
     device_memory._base, device_memory._owner = str(page), device_memory.os.getpid()
@@ -91,7 +91,7 @@ def test_the_snapshot_of_the_failed_allocation_stays(torch: SimpleNamespace, tmp
 
 
 @pytest.mark.parametrize(("limit", "traces"), [(1 << 20, ["x" * 5000]), (4000, []), (10, None)])
-def test_a_snapshot_that_is_too_large_loses_its_history_first(
+def test_too_large_snapshot_loses_its_history_first(
     limit: int, traces: list[str] | None, torch: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_memory, "SNAPSHOT_BYTES", limit)

@@ -36,12 +36,12 @@ BAD: list[Any] = [
 
 
 @pytest.mark.parametrize(("given", "seconds"), GOOD)
-def test_a_duration_gives_its_seconds(given: Any, seconds: float) -> None:
+def test_duration_is_converted_to_seconds(given: Any, seconds: float) -> None:
     assert seconds_of(given) == seconds
 
 
 @pytest.mark.parametrize("given", BAD, ids=repr)
-def test_anything_else_raises_a_value_error(given: Any) -> None:
+def test_invalid_duration_raises_value_error(given: Any) -> None:
     with pytest.raises(ValueError, match="is not a duration: a positive number of seconds, 90s, 10m, 2h"):
         seconds_of(given)
 
@@ -60,7 +60,7 @@ PLACES: dict[str, Callable[[Any, Path], Settings]] = {
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("given", [300, 300.0, "300", "5m"], ids=repr)
-def test_options_take_durations_alike(where: str, given: Any, tmp_path: Path) -> None:
+def test_option_accepts_duration_from_any_source(where: str, given: Any, tmp_path: Path) -> None:
     assert PLACES[where](given, tmp_path).stall_timeout_s == 300.0
 
 
@@ -79,20 +79,20 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
 
 
 @pytest.mark.parametrize(("given", "seconds"), [*GOOD, (None, 0.0), (0, 0.0), (0.0, 0.0)])
-def test_a_phase_takes_any_duration(given: Any, seconds: float, place: Any) -> None:
+def test_phase_accepts_any_duration(given: Any, seconds: float, place: Any) -> None:
     with safelaunch.phase("eval", timeout=given):
         pass
     assert place in (None, [seconds])
 
 
 @pytest.mark.parametrize("given", BAD, ids=repr)
-def test_a_phase_raises_at_the_call(given: Any, place: Any) -> None:
+def test_phase_with_invalid_timeout_raises_when_called(given: Any, place: Any) -> None:
     with pytest.raises(ValueError, match="is not a duration"):
         safelaunch.phase("eval", timeout=given)
     assert place in (None, [])
 
 
-def test_a_phase_is_a_decorator_as_well(place: Any) -> None:
+def test_phase_works_as_decorator(place: Any) -> None:
     @safelaunch.phase("eval", timeout="5m")
     def evaluate() -> int:
         return 3
@@ -101,7 +101,7 @@ def test_a_phase_is_a_decorator_as_well(place: Any) -> None:
     assert place in (None, [300.0, 300.0])
 
 
-def test_the_longest_phase_fits_its_word() -> None:
+def test_phase_timeout_is_capped_to_page_word() -> None:
     before = marks.enter_phase("eval", 1e300)
     assert marks.get_phase()[1] == marks.LONGEST_S
     marks.leave_phase(before)

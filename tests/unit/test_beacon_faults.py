@@ -20,11 +20,11 @@ from safelaunch.beacon.page import as_json
 @pytest.mark.parametrize(
     "text", ["", "plain", 'a "quoted" \\ path', "tab\tline\nnul\0bell\x07del\x7f", "naïve 例え 🏖️", "</script>"]
 )
-def test_a_quoted_text_is_read_back(text: str) -> None:
+def test_as_json_output_decodes_to_same_text(text: str) -> None:
     assert msgspec.json.decode(as_json(text)) == text
 
 
-def test_what_no_file_can_hold_is_replaced() -> None:
+def test_as_json_replaces_lone_surrogate() -> None:
     assert msgspec.json.decode(as_json("lone \udc80 surrogate")) == "lone ? surrogate"
 
 
@@ -40,7 +40,7 @@ def files_in_traceback(loader: Any) -> list[str]:
     raise AssertionError("it raises")
 
 
-def test_a_traceback_looks_as_without_us() -> None:
+def test_traceback_hides_beacon_frames() -> None:
     """Also that of its cause. Only where our own code is at fault, it says so."""
 
     class Interrupted:
@@ -51,7 +51,7 @@ def test_a_traceback_looks_as_without_us() -> None:
     assert files_in_traceback(None)[-1] == "imports.py"
 
 
-def test_frames_of_the_import_system_beside_ours_are_left_out_too(tmp_path: Any, monkeypatch: Any) -> None:
+def test_traceback_hides_import_system_frames_next_to_beacon_frames(tmp_path: Any, monkeypatch: Any) -> None:
     from safelaunch.beacon import imports
 
     (tmp_path / "interrupted_import.py").write_text("raise KeyboardInterrupt\n")
@@ -72,7 +72,7 @@ def test_frames_of_the_import_system_beside_ours_are_left_out_too(tmp_path: Any,
     [(False, False, True), (True, False, True), (True, True, False)],
     ids=["a clean end", "an exception that the supervisor was too busy to look at", "an exception that it has seen"],
 )
-def test_what_nobody_has_asked_for_is_kept_before_the_rank_says_that_it_ends(
+def test_flight_record_is_saved_at_exit_unless_already_collected(
     monkeypatch: pytest.MonkeyPatch, raised: bool, seen: bool, kept: bool
 ) -> None:
     words = memoryview(bytearray(layout.SIZE)).cast("Q")
@@ -87,7 +87,7 @@ def test_what_nobody_has_asked_for_is_kept_before_the_rank_says_that_it_ends(
     assert states == ([layout.STARTED] if kept else []) and words[layout.STATE] == layout.EXITED
 
 
-def test_the_exceptions_before_the_uncaught_one_are_recorded_from_the_first_to_the_last() -> None:
+def test_earlier_exceptions_are_recorded_oldest_first() -> None:
     def outermost(first: BaseException | None, *, suppressed: bool = False) -> BaseException:
         try:
             try:

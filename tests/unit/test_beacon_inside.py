@@ -76,7 +76,7 @@ def stack_of(thread: threading.Thread) -> dict[str, Any]:
     return next(one for one in threads if one["thread_id"] == thread.ident)
 
 
-def test_stacks_name_thread_function_line_and_kernel_id() -> None:
+def test_stack_has_thread_function_line_and_native_id() -> None:
     with resting(rests, 7, None) as thread:
         stack = stack_of(thread)
         told: Any = beacon.told()
@@ -90,7 +90,7 @@ def test_stacks_name_thread_function_line_and_kernel_id() -> None:
     assert mine["os_thread_id"] == threading.get_native_id()
 
 
-def test_stacks_keep_no_object_of_the_script_alive() -> None:
+def test_stack_capture_keeps_no_script_object_alive() -> None:
     token = Token()
     alive = weakref.ref(token)
     with resting(rests, 7, token) as thread:
@@ -100,20 +100,20 @@ def test_stacks_keep_no_object_of_the_script_alive() -> None:
     assert alive() is None
 
 
-def test_locals_of_a_function_that_reads_them_itself_stay_as_they_are() -> None:
+def test_stack_capture_leaves_locals_dict_of_function_unchanged() -> None:
     seen: list[dict[str, Any]] = []
     with resting(rests_with_its_own_locals, seen) as thread:
         stack_of(thread)
     assert set(seen[0]) >= {"go", "there", "seen"}
 
 
-def test_calls_of_the_kernel_are_told_of_each_thread() -> None:
+def test_system_calls_are_reported_for_each_thread() -> None:
     with resting(rests, 7, None) as thread:
         calls: Any = beacon.told()["calls"]
     assert calls.keys() >= {str(os.getpid()), str(thread.native_id)}
 
 
-def test_thread_of_the_beacon_answers_where_the_server_takes_no_handlers(
+def test_beacon_thread_answers_if_server_takes_no_handlers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     c10d = types.ModuleType("torch._C._distributed_c10d")
@@ -143,7 +143,7 @@ def test_thread_of_the_beacon_answers_where_the_server_takes_no_handlers(
         os.fstat(descriptor)
 
 
-def test_no_answer_in_time_is_a_missing_stack(tmp_path: Path) -> None:
+def test_unanswered_question_is_missing_stack(tmp_path: Path) -> None:
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:

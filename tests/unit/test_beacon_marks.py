@@ -24,7 +24,7 @@ def marked_s(words: memoryview) -> int:
     return int(words[layout.MARKED_NS] // 10**9)
 
 
-def test_leaving_a_phase_restores_the_one_around_it(words: memoryview) -> None:
+def test_leave_phase_restores_outer_phase(words: memoryview) -> None:
     marks.enter_phase("eval", 90)
     outer = marks.get_phase()
     before = marks.enter_phase("batch", 5)
@@ -36,19 +36,19 @@ def test_leaving_a_phase_restores_the_one_around_it(words: memoryview) -> None:
     assert marked_s(words) > entered_s, "leaving a phase counts as progress"
 
 
-def test_a_phase_without_a_timeout_goes_on_with_that_of_the_one_around_it(words: memoryview) -> None:
+def test_phase_without_timeout_inherits_outer_timeout(words: memoryview) -> None:
     marks.enter_phase("eval", 90)
     outer = marks.get_phase()
     marks.enter_phase("batch", 0)
     assert marks.get_phase() == ("batch", *outer[1:])
 
 
-def test_outside_of_all_phases_there_is_none(words: memoryview) -> None:
+def test_get_phase_is_empty_outside_phases(words: memoryview) -> None:
     marks.leave_phase(marks.enter_phase("eval", 90))
     assert marks.get_phase()[:2] == ("", 0.0)
 
 
-def test_a_pause_does_not_count_against_the_phases_around_it(words: memoryview) -> None:
+def test_pause_restarts_clock_of_outer_phases(words: memoryview) -> None:
     marks.enter_phase("eval", 90)
     before = marks.enter_phase("batch", 5)
     marks.pause(+1)

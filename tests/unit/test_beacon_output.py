@@ -46,21 +46,21 @@ def expected(written: Written, capacity: int) -> Written:
     return kept
 
 
-def test_an_empty_ring(path: str) -> None:
+def test_empty_ring_has_no_records_and_is_private(path: str) -> None:
     write(path, [])
     assert output.read(path) == []
     assert Path(path).stat().st_size == HEADER.size + CAPACITY
     assert Path(path).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_few_lines(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_returns_records_with_time_and_stream(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1_000, 2_000])
     monkeypatch.setattr(output, "time_ns", lambda: next(clock))
     write(path, [(STDOUT, b"hello\n"), (STDERR, b"\xff\x00\n")])
     assert output.read(path) == [(1_000, STDOUT, b"hello\n"), (2_000, STDERR, b"\xff\x00\n")]
 
 
-def test_it_is_readable_while_the_writer_lives_and_after(path: str) -> None:
+def test_ring_is_readable_while_writer_lives_and_after(path: str) -> None:
     made = write(path, [(STDOUT, b"one")])
     assert back(path) == [(STDOUT, b"one")]
     made.append(STDERR, b"two")
@@ -69,7 +69,7 @@ def test_it_is_readable_while_the_writer_lives_and_after(path: str) -> None:
     assert back(path) == [(STDOUT, b"one"), (STDERR, b"two")]
 
 
-def test_memory_views_are_taken(path: str) -> None:
+def test_ring_copies_memory_views(path: str) -> None:
     """What the stream layer hands over; it may be reused by the caller afterwards."""
     made = Ring(path)
     buffer = bytearray(b"abc")
@@ -78,7 +78,7 @@ def test_memory_views_are_taken(path: str) -> None:
     assert back(path) == [(STDOUT, b"abc")]
 
 
-def test_a_writer_interrupted_by_itself_leaves_the_inner_bytes_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_append_during_append_is_dropped(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal handler that prints while a print is under way."""
     made = Ring(path)
     real = output.time_ns
@@ -94,7 +94,7 @@ def test_a_writer_interrupted_by_itself_leaves_the_inner_bytes_out(path: str, mo
     assert back(path) == [(STDOUT, b"outer"), (STDOUT, b"after")]
 
 
-def test_after_a_failure_it_goes_on(path: str) -> None:
+def test_ring_accepts_records_after_failed_append(path: str) -> None:
     made = Ring(path)
     with pytest.raises(TypeError):
         made.append(STDOUT, 3)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def test_after_a_failure_it_goes_on(path: str) -> None:
     assert back(path) == [(STDOUT, b"after")]
 
 
-def test_it_never_takes_another_file(path: str) -> None:
+def test_ring_refuses_existing_file(path: str) -> None:
     Path(path).write_bytes(b"mine")
     with pytest.raises(FileExistsError):
         Ring(path)
@@ -121,7 +121,7 @@ RECORDS = st.lists(st.tuples(st.sampled_from([STDOUT, STDERR]), st.binary(max_si
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(RECORDS, st.integers(RECORD.size + 1, SMALL))
-def test_whatever_is_written_the_newest_that_fit_come_back(
+def test_ring_returns_newest_records_that_fit(
     tmp_path_factory: pytest.TempPathFactory, written: Written, capacity: int
 ) -> None:
     path = fresh(tmp_path_factory)
@@ -146,7 +146,7 @@ def test_whatever_is_written_the_newest_that_fit_come_back(
     ],
     ids=["empty", "half a header", "zeros", "cut short", "tail ahead", "overfull", "absurd", "of no capacity"],
 )
-def test_what_is_not_a_ring(path: str, content: bytes, message: str | None) -> None:
+def test_ring_read_rejects_invalid_header(path: str, content: bytes, message: str | None) -> None:
     Path(path).write_bytes(content)
     if message is None:
         assert output.read(path) == []
@@ -155,12 +155,12 @@ def test_what_is_not_a_ring(path: str, content: bytes, message: str | None) -> N
         output.read(path)
 
 
-def test_no_file(path: str) -> None:
+def test_ring_read_of_absent_file_raises(path: str) -> None:
     with pytest.raises(FileNotFoundError):
         output.read(path)
 
 
-def test_a_torn_record_ends_the_reading(path: str) -> None:
+def test_ring_read_stops_at_torn_record(path: str) -> None:
     write(path, [(STDOUT, b"whole"), (STDOUT, b"torn")], SMALL)
     content = bytearray(Path(path).read_bytes())
     second = HEADER.size + RECORD.size + len(b"whole")
@@ -175,7 +175,7 @@ def test_a_torn_record_ends_the_reading(path: str) -> None:
 @given(
     RECORDS, st.lists(st.tuples(st.integers(0, HEADER.size + SMALL - 1), st.integers(0, 255)), max_size=40), st.data()
 )
-def test_damaged_files_are_read_as_far_as_they_make_sense(
+def test_damaged_ring_is_read_as_far_as_valid(
     tmp_path_factory: pytest.TempPathFactory,
     written: Written,
     damage: list[tuple[int, int]],
@@ -195,7 +195,7 @@ def test_damaged_files_are_read_as_far_as_they_make_sense(
     assert sum(RECORD.size + len(piece) for _, _, piece in records) <= SMALL
 
 
-def test_the_header_is_four_words() -> None:
+def test_ring_header_is_four_words() -> None:
     """Written by ranks whose safelaunch may be another version's: the layout is a contract between the two."""
     assert HEADER.size == 32
     assert struct.calcsize(RECORD.format) == RECORD.size == 16

@@ -32,7 +32,7 @@ def c10d() -> Any:
 @pytest.mark.parametrize(
     ("given", "without", "explicit"), [("", TORCHS, SCRIPTS), ("5", OURS, SCRIPTS), ("5!", OURS, OURS)]
 )
-def test_a_group_gets_the_timeout(given: str, without: timedelta, explicit: timedelta) -> None:
+def test_group_timeout_replaces_default_or_explicit_one(given: str, without: timedelta, explicit: timedelta) -> None:
     module = c10d()
     rank.set_group_timeout(module, given)
     assert [module.init_process_group(), module.new_group([0, 1])] == [without] * 2
@@ -42,14 +42,14 @@ def test_a_group_gets_the_timeout(given: str, without: timedelta, explicit: time
     assert module.default_pg_nccl_timeout is None, "without NCCL there is none to change"
 
 
-def test_a_wrong_call_fails_with_torchs_own_words() -> None:
+def test_wrapped_call_with_wrong_argument_raises_type_error() -> None:
     module = c10d()
     rank.set_group_timeout(module, "5!")
     with pytest.raises(TypeError, match="backened"):
         module.init_process_group(backened="gloo")
 
 
-def test_names_that_torch_distributed_has_taken_already_change_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_timeout_applies_to_functions_already_imported_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     module, package = c10d(), ModuleType("torch.distributed")
     vars(package)["new_group"] = module.new_group
     monkeypatch.setitem(sys.modules, "torch.distributed", package)
@@ -75,6 +75,6 @@ STEP = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
         ({**STEP, "SLURM_PROCID": "x"}, ("0", "1", "0")),
     ],
 )
-def test_the_number_of_a_task(env: dict[str, str], expected: tuple[str, str, str]) -> None:
+def test_task_reads_rank_from_scheduler_variables(env: dict[str, str], expected: tuple[str, str, str]) -> None:
     found = rank.task(env)
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == expected

@@ -63,7 +63,7 @@ def exchange(ops: list[P2POp], waiting: Waiting) -> None:
     waiting.go.wait()
 
 
-def test_the_batch_that_a_thread_is_at_is_told(c10d: types.ModuleType) -> None:
+def test_batch_of_sends_of_waiting_thread_is_reported(c10d: types.ModuleType) -> None:
     with Waiting([P2POp(isend, 2), P2POp(irecv, 0, tag=7)]) as one:
         told = json.loads(server._told())["posted"]
         assert told == [
@@ -94,7 +94,7 @@ def wait_for(ops: list[P2POp], work: Work, waiting: Waiting) -> None:
 @pytest.mark.parametrize(
     ("work", "peers"), [(Work(), [2]), (Work(source=-1), [0]), (Work(completed=True), [2, 0]), (object(), [2, 0])]
 )
-def test_of_a_batch_the_direction_that_is_waited_for_is_told(
+def test_batch_reports_only_direction_being_waited_for(
     c10d: types.ModuleType, work: Work, peers: list[int]
 ) -> None:
     c10d.Work = Work  # type: ignore[attr-defined]
@@ -102,18 +102,18 @@ def test_of_a_batch_the_direction_that_is_waited_for_is_told(
         assert [one["peer"] for one in json.loads(server._told())["posted"]] == peers
 
 
-def test_objects_that_are_no_ops_are_not_told(c10d: types.ModuleType) -> None:
+def test_batch_of_other_objects_is_not_reported(c10d: types.ModuleType) -> None:
     with Waiting([object(), "secret", {"token": 1}]):
         assert json.loads(server._told())["posted"] == []
 
 
-def test_an_op_with_tricks_costs_itself(c10d: types.ModuleType) -> None:
+def test_batch_with_invalid_peer_loses_only_itself(c10d: types.ModuleType) -> None:
     with Waiting([P2POp(isend, "secret")]):  # type: ignore[arg-type]
         told = json.loads(server._told())
         assert "posted" not in told and "handling" in told
 
 
-def test_a_rank_without_torch_tells_of_none() -> None:
+def test_rank_without_torch_reports_no_batch() -> None:
     if C10D not in sys.modules:
         assert json.loads(server._told())["posted"] == []
 
@@ -150,7 +150,7 @@ class Training(Waiting):
         self.there.wait()
 
 
-def test_the_batch_sizes_of_the_loaders_are_told(monkeypatch: pytest.MonkeyPatch, c10d: types.ModuleType) -> None:
+def test_data_loader_batch_sizes_are_reported(monkeypatch: pytest.MonkeyPatch, c10d: types.ModuleType) -> None:
     module = types.ModuleType("torch.utils.data.dataloader")
     module.DataLoader = DataLoader  # type: ignore[attr-defined]
     with Training():
@@ -166,7 +166,7 @@ class Loader:
         self.batch_size = 7
 
 
-def test_a_function_under_a_debugger_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_size_lookup_keeps_variables_of_debugged_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tracer stops in a function with a DataLoader; before Python 3.13 its variables are written back then."""
     module = types.ModuleType("torch.utils.data.dataloader")
     module.DataLoader = Loader  # type: ignore[attr-defined]
@@ -209,7 +209,7 @@ class Group:
         return types.SimpleNamespace(name=lambda: self._backends[device])
 
 
-def test_each_backend_that_records_gets_a_handler(c10d: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_recording_backend_gets_handler(c10d: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks: dict[Group, object] = {}
     recorded = [Group(cpu="gloo", cuda="nccl2"), Group(cpu="my_own"), Group(cuda="nccl2"), Group(cpu="a/b?c")]
     c10d._world = types.SimpleNamespace(pg_flight_recorder_hooks=hooks)  # type: ignore[attr-defined]
@@ -227,7 +227,7 @@ def test_each_backend_that_records_gets_a_handler(c10d: types.ModuleType, monkey
     assert added == ["safelaunch_flight_record_nccl2", "safelaunch_flight_record_my_own"]
 
 
-def test_a_backend_that_is_not_of_torch(c10d: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_backend_detects_backend_outside_torch(c10d: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """One in Python, say, whose threads end its calls."""
     own = types.ModuleType("torch._C._distributed_c10d")
     vars(own).update(Group=Group, SimpleNamespace=types.SimpleNamespace)
@@ -255,6 +255,6 @@ ON_ITS_WAY_OUT = """if True:
 """
 
 
-def test_a_main_thread_on_its_way_out_handles_what_ended_its_script() -> None:
+def test_handled_exceptions_include_uncaught_one_during_excepthook() -> None:
     shown = subprocess.run([sys.executable, "-c", ON_ITS_WAY_OUT], capture_output=True, text=True, timeout=60)
     assert shown.stdout.splitlines() == ["[]", "[('IndexError', 11)]"], shown.stderr

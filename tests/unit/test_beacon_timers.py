@@ -34,7 +34,7 @@ print(before, watched == layout.NO_TIMER, words[layout.TIMERS] == layout.TIMER_S
 @pytest.mark.parametrize(
     ("call", "noted"), [("alarm(60)", True), ("setitimer(ITIMER_REAL, 60.0)", True), ("getitimer(ITIMER_REAL)", False)]
 )
-def test_a_timer_that_a_fork_sets_is_noted(call: str, noted: bool) -> None:
+def test_timer_set_by_fork_is_recorded(call: str, noted: bool) -> None:
     done = subprocess.run([sys.executable, "-c", SETS.format(call=call)], capture_output=True, text=True, timeout=60)
     assert (done.stdout.split(), done.stderr) == (["0", "True", str(noted)], "")
 
@@ -45,7 +45,7 @@ def blocked(tid: int) -> int:
     return int(found[1], 16)
 
 
-def test_threads_of_the_beacon_leave_signals_to_the_script() -> None:
+def test_beacon_threads_block_script_signals() -> None:
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(blocked(threading.get_native_id())))
     before = blocked(threading.get_native_id())

@@ -51,12 +51,12 @@ from tests.support.evidence import C10D, at, behind, entry, in_user, job, past, 
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_evidence_comes_back_whole(tmp_path: Path) -> None:
+def test_bundle_reads_back_to_same_evidence(tmp_path: Path) -> None:
     evidence = hang()
     assert locate.read(write_bundle(tmp_path / "b", evidence)).evidence == evidence
 
 
-def test_a_bundle_diagnosed_again_has_the_same_record_of_the_job(
+def test_bundle_diagnosed_again_has_same_job_facts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launched = Launched(("--nproc-per-node=4", "train.py"), (), "2.13.0", run_name="train", host="n1", safelaunch="1")
@@ -71,7 +71,7 @@ def test_a_bundle_diagnosed_again_has_the_same_record_of_the_job(
     assert again["command"] == ["safelaunch", "--nproc-per-node=4", "train.py"]
 
 
-def test_a_bundle_of_a_version_without_that_record_has_what_its_files_tell(
+def test_older_bundle_without_job_facts_takes_them_from_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = write_bundle(tmp_path / "b", msgspec.structs.replace(hang(), launched=Launched(run_name="train")))
@@ -102,7 +102,7 @@ ELSEWHERE = {
 } | {"device_memory"}
 
 
-def test_every_field_of_a_rank_comes_back(tmp_path: Path) -> None:
+def test_every_rank_field_reads_back(tmp_path: Path) -> None:
     """Each is set to something else than its default, so that one that is forgotten shows."""
     other = replace(
         SLEEPER,
@@ -129,27 +129,27 @@ def test_every_field_of_a_rank_comes_back(tmp_path: Path) -> None:
     assert found == other
 
 
-def test_the_document_of_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bundle_json_verdict_equals_live_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, verdict = verdict_at(write_bundle(tmp_path / "b", hang()), capsys)
     assert (code, verdict["cause"], verdict["confidence"]) == (0, "stuck-in-user-code", "high")
     assert verdict == json.loads(msgspec.json.encode(diagnose(hang())))
 
 
-def test_the_screen_of_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bundle_screen_names_cause_and_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", str(write_bundle(tmp_path / "b", hang()))]) == 0
     out = capsys.readouterr().out
     assert out.startswith("the job hangs: stuck-in-user-code (confidence: high)\n")
     assert out.endswith(f"read from: {tmp_path / 'b'}\n")
 
 
-def test_an_archive_of_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bundle_archive_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_bundle(tmp_path / "b", hang())
     with tarfile.open(tmp_path / "b.tar.gz", "w:gz") as tar:
         tar.add(tmp_path / "b", "b")
     assert verdict_at(tmp_path / "b.tar.gz", capsys)[1]["cause"] == "stuck-in-user-code"
 
 
-def test_an_archive_names_no_place_outside(tmp_path: Path) -> None:
+def test_bundle_archive_members_outside_it_are_not_extracted(tmp_path: Path) -> None:
     write_bundle(tmp_path / "b", hang())
     with tarfile.open(tmp_path / "evil.tar.gz", "w:gz") as tar:
         tar.add(tmp_path / "b", "b")
@@ -177,7 +177,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("name", ["rank.json", "progress.json", "proc.json", "flight_recorder.pickle"])
-def test_a_damaged_file_costs_its_own_part_and_is_named(name: str, how: str, tmp_path: Path) -> None:
+def test_damaged_rank_file_loses_only_its_part_and_is_named(name: str, how: str, tmp_path: Path) -> None:
     root = write_bundle(tmp_path / "b", hang())
     DAMAGE[how](root / "ranks" / "2" / name)
     found = locate.read(root)
@@ -190,7 +190,7 @@ def test_a_damaged_file_costs_its_own_part_and_is_named(name: str, how: str, tmp
 @pytest.mark.parametrize(
     "how", [how for how in DAMAGE if how not in ("gone", "a link to nowhere", "a fifo", "a directory")]
 )
-def test_a_damaged_manifest_costs_little(how: str, tmp_path: Path) -> None:
+def test_damaged_manifest_keeps_culprit_and_is_named(how: str, tmp_path: Path) -> None:
     root = write_bundle(tmp_path / "b", hang())
     DAMAGE[how](root / "manifest.json")
     found = locate.read(root)
@@ -198,7 +198,7 @@ def test_a_damaged_manifest_costs_little(how: str, tmp_path: Path) -> None:
     assert any("manifest.json" in problem for problem in found.problems)
 
 
-def test_a_recorder_that_does_not_record_the_jobs_backend_is_no_record(tmp_path: Path) -> None:
+def test_flight_record_without_jobs_backend_is_ignored(tmp_path: Path) -> None:
     """As the live verdict has it: before torch 2.13, gloo's collectives are in no recorder."""
     root = write_bundle(tmp_path / "b", hang())
     manifest = json.loads((root / "manifest.json").read_text())
@@ -210,7 +210,7 @@ def test_a_recorder_that_does_not_record_the_jobs_backend_is_no_record(tmp_path:
     assert [rank for rank, record in records.items() if record is None] == [2]
 
 
-def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+def test_bundle_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "ran"),)
@@ -234,7 +234,7 @@ def nodes(tmp_path: Path, *parts: tuple[int, ...], world: int = 4) -> Path:
     return tmp_path / "all"
 
 
-def test_the_bundles_of_several_nodes_are_one_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bundles_of_several_nodes_are_joined_into_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = nodes(tmp_path, (0, 1), (2, 3))
     code, verdict = verdict_at(folder, capsys)
     assert (code, verdict["cause"], [c["rank"] for c in verdict["culprits"]]) == (0, "stuck-in-user-code", [1])
@@ -243,13 +243,13 @@ def test_the_bundles_of_several_nodes_are_one_job(tmp_path: Path, capsys: pytest
     assert locate.read(folder).evidence.missing_ranks == ()
 
 
-def test_a_node_whose_bundle_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_absent_node_bundle_leaves_culprit_unnamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, verdict = verdict_at(nodes(tmp_path, (2, 3)), capsys)
     assert (code, verdict["culprits"]) == (1, [])  # nobody is named by majority while members are unseen
     assert any("0-1" in text for text in verdict["missing"])
 
 
-def test_bundles_of_different_jobs_are_not_put_together(tmp_path: Path) -> None:
+def test_bundles_of_different_jobs_are_not_joined(tmp_path: Path) -> None:
     with pytest.raises(Unreadable, match="rank 1 is in train-node0 and in train-node1"):
         locate.read(nodes(tmp_path, (0, 1), (1, 2, 3)))
 
@@ -262,7 +262,7 @@ def test_bundles_of_different_jobs_are_not_put_together(tmp_path: Path) -> None:
         ((1400.0, 1460.0), False),  # after a restart
     ],
 )
-def test_bundles_of_two_incidents_are_not_put_together(tmp_path: Path, second: tuple[float, float], same: bool) -> None:
+def test_bundles_of_different_incidents_are_not_joined(tmp_path: Path, second: tuple[float, float], same: bool) -> None:
     folder = nodes(tmp_path, (0, 1), (2, 3))
     for number, (progress_s, written_s) in enumerate([(1000.0, 1060.0), second]):
         path = folder / f"train-node{number}/manifest.json"
@@ -275,7 +275,7 @@ def test_bundles_of_two_incidents_are_not_put_together(tmp_path: Path, second: t
         locate.read(folder)
 
 
-def test_nodes_of_a_job_without_steps_may_be_looked_at_one_after_another(tmp_path: Path) -> None:
+def test_dumps_of_nodes_at_different_times_are_joined_without_steps(tmp_path: Path) -> None:
     whole = replace(
         hang(), outcome="dump", ranks=tuple(replace(one, beacon=False, progress=None) for one in hang().ranks)
     )
@@ -287,7 +287,7 @@ def test_nodes_of_a_job_without_steps_may_be_looked_at_one_after_another(tmp_pat
     assert locate.read(tmp_path).evidence.ranks == whole.ranks
 
 
-def test_the_bundles_of_nodes_that_judged_together_are_one(tmp_path: Path) -> None:
+def test_node_bundles_with_shared_verdict_use_complete_one(tmp_path: Path) -> None:
     """One of them holds every rank: the others bring nothing that is not there."""
     folder = nodes(tmp_path, (0, 1), (0, 1, 2, 3), (2, 3))
     for number in range(3):
@@ -319,7 +319,7 @@ def two_supervisors(root: Path, *others: RankEvidence) -> Path:
 LAUNCHED = Launched(("exec", "--", "python", "train.py"), ("hang-debug",), "2.13.0")
 
 
-def test_a_supervisor_that_stopped_its_ranks_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_stopped_by_other_supervisor_leave_no_culprit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The others lost their connections by that: when they arrived, if they had, nobody saw."""
     folder = two_supervisors(tmp_path, lost(2), lost(3))
     code, verdict = verdict_at(folder, capsys)
@@ -335,25 +335,25 @@ def test_a_supervisor_that_stopped_its_ranks_first(tmp_path: Path, capsys: pytes
     assert any("--cluster-store" in text for text in verdict["suggestions"])
 
 
-def test_the_other_supervisors_own_failure_is_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_failure_of_second_node_is_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = replace(lost(3), exception=RankException("ValueError", "bad sample", 100.0, (at(41),), "ValueError"))
     _, verdict = verdict_at(two_supervisors(tmp_path, lost(2), own), capsys)
     assert (verdict["cause"], [one["rank"] for one in verdict["culprits"]]) == ("rank-exception", [3])
 
 
-def test_a_rank_asleep_when_the_other_supervisor_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sleeping_rank_on_second_node_is_culprit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asleep = rank(3, in_user(7, "load"), "sleep", flight=behind())
     _, verdict = verdict_at(two_supervisors(tmp_path, lost(2), asleep), capsys)
     assert (verdict["cause"], [one["rank"] for one in verdict["culprits"]]) == ("stuck-in-user-code", [3])
 
 
-def test_lost_connections_alone_do_not_show_that_ranks_arrived() -> None:
+def test_lost_connections_alone_are_no_proof_of_arrival() -> None:
     verdict = diagnose(job(lost(0), lost(1), outcome="crash"))
     assert "every rank has arrived" not in verdict.summary
     assert not any("transport" in text for text in verdict.suggestions)
 
 
-def test_how_the_job_was_started_comes_back(tmp_path: Path) -> None:
+def test_launch_record_reads_back_from_bundles(tmp_path: Path) -> None:
     folder = two_supervisors(tmp_path, lost(2), lost(3))
     assert locate.read(folder).evidence.launched == LAUNCHED
     assert locate.read(folder).evidence.stopped == (0, 1)
@@ -368,7 +368,7 @@ def test_how_the_job_was_started_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("odd", [0, 3])
-def test_a_folder_of_dumps(name: str, odd: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dump_folder_names_mismatching_rank(name: str, odd: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = dumps(tmp_path / "dumps", mismatching(odd=odd), name)
     (folder / "README").write_text("not a dump")
     (folder / "log_2024").write_text("nor this")
@@ -378,7 +378,7 @@ def test_a_folder_of_dumps(name: str, odd: int, tmp_path: Path, capsys: pytest.C
     assert {claim["file"] for claim in verdict["evidence"]} <= {path.name for path in folder.iterdir()}
 
 
-def test_dumps_beside_the_source_are_what_the_evidence_cites(
+def test_dump_folder_evidence_cites_dumps_for_source_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Conditions of the script are shown by the lines in the dumps: there is no stack.txt."""
@@ -405,7 +405,7 @@ def test_dumps_beside_the_source_are_what_the_evidence_cites(
     assert "stack.txt" not in page and "flight_recorder.json" not in page and "nccl_trace_rank_0" in page
 
 
-def test_a_truncated_dump_costs_that_rank_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_dump_loses_its_rank_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = dumps(tmp_path / "dumps", mismatching(odd=0))
     broken = folder / "nccl_trace_rank_3"
     broken.write_bytes(broken.read_bytes()[:100])
@@ -415,13 +415,13 @@ def test_a_truncated_dump_costs_that_rank_and_is_named(tmp_path: Path, capsys: p
     assert any("nccl_trace_rank_3" in text for text in verdict["missing"])
 
 
-def test_ranks_that_the_groups_name_are_missing(tmp_path: Path) -> None:
+def test_group_members_without_dump_are_missing_ranks(tmp_path: Path) -> None:
     folder = dumps(tmp_path / "dumps", {0: behind(), 1: behind()}, groups={"0": [0, 1, 2, 3, 4]})
     evidence = locate.read(folder).evidence
     assert (evidence.world_size, evidence.missing_ranks) == (5, (2, 3, 4))
 
 
-def test_the_better_of_two_dumps_of_one_rank(tmp_path: Path) -> None:
+def test_fuller_of_two_dumps_per_rank_is_used(tmp_path: Path) -> None:
     folder = dumps(tmp_path / "dumps", mismatching())
     dumps(folder, {n: record(entry("all_reduce", 4)) for n in range(4)}, "nccl_trace_rank_{}.json")
     found = locate.read(folder)
@@ -429,7 +429,7 @@ def test_the_better_of_two_dumps_of_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("newest", ["dump.{}.pkl", "nccl_trace_rank_{}"])
-def test_dumps_of_two_attempts_are_not_mixed(newest: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dumps_of_different_attempts_are_not_mixed(newest: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank by rank the fuller dump would come now from one, now from the other."""
     for age, name in ((100, "nccl_trace_rank_{}"), (100, "dump.{}.pkl"), (0, newest)):
         usual = record(*past(30), entry("all_reduce", 31, line=50))
@@ -443,7 +443,7 @@ def test_dumps_of_two_attempts_are_not_mixed(newest: str, tmp_path: Path, capsys
     assert any(text.startswith(f"{other.format(0)} and 3 more: ignored") for text in verdict["missing"])
 
 
-def test_the_dumps_of_the_nodes_may_have_names_of_their_own(tmp_path: Path) -> None:
+def test_dumps_with_different_names_per_node_are_joined(tmp_path: Path) -> None:
     flights = mismatching()
     dumps(tmp_path / "dumps", {n: flights[n] for n in (0, 1)}, "nccl_trace_rank_{}")
     folder = dumps(tmp_path / "dumps", {n: flights[n] for n in (2, 3)}, "dump.{}.pkl")
@@ -451,7 +451,7 @@ def test_the_dumps_of_the_nodes_may_have_names_of_their_own(tmp_path: Path) -> N
     assert [one.rank for one in found.evidence.ranks] == [0, 1, 2, 3] and found.problems == ()
 
 
-def test_a_fifo_among_the_dumps_does_not_keep_us(tmp_path: Path) -> None:
+def test_fifo_among_dumps_does_not_block_reading(tmp_path: Path) -> None:
     folder = dumps(tmp_path / "dumps", mismatching())
     os.mkfifo(folder / "nccl_trace_rank_4")
     done = threading.Event()
@@ -464,7 +464,7 @@ def test_a_fifo_among_the_dumps_does_not_keep_us(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["absent", "empty", "no archive", "pictures"])
-def test_a_path_that_holds_nothing(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diagnose_of_path_without_evidence_exits_2(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "path"
     if what in ("empty", "pictures"):
         path.mkdir()
@@ -482,7 +482,7 @@ def test_a_path_that_holds_nothing(what: str, tmp_path: Path, capsys: pytest.Cap
     ("name", "shown"),
     [("passwd", "passwd."), ("api_token", "api_token."), ("password=hunter2x", "password=[redacted]")],
 )
-def test_the_path_is_shown_with_the_reason_and_without_secrets(
+def test_unreadable_path_is_shown_with_reason_without_secrets(
     name: str, shown: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_bytes(b"BZh\0")
@@ -506,7 +506,7 @@ GIVE = (
         ("python", b"\x7fELF\0\0\xff\xfe" * 99, "It is a program, not the output of a job."),
     ],
 )
-def test_data_of_another_kind_is_named_for_what_it_is(
+def test_file_of_another_kind_is_named_by_kind(
     name: str, content: bytes, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -515,7 +515,7 @@ def test_data_of_another_kind_is_named_for_what_it_is(
 
 
 @pytest.mark.parametrize("content", [b"\x80\x02}q\0.", b'{"version": "2.4", "pg_config": {}, "entries": []}'])
-def test_one_dump_alone_asks_for_the_folder(content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_single_dump_asks_for_folder_of_all_dumps(content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "dump_0").write_bytes(content)
     assert main(["diagnose", str(tmp_path / "dump_0")]) == 2
     first, fix = capfd.readouterr().err.splitlines()
@@ -527,7 +527,7 @@ def test_one_dump_alone_asks_for_the_folder(content: bytes, tmp_path: Path, capf
     ("names", "said"),
     [(["a.md", "b.md", "c.md", "d.md"], ", only a.md, b.md, c.md and 1 more."), ([], " It is an empty folder.")],
 )
-def test_a_folder_without_evidence_says_what_it_holds(
+def test_folder_without_evidence_lists_its_contents(
     names: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name in names:
@@ -538,7 +538,7 @@ def test_a_folder_without_evidence_says_what_it_holds(
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_without_readers_of_logs_their_absence_is_the_reason(
+def test_log_without_logs_addon_reports_missing_addon(
     count: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(addons, "is_present", lambda addon: False)
@@ -547,7 +547,7 @@ def test_without_readers_of_logs_their_absence_is_the_reason(
     assert "this installation can't read logs: its add-on 'logs' is missing." in capfd.readouterr().err
 
 
-def test_how_a_rank_ended_is_kept(tmp_path: Path) -> None:
+def test_rank_exit_reads_back_to_same_verdict(tmp_path: Path) -> None:
     killed = rank(1, seen=False, more={"exit": RankExit(-9, 5.0)})
     evidence = job(waiting(0), killed, waiting(2), waiting(3), outcome="crash")
     assert diagnose(locate.read(write_bundle(tmp_path / "b", evidence)).evidence) == diagnose(evidence)
@@ -556,7 +556,7 @@ def test_how_a_rank_ended_is_kept(tmp_path: Path) -> None:
 # --- a run directory that nobody removed ------------------------------------------------------------------------------
 
 
-def test_a_run_directory_with_an_exception(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_directory_with_exception_names_culprit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_directory(tmp_path, 2)
     raised = {"type": "ValueError", "message": "a bad batch", "time_unix_s": 5.0, "text": "Traceback",
               "frames": [{"file": "/home/me/train.py", "line": 7, "function": "load"}]}  # fmt: skip
@@ -569,7 +569,7 @@ def test_a_run_directory_with_an_exception(tmp_path: Path, capsys: pytest.Captur
     assert all((run.root / claim["file"]).exists() for claim in verdict["evidence"])
 
 
-def test_a_run_directory_with_the_dumps_that_torch_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_directory_with_torch_dumps_names_culprit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_directory(tmp_path, 4)
     dumps(run.flight_recorder, mismatching(odd=0))
     code, verdict = verdict_at(run.root, capsys)
@@ -578,6 +578,6 @@ def test_a_run_directory_with_the_dumps_that_torch_wrote(tmp_path: Path, capsys:
     assert any(claim["file"] == "flight_recorder/nccl_trace_rank_0" for claim in verdict["evidence"])
 
 
-def test_a_run_directory_that_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_directory_without_evidence_names_no_culprit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, verdict = verdict_at(run_directory(tmp_path, 2).root, capsys)
     assert (code, verdict["culprits"]) == (1, [])

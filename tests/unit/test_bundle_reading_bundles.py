@@ -33,7 +33,7 @@ def bundle(root: Path) -> Path:
     return root
 
 
-def test_a_bundle_tells_of_the_job_and_its_nodes(tmp_path: Path) -> None:
+def test_about_has_launch_and_node_facts(tmp_path: Path) -> None:
     found = about(bundle(tmp_path / "train-hang"))
     assert (found.bundle, found.at_unix_s) == ("train-hang", 1.5e9)
     assert (found.launch.run_name, found.launch.command) == ("train", ("torchrun", "x.py"))
@@ -58,7 +58,7 @@ def test_a_bundle_tells_of_the_job_and_its_nodes(tmp_path: Path) -> None:
         (["without a time", "2026-99-99 10:00:01 no time"], [0, 1]),
     ],
 )
-def test_the_kernel_log_of_the_run(tmp_path: Path, lines: list[str], shown: list[int]) -> None:
+def test_about_kernel_log_starts_with_run(tmp_path: Path, lines: list[str], shown: list[int]) -> None:
     """Not what the kernel has said before it, nor that it said nothing."""
     root = bundle(tmp_path / "one")
     (root / "launch.json").write_text(json.dumps({"started": "2026-11-22T10:00:00Z"}))
@@ -69,7 +69,7 @@ def test_the_kernel_log_of_the_run(tmp_path: Path, lines: list[str], shown: list
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b'{"gpus": 3, "command": [1], "cpus": "x"}', b"\xff\xfe", b"[" * 99_999]
 )
-def test_what_is_damaged_is_left_out(tmp_path: Path, content: bytes) -> None:
+def test_about_leaves_out_damaged_files(tmp_path: Path, content: bytes) -> None:
     root = bundle(tmp_path / "one")
     for path in root.rglob("*.json"):
         path.write_bytes(content)
@@ -78,7 +78,7 @@ def test_what_is_damaged_is_left_out(tmp_path: Path, content: bytes) -> None:
     assert found.nodes[0].gpus == ()
 
 
-def test_links_are_not_followed(tmp_path: Path) -> None:
+def test_about_follows_no_links(tmp_path: Path) -> None:
     root = bundle(tmp_path / "one")
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")

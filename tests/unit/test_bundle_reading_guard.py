@@ -47,26 +47,26 @@ ALL = [f"text {number}" for number in range(100)]
 
 
 @pytest.mark.parametrize("worth_it_bytes", [0, 1 << 30])
-def test_all_come_in_order_from_other_processes(files: list[Path], worth_it_bytes: int) -> None:
+def test_parse_all_yields_files_in_order_from_child_processes(files: list[Path], worth_it_bytes: int) -> None:
     found = list(parse_all(files, read, worth_it_bytes=worth_it_bytes))
     assert texts(found) == ALL
     assert os.getpid() not in {one[1] for one in found}
 
 
 @pytest.mark.parametrize("worth_it_bytes", [0, 1 << 30])
-def test_a_file_that_ends_its_reader_costs_itself(files: list[Path], worth_it_bytes: int) -> None:
+def test_parse_all_file_that_kills_reader_loses_only_itself(files: list[Path], worth_it_bytes: int) -> None:
     found = list(parse_all(files, read_and_die_of("3", "70"), worth_it_bytes=worth_it_bytes))
     died = "reading it killed the reader (SIGSEGV)"
     assert texts(found) == [died if number in (3, 70) else text for number, text in enumerate(ALL)]
 
 
-def test_after_some_such_files_the_rest_is_not_read(files: list[Path]) -> None:
+def test_parse_all_stops_after_several_killed_readers(files: list[Path]) -> None:
     found = texts(list(parse_all(files, read_and_die_of(*map(str, range(10, 20))))))
     assert found[:10] == ALL[:10]
     assert found[14:] == ["skipped, because 4 other files could not be read"] * 86
 
 
-def test_no_pool_of_processes_to_be_had(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_all_works_without_process_pool(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -103,12 +103,12 @@ def spins() -> object:
         ),
     ],
 )
-def test_work_that_is_too_much(work: Callable[[], object], why: str) -> None:
+def test_in_child_reports_exceeded_limit_or_failure(work: Callable[[], object], why: str) -> None:
     with pytest.raises(TooMuch, match=why):
         in_child(work, ReadLimits(256 << 20, cpu_s=0 if work is spins else 20))
 
 
-def test_what_the_work_refuses_is_refused() -> None:
+def test_in_child_passes_on_unreadable() -> None:
     def refuse() -> None:
         raise Unreadable("no")
 
@@ -116,11 +116,11 @@ def test_what_the_work_refuses_is_refused() -> None:
         in_child(refuse, ReadLimits(256 << 20, cpu_s=5))
 
 
-def test_a_large_answer_comes_whole() -> None:
+def test_in_child_returns_large_answer_whole() -> None:
     assert in_child(lambda: b"." * 10_000_000, ReadLimits(256 << 20, cpu_s=5)) == b"." * 10_000_000
 
 
-def test_no_file_grows_beyond_its_bound(tmp_path: Path) -> None:
+def test_in_child_limits_file_size(tmp_path: Path) -> None:
     def fill() -> int:
         with pytest.raises(OSError, match="File too large"):
             (tmp_path / "file").write_bytes(bytes(2 << 20))

@@ -44,7 +44,7 @@ def changed(file: Path, **fields: Any) -> None:
 
 @pytest.mark.parametrize("size", [2_000_000_000, 65_537, -1, 10**23])
 @pytest.mark.parametrize("name", ["manifest.json", "ranks/2/progress.json"])
-def test_a_world_that_no_job_has(name: str, size: int, tmp_path: Path) -> None:
+def test_impossible_world_size_is_ignored_and_named(name: str, size: int, tmp_path: Path) -> None:
     root = write_bundle(tmp_path / "b", hang())
     changed(root / name, **{"job": {"world_size": size}} if name == "manifest.json" else {"world_size": size})
     found = locate.read(root)
@@ -54,7 +54,7 @@ def test_a_world_that_no_job_has(name: str, size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["999999999999", "²", "٣", "007", "65536", "1e9", "9" * 250])
-def test_a_folder_that_is_called_like_no_rank(name: str, tmp_path: Path) -> None:
+def test_rank_folder_with_invalid_name_is_ignored_and_named(name: str, tmp_path: Path) -> None:
     root = write_bundle(tmp_path / "b", hang())
     (root / "ranks" / name).mkdir()
     found = locate.read(root)
@@ -66,7 +66,7 @@ def test_a_folder_that_is_called_like_no_rank(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["ranks", "ranks/1", "ranks/1/rank.json", "ranks/1/log_tail.txt", "manifest.json"])
-def test_a_link_out_of_the_bundle_is_not_followed(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_link_out_of_bundle_is_not_followed(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     other = write_bundle(tmp_path / "other", hang(), host="elsewhere")
     for number in range(4):
         changed(other / f"ranks/{number}/rank.json", host="elsewhere")
@@ -82,7 +82,7 @@ def test_a_link_out_of_the_bundle_is_not_followed(name: str, tmp_path: Path, cap
     assert "link" in captured.out + captured.err
 
 
-def test_a_dump_that_leads_out_of_the_folder_is_not_read(tmp_path: Path) -> None:
+def test_dump_linked_from_outside_folder_is_not_read(tmp_path: Path) -> None:
     folder = dumps(tmp_path / "dumps", mismatching())
     (folder / "nccl_trace_rank_2").rename(tmp_path / "outside")
     (folder / "nccl_trace_rank_2").symlink_to("../outside")
@@ -94,7 +94,7 @@ def test_a_dump_that_leads_out_of_the_folder_is_not_read(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
-def test_a_device_is_not_opened(tmp_path: Path) -> None:
+def test_device_in_bundle_is_not_opened(tmp_path: Path) -> None:
     root = write_bundle(tmp_path / "b", hang())
     (root / "ranks/1/rank.json").unlink()
     os.mknod(root / "ranks/1/rank.json", 0o20666, os.makedev(1, 5))  # /dev/zero
@@ -122,7 +122,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
-def test_an_archive_that_announces_gigabytes(
+def test_archive_header_of_gigabytes_exceeds_memory_limit(
     kind: bytes, tmp_path: Path, temporary: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "b.tar.gz"
@@ -134,7 +134,7 @@ def test_an_archive_that_announces_gigabytes(
 
 
 @pytest.mark.parametrize("size", [320, 3200])
-def test_what_is_passed_over_counts(size: int, tmp_path: Path, temporary: Path) -> None:
+def test_archive_skipped_members_count_towards_size_limit(size: int, tmp_path: Path, temporary: Path) -> None:
     """A sparse member says that it holds nothing; its gigabytes would be decompressed to get past it."""
     path = tmp_path / "b.tar.gz"
     made = header("x", size << 20, tarfile.GNUTYPE_SPARSE), header("y", 800 << 20, tarfile.GNUTYPE_SPARSE)
@@ -148,7 +148,7 @@ def test_what_is_passed_over_counts(size: int, tmp_path: Path, temporary: Path) 
 
 
 @pytest.mark.parametrize("what", ["bytes", "files", "one file"])
-def test_an_archive_unpacks_to_no_more_than_its_bound(
+def test_archive_beyond_limit_is_refused_before_unpacking(
     what: str, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locate, {"bytes": "MAX_UNPACKED_BYTES", "files": "MAX_UNPACKED_FILES",
@@ -164,7 +164,7 @@ def test_an_archive_unpacks_to_no_more_than_its_bound(
     assert not list(temporary.iterdir()), "it is rejected before a file is written"
 
 
-def test_an_archive_of_names_that_nothing_is_called(tmp_path: Path, temporary: Path) -> None:
+def test_archive_with_impossible_names_is_still_read(tmp_path: Path, temporary: Path) -> None:
     with tarfile.open(tmp_path / "b.tar.gz", "w:gz") as tar:
         tar.add(write_bundle(tmp_path / "b", hang()), "b")
         for name in ("/".join("a" * 2000), "b/" + "a" * 4000, "b/ranks/0/rank.json/x", "b/ranks/1", "b/\udcff", ""):
@@ -177,7 +177,7 @@ def test_an_archive_of_names_that_nothing_is_called(tmp_path: Path, temporary: P
 
 
 @pytest.mark.parametrize("mode", ["w:", "w:gz", "w:bz2", "w:xz"])
-def test_a_damaged_archive_is_a_message_and_its_fix(
+def test_damaged_archive_reports_message_and_fix(
     mode: str, tmp_path: Path, temporary: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with tarfile.open(tmp_path / "archive", mode) as tar:  # type: ignore[call-overload]
@@ -203,7 +203,7 @@ SUFFIXES = (layout.RING_SUFFIX, layout.META_SUFFIX, layout.FAULT_SUFFIX, layout.
 
 @pytest.mark.parametrize("make", [os.mkfifo, sparse, lambda path: path.symlink_to("/etc/passwd")])
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_what_lies_beside_a_page_is_a_small_file(
+def test_page_companion_that_is_no_small_file_is_named(
     suffix: str, make: Callable[[Path], object], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = run_directory(tmp_path, 2)
@@ -219,7 +219,7 @@ def test_what_lies_beside_a_page_is_a_small_file(
     [layout.RANK, layout.WORLD_SIZE, layout.STATE, layout.USER_STEPS, layout.PHASE_LENGTH, layout.OPTIMIZERS,
      layout.PHASE_TIMEOUT_NS, layout.LAST_STEP_NS],
 )  # fmt: skip
-def test_a_page_with_a_word_that_no_rank_writes(word: int, value: int, tmp_path: Path) -> None:
+def test_page_with_impossible_word_keeps_world_size(word: int, value: int, tmp_path: Path) -> None:
     run = run_directory(tmp_path, 2)
     path = run.pages / f"0-1-{os.getpid()}"
     data = bytearray(path.read_bytes())
@@ -229,7 +229,7 @@ def test_a_page_with_a_word_that_no_rank_writes(word: int, value: int, tmp_path:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_random_bytes_next_to_a_page(suffix: str, tmp_path: Path) -> None:
+def test_page_companion_of_random_bytes_is_ignored(suffix: str, tmp_path: Path) -> None:
     run = run_directory(tmp_path, 2)
     run.of_page(f"0-1-{os.getpid()}", suffix).write_bytes(Random(1).randbytes(9000))
     assert locate.read(run.root).evidence.world_size == 2
@@ -250,7 +250,7 @@ def test_random_bytes_next_to_a_page(suffix: str, tmp_path: Path) -> None:
         ("pages/0-1-{pid}" + layout.EXCEPTION_SUFFIX, "[" * 500_000),
     ],
 )
-def test_notes_that_no_beacon_writes(name: str, text: str, tmp_path: Path) -> None:
+def test_impossible_beacon_records_are_ignored(name: str, text: str, tmp_path: Path) -> None:
     run = run_directory(tmp_path, 2)
     (run.root / name.format(pid=os.getpid())).write_text(text)
     assert locate.read(run.root).evidence.world_size == 2
@@ -260,7 +260,7 @@ def test_notes_that_no_beacon_writes(name: str, text: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])
-def test_nothing_of_the_job_commands_the_terminal(words: list[str], tmp_path: Path, capfd: Any) -> None:
+def test_job_text_sends_no_terminal_sequences(words: list[str], tmp_path: Path, capfd: Any) -> None:
     evil = "\x1b]0;x\x07\x9b31m\u202e\x7f"
     root = write_bundle(tmp_path / "b", hang(), host=f"node{evil}")
     for number in range(4):
@@ -273,7 +273,7 @@ def test_nothing_of_the_job_commands_the_terminal(words: list[str], tmp_path: Pa
         assert json.loads(captured.out)["culprits"][0]["host"] == f"node{evil}"
 
 
-def test_names_that_are_no_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_dump_names_that_are_not_utf8_are_shown_printable(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = dumps(tmp_path / "dumps", mismatching())
     for number in range(4):
         (folder / f"nccl_trace_rank_{number}").rename(folder / os.fsdecode(b"trace\xff_%d" % number))
@@ -284,13 +284,13 @@ def test_names_that_are_no_text(tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("name", ["x_rank_2", "manifest.json", "pages", "flight_recorder"])
-def test_a_link_that_leads_nowhere_costs_only_itself(name: str, tmp_path: Path) -> None:
+def test_dangling_link_in_dump_folder_is_ignored(name: str, tmp_path: Path) -> None:
     folder = dumps(tmp_path / "dumps", mismatching())
     (folder / name).symlink_to("/" + "a" * 300)
     assert len(locate.read(folder).evidence.ranks) == 4
 
 
-def test_an_entry_that_says_neither_what_nor_which_accuses_nobody(tmp_path: Path) -> None:
+def test_dump_entry_without_state_or_number_names_no_culprit(tmp_path: Path) -> None:
     folder = tmp_path / "dumps"
     folder.mkdir()
     (folder / "t_rank_0.json").write_text('{"version": "2.10", "entries": [{"collective_seq_id": NaN, "state": {}}]}')

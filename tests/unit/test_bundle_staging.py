@@ -87,7 +87,7 @@ def of_nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @AS_ROOT
-def test_a_bundle_of_sudo_belongs_to_the_user(of_nobody: Path, tmp_path: Path) -> None:
+def test_bundle_under_sudo_belongs_to_user(of_nobody: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)  # like the directory below which root assembles bundles
     source, place = staged(tmp_path / "staged"), of_nobody / "bundles"
     result = publish(source, place, NAME, tmp_path / "fallback", owner=NOBODY, deadline_s=30.0)
@@ -97,7 +97,7 @@ def test_a_bundle_of_sudo_belongs_to_the_user(of_nobody: Path, tmp_path: Path) -
 
 
 @AS_ROOT
-def test_a_bundle_of_sudo_goes_where_only_root_may_write(of_nobody: Path, tmp_path: Path) -> None:
+def test_bundle_under_sudo_in_root_only_directory_belongs_to_root(of_nobody: Path, tmp_path: Path) -> None:
     source, place = staged(tmp_path / "staged"), of_nobody.parent / "of-root"
     place.mkdir()
     result = publish(source, place, NAME, tmp_path / "fallback", owner=NOBODY, deadline_s=30.0)
@@ -115,14 +115,14 @@ def test_a_bundle_of_sudo_goes_where_only_root_may_write(of_nobody: Path, tmp_pa
         (0, {}, None),
     ],
 )
-def test_the_owner_under_sudo_is_a_user_other_than_root(
+def test_owner_under_sudo_is_never_root(
     user: int, variables: dict[str, str], owner: BundleOwner | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
     assert owner_under_sudo(variables) == owner
 
 
-def test_a_bundle_is_published_whole(tmp_path: Path) -> None:
+def test_bundle_is_published_complete_and_private(tmp_path: Path) -> None:
     result = published(tmp_path / "new" / "bundles")
     assert result == Published(tmp_path / "new/bundles" / NAME)
     assert names(tmp_path / "new/bundles") == ["latest", NAME]
@@ -132,7 +132,7 @@ def test_a_bundle_is_published_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077, 0o137, 0o277, 0o777])
-def test_modes_under_any_umask(mask: int, tmp_path: Path, umask: None) -> None:
+def test_bundle_is_private_under_any_umask(mask: int, tmp_path: Path, umask: None) -> None:
     directory = tmp_path / "bundles"
     directory.mkdir()
     os.umask(mask)
@@ -141,7 +141,7 @@ def test_modes_under_any_umask(mask: int, tmp_path: Path, umask: None) -> None:
     assert modes(result.path) == PRIVATE
 
 
-def test_modes_where_the_directory_gives_everything_to_everybody(tmp_path: Path, umask: None) -> None:
+def test_bundle_is_private_in_world_writable_directory(tmp_path: Path, umask: None) -> None:
     directory = tmp_path / "bundles"
     directory.mkdir()
     directory.chmod(0o3777)  # setgid and sticky, too
@@ -158,7 +158,7 @@ def test_modes_where_the_directory_gives_everything_to_everybody(tmp_path: Path,
     assert modes(result.path) == PRIVATE
 
 
-def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
+def test_bundle_with_taken_name_gets_number(tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
     (directory / NAME).mkdir(parents=True)
     (directory / f"{NAME}-2").write_text("somebody's")
@@ -170,7 +170,7 @@ def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
     assert (directory / f"{NAME}-3").is_symlink()
 
 
-def test_many_at_once_get_a_name_each(tmp_path: Path) -> None:
+def test_bundles_published_at_once_get_distinct_names(tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
     helper = [sys.executable, "-I", "-S", copier.__file__]
     sources = [staged(tmp_path / f"staged-{n}") for n in range(8)]
@@ -186,7 +186,7 @@ def test_many_at_once_get_a_name_each(tmp_path: Path) -> None:
     assert [name for name in names(directory) if name.startswith(".")] == []
 
 
-def test_beside_the_whole_a_nodes_part_is_not_the_latest(tmp_path: Path) -> None:
+def test_latest_is_complete_bundle_not_node_part(tmp_path: Path) -> None:
     directory, whole = tmp_path / "bundles", "a-20260101T000000Z-hang"
     part = Keeping(whole=whole)
     published(directory, "a-node2-20260101T000000Z-hang", part)
@@ -196,7 +196,7 @@ def test_beside_the_whole_a_nodes_part_is_not_the_latest(tmp_path: Path) -> None
     assert (directory / "latest").readlink() == Path(whole)
 
 
-def test_latest_is_replaced_in_one_go(tmp_path: Path) -> None:
+def test_latest_is_replaced_atomically(tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
     published(directory, "a-20260101T000000Z-hang")
     watching = subprocess.Popen(
@@ -226,7 +226,7 @@ print(seen)
 """
 
 
-def test_what_a_dead_disk_kept_is_swept_a_day_later(tmp_path: Path) -> None:
+def test_stale_partial_copy_is_removed_after_a_day(tmp_path: Path) -> None:
     """Only ours, only copies, and only old ones: another node may be writing just now."""
     directory = tmp_path / "bundles"
     old, young = directory / ".a-hang.1-1.partial", directory / ".b-hang.2-2.partial"
@@ -241,7 +241,7 @@ def test_what_a_dead_disk_kept_is_swept_a_day_later(tmp_path: Path) -> None:
     assert not old.exists()
 
 
-def test_a_link_of_another_user_that_may_not_be_replaced_is_said(
+def test_latest_link_of_another_user_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in /tmp, whose sticky bit protects everybody's files from all others."""
@@ -257,7 +257,7 @@ def test_a_link_of_another_user_that_may_not_be_replaced_is_said(
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "dangling link"])
-def test_a_file_or_folder_of_the_user_called_latest_stays(kind: str, tmp_path: Path) -> None:
+def test_latest_that_is_user_file_or_folder_stays(kind: str, tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
     directory.mkdir()
     latest = directory / "latest"
@@ -278,7 +278,7 @@ def test_a_file_or_folder_of_the_user_called_latest_stays(kind: str, tmp_path: P
 
 @AS_ROOT
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_another_user_called_latest_is_set_aside(kind: str, tmp_path: Path) -> None:
+def test_latest_of_another_user_is_set_aside(kind: str, tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
     directory.mkdir()
     latest = directory / "latest"
@@ -292,7 +292,7 @@ def test_what_another_user_called_latest_is_set_aside(kind: str, tmp_path: Path)
     assert len([name for name in names(directory) if name.startswith("latest.of-user-12345-")]) == 1
 
 
-def test_leftovers_of_a_killed_publisher_are_not_in_the_way(tmp_path: Path) -> None:
+def test_partial_copy_of_killed_publisher_does_not_block_publishing(tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
     left = directory / f".{NAME}.123-456.partial"
     left.mkdir(parents=True)
@@ -302,7 +302,7 @@ def test_leftovers_of_a_killed_publisher_are_not_in_the_way(tmp_path: Path) -> N
 
 
 @AS_USER
-def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
+def test_unwritable_bundle_directory_uses_fallback(tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
     directory.mkdir(mode=0o500)
     result = published(directory)
@@ -311,14 +311,14 @@ def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
 
 
 @AS_ROOT
-def test_a_directory_that_nobody_may_write(tmp_path: Path) -> None:
+def test_read_only_bundle_directory_uses_fallback(tmp_path: Path) -> None:
     with mounted(tmp_path / "bundles", "ro"):
         result = published(tmp_path / "bundles")
     assert result.path == tmp_path / "fallback" / NAME
     assert "Read-only file system" in result.problem
 
 
-def test_neither_directory_nor_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_directory_and_fallback_use_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("bundles", "fallback"):
         (tmp_path / name).write_text("a file")
     (tmp_path / "tmp").mkdir()
@@ -329,7 +329,7 @@ def test_neither_directory_nor_fallback(tmp_path: Path, monkeypatch: pytest.Monk
     assert (result.path / "verdict.json").is_file()
 
 
-def test_a_directory_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_bundle_directory_uses_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a dead network disk: the helper is given up, and the bundle is kept elsewhere."""
     stopped = tmp_path / "python"
     stopped.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -340,7 +340,7 @@ def test_a_directory_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Mo
     assert "no answer" in result.problem
 
 
-def test_a_copy_that_is_killed_leaves_nothing_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_copy_leaves_no_partial_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = tmp_path / "python"
     killed.write_text(f"#!/bin/sh\nmkdir -p {tmp_path}/bundles/.{NAME}.$$-1.partial/ranks\nkill -9 $$\n")
     killed.chmod(0o755)
@@ -350,7 +350,7 @@ def test_a_copy_that_is_killed_leaves_nothing_beside(tmp_path: Path, monkeypatch
     assert names(tmp_path / "bundles") == []
 
 
-def test_a_copy_whose_parent_was_killed_publishes_nothing(tmp_path: Path) -> None:
+def test_copy_whose_parent_was_killed_publishes_nothing(tmp_path: Path) -> None:
     """What it copies goes away with its parent's run directory, perhaps half of it before the copy has come to it."""
     source, directory = staged(tmp_path / "staged"), tmp_path / "bundles"
     (source / "large.bin").write_bytes(bytes(64 << 20))  # there is time to stop the copy
@@ -363,7 +363,7 @@ def test_a_copy_whose_parent_was_killed_publishes_nothing(tmp_path: Path) -> Non
     until(lambda: names(directory) == [])
 
 
-def test_half_of_a_copy_is_never_published(tmp_path: Path) -> None:
+def test_emptied_copy_is_never_published(tmp_path: Path) -> None:
     """Somebody empties the bundle directory while a bundle is being written: what comes after is not all of it."""
     source, directory = staged(tmp_path / "staged"), tmp_path / "bundles"
     (source / "large.bin").write_bytes(bytes(64 << 20))
@@ -378,7 +378,7 @@ def test_half_of_a_copy_is_never_published(tmp_path: Path) -> None:
     assert not directory.exists() or names(directory) == []
 
 
-def test_a_copy_that_ends_while_leftovers_are_looked_for_is_none(
+def test_copy_that_finishes_during_sweep_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / f".{NAME}.1-1.partial").mkdir()
@@ -419,7 +419,7 @@ print(copy.pid)
 """
 
 
-def test_what_comes_after_the_bundle_cannot_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_retention_does_not_lose_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Retention hangs: the bundle is where it was wanted all the same."""
     slow = tmp_path / "python"
     slow.write_text(f"#!/bin/sh\nmkdir {tmp_path}/bundles\nprintf '%s\\0' {tmp_path}/bundles/{NAME}\nexec sleep 60\n")
@@ -430,13 +430,13 @@ def test_what_comes_after_the_bundle_cannot_lose_it(tmp_path: Path, monkeypatch:
     assert "no answer" in result.note
 
 
-def test_a_path_of_any_bytes(tmp_path: Path) -> None:
+def test_bundle_directory_name_can_be_any_bytes(tmp_path: Path) -> None:
     directory = tmp_path / os.fsdecode(b"caf\xe9 \n x")
     assert published(directory).path == directory / NAME
 
 
 @AS_ROOT
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_full_disk_uses_fallback_and_leaves_nothing(tmp_path: Path) -> None:
     directory = tmp_path / "small"
     source = staged(tmp_path / "staged")
     (source / "large.bin").write_bytes(os.urandom(2_000_000))
@@ -448,7 +448,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert (result.path / "large.bin").stat().st_size == 2_000_000
 
 
-def test_the_name_of_a_bundle() -> None:
+def test_bundle_name_has_run_time_and_outcome() -> None:
     assert name_of("train", 0.0, "crash") == "train-19700101T000000Z-crash"
 
 
@@ -461,7 +461,7 @@ def bundle(directory: Path, day: int, run: str = "train", suffix: str = "hang") 
     return path
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_retention_keeps_newest_by_name(tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
     directory.mkdir()
     for day in (2, 3, 4):
@@ -472,7 +472,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert names(directory) == ["eval-20260105T000000Z-dump", "latest", "train-20260104T000000Z-crash"]
 
 
-def test_by_default_all_are_kept(tmp_path: Path) -> None:
+def test_retention_keeps_all_by_default(tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
     directory.mkdir()
     for day in range(2, 12):
@@ -481,7 +481,7 @@ def test_by_default_all_are_kept(tmp_path: Path) -> None:
     assert len(names(directory)) == 12
 
 
-def test_numbers_behind_a_name_count(tmp_path: Path) -> None:
+def test_retention_orders_numbered_names(tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
     directory.mkdir()
     for _ in range(12):
@@ -490,7 +490,7 @@ def test_numbers_behind_a_name_count(tmp_path: Path) -> None:
     assert names(directory) == ["latest", f"{NAME}-12", f"{NAME}-13"]
 
 
-def test_the_new_one_and_the_latest_are_never_removed(tmp_path: Path) -> None:
+def test_retention_never_removes_new_bundle_or_latest(tmp_path: Path) -> None:
     """A clock that went back: the new bundle looks old."""
     directory = tmp_path / "bundles"
     directory.mkdir()
@@ -507,7 +507,7 @@ def test_the_new_one_and_the_latest_are_never_removed(tmp_path: Path) -> None:
     assert names(directory) == ["latest", *kept]
 
 
-def test_nothing_but_bundles_is_ever_removed(tmp_path: Path) -> None:
+def test_retention_removes_only_bundles(tmp_path: Path) -> None:
     directory, elsewhere = tmp_path / "bundles", tmp_path / "elsewhere"
     directory.mkdir()
     elsewhere.mkdir()
@@ -538,7 +538,7 @@ def test_nothing_but_bundles_is_ever_removed(tmp_path: Path) -> None:
 
 
 @AS_ROOT
-def test_bundles_of_other_users_are_theirs(tmp_path: Path) -> None:
+def test_retention_keeps_bundles_of_other_users(tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
     directory.mkdir()
     theirs = bundle(directory, 2)
@@ -567,11 +567,11 @@ def listed(staging: Staging) -> dict[str, Artifact]:
         (b"one\n" + b"x" * 20, 10, True, b"x" * 10),
     ],
 )
-def test_cutting(content: bytes, limit: int, tail: bool, expected: bytes) -> None:
+def test_cut_keeps_whole_lines_within_limit(content: bytes, limit: int, tail: bool, expected: bytes) -> None:
     assert cut(content, limit, tail) == expected
 
 
-def test_too_large_artifacts(tmp_path: Path) -> None:
+def test_too_large_artifacts_are_cut_or_missing(tmp_path: Path) -> None:
     staging = Staging(tmp_path / "b", limit_bytes=100)
     lines = "".join(f"line {n:03}\n" for n in range(100))
     staging.add(Artifact("ranks/0/stack.txt", "py-spy dump", 0.0, note="inexact"), lines)
@@ -594,7 +594,7 @@ def test_too_large_artifacts(tmp_path: Path) -> None:
     assert found["exact.txt"].note == ""
 
 
-def test_files_that_the_job_wrote(tmp_path: Path) -> None:
+def test_job_files_are_staged_cut_or_missing(tmp_path: Path) -> None:
     job = tmp_path / "job"
     job.mkdir()
     (job / "nccl.log").write_text("".join(f"line {n:03}\n" for n in range(100)) + "the end\n")
@@ -623,7 +623,7 @@ def test_files_that_the_job_wrote(tmp_path: Path) -> None:
 # --- secrets on their way into a bundle -------------------------------------------------------------------------------
 
 
-def test_everything_that_is_staged_passes_the_redactor(tmp_path: Path) -> None:
+def test_staged_artifacts_are_redacted(tmp_path: Path) -> None:
     secret = "horse battery staple"
     staging = Staging(tmp_path / "b", Redactor((secret,)))
     (tmp_path / "nccl.log").write_text(f"it is {secret}\n")
@@ -669,7 +669,7 @@ def tell(command: str, bundle: Path, *, deadline_s: float = 60.0) -> list[str]:
     return said
 
 
-def test_the_command_learns_of_the_bundle(tmp_path: Path) -> None:
+def test_on_bundle_command_gets_variables(tmp_path: Path) -> None:
     assert tell(f"env | grep ^SAFELAUNCH_ | sort > '{tmp_path}/env'; cat >> '{tmp_path}/env'", tmp_path / "b") == []
     assert (tmp_path / "env").read_text().splitlines() == [
         f"SAFELAUNCH_BUNDLE={tmp_path}/b",
@@ -684,7 +684,7 @@ def test_the_command_learns_of_the_bundle(tmp_path: Path) -> None:
     assert not Path("x").exists()
 
 
-def test_without_culprits() -> None:
+def test_on_bundle_culprits_variable_is_empty_without_culprits() -> None:
     nobody = msgspec.structs.replace(VERDICT, culprits=())
     assert variables(nobody, Path("/b"), "train")["SAFELAUNCH_CULPRITS"] == ""
 
@@ -703,13 +703,13 @@ def test_without_culprits() -> None:
         ("sleep 30 & echo started", ""),
     ],
 )
-def test_a_line_only_where_it_fails(command: str, said: str, tmp_path: Path) -> None:
+def test_on_bundle_command_is_reported_only_if_it_fails(command: str, said: str, tmp_path: Path) -> None:
     told = tell(command, tmp_path)
     assert len(told) == bool(said)
     assert not said or told[0].startswith(said)
 
 
-def test_a_command_that_does_not_end_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+def test_on_bundle_command_past_deadline_is_killed_with_children(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     command = f"trap '' TERM; sleep 600 & echo $! $$ > {pids}; echo waiting; wait"
     for deadline_s in (0.5, 5.0, 40.0):  # a busy machine may take longer to start it
@@ -728,7 +728,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_the_command_of_an_early_look(tmp_path: Path) -> None:
+def test_on_suspect_command_gets_variables(tmp_path: Path) -> None:
     look = EarlyLook(1e9, 7.4, 0.048, "still", "rank 1 is asleep\0", "stuck-in-user-code", (Place(1), Place(3)))
     said: list[str] = []
     notifier = Notifier(
@@ -747,7 +747,7 @@ def test_the_command_of_an_early_look(tmp_path: Path) -> None:
     ]
 
 
-def test_who_stops_the_job_does_not_wait(tmp_path: Path) -> None:
+def test_on_bundle_command_is_ended_when_job_stops(tmp_path: Path) -> None:
     said: list[str] = []
     notifier = Notifier("sleep 600", tell_user=said.append)
     notifier.tell(VERDICT, tmp_path, "train")
@@ -758,7 +758,7 @@ def test_who_stops_the_job_does_not_wait(tmp_path: Path) -> None:
     assert said == []
 
 
-def test_the_command_has_its_signals_though_we_block_them(tmp_path: Path) -> None:
+def test_on_bundle_command_has_no_blocked_signals(tmp_path: Path) -> None:
     """A group of its own, so that it can be killed whole, in our session, and no signal blocked or ignored."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     try:
@@ -784,7 +784,7 @@ def test_the_command_has_its_signals_though_we_block_them(tmp_path: Path) -> Non
     ],
 )
 @pytest.mark.parametrize("below", ["", "below/it"])
-def test_what_is_in_the_way_of_the_bundle_directory_is_named_with_the_next_step(
+def test_obstacle_at_bundle_directory_is_named_with_next_step(
     tmp_path: Path, make: Callable[[Path], object], says: str, below: str
 ) -> None:
     """Beforehand, and where it appears while the job runs."""
@@ -796,7 +796,7 @@ def test_what_is_in_the_way_of_the_bundle_directory_is_named_with_the_next_step(
     assert (published.path / "ranks/0/stack.txt").is_file() and modes(published.path) == PRIVATE
 
 
-def test_what_comes_after_the_manifest_was_made_is_dropped(tmp_path: Path) -> None:
+def test_artifact_after_staging_close_is_dropped(tmp_path: Path) -> None:
     """A thread that was stopped with the supervisor goes on when nobody waits for it any more."""
     staging = Staging(tmp_path / "b")
     staging.add(Artifact("early.txt", "a test", 0.0), "early")

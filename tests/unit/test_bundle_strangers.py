@@ -56,7 +56,7 @@ def place(directory: Path, mode: int, uid: int = -1, gid: int = -1) -> Path:
         pytest.param(0o777, {"uid": STRANGER}, "every user may replace", marks=ROOT),
     ],
 )
-def test_directories_that_are_anybodys_are_refused(
+def test_bundle_directory_replaceable_by_others_is_refused(
     mode: int, owner: dict[str, int], reason: str, tmp_path: Path
 ) -> None:
     directory = place(tmp_path / "bundles", mode, **owner)
@@ -75,7 +75,7 @@ def test_directories_that_are_anybodys_are_refused(
     assert bool(list(directory.iterdir())) == (not reason)
 
 
-def test_a_link_to_the_directory(tmp_path: Path) -> None:
+def test_bundle_directory_can_be_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "bundles").symlink_to("real")
     assert published(tmp_path / "bundles") == Published(tmp_path / "bundles" / NAME)
@@ -123,7 +123,7 @@ def swapping(directory: Path, what: str) -> Iterator[None]:
 
 @ROOT
 @pytest.mark.parametrize("what", ["partial", "final"])
-def test_nobody_is_handed_another_bundle_as_ours(what: str, tmp_path: Path) -> None:
+def test_bundle_swapped_by_another_user_is_never_reported_as_ours(what: str, tmp_path: Path) -> None:
     """It is swapped again and again: either ours is there when that is said, or it is said that it is not."""
     directory = place(tmp_path / "bundles", 0o2775, gid=4711)
     with swapping(directory, what):
@@ -139,7 +139,7 @@ def test_nobody_is_handed_another_bundle_as_ours(what: str, tmp_path: Path) -> N
 
 
 @ROOT
-def test_what_others_may_rename_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+def test_sweep_spares_directory_that_others_may_rename(tmp_path: Path) -> None:
     """Any directory of ours may be given the name of one."""
     directory = place(tmp_path / "bundles", 0o2775, gid=4711)
     precious = directory / f".{NAME}.1-1.partial"
@@ -154,7 +154,7 @@ def test_what_others_may_rename_is_not_taken_for_a_leftover(tmp_path: Path) -> N
 
 
 @ROOT
-def test_a_bundle_that_was_put_in_its_place_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_spares_directory_swapped_for_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look at an old bundle and its removal, its name is given to something else."""
     monkeypatch.chdir(tmp_path)
     staged(tmp_path / NAME)
@@ -175,7 +175,7 @@ def test_a_bundle_that_was_put_in_its_place_is_not_removed(tmp_path: Path, monke
 # --- what was staged is removed, or does not fit ----------------------------------------------------------------------
 
 
-def test_a_staging_directory_that_is_removed_while_it_is_filled(tmp_path: Path) -> None:
+def test_staging_directory_removed_meanwhile_is_recreated(tmp_path: Path) -> None:
     staging = begun(tmp_path / "deep" / "staged")
     shutil.rmtree(tmp_path / "deep")
     staging.add(Artifact("ranks/1/stack.txt", "py-spy dump", 0.1), "Thread 2\n")
@@ -188,7 +188,7 @@ def test_a_staging_directory_that_is_removed_while_it_is_filled(tmp_path: Path) 
     assert (result.path / "ranks/1/stack.txt").read_text() == "Thread 2\n"
 
 
-def test_a_staging_directory_that_is_gone_is_not_named(tmp_path: Path) -> None:
+def test_publish_of_removed_staging_directory_is_lost(tmp_path: Path) -> None:
     staging = begun(tmp_path / "staged")
     shutil.rmtree(staging.root)
     result = publish(staging.root, tmp_path / "bundles", NAME, tmp_path / "fallback", deadline_s=30.0)
@@ -196,7 +196,7 @@ def test_a_staging_directory_that_is_gone_is_not_named(tmp_path: Path) -> None:
     assert list(tmp_path.glob("bundles/*")) == []
 
 
-def test_what_is_written_once_more_stands_once_in_the_manifest(tmp_path: Path) -> None:
+def test_artifact_written_again_is_listed_once(tmp_path: Path) -> None:
     staging = begun(tmp_path / "staged")
     shutil.rmtree(staging.root)
     staging.settle()
@@ -206,7 +206,7 @@ def test_what_is_written_once_more_stands_once_in_the_manifest(tmp_path: Path) -
 
 
 @ROOT
-def test_no_room_anywhere_is_one_clean_line(tmp_path: Path) -> None:
+def test_full_disks_are_reported_on_one_line(tmp_path: Path) -> None:
     """Neither where the bundle was wanted nor where it is kept then, each a disk of its own."""
     staging = begun(tmp_path / "staged")
     (staging.root / "ranks/0/large.bin").write_bytes(os.urandom(2_000_000))
@@ -225,7 +225,7 @@ def test_no_room_anywhere_is_one_clean_line(tmp_path: Path) -> None:
 
 
 @ROOT
-def test_a_directory_that_a_stranger_made_where_anybody_may_make_one(tmp_path: Path) -> None:
+def test_bundle_directory_made_by_another_user_in_shared_one_is_refused(tmp_path: Path) -> None:
     shared = place(tmp_path / "shared", 0o1777)
     theirs = place(shared / "bundles", 0o755, uid=STRANGER)
     assert check_directory(theirs) == f"it belongs to user {STRANGER}, who may replace files in it"
@@ -233,7 +233,7 @@ def test_a_directory_that_a_stranger_made_where_anybody_may_make_one(tmp_path: P
 
 
 @ROOT
-def test_a_link_that_a_stranger_made_where_anybody_may_make_one(tmp_path: Path) -> None:
+def test_bundle_directory_link_made_by_another_user_is_refused(tmp_path: Path) -> None:
     shared = place(tmp_path / "shared", 0o1777)
     link = shared / "bundles"
     link.symlink_to(place(tmp_path / "mine", 0o700))
@@ -242,6 +242,6 @@ def test_a_link_that_a_stranger_made_where_anybody_may_make_one(tmp_path: Path) 
     assert check_directory(link) == f"it is a link of user {STRANGER}, who may point it anywhere"
 
 
-def test_a_link_that_leads_nowhere_is_told_at_once(tmp_path: Path) -> None:
+def test_bundle_directory_dangling_link_is_reported_by_check(tmp_path: Path) -> None:
     (tmp_path / "bundles").symlink_to("/" + "a" * 300)
     assert "is a link that leads nowhere" in check_directory(tmp_path / "bundles")

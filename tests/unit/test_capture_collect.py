@@ -37,14 +37,14 @@ def chosen(*hows: str) -> int | None:
     return next((n for n, one in enumerate(looks) if one.ranks.get(0) is found), None) if found else None
 
 
-def test_the_newest_with_a_stack() -> None:
+def test_most_telling_look_is_newest_with_stack() -> None:
     assert chosen("stack", "stack") == 1
     assert chosen("stack", "nothing") == 0
     assert chosen("stack", "state") == 0
     assert chosen("stack", "absent") == 0
 
 
-def test_without_a_stack_the_newest_with_anything() -> None:
+def test_most_telling_look_without_stack_is_newest_with_data() -> None:
     assert chosen("state", "nothing") == 0
     assert chosen("nothing", "state") == 1
     assert chosen("nothing") == 0
@@ -69,7 +69,7 @@ class Listed(Sink):
 
 
 @pytest.mark.parametrize(("text", "note"), [("loss\t0.1\n", ""), ("\x1b[2Jloss\n", collect.RAW_OUTPUT)])
-def test_output_with_terminal_sequences_is_kept_and_noted(text: str, note: str, tmp_path: Path) -> None:
+def test_output_tail_with_terminal_sequences_is_kept_and_noted(text: str, note: str, tmp_path: Path) -> None:
     writer = output.Ring(str(tmp_path / f"0-0-7{layout.RING_SUFFIX}"))
     writer.append(output.STDOUT, text.encode())
     listed = Listed()
@@ -79,7 +79,7 @@ def test_output_with_terminal_sequences_is_kept_and_noted(text: str, note: str, 
 
 
 @pytest.mark.parametrize("slow", ["stack.txt", "log_tail.txt"], ids=["at once", "once its Flight Recorder was there"])
-def test_of_a_rank_that_comes_too_late_evidence_and_files_are_of_the_same_steps(
+def test_late_rank_evidence_and_files_match(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     """On a busy machine, or with a log full of secrets."""
@@ -117,7 +117,7 @@ def test_of_a_rank_that_comes_too_late_evidence_and_files_are_of_the_same_steps(
     assert (found.flight_record is record) == ("ranks/0/flight_recorder.json" in listed.found) == (slow != "stack.txt")
 
 
-def test_on_a_busy_machine_the_ranks_have_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_collection_deadline_grows_with_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
     def none(calls: list[Callable[[], object]], *, deadline_s: float) -> list[object]:

@@ -24,7 +24,7 @@ from tests.support.nccl_formats import FORMATS, Format, Hooked, Recorder
 from tests.support.sample_dumps import GLOO, GLOO_ENTRY, NCCL, as_json
 
 
-def test_status_goes_by_the_ranks_own_number_of_the_group() -> None:
+def test_flight_status_uses_group_number_of_rank() -> None:
     """The second group of this rank is called "4"; the one called "2" is none of its own."""
     mine = {**GLOO_ENTRY, "pg_id": 2, "process_group": ("4", "undefined")}
     numbers = {"last_enqueued_collective": 9, "last_started_collective": -1, "last_completed_collective": 8}
@@ -33,7 +33,7 @@ def test_status_goes_by_the_ranks_own_number_of_the_group() -> None:
     assert parse_pickle(pickle.dumps(dump)).status == {"0": status, "4": status}  # of number 3 nobody knows the name
 
 
-def test_gloo_pickle() -> None:
+def test_gloo_pickle_is_parsed() -> None:
     record = parse_pickle(pickle.dumps(GLOO, protocol=2))
     assert record.version == "2.10"
     assert record.groups == {}  # "ranks" is empty there: unknown, not a group without members
@@ -63,7 +63,7 @@ def test_gloo_pickle() -> None:
 
 
 @pytest.mark.parametrize("dump", [GLOO, NCCL])
-def test_json_says_the_same_without_frames(dump: dict[str, Any]) -> None:
+def test_flight_json_equals_pickle_without_frames(dump: dict[str, Any]) -> None:
     from msgspec.structs import replace
 
     pickled = parse_pickle(pickle.dumps(dump))
@@ -71,7 +71,7 @@ def test_json_says_the_same_without_frames(dump: dict[str, Any]) -> None:
     assert parse_json(as_json(dump)) == without
 
 
-def test_nccl() -> None:
+def test_nccl_pickle_is_parsed() -> None:
     record = parse_pickle(pickle.dumps(NCCL))
     assert record.groups == {"0": (0, 1), "1": (1,)}
     first, second, sent = record.entries
@@ -89,7 +89,7 @@ def test_nccl() -> None:
         ({}, "", 0),
     ],
 )
-def test_older_and_poorer_entries(entry: dict[str, Any], group: str, seq: int) -> None:
+def test_older_flight_entries_are_parsed(entry: dict[str, Any], group: str, seq: int) -> None:
     (collective,) = record_of({"version": "2.0", "entries": [entry]}).entries
     assert (collective.group, collective.seq, collective.completed) == (group, seq, False)
 
@@ -97,7 +97,7 @@ def test_older_and_poorer_entries(entry: dict[str, Any], group: str, seq: int) -
 @pytest.mark.parametrize(
     "ranks", ["[0, 1", "__import__('os').abort()", "[0, true]", '["0"]', 7, None, {"0": 1}, "[" * 100000]
 )
-def test_ranks_that_are_not_a_list_of_numbers_are_unknown(ranks: object) -> None:
+def test_group_ranks_that_are_no_number_list_are_unknown(ranks: object) -> None:
     assert record_of({"version": "2.10", "entries": [], "pg_config": {"0": {"ranks": ranks}}}).groups == {}
 
 
@@ -111,18 +111,18 @@ def test_ranks_that_are_not_a_list_of_numbers_are_unknown(ranks: object) -> None
         {"entries": [{"collective_seq_id": 1 << 80, "time_created_ns": "-", "process_group": ("0", 5, 6)}]},
     ],
 )
-def test_values_of_other_types_cost_only_themselves(change: dict[str, Any]) -> None:
+def test_flight_values_of_wrong_type_are_tolerated(change: dict[str, Any]) -> None:
     record_of({**GLOO, **change})
 
 
 @pytest.mark.parametrize("parse", [parse_json, parse_pickle])
 @pytest.mark.parametrize("data", [b"", b"garbage", b"[]", b"null", b"\x80\x02}q\x00.", b"[" * 100_000, b"{}"])
-def test_what_is_no_dump(parse: Callable[[bytes], object], data: bytes) -> None:
+def test_flight_parser_rejects_other_data(parse: Callable[[bytes], object], data: bytes) -> None:
     with pytest.raises(CaptureError):
         parse(data)
 
 
-def test_a_truncated_dump_is_an_error_at_every_length() -> None:
+def test_truncated_pickle_is_rejected_at_every_length() -> None:
     whole = pickle.dumps(GLOO, protocol=2)
     for length in range(len(whole)):
         with pytest.raises(CaptureError):
@@ -143,7 +143,7 @@ def served(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes], listed: b
 
 
 @pytest.mark.parametrize(("dump", "known"), [({"version": "2.4", "entries": []}, False), (NCCL, True)])
-def test_a_server_that_knows_nccl_only(monkeypatch: pytest.MonkeyPatch, dump: dict[str, Any], known: bool) -> None:
+def test_worker_server_with_nccl_recorder_only_is_noted(monkeypatch: pytest.MonkeyPatch, dump: dict[str, Any], known: bool) -> None:
     """torch 2.6 and 2.9: an empty record where NCCL has no group says nothing of what gloo does."""
     served(
         monkeypatch,
@@ -159,7 +159,7 @@ EMPTY = {"version": "2.10", "entries": []}
 
 
 @pytest.mark.parametrize("python", [True, False])
-def test_a_rank_with_a_recorder_of_gloo_and_one_of_nccl(monkeypatch: pytest.MonkeyPatch, python: bool) -> None:
+def test_gloo_and_nccl_recorders_are_merged(monkeypatch: pytest.MonkeyPatch, python: bool) -> None:
     """torch 2.13 with CUDA: the default handler tells of gloo alone."""
     nccl = Recorder(0, {"0": (0, 1)}).collective().collective(state="started")
     for gloo, ops in ((GLOO, ["gloo", "gloo", "nccl", "nccl"]), (EMPTY, ["nccl", "nccl"])):
@@ -187,7 +187,7 @@ def test_a_rank_with_a_recorder_of_gloo_and_one_of_nccl(monkeypatch: pytest.Monk
     ],
     ids=["health check", "one call's own", "two backends", "unknown", "only another group", "none"],
 )
-def test_only_the_default_group_tells_the_jobs_timeout(
+def test_default_timeout_comes_from_default_group_only(
     monkeypatch: pytest.MonkeyPatch, calls: list[tuple[list[str], int]], timeout_s: float | None
 ) -> None:
     entries = [{"process_group": group, "timeout_ms": timeout_ms} for group, timeout_ms in calls]
@@ -196,7 +196,7 @@ def test_only_the_default_group_tells_the_jobs_timeout(
 
 
 @pytest.mark.parametrize("python", [True, False])
-def test_a_rank_with_a_recorder_for_each_backend(monkeypatch: pytest.MonkeyPatch, python: bool) -> None:
+def test_recorders_of_each_backend_are_merged(monkeypatch: pytest.MonkeyPatch, python: bool) -> None:
     """torch 2.15: the default handlers take the backend's name. Older ones answer with gloo's and list none."""
     mine = Hooked(0, {"0": (0, 1)}, "my-own_2").collective().collective(state="scheduled")
     answers = {"fr_trace_json": as_json({"pg_status": {}, **GLOO}), "fr_trace_json?backend=my-own_2": mine.json()}
@@ -219,12 +219,12 @@ class Hostile:
 
 
 @pytest.mark.parametrize("reduction", [(os.abort, ()), (eval, ("1/0",)), (bytearray, (1,)), (print, ("x",))])
-def test_a_pickle_that_runs_code_is_refused(reduction: tuple[Any, ...]) -> None:
+def test_flight_pickle_that_runs_code_is_refused(reduction: tuple[Any, ...]) -> None:
     with pytest.raises(CaptureError, match="which no dump does"):
         parse_pickle(pickle.dumps({**GLOO, "comm_lib_version": Hostile(reduction)}))
 
 
-def test_size_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flight_dump_beyond_size_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_dump, "MAX_DUMP_BYTES", 100)
     with pytest.raises(CaptureError, match="too large"):
         parse_pickle(pickle.dumps(GLOO))
@@ -232,7 +232,7 @@ def test_size_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         record_of({"entries": [None] * (flight_dump.MAX_ENTRIES + 1)})
 
 
-def test_a_column_of_one_number_is_without_a_gap() -> None:
+def test_packed_column_of_one_number_is_range() -> None:
     """What asks whether a window is whole asks for a range."""
     from safelaunch.model.entries import Same, packed
 
@@ -241,7 +241,7 @@ def test_a_column_of_one_number_is_without_a_gap() -> None:
     assert isinstance(packed([7, 7]), Same)
 
 
-def test_an_entry_without_its_groups_name_belongs_to_the_group_of_its_number() -> None:
+def test_flight_entry_without_group_name_uses_group_number() -> None:
     """The number is the rank's own: ``"2"`` may be the name of another group."""
     entries = [
         {"pg_id": 1, "process_group": ["2", "tensor"]},
@@ -255,14 +255,14 @@ def test_an_entry_without_its_groups_name_belongs_to_the_group_of_its_number() -
 
 
 @pytest.mark.parametrize("dump", [GLOO, NCCL], ids=["gloo", "nccl"])
-def test_a_record_that_is_written_again_says_the_same(dump: dict[str, Any]) -> None:
+def test_flight_record_survives_json_round_trip(dump: dict[str, Any]) -> None:
     record = parse_pickle(pickle.dumps(dump))
     assert parse_json(flight_dump.to_json(record)) == record
 
 
 @pytest.mark.parametrize("timing", [True, False])
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"torch {form.torch}")
-def test_nccls_records_written_again_say_the_same(form: Format, timing: bool) -> None:
+def test_nccl_record_survives_json_round_trip(form: Format, timing: bool) -> None:
     recorder = Recorder(1, {"0": (0, 1, 2), "5": (1, 2)}, form, timing=timing)
     recorder.collective("all_reduce").collective("broadcast", group="5", size=(2, 3)).send(0).recv(2)
     recorder.collective("all_gather", "timed out").collective("all_reduce", "started")
@@ -282,7 +282,7 @@ def keep(page: Path, monkeypatch: pytest.MonkeyPatch, **recorders: dict[str, Any
     server.keep_flight_record(f"{page}{layout.FLIGHT_SUFFIX}")
 
 
-def test_a_rank_that_ends_leaves_its_flight_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flight_record_is_kept_at_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "0-1-4711"
     keep(page, monkeypatch, fr=GLOO)
     found = kept_at_exit(page)
@@ -292,7 +292,7 @@ def test_a_rank_that_ends_leaves_its_flight_recorder(tmp_path: Path, monkeypatch
     assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
 
 
-def test_two_recorders_are_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_recorders_kept_at_exit_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "0-1-4711"
     keep(page, monkeypatch, fr=GLOO, nccl=NCCL)
     found = kept_at_exit(page)
@@ -300,7 +300,7 @@ def test_two_recorders_are_one_record(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(found.record.value.entries) == len(GLOO["entries"]) + len(NCCL["entries"])
 
 
-def test_each_backend_leaves_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flight_record_of_each_backend_is_kept_at_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dumps = {name: Hooked(0, {"0": (0, 1)}, name).collective().dump() for name in ("nccl2", "relay")}
     c10d = SimpleNamespace(_dump_fr_trace=lambda backend="gloo": pickle.dumps(dumps.get(backend, GLOO)))
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
@@ -315,7 +315,7 @@ def test_each_backend_leaves_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("what", ["nothing", "no torch", "no entries", "a broken file"])
-def test_without_a_record_there_is_none(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_at_exit_is_none_without_usable_record(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "0-1-4711"
     if what == "no torch":
         keep(page, monkeypatch)

@@ -63,7 +63,7 @@ dumps_of_both = st.sampled_from([GLOO, NCCL])
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), dump=dumps_of_both, value=values)
-def test_any_value_in_any_place_of_a_pickle(data: st.DataObject, dump: dict[str, Any], value: object) -> None:
+def test_pickle_with_any_value_anywhere_is_parsed_or_rejected(data: st.DataObject, dump: dict[str, Any], value: object) -> None:
     place = data.draw(st.sampled_from(places(dump)))
     try:
         record = parse_pickle(pickle.dumps(with_value(dump, place, value)))
@@ -74,7 +74,7 @@ def test_any_value_in_any_place_of_a_pickle(data: st.DataObject, dump: dict[str,
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), dump=dumps_of_both, value=values)
-def test_any_value_in_any_place_of_a_json(data: st.DataObject, dump: dict[str, Any], value: object) -> None:
+def test_json_with_any_value_anywhere_is_parsed_or_rejected(data: st.DataObject, dump: dict[str, Any], value: object) -> None:
     dump = json.loads(as_json(dump))
     place = data.draw(st.sampled_from(places(dump)))
     try:
@@ -87,7 +87,7 @@ def test_any_value_in_any_place_of_a_json(data: st.DataObject, dump: dict[str, A
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), dump=dumps_of_both)
-def test_any_bytes_of_a_pickle(data: st.DataObject, dump: dict[str, Any]) -> None:
+def test_pickle_with_any_bytes_causes_no_internal_error(data: st.DataObject, dump: dict[str, Any]) -> None:
     """In a child, as a stranger's files are read: bytes may be found over which the unpickler itself falls."""
     written = bytearray(pickle.dumps(dump, protocol=2))
     at = data.draw(st.integers(0, len(written) - 1))
@@ -150,7 +150,7 @@ HOSTILE: dict[str, Callable[[], Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", HOSTILE)
 @pytest.mark.parametrize("field", FIELDS)
-def test_what_grows_is_not_walked_through(field: str, what: str) -> None:
+def test_entry_field_of_huge_value_is_bounded_in_time_and_size(field: str, what: str) -> None:
     """In three entries, so that rows are compared; what a pickle refers to twice is one object."""
     value = hostile(what)
     entries = [{**GLOO_ENTRY, field: other} for other in (value, copy.copy(value), value)]
@@ -167,11 +167,11 @@ def test_what_grows_is_not_walked_through(field: str, what: str) -> None:
     [("version",), ("pg_config",), ("pg_config", ""), ("pg_config", "", "ranks"), ("pg_status",), ("pg_status", "0"),
      ("pg_status", "0", "last_enqueued_collective")],
 )  # fmt: skip
-def test_what_grows_beside_the_entries(place: tuple[str, ...], what: str) -> None:
+def test_dump_header_of_huge_value_is_parsed(place: tuple[str, ...], what: str) -> None:
     judged(record_of(with_value(GLOO, place, hostile(what))))
 
 
-def test_many_groups_of_one_list() -> None:
+def test_groups_sharing_one_rank_list_are_parsed_quickly() -> None:
     ranks = list(range(60_000))
     begin = time.process_time()
     record_of({**GLOO, "pg_config": {str(number): {"ranks": ranks} for number in range(16_000)}})
@@ -179,7 +179,7 @@ def test_many_groups_of_one_list() -> None:
 
 
 @pytest.mark.parametrize("ranks", [[MAX_RANKS], "[-1]", [1 << 100], "[0, 99999999999]", [True], [0.0], ["0"]])
-def test_groups_of_no_ranks_that_may_be(ranks: object) -> None:
+def test_group_with_impossible_ranks_is_damaged(ranks: object) -> None:
     record = record_of({**GLOO, "pg_config": {"0": {"ranks": ranks}}})
     assert (record.groups, record.damaged) == ({}, ("pg_config",))
 
@@ -198,18 +198,18 @@ def test_groups_of_no_ranks_that_may_be(ranks: object) -> None:
         ("time_discovered_started_ns", "now"),
     ],
 )  # fmt: skip
-def test_a_field_that_no_torch_writes_is_named(field: str, value: object) -> None:
+def test_impossible_entry_field_is_named_as_damaged(field: str, value: object) -> None:
     record = record_of({**GLOO, "entries": [GLOO_ENTRY, {**GLOO_ENTRY, field: value}]})
     assert record.damaged == (field,)
 
 
 @pytest.mark.parametrize("dump", [GLOO, NCCL, {"entries": [{}]}, {"version": "2.0", "entries": [{"pg_id": 3}]}])
-def test_what_torch_writes_is_not_damaged(dump: dict[str, Any]) -> None:
+def test_valid_dump_is_not_damaged(dump: dict[str, Any]) -> None:
     assert record_of(dump).damaged == ()
     assert parse_json(as_json({"pg_status": {}, **dump})).damaged == ()
 
 
-def test_a_verdict_over_a_damaged_record_is_less_sure(tmp_path: Any) -> None:
+def test_damaged_record_lowers_verdict_confidence(tmp_path: Any) -> None:
     """Rank 2 calls another operation at last; what rank 1 says of an earlier one makes no sense."""
     folder = dumps(tmp_path / "dumps", mismatching())
     sure = diagnose(locate.read(folder).evidence)
@@ -233,7 +233,7 @@ OPCODES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", OPCODES)
-def test_a_dump_that_ends_its_reader_costs_itself(what: str, tmp_path: Any) -> None:
+def test_dump_that_kills_its_reader_loses_only_its_rank(what: str, tmp_path: Any) -> None:
     opcodes, reason = OPCODES[what]
     folder = dumps(tmp_path / "dumps", mismatching())
     written = (folder / "nccl_trace_rank_3").read_bytes()
