@@ -1,1 +1,1 @@
-"""What one stack, one system call or one line of source tells."""
+"""Reads a stack, a system call, an error message or a line of source."""

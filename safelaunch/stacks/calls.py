@@ -1,4 +1,4 @@
-"""What the library frames inside the user's line wait for: peers, a DataLoader, a lock, a subprocess.
+"""The waits in library frames inside the user's line: for peers, a DataLoader, a lock, a subprocess.
 
 Recognized by file and function of torch and the standard library, never by anything in the user's program.
 """
@@ -171,7 +171,7 @@ _PURPOSES: tuple[tuple[Purpose, LibraryCall], ...] = (
 def purpose(stack: Stack) -> Purpose:
     """Returns why torch makes the collective that the user's line led to; empty if the user called it."""
     inner = [(normal(frame.file), short(frame.function)) for frame in stack.called]
-    return next((found for found, mark in _PURPOSES for one in inner if mark.fits(*one)), "")
+    return next((reason for reason, mark in _PURPOSES for call in inner if mark.fits(*call)), "")
 
 
 def in_torch(stack: Stack) -> bool:
@@ -230,11 +230,11 @@ class LockWait:
     # thread sets; ``lock``: the holder.
     on: Literal["work", "signal", "lock"] = "lock"
     own: bool = False  # the source shows that the thread has taken it itself
-    shared: bool = False  # of ``multiprocessing``, whose barrier is that of ``threading`` with another lock
+    shared: bool = False  # a lock of ``multiprocessing`` (its barrier is ``threading.Barrier`` with such a lock)
 
     @property
     def by_processes(self) -> bool:
-        """Whether another process can be the one that ends the wait."""
+        """True if another process can end the wait."""
         return self.on == "work" or self.shared
 
     @property
@@ -243,12 +243,12 @@ class LockWait:
 
     @property
     def of_future(self) -> bool:
-        """Whether a pool's threads or an event loop end it, rather than the end of a thread of the user."""
+        """True if a pool's thread or an event loop ends it, rather than the end of a user's thread."""
         return self.on == "work" and self.what != "Thread.join"
 
     @property
     def of_items(self) -> bool:
-        """Whether it is a queue's ``join()``, which ends when ``task_done()`` was called for each item."""
+        """True for a queue's ``join()``, which ends after ``task_done()`` for each item."""
         return self.what.endswith("Queue.join)")
 
 
@@ -283,13 +283,13 @@ def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
     for frame in reversed(inner):
         for ending, functions, wait in _LOCK_CALLS:
             if normal(frame.file).endswith(ending) and short(frame.function) in functions:
-                return replace(wait, shared=any("/multiprocessing/" in normal(one.file) for one in inner))
+                return replace(wait, shared=any("/multiprocessing/" in normal(frame.file) for frame in inner))
     return None
 
 
 @dataclass(frozen=True)
 class Awaited:
-    """What one thread waits for: the ends of its edges in the graph of waits."""
+    """Ends of a thread's edges in the graph of waits."""
 
     peers: TorchWait | None = (
         None  # c10d call that waits for other ranks; they end the wait, whatever else is on the stack
@@ -349,7 +349,6 @@ def native(samples: Iterable[StackSample], os_tid: int | None, answers: Answers)
 
 
 def _native_frames(samples: Iterable[StackSample], os_tid: int | None) -> Iterator[list[Frame]]:
-    """Yields the C frames inside a thread's innermost Python frame, for each native sample."""
     for sample in samples:
         for thread in sample.threads if sample.native else ():
             if thread.os_tid == os_tid:

@@ -230,5 +230,5 @@ def failure(text: str) -> KnownFailure | None:
 
 def first_failure(messages: Iterable[str]) -> KnownFailure | None:
     """Returns the first of a process's warnings that is its own failure, else the first failure."""
-    failures = [known for text in messages if (known := failure(text)) is not None and known.kind != "nccl-ending"]
-    return next((known for known in failures if known.own), failures[0] if failures else None)
+    failures = [match for text in messages if (match := failure(text)) is not None and match.kind != "nccl-ending"]
+    return next((match for match in failures if match.own), failures[0] if failures else None)

@@ -57,9 +57,9 @@ def basename(path: str) -> str:
     return PurePosixPath(normal(path)).name or path
 
 
-def same_line(one: Frame | None, other: Frame | None) -> bool:
-    # The function's name may differ: recorded frames have no class names.
-    return one is not None and other is not None and (one.file, one.line) == (other.file, other.line)
+def same_line(first: Frame | None, other: Frame | None) -> bool:
+    # Function names can differ: recorded frames have no class names.
+    return first is not None and other is not None and (first.file, first.line) == (other.file, other.line)
 
 
 def place(frame: Frame | None) -> str:

@@ -48,7 +48,7 @@ class Shortage:
 
     @property
     def is_fragmented(self) -> bool:
-        """Whether the memory that torch has reserved but not used would have been enough."""
+        """True if the memory that torch has reserved but not used would have been enough."""
         return bool(self.asked and self.unused and self.unused >= self.asked)
 
 

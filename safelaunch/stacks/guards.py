@@ -8,43 +8,19 @@ for each rank: then the source shows which ranks reach that line.
 from __future__ import annotations
 
 import ast
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 from safelaunch.model import Frame
 from safelaunch.stacks import source as src
 from safelaunch.stacks.frames import basename
+from safelaunch.stacks.rank_names import MAX_STEPS, WORLD_SIZE, asks_for_the_rank, identifiers
+from safelaunch.stacks.rank_values import UnknownValueError, Whereabouts, value_on_rank
 from safelaunch.stacks.source import ReadSource
 
-# Names in torch, accelerate, transformers, Lightning and DeepSpeed that identify the process.
-_OF_THE_RANK = re.compile(
-    r"(?:^|_)rank(?:_|0?$)|^is_(?:local_|world_)?(?:main|master)|(?:global|process)_zero$|process_index"
-    r"|^(?:get_)?coordinate$|^is_(?:first|last)(?:_stage)?$|^on_(?:main|local_main|last)_process$",
-    re.IGNORECASE,
-)
-_GLOBAL = re.compile(r"^_?(?:get_)?(?:(?:global|world|dist|my)_)?rank$|^process_index$", re.IGNORECASE)
-_LOCAL = re.compile(r"^_?(?:get_)?local_(?:rank|process_index)$", re.IGNORECASE)
-_WORLD = re.compile(r"^_?(?:get_)?world_size$|^num_(?:processes|replicas|ranks)$", re.IGNORECASE)
-_MAIN = re.compile(
-    r"^is_(?:main|master)(?:_process|_rank)?$|^is_(?:global|world_process)_zero$|^rank_?(?:0|zero)$"
-    r"|^is_rank_?(?:0|zero)$|^is_world_main$",
-    re.IGNORECASE,
-)
 _DECORATORS = re.compile(r"rank_?zero|main_process|on_(?:main|last)|rank_?0|master_only", re.IGNORECASE)
-_MOST_STEPS = 6  # from a name to the name that it stands for
-
-
-@dataclass(frozen=True)
-class Whereabouts:
-    """The values that a condition on the rank can use."""
-
-    rank: int
-    local_rank: int
-    world_size: int
 
 
 @dataclass(frozen=True)
@@ -71,18 +47,14 @@ class Guard:
         """Returns ``if rank == 0 (train.py:14)``."""
         return f"{self.text} ({basename(self.file)}:{self.line})"
 
-    def admits(self, one: Whereabouts) -> bool | None:
+    def admits(self, whereabouts: Whereabouts) -> bool | None:
         """Returns whether this rank passes it; None if the condition depends on more than the rank."""
         if self.test is None:
             return None
         try:
-            return bool(_value(self.test, one, self.names, _MOST_STEPS)) is self.taken
-        except _UnknownError:
+            return bool(value_on_rank(self.test, whereabouts, self.names, MAX_STEPS)) is self.taken
+        except UnknownValueError:
             return None
-
-
-class _UnknownError(Exception):
-    """The value can't be determined from the source alone."""
 
 
 def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, ...]:
@@ -91,16 +63,16 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
     If both branches of an ``if`` call the function that the stack goes into, it keeps no rank away. Frames outside a
     signal handler haven't called it, so their guards don't count.
     """
-    found = []
+    blocking = []
     for frame, into in zip(stack, (None, *stack), strict=False):
-        guards = [one for one in reversed(way_to(frame, read_source)) if one.asks_for_rank and not one.loop]
+        guards = [guard for guard in reversed(way_to(frame, read_source)) if guard.asks_for_rank and not guard.loop]
         if any(guard.beside for guard in guards):
             called = _called_at(frame, read_source) if into is None else into.function.rpartition(".")[2]
             guards = [replace(guard, test=None) if called and called in guard.beside else guard for guard in guards]
-        found += guards
+        blocking += guards
         if src.runs_aside(frame, read_source):
             break
-    return tuple(found)
+    return tuple(blocking)
 
 
 def way_to(frame: Frame, read_source: ReadSource) -> tuple[Guard, ...]:
@@ -119,18 +91,17 @@ def _way(text: str, file: str, line: int) -> tuple[Guard, ...]:
     tree = src.tree_of(text)
     scope = src.scope_of(tree, line)
     names = _assigned(tree) | _assigned(scope)
-    found = []
+    conditions = []
     for at, shown, taken, test in _on_the_way(scope, line):
         asks = test is None or asks_for_the_rank(test, names)
-        found.append(Guard(file, at, shown, taken, test, names, _beside(scope, test, taken), asks))
-    return tuple(sorted([*found, *_loops(scope, file, line, names)], key=lambda one: one.line))
+        conditions.append(Guard(file, at, shown, taken, test, names, _beside(scope, test, taken), asks))
+    return tuple(sorted([*conditions, *_loops(scope, file, line, names)], key=lambda guard: guard.line))
 
 
 def _beside(scope: ast.AST, test: ast.expr | None, taken: bool) -> frozenset[str]:
-    """Returns the names of the functions that the other branch of this ``if`` calls."""
     ifs = (node for node in ast.walk(scope) if isinstance(node, ast.If) and node.test is test)
     other = next((node.orelse if taken else node.body for node in ifs), [])
-    return frozenset(src.name_called(call.func) for one in other for call in src.calls_in(one))
+    return frozenset(src.name_called(call.func) for statement in other for call in src.calls_in(statement))
 
 
 _PLAIN = (ast.Expr, ast.Assign, ast.Return)
@@ -143,7 +114,6 @@ def _called_at(frame: Frame, read_source: ReadSource) -> str:
 
 
 def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) -> Iterator[Guard]:
-    """Yields the heads of ``for`` loops around the line; the condition of a ``while`` is on the way anyway."""
     for loop in src.loops_around(scope, line):
         if not isinstance(loop, ast.While) and src.holds(loop.body, line):
             shown = f"for {src.text_of(loop.target)} in {src.text_of(loop.iter)}"
@@ -157,11 +127,11 @@ _Met = tuple[int, str, bool, "ast.expr | None"]  # line, text, whether it was ta
 def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Met]:
     """Yields the conditions that were met before ``line`` was reached, from outside to inside."""
     for decorator in getattr(scope, "decorator_list", []):
-        if any(_DECORATORS.search(name) for name in _words(decorator)):
+        if any(_DECORATORS.search(name) for name in identifiers(decorator)):
             yield decorator.lineno, f"@{src.text_of(decorator)}", True, None
     block: Sequence[ast.stmt] | None = getattr(scope, "body", None)
     while block is not None:
-        at = next((n for n, one in enumerate(block) if src.holds([one], line)), None)
+        at = next((n for n, statement in enumerate(block) if src.holds([statement], line)), None)
         if at is None:
             return
         for before in block[:at]:
@@ -200,7 +170,7 @@ def _within_statement(statement: ast.stmt, line: int) -> Iterator[_Met]:
 
 
 def _within_expression(value: ast.expr | None) -> Iterator[_Met]:
-    """Yields the conditions in ``rank == 0 and dist.barrier()`` and ``dist.barrier() if rank == 0 else None``."""
+    # ``rank == 0 and dist.barrier()``, and ``dist.barrier() if rank == 0 else None``
     if isinstance(value, ast.BoolOp) and isinstance(value.values[-1], ast.Call):
         test, taken = value.values[0], isinstance(value.op, ast.And)
         yield value.lineno, f"{src.text_of(test)} {'and' if taken else 'or'} …", taken, test
@@ -218,20 +188,17 @@ def _inner_block(statement: ast.stmt, line: int) -> Sequence[ast.stmt] | None:
     return next((block for block in blocks if isinstance(block, list) and src.holds(block, line)), None)
 
 
-# --- what a condition depends on --------------------------------------------------------------------------------------
-
-
 def _assigned(scope: ast.AST) -> dict[str, ast.expr]:
-    """Returns names that stand for exactly one expression in ``scope``; a name assigned twice has no meaning."""
-    found: dict[str, ast.expr | None] = {}
+    # A name that is assigned twice stands for no expression.
+    assigned: dict[str, ast.expr | None] = {}
     for node in _statements(scope):
         for name, value in _pairs(node):
-            found[name] = None if name in found else value
-    return {name: value for name, value in found.items() if value is not None}
+            assigned[name] = None if name in assigned else value
+    return {name: value for name, value in assigned.items() if value is not None}
 
 
 def _statements(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yields all nodes below ``scope``, except the bodies of its functions and classes."""
+    # Without the bodies of its functions and classes.
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
@@ -255,168 +222,16 @@ def _targets(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, as
         values = (
             value.elts if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts) else None
         )
-        for number, one in enumerate(target.elts):
-            yield from _targets(one, values[number] if values is not None else None)
+        for number, element in enumerate(target.elts):
+            yield from _targets(element, values[number] if values is not None else None)
 
 
 def assignments_of_the_rank(module: ast.Module) -> list[ast.stmt]:
     """Returns the module's assignments of values that depend on rank or world size: ``r = dist.get_rank()``."""
     names = _assigned(module)
-    values = {one: [value for _, value in _pairs(one) if value is not None] for one in module.body}
+    values = {statement: [value for _, value in _pairs(statement) if value is not None] for statement in module.body}
     return [
-        one
-        for one, assigned in values.items()
-        if any(asks_for_the_rank(value, names) or any(map(_WORLD.match, _words(value))) for value in assigned)
+        statement
+        for statement, assigned in values.items()
+        if any(asks_for_the_rank(value, names) or any(map(WORLD_SIZE.match, identifiers(value))) for value in assigned)
     ]
-
-
-_CASTS = frozenset({"int", "str", "bool", "get", "getenv"})
-
-
-def asks_for_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int = _MOST_STEPS) -> bool:
-    """Returns whether the condition depends on the process: it contains the rank, or a name that stands for the rank.
-
-    The result of a function of the rank doesn't count.
-    """
-    words = list(_words(test))
-    if any(_OF_THE_RANK.search(word) for word in words):
-        return True
-    values = (names[word] for word in words if steps and word in names)
-    return any(asks_for_the_rank(plain, names, steps - 1) for value in values if (plain := _plain(value)) is not None)
-
-
-def _plain(value: ast.expr) -> ast.expr | None:
-    """Returns the expression; if it is computed from arguments, only the function, whose name can have the rank."""
-    calls = [one for one in ast.walk(value) if isinstance(one, ast.Call) and (one.args or one.keywords)]
-    if all(_CASTS.intersection(src.names_in(call.func)) for call in calls):
-        return value
-    return value.func if isinstance(value, ast.Call) and not isinstance(value.func, ast.Call) else None
-
-
-def _words(node: ast.AST) -> Iterator[str]:
-    """Yields each name in ``node``, and the names of rank variables that are looked up as strings."""
-    yield from src.names_in(node)
-    for part in ast.walk(node):
-        if isinstance(part, ast.Constant) and part.value in ("RANK", "LOCAL_RANK"):
-            yield str(part.value)
-
-
-# --- its value on one rank --------------------------------------------------------------------------------------------
-
-_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.eq,
-    ast.IsNot: operator.ne,
-    ast.In: lambda one, other: one in other,
-    ast.NotIn: lambda one, other: one not in other,
-}
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-
-
-def _value(node: ast.expr, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
-    """Returns the value of an expression over ranks and constants. Raises ``_UnknownError`` for any other."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
-        return [_value(part, one, names, steps) for part in node.elts]
-    if isinstance(node, ast.UnaryOp):
-        inner = _value(node.operand, one, names, steps)
-        return not inner if isinstance(node.op, ast.Not) else -inner if isinstance(node.op, ast.USub) else _unknown()
-    if isinstance(node, ast.BoolOp):
-        return _either(node, one, names, steps)
-    if isinstance(node, ast.Compare):
-        return _compared(node, one, names, steps)
-    if isinstance(node, ast.BinOp):
-        return _computed(node, one, names, steps)
-    return _named(node, one, names, steps)
-
-
-def _unknown() -> Any:
-    raise _UnknownError
-
-
-def _either(node: ast.BoolOp, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> bool:
-    """Evaluates ``and``, false if one part is false, whatever the others; and ``or`` accordingly."""
-    decisive, unknown = isinstance(node.op, ast.Or), False
-    for part in node.values:
-        try:
-            if bool(_value(part, one, names, steps)) is decisive:
-                return decisive
-        except _UnknownError:
-            unknown = True
-    return bool(_unknown()) if unknown else not decisive
-
-
-def _compared(node: ast.Compare, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> bool:
-    values = [_value(part, one, names, steps) for part in (node.left, *node.comparators)]
-    try:
-        return all(_COMPARE[type(sign)](values[number], values[number + 1]) for number, sign in enumerate(node.ops))
-    except TypeError:
-        return bool(_unknown())
-
-
-def _computed(node: ast.BinOp, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
-    values = [_value(part, one, names, steps) for part in (node.left, node.right)]
-    compute = _ARITHMETIC.get(type(node.op))
-    if compute is None or not all(isinstance(value, int) for value in values):
-        return _unknown()
-    try:
-        return compute(*values)
-    except ZeroDivisionError:
-        return _unknown()
-
-
-def _named(node: ast.expr, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
-    """Evaluates a name or a call that gives the rank, or a name that stands for such an expression."""
-    if isinstance(node, ast.Name) and steps and node.id in names:
-        return _value(names[node.id], one, names, steps - 1)
-    if isinstance(node, ast.Call):
-        return _called(node, one, names, steps)
-    if isinstance(node, ast.NamedExpr):
-        return _value(node.value, one, names, steps)
-    if isinstance(node, ast.Subscript):
-        key = node.slice.value if isinstance(node.slice, ast.Constant) else None
-        return _of_environ(key, one) if "environ" in set(_words(node.value)) else _unknown()
-    return _of_word(src.name_called(node), one)
-
-
-def _called(node: ast.Call, one: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
-    word = src.name_called(node.func)
-    if word in ("int", "str", "bool") and len(node.args) == 1:
-        return _value(node.args[0], one, names, steps)
-    if word == "range" and node.args:
-        bounds = [_value(part, one, names, steps) for part in node.args]
-        return range(*bounds) if all(isinstance(bound, int) for bound in bounds) else _unknown()
-    if word in ("get", "getenv") and node.args and isinstance(node.args[0], ast.Constant):
-        return _of_environ(node.args[0].value, one)
-    if node.args or node.keywords:  # of a group: a different rank
-        return _unknown()
-    return _of_word(word, one)
-
-
-def _of_environ(key: object, one: Whereabouts) -> int:
-    known = {"RANK": one.rank, "LOCAL_RANK": one.local_rank, "WORLD_SIZE": one.world_size}
-    return known[key] if isinstance(key, str) and key in known else int(_unknown())
-
-
-def _of_word(word: str, one: Whereabouts) -> int | bool:
-    if _GLOBAL.match(word):
-        return one.rank
-    if _LOCAL.match(word):
-        return one.local_rank if one.local_rank >= 0 else int(_unknown())
-    if _WORLD.match(word):
-        return one.world_size
-    if _MAIN.match(word):
-        return one.rank == 0
-    return bool(_unknown())

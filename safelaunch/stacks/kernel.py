@@ -1,4 +1,4 @@
-"""What the kernel says a thread waits for, made comparable over samples, Python versions and architectures."""
+"""The wait of a thread as the kernel shows it, comparable between samples, Python versions and architectures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LOCKS = frozenset({"flock", "fcntl"})
 _LOCKED_BY = ", locked by pid "
 WRITES = frozenset({"write", "writev", "pwrite64", "pwritev", "send", "sendto", "sendmsg", "sendmmsg", "sendfile"})
 
-BUSY_SHARE = 0.2  # of a core, over the time between the samples; cores may be shared, waits use under 0.02
+BUSY_SHARE = 0.2  # of a core, between the samples; cores can be shared, waits use under 0.02
 
 
 _NOT_SEEN = ThreadState(tid=0, name="", state="")
@@ -43,31 +43,25 @@ _NOT_SEEN = ThreadState(tid=0, name="", state="")
 
 @dataclass(frozen=True)
 class KernelWait:
-    """``kind``: running | sleep | lock | child | select | poll | io | disk | stopped | dead | unknown.
+    """A thread's wait in the kernel."""
 
-    ``call`` is the system call or wait channel as shown to people. ``cpu_share``: of one core between the first and the
-    last sample; None with a single sample. ``left_s``: how long after the last sample the call ends by itself; None
-    where it has no limit. ``ends``: who has the other end of the pipe or connection that it is on, as seen last; None
-    where that is not known. ``again``: it sleeps, and did so before. ``thread``: the sample that shows the wait, if one
-    does.
-    """
-
-    kind: str
-    call: str = ""
-    cpu_share: float | None = None
-    left_s: float | None = None
+    kind: str  # running | sleep | lock | child | select | poll | io | disk | stopped | dead | unknown
+    call: str = ""  # system call or wait channel, as shown to users
+    cpu_share: float | None = None  # of one core between the first and last sample; None with one sample
+    left_s: float | None = None  # time after the last sample until the call ends by itself; None without a limit
+    # Holders of the other end of its pipe or connection in the last sample; None if unknown.
     ends: tuple[OtherEnd, ...] | None = None
-    again: bool = False
-    thread: ThreadState = _NOT_SEEN
+    again: bool = False  # it sleeps repeatedly
+    thread: ThreadState = _NOT_SEEN  # sample that shows the wait, if any
 
     @property
     def wanted_lock(self) -> str:
-        """The file on which it waits for a lock."""
+        """File on which it waits for a lock."""
         return self.thread.fd_target.partition(_LOCKED_BY)[0] if self.call in _LOCKS else ""
 
     @property
     def lock_holder(self) -> str:
-        """The process that has locked that file, in the kernel's words: ``pid 71 (python, since ...)``."""
+        """Process that has locked that file, as the kernel reports it: ``pid 71 (python, since ...)``."""
         return "".join(self.thread.fd_target.partition(_LOCKED_BY)[1:]).removeprefix(", locked by ")
 
     @property
@@ -79,34 +73,36 @@ class KernelWait:
         return self.kind == "running" or (self.cpu_share is not None and self.cpu_share >= BUSY_SHARE)
 
 
-POLL_S = 2.0  # a process asks again within that time for what it waits for; sqlite does after 0.1 s at most
+POLL_S = 2.0  # longest pause between two polls of a file lock; sqlite pauses for at most 0.1 s
 
 
 def polled_lock(process: ProcessEvidence, wait: KernelWait) -> FileLock | None:
-    """The one file lock that the main thread may be asking for again and again: somebody else holds it in each sample
-    in which the thread sleeps, it has the file open, and its sleeps are short.
+    """Returns the one file lock that the main thread might be polling.
+
+    Another process holds it in each sample in which the thread sleeps, the process has the file open, and the sleeps
+    are short.
     """
     if wait.kind not in ("sleep", "select") or wait.left_s is None or wait.left_s > POLL_S:
         return None
-    seen = [{lock for lock in state.locks if lock.pid != state.pid} for state in process.states]
-    common = set.intersection(*filter(None, seen)) if any(seen) else set()
+    locks = [{lock for lock in state.locks if lock.pid != state.pid} for state in process.states]
+    common = set.intersection(*filter(None, locks)) if any(locks) else set()
     return common.pop() if len(common) == 1 else None
 
 
 def thread_samples(process: ProcessEvidence, tid: int | None = None) -> list[tuple[float, ThreadState]]:
-    """(time, state) of one thread, the main thread by default, oldest first."""
-    found = []
+    """Returns (time, state) of one thread, the main thread by default, oldest first."""
+    samples = []
     for state in process.states:
         wanted = (state.leads or state.pid) if tid is None else tid
-        found += [(state.at_s, thread) for thread in state.threads if thread.tid == wanted]
-    return found
+        samples += [(state.at_s, thread) for thread in state.threads if thread.tid == wanted]
+    return samples
 
 
 def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
-    """What ``tid`` (default: the main thread) waits for.
+    """Returns what thread ``tid`` (by default the main thread) waits for.
 
-    A state has to last: D or T in one of several samples is a passing moment, and a thread with CPU time between the
-    samples is running whatever the moment of the look showed.
+    A state must last: D or T in one of several samples is a passing moment, and a thread that used CPU time between the
+    samples is running, whatever each sample shows.
     """
     samples = thread_samples(process, tid)
     main = tid is None or (bool(process.states) and tid == process.pid)
@@ -121,7 +117,7 @@ def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
         return KernelWait("stopped", cpu_share=share)
     if states and all(state == "D" for state in states):
         return KernelWait("disk", _channel([t for _, t in samples]), cpu_share=share)
-    starved = len(states) > 1 and all(state == "R" for state in states)  # it would run, if it were given a core
+    starved = len(states) > 1 and all(state == "R" for state in states)  # ready to run, but without a core
     if starved or (share is not None and share >= BUSY_SHARE):
         return KernelWait("running", cpu_share=share)
     thread = _newest_wait(samples)
@@ -136,41 +132,37 @@ def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
             again=kind in ("sleep", "select") and _again(samples),
             thread=thread,
         )
-    running = bool(states) and all(state == "R" for state in states)  # in the one sample that there is
+    running = bool(states) and all(state == "R" for state in states)  # in the only sample
     return KernelWait("running" if running else "unknown", cpu_share=share)
 
 
 def _newest_wait(samples: list[tuple[float, ThreadState]]) -> ThreadState | None:
-    """The newest sample that tells what the thread waits for, as its newest stack does.
-
-    A stack reader that stopped the process leaves ``restart_syscall`` behind, of which only the wait channel tells: the
-    call is named by the samples before then, as far as they are of the same wait.
-    """
+    # A stack reader that stopped the process leaves ``restart_syscall`` as the call, and only the wait channel is still
+    # right: then earlier samples of the same wait name the call.
     telling = [thread for _, thread in samples if kind_of(thread) != "unknown"]
     same = list(takewhile(lambda thread: _channel_kind(thread) == _channel_kind(telling[-1]), reversed(telling)))
     return next((thread for thread in same if thread.syscall_name), same[0] if same else None)
 
 
 def _channel_kind(thread: ThreadState) -> str:
-    """Select and poll wait in one channel."""
+    # Select and poll wait in the same channel.
     kind = kind_of(thread)
     return "poll" if kind == "select" else kind
 
 
 def _ends(waiting: ThreadState, samples: list[tuple[float, ThreadState]]) -> tuple[OtherEnd, ...] | None:
-    """As seen last while it waited at the same pipe or connection."""
     same = (thread.ends for _, thread in reversed(samples) if thread.inode == waiting.inode)
     return next((ends for ends in same if ends is not None), None)
 
 
-WAKES = 8  # between two looks; what reads its stack wakes a thread that sleeps once or twice
+WAKES = 8  # between two samples; reading its stack wakes a sleeping thread once or twice
 
 
 def _again(samples: list[tuple[float, ThreadState]]) -> bool:
-    """The sleep that one sample saw was over before a later one, which sees the thread asleep again: so it polls.
+    """Returns whether the thread polls: the sleep in one sample ended before a later sample that shows it asleep.
 
-    Where the other sample sees it awake, or does not tell how long its sleep was: it has run so often in between, and
-    sleeps a short time, that it has slept so before.
+    If the other sample shows it awake, or doesn't show how long it sleeps, it polls if it ran many times in between and
+    its sleeps are short.
     """
     asleep = [(at_s, thread.ends_s) for at_s, thread in samples if kind_of(thread) in ("sleep", "select")]
     first = next((ends_s for _, ends_s in asleep if ends_s), None)
@@ -182,13 +174,13 @@ def _again(samples: list[tuple[float, ThreadState]]) -> bool:
 
 
 def _left_s(samples: list[tuple[float, ThreadState]]) -> float | None:
-    """The sample that says it first knows best: a limit that counts from the call's begin is counted from a look."""
+    # The first sample is right: a limit that counts from the call's beginning is counted from the time of the sample.
     ends_s = next((thread.ends_s for _, thread in samples if thread.ends_s is not None), None)
     return None if ends_s is None else max(0.0, ends_s - samples[-1][0])
 
 
 def kind_of(thread: ThreadState) -> str:
-    """What the thread waits for in its system call: sleep | lock | child | select | poll | io | unknown."""
+    """Returns what the system call waits for: sleep | lock | child | select | poll | io | unknown."""
     name = thread.syscall_name
     for kind, names in (("sleep", _SLEEP), ("lock", _LOCK), ("child", _CHILD), ("select", _SELECT), ("poll", _POLL)):
         if name in names:
@@ -215,7 +207,7 @@ def _cpu_share(samples: list[tuple[float, ThreadState]]) -> float | None:
 
 
 def wait_words(wait: KernelWait) -> str:
-    """The wait, to stand in brackets behind a sentence: ``read on pipe:[7]``, ``97% of a core``."""
+    """Returns the wait as a note in brackets: ``read on pipe:[7]``, ``97% of a core``."""
     if wait.kind == "running":
         return "" if wait.cpu_share is None else f"{wait.cpu_share:.0%} of a core"
     fd, target = wait.thread.fd, wait.thread.fd_target

@@ -8,9 +8,11 @@ from itertools import pairwise, takewhile
 from safelaunch.model import Frame
 from safelaunch.model.entries import Entries
 from safelaunch.stacks import frames as fr
+from safelaunch.stacks.diverging import DivergingStacks, diverging_stacks
+from safelaunch.stacks.diverging_loops import loop_of_both
 from safelaunch.stacks.guards import Guard
-from safelaunch.stacks.parting import Parting, loop_of_both, parting, ways_around
 from safelaunch.stacks.source import SourceLoop, loops_at, names_called_at
+from safelaunch.stacks.ways_out import ways_around
 from safelaunch.verdict import suggestions
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Finding, stacks_of_waiters
@@ -43,7 +45,7 @@ def diverging_conditions(facts: CaseFacts, finding: Finding) -> Iterator[Annotat
     if not sides:
         return
     (first_side, _), (second_side, _) = sides
-    branching = parting(first_side, second_side, facts.read_source)
+    branching = diverging_stacks(first_side, second_side, facts.read_source)
     if branching is None:
         loop = loop_of_both(first_side, second_side, facts.read_source)
         if loop is not None:
@@ -111,7 +113,7 @@ def _different_items(facts: CaseFacts, loop: Guard, around: Sequence[Frame]) -> 
 
 
 def _loop_ended(
-    facts: CaseFacts, branching: Parting, sides: Sequence[RankSide]
+    facts: CaseFacts, branching: DivergingStacks, sides: Sequence[RankSide]
 ) -> tuple[SourceLoop, Annotation] | None:
     """Explains sides that diverged as a loop ended for one of them: the other makes that side's last call again.
 
@@ -149,7 +151,9 @@ def _calls_in_a_row(facts: CaseFacts, rank: int, way: Sequence[Frame], before: i
     return len(list(takewhile(lambda stack: stack == spots, stacks)))
 
 
-def _later_round(facts: CaseFacts, branching: Parting, sides: Sequence[RankSide], later: int) -> Iterator[Annotation]:
+def _later_round(
+    facts: CaseFacts, branching: DivergingStacks, sides: Sequence[RankSide], later: int
+) -> Iterator[Annotation]:
     """Explains sides that should meet under the same number, one of them in a later round.
 
     Yields nothing if a library makes a call in between, under its own conditions.

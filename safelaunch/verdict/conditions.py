@@ -13,11 +13,9 @@ from msgspec import structs
 from safelaunch.model import Claim, Frame, OtherEnd
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
-from safelaunch.stacks.innermost import (
-    Poll,
-    StoreKey,
-)
 from safelaunch.stacks.kernel import POLL_S, polled_lock, wait_words
+from safelaunch.stacks.polls import Poll
+from safelaunch.stacks.store_keys import StoreKey
 from safelaunch.verdict import suggestions
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.suggestions import Advice

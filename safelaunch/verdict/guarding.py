@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from safelaunch.model import Claim, Frame
 from safelaunch.stacks import frames as fr
-from safelaunch.stacks.guards import Guard, Whereabouts, guards_of
+from safelaunch.stacks.guards import Guard, guards_of
+from safelaunch.stacks.rank_values import Whereabouts
 from safelaunch.verdict import suggestions
 from safelaunch.verdict.c10d import signature
 from safelaunch.verdict.chance import is_in_transfer, unless_random

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from safelaunch.model import Claim, Collective, Frame, Posted, RankEvidence
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
-from safelaunch.stacks.innermost import calls_method
+from safelaunch.stacks.receivers import calls_method
 from safelaunch.verdict.alignment import Alignment
 from safelaunch.verdict.c10d import Signature, call_words, number_of, op_name, signature
 from safelaunch.verdict.conditions import record_claim

@@ -15,8 +15,8 @@ from msgspec import structs
 from safelaunch.model import Claim, ProcessEvidence
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
-from safelaunch.stacks.innermost import LockHeld
 from safelaunch.stacks.kernel import wait_words
+from safelaunch.stacks.locks import LockHeld
 from safelaunch.verdict import causes, suggestions
 from safelaunch.verdict.conditions import Condition, thread_condition
 from safelaunch.verdict.doubts import Doubt, doubts_if

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from safelaunch.model import (
     Collective,
 )
-from safelaunch.stacks.innermost import is_given_by
+from safelaunch.stacks.receivers import is_given_by
 from safelaunch.verdict.c10d import number_of, op_name, signature
 from safelaunch.verdict.peers import PeerWait, line_before_c10d
 from safelaunch.verdict.thread_view import View

@@ -15,8 +15,8 @@ from msgspec import structs
 
 from safelaunch.model import CaughtException, Claim, Frame
 from safelaunch.stacks import frames as fr
-from safelaunch.stacks.parting import Left, left_by
 from safelaunch.stacks.tracebacks import lines_of
+from safelaunch.stacks.ways_out import WayOut, ways_out
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exceptions import one_line
 from safelaunch.verdict.findings import Annotation, Finding
@@ -110,15 +110,15 @@ def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     yield _explanation(finding, skips, cause, words, "what the rank printed", advice)
 
 
-def _printed_lines(facts: CaseFacts, named: Sequence[int]) -> dict[int, tuple[Left, str]]:
+def _printed_lines(facts: CaseFacts, named: Sequence[int]) -> dict[int, tuple[WayOut, str]]:
     """Returns each rank's newest line that no peer printed, and the statement after which it skipped calls."""
     printed = {rank: lines for rank in named if (lines := lines_of(facts.ranks[rank].evidence.log_tail))}
     not_named = [rank for rank in facts.ranks if rank not in named]
     some = [*list(printed)[:_MOST_LOOKED_AT], *not_named[:_MOST_LOOKED_AT]] if printed else []
     called = {(frame.file, frame.line): frame for rank in some for frame in _lines_called_from(facts, rank)}
-    every = left_by(called.values(), facts.read_source)
+    every = ways_out(called.values(), facts.read_source)
     ways = [left for left in every if left.parts and any(left.leaves_out(frame) for frame in called.values())]
-    own_lines: dict[int, tuple[Left, str]] = {}
+    own_lines: dict[int, tuple[WayOut, str]] = {}
     for rank, lines in printed.items() if ways else ():
         peer_tails = [facts.ranks[peer].evidence.log_tail for peer in not_named or named if peer != rank]
         matches = ((left, line) for line in reversed(lines) for left in ways if left.has_printed(line))
@@ -134,7 +134,7 @@ def _lines_called_from(facts: CaseFacts, rank: int) -> Iterator[Frame]:
         yield from facts.alignment.stack(rank, kind).user_frames
 
 
-def _printed_skip(rank: int, left: Left, line: str, *, sure: bool) -> _SkippedCalls:
+def _printed_skip(rank: int, left: WayOut, line: str, *, sure: bool) -> _SkippedCalls:
     text = one_line(line.strip(), 100)
     words = f"Rank {rank} printed {text!r} at {fr.place(left.frame)}, in `{left.after}`, and continued with {left.goes}"
     words += ", skipping the collectives that its peers called there"

@@ -8,18 +8,11 @@ from functools import cached_property
 from safelaunch.model import Claim, Frame, ProcessEvidence, RankEvidence, StackSample, Thread
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
-from safelaunch.stacks.innermost import (
-    LockHeld,
-    LockTaken,
-    Poll,
-    StoreKey,
-    lock_at,
-    locks_held,
-    poll_at,
-    store_key_at,
-)
 from safelaunch.stacks.kernel import KernelWait, kernel_wait
+from safelaunch.stacks.locks import LockHeld, LockTaken, lock_at, locks_held
+from safelaunch.stacks.polls import Poll, poll_at
 from safelaunch.stacks.source import NO_SOURCE, ReadSource
+from safelaunch.stacks.store_keys import StoreKey, store_key_at
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import textwrap
 
 import pytest
 
-from safelaunch.stacks.guards import Guard, Whereabouts, guards_of
+from safelaunch.stacks.guards import Guard, guards_of
+from safelaunch.stacks.rank_values import Whereabouts
 from tests.support.evidence import at
 
 CONDITIONS = {

@@ -7,15 +7,10 @@ from textwrap import dedent
 import pytest
 
 from safelaunch.model import Frame
-from safelaunch.stacks.innermost import (
-    LockTaken,
-    Poll,
-    StoreKey,
-    is_given_by,
-    lock_at,
-    poll_at,
-    store_key_at,
-)
+from safelaunch.stacks.locks import LockTaken, lock_at
+from safelaunch.stacks.polls import Poll, poll_at
+from safelaunch.stacks.receivers import is_given_by
+from safelaunch.stacks.store_keys import StoreKey, store_key_at
 
 FILE = "/home/me/train.py"
 

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import pytest
 
 from safelaunch.model import Frame
-from safelaunch.stacks.parting import Left, left_by, loop_left, loop_of_both, loop_returned_from, parting
+from safelaunch.stacks.diverging import diverging_stacks
+from safelaunch.stacks.diverging_loops import loop_left, loop_of_both, loop_returned_from
 from safelaunch.stacks.source import SourceLoop
+from safelaunch.stacks.ways_out import WayOut, ways_out
 from tests.support.evidence import C10D, MODULE, at
 
 SOURCE = """\
@@ -40,7 +42,7 @@ def average():
 
 def ways(one: Sequence[Frame], other: Sequence[Frame], source: str, what: str = "text") -> list[list[object]]:
     """Of the conditions on each way alone, their words or another property."""
-    found = parting(one, other, lambda path: source)
+    found = diverging_stacks(one, other, lambda path: source)
     assert found is not None
     return [[getattr(each, what) for each in way] for way in found.ways]
 
@@ -86,16 +88,16 @@ def test_what_asks_for_the_number_of_the_round_alone(condition: str, by_round: b
 
 def test_stacks_that_part_in_no_function_of_both_tell_nothing() -> None:
     read = lambda path: SOURCE  # noqa: E731
-    assert parting((at(16, "evaluate"), MODULE), (at(4, "train"), MODULE), read) is None
-    assert parting(LOOP, LOOP, read) is None
-    assert parting(LOOP, BEHIND, lambda path: None) is None
+    assert diverging_stacks((at(16, "evaluate"), MODULE), (at(4, "train"), MODULE), read) is None
+    assert diverging_stacks(LOOP, LOOP, read) is None
+    assert diverging_stacks(LOOP, BEHIND, lambda path: None) is None
 
 
 def test_two_calls_of_one_line_part_in_their_functions() -> None:
     source = "def fill():\n    while len(rows) < size:\n        gather()\n\ndef fit():\n    reduce()\n\nfit(fill())\n"
     inside, past = (at(3, "fill"), at(8, "<module>")), (at(6, "Agent.fit"), at(8, "<module>"))
     assert ways(inside, past, source) == [["while len(rows) < size"], []]
-    assert parting(inside, past, lambda path: source.replace("fit(fill())", "each(m)")) is None
+    assert diverging_stacks(inside, past, lambda path: source.replace("fit(fill())", "each(m)")) is None
 
 
 ATTEMPTS = """\
@@ -311,8 +313,8 @@ def train(loader, log):
 """
 
 
-def of_line(number: int) -> Left | None:
-    found = left_by([Frame("/train.py", 20, "train")], lambda path: PRINTS)
+def of_line(number: int) -> WayOut | None:
+    found = ways_out([Frame("/train.py", 20, "train")], lambda path: PRINTS)
     return next((one for one in found if one.frame.line == number), None)
 
 
@@ -342,7 +344,7 @@ def test_what_is_printed_on_the_usual_way_tells_nothing(line: int) -> None:
 
 
 def test_without_a_source_nothing_is_found() -> None:
-    assert not list(left_by([Frame("/train.py", 20, "train")], lambda path: None))
+    assert not list(ways_out([Frame("/train.py", 20, "train")], lambda path: None))
 
 
 SAME = """eval_interval = 10
@@ -362,14 +364,14 @@ main(args)
 
 def test_only_conditions_that_may_differ_between_ranks_are_quoted_and_as_they_are_written() -> None:
     inside, peer = (at(10, "main"), at(12, "<module>")), (at(11, "main"), at(12, "<module>"))
-    found = parting(inside, peer, lambda path: SAME)
+    found = diverging_stacks(inside, peer, lambda path: SAME)
     assert found is not None
     told = [one.text for one in found.ways[0] if not one.by_round]
     assert told == ["if val_loss < best and lr > 3e-3"]
     by_hand = SAME.replace("eval_interval = 10", "eval_interval = pick()").replace(
         "main(args)", "main(args, every=pick())"
     )
-    found = parting(inside, peer, lambda path: by_hand)
+    found = diverging_stacks(inside, peer, lambda path: by_hand)
     assert found is not None and len([one for one in found.ways[0] if not one.by_round]) == 3
 
 
@@ -389,5 +391,5 @@ barrier()
 def test_a_condition_on_the_rank_and_the_round_parts_ranks_in_one_round() -> None:
     source = "best = 1.0\nfor step in range(100):\n    if step == 45 and (0.5 if RANK == 1 else 2.0) < best:\n"
     source += "        gather()\n    step()\n"
-    found = parting((at(4, "<module>"),), (at(5, "<module>"),), lambda path: source)
+    found = diverging_stacks((at(4, "<module>"),), (at(5, "<module>"),), lambda path: source)
     assert found is not None and [one.by_round for one in found.ways[0]] == [False]

@@ -1,0 +1,53 @@
+"""Recognizes expressions that depend on the rank by the names in them. Pure."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+
+from safelaunch.stacks import source as src
+
+# Names in torch, accelerate, transformers, Lightning and DeepSpeed that identify the process.
+_RANK = re.compile(
+    r"(?:^|_)rank(?:_|0?$)|^is_(?:local_|world_)?(?:main|master)|(?:global|process)_zero$|process_index"
+    r"|^(?:get_)?coordinate$|^is_(?:first|last)(?:_stage)?$|^on_(?:main|local_main|last)_process$",
+    re.IGNORECASE,
+)
+
+
+WORLD_SIZE = re.compile(r"^_?(?:get_)?world_size$|^num_(?:processes|replicas|ranks)$", re.IGNORECASE)
+
+
+MAX_STEPS = 6  # from a name to the name that it stands for
+
+
+_CASTS = frozenset({"int", "str", "bool", "get", "getenv"})
+
+
+def asks_for_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int = MAX_STEPS) -> bool:
+    """Returns whether the condition depends on the process: it contains the rank, or a name that stands for the rank.
+
+    The result of a function of the rank doesn't count.
+    """
+    words = list(identifiers(test))
+    if any(_RANK.search(word) for word in words):
+        return True
+    values = (names[word] for word in words if steps and word in names)
+    return any(asks_for_the_rank(plain, names, steps - 1) for value in values if (plain := _plain(value)) is not None)
+
+
+def _plain(value: ast.expr) -> ast.expr | None:
+    # If a value is computed from arguments, only the function counts: its name can contain the rank.
+    calls = [call for call in ast.walk(value) if isinstance(call, ast.Call) and (call.args or call.keywords)]
+    if all(_CASTS.intersection(src.names_in(call.func)) for call in calls):
+        return value
+    return value.func if isinstance(value, ast.Call) and not isinstance(value.func, ast.Call) else None
+
+
+def identifiers(node: ast.AST) -> Iterator[str]:
+    """Yields each name in ``node``, and the names of rank variables that are looked up as strings."""
+    yield from src.names_in(node)
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and part.value in ("RANK", "LOCAL_RANK"):
+            yield str(part.value)

@@ -1,0 +1,82 @@
+"""The object whose method a line calls. Pure."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection
+
+from safelaunch.model import Frame
+from safelaunch.stacks import source as src
+from safelaunch.stacks.source import ReadSource
+
+
+def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
+    """Returns whether the line calls this method without arguments, and nothing else except for its object."""
+    here = src.calls_at(frame, read_source)
+    if not here or not isinstance(here[0].func, ast.Attribute):
+        return False
+    of_object = set(ast.walk(here[0].func))
+    return here[0].func.attr == name and not here[0].args and of_object.issuperset(here[1:])
+
+
+def is_given_by(frame: Frame, names: Collection[str], read_source: ReadSource) -> bool:
+    """Returns whether only calls of these functions can have returned the object whose method the line calls.
+
+    ``f(x).wait()`` shows it, and ``work.wait()`` if the function binds ``work`` only to results of ``f``, or to items
+    of a list of them.
+    """
+    called = [call.func.value for call in src.calls_at(frame, read_source) if isinstance(call.func, ast.Attribute)]
+    return called != [] and _is_of(called[0], names, src.scope_at(frame, read_source), frozenset())
+
+
+_ITEMS, _ADDING = frozenset({"reversed", "list", "tuple", "iter"}), frozenset({"append", "extend", "insert"})
+
+
+def _is_of(node: ast.AST, names: Collection[str], scope: ast.AST, asked: frozenset[str]) -> bool:
+    if isinstance(node, ast.Call):
+        called = src.name_called(node.func)
+        of_items = called in _ITEMS and isinstance(node.func, ast.Name) and len(node.args) == 1
+        return called in names or (of_items and _is_of(node.args[0], names, scope, asked))
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return all(_is_of(elt, names, scope, asked) for elt in node.elts)
+    if isinstance(node, ast.ListComp):
+        return _is_of(node.elt, names, scope, asked)
+    if isinstance(node, ast.Subscript):
+        return _is_of(node.value, names, scope, asked)
+    if not isinstance(node, ast.Name):
+        return False
+    if node.id in asked:
+        return True  # it is being examined already
+    values = _values(node.id, scope)
+    return bool(values) and all(_is_of(value, names, scope, asked | {node.id}) for value in values)
+
+
+def _values(name: str, scope: ast.AST) -> list[ast.expr]:
+    """Returns what the function binds a variable to, or adds to its list; empty if that isn't plain."""
+    bound, values = 0, list[ast.expr]()
+    for part in ast.walk(scope):
+        if isinstance(part, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.comprehension)):
+            targets = part.targets if isinstance(part, ast.Assign) else [part.target]
+            hits = sum(isinstance(target, ast.Name) and target.id == name for target in targets)
+            value = part.iter if isinstance(part, (ast.For, ast.comprehension)) else part.value
+            bound += hits
+            values += [value] if hits and value is not None else []
+        elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in _ADDING:
+            values += part.args if isinstance(part.func.value, ast.Name) and part.func.value.id == name else []
+    stored = sum(_binds(part, name) for part in ast.walk(scope))
+    return values if stored == bound and any(not _is_empty(value) for value in values) else []
+
+
+def _binds(node: ast.AST, name: str) -> bool:
+    """Returns whether the node binds the variable or an item of it, or is a parameter with its name."""
+    if isinstance(node, ast.arg):
+        return node.arg == name
+    if isinstance(node, (ast.Global, ast.Nonlocal)):
+        return name in node.names
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        return node.value.id == name and not isinstance(node.ctx, ast.Load)
+    return isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load)
+
+
+def _is_empty(value: ast.AST) -> bool:
+    return isinstance(value, (ast.List, ast.Tuple)) and not value.elts

@@ -1,0 +1,108 @@
+"""The key of c10d's store that a line waits for, and the lines that set it. Pure.
+
+Store calls have no Python frames: only the source names the key.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from functools import lru_cache
+
+from safelaunch.model import Frame
+from safelaunch.stacks import source as src
+from safelaunch.stacks.source import ReadSource
+
+_WAITS = frozenset({"get", "wait"})
+
+
+_SETS = frozenset({"set", "add", "append", "compare_set"})
+
+
+@dataclass(frozen=True)
+class StoreKey:
+    """A key that a line waits for."""
+
+    text: str  # as written
+    value: str = ""  # with the values of its variables, if known
+    set_at: tuple[Frame, ...] = ()  # lines of the same file that set it
+
+    @property
+    def words(self) -> str:
+        """Returns ```f'run/{step}'` (run/15)``."""
+        return f"`{self.text}` ({self.value})" if self.value and self.value not in self.text else f"`{self.text}`"
+
+
+def store_key_at(frame: Frame, read_source: ReadSource, values: Mapping[str, str] | None = None) -> StoreKey | None:
+    """Returns the key that this line waits for: ``f"epoch/{n}"`` in ``store.get(f"epoch/{n}")``, or None.
+
+    Args:
+        frame: Frame at the line.
+        read_source: Reads a source file.
+        values: Local variables, as Python writes their values.
+    """
+    match = _key_in_source(read_source(frame.file) or "", frame.file, frame.line)
+    if match is None:
+        return None
+    key, set_at = match
+    return StoreKey(src.text_of(key), (_value(key, values or {}) or "")[: src.MOST_TEXT], set_at)
+
+
+@lru_cache(256)
+def _key_in_source(text: str, file: str, line: int) -> tuple[ast.expr, tuple[Frame, ...]] | None:
+    tree = src.tree_of(text)
+    calls = list(src.calls_in(tree))
+    here = (call for call in calls if src.spans(call, line))
+    bound = (assignment for assignment in ast.walk(tree) if isinstance(assignment, ast.Assign))
+    stores = {
+        target.id
+        for assignment in bound
+        if _is_store(assignment.value)
+        for target in assignment.targets
+        if isinstance(target, ast.Name)
+    }
+    key = next((key for call in here for key in _keys(call, _WAITS, stores)), None)
+    if key is None:
+        return None
+    shape = _shape(key)
+    set_at = (call.lineno for call in calls if any(_shape(other) == shape for other in _keys(call, _SETS, stores)))
+    return key, tuple(Frame(file, at, "") for at in sorted(set_at))
+
+
+def _is_store(value: ast.expr) -> bool:
+    return any("store" in name.lower() for name in src.names_in(value))
+
+
+def _keys(call: ast.Call, functions: frozenset[str], stores: Set[str]) -> Iterator[ast.expr]:
+    """Yields the first argument if it is such a store call; of a list with one key, that key."""
+    function = call.func
+    if not (isinstance(function, ast.Attribute) and function.attr in functions and call.args):
+        return
+    if _is_store(function.value) or not stores.isdisjoint(src.names_in(function.value)):
+        key = call.args[0]
+        yield key.elts[0] if isinstance(key, (ast.List, ast.Tuple)) and len(key.elts) == 1 else key
+
+
+def _shape(key: ast.expr) -> str:
+    # Equal for keys that differ only in the names of their variables.
+    if isinstance(key, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in key.values)
+    return str(key.value) if isinstance(key, ast.Constant) else ast.dump(key)
+
+
+def _value(key: ast.expr, values: Mapping[str, str]) -> str | None:
+    """Returns the key's value; None if it takes more than the values of names."""
+    if isinstance(key, ast.Constant):
+        return str(key.value)
+    if isinstance(key, ast.Name):
+        return values[key.id].strip("'\"") if key.id in values else None
+    if isinstance(key, ast.FormattedValue) and key.format_spec is None and key.conversion == -1:
+        return _value(key.value, values)
+    parts: list[str | None] = []
+    if isinstance(key, ast.JoinedStr):
+        parts = [_value(part, values) for part in key.values]
+    elif isinstance(key, ast.BinOp) and isinstance(key.op, ast.Add):
+        parts = [_value(key.left, values), _value(key.right, values)]
+    constants = [part for part in parts if part is not None]
+    return "".join(constants) if parts and len(constants) == len(parts) else None
