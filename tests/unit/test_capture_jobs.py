@@ -51,14 +51,14 @@ TWO = table(
 
 
 @pytest.mark.parametrize("pid", [101, 102, 103, 104, TORCHRUN, SHELL])
-def test_any_process_of_a_job_leads_to_its_ranks(pid: int) -> None:
+def test_job_of_finds_ranks_from_any_job_process(pid: int) -> None:
     job = job_of(pid, TWO, found(TWO))
     assert pids(job) == {0: 101, 1: 102}
     assert (job.agent, job.world_size, set(job.members)) == (TORCHRUN, 2, {101, 102, 103})
     assert job.ranks[1].local_rank == 1
 
 
-def test_a_process_of_no_job_is_refused_with_the_variables() -> None:
+def test_job_of_unrelated_process_names_needed_variables() -> None:
     with pytest.raises(
         UsageError, match=r"process 200 isn't part of a distributed job.* RANK and WORLD_SIZE \(or SLURM_PROCID"
     ):
@@ -70,7 +70,7 @@ def test_a_process_of_no_job_is_refused_with_the_variables() -> None:
         job_of(7, hidden, found(hidden))
 
 
-def test_the_rank_is_the_topmost_process_that_runs_torch() -> None:
+def test_rank_is_topmost_process_with_torch() -> None:
     wrapped = table(
         process(TORCHRUN, 1),
         process(101, TORCHRUN, rank_env(0)),  # bash wrap.sh
@@ -82,7 +82,7 @@ def test_the_rank_is_the_topmost_process_that_runs_torch() -> None:
     assert pids(job) == {0: 111, 1: 102}  # of rank 1, nothing has loaded torch yet
 
 
-def test_jobs_differ_by_port_size_user_and_network() -> None:
+def test_jobs_are_separated_by_port_size_user_and_network() -> None:
     several = table(
         process(101, 10, rank_env(0), network="net:[1]"),
         process(102, 10, rank_env(1), network="net:[1]"),
@@ -100,7 +100,7 @@ def test_jobs_differ_by_port_size_user_and_network() -> None:
     assert [pids(job) for job in found(pods)] == [{0: 101, 1: 102}]
 
 
-def test_launchers_of_one_job_are_joined_and_ranks_of_a_killed_one_are_another_job() -> None:
+def test_launchers_of_same_job_are_joined_orphans_are_separate() -> None:
     nodes = table(
         process(10, 1),
         process(20, 1),
@@ -120,7 +120,7 @@ def test_launchers_of_one_job_are_joined_and_ranks_of_a_killed_one_are_another_j
     assert [pids(job) for job in found(left)] == [{0: 31, 1: 32}, {0: 11, 1: 12}]
 
 
-def test_tasks_of_srun_are_ranks_unless_they_launch_ranks() -> None:
+def test_srun_tasks_are_ranks_unless_they_launch_ranks() -> None:
     def task(number: int) -> dict[str, str]:
         size = {"SLURM_PROCID": str(number), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(number)}
         return {**size, "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0"}
@@ -137,7 +137,7 @@ def test_tasks_of_srun_are_ranks_unless_they_launch_ranks() -> None:
     assert job_of(11, launchers, [job]) is job
 
 
-def test_what_started_several_jobs_names_none() -> None:
+def test_job_of_parent_of_several_jobs_is_refused() -> None:
     both = table(
         process(SHELL, 1), process(101, SHELL, rank_env(0)), process(201, SHELL, rank_env(0, MASTER_PORT="29501"))
     )
@@ -146,7 +146,7 @@ def test_what_started_several_jobs_names_none() -> None:
     assert "101, 201" in error.value.fix
 
 
-def test_a_job_far_below_or_of_another_user_is_not_that_of_the_process() -> None:
+def test_job_of_ignores_distant_or_other_users_job() -> None:
     seen = table(
         process(1, 0),
         JobProcess(60, 1, start_ticks=60, user=0, env={}),  # sshd
@@ -167,7 +167,7 @@ def test_a_job_far_below_or_of_another_user_is_not_that_of_the_process() -> None
         job_of(1, alone, [replace(job, agent=50) for job in found(alone)])
 
 
-def test_what_mp_spawn_has_started_are_ranks_in_the_order_of_their_start() -> None:
+def test_spawned_processes_are_ranks_in_start_order() -> None:
     several = table(
         process(300, SHELL),
         *(process(pid, 300) for pid in (303, 301, 302)),
@@ -183,7 +183,7 @@ def test_what_mp_spawn_has_started_are_ranks_in_the_order_of_their_start() -> No
     assert seen[304] == several[304] and seen[401] == several[401]
 
 
-def test_a_connected_process_that_python_has_not_spawned_is_no_rank() -> None:
+def test_connected_process_not_spawned_by_python_is_no_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)):
         assert not is_spawned(os.getpid())
         words = [sys.executable, "-c", CONNECTED, "spawn_main"]

@@ -36,33 +36,33 @@ UPLOAD = (Frame("/usr/lib/python3.11/threading.py", 331, "wait"), Frame("/home/m
 STEP = (Frame("/home/me/train.py", 12, "step"), Frame("/home/me/train.py", 40, "<module>"))
 
 
-def test_the_thread_that_the_signal_met() -> None:
+def test_fatal_error_has_stack_of_current_thread() -> None:
     assert parse_fatal(TWO_THREADS) == FatalError("Segmentation fault", STEP, (UPLOAD, STEP))
 
 
-def test_a_thread_without_python_aborts_and_the_main_thread_speaks() -> None:
+def test_fatal_error_without_current_thread_uses_main_thread() -> None:
     assert parse_fatal(ABORT) == FatalError("Aborted", STEP, (UPLOAD, STEP))
 
 
-def test_the_stacks_of_a_sigterm_are_no_fatal_error() -> None:
+def test_sigterm_stacks_are_no_fatal_error() -> None:
     assert parse_fatal(TWO_THREADS.split("\n", 2)[2]) is None
     assert parse_fatal("") is None
 
 
-def test_a_fatal_error_after_a_sigterm() -> None:
+def test_fatal_error_after_sigterm_stacks_is_found() -> None:
     assert parse_fatal(TWO_THREADS.split("\n", 2)[2] + TWO_THREADS) == FatalError(
         "Segmentation fault", STEP, (UPLOAD, STEP)
     )
 
 
 @pytest.mark.parametrize("length", range(0, len(TWO_THREADS), 7))
-def test_a_file_that_was_cut_off(length: int) -> None:
+def test_truncated_fault_text_adds_no_frames(length: int) -> None:
     """Nothing is made up: a frame of the part that is there, or none."""
     found = parse_fatal(TWO_THREADS[:length])
     assert found is None or all(frame.file in TWO_THREADS[:length] for frame in found.frames)
 
 
-def test_what_this_python_writes(tmp_path: Path) -> None:
+def test_fault_text_of_running_python_is_parsed(tmp_path: Path) -> None:
     script = tmp_path / "die.py"
     script.write_text("import faulthandler\n\ndef die():\n    faulthandler._sigsegv()\n\ndie()\n")
     done = subprocess.run([sys.executable, "-X", "faulthandler", script], capture_output=True, text=True, check=False)
@@ -74,7 +74,7 @@ def test_what_this_python_writes(tmp_path: Path) -> None:
     )
 
 
-def test_the_note_of_an_exit(tmp_path: Path) -> None:
+def test_exit_record_is_read(tmp_path: Path) -> None:
     frames = [{"file": "/home/me/naïve.py", "line": 25, "function": "leave"}]
     page.note(str(tmp_path / "0-0-1.exit"), {"function": "os._exit", "code": 4, "frames": frames})
     assert read(tmp_path / "0-0-1").exit_call == ExitCall("os._exit", 4, (Frame("/home/me/naïve.py", 25, "leave"),))
@@ -83,12 +83,12 @@ def test_the_note_of_an_exit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "os._exit", '{"function":"os._exit"}', '{"code":4}', '{"function":"f","code":"x"}']
 )
-def test_a_damaged_note(text: str, tmp_path: Path) -> None:
+def test_damaged_exit_record_is_ignored(text: str, tmp_path: Path) -> None:
     (tmp_path / "0-0-1.exit").write_text(text)
     assert read(tmp_path / "0-0-1").exit_call is None
 
 
-def test_a_rank_that_left_nothing(tmp_path: Path) -> None:
+def test_rank_without_files_has_no_last_words(tmp_path: Path) -> None:
     words = read(tmp_path / "0-0-1")
     assert (words.exception, words.fault_text, words.fatal, words.exit_call, words.log.value) == (
         None,
@@ -103,25 +103,25 @@ def test_a_rank_that_left_nothing(tmp_path: Path) -> None:
 # --- the out-of-memory killer -----------------------------------------------------------------------------------------
 
 
-def test_the_kernel_names_the_process() -> None:
+def test_memory_kill_is_matched_by_pid_in_kernel_log() -> None:
     log = "Memory cgroup out of memory: Killed process 41 (python)\nOut of memory: Killed process 412 (python)\n"
     none = KillCounts()
     assert kills_of(412, none, none, log).kernel_line.endswith("Killed process 412 (python)")
     assert kills_of(4, none, none, log) == MemoryKills()
 
 
-def test_kills_before_the_job_do_not_count() -> None:
+def test_memory_kills_before_job_do_not_count() -> None:
     assert kills_of(1, KillCounts(3, 7), KillCounts(4, 7), "") == MemoryKills("", 1, 0)
     assert kills_of(1, KillCounts(None, 7), KillCounts(4, 7), "") == MemoryKills("", None, 0)
 
 
-def test_counts_of_both_cgroup_versions() -> None:
+def test_memory_kill_count_is_parsed_for_both_cgroup_versions() -> None:
     assert count_in("low 0\noom 5\noom_kill 2\noom_group_kill 0\n") == 2
     assert count_in("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n") == 3
     assert count_in("") is None
 
 
-def test_a_group_without_the_controller_is_counted_by_the_one_above_it(tmp_path: Path) -> None:
+def test_cgroup_without_memory_controller_uses_its_parent(tmp_path: Path) -> None:
     job = tmp_path / "user.slice" / "safelaunch-run"
     job.mkdir(parents=True)
     assert nearest(job, "memory.events", root=tmp_path) == ""
@@ -131,7 +131,7 @@ def test_a_group_without_the_controller_is_counted_by_the_one_above_it(tmp_path:
     assert nearest(job, "memory.events", root=tmp_path) == "oom_kill 1"
 
 
-def test_this_kernel_counts() -> None:
+def test_memory_kill_counts_of_running_kernel_are_read() -> None:
     counts = kill_counts()
     assert counts.node is None or counts.node >= 0
 
@@ -178,7 +178,7 @@ thread.join()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.12 can tell")
-def test_what_the_script_catches_is_noted(tmp_path: Path) -> None:
+def test_caught_exceptions_are_recorded(tmp_path: Path) -> None:
     script, notes = tmp_path / "catching.py", tmp_path / "notes"
     script.write_text(CATCHING)
     environment = {**os.environ, "PYTHONPATH": str(Path(safelaunch.__file__).parents[1])}
@@ -195,7 +195,7 @@ def test_what_the_script_catches_is_noted(tmp_path: Path) -> None:
     assert "RuntimeError" not in {one.type for one in parse_caught(busy.read_bytes())}
 
 
-def test_without_such_a_python_nothing_is_noted(tmp_path: Path) -> None:
+def test_caught_exceptions_need_sys_monitoring(tmp_path: Path) -> None:
     script = tmp_path / "old.py"
     script.write_text("import sys\nvars(sys).pop('monitoring', None)\n" + CATCHING)
     environment = {**os.environ, "PYTHONPATH": str(Path(safelaunch.__file__).parents[1])}
@@ -204,14 +204,14 @@ def test_without_such_a_python_nothing_is_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slot", [b"", b"\xff" * 40, b"1\t2\t3", b"x\t" * 8 + b"x", b"1\tE\tm\t-2\tf\tF\t3\tg\tG"])
-def test_a_damaged_slot_is_left_out(slot: bytes) -> None:
+def test_damaged_caught_exception_slot_is_skipped(slot: bytes) -> None:
     good = b"1500000000\tE\tm\t2\tf\tF\t3\tg\tG"
     size = SLOT_BYTES
     (one,) = parse_caught(slot.ljust(size, b"\0") + good.ljust(size, b"\0"))
     assert one == CaughtException("E", "m", 1.5, Frame("F", 2, "f"), Frame("G", 3, "g"))
 
 
-def test_the_deaths_of_processes_between_two_numbers() -> None:
+def test_deaths_between_pids_are_found_in_kernel_log() -> None:
     log = (
         "2026-11-22 16:00:00 python[99]: segfault at 0 ip 00007f\n"
         "2026-11-22 16:00:01 python[120]: segfault at 65a16c621cc0 ip 00007f1ec918b809\n"
@@ -228,7 +228,7 @@ def test_the_deaths_of_processes_between_two_numbers() -> None:
     assert all(len(line) <= 200 for line in deaths_between(0, 10, (), "python[5]: segfault at " + "x" * 999))
 
 
-def test_the_ends_of_the_files_that_ranks_write_to(tmp_path: Path) -> None:
+def test_output_files_of_ranks_are_read_at_their_ends(tmp_path: Path) -> None:
     ranks = [subprocess.Popen(["sleep", "60"], stdout=out, stderr=err) for out, err in _files_of_three(tmp_path)]
     try:
         found = ends_of_files(dict(enumerate(process.pid for process in ranks)))
@@ -267,7 +267,7 @@ def _files_of_three(tmp_path: Path) -> list[tuple[int, int]]:
         ([(output.STDERR, b"an epoch\n"), (output.STDOUT, b"into a file")], 0),
     ],
 )
-def test_an_unfinished_line_of_a_rank_needs_line_feeds(
+def test_unfinished_line_counts_needed_line_feeds(
     written: list[tuple[int, bytes]], line_feeds: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert not os.path.samestat(os.fstat(1), os.fstat(2)), "capfd gives stdout and stderr different files"
@@ -278,7 +278,7 @@ def test_an_unfinished_line_of_a_rank_needs_line_feeds(
     assert UnfinishedLine(tmp_path).line_feeds(time.time_ns()) == 0, "safelaunch's own line came after it"
 
 
-def test_a_damaged_ring_needs_no_line_feed(tmp_path: Path) -> None:
+def test_unfinished_line_in_damaged_ring_needs_no_line_feed(tmp_path: Path) -> None:
     (tmp_path / f"{layout.page_name(0, 0, os.getpid())}{layout.RING_SUFFIX}").write_bytes(b"x" * 100)
     assert UnfinishedLine(tmp_path).line_feeds(0) == 0
     assert UnfinishedLine(tmp_path / "gone").line_feeds(0) == 0

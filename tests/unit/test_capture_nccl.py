@@ -34,24 +34,24 @@ SAID = (
 
 
 @pytest.mark.parametrize("version", ["2.28.7", "2.28.9", "2.29.2", "2.30.4"])
-def test_json_of_every_version_says_the_same(version: str) -> None:
+def test_ras_json_of_each_version_parses_to_same_processes(version: str) -> None:
     """Up to 2.28.9 a comma is missing wherever a rank is."""
     found = parse(as_json(SICK, version=version), "node/a/nccl_ras.txt")
     assert found.communicators == (NcclCommunicator(3, SAID),)
     assert (found.version, found.file) == (version, "node/a/nccl_ras.txt")
 
 
-def test_several_communicators_keep_their_own_numbers() -> None:
+def test_ras_communicators_keep_their_sizes() -> None:
     found = parse(as_json(SICK, version="2.28.9", sizes=(3, 2)))
     assert [(one.size, len(one.processes)) for one in found.communicators] == [(3, 3), (2, 2)]
 
 
-def test_a_process_that_left_a_communicator_has_answered() -> None:
+def test_ras_process_that_left_communicator_counts_as_answering() -> None:
     found = parse(as_json((Process(0, 100), Process(1, 101, state="left"))))
     assert [one.state for one in found.communicators[0].processes] == ["answers", "answers"]
 
 
-def test_text_names_processes_in_trouble_and_no_others() -> None:
+def test_ras_text_names_only_failing_processes() -> None:
     """What is listed under a communicator is not taken: NCCL lists there what it has listed above."""
     found = parse(as_text(SICK))
     assert found.version == "2.28.3"
@@ -75,12 +75,12 @@ def test_text_names_processes_in_trouble_and_no_others() -> None:
         "ERROR: Unknown command STATUS\n",
     ],
 )
-def test_what_no_nccl_says_is_refused(text: str) -> None:
+def test_ras_parser_rejects_other_text(text: str) -> None:
     with pytest.raises(CaptureError):
         parse(text)
 
 
-def test_too_many_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ras_parser_rejects_too_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_ras, "MOST_PROCESSES", 2)
     with pytest.raises(CaptureError, match="too many"):
         parse(as_json(SICK))
@@ -99,11 +99,11 @@ def test_too_many_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         (("", "N/A", "gloo"), ()),
     ],
 )
-def test_versions(texts: tuple[str, ...], expected: tuple[int, ...]) -> None:
+def test_nccl_version_is_found_in_text(texts: tuple[str, ...], expected: tuple[int, ...]) -> None:
     assert version_in(*texts) == expected
 
 
-def test_the_version_of_a_library_is_in_its_name_or_its_package(tmp_path: Path) -> None:
+def test_nccl_library_version_comes_from_name_or_package(tmp_path: Path) -> None:
     library = tmp_path / "nvidia/nccl/lib/libnccl.so.2"
     library.parent.mkdir(parents=True)
     library.touch()
@@ -121,11 +121,11 @@ def test_the_version_of_a_library_is_in_its_name_or_its_package(tmp_path: Path) 
     ("text", "port"),
     [("", 28028), ("localhost:28030", 28030), ("[::1]:28031", 28031), ("host", 28028), ("a:0", 28028), ("a:b", 28028)],
 )
-def test_ports(text: str, port: int) -> None:
+def test_ras_port_is_parsed_from_address(text: str, port: int) -> None:
     assert port_of(text) == port
 
 
-def test_listening_sockets_are_read_from_the_kernels_table() -> None:
+def test_listening_sockets_are_found_in_kernel_table() -> None:
     table = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 0100007F:6D7C 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1
    1: 0100007F:6D7C 0100007F:8888 01 00000000:00000000 00:00000000 00000000     0        0 4712 1
@@ -171,7 +171,7 @@ def asked(
 
 
 @pytest.mark.usefixtures("library")
-def test_the_answer_comes_as_it_is(services: list[Service]) -> None:
+def test_ras_answer_is_returned_unchanged(services: list[Service]) -> None:
     services.append(Service(json=as_json(HEALTHY)))
     answer = asked([os.getpid()])
     assert (answer.value, answer.missing, answer.note) == (as_json(HEALTHY), "", "")
@@ -179,7 +179,7 @@ def test_the_answer_comes_as_it_is(services: list[Service]) -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_an_nccl_without_json_is_asked_for_text(services: list[Service]) -> None:
+def test_ras_without_json_is_asked_for_text(services: list[Service]) -> None:
     services.append(Service(text=as_text(SICK)))
     answer = asked([os.getpid()])
     assert answer.value == as_text(SICK)
@@ -198,7 +198,7 @@ def test_an_nccl_without_json_is_asked_for_text(services: list[Service]) -> None
         ("speaks HTTP", "not a RAS service"),
     ],
 )
-def test_a_broken_service_costs_its_answer_and_a_bounded_time(
+def test_broken_ras_service_is_reported_within_deadline(
     services: list[Service], fault: Fault, reason: str
 ) -> None:
     services.append(Service(json=as_json(HEALTHY), fault=fault))
@@ -209,7 +209,7 @@ def test_a_broken_service_costs_its_answer_and_a_bounded_time(
 
 
 @pytest.mark.usefixtures("library")
-def test_a_flood_is_cut(services: list[Service], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ras_answer_flood_is_truncated(services: list[Service], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_ras, "MOST_BYTES", 1 << 20)
     services.append(Service(json="{}", fault="floods"))
     answer = asked([os.getpid()])
@@ -219,7 +219,7 @@ def test_a_flood_is_cut(services: list[Service], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("library")
-def test_a_process_that_does_not_answer_is_passed_over_for_another(
+def test_silent_ras_process_is_skipped_for_another(
     services: list[Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All processes of a node share the port, and the kernel gives a connection to any of them, be it stopped."""
@@ -232,7 +232,7 @@ def test_a_process_that_does_not_answer_is_passed_over_for_another(
 
 
 @pytest.mark.usefixtures("library")
-def test_a_port_on_which_another_job_listens_is_left_alone(services: list[Service]) -> None:
+def test_ras_port_shared_with_other_job_is_not_queried(services: list[Service]) -> None:
     services.append(Service(json=as_json(HEALTHY)))
     code = f"import socket; s = socket.create_server(('127.0.0.1', {services[0].port}), reuse_port=True)"
     code += "; print('up', flush=True); s.accept()"
@@ -257,7 +257,7 @@ def test_a_port_on_which_another_job_listens_is_left_alone(services: list[Servic
     ],
     ids=["crashes", "may crash, and the job lives", "may crash, and the job ends", "safe", "the library's name"],
 )
-def test_what_may_crash_of_the_question_is_not_asked(
+def test_ras_version_that_might_crash_is_not_queried(
     services: list[Service], versions: tuple[str, ...], spare: str, reason: str
 ) -> None:
     services.append(Service(json=as_json(HEALTHY)))
@@ -266,7 +266,7 @@ def test_what_may_crash_of_the_question_is_not_asked(
     assert bool(services[0].heard) == (not reason)
 
 
-def test_a_version_that_nobody_knows_is_not_asked(tmp_path: Path, services: list[Service]) -> None:
+def test_ras_of_unknown_version_is_not_queried(tmp_path: Path, services: list[Service]) -> None:
     services.append(Service(json=as_json(HEALTHY)))
     path = tmp_path / "libnccl.so.2"
     path.write_bytes(b"\0" * 4096)
@@ -275,7 +275,7 @@ def test_a_version_that_nobody_knows_is_not_asked(tmp_path: Path, services: list
     assert "version is unknown" in answer.missing
 
 
-def test_without_nccl_there_is_nobody_to_ask(services: list[Service]) -> None:
+def test_ras_is_not_queried_without_nccl(services: list[Service]) -> None:
     services.append(Service(json=as_json(HEALTHY)))
     assert ask([os.getpid()]) is None
     assert ask([]) is None
@@ -283,7 +283,7 @@ def test_without_nccl_there_is_nobody_to_ask(services: list[Service]) -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, services: list[Service]) -> None:
+def test_ras_without_listener_is_reported(monkeypatch: pytest.MonkeyPatch, services: list[Service]) -> None:
     services.append(Service(json=""))
     services[0].close()
     answer = asked([os.getpid()])
@@ -309,7 +309,7 @@ NCCL version 2.21.5+cuda12.4
 """
 
 
-def test_warnings_are_read_by_process_each_once() -> None:
+def test_nccl_warnings_are_grouped_by_process_without_repeats() -> None:
     assert warnings_in(LOG) == {
         71: ("Failed to open libibverbs.so[.1]", "socketProgress: Connection closed by remote peer b<5>"),
         72: ("Cuda failure 'driver shutting down'",),
@@ -317,12 +317,12 @@ def test_warnings_are_read_by_process_each_once() -> None:
     }
 
 
-def test_of_very_many_the_first_and_the_last_are_kept() -> None:
+def test_nccl_warnings_beyond_limit_keep_first_and_last() -> None:
     (found,) = warnings_in("".join(f"a:1:1 [0] x.cc:1 NCCL WARN number {n}\n" for n in range(1000))).values()
     assert len(found) == MAX_WARNINGS and (found[0], found[-1]) == ("number 0", "number 999")
 
 
-def test_a_file_holds_what_its_name_says_or_several_processes(tmp_path: Path) -> None:
+def test_nccl_log_is_matched_to_processes_by_name_or_content(tmp_path: Path) -> None:
     assert path_of("/logs/%h.%p.txt", "node1", 71) == Path("/logs/node1.71.txt")
     assert path_of("%h-100%%-%p.%x", "node1.cluster.example.com", 71) == Path("node1-100%-71.%x")
     one = tmp_path / "nccl.node1.71.log"
@@ -333,7 +333,7 @@ def test_a_file_holds_what_its_name_says_or_several_processes(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory", "binary"])
-def test_what_is_no_log_has_no_warnings(kind: str, tmp_path: Path) -> None:
+def test_nccl_log_that_is_no_text_file_has_no_warnings(kind: str, tmp_path: Path) -> None:
     path, real = tmp_path / "nccl.log", tmp_path / "real"
     real.write_text(LOG)
     {
@@ -345,7 +345,7 @@ def test_what_is_no_log_has_no_warnings(kind: str, tmp_path: Path) -> None:
     assert logs_of([path], "node/a", [71]) == {}
 
 
-def test_a_huge_log_is_read_at_both_ends(tmp_path: Path) -> None:
+def test_huge_nccl_log_is_read_at_both_ends(tmp_path: Path) -> None:
     path = tmp_path / "nccl.log"
     filler = "node1:71:71 [0] NCCL INFO nothing\n" * (2 * MAX_BYTES // 34)
     path.write_text(f"a:71:1 [0] x.cc:1 NCCL WARN begin\n{filler}a:71:1 [0] x.cc:1 NCCL WARN end\n")

@@ -58,7 +58,7 @@ def tells(verdict: Verdict, number: int, group: str = "0") -> bool:
     ],
 )
 @with_frames
-def test_what_the_dumps_of_a_hang_say(name: str, layout: Format, as_json: bool, tmp_path: Path) -> None:
+def test_nccl_dumps_of_hang_give_expected_verdict(name: str, layout: Format, as_json: bool, tmp_path: Path) -> None:
     case = CASES[name]
     recorders = ranks(layout)
     case.play(recorders)
@@ -71,7 +71,7 @@ def test_what_the_dumps_of_a_hang_say(name: str, layout: Format, as_json: bool, 
 
 
 @by_format
-def test_a_call_left_out_long_ago(layout: Format, tmp_path: Path) -> None:
+def test_skipped_call_in_past_iteration_is_found(layout: Format, tmp_path: Path) -> None:
     """Rank 2 skipped an all_reduce of its loop; sizes agree, and it shows at the barrier behind the loop."""
     recorders = ranks(layout, past=0)
     for one in recorders:
@@ -89,7 +89,7 @@ def test_a_call_left_out_long_ago(layout: Format, tmp_path: Path) -> None:
 @by_format
 @pytest.mark.parametrize("timing", [True, False])
 @pytest.mark.parametrize("split", [False, True])
-def test_waits_are_followed_through_several_communicators(
+def test_waits_across_communicators_lead_to_culprit(
     layout: Format, split: bool, timing: bool, tmp_path: Path
 ) -> None:
     """Rank 3 holds up rank 2 (tensor) and rank 1 (data); rank 0 waits for rank 2 (data)."""
@@ -110,7 +110,7 @@ def test_waits_are_followed_through_several_communicators(
 
 
 @by_format
-def test_groups_entered_in_different_orders(layout: Format, tmp_path: Path) -> None:
+def test_groups_entered_in_different_order_name_both_ranks(layout: Format, tmp_path: Path) -> None:
     groups = {"0": (0, 1), "1": (0, 1)}
     recorders = [Recorder(n, groups, layout) for n in range(2)]
     for one, order in zip(recorders, ("01", "10"), strict=True):
@@ -140,7 +140,7 @@ def step(one: Recorder, *states: State, left_out: bool = False) -> None:
 
 
 @by_format
-def test_stages_that_call_differently_often_from_the_same_places(layout: Format, tmp_path: Path) -> None:
+def test_pipeline_stages_with_different_call_counts_are_compared_separately(layout: Format, tmp_path: Path) -> None:
     """No stage has left out what another one does by design; within a stage, a rank that has is found."""
     recorders = two_stages(layout)
     step(recorders[0], "started", left_out=True)
@@ -170,7 +170,7 @@ UNREADABLE: dict[str, dict[str, Any]] = {
 @by_format
 @pytest.mark.parametrize("change", UNREADABLE.values(), ids=UNREADABLE.keys())
 @pytest.mark.parametrize("odd", [None, 1])
-def test_what_cannot_be_read_of_a_call_is_no_difference(
+def test_unreadable_call_fields_are_no_mismatch(
     layout: Format, change: dict[str, Any], odd: int | None, tmp_path: Path
 ) -> None:
     """Rank 2 has recorded it so; a rank that did differ is found all the same, with what the others tell."""
@@ -184,7 +184,7 @@ def test_what_cannot_be_read_of_a_call_is_no_difference(
 
 
 @by_format
-def test_calls_without_a_number_are_no_block_that_was_not_ended(layout: Format, tmp_path: Path) -> None:
+def test_calls_without_number_are_no_unfinished_block(layout: Format, tmp_path: Path) -> None:
     recorders = ranks(layout)
     for one in recorders:
         one.collective(state="started")
@@ -194,7 +194,7 @@ def test_calls_without_a_number_are_no_block_that_was_not_ended(layout: Format, 
 
 
 @by_format
-def test_a_call_left_out_of_a_regular_pattern_is_no_change_of_order(layout: Format, tmp_path: Path) -> None:
+def test_skipped_call_in_regular_pattern_is_no_order_change(layout: Format, tmp_path: Path) -> None:
     """Behind it the next three calls are those of the peers in another order, and so is one more by chance."""
     recorders = ranks(layout, past=0, world=3)
     for one in recorders:
@@ -210,7 +210,7 @@ def test_a_call_left_out_of_a_regular_pattern_is_no_change_of_order(layout: Form
 
 @by_format
 @with_frames
-def test_opposite_orders_tell_not_whose_is_wrong(layout: Format, as_json: bool, tmp_path: Path) -> None:
+def test_opposite_group_orders_name_both_ranks_with_doubt(layout: Format, as_json: bool, tmp_path: Path) -> None:
     recorders = [Recorder(n, {"0": (0, 1), "1": (0, 1)}, layout) for n in range(2)]
     for one, order in zip(recorders, ("01", "10"), strict=True):
         one.collective(group="0", line=10).collective(group="1", line=11)
@@ -242,7 +242,7 @@ def pipeline(layout: Format, *, timing: bool = True) -> list[Recorder]:
 
 @by_format
 @pytest.mark.parametrize("batched", [True, False])
-def test_stages_that_both_receive_first(layout: Format, batched: bool, tmp_path: Path) -> None:
+def test_pipeline_stages_that_both_receive_first_are_cycle(layout: Format, batched: bool, tmp_path: Path) -> None:
     recorders = pipeline(layout)
     for rank, peer in ((1, 2), (2, 1)):
         if batched:
@@ -295,7 +295,7 @@ TRANSFERS: dict[Callable[[list[Recorder]], object], tuple[str, list[int], tuple[
 @with_frames
 @pytest.mark.parametrize("timing", [True, False])
 @pytest.mark.parametrize("play", TRANSFERS, ids=["send", "batch", "unlaunched", "sizes differ", "met"])
-def test_what_the_dumps_of_a_pipeline_say(
+def test_nccl_dumps_of_pipeline_give_expected_verdict(
     play: Callable[[list[Recorder]], object], layout: Format, as_json: bool, timing: bool, tmp_path: Path
 ) -> None:
     cause, culprits, words = TRANSFERS[play]
@@ -306,7 +306,7 @@ def test_what_the_dumps_of_a_pipeline_say(
     assert all(word in verdict.summary for word in words)
 
 
-def test_a_group_that_is_not_sorted(tmp_path: Path) -> None:
+def test_unsorted_group_ranks_map_to_job_ranks(tmp_path: Path) -> None:
     """Rank 0 of the group is rank 3 of the job."""
     groups = {"0": (0, 1, 2, 3), "1": (3, 0)}
     recorders = [Recorder(n, groups) for n in range(4)]
@@ -323,7 +323,7 @@ def test_a_group_that_is_not_sorted(tmp_path: Path) -> None:
 @by_format
 @pytest.mark.parametrize("window", [3, 7, 20])
 @pytest.mark.parametrize("name", ["another operation", "a rank that does not come", "a device that has begun nothing"])
-def test_rings_that_have_wrapped_at_different_points(name: str, window: int, layout: Format, tmp_path: Path) -> None:
+def test_wrapped_recorders_with_different_windows_are_aligned(name: str, window: int, layout: Format, tmp_path: Path) -> None:
     """Ranks 2 and 3 have used a group of their own more often: their windows reach less far back."""
     recorders = [Recorder(n, GRID, layout) for n in range(4)]
     for one in recorders:
@@ -352,7 +352,7 @@ def test_rings_that_have_wrapped_at_different_points(name: str, window: int, lay
 
 @by_format
 @pytest.mark.parametrize("name", ["another operation", "another size"])
-def test_nobody_is_named_by_majority_while_a_node_is_unseen(name: str, layout: Format, tmp_path: Path) -> None:
+def test_unseen_node_prevents_culprit_by_majority(name: str, layout: Format, tmp_path: Path) -> None:
     recorders = [Recorder(rank, {"0": range(8)}, layout) for rank in range(8)]
     for one in recorders:
         for _ in range(4):
@@ -367,7 +367,7 @@ def test_nobody_is_named_by_majority_while_a_node_is_unseen(name: str, layout: F
 
 
 @by_format
-def test_all_that_were_seen_wait_for_a_node_that_was_not(layout: Format, tmp_path: Path) -> None:
+def test_ranks_waiting_for_unseen_node_name_no_culprit(layout: Format, tmp_path: Path) -> None:
     recorders = ranks(layout, world=8)
     for one in recorders[:4]:
         one.collective(state="started")
@@ -377,7 +377,7 @@ def test_all_that_were_seen_wait_for_a_node_that_was_not(layout: Format, tmp_pat
 
 
 @by_format
-def test_an_unseen_rank_of_another_group_does_not_keep_the_culprit_from_being_named(
+def test_unseen_rank_outside_group_leaves_culprit_named(
     layout: Format, tmp_path: Path
 ) -> None:
     """Rank 3 was not seen; the group that is stuck is that of ranks 0 to 2, which all have arrived."""
@@ -390,7 +390,7 @@ def test_an_unseen_rank_of_another_group_does_not_keep_the_culprit_from_being_na
 
 
 @by_format
-def test_without_timing_a_queue_says_nothing_of_the_device(layout: Format, tmp_path: Path) -> None:
+def test_queued_calls_without_timing_name_no_device(layout: Format, tmp_path: Path) -> None:
     """All have queued everything: nobody can tell whose device has not begun, and nobody is named."""
     recorders = ranks(layout, timing=False)
     device_behind(recorders)
@@ -398,7 +398,7 @@ def test_without_timing_a_queue_says_nothing_of_the_device(layout: Format, tmp_p
 
 
 @by_format
-def test_what_is_only_queued_is_no_mismatch_yet(layout: Format, tmp_path: Path) -> None:
+def test_queued_mismatch_ahead_of_devices_is_ignored(layout: Format, tmp_path: Path) -> None:
     """All devices are in number 5; number 9, which the CPUs have queued, will be the next trouble."""
     recorders = ranks(layout)
     for number in range(5, 12):
@@ -412,7 +412,7 @@ def test_what_is_only_queued_is_no_mismatch_yet(layout: Format, tmp_path: Path) 
 
 
 @by_format
-def test_members_of_a_batch_have_its_state(layout: Format) -> None:
+def test_batch_members_share_its_state(layout: Format) -> None:
     one = Recorder(0, WORLD, layout).collective()
     one.batch([Op("send", peer=1), Op("recv", peer=1)]).collective().batch([Op("send", peer=2)], "started")
     record = with_blocks_merged(parse_pickle(write_one(one)))
@@ -428,7 +428,7 @@ def test_members_of_a_batch_have_its_state(layout: Format) -> None:
 
 
 @by_format
-def test_a_block_is_one_collective(layout: Format) -> None:
+def test_coalesced_block_is_merged_into_single_call(layout: Format) -> None:
     one = Recorder(0, WORLD, layout).collective()
     one.block([Op("all_reduce"), Op("all_reduce", (8,)), Op("broadcast")], "started")
     *_, entry = with_blocks_merged(parse_pickle(write_one(one))).entries
@@ -443,7 +443,7 @@ def test_a_block_is_one_collective(layout: Format) -> None:
 
 @by_format
 @pytest.mark.parametrize("window", [2000, 5, 4, 3, 2])
-def test_a_group_whose_first_calls_are_sends_is_no_contradiction(layout: Format, window: int, tmp_path: Path) -> None:
+def test_record_beginning_with_sends_is_no_contradiction(layout: Format, window: int, tmp_path: Path) -> None:
     """A pipeline: the end of the batch bears the number of the last collective, of which there is none."""
     recorders = [Recorder(rank, {"0": (0, 1)}, layout) for rank in (0, 1)]
     for one in recorders:
@@ -459,7 +459,7 @@ def test_a_group_whose_first_calls_are_sends_is_no_contradiction(layout: Format,
 
 
 @pytest.mark.parametrize("window", range(1, 8))
-def test_a_window_that_begins_within_a_block_compares_nothing_of_it(window: int) -> None:
+def test_window_starting_inside_block_skips_block(window: int) -> None:
     one = Recorder(0, WORLD).collective()
     one.block([Op("all_reduce"), Op("all_reduce", (8,)), Op("broadcast")])
     one.batch([Op("send", peer=1), Op("send", peer=2)]).collective()
@@ -471,13 +471,13 @@ def test_a_window_that_begins_within_a_block_compares_nothing_of_it(window: int)
     assert found == {**block, 3: "nccl:all_reduce"}
 
 
-def test_a_record_without_blocks_is_left_as_it_is() -> None:
+def test_record_without_blocks_is_unchanged() -> None:
     record = parse_pickle(write_one(Recorder(0, WORLD).collective().send(1).recv(1).collective(state="started")))
     assert with_blocks_merged(record) is record
 
 
 @by_format
-def test_json_and_pickle_say_the_same(layout: Format) -> None:
+def test_nccl_json_equals_pickle_without_frames(layout: Format) -> None:
     from msgspec.structs import replace
 
     one = Recorder(1, GRID, layout).collective().collective(group="4").send(0, "timed out")
@@ -489,7 +489,7 @@ def test_json_and_pickle_say_the_same(layout: Format) -> None:
 
 
 @pytest.mark.parametrize(("backend", "completed"), [("gloo", True), ("nccl", False), ("xccl", False)])
-def test_what_was_retired_before_it_was_over(backend: str, completed: bool) -> None:
+def test_retired_call_is_completed_only_for_gloo(backend: str, completed: bool) -> None:
     """gloo has no events: what it retires is over."""
     one = Recorder(0, WORLD).collective(state="timed out")
     one.entries[0]["profiling_name"] = f"{backend}:all_reduce"
@@ -517,7 +517,7 @@ TELL_WITHOUT_STARTS = (
 @with_frames
 @pytest.mark.parametrize("name", TELL_WITHOUT_STARTS)
 @pytest.mark.parametrize("of_recorder", [{}, {"backend": "relay", "early": True}], ids=["nccl2", "early"])
-def test_what_the_dumps_of_hooks_say(of_recorder: dict[str, Any], name: str, as_json: bool, tmp_path: Path) -> None:
+def test_hook_dumps_give_expected_verdict(of_recorder: dict[str, Any], name: str, as_json: bool, tmp_path: Path) -> None:
     recorders = hooked(**of_recorder)
     CASES[name].play(recorders)
     verdict = verdict_of(tmp_path / "d", recorders, as_json=as_json)
@@ -527,20 +527,20 @@ def test_what_the_dumps_of_hooks_say(of_recorder: dict[str, Any], name: str, as_
     assert named(verdict) == expected, verdict.summary
 
 
-def test_a_device_of_nccl2_that_nobody_saw_starting_accuses_nobody(tmp_path: Path) -> None:
+def test_nccl2_device_without_start_events_names_no_culprit(tmp_path: Path) -> None:
     recorders = hooked()
     device_behind(recorders)
     assert named(verdict_of(tmp_path / "d", recorders)) == ("no-rank-stands-out", [])
 
 
-def test_sends_of_nccl2_that_nobody_saw_ending_are_over_with_what_follows() -> None:
+def test_nccl2_sends_are_completed_by_later_calls() -> None:
     one = Hooked(0, WORLD).batch([Op("send", peer=1), Op("recv", peer=1)]).collective().send(2, "scheduled")
     record = parse_pickle(write_one(one))
     alignment = Alignment([RankEvidence(rank=0, host="", pid=0, flight_record=record)], 4)
     assert [entry.op for entry in alignment.pending(0)] == ["nccl2:send 0->2"]
 
 
-def test_what_was_retired_as_it_was_made_is_over_when_all_are_past_it() -> None:
+def test_early_retired_call_is_completed_when_all_ranks_passed_it() -> None:
     """Rank 2 has made one call less than the others, and rank 3 none; rank 4 has no record."""
     calls, world = {0: 3, 1: 3, 2: 2}, {"0": range(5), "1": (0, 1, 2)}
     ranks = []
@@ -562,7 +562,7 @@ def test_what_was_retired_as_it_was_made_is_over_when_all_are_past_it() -> None:
     assert [entry.op for entry in alignment.transfers(0, "0") if not entry.completed] == ["relay:recv 0<-1"]
 
 
-def test_dumps_of_only_some_ranks_name_nobody_by_majority(tmp_path: Path) -> None:
+def test_dumps_of_some_ranks_name_no_culprit_by_majority(tmp_path: Path) -> None:
     """nccl2 dumps where the failure is detected."""
     recorders = hooked(world=8)
     CASES["another operation"].play(recorders)
@@ -571,7 +571,7 @@ def test_dumps_of_only_some_ranks_name_nobody_by_majority(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("odd", [None, 2])
-def test_each_backend_has_a_dump_of_its_own(odd: int | None, tmp_path: Path) -> None:
+def test_dumps_of_each_backend_are_compared_separately(odd: int | None, tmp_path: Path) -> None:
     """``cpu:gloo,cuda:nccl2``: both count the calls of the one group. What gloo calls is not what nccl2 calls."""
     recorders = hooked()
     cpus: list[Recorder] = [Hooked(rank, WORLD, "gloo") for rank in range(4)]
@@ -591,7 +591,7 @@ def test_each_backend_has_a_dump_of_its_own(odd: int | None, tmp_path: Path) -> 
     assert named(verdict) == (cause, [] if odd is None else [odd]), verdict.summary
 
 
-def test_dumps_of_one_backend_under_two_names_are_not_put_together(tmp_path: Path) -> None:
+def test_dumps_of_same_backend_under_two_names_are_not_joined(tmp_path: Path) -> None:
     folder = write(tmp_path / "d", hooked())
     for path in write(tmp_path / "e", hooked(past=9)).iterdir():
         path.rename(folder / f"other_{path.name}")
@@ -599,7 +599,7 @@ def test_dumps_of_one_backend_under_two_names_are_not_put_together(tmp_path: Pat
     assert [problem for problem in found.problems if "other dumps here have the same ranks" in problem]
 
 
-def test_one_record_of_several() -> None:
+def test_merged_records_have_unique_ids_and_known_groups() -> None:
     device, cpu = (
         parse_pickle(write_one(Hooked(0, WORLD, name).collective().collective())) for name in ("nccl2", "gloo")
     )
@@ -612,7 +612,7 @@ def test_one_record_of_several() -> None:
     assert parse_json(to_json(record)) == record
 
 
-def test_calls_that_torchcomms_counts_over_all_groups(tmp_path: Path) -> None:
+def test_torchcomms_numbers_across_groups_are_aligned(tmp_path: Path) -> None:
     """Ranks 0 and 1 have called in a group of theirs as well; rank 3 does not come."""
     recorders: list[Recorder] = [TorchComms(rank, GRID) for rank in range(4)]
     for one in recorders:
@@ -673,7 +673,7 @@ DAMAGES = (_no_names, _scalars, _another_config, _doubled, _lost, _no_numbers)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda one: one.__name__.strip("_"))
 @pytest.mark.parametrize("make", [hooked, lambda: ranks(NEWEST)], ids=["nccl2", "nccl"])
 @pytest.mark.parametrize("absentee", [None, 1])
-def test_a_damaged_dump_accuses_nobody(
+def test_damaged_dump_names_no_innocent_rank(
     damage: Callable[..., None], make: Callable[[], list[Recorder]], absentee: int | None, tmp_path: Path
 ) -> None:
     """One of four ranks has a damaged dump of a job in which all have arrived, or one has not."""
@@ -696,7 +696,7 @@ def test_a_damaged_dump_accuses_nobody(
         assert not innocent, (seed, victim, verdict.confidence, verdict.summary)
 
 
-def test_the_newest_format_is_that_of_the_installed_torch() -> None:
+def test_newest_format_matches_installed_torch() -> None:
     """What the recorder of the torch at hand writes has exactly these keys."""
     torch = pytest.importorskip("torch")
     from torch._C import _distributed_c10d as c10d
@@ -729,19 +729,19 @@ def _of_pairs(stuck: Sequence[int], missing: Sequence[int]) -> list[Recorder]:
     return found
 
 
-def test_who_still_has_pending_what_its_peers_no_longer_record(tmp_path: Path) -> None:
+def test_calls_pending_after_peers_completed_them_name_gpu_kernel(tmp_path: Path) -> None:
     """Dumps may hold the pending calls alone: where the oldest one of a peer is later, the peer is through with it."""
     verdict = verdict_of(tmp_path, _of_pairs(stuck=(2, 5), missing=()))
     assert (*named(verdict), verdict.confidence) == ("gpu-kernel", [2, 5], "medium")
 
 
-def test_who_has_nothing_pending_where_its_peers_wait(tmp_path: Path) -> None:
+def test_rank_without_pending_calls_its_peers_wait_in_is_missing(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, _of_pairs(stuck=(), missing=(2, 5)))
     assert (*named(verdict), verdict.confidence) == ("missing-from-collective", [2, 5], "medium")
 
 
 @pytest.mark.parametrize("name", ["gpu_error_1st", "lock_gil_2nd"])
-def test_incidents_whose_truth_is_known(name: str) -> None:
+def test_published_fault_injections_name_injected_ranks(name: str) -> None:
     """Of 16 ranks each, published with NVIDIA's resiliency package: faults were injected into two ranks."""
     folder = Path(__file__).parents[3] / "shared" / "data" / "nccl-dumps" / name
     if not folder.is_dir():

@@ -56,7 +56,7 @@ STEPPED = Claim("stepped and left", 1, torch=True, steps=9, exit=5)
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(one.name for one in value),
 )
-def test_the_rank_is_the_process_that_trains(tmp_path: Path, claims: tuple[Claim, ...], rank: str) -> None:
+def test_rank_page_is_of_process_that_trains(tmp_path: Path, claims: tuple[Claim, ...], rank: str) -> None:
     run = RunPaths(tmp_path)
     run.pages.mkdir()
     kept = []
@@ -74,7 +74,7 @@ def test_the_rank_is_the_process_that_trains(tmp_path: Path, claims: tuple[Claim
     assert [claims[found.pid - 1000].name for found in roster.pages().values()] == [rank]
 
 
-def test_a_program_started_by_exec_begins_its_page_anew(tmp_path: Path) -> None:
+def test_program_started_by_exec_resets_page(tmp_path: Path) -> None:
     run = RunPaths(tmp_path)
     run.pages.mkdir()
     name = layout.page_name(0, 0, os.getpid())
@@ -94,7 +94,7 @@ def test_a_program_started_by_exec_begins_its_page_anew(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.pages.iterdir()) == sorted([name, f"{name}0.ring"])
 
 
-def test_a_rank_that_exits_waits_for_its_handlers_and_not_for_who_asked(
+def test_exiting_rank_waits_only_for_running_handlers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, words = page.create(str(tmp_path / f"0-0-{os.getpid()}"))
@@ -118,7 +118,7 @@ def test_a_rank_that_exits_waits_for_its_handlers_and_not_for_who_asked(
     assert page.wait_for_answers(words)
 
 
-def test_a_rank_that_exits_on_a_starved_machine_waits_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exiting_rank_on_starved_machine_waits_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its sleeps takes a second, as long as the handler waits for a core."""
     _, words = page.create(str(tmp_path / f"0-0-{os.getpid()}"))
     words[layout.ASKED] = 1
@@ -162,12 +162,12 @@ def worker(*words: str, path: str = without_beacon.INJECT) -> Iterator[int]:
         (("sh", "-c", f"{sys.executable} -E -c '{WAIT}'; true"), without_beacon.INJECT, "python -E"),
     ],
 )
-def test_the_reason_is_a_fact_about_the_process(words: tuple[str, ...], path: str, why: str) -> None:
+def test_missing_beacon_reason_comes_from_process(words: tuple[str, ...], path: str, why: str) -> None:
     with worker(*words, path=path) as pid:
         assert without_beacon.why_without_beacon(pid) == why
 
 
-def test_torch_without_a_page_means_that_the_beacon_has_failed(tmp_path: Path) -> None:
+def test_torch_process_without_page_has_failed_beacon(tmp_path: Path) -> None:
     library = tmp_path / "libtorch_cpu.so"
     library.write_bytes(bytes(4096))
     mapping = f"import mmap; file = open({str(library)!r}, 'rb'); kept = mmap.mmap(file.fileno(), 0, access=1); {WAIT}"
@@ -177,7 +177,7 @@ def test_torch_without_a_page_means_that_the_beacon_has_failed(tmp_path: Path) -
         assert without_beacon.why_without_beacon(pid) == "", "a spawned rank learns its number after the import"
 
 
-def test_a_fork_is_not_judged_by_what_its_parent_is() -> None:
+def test_forked_process_gives_no_missing_beacon_reason() -> None:
     forking = "import os; os.fork() or (print(os.getpid(), flush=True), input()); os.wait()"
     with subprocess.Popen(
         (sys.executable, "-I", "-c", forking), stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -189,7 +189,7 @@ def test_a_fork_is_not_judged_by_what_its_parent_is() -> None:
             parent.communicate(b"\n")
 
 
-def test_a_process_that_is_gone_gives_no_reason() -> None:
+def test_ended_process_gives_no_missing_beacon_reason() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         child.wait()
     assert without_beacon.why_without_beacon(child.pid) == ""
@@ -211,5 +211,5 @@ def test_a_process_that_is_gone_gives_no_reason() -> None:
         ("python", ""),
     ],
 )
-def test_the_options_that_keep_a_beacon_out(words: str, option: str) -> None:
+def test_python_options_that_disable_beacon_are_recognized(words: str, option: str) -> None:
     assert without_beacon.isolation(words.split()) == option

@@ -26,7 +26,7 @@ REST = "S 10 20 30 0 -1 4194304 98 0 0 0 250 50 7 8 20 0 1 0 77510 3133440 360 1
 
 
 @pytest.mark.parametrize("name", ["python", "my (job) x", "a) R 1 (b", ") S 1", "((", "pt_main_thread", "a\nb"])
-def test_stat_survives_any_name(name: str) -> None:
+def test_procstat_parses_any_process_name(name: str) -> None:
     stat = procstat.parse(f"4711 ({name}) {REST}")
     assert (stat.pid, stat.name, stat.state, stat.ppid, stat.start_ticks) == (4711, name, "S", 10, 77510)
     assert stat.cpu_ms == 3000  # 300 ticks of 10 ms; the children's 7 and 8 do not count
@@ -34,7 +34,7 @@ def test_stat_survives_any_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "4711 python S 1", "4711 (python) S 1", "x (y) " + REST])
-def test_stat_rejects_other_text(text: str) -> None:
+def test_procstat_rejects_other_text(text: str) -> None:
     with pytest.raises(ValueError):
         procstat.parse(text)
 
@@ -52,7 +52,7 @@ def test_stat_rejects_other_text(text: str) -> None:
         ("SIGCHLD", "print", (False, True)),
     ],
 )
-def test_which_signals_a_program_handles(name: str, handler: str, found: tuple[bool, bool]) -> None:
+def test_process_state_reports_handled_signals(name: str, handler: str, found: tuple[bool, bool]) -> None:
     code = f"import signal; signal.signal(signal.{name}, {handler}); print('up', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
         assert program.stdout is not None and program.stdout.readline() == b"up\n"
@@ -70,7 +70,7 @@ a line of another kernel, with six words
 """
 
 
-def test_who_holds_a_file_lock() -> None:
+def test_file_lock_table_lists_holders_only() -> None:
     """Not who waits for one, nor who is of another container."""
     assert list(file_locks.parse(LOCKS)) == [
         file_locks.LockRow(4000, (0x08, 2, 77), exclusive=True),
@@ -89,7 +89,7 @@ BYTES = """\
 
 
 @pytest.mark.parametrize(("pid", "inode", "holder"), [(4002, 77, 4001), (4003, 77, 4001), (4000, 77, 0), (4004, 78, 0)])
-def test_which_lock_on_a_file_is_in_the_way(pid: int, inode: int, holder: int) -> None:
+def test_blocking_file_lock_is_found_by_byte_range(pid: int, inode: int, holder: int) -> None:
     """Several processes may have locks on bytes of one file. The last one's holder is of another container."""
     found = file_locks._blocking_lock(BYTES, pid, (0x08, 2, inode))
     assert (found.pid if found is not None else 0) == holder
@@ -105,16 +105,16 @@ def test_which_lock_on_a_file_is_in_the_way(pid: int, inode: int, holder: int) -
         ("230 0x1 0x1 0x7ffe 0x0 0x0 0x0 0x7ffe 0x7fd8", (230, (1, 1, 0x7FFE, 0, 0, 0))),
     ],
 )
-def test_syscall(text: str, expected: object) -> None:
+def test_syscall_line_is_parsed(text: str, expected: object) -> None:
     assert parse_syscall(text) == expected
 
 
-def test_io_counts_what_was_read_and_written() -> None:
+def test_io_has_characters_read_and_written() -> None:
     assert parse_io("rchar: 100\nwchar: 23\nsyscr: 5\nread_bytes: 4096\n") == (100, 23)
     assert parse_io("") is None
 
 
-def test_time_spent_waiting_for_a_core() -> None:
+def test_schedstat_has_core_wait_time_and_slices() -> None:
     assert parse_schedstat("35191115 6325405 221") == (6, 221)
     assert parse_schedstat("") is None
 
@@ -128,7 +128,7 @@ def test_time_spent_waiting_for_a_core() -> None:
     ],
     ids=["v1", "v2", "no limit"],
 )
-def test_time_a_control_group_was_throttled(text: str, microseconds: int) -> None:
+def test_cgroup_throttled_time_is_parsed(text: str, microseconds: int) -> None:
     assert cgroups.parse_throttled_us(text) == microseconds
 
 
@@ -154,7 +154,7 @@ AT_110 = (110).to_bytes(8, "little") + bytes(8)
         ("read", (7, 8, 1), b"", None),
     ],
 )
-def test_when_a_call_ends_by_itself(name: str, arguments: tuple[int, ...], memory: bytes, ends: float | None) -> None:
+def test_system_call_end_time_is_computed(name: str, arguments: tuple[int, ...], memory: bytes, ends: float | None) -> None:
     arguments = (*arguments, *(0,) * (6 - len(arguments)))
     assert waits.ends_s(name, arguments, lambda address, size: memory[:size], now=100.0) == ends
 
@@ -172,7 +172,7 @@ def test_when_a_call_ends_by_itself(name: str, arguments: tuple[int, ...], memor
         ("riscv64", 63, ""),
     ],
 )
-def test_syscall_names(machine: str, number: int, name: str) -> None:
+def test_system_call_name_depends_on_machine(machine: str, number: int, name: str) -> None:
     assert waits.name_of(number, machine) == name
 
 
@@ -187,7 +187,7 @@ def test_syscall_names(machine: str, number: int, name: str) -> None:
         ("read", (7, 0, 0, 0, 0, 0), None),
     ],
 )
-def test_the_child_whose_end_is_waited_for(name: str, arguments: tuple[int, ...], child: int | None) -> None:
+def test_wait_call_names_its_child(name: str, arguments: tuple[int, ...], child: int | None) -> None:
     assert waits.child_of(name, arguments) == child
 
 
@@ -213,7 +213,7 @@ TRACKER = ("python", "-c", "from multiprocessing.resource_tracker import main;ma
         (("python", "train.py"), (Frame("/home/me/worker.py", 1, "_worker_loop"),), "child"),
     ],
 )
-def test_roles(cmdline: tuple[str, ...], frames: tuple[Frame, ...], role: str) -> None:
+def test_process_role_is_recognized(cmdline: tuple[str, ...], frames: tuple[Frame, ...], role: str) -> None:
     state = ProcessState(5, 1, 1, 0.0, "python", cmdline, "S")
     assert role_of(state, (StackSample(5, 0.0, "py-spy", (Thread(frames),)),)) == role
 
@@ -247,11 +247,11 @@ UNIX = """Num       RefCount Protocol Flags    Type St Inode Path
         ("header\nbroken line", "udp", 1, ""),
     ],
 )
-def test_inet_sockets(table: str, protocol: str, inode: int, text: str) -> None:
+def test_inet_socket_is_described(table: str, protocol: str, inode: int, text: str) -> None:
     assert sockets.find_inet(table, protocol, inode) == text
 
 
-def test_connections_in_which_something_is_sent_again() -> None:
+def test_resending_connection_is_found() -> None:
     """Only the first: on the second nothing waits for an answer, on the third it is not late, the fourth connects."""
     table = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 01004D0A:B8F2 02004D0A:9E41 01 0000005C:00000000 01:00000132 00000003     0        0 11111 2 0 1600 4 30 1 -1
@@ -263,14 +263,14 @@ broken
     assert sockets.find_resending(table) == (11111,)
 
 
-def test_connections_on_which_everything_arrives() -> None:
+def test_idle_connection_is_not_resending() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         client.sendall(b"arrives")
         assert not sockets.resends(os.getpid())
     assert not sockets.resends(1 << 30)
 
 
-def test_unix_sockets() -> None:
+def test_unix_socket_is_described() -> None:
     assert sockets.find_unix(UNIX, 55555) == "unix /run/my socket"
     assert sockets.find_unix(UNIX, 66666) == "unix socket:[66666] (unnamed, e.g. a socketpair)"
     assert sockets.find_unix(UNIX, 1) == ""
@@ -279,7 +279,7 @@ def test_unix_sockets() -> None:
 # --- control groups ---------------------------------------------------------------------------------------------------
 
 
-def test_cgroup_membership() -> None:
+def test_cgroup_membership_is_parsed() -> None:
     assert cgroups.parse_membership("6:freezer:/a\n5:cpu,cpuacct:/b\n0::/user.slice/x:y\n") == {
         "freezer": "/a",
         "cpu": "/b",
@@ -288,7 +288,7 @@ def test_cgroup_membership() -> None:
     }
 
 
-def test_cgroup_seen_from_inside_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cgroup_directory_in_container_is_mount_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of ``/proc/<pid>/cgroup`` is the host's there, and the mount is the group itself."""
     (tmp_path / "cgroup.controllers").write_text("cpu memory")
     monkeypatch.setattr(cgroups, "membership", lambda pid: {"": "/kubepods/pod1"})
@@ -306,7 +306,7 @@ void start(void) { pthread_t thread; pthread_create(&thread, 0, run, 0); }
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_whose_code_a_native_thread_runs(tmp_path: Path) -> None:
+def test_native_thread_is_attributed_to_its_library(tmp_path: Path) -> None:
     """It sleeps in the C library, and was begun by another one."""
     source, library = tmp_path / "own.c", tmp_path / "libown.so"
     source.write_text(SLEEPING_THREAD)

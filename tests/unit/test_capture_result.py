@@ -19,7 +19,7 @@ def named(path: str) -> Artifact:
     return Artifact(path, "a test", 0.0)
 
 
-def test_a_late_source_writes_nothing_more_into_the_bundle(tmp_path: Path) -> None:
+def test_late_source_writes_nothing_more_into_bundle(tmp_path: Path) -> None:
     staging = Staging(tmp_path / "bundle")
     over, ended = threading.Event(), threading.Event()
 
@@ -39,7 +39,7 @@ def test_a_late_source_writes_nothing_more_into_the_bundle(tmp_path: Path) -> No
     assert not (staging.root / "late.txt").exists()
 
 
-def test_a_step_counts_with_its_evidence_or_not_at_all(tmp_path: Path) -> None:
+def test_file_group_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     staging, told = Staging(tmp_path / "bundle"), list[str]()
     outer = Gate(staging)
     inner = Gate(outer)

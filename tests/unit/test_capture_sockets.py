@@ -73,7 +73,7 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
             yield near, far
 
 
-def test_who_can_write_to_a_pipe_that_is_read(pipe: tuple[int, int]) -> None:
+def test_pipe_reader_ends_are_its_writers(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     with started(READS, reading) as reader, started(SLEEPS, writing) as writer, started(SLEEPS, reading) as other:
         waiting(writer, "clock_nanosleep", "select")
@@ -83,7 +83,7 @@ def test_who_can_write_to_a_pipe_that_is_read(pipe: tuple[int, int]) -> None:
     assert all(one.name for one in found)
 
 
-def test_who_can_read_from_a_pipe_that_is_full(pipe: tuple[int, int]) -> None:
+def test_pipe_writer_ends_are_its_readers(pipe: tuple[int, int]) -> None:
     _, writing = pipe
     with started(WRITES, writing) as writer, started(SLEEPS, writing) as other:
         state = waiting(writer, "write")
@@ -91,13 +91,13 @@ def test_who_can_read_from_a_pipe_that_is_full(pipe: tuple[int, int]) -> None:
     assert found is not None and [one.pid for one in found] == [os.getpid()]
 
 
-def test_who_has_the_other_end_of_a_connection(connection: tuple[socket.socket, socket.socket]) -> None:
+def test_tcp_connection_ends_are_peer_process(connection: tuple[socket.socket, socket.socket]) -> None:
     with started(RECEIVES, connection[0].fileno()) as reader, started(SLEEPS) as other:
         found = ends(waiting(reader, "recvfrom"), reader, other, os.getpid())
     assert found is not None and [one.pid for one in found] == [os.getpid()]
 
 
-def test_who_has_the_other_end_of_a_socket_pair() -> None:
+def test_socket_pair_ends_are_peer_processes() -> None:
     """As ``multiprocessing.Pipe()`` makes them: of these ``/proc`` does not tell which belong together."""
     near, far = socket.socketpair()
     if sock_diag.unix_peer(os.fstat(near.fileno()).st_ino) is None:
@@ -108,7 +108,7 @@ def test_who_has_the_other_end_of_a_socket_pair() -> None:
     assert found is not None and [one.pid for one in found] == [other, os.getpid()]
 
 
-def test_a_socket_without_an_other_end() -> None:
+def test_unconnected_socket_has_no_peer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as alone:
         assert sock_diag.unix_peer(os.fstat(alone.fileno()).st_ino) is None
         assert sock_diag.unix_peer(os.fstat(server.fileno()).st_ino) is None
@@ -145,7 +145,7 @@ def nothing_else_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptor_holders, "unix_sockets", told)
 
 
-def test_a_pipe_of_which_all_have_been_seen(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipe_ends_are_closed_if_all_holders_are_known(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = socket.socketpair()
     with near, far, started(READS, pipe[0], near.fileno()) as reader:
         nothing_else_unread(monkeypatch)
@@ -163,7 +163,7 @@ def test_a_pipe_of_which_all_have_been_seen(pipe: tuple[int, int], monkeypatch: 
         assert closed(reader, os.getpid()), "nobody is at the other end"
 
 
-def test_a_process_that_may_have_given_its_descriptors_away(
+def test_pipe_ends_are_open_if_descriptors_might_be_passed_on(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To a process in another container, say, or to a thread with a table of descriptors of its own."""
@@ -178,7 +178,7 @@ def test_a_process_that_may_have_given_its_descriptors_away(
         assert not closed(reader, os.getpid())
 
 
-def test_a_descriptor_that_is_under_way(pipe: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipe_ends_are_open_while_descriptor_is_in_flight(pipe: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX) as broker, socket.socket(socket.AF_UNIX) as near:
         broker.bind(str(tmp_path / "broker"))
         broker.listen()
@@ -197,7 +197,7 @@ def test_a_descriptor_that_is_under_way(pipe: tuple[int, int], tmp_path: Path, m
                 assert closed(reader, os.getpid())
 
 
-def test_a_pipe_from_which_a_file_is_filled(pipe: tuple[int, int]) -> None:
+def test_pipe_ends_of_splice_are_its_writers(pipe: tuple[int, int]) -> None:
     code = "import ctypes, os, sys; o = os.open('/dev/null', os.O_WRONLY); " + (
         "ctypes.CDLL(None).splice(int(sys.argv[1]), None, o, None, 1 << 16, 0)"
     )
@@ -207,7 +207,7 @@ def test_a_pipe_from_which_a_file_is_filled(pipe: tuple[int, int]) -> None:
     assert found is not None and [one.pid for one in found] == [writer]
 
 
-def test_a_daemon_of_another_user_may_have_been_sent_an_end(
+def test_pipe_ends_are_open_if_process_is_unreadable(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever it began: the connection over which it was sent can be closed by now."""
@@ -232,7 +232,7 @@ def test_a_daemon_of_another_user_may_have_been_sent_an_end(
             assert closed(reader, old, daemon)
 
 
-def test_who_else_has_the_socket_itself() -> None:
+def test_socket_sharers_are_other_holders() -> None:
     """Whoever has it may shut it down."""
     near, far = socket.socketpair()
     with near, far, started(READS, near.fileno()) as reader, started(SLEEPS, near.fileno()) as other:
@@ -242,13 +242,13 @@ def test_who_else_has_the_socket_itself() -> None:
     assert told.main_thread is not None and told.main_thread.lock_sharers == (other,)
 
 
-def test_after_the_deadline_nothing_is_told(pipe: tuple[int, int]) -> None:
+def test_pipe_ends_after_deadline_are_unknown(pipe: tuple[int, int]) -> None:
     """The process that matters may be among those that were not looked at."""
     with started(READS, pipe[0]) as reader:
         assert ends(waiting(reader, "read"), os.getpid(), deadline_s=-1.0) is None
 
 
-def test_the_jobs_own_processes_are_read_whatever_the_time(connection: tuple[socket.socket, socket.socket]) -> None:
+def test_connection_ends_in_job_are_found_after_deadline(connection: tuple[socket.socket, socket.socket]) -> None:
     near, far = connection
     with started(RECEIVES, near.fileno()) as reader, started(SLEEPS, far.fileno()) as serving:
         states = [waiting(reader, "recvfrom"), waiting(serving, "clock_nanosleep", "select")]
@@ -257,7 +257,7 @@ def test_the_jobs_own_processes_are_read_whatever_the_time(connection: tuple[soc
     assert [one.pid for one in told.main_thread.ends] == [serving]
 
 
-def test_after_the_deadline_the_end_of_a_connection_that_was_found_is_told(
+def test_connection_end_found_before_deadline_is_kept(
     connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with started(RECEIVES, connection[0].fileno()) as reader:
@@ -269,7 +269,7 @@ def test_after_the_deadline_the_end_of_a_connection_that_was_found_is_told(
         assert found is not None and [one.pid for one in found] == [os.getpid()]
 
 
-def test_a_thread_that_waits_elsewhere_costs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_without_descriptor_wait_causes_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def search(pid: int) -> Iterator[object]:
         raise AssertionError("searched")
 
@@ -297,7 +297,7 @@ def semaphores() -> list[str]:
     return [f"{line[3]} {line[4]}" for line in lines if len(line) == 6 and line[5].startswith("/dev/shm/sem.")]
 
 
-def test_who_has_mapped_a_semaphore() -> None:
+def test_semaphore_ends_are_job_processes_that_mapped_it() -> None:
     """A daemon that a rank has started has it as well, and is no process of the job's."""
     lock = multiprocessing.get_context("fork").Lock()
     (mapped,) = semaphores()[-1:]
@@ -317,7 +317,7 @@ def test_who_has_mapped_a_semaphore() -> None:
 
 
 @pytest.mark.parametrize(("context", "is_named"), [("fork", False), ("spawn", True)])
-def test_a_semaphore_that_is_opened_by_its_name_is_the_same_file(context: str, is_named: bool) -> None:
+def test_semaphore_opened_by_name_has_same_file(context: str, is_named: bool) -> None:
     """Its creator shows a temporary name, which is deleted, whoever opens it its own."""
     lock = multiprocessing.get_context(context).Lock()
     code = (
@@ -347,7 +347,7 @@ def test_a_semaphore_that_is_opened_by_its_name_is_the_same_file(context: str, i
         assert waiter.fd_target == f"/dev/shm/sem.{lock._semlock.name.removeprefix('/')}"
 
 
-def test_of_several_listeners_of_one_port_the_one_at_the_address() -> None:
+def test_listener_is_chosen_by_address() -> None:
     line = "   0: {}:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 {} 1 0 100 0 0 10 0\n"
     at = {"0100007F": 20, "0200007F": 21}
     table = TABLE.splitlines()[0] + "\n" + "".join(line.format(*one) for one in at.items())
@@ -361,7 +361,7 @@ def test_of_several_listeners_of_one_port_the_one_at_the_address() -> None:
 @pytest.mark.parametrize(
     ("inode", "other"), [(11, {11: 12}), (12, {12: 11}), (13, {}), (14, {14: 10}), (99, {}), (10, {})]
 )
-def test_the_socket_at_the_other_end(inode: int, other: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_end_of_tcp_socket_is_found(inode: int, other: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 14, the connection was not accepted yet: its listener has it."""
     tables: Callable[[object], str] = lambda path: TABLE if str(path).endswith("tcp") else ""  # noqa: E731
     monkeypatch.setattr(sockets, "_read", tables)

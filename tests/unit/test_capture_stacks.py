@@ -36,7 +36,7 @@ def spy_thread(**changes: object) -> dict[str, object]:
     }
 
 
-def test_parse_keeps_the_order_and_ignores_new_keys() -> None:
+def test_py_spy_output_keeps_order_and_ignores_new_keys() -> None:
     data = json.dumps([spy_thread(new_key={"x": 1}), spy_thread(thread_name=None, os_thread_id=None, frames=[])])
     sample = stacks.parse(data.encode(), pid=10, at_s=1.5, how="py-spy dump --json")
     assert sample.threads == (
@@ -54,7 +54,7 @@ def test_parse_keeps_the_order_and_ignores_new_keys() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'[{"frames": 3}]', b'[{"pid": 10', b"\xff\xfe"])
-def test_parse_rejects_anything_else(data: bytes) -> None:
+def test_py_spy_parser_rejects_other_output(data: bytes) -> None:
     with pytest.raises(CaptureError, match="unreadable output"):
         stacks.parse(data, pid=10, at_s=0.0, how="py-spy")
 
@@ -81,11 +81,11 @@ def state(letter: str = "S", *, frozen: bool = False, worker: str = "S", call: s
         (state("S", worker="D"), state("S", worker="D"), "thread 11 is in uninterruptible sleep"),
     ],
 )
-def test_when_the_target_must_not_be_stopped(now: ProcessState, before: ProcessState | None, why: str) -> None:
+def test_nonblocking_reason_if_target_must_not_be_stopped(now: ProcessState, before: ProcessState | None, why: str) -> None:
     assert stacks.why_nonblocking(now, before) == why
 
 
-def test_a_look_does_not_cut_a_write_short() -> None:
+def test_stack_capture_does_not_cut_write_short() -> None:
     """Python without buffers takes a short write for a whole one: what the reader gets would end in the middle."""
     code = "import sys; sys.stdout.write('x' * 300_000)"
     with subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE) as writer:
@@ -105,7 +105,7 @@ def wait_for_write(pid: int) -> ProcessState:
     return state
 
 
-def test_text_of_a_sample() -> None:
+def test_stack_text_has_process_threads_and_frames() -> None:
     sample = StackSample(
         10,
         0.0,
@@ -130,7 +130,7 @@ def test_text_of_a_sample() -> None:
     )
 
 
-def test_text_without_stacks_still_shows_the_kernels_view() -> None:
+def test_stack_text_without_stacks_has_kernel_threads() -> None:
     text = stacks.to_text(None, state("D"), missing="py-spy is not installed")
     assert "State D (uninterruptible sleep)" in text
     assert "No Python stacks: py-spy is not installed" in text
@@ -179,13 +179,13 @@ def facts(**changes: object) -> ptrace.PtraceFacts:
         ("", FACTS, "py-spy failed without a message", ""),
     ],
 )
-def test_complaints_lead_to_a_remedy(stderr: str, known: ptrace.PtraceFacts, expected: str, kind: str) -> None:
+def test_py_spy_error_is_explained_with_fix(stderr: str, known: ptrace.PtraceFacts, expected: str, kind: str) -> None:
     explained = ptrace.explain(stderr, known)
     assert expected in str(explained) and explained.kind == kind
     assert "\n" not in explained.message + explained.fix
 
 
-def test_py_spy_is_the_given_one_or_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_find_py_spy_uses_option_or_names_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert stacks.find_py_spy("/opt/py-spy") == "/opt/py-spy"
     monkeypatch.setattr(stacks.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -208,7 +208,7 @@ def call_of(*frames: dict[str, object]) -> CallArguments | None:
     return stacks.parse(data, pid=10, at_s=0.0, how="py-spy").threads[0].call
 
 
-def test_of_local_variables_only_the_peers_of_a_call_are_kept() -> None:
+def test_call_arguments_keep_only_peers_of_locals() -> None:
     user = in_call("train", ("password", "'hunter2'"), ("src", "5"), file="/home/me/train.py")
     inner = in_call("recv", ("tensor", "<Tensor>"), ("src", "1"), ("tag", "7"), ("group_src", "None"), ("x", "9"))
     outer = in_call("recv_object_list", ("src", "4"))
@@ -228,7 +228,7 @@ def test_of_local_variables_only_the_peers_of_a_call_are_kept() -> None:
         [],
     ],
 )
-def test_where_no_peers_are_seen(frames: list[dict[str, object]]) -> None:
+def test_call_arguments_are_none_without_peers(frames: list[dict[str, object]]) -> None:
     assert call_of(*frames) is None
 
 
@@ -240,7 +240,7 @@ def fake(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_without_local_variables_where_they_cannot_be_read(tmp_path: Path) -> None:
+def test_stack_dump_falls_back_to_no_locals(tmp_path: Path) -> None:
     spy = fake(tmp_path, 'case "$*" in *--locals*) echo "Error: bad dict" >&2; exit 1;; esac\necho "[]"\n')
     result = stacks.dump(os.getpid(), py_spy=spy)
     assert result.value is not None and result.value.threads == ()
@@ -250,7 +250,7 @@ def test_without_local_variables_where_they_cannot_be_read(tmp_path: Path) -> No
     ("folder", "file"),
     [("'/root/ext/mine'", "/root/ext/mine/lock"), ("'/root/very/long...", ""), (None, "")],
 )
-def test_the_lock_file_of_a_build(folder: str | None, file: str) -> None:
+def test_lock_file_of_extension_build_is_found(folder: str | None, file: str) -> None:
     """py-spy cuts long values short: half of a path names nothing."""
     waits = {"name": "wait", "filename": "/x/torch/utils/file_baton.py", "line": 3, "locals": None}
     build = in_call(
@@ -270,7 +270,7 @@ esac
 """
 
 
-def test_a_read_that_fails_beside_running_threads_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torn_stack_of_running_threads_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread is kept as it was first read while it did not run."""
     stack = json.dumps([spy_thread(pid=0, os_thread_id=n, frames=[]) for n in (10, 11)])
     spy = fake(tmp_path, READ.format(log=tmp_path / "log", stack=stack))
@@ -281,14 +281,14 @@ def test_a_read_that_fails_beside_running_threads_is_repeated(tmp_path: Path, mo
     assert sample is not None and [thread.torn for thread in sample.threads] == [False, True]
 
 
-def test_what_cannot_be_read_at_rest_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torn_stack_of_resting_process_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spy, log = fake(tmp_path, READ.format(log=tmp_path / "log", stack="[]")), tmp_path / "log"
     monkeypatch.setattr(proc, "scheduled", lambda pid: {10: proc.Scheduled(False, ("1",))})
     assert "torn" in stacks.stack_of(os.getpid(), py_spy=spy).missing
     assert log.read_text().count("x") == 2  # with and without local variables
 
 
-def test_a_helper_that_still_runs_is_ended_with_its_supervisor() -> None:
+def test_running_helper_is_ended_with_supervisor() -> None:
     started = threading.Event()
     command.helper_reports.send_to(lambda pid: started.set())
     task = BackgroundTask("helper", lambda: command.run(["sleep", "600"], deadline_s=600))

@@ -32,11 +32,11 @@ SECOND = 1_000_000_000
         ([(0, 1, "grün\n".encode()), (0, 1, b"\xff\n")], "00:00:00.000 out| grün\n00:00:00.000 out| \ufffd\n"),
     ],
 )
-def test_log_tail(records: list[tuple[int, int, bytes]], expected: str) -> None:
+def test_log_tail_joins_lines_by_stream(records: list[tuple[int, int, bytes]], expected: str) -> None:
     assert rank_output.log_tail(records) == expected
 
 
-def test_pressure_of_the_node(tmp_path: Path) -> None:
+def test_node_pressure_is_read(tmp_path: Path) -> None:
     (tmp_path / "cpu").write_text("some avg10=1.50 avg60=0.70 avg300=0.20 total=9\n")
     (tmp_path / "io").write_text("some avg10=0.00 total=0\nfull avg10=0.00 total=0\n")
     assert (node.pressure(str(tmp_path)).value or "").splitlines() == [
@@ -47,7 +47,7 @@ def test_pressure_of_the_node(tmp_path: Path) -> None:
     assert node.pressure(str(tmp_path / "gone")).missing.endswith("this kernel doesn't provide it")
 
 
-def test_kernel_records() -> None:
+def test_kernel_log_record_is_parsed() -> None:
     record = "4,2,1500000,-;NVRM: Xid (PCI:0000:65:00): 79, GPU has fallen off the bus\n SUBSYSTEM=pci\n"
     assert kernel_log.parse_kmsg(record, 0.0) == (
         "1970-01-01 00:00:01 NVRM: Xid (PCI:0000:65:00): 79, GPU has fallen off the bus"
@@ -66,11 +66,11 @@ def test_kernel_records() -> None:
         "blk_update_request: I/O error, dev nvme0n1, sector 5",
     ],
 )
-def test_relevant_lines_of_the_kernel(line: str) -> None:
+def test_kernel_log_keeps_relevant_lines(line: str) -> None:
     assert kernel_log.relevant(["usb 1-1: new device", line, "eth0: link becomes ready"]) == [line]
 
 
-def test_only_the_last_relevant_lines_are_kept() -> None:
+def test_kernel_log_keeps_last_relevant_lines() -> None:
     lines = [f"oom-kill: {number}" for number in range(kernel_log.MAX_KERNEL_LINES + 5)]
     assert kernel_log.relevant(lines) == lines[5:]
 
@@ -107,7 +107,7 @@ def nvml(**functions: Any) -> Any:
 NOBODY = 1 << 23  # no kernel numbers processes so high
 
 
-def test_a_gpu_in_full_and_what_it_does_not_tell() -> None:
+def test_gpu_query_leaves_unsupported_values_empty() -> None:
     process = SimpleNamespace(pid=NOBODY, usedGpuMemory=1 << 30)
     document = gpu.query(
         nvml(
@@ -130,23 +130,23 @@ def test_a_gpu_in_full_and_what_it_does_not_tell() -> None:
     assert written["name"] is None and written["processes"] == [{"pid": NOBODY, "memory_bytes": 1 << 30}]
 
 
-def test_a_gpu_that_fell_off_the_bus_is_listed() -> None:
+def test_gpu_that_fell_off_bus_is_listed_with_error() -> None:
     document = gpu.query(nvml(Init=lambda: None, DeviceGetCount=lambda: 1))
     assert document.gpus == (Gpu(0, error="Not Supported"),)
 
 
-def test_no_driver() -> None:
+def test_gpu_query_without_driver_is_missing() -> None:
     assert gpu.query(nvml()) == Gpus(missing="no NVIDIA driver on this node (libnvidia-ml.so.1 not found)")
 
 
 # --- node -------------------------------------------------------------------------------------------------------------
 
 
-def test_environ() -> None:
+def test_environ_is_parsed() -> None:
     assert node.parse_environ(b"A=1\0B=x=y\0broken\0=z\0C=\0") == {"A": "1", "B": "x=y", "C": ""}
 
 
-def test_meminfo_and_limits() -> None:
+def test_meminfo_and_limits_are_parsed() -> None:
     assert node.parse_meminfo("MemTotal:       2048 kB\nHugePages_Total:       0\nBuffers: 1 kB\n") == {
         "MemTotal": 2048 * 1024
     }
@@ -155,7 +155,7 @@ def test_meminfo_and_limits() -> None:
     assert node.parse_limits(limits) == {"Max open files": "1024"}
 
 
-def test_network(tmp_path: Path) -> None:
+def test_network_devices_are_read(tmp_path: Path) -> None:
     def put(path: str, text: str) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
@@ -181,7 +181,7 @@ def test_network(tmp_path: Path) -> None:
     assert node.network(tmp_path / "none") == {}
 
 
-def test_versions_of_another_installation(tmp_path: Path) -> None:
+def test_versions_of_other_installation_are_read(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text(
         "__version__ = '2.9.1+cu128'\ncuda: Optional[str] = '12.8'\ngit_version = 'abc'\nhip: Optional[str] = None\n"
@@ -202,7 +202,7 @@ def test_versions_of_another_installation(tmp_path: Path) -> None:
 # --- the guards -------------------------------------------------------------------------------------------------------
 
 
-def test_attempt_names_the_reason() -> None:
+def test_attempt_returns_value_or_failure_reason() -> None:
     def fail() -> int:
         raise CaptureError("the disk is full", "delete something")
 
@@ -211,7 +211,7 @@ def test_attempt_names_the_reason() -> None:
     assert attempt("x", lambda: 5).value == 5
 
 
-def test_a_result_becomes_a_line_of_the_manifest() -> None:
+def test_result_becomes_manifest_artifact() -> None:
     artifact = Result(None, "NVML", 0.25, missing="no driver").artifact("node/n/gpus.json")
     assert (artifact.path, artifact.how, artifact.duration_s, artifact.missing, artifact.bytes) == (
         "node/n/gpus.json", "NVML", 0.25, "no driver", 0,
@@ -226,11 +226,11 @@ def test_a_result_becomes_a_line_of_the_manifest() -> None:
         (b"HTTP/1.0 200 OK", (200, None)),
     ],
 )
-def test_head_of_an_answer(head: bytes, expected: object) -> None:
+def test_worker_server_head_is_parsed(head: bytes, expected: object) -> None:
     assert worker_server.parse_head(head) == expected
 
 
 @pytest.mark.parametrize("head", [b"", b"SSH-2.0-OpenSSH", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked"])
-def test_head_of_something_else(head: bytes) -> None:
+def test_worker_server_head_of_other_protocol_is_rejected(head: bytes) -> None:
     with pytest.raises(ValueError):
         worker_server.parse_head(head)

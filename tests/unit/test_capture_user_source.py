@@ -13,7 +13,7 @@ from safelaunch.model import Evidence, Frame, RankEvidence, RankException
 from safelaunch.system.redaction.redactor import Redactor
 
 
-def test_lines_are_counted_from_one(tmp_path: Path) -> None:
+def test_source_lines_are_counted_from_one(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import time\n    time.sleep(1)\n")
     assert [user_source.line(str(script), number) for number in (0, 1, 2, 3)] == [
@@ -25,7 +25,7 @@ def test_lines_are_counted_from_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "text", "link to a text", "fifo", "directory", "loop"])
-def test_nothing_but_a_python_file_is_read(tmp_path: Path, kind: str) -> None:
+def test_source_text_reads_only_python_files(tmp_path: Path, kind: str) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("x\n")
     path = tmp_path / "evil.py"
@@ -42,7 +42,7 @@ def test_nothing_but_a_python_file_is_read(tmp_path: Path, kind: str) -> None:
     assert user_source.text(str(path)) is None
 
 
-def test_a_link_to_a_python_file_is_one(tmp_path: Path) -> None:
+def test_source_link_to_python_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "real.py").write_text("x = 1\n")
     (tmp_path / "train.py").symlink_to(tmp_path / "real.py")
     assert user_source.line(str(tmp_path / "train.py"), 1) == "x = 1"
@@ -55,7 +55,7 @@ mount --bind "$1" "$2" && echo mounted && read -r line
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
-def test_source_of_a_job_in_a_container_is_read_there(tmp_path: Path) -> None:
+def test_source_of_container_job_is_read_in_container(tmp_path: Path) -> None:
     outside, inside = tmp_path / "work", tmp_path / "image"
     for place, text in ((outside, "x = 'host'\n"), (inside, "x = 'container'\n")):
         place.mkdir()
@@ -85,7 +85,7 @@ def test_source_of_a_job_in_a_container_is_read_there(tmp_path: Path) -> None:
         ({"a": "b", "b": "a"}, "/a/train.py", None),
     ],
 )
-def test_links_in_a_container_stay_in_it(links: dict[str, str], path: str, real: str | None, tmp_path: Path) -> None:
+def test_source_links_in_container_stay_inside(links: dict[str, str], path: str, real: str | None, tmp_path: Path) -> None:
     for name, target in links.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).symlink_to(target)
@@ -100,7 +100,7 @@ def test_links_in_a_container_stay_in_it(links: dict[str, str], path: str, real:
         os.close(root)
 
 
-def test_a_strangers_relative_path_is_not_looked_up_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_source_path_of_other_host_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("x = 1\n")
     monkeypatch.chdir(tmp_path)
     assert user_source.text("train.py") == "x = 1\n"
@@ -132,7 +132,7 @@ class Kept:
     ("lines", "kept"),
     [((), ()), ((7,), (5, 6, 7)), ((12,), (10, 11, 12)), ((1, 15), (1, 15, 16)), ((3, 99), ())],
 )
-def test_an_excerpt_has_the_statements_that_hold_the_lines(lines: tuple[int, ...], kept: tuple[int, ...]) -> None:
+def test_excerpt_has_enclosing_statements_of_lines(lines: tuple[int, ...], kept: tuple[int, ...]) -> None:
     found = excerpts.excerpt(MODULE, set(lines)).split("\n")
     whole = MODULE.split("\n")
     assert {number: line for number, line in enumerate(found, 1) if line} == {n: whole[n - 1] for n in kept}
@@ -148,18 +148,18 @@ if r == last and is_writer:
 """
 
 
-def test_an_excerpt_has_what_the_rank_is_called() -> None:
+def test_excerpt_has_assignments_of_rank_names() -> None:
     """Else the verdict would not know what the condition asks for."""
     found = excerpts.excerpt(ALIASES, {7}).split("\n")
     assert [number for number, line in enumerate(found, 1) if line] == [2, 3, 4, 6, 7]
     assert excerpts.excerpt(ALIASES, set()) == ""
 
 
-def test_what_is_no_python_has_no_excerpt() -> None:
+def test_excerpt_of_invalid_python_is_empty() -> None:
     assert excerpts.excerpt("def f(:\n", {1}) == ""
 
 
-def test_what_a_verdict_has_read_is_kept_without_secrets(tmp_path: Path) -> None:
+def test_excerpts_keep_read_source_redacted(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(MODULE)
     frames = (Frame(str(script), 12, "other"),)

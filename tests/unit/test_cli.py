@@ -75,7 +75,7 @@ LINES = [words for words, _ in EXPECTED]
 POSIX = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 
 
-def test_every_subcommand_is_tried() -> None:
+def test_command_lines_cover_every_subcommand() -> None:
     assert {words[0] for words in LINES if words} >= COMMANDS.keys() - addons.COMMANDS.keys()
 
 
@@ -110,7 +110,7 @@ def codes_of(here: Path, shell: str = '"$@"', **environ: str) -> tuple[dict[str,
     [{"LC_ALL": "C"}, POSIX, {"PYTHONIOENCODING": "latin-1"}, {"PYTHONIOENCODING": "ascii:strict"}],
     ids=["C", "POSIX", "latin-1", "ascii"],
 )
-def test_any_encoding(environ: dict[str, str], here: Path) -> None:
+def test_every_command_works_with_any_encoding(environ: dict[str, str], here: Path) -> None:
     codes, said = codes_of(here, **environ)
     assert "Traceback" not in said and "Exception" not in said, said
     assert codes == {" ".join(words): code for words, code in EXPECTED}
@@ -123,7 +123,7 @@ def test_any_encoding(environ: dict[str, str], here: Path) -> None:
     ['"$@" >&-', '"$@" 2>&-', '"$@" <&- >&- 2>&-', '"$@" >/dev/full', '"$@" 2>/dev/full', '"$@" | true'],
     ids=["stdout closed", "stderr closed", "all closed", "stdout full", "stderr full", "pipe broken"],
 )
-def test_streams_that_nobody_reads(shell: str, here: Path) -> None:
+def test_every_command_tolerates_unusable_streams(shell: str, here: Path) -> None:
     codes, said = codes_of(here, shell)
     assert "Traceback" not in said and "Exception" not in said, said
     assert set(codes.values()) <= {0, 1, 2}, codes

@@ -55,7 +55,7 @@ def output_of(words: list[str], cwd: Path) -> str:
     return done.stdout
 
 
-def test_bash(shell: Path) -> None:
+def test_bash_completion_offers_expected_words(shell: Path) -> None:
     lines = "\n".join(f'try "{line}"' for line, _ in CASES)
     code = f"""eval "$(safelaunch completion bash)"
         try() {{
@@ -70,7 +70,7 @@ def test_bash(shell: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
-def test_fish(shell: Path) -> None:
+def test_fish_completion_offers_expected_words(shell: Path) -> None:
     lines = "\n".join(f"echo (complete -C '{line}' | string split -f1 \\t)" for line, _ in CASES)
     code = f"safelaunch completion fish | source\n{lines}"
     found = output_of(["fish", "--no-config", "-c", code], shell).splitlines()
@@ -79,7 +79,7 @@ def test_fish(shell: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
-def test_zsh_offers_presets_and_files(shell: Path) -> None:
+def test_zsh_completion_offers_presets_and_files(shell: Path) -> None:
     code = """eval "$(safelaunch completion zsh 2>/dev/null | sed '/^compdef/d')" 2>/dev/null
         _alternative() { print -l -- "$@" }
         _safelaunch_presets"""
@@ -89,14 +89,14 @@ def test_zsh_offers_presets_and_files(shell: Path) -> None:
 
 
 @pytest.mark.parametrize("name", completion.SHELLS)
-def test_each_shell_reads_its_script(name: str, tmp_path: Path) -> None:
+def test_completion_script_parses_in_its_shell(name: str, tmp_path: Path) -> None:
     if shutil.which(name) is None:
         pytest.skip(f"no {name} here")
     (tmp_path / "script").write_text(completion.script(name))
     assert output_of([name, "-n", "script"], tmp_path) == ""
 
 
-def test_the_runs_are_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_values_list_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(completion, "_runs", lambda: ["train", "r4711"])
     assert main(["completion", "--values", "runs"]) == 0
     assert capsys.readouterr().out == "train\nr4711\n"
@@ -104,7 +104,7 @@ def test_the_runs_are_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         assert "safelaunch completion --values runs" in completion.script(name), name
 
 
-def test_the_man_page_renders_without_warnings(tmp_path: Path) -> None:
+def test_man_page_renders_without_warnings(tmp_path: Path) -> None:
     if shutil.which("groff") is None:
         pytest.skip("no groff here")
     shown = re.sub(".\x08", "", output_of(["groff", "-man", "-Tascii", "-P-c", "-ww", str(ROOT / MAN_PAGE)], tmp_path))

@@ -71,7 +71,7 @@ def folder(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", [bundle, archive, two_bundles, folder])
-def test_a_folder_of_files_from_whatever_path_holds(kind: Any, here: Path, capfd: Capture) -> None:
+def test_diagnose_output_folder_has_all_reports(kind: Any, here: Path, capfd: Capture) -> None:
     path = kind(here)
     before = contents(here)
     assert main(["diagnose", str(path), "-o", "out/there"]) == 0
@@ -89,7 +89,7 @@ def test_a_folder_of_files_from_whatever_path_holds(kind: Any, here: Path, capfd
     assert page["timeline"]["lanes"]
 
 
-def test_without_a_path_it_is_the_newest_bundle_here(
+def test_diagnose_without_path_reads_latest_bundle(
     here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["diagnose"]) == 2
@@ -107,14 +107,14 @@ def test_without_a_path_it_is_the_newest_bundle_here(
     assert main(["diagnose", "--json"]) == 0
 
 
-def test_the_page_of_several_bundles_knows_the_job_and_all_nodes(here: Path) -> None:
+def test_diagnose_page_of_several_bundles_has_all_nodes(here: Path) -> None:
     assert main(["diagnose", str(two_bundles(here)), "--html", "page.html"]) == 0
     page = data_of(here / "page.html")
     assert ["run", "twice"] in page["head"]["facts"] and page["head"]["command"] == "safelaunch train.py"
     assert "host1" in json.dumps(page["nodes"]) and "host2" in json.dumps(page["nodes"])
 
 
-def test_one_page_alone_with_json_on_stdout(here: Path, capfd: Capture) -> None:
+def test_diagnose_html_writes_only_page(here: Path, capfd: Capture) -> None:
     (here / "page.html").write_text("an older one")
     assert main(["diagnose", str(bundle(here)), "--json", "--html", "page.html"]) == 0
     assert json.loads(capfd.readouterr().out)["cause"] == "collective-mismatch"
@@ -135,7 +135,7 @@ def test_one_page_alone_with_json_on_stdout(here: Path, capfd: Capture) -> None:
         ["--html", "other"],
     ],
 )
-def test_no_bundle_is_written_into(words: list[str], here: Path, capfd: Capture) -> None:
+def test_diagnose_refuses_to_write_into_bundle(words: list[str], here: Path, capfd: Capture) -> None:
     bundle(here)
     write_bundle(here / "other", hang())
     (here / "link").symlink_to("bundle")
@@ -146,7 +146,7 @@ def test_no_bundle_is_written_into(words: list[str], here: Path, capfd: Capture)
     assert contents(here) == before
 
 
-def test_an_archive_is_not_replaced(here: Path, capfd: Capture) -> None:
+def test_diagnose_does_not_replace_archive(here: Path, capfd: Capture) -> None:
     path = archive(here)
     before = path.read_bytes()
     assert main(["diagnose", str(path), "--html", str(path)]) == 2
@@ -154,7 +154,7 @@ def test_an_archive_is_not_replaced(here: Path, capfd: Capture) -> None:
 
 
 @pytest.mark.parametrize(("words", "why"), [(["--html", "."], "is a directory"), (["-o", "file"], "could not be")])
-def test_where_nothing_can_be_written(words: list[str], why: str, here: Path, capfd: Capture) -> None:
+def test_diagnose_unwritable_output_is_reported(words: list[str], why: str, here: Path, capfd: Capture) -> None:
     bundle(here / "far")
     (here / "file").write_text("")
     assert main(["diagnose", "far/bundle", *words]) in (1, 2)
@@ -162,7 +162,7 @@ def test_where_nothing_can_be_written(words: list[str], why: str, here: Path, ca
     assert why in err and "Traceback" not in err
 
 
-def test_a_page_of_hostile_evidence_is_text(here: Path) -> None:
+def test_diagnose_page_escapes_hostile_evidence(here: Path) -> None:
     write_bundle(here / "b", incidents.hostile().evidence)
     main(["diagnose", "b", "--html", "page.html"])
     text = (here / "page.html").read_text()
@@ -172,7 +172,7 @@ def test_a_page_of_hostile_evidence_is_text(here: Path) -> None:
 # --- the table of calls -----------------------------------------------------------------------------------------------
 
 
-def test_the_table_instead_of_the_verdict(here: Path, capfd: Capture) -> None:
+def test_diagnose_calls_option_prints_call_table(here: Path, capfd: Capture) -> None:
     path = folder(here)
     assert main(["diagnose", str(path), "-j"]) == 0
     shown = capfd.readouterr()
@@ -194,7 +194,7 @@ def test_the_table_instead_of_the_verdict(here: Path, capfd: Capture) -> None:
         (["--groups", "tp,0", "--last", "0"], {0, 1, 2, 3}, {1, 2, 3, 4}),
     ],
 )
-def test_what_is_shown_is_chosen(
+def test_call_table_is_filtered_by_options(
     words: list[str], ranks: set[int], numbers: set[int], here: Path, capfd: Capture
 ) -> None:
     assert main(["diagnose", str(folder(here)), "--json", *words]) == 0
@@ -203,20 +203,20 @@ def test_what_is_shown_is_chosen(
     assert {one["number"] for one in found} == numbers
 
 
-def test_what_is_left_out_is_told(here: Path, capfd: Capture) -> None:
+def test_call_table_reports_omitted_calls_and_ranks(here: Path, capfd: Capture) -> None:
     assert main(["diagnose", str(folder(here)), "--last", "1", "--ranks", "0,9"]) == 0
     err = capfd.readouterr().err
     assert "--last 0 shows all" in err and "no Flight Recorder of rank 9" in err
 
 
-def test_no_call_matches(here: Path, capfd: Capture) -> None:
+def test_call_table_without_match_exits_1(here: Path, capfd: Capture) -> None:
     assert main(["diagnose", str(folder(here)), "--groups", "nope"]) == 1
     shown = capfd.readouterr()
     assert shown.out == "" and "no recorded call matches (groups: 0 default_pg)" in shown.err
 
 
 @pytest.mark.parametrize("words", [["--ranks", "x"], ["--ranks", "3-1"], ["--ranks", "0-99999999"], ["--last", "-1"]])
-def test_a_selection_that_is_none(words: list[str], here: Path, capfd: Capture) -> None:
+def test_call_table_invalid_selection_exits_2(words: list[str], here: Path, capfd: Capture) -> None:
     assert main(["diagnose", str(folder(here)), *words]) == 2
     assert f"argument {words[0]}" in capfd.readouterr().err
 
@@ -224,14 +224,14 @@ def test_a_selection_that_is_none(words: list[str], here: Path, capfd: Capture) 
 # --- the next step ----------------------------------------------------------------------------------------------------
 
 
-def test_diagnose_of_dumps_ends_with_a_dump_of_the_job(here: Path, capfd: Capture) -> None:
+def test_diagnose_of_dumps_suggests_dumping_job(here: Path, capfd: Capture) -> None:
     assert main(["diagnose", str(folder(here))]) == 0
     lines = capfd.readouterr().out.splitlines()
     at = lines.index("  If the job still hangs, on its node:")
     assert lines[at + 1 : at + 3] == ["    safelaunch dump --all", "  more: safelaunch explain collective-mismatch"]
 
 
-def test_diagnose_of_a_bundle_has_no_other_next_step_than_its_job(here: Path, capfd: Capture) -> None:
+def test_diagnose_of_bundle_suggests_no_dump(here: Path, capfd: Capture) -> None:
     assert main(["diagnose", str(bundle(here))]) == 0
     shown = capfd.readouterr().out
     assert "dump --all" not in shown and "under safelaunch" not in shown

@@ -11,9 +11,9 @@ import pytest
 
 from safelaunch.addons.consistency.capture import About, Check
 from safelaunch.addons.consistency.compare import KEPT, Comparison
-from safelaunch.addons.consistency.wire import MOST_POSITIONS, Found, decode, encode, share_of
+from safelaunch.addons.consistency.wire import MOST_POSITIONS, SharedFindings, decode, encode, share_of
 from safelaunch.model import WrongResult
-from safelaunch.supervise.cluster.codec import BadMessage, packed, parsed
+from safelaunch.supervise.cluster.codec import BadMessage, pack, parse
 
 NAMES = ("0.weight", "0.bias", "2.weight")
 FINE = 1.0
@@ -41,7 +41,7 @@ def check(
 def found(*checks: Check, here: tuple[int, ...] = (0, 1, 2), last: bool = False) -> list[WrongResult]:
     comparison = Comparison()
     comparison.add(checks)
-    return comparison.found(here, 0.0, last=last)
+    return comparison.new_findings(here, 0.0, last=last)
 
 
 def at(position: int, prints: Mapping[int, tuple[int, ...]]) -> list[Check]:
@@ -87,7 +87,7 @@ def test_each_finding_is_made_once_and_buffers_apart_from_parameters() -> None:
     for position in (3, 6):
         comparison.add(at(position, {0: SAME, 1: SAME, 2: (9, 9, 9)}))
         comparison.add([check(rank, position, (rank, 1, 1), kind="buffers") for rank in range(3)])
-        said = [one.words.split()[0] for one in comparison.found((0, 1, 2), 0.0)]
+        said = [one.words.split()[0] for one in comparison.new_findings((0, 1, 2), 0.0)]
         assert said == (["parameters", "buffers"] if position == 3 else [])
 
 
@@ -127,8 +127,8 @@ def told(*groups: tuple[int, ...]) -> str:
         )
         numbers = (FINE,) * len(groups)
         comparison.add([Check(rank, about, 3, (1,) * len(groups), numbers, numbers, ((3, FINE),), ())])
-    comparison.found((0, 1), 0.0, last=True)
-    return comparison.told
+    comparison.new_findings((0, 1), 0.0, last=True)
+    return comparison.report
 
 
 def test_what_was_not_compared_is_said() -> None:
@@ -137,7 +137,7 @@ def test_what_was_not_compared_is_said() -> None:
     assert told((0, 1), (), (), (), ()).endswith("; 4 not known to be replicated: 1.w, 2.w, 3.w, ...")
     assert told((), ()).startswith("nothing compared: ")
     assert "no tensor is known to be replicated (safelaunch.probes.check_consistent()" in told((), ())
-    assert Comparison().told == ""
+    assert Comparison().report == ""
 
 
 def named(rank: int, position: int, prints: Mapping[str, int], rounds: int = 0) -> Check:
@@ -149,19 +149,20 @@ def named(rank: int, position: int, prints: Mapping[str, int], rounds: int = 0) 
 def test_a_tensor_that_one_rank_alone_has_is_named_and_the_others_are_compared() -> None:
     comparison = Comparison()
     comparison.add([named(0, 3, {"w": 1, "b": 2}), named(1, 3, {"adapter": 9, "w": 1, "b": 2})])
-    assert not comparison.found((0, 1), 0.0)
+    assert not comparison.new_findings((0, 1), 0.0)
     assert (
-        comparison.told == "nothing inconsistent: 1 check, 2 tensors compared; NOT compared between ranks 0-1: adapter"
+        comparison.report
+        == "nothing inconsistent: 1 check, 2 tensors compared; NOT compared between ranks 0-1: adapter"
     )
     comparison.add([named(0, 6, {"w": 1, "b": 2}), named(1, 6, {"adapter": 9, "w": 1, "b": 3})])
-    assert [one.parameter for one in comparison.found((0, 1), 0.0)] == ["b"]
+    assert [one.parameter for one in comparison.new_findings((0, 1), 0.0)] == ["b"]
 
 
 def test_replicas_that_never_met_are_no_word_of_health() -> None:
     comparison = Comparison()
     comparison.add([named(0, 3, {"w": 1}), named(1, 3, {"v": 1})])
-    comparison.found((0, 1), 0.0, last=True)
-    assert comparison.told == "nothing compared: 1 check, 0 tensors compared; NOT compared between ranks 0-1: w, v"
+    comparison.new_findings((0, 1), 0.0, last=True)
+    assert comparison.report == "nothing compared: 1 check, 0 tensors compared; NOT compared between ranks 0-1: w, v"
 
 
 def test_only_what_was_computed_at_the_same_moment_is_compared() -> None:
@@ -173,9 +174,9 @@ def test_only_what_was_computed_at_the_same_moment_is_compared() -> None:
 def test_a_position_for_which_one_rank_never_comes_is_compared_among_the_others_in_the_end() -> None:
     comparison = Comparison()
     comparison.add([check(rank, 3, (rank, 2, 3)) for rank in (0, 1)])
-    assert not comparison.found((0, 1, 2), 0.0)
+    assert not comparison.new_findings((0, 1, 2), 0.0)
     comparison.add([check(0, 3 * n) for n in range(2, KEPT + 2)])
-    assert [one.step for one in comparison.found((0, 1, 2), 0.0)] == [3]
+    assert [one.step for one in comparison.new_findings((0, 1, 2), 0.0)] == [3]
 
 
 of_four = partial(check, group=(0, 1, 2, 3))
@@ -199,7 +200,7 @@ def test_the_halves_of_two_nodes_make_one_finding() -> None:
     comparison.add([of_four(rank, position) for rank in (0, 1) for position in (3, 6)])
     there = [of_four(2, 3), of_four(3, 3), of_four(2, 6), of_four(3, 6, (1, 2, 7))]
     comparison.add(decode(encode(there, share_of(2))))
-    (found,) = comparison.found((0, 1, 2, 3), 0.0)
+    (found,) = comparison.new_findings((0, 1, 2, 3), 0.0)
     assert (found.kind, found.ranks, found.step, found.since_step) == ("replicas-diverged", (3,), 6, 3)
     assert found.parameter == "2.weight"
 
@@ -237,14 +238,14 @@ def test_where_tensors_are_too_many_neighbours_share_a_fingerprint() -> None:
     assert sum(not math.isfinite(one) for one in arrived(1, prints, bad=10).sizes) == 1
 
 
-@pytest.mark.parametrize("data", [b"", b"x" * 50, b"".join(packed(b"\x93\x90\x90\x91\x94\x00\x00\x05\x00") or [])])
+@pytest.mark.parametrize("data", [b"", b"x" * 50, b"".join(pack(b"\x93\x90\x90\x91\x94\x00\x00\x05\x00") or [])])
 def test_what_a_stranger_wrote_is_refused(data: bytes) -> None:
     with pytest.raises(BadMessage):
         decode(data)
 
 
 def test_findings_travel_back() -> None:
-    found = Found((WrongResult("loss", 1.0, step=3, ranks=(1,), words="loss: ..."),), True, "node1: /bundle")
-    assert parsed(msgspec.msgpack.encode(found), Found) == found
+    found = SharedFindings((WrongResult("loss", 1.0, step=3, ranks=(1,), words="loss: ..."),), True, "node1: /bundle")
+    assert parse(msgspec.msgpack.encode(found), SharedFindings) == found
     with pytest.raises(BadMessage):
-        parsed(b"\xc1", Found)
+        parse(b"\xc1", SharedFindings)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from safelaunch.addons.sweep import slurm, task
-from safelaunch.addons.sweep.adopt import adopted
+from safelaunch.addons.sweep.adopt import adopt
 from safelaunch.addons.sweep.attempt_files import AttemptClaim, AttemptFiles, TaskEnd
 from safelaunch.addons.sweep.batch import BatchEngine, Site
 from safelaunch.addons.sweep.batch_script import SweepPrograms, script, work_name
@@ -26,8 +26,8 @@ from safelaunch.addons.sweep.jobs import SweepJob, port_marks
 from safelaunch.addons.sweep.journal import Attempt as Past
 from safelaunch.addons.sweep.journal import Journal, attempts, history, parse
 from safelaunch.addons.sweep.paths import SweepPaths
-from safelaunch.addons.sweep.position import AttemptPosition, judge, meaning
-from safelaunch.addons.sweep.scheduler import Listed, QueueError, SubmittedWork
+from safelaunch.addons.sweep.position import AttemptPosition, final_state, judge
+from safelaunch.addons.sweep.scheduler import ListedJob, QueueError, SubmittedWork
 from safelaunch.addons.sweep.sweep import Rules, Sweep
 from safelaunch.job.process import ProcessId
 from safelaunch.settings.yamlfile import parse_yaml
@@ -123,10 +123,10 @@ def test_lines_of_squeue() -> None:
         "15|COMPLETING|n1|None|c\n"
     )
     assert slurm.parse(text) == [
-        Listed("a.1f-1", "12", "running", "RUNNING", "", "n[1-2]"),
-        Listed("x|y", "13", "queued", "PENDING", "Priority"),
-        Listed("b", "14", "ended", "CANCELLED", "DependencyNeverSatisfied", hopeless=True),
-        Listed("c", "15", "running", "COMPLETING", "", "n1"),
+        ListedJob("a.1f-1", "12", "running", "RUNNING", "", "n[1-2]"),
+        ListedJob("x|y", "13", "queued", "PENDING", "Priority"),
+        ListedJob("b", "14", "ended", "CANCELLED", "DependencyNeverSatisfied", hopeless=True),
+        ListedJob("c", "15", "running", "COMPLETING", "", "n1"),
     ]
 
 
@@ -161,7 +161,7 @@ def test_one_claim_wins_and_the_same_job_comes_back(tmp_path: Path) -> None:
     assert files.claim(other) == first
     assert files.claim(replaced := AttemptClaim("x-1", 1, "n3", 3.0)) is None, "requeued"
     assert files.claim(first) == replaced, "a requeued job's first run, on a node that was lost"
-    assert files.claimed() == replaced
+    assert files.read_claim() == replaced
     assert [each.name for each in tmp_path.iterdir()] == ["attempt-1.claim"]
 
 
@@ -187,7 +187,7 @@ def test_a_task_runs_once_and_leaves_its_end(tmp_path: Path) -> None:
     assert run_task(place, "12", *shell) == 3
     assert run_task(place, "13", *shell) == task.EXIT_SPARE, "a double submission"
     assert run_task(place, "12", *shell, restart=1) == 3, "requeued"
-    end = AttemptFiles(place, 1).end()
+    end = AttemptFiles(place, 1).read_end()
     assert end is not None and (end.exit_code, end.restart, end.signalled) == (3, 1, False)
     AttemptFiles(place, 1).close()
     assert run_task(place, "12", *shell, restart=2) == 3, "its end has been recorded: it must not run again"
@@ -199,7 +199,7 @@ def test_a_task_over_its_time_and_one_that_cannot_start(tmp_path: Path) -> None:
     place = tmp_path / "jobs" / "a"
     place.mkdir(parents=True)
     assert run_task(place, "12", "/bin/sleep", "600", options=["--timeout", "0.1"]) == 143
-    end = AttemptFiles(place, 1).end()
+    end = AttemptFiles(place, 1).read_end()
     assert end is not None and end.over_limit and not end.signalled
     (place / "attempt-1.claim").unlink()
     assert run_task(place, "12", "/no/such/program") == 127
@@ -218,7 +218,7 @@ def replace_end(**more: Any) -> TaskEnd:
 SIGNALLED = replace_end(exit_code=143, signalled=True)
 
 
-def listed(state: str, name: str = "a", reason: str = "None", number: str = "12") -> Listed:
+def listed(state: str, name: str = "a", reason: str = "None", number: str = "12") -> ListedJob:
     (found,) = slurm.parse(f"{number}|{state}|n1|{reason}|{name}")
     return found
 
@@ -248,8 +248,8 @@ def listed(state: str, name: str = "a", reason: str = "None", number: str = "12"
         ([listed("PENDING", "b")], CLAIM, END, "ended"),
     ],
 )
-def test_how_a_job_stands(jobs: list[Listed], claim: AttemptClaim | None, end: TaskEnd | None, stands: str) -> None:
-    assert judge(jobs, claim, end).stands == stands
+def test_how_a_job_stands(jobs: list[ListedJob], claim: AttemptClaim | None, end: TaskEnd | None, stands: str) -> None:
+    assert judge(jobs, claim, end).stage == stands
 
 
 def ended(code: int | None, state: str = "", **more: Any) -> AttemptPosition:
@@ -281,17 +281,17 @@ def ended(code: int | None, state: str = "", **more: Any) -> AttemptPosition:
     ],
 )
 def test_what_an_end_means(standing: AttemptPosition, verdict: str, expected: tuple[str, str]) -> None:
-    assert meaning(standing, verdict, SLURM, asked_by_us=False, claimed=True) == expected
+    assert final_state(standing, verdict, SLURM, asked_by_us=False, claimed=True) == expected
 
 
 def test_what_we_cancelled_is_cancelled() -> None:
     for code, state in ((143, "cancelled"), (0, "succeeded")):
         found = ended(code, "CANCELLED", signalled=True)
-        assert meaning(found, "", SLURM, asked_by_us=True, claimed=True) == (state, "")
+        assert final_state(found, "", SLURM, asked_by_us=True, claimed=True) == (state, "")
 
 
 def test_a_job_whose_task_never_began() -> None:
-    never = meaning(ended(None, "FAILED"), "", SLURM, asked_by_us=False, claimed=False)
+    never = final_state(ended(None, "FAILED"), "", SLURM, asked_by_us=False, claimed=False)
     assert never == ("failed", "never began")
 
 
@@ -301,21 +301,21 @@ def test_a_job_whose_task_never_began() -> None:
 def test_what_was_handed_over_is_known_again(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     a, b, gone = job("a"), job("b"), job("gone")
-    journal.begun(3, "1f")
+    journal.record_launch(3, "1f")
     for each, name in ((a, "x.1f-1"), (b, "x.1f-2"), (gone, "x.1f-3"), (b, "x.1f-4")):
-        journal.handed(each, 1, name)
+        journal.record_submission(each, 1, name)
     journal.close()
     found = attempts(parse((tmp_path / "j").read_bytes(), "")[0])
     assert [each.handed for each in found[:2]] == [("x.1f-1",), ("x.1f-2", "x.1f-4")]
     changed = replace(b, env=(("X", "1"),))
-    before, going_on, others = adopted(history(found, [a, changed]), [a, changed])
+    before, going_on, others = adopt(history(found, [a, changed]), [a, changed])
     assert list(going_on) == ["a"] and before["a"].with_engine and not before["b"].with_engine
     assert [each.job for each in others] == ["b", "gone"]
 
 
 def test_a_local_attempt_is_none_of_slurms() -> None:
     past = Past("a", 1, job().fingerprint, ProcessId(1, 1))
-    assert adopted(history([past], [job()]), [job()])[1:] == ({}, [])
+    assert adopt(history([past], [job()]), [job()])[1:] == ({}, [])
 
 
 # --- the engine, with answers in place of Slurm ----------------------------------------------------------------------
@@ -326,7 +326,7 @@ class Answers(slurm.Slurm):
 
     def __init__(self) -> None:
         super().__init__({})
-        self.jobs: list[Listed] = []
+        self.jobs: list[ListedJob] = []
         self.asked: list[tuple[str, ...]] = []
         self.errors: list[str] = []
 
@@ -342,7 +342,7 @@ class Answers(slurm.Slurm):
     def cancel(self, numbers: Sequence[str], *, kill: bool) -> None:
         self.asked.append(("scancel", *numbers))
 
-    def list(self) -> list[Listed]:  # type: ignore[override]
+    def list(self) -> list[ListedJob]:  # type: ignore[override]
         self._answer()
         return self.jobs
 
@@ -369,8 +369,8 @@ class Scene:
         for _ in range(6):
             self.now += seconds / 6
             for job, outcome in self.engine.poll():
-                self.journal.ended(job.name, self.sweep.tracks[job.name].attempts, outcome)
-                self.sweep.ended(job.name, outcome)
+                self.journal.record_end(job.name, self.sweep.tracks[job.name].attempts, outcome)
+                self.sweep.mark_ended(job.name, outcome)
             self.engine.submit()
 
     def states(self) -> list[str]:
@@ -389,7 +389,7 @@ def test_jobs_are_written_down_before_sbatch_and_needs_become_dependencies(tmp_p
 def test_an_unclear_answer_is_looked_up_before_the_job_is_submitted_again(tmp_path: Path) -> None:
     scene = Scene(tmp_path, job("a"))
     scene.slurm.errors = ["Socket timed out on send/recv operation"]
-    scene.slurm.jobs = [Listed("colaunch.1f-1", "7", "queued")]
+    scene.slurm.jobs = [ListedJob("colaunch.1f-1", "7", "queued")]
     scene.turn(3600.0)
     assert len(scene.slurm.asked) == 1, "it is there: Slurm had taken it"
     scene.slurm.jobs = []
@@ -404,7 +404,7 @@ def test_an_unclear_answer_is_looked_up_before_the_job_is_submitted_again(tmp_pa
 def test_a_refusal_fails_the_job_alone(tmp_path: Path) -> None:
     scene = Scene(tmp_path, job("a"), job("b"))
     scene.slurm.errors = ["Batch job submission failed: Invalid partition name specified"]
-    scene.slurm.jobs = [Listed("colaunch.1f-2", "102", "queued")]
+    scene.slurm.jobs = [ListedJob("colaunch.1f-2", "102", "queued")]
     scene.turn()
     assert scene.states() == ["failed", "running"]
     assert any("Invalid partition" in text for text in scene.said)
@@ -413,7 +413,7 @@ def test_a_refusal_fails_the_job_alone(tmp_path: Path) -> None:
 def test_what_exceeds_a_limit_is_submitted_later(tmp_path: Path) -> None:
     scene = Scene(tmp_path, *(job(f"a{number}") for number in range(4)))
     scene.slurm.errors = ["Job violates accounting/QOS policy (job submit limit)"]
-    scene.slurm.jobs = [Listed(f"colaunch.1f-{number}", str(number), "queued") for number in range(1, 5)]
+    scene.slurm.jobs = [ListedJob(f"colaunch.1f-{number}", str(number), "queued") for number in range(1, 5)]
     scene.turn()
     assert scene.slurm.asked == [("colaunch.1f-1",)]
     scene.turn(100.0)
@@ -424,7 +424,7 @@ def test_what_exceeds_a_limit_is_submitted_later(tmp_path: Path) -> None:
 def test_silence_is_said_once_and_loses_nothing(tmp_path: Path) -> None:
     scene = Scene(tmp_path, job("a"))
     scene.turn()
-    scene.slurm.jobs = [Listed("colaunch.1f-1", "101", "queued")]
+    scene.slurm.jobs = [ListedJob("colaunch.1f-1", "101", "queued")]
     scene.slurm.errors = ["Unable to contact slurm controller"] * 3
     for _ in range(4):
         scene.turn(20.0)
@@ -435,10 +435,10 @@ def test_silence_is_said_once_and_loses_nothing(tmp_path: Path) -> None:
 def test_a_submission_that_waits_for_an_attempt_that_another_runs_is_withdrawn(tmp_path: Path) -> None:
     scene = Scene(tmp_path, job("a"))
     scene.turn()
-    given = scene.engine._given["a"]
+    given = scene.engine._attempts["a"]
     given.names.append("again")
     given.files.claim(AttemptClaim("colaunch.1f-1", 0, "n1", 1.0))
-    scene.slurm.jobs = [Listed("colaunch.1f-1", "101", "running"), Listed("again", "102", "queued")]
+    scene.slurm.jobs = [ListedJob("colaunch.1f-1", "101", "running"), ListedJob("again", "102", "queued")]
     scene.turn(30.0)
     assert set(scene.slurm.asked[1:]) == {("scancel", "102")}
 
@@ -446,7 +446,7 @@ def test_a_submission_that_waits_for_an_attempt_that_another_runs_is_withdrawn(t
 def test_a_stop_cancels_what_is_there_once(tmp_path: Path) -> None:
     scene = Scene(tmp_path, job("a"))
     scene.turn()
-    scene.slurm.jobs = [Listed("colaunch.1f-1", "101", "queued", reason="Priority")]
+    scene.slurm.jobs = [ListedJob("colaunch.1f-1", "101", "queued", reason="Priority")]
     scene.turn(5.0)
     assert scene.engine.look() == {"a": RunningAttempt(queued_for="Priority")}
     scene.sweep.stop("stopped by SIGINT")
@@ -454,7 +454,7 @@ def test_a_stop_cancels_what_is_there_once(tmp_path: Path) -> None:
     scene.turn(5.0)
     scene.turn(5.0)
     assert scene.slurm.asked[1:] == [("scancel", "101")]
-    scene.slurm.jobs = [Listed("colaunch.1f-1", "101", "ended", "CANCELLED")]
+    scene.slurm.jobs = [ListedJob("colaunch.1f-1", "101", "ended", "CANCELLED")]
     scene.turn(20.0)
     assert scene.states() == ["cancelled"] and not scene.engine.unfinished
 
@@ -473,7 +473,7 @@ def test_another_engine_is_a_queue_and_what_a_job_of_it_sees(tmp_path: Path) -> 
     deadline = time.monotonic() + 120
     while not sweep.finished and time.monotonic() < deadline:
         for ended, outcome in engine.poll():
-            sweep.ended(ended.name, outcome)
+            sweep.mark_ended(ended.name, outcome)
         engine.submit()
         time.sleep(engine.tick_s)
     assert [each.wait(60) for each in queue.jobs.values()].count(0) == 3
