@@ -1,7 +1,7 @@
-"""Early looks: a first word within seconds of a stop, long before the threshold.
+"""Early looks: a line about a quiet job within seconds, long before the threshold.
 
-Two looks at the ranks, a moment apart, and a line about what they do. Nothing is ever ended for it, and no bundle is
-written; a proof that the job is dead brings the ordinary suspicion forward. Where that begins, it has the word.
+An early look never ends a job and writes no bundle; a proof that the job is dead brings the suspicion forward. Once a
+suspicion starts, early looks stay silent.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from safelaunch.capture.look import Look, Target
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import EarlyLook
 from safelaunch.report.about import early_line
-from safelaunch.supervise import collecting
-from safelaunch.supervise import judge as answer
+from safelaunch.supervise import collecting, judge, judge_process
 from safelaunch.supervise.hooks import variables_of_look
 from safelaunch.supervise.kinds import EARLY_LOOK
 from safelaunch.supervise.looks import Looks
@@ -30,21 +29,21 @@ from safelaunch.system.console import say
 from safelaunch.system.errors import internal_error
 from safelaunch.system.files import replace_file
 
-NEARLY_DUE_S = 4.0  # so near, the ordinary suspicion is left to itself
+NEARLY_DUE_S = 4.0  # no early look this close to the suspicion
 KEPT = 8
 QUESTION_FILE = "early"
 
 
 @dataclass(frozen=True)
 class _EarlyReport:
-    """What both looks found, if that is worth a word, and whether it proves the job dead.
-
-    ``worked_s``: when they saw the job work (CLOCK_MONOTONIC), or 0.
-    """
+    """Result of both looks."""
 
     look: EarlyLook | None = None
+    """None: nothing worth reporting"""
     proved: bool = False
+    """the job is proved dead"""
     worked_s: float = 0.0
+    """time when the job was working (CLOCK_MONOTONIC); 0: it wasn't"""
 
 
 class EarlyLooks:
@@ -56,22 +55,26 @@ class EarlyLooks:
         self._quiet = Quiet()
         self._attempt = self._watch.attempt
         self._under_way: Incident[_EarlyReport] | None = None
-        self._spell: tuple[Spell, float] | None = None  # that which is looked at, and its begin
+        self._spell: tuple[Spell, float] | None = None  # the quiet time that is looked at, and its start
         self._failed = False
         self._kept: tuple[EarlyLook, ...] = ()
 
     @property
     def quiet(self) -> Quiet:
-        """What earlier spells of quiet tell."""
+        """Knowledge from earlier quiet times."""
         return self._quiet
 
     def advance(self, now: float, *, free: bool) -> None:
-        """One tick. ``free`` False: the job is suspected, has failed or is being stopped."""
+        """Makes one step.
+
+        Args:
+            free: False if the job is suspected, has failed or is being stopped.
+        """
         if self._failed:
             return
         try:
             self._advance(now, free=free and self._watch.state.status is Status.WATCHING)
-        except Exception as error:  # noqa: BLE001 - the watch goes on without early looks
+        except Exception as error:  # noqa: BLE001 - the watch continues without early looks
             self._failed = True
             say(internal_error(error, "the early looks", "Still watching."))
 
@@ -86,13 +89,13 @@ class EarlyLooks:
             self._note_end(end_s - before.begin_s)
         if self._under_way is not None and self._spell is not None:
             at, (spell, begin_s) = self._under_way, self._spell
-            if not free or begin_s != self._quiet.begin_s:  # the job goes on, or others look at it
+            if not free or begin_s != self._quiet.begin_s:  # the job continues, or a suspicion has begun
                 at.cancel()
             if at.done:
                 self._under_way = None
                 if not at.cancelled.is_set():
                     self._watch.read_quiet_again()
-                    self._tell(at.result or _EarlyReport(), spell, begin_s, now)
+                    self._report(at.result or _EarlyReport(), spell, begin_s, now)
         elif free and spell is not None and self._may_look(now) and quiet.is_due(self._quiet, spell, now):
             self._quiet = quiet.looking(self._quiet, now)
             self._spell = spell, self._quiet.begin_s
@@ -103,85 +106,84 @@ class EarlyLooks:
         return not due_s or due_s - now > NEARLY_DUE_S
 
     def _look(self, spell: Spell, at: Incident[_EarlyReport]) -> _EarlyReport:
-        """In a thread."""
         looks = look(EARLY_LOOK, self._job, at, quiet=self._watch.quiet)
         at.pause(0.0)
-        word = self._judge(spell, looks)
+        report = self._judge(spell, looks)
         at.pause(0.0)
-        return word
+        return report
 
     def _judge(self, spell: Spell, looks: Looks) -> _EarlyReport:
-        done = answer.work_in(looks, self._watch.background)
+        done = judge.work_in(looks, self._watch.background)
         ranks = {target.pid: target.rank for target in looks.targets}
-        active = tuple(sorted({ranks[one.rank] for one in done if one.rank in ranks}))
+        active = tuple(sorted({ranks[piece.rank] for piece in done if piece.rank in ranks}))
         still = not (done or looks.collectives_moved)
         tells = still or (active and self._job.is_whole and spell.stage == "steps")
         worked_s = 0.0 if still else looks.taken[-1].end_s
-        if answer.all_are_stopped(looks.taken[-1]) or not tells:
+        if judge.all_are_stopped(looks.taken[-1]) or not tells:
             return _EarlyReport(worked_s=worked_s)
-        prove = still and self._job.is_whole and not answer.what_was_not_seen(looks.taken[-1], looks)
+        prove = still and self._job.is_whole and not judge.describe_unseen(looks.taken[-1], looks)
         looks = replace(looks, targets=tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets))
         kind = replace(EARLY_LOOK, asks=still)
         evidence = collecting.evidence_of(kind, looks, self._job.snapshot(), self._context)
         place = self._context.run_dir / QUESTION_FILE
-        found = answer.ask(evidence, None if still else active, place, prove=prove)
-        found = self._context.cleaned(found)
-        if not found.words or (found.common and spell.stage != "steps"):
-            return _EarlyReport(None, found.proved, worked_s)
+        words = judge_process.ask(evidence, None if still else active, place, prove=prove)
+        words = self._context.cleaned(words)
+        if not words.words or (words.common and spell.stage != "steps"):
+            return _EarlyReport(None, words.proved, worked_s)
         early = EarlyLook(
             unix_s=round(time.time(), 3),
             quiet_s=0.0,
             usual_s=round(spell.usual_s, 4),
             movement="still" if still else "active",
-            words=found.words,
-            cause=found.cause,
-            places=found.places,
+            words=words.words,
+            cause=words.cause,
+            places=words.places,
         )
-        return _EarlyReport(early, found.proved, worked_s)
+        return _EarlyReport(early, words.proved, worked_s)
 
-    def _tell(self, word: _EarlyReport, spell: Spell, begin_s: float, now: float) -> None:
-        if word.proved:
+    def _report(self, report: _EarlyReport, spell: Spell, begin_s: float, now: float) -> None:
+        if report.proved:
             self._watch.is_proved_dead(spell.since_s)
-        if word.worked_s:
-            self._watch.saw_work(word.worked_s)
-        if word.look is None:
+        if report.worked_s:
+            self._watch.saw_work(report.worked_s)
+        if report.look is None:
             return
-        found = structs.replace(word.look, quiet_s=round(now - begin_s, 1))
-        before = next((one for one in reversed(self._watch.early) if not one.lasted_s), None)
+        newest = structs.replace(report.look, quiet_s=round(now - begin_s, 1))
+        before = next((early for early in reversed(self._watch.early) if not early.lasted_s), None)
         part = not self._job.is_whole
-        said = self._is_worth_a_line(found, before, part=part)
-        self._watch.early = (*self._watch.early, structs.replace(found, said=said))[-KEPT:]
+        shown = self._is_worth_a_line(newest, before, part=part)
+        self._watch.early = (*self._watch.early, structs.replace(newest, said=shown))[-KEPT:]
         self._keep()
-        if said:
-            say(early_line(found, before, part=part))
+        if shown:
+            say(early_line(newest, before, part=part))
             self._say_limit(spell, is_first=before is None)
-        if said and found.movement == "still":
-            self._context.suspects.start(variables_of_look(found, self._context.run_name))
+        if shown and newest.movement == "still":
+            self._context.suspects.start(variables_of_look(newest, self._context.run_name))
 
     def _say_limit(self, spell: Spell, *, is_first: bool) -> None:
-        """Which limit counts, where the user has given the other one alone."""
+        """Says that --startup-timeout applies, if the user has set only --stall-timeout."""
         policy = self._watch.policy
         if is_first and spell.stage != "steps" and policy.stall_given and not policy.startup_given:
             limit = f"--startup-timeout ({policy.startup_s:.0f} s)"
-            say(f"no rank has made a step yet: until then {limit} counts, not --stall-timeout")
+            say(f"no rank has made a step yet: until then {limit} applies, not --stall-timeout")
 
     @staticmethod
     def _is_worth_a_line(look: EarlyLook, before: EarlyLook | None, *, part: bool) -> bool:
-        """Honest work is told once. Of a node among others, only what it does itself: all the others wait as well."""
+        # Report ongoing work once. On one of several nodes, report only what its own ranks do: all others wait as well.
         if look.movement == "active":
             return before is None or before.movement != "active"
         return bool(look.places) or not part
 
     def _note_end(self, lasted_s: float) -> None:
-        """The quiet is over: what was found in it is no sign of a hang."""
+        """Marks this quiet time's early looks as over: they were no sign of a hang."""
         lasted_s = max(0.1, round(lasted_s, 1))
         self._watch.early = tuple(
-            one if one.lasted_s else structs.replace(one, lasted_s=lasted_s) for one in self._watch.early
+            early if early.lasted_s else structs.replace(early, lasted_s=lasted_s) for early in self._watch.early
         )
         self._keep()
 
     def _keep(self) -> None:
-        """Leaves it in the run directory. A full disk costs only this."""
+        """Writes the early looks to the run directory; a full disk is ignored."""
         if self._watch.early == self._kept:
             return
         self._kept = self._watch.early
@@ -190,8 +192,9 @@ class EarlyLooks:
 
 
 def without_the_gil(target: Target, look: Look) -> Target:
-    """The same, to be asked only what needs no GIL where a thread had it: a question without an answer haunts the exit
-    of a rank, and this one may be healthy.
+    """Returns a target without questions that need the GIL, if a thread held it.
+
+    A question without an answer delays the exit of a rank, which might be healthy.
     """
     rank = look.ranks.get(target.rank)
     sample = rank.main.stack.value if rank is not None and rank.main is not None else None

@@ -26,8 +26,8 @@ from safelaunch.supervise.kinds import DUMP, ENDED, IncidentKind
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Cancelled, Incident, JobView, observe
 from safelaunch.supervise.services import Services
-from safelaunch.supervise.status import Statuses
-from safelaunch.supervise.submissions import others_of
+from safelaunch.supervise.status import StatusRequests
+from safelaunch.supervise.submissions import read_evidence
 from safelaunch.system.console import say
 from safelaunch.system.redaction.redactor import Redactor
 
@@ -59,7 +59,7 @@ class ControlServer:
         self._view = view
         self._watch, self._context, self._council = view.watch, view.context, view.council
         self._server = _server(job.run.control)
-        self._status = Statuses(job, view)
+        self._status = StatusRequests(job, view)
         self._for_another: Incident[None] | None = None  # evidence for another node
         self._dumps: deque[_RequestedDump] = deque()
         self._services = Services(view)
@@ -88,7 +88,7 @@ class ControlServer:
 
     def _queued(self, bundle_dir: Path) -> _RequestedDump:
         """Queues a bundle, or returns the queued one for the same directory."""
-        if self._council.rounds.of_several:
+        if self._council.rounds.has_peers:
             self._services.yield_to_dump()
         dump = next((dump for dump in self._dumps if dump.bundle_dir == bundle_dir), None)
         if dump is None:
@@ -138,12 +138,12 @@ class ControlServer:
 
     def _take_for_another(self, now: float) -> None:
         """Takes evidence at the same time as the node that asks for it, which writes the bundle."""
-        if self._council.rounds.presses:
+        if self._council.rounds.has_pending_dump:
             self._services.yield_to_dump()
         if self._for_another is not None and not self._for_another.done:
             return
         self._for_another = None
-        if (wanted := self._council.rounds.wanted(now)) is None:
+        if (wanted := self._council.rounds.next_question(now)) is None:
             return
         round_, question = wanted
         if question.kind == "dump":
@@ -186,7 +186,7 @@ class ControlServer:
             if at.cancelled.is_set():
                 found.discard()
                 raise Cancelled
-            others = others_of(answers(threading.Event()), context.host)
+            others = read_evidence(answers(threading.Event()), context.host)
         if not others.evidence:
             return publishing.finish(found)
         verdict = publishing.verdict_of(others.with_own(found.evidence), context)

@@ -32,7 +32,7 @@ from safelaunch.model import RankExit
 from safelaunch.supervise import failed_rendezvous, publishing
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.crash import CrashCase
-from safelaunch.supervise.device_notice import Contracts
+from safelaunch.supervise.device_notice import DeviceNotice
 from safelaunch.supervise.early import EarlyLooks
 from safelaunch.supervise.failed_rendezvous import advice_on, is_failed_rendezvous
 from safelaunch.supervise.health import HealthPoller
@@ -113,7 +113,7 @@ class Supervisor:
         self._stall = StallCase(view)
         self._crash = CrashCase(view)
         self._early = EarlyLooks(view) if settings.early_look else None
-        self._contracts = Contracts(job.run, self._watch)
+        self._contracts = DeviceNotice(job.run, self._watch)
         self._interrupt: Incident[Report | None] | None = None
         self._live = ControlServer(job, view)
         actions = MonitorActions(
@@ -277,7 +277,7 @@ class Supervisor:
             return
         if self._is_stopping(now) or self._ending is not None:
             # A user, a scheduler or safelaunch is stopping the job: don't blame a rank, and don't delay the end.
-            self._watch.acknowledge(agent=self._ending is not None or self._council.is_heard_stopping(now))
+            self._watch.acknowledge(agent=self._ending is not None or self._council.has_announced_stop(now))
             if self._ending is None:
                 self._on_stop(glance, now)
                 self._watch.hold(self._stop_s + STOP_S)
@@ -462,7 +462,7 @@ class Supervisor:
         elif report.verdict.outcome in ("suspect", "dump") or self._on_stall_is("dump") or not self._agent_lives():
             self._show(report)
             if report.verdict.outcome == "hang" and self._agent_lives():
-                self._stall.note_goes_on(report)
+                self._stall.note_continues(report)
         elif self._stall.attempt != self._watch.attempt:
             self._show(report)
             say("torchrun restarted the ranks: the job continues")
@@ -471,7 +471,7 @@ class Supervisor:
             if self._may_continue(report):
                 self._restart()
         else:
-            self._council.rounds.trouble(f"the job hangs; ending it: {report.verdict.summary}")
+            self._council.rounds.report_trouble(f"the job hangs; ending it: {report.verdict.summary}")
             self._end(report, EXIT_HUNG)
 
     def _act_with_all(self, report: Report) -> None:
@@ -481,7 +481,7 @@ class Supervisor:
             return
         self._show(report)
         if report.action == "dump":
-            self._stall.note_goes_on(report)
+            self._stall.note_continues(report)
         if report.action == "restart" and self._may_continue(report) and self._agent_lives():
             if self._stall.attempt != self._watch.attempt:
                 return  # another node ended its ranks first, and torchrun has restarted all

@@ -40,7 +40,7 @@ from safelaunch.model import (
     Watched,
 )
 from safelaunch.supervise.cluster.exchange import PeerStatus
-from safelaunch.supervise.cluster.merge import Others
+from safelaunch.supervise.cluster.merge import PeerEvidence
 from safelaunch.supervise.cluster.messages import Action
 from safelaunch.supervise.collecting import Collected, Timeline, add_rank
 from safelaunch.supervise.earlier_bundles import with_earlier_bundles
@@ -80,7 +80,7 @@ class Agreement:
     """None: no agreed verdict, so this node judges alone"""
     name: str = ""
     """name of the bundle that this node writes; empty: the usual one"""
-    others: Others = field(default_factory=Others)
+    others: PeerEvidence = field(default_factory=PeerEvidence)
     """evidence of the other nodes, if this node judged for all"""
     answer: Answer | None = None
     """verdict on whether the job is dead, if this node judged for all"""

@@ -42,7 +42,7 @@ def test_a_node_that_sees_its_own_ranks_alone_ends_a_hang_at_max_stall(tmp_path:
     assert 124 in [result.code for result in results], [result.stderr for result in results]
     hung = next(result for result in results if result.code == 124)
     assert (hung.verdict["outcome"], hung.verdict["confidence"] != "high") == ("hang", True)
-    assert "that is --max-stall" in hung.said
+    assert "--max-stall has been reached" in hung.said
     assert not any(result.leftovers for result in results)
 
 

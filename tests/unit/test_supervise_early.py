@@ -20,8 +20,7 @@ from safelaunch.capture.result import Result
 from safelaunch.capture.worker_server import Questions
 from safelaunch.job.paths import RunPaths
 from safelaunch.model import EarlyLook, FirstWord, Place, StackSample, Thread
-from safelaunch.supervise import collecting, early, respond
-from safelaunch.supervise import judge as answer
+from safelaunch.supervise import collecting, early, judge, judge_process, respond
 from safelaunch.supervise.early import EarlyLooks, without_the_gil
 from safelaunch.supervise.hooks import Notifier
 from safelaunch.supervise.job_context import JobContext
@@ -100,9 +99,7 @@ class Job:
 
         monkeypatch.setattr(respond, "look_at", look_at)
         monkeypatch.setattr(early, "EARLY_LOOK", dataclasses.replace(EARLY_LOOK, between_s=0.0))
-        monkeypatch.setattr(
-            answer, "work_in", lambda *_: tuple(ObservedWork(p, p, p, "cpu", 900.0) for p in self.works)
-        )
+        monkeypatch.setattr(judge, "work_in", lambda *_: tuple(ObservedWork(p, p, p, "cpu", 900.0) for p in self.works))
         monkeypatch.setattr(early, "say", self.said.append)
         monkeypatch.setattr(collecting, "snapshot_of", lambda *_: None)
         monkeypatch.setattr(collecting, "evidence_of", evidence_of)
@@ -111,7 +108,7 @@ class Job:
             job.proves.append(prove)
             return replace(job.word, proved=prove and job.word.proved)
 
-        monkeypatch.setattr(answer, "ask", ask)
+        monkeypatch.setattr(judge_process, "ask", ask)
         about = JobContext("train", tmp_path, tmp_path, tmp_path, {}, host="here", suspects=Suspects())
         self.early = EarlyLooks(JobView(cast("Any", self.watch), about, dict, cast("Any", None)))
         self.now = self.watch.mark_s
@@ -211,7 +208,7 @@ def test_before_the_usual_step_is_known_only_who_stands_out_is_told(job: Job, wo
 def test_who_has_given_the_other_limit_is_told_which_one_counts_before_the_first_step(job: Job) -> None:
     job.watch.stage, job.watch.policy = "start", Policy(5.0, 1800.0, 60.0, stall_given=True)
     job.wait(60)
-    limit = "until then --startup-timeout (1800 s) counts, not --stall-timeout"
+    limit = "until then --startup-timeout (1800 s) applies, not --stall-timeout"
     assert [limit in line for line in job.said] == [False, True, False]
 
 
@@ -289,7 +286,7 @@ def test_an_error_ends_the_early_looks_and_not_the_watch(job: Job, monkeypatch: 
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(answer, "work_in", fails)
+    monkeypatch.setattr(judge, "work_in", fails)
     job.wait(60)
     assert job.said == ["an internal error ended the early looks (RuntimeError: no). Still watching."]
 
@@ -314,17 +311,17 @@ def test_another_process_finds_the_words(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "msgspec.py").write_text("raise SystemExit('a stranger')")
     monkeypatch.chdir(tmp_path)
     evidence = with_culprit(rank(1, in_user(7, "load"), "sleep", flight=behind()), 3)
-    found = answer.ask(evidence, None, tmp_path / "question")
+    found = judge_process.ask(evidence, None, tmp_path / "question")
     assert found.words.startswith("rank 1 is asleep in train.py:7 (load), while ranks 0,2 wait in all_reduce")
     assert (found.cause, found.places) == ("stuck-in-user-code", (Place(1, at(7, "load")),))
     computing = with_culprit(rank(1, in_user(33, "evaluate"), "run", flight=behind()), 3)
-    assert answer.ask(computing, [1], tmp_path / "question").words.startswith("rank 1 is active at train.py:33")
+    assert judge_process.ask(computing, [1], tmp_path / "question").words.startswith("rank 1 is active at train.py:33")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["msgspec.py"]
 
 
 def test_a_process_that_fails_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "DEADLINE_S", 0.01)
+    monkeypatch.setattr(judge_process, "DEADLINE_S", 0.01)
     begin = time.monotonic()
-    assert answer.ask(with_culprit(rank(1), 2), None, tmp_path / "question").words == ""
+    assert judge_process.ask(with_culprit(rank(1), 2), None, tmp_path / "question").words == ""
     assert time.monotonic() - begin < 60
-    assert answer.ask(with_culprit(rank(1), 2), None, tmp_path / "no" / "question").words == ""
+    assert judge_process.ask(with_culprit(rank(1), 2), None, tmp_path / "no" / "question").words == ""

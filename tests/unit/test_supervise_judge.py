@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.capture.counters import Counters, ProcessCounters, CpuTime
+from safelaunch.capture.counters import Counters, CpuTime, ProcessCounters
 from safelaunch.capture.look import MAX_CHILDREN, Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import Evidence, Frame, GilTest, ProcessState, StackSample, Thread, ThreadState
-from safelaunch.supervise import judge as answer
+from safelaunch.supervise import judge
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.watch.work import Background
 from tests.support.evidence import at, entry, in_c10d, in_user, job, past, record, waiting
@@ -58,16 +58,16 @@ def looks(*ranks: RankLook, used_ms: dict[int, int] | None = None, entries: tupl
 IN_CALL = (RankLook(0, process(1000, in_c10d("all_reduce", 50))), RankLook(1, process(1010, in_c10d("all_gather", 60))))
 
 
-def judged(taken: Looks, evidence: Evidence = TORN_APART, *, covers: bool = True) -> answer.Judgement:
-    return answer.judge(taken, evidence, Background(), covers=covers, mark_s=time.monotonic() - 60)
+def judged(taken: Looks, evidence: Evidence = TORN_APART, *, covers: bool = True) -> judge.Judgement:
+    return judge.judge(taken, evidence, Background(), covers=covers, mark_s=time.monotonic() - 60)
 
 
 def test_a_closed_set_of_waits_is_dead() -> None:
-    assert judged(looks(*IN_CALL)).found == "dead"
+    assert judged(looks(*IN_CALL)).condition == "dead"
 
 
 def test_a_proof_counts_whatever_else_works() -> None:
-    assert judged(looks(*IN_CALL, used_ms={1000: 9000})).found == "dead"
+    assert judged(looks(*IN_CALL, used_ms={1000: 9000})).condition == "dead"
 
 
 @pytest.mark.parametrize(("pid", "found"), [(1000, "alive"), (2000, "dead")])
@@ -79,7 +79,7 @@ def test_bytes_that_arrive_at_a_rank_may_be_what_it_waits_for(pid: int, found: s
     quiet = ProcessCounters(1000, sockets={7: 0})
     begin = dataclasses.replace(first, processes={**first.processes, (pid, pid): quiet})
     end = dataclasses.replace(last, processes={**last.processes, (pid, pid): moved})
-    assert judged(dataclasses.replace(taken, counters=((begin, begin), (end, end)))).found == found
+    assert judged(dataclasses.replace(taken, counters=((begin, begin), (end, end)))).condition == found
 
 
 def test_the_source_is_read_for_the_proof(tmp_path: Path) -> None:
@@ -94,17 +94,17 @@ def test_the_source_is_read_for_the_proof(tmp_path: Path) -> None:
     )
     told = GilTest(True, True, groups={"0": (0, 1)})
     sending = replace(sending, main=replace(sending.main, states=states), gil=told)
-    assert answer.proves(job(sending, waiting(1)))
+    assert judge.proves(job(sending, waiting(1)))
     script.write_text("import mine\n\nmine.take(tensor)\n")
-    assert not answer.proves(job(sending, waiting(1)))
+    assert not judge.proves(job(sending, waiting(1)))
 
 
 def test_the_half_of_a_job_proves_nothing() -> None:
-    assert judged(looks(*IN_CALL), covers=False).found == "unknown"
+    assert judged(looks(*IN_CALL), covers=False).condition == "unknown"
 
 
 def test_calls_that_go_on_are_work() -> None:
-    assert judged(looks(*IN_CALL, entries=(4, 5))).found == "alive"
+    assert judged(looks(*IN_CALL, entries=(4, 5))).condition == "alive"
 
 
 UNIX, UDP, TCP, EPOLL = "unix socket:[7] (unnamed, e.g. a socketpair)", "udp 0.0.0.0:9", "tcp 1:1 -> 2:2", "eventpoll"
@@ -156,7 +156,7 @@ def judged_twice(first: RankLook, second: RankLook, peer: RankLook = IN_CALL[1])
     taken = dataclasses.replace(
         looks(first, peer), taken=(Look(0.0, 0.1, {0: first, 1: peer}), Look(10.0, 10.1, {0: second, 1: peer}))
     )
-    return judged(taken, job(side(0, in_user(7)), waiting(1))).found
+    return judged(taken, job(side(0, in_user(7)), waiting(1))).condition
 
 
 def test_a_wait_with_a_time_limit_of_its_socket_says_nothing_by_its_wake_ups() -> None:
@@ -175,14 +175,14 @@ def test_wake_ups_of_a_child_count_if_the_main_thread_waits_for_it_and_of_other_
     one, other = woken(1000, "epoll_wait", EPOLL, None, 100)
     peers = in_c10d("all_reduce", 50)
     ones = [dataclasses.replace(each, stack=process(1000, peers).stack) for each in (one, other)]
-    assert answer.work_in(looks(RankLook(0, ones[1])), Background()) == ()
+    assert judge.work_in(looks(RankLook(0, ones[1])), Background()) == ()
 
 
 def test_the_main_threads_cpu_is_work_unless_it_waits_for_peers() -> None:
     computing = RankLook(0, process(1000, in_user(7)))
-    assert judged(looks(computing, used_ms={1000: 9000}), job(side(0, in_user(7)))).found == "alive"
+    assert judged(looks(computing, used_ms={1000: 9000}), job(side(0, in_user(7)))).condition == "alive"
     spinning = looks(IN_CALL[0], used_ms={1000: 9000})
-    assert answer.work_in(spinning, Background()) == ()
+    assert judge.work_in(spinning, Background()) == ()
 
 
 def test_what_a_main_thread_waits_for_is_never_background() -> None:
@@ -192,9 +192,9 @@ def test_what_a_main_thread_waits_for_is_never_background() -> None:
     from safelaunch.supervise.watch import work
 
     known = work.learn(Background(), taken.counters[0][0], taken.counters[1][0])
-    assert [found.pid for found in answer.work_in(taken, known)] == [2000]
+    assert [found.pid for found in judge.work_in(taken, known)] == [2000]
     beside = looks(RankLook(0, process(1000, in_user(7)), (child,)), used_ms={2000: 4000})
-    assert answer.work_in(beside, known) == ()
+    assert judge.work_in(beside, known) == ()
 
 
 STOPPED = process(1000, in_user(7), state="t")
@@ -224,17 +224,19 @@ UNSEEN: dict[str, tuple[RankLook, str]] = {
 def test_missing_evidence_is_no_reason(case: str) -> None:
     rank, words = UNSEEN[case]
     found = judged(looks(rank, IN_CALL[1]))
-    assert (found.found, words in found.unseen) == ("unseen", True), found
+    assert (found.condition, words in found.unseen) == ("unseen", True), found
 
 
 def test_a_child_that_runs_no_python_lacks_nothing() -> None:
     shell = process(2000, kind="absent")
-    assert judged(looks(RankLook(0, process(1000, in_user(7)), (shell,))), job(side(0, in_user(7)))).found == "unknown"
+    assert (
+        judged(looks(RankLook(0, process(1000, in_user(7)), (shell,))), job(side(0, in_user(7)))).condition == "unknown"
+    )
 
 
 def test_a_job_that_is_stopped_as_a_whole_is_not_judged() -> None:
-    assert judged(looks(RankLook(0, STOPPED))).found == "stopped"
-    assert judged(looks(RankLook(0, STOPPED), IN_CALL[1])).found == "unseen"
+    assert judged(looks(RankLook(0, STOPPED))).condition == "stopped"
+    assert judged(looks(RankLook(0, STOPPED), IN_CALL[1])).condition == "unseen"
 
 
 def test_the_first_time_limit_of_a_group_in_which_a_rank_waits() -> None:

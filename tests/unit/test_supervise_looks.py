@@ -15,12 +15,12 @@ import pytest
 from msgspec import structs
 
 from safelaunch.capture import file_locks, inside, look, proc, stacks
-from safelaunch.capture.counters import Counters, ProcessCounters, CpuTime
+from safelaunch.capture.counters import Counters, CpuTime, ProcessCounters
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, evidence_of, with_c_frames
 from safelaunch.capture.result import Result
 from safelaunch.job.process import ProcessId
 from safelaunch.model import Frame, ProcessState, StackSample
-from safelaunch.supervise.judge import what_was_not_seen
+from safelaunch.supervise.judge import describe_unseen
 from safelaunch.supervise.looks import MOST_PATIENCE, Looks, Starvation, _is_unclear, _rested, look_at, with_the_late
 from tests.support.evidence import in_c10d, in_user, looked_at, process
 
@@ -86,7 +86,7 @@ def test_a_process_that_is_late_costs_no_other_one(monkeypatch: pytest.MonkeyPat
     rank = found.taken[-1].ranks[0]
     assert rank.main is not None and rank.main.state is not None
     assert [(one.pid, one.state, one.is_late) for one in rank.children] == [(child, None, True)]
-    assert found.is_late and what_was_not_seen(found.taken[-1], found) != ""
+    assert found.is_late and describe_unseen(found.taken[-1], found) != ""
 
 
 def test_the_nodes_file_locks_are_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.stall import LONGEST_S, StallCase, _Suspicion
 from safelaunch.supervise.watch.progress import Glance, Watch
 from safelaunch.supervise.watch.rhythm import Threshold
-from safelaunch.supervise.watch.stall import Limits, Policy, Stall, StallEvent, started
+from safelaunch.supervise.watch.stall import Limits, Policy, Stall, StallEvent, initial_state
 
 SUSPECT = Stall(ranks=(0,), mark_s=0.0, stalled_s=5.0, threshold_s=3.0, step=5, before_first_step=False)
 SUSPECTED = Glance((), StallEvent("suspect", SUSPECT), ())
@@ -68,7 +68,7 @@ class Job:
         self.hear(LeaderPage(leader=1, nodes=2, covered=True, world=2))
 
     def hear(self, said: LeaderPage) -> None:
-        self.council.channel.seen = PeerView(said, why="")
+        self.council.channel.view = PeerView(said, why="")
 
     def call(self, number: int) -> None:
         """All nodes are to look."""
@@ -152,7 +152,7 @@ def test_on_a_starved_machine_a_look_has_more_time(job: Job, monkeypatch: pytest
 
 
 def test_a_node_that_is_alone_asks_nobody_and_is_answered_by_its_own_looks(job: Job) -> None:
-    job.council.channel.seen = PeerView(why="no store")
+    job.council.channel.view = PeerView(why="no store")
     job.tick(SUSPECTED)
     assert job.case.looking
     job.until(lambda: not job.case.looking)
@@ -198,7 +198,7 @@ def writing(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr("safelaunch.supervise.collecting.with_nccl", lambda found, **_: found)
     monkeypatch.setattr("safelaunch.supervise.collecting.Collected.discard", lambda _: found.append("discarded"))
     monkeypatch.setattr("safelaunch.supervise.publishing.finish", finish)
-    job.council.channel.seen = PeerView(why="one node")
+    job.council.channel.view = PeerView(why="one node")
     return found
 
 
@@ -245,7 +245,7 @@ def test_a_proof_that_the_whole_evidence_does_not_bear_out_ends_no_job(
     job.case._write(suspicion, Looks(()), Judgement("dead"), HANG, time.monotonic())
     job.until(lambda: not job.case.writing)
     assert writing == ["hang" if proves else "suspect"]
-    assert ("it continues" in capfd.readouterr().err) is not proves
+    assert ("the job continues" in capfd.readouterr().err) is not proves
     assert job.case._is_refuted(stall.mark_s) is not proves
     job.case._suspect_bundle = cast("Any", SimpleNamespace(mark_s=stall.mark_s))
     job.case._write(suspicion, Looks(()), Judgement("dead"), HANG, time.monotonic())
@@ -275,11 +275,11 @@ OVER = Judgement("unknown", limits=Limits(200.0), group="'0'")
             PROVED,
             "ranks 0-1 have made no step for 60 s (last step 61), while the others continue: c",
         ),
-        ((40.0, 40.0, 40.1), OVER, "nothing proves a hang, but the timeout of group '0' expires then: collecting"),
+        ((40.0, 40.0, 40.1), OVER, "no proof of a hang, but the timeout of group '0' has been reached; collecting"),
         (
             (40.0, 40.0, 40.1),
             Judgement("unseen"),
-            "nothing proves a hang, but the nodes of this job have agreed",
+            "no proof of a hang, but the nodes of this job have agreed",
         ),
     ],
 )
@@ -298,22 +298,22 @@ def test_a_job_that_continues_is_reported_once_for_each_answer_and_every_hour(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """No default limit is announced: no rank waits in a group."""
-    case = saying(SimpleNamespace(policy=Policy(60.0, 1800.0, 1800.0), unseen=(), state=started(0.0)))
+    case = saying(SimpleNamespace(policy=Policy(60.0, 1800.0, 1800.0), unseen=(), state=initial_state(0.0)))
     stall = Stall((0,), 0.0, 60.0, 60.0, False, 61)
     for now in (60.0, 120.0, 3600.0, 3661.0, 3700.0, 7200.0, 7262.0):
         case._say_waiting(stall, Judgement("unknown"), now)
     said = [line for line in capfd.readouterr().err.splitlines() if "no step for" in line]
     assert [line.split("no step for ")[1] for line in said] == [
-        f"{seconds} s, but nothing proves a hang: it continues" for seconds in (60, 3661, 7262)
+        f"{seconds} s, but there is no proof of a hang; the job continues" for seconds in (60, 3661, 7262)
     ]
 
 
 def test_a_threshold_of_the_user_is_said_to_count_from_the_last_work(capfd: pytest.CaptureFixture[str]) -> None:
     policy = Policy(20.0, 1800.0, 240.0, stall_given=True)
-    watch = SimpleNamespace(policy=policy, unseen=(), state=replace(started(0.0), worked_s=16.0))
+    watch = SimpleNamespace(policy=policy, unseen=(), state=replace(initial_state(0.0), worked_s=16.0))
     saying(watch)._say_waiting(Stall((0,), 0.0, 20.0, 20.0, False, 61), Judgement("unknown"), 22.0)
     said = " ".join(capfd.readouterr().err.split())
-    assert "without a step, it is ended 20 s after it last worked: that is --stall-timeout" in said
+    assert "Without a step, it is ended 20 s after it last worked (--stall-timeout)" in said
 
 
 @pytest.mark.parametrize(("policy", "ends"), [({}, False), ({"max_stall_given": True}, True)])
@@ -322,7 +322,7 @@ def test_only_a_max_stall_of_the_user_says_to_all_nodes_that_a_job_without_a_pro
 ) -> None:
     """``_is_at_limit`` is what a node tells the leader, and what the evidence of all nodes is judged with."""
     policy_ = replace(Policy(60.0, 1800.0, 1800.0), **policy)
-    watch = SimpleNamespace(policy=policy_, unseen=(1,), state=started(0.0))
+    watch = SimpleNamespace(policy=policy_, unseen=(1,), state=initial_state(0.0))
     stall = Stall((0,), time.monotonic() - 7200.0, 7200.0, 60.0, False, 61)
     for found in ("unknown", "unseen"):
         assert saying(watch)._is_at_limit(stall, Judgement(found)) is ends  # type: ignore[arg-type]
@@ -333,4 +333,4 @@ def test_one_node_of_several_knows_of_its_own_evidence_only(capfd: pytest.Captur
     pages = {0: SimpleNamespace(last_step_ns=int(40e9))}
     watch = SimpleNamespace(last_progress=pages, policy=Policy(60.0, 1800.0, 1800.0), unseen=(1,))
     saying(watch)._say_hang(Stall((0,), 40.0, 60.0, 60.0, False, 61), OVER, 100.0)
-    assert "nothing on this node proves a hang, but" in " ".join(capfd.readouterr().err.split())
+    assert "no proof of a hang on this node, but" in " ".join(capfd.readouterr().err.split())

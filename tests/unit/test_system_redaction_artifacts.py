@@ -82,7 +82,7 @@ WRITERS = {
     "bundle.reading.guard": "a child's answer, through a pipe",
     "job.process": "an errno, and a go, through pipes",
     "supervise.early": "early looks, already cleaned, for status",
-    "supervise.judge": "evidence, already cleaned, for a process of ours, and its answer through a pipe",
+    "supervise.judge_process": "evidence, already cleaned, for a process of ours, and its answer through a pipe",
     "leases.*": "locks and who holds them: a command line that redact_argv has cleaned",
     "bundle.reading.locate": "unpacks somebody's bundle, and copies a run's pages, to read them",
     "beacon.*": "inside the ranks: what they say, before anything is taken out",
