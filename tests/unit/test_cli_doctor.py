@@ -48,7 +48,7 @@ REMEDIES = [
 
 
 @pytest.mark.parametrize(("rights", "must", "must_not"), REMEDIES, ids=[str(row[0]) for row in REMEDIES])
-def test_a_denied_reading_gets_the_remedy_of_this_place(rights: Rights, must: list[str], must_not: list[str]) -> None:
+def test_doctor_remedy_for_denied_stacks_fits_place(rights: Rights, must: list[str], must_not: list[str]) -> None:
     check = rules.attach_check(DENIED, rights)
     assert check.result == "failed"
     assert not [word for word in must if word not in check.fix], check.fix
@@ -56,13 +56,13 @@ def test_a_denied_reading_gets_the_remedy_of_this_place(rights: Rights, must: li
     assert str(rights) in check.detail
 
 
-def test_in_a_container_its_own_remedy_comes_before_the_hosts() -> None:
+def test_doctor_remedy_in_container_precedes_host_remedy() -> None:
     fix = rules.remedy(replace(HOST, place="docker", yama=1))
     assert fix.index("--cap-add") < fix.index("sysctl")
 
 
 @pytest.mark.parametrize("rights", [row[0] for row in REMEDIES], ids=str)
-def test_what_works_is_well_whatever_the_settings_say(rights: Rights) -> None:
+def test_doctor_attach_check_passes_if_stacks_are_readable(rights: Rights) -> None:
     check = rules.attach_check(WELL, rights)
     assert (check.result, check.fix) == ("ok", "")
     assert "20 ms" in check.detail
@@ -87,7 +87,7 @@ def test_what_works_is_well_whatever_the_settings_say(rights: Rights) -> None:
     ],
     ids=str,
 )
-def test_way_in_is_a_command_for_a_job_that_runs_already(rights: Rights, must: list[str], must_not: list[str]) -> None:
+def test_doctor_way_in_is_command_for_running_job(rights: Rights, must: list[str], must_not: list[str]) -> None:
     way = rules.way_in(rights, "OWN", "sudo OWN", "NODE")
     assert all(word in way for word in must), way
     assert not any(word in way for word in must_not), way
@@ -108,11 +108,11 @@ VOLUME = f"700 1 8:1 /var/lib/docker/volumes/{ID}/_data /data rw - ext4 /dev/a r
         ("kubernetes", OF_DOCKER, False),  # of the pod's first container
     ],
 )
-def test_container_in_the_network_of_its_host_is_named_by_its_id(place: Container, mounts: str, is_by_id: bool) -> None:
+def test_doctor_container_in_host_network_is_named_by_id(place: Container, mounts: str, is_by_id: bool) -> None:
     assert node.container(place, mounts) == (ID[:12] if is_by_id else socket.gethostname())
 
 
-def test_root_is_told_that_others_may_fare_otherwise() -> None:
+def test_doctor_attach_check_as_root_says_so() -> None:
     assert "as root" in rules.attach_check(WELL, replace(HOST, root=True)).detail
     assert "as root" not in rules.attach_check(WELL, HOST).detail
 
@@ -125,13 +125,13 @@ def test_root_is_told_that_others_may_fare_otherwise() -> None:
         ("something else", "", "by hand"),
     ],
 )
-def test_other_failures_have_remedies_of_their_own(problem: str, kind: Failure, fix: str) -> None:
+def test_doctor_other_attach_failures_have_own_remedies(problem: str, kind: Failure, fix: str) -> None:
     check = rules.attach_check(Trial(problem, kind=kind), HOST)
     assert check.result == "failed" and problem in check.detail and fix in check.fix
     assert "SYS_PTRACE" not in check.fix
 
 
-def test_strangers_and_c_frames_are_only_warned_about() -> None:
+def test_doctor_other_processes_and_native_frames_give_warnings() -> None:
     stranger = rules.stranger_check(DENIED, replace(HOST, yama=1))
     assert (stranger.result, "ptrace_scope=0" in stranger.fix) == ("warning", True)
     assert rules.native_check(Trial("no answer within 15 s")).result == "warning"
@@ -148,7 +148,7 @@ def test_strangers_and_c_frames_are_only_warned_about() -> None:
         ({}, False, "host"),
     ],
 )
-def test_which_place_this_is(
+def test_doctor_recognizes_place(
     environ: dict[str, str], container: bool, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "exists", lambda _: False)
@@ -225,18 +225,18 @@ JUDGED = [
 
 
 @pytest.mark.parametrize(("check", "result", "words"), JUDGED)
-def test_each_fact_is_judged_and_what_is_not_well_has_a_fix(check: Check, result: str, words: str) -> None:
+def test_doctor_check_has_result_and_fix(check: Check, result: str, words: str) -> None:
     assert check.result == result and bool(check.fix) == (result != "ok")
     assert words in f"{check.detail} {check.fix}"
 
 
-def test_the_longest_socket_path_counts_every_part() -> None:
+def test_doctor_longest_socket_path_counts_every_part() -> None:
     root = Path("/tmp/safelaunch-0")
     assert node.longest_socket(root) == node.longest_socket(Path("/tmp")) + len("/safelaunch-0")
     assert node.longest_socket(root) > len("/tmp/safelaunch-0/r1/pages/0-0-1.sock")
 
 
-def test_the_kind_of_a_disk_is_that_of_the_deepest_mount() -> None:
+def test_doctor_disk_kind_comes_from_deepest_mount() -> None:
     mounts = (
         "/dev/a / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\n"
         "tmpfs /data/fast\\040one tmpfs rw 0 0\n/dev/b /da xfs rw 0 0\n"
@@ -274,7 +274,7 @@ OLD_NCCL = {"ping": 200, "fr_trace_json": 404, "dump_nccl_trace_json": 200}
         (replace(GOOD, handlers={"ping": 0}), "ok", "ok", "failed", "warning"),
     ],
 )
-def test_torch(probe: TorchProbe, imported: str, beacon: str | None, server: str | None, recorder: str | None) -> None:
+def test_doctor_torch_checks_follow_probe(probe: TorchProbe, imported: str, beacon: str | None, server: str | None, recorder: str | None) -> None:
     checks = [
         rules.import_check(probe),
         rules.beacon_check(probe),
@@ -284,7 +284,7 @@ def test_torch(probe: TorchProbe, imported: str, beacon: str | None, server: str
     assert [check.result if check else None for check in checks] == [imported, beacon, server, recorder]
 
 
-def test_the_users_own_sitecustomize_is_named() -> None:
+def test_doctor_beacon_check_names_user_sitecustomize() -> None:
     check = rules.beacon_check(replace(GOOD, chained="/usr/lib/python3/sitecustomize.py"))
     assert check is not None and check.result == "ok" and "/usr/lib/python3/sitecustomize.py" in check.detail
 
@@ -298,11 +298,11 @@ def test_the_users_own_sitecustomize_is_named() -> None:
         (b'{"unknown": 1}\n', "", "exit status 3"),
     ],
 )
-def test_a_probe_that_says_nothing_usable(stdout: bytes, stderr: str, words: str) -> None:
+def test_doctor_probe_without_usable_output_is_problem(stdout: bytes, stderr: str, words: str) -> None:
     assert words in node.parse(stdout, stderr, 3).problem
 
 
-def test_a_probe_is_read_from_its_last_line() -> None:
+def test_doctor_probe_is_read_from_last_line() -> None:
     probe = node.parse(b'a greeting\n{"python": "3.11.7", "beacon": true}\n', "", 0)
     assert probe == TorchProbe(python="3.11.7", beacon=True)
 
@@ -319,7 +319,7 @@ def test_a_probe_is_read_from_its_last_line() -> None:
         ((warning("a", ""), failed("b", ""), ok("c", "")), "failed"),
     ],
 )
-def test_the_worst_result_counts(checks: tuple[Check, ...], result: str) -> None:
+def test_doctor_result_is_worst_of_checks(checks: tuple[Check, ...], result: str) -> None:
     assert doctor.worst(checks) == result
 
 
@@ -329,7 +329,7 @@ CHECKS = (
 )
 
 
-def test_text_aligns_wraps_and_keeps_the_lines_of_a_remedy() -> None:
+def test_doctor_text_is_aligned_and_keeps_remedy_lines() -> None:
     lines = doctor.text(CHECKS, width=80, colour=False).splitlines()
     assert lines[0] == "ok       torch           2.13"
     assert lines[1].startswith("failed   reading stacks  permission denied")
@@ -340,7 +340,7 @@ def test_text_aligns_wraps_and_keeps_the_lines_of_a_remedy() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
-def test_every_line_fits_the_terminal_and_breaks_between_words(width: int) -> None:
+def test_doctor_text_fits_terminal_and_breaks_between_words(width: int) -> None:
     fix = "use --preset hang-debug, which compares what the ranks recorded once they hang; without DDP, DETAIL may work"
     checks = (warning("reading stacks of spawned children", "with a long detail " * 9, fix), *CHECKS)
     lines = doctor.text(checks, width=width, colour=False).splitlines()
@@ -350,20 +350,20 @@ def test_every_line_fits_the_terminal_and_breaks_between_words(width: int) -> No
     }
 
 
-def test_colour_changes_nothing_but_colour() -> None:
+def test_doctor_text_with_colour_has_same_words() -> None:
     coloured = doctor.text(CHECKS, width=80, colour=True)
     plain = coloured.replace("\x1b[32m", "").replace("\x1b[31m", "").replace("\x1b[0m", "")
     assert coloured != plain == doctor.text(CHECKS, width=80, colour=False)
 
 
-def test_the_json_document() -> None:
+def test_doctor_json_has_result_and_checks() -> None:
     found = msgspec.to_builtins(doctor.document(CHECKS))
     assert (found["schema"], found["result"]) == (1, "failed")
     assert set(found["checks"][0]) == {"name", "result", "detail", "fix"}
 
 
 @pytest.mark.parametrize(("checks", "code"), [(CHECKS, 1), ((warning("a", "b", "c"),), 0)])
-def test_exit_code(
+def test_doctor_exit_code_is_1_if_check_failed(
     checks: tuple[Check, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "examine", lambda *_: checks)
@@ -372,7 +372,7 @@ def test_exit_code(
 
 
 @pytest.mark.parametrize("color", [True, False])
-def test_the_results_are_coloured_where_they_are_read(
+def test_doctor_results_are_coloured_on_terminal(
     color: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "examine", lambda *_: [ok("py-spy", "0.4.3"), failed("torch", "gone", "Install it.")])
@@ -381,7 +381,7 @@ def test_the_results_are_coloured_where_they_are_read(
     assert ("\x1b[32mok" in capfd.readouterr().out) is color
 
 
-def test_without_torch_the_rest_is_examined_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_without_torch_runs_other_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def none(_: object) -> None:
         raise UsageError("torch is not installed here", "pip install torch")
 
@@ -393,7 +393,7 @@ def test_without_torch_the_rest_is_examined_all_the_same(monkeypatch: pytest.Mon
     assert {"ports", "run directory", "py-spy"} <= set(checks)
 
 
-def test_a_look_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_check_that_raises_is_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("the disk is on fire")
 
@@ -404,14 +404,14 @@ def test_a_look_that_breaks_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert warning("disks", "the check failed: RuntimeError: the disk is on fire") in checks
 
 
-def test_a_wrong_variable_of_ours_is_found(tmp_path: Path) -> None:
+def test_doctor_reports_unknown_safelaunch_variable(tmp_path: Path) -> None:
     subject = doctor.DoctorSubject({"SAFELAUNCH_STALL": "3"}, os.getuid(), tmp_path, None, None)
     (configuration,) = doctor._configuration(subject)
     assert configuration is not None
     assert configuration.result == "failed" and "SAFELAUNCH_STALL" in configuration.detail
 
 
-def test_a_py_spy_that_is_denied_fails_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_denied_py_spy_fails_stack_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for py-spy that says what the real one says without CAP_SYS_PTRACE."""
     denied = tmp_path / "py-spy"
     denied.write_text(
@@ -430,7 +430,7 @@ def test_a_py_spy_that_is_denied_fails_for_real(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.torch
-def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_runs_all_checks_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """The whole examination for real, torch and py-spy included."""
     code = doctor.main(["--json"])
     found = json.loads(capsys.readouterr().out)

@@ -62,7 +62,7 @@ def refused(pids: tuple[int, ...], looked_at: list[int]) -> Callable[..., Any]:
         (["--all"], "/elsewhere", "--all --bundle-dir /elsewhere"),  # sudo removes the variable
     ],
 )
-def test_dump_refused_by_yama_prints_the_line_to_paste(
+def test_dump_denied_by_yama_prints_command_as_root(
     words: list[str],
     variable: str,
     again: str,
@@ -81,7 +81,7 @@ def test_dump_refused_by_yama_prints_the_line_to_paste(
     assert line == f"safelaunch:     sudo /venv/bin/safelaunch dump {again}"
 
 
-def test_dump_all_looks_at_every_job_although_one_is_refused(
+def test_dump_all_continues_after_denied_job(
     node: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     looked_at: list[int] = []
@@ -93,7 +93,7 @@ def test_dump_all_looks_at_every_job_although_one_is_refused(
     assert BY_YAMA in said and "8 is refused for another reason." in said
 
 
-def test_dump_that_finds_no_job_names_the_line_for_those_of_other_users(
+def test_dump_without_job_prints_command_for_other_users(
     node: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     node(JobProcess(7, 1, user=0, env=None))
@@ -110,7 +110,7 @@ def test_dump_that_finds_no_job_names_the_line_for_those_of_other_users(
         assert capfd.readouterr().err.endswith("Ranks are known by RANK and WORLD_SIZE.\n")
 
 
-def test_dump_of_another_users_process_names_the_line(
+def test_dump_of_other_users_process_prints_command_as_root(
     node: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     node(JobProcess(7, 1, user=0, env=None))
@@ -120,7 +120,7 @@ def test_dump_of_another_users_process_names_the_line(
     assert said.endswith("safelaunch:     sudo /venv/bin/safelaunch dump --pid 7\n")
 
 
-def test_dump_in_a_container_names_the_bundle_directory_because_it_starts_elsewhere(
+def test_dump_command_in_container_has_bundle_directory(
     node: Callable[..., None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     node(JobProcess(7, 1, user=0, env=None), rights=replace(NORMAL_USER, place="docker"))

@@ -20,7 +20,7 @@ def flat(text: str) -> str:
 
 @pytest.mark.parametrize("width", [60, 100])
 @pytest.mark.parametrize("name", CAUSES)
-def test_explained_cause_has_meaning_evidence_example_and_every_advice(name: str, width: int) -> None:
+def test_explain_text_has_meaning_evidence_example_and_advice(name: str, width: int) -> None:
     text = explained(name, width)
     lines = text.splitlines()
     assert lines[0] == name and [line for line in lines if line in TITLES] == TITLES
@@ -33,13 +33,13 @@ def test_explained_cause_has_meaning_evidence_example_and_every_advice(name: str
     assert all(len(line) <= width for line in lines if " " in line.strip())
 
 
-def test_list_of_an_explained_cause_keeps_its_items() -> None:
+def test_explain_text_keeps_list_items() -> None:
     lines = explained("stuck-in-user-code", 100).splitlines()
     assert sum(line.startswith("  - A ") for line in lines) >= 3
     assert any(line.startswith("  - A subprocess that waits for its parent: it writes") for line in lines)
 
 
-def test_explain_without_a_cause_lists_every_cause_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_without_cause_lists_all_causes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     shown = capsys.readouterr().out
     assert shown == f"{listed(100)}\n"
@@ -49,7 +49,7 @@ def test_explain_without_a_cause_lists_every_cause_in_a_sentence(capsys: pytest.
     assert shown.endswith("To explain one: safelaunch explain CAUSE\n")
 
 
-def test_explain_prints_one_cause(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_named_cause(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "uneven-batches"]) == 0
     assert capsys.readouterr().out == f"{explained('uneven-batches', 100)}\n"
 
@@ -57,7 +57,7 @@ def test_explain_prints_one_cause(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "nearest"), [("colective-mismatch", "; did you mean 'collective-mismatch'?"), ("x", "")]
 )
-def test_explain_of_an_unknown_cause_is_a_usage_error_that_names_the_nearest(
+def test_explain_of_unknown_cause_names_nearest(
     name: str, nearest: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["explain", name]) == 2

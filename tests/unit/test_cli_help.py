@@ -21,7 +21,7 @@ from safelaunch.system.console import command_lines, folded
 from safelaunch.system.errors import UsageError
 
 
-def test_without_words_a_short_help_and_the_code_of_a_command_that_started_nothing(
+def test_safelaunch_without_arguments_prints_short_help_and_exits_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([]) == 2
@@ -32,13 +32,13 @@ def test_without_words_a_short_help_and_the_code_of_a_command_that_started_nothi
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"], ["--nproc-per-node", "2", "--help"], ["--hel"]])
-def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_options_print_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     assert capsys.readouterr().out == command.text(command.width()) + "\n"
 
 
 @pytest.mark.parametrize("width", [80, 100])
-def test_what_help_says(width: int) -> None:
+def test_help_lists_subcommands_options_and_exit_codes(width: int) -> None:
     text = command.text(width)
     examples = text.index("\nExamples:")
     assert max(map(len, text[:examples].splitlines())) <= width
@@ -53,12 +53,12 @@ def test_what_help_says(width: int) -> None:
         assert f"\n  {code} " in text
 
 
-def test_what_it_is_takes_three_lines() -> None:
+def test_help_introduction_takes_three_lines() -> None:
     assert len(command.text(100).split("\n\n")[0].splitlines()) == 3
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "help"])
-def test_help_on_a_subcommand_is_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_subcommand_equals_its_help_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for words in (["help", name], [name, "--help"]):
         try:
@@ -76,7 +76,7 @@ a table   of several cells  each of which  stays whole
 word --nproc-per-node=2 /a/path/that/is/longer/than/the/line/is/wide"""
 
 
-def test_text_for_a_terminal_breaks_between_words_and_cells() -> None:
+def test_folded_text_breaks_between_words_and_cells() -> None:
     assert folded(TEXT, 100) == TEXT
     assert folded(TEXT, 30).splitlines() == [
         *("name      a text that is", "          longer than the line", "          is wide"),
@@ -86,7 +86,7 @@ def test_text_for_a_terminal_breaks_between_words_and_cells() -> None:
     ]
 
 
-def test_a_command_in_several_lines_is_one_for_a_shell() -> None:
+def test_command_over_several_lines_is_valid_shell() -> None:
     words = ["safelaunch", "--nproc-per-node=2", "'my train.py'", "--lr", "0.1"]
     assert command_lines(words, "command  ", 1000) == [f"command  {' '.join(words)}"]
     lines = command_lines(words, "  ", 32)
@@ -97,7 +97,7 @@ def test_a_command_in_several_lines_is_one_for_a_shell() -> None:
 
 @pytest.mark.parametrize("width", [60, 80])
 @pytest.mark.parametrize("words", [["presets"], ["diagnose", "--help"], ["demo", "--help"], ["--dry-run", __file__]])
-def test_no_word_is_broken_on_a_terminal(words: list[str], width: int) -> None:
+def test_output_on_terminal_breaks_no_word(words: list[str], width: int) -> None:
     ours, theirs = pty.openpty()
     try:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
@@ -115,19 +115,19 @@ def test_no_word_is_broken_on_a_terminal(words: list[str], width: int) -> None:
     assert not [line for line in lines if len(line) > width and " " in line.strip()], "only a word may be longer"
 
 
-def test_help_on_what_is_no_subcommand() -> None:
+def test_help_of_unknown_subcommand_names_nearest() -> None:
     with pytest.raises(UsageError, match=r"^help: there is no subcommand 'statsu'; did you mean 'status'\?$"):
         command.main(["statsu"])
 
 
 @pytest.mark.torch
 @pytest.mark.nightly
-def test_torchruns_own_help() -> None:
+def test_help_torchrun_prints_torchrun_help() -> None:
     done = subprocess.run([*program(), "--help-torchrun"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "--nproc-per-node" in done.stdout and "--stall-timeout" not in done.stdout
 
 
-def test_help_costs_little_more_than_python_itself() -> None:
+def test_help_takes_little_cpu_time() -> None:
     """CPU time, of which importing torch would take sixty times as much."""
 
     def cpu_s(*words: str) -> float:

@@ -17,7 +17,7 @@ from safelaunch.job import torchrun
 
 
 @pytest.mark.parametrize(("module", "words"), [("yaml", ["presets"]), ("msgspec", ["status", "--json"])])
-def test_a_foreign_module_on_pythonpath_is_not_taken_for_a_dependency(
+def test_foreign_module_on_pythonpath_does_not_shadow_dependency(
     module: str, words: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / f"{module}.py").write_text("raise ImportError('foreign')\n")
@@ -29,7 +29,7 @@ def test_a_foreign_module_on_pythonpath_is_not_taken_for_a_dependency(
     assert "foreign" not in shown.stderr and shown.stdout
 
 
-def test_without_a_dependency_a_job_runs_as_under_plain_torchrun(
+def test_job_without_dependency_runs_under_plain_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"
@@ -47,7 +47,7 @@ def test_without_a_dependency_a_job_runs_as_under_plain_torchrun(
 
 
 @pytest.mark.parametrize("words", [["presets"], ["status"], ["gpus"], ["dump", "--pid=1"], ["diagnose", "job.log"]])
-def test_torch_is_not_imported(words: list[str], tmp_path: Path) -> None:
+def test_subcommand_does_not_import_torch(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "job.log").write_text('[rank1]: Traceback (most recent call last):\n[rank1]:   File "a.py", line 1\n')
     (tmp_path / "torch.py").write_text("raise SystemError('torch was imported')\n")
     env = {**os.environ, "PYTHONPATH": os.fspath(tmp_path), "XDG_RUNTIME_DIR": os.fspath(tmp_path)}
@@ -57,7 +57,7 @@ def test_torch_is_not_imported(words: list[str], tmp_path: Path) -> None:
     assert "Traceback" not in shown.stderr
 
 
-def test_a_job_without_torch_is_refused_with_the_line_to_run(
+def test_job_without_torch_is_refused_with_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").touch()

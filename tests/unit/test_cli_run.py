@@ -58,14 +58,14 @@ def said(words: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, list[str]]
         ("--standalone --nnodes=2 train.py", "--standalone is for one node, so with --nnodes=2 each node would wait"),
     ],
 )
-def test_one_line_and_nothing_starts(words: str, expected: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_rejects_invalid_command_line_on_one_line(words: str, expected: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, lines = said(words, capfd)
     assert code == 2 and len(lines) == 1
     assert lines[0].startswith(f"safelaunch: {expected}")
     assert sorted(path.name for path in here.iterdir()) == ["train.py"], "no bundle"
 
 
-def test_a_missing_script(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_of_missing_script_names_nearest_file(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, lines = said("--nproc-per-nod=2 trian.py --lr 1", capfd)
     assert (code, lines) == (2, [f"safelaunch: trian.py does not exist in {here}; did you mean 'train.py'?"])
 
@@ -74,22 +74,22 @@ def test_a_missing_script(here: Path, capfd: pytest.CaptureFixture[str]) -> None
     "words",
     ["train.py", "statsu", "--nproc-per-nod=2 train.py", "--nproc_per_nod 2 train.py", "train.py --stall-timout 3"],
 )
-def test_what_torchrun_accepts_passes(words: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_accepts_what_torchrun_accepts(words: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (here / "statsu").write_text("")
     assert said(f"--dry-run --no-lease {words}", capfd) == (0, [])
 
 
 @pytest.mark.parametrize("option", ["--xyzzy", "--nope", "-x"])
-def test_an_option_like_none_is_left_to_torchrun(option: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_leaves_unknown_option_to_torchrun(option: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert said(f"--dry-run {option} 60 train.py", capfd) == (0, [])
 
 
-def test_a_dry_run_only_notes_that_the_script_is_missing(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_of_missing_script_only_warns(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, lines = said("--dry-run elsewhere.sh", capfd)
     assert (code, lines) == (0, [f"safelaunch: elsewhere.sh does not exist in {here}"])
 
 
-def test_a_port_that_another_program_serves(capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_warns_of_taken_master_port(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         code, (line,) = said(f"--dry-run --master-port {port} train.py", capfd)
@@ -98,7 +98,7 @@ def test_a_port_that_another_program_serves(capfd: pytest.CaptureFixture[str]) -
     assert said(f"--dry-run --master-port {port} train.py", capfd) == (0, [])
 
 
-def test_nccl_that_torch_lacks(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_warns_of_nccl_that_torch_lacks(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group('nccl')\n")
     for there in (False, True):
         monkeypatch.setattr(torchrun, "has_nccl", lambda package, there=there: there)
@@ -107,7 +107,7 @@ def test_nccl_that_torch_lacks(here: Path, capfd: pytest.CaptureFixture[str], mo
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("", 1), ("0", 0)])
-def test_exec_of_a_script_that_is_no_rank(
+def test_exec_of_distributed_script_without_rank_warns(
     rank: str, lines: int, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (here / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
@@ -131,7 +131,7 @@ def test_exec_of_a_script_that_is_no_rank(
         ("--max-restarts 0", "2", False),
     ],
 )
-def test_restart_needs_max_restarts(
+def test_on_stall_restart_needs_max_restarts(
     words: str,
     variable: str,
     possible: bool,
@@ -148,7 +148,7 @@ def test_restart_needs_max_restarts(
 
 
 @pytest.mark.parametrize(("words", "own"), [("", True), ("--nnodes=1:1", True), ("--nnodes=2", False)])
-def test_where_ranks_of_one_node_restart_each_attempt_has_its_own_store(
+def test_restarts_on_one_node_use_separate_store_per_attempt(
     words: str, own: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In a shared one, gloo finds the ports of the attempt before. Other nodes may run plain torchrun."""

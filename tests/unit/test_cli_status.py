@@ -27,7 +27,7 @@ from safelaunch.system.errors import SafelaunchError, UsageError
 from tests.support.runs import RUNS, rank, run, run_status
 
 
-def test_the_nodes_of_a_job() -> None:
+def test_status_lists_nodes_of_job() -> None:
     nodes = [
         NodeStatus("n1", "0-7", 1047, doing="watching", leads=True, here=True),
         NodeStatus("n2", "8-15", None, "silent", doing="watching"),
@@ -42,7 +42,7 @@ def test_the_nodes_of_a_job() -> None:
     ]
 
 
-def test_why_the_nodes_of_a_job_are_not_known() -> None:
+def test_status_says_why_other_nodes_are_unknown() -> None:
     said = status.details(run_status(rank(0), alone="no store at n1:29700: refused"))
     assert said[-1] == "the state of the other nodes is unknown: no store at n1:29700: refused"
 
@@ -63,7 +63,7 @@ def cell(found: RunStatus, number: int, column: str) -> str:
         ({"state": "exited", "step": 3}, "exited"),
     ],
 )
-def test_the_state_of_a_rank(page: dict[str, Any], state: str) -> None:
+def test_status_rank_state_follows_progress(page: dict[str, Any], state: str) -> None:
     assert state_of(msgspec.structs.replace(Progress(0, 0, 1, 0, 7, 5, "started"), **page)) == state
 
 
@@ -86,23 +86,23 @@ def test_the_state_of_a_rank(page: dict[str, Any], state: str) -> None:
         (RankStatus(1, 101, "no beacon", signals="none"), "quiet", "-"),
     ],
 )
-def test_a_rank_that_stands_out_is_seen(other: RankStatus, mood: str, note: str) -> None:
+def test_status_row_marks_slow_or_late_rank(other: RankStatus, mood: str, note: str) -> None:
     found = run_status(rank(0), other)
     assert rows(found)[1].mood == mood
     assert cell(found, 1, "note") == note
     assert rows(found)[0].mood == "good"
 
 
-def test_unknown_values_are_dashes() -> None:
+def test_status_unknown_values_are_dashes() -> None:
     found = run_status(RankStatus(0, 100, "no beacon"))
     assert rows(found)[0].cells == ("0", "100", "no beacon", "-", "-", "-", "-", "-", "-")
 
 
-def test_ranks_are_in_order() -> None:
+def test_status_rows_are_in_rank_order() -> None:
     assert [row.cells[0] for row in rows(run_status(rank(2), rank(10), rank(0)))] == ["0", "2", "10"]
 
 
-def test_stragglers_are_named_in_the_first_line() -> None:
+def test_status_first_line_names_stragglers_and_silence() -> None:
     ranks = (rank(0), rank(1, step=30), rank(2, step=20, state="exited"), rank(3, step=None))
     assert stragglers(ranks) == (1,)
     assert told(run_status(*ranks)) == "watching; behind the others: rank 1"
@@ -122,7 +122,7 @@ def test_stragglers_are_named_in_the_first_line() -> None:
     ("steps_per_s", "shown"),
     [(0, "0/s"), (-1, "0/s"), (123.4, "123/s"), (12.34, "12.3/s"), (1, "1/s"), (0.5, "30/min"), (0.01, "36/h")],
 )
-def test_rate(steps_per_s: float, shown: str) -> None:
+def test_status_rate_is_shown_in_readable_unit(steps_per_s: float, shown: str) -> None:
     assert rate(steps_per_s) == shown
 
 
@@ -139,14 +139,14 @@ def test_rate(steps_per_s: float, shown: str) -> None:
         (273600, "3d04h"),
     ],
 )
-def test_since(seconds: float, shown: str) -> None:
+def test_status_duration_is_shown_in_readable_unit(seconds: float, shown: str) -> None:
     assert since(seconds) == shown
 
 
 # --- all runs ---------------------------------------------------------------------------------------------------------
 
 
-def test_plain_text_is_aligned() -> None:
+def test_status_text_columns_are_aligned() -> None:
     lines = status.text([run(10, run_status(rank(0), rank(1, step=9)))], 1042.0).splitlines()
     assert lines[0] == "r10  train  watching; behind the others: rank 1  (2 ranks, up 42s, pid 10)"
     assert lines[1] == "  train.py --lr 3  (in /work)"
@@ -161,27 +161,27 @@ def test_plain_text_is_aligned() -> None:
         assert all(line[start] != " " and line[start - 1] == " " for line in (first, second)), name
 
 
-def test_what_has_no_ranks_or_no_answer_is_one_line_of_its_own() -> None:
+def test_status_of_run_without_ranks_or_answer_is_one_line() -> None:
     silent = run(11, problem="its supervisor is stopped by a signal: kill -CONT 11 lets it watch on")
     shown = status.text([run(10, run_status()), silent], 1042.0)
     assert "no rank has started yet" in shown
     assert shown.endswith("\n\nr11  its supervisor is stopped by a signal: kill -CONT 11 lets it watch on")
 
 
-def test_other_attempts_and_nodes_are_said() -> None:
+def test_status_headline_has_attempt_and_world_size() -> None:
     line = status.headline(run_status(rank(0), rank(1), world_size=16, attempt=2), 1000.0)
     assert "2 of 16 ranks" in line and "attempt 2" in line
     assert "1 rank," in status.headline(run_status(rank(0)), 1000.0)
 
 
-def test_escapes_from_a_job_do_not_reach_the_terminal() -> None:
+def test_status_removes_escape_sequences_of_job() -> None:
     evil = "\x1b[2J\x1b]0;title\x07evil\r\n"
     found = run_status(rank(0, phase=evil, signals=evil), name=evil, cwd=evil, command=[evil], threshold_why=evil)
     shown = status.text([run(10, found), run(11, problem=evil)], 1000.0)
     assert "evil" in shown and not [char for char in shown if ord(char) < 32 and char != "\n"]
 
 
-def test_json_has_every_run_with_the_fields_of_its_status() -> None:
+def test_status_json_has_every_run_and_field() -> None:
     answering, silent = run(10, run_status(rank(0))), run(11, problem="gone", alive=False)
     found = json.loads(json.dumps([status.document(item) for item in (answering, silent)]))
     assert found[0]["ranks"][0]["step"] == 60 and found[0]["threshold_s"] == 600.0
@@ -211,11 +211,11 @@ def test_json_has_every_run_with_the_fields_of_its_status() -> None:
         ("", []),
     ],
 )
-def test_a_run_is_chosen_by_id_then_pid_then_name(word: str | None, pids: list[int]) -> None:
+def test_select_finds_run_by_id_pid_or_name(word: str | None, pids: list[int]) -> None:
     assert [item.pid for item in select(RUNS, word)] == pids
 
 
-def test_status_of_a_run_that_is_not_there_lists_what_is() -> None:
+def test_status_of_unknown_run_lists_live_runs() -> None:
     with pytest.raises(UsageError) as caught:
         status.choose(RUNS[:2], "nope")
     assert "r10 (train in /work), r11 (eval in /work)" in str(caught.value)
@@ -223,7 +223,7 @@ def test_status_of_a_run_that_is_not_there_lists_what_is() -> None:
         status.choose((), "nope")
 
 
-def test_status_says_when_a_name_means_several(capfd: pytest.CaptureFixture[str]) -> None:
+def test_status_notes_name_of_several_runs(capfd: pytest.CaptureFixture[str]) -> None:
     assert len(status.choose(RUNS, "train")) == 2
     assert "2 runs are called 'train': r10, r12" in capfd.readouterr().err
 
@@ -232,7 +232,7 @@ def in_directory(pid: int, cwd: Path | str, **known: object) -> Run:
     return run(pid, msgspec.structs.replace(run_status(rank(0)), cwd=str(cwd), **known))
 
 
-def test_dump_takes_the_run_of_this_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dump_chooses_run_of_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     here, elsewhere = in_directory(20, tmp_path), in_directory(21, "/elsewhere", name="eval")
     assert dump.choose((elsewhere, here), None) is here
@@ -244,7 +244,7 @@ def test_dump_takes_the_run_of_this_directory(tmp_path: Path, monkeypatch: pytes
     assert "r20" in several.value.fix and "r22" in several.value.fix and "r21" not in several.value.fix
 
 
-def test_dump_takes_either_supervisor_of_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dump_chooses_either_supervisor_of_same_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     both = [in_directory(pid, tmp_path, job="localhost:29500 safelaunch/1/a") for pid in (30, 31)]
     other = in_directory(32, tmp_path, job="localhost:29501 safelaunch/1/a")
@@ -256,7 +256,7 @@ def test_dump_takes_either_supervisor_of_one_job(tmp_path: Path, monkeypatch: py
             dump.choose(several, "train")
 
 
-def test_dump_needs_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dump_needs_single_live_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dump, "working_directory", lambda: Path("/work"))
     assert dump.choose(RUNS[:1], None) is RUNS[0]
     assert dump.choose(RUNS, "eval") is RUNS[1]
@@ -277,7 +277,7 @@ def test_dump_needs_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert silent.value.exit_code == 1
 
 
-def test_dump_prints_the_path_alone_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+def test_dump_prints_only_path_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     answer = DumpAnswer("/b/train-Z-dump", "Progress\x1b[2J is made.", "disk full")
     assert dump._show(RUNS[0], answer, as_json=False) == 0
     out, err = capfd.readouterr()
@@ -306,7 +306,7 @@ def hold(made: Path) -> None:
     fcntl.flock(os.open(made, os.O_RDONLY), fcntl.LOCK_EX)
 
 
-def test_run_directories_of_dead_supervisors_are_said_to_be_that(tmp_path: Path) -> None:
+def test_discover_reports_run_directories_of_ended_supervisors(tmp_path: Path) -> None:
     directory(tmp_path, "r1", "1 12345\n")
     directory(tmp_path, "r2", "")
     directory(tmp_path, "r3", "not numbers\n")
@@ -318,7 +318,7 @@ def test_run_directories_of_dead_supervisors_are_said_to_be_that(tmp_path: Path)
     assert discover.look([tmp_path / "nothing"]) == ()
 
 
-def test_a_supervisor_that_does_not_answer_costs_its_deadline_once(tmp_path: Path) -> None:
+def test_discover_queries_silent_supervisors_in_parallel(tmp_path: Path) -> None:
     """Ten that accept no question: they are asked at once, not one after the other."""
     me = f"{os.getpid()} {start_ticks(os.getpid())}\n"
     listeners = []
@@ -339,13 +339,13 @@ def test_a_supervisor_that_does_not_answer_costs_its_deadline_once(tmp_path: Pat
     assert took_s < 18.0, "one after the other would take 20 s"
 
 
-def test_a_live_run_without_a_socket_is_shown(tmp_path: Path) -> None:
+def test_discover_shows_live_run_without_socket(tmp_path: Path) -> None:
     hold(directory(tmp_path, "r1", f"{os.getpid()} {start_ticks(os.getpid())}\n"))
     (only,) = discover.look([tmp_path])
     assert only.alive and "control socket" in only.problem
 
 
-def test_only_private_directories_of_ours_are_looked_into(tmp_path: Path) -> None:
+def test_discover_reads_only_private_directories_of_user(tmp_path: Path) -> None:
     uid = os.getuid()
     runtime = tmp_path / "runtime"
     place = runtime / "safelaunch"
@@ -362,7 +362,7 @@ def test_only_private_directories_of_ours_are_looked_into(tmp_path: Path) -> Non
     assert place not in discover.roots({}, uid)
 
 
-def test_without_runs_status_is_one_line_and_well(
+def test_status_without_runs_is_one_line_and_exits_0(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(status, "our_roots", lambda: ())
@@ -407,7 +407,7 @@ def left(directory: Path, name: str, **verdict: object) -> Path:
         ),
     ],
 )
-def test_a_watch_ends_with_what_became_of_the_run(
+def test_status_watch_ends_with_outcome_of_run(
     bundles: dict[str, Any], said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -426,5 +426,5 @@ def test_a_watch_ends_with_what_became_of_the_run(
         assert text in err
 
 
-def test_a_run_that_never_answered_has_just_ended() -> None:
+def test_status_watch_of_silent_run_says_it_ended() -> None:
     assert status.ending(run(11)) == ["r11 has ended"]

@@ -34,30 +34,30 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize("name", RUNS)
-def test_the_screen(name: str, width: int, height: int) -> None:
+def test_status_screen_matches_golden_file(name: str, width: int, height: int) -> None:
     golden.compare(f"status_screens/{name}-{width}.txt", screens.drawn(name, width, height))
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_nothing_is_wider_or_higher_than_the_terminal(name: str) -> None:
+def test_status_screen_fits_terminal(name: str) -> None:
     for width, height in ((1, 1), (20, 3), (40, 8), (60, 10), (200, 100)):
         lines = screen(RUNS[name], 0.0, width, height, ASCII)
         assert len(lines) <= height and all(len(line.text) <= width for line in lines)
         assert all(line.text.isascii() for line in lines)
 
 
-def test_of_too_many_runs_those_that_need_a_look_are_shown() -> None:
+def test_status_screen_of_many_runs_shows_conspicuous_ones() -> None:
     lines = [line.text for line in screen(RUNS["several-12"], screens.NOW, 80, 6)]
     assert [line.split()[0] for line in lines[:4]] == ["r2402", "r9", "r3000", "r3001"]
     assert lines[4] == "and 10 more runs: see safelaunch status --watch RUN"
 
 
 @pytest.mark.parametrize(("height", "lines"), [(5, 4), (4, 2)])
-def test_runs_have_a_second_line_where_there_is_room(height: int, lines: int) -> None:
+def test_status_screen_run_has_second_line_if_it_fits(height: int, lines: int) -> None:
     assert len(screen(RUNS["several-12"][:2], screens.NOW, 80, height)) == lines + 1
 
 
-def test_escapes_from_a_job_do_not_reach_the_terminal() -> None:
+def test_status_removes_escape_sequences_of_job() -> None:
     evil = "\x1b[2J\x1b]0;title\x07evil\r\n"
     ranks = [screens.rank(0, phase=evil, state=evil)]
     known = {"name": evil, "threshold_why": evil, "notes": [evil], "alone": evil, "watch": evil}
@@ -76,11 +76,11 @@ def test_escapes_from_a_job_do_not_reach_the_terminal() -> None:
         ([(900.0, 7)], "▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁"),
     ],
 )
-def test_the_course_of_the_rate(history: list[tuple[float, int]], shown: str) -> None:
+def test_status_sparkline_shows_rate_history(history: list[tuple[float, int]], shown: str) -> None:
     assert spark(course(history), Glyphs()) == shown
 
 
-def test_a_wrong_result_is_shown_whole() -> None:
+def test_status_screen_shows_wrong_result_in_full() -> None:
     words = "parameters diverged between steps 6 and 9: rank 2 differs from the others in 3 of 6, the first is 2.w"
     wrong = WrongResult("replicas-diverged", 1.0, step=9, words=words)
     runs = (screens.run(1, [screens.rank(0)], wrong_results=[wrong]),)
@@ -100,7 +100,7 @@ status.main(["--watch"])
 
 
 @pytest.mark.parametrize(("ending", "code"), [("SIGINT", 0), ("SIGTERM", 143), ("SIGHUP", 129)])
-def test_the_terminal_is_as_it_was_however_it_ends(ending: str, code: int) -> None:
+def test_status_watch_restores_terminal(ending: str, code: int) -> None:
     master, slave = pty.openpty()
     before = termios.tcgetattr(slave)
     path = os.fspath(ROOT)

@@ -75,12 +75,12 @@ TABLE = {
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_the_table(case: str) -> None:
+def test_argv_split_matches_table(case: str) -> None:
     words, own, torchrun, script = TABLE[case]
     assert cut(*words.split()) == CommandLine(tuple(own), tuple(torchrun.split()), tuple(script.split()))
 
 
-def test_words_with_spaces_and_empty_words_are_kept_whole() -> None:
+def test_argv_words_with_spaces_or_empty_are_kept() -> None:
     assert cut("--role", "a b", "my script.py", "c d", "") == CommandLine(
         (), ("--role", "a b"), ("my script.py", "c d", "")
     )
@@ -90,11 +90,11 @@ def test_words_with_spaces_and_empty_words_are_kept_whole() -> None:
     assert cut("--role=a b", "t.py").torchrun == ("--role=a b",)
 
 
-def test_what_torchrun_is_given_is_everything_but_ours() -> None:
+def test_argv_arguments_are_all_but_own_options() -> None:
     assert cut("--nnodes", "1", "--wait", "t.py", "--wait").arguments == ("--nnodes", "1", "t.py", "--wait")
 
 
-def test_flags_are_looked_for_before_the_script_only() -> None:
+def test_argv_flags_after_script_do_not_count() -> None:
     assert cut("-h", "t.py").has_flag("-h", "--help")
     assert not cut("t.py", "-h").has_flag("-h", "--help")
 
@@ -108,7 +108,7 @@ def test_flags_are_looked_for_before_the_script_only() -> None:
         (["--dry-run=", "t.py"], "--dry-run takes no value, but got ''"),
     ],
 )
-def test_an_own_option_used_wrongly(words: list[str], message: str) -> None:
+def test_argv_own_option_with_wrong_value_is_usage_error(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         cut(*words)
 
@@ -122,7 +122,7 @@ def test_an_own_option_used_wrongly(words: list[str], message: str) -> None:
         ("-x -mx", [[], ["-m"]]),
     ],
 )
-def test_what_the_options_mean(words: str, options: list[list[str]]) -> None:
+def test_argv_option_abbreviations_are_resolved(words: str, options: list[list[str]]) -> None:
     assert [meant for _, meant in options_given(words.split(), KNOWN)] == options
 
 
@@ -186,7 +186,7 @@ VALUES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(KNOWN))
-def test_every_option_in_every_form(name: str) -> None:
+def test_argv_split_agrees_with_torchrun_for_every_option_form(name: str) -> None:
     """Apart, joined, and every abbreviation that argparse accepts; each before a script with the same argument."""
     if name not in table():
         pytest.skip(f"this torch has no {name}")
@@ -202,7 +202,7 @@ def test_every_option_in_every_form(name: str) -> None:
             agree([form[0].replace(name, name[:end]), *form[1:], *tail])
 
 
-def test_some_abbreviations_are_accepted() -> None:
+def test_argv_split_agrees_with_torchrun_on_abbreviations() -> None:
     assert agree(["--stand", "t.py"])
     assert agree(["--max-r", "3", "t.py"])
     assert agree(["--mast=1", "t.py"]) is False, "ambiguous: torchrun rejects it"
@@ -229,7 +229,7 @@ NASTY = [
 ]
 
 
-def test_every_line_of_three_nasty_words() -> None:
+def test_argv_split_agrees_with_torchrun_on_unusual_words() -> None:
     judged = [agree(list(words)) for words in product(NASTY, repeat=3)]
     assert sum(judged) > 1000
 
@@ -274,12 +274,12 @@ def lines(draw: st.DrawFn) -> tuple[list[str], list[tuple[int, list[str]]]]:
 @settings(max_examples=1500, deadline=None, derandomize=True)
 @example((["--standalone", "t.py", "--wait"], [(0, ["--wait"]), (1, ["--preset", "x"])]))
 @given(lines())
-def test_generated_lines(line: tuple[list[str], list[tuple[int, list[str]]]]) -> None:
+def test_argv_split_agrees_with_torchrun_on_generated_lines(line: tuple[list[str], list[tuple[int, list[str]]]]) -> None:
     agree(*line)
 
 
 @pytest.mark.slow
 @settings(max_examples=1500, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(NASTY) | WORD | st.sampled_from(sorted(KNOWN)), max_size=6))
-def test_generated_heaps_of_words(words: list[str]) -> None:
+def test_argv_split_agrees_with_torchrun_on_random_words(words: list[str]) -> None:
     agree(words)

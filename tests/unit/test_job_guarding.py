@@ -62,7 +62,7 @@ STOP_IT = "os.kill(guardian.pid, signal.SIGSTOP)"
     "after", [GO, f"{REPLACE_IT}; {GO}", f"{STOP_IT}; {GO}"], ids=["well", "guardian killed", "guardian stopped"]
 )
 @pytest.mark.parametrize(("shell", "code"), [("exit 7", 7), ("kill -TERM $$", -15), ("kill -9 $$", -9), ("true", 0)])
-def test_the_status_is_the_jobs(tmp_path: Path, shell: str, code: int, after: str) -> None:
+def test_guardian_exit_status_is_that_of_job(tmp_path: Path, shell: str, code: int, after: str) -> None:
     done = supervise(tmp_path, f"until [ -e go ]; do sleep 0.02; done; {shell}", after=after)
     assert done.returncode == code, done.stderr
     gone = (
@@ -73,7 +73,7 @@ def test_the_status_is_the_jobs(tmp_path: Path, shell: str, code: int, after: st
     assert done.stderr == gone
 
 
-def test_the_job_gets_our_descriptors_and_signals(tmp_path: Path) -> None:
+def test_job_inherits_standard_streams_and_no_other_descriptors(tmp_path: Path) -> None:
     """stdin, stdout and stderr as ours, a session of its own, and no descriptor of safelaunch's."""
     done = supervise(tmp_path, "ls -l /proc/self/fd >&2; cat /proc/$$/stat; readlink /proc/$$/fd/1 >&2")
     pid, _, _, _, group, session = done.stdout.split()[:6]
@@ -82,7 +82,7 @@ def test_the_job_gets_our_descriptors_and_signals(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith("pipe:")
 
 
-def test_a_job_that_cannot_be_started_says_why(tmp_path: Path) -> None:
+def test_job_that_fails_to_start_reports_reason(tmp_path: Path) -> None:
     source = textwrap.dedent(SUPERVISOR).format(
         root=os.fspath(tmp_path / "runs"), argv=["/no/such"], before="", after=""
     )
@@ -90,7 +90,7 @@ def test_a_job_that_cannot_be_started_says_why(tmp_path: Path) -> None:
     assert done.stderr.endswith("FileNotFoundError: [Errno 2] No such file or directory\n")
 
 
-def test_nothing_starts_when_we_are_killed_before(tmp_path: Path) -> None:
+def test_job_does_not_start_if_supervisor_is_killed_first(tmp_path: Path) -> None:
     done = supervise(tmp_path, f"touch {tmp_path}/started", before="os.kill(os.getpid(), 9)")
     assert done.returncode == -signal.SIGKILL
     until(lambda: not list((tmp_path / "runs").glob("r*")))
@@ -98,14 +98,14 @@ def test_nothing_starts_when_we_are_killed_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wait", ["", "time.sleep(0.2)"], ids=["at once", "when the job waits"])
-def test_a_guardian_killed_before_the_job_started_is_replaced(tmp_path: Path, wait: str) -> None:
+def test_guardian_killed_before_job_start_is_replaced(tmp_path: Path, wait: str) -> None:
     """The job starts once."""
     done = supervise(tmp_path, "echo $(date) >> started; exit 7", before=f"{wait}; {KILL_IT}".lstrip("; "))
     assert (done.returncode, done.stderr) == (7, "")
     assert len((tmp_path / "started").read_text().splitlines()) == 1
 
 
-def test_it_ends_all_below_it_and_itself(tmp_path: Path) -> None:
+def test_guardian_ends_all_descendants_if_supervisor_is_killed(tmp_path: Path) -> None:
     """The supervisor is killed at the very moment the job has started others, which nobody has seen."""
     shell = f"exec 9> {tmp_path}/held; setsid sh -c 'trap \"\" TERM; sleep 3600 & sleep 3600' & sleep 3600"
     held = os.fspath(tmp_path / "held")
@@ -160,7 +160,7 @@ def _name(one: ProcessId) -> str:
     return Path(f"/proc/{one.pid}/comm").read_text().strip()
 
 
-def test_strangers_that_carry_one_sign_of_the_job(run: RunPaths, sleepers: Callable[..., ProcessId]) -> None:
+def test_remains_exclude_processes_with_single_sign_of_job(run: RunPaths, sleepers: Callable[..., ProcessId]) -> None:
     mark = {"SAFELAUNCH_RUN_DIR": os.fspath(run.root)}
     before = sleepers(orphan=True, **mark)
     time.sleep(2 / os.sysconf("SC_CLK_TCK"))
@@ -178,7 +178,7 @@ def test_strangers_that_carry_one_sign_of_the_job(run: RunPaths, sleepers: Calla
     assert not found & {before, with_a_parent, of_another, unmarked}
 
 
-def test_a_session_counts_while_its_leader_lives(run: RunPaths, sleepers: Callable[..., ProcessId]) -> None:
+def test_remains_include_session_of_living_agent(run: RunPaths, sleepers: Callable[..., ProcessId]) -> None:
     leader = subprocess.Popen(
         ["sh", "-c", "(env -i sleep 3600 <&- >&- 2>&- & echo $!); exec sleep 3600"],
         stdout=subprocess.PIPE,
@@ -197,7 +197,7 @@ def test_a_session_counts_while_its_leader_lives(run: RunPaths, sleepers: Callab
         leader.communicate()
 
 
-def test_a_record_that_is_not_one(run: RunPaths) -> None:
+def test_remains_ignore_damaged_record(run: RunPaths) -> None:
     run.members.write_bytes(b"agent 1\norphan x y\n\xff\xff\nagent " + b"9" * 40 + b"\ngroup\n")
     remains = Remains(run)
     assert remains.agent is None
@@ -209,7 +209,7 @@ def test_a_record_that_is_not_one(run: RunPaths) -> None:
 # --- its name ---------------------------------------------------------------------------------------------------------
 
 
-def test_another_name() -> None:
+def test_disguise_changes_process_name() -> None:
     source = """
         from safelaunch.job.guarding import disguise
         disguise("sl-guardian")
@@ -243,7 +243,7 @@ MOUNTS = {
         ("unified", "4:memory:/a", None),
     ],
 )
-def test_where_our_group_is(mounts: str, membership: str, expected: str | None) -> None:
+def test_own_cgroup_is_located_in_mounts(mounts: str, membership: str, expected: str | None) -> None:
     assert locate(membership, MOUNTS[mounts]) == (Path(expected) if expected else None)
 
 
@@ -256,7 +256,7 @@ def group() -> Iterator[ControlGroup]:
     made.dissolve()
 
 
-def test_a_group_ends_all_of_it_at_once(group: ControlGroup) -> None:
+def test_cgroup_kill_ends_all_members(group: ControlGroup) -> None:
     """Whatever the members do to get out of sight."""
     shell = "for i in 1 2 3 4 5; do env -i setsid sh -c 'sleep 3600 & sleep 3600' & done; echo; wait"
     child = subprocess.Popen(["sh", "-c", f"read go; {shell}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -272,7 +272,7 @@ def test_a_group_ends_all_of_it_at_once(group: ControlGroup) -> None:
     until(lambda: not group.members())
 
 
-def test_what_is_left_on_purpose_goes_on_outside(group: ControlGroup, sleepers: Callable[..., ProcessId]) -> None:
+def test_cgroup_dissolve_leaves_members_running_outside(group: ControlGroup, sleepers: Callable[..., ProcessId]) -> None:
     daemon = sleepers(orphan=True)
     group.add(daemon.pid)
     (group.path / "of the job's own").mkdir()
@@ -282,7 +282,7 @@ def test_what_is_left_on_purpose_goes_on_outside(group: ControlGroup, sleepers: 
     assert daemon.is_alive()
 
 
-def test_where_our_own_group_sets_limits_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cgroup_is_not_created_under_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a program reads of its limits must not change under safelaunch."""
     monkeypatch.setattr(controlgroup, "_own", lambda: tmp_path)
     (tmp_path / "cpu.max").write_text("max 100000\n")
@@ -297,7 +297,7 @@ def test_where_our_own_group_sets_limits_there_is_none(tmp_path: Path, monkeypat
 # --- in the job -------------------------------------------------------------------------------------------------------
 
 
-def test_the_kernel_ends_a_rank_that_nobody_keeps(run: RunPaths) -> None:
+def test_rank_is_killed_when_last_keeper_ends(run: RunPaths) -> None:
     """Also one that holds the GIL and never lets go, and not before the last keeper has gone."""
     os.mkfifo(run.keepers)
     source = f"""
@@ -319,7 +319,7 @@ def test_the_kernel_ends_a_rank_that_nobody_keeps(run: RunPaths) -> None:
     rank.stdout.close()
 
 
-def test_without_lifelines_nothing_is_noted(run: RunPaths) -> None:
+def test_beacon_without_lifelines_logs_nothing(run: RunPaths) -> None:
     source = f"""
         from safelaunch.beacon import lifeline, log
         log.run_dir = {os.fspath(run.root)!r}

@@ -29,7 +29,7 @@ class FakeGuardian:
         self.adopted.append(member)
 
 
-def test_orphans_are_looked_for_once_the_first_guardian_is_gone() -> None:
+def test_orphans_are_adopted_after_first_guardian_ended() -> None:
     guardian = FakeGuardian()
     processes = JobProcesses(ProcessId(os.getpid(), 0), guardian)  # type: ignore[arg-type]
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as orphan:  # not ours: in a session of its own
@@ -42,7 +42,7 @@ def test_orphans_are_looked_for_once_the_first_guardian_is_gone() -> None:
         orphan.kill()
 
 
-def test_children_are_listed_again_when_one_has_come_or_gone() -> None:
+def test_children_list_changes_when_child_starts_or_ends() -> None:
     """In a process of its own: this one may have threads, whose children another list has."""
     source = """
         import os, signal
@@ -65,7 +65,7 @@ def test_children_are_listed_again_when_one_has_come_or_gone() -> None:
     assert (done.stdout.splitlines(), done.stderr) == (["[]", "True []", "True True", "True []", "[] []"], "")
 
 
-def test_a_kernel_without_lists_of_children_is_searched() -> None:
+def test_children_are_found_without_kernel_list() -> None:
     children = Children()
     children._list = os.open(os.devnull, os.O_WRONLY)  # cannot be read
     with subprocess.Popen(["sleep", "1000"]) as child:
@@ -88,7 +88,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return found
 
 
-def test_signals_are_passed_on_to_whom_torchrun_would_have_got_them(sent: list[tuple[str, int]]) -> None:
+def test_signals_are_forwarded_to_process_or_group(sent: list[tuple[str, int]]) -> None:
     forwarder = Forwarder(4711)
     forwarder.take(USR1, by_terminal=False)
     assert not forwarder.stop_requested
@@ -98,7 +98,7 @@ def test_signals_are_passed_on_to_whom_torchrun_would_have_got_them(sent: list[t
     assert sent == [(ALONE, USR1), (GROUP, INT), (ALONE, TERM), (GROUP, QUIT)] and forwarder.stops == 3
 
 
-def test_ctrl_c_waits_for_the_evidence_and_the_second_one_does_not(sent: list[tuple[str, int]]) -> None:
+def test_first_ctrl_c_waits_for_evidence_second_does_not(sent: list[tuple[str, int]]) -> None:
     forwarder = Forwarder(4711, hold=lambda: True)
     forwarder.take(INT, by_terminal=True)
     assert forwarder.holding and forwarder.stop_requested and sent == []
@@ -111,14 +111,14 @@ def test_ctrl_c_waits_for_the_evidence_and_the_second_one_does_not(sent: list[tu
     assert sent[2:] == [(GROUP, INT)], "a third one is another one"
 
 
-def test_what_was_held_back_goes_out_before_another_signal(sent: list[tuple[str, int]]) -> None:
+def test_held_signal_is_sent_before_next_signal(sent: list[tuple[str, int]]) -> None:
     forwarder = Forwarder(4711, hold=lambda: True)
     forwarder.take(INT, by_terminal=False)
     forwarder.take(TERM, by_terminal=False)
     assert sent == [(ALONE, INT), (ALONE, TERM)]
 
 
-def test_only_the_first_ctrl_c_is_asked_about(sent: list[tuple[str, int]]) -> None:
+def test_only_first_ctrl_c_can_be_held(sent: list[tuple[str, int]]) -> None:
     forwarder = Forwarder(4711, hold=lambda: True)
     forwarder.take(TERM, by_terminal=False)
     forwarder.take(INT, by_terminal=True)
@@ -128,7 +128,7 @@ def test_only_the_first_ctrl_c_is_asked_about(sent: list[tuple[str, int]]) -> No
     assert sent[2:] == [(GROUP, INT)] and not healthy.holding
 
 
-def test_ctrl_backslash_is_a_question_and_a_signal_of_that_name_is_not(sent: list[tuple[str, int]]) -> None:
+def test_ctrl_backslash_requests_dump_but_sent_sigquit_does_not(sent: list[tuple[str, int]]) -> None:
     asked: list[str] = []
     forwarder = Forwarder(4711, on_quit=lambda: asked.append("dump"))
     forwarder.take(QUIT, by_terminal=True)
@@ -139,7 +139,7 @@ def test_ctrl_backslash_is_a_question_and_a_signal_of_that_name_is_not(sent: lis
     assert asked == ["dump"] and sent[1:] == [(GROUP, QUIT)], "somebody wants it to end by now"
 
 
-def test_a_signal_is_held_for_so_long_and_no_longer(
+def test_held_signal_is_sent_after_limit(
     sent: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "HOLD_S", 0.0)
@@ -164,7 +164,7 @@ def test_a_signal_is_held_for_so_long_and_no_longer(
         ((signal.SIGINT, signal.SIGTERM, signal.SIGINT), 1.0, True),
     ],
 )
-def test_only_a_second_ctrl_c_insists(
+def test_second_ctrl_c_insists(
     monkeypatch: pytest.MonkeyPatch, signals: tuple[int, ...], apart_s: float, expected: bool
 ) -> None:
     now = iter(100.0 + apart_s * number for number in range(100))

@@ -42,7 +42,7 @@ def options(words: str) -> set[str]:
         ("--standalone --nnodes=some", {}, False),
     ],
 )
-def test_standalone_is_for_one_node(words: str, environ: dict[str, str], never: bool) -> None:
+def test_standalone_with_several_nodes_never_meets(words: str, environ: dict[str, str], never: bool) -> None:
     why = mistakes.nodes_never_meet(command(words), options(words), environ)
     assert bool(why) is never and "\n" not in why
 
@@ -66,7 +66,7 @@ def test_standalone_is_for_one_node(words: str, environ: dict[str, str], never: 
         ("", {}, None),
     ],
 )
-def test_the_port_that_this_node_shall_serve(words: str, environ: dict[str, str], port: int | None) -> None:
+def test_port_to_serve_follows_options(words: str, environ: dict[str, str], port: int | None) -> None:
     assert mistakes.port_to_serve(command(words), options(words), environ) == port
 
 
@@ -83,7 +83,7 @@ def test_the_port_that_this_node_shall_serve(words: str, environ: dict[str, str]
         ("python train", ""),
     ],
 )
-def test_the_script_that_python_runs(words: str, script: str) -> None:
+def test_python_script_is_found_in_command(words: str, script: str) -> None:
     assert mistakes.python_script(words.split()) == script
 
 
@@ -114,7 +114,7 @@ INIT = "dist.init_process_group('gloo')\n"
         ("size = config['WORLD_SIZE']", False),
     ],
 )
-def test_a_script_that_asks_for_the_variables_of_a_rank(source: str, lacking: bool) -> None:
+def test_script_that_needs_rank_variables_is_recognized(source: str, lacking: bool) -> None:
     assert bool(mistakes.lacks_rank_variables("train.py", ast.parse(source))) is lacking
 
 
@@ -131,7 +131,7 @@ def test_a_script_that_asks_for_the_variables_of_a_rank(source: str, lacking: bo
         ("print('nccl')", False),
     ],
 )
-def test_a_script_that_initialises_nccl_alone(source: str, lacking: bool) -> None:
+def test_script_that_needs_nccl_is_recognized(source: str, lacking: bool) -> None:
     assert bool(mistakes.lacks_nccl("train.py", ast.parse(source), "2.13.0+cpu")) is lacking
 
 
@@ -145,7 +145,7 @@ def test_a_script_that_initialises_nccl_alone(source: str, lacking: bool) -> Non
         (None, True),
     ],
 )
-def test_a_build_without_cuda_has_no_nccl(text: str | None, there: bool, tmp_path: Path) -> None:
+def test_torch_build_without_cuda_has_no_nccl(text: str | None, there: bool, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "version.py").write_text(text)
     assert torchrun.has_nccl(tmp_path) is there
@@ -160,7 +160,7 @@ def test_a_build_without_cuda_has_no_nccl(text: str | None, there: bool, tmp_pat
         ("", {"PET_NPROC_PER_NODE": "4"}, False),
     ],
 )
-def test_the_number_of_processes(words: str, environ: dict[str, str], nobody_said: bool) -> None:
+def test_missing_number_of_processes_is_noticed(words: str, environ: dict[str, str], nobody_said: bool) -> None:
     assert mistakes.has_no_number_of_processes(command(words), environ) is nobody_said
 
 
@@ -213,7 +213,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ["-m", "json.tool"],
     ],
 )
-def test_what_python_runs_passes(words: list[str]) -> None:
+def test_script_that_python_runs_is_accepted(words: list[str]) -> None:
     done = subprocess.run([sys.executable, "-u", *words], input="{}", text=True, capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     options = {"-m"} if words[0] == "-m" else set()
@@ -221,42 +221,42 @@ def test_what_python_runs_passes(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("word", ["trian.py", "nothing", "nowhere/train.py", "app/missing.py"])
-def test_what_does_not_exist(word: str) -> None:
+def test_script_that_does_not_exist_is_reported(word: str) -> None:
     done = subprocess.run([sys.executable, word], capture_output=True, timeout=60)
     assert done.returncode == 2
     assert why(word).startswith(f"{word} does not exist")
     assert "\n" not in why(word)
 
 
-def test_the_nearest_file_is_named(here: Path) -> None:
+def test_missing_script_names_nearest_file(here: Path) -> None:
     assert why("trian.py") == f"trian.py does not exist in {here}; did you mean 'train.py'?"
     assert why("app/__mian__.py").endswith("did you mean 'app/__main__.py'?")
     assert why("nothing") == f"nothing does not exist in {here}"
 
 
-def test_a_file_within_another_file_is_left_to_python() -> None:
+def test_script_path_inside_file_is_left_to_python() -> None:
     assert why("train.py/x") == ""
 
 
 @pytest.mark.parametrize("word", ["sh", "./program", "/bin/sh"])
-def test_programs(word: str) -> None:
+def test_program_without_python_is_accepted(word: str) -> None:
     assert why(word, options={"--no-python"}) == ""
     assert why(word, environ={**ENVIRON, "PET_NO_PYTHON": "1"}) == ""
 
 
-def test_a_program_that_does_not_exist() -> None:
+def test_program_that_does_not_exist_is_reported() -> None:
     assert why("no-such-program", options={"--no_python"}) == "no-such-program: command not found"
     assert why("./no-such-program", options={"--no-python"}) == "./no-such-program does not exist"
 
 
-def test_modules(here: Path) -> None:
+def test_module_that_does_not_exist_is_reported(here: Path) -> None:
     assert why("no_such_module", options={"--module"}).startswith(f"there is no module no_such_module (in {here}")
     assert why("no_such_module.part", environ={**ENVIRON, "PET_MODULE": "1"})
     assert why("app.whatever", options={"-m"}) == "", "a package may extend its path"
     assert str(here) not in sys.path
 
 
-def test_what_is_not_known_passes() -> None:
+def test_script_for_unknown_interpreter_is_accepted() -> None:
     assert why() == ""
     assert why("whatever", environ={**ENVIRON, "PYTHON_EXEC": "nsys"}) == "", "torchrun starts that instead of Python"
     assert why_missing(["no_such_module"], {"-m"}, ENVIRON, "/another/python") == "", "it may be installed there"
@@ -270,12 +270,12 @@ def late(words: str, source: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("flag", sorted(BY_FLAG))
-def test_each_own_option_after_the_script_is_noticed(flag: str) -> None:
+def test_own_option_after_script_is_noticed(flag: str) -> None:
     assert late(f"train.py --lr 1 {flag}=5") == late(f"train.py {flag} 5") == [flag]
     assert late(f"train.py {flag}", f"parser.add_argument('{flag}')") == []
 
 
-def test_words_that_are_no_option_of_ours_are_the_scripts() -> None:
+def test_other_words_after_script_are_not_noticed() -> None:
     assert late("--stall-timeout.py") == late("train.py --dry-runs --dry --lr 1") == late("train.py -- --dry-run") == []
     assert mistakes.misplaced((), BY_FLAG, lambda: "") == []
     assert late("train.py --wait --bundle-dir b --dry-run") == ["--bundle-dir", "--dry-run", "--wait"]
@@ -296,16 +296,16 @@ def test_words_that_are_no_option_of_ours_are_the_scripts() -> None:
         ("", False),
     ],
 )
-def test_an_option_that_the_script_plainly_reads_is_its_own(source: str, reads: bool) -> None:
+def test_option_that_script_reads_is_not_noticed(source: str, reads: bool) -> None:
     assert mistakes.reads_option(source, "--dry-run") is reads
 
 
-def test_the_config_of_lightnings_command_line_is_its_own() -> None:
+def test_config_option_of_lightning_cli_is_not_noticed() -> None:
     assert mistakes.reads_option("cli = LightningCLI(Model)", "--config")
     assert not mistakes.reads_option("cli = LightningCLI(Model)", "--dry-run")
 
 
-def test_the_modules_that_the_script_imports_may_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_option_that_imported_module_reads_is_not_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "options").mkdir()
     (tmp_path / "options" / "__init__.py").write_text("")
     (tmp_path / "options" / "of_user.py").write_text("parser.add_argument('--dry-run')")

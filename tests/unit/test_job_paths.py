@@ -52,7 +52,7 @@ def dies(run: RunPaths) -> None:
     os.close(run.lock)
 
 
-def test_what_is_held_is_not_swept_whatever_its_owner_file_says(root: Path) -> None:
+def test_held_run_directory_is_not_swept_for_any_owner(root: Path) -> None:
     """In another pid namespace the owner's number is nobody's, or somebody else's."""
     run = create_run(root, os.getpid(), UID)
     run.owner.write_text("999999999 1\n")
@@ -63,14 +63,14 @@ def test_what_is_held_is_not_swept_whatever_its_owner_file_says(root: Path) -> N
     assert (sweep(root), run.root.exists()) == (1, False)
 
 
-def test_a_number_that_lives_keeps_nothing(root: Path) -> None:
+def test_run_directory_with_living_owner_but_no_lock_is_swept(root: Path) -> None:
     """This process lives, and its number stands there; nobody holds the directory."""
     run = create_run(root, os.getpid(), UID)
     dies(run)
     assert (is_held(run.root), sweep(root)) == (False, 1)
 
 
-def test_a_guardian_holds_it_as_well(root: Path) -> None:
+def test_run_directory_is_held_by_guardian(root: Path) -> None:
     run = create_run(root, os.getpid(), UID)
     read, write = os.pipe()
     pid = os.fork()
@@ -86,7 +86,7 @@ def test_a_guardian_holds_it_as_well(root: Path) -> None:
     assert sweep(root) == 1
 
 
-def test_what_is_being_made_is_left_for_an_hour(root: Path) -> None:
+def test_run_directory_without_owner_is_swept_after_an_hour(root: Path) -> None:
     made = root / "r5"
     made.mkdir(parents=True)
     assert sweep(root) == 0
@@ -94,7 +94,7 @@ def test_what_is_being_made_is_left_for_an_hour(root: Path) -> None:
     assert sweep(root) == 1
 
 
-def test_runs_of_one_number_get_a_directory_each(root: Path) -> None:
+def test_runs_with_same_pid_get_separate_directories(root: Path) -> None:
     runs = [create_run(root, os.getpid(), UID) for _ in range(3)]
     names = [run.root.name for run in runs]
     assert names == [f"r{os.getpid()}", f"r{os.getpid()}-1", f"r{os.getpid()}-2"]
@@ -103,7 +103,7 @@ def test_runs_of_one_number_get_a_directory_each(root: Path) -> None:
         dies(run)
 
 
-def test_who_asks_keeps_nobody_from_making_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_create_run_waits_for_lock_check_of_other_process(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking takes a shared lock for a moment."""
     asked: list[int] = []
     made = Path.mkdir
@@ -134,7 +134,7 @@ def assembling(place: Path, run: str) -> tuple[Unfinished, Path]:
     return unfinished, made
 
 
-def test_a_bundle_that_is_being_assembled_is_not_swept(tmp_path: Path) -> None:
+def test_unfinished_bundle_in_use_is_not_swept(tmp_path: Path) -> None:
     unfinished, made = assembling(tmp_path, "r999999999")
     assert (sweep_unfinished(tmp_path), made.exists()) == (0, True)
     unfinished.let_go(made)
@@ -143,7 +143,7 @@ def test_a_bundle_that_is_being_assembled_is_not_swept(tmp_path: Path) -> None:
     assert (sweep_unfinished(tmp_path), made.exists(), young.exists()) == (1, False, True)
 
 
-def test_a_run_discards_what_is_its_own(tmp: Path) -> None:
+def test_run_discards_only_its_unfinished_bundles(tmp: Path) -> None:
     """r47 of this pid namespace, r47 of another one, and r47-1."""
     place = private(run_root({}, UID)) / "bundles"
     (one, own), (other, foreign), (third, later) = (assembling(place, run) for run in ("r47", "r47", "r47-1"))
@@ -182,7 +182,7 @@ TAKEN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("what", [*TAKEN, pytest.param("another user's", marks=ROOT)])
-def test_a_place_that_somebody_else_has_taken(what: str, tmp: Path) -> None:
+def test_run_root_with_taken_name_gets_random_suffix(what: str, tmp: Path) -> None:
     """Others cannot foresee its name, and whoever looks for runs finds it."""
     {**TAKEN, "another user's": foreign}[what](tmp / f"safelaunch-{UID}")
     found = run_root({}, UID)
@@ -199,7 +199,7 @@ def test_a_place_that_somebody_else_has_taken(what: str, tmp: Path) -> None:
 
 
 @ROOT
-def test_what_others_make_to_be_taken_for_ours_is_not(tmp: Path) -> None:
+def test_run_roots_of_other_users_are_ignored(tmp: Path) -> None:
     foreign(tmp / f"safelaunch-{UID}")
     foreign(tmp / f"safelaunch-{UID}-aaaaaaaa")
     link(tmp / f"safelaunch-{UID}-bbbbbbbb")
@@ -219,14 +219,14 @@ def planned(run_dir: Path, **exported: str) -> Plan:
     return build(command, settings, torch, Surroundings(exported, run_dir, 7))
 
 
-def test_a_plan_goes_where_its_directory_is() -> None:
+def test_plan_moves_to_other_run_directory() -> None:
     moved = in_directory(planned(Path("/tmp/s/r7")), Path("/tmp/s/r7-1"))
     assert moved == planned(Path("/tmp/s/r7-1"))
     assert moved.env["TORCH_FR_DUMP_TEMP_FILE"] == "/tmp/s/r7-1/flight_recorder/trace_"
     assert moved.env["SAFELAUNCH_RUN_DIR"] == "/tmp/s/r7-1"
 
 
-def test_what_the_user_exported_stays_in_a_plan_that_is_moved() -> None:
+def test_moved_plan_keeps_exported_variables() -> None:
     exported = {"TORCH_FR_DUMP_TEMP_FILE": "/tmp/s/r7/mine", "MINE": "/tmp/s/r7"}
     moved = in_directory(planned(Path("/tmp/s/r7"), **exported), Path("/tmp/s/r7-1"))
     assert {name: moved.env[name] for name in exported} == exported

@@ -66,7 +66,7 @@ def line(child: subprocess.Popen[str]) -> list[int]:
 
 
 @pytest.mark.parametrize(("ignored", "hears"), [("SIG_IGN", False), ("SIG_DFL", True)])
-def test_a_job_under_nohup_does_not_hear_of_its_terminal(ignored: str, hears: bool) -> None:
+def test_job_under_nohup_ignores_sighup(ignored: str, hears: bool) -> None:
     """torchrun handles SIGHUP even where ``nohup`` ignores it, and ends the job."""
     code = f"""if True:
         import os, signal
@@ -79,7 +79,7 @@ def test_a_job_under_nohup_does_not_hear_of_its_terminal(ignored: str, hears: bo
     assert python(code).stdout == f"{hears}\n"
 
 
-def test_ourselves() -> None:
+def test_own_process_is_identified_and_alive() -> None:
     me = identify(os.getpid())
     assert me is not None
     assert me.pid == os.getpid()
@@ -89,14 +89,14 @@ def test_ourselves() -> None:
         assert me.start_ticks == int(file.read().rpartition(b")")[2].split()[19])
 
 
-def test_nobody() -> None:
+def test_nonexistent_process_is_neither_identified_nor_alive() -> None:
     assert identify(2**22 + 1) is None
     assert not ProcessId(2**22 + 1, 1).is_alive()
     assert not ProcessId(2**22 + 1, 1).is_stopped()
     assert not ProcessId(2**22 + 1, 1).send(signal.SIGKILL)
 
 
-def test_a_name_that_mimics_the_stat_format(run: Run) -> None:
+def test_process_named_like_stat_format_is_identified(run: Run) -> None:
     child = run("""
         import ctypes, time
         ctypes.CDLL(None).prctl(15, b") Z 1 1 (", 0, 0, 0)  # PR_SET_NAME
@@ -112,7 +112,7 @@ def test_a_name_that_mimics_the_stat_format(run: Run) -> None:
 
 @pytest.mark.parametrize("off", [-1, +1])
 @pytest.mark.parametrize("pidfd", [True, False])
-def test_a_recycled_pid_is_never_signalled(run: Run, off: int, pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recycled_pid_is_never_signalled(run: Run, off: int, pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same pid with another start time is another process."""
     if not pidfd:  # a kernel older than 5.3
 
@@ -131,7 +131,7 @@ def test_a_recycled_pid_is_never_signalled(run: Run, off: int, pidfd: bool, monk
     assert child.wait(30) == -signal.SIGKILL
 
 
-def test_a_pid_that_ends_between_the_look_and_the_signal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_ends_before_signal_is_not_signalled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     child = run(SLEEP)
     target = who(child)
     alive = ProcessId.is_alive
@@ -146,7 +146,7 @@ def test_a_pid_that_ends_between_the_look_and_the_signal(run: Run, monkeypatch: 
     assert not target.send(signal.SIGTERM)
 
 
-def test_a_zombie_is_neither_alive_nor_signalled(run: Run) -> None:
+def test_zombie_is_neither_alive_nor_signalled(run: Run) -> None:
     child = run("")
     zombie = who(child)
     until(lambda: not zombie.is_alive())
@@ -154,7 +154,7 @@ def test_a_zombie_is_neither_alive_nor_signalled(run: Run) -> None:
     assert not zombie.send(signal.SIGTERM)
 
 
-def test_a_stopped_process(run: Run) -> None:
+def test_stopped_process_is_alive_and_stopped(run: Run) -> None:
     child = run(SLEEP)
     target = who(child)
     assert target.send(signal.SIGSTOP)
@@ -183,7 +183,7 @@ TREE = """
 """
 
 
-def test_descendants_parents_first(run: Run) -> None:
+def test_descendants_list_parents_first(run: Run) -> None:
     top = run(TREE)
     other, parent, grandchild = line(top)
     found = [p.pid for p in descendants([top.pid])]
@@ -195,13 +195,13 @@ def test_descendants_parents_first(run: Run) -> None:
     assert all(p == identify(p.pid) for p in descendants([top.pid]))
 
 
-def test_a_leaf_has_none(run: Run) -> None:
+def test_process_without_children_has_no_descendants(run: Run) -> None:
     child = run("print(1, flush=True);" + SLEEP)
     line(child)
     assert descendants([child.pid]) == ()
 
 
-def test_a_tree_is_breadth_first_and_ends_on_a_cycle() -> None:
+def test_descendants_are_breadth_first_and_end_on_cycle() -> None:
     table = {1: (0, 5), 2: (1, 10), 3: (1, 11), 4: (2, 12), 5: (4, 13), 9: (8, 1), 8: (9, 1)}
     assert descendants([1], table=table) == (ProcessId(2, 10), ProcessId(3, 11), ProcessId(4, 12), ProcessId(5, 13))
     assert [one.pid for one in descendants([9], table=table)] == [8, 9]
@@ -236,7 +236,7 @@ def everyone(pids: list[int]) -> list[ProcessId]:
 
 
 @pytest.mark.parametrize("on_term", ["signal.SIG_DFL", "signal.SIG_IGN"], ids=["agent obeys", "agent is deaf, too"])
-def test_nothing_of_a_stubborn_tree_is_left(run: Run, on_term: str) -> None:
+def test_end_all_kills_stubborn_tree(run: Run, on_term: str) -> None:
     """A child that ignores SIGTERM, a stopped one, a grandchild in a session of its own."""
     top = run(STUBBORN.format(on_term=on_term))
     below = everyone(line(top))
@@ -257,7 +257,7 @@ def test_nothing_of_a_stubborn_tree_is_left(run: Run, on_term: str) -> None:
     assert top.wait(30) == (-signal.SIGTERM if obeys else -signal.SIGKILL)
 
 
-def test_a_tree_that_obeys_is_not_killed(run: Run) -> None:
+def test_end_all_does_not_kill_obedient_tree(run: Run) -> None:
     """The agent gets its SIGTERM and the time to end its children itself."""
     top = run("""
         import signal, subprocess, sys, time
@@ -276,7 +276,7 @@ def test_a_tree_that_obeys_is_not_killed(run: Run) -> None:
     assert not child.is_alive()
 
 
-def test_processes_started_meanwhile_are_ended_too(run: Run) -> None:
+def test_end_all_ends_processes_started_during_it(run: Run) -> None:
     """A child that answers SIGTERM by starting another, which ignores it."""
     top = run("""
         import signal, subprocess, sys, time
@@ -302,7 +302,7 @@ def test_processes_started_meanwhile_are_ended_too(run: Run) -> None:
     assert not any(p.is_alive() for p in [agent, *seen])
 
 
-def test_what_would_not_die_is_named() -> None:
+def test_end_all_returns_unkillable_process() -> None:
     """In D state SIGKILL waits as well. The clock is the test's; nothing is slept."""
     clock = iter(range(1000))
     me = identify(os.getpid())
@@ -326,7 +326,7 @@ def test_what_would_not_die_is_named() -> None:
 # --- starting and reaping ---------------------------------------------------------------------------------------------
 
 
-def test_a_job_starts_in_its_own_session_with_default_signals_and_the_mask_before() -> None:
+def test_job_starts_in_own_session_with_default_signals() -> None:
     """In a child of ours: blocking signals here would reach into the test runner. ``cat`` changes nothing itself."""
     source = f"""
         import os, signal, sys
@@ -348,7 +348,7 @@ def test_a_job_starts_in_its_own_session_with_default_signals_and_the_mask_befor
     assert done.stdout.endswith("ONLY=this\0")
 
 
-def test_an_interrupt_before_the_job_is_itself_is_not_lost() -> None:
+def test_interrupt_before_exec_reaches_job() -> None:
     """It waits for the child to unblock it, right before the exec."""
     source = f"""
         import os, signal, sys
@@ -362,7 +362,7 @@ def test_an_interrupt_before_the_job_is_itself_is_not_lost() -> None:
     assert (int(done.stdout), done.stderr) == (-signal.SIGINT, "")
 
 
-def test_a_job_does_not_start_when_we_are_killed_before_anybody_knows_of_it(tmp_path: Path) -> None:
+def test_job_does_not_start_if_supervisor_dies_before_recording_it(tmp_path: Path) -> None:
     started = tmp_path / "started"
     source = f"""
         import os, signal
@@ -379,7 +379,7 @@ def test_a_job_does_not_start_when_we_are_killed_before_anybody_knows_of_it(tmp_
     assert not started.exists()
 
 
-def test_a_job_that_cannot_be_started_says_why() -> None:
+def test_job_that_fails_to_start_reports_reason() -> None:
     source = """
         from safelaunch.job import process
         try:
@@ -391,7 +391,7 @@ def test_a_job_that_cannot_be_started_says_why() -> None:
     assert (done.stdout, done.stderr) == ("FileNotFoundError No such file or directory\n", "")
 
 
-def test_reap(run: Run) -> None:
+def test_reap_returns_status_after_end(run: Run) -> None:
     sleeper = os.posix_spawn(sys.executable, [sys.executable, "-c", SLEEP], dict(os.environ))
     assert process.reap(sleeper) is None
     os.kill(sleeper, signal.SIGKILL)
@@ -407,18 +407,18 @@ def test_reap(run: Run) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV, signal.SIGABRT])
-def test_ending_as_the_job_did(signum: signal.Signals) -> None:
+def test_end_as_ends_by_same_signal(signum: signal.Signals) -> None:
     source = f"from safelaunch.job.process import end_as; raise SystemExit(end_as({int(signum)}))"
     done = python(source)
     assert (done.returncode, done.stderr) == (-signum, "")
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 124, 255])
-def test_an_exit_code_is_kept(code: int) -> None:
+def test_end_as_returns_exit_code(code: int) -> None:
     assert process.end_as(code << 8) == code
 
 
-def test_the_subreaper_adopts_orphans() -> None:
+def test_subreaper_adopts_orphans() -> None:
     source = """
         import os, subprocess, sys, time
         from safelaunch.job import process

@@ -21,13 +21,13 @@ def real() -> dict[str, bool]:
     return {name: action.nargs != 0 for action in get_args_parser()._actions for name in action.option_strings}
 
 
-def test_the_table_is_the_installed_parsers() -> None:
+def test_torchrun_options_match_installed_parser() -> None:
     import torch
 
     assert torchrun.options(Path(torch.__file__).parent) == real()
 
 
-def test_the_fallback_knows_them_all() -> None:
+def test_torchrun_known_options_match_installed_parser() -> None:
     """KNOWN is torch 2.13's; an older torch has fewer, a newer one more, but none changes its arity."""
     options = real()
     assert {name: valued for name, valued in torchrun.KNOWN.items() if name in options}.items() <= options.items()
@@ -66,16 +66,16 @@ FOUND = {
 }
 
 
-def test_reading_a_source() -> None:
+def test_torchrun_options_are_parsed_from_source() -> None:
     assert torchrun.parse_options(SOURCE) == FOUND
 
 
-def test_a_signature_over_several_lines() -> None:
+def test_torchrun_parser_signature_over_several_lines_is_read() -> None:
     source = SOURCE.replace("def get_args_parser()", "def get_args_parser(\n    prog=None,\n)")
     assert torchrun.parse_options(source) == FOUND
 
 
-def test_the_last_function_of_a_file() -> None:
+def test_torchrun_parser_as_last_function_is_read() -> None:
     source = SOURCE[: SOURCE.index("def later")]
     assert torchrun.parse_options(source) == FOUND
 
@@ -85,13 +85,13 @@ def test_the_last_function_of_a_file() -> None:
     ["", "def get_args_parser(:\n    x\n\ny = 1\n", "def get_args_parser():\n    return build()\n\nx = 1\n", "\x00"],
     ids=["empty", "a syntax error", "no options", "null byte"],
 )
-def test_a_source_beyond_recognition_falls_back(tmp_path: Path, source: str) -> None:
+def test_torchrun_unrecognized_source_uses_known_options(tmp_path: Path, source: str) -> None:
     (tmp_path / "distributed").mkdir()
     (tmp_path / "distributed" / "run.py").write_text(source)
     assert torchrun.options(tmp_path) == torchrun.KNOWN
 
 
-def test_no_source_falls_back(tmp_path: Path) -> None:
+def test_torchrun_missing_source_uses_known_options(tmp_path: Path) -> None:
     assert torchrun.options(tmp_path) == torchrun.KNOWN
     (tmp_path / "distributed").mkdir()
     (tmp_path / "distributed" / "run.py").write_bytes(b"\xff\xfe" * 10)
@@ -101,7 +101,7 @@ def test_no_source_falls_back(tmp_path: Path) -> None:
 # --- which torch ------------------------------------------------------------------------------------------------------
 
 
-def test_this_interpreters_torch() -> None:
+def test_torch_of_running_interpreter_is_found() -> None:
     import torch
 
     found = torchrun.find({})
@@ -126,7 +126,7 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["plain", "a space", "an option, by pipx", "long path", "env"],
 )
 @pytest.mark.usefixtures("without_torch")
-def test_the_torch_of_the_torchrun_on_path(tmp_path: Path, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_of_torchrun_on_path_is_found(tmp_path: Path, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     python = tmp_path / "python-of-that-environment"
@@ -183,7 +183,7 @@ BASE = {"CONDA_DEFAULT_ENV": "base"}
         ({}, OWN, OWN),
     ],
 )
-def test_the_active_environment_comes_before_that_of_safelaunch(
+def test_torch_of_active_environment_precedes_own(
     active: dict[str, str],
     of_tool: str,
     of_plain: str,
@@ -202,7 +202,7 @@ def test_the_active_environment_comes_before_that_of_safelaunch(
 
 
 @pytest.mark.parametrize("record", ["pipx_metadata.json", "uv-receipt.toml"])
-def test_an_environment_of_a_tool_is_known_by_the_record_of_its_installer(
+def test_tool_environment_is_recognized_by_installer_record(
     record: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "prefix", os.fspath(tmp_path))
@@ -211,7 +211,7 @@ def test_an_environment_of_a_tool_is_known_by_the_record_of_its_installer(
     assert torchrun._is_tool()
 
 
-def test_another_interpreter_is_asked() -> None:
+def test_torch_of_other_interpreter_is_queried() -> None:
     import torch
 
     assert torchrun._ask_for_torch(sys.executable) == Path(torch.__file__).parent
@@ -220,7 +220,7 @@ def test_another_interpreter_is_asked() -> None:
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_no_torch_anywhere(tmp_path: Path) -> None:
+def test_missing_torch_is_usage_error_with_install_command(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=re.escape(f"\n    {sys.executable} -m pip install torch")):
         torchrun.find({"PATH": os.fspath(tmp_path)})
     (tmp_path / "torchrun").write_bytes(b"\x7fELF no script at all")
@@ -229,7 +229,7 @@ def test_no_torch_anywhere(tmp_path: Path) -> None:
         torchrun.find({"PATH": os.fspath(tmp_path)})
 
 
-def test_the_launcher_is_the_console_script_beside_the_interpreter(tmp_path: Path) -> None:
+def test_launcher_is_console_script_next_to_interpreter(tmp_path: Path) -> None:
     python = tmp_path / "python"
     ours = Path(torchrun.__file__).parent / "launcher" / "torchrun"
     assert torchrun.launcher(os.fspath(python)) == ours
@@ -240,7 +240,7 @@ def test_the_launcher_is_the_console_script_beside_the_interpreter(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_our_own_launcher_is_torchrun() -> None:
+def test_own_launcher_is_torchrun() -> None:
     ours = Path(torchrun.__file__).parent / "launcher" / "torchrun"
     done = subprocess.run([sys.executable, ours, "--help"], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith("usage: torchrun ")

@@ -182,7 +182,7 @@ def layer(name: str) -> int:
     return ORDER.get(top(name), -1)
 
 
-def test_the_parser_of_imports_sees_them() -> None:
+def test_import_parser_finds_known_imports() -> None:
     """So that the tests below cannot pass by seeing nothing."""
     seen = {(found.by, found.module) for found in all_imports()}
     assert {
@@ -199,7 +199,7 @@ def test_the_parser_of_imports_sees_them() -> None:
     assert len(MODULES) > 50
 
 
-def test_every_package_has_its_layer() -> None:
+def test_every_package_has_layer() -> None:
     assert {top(name) for name in MODULES} == ORDER.keys()
 
 
@@ -212,16 +212,16 @@ def is_typing(found: Import) -> bool:
     return found.typing and found.by in ("addons.protocols", "addons", "safelaunch")
 
 
-def test_the_arrows_point_down() -> None:
+def test_imports_point_to_lower_layers() -> None:
     upward = {(i.by, i.module) for i in all_imports() if i.ours and layer(i.module) > layer(i.by) and not is_typing(i)}
     assert not upward
 
 
-def test_the_core_imports_no_add_on() -> None:
+def test_core_imports_no_addon() -> None:
     assert not [i for i in all_imports() if is_addon(i.module) and not is_addon(i.by) and not is_typing(i)]
 
 
-def test_the_core_names_no_module_of_an_add_on() -> None:
+def test_core_names_no_addon_module() -> None:
     names = "|".join(name.removeprefix("addons.") for name in ORDER if is_addon(name)) or "(?!)"
     path = re.compile(rf"\baddons[./](?:{names})\b")
     naming = {
@@ -234,25 +234,25 @@ def test_the_core_names_no_module_of_an_add_on() -> None:
     assert not naming - {"addons.protocols"}, "the last names a protocol within an add-on"
 
 
-def test_add_ons_import_one_another_only_as_declared() -> None:
+def test_addons_import_each_other_only_as_declared() -> None:
     pairs = {(top(i.by), top(i.module)) for i in all_imports() if is_addon(i.by) and is_addon(i.module)}
     assert {pair for pair in pairs if pair[0] != pair[1]} == ADDONS_THAT_USE_OTHERS
 
 
-def test_tests_of_the_core_import_no_add_on() -> None:
+def test_core_tests_import_no_addon() -> None:
     """So that they also pass without it (``scripts/build/without_addons.py``)."""
     here, importing = Path(__file__).parent, re.compile(r"^\s*(?:from|import) safelaunch\.addons\.(?!protocols)", re.M)
     tests = [*here.glob("*.py"), *here.parent.glob("support/*.py")]
     assert not [path.name for path in tests if importing.search(path.read_text("utf-8"))]
 
 
-def test_nobody_imports_the_command_line() -> None:
+def test_command_line_is_imported_by_no_other_package() -> None:
     users = {i.by for i in all_imports() if i.ours and within(i.module, {"cli.*"}) and not within(i.by, {"cli.*"})}
     core = {name for name in users if not name.startswith("addons.")}
     assert core == {"__main__", "safelaunch"}, "the latter names the API, as above"
 
 
-def test_a_part_of_a_package_does_not_use_the_package_around_it() -> None:
+def test_package_part_does_not_import_its_package() -> None:
     def part(name: str) -> str:
         return ".".join(name.split(".")[:2])
 
@@ -260,7 +260,7 @@ def test_a_part_of_a_package_does_not_use_the_package_around_it() -> None:
     assert not [(by, module) for by, module in inner if part(module) not in PARTS[: PARTS.index(part(by)) + 1]]
 
 
-def test_the_code_in_the_ranks_imports_only_itself_and_the_standard_library() -> None:
+def test_rank_code_imports_only_itself_and_standard_library() -> None:
     """It runs in interpreters where safelaunch is not installed; torch is asked for only once the script has it."""
     assert probes() == {f"addons.consistency.{name}" for name in ("probe", "replicas", "layout")} & MODULES.keys()
     for found in all_imports():
@@ -274,7 +274,7 @@ def test_the_code_in_the_ranks_imports_only_itself_and_the_standard_library() ->
             assert found.module in sys.stdlib_module_names or found.module == "sitecustomize", found
 
 
-def test_a_probe_imports_by_relative_names() -> None:
+def test_probe_uses_relative_imports() -> None:
     """A rank loads it under another name than safelaunch's (see ``beacon.addon_probes``)."""
     absolute = [
         node
@@ -285,23 +285,23 @@ def test_a_probe_imports_by_relative_names() -> None:
     assert absolute == []
 
 
-def test_before_its_role_is_known_a_process_of_the_job_imports_nothing() -> None:
+def test_sitecustomize_imports_nothing_before_role_is_known() -> None:
     early = {i.module for i in all_imports() if i.by == "beacon.inject.sitecustomize" and not i.late}
     assert early == {"os", "sys", "sitecustomize"}, "os and sys are there already"
 
 
-def test_the_public_package_imports_nothing_of_ours() -> None:
+def test_public_package_imports_no_other_module() -> None:
     """``import safelaunch`` in a training script costs nothing."""
     public = [i for i in all_imports() if i.by == "safelaunch" and not i.late]
     assert not [i for i in public if i.ours or i.module not in sys.stdlib_module_names]
 
 
-def test_third_party_modules_are_imported_where_they_belong() -> None:
+def test_third_party_modules_are_imported_only_where_allowed() -> None:
     used = {(i.by, i.module) for i in all_imports() if not i.ours and i.module in THIRD_PARTY}
     assert not {(by, module) for by, module in used if not within(by, THIRD_PARTY[module])}
 
 
-def test_no_third_party_module_is_unknown() -> None:
+def test_third_party_modules_are_all_declared() -> None:
     foreign = {(i.by, i.module) for i in all_imports() if not i.ours and i.module not in sys.stdlib_module_names}
     known = {*THIRD_PARTY, "sitecustomize", "typing_extensions", "tomllib", "_safelaunch_beacon"}
     assert not {(by, module) for by, module in foreign if module not in known}
@@ -324,18 +324,18 @@ def rebound_globals(name: str) -> Iterator[str]:
             yield f"{name}:{node.lineno} {ast.unparse(node)}"
 
 
-def test_no_module_outside_the_beacon_rebinds_a_global() -> None:
+def test_modules_outside_beacon_rebind_no_global() -> None:
     assert len([*rebound_globals("beacon.marks"), *rebound_globals("beacon.rank")]) == 6, "it sees both kinds"
     assert not [found for name in MODULES if not within(name, in_ranks()) for found in rebound_globals(name)]
 
 
-def test_torch_is_never_imported_by_the_supervisor() -> None:
+def test_supervisor_never_imports_torch() -> None:
     beside = {"beacon.*", "addons.embed.launching"}  # in the ranks, and in the process that starts them
     assert {i.by for i in all_imports() if i.module == "torch"} <= {n for n in MODULES if within(n, beside)}
     assert {i.by for i in all_imports() if i.module == "addons.embed.launching"} == {"safelaunch"}, "for type checkers"
 
 
-def test_pure_modules_touch_nothing() -> None:
+def test_pure_modules_import_nothing_impure() -> None:
     pure = {name for name in MODULES if within(name, PURE)} - READS_THE_CLOCK
     assert len(pure) > 60
     assert not {(i.by, i.module) for i in all_imports() if i.by in pure and i.module in IMPURE}
@@ -353,7 +353,7 @@ OTHER_MEANINGS = (
 )
 
 
-def test_few_modules_of_the_core_mention_the_consistency_checks() -> None:
+def test_core_modules_that_mention_consistency_checks_are_declared() -> None:
     words = re.compile(r"consisten|check[-_ ]every|on[-_]inconsistent", re.IGNORECASE)
     meant = {name: re.sub("|".join(OTHER_MEANINGS), "", path.read_text("utf-8")) for name, path in MODULES.items()}
     users = {name for name, text in meant.items() if words.search(text)} - {"addons"}  # whose table names it
@@ -409,7 +409,7 @@ def seen_by(tmp_path: Path, when: str, *words: str) -> set[str]:
     return seen
 
 
-def test_a_dry_run_without_presets_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_dry_run_without_presets_imports_nothing_heavy(tmp_path: Path) -> None:
     assert not seen_by(tmp_path, AT_EXIT, "--dry-run", "--nproc-per-node", "2", "script.py") & HEAVY
 
 
@@ -424,11 +424,11 @@ def test_help_imports_nothing_heavy(tmp_path: Path, words: list[str]) -> None:
 @pytest.mark.parametrize(
     "own", [[], ["--no-watch"], ["--stall-timeout", "60"]], ids=["watched", "unwatched", "options"]
 )
-def test_before_the_job_has_been_started_nothing_heavy_is_imported(tmp_path: Path, own: list[str]) -> None:
+def test_run_imports_nothing_heavy_before_job_start(tmp_path: Path, own: list[str]) -> None:
     assert not seen_by(tmp_path, AT_START, *own, "script.py") & HEAVY
 
 
-def test_unit_tests_are_named_after_the_package_and_module_they_cover() -> None:
+def test_unit_test_files_are_named_after_packages() -> None:
     here = Path(__file__).parent
     names = [path.stem.split("_")[1] for path in here.glob("test_*.py")]
     assert set(names) - {"layers", "scripts"} <= ORDER.keys()

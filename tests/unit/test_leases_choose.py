@@ -100,7 +100,7 @@ def test_wish(
         ("0,", {}, MIG, "Name one of them: 0.0, 0.1."),
     ],
 )
-def test_what_does_not_exist(request_: str, environ: dict[str, str], gpus: tuple[LeasableGpu, ...], words: str) -> None:
+def test_wish_for_unavailable_gpu_names_available_ones(request_: str, environ: dict[str, str], gpus: tuple[LeasableGpu, ...], words: str) -> None:
     found = Inventory(gpus, missing="" if gpus else "nothing found")
     with pytest.raises(ResourceError) as raised:
         wish_of(request_, 1, pool_of(environ, gpus), found)
