@@ -1,7 +1,7 @@
-"""Decides which rank each report of a log is about.
+"""Decides which rank each report in a log is about.
 
-A rank is named only if the text gives it: a prefix, a file's name, a launcher's list that leaves no choice. Everything
-else belongs to a process that has a label instead: a number of its own among the ranks, and what the log calls it.
+A rank is named only if the text gives it: a prefix, a file name, or a launcher's list that leaves no choice. Other
+processes get a label and an unused number in place of a rank.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from safelaunch.addons.logs.calls import NCCL_PREFIX
-from safelaunch.addons.logs.lines import LOCAL, MAX_RANKS, LogLine
+from safelaunch.addons.logs.lines import MAX_RANKS, LogLine
 from safelaunch.addons.logs.records import LoggedJob, RankEnd, SpeakerOutput, local_label, was_terminated
+from safelaunch.addons.logs.speakers import LOCAL
 from safelaunch.addons.logs.tracebacks import CUT_OFF, OpenTraceback
 from safelaunch.model import RankException
 from safelaunch.stacks.failures import fingerprints, first_failure
@@ -29,17 +30,17 @@ _RANKS = range(MAX_RANKS)
 
 @dataclass
 class RankAssignment:
-    """Reports about each rank, and how it ended."""
+    """Output and end of each rank."""
 
     job: LoggedJob
     outputs: dict[int, SpeakerOutput] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)
-    labels: dict[int, str] = field(default_factory=dict)  # processes whose rank is not known, by their numbers here
+    labels: dict[int, str] = field(default_factory=dict)  # processes without a rank, by the number used for them
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(MAX_RANKS * 2)))
 
     @cached_property
     def first_times(self) -> dict[str, str]:
-        """When the first failure was seen on each host, as its launcher printed it; "" if it did not."""
+        """Time of the first failure on each host, from torchrun's summary."""
         times: dict[str, str] = {}
         for end in self.ends.values():
             if end.root:
@@ -48,7 +49,7 @@ class RankAssignment:
 
     @property
     def named_ranks(self) -> set[int]:
-        """The ranks that the log names, without those that are local ones on what may be one of several nodes."""
+        """Ranks that the log names, except local ranks if there might be several nodes."""
         ranks = {*self.outputs, *self.ends} - self.labels.keys()
         if not self.job.assumes_one_node:
             return ranks
@@ -87,7 +88,7 @@ class RankAssignment:
         return assignment
 
     def note_signals(self) -> None:
-        """Takes the signals of which faulthandler printed stacks, for processes whose end nothing else reports."""
+        """Records signals of which only faulthandler's stacks tell."""
         for rank, output in self.outputs.items():
             crash, end = output.final_crash(has_failed=False), self.ends.get(rank)
             untold = end is None or end.code == UNKNOWN_SIGNAL
@@ -95,7 +96,7 @@ class RankAssignment:
                 self.ends[rank] = RankEnd(-crash.signal, crash.line, root=True)
 
     def _assign_output(self, name: str, output: SpeakerOutput) -> None:
-        """Gives the lines of one process, task or container to its rank, or to a label."""
+        """Assigns the output of one process, task or container to its rank or to a label."""
         rank = self.job.rank_of(name)
         rank = rank if rank in _RANKS else None
         if rank is not None and rank in self.outputs:
@@ -116,7 +117,7 @@ class RankAssignment:
         return number
 
     def _assign_unplaced(self, label: str, rank_end: RankEnd) -> None:
-        """Notes the end of a process without a rank, unless something else explains it."""
+        """Records the end of a process without a rank, unless something else explains it."""
         pid = int(label.rpartition(" ")[2]) if label.startswith("process ") else 0
         if any(pid == end.pid or label in (self.labels.get(rank), f"rank {rank}") for rank, end in self.ends.items()):
             return
@@ -125,7 +126,7 @@ class RankAssignment:
         if same is None and not pid and label and (rank := self.job.rank_of(label)) in _RANKS:
             same = rank
         errors = [output.errors[-1][1] for output in self.outputs.values() if output.errors]
-        explained = rank_end.code == 1 and bool(errors)  # that is how an exception ends a process
+        explained = rank_end.code == 1 and bool(errors)  # an exception ends a process this way
         if same is None and (explained or not all(map(is_consequence, errors)) or self._has_failed()):
             return
         self.ends[self._label(label or UNNAMED_PROCESS, SpeakerOutput(rank_end.line)) if same is None else same] = (
@@ -133,14 +134,13 @@ class RankAssignment:
         )
 
     def _assign_nccl_failure(self, line: LogLine) -> None:
-        """NCCL failed for a reason of its own, and no traceback shows in which process."""
-        failure = first_failure(text for _, text in self.job.nccl_messages)
+        failure = self.job.nccl_failure
         if failure is not None and failure.own:
             number = self._label(UNNAMED_PROCESS, SpeakerOutput(line))
             self.outputs[number].fail(line, "NCCL error", failure.text)
 
     def _assign_xids(self) -> None:
-        """Gives Xid errors to ranks: the kernel names a process, and NCCL the rank of it."""
+        """Assigns Xid errors to ranks: the kernel gives the pid, and NCCL the rank of that pid."""
         places = {process.rpartition(":")[2]: rank for process, (_, rank) in self.job.nccl_places.items()}
         pids = Counter(process.rpartition(":")[2] for process in self.job.nccl_places)
         ranks = {end.pid: rank for rank, end in self.ends.items()}
@@ -152,7 +152,6 @@ class RankAssignment:
                 )
 
     def _drop_duplicates(self) -> None:
-        """Drops ends in a launcher's list if other lines show exceptions of the same processes without their ranks."""
         if any(self.outputs[number].errors for number in self.labels):
             for rank in [rank for rank, end in self.ends.items() if end.code == 1 or not _failed(end)]:
                 if rank not in self.outputs:
@@ -162,9 +161,9 @@ class RankAssignment:
         return any(_failed(end) for end in self.ends.values())
 
     def _assign_unnamed(self, node: str | None, output: SpeakerOutput) -> None:
-        """Gives the unsigned lines of a node, or of all, to the ranks that failed there, if that leaves no choice.
+        """Assigns unnamed output of a node, or of the whole job, to ranks that failed there, if there is no choice.
 
-        torch's own check names the rank of its call.
+        torch's consistency check names the rank of the call.
         """
         ends = {rank: end for rank, end in self.ends.items() if end.reporter == node}
         attributed = {rank for rank, output in self.outputs.items() if output.errors and rank not in self.labels}
@@ -208,11 +207,11 @@ class RankAssignment:
         alike = [error for _, error in output.errors if not is_consequence(error)]
         listed = [rank for rank in self.ends if self.ends[rank].reporter == node and rank not in self.outputs]
         if len(_distinct(causes)) == 1 and not effects and len(alike) > len(failed) == 1 and len(listed) <= len(alike):
-            failed = listed  # the launcher has stopped the others before they could end
+            failed = listed  # the launcher stopped the others before they could end by themselves
             for rank in listed:
                 self.ends[rank].code, self.ends[rank].stopped = 1, False
         if len(_distinct(causes)) == 1 and not effects:
-            # Their lines may run into each other.
+            # Output of different ranks can be interleaved.
             everybody = len(failed) == 1 or len(failed) <= max(output.heads, len(output.errors))
             for rank in failed if everybody else self._first(failed):
                 self._assign(rank, causes[0], node)
@@ -228,7 +227,7 @@ class RankAssignment:
                 self._assign(rank, effects[0], node)
 
     def _first(self, failed: list[int]) -> list[int]:
-        """Returns the rank that the launcher calls the first, unless others ended in the same second."""
+        """Returns the rank that the launcher calls the first to fail, unless others ended in the same second."""
         if len(failed) < 2:
             return failed
         first = [rank for rank in failed if self.ends[rank].root]
@@ -242,7 +241,7 @@ class RankAssignment:
         output.after.lines = 0
 
     def _assign_warnings(self, unnamed: Sequence[SpeakerOutput]) -> None:
-        """Gives NCCL's warnings to the rank of the process that signs them, or to a rank that raises the same words."""
+        """Assigns NCCL's warnings by the pid in their prefix, or to a rank that raised the same text."""
         job, outputs = self.job, self.outputs
         warnings = [(line, text, NCCL_PREFIX.search(line.text)) for output in unnamed for line, text in output.warnings]
         pids = {end.pid: rank for rank, end in job.ends.items()}
@@ -264,7 +263,6 @@ class RankAssignment:
 
 
 def _failed(end: RankEnd) -> bool:
-    """Returns whether it ended badly, and not because the launcher stopped it."""
     return not (end.stopped or end.code == 0 or was_terminated(end.code))
 
 
@@ -273,7 +271,7 @@ def _node_label(node: str | None) -> str:
 
 
 def _distinct(errors: Sequence[_RaisedError]) -> list[_RaisedError]:
-    """Returns one error of each type and line. One that the log cuts off may be any of the others."""
+    # Returns one error of each type and line, ignoring cut-off ones if there are others.
     kinds: dict[tuple[str, object], _RaisedError] = {}
     for pair in errors:
         kinds.setdefault((pair[1].type, pair[1].frames[:1]), pair)
@@ -282,5 +280,4 @@ def _distinct(errors: Sequence[_RaisedError]) -> list[_RaisedError]:
 
 
 def _natural_key(named: tuple[str, SpeakerOutput]) -> str:
-    """Returns a key that sorts ``worker-2`` before ``worker-10``."""
     return re.sub(r"\d+", lambda number: number[0].zfill(20), named[0])

@@ -1,4 +1,4 @@
-"""What c10d, NCCL and Horovod report of a job's calls: timeouts, mismatches, connections, and absent ranks."""
+"""Reports of c10d, NCCL and Horovod about a job's calls: timeouts, mismatches, connections, absent ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Collection
 from itertools import chain
 
-from safelaunch.addons.logs.lines import MAX_RANKS, LogEntry, LogLine, Speaker
+from safelaunch.addons.logs.lines import MAX_RANKS, LogLine
 from safelaunch.addons.logs.records import DEFAULT, MOST_WARNINGS, UNNAMED, LoggedJob, SpeakerOutput, WatchdogReport
+from safelaunch.addons.logs.speakers import LogEntry, Speaker
 from safelaunch.addons.logs.tracebacks import MOST_MESSAGE
 from safelaunch.model import Frame
 from safelaunch.stacks.failures import fingerprints
@@ -48,7 +49,7 @@ _MISMATCH = "Detected mismatch between coll"
 # --- NCCL and hosts ---------------------------------------------------------------------------------------------------
 NCCL_PREFIX = re.compile(r"(?:^|\s)(?P<process>[\w.-]+:(?P<pid>\d+)):\d+ \[")
 _NCCL_COMM = re.compile(rf"{NCCL_PREFIX.pattern}.* comm 0x\w+ rank (?P<rank>\d{{1,6}}) nranks (?P<world>\d{{1,6}}) ")
-# What NCCL returns to its caller. A warning alone is no failure: NCCL tries something else, or a peer ended before.
+# What NCCL returns to its caller. A warning alone isn't a failure: NCCL tries something else, or a peer ended first.
 _NCCL_FAILED = re.compile(
     r"\bnccl(?:\w+Error|Invalid\w+): |NCCL error: |NCCL error in: |NCCL INFO group\.cc:\d+ -> [1-6]\b"
 )
@@ -59,7 +60,7 @@ _ON_HOST = re.compile(
 _NODE_FAILED = re.compile(r"[Nn]ode failure on (?P<host>[\w.-]+)")
 
 # --- Horovod, and steps -----------------------------------------------------------------------------------------------
-# Horovod names the tensors that a rank has not submitted; before 0.18, the ranks that have not submitted a tensor.
+# Horovod lists tensors that a rank hasn't submitted; before 0.18, ranks that haven't submitted a tensor.
 _NOT_SUBMITTED = re.compile(
     r"(?P<rank>\d{1,6})!?: \[(?P<tensors>[^\]]+)\]$"
     r"|(?:.*\s|Stalled ops:|^)(?P<tensor>\S+) \[missing ranks: (?P<ranks>\d+(?:, \d+)*)\]$"
@@ -71,17 +72,17 @@ _STEP = re.compile(
 
 
 class Calls:
-    """Collects what libraries report of calls."""
+    """Collects libraries' reports about calls."""
 
     def __init__(self, job: LoggedJob) -> None:
         self.job = job
-        self._stack: WatchdogReport | None = None  # the next lines might be the stack of its call
-        self._stalled: dict[str, set[int]] = {}  # Horovod's tensors, and the ranks that have not submitted them
+        self._stack: WatchdogReport | None = None  # the following lines might be the stack of its call
+        self._stalled: dict[str, set[int]] = {}  # Horovod's tensors -> ranks that haven't submitted them
         self._stalled_at: LogLine | None = None
         self._since_stalled = 0
 
     def read_line(self, output: SpeakerOutput, entry: LogEntry) -> None:
-        """Takes a line that may report an error."""
+        """Reads a line that might report an error."""
         text = entry.text
         output.timed_out |= entry.speaker is not None and "Watchdog caught collective operation timeout" in text
         if "atchdog" in text or "enqueued" in text:
@@ -96,7 +97,7 @@ class Calls:
             self._stalled, self._stalled_at = {}, entry.line
 
     def read_fragment(self, text: str) -> None:
-        """Takes a line of a stack or of a list, which means nothing by itself."""
+        """Reads a line of a stack or a list, which means nothing alone."""
         self.job.native += text.startswith("#") and _C_FRAME.match(text) is not None
         if self._stack is not None and (match := _STACK.match(text)):
             self._stack.frames.append(Frame(match["file"], int(match["line"]), match["function"]))
@@ -107,7 +108,7 @@ class Calls:
                 self._stalled.setdefault(tensor, set()).update(ranks)
 
     def read_nccl(self, output: SpeakerOutput, entry: LogEntry) -> None:
-        """Takes a line in which NCCL might report an error, a rank or a host."""
+        """Reads a line in which NCCL might report an error, a rank or a host."""
         text, line, job = entry.text, entry.line, self.job
         if ("nccl" in text or "NCCL" in text) and _NCCL_FAILED.search(text):
             job.nccl_failed = job.nccl_failed or line
@@ -130,10 +131,10 @@ class Calls:
             output.warnings.append((line, words.strip()))
 
     def read_progress(self, output: SpeakerOutput, entry: LogEntry, *, from_script: bool) -> None:
-        """Takes any line, which may give the number of a step.
+        """Reads the step number in any line.
 
         Args:
-            own: the script printed the line itself
+            from_script: the script itself printed the line
         """
         self._since_stalled += from_script
         if entry.speaker is not None and (made := _STEP.search(entry.text)):
@@ -141,7 +142,7 @@ class Calls:
             output.steps[word] = max(number, output.steps.get(word, 0))
 
     def note_absent(self, message: str) -> None:
-        """Notes the ranks that an exception misses at a monitored barrier."""
+        """Records the ranks that an exception reports as absent from a monitored barrier."""
         if absent := _MONITORED.search(message):
             self.job.absent |= _ranks(absent["ranks"])
 
@@ -149,19 +150,23 @@ class Calls:
         self._stalled.clear()
 
     def add_stalls(self, ranks: dict[int, SpeakerOutput]) -> tuple[int, ...]:
-        """Makes calls of Horovod's tensors, in which the ranks that have submitted them wait. Of tensors that lack the
-        same ranks, one is enough. Returns the ranks that Horovod has named.
+        """Turns Horovod's stalled tensors into calls in which the ranks that submitted them wait.
+
+        Of tensors that lack the same ranks, it uses one.
+
+        Returns:
+            the ranks that Horovod named
         """
         if self._stalled_at is None or not self._stalled or self._since_stalled > MOST_MESSAGE:
             return ()
         job, alike = self.job, {frozenset(lack): tensor for tensor, lack in reversed(self._stalled.items())}
         job.world = max(job.world, *(rank + 1 for rank in (*ranks, *job.ends, *chain(*alike))))
-        job.world += len(max(alike, key=len)) == job.world  # some rank has submitted it
+        job.world += len(max(alike, key=len)) == job.world  # at least one rank submitted it
         for rank in range(job.world):
             output = ranks.setdefault(rank, SpeakerOutput(self._stalled_at))
             output.watchdog = output.watchdog or self._stalled_at
             frames = next((error.frames for _, error in output.errors if is_consequence(error)), None)
-            if frames is not None:  # a shutdown has ended its wait
+            if frames is not None:  # a shutdown ended its wait
                 output.errors, output.timed_out = [], True
             for lack, tensor in alike.items():
                 submitted, name = rank not in lack, tensor.rpartition("/")[2]
@@ -169,7 +174,7 @@ class Calls:
         return tuple(range(job.world))
 
     def _note_mismatch(self, output: SpeakerOutput, entry: LogEntry) -> None:
-        """Notes a report of torch's own check in a line of a logger. The other rank that it names is of the job."""
+        """Records a mismatch that torch's consistency check logged. It can name several ranks."""
         message = entry.text[entry.text.index(_MISMATCH) :]
         ranks = [rank for rank in fingerprints(message) if rank < MAX_RANKS]
         if ranks and not isinstance(entry.speaker, int):
@@ -180,10 +185,13 @@ class Calls:
             self.job.process(rank, entry.line)
 
     def _note_watchdog(self, output: SpeakerOutput, entry: LogEntry) -> WatchdogReport | None:
-        """Notes the call that timed out, or how far the group has come. Returns the group if its stack may follow.
+        """Records the call that timed out, or the progress of a group.
 
-        Older watchdogs name the group behind the call only, and rank and process not at all if torch puts no prefix
-        before its lines: then the rank in the group is the best there is.
+        Older watchdogs name the group only after the call. Without torch's prefix, they give neither rank nor process,
+        only the rank in the group.
+
+        Returns:
+            the report, if the stack of its call might follow
         """
         group, work, status = (pattern.search(entry.text) for pattern in (_GROUP, _WORK, _STATUS))
         if work is None and status is None:
@@ -209,7 +217,7 @@ class Calls:
             report.size = int(work["size"]) if work["size"] else None
         if status:
             report.last_enqueued, report.last_completed = int(status["queued"]), int(status["done"])
-            # A stream completes its works in their order.
+            # A stream completes its operations in order.
             report.seq = (
                 report.seq or seq or (report.last_completed + 1 if report.last_enqueued > report.last_completed else 0)
             )
@@ -229,9 +237,7 @@ def _ranks(text: str) -> set[int]:
 
 
 def uneven_steps(ranks: dict[int, SpeakerOutput], named_ranks: Collection[int], world: int) -> dict[int, int | None]:
-    """Returns the last step that each rank printed, if most printed the same one and others, which printed something,
-    did not come to it.
-    """
+    """Returns each rank's last step, if most ranks printed the same one and others only earlier ones."""
     counts = Counter(word for rank in named_ranks if rank in ranks for word in ranks[rank].steps)
     if not counts:
         return {}

@@ -1,6 +1,6 @@
-"""Reads what a job has printed, line by line: opens and closes tracebacks, and passes the other lines on.
+"""Reads a job's output line by line: collects tracebacks, and passes other lines on.
 
-``log_launchers`` takes reports of ends, ``log_calls`` reports of calls, ``log_events`` whatever looks like an error.
+``launchers`` handles reports of ends, ``calls`` reports of calls, ``error_lines`` anything that looks like an error.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import re
 
 from safelaunch.addons.logs.calls import Calls
 from safelaunch.addons.logs.launchers import CHILD_ERROR, Launchers, exception_line
-from safelaunch.addons.logs.lines import LITERALS, LOCAL, MAX_RANKS, LogEntry
+from safelaunch.addons.logs.lines import LITERALS, MAX_RANKS
 from safelaunch.addons.logs.records import LoggedJob, SpeakerOutput
+from safelaunch.addons.logs.speakers import LOCAL, LogEntry
 from safelaunch.addons.logs.tracebacks import BARE, BOXED, FATAL, HEAD, Crash, OpenTraceback
 from safelaunch.model import RankException
 from safelaunch.stacks import tracebacks
@@ -19,7 +20,7 @@ from safelaunch.verdict.exceptions import is_consequence
 
 _SUMMARY_TRACEBACK = re.compile(r" {1,3}traceback *: (?=Traceback \(most)")
 _FRAME = re.compile(r' +File "[^"]+", line \d+(?:, in \S|$)')
-# Output of launchers and of torch's log, not of the script.
+# Output of launchers and torch's logger, not of the script.
 _NOT_SCRIPT = re.compile(
     r"\s|\[?[IWEF]\d{3,4} |===|---|\[|Root Cause|Failures:|srun: |slurmstepd: |Exception (?:ignored|in thread)"
     r"|Killing subprocess |Exception raised from |frame #\d+: |$"
@@ -38,7 +39,7 @@ class ReportCollector:
         self.calls = Calls(self.job)
 
     def read_line(self, entry: LogEntry) -> None:
-        """Takes the next line."""
+        """Reads the next line."""
         output, text = self.job.process(entry.speaker, entry.line), entry.text
         output.last = entry.line
         if not (entry.line.may_report or output.traceback or output.crashes):
@@ -49,7 +50,7 @@ class ReportCollector:
         traceback = output.traceback
         output.heads += text.startswith(HEAD)
         while output.traceback is not None and not output.traceback.take(text, timed=entry.timed):
-            self._close(output)  # may open the traceback that this one wraps
+            self._close(output)  # might open the traceback that this one wraps
         if output.traceback is None:
             output.traceback = self._begin_traceback(output, entry)
             self.calls.read_nccl(output, entry)
@@ -67,7 +68,7 @@ class ReportCollector:
                 self._note_report(output, entry)
 
     def finish(self) -> None:
-        """Closes what is open after the last line."""
+        """Closes what is still open after the last line."""
         for speaker, output in list(self.job.outputs.items()):
             self._close(output, at_end=True)
             self.launchers.end_block(output, speaker)
@@ -75,7 +76,7 @@ class ReportCollector:
         self.launchers.finish()
 
     def _note_progress(self, output: SpeakerOutput, entry: LogEntry) -> bool:
-        """Returns whether the line shows that its process works on after the place where it seemed to have ended."""
+        """Returns whether the line shows that its process continued after it seemed to have ended."""
         text = entry.text
         if output.traceback is None or output.traceback.state == "after":
             output.tail.append(text)
@@ -86,7 +87,7 @@ class ReportCollector:
             output.after.add(text)
         self.calls.read_progress(output, entry, from_script=from_script)
         if from_script and isinstance(entry.speaker, str) and (unnamed := self.job.outputs.get(None)) is not None:
-            # Nodes print lines of their own, so the job has survived the errors without a name.
+            # A named node still prints, so the job survived the unnamed errors.
             if unnamed.traceback is not None and unnamed.traceback.state in ("message", "after"):
                 self._close(unnamed)
             unnamed.after.add_usual()
@@ -94,7 +95,7 @@ class ReportCollector:
         return from_script
 
     def _begin_traceback(self, output: SpeakerOutput, entry: LogEntry) -> OpenTraceback | None:
-        """Returns the traceback that this line begins, if any."""
+        """Returns the traceback that begins with this line, if any."""
         if self.launchers.cancelled:
             return None
         text, traceback = entry.text, None
@@ -119,7 +120,7 @@ class ReportCollector:
         return traceback
 
     def _close(self, output: SpeakerOutput, *, at_end: bool = False) -> None:
-        """Ends the traceback that is open, and passes its exception on."""
+        """Closes the open traceback, and records its exception."""
         traceback, output.traceback = output.traceback, None
         error = traceback.exception(traceback.line.number * 1e-3, cut_off=at_end) if traceback is not None else None
         if traceback is None or error is None:
@@ -143,7 +144,7 @@ class ReportCollector:
                 self._attribute(output, traceback, error)
 
     def _attribute(self, output: SpeakerOutput, traceback: OpenTraceback, error: RankException) -> None:
-        """Notes the exception of a rank: of the speaker, unless the text names another one."""
+        """Assigns an exception to the speaker, or to the rank that the text names."""
         job = self.job
         if traceback.pid:
             speaker = next(
@@ -162,7 +163,7 @@ class ReportCollector:
             output.note(traceback, error)
 
     def _note_report(self, output: SpeakerOutput, entry: LogEntry) -> None:
-        """Passes on a line that may report an error."""
+        """Passes on a line that might report an error."""
         text = entry.text
         if last_abort(text) is not None or "watchdog got stuck" in text or options_refused(text):
             output.abort_line = entry.line

@@ -1,8 +1,7 @@
-"""Finds the lines of a job's output that report that something went wrong, without understanding them.
+"""Finds lines that report an error, without interpreting them.
 
-This is the lower of two layers. It recognises the forms in which programs report errors: levels, exceptions, signals,
-exit codes, error numbers, device errors, time limits. ``log_launchers``, ``log_calls`` and ``logs`` decide what they
-mean; whatever is not understood there is still shown.
+Levels, exceptions, signals, exit codes, error numbers, device errors and time limits count. ``launchers``, ``calls``
+and ``evidence`` interpret them; what these don't understand is still shown.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from safelaunch.addons.logs.lines import LogEntry, LogLine, Speaker
+from safelaunch.addons.logs.lines import LogLine
+from safelaunch.addons.logs.speakers import LogEntry, Speaker
 from safelaunch.verdict.exceptions import one_line
 
 MOST_EVENTS, _MOST_SHOWN = 300, 5
@@ -43,19 +43,19 @@ _EVENT = re.compile(
         )
     )
 )
-# No report of an error: metrics that are called so, a good exit code, levels of information.
+# Not errors: metrics named like them, exit code 0, information levels.
 _NO_EVENT = re.compile(
     r"\b(?:Error|ERROR|error)s?\b(?:[ _](?:rate|norm|count))?s?[ :=(]{1,3}[-+\d.]+(?:e[-+]?\d+)?(?:[ ,%|)]|$)"
     r"|exit(?:ed)?(?: with)? (?:code|status)?:? ?0\b|\b(?:INFO|DEBUG)\b|\[?\b[ID]\d{4} |\[I\d* "
 )
-# Levels of warnings, and attempts that are made again.
+# Warnings and retries.
 _HARMLESS = re.compile(
     r"NCCL WARN|\b(?:WARN|WARNING|Warning|warning)\b(?!\.py)|\[?\bW\d{4} |\[W\d* |Warning: |Exception ignored in"
     r"|(?i:retry|try(?:ing)? again|attempt \d|\bretries\b|will be ignored|ignoring|skipping|recovered"
     r"|fall(?:ing)? ?back)"
 )
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
-# What came of something that failed before, as a rule: it is shown behind the others.
+# Usually effects of an earlier failure, so they are shown last.
 _EFFECT = re.compile(
     r"ChildFailedError|SignalException|SIGTERM|Terminated|closed by|reset by peer|ncclRemoteError|failed to recv"
     r"|Broken pipe|terminate called|[Tt]erminating|CANCELLED|Job step aborted|exit|DistBackendError|srun: error"
@@ -77,44 +77,44 @@ class ErrorLine:
     kind: str
     text: str
     line: LogLine
-    last: LogLine  # that is like it
+    last: LogLine  # last line like it
     speaker: Speaker | None
     harmless: bool
-    count: int = 1  # number of lines that differ from it in their numbers alone
-    since: int = 0  # lines of progress that its speaker printed afterwards
+    count: int = 1  # number of lines that differ only in their numbers
+    since: int = 0  # progress lines that the speaker printed afterwards
 
     @property
     def speaker_name(self) -> str:
-        """Returns ``rank 3``, or the prefix of the line; empty if there is none."""
+        """``rank 3`` or the line's prefix; empty if there is neither."""
         return f"rank {self.speaker}" if isinstance(self.speaker, int) else self.speaker or ""
 
     @property
     def description(self) -> str:
-        """Returns ``job.log:17 rank 3: ValueError: bad``."""
+        """The form ``job.log:17 rank 3: ValueError: bad``."""
         times = f" ({self.count} times)" if self.count > 1 else ""
         name = f" {self.speaker_name}:" if self.speaker_name else ":"
         return f"{self.line.where}{name} {one_line(self.text)}{times}"
 
     @property
     def is_effect(self) -> bool:
-        """Returns whether it came of something that failed before, as a rule."""
+        """True if it is usually an effect of an earlier failure."""
         return self.kind == "effect" or _EFFECT.search(self.text) is not None
 
     @property
     def survived(self) -> bool:
-        """Returns whether its speaker worked on afterwards."""
+        """True if its speaker continued to make progress."""
         return self.since > 2
 
 
 @dataclass
 class ErrorLines:
-    """Collects the events of a log."""
+    """Collects the error lines of a log."""
 
-    by_shape: dict[str, ErrorLine] = field(default_factory=dict)  # by what remains without numbers
-    _end: LogLine | None = None  # that says that the job has come to its end
+    by_shape: dict[str, ErrorLine] = field(default_factory=dict)  # by text without numbers
+    _end: LogLine | None = None  # line that reports the end of the work
 
     def note_progress(self, entry: LogEntry) -> None:
-        """Counts a line of progress after the errors, and the end of the job."""
+        """Counts progress after errors, and recognizes the end of the work."""
         if not self.by_shape:
             return
         if PROGRESS.search(entry.text):
@@ -124,10 +124,10 @@ class ErrorLines:
             self._end = entry.line
 
     def read_line(self, entry: LogEntry, *, may_report: bool) -> None:
-        """Adds the event of a line, if it reports one.
+        """Adds a line if it reports an error.
 
         Args:
-            telling: the line may report an error, and is no part of a traceback
+            may_report: the line has a typical word and isn't part of a traceback
         """
         text = entry.text
         match = _EVENT.search(text) if may_report else None
@@ -146,23 +146,23 @@ class ErrorLines:
 
     @property
     def finished(self) -> bool:
-        """Returns whether the job has finished its work after all of its errors."""
+        """True if the job finished its work after all of its errors."""
         end = self._end
         last = [error.last for error in self.errors()]
         return end is not None and all(line.file == end.file and line.number < end.number for line in last)
 
     def first(self, most: int) -> list[ErrorLine]:
-        """Returns the events to show first: fatal errors before those that were survived, causes before effects."""
+        """Returns errors to show first: fatal ones before survived ones, causes before effects."""
         return sorted(self.errors(), key=lambda error: (error.survived, error.is_effect))[:most]
 
     def summary(self, shown: str = "") -> tuple[str, ...]:
-        """Returns the text for a log that is not understood: the first errors, or the warnings if there are none.
+        """Returns a summary of a log that nothing else explains: the first errors, or else warnings.
 
         Args:
-            told: text that names the lines that are shown already
+            shown: text that cites lines already shown
         """
         first = [error for error in self.first(MOST_EVENTS) if f"[{error.line.where}]" not in shown][:_MOST_SHOWN]
-        if shown and all(error.is_effect for error in first):  # of what is shown already
+        if shown and all(error.is_effect for error in first):  # of something already shown
             return ()
         if first and not self.finished and not all(error.survived for error in first):
             head = "not understood; the first errors are:"
@@ -174,7 +174,7 @@ class ErrorLines:
         return (head, *(f"  {error.description}" for error in first)) if first else ()
 
     def causes(self) -> list[ErrorLine]:
-        """Returns the errors that are no effects and that their process did not survive, exceptions first."""
+        """Returns errors that aren't effects and that their process didn't survive, exceptions first."""
         fatal = [error for error in self.errors() if error.kind == "thread" or not (error.survived or error.is_effect)]
         return sorted(fatal, key=lambda error: error.kind not in ("traceback", "thread"))
 

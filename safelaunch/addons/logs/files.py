@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 from msgspec import structs
 
-from safelaunch.addons.logs.lines import is_log, logs_in, looks_like_output, read_lines
+from safelaunch.addons.logs.foreign_texts import reject_foreign_texts
+from safelaunch.addons.logs.lines import is_log, logs_in
 from safelaunch.addons.logs.reader import read_logs
 from safelaunch.addons.logs.stacks import SavedStacks
-from safelaunch.bundle.reading.guard import STDIN, FoundEvidence, ReadLimits, Unreadable
-from safelaunch.bundle.reading.locate import GIVE, holds_nothing
+from safelaunch.bundle.reading.guard import FoundEvidence, ReadLimits
 from safelaunch.model import RankEvidence
 
 _LOG_BYTES = 512 << 20
-_NO_OUTPUT = (
-    "it is neither a bundle, nor Flight Recorder dumps, nor stacks, nor the log of a job: no line of it looks like the"
-    " output of a launcher, torch, Python or a training script"
-)
 
 
 class Texts:
@@ -31,7 +25,7 @@ class Texts:
         return is_log(path)
 
     def bounds(self, paths: Sequence[Path]) -> ReadLimits:
-        """What counts in the files is kept, of whatever size they are."""
+        """Reads files of any size: what matters in them is small."""
         size = sum(path.stat().st_size for path in paths)
         return ReadLimits(_LOG_BYTES, cpu_s=30 + (size >> 22))
 
@@ -51,7 +45,7 @@ class Texts:
 
 
 def _read_texts(paths: Sequence[Path], root: Path | None = None) -> FoundEvidence:
-    """What logs and saved stacks tell together."""
+    """Returns the combined evidence of logs and saved stacks."""
     saved = SavedStacks.of(paths, root)
     rest = [path for path in paths if path not in saved.whole]
     if not rest and (alone := saved.evidence()) is not None:
@@ -59,7 +53,7 @@ def _read_texts(paths: Sequence[Path], root: Path | None = None) -> FoundEvidenc
     printed = read_logs(rest, root)
     stacks = saved.evidence(only_named=bool(printed.evidence.ranks))
     if stacks is None and not (printed.evidence.ranks or printed.remarks):
-        _reject_other_texts(paths, root, printed)
+        reject_foreign_texts(paths, root, printed)
     if stacks is None or printed.evidence.ranks:
         return printed if stacks is None else _with_stacks(printed, stacks)
     return replace(stacks, remarks=(*stacks.remarks, *printed.remarks))
@@ -68,7 +62,7 @@ def _read_texts(paths: Sequence[Path], root: Path | None = None) -> FoundEvidenc
 def _join(
     first: FoundEvidence, second: FoundEvidence, both: Callable[[RankEvidence, RankEvidence], RankEvidence]
 ) -> FoundEvidence:
-    """What ``one`` tells, and beside it what ``other`` tells of the same job. ``both``: of a rank that is in both."""
+    """Merges evidence about the same job. ``both`` merges a rank that is in ``first`` and ``second``."""
     ranks = {rank.rank: rank for rank in first.evidence.ranks if rank.rank not in first.evidence.labels}
     for rank in second.evidence.ranks:
         ranks[rank.rank] = both(ranks[rank.rank], rank) if rank.rank in ranks else rank
@@ -96,46 +90,3 @@ def _join(
 
 def _with_stacks(logs: FoundEvidence, stacks: FoundEvidence) -> FoundEvidence:
     return _join(logs, stacks, lambda rank, stack: structs.replace(rank, main=stack.main, pid=rank.pid or stack.pid))
-
-
-# --- texts that no job has printed ------------------------------------------------------------------------------------
-
-_LINES_LOOKED_AT, _COLUMNS_LOOKED_AT = 400, 400
-_EMPTY = "an empty file"
-_KINDS = {
-    ".md": "Markdown", ".rst": "reStructuredText", ".html": "HTML", ".csv": "a table", ".json": "JSON", ".toml": "TOML",
-    ".yaml": "YAML", ".yml": "YAML", ".py": "Python source", ".ipynb": "a notebook", ".sh": "a shell script",
-    ".sbatch": "a shell script", ".slurm": "a shell script",
-}  # fmt: skip
-# At least five words without numbers, paths or assignments, as a person writes them.
-_PROSE = re.compile(r"[-*#>\s]*(?:[^\W\d_][\w'’-]*[.,;:!?)]* +\(?){4,}[^\W\d_][\w'’-]*[.,;:!?)]*")
-
-
-def _reject_other_texts(paths: Sequence[Path], root: Path | None, printed: FoundEvidence) -> None:
-    """Raises Unreadable for texts that no job has printed."""
-    kinds = dict.fromkeys(map(_kind_of, paths))
-    they_are = "it is" if len(paths) == 1 and root is None else "they are" if root is None else "its logs are"
-    if [*kinds] == [_EMPTY]:
-        raise Unreadable(f"{they_are} empty", GIVE)
-    if root is not None and ("" not in kinds or not printed.is_output):
-        raise holds_nothing(root)
-    if "" not in kinds:
-        raise Unreadable(f"{they_are} {' and '.join(kinds)}, not the output of a job", GIVE)
-    if not printed.is_output:
-        raise Unreadable(_NO_OUTPUT, GIVE)
-
-
-def _kind_of(path: Path) -> str:
-    """Returns the kind of a text that no job has printed; empty if a job might have printed it."""
-    if path == STDIN:
-        return ""
-    read = islice(read_lines(path, path.name), _LINES_LOOKED_AT)
-    lines = [line.text[:_COLUMNS_LOOKED_AT] for line in read if line is not None and line.text.strip()]
-    if not lines:
-        return _EMPTY
-    if kind := _KINDS.get(path.suffix.lower()):
-        return kind
-    if lines[0].startswith("#!"):
-        return "a script"
-    prose, of_a_job = sum(map(bool, map(_PROSE.fullmatch, lines))), sum(map(looks_like_output, lines))
-    return "prose" if 2 * prose > len(lines) >= 4 * of_a_job else ""

@@ -1,8 +1,8 @@
-"""The command that started a job, as a line of its output shows it, and the same job under safelaunch (pure).
+"""Translates the command that started a job, found in its output, to the same launch under safelaunch.
 
-Shells (``set -x``, a prompt), launchers (DeepSpeed's ``cmd = ...``), errors of ``subprocess`` and manifests show it.
-torchrun's options are safelaunch's own. Any other launcher, and a script that starts its ranks itself, run unchanged
-under ``safelaunch exec``. If srun starts the ranks, safelaunch starts each of them.
+Shells (``set -x``, prompts), launchers (DeepSpeed's ``cmd = ...``), ``subprocess`` errors and manifests print such
+commands. torchrun's options are also safelaunch's. Other launchers, and scripts that start their own ranks, run
+unchanged under ``safelaunch exec``. If srun starts the ranks, it starts a safelaunch for each of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AROUND = re.compile(
     r"srun|cd|source|export|env|exec|nohup|time|sudo|numactl|stdbuf|taskset|uv|poetry|conda|nsys"
     r"|docker|podman|apptainer|singularity|kubectl"
 )
-# What stands before a command: nothing, the mark of ``set -x``, a prompt, or a word that announces it.
+# Text before a command: nothing, the mark of ``set -x``, a prompt, or an announcement.
 _LEAD = re.compile(
     r"(?!\s*File \")\s*(?:\++ +|(?:\([\w.-]+\) ?)?(?:\[[^]]{1,80}\]|[^\s\[\]]{0,80})[$#%>] +"
     r"|.{0,200}?\b(?:cmd|command|args|argv|entrypoint|exec\w*|run|running|launch\w*|invok\w*)\b[\"'`:=\s]*?)??"
@@ -38,14 +38,14 @@ _USE_ENV = ("--use_env", "--use-env")
 _HOSTS = re.compile(r"--?(?:H|host|hosts|hostfile|machinefile|f)\b")
 _TOOLS = re.compile(r"(?:pip|venv|ensurepip|json|http|site|pytest|build|compileall|py_compile|zipfile)(?:\.|$)")
 _OPERATORS = ";<>|&"
-_STORE, _STORE_ON_HOST = "--cluster-store=29700", "--cluster-store=HOST:29700"  # srun and MASTER_ADDR tell the host
+_STORE, _STORE_ON_HOST = "--cluster-store=29700", "--cluster-store=HOST:29700"  # srun and MASTER_ADDR give the host
 
 
 def launch_of(text: str) -> tuple[str, ...]:
-    """Returns the words of a command that runs the job of this line under safelaunch; none if the line shows no launch.
+    """Returns the command that runs this line's job under safelaunch; empty if the line shows no launch.
 
     Args:
-        text: one line without the prefixes of ranks and times; or a command in several lines that end in backslashes
+        text: one line without prefixes, or a command in several lines that end in backslashes
     """
     if (".py" not in text and "-m" not in text) or len(text) > _MOST or not _HINT.search(text):
         return ()
@@ -56,33 +56,33 @@ def launch_of(text: str) -> tuple[str, ...]:
 
 
 def best_launch(current: tuple[str, ...], text: str) -> tuple[str, ...]:
-    """Returns the better of the launch that earlier lines have shown and that of this line: the first with a launcher,
-    else the last script (the others might only prepare its data).
+    """Returns the better of an earlier launch and this line's: the first launcher, else the last script.
+
+    Earlier scripts might only prepare data.
     """
     return (launch_of(text) if not current or _is_script(current) else ()) or current
 
 
 def _is_script(launch: Sequence[str]) -> bool:
-    """Returns whether Python runs a script, without a launcher."""
     return re.search(r" -- (?:\S*/)?python[\d.]* (?!.*-m \S*(?:launch|run)\b)", " ".join(launch)) is not None
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """Yields the commands of a shell's line, or the one in a list; none if they are incomplete."""
+    """Yields the commands in a shell line or a printed list, if complete."""
     is_list = text.startswith("[")
     if not is_list and ("$(" in text or "`" in text or text.endswith("\\")):
         return
-    text = text[1 : text.rfind("]")] if is_list else re.sub(r"(?<=\s)\d(?=>)", "", text)  # the number of a descriptor
+    text = text[1 : text.rfind("]")] if is_list else re.sub(r"(?<=\s)\d(?=>)", "", text)  # removes file descriptors
     tokens = shlex.shlex(text, posix=True, punctuation_chars="" if is_list else _OPERATORS)
     tokens.whitespace_split, tokens.commenters, tokens.whitespace = True, "", ", \t" if is_list else " \t"
-    with suppress(ValueError):  # a quote that does not end
+    with suppress(ValueError):  # an unclosed quote
         for is_operator, words in groupby(tokens, lambda word: bool(word) and not word.strip(_OPERATORS)):
             if not is_operator:
                 yield list(takewhile("#".__ne__, words))
 
 
 def _under_safelaunch(words: Sequence[str]) -> tuple[str, ...]:
-    """Returns one command under safelaunch, with its variables and wrappers (srun); none if it starts no job."""
+    """Returns a command under safelaunch, with its variables and wrappers (srun); empty if it starts no job."""
     names = [word.rpartition("/")[2] if not word.startswith("-") else "" for word in words]
     assigned = next((n for n, word in enumerate(words) if not _ASSIGNED.match(word)), 0)
     at = next((n for n, name in enumerate(names) if n >= assigned and _PROGRAM.fullmatch(name)), -1)
@@ -96,10 +96,10 @@ def _under_safelaunch(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _translated(words: Sequence[str], name: str, in_srun: bool) -> tuple[str, ...]:
-    """Returns the command from its program on.
+    """Returns the translated command, from its program on.
 
     Args:
-        in_srun: srun starts the command once for each of its tasks
+        in_srun: srun starts the command once per task
     """
     options = next((n for n, word in enumerate(words[1:], 1) if not word.startswith("-") or word == "-m"), len(words))
     of_python, rest = name.startswith("python"), words[options:]

@@ -1,4 +1,4 @@
-"""How launchers, shells, clusters and the kernel report the end of a job's processes."""
+"""Reports of launchers, shells, clusters and the kernel about the end of a job's processes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import re
 import signal
 
 from safelaunch.addons.logs.launch_line import best_launch
-from safelaunch.addons.logs.lines import LOCAL, MAX_RANKS, LogEntry, LogLine, Speaker
+from safelaunch.addons.logs.lines import MAX_RANKS, LogLine
 from safelaunch.addons.logs.records import LoggedJob, RankEnd, SpeakerOutput, local_label, of_shell, was_terminated
+from safelaunch.addons.logs.speakers import LOCAL, LogEntry, Speaker
 from safelaunch.addons.logs.tracebacks import SIGNALS, OpenTraceback
 from safelaunch.model import RankException, Rendezvous
 from safelaunch.stacks import frames as fr
@@ -29,7 +30,7 @@ _WORLD = re.compile(
 )
 
 # --- torchrun, torch.multiprocessing, DeepSpeed -----------------------------------------------------------------------
-# What arguments and configurations print of a job on several nodes.
+# Printed in arguments and configurations of multi-node jobs.
 _NODES_HINTS = ("nodes", "machines", "node_rank", "machine_rank")
 _MULTI_NODE = re.compile(
     r"\b(?:(?:min|max)_nodes|nnodes|num_(?:nodes|machines))['\"]?\s*[:=]\s*(?!1\b)\d"
@@ -43,7 +44,7 @@ _KILLED_BY_LAUNCHER = re.compile(r"Unable to shutdown process (?P<pid>\d+) via")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal")
 _RESTART = re.compile(r"will restart worker group|Restarting worker group")
 _SPAWNED = re.compile(r"process (?P<rank>\d+) terminated with (?:signal (?P<signal>SIG\w+)|exit code (?P<code>\d+))")
-# DeepSpeed names the command of its last process there, whichever has failed.
+# DeepSpeed names the command of its last process here, not of the failed one.
 _DEEPSPEED = re.compile(r"launch\.py:\d+:sigkill_handler\].*exits with return code = (?P<code>-?\d+)")
 
 # --- exceptions of launchers ------------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ _SENT_WHEN = {
     "SIGINT": "which Ctrl-C sends",
     "SIGTERM": "which a scheduler sends, or kill",
 }
-# c10d's store, of torchrun's agents or of the ranks, does not answer.
+# c10d's store, run by torchrun's agents or by the ranks, doesn't answer.
 _STORE_ADDRESS = re.compile(
     r"(?:while trying to connect to|failed to connect to|Connection to) \(?\[?(?P<host>[\w.-]+)\]?"
     r"[,:]+ ?(?P<port>\d{2,5})"
@@ -79,10 +80,10 @@ _RANK_ENDED = re.compile(
     r"|has exited due to process rank (?P<aborted>\d{1,5})\b"
 )
 _PROCESS_NAME = re.compile(r"\s*Process name: (?:\[\[\d+,\d+\],)?(?P<rank>\d{1,6})\]?$")
-_CODE = re.compile(r"\s*[Ee]xit [Cc]ode: +(?P<code>\d{1,3})$")  # of that, or of a container
+_CODE = re.compile(r"\s*[Ee]xit [Cc]ode: +(?P<code>\d{1,3})$")  # of an MPI process or a container
 
 # --- Slurm, Ray, Kubernetes, shells, the kernel -----------------------------------------------------------------------
-# Launchers of clusters, and libraries that watch their processes, in all their wordings.
+# All wordings of cluster launchers, and of libraries that watch their processes.
 _DIED = re.compile(
     r"(?P<label>\b(?i:rank|task|process|worker|pid)\b)[ :=#]{1,2}\[?(?P<number>\d{1,9})\]?\)?[^\d\n]{0,60}?"
     r"(?:\b(?i:died|killed|terminated|exited|ended|failed|crashed|aborted|received|caught)\b)[^\d\n]{0,40}?"
@@ -95,18 +96,18 @@ _TASK_ENDED = re.compile(
 )
 _CANCELLED = re.compile(r"\*\*\* (?:JOB .* CANCELLED|STEP .* CANCELLED .* DUE TO )")
 _STOPPING = re.compile(r"srun: (?:Terminating |Force Terminated |Job step aborted)|\*\*\* (?:JOB|STEP) .* CANCELLED")
-# Reports of a shell about its own child, of kubectl about a container, of Slurm about a step.
+# Shells about a child, kubectl about a container, Slurm about a step.
 _KILLED = re.compile(
     r"(?:\S+: line \d+: +)?(?P<pid>\d+)? *(?P<how>Killed|Segmentation fault|Aborted|Bus error|Illegal instruction"
     r"|Floating point exception)(?: \(core dumped\))?(?:$| {2,})"
 )
 _OOM_KILLED = re.compile(r"\bOOM[ -]?Killed\b|Detected \d+ oom[-_]kill event", re.IGNORECASE)
 _KERNEL_KILL = re.compile(r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)")
-# GPUs that are lost or broken; other numbers are mostly the application's own.
+# Lost or broken GPUs. The application causes most other Xids.
 _XID = re.compile(r"NVRM: Xid \(.*\): (?P<number>48|79|94|95|119), pid='?(?P<pid>\d+)")
 _RAY_MEMORY = re.compile(r"where the task \(.*\bpid=(?P<pid>\d+).* was (?:running|killed)")
 _RAY_RANK = re.compile(r"(?:ip=(?P<ip>[\w.:]+), )?pid=(?P<pid>\d+)\)[^)\n]{0,40}world_rank=(?P<rank>\d{1,5})\b")
-_RAY_OWN_RANK = re.compile(r"env:// \[rank=(?P<rank>\d{1,5}), world_size=")  # of the worker that prints it
+_RAY_OWN_RANK = re.compile(r"env:// \[rank=(?P<rank>\d{1,5}), world_size=")  # rank of the worker that prints it
 _RAY_DEAD = re.compile(
     r"Worker PID: (?P<pid>\d+) Worker exit type: (?!INTENDED)"
     r"(?:.*[Ee]xit code:? (?P<code>\d+)|.*(?P<memory>low on memory))?"
@@ -114,24 +115,24 @@ _RAY_DEAD = re.compile(
 
 
 class Launchers:
-    """Collects the ends of processes that launchers, clusters and the kernel report."""
+    """Collects reports about the end of processes."""
 
     def __init__(self, job: LoggedJob) -> None:
         self.job = job
-        self.cancelled = False  # from outside, before anything failed: later reports are effects
-        self._stopping = False  # Slurm ends the other tasks of the step
+        self.cancelled = False  # from outside, before any failure: later reports are effects
+        self._stopping = False  # Slurm is ending the other tasks of the step
         self._local: list[tuple[int, RankEnd]] = []  # by local rank
-        self._tasks: list[tuple[int, RankEnd]] = []  # Slurm's: ranks, unless one of them is a launcher
-        self._stopped: dict[Speaker | None, set[str]] = {}  # pids that a launcher of torch stopped after a failure
-        self._force_killed: set[int] = set()  # pids that a launcher had to kill
-        self._spawned: dict[int, LogLine] = {}  # processes whose tracebacks follow
-        self._first_end: dict[str, LogLine] = {}  # where a launcher, by its pid, reported its first failure
-        self._first_ended: int | None = None  # the process that mpirun saw end first
-        self._command = ""  # beginning of a command in several lines
-        self.is_multi_node = False  # arguments or a configuration show that the job has several nodes
+        self._tasks: list[tuple[int, RankEnd]] = []  # Slurm tasks: these are ranks unless one is a launcher
+        self._stopped: dict[Speaker | None, set[str]] = {}  # pids that torchrun stopped after a failure
+        self._force_killed: set[int] = set()  # pids that a launcher killed with SIGKILL
+        self._spawned: dict[int, LogLine] = {}  # child processes whose tracebacks follow
+        self._first_end: dict[str, LogLine] = {}  # first failure that each launcher reported, by its pid
+        self._first_ended: int | None = None  # process that mpirun saw end first
+        self._command = ""  # start of a multi-line command
+        self.is_multi_node = False  # according to arguments or a configuration
 
     def read_line(self, entry: LogEntry) -> None:
-        """Takes a line that may report an end."""
+        """Reads a line that might report an end."""
         self._read_torch(entry)
         self._read_mpi(entry)
         self._read_end(entry)
@@ -146,7 +147,7 @@ class Launchers:
             self.job.remark(next(filter(None, match.groups())), entry.line)
 
     def read_fragment(self, output: SpeakerOutput, entry: LogEntry) -> None:
-        """Takes a line of a summary, a command or a configuration, which means nothing by itself."""
+        """Reads a line of a summary, command or configuration, which means nothing alone."""
         text, job = entry.text, self.job
         if (field := _FIELD.match(text)) is not None:
             output.block[field["name"]] = field["value"].strip()
@@ -168,7 +169,7 @@ class Launchers:
             job.world = max(job.world, min(int(match["world"]), MAX_RANKS))
 
     def end_block(self, output: SpeakerOutput, speaker: Speaker | None) -> None:
-        """Notes one failure of torchrun's summary, which is complete."""
+        """Records a failure from torchrun's summary, which ends with this line."""
         block, output.block = output.block, {}
         rank = re.match(r"(\d+)", block.get("rank", ""))
         code = re.match(r"(-?\d+)(?: +\(pid: (\d+)\))?", block.get("exitcode", ""))
@@ -180,8 +181,9 @@ class Launchers:
                 self.job.first_ranks[speaker] = int(rank[1]) - int(local[1])
 
     def earlier_failure(self, entry: LogEntry) -> LogLine | None:
-        """Returns the first failure that a launcher reported, if this line reports a second one: it has restarted its
-        ranks in between, and what ended them before did not end the job.
+        """Returns the first failure that a launcher reported, if this line reports another one.
+
+        The launcher restarted its ranks in between, so the earlier failure didn't end the job.
         """
         launcher = _LAUNCHER_PID.match(entry.text) if _EXIT.search(entry.text) else None
         if launcher is None:
@@ -202,7 +204,7 @@ class Launchers:
         return True
 
     def note_exception(self, traceback: OpenTraceback, error: RankException) -> bool:
-        """Notes an exception of a launcher, or of processes that did not meet.
+        """Records an exception of a launcher, or of a failed rendezvous.
 
         Returns:
             False if a rank raised it
@@ -225,7 +227,7 @@ class Launchers:
             if kind == "SignalException" and (sent := _SIGNALLED.match(error.message)):
                 name = sent["signal"] if not sent["signal"].isdigit() else signal_name(-int(sent["signal"]))
                 job.remark(", ".join(filter(None, (f"torchrun got {name}", _SENT_WHEN.get(name)))), line)
-        elif files and files[0].endswith("/torch/multiprocessing/spawn.py"):  # the ranks' parent
+        elif files and files[0].endswith("/torch/multiprocessing/spawn.py"):  # in the parent of the ranks
             if match := _SPAWNED.search(error.message):
                 code = _code_of(match["code"], match["signal"])
                 if self.is_multi_node:
@@ -237,14 +239,14 @@ class Launchers:
         return True
 
     def finish(self) -> None:
-        """Gives ranks to the ends that came with other numbers."""
+        """Assigns ranks to ends that were reported under other numbers."""
         job = self.job
         for rank, line in self._spawned.items():
-            if rank not in job.outputs or not job.outputs[rank].errors:  # its end is not in the log
+            if rank not in job.outputs or not job.outputs[rank].errors:  # the log doesn't have its end
                 job.note_end(rank, 1, line)
         pids = {finish.pid for finish in job.ends.values()} - {0}
         local = [finish for _, finish in self._local]
-        for node, stopped in self._stopped.items():  # torchrun lists all processes of its node: failed ones and others
+        for node, stopped in self._stopped.items():  # torchrun lists all processes of its node, failed or not
             failed = {str(finish.pid) for finish in (*job.ends.values(), *local) if finish.reporter == node}
             job.world = max(job.world, len(failed | stopped) - ("0" in failed))
         if None not in job.first_ranks and not self._is_multi_node():
@@ -270,7 +272,7 @@ class Launchers:
             job.unplaced.setdefault(name if name in job.outputs else local_label(node, local), finish)
 
     def _is_multi_node(self) -> bool:
-        """Returns whether the launcher's processes are not all of the job."""
+        """Returns whether the launcher has only some of the job's processes."""
         stopped = self._stopped.get(None, set()) | {
             str(finish.pid) for _, finish in self._local if finish.reporter is None
         }
@@ -280,14 +282,14 @@ class Launchers:
         return bool(asked or self.job.files or self._tasks) or world > len(stopped)
 
     def _read_torch(self, entry: LogEntry) -> None:
-        """Hears torchrun, torch.multiprocessing and DeepSpeed."""
+        """Reads reports of torchrun, torch.multiprocessing and DeepSpeed."""
         text, line, job = entry.text, entry.line, self.job
         if match := _EXIT.search(text):
             finish = RankEnd(int(match["code"]), line, int(match["pid"]), root=True, reporter=entry.speaker)
             self._local.append((int(match["rank"]), finish))
         if match := _DEEPSPEED.search(text):
             job.failed_speakers.add(entry.speaker)
-            job.remarks.pop("Killing subprocess", None)  # this gives the reason
+            job.remarks.pop("Killing subprocess", None)  # this line gives the reason
             job.note_unplaced("" if entry.speaker else "a process of DeepSpeed's", int(match["code"]), entry)
         if (match := CHILD_ERROR.match(text)) and int(match["rank"]) < MAX_RANKS and not self.is_multi_node:
             self._spawned.setdefault(int(match["rank"]), line)
@@ -297,7 +299,6 @@ class Launchers:
             self._stopped.setdefault(entry.speaker, set()).add(match["pid"])
 
     def _read_mpi(self, entry: LogEntry) -> None:
-        """Hears Lightning, Composer, mpirun and MPI."""
         if match := _RANK_ENDED.search(entry.line.text):
             code = int(match["code"] or 1) * (-1 if match["signal"] else 1)
             self.job.note_end(int(match["rank"] or match["aborts"] or match["aborted"]), code, entry.line)
@@ -305,7 +306,7 @@ class Launchers:
             self._first_ended = int(match["rank"])
 
     def _read_end(self, entry: LogEntry) -> None:
-        """Hears Slurm, shells, kubectl, and other programs that report the end of a process."""
+        """Reads reports of Slurm, shells, kubectl and other programs."""
         text, job = entry.text, self.job
         if match := _TASK_ENDED.search(text):
             self._note_tasks(match, entry.line)
@@ -347,7 +348,7 @@ class Launchers:
         job = self.job
         if match := _RAY_RANK.search(entry.text):
             rank = int(match["rank"])
-            differs = job.ray_ranks.get(match["pid"], rank) != rank  # on another host
+            differs = job.ray_ranks.get(match["pid"], rank) != rank  # same pid on another host
             job.ray_ranks[match["pid"]] = -1 if differs else rank
             job.ray_ranks[f"{match['pid']}, ip={match['ip']}"] = rank
         if match := _RAY_DEAD.search(entry.text):
@@ -359,7 +360,7 @@ class Launchers:
                 job.unplaced.setdefault(f"process {match['pid']}", finish)
 
     def _note_rendezvous(self, raised_error: RankException, line: LogLine) -> None:
-        """Notes that processes did not meet; the store where they were to do so may not answer."""
+        """Records a failed rendezvous, and the address of the store if it didn't answer."""
         match = _STORE_ADDRESS.search(raised_error.message) or _STORE_ADDRESS.search(raised_error.text)
         earlier = self.job.rendezvous
         if earlier is None or (match and not earlier.store):
@@ -374,10 +375,9 @@ class Launchers:
 
 
 def exception_line(error: RankException) -> str:
-    """Returns the line that Python prints of it."""
+    """Returns the line that Python prints for an exception."""
     return f"{error.type}: {error.message}" if error.message else error.type
 
 
 def _code_of(code: str | None, name: str | None) -> int:
-    """Returns a returncode from one of these, and 0 if the signal of that name is not known."""
     return int(code or -getattr(signal, name or "", 0))

@@ -1,7 +1,6 @@
-"""Records of what a job has printed: of a process, of an end that a launcher reports, and of the whole job.
+"""Records of what a log reports: about one speaker, about the end of a rank, and about the whole job.
 
-Lines without a prefix have no rank until torchrun's summary names those that failed. Nothing is kept but what reports
-an end, so that a log of any size takes little memory.
+They keep only what bears on an end, so that logs of any size take little memory.
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from safelaunch.addons.logs.error_lines import ErrorLines
-from safelaunch.addons.logs.lines import LOCAL, LogEntry, LogLine, Speaker
+from safelaunch.addons.logs.lines import LogLine
+from safelaunch.addons.logs.speakers import LOCAL, LogEntry, Speaker
 from safelaunch.addons.logs.tracebacks import MOST_MESSAGE, Crash, LinesAfter, OpenTraceback
 from safelaunch.model import Frame, RankException, Rendezvous
+from safelaunch.stacks.failures import KnownFailure, first_failure
 from safelaunch.verdict.exceptions import is_consequence
 
 MOST_WARNINGS = 40
@@ -28,7 +29,7 @@ class WatchdogReport:
 
     description: str = ""
     group_rank: int | None = None
-    seq: int = 0  # number of the call that timed out
+    seq: int = 0  # sequence number of the call that timed out
     op: str = ""
     frames: list[Frame] = field(default_factory=list)  # innermost first
     size: int | None = None
@@ -39,7 +40,7 @@ class WatchdogReport:
 
 @dataclass
 class SpeakerOutput:
-    """Lines of one speaker that matter."""
+    """Relevant output of one speaker."""
 
     first: LogLine
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_TAIL))
@@ -47,31 +48,31 @@ class SpeakerOutput:
     warnings: list[tuple[LogLine, str]] = field(default_factory=list)
     groups: dict[str, WatchdogReport] = field(default_factory=dict)
     watchdog: LogLine | None = None
-    timed_out: bool = False  # its later exceptions are effects
+    timed_out: bool = False  # a collective timed out, so later exceptions are effects
     last: LogLine | None = None
-    abort_line: LogLine | None = None  # reason of an abort
+    abort_line: LogLine | None = None  # gives the reason for an abort
     traceback: OpenTraceback | None = None
-    before: str = ""  # the previous line
-    node: str = ""  # or container
-    after: LinesAfter = field(default_factory=LinesAfter)  # lines after the newest of ``raised``
+    before: str = ""  # previous line
+    node: str = ""  # name of the node or container
+    after: LinesAfter = field(default_factory=LinesAfter)  # lines after the latest of ``errors``
     crashes: list[Crash] = field(default_factory=list)
     block: dict[str, str] = field(default_factory=dict)  # fields of one failure in a launcher's summary
     block_at: LogLine | None = None
     block_root: bool = False
-    earlier: list[tuple[OpenTraceback, RankException]] = field(default_factory=list)  # before the launcher's restart
-    heads: int = 0  # number of first lines of tracebacks
+    earlier: list[tuple[OpenTraceback, RankException]] = field(default_factory=list)  # errors before a restart
+    heads: int = 0  # number of tracebacks begun
     hosts: set[str] = field(default_factory=set)  # possible names of its host
-    steps: dict[str, int] = field(default_factory=dict)  # highest number printed, by the word for steps
+    steps: dict[str, int] = field(default_factory=dict)  # highest step printed, by the word used for steps
     socket_at: LogLine | None = None
-    socket: str = ""  # newest report of c10d about a socket
+    socket: str = ""  # c10d's latest report about a socket
 
     @property
     def end(self) -> LogLine | None:
-        """The line where its process seems to have ended."""
+        """The line at which the process seems to have ended."""
         return self.errors[-1][0].line if self.errors else self.crashes[-1].line if self.crashes else None
 
     def fail(self, line: LogLine, kind: str, what: str) -> None:
-        """Notes an error that a library prints and no traceback shows."""
+        """Records an error that a library printed without a traceback."""
         traceback = OpenTraceback(line, [line.text], False, LogEntry(line, line.text, None, timed=False))
         self.note(traceback, RankException(kind, what, 0.0))
 
@@ -80,7 +81,7 @@ class SpeakerOutput:
         self.after = LinesAfter.of(traceback.lines[-1], self.tail)
 
     def absorb(self, other: SpeakerOutput) -> None:
-        """Adds lines of the same process that have another prefix."""
+        """Merges output of the same process under another prefix."""
         if other.errors:
             self.errors, self.after = [*self.errors, *other.errors], other.after
         self.tail.extend(other.tail)
@@ -89,78 +90,80 @@ class SpeakerOutput:
         self.hosts |= other.hosts
 
     def restart(self) -> None:
-        """Drops its failures, which did not end the job."""
+        """Drops failures that didn't end the job."""
         self.errors, self.crashes, self.groups, self.watchdog, self.traceback = [], [], {}, None, None
         self.timed_out = False
 
     def restart_after(self, number: int) -> None:
-        """Keeps its failures before this line apart from those after it."""
+        """Moves errors before the launcher's restart in line ``number`` to ``earlier``."""
         self.earlier += [pair for pair in self.errors if pair[0].line.number < number]
         self.errors = [pair for pair in self.errors if pair[0].line.number > number]
         self.crashes = [crash for crash in self.crashes if crash.line.number > number]
 
     def final_error(self, *, has_failed: bool) -> tuple[OpenTraceback, RankException] | None:
-        """Returns its last exception if that ended it.
+        """Returns the last exception if it ended the process.
 
         Args:
-            has_failed: something else reports that its process has failed
+            has_failed: another source reports that the process failed
         """
         return self.errors[-1] if self.errors and self.after.is_end(self.errors[-1][1], has_failed=has_failed) else None
 
     def final_crash(self, *, has_failed: bool) -> Crash | None:
-        """Returns what faulthandler printed at its end."""
+        """Returns faulthandler's last output if the process ended there."""
         return self.crashes[-1] if self.crashes and self.crashes[-1].is_end(has_failed=has_failed) else None
 
 
 @dataclass
 class RankEnd:
-    """How a rank ended, by its launcher."""
+    """How a rank ended, as its launcher reports it."""
 
     code: int
     line: LogLine
     pid: int = 0
     host: str = ""
-    root: bool = False  # the first that the launcher saw fail
-    reporter: Speaker | None = None  # speaker of the launcher's lines: of several nodes, each has a launcher
-    stopped: bool = False  # by the launcher
-    time: str = ""  # as torchrun's summary prints it, if it does
+    root: bool = False  # first failure that the launcher saw
+    reporter: Speaker | None = None  # speaker of the launcher's lines; each node can have a launcher
+    stopped: bool = False  # the launcher stopped it
+    time: str = ""  # from torchrun's summary
 
 
 @dataclass
 class LoggedJob:
-    """What the output of a job has reported."""
+    """Everything that a job's output reports."""
 
     outputs: dict[Speaker | None, SpeakerOutput] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)
-    unplaced: dict[str, RankEnd] = field(default_factory=dict)  # processes without a rank, by their names in the log
+    unplaced: dict[str, RankEnd] = field(default_factory=dict)  # ends of processes without a rank, by their label
     events: ErrorLines = field(default_factory=ErrorLines)
-    launch: tuple[str, ...] = ()  # the command that runs it under safelaunch
-    files: set[str] = field(default_factory=set)  # each might be the output of a node
-    labels: dict[str, set[int]] = field(default_factory=dict)  # other names in the lines of ranks
+    launch: tuple[str, ...] = ()  # command that runs the job under safelaunch
+    files: set[str] = field(default_factory=set)  # files that might each be a node's output
+    labels: dict[str, set[int]] = field(default_factory=dict)  # second names of ranks in prefixes
     rendezvous: Rendezvous | None = None
     rendezvous_at: LogLine | None = None
-    native: int = 0  # number of frames of C functions
-    xids: list[tuple[int, str, LogLine]] = field(default_factory=list)  # pid, number
-    kills: dict[int, str] = field(default_factory=dict)  # the kernel's words, by pid
-    ray_ranks: dict[str, int] = field(default_factory=dict)  # ranks of Ray's workers, by pid
+    native: int = 0  # number of C frames
+    xids: list[tuple[int, str, LogLine]] = field(default_factory=list)  # (pid, Xid number, line)
+    kills: dict[int, str] = field(default_factory=dict)  # the kernel's message by pid
+    ray_ranks: dict[str, int] = field(default_factory=dict)  # ranks of Ray's workers by pid; -1 if ambiguous
     world: int = 0
-    assumes_one_node: bool = False  # nothing shows others: local ranks count as ranks
-    failed_speakers: set[Speaker | None] = field(
-        default_factory=set
-    )  # speakers whose launcher reports a failed process
+    assumes_one_node: bool = False  # no sign of other nodes, so local ranks count as ranks
+    # Speakers whose launcher reports a failed process.
+    failed_speakers: set[Speaker | None] = field(default_factory=set)
     absent: set[int] = field(default_factory=set)
     first_ranks: dict[Speaker | None, int] = field(default_factory=dict)  # first rank of each node
-    remarks: dict[str, str] = field(default_factory=dict)  # and the places of the first of each
-    nccl_places: dict[str, tuple[int, int]] = field(default_factory=dict)  # size and rank in the largest communicator
+    remarks: dict[str, str] = field(default_factory=dict)  # text -> place of its first occurrence
+    nccl_places: dict[str, tuple[int, int]] = field(default_factory=dict)  # (size, rank) in the largest communicator
     nccl_failed: LogLine | None = None
-    nccl_messages: list[tuple[LogLine, str]] = field(
-        default_factory=list
-    )  # warnings, and the last error, of all speakers
-    failed_hosts: dict[str, LogLine] = field(default_factory=dict)  # as Slurm reports them
-    closed_by: dict[str, LogLine] = field(default_factory=dict)  # hosts that closed connections of others
+    # Warnings and last errors of all speakers.
+    nccl_messages: list[tuple[LogLine, str]] = field(default_factory=list)
+    failed_hosts: dict[str, LogLine] = field(default_factory=dict)  # reported by Slurm
+    closed_by: dict[str, LogLine] = field(default_factory=dict)  # hosts that closed connections
+
+    @property
+    def nccl_failure(self) -> KnownFailure | None:
+        return first_failure(text for _, text in self.nccl_messages)
 
     def process(self, speaker: Speaker | None, line: LogLine) -> SpeakerOutput:
-        """Returns the record of a speaker; ``line`` is its first if there is none yet."""
+        """Returns the output record of a speaker, a new one if ``line`` is its first."""
         if (output := self.outputs.get(speaker)) is None:
             output = self.outputs.setdefault(
                 speaker if len(self.outputs) < _MOST_SPEAKERS else None, SpeakerOutput(line)
@@ -168,11 +171,11 @@ class LoggedJob:
         return output
 
     def note_end(self, rank: int, code: int, line: LogLine, pid: int = 0) -> None:
-        """Notes the end of a rank, unless one is known."""
+        """Records the end of a rank, unless there is one already."""
         self.ends.setdefault(rank, RankEnd(code, line, pid, root=True))
 
     def note_unplaced(self, label: str, code: int, entry: LogEntry) -> None:
-        """Notes the end of a process whose rank the line does not give."""
+        """Records the end of a process whose rank the line doesn't give."""
         if code and isinstance(entry.speaker, int) and not label:
             self.note_end(entry.speaker, of_shell(code), entry.line)
         elif code:
@@ -183,15 +186,15 @@ class LoggedJob:
             self.remarks.setdefault(" ".join(text.split())[:_MOST_REMARK], line.where)
 
     def nodes(self) -> set[Speaker | None]:
-        """Returns the speakers of several ranks: those of launchers, and of processes that have a local rank."""
+        """Returns speakers that stand for several ranks: launchers, and prefixes with local ranks."""
         local = (name.partition(LOCAL)[0] for name in self.outputs if isinstance(name, str) and LOCAL in name)
         speakers = {*self.files, *self.failed_speakers, *(end.reporter for end in self.ends.values()), *local}
         tasks = {name for name in self.outputs if isinstance(name, str) and name.isdigit()}
-        # If one of the tasks raises and is without a launcher, it is a rank, and so are all.
+        # If a task without a launcher raises, it is a rank, and so are all tasks.
         return speakers - tasks if any(self.outputs[name].errors for name in tasks - speakers) else speakers
 
     def rank_of(self, name: str) -> int | None:
-        """Returns the rank of a process or task, if a line gives it."""
+        """Returns the rank of a process or task, if some line gives it."""
         node, _, local = name.partition(LOCAL)
         if local:
             first = self.first_ranks.get(node or None)
@@ -207,14 +210,16 @@ class LoggedJob:
         return int(name) if name.isdecimal() and len(name) < 6 else None
 
     def restore_previous_attempt(self) -> None:
-        """If the last attempt raised nothing but effects, takes the errors of the one before it, which ended that."""
+        """Restores the previous attempt's root errors if the last attempt raised nothing but effects."""
         if all(is_consequence(error) for output in self.outputs.values() for _, error in output.errors):
             for output in self.outputs.values():
                 output.errors = [pair for pair in output.earlier if not is_consequence(pair[1])] or output.errors
 
     def accept_last_errors(self) -> bool:
-        """Takes the last exception for the end of its process, though that printed more afterwards: no line shows that
-        the job worked on. Returns False if there is none.
+        """Treats last exceptions as final although more output follows, unless the job finished.
+
+        Returns:
+            False if there are none
         """
         if self.events.finished:
             return False
@@ -230,7 +235,7 @@ class LoggedJob:
         return bool(raisers)
 
     def note_failed_rendezvous(self) -> None:
-        """Notes a failed rendezvous if the last line of an unnamed process is that it could not reach its store."""
+        """Records a failed rendezvous if an unnamed process's last line says that it couldn't reach its store."""
         output = self.outputs.get(None)
         if (
             self.rendezvous is None
@@ -245,15 +250,15 @@ class LoggedJob:
 
 
 def of_shell(code: int) -> int:
-    """Returns the code of a process of which a shell, or a container, reports 128 and the number of its signal."""
+    """Converts a shell's or container's exit code (128 + signal) to a returncode."""
     return 128 - code if 128 < code < 160 else code
 
 
 def was_terminated(code: int) -> bool:
-    """Returns whether SIGTERM ended it, which a launcher sends to the others."""
+    """Returns whether SIGTERM ended the process: a launcher sends it to the remaining ranks."""
     return of_shell(code) == -signal.SIGTERM
 
 
 def local_label(node: str, local: str | int) -> str:
-    """Returns the name of a process of which nothing but the local rank is known."""
+    """Returns the label of a process of which only the local rank is known."""
     return f"local rank {local} of {node}" if node else f"local rank {local}"

@@ -1,12 +1,12 @@
-"""Finds the stacks of processes in a text: what py-spy, faulthandler, gdb and pystack print, pasted in any order.
+"""Finds the stacks of processes in pasted text, in any order.
 
 - ``py-spy dump``, also ``--native``, ``--json`` and ``--subprocesses``; ``py-spy record -f raw``
-- ``faulthandler``, and torch's own that are made with it
-- gdb's ``py-bt`` and ``thread apply all py-bt``; of ``thread apply all bt``, the Python frames that it shows
+- ``faulthandler``, also as torch calls it
+- gdb's ``py-bt`` and ``thread apply all py-bt``; Python frames of ``thread apply all bt``
 - ``pystack remote``, also ``--native``
 
-Lines between them may tell whose they are: ``=== PID 7 ===``, ``--- rank 3 ---``, ``RANK=3``,
-``$ py-spy dump --pid 7``. So may a prefix before each line: ``[rank3]: ``.
+Lines between stacks can name the process: ``=== PID 7 ===``, ``--- rank 3 ---``, ``RANK=3``,
+``$ py-spy dump --pid 7``. So can a prefix of each line: ``[rank3]: ``.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ _QUOTE = re.compile(r"^\s*(?:[>|] ?)+")
 
 @dataclass
 class SavedThread:
-    """``frames``: innermost first. ``begun``: its innermost frame is there."""
+    """A thread in a saved stack."""
 
     name: str = ""
     tid: int = 0
     active: bool = False
-    frames: list[Frame] = field(default_factory=list)
-    has_innermost: bool = True
+    frames: list[Frame] = field(default_factory=list)  # innermost first
+    has_innermost: bool = True  # False if the stack lost its header, and perhaps frames with it
 
     @property
     def is_main(self) -> bool:
-        """It runs the script, as far as its name, or else its outermost frame, shows."""
+        """True if it runs the script, judged by its name or else its outermost frame."""
         python = [frame for frame in self.frames if frame.line]
         return self.name == MAIN or bool(not self.name and python and python[-1].function in _SCRIPTS)
 
 
 @dataclass
 class SavedProcess:
-    """``hints``: the lines before it that may tell whose it is. ``speaker``: the prefix of all its lines."""
+    """A process in a saved stack."""
 
     pid: int = 0
     command: str = ""
-    hints: list[str] = field(default_factory=list)
-    speaker: str = ""
+    hints: list[str] = field(default_factory=list)  # lines before it that might identify it
+    speaker: str = ""  # prefix of all its lines
     parent: int = 0
-    ended: bool = False  # its stacks are where it ended, not where it is
+    ended: bool = False  # the stacks are from its end
     threads: list[SavedThread] = field(default_factory=list)
 
     @property
@@ -72,7 +72,7 @@ _MOST_LINE, _MOST_RAW, _MOST_HINT = 1 << 12, 1 << 15, 1 << 8  # characters
 _PROCESS = re.compile(r"Process (?P<pid>\d{1,9}): (?P<command>.*)")
 _PARENT = re.compile(r"Parent Process (?P<pid>\d{1,9}): ")
 _END_OF_GDB = re.compile(r"\[Inferior \d+ \(process (?P<pid>\d{1,9})\) detached\]")
-# A header of a thread, and the frames that belong to it. In those called ``last``, the innermost frame is the last one.
+# Headers of threads, and frames. ``last`` matches if the innermost frame comes last.
 _SPIED = re.compile(r'Thread (?P<tid>0x[0-9A-Fa-f]{1,16}|\d{1,20}) \((?P<state>[\w+]+)\)(?:: "(?P<name>.*)")?$')
 _HANDLED = re.compile(
     r"(?:Current thread|Thread) (?P<tid>0x[0-9a-f]{1,16})(?: \[.*\])? \(most recent call (?:first|(?P<last>last))\):"
@@ -108,7 +108,7 @@ _SEPARATOR = re.compile(
     r"(?:kubectl|docker|ssh|py-spy|\+) .*",
     re.IGNORECASE,
 )
-# What gdb prints between its start and the first thread, and a fence of Markdown.
+# Printed by gdb before the first thread, and Markdown's code fence.
 _NOISE = re.compile(
     r"\[|warning:|0x|Using host|Attaching|Reading|\d|To |line to|add-|set |For |info |\(gdb\)|```|\S+ \(.*\) at "
 )
@@ -116,7 +116,7 @@ _MOST_BEFORE, _MOST_STRANGE = 32, 3
 _SIGNS = re.compile(
     r"\(most recent call first\)|Thread (?:0x[0-9A-Fa-f]+|\d+) \(|Traceback for thread|<module> \(|\"thread_name\":"
 )
-# py-spy leaves out the directory from which a module was imported.
+# py-spy leaves out the directory that a module was imported from.
 _LIBRARY = re.compile(
     r"(?:torch(?:vision|audio|data)?|numpy|scipy|pandas|pyarrow|transformers|accelerate|deepspeed|(?:pytorch_)?lightning|"
     r"lightning_fabric|datasets|ray|trl|peft|tokenizers|safetensors|huggingface_hub|requests|urllib3|httpx|aiohttp|boto3|"
@@ -126,7 +126,7 @@ _LIBRARY = re.compile(
 
 
 def processes_in(text: str) -> tuple[list[SavedProcess], float]:
-    """The processes whose stacks the text has, in its order; and how much of it these are: 0 to 1."""
+    """Returns the processes whose stacks the text contains, and their share of the text (0 to 1)."""
     if not _SIGNS.search(text):
         return [], 0.0
     lines = [_LINE_NUMBER.sub("", line) for line in _COLOURS.sub("", text).splitlines()]
@@ -141,7 +141,7 @@ def processes_in(text: str) -> tuple[list[SavedProcess], float]:
 
 
 def _split_prefix(line: str) -> tuple[str, str]:
-    """The prefix of a line of a stack, and the line without it."""
+    """Splits a line of a stack into its prefix and the rest."""
     if (match := _SPEAKER.match(line)) is None or _HEADER.match(line):
         return "", line
     rest = match["rest"]
@@ -154,9 +154,12 @@ def _split_prefix(line: str) -> tuple[str, str]:
 
 
 class _StackReader:
-    """Reads lines one after the other. ``used``: how many of them belong to stacks, but for those of a process that
-    has ended. ``_open``: the thread to which frames are added, and how they look. ``_before``: lines since the last
-    stack.
+    """Reads the stacks in lines with the same prefix.
+
+    Attributes:
+        used: number of lines that belong to stacks of live processes
+        _open: thread that gets the next frames, the form of its frames, and whether the innermost comes last
+        _before: lines since the last stack
     """
 
     def __init__(self, speaker: str) -> None:
@@ -202,7 +205,7 @@ class _StackReader:
         return self._process
 
     def _hints(self) -> list[str]:
-        """The lines right before that may tell whose stacks follow."""
+        """Returns lines just before that might identify the process."""
         hints: list[str] = []
         strange = 0
         while self._before and strange < _MOST_STRANGE:
@@ -230,7 +233,7 @@ class _StackReader:
         return True
 
     def _begins(self, line: str) -> bool:
-        """The first line of a process or a thread, or the last one of a process."""
+        """Handles the first line of a process or thread, or the last line of a process."""
         if begin := _PROCESS.match(line):
             self._begin(int(begin["pid"]), begin["command"])
         elif (parent := _PARENT.match(line)) and self._process is not None:
@@ -248,7 +251,7 @@ class _StackReader:
         return True
 
     def _opens(self, line: str) -> bool:
-        """The header of a thread. gdb prints its own before that of ``py-bt``."""
+        """Handles a thread's header. gdb prints its own header before ``py-bt``'s."""
         match = next((match for header in _HEADERS if (match := header.match(line))), None)
         if match is None:
             return False
@@ -268,7 +271,7 @@ class _StackReader:
         return True
 
     def _adds(self, line: str) -> bool:
-        """A frame; that of a thread whose header is cut off begins one that has lost its innermost frames."""
+        """Adds a frame. A frame without a header opens a thread that lacks its innermost frames."""
         if self._open is None:
             match = _SPIED_FRAME.match(line) if _PLACE.search(line) else None
             if match is None or not match["line"] or " " in match["function"] or not match["file"].endswith(".py"):
@@ -284,7 +287,7 @@ class _StackReader:
 
 
 def _frame(raw: str, style: re.Pattern[str]) -> Frame | None:
-    """The frame in this line; a native one has the line 0."""
+    """Returns the frame in this line; native frames have line 0."""
     if (match := style.match(raw)) is None:
         return None
     fields = match.groupdict()
@@ -298,7 +301,7 @@ def _frame(raw: str, style: re.Pattern[str]) -> Frame | None:
 
 
 def _split_processes(process: SavedProcess) -> Iterator[SavedProcess]:
-    """The processes of which each has one main thread. py-spy prints that first, the others print it last."""
+    """Yields processes with one main thread each. py-spy prints it first, other tools last."""
     groups: list[list[SavedThread]] = [[]]
     first = any(thread.name == MAIN or not thread.has_innermost for thread in process.threads[:1])
     for one in process.threads:
@@ -338,7 +341,7 @@ class _SpiedThread(msgspec.Struct):
 
 
 def _json_at(lines: Sequence[str], at: int) -> tuple[list[_SpiedThread], int] | None:
-    """The threads in the list that begins in this line, and the number of the line behind it."""
+    """Returns the threads in a JSON list that begins at this line, and the number of the line after it."""
     text = "\n".join(lines[at:])
     try:
         value, end = json.JSONDecoder().raw_decode(text.lstrip())
@@ -360,7 +363,7 @@ def _from_json(threads: Sequence[_SpiedThread]) -> Iterator[SavedProcess]:
 
 # --- py-spy record -f raw ---------------------------------------------------------------------------------------------
 
-_SHARE = 0.5  # of the samples, which have to be in a call for it to be where the thread is
+_SHARE = 0.5  # share of samples that a call needs to count as the thread's position
 
 
 def _is_raw(line: str) -> bool:
@@ -369,7 +372,7 @@ def _is_raw(line: str) -> bool:
 
 
 def _from_raw(lines: Sequence[str]) -> Iterator[SavedProcess]:
-    """Each line: the stack from its outermost frame on, and in how many samples it was seen."""
+    """Yields processes from lines of a stack, outermost frame first, and its number of samples."""
     counted: dict[tuple[str, ...], list[tuple[list[str], int]]] = {}
     for line in lines:
         stack, _, count = line.rpartition(" ")
@@ -396,7 +399,7 @@ def _number(text: str) -> int:
 
 
 def _common_calls(samples: Sequence[tuple[list[str], int]]) -> list[str]:
-    """The calls, from the outermost on, in which the thread was in most of the samples."""
+    """Returns the calls, outermost first, that most samples have in common."""
     total, calls = sum(count for _, count in samples), list[str]()
     while True:
         counts: dict[str, int] = {}
@@ -410,7 +413,7 @@ def _common_calls(samples: Sequence[tuple[list[str], int]]) -> list[str]:
 
 
 def _library_path(path: str) -> str:
-    """``threading.py`` and ``torch/nn/modules/module.py`` as what they are: of the library."""
+    """Completes a library's path, such as ``threading.py`` or ``torch/nn/modules/module.py``."""
     first = PurePosixPath(path).parts[:1]
     if path.startswith("/") or not first:
         return path

@@ -1,8 +1,8 @@
-"""Reads stacks that people have saved or pasted, and finds out whose they are.
+"""Reads saved or pasted stacks, and finds out which rank each belongs to.
 
-The rank of a process is what the text gives: a file's name, a line before its stacks, a prefix of its lines, its title
-or command line. Where nothing gives it, or two processes have the same one, the process has none, and is called by its
-pid, host or title. Workers and launchers are no ranks.
+A rank comes from a file name, a line before the stack, a line prefix, or the process's title or command line. Without
+one, or if two processes have the same, the process is labelled by its pid, host or title. Workers and launchers
+aren't ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 
 from msgspec import structs
 
-from safelaunch.addons.logs.lines import GZIP, speakers_by_file
+from safelaunch.addons.logs.lines import GZIP
+from safelaunch.addons.logs.speakers import speakers_by_file
 from safelaunch.addons.logs.stack_texts import MAIN, SavedProcess, processes_in
 from safelaunch.bundle.reading.guard import FoundEvidence, Unreadable, evidence_of, read_limited
 from safelaunch.model import Frame, ProcessEvidence, RankEvidence, StackSample, Thread
@@ -36,7 +37,7 @@ _WORLD = re.compile(r"\bWORLD_SIZE=(\d{1,5})(?!\d)")
 _PER_NODE = re.compile(r"--nproc[-_]per[-_]node[= ](\d{1,4})(?!\d)(?!.*--nnodes)")
 _VALUES = frozenset({"-n", "-c", "--namespace", "--container", "-l", "-i", "-p", "-u", "-w"})
 _TITLE = re.compile(r"[A-Za-z][\w.:-]*$")
-# What the frames of a process show it to be, that is no rank of the job.
+# Kinds of processes that aren't ranks, by their frames.
 _HELPERS = (
     ("torchrun's agent", calls.LibraryCall(("torch/distributed/elastic/agent/", "torch/distributed/launcher/api.py"))),
     ("a launcher", calls.LibraryCall(("accelerate/commands/launch.py", "deepspeed/launcher/"))),
@@ -51,7 +52,7 @@ NATIVE = "without Python lines, which py-spy shows"
 
 @dataclass
 class _Stack:
-    """A process with what is known of it. ``samples``: of several dumps of one process, oldest first."""
+    """A process and what is known about it."""
 
     process: SavedProcess
     file: str
@@ -59,7 +60,7 @@ class _Stack:
     rank: int | None = None
     host: str = ""
     titled: bool = False
-    samples: list[StackSample] = field(default_factory=list)
+    samples: list[StackSample] = field(default_factory=list)  # from several dumps, oldest first
     children: list[_Stack] = field(default_factory=list)
 
     @property
@@ -74,10 +75,10 @@ class _Stack:
 
 @dataclass(frozen=True)
 class SavedStacks:
-    """The stacks in some files. ``whole``: the files that hold little else, and nothing that a log tells."""
+    """Stacks found in files."""
 
     processes: tuple[_Stack, ...]
-    whole: frozenset[Path]
+    whole: frozenset[Path]  # files that contain little besides stacks
 
     @classmethod
     def of(cls, paths: Sequence[Path], root: Path | None = None) -> SavedStacks:
@@ -102,7 +103,7 @@ class SavedStacks:
         return cls(tuple(stacks.values()), frozenset(whole))
 
     def evidence(self, *, only_named: bool = False) -> FoundEvidence | None:
-        """None if there are none. ``only_named``: those whose rank something tells."""
+        """Returns the evidence, if any. ``only_named`` leaves out processes without a rank."""
         return _stack_evidence(self.processes, only_named=only_named) if self.processes else None
 
 
@@ -114,7 +115,7 @@ def _stack_evidence(stacks: Sequence[_Stack], *, only_named: bool) -> FoundEvide
     world = _world(stacks)
     _assign_ranks(ranks)
     ranks, without = [rank for rank in ranks if rank.rank is not None], [rank for rank in ranks if rank.rank is None]
-    if ranks and all(rank.titled for rank in ranks):  # a program that gives titles to its ranks has other processes
+    if ranks and all(rank.titled for rank in ranks):  # a program that titles its ranks, so the rest are others
         left_out += without
         without = []
     if only_named:
@@ -142,7 +143,7 @@ def _evidence(rank: int, stack: _Stack) -> RankEvidence:
 
 
 def _identify(processes: Sequence[SavedProcess], name: str, rank: int | None) -> Iterator[tuple[object, _Stack]]:
-    """The processes of a file, each with what sets it apart from others. ``rank``: as the file's name gives it."""
+    """Yields the processes of a file with a key that identifies each. ``rank`` comes from the file name."""
     host = ""
     for at, process in enumerate(processes):
         host = _host(process) or ("" if process.hints else host)
@@ -174,7 +175,7 @@ def _text(path: Path) -> str:
 
 
 def _is_complete(process: SavedProcess) -> bool:
-    """Its innermost frame is there. Of a stack that has lost its header, only a library's frame shows that."""
+    """Returns whether the innermost frame is there. Without a header, only a library's frame shows that."""
     main = process.main
     return (
         main is not None
@@ -204,7 +205,6 @@ def _sample(process: SavedProcess) -> StackSample:
 
 
 def _kind(process: SavedProcess) -> str:
-    """Returns its kind if it is no rank, else an empty string."""
     main = process.main
     frames = tuple(main.frames) if main is not None else ()
     if calls.LOADER_WORKER.on(frames) or any(calls.LOADER_WORKER.on(thread.frames) for thread in process.threads):
@@ -213,8 +213,9 @@ def _kind(process: SavedProcess) -> str:
 
 
 def _ranks_among(stacks: Sequence[_Stack]) -> tuple[list[_Stack], list[_Stack]]:
-    """Those that may be ranks, with their workers, and the rest. A worker whose parent is not known belongs to the one
-    process that waits for its workers; if several do, it is left out.
+    """Returns possible ranks, with their workers, and the remaining processes.
+
+    A worker with an unknown parent belongs to the only process that waits for its workers, if there is just one.
     """
     ranks = [stack for stack in stacks if not stack.kind]
     by_pid = {rank.process.pid: rank for rank in ranks if rank.process.pid}
@@ -230,7 +231,7 @@ def _ranks_among(stacks: Sequence[_Stack]) -> tuple[list[_Stack], list[_Stack]]:
 
 
 def _rank(process: SavedProcess) -> int | None:
-    """The rank that the text gives it."""
+    """Returns the rank that the text gives."""
     numbers = [_first(_RANK, text) for text in (process.speaker, *reversed(process.hints))]
     numbers.append(_first(_RANK if _TITLE.match(process.command) else _RANK_OPTION, process.command))
     if rank := next(filter(None, numbers), ""):
@@ -240,9 +241,9 @@ def _rank(process: SavedProcess) -> int | None:
 
 
 def _assign_ranks(ranks: Iterable[_Stack]) -> None:
-    """A title's dimensions give the rank where they all are one number; the local rank, if there is but one of each.
+    """Assigns ranks from titles' dimensions if each has one number, or from unique local ranks.
 
-    A rank that two processes have is that of neither.
+    A rank that two processes share is dropped.
     """
     ranks = list(ranks)
     apart = any(len(_dimensions(rank.process)) > 1 for rank in ranks)
@@ -271,7 +272,6 @@ def _local_rank(process: SavedProcess) -> int | None:
 
 
 def _world(stacks: Iterable[_Stack]) -> int:
-    """The number of ranks, where an environment or torchrun's command line gives it; else 0."""
     texts = [text for stack in stacks for text in (stack.process.command, *stack.process.hints)]
     return max(
         (int(number) for text in texts if (number := _first(_WORLD, text) or _first(_PER_NODE, text))), default=0
@@ -282,7 +282,7 @@ def _world(stacks: Iterable[_Stack]) -> int:
 
 
 def _labels(processes: Sequence[_Stack]) -> list[str]:
-    """``process 7``, ``process 7 (engine::scheduler)``, ``process 1 of worker-2``, ``worker-2``, ``stack 3``."""
+    """Labels processes: ``process 7``, ``process 7 (engine::scheduler)``, ``process 1 of worker-2``, ``stack 3``."""
     pids = Counter(process.process.pid for process in processes)
     labels = [_label(process, alone=pids[process.process.pid] == 1) for process in processes]
     counts = Counter(labels)
@@ -304,7 +304,7 @@ def _label(stack: _Stack, *, alone: bool) -> str:
 
 
 def _host(process: SavedProcess) -> str:
-    """The pod, container or node that the lines before it name."""
+    """Returns the pod, container or node named before the stack."""
     for hint in reversed(process.hints):
         words = hint.strip(" =#*~+-$%:<>").split()
         at = next((n for n, word in enumerate(words) if word in ("exec", "ssh")), None)
@@ -324,7 +324,7 @@ def _host(process: SavedProcess) -> str:
 
 
 def _remarks(left_out: Sequence[_Stack]) -> Iterator[str]:
-    """Names the processes that were not compared."""
+    """Names processes that weren't compared."""
     kinds: dict[str, list[int]] = {}
     for stack in left_out:
         kinds.setdefault(stack.kind or "of unknown rank", []).append(stack.process.pid)

@@ -1,4 +1,4 @@
-"""Reads tracebacks and fatal signals in what a job prints, and decides if its script continued after them."""
+"""Reads tracebacks and fatal signals in a job's output, and decides whether the process continued after them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from itertools import takewhile
 from msgspec import structs
 
 from safelaunch.addons.logs.error_lines import PROGRESS
-from safelaunch.addons.logs.lines import LogEntry, LogLine
+from safelaunch.addons.logs.lines import LogLine
+from safelaunch.addons.logs.speakers import LogEntry
 from safelaunch.model import RankException
 from safelaunch.stacks import tracebacks
 from safelaunch.verdict.exceptions import USUALLY_CAUGHT, is_consequence
@@ -20,9 +21,9 @@ MOST_MESSAGE, _MOST_SINCE, _FEW, _MOST_LINES = 12, 40, 1, 2000
 
 HEAD = "Traceback (most recent call last):"
 CUT_OFF = "an exception (the log ends before its name)"
-BOXED = re.compile(r"[╭┌+][─-]+ *Traceback \(most recent call last\)")  # as rich draws it
+BOXED = re.compile(r"[╭┌+][─-]+ *Traceback \(most recent call last\)")  # drawn by rich
 _FRAME_IN_BOX = re.compile(r"[│|] (?P<file>\S.*?):(?P<line>\d{1,9}) in (?P<function>\S+) *[│|]?$")
-_MESSAGE_LINE = re.compile(  # the messages of NCCL and CUDA
+_MESSAGE_LINE = re.compile(  # continues a message of NCCL or CUDA
     r"nccl(?:\w+Error|Invalid\w+)|Last error:|[\w.]+: Connect to |[\w:]+Error: |CUDA kernel errors "
     r"|For debugging consider |Device-side assert|Compile with `|GPU device may be out of range|Search for `cuda"
 )
@@ -33,26 +34,27 @@ BARE = re.compile(r"(?!nccl)(?P<type>[A-Za-z_][\w.]*(?:Error|Exception)): +(?P<m
 
 @dataclass
 class OpenTraceback:
-    """A traceback that is being read."""
+    """A traceback that isn't complete yet."""
 
     line: LogLine
     lines: list[str]
     thread: bool
     entry: LogEntry
-    rank: int | None = None  # that a line before it names
-    pid: str = ""  # process from which Ray passes it on
+    rank: int | None = None  # named by an earlier line
+    pid: str = ""  # process whose exception Ray passes on
     indent: str = ""
     state: str = "frames"  # message | original | after | chain
-    at: int = 0  # where the traceback that counts begins: the last of a chain
+    at: int = 0  # start of the last traceback of a chain
     rest: int = 0
-    cut: bool = False  # its head, or all but its last line, is not in the log
-    socket: str = ""  # what c10d reported of a socket just before
+    cut: bool = False  # the log lacks its head, or all but its last line
+    socket: str = ""  # what c10d reported about a socket just before
     ignored: bool = False
-    is_local: bool = False  # ``rank`` is one of the processes of a node
+    is_local: bool = False  # ``rank`` is a local rank
 
     def take(self, text: str, *, timed: bool) -> bool:
-        """Takes the next line if it belongs to the traceback, and returns whether it does. A line with a time belongs
-        to another message if the first line had none.
+        """Takes the next line if it belongs to the traceback, and returns whether it does.
+
+        A line with a time belongs to another message if the first line had none.
         """
         if timed and not self.entry.timed and self.state != "frames":
             return False
@@ -61,7 +63,7 @@ class OpenTraceback:
         text = text.removeprefix(self.indent)
         indented = text.startswith((" ", "\t", "│", "|", "╭", "╰"))
         if self.state == "frames" and len(self.lines) == 1 and (not text.strip() or text.startswith(HEAD)):
-            return True  # that of another process, whose lines run into these
+            return True  # head of another process's traceback, interleaved with this one
         if self.state in ("frames", "original"):
             self.state = self.state if indented else "message"
         elif self.state == "message":
@@ -86,10 +88,10 @@ class OpenTraceback:
         return True
 
     def exception(self, at_s: float, *, cut_off: bool = False) -> RankException | None:
-        """Returns the last exception of a chain; the first, if the last is what a peer's end does to a cleanup.
+        """Returns the last exception of a chain, or the first if the last is only a cleanup's effect.
 
         Args:
-            cut_off: the log ends here, perhaps before the line that names the exception
+            cut_off: the log ends here, perhaps before the name of the exception
         """
         error = self._last(at_s) or (self._cut_off(at_s) if cut_off and self.state == "frames" else None)
         if error is None or not self.socket or (error.message and "ddress already in use" not in error.message):
@@ -135,28 +137,27 @@ class OpenTraceback:
 
 @dataclass
 class LinesAfter:
-    """Lines of a speaker after an exception: if it continues as before, it has caught that."""
+    """Counts a speaker's lines after an exception, to find out whether it was caught."""
 
     lines: int = 0
-    usual: int = 0  # lines like earlier ones; the others may be the rest of the message
+    usual: int = 0  # lines like earlier ones; others might continue the message
     steps: int = 0  # reports of progress
-    numbers: int = 0  # lines with a number, as reports of progress have it
-    raising: str = ""  # shape of the error's own line, which a process that tries again prints again
-    shapes: frozenset[str] = frozenset()  # those of its newest lines before, if it has printed some of them repeatedly
+    numbers: int = 0  # lines with a number, as reports of progress have
+    raising: str = ""  # shape of the error line; retries repeat it
+    shapes: frozenset[str] = frozenset()  # shapes of the lines before the error, if some repeat
 
     @staticmethod
     def of(last: str, before: Collection[str]) -> LinesAfter:
-        """Begins after the line of an error.
+        """Starts counting after an error.
 
         Args:
-            last: the line of the error
-            before: the newest lines before the traceback
+            last: line of the error
+            before: lines before the traceback
         """
         shapes = frozenset(map(_shape, before))
         return LinesAfter(raising=_shape(last), shapes=shapes if len(shapes) < len(before) else frozenset())
 
     def add(self, text: str) -> None:
-        """Counts one more line."""
         self.lines += 1
         if self.lines <= MOST_MESSAGE:
             self.usual += _shape(text) in (self.raising, *self.shapes)
@@ -168,20 +169,19 @@ class LinesAfter:
         self.usual += 1
 
     def is_end(self, error: RankException, *, has_failed: bool) -> bool:
-        """Returns whether ``raised``, after which these lines came, ended its process.
+        """Returns whether ``error`` ended its process.
 
         Args:
-            has_failed: something else reports that the process has failed
+            has_failed: another source reports that the process failed
         """
         caught = error.type.rpartition(".")[2] in USUALLY_CAUGHT
         message = not self.usual and (bool(self.shapes) or self.numbers <= _FEW) and not caught
-        if has_failed and max(self.usual, self.steps) > _FEW:  # it had worked on, and ended later
+        if has_failed and max(self.usual, self.steps) > _FEW:  # it continued, and ended later
             return False
         return self.lines <= (_MOST_SINCE if has_failed else MOST_MESSAGE if message else _FEW)
 
 
 def _shape(text: str) -> str:
-    """Returns a line without what changes each time that it is printed."""
     return " ".join(re.findall(r"[^\W\d_]+", text))
 
 
@@ -198,15 +198,15 @@ SIGNALS = {
 
 @dataclass
 class Crash:
-    """Output of faulthandler, or of the interpreter itself, at a fatal signal: one thread of it is the current one."""
+    """Output of faulthandler or the interpreter at a fatal signal."""
 
     line: LogLine
     lines: list[str]
-    since: int = 0  # number of lines after it
+    since: int = 0  # number of lines printed afterwards
 
     @property
     def signal(self) -> int:
-        """The interpreter ends itself with SIGABRT, whatever else it says."""
+        """Signal that ended the process; the interpreter's own fatal errors end it with SIGABRT."""
         return SIGNALS.get(self.lines[0].removeprefix(FATAL).strip(), signal.SIGABRT)
 
     def take(self, text: str, *, from_script: bool) -> None:
@@ -217,5 +217,5 @@ class Crash:
             self.since += from_script
 
     def is_end(self, *, has_failed: bool) -> bool:
-        """Returns whether its process ended there. If a child crashed, its parent prints more."""
+        """Returns whether its process ended there. If only a child crashed, its parent prints more."""
         return self.since <= (_MOST_SINCE if has_failed else _FEW)
