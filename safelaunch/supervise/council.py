@@ -77,7 +77,7 @@ class Council:
         try:
             key = read_key(key_file) if key_file is not None else b""
         except BadKeyFile as error:
-            self.channel.seen = PeerView(why=f"--cluster-key-file {key_file}: {error}")
+            self.channel.view = PeerView(why=f"--cluster-key-file {key_file}: {error}")
             return
         self._port = found.address.port
         script = digest_of(Path(plan.script[0])) if plan.script else ""
@@ -97,7 +97,7 @@ class Council:
 
     @property
     def _seen(self) -> PeerView:
-        return self.channel.seen
+        return self.channel.view
 
     @property
     def _page(self) -> LeaderPage | None:
@@ -139,23 +139,23 @@ class Council:
         watch = self._watch
         ranks = watch.seen
         attempt = (watch.attempt[0], watch.attempt[1])
-        self.channel.tell(ranks=ranks[:4096], world=watch.world_size if ranks else 0, attempt=attempt)
-        self.channel.note(min((p.step for p in watch.last_progress.values() if p.step is not None), default=-1))
+        self.channel.update(ranks=ranks[:4096], world=watch.world_size if ranks else 0, attempt=attempt)
+        self.channel.set_step(min((p.step for p in watch.last_progress.values() if p.step is not None), default=-1))
         if stopping:
             self._stop_s = self._stop_s or now
-            self.channel.tell(doing="stopping")
+            self.channel.update(doing="stopping")
         if now - self._agent_s >= AGENT_EVERY_S and watch.roster.agent_page is not None:
             self._agent_s = now
-            self.channel.tell(agent=agent_state(watch.roster.agent_page.pid))
+            self.channel.update(agent=agent_state(watch.roster.agent_page.pid))
         self._note_store()
         self.rounds.note(self._page)
         if self._by_torchrun and not watch.roster.workers and not stopping:
-            self._notices.who_has_come(self._page, now)
-        seen = self.channel.seen
+            self._notices.note_rendezvous(self._page, now)
+        seen = self.channel.view
         covered = seen.page is not None and self._covers(seen.page)
         self._notices.changes(seen, now, covered=covered, ending=stopping or watch.has_ended)
 
-    def is_heard_stopping(self, now: float) -> bool:
+    def has_announced_stop(self, now: float) -> bool:
         """Whether the others have had time to read that somebody stops the job here, or need none."""
         if not self._notices.met or not self._seen.is_local:
             return True
@@ -175,7 +175,7 @@ class Council:
             seen = self._seen
             met = self._notices.met or self._notices.apart
             status = dataclasses.replace(seen.status, lost=met and seen.page is None)
-            known = status.stopping or status.troubles or status.quiet or status.lost or status.anew
+            known = status.stopping or status.troubles or status.quiet or status.lost or status.restarting
             if known or not met or time.monotonic() > until:
                 return status
             time.sleep(0.05)
@@ -187,7 +187,7 @@ class Council:
         self._note_store()
         channel = self.channel
         return nodes_of(
-            channel.seen,
+            channel.view,
             channel.node,
             channel.beat,
             store=self._store,
@@ -201,16 +201,16 @@ class Council:
         """Who has come to a rendezvous that not all have come to; None also where somebody stops the job elsewhere."""
         return self._notices.rendezvous if not self._seen.status.stopping else None
 
-    def look_around(self) -> bool:
+    def request_survey(self) -> bool:
         """Asks what every node says of itself. False: there is nobody to ask."""
         if self._seen.page is None:
             return False
-        self.channel.look_around()
+        self.channel.request_survey()
         return True
 
-    def around(self, since_s: float) -> tuple[NodeStatus, ...] | None:
+    def survey(self, since_s: float) -> tuple[NodeStatus, ...] | None:
         """What every node says of itself, if that has been read after ``since_s``."""
-        at_s, nodes = self._seen.around
+        at_s, nodes = self._seen.survey
         return nodes if at_s > since_s else None
 
     # --- an incident ------------------------------------------------------------------------------------------------
@@ -220,12 +220,12 @@ class Council:
         page = self._page
         if page is None or not self._covers(page):
             return False
-        self.channel.tell(doing="suspecting", suspects=page.incident, window_s=min(window_s, 60.0), at_limit=False)
+        self.channel.update(doing="suspecting", suspects=page.incident, window_s=min(window_s, 60.0), at_limit=False)
         return True
 
-    def at_limit(self) -> None:
+    def report_limit(self) -> None:
         """This node will wait no longer for something that computes."""
-        self.channel.tell(at_limit=True)
+        self.channel.update(at_limit=True)
 
     @property
     def queries_nccl(self) -> bool:
@@ -233,7 +233,7 @@ class Council:
         return self._page is None or self._seen.leads
 
     @property
-    def must_keep_ranks_alive(self) -> str:
+    def why_ranks_must_live(self) -> str:
         """Why no rank may end yet although the job hangs: a clause. Empty where it is ended next."""
         if self._action == "dump":
             return "the job continues"
@@ -241,25 +241,25 @@ class Council:
 
     def withdraw(self) -> None:
         """This node suspects nothing any more."""
-        self.channel.tell(doing="watching", at_limit=False)
+        self.channel.update(doing="watching", at_limit=False)
 
-    def calls(self) -> LeaderPage | None:
+    def pending_call(self) -> LeaderPage | None:
         """An incident in which all are to look, and this node does not yet."""
         page = self._page
         return page if page is not None and page.phase == "looking" and page.incident > self._joined else None
 
-    def answer_call(self) -> LeaderPage | None:
+    def join_call(self) -> LeaderPage | None:
         """Takes part in the incident in which all are to look, where this node does not yet."""
-        call = self.calls()
+        call = self.pending_call()
         if call is not None:
             self._joined = call.incident
             # This incident answers what the node has asked for meanwhile; else it would open the next one at once.
             asked = min(self._asked, call.incident - 1)
-            self.channel.tell(incident=call.incident, suspects=asked, vote="", agrees=False)
+            self.channel.update(incident=call.incident, suspects=asked, vote="", agrees=False)
         return call
 
     def vote(self, vote: Vote) -> None:
-        self.channel.tell(vote=vote)
+        self.channel.update(vote=vote)
 
     def outcome(self, incident: int) -> RoundOutcome | None:
         """What became of it; None: nothing yet. 0: the one that this node has asked for, where that is over already."""

@@ -14,7 +14,7 @@ from safelaunch.system.console import say
 DEVICE_PATIENCE_S = 10.0  # from the first rank's first step to the last one's
 
 
-def elsewhere(noted: Mapping[int, RankContract], local_ranks: Mapping[int, int]) -> str:
+def wrong_devices(noted: Mapping[int, RankContract], local_ranks: Mapping[int, int]) -> str:
     """The ranks that compute on another device than their local rank's, in words; empty without such."""
     wrong = {rank: one.device for rank, one in noted.items() if one.device not in (None, local_ranks.get(rank))}
     if not wrong:
@@ -25,7 +25,7 @@ def elsewhere(noted: Mapping[int, RankContract], local_ranks: Mapping[int, int])
     return f"{text}: torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"
 
 
-class Contracts:
+class DeviceNotice:
     """Which ranks compute on another device than their own: said once, at the first step of each attempt. Call ``tick``
     on every tick; it never raises.
     """
@@ -54,7 +54,7 @@ class Contracts:
         if len(known) < len(pages) and now < self._due_s:
             return
         self._attempt, self._due_s = attempt, None
-        wrong = elsewhere(known, {rank: page.read().local_rank for rank, page in pages.items()})
+        wrong = wrong_devices(known, {rank: page.read().local_rank for rank, page in pages.items()})
         if wrong:
             say(wrong)
 

@@ -14,7 +14,7 @@ from safelaunch import addons
 from safelaunch.job.job import Job
 from safelaunch.job.paths import RunPaths
 from safelaunch.settings.options import Settings
-from safelaunch.supervise.cluster.exchange import NOTHING
+from safelaunch.supervise.cluster.exchange import NO_SUBMISSIONS
 from safelaunch.supervise.cluster.messages import node_count
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.publishing import Report
@@ -72,7 +72,7 @@ class Topic:
 
     @property
     def leads(self) -> bool:
-        return self._channel.seen.leads
+        return self._channel.view.leads
 
     @property
     def is_led(self) -> bool:
@@ -96,7 +96,7 @@ class Topic:
     def gathered(self) -> list[bytes]:
         """Returns the values that other nodes submitted since the last call."""
         found = []
-        gathered = self._channel.seen.gathered.get(self._name, NOTHING)
+        gathered = self._channel.view.submissions.get(self._name, NO_SUBMISSIONS)
         for slot, round_ in gathered.rounds.items():
             if self._read.get(slot) != round_:
                 self._read[slot] = round_
@@ -110,7 +110,7 @@ class Topic:
     @property
     def published(self) -> bytes:
         """Returns the leader's value; empty if there is none."""
-        return self._channel.seen.published.get(self._name, b"")
+        return self._channel.view.published.get(self._name, b"")
 
 
 class Monitors:

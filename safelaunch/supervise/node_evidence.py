@@ -23,7 +23,7 @@ PROBE_S = 2.0
 MOST_PROBED = 8
 LARGEST_SCRIPT = 8 << 20
 
-Last = Literal["", "watching", "failing", "stopping", "ended"]
+NodeActivity = Literal["", "watching", "failing", "stopping", "ended"]
 
 
 def nodes_of(
@@ -61,7 +61,7 @@ def _said(slot: int, node: NodeCard, beat: Beat | None) -> NodeEvidence:
     return replace(found, ranks=beat.ranks, last=_last(beat), trouble=beat.trouble, agent=beat.agent)
 
 
-def _last(beat: Beat) -> Last:
+def _last(beat: Beat) -> NodeActivity:
     if beat.doing in ("stopping", "ended"):
         return beat.doing
     return "failing" if beat.round_of("crash") else "watching"

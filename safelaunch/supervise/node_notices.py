@@ -46,10 +46,10 @@ class NodeNotices:
         found = self._waiting
         return found if found is not None and found.come < found.wanted else None
 
-    def who_has_come(self, page: LeaderPage | None, now: float) -> None:
+    def note_rendezvous(self, page: LeaderPage | None, now: float) -> None:
         """Of a rendezvous that does not complete; once, and again where more nodes have come."""
         self._begin_s = self._begin_s if self._begin_s is not None else now
-        nodes = (self._channel.node, *self._channel.seen.nodes)
+        nodes = (self._channel.node, *self._channel.view.nodes)
         number = node_count(page)
         self._note(page, number, nodes, now - self._begin_s)
         if now < max(self._begin_s + RENDEZVOUS_S, self._next_s) or not self._come < number < self._meeting.nodes:
@@ -63,7 +63,7 @@ class NodeNotices:
             numbers = format_ranks({rank for rank in missing if rank is not None})
             text += f"; node rank {numbers} has not" if len(missing) == 1 else f"; node ranks {numbers} have not"
         if page is None:
-            text += f"; the store where nodes meet does not answer ({self._channel.seen.why})"
+            text += f"; the store where nodes meet does not answer ({self._channel.view.why})"
         say(text)
 
     def _note(self, page: LeaderPage | None, come: int, nodes: Sequence[NodeCard], waited_s: float) -> None:
@@ -82,7 +82,7 @@ class NodeNotices:
             tuple(rank for rank in range(wanted) if rank not in ranks)[:MOST_HOSTS] if whole else (),
             _absent(self._hosts, nodes) if come == len(nodes) and len(self._hosts) == wanted else (),
             waited_s,
-            "" if page is not None else self._channel.seen.why,
+            "" if page is not None else self._channel.view.why,
         )
 
     def changes(self, seen: PeerView, now: float, *, covered: bool, ending: bool) -> None:

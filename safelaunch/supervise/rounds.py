@@ -22,12 +22,12 @@ from msgspec.structs import replace
 from safelaunch.bundle.staging import name_of
 from safelaunch.model import BundlePlace, Evidence, NodeEvidence
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.codec import packed, share_of
+from safelaunch.supervise.cluster.codec import pack, share_of
 from safelaunch.supervise.cluster.election import SILENT_S
-from safelaunch.supervise.cluster.evidence import condensed
-from safelaunch.supervise.cluster.exchange import NOTHING, Gathered, PeerStatus, PeerView
+from safelaunch.supervise.cluster.evidence import condense
+from safelaunch.supervise.cluster.exchange import NO_SUBMISSIONS, PeerStatus, PeerView, Submissions
 from safelaunch.supervise.cluster.leader import ACKNOWLEDGE_S, EVIDENCE_S
-from safelaunch.supervise.cluster.merge import aged
+from safelaunch.supervise.cluster.merge import with_relative_times
 from safelaunch.supervise.cluster.messages import (
     LONGEST_TEXT,
     Action,
@@ -41,7 +41,7 @@ from safelaunch.supervise.cluster.messages import (
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.judge import proves
 from safelaunch.supervise.publishing import Agreement, verdict_of
-from safelaunch.supervise.submissions import Part, others_of, small_files
+from safelaunch.supervise.submissions import Part, read_evidence, small_files
 
 if TYPE_CHECKING:
     from safelaunch.addons.protocols import Service
@@ -67,7 +67,7 @@ class _Course:
     patience_s: float
     over: Callable[[PeerView], bool]
     judges: Callable[[PeerView, LeaderPage, float], bool]
-    complete: Callable[[PeerView, LeaderPage, Gathered, float], bool]
+    complete: Callable[[PeerView, LeaderPage, Submissions, float], bool]
     with_answer: Callable[[Evidence], Evidence]
     action: Action
 
@@ -103,12 +103,12 @@ class Rounds:
     @property
     def page(self) -> LeaderPage | None:
         """What the leader says, if it is heard."""
-        seen = self._channel.seen
+        seen = self._channel.view
         return seen.page if seen.silent_s < SILENT_S else None
 
     # --- a hang -----------------------------------------------------------------------------------------------------
 
-    def hang(
+    def decide_hang(
         self,
         incident: int,
         evidence: Evidence,
@@ -123,14 +123,14 @@ class Rounds:
         which the others have to know. ``overdue``: the job is ended even if not every rank is seen. None: the job moves
         after all.
         """
-        nodes = node_count(self._channel.seen.page)
+        nodes = node_count(self._channel.view.page)
         files = small_files(root, records=1 < nodes <= FEW) if root is not None else {}
         own = self._context.cleaned(evidence)
 
         def over(seen: PeerView) -> bool:
             page = seen.page
             if moves():
-                self._channel.tell(vote="moving")
+                self._channel.update(vote="moving")
             return page is None or page.incident > incident or (page.incident == incident and page.phase == "idle")
 
         course = _Course(
@@ -141,12 +141,12 @@ class Rounds:
             with_answer=lambda whole: with_answer(whole, overdue=overdue),
             action=self._action,
         )
-        chunks = condensed(own, files, share_of(nodes))
-        agreed = self._meet(f"hang.{incident}", lambda: own, chunks, course)
+        chunks = condense(own, files, share_of(nodes))
+        agreed = self._decide_together(f"hang.{incident}", lambda: own, chunks, course)
         if agreed is not None:
-            self._channel.tell(agrees=True, doing="watching", at_limit=False)
+            self._channel.update(agrees=True, doing="watching", at_limit=False)
             return agreed
-        page = self._channel.seen.page
+        page = self._channel.view.page
         if page is not None and page.incident == incident and page.phase == "idle":
             return None
         if overdue:
@@ -164,7 +164,7 @@ class Rounds:
         while time.monotonic() < until:
             page = self.page
             if moves():
-                self._channel.tell(vote="moving")
+                self._channel.update(vote="moving")
             if page is None or page.incident != incident or page.phase in ("idle", "agreed"):
                 return page is None or page.incident != incident or page.phase == "agreed"
             time.sleep(0.05)
@@ -177,10 +177,10 @@ class Rounds:
         if self._past is None and page is not None:
             self._past = page.crash
 
-    def trouble(self, text: str) -> None:
+    def report_trouble(self, text: str) -> None:
         """Tells the others what has failed here on its own account; the first failure counts."""
         if not self._channel.beat.trouble:
-            self._channel.tell(trouble=text[:LONGEST_TEXT])
+            self._channel.update(trouble=text[:LONGEST_TEXT])
 
     @property
     def has_trouble(self) -> bool:
@@ -189,16 +189,16 @@ class Rounds:
     def reset(self) -> None:
         """The ranks have been started anew."""
         self._past = None
-        self._channel.tell(trouble="", anew=False)
+        self._channel.update(trouble="", restarting=False)
         self._channel.withdraw("crash")
 
-    def another_round(self) -> str:
+    def announce_restart(self) -> str:
         """torchrun has ended the ranks here, none of which had failed: it is about to start others. Returns why."""
-        self._channel.tell(anew=True)
-        troubles = self._channel.seen.status.troubles
+        self._channel.update(restarting=True)
+        troubles = self._channel.view.status.troubles
         return f"on another node, {troubles[0]}" if troubles else "nodes have joined or left"
 
-    def crash(self, local: Evidence) -> Agreement:
+    def decide_crash(self, local: Evidence) -> Agreement:
         """What all nodes make of a failure that ranks of this one are part of. Takes ``CRASH_S``, and a little more.
 
         Whose ranks failed on their own account judges the evidence of all; where nobody's did, the leader. The first
@@ -207,31 +207,33 @@ class Rounds:
         if self._past is None:
             return Agreement()
         now = time.time()
-        local = aged(self._context.cleaned(local), now)
+        local = with_relative_times(self._context.cleaned(local), now)
 
         def own() -> Evidence:
             return replace(local, nodes=self._context.cleaned(self._nodes()))
 
         def over(seen: PeerView) -> bool:
             status = seen.status
-            excused = status.anew and not status.troubles and not self.has_trouble
+            excused = status.restarting and not status.troubles and not self.has_trouble
             return status.stopping or excused or seen.page is None
 
         course = _Course(
             CRASH_S,
             over,
             self._may_judge,
-            self._has_heard,
+            self._is_ready,
             with_answer=lambda whole: replace(whole, outcome="crash"),
             action="dump",
         )
-        agreed = self._meet(f"crash.{self._past + 1}", own, condensed(own()), course)
-        status = self._channel.seen.status
+        agreed = self._decide_together(f"crash.{self._past + 1}", own, condense(own()), course)
+        status = self._channel.view.status
         if agreed is None or agreed.verdict is None or (self.has_trouble and not agreed.verdict.culprits):
             return Agreement(status=status)  # nothing, or they have not heard of what failed here
-        if self._channel.seen.is_local:
+        if self._channel.view.is_local:
             time.sleep(HOSTS_S)
-        here = tuple(aged(one, -now) for one in agreed.others.evidence)  # by this node's clock, like the bundle's own
+        here = tuple(
+            with_relative_times(one, -now) for one in agreed.others.evidence
+        )  # by this node's clock, like the bundle's own
         return dataclasses.replace(agreed, others=dataclasses.replace(agreed.others, evidence=here))
 
     def _may_judge(self, seen: PeerView, page: LeaderPage, past_s: float) -> bool:
@@ -242,7 +244,7 @@ class Rounds:
         crowd = page.nodes > CROWD and seen.slot != page.leader
         return past_s >= HEAR_S and not crowd
 
-    def _has_heard(self, seen: PeerView, page: LeaderPage, found: Gathered, past_s: float) -> bool:
+    def _is_ready(self, seen: PeerView, page: LeaderPage, found: Submissions, past_s: float) -> bool:
         """Whether the evidence is complete, or need not be waited for any longer."""
         if self.has_trouble or any(slot in page.failed for slot, _ in page.troubles):
             complete = len(page.failed) >= page.nodes and found.is_complete
@@ -252,7 +254,7 @@ class Rounds:
 
     # --- a round that ends with a decision --------------------------------------------------------------------------
 
-    def _meet(
+    def _decide_together(
         self, round_: Round, own: Callable[[], Evidence], chunks: list[bytes], course: _Course
     ) -> Agreement | None:
         """``own``: this node's evidence, as it is when all is judged; ``chunks``: what it submits.
@@ -263,7 +265,7 @@ class Rounds:
         mine: _SharedVerdict | None = None
         channel.submit(round_, chunks)
         while (past_s := time.monotonic() - begin_s) < course.patience_s:
-            seen = channel.seen
+            seen = channel.view
             decision = seen.decisions.get(round_)
             if decision is not None:
                 return self._agreement(decision, mine, seen.status)
@@ -271,16 +273,16 @@ class Rounds:
                 return None
             if mine is None and course.judges(seen, seen.page, past_s):
                 channel.gather(round_)
-                found = seen.gathered.get(round_, NOTHING)
+                found = seen.submissions.get(round_, NO_SUBMISSIONS)
                 if course.complete(seen, seen.page, found, past_s):
                     mine = self._judge(own(), found, course)
                     channel.decide(round_, mine.decision)
             time.sleep(0.02)
         return None
 
-    def _judge(self, own: Evidence, found: Gathered, course: _Course) -> _SharedVerdict:
+    def _judge(self, own: Evidence, found: Submissions, course: _Course) -> _SharedVerdict:
         """Everything that any node has seen, and the verdict over it."""
-        others = others_of(found, self._context.host)
+        others = read_evidence(found, self._context.host)
         whole = course.with_answer(others.with_own(own))
         verdict = verdict_of(whole, self._context)
         name = name_of(self._context.run_name, time.time(), verdict.outcome)
@@ -310,43 +312,43 @@ class Rounds:
     # --- what somebody asks for -------------------------------------------------------------------------------------
 
     @contextmanager
-    def asking(self, question: NodeQuestion) -> Iterator[Callable[[threading.Event], Gathered]]:
+    def asking(self, question: NodeQuestion) -> Iterator[Callable[[threading.Event], Submissions]]:
         """Asks all nodes, now; what it gives waits for their answers, ``PEERS_ANSWER_S`` at most, or until a stop."""
-        if not self.of_several:
-            yield lambda stop: Gathered(missing=0)
+        if not self.has_peers:
+            yield lambda stop: Submissions(missing=0)
             return
         with self._one_at_a_time:
             self._number += 1
             question = replace(question, number=self._number)
-            round_ = ask_round(self._channel.seen.slot, question)
+            round_ = ask_round(self._channel.view.slot, question)
             self._answered.add(round_)
-            self._channel.tell(asks=question)
+            self._channel.update(asks=question)
             self._channel.gather(round_)
             try:
                 yield lambda stop: self._answers(round_, stop)
             finally:
-                self._channel.tell(asks=None)
+                self._channel.update(asks=None)
                 self._channel.withdraw(round_)
 
-    def _answers(self, round_: Round, stop: threading.Event) -> Gathered:
+    def _answers(self, round_: Round, stop: threading.Event) -> Submissions:
         until = time.monotonic() + PEERS_ANSWER_S
-        while (seen := self._channel.seen).page is not None and time.monotonic() < until:
-            if seen.gathered.get(round_, NOTHING).is_complete or stop.wait(0.05):
+        while (seen := self._channel.view).page is not None and time.monotonic() < until:
+            if seen.submissions.get(round_, NO_SUBMISSIONS).is_complete or stop.wait(0.05):
                 break
-        return self._channel.seen.gathered.get(round_, NOTHING)
+        return self._channel.view.submissions.get(round_, NO_SUBMISSIONS)
 
     @property
-    def of_several(self) -> bool:
+    def has_peers(self) -> bool:
         """Whether there are other nodes, all of which take part in one dump or recording at a time."""
         page = self.page
         return page is not None and page.nodes > 1
 
     @property
-    def presses(self) -> bool:
+    def has_pending_dump(self) -> bool:
         """Whether another node asks for a dump that this one has not taken part in yet."""
         return any(question.kind == "dump" for question in self._new().values())
 
-    def wanted(self, now: float) -> tuple[Round, NodeQuestion] | None:
+    def next_question(self, now: float) -> tuple[Round, NodeQuestion] | None:
         """What another node asks for, and this one has not taken part in. Dumps come first."""
         new = self._new() if now >= self._next_s else {}
         if not new:
@@ -363,13 +365,13 @@ class Rounds:
     def answer(self, round_: Round, evidence: Evidence) -> None:
         """This node's evidence, for another one that asks for it."""
         own = self._context.cleaned(evidence)
-        self._channel.submit(round_, condensed(own, share=share_of(node_count(self.page))))
+        self._channel.submit(round_, condense(own, share=share_of(node_count(self.page))))
 
     def answer_part(self, round_: Round, service: Service[Any, Part], part: Part) -> None:
         """``part``: what an add-on's service answers for this node, without secrets."""
         share = share_of(node_count(self.page))
-        small = service.bounded(part, lambda smaller: packed(msgspec.msgpack.encode(smaller), share) is not None)
-        self._channel.submit(round_, packed(msgspec.msgpack.encode(small)) or [])
+        small = service.bounded(part, lambda smaller: pack(msgspec.msgpack.encode(smaller), share) is not None)
+        self._channel.submit(round_, pack(msgspec.msgpack.encode(small)) or [])
 
     def answer_nothing(self, round_: Round) -> None:
         self._channel.submit(round_, [])

@@ -12,7 +12,7 @@ from safelaunch import addons
 from safelaunch.supervise.cluster.messages import NodeQuestion, Round
 from safelaunch.supervise.control.protocol import LARGEST_ANSWER, Client, ControlRequest, ServiceAnswer
 from safelaunch.supervise.respond import Incident, JobView
-from safelaunch.supervise.submissions import parts_of
+from safelaunch.supervise.submissions import read_parts
 from safelaunch.system.decoding import from_json, from_msgpack
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Services:
         question = NodeQuestion(0, service.name, msgspec.msgpack.encode(ask))
         with self._job.council.rounds.asking(question) as answers:
             own = service.here(ask, self._job, at.cancelled)
-            others, notes = parts_of(answers(at.cancelled), service)
+            others, notes = read_parts(answers(at.cancelled), service)
         at.pause(0.0)
         return service.bounded(service.merged(ask, [own, *others], notes), _fits)
 

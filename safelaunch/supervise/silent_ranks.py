@@ -63,13 +63,13 @@ class SilentRanks:
         except Exception:  # noqa: BLE001 - what a rank does is not known then, and the watch goes on
             look = Look(0.0, 0.0)
         at_s = time.monotonic()
-        self._seen.update({rank: _Sight(words_of(look.ranks.get(rank)), at_s, mark) for rank, mark in marks.items()})
+        self._seen.update({rank: _Sight(activity_of(look.ranks.get(rank)), at_s, mark) for rank, mark in marks.items()})
 
 
 _HELD = {"T": "is stopped", "t": "is stopped by a tracer", "D": "is blocked in the kernel (state D)"}
 
 
-def words_of(look: RankLook | None) -> str:
+def activity_of(look: RankLook | None) -> str:
     """``waits in all_reduce at train.py:18``; what keeps it from running comes first."""
     from safelaunch.stacks.calls import torch_wait
     from safelaunch.stacks.frames import Stack, at, place, python_frames

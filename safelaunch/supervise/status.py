@@ -27,7 +27,7 @@ NEWEST = 64  # points of the history of a status
 AROUND_S, AROUND_OLD_S = 1.5, 10.0  # for the other nodes' lines in an answer, and how old they may be then
 
 
-class Statuses:
+class StatusRequests:
     """Answers who asks for the status of a run. Call ``tick`` on each tick of the supervisor; nothing here blocks."""
 
     def __init__(self, job: Job, view: JobView) -> None:
@@ -48,7 +48,7 @@ class Statuses:
         now = time.monotonic()
         self._gpu_memory.ask(now)
         self._silent_ranks.ask(self._silent_since(now), self._watch.targets(), now)
-        self._asking.append((client, now if self._council.look_around() else now - AROUND_S))
+        self._asking.append((client, now if self._council.request_survey() else now - AROUND_S))
         self.tick(now)
 
     def tick(self, now: float) -> None:
@@ -56,7 +56,7 @@ class Statuses:
         self._sample(now)
         waiting = []
         for client, since_s in self._asking:
-            unknown = self._council.around(since_s) is None or self._silent_ranks.busy
+            unknown = self._council.survey(since_s) is None or self._silent_ranks.busy
             if unknown and now - since_s < AROUND_S:
                 waiting.append((client, since_s))
             else:
@@ -108,7 +108,7 @@ class Statuses:
             history=self._history(now),
             job=self._council.job,
             bundle_dir=os.fspath(self._context.bundle_dir),
-            nodes=[*(self._council.around(now - AROUND_OLD_S) or ())],  # only answers to ``status`` ask for it
+            nodes=[*(self._council.survey(now - AROUND_OLD_S) or ())],  # only answers to ``status`` ask for it
             alone=self._council.why_alone if self._watch.unseen and not self._council.is_covered else "",
         )
 

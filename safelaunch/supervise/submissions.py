@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from safelaunch.model import Evidence, NodeFiles, node_file
-from safelaunch.supervise.cluster.codec import BadMessage, parsed, unpacked
-from safelaunch.supervise.cluster.evidence import SharedColumns, received
-from safelaunch.supervise.cluster.exchange import Gathered
-from safelaunch.supervise.cluster.merge import Others
+from safelaunch.supervise.cluster.codec import BadMessage, parse, unpack
+from safelaunch.supervise.cluster.evidence import SharedColumns, unpack_evidence
+from safelaunch.supervise.cluster.exchange import Submissions
+from safelaunch.supervise.cluster.merge import PeerEvidence
 
 if TYPE_CHECKING:
     from safelaunch.addons.protocols import Service
@@ -22,7 +22,7 @@ MOST_PICKLES, LARGEST_PICKLE = 4 << 20, 512 << 10  # bytes of a node's files tha
 LARGEST_TEXT = 64 << 10
 
 
-def others_of(found: Gathered, host: str) -> Others:
+def read_evidence(found: Submissions, host: str) -> PeerEvidence:
     """The evidence that the others have submitted. ``host``: this node's name."""
     evidence: list[Evidence] = []
     notes: list[str] = []
@@ -30,22 +30,22 @@ def others_of(found: Gathered, host: str) -> Others:
     hosts, shared = {host}, SharedColumns()
     for slot, chunks in sorted(found.chunks.items()):
         try:
-            other, its = received(chunks, shared)
+            other, its = unpack_evidence(chunks, shared)
             evidence.append(other)
-            files |= {apart(name, slot, hosts): content for name, content in its.items()}
+            files |= {distinct_name(name, slot, hosts): content for name, content in its.items()}
             hosts |= {rank.host for rank in other.ranks}
         except BadMessage as error:
             notes.append(f"the evidence of a node could not be read (slot {slot}: {error})")
-    return Others(tuple(evidence), files, tuple(notes))
+    return PeerEvidence(tuple(evidence), files, tuple(notes))
 
 
-def parts_of(found: Gathered, service: Service[Any, Part]) -> tuple[list[Part], list[str]]:
+def read_parts(found: Submissions, service: Service[Any, Part]) -> tuple[list[Part], list[str]]:
     """Returns what the service of the other nodes has answered, and what could not be read of it."""
     parts: list[Part] = []
     notes: list[str] = []
     for slot, chunks in sorted(found.chunks.items()):
         try:
-            part = parsed(unpacked(chunks), service.part)
+            part = parse(unpack(chunks), service.part)
             service.check(part)
             parts.append(part)
         except (BadMessage, msgspec.ValidationError) as error:
@@ -82,7 +82,7 @@ def small_files(root: Path, *, records: bool) -> dict[str, bytes]:
     return found
 
 
-def apart(name: str, slot: int, taken: set[str]) -> str:
+def distinct_name(name: str, slot: int, taken: set[str]) -> str:
     """``node/<host>/...`` of a node whose host name another one has as well: with its number."""
     parts = name.split("/")
     return "/".join([parts[0], f"{parts[1]}-{slot}", *parts[2:]]) if parts[0] == "node" and parts[1] in taken else name

@@ -34,9 +34,9 @@ import psutil
 from safelaunch.capture.flight_dump import parse_pickle
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.evidence import SharedColumns, condensed, received
-from safelaunch.supervise.cluster.exchange import NOTHING, PeerView
-from safelaunch.supervise.cluster.merge import merged
+from safelaunch.supervise.cluster.evidence import SharedColumns, condense, unpack_evidence
+from safelaunch.supervise.cluster.exchange import NO_SUBMISSIONS, PeerView
+from safelaunch.supervise.cluster.merge import merge
 from safelaunch.supervise.cluster.messages import Decision, NodeCard
 from safelaunch.supervise.cluster.rendezvous import SharedStore
 from safelaunch.supervise.cluster.store import Address
@@ -186,19 +186,19 @@ def play(port: int, first: int, count: int, options: argparse.Namespace) -> int:
     world = options.nodes * options.ranks
     make_node = maker(options.ranks, options.entries, world)
     meeting = SharedStore(Address("127.0.0.1", int(port)), "safelaunch/bench")
-    chunks = {number: condensed(make_node(number)) for number in range(first, first + count)}
+    chunks = {number: condense(make_node(number)) for number in range(first, first + count)}
     channels = {}
     for number in chunks:
         channel = Channel(NodeCard("", f"node{number}", os.getpid(), "0", "2"))
         ranks = tuple(range(number * options.ranks, (number + 1) * options.ranks))
-        channel.tell(ranks=ranks, world=world)
+        channel.update(ranks=ranks, world=world)
         channel.start(meeting)
         channels[number] = channel
-    until(lambda: all(channel.seen.page is not None for channel in channels.values()), MEETING_S)
+    until(lambda: all(channel.view.page is not None for channel in channels.values()), MEETING_S)
     print("ready", flush=True)
     if first == 0:
         assert sys.stdin.readline().strip() == "wait"
-        until(lambda: covered(channels[0].seen), MEETING_S)
+        until(lambda: covered(channels[0].view), MEETING_S)
         print(json.dumps({"round_bytes": round_bytes(channels[0])}), flush=True)
     assert sys.stdin.readline().strip() == "suspect"
     if first == 0:
@@ -224,18 +224,18 @@ def covered(seen: PeerView) -> bool:
 def lead(channel: Channel, chunks: list[bytes], own: Evidence) -> dict[str, object]:
     """The leader's part, as ``supervise/rounds.py`` does it."""
     begin = time.monotonic()
-    channel.tell(doing="suspecting", suspects=0)
+    channel.update(doing="suspecting", suspects=0)
     take_part(channel, chunks)
     channel.gather("hang.1")
-    until(lambda: channel.seen.gathered.get("hang.1", NOTHING).is_complete, INCIDENT_S)
+    until(lambda: channel.view.submissions.get("hang.1", NO_SUBMISSIONS).is_complete, INCIDENT_S)
     complete = time.monotonic()
     shared = SharedColumns()
-    gathered = channel.seen.gathered["hang.1"].chunks.values()
-    evidence = [received(each, shared)[0] for each in gathered]
+    gathered = channel.view.submissions["hang.1"].chunks.values()
+    evidence = [unpack_evidence(each, shared)[0] for each in gathered]
     sizes = sum(len(chunk) for each in (*gathered, chunks) for chunk in each)
-    verdict = diagnose(merged(own, evidence))
+    verdict = diagnose(merge(own, evidence))
     channel.decide("hang.1", Decision(verdict, "kill", "node0", "/bundle"))
-    until(lambda: channel.seen.decisions, INCIDENT_S)
+    until(lambda: channel.view.decisions, INCIDENT_S)
     peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         "suspected_s": begin,
@@ -249,9 +249,9 @@ def lead(channel: Channel, chunks: list[bytes], own: Evidence) -> dict[str, obje
 
 def take_part(channel: Channel, chunks: list[bytes]) -> None:
     """Looks, votes, and hands its evidence in."""
-    until(lambda: (page := channel.seen.page) is not None and page.incident == 1, INCIDENT_S)
-    channel.tell(incident=1, vote="still")
-    until(lambda: (page := channel.seen.page) is not None and page.phase == "collecting", INCIDENT_S)
+    until(lambda: (page := channel.view.page) is not None and page.incident == 1, INCIDENT_S)
+    channel.update(incident=1, vote="unknown")
+    until(lambda: (page := channel.view.page) is not None and page.phase == "collecting", INCIDENT_S)
     channel.submit("hang.1", chunks)
 
 
@@ -260,22 +260,22 @@ def follow(channels: dict[int, Channel], chunks: dict[int, list[bytes]]) -> floa
     todo = dict.fromkeys(channels, "look")
     while todo:
         for number, step in list(todo.items()):
-            channel, page = channels[number], channels[number].seen.page
+            channel, page = channels[number], channels[number].view.page
             if step == "look" and page is not None and page.incident == 1:
-                channel.tell(incident=1, vote="still")
+                channel.update(incident=1, vote="unknown")
                 todo[number] = "collect"
             elif step == "collect" and page is not None and page.phase == "collecting":
                 channel.submit("hang.1", chunks[number])
                 todo[number] = "learn"
-            elif step == "learn" and channel.seen.decisions:
-                channel.tell(agrees=True)
+            elif step == "learn" and channel.view.decisions:
+                channel.update(agrees=True)
                 del todo[number]
         time.sleep(0.05)
     return time.monotonic()
 
 
 def round_bytes(channel: Channel) -> int:
-    beat, page = channel.beat, channel.seen.page
+    beat, page = channel.beat, channel.view.page
     return len(msgspec.msgpack.encode(beat)) + len(msgspec.msgpack.encode(page))
 
 

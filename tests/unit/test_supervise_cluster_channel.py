@@ -18,7 +18,7 @@ from safelaunch.model import Verdict
 from safelaunch.supervise.cluster import channel as channels
 from safelaunch.supervise.cluster import election, membership
 from safelaunch.supervise.cluster.channel import Channel
-from safelaunch.supervise.cluster.exchange import NOTHING, Gathered
+from safelaunch.supervise.cluster.exchange import NO_SUBMISSIONS, Submissions
 from safelaunch.supervise.cluster.messages import Decision, NodeCard, NodeQuestion, ask_round
 from safelaunch.supervise.cluster.rendezvous import SharedStore
 from safelaunch.supervise.cluster.store import Address, StoreClient
@@ -66,7 +66,7 @@ def join(address: Address, prefix: str) -> Iterator[Callable[..., Channel]]:
 
     def start(*ranks: int, key: bytes = b"", world: int = 4, at: Address = address) -> Channel:
         one = Channel(NodeCard("", f"host{ranks[0]}", 1, "0.1", "2.13"))
-        one.tell(ranks=ranks, world=world)
+        one.update(ranks=ranks, world=world)
         one.start(SharedStore(at, prefix), key)
         made.append(one)
         return one
@@ -77,23 +77,23 @@ def join(address: Address, prefix: str) -> Iterator[Callable[..., Channel]]:
 
 
 def covered(*nodes: Channel) -> Callable[[], bool]:
-    return lambda: all(one.seen.page is not None and one.seen.page.covered for one in nodes)
+    return lambda: all(one.view.page is not None and one.view.page.covered for one in nodes)
 
 
 def phase(*nodes: Channel) -> set[str]:
-    return {one.seen.page.phase if one.seen.page else "alone" for one in nodes}
+    return {one.view.page.phase if one.view.page else "alone" for one in nodes}
 
 
 def test_two_nodes_from_a_suspicion_to_a_decision(join: Callable[..., Channel]) -> None:
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
-    until(lambda: [node.host for node in (*one.seen.nodes, *other.seen.nodes)] == ["host2", "host0"], "names")
-    leader, follower = (one, other) if one.seen.leads else (other, one)
-    assert not follower.seen.leads
-    follower.tell(doing="suspecting", suspects=0)
+    until(lambda: [node.host for node in (*one.view.nodes, *other.view.nodes)] == ["host2", "host0"], "names")
+    leader, follower = (one, other) if one.view.leads else (other, one)
+    assert not follower.view.leads
+    follower.update(doing="suspecting", suspects=0)
     until(lambda: phase(one, other) == {"looking"}, "the call")
     for node in (one, other):
-        node.tell(incident=1, vote="unknown")
+        node.update(incident=1, vote="unknown")
     until(lambda: phase(one, other) == {"collecting"}, "the count of votes")
     for node, chunks in ((leader, []), (follower, [b"x" * 1000, b"y"])):
         node.submit("hang.1", chunks)
@@ -101,15 +101,15 @@ def test_two_nodes_from_a_suspicion_to_a_decision(join: Callable[..., Channel]) 
     until(lambda: found(leader, "hang.1").is_complete, "the evidence")
     assert list(found(leader, "hang.1").chunks.values()) == [[b"x" * 1000, b"y"]]
     leader.decide("hang.1", Decision(VERDICT, "kill", "host0", "/bundle", 7))
-    until(lambda: one.seen.decisions and other.seen.decisions, "the decision")
-    assert follower.seen.decisions == {"hang.1": Decision(VERDICT, "kill", "host0", "/bundle", 7)}
+    until(lambda: one.view.decisions and other.view.decisions, "the decision")
+    assert follower.view.decisions == {"hang.1": Decision(VERDICT, "kill", "host0", "/bundle", 7)}
     for node in (one, other):
-        node.tell(agrees=True, doing="watching")
+        node.update(agrees=True, doing="watching")
     until(lambda: phase(one, other) == {"agreed"}, "the agreement")
 
 
-def found(one: Channel, round_: str) -> Gathered:
-    return one.seen.gathered.get(round_, NOTHING)
+def found(one: Channel, round_: str) -> Submissions:
+    return one.view.submissions.get(round_, NO_SUBMISSIONS)
 
 
 def test_what_one_node_asks_all_others_for(join: Callable[..., Channel]) -> None:
@@ -118,25 +118,25 @@ def test_what_one_node_asks_all_others_for(join: Callable[..., Channel]) -> None
     for number, asks in enumerate(nodes):  # whether or not it leads
         others = [one for one in nodes if one is not asks]
         question = NodeQuestion(number, "record", b"10 s")
-        round_ = ask_round(asks.seen.slot, question)
-        asks.tell(asks=question)
+        round_ = ask_round(asks.view.slot, question)
+        asks.update(asks=question)
         asks.gather(round_)
-        until(lambda: all(one.seen.page and one.seen.page.questions for one in others), "the question")  # noqa: B023
+        until(lambda: all(one.view.page and one.view.page.questions for one in others), "the question")  # noqa: B023
         for one in others:
-            assert one.seen.page is not None and one.seen.page.questions == {round_: question}
+            assert one.view.page is not None and one.view.page.questions == {round_: question}
             one.submit(round_, [one.node.host.encode(), b"x"])
         until(lambda: found(asks, round_).is_complete, "the answers")  # noqa: B023
         assert sorted(found(asks, round_).chunks.values()) == sorted([one.node.host.encode(), b"x"] for one in others)
-        asks.tell(asks=None)
+        asks.update(asks=None)
         asks.withdraw(round_)
-        until(lambda: not any(one.seen.page and one.seen.page.asked for one in nodes), "the end")
+        until(lambda: not any(one.view.page and one.view.page.asked for one in nodes), "the end")
         until(lambda: not any(one._saying.submitted for one in nodes), "what is over to be removed")
 
 
 def test_the_leader_has_the_newest_checks_of_all_and_all_have_what_it_finds(join: Callable[..., Channel]) -> None:
     first, second = join(0, 1, key=b"k" * 32), join(2, 3, key=b"k" * 32)
     until(covered(first, second), "both to be there")
-    leader, other = (first, second) if first.seen.leads else (second, first)
+    leader, other = (first, second) if first.view.leads else (second, first)
     for edition in (1, 2):
         for node in (leader, other):
             node.gather("checks")
@@ -144,23 +144,23 @@ def test_the_leader_has_the_newest_checks_of_all_and_all_have_what_it_finds(join
         until(lambda: [*found(leader, "checks").rounds.values()] == [f"checks.{edition}"], "the checks")  # noqa: B023
     assert [*found(leader, "checks").chunks.values()] == [[b"checks"]]
     leader.publish("checks", b"wrong")
-    until(lambda: other.seen.published == leader.seen.published == {"checks": b"wrong"}, "what was found")
-    assert other.seen.page is not None and other.seen.page.topics == ("checks",) and not other.seen.gathered
+    until(lambda: other.view.published == leader.view.published == {"checks": b"wrong"}, "what was found")
+    assert other.view.page is not None and other.view.page.topics == ("checks",) and not other.view.submissions
 
 
 def test_every_node_can_be_shown_on_each(join: Callable[..., Channel]) -> None:
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
-    assert one.seen.around == (0.0, ())
-    other.note(12)
-    other.tell(doing="suspecting", suspects=7, trouble="rank 3 was ended")
+    assert one.view.survey == (0.0, ())
+    other.set_step(12)
+    other.update(doing="suspecting", suspects=7, trouble="rank 3 was ended")
     for asks in (one, other):
         until(lambda: [found.step for found in again(asks)] == [None, 12], "both")  # noqa: B023
-        first, second = asks.seen.around[1]
+        first, second = asks.view.survey[1]
         assert (first.host, first.ranks, first.doing, first.here) == ("host0", "0-1", "watching", asks is one)
         assert (second.host, second.ranks, second.trouble) == ("host2", "2-3", "rank 3 was ended")
         assert (second.doing, second.state, second.here) == ("suspecting", "heard", asks is other)
-        assert [first.leads, second.leads] == [one.seen.leads, other.seen.leads]
+        assert [first.leads, second.leads] == [one.view.leads, other.view.leads]
     other.close()
     until(lambda: again(one)[-1].doing == "ended", "its end")
 
@@ -168,9 +168,9 @@ def test_every_node_can_be_shown_on_each(join: Callable[..., Channel]) -> None:
 def again(one: Channel) -> tuple[NodeStatus, ...]:
     """Every node, as known after now."""
     begin = time.monotonic()
-    one.look_around()
-    until(lambda: one.seen.around[0] > begin, "the nodes")
-    return one.seen.around[1]
+    one.request_survey()
+    until(lambda: one.view.survey[0] > begin, "the nodes")
+    return one.view.survey[1]
 
 
 def test_the_host_of_the_store_stays_until_the_others_have_left(join: Callable[..., Channel]) -> None:
@@ -200,7 +200,7 @@ def test_one_that_says_goodbye_is_gone_at_once(join: Callable[..., Channel], mon
         monkeypatch.setattr(module, "SILENT_S", 1000.0)
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
-    leader, follower = (one, other) if one.seen.leads else (other, one)
+    leader, follower = (one, other) if one.view.leads else (other, one)
     follower.close()
     until(lambda: not covered(leader)(), "its absence")
 
@@ -213,16 +213,16 @@ def test_the_leader_dies_in_the_middle_and_the_other_goes_on(
     monkeypatch.setattr(election, "PROVING_S", 1.0)
     nodes = [join(0), join(1), join(2, 3)]
     until(covered(*nodes), "each other")
-    leader = next(one for one in nodes if one.seen.leads)
+    leader = next(one for one in nodes if one.view.leads)
     left = [one for one in nodes if one is not leader]
-    left[0].tell(doing="suspecting", suspects=0)
+    left[0].update(doing="suspecting", suspects=0)
     until(lambda: phase(*nodes) == {"looking"}, "the call")
     leader.close()
     for node in left:
-        node.tell(incident=1, vote="unknown")
-    until(lambda: any(one.seen.leads for one in left), "another leader")
+        node.update(incident=1, vote="unknown")
+    until(lambda: any(one.view.leads for one in left), "another leader")
     until(lambda: phase(*left) == {"idle"}, "the end: nothing is known of the ranks of the dead")
-    assert {one.seen.page.result for one in left if one.seen.page} == {"unseen"}
+    assert {one.view.page.result for one in left if one.view.page} == {"unseen"}
 
 
 def test_without_a_store_each_is_alone_and_says_why(join: Callable[..., Channel]) -> None:
@@ -231,7 +231,7 @@ def test_without_a_store_each_is_alone_and_says_why(join: Callable[..., Channel]
         until(covered(one, other), "each other")
         process.kill()
     until(lambda: phase(one, other) == {"alone"}, "the loss")
-    assert "closed the connection" in one.seen.why or "refused" in one.seen.why or "reset" in one.seen.why
+    assert "closed the connection" in one.view.why or "refused" in one.view.why or "reset" in one.view.why
 
 
 def test_garbage_in_the_store_costs_nothing_but_the_channel(
@@ -248,7 +248,7 @@ def test_garbage_in_the_store_costs_nothing_but_the_channel(
     for value in (b"\xdd\xff\xff\xff\xff", b"", b"\x91" * 60_000):
         hostile.set(f"{prefix}/head", value, deadline_s=15.0)
         hostile.set(f"{prefix}/n", b"99999999999", deadline_s=15.0)
-        until(lambda: one.seen.leads or other.seen.leads, "a leader again")
+        until(lambda: one.view.leads or other.view.leads, "a leader again")
         until(covered(one, other), "each other again")
     hostile.close()
 
@@ -290,12 +290,12 @@ def test_a_stranger_cannot_separate_nodes_that_have_a_key(
     with scribbling(address, prefix, lambda number: bytes([number % 256]) * size):
         one, other = join(0, 1, key=b"k"), join(2, 3, key=b"k")
         until(covered(one, other), "each other")
-        first = next(node.seen.page for node in (one, other) if node.seen.page)
+        first = next(node.view.page for node in (one, other) if node.view.page)
         newer = first.epoch, first.count + 5  # on a busy machine the lead may change meanwhile, and the count with it
-        pages = lambda: [node.seen.page for node in (one, other)]  # noqa: E731
+        pages = lambda: [node.view.page for node in (one, other)]  # noqa: E731
         until(lambda: all(page and (page.epoch, page.count) > newer for page in pages()), "newer pages")
         until(
-            lambda: covered(one, other)() and sum(node.seen.leads for node in (one, other)) == 1, "one leader of both"
+            lambda: covered(one, other)() and sum(node.view.leads for node in (one, other)) == 1, "one leader of both"
         )
 
 
@@ -303,16 +303,16 @@ def test_whose_connection_breaks_keeps_its_slot(join: Callable[..., Channel], mo
     monkeypatch.setattr(channels, "AGAIN_S", (1.0,))
     nodes = [join(0, key=b"k"), join(1, key=b"k"), join(2, 3, key=b"k")]
     until(covered(*nodes), "each other")
-    slots = [node.seen.slot for node in nodes]
-    for node in sorted(nodes, key=lambda node: node.seen.leads):  # the leader last: it goes on leading
-        led = node.seen.leads
+    slots = [node.view.slot for node in nodes]
+    for node in sorted(nodes, key=lambda node: node.view.leads):  # the leader last: it goes on leading
+        led = node.view.leads
         break_connection(node)
-        until(lambda node=node: node.seen.page is None, "the loss")  # type: ignore[misc]
-        assert node.seen.address == "127.0.0.1", "known without a connection, too: is its interface up?"
+        until(lambda node=node: node.view.page is None, "the loss")  # type: ignore[misc]
+        assert node.view.address == "127.0.0.1", "known without a connection, too: is its interface up?"
         until(covered(*nodes), "its return")
-        assert [node.seen.page and node.seen.page.nodes for node in nodes] == [3, 3, 3]
-        assert (node.seen.leads, node.seen.page and node.seen.page.epoch) == (led, 0)
-    assert [node.seen.slot for node in nodes] == slots
+        assert [node.view.page and node.view.page.nodes for node in nodes] == [3, 3, 3]
+        assert (node.view.leads, node.view.page and node.view.page.epoch) == (led, 0)
+    assert [node.view.slot for node in nodes] == slots
 
 
 def break_connection(node: Channel) -> None:
@@ -326,24 +326,24 @@ def test_in_another_store_a_slot_is_nobodys(
     monkeypatch.setattr(channels, "AGAIN_S", (1.0,))
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
-    before = other.seen.slot
+    before = other.view.slot
     store = StoreClient(address)
     store.set(f"{prefix}/m/{before}", b"somebody else's", deadline_s=15.0)
     store.close()
     break_connection(other)
-    until(lambda: other.seen.slot not in (0, before), "another slot")
+    until(lambda: other.view.slot not in (0, before), "another slot")
 
 
 def test_what_an_old_connection_still_brings_is_known_to_be_old(join: Callable[..., Channel]) -> None:
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
-    leader, follower = (one, other) if one.seen.leads else (other, one)
+    leader, follower = (one, other) if one.view.leads else (other, one)
     session = leader._session
     assert session is not None
-    old = session._newest[follower.seen.slot]
-    until(lambda: session._newest[follower.seen.slot].count > old.count, "its next beat")
-    data = session._codec.encode(f"b/{follower.seen.slot}", replace(old, count=old.count - 1, doing="stopping"))
-    assert session._decoded([follower.seen.slot], [data])[follower.seen.slot].doing == "watching"
+    old = session._newest[follower.view.slot]
+    until(lambda: session._newest[follower.view.slot].count > old.count, "its next beat")
+    data = session._codec.encode(f"b/{follower.view.slot}", replace(old, count=old.count - 1, doing="stopping"))
+    assert session._decode_beats([follower.view.slot], [data])[follower.view.slot].doing == "watching"
 
 
 def test_slots_that_nobody_has_hide_no_other(join: Callable[..., Channel], address: Address, prefix: str) -> None:
@@ -360,10 +360,10 @@ def test_with_a_key_strangers_are_not_heard(join: Callable[..., Channel]) -> Non
     one, other = join(0, 1, key=b"secret"), join(2, 3, key=b"secret")
     until(covered(one, other), "each other")
     stranger = join(0, 1)
-    until(lambda: "different key" in stranger.seen.why, "the stranger's connection")
+    until(lambda: "different key" in stranger.view.why, "the stranger's connection")
     time.sleep(1.5)
-    assert (stranger.seen.page, stranger.seen.leads) == (None, False)
-    assert covered(one, other)() and (one.seen.leads or other.seen.leads)
+    assert (stranger.view.page, stranger.view.leads) == (None, False)
+    assert covered(one, other)() and (one.view.leads or other.view.leads)
 
 
 # --- a crash, and who is not heard ------------------------------------------------------------------------------------
@@ -374,21 +374,21 @@ def test_the_first_verdict_about_a_crash_is_everybodys(join: Callable[..., Chann
     until(covered(one, other), "each other")
     one.submit("crash.1", [b"a" * 1000, b"b"])
     other.submit("crash.1", [])
-    until(lambda: all(node.seen.page and len(node.seen.page.failed) == 2 for node in (one, other)), "both to fail")
+    until(lambda: all(node.view.page and len(node.view.page.failed) == 2 for node in (one, other)), "both to fail")
     other.gather("crash.1")
     until(lambda: [*found(other, "crash.1").chunks.values()] == [[b"a" * 1000, b"b"]], "the evidence")
     verdicts = [Decision(replace(VERDICT, summary=text), "dump", "h", "") for text in ("first", "second")]
     for node, decision in zip((one, other), verdicts, strict=True):
         node.decide("crash.1", decision)
-    until(lambda: one.seen.decisions and other.seen.decisions, "the verdict")
-    assert one.seen.decisions == other.seen.decisions
-    until(lambda: all(node.seen.page and node.seen.page.crash == 1 for node in (one, other)), "its number")
+    until(lambda: one.view.decisions and other.view.decisions, "the verdict")
+    assert one.view.decisions == other.view.decisions
+    until(lambda: all(node.view.page and node.view.page.crash == 1 for node in (one, other)), "its number")
     other.withdraw("crash")
     one.withdraw("crash")
     other.submit("crash.2", [b"c"])
-    until(lambda: one.seen.page and one.seen.page.failed, "the next one")
+    until(lambda: one.view.page and one.view.page.failed, "the next one")
     other.decide("crash.2", verdicts[0])
-    until(lambda: one.seen.decisions.get("crash.2") == verdicts[0], "its verdict, also where no rank has failed")
+    until(lambda: one.view.decisions.get("crash.2") == verdicts[0], "its verdict, also where no rank has failed")
 
 
 def test_who_is_not_heard_is_known_with_its_ranks(
@@ -398,13 +398,13 @@ def test_who_is_not_heard_is_known_with_its_ranks(
     monkeypatch.setattr(membership, "QUIET_S", 1.0)
     nodes = [join(0), join(1), join(2, 3)]
     until(covered(*nodes), "each other")
-    leader, *followers = sorted(nodes, key=lambda node: not node.seen.leads)
+    leader, *followers = sorted(nodes, key=lambda node: not node.view.leads)
     gone, left = followers
     monkeypatch.setattr(gone, "_converse", lambda session: None)
-    monkeypatch.setattr(membership.Session, "leave", lambda *_: None)
+    monkeypatch.setattr(membership.Membership, "leave", lambda *_: None)
     gone.close()
     for node in (leader, left):
-        until(lambda node=node: any(peer.silent_s > 1.0 for peer in node.seen.peers), "the silence")  # type: ignore[misc]
-        (peer,) = (peer for peer in node.seen.peers if peer.silent_s)
+        until(lambda node=node: any(peer.silent_s > 1.0 for peer in node.view.peers), "the silence")  # type: ignore[misc]
+        (peer,) = (peer for peer in node.view.peers if peer.silent_s)
         assert peer.node.host == gone.node.host
         assert peer.beat is not None and peer.beat.ranks == gone.beat.ranks

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from safelaunch.model import JobCondition
-from safelaunch.supervise.cluster.election import LINE_S, SILENT_S, Hearing, Succession
+from safelaunch.supervise.cluster.election import LINE_S, SILENT_S, Liveness, Succession
 from safelaunch.supervise.cluster.leader import (
     ACKNOWLEDGE_S,
     DECIDE_S,
@@ -42,7 +42,7 @@ class Job:
 
     def page(self, after_s: float = 0.5) -> LeaderPage:
         self.now += after_s
-        return self.leader.next(LeaderInput(dict(self.beats), (), self.decided, last=dict(self.beats)), self.now)
+        return self.leader.next(LeaderInput(dict(self.beats), (), self.decided, latest=dict(self.beats)), self.now)
 
     def open(self, by: int = 1, **more: Any) -> Job:
         self.say(by, doing="suspecting", suspects=self.leader.page.incident, **more)
@@ -236,27 +236,27 @@ def test_whether_all_ranks_are_seen(beats: list[tuple[tuple[int, ...], int]], ex
 
 
 def test_a_node_is_heard_while_its_count_moves_whatever_its_clock_says() -> None:
-    hearing = Hearing()
+    hearing = Liveness()
     for second in range(60):
-        hearing.hear({1: ("a", second), 2: ("b", min(second, 10)), 3: ("c", 5)}, float(second))
+        hearing.observe({1: ("a", second), 2: ("b", min(second, 10)), 3: ("c", 5)}, float(second))
     assert [round(hearing.silent_s(slot, 59.0)) for slot in (1, 2, 3)] == [0, 49, 59]
     assert set(hearing.proven) == {1, 2}
 
 
 def test_one_that_has_started_anew_is_heard_although_it_counts_from_the_beginning() -> None:
-    hearing = Hearing()
-    hearing.hear({1: ("a", 900)}, 0.0)
-    hearing.hear({1: ("b", 1)}, 4.0)
+    hearing = Liveness()
+    hearing.observe({1: ("a", 900)}, 0.0)
+    hearing.observe({1: ("b", 1)}, 4.0)
     assert hearing.silent_s(1, 5.0) == 1.0
 
 
 def test_nobody_was_silent_while_we_were_stopped_ourselves() -> None:
-    hearing = Hearing()
-    hearing.hear({1: ("a", 1)}, 0.0)
-    hearing.hear({1: ("a", 1)}, 1000.0)
+    hearing = Liveness()
+    hearing.observe({1: ("a", 1)}, 0.0)
+    hearing.observe({1: ("a", 1)}, 1000.0)
     assert hearing.silent_s(1, 1000.0) < SILENT_S
     for second in range(1001, 1001 + int(SILENT_S)):
-        hearing.hear({1: ("a", 1)}, float(second))
+        hearing.observe({1: ("a", 1)}, float(second))
     assert hearing.silent_s(1, 1000.0 + SILENT_S) >= SILENT_S
 
 
@@ -292,7 +292,7 @@ def test_who_takes_over_knows_that_the_one_before_is_silent() -> None:
             break
     hearing = succession.hearing(1, now)
     assert [hearing.silent_s(slot, now) >= SILENT_S for slot in (1, 2, 3)] == [True, False, False]
-    hearing.hear({1: ("i1", 6)}, now + 1)
+    hearing.observe({1: ("i1", 6)}, now + 1)
     assert hearing.silent_s(1, now + 1) == 0.0, "it is heard again"
 
 
@@ -316,7 +316,7 @@ def test_who_is_next_in_line_is_due_at_once_and_everybody_else_later() -> None:
 # --- another round of the rendezvous ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", [{"attempt": (0, 2)}, {"anew": True}, {"anew": True, "ranks": ()}])
+@pytest.mark.parametrize("change", [{"attempt": (0, 2)}, {"restarting": True}, {"restarting": True, "ranks": ()}])
 @pytest.mark.parametrize("slot", [1, 2])
 def test_another_round_voids_an_incident_until_somebody_may_have_acted(slot: int, change: dict[str, Any]) -> None:
     for phase in ("looking", "collecting", "decided", "agreed"):
@@ -334,7 +334,7 @@ def test_another_round_voids_an_incident_until_somebody_may_have_acted(slot: int
         page = job.page()
         expected = ("agreed", "") if phase == "agreed" else ("idle", "moving")
         assert (page.phase, page.result) == expected, phase
-        assert page.anew == ((slot,) if "anew" in change else ())
+        assert page.restarting == ((slot,) if "restarting" in change else ())
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from safelaunch.supervise.cluster import membership as sessions
 from safelaunch.supervise.cluster.codec import Codec
 from safelaunch.supervise.cluster.election import SILENT_S
-from safelaunch.supervise.cluster.exchange import PeerView, Saying
-from safelaunch.supervise.cluster.membership import Session
+from safelaunch.supervise.cluster.exchange import Outbox, PeerView
+from safelaunch.supervise.cluster.membership import Membership
 from safelaunch.supervise.cluster.messages import Beat, NodeCard
 from tests.support.dict_store import DictStore
 
@@ -28,7 +28,7 @@ class Job:
         monkeypatch.setattr(sessions, "time", SimpleNamespace(monotonic=lambda: self.now))
         codec = Codec(PREFIX)
         self.sessions = [
-            Session(self.store, PREFIX, codec, NodeCard("", f"host{number}", 1, "0.1", "2.13"))  # type: ignore[arg-type]
+            Membership(self.store, PREFIX, codec, NodeCard("", f"host{number}", 1, "0.1", "2.13"))  # type: ignore[arg-type]
             for number in range(nodes)
         ]
         self.beats = [Beat("", 0, (2 * number, 2 * number + 1), 2 * nodes) for number in range(nodes)]
@@ -40,7 +40,7 @@ class Job:
         """All but these nodes speak once."""
         self.now += 0.5
         living = [number for number in range(len(self.sessions)) if number not in without]
-        return [self.sessions[number].round(Saying(self.beats[number])) for number in living]
+        return [self.sessions[number].round(Outbox(self.beats[number])) for number in living]
 
     def meet(self) -> None:
         for _ in range(3):

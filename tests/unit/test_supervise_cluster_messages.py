@@ -35,12 +35,12 @@ from safelaunch.supervise.cluster.codec import (
     MOST_MESSAGE,
     BadMessage,
     Codec,
-    packed,
+    pack,
     share_of,
-    unpacked,
+    unpack,
 )
-from safelaunch.supervise.cluster.evidence import MOST_LOG, MOST_STEPS, SharedColumns, condensed, received
-from safelaunch.supervise.cluster.merge import aged, merged
+from safelaunch.supervise.cluster.evidence import MOST_LOG, MOST_STEPS, SharedColumns, condense, unpack_evidence
+from safelaunch.supervise.cluster.merge import merge, with_relative_times
 from safelaunch.supervise.cluster.messages import Beat, Decision, LeaderPage, NodeCard
 
 BEAT = Beat("a1", 7, (0, 1), 4, (0, 1), "suspecting", 3, 2.5, False, 4, "unknown", submitted=(("hang.4", 2),))
@@ -140,11 +140,11 @@ def test_a_signed_message_counts_only_where_it_was_written() -> None:
 
 def test_chunks_are_put_together_again() -> None:
     data = random.Random(1).randbytes(3 * CHUNK_BYTES)
-    chunks = packed(data)
+    chunks = pack(data)
     assert chunks is not None and len(chunks) == 4
     assert all(len(chunk) <= CHUNK_BYTES for chunk in chunks)
-    assert unpacked(chunks) == data
-    assert packed(random.Random(1).randbytes((MOST_CHUNKS + 1) * CHUNK_BYTES)) is None
+    assert unpack(chunks) == data
+    assert pack(random.Random(1).randbytes((MOST_CHUNKS + 1) * CHUNK_BYTES)) is None
 
 
 @pytest.mark.parametrize(
@@ -154,14 +154,14 @@ def test_chunks_are_put_together_again() -> None:
 )
 def test_what_was_never_packed_is_refused(chunks: list[bytes]) -> None:
     with pytest.raises(BadMessage):
-        unpacked(chunks)
+        unpack(chunks)
 
 
 def test_a_bomb_is_refused_before_it_goes_off() -> None:
     engine = zlib.compressobj()
     small = b"".join(engine.compress(bytes(1 << 20)) for _ in range(256)) + engine.flush()
     with pytest.raises(BadMessage):
-        unpacked([small])
+        unpack([small])
 
 
 def record(count: int = 50) -> FlightRecord:
@@ -190,7 +190,7 @@ def node(*ranks: int, world: int = 4, count: int = 50) -> Evidence:
 
 def test_evidence_travels() -> None:
     sent = node(2, 3)
-    found = received(condensed(sent))[0]
+    found = unpack_evidence(condense(sent))[0]
     assert found.ranks[0].flight_record == sent.ranks[0].flight_record
     assert found.ranks[1].log_tail == "x" * MOST_LOG
     assert (found.world_size, found.missing_ranks, found.stall_s) == (4, (), 2.0)  # which is for the leader to know
@@ -207,10 +207,10 @@ def test_the_members_of_a_group_travel_once_and_short(members: tuple[int, ...]) 
         for rank in sent.ranks
         if rank.flight_record is not None
     )
-    chunks = condensed(replace(sent, ranks=ranks))
-    assert len(msgspec.msgpack.decode(unpacked(chunks))["groups"]) == 1
+    chunks = condense(replace(sent, ranks=ranks))
+    assert len(msgspec.msgpack.decode(unpack(chunks))["groups"]) == 1
     shared = SharedColumns()
-    one, other = (received(chunks, shared)[0] for _ in range(2))
+    one, other = (unpack_evidence(chunks, shared)[0] for _ in range(2))
     groups = [side.flight_record.groups["7"] for side in (*one.ranks, *other.ranks) if side.flight_record is not None]
     assert groups == [members] * 4
     assert all(found is groups[0] for found in groups), "the leader keeps it once"
@@ -226,13 +226,13 @@ def test_the_evidence_of_a_crowd_has_room() -> None:
     assert 1024 * share_of(1024) <= MOST_EVIDENCE
     noise = random.Random(1).randbytes(LEAST_SHARE // 2).hex()
     sent = replace(node(2, 3), notes=(noise,))
-    small = condensed(sent, {"ranks/2/flight_recorder.pickle": noise.encode()}, LEAST_SHARE)
+    small = condense(sent, {"ranks/2/flight_recorder.pickle": noise.encode()}, LEAST_SHARE)
     assert sum(map(len, small)) <= LEAST_SHARE
-    assert received(small)[1] == {}
+    assert unpack_evidence(small)[1] == {}
 
 
 def test_of_long_records_the_newest_entries_travel() -> None:
-    found = received(condensed(node(0, count=9000)))[0]
+    found = unpack_evidence(condense(node(0, count=9000)))[0]
     assert found.ranks[0].flight_record is not None
     entries = found.ranks[0].flight_record.entries
     assert (len(entries), entries[0].seq, entries[-1].seq) == (4096, 9000 - 4096, 8999)
@@ -243,22 +243,22 @@ def test_of_a_history_of_steps_some_travel_and_the_newest_with_them() -> None:
     history = tuple((step * 1000, step) for step in range(1, 101))
     paged = Progress(sent.ranks[0].rank, 0, 4, 0, 10, 5, "torch", 100, history=history)
     ranks = (replace(sent.ranks[0], progress=paged), *sent.ranks[1:])
-    found = received(condensed(replace(sent, ranks=ranks)))[0].ranks[0].progress
+    found = unpack_evidence(condense(replace(sent, ranks=ranks)))[0].ranks[0].progress
     assert found is not None
     assert len(found.history) <= MOST_STEPS and found.history[-1] == history[-1]
     assert set(found.history) <= set(history)
 
 
 def test_the_evidence_of_all_nodes_is_one() -> None:
-    whole = merged(node(0, 1), [node(2, 3), node(1, 2)])
+    whole = merge(node(0, 1), [node(2, 3), node(1, 2)])
     assert [rank.rank for rank in whole.ranks] == [0, 1, 2, 3]
     assert (whole.missing_ranks, whole.stall_s) == ((), 2.0)
-    assert merged(node(0, 1), [node(3)]).missing_ranks == (2,)
-    assert [rank.rank for rank in merged(node(0, 1), [node(9, world=16)]).ranks] == [0, 1], "a rank of no such job"
+    assert merge(node(0, 1), [node(3)]).missing_ranks == (2,)
+    assert [rank.rank for rank in merge(node(0, 1), [node(9, world=16)]).ranks] == [0, 1], "a rank of no such job"
 
 
 def test_evidence_that_does_not_fit_together_is_refused() -> None:
-    good = msgspec.msgpack.decode(unpacked(condensed(node(2, 3))))
+    good = msgspec.msgpack.decode(unpack(condense(node(2, 3))))
     for damage in (
         lambda e: e["records"][2]["kind_of"].append(0),
         lambda e: e["records"][2]["kind_of"].__setitem__(0, 99),
@@ -270,15 +270,15 @@ def test_evidence_that_does_not_fit_together_is_refused() -> None:
         bad = msgspec.msgpack.decode(msgspec.msgpack.encode(good))
         bad["records"] = {int(rank): value for rank, value in bad["records"].items()}
         damage(bad)
-        chunks = packed(msgspec.msgpack.encode(bad))
+        chunks = pack(msgspec.msgpack.encode(bad))
         assert chunks is not None
         with pytest.raises(BadMessage):
-            received(chunks)
+            unpack_evidence(chunks)
 
 
 def test_times_of_failures_travel_as_ages_so_that_no_clock_does() -> None:
     lost = RankEvidence(rank=3, host="b", pid=1, exception=RankException("E", "x", 1000.0), exit=RankExit(1, 1002.0))
-    (rank,) = aged(replace(node(2), ranks=(lost,)), 1010.0).ranks
+    (rank,) = with_relative_times(replace(node(2), ranks=(lost,)), 1010.0).ranks
     assert rank.exception is not None and rank.exit is not None
     assert (rank.exception.time_unix_s, rank.exit.time_unix_s) == (-10.0, -8.0)
 
@@ -308,15 +308,15 @@ def test_of_each_node_its_own_word_counts_and_beside_it_that_it_was_not_heard() 
     ],
 )
 def test_files_of_another_node_lead_nowhere_else(name: str, fits: bool) -> None:
-    chunks = condensed(node(2), {name: b"x"})
+    chunks = condense(node(2), {name: b"x"})
     if fits:
-        assert received(chunks)[1] == {name: b"x"}
+        assert unpack_evidence(chunks)[1] == {name: b"x"}
         return
     with pytest.raises(BadMessage):
-        received(chunks)
+        unpack_evidence(chunks)
 
 
 def test_files_travel_only_where_they_fit() -> None:
     large = {f"node/a/{number}.json": random.Random(number).randbytes(1 << 20) for number in range(9)}
-    evidence, files = received(condensed(node(2), large))
+    evidence, files = unpack_evidence(condense(node(2), large))
     assert (len(evidence.ranks), files) == (1, {})

@@ -131,7 +131,7 @@ def serving() -> Iterator[Callable[[Serve], Address]]:
         connection.close()
 
 
-def test_nobody_listens() -> None:
+def test_ras_without_listener_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(NodeStoreError, match=r"no store at 127\.0\.0\.1"):

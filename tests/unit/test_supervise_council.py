@@ -34,14 +34,14 @@ def node(tmp_path: Path) -> Council:
     plan = Plan((), {}, (), "train", tmp_path, None, Settings(), True, (), command=CommandLine((), (), ("train.py",)))
     about = JobContext("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
     made = Council(plan, about, Watch(Roster(RunPaths(tmp_path)), Policy(5.0, 60.0, 60.0), 0.0))
-    made.channel.seen = PeerView(LeaderPage(leader=1, nodes=2, covered=True, world=1), why="")
+    made.channel.view = PeerView(LeaderPage(leader=1, nodes=2, covered=True, world=1), why="")
     return made
 
 
 def say(node: Council, *, page: dict[str, Any] | None = None, **changes: Any) -> None:
-    seen = node.channel.seen
+    seen = node.channel.view
     assert seen.page is not None
-    node.channel.seen = dataclasses.replace(seen, page=replace(seen.page, **(page or {})), **changes)
+    node.channel.view = dataclasses.replace(seen, page=replace(seen.page, **(page or {})), **changes)
 
 
 def test_nobody_is_asked_where_a_rank_is_not_seen_or_the_leader_not_heard(node: Council) -> None:
@@ -54,20 +54,20 @@ def test_nobody_is_asked_where_a_rank_is_not_seen_or_the_leader_not_heard(node: 
         say(node, silent_s=0.0, page=page)
         assert not node.suspect(2.0)
         assert "not every rank" in node.why_alone
-    node.channel.seen = PeerView(why="no store at h:1: refused")
+    node.channel.view = PeerView(why="no store at h:1: refused")
     assert not node.suspect(2.0)
     assert (node.is_covered, node.why_alone) == (False, "no store at h:1: refused")
 
 
 def test_a_call_is_answered_once_and_answers_what_was_asked_while_it_was_open(node: Council) -> None:
-    assert node.calls() is None
+    assert node.pending_call() is None
     say(node, page={"phase": "looking", "incident": 3})
-    call = node.calls()
+    call = node.pending_call()
     assert call is not None and call.incident == 3
     node.suspect(2.0)
     assert node.channel.beat.suspects == 3, "it would have the next one opened"
-    assert node.answer_call() == call
-    assert node.calls() is None
+    assert node.join_call() == call
+    assert node.pending_call() is None
     assert (node.channel.beat.incident, node.channel.beat.vote, node.channel.beat.suspects) == (3, "", 2)
 
 
@@ -105,19 +105,19 @@ def test_an_incident_that_was_over_before_this_node_looked(node: Council, result
 
 def test_what_is_known_of_all_nodes_has_to_be_new(node: Council) -> None:
     here = NodeStatus("here", "0-1", 7, doing="watching", here=True)
-    say(node, around=(5.0, (here,)))
-    assert node.look_around()
-    assert (node.around(4.0), node.around(5.0)) == ((here,), None)
-    node.channel.seen = PeerView(why="gone")
-    assert not node.look_around()
+    say(node, survey=(5.0, (here,)))
+    assert node.request_survey()
+    assert (node.survey(4.0), node.survey(5.0)) == ((here,), None)
+    node.channel.view = PeerView(why="gone")
+    assert not node.request_survey()
 
 
 def test_one_node_queries_nccl_for_all_and_ranks_live_until_the_nodes_have_agreed(node: Council) -> None:
-    assert not node.queries_nccl and node.must_keep_ranks_alive == "the nodes have yet to agree"
+    assert not node.queries_nccl and node.why_ranks_must_live == "the nodes have yet to agree"
     say(node, leads=True)
     assert node.queries_nccl
     say(node, leads=False, silent_s=SILENT_S)
-    assert node.queries_nccl and node.must_keep_ranks_alive == "", "alone, each asks, and ends its ranks"
+    assert node.queries_nccl and node.why_ranks_must_live == "", "alone, each asks, and ends its ranks"
 
 
 # --- what a person is told --------------------------------------------------------------------------------------------
@@ -169,9 +169,9 @@ def test_nodes_of_another_torch_are_told_of_once(notices: NodeNotices, capfd: py
 
 def come(notices: NodeNotices, number: int, *nodes: NodeCard, seconds: range) -> None:
     page = LeaderPage(leader=1, nodes=number) if number else None
-    notices._channel.seen = PeerView(page, nodes=nodes)
+    notices._channel.view = PeerView(page, nodes=nodes)
     for second in seconds:
-        notices.who_has_come(page, float(second))
+        notices.note_rendezvous(page, float(second))
 
 
 THERE = NodeCard("b", "there.lan", 1, "0.1", "2.13", node_rank=2)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from safelaunch import addons
-from safelaunch.supervise.cluster.exchange import Gathered, PeerView
+from safelaunch.supervise.cluster.exchange import PeerView, Submissions
 from safelaunch.supervise.cluster.messages import LeaderPage
 from safelaunch.supervise.monitors import MonitorActions, Monitors, Topic
 
@@ -70,7 +70,7 @@ class Council:
         self.sent: list[tuple[str, object]] = []
         self.channel = SimpleNamespace(
             is_started=True,
-            seen=PeerView(page=page, leads=leads),
+            view=PeerView(page=page, leads=leads),
             gather=lambda name: self.sent.append(("gather", name)),
             submit=lambda round_, chunks: self.sent.append((round_, chunks)),
             publish=lambda name, data: self.sent.append((name, data)),
@@ -105,8 +105,8 @@ def test_each_value_of_a_topic_is_an_edition_and_is_read_once() -> None:
         ("numbers.2", [b"two"]),
         ("numbers", b"all"),
     ]
-    council.channel.seen = PeerView(
-        gathered={"numbers": Gathered({2: [b"a", b"b"], 3: [b"c"]}, {2: "numbers.1", 3: "numbers.5"})},
+    council.channel.view = PeerView(
+        submissions={"numbers": Submissions({2: [b"a", b"b"], 3: [b"c"]}, {2: "numbers.1", 3: "numbers.5"})},
         published={"numbers": b"result"},
     )
     assert (topic.gathered(), topic.gathered(), topic.published) == ([b"ab", b"c"], [], b"result")

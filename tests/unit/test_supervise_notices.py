@@ -11,7 +11,7 @@ import pytest
 from safelaunch.beacon import layout, rank
 from safelaunch.capture.pages import RankContract, Worker, read_contract
 from safelaunch.model import Progress
-from safelaunch.supervise.device_notice import elsewhere
+from safelaunch.supervise.device_notice import wrong_devices
 from safelaunch.supervise.notices import Notices
 from safelaunch.supervise.watch.rhythm import Threshold
 from safelaunch.supervise.watch.stall import Policy
@@ -144,8 +144,8 @@ def test_which_ranks_are_watched_is_told_once_and_again_when_it_changes(capfd: p
 
 def test_ranks_on_another_device_than_their_own_are_named() -> None:
     local = {8: 0, 9: 1, 10: 2}
-    assert elsewhere({8: RankContract(device=0), 9: RankContract(device=1), 10: RankContract()}, local) == ""
-    text = elsewhere({8: RankContract(device=0), 9: RankContract(device=0), 10: RankContract(device=0)}, local)
+    assert wrong_devices({8: RankContract(device=0), 9: RankContract(device=1), 10: RankContract()}, local) == ""
+    text = wrong_devices({8: RankContract(device=0), 9: RankContract(device=0), 10: RankContract(device=0)}, local)
     assert text.startswith("ranks 9-10 compute on cuda:0, which is not the device of the rank's LOCAL_RANK")
 
 

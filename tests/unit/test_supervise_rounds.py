@@ -23,12 +23,12 @@ from safelaunch.supervise.cluster.exchange import PeerStatus
 from safelaunch.supervise.cluster.messages import NodeCard, NodeQuestion
 from safelaunch.supervise.cluster.rendezvous import SharedStore
 from safelaunch.supervise.cluster.store import Address, NodeStoreError
-from safelaunch.supervise.crash import notes_of, own_failure
+from safelaunch.supervise.crash import own_failure, peer_notes
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.publishing import Agreement
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.rounds import Rounds
-from safelaunch.supervise.submissions import LARGEST_TEXT, apart, others_of, parts_of, small_files
+from safelaunch.supervise.submissions import LARGEST_TEXT, distinct_name, read_evidence, read_parts, small_files
 from tests.support.dict_store import DictStore
 from tests.support.waiting import until
 
@@ -55,24 +55,24 @@ class Job:
         """So many nodes, the one that leads first."""
         for one in range(number):
             channel = Channel(NodeCard("", f"host{one}", 1, "0.1", "2.13"))
-            channel.tell(ranks=(2 * one, 2 * one + 1), world=2 * number)
+            channel.update(ranks=(2 * one, 2 * one + 1), world=2 * number)
             channel.start(SharedStore(Address("h", 1), "safelaunch/1/test"))
             about = JobContext("train", self.place, self.place / "bundles", self.place, {}, host=f"host{one}")
             self.channels.append(channel)
             self.nodes.append(Rounds(channel, about, lambda: (), "kill"))
-            until(lambda: self.channels[0].seen.leads, "the leader")
-        until(lambda: all(one.seen.page and one.seen.page.covered for one in self.channels), "all nodes")
+            until(lambda: self.channels[0].view.leads, "the leader")
+        until(lambda: all(one.view.page and one.view.page.covered for one in self.channels), "all nodes")
         for rounds in self.nodes:
             rounds.note(rounds.page)
         return tuple(self.nodes)
 
     def collects(self) -> None:
         """All have voted that nothing moves."""
-        self.channels[0].tell(doing="suspecting", suspects=0)
-        until(lambda: all(one.seen.page and one.seen.page.incident for one in self.channels), "the call")
+        self.channels[0].update(doing="suspecting", suspects=0)
+        until(lambda: all(one.view.page and one.view.page.incident for one in self.channels), "the call")
         for channel in self.channels:
-            channel.tell(incident=1, vote="unknown")
-        until(lambda: {one.seen.page and one.seen.page.phase for one in self.channels} == {"collecting"}, "the votes")
+            channel.update(incident=1, vote="unknown")
+        until(lambda: {one.view.page and one.view.page.phase for one in self.channels} == {"collecting"}, "the votes")
 
     def lose(self) -> None:
         """The store ends."""
@@ -82,7 +82,7 @@ class Job:
             raise NodeStoreError("closed", "closed")
 
         self.store.exchange = closed  # type: ignore[method-assign]
-        until(lambda: not any(one.seen.page for one in self.channels), "the loss")
+        until(lambda: not any(one.view.page for one in self.channels), "the loss")
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def half(*ranks: int, ends: bool = True) -> Evidence:
 def test_one_node_judges_the_evidence_of_all_and_the_others_take_its_verdict(job: Job, tmp_path: Path) -> None:
     leader, other = job.meet()
     job.collects()
-    led, followed = at_once(lambda: leader.hang(1, half(0, 1)), lambda: other.hang(1, half(2, 3)))
+    led, followed = at_once(lambda: leader.decide_hang(1, half(0, 1)), lambda: other.decide_hang(1, half(2, 3)))
     assert [rank.rank for one in led.others.evidence for rank in one.ranks] == [2, 3]
     assert led.verdict.bundle == BundlePlace("host0", str(tmp_path / "bundles" / led.name), True)
     assert (led.action, led.step, led.outcome) == ("kill", 7, "hang")
@@ -125,7 +125,7 @@ def test_evidence_that_cannot_be_read_is_noted(job: Job) -> None:
     leader, _ = job.meet()
     job.collects()
     job.channels[1].submit("hang.1", [b"garbage"])
-    agreed = leader.hang(1, half(0, 1))
+    agreed = leader.decide_hang(1, half(0, 1))
     assert agreed is not None and agreed.verdict is not None and agreed.verdict.bundle
     assert "could not be read (slot 2" in agreed.others.notes[0] and not agreed.verdict.bundle.whole
 
@@ -139,7 +139,9 @@ def test_a_job_that_moves_after_all_is_no_incident(job: Job) -> None:
         moved.set()
         return True
 
-    led, followed = at_once(lambda: leader.hang(1, half(0, 1)), lambda: other.hang(1, half(2, 3), None, steps))
+    led, followed = at_once(
+        lambda: leader.decide_hang(1, half(0, 1)), lambda: other.decide_hang(1, half(2, 3), None, steps)
+    )
     assert moved.is_set()
     assert led is None or not leader.all_agree(1), "nobody acts"
     assert followed is None or not other.all_agree(1)
@@ -150,7 +152,7 @@ def test_where_the_others_are_lost_a_node_judges_alone(job: Job, overdue: bool, 
     leader, _ = job.meet()
     job.collects()
     job.lose()
-    agreed = leader.hang(1, half(0, 1), overdue=overdue)
+    agreed = leader.decide_hang(1, half(0, 1), overdue=overdue)
     assert agreed == Agreement(action=action, outcome=outcome)  # type: ignore[arg-type]
     assert leader.all_agree(1), "what was decided stands"
 
@@ -160,7 +162,7 @@ def test_a_rank_whose_evidence_has_not_come_is_unseen(job: Job, overdue: bool, o
     leader, _ = job.meet()
     job.collects()
     job.channels[1].submit("hang.1", [b"garbage"])
-    agreed = leader.hang(1, half(0, 1), overdue=overdue)
+    agreed = leader.decide_hang(1, half(0, 1), overdue=overdue)
     assert agreed is not None and (agreed.answer, agreed.outcome) == ("unseen", outcome)
 
 
@@ -170,7 +172,7 @@ def test_nobody_acts_upon_what_another_round_of_ranks_makes_void(job: Job) -> No
     led, waiting = Event(), Event()
 
     def decide() -> bool:
-        assert leader.hang(1, half(0, 1)) is not None
+        assert leader.decide_hang(1, half(0, 1)) is not None
         led.set()
         return leader.all_agree(1)
 
@@ -178,7 +180,7 @@ def test_nobody_acts_upon_what_another_round_of_ranks_makes_void(job: Job) -> No
 
     def start_anew() -> None:
         assert led.wait(60.0)
-        other.another_round()
+        other.announce_restart()
         waiting.set()
 
     assert at_once(decide, start_anew)[0] is False
@@ -195,9 +197,9 @@ def crashed(*ranks: int, raises: str = "Connection closed by peer") -> Evidence:
 
 def test_who_failed_first_judges_what_all_know(job: Job, tmp_path: Path) -> None:
     leader, other = job.meet()
-    other.trouble("rank 2 raised")
+    other.report_trouble("rank 2 raised")
     theirs, own = at_once(
-        lambda: leader.crash(crashed(0, 1)), lambda: other.crash(crashed(2, 3, raises="no such batch"))
+        lambda: leader.decide_crash(crashed(0, 1)), lambda: other.decide_crash(crashed(2, 3, raises="no such batch"))
     )
     assert own.verdict.cause == "rank-exception"
     assert [culprit.rank for culprit in own.verdict.culprits] == [2, 3]
@@ -211,16 +213,16 @@ def test_who_failed_first_judges_what_all_know(job: Job, tmp_path: Path) -> None
 
 def test_where_nobody_failed_on_its_own_account_the_nodes_agree_all_the_same(job: Job) -> None:
     leader, _ = job.meet()
-    agreed = leader.crash(crashed(0, 1))
+    agreed = leader.decide_crash(crashed(0, 1))
     assert agreed.verdict is not None and agreed.verdict.culprits == ()
     assert agreed.verdict.bundle and not agreed.verdict.bundle.whole, "it lacks ranks 2-3"
 
 
 def test_a_failure_of_ones_own_that_the_others_have_not_heard_of_is_judged_here(job: Job) -> None:
     leader, other = job.meet()
-    assert leader.crash(crashed(0, 1)).verdict is not None
-    other.trouble("rank 2 raised")
-    assert other.crash(crashed(2, 3, raises="no such batch")).verdict is None
+    assert leader.decide_crash(crashed(0, 1)).verdict is not None
+    other.report_trouble("rank 2 raised")
+    assert other.decide_crash(crashed(2, 3, raises="no such batch")).verdict is None
 
 
 @pytest.mark.parametrize(
@@ -230,40 +232,40 @@ def test_ranks_that_lost_those_of_a_node_that_starts_anew_have_not_failed(
     job: Job, own: str, also: str, excused: bool
 ) -> None:
     first, second, third = job.meet(3)
-    second.another_round()
+    second.announce_restart()
     for rounds, text in ((first, own), (third, also)):
         if text:
-            rounds.trouble(text)
-    until(lambda: job.channels[0].seen.status.anew, "the word of the second")
-    until(lambda: bool(job.channels[0].seen.status.troubles) is bool(also), "that of the third")
-    first.crash(replace(crashed(0, 1), world_size=6))
-    assert ("crash.1" in job.channels[0].seen.decisions) is not excused
+            rounds.report_trouble(text)
+    until(lambda: job.channels[0].view.status.restarting, "the word of the second")
+    until(lambda: bool(job.channels[0].view.status.troubles) is bool(also), "that of the third")
+    first.decide_crash(replace(crashed(0, 1), world_size=6))
+    assert ("crash.1" in job.channels[0].view.decisions) is not excused
 
 
 def test_a_node_that_is_stopped_ends_the_search(job: Job) -> None:
     leader, _ = job.meet()
-    job.channels[1].tell(doing="stopping")
-    until(lambda: job.channels[0].seen.status.stopping, "the word")
-    assert leader.crash(crashed(0, 1)) == Agreement(status=PeerStatus(stopping=True))
+    job.channels[1].update(doing="stopping")
+    until(lambda: job.channels[0].view.status.stopping, "the word")
+    assert leader.decide_crash(crashed(0, 1)) == Agreement(status=PeerStatus(stopping=True))
 
 
 def test_who_has_met_nobody_or_lost_them_judges_alone(job: Job) -> None:
     about = JobContext("train", job.place, job.place, job.place, {}, host="here")
     alone = Rounds(Channel(NodeCard("", "here", 1, "0.1", "2.13")), about, lambda: (), "kill")
-    assert alone.crash(crashed(0, 1)) == Agreement()
+    assert alone.decide_crash(crashed(0, 1)) == Agreement()
     leader, _ = job.meet()
     job.lose()
-    assert leader.crash(crashed(0, 1)).verdict is None
+    assert leader.decide_crash(crashed(0, 1)).verdict is None
 
 
 def test_a_crash_of_an_earlier_attempt_is_not_taken_for_this_one(job: Job) -> None:
     leader, other = job.meet()
-    assert leader.crash(crashed(0, 1)).verdict is not None
+    assert leader.decide_crash(crashed(0, 1)).verdict is not None
     until(lambda: other.page and other.page.crash == 1, "its number")
     for rounds in (leader, other):
         rounds.reset()
         rounds.note(rounds.page)
-    second = other.crash(crashed(2, 3, raises="no such batch"))
+    second = other.decide_crash(crashed(2, 3, raises="no such batch"))
     assert second.verdict is not None and [one.rank for one in second.verdict.culprits] == [2, 3]
 
 
@@ -303,11 +305,11 @@ def test_what_failed_here_on_its_own_account(
     [
         (PeerStatus(troubles=("rank 3 raised",)), "on another node, rank 3 raised"),
         (PeerStatus(lost=True), "the node that hosts the store of torchrun's agents can no longer be reached"),
-        (PeerStatus(quiet=2), "2 nodes are no longer heard"),
+        (PeerStatus(quiet=2), "2 nodes no longer respond"),
     ],
 )
 def test_what_the_others_say_is_noted(status: PeerStatus, note: str) -> None:
-    (found,) = notes_of(status)
+    (found,) = peer_notes(status)
     assert found.startswith(note)
 
 
@@ -322,14 +324,14 @@ def test_what_one_node_asks_for_all_answer_once(job: Job) -> None:
             for number, node in enumerate(others):
                 until(lambda node=node: node._new(), "the question")  # type: ignore[misc]
                 now = time.monotonic() + 1000.0 * (job.nodes.index(asks) + 1)
-                wanted = node.wanted(now)
-                assert wanted is not None and node.wanted(now + 100.0) is None
+                wanted = node.next_question(now)
+                assert wanted is not None and node.next_question(now + 100.0) is None
                 node.answer(wanted[0], half(2 + number))
-            assert asks.wanted(1e9) is None, "it is its own"
-            found = others_of(answers(Event()), "host0")
+            assert asks.next_question(1e9) is None, "it is its own"
+            found = read_evidence(answers(Event()), "host0")
         assert sorted(rank.rank for one in found.evidence for rank in one.ranks) == [2, 3]
         until(lambda: not any(one.page and one.page.asked for one in job.nodes), "the end")
-    assert third.page is not None and not third.presses
+    assert third.page is not None and not third.has_pending_dump
 
 
 def test_a_dump_comes_before_a_recording_and_not_too_soon_after_another_question(job: Job) -> None:
@@ -337,8 +339,8 @@ def test_a_dump_comes_before_a_recording_and_not_too_soon_after_another_question
     recording = NodeQuestion(0, "record", b"10 s")
     with leader.asking(recording), other.asking(NodeQuestion()):
         until(lambda: len(third._new()) == 2, "the questions")
-        assert third.presses
-        first, soon, then = (third.wanted(now) for now in (100.0, 102.0, 110.0))
+        assert third.has_pending_dump
+        first, soon, then = (third.next_question(now) for now in (100.0, 102.0, 110.0))
     assert first is not None and first[1].kind == "dump"
     assert soon is None and then is not None and then[1] == replace(recording, number=1)
 
@@ -371,7 +373,7 @@ def test_parts_of_a_service_are_read_and_unusable_ones_are_noted(job: Job) -> No
         others[1].answer_part(round_, OpenFiles(), {-2: 40})
         others[2].answer_nothing(round_)
         job.channels[4].submit(round_, [b"garbage"])
-        found, notes = parts_of(answers(Event()), OpenFiles())
+        found, notes = read_parts(answers(Event()), OpenFiles())
     assert found == [{2: 40}]
     assert len(notes) == 3 and all(note.startswith("a node's count could not be read (slot ") for note in notes)
 
@@ -399,7 +401,7 @@ def test_where_nobody_is_heard_nobody_is_asked(job: Job) -> None:
     with alone.asking(NodeQuestion()) as answers:
         assert answers(Event()).is_complete and job.channels[0].beat.asks is None
     job.lose()
-    assert not alone.of_several
+    assert not alone.has_peers
 
 
 @pytest.fixture
@@ -436,6 +438,6 @@ def test_recorders_travel_as_long_as_there_is_room(root: Path, monkeypatch: pyte
 
 
 def test_nodes_of_one_host_name_are_kept_apart() -> None:
-    assert apart("node/a/x.json", 2, {"a"}) == "node/a-2/x.json"
-    assert apart("node/b/x.json", 2, {"a"}) == "node/b/x.json"
-    assert apart("ranks/1/flight_recorder.pickle", 2, {"a", "1"}) == "ranks/1/flight_recorder.pickle"
+    assert distinct_name("node/a/x.json", 2, {"a"}) == "node/a-2/x.json"
+    assert distinct_name("node/b/x.json", 2, {"a"}) == "node/b/x.json"
+    assert distinct_name("ranks/1/flight_recorder.pickle", 2, {"a", "1"}) == "ranks/1/flight_recorder.pickle"

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from safelaunch import addons
-from safelaunch.supervise.cluster.exchange import NOTHING
+from safelaunch.supervise.cluster.exchange import NO_SUBMISSIONS
 from safelaunch.supervise.control.protocol import Client, ControlRequest, ServiceAnswer
 from safelaunch.supervise.respond import JobView
 from safelaunch.supervise.services import Services
@@ -55,7 +55,7 @@ class Asking:
 
 @contextmanager
 def alone(question: object) -> Iterator[Callable[[threading.Event], object]]:
-    yield lambda stop: NOTHING
+    yield lambda stop: NO_SUBMISSIONS
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from safelaunch.capture.result import Result
 from safelaunch.model import Gpu, GpuProcess, Gpus
 from safelaunch.supervise.gpu_memory import GpuMemory, memory_by_process
 from safelaunch.supervise.looks import Looks
-from safelaunch.supervise.silent_ranks import AGAIN_S, SilentRanks, words_of
+from safelaunch.supervise.silent_ranks import AGAIN_S, SilentRanks, activity_of
 from tests.support.evidence import in_c10d, in_user, looked_at
 from tests.support.nvml import stub
 
@@ -32,7 +32,7 @@ TARGETS = tuple(Target(rank, rank, 1000 + rank, 1) for rank in range(3))
     ],
 )
 def test_what_a_silent_rank_does(seen: RankLook | None, words: str) -> None:
-    assert words_of(seen) == words
+    assert activity_of(seen) == words
 
 
 def test_only_silent_ranks_are_looked_at_once_until_they_move() -> None:

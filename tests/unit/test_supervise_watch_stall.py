@@ -24,8 +24,8 @@ from safelaunch.supervise.watch.stall import (
     Status,
     conclude,
     ends_after_s,
-    oldest,
-    started,
+    initial_state,
+    slowest,
     suspect_after_s,
     tick,
 )
@@ -50,7 +50,7 @@ class Replay:
     marks: Callable[[float], Sequence[ProgressMark]]
     found: Callable[[float], JobCondition] = lambda now: "dead"
     policy: Policy = POLICY
-    state: DetectorState = field(default_factory=lambda: started(START_S))
+    state: DetectorState = field(default_factory=lambda: initial_state(START_S))
     now: float = 0.0
     events: list[tuple[float, str]] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
@@ -314,9 +314,9 @@ def test_a_gap_during_a_closer_look_makes_the_look_worthless_and_one_after_the_v
 
 def test_a_new_attempt_starts_the_clock() -> None:
     """Marks older than the start of the watch count as made then."""
-    state = started(START_S + 100)
+    state = initial_state(START_S + 100)
     assert tick(state, (rank(0, 10.0),), POLICY, START_S + 100.25)[1] is None
-    stall = oldest((rank(0, 10.0),), POLICY, state.base_s, START_S + 110)
+    stall = slowest((rank(0, 10.0),), POLICY, state.base_s, START_S + 110)
     assert stall is not None
     assert stall.stalled_s == 10.0
 
@@ -435,7 +435,7 @@ PROOFS: dict[str, tuple[Policy, list[ProgressMark], JobCondition, list[tuple[flo
 @pytest.mark.parametrize("case", PROOFS)
 def test_a_proof_of_an_early_look_lowers_the_threshold_while_it_holds(case: str) -> None:
     policy, marks, found, events = PROOFS[case]
-    job = Replay(lambda now: marks, lambda now: found, policy, replace(started(START_S), proved_mark_s=START_S))
+    job = Replay(lambda now: marks, lambda now: found, policy, replace(initial_state(START_S), proved_mark_s=START_S))
     assert job.until(32.5)[: len(events)] == events
 
 
@@ -446,7 +446,7 @@ def test_the_last_look_before_the_limit_is_timed_to_decide() -> None:
 
 
 def test_it_says_when_the_slowest_rank_will_be_suspected() -> None:
-    state = started(START_S)
+    state = initial_state(START_S)
     marks = (rank(0, 3.0), rank(1, 2.0))
     state, event = tick(state, marks, POLICY, START_S + 4.0)
     assert (event, state.due_s) == (None, START_S + 2.0 + POLICY.stall_s)

@@ -16,8 +16,8 @@ from typing import Any
 from msgspec import structs
 
 from safelaunch.supervise.cluster.codec import Codec
-from safelaunch.supervise.cluster.exchange import PeerView, Saying
-from safelaunch.supervise.cluster.membership import CROWD, LAST_BEAT_S, Session
+from safelaunch.supervise.cluster.exchange import Outbox, PeerView
+from safelaunch.supervise.cluster.membership import CROWD, LAST_BEAT_S, Membership
 from safelaunch.supervise.cluster.messages import Beat, Decision, NodeCard, Round, node_count
 from safelaunch.supervise.cluster.rendezvous import SharedStore
 from safelaunch.supervise.cluster.store import CONNECT_S, NodeStoreError, StoreClient, ValueTooLarge
@@ -44,9 +44,9 @@ class Channel:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = self._drains = False
-        self._saying = Saying(Beat(node.incarnation, 0))
-        self._session: Session | None = None
-        self.seen = PeerView(why=why)
+        self._saying = Outbox(Beat(node.incarnation, 0))
+        self._session: Membership | None = None
+        self.view = PeerView(why=why)
         self._thread: threading.Thread | None = None
 
     @property
@@ -76,7 +76,7 @@ class Channel:
         """Whether this supervisor has started the store."""
         return self._host is not None and self._host.has_started
 
-    def tell(self, **changes: Any) -> None:
+    def update(self, **changes: Any) -> None:
         """Changes fields of this node's beat."""
         self._change(lambda saying: replace(saying, beat=structs.replace(saying.beat, **changes)))
 
@@ -85,14 +85,14 @@ class Channel:
         """What this node says of itself."""
         return self._saying.beat
 
-    def note(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """The lowest step of this node's ranks, which may travel with the next beat."""
         with self._lock:
             self._saying = replace(self._saying, beat=structs.replace(self._saying.beat, step=step))
 
-    def look_around(self) -> None:
-        """Somebody wants to know of every node: ``seen.around`` has it after the next round."""
-        self._change(lambda saying: replace(saying, looks_around=True))
+    def request_survey(self) -> None:
+        """Somebody wants to know of every node: ``seen.survey`` has it after the next round."""
+        self._change(lambda saying: replace(saying, wants_survey=True))
 
     def submit(self, round_: Round, chunks: list[bytes]) -> None:
         """This node's evidence in a round, which replaces that in an earlier one of the same kind."""
@@ -102,7 +102,7 @@ class Channel:
     def withdraw(self, what: str) -> None:
         """Removes this node's evidence in a round, or in that of a kind, and reads no more of the others'."""
 
-        def without(saying: Saying) -> Saying:
+        def without(saying: Outbox) -> Outbox:
             kept = {kind: given for kind, given in saying.submitted.items() if what not in (kind, given[0])}
             gathers = frozenset(gather for gather in saying.gathers if what not in (gather, _kind(gather)))
             return replace(saying, submitted=kept, gathers=gathers)
@@ -110,7 +110,7 @@ class Channel:
         self._change(without)
 
     def gather(self, round_: str) -> None:
-        """Reads what the others submit in a round (``seen.gathered``); in all of a kind where this node leads."""
+        """Reads what the others submit in a round (``seen.submissions``); in all of a kind where this node leads."""
         self._change(lambda saying: replace(saying, gathers=saying.gathers | {round_}))
 
     def decide(self, round_: Round, decision: Decision) -> None:
@@ -121,7 +121,7 @@ class Channel:
         """Replaces the leader's value of a topic, which all nodes read (``seen.published``)."""
         self._change(lambda saying: replace(saying, published={**saying.published, topic: data}))
 
-    def _change(self, change: Callable[[Saying], Saying]) -> None:
+    def _change(self, change: Callable[[Outbox], Outbox]) -> None:
         with self._lock:
             before, self._saying = self._saying, change(self._saying)
         if self._saying != before:
@@ -140,7 +140,7 @@ class Channel:
                 store = StoreClient(meeting.address, deadline_s=CONNECT_S + GREETED_S * meeting.most_nodes)
                 try:
                     if self._session is None or not self._session.resume(store):
-                        self._session = Session(store, meeting.prefix, codec, self.node)
+                        self._session = Membership(store, meeting.prefix, codec, self.node)
                         self._change(lambda saying: replace(saying, decisions={}))  # of a store with other numbers
                     met = has_met = True
                     self._converse(self._session)
@@ -148,8 +148,8 @@ class Channel:
                     store.close()
             except (NodeStoreError, ValueTooLarge) as error:
                 lost = error.lost if isinstance(error, NodeStoreError) else ""
-                before = self.seen
-                self.seen = PeerView(
+                before = self.view
+                self.view = PeerView(
                     why=(self._host.problem if self._host is not None else "") or str(error),
                     nodes=before.nodes,
                     status=before.status,
@@ -160,7 +160,7 @@ class Channel:
                     decisions=before.decisions,
                 )
             except Exception as error:  # noqa: BLE001 - a fault of ours costs the channel only
-                self.seen = PeerView(why=f"a fault of safelaunch's own ({type(error).__name__}: {error})")
+                self.view = PeerView(why=f"a fault of safelaunch's own ({type(error).__name__}: {error})")
                 return
             tries = 0 if met else tries + 1
             pause_s = FIRST_TRIES_S if self._begins(has_met) else AGAIN_S[min(tries, len(AGAIN_S) - 1)]
@@ -172,18 +172,18 @@ class Channel:
 
     def _begins(self, has_met: bool) -> bool:
         """Whether the store may not be there yet: nothing listens, or a helper imports torch before it answers."""
-        return "refused" in self.seen.why if self._host is None or self._host.problem else not has_met
+        return "refused" in self.view.why if self._host is None or self._host.problem else not has_met
 
-    def _converse(self, session: Session) -> None:
+    def _converse(self, session: Membership) -> None:
         while True:
             with self._lock:
-                saying, self._saying = self._saying, replace(self._saying, looks_around=False)
+                saying, self._saying = self._saying, replace(self._saying, wants_survey=False)
             if self._closing:
                 session.leave(saying.beat)
                 if self._drains:
                     session.drain(DRAIN_S)
                 return
-            self.seen = seen = session.round(saying)
+            self.view = seen = session.round(saying)
             page, beat = seen.page, saying.beat
             for round_, _ in saying.submitted.values():
                 if page is not None and page.is_over(round_):

@@ -30,7 +30,7 @@ class BadMessage(ValueError):
     """What was read is no message of ours: damaged, too large, of another type, or not signed by the job's key."""
 
 
-def parsed(data: bytes, kind: type[_Record]) -> _Record:
+def parse(data: bytes, kind: type[_Record]) -> _Record:
     """Raises BadMessage for what is no record of this kind."""
     try:
         return from_msgpack(data, kind)
@@ -65,7 +65,7 @@ class Codec:
         """Raises BadMessage."""
         if len(data) > MOST_MESSAGE:
             raise BadMessage(f"a message of {len(data)} bytes")
-        return parsed(self.open(place, data), kind)
+        return parse(self.open(place, data), kind)
 
     def seal(self, place: str, body: bytes) -> bytes:
         return self._signature(place, body) + body
@@ -95,7 +95,7 @@ def share_of(nodes: int) -> int:
     return max(LEAST_SHARE, min(MOST_OF_NODE, MOST_EVIDENCE // max(nodes, 1)))
 
 
-def packed(data: bytes, most: int = MOST_OF_NODE) -> list[bytes] | None:
+def pack(data: bytes, most: int = MOST_OF_NODE) -> list[bytes] | None:
     """Compressed, in chunks that a store takes; None where that is more than ``most``, or than a node may send."""
     small = zlib.compress(data, 6)
     if len(small) > most or len(data) > MOST_UNPACKED:
@@ -103,7 +103,7 @@ def packed(data: bytes, most: int = MOST_OF_NODE) -> list[bytes] | None:
     return [small[at : at + CHUNK_BYTES] for at in range(0, len(small), CHUNK_BYTES)]
 
 
-def unpacked(chunks: list[bytes]) -> bytes:
+def unpack(chunks: list[bytes]) -> bytes:
     """Raises BadMessage for what ``packed`` did not make, before it takes more memory than that would."""
     engine = zlib.decompressobj()
     try:

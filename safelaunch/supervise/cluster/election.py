@@ -13,7 +13,7 @@ LINE, LINE_S = 4, 10.0  # so many are next in line; what follows later, where no
 GAP_S = 5.0  # between two of our own rounds: we were stopped, and nobody else was silent
 
 
-class Hearing:
+class Liveness:
     """Who is heard, by the hearer's own clock alone: a node's count has to move, whatever it counts."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Hearing:
         self._proven: set[int] = set()
         self._last_s: float | None = None
 
-    def hear(self, counts: Mapping[int, tuple[str, int]], now: float) -> None:
+    def observe(self, counts: Mapping[int, tuple[str, int]], now: float) -> None:
         """``counts``: by slot, incarnation and count. A slot that is new is taken for heard at first."""
         gap_s = now - self._last_s if self._last_s is not None else 0.0
         self._last_s = now
@@ -37,7 +37,7 @@ class Hearing:
     def silent_s(self, slot: int, now: float) -> float:
         return now - self._moved[slot][1] if slot in self._moved else 0.0
 
-    def doubt(self, slot: int, now: float) -> None:
+    def mark_silent(self, slot: int, now: float) -> None:
         """It is known from elsewhere to be silent, until its count moves."""
         if slot in self._moved:
             self._moved[slot] = (self._moved[slot][0], now - SILENT_S)
@@ -52,33 +52,33 @@ class Succession:
     """When a node that follows becomes the leader: the page stands still, and no lower slot is alive."""
 
     def __init__(self) -> None:
-        self._page = Hearing()
-        self._others: Hearing | None = None
+        self._page = Liveness()
+        self._others: Liveness | None = None
         self._since_s = 0.0
 
     def is_orphaned(self, page: LeaderPage, now: float) -> bool:
         """Whether the leader is no longer heard; from then on ``takes_over`` wants all beats."""
-        self._page.hear({0: (f"{page.leader}.{page.epoch}", page.count)}, now)
+        self._page.observe({0: (f"{page.leader}.{page.epoch}", page.count)}, now)
         orphaned = self._page.silent_s(0, now) >= SILENT_S
         if not orphaned:
             self._others = None
         elif self._others is None:
-            self._others, self._since_s = Hearing(), now
+            self._others, self._since_s = Liveness(), now
         return orphaned
 
     def is_due(self, slot: int, page: LeaderPage, now: float) -> bool:
         """Whether this node is next in line, or those that are next have had their time. It wants all beats then."""
         return slot in (page.leader, *page.line) or now - self._since_s >= LINE_S
 
-    def hearing(self, leader: int, now: float) -> Hearing:
+    def hearing(self, leader: int, now: float) -> Liveness:
         """What was heard of all while the leader was not."""
-        others = self._others or Hearing()
-        others.doubt(leader, now)
+        others = self._others or Liveness()
+        others.mark_silent(leader, now)
         return others
 
     def takes_over(self, slot: int, beats: Mapping[int, Beat], now: float) -> bool:
         if self._others is None:
             return False
-        self._others.hear({s: (beat.incarnation, beat.count) for s, beat in beats.items()}, now)
+        self._others.observe({s: (beat.incarnation, beat.count) for s, beat in beats.items()}, now)
         lower = [s for s in self._others.proven if s < slot and beats[s].doing != "ended"]
         return now - self._since_s >= PROVING_S and not lower

@@ -24,7 +24,7 @@ from safelaunch.model import (
     RankEvidence,
 )
 from safelaunch.model.entries import Entries, Kinds
-from safelaunch.supervise.cluster.codec import MOST_OF_NODE, BadMessage, packed, parsed, unpacked
+from safelaunch.supervise.cluster.codec import MOST_OF_NODE, BadMessage, pack, parse, unpack
 from safelaunch.supervise.cluster.messages import MOST_RANKS
 
 MOST_ENTRIES = 4096  # of a rank
@@ -89,7 +89,7 @@ class SharedColumns:
         return self._members[runs]
 
 
-def condensed(evidence: Evidence, files: Mapping[str, bytes] | None = None, share: int = MOST_OF_NODE) -> list[bytes]:
+def condense(evidence: Evidence, files: Mapping[str, bytes] | None = None, share: int = MOST_OF_NODE) -> list[bytes]:
     """Chunks that a store takes; without ``files`` of the bundle, and of fewer and fewer entries, until they fit.
 
     ``share``: bytes that this node may send. The leader knows itself which ranks nobody has seen.
@@ -115,7 +115,7 @@ def condensed(evidence: Evidence, files: Mapping[str, bytes] | None = None, shar
             if rank.flight_record and most
         }
         travelling = _Travelling(replace(evidence, ranks=ranks), records, carried, tuple(map(_runs, groups)))
-        chunks = packed(msgspec.msgpack.encode(travelling), share)
+        chunks = pack(msgspec.msgpack.encode(travelling), share)
         if chunks is not None:
             return chunks
         if carried:
@@ -126,7 +126,7 @@ def condensed(evidence: Evidence, files: Mapping[str, bytes] | None = None, shar
                 RankEvidence(rank=rank.rank, host=rank.host, pid=rank.pid, local_rank=rank.local_rank)
                 for rank in evidence.ranks
             )
-            return packed(msgspec.msgpack.encode(_Travelling(replace(evidence, ranks=bare), {}))) or []
+            return pack(msgspec.msgpack.encode(_Travelling(replace(evidence, ranks=bare), {}))) or []
         most //= 4
 
 
@@ -138,12 +138,12 @@ def _thinned(progress: Progress | None) -> Progress | None:
     return replace(progress, history=progress.history[::-1][::every][::-1])
 
 
-def received(chunks: list[bytes], shared: SharedColumns | None = None) -> tuple[Evidence, dict[str, bytes]]:
+def unpack_evidence(chunks: list[bytes], shared: SharedColumns | None = None) -> tuple[Evidence, dict[str, bytes]]:
     """The evidence, and the bundle's files that came with it. Raises BadMessage for what ``condensed`` has not made.
 
     ``shared``: one for all nodes.
     """
-    shared, found = shared or SharedColumns(), parsed(unpacked(chunks), _Travelling)
+    shared, found = shared or SharedColumns(), parse(unpack(chunks), _Travelling)
     try:
         groups = [shared.members(runs) for runs in found.groups[:MOST_GROUPS]]
         records = {rank: _record(columns, groups, shared.kinds) for rank, columns in found.records.items()}

@@ -22,11 +22,11 @@ class PeerStatus:
     troubles: tuple[str, ...] = ()
     quiet: int = 0
     lost: bool = False
-    anew: bool = False
+    restarting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class Submissions:
     """What the other nodes have submitted in a round, by slot, in chunks.
 
     ``rounds``: of each slot, the round itself: of a kind that has editions, the newest that was read. ``missing``: of
@@ -42,7 +42,7 @@ class Gathered:
         return not self.missing
 
 
-NOTHING = Gathered()
+NO_SUBMISSIONS = Submissions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ class PeerView:
 
     ``peers``: of the others those that lead, are not heard, fail or are stopped, as far as the leader tells of them;
     those of before the connection was ``lost``. ``around``: every node as of some time, the last at which
-    ``look_around`` asked. ``published``: the leader's values, by topic.
+    ``request_survey`` asked. ``published``: the leader's values, by topic.
     """
 
     page: LeaderPage | None = None
     why: str = "no answer yet"
     leads: bool = False
     silent_s: float = 0.0
-    gathered: Mapping[Round, Gathered] = field(default_factory=dict)
+    submissions: Mapping[Round, Submissions] = field(default_factory=dict)
     decisions: Mapping[Round, Decision] = field(default_factory=dict)
     nodes: tuple[NodeCard, ...] = ()
     status: PeerStatus = field(default_factory=PeerStatus)
@@ -81,12 +81,12 @@ class PeerView:
     peers: tuple[Peer, ...] = ()
     lost: Lost = ""
     slot: int = 0
-    around: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())
+    survey: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())
     published: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Saying:
+class Outbox:
     """What this node has to say in the next round of the channel.
 
     ``submitted``: its evidence, one round of each kind. ``gathers``: the rounds, or kinds, of which it reads what the
@@ -99,4 +99,4 @@ class Saying:
     gathers: frozenset[str] = frozenset()
     decisions: Mapping[Round, Decision] = field(default_factory=dict)
     published: Mapping[str, bytes] = field(default_factory=dict)
-    looks_around: bool = False
+    wants_survey: bool = False

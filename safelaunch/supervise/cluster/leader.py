@@ -29,11 +29,11 @@ class LeaderInput:
     ``decided``: the leader has stored its decision about the newest incident.
     """
 
-    heard: Mapping[int, Beat]
+    responsive: Mapping[int, Beat]
     silent: tuple[int, ...] = ()
     decided: bool = False
     quiet: tuple[int, ...] = ()
-    last: Mapping[int, Beat] = field(default_factory=dict)
+    latest: Mapping[int, Beat] = field(default_factory=dict)
 
 
 class Leader:
@@ -49,82 +49,84 @@ class Leader:
         page = replace(
             self.page,
             count=self.page.count + 1,
-            nodes=len(given.heard),
+            nodes=len(given.responsive),
             silent=given.silent[:4096],
-            covered=covers(given.heard.values()),
-            world=max((beat.world for beat in given.heard.values()), default=0),
+            covered=covers(given.responsive.values()),
+            world=max((beat.world for beat in given.responsive.values()), default=0),
             quiet=given.quiet[:4096],
-            stopping=tuple(slot for slot, beat in given.last.items() if beat.doing == "stopping")[:4096],
-            troubles=tuple((slot, b.trouble) for slot, b in given.last.items() if b.trouble)[:MOST_TROUBLES],
-            asked=tuple((slot, beat.asks) for slot, beat in given.heard.items() if beat.asks is not None)[:MOST_ASKED],
-            line=tuple(sorted(slot for slot in given.heard if slot != self.page.leader)[:LINE]),
-            anew=tuple(slot for slot, beat in given.heard.items() if beat.anew)[:4096],
+            stopping=tuple(slot for slot, beat in given.latest.items() if beat.doing == "stopping")[:4096],
+            troubles=tuple((slot, b.trouble) for slot, b in given.latest.items() if b.trouble)[:MOST_TROUBLES],
+            asked=tuple((slot, beat.asks) for slot, beat in given.responsive.items() if beat.asks is not None)[
+                :MOST_ASKED
+            ],
+            line=tuple(sorted(slot for slot in given.responsive if slot != self.page.leader)[:LINE]),
+            restarting=tuple(slot for slot, beat in given.responsive.items() if beat.restarting)[:4096],
         )
-        crash = page.crash + any(beat.decided == f"crash.{page.crash + 1}" for beat in given.last.values())
-        failed = tuple(slot for slot, beat in given.last.items() if beat.round_of("crash") == f"crash.{crash + 1}")
+        crash = page.crash + any(beat.decided == f"crash.{page.crash + 1}" for beat in given.latest.values())
+        failed = tuple(slot for slot, beat in given.latest.items() if beat.round_of("crash") == f"crash.{crash + 1}")
         page = replace(page, crash=crash, failed=failed[:4096])
         if page.phase in ("idle", "agreed"):
-            page = self._opened(page, given, now)
+            page = self._open(page, given, now)
         elif page.phase == "decided":
-            mine = _of(given, page.incident).values()
+            mine = _participants(given, page.incident).values()
             agreed = all(beat.agrees for beat in mine)
-            if self._is_another_round(given) or any(beat.vote == "moving" for beat in mine):  # nobody has acted yet
-                page = self._closed(page, "moving", now)
+            if self._is_restarting(given) or any(beat.vote == "moving" for beat in mine):  # nobody has acted yet
+                page = self._close(page, "moving", now)
             elif agreed or now - self._since_s >= ACKNOWLEDGE_S:
-                page = self._turned(page, "agreed", now)
+                page = self._enter(page, "agreed", now)
         else:
-            page = self._advanced(page, given, now)
+            page = self._advance(page, given, now)
         self.page = page
         return page
 
-    def _opened(self, page: LeaderPage, given: LeaderInput, now: float) -> LeaderPage:
-        asking = [b for b in given.heard.values() if b.doing == "suspecting" and b.suspects >= page.incident]
+    def _open(self, page: LeaderPage, given: LeaderInput, now: float) -> LeaderPage:
+        asking = [b for b in given.responsive.values() if b.doing == "suspecting" and b.suspects >= page.incident]
         if not asking or not page.covered:
             return page
         self._began = _attempts(given)
         page = replace(page, incident=page.incident + 1, window_s=max(beat.window_s for beat in asking))
-        return self._turned(page, "looking", now)
+        return self._enter(page, "looking", now)
 
-    def _advanced(self, page: LeaderPage, given: LeaderInput, now: float) -> LeaderPage:
+    def _advance(self, page: LeaderPage, given: LeaderInput, now: float) -> LeaderPage:
         """Looking or collecting: whatever says that the job moves, or may, ends the incident."""
-        mine = _of(given, page.incident)
+        mine = _participants(given, page.incident)
         votes = {beat.vote for beat in mine.values()}
         # The limit depends on the condition, so those of nodes that voted otherwise don't count.
         at_limit = any(beat.at_limit for beat in mine.values() if beat.vote in ("alive", ""))
-        if self._is_another_round(given) or any(beat.doing == "stopping" for beat in given.heard.values()):
-            return self._closed(page, "moving", now)
+        if self._is_restarting(given) or any(beat.doing == "stopping" for beat in given.responsive.values()):
+            return self._close(page, "moving", now)
         if "moving" in votes:
-            return self._closed(page, "moving" if _opener_moves(mine) else "alive", now)
+            return self._close(page, "moving" if _moves_at_opener(mine) else "alive", now)
         if "paused" in votes:
-            return self._closed(page, "paused", now)
+            return self._close(page, "paused", now)
         if page.phase == "collecting":
             failed = given.decided is False and now - self._since_s >= EVIDENCE_S + DECIDE_S
             if given.decided or failed:
-                return self._turned(page, "decided", now)
+                return self._enter(page, "decided", now)
             return page
         if "alive" in votes and not at_limit:
-            return self._closed(page, "alive", now)
-        waiting = len(mine) < len(_judged(given)) or "" in votes
+            return self._close(page, "alive", now)
+        waiting = len(mine) < len(_with_ranks(given)) or "" in votes
         if waiting and now - self._since_s < page.window_s + LOOKS_S:
             return page
         if waiting or not page.covered:  # each is alone then, and acts at a --max-stall of the user's
-            return self._closed(page, "unseen", now)
+            return self._close(page, "unseen", now)
         if votes == {"stopped"}:
-            return self._closed(page, "stopped", now)
-        return self._turned(page, "collecting", now)
+            return self._close(page, "stopped", now)
+        return self._enter(page, "collecting", now)
 
-    def _is_another_round(self, given: LeaderInput) -> bool:
+    def _is_restarting(self, given: LeaderInput) -> bool:
         """Whether torchrun has started ranks anew since the incident began, or is about to."""
         if self._began is None:  # of the one who led before
             self._began = _attempts(given)
         began = self._began
         changed = any(began.get(slot, attempt) != attempt for slot, attempt in _attempts(given).items())
-        return changed or any(beat.anew for beat in given.heard.values())
+        return changed or any(beat.restarting for beat in given.responsive.values())
 
-    def _closed(self, page: LeaderPage, result: VoteResult, now: float) -> LeaderPage:
-        return self._turned(replace(page, result=result), "idle", now)
+    def _close(self, page: LeaderPage, result: VoteResult, now: float) -> LeaderPage:
+        return self._enter(replace(page, result=result), "idle", now)
 
-    def _turned(self, page: LeaderPage, phase: Phase, now: float) -> LeaderPage:
+    def _enter(self, page: LeaderPage, phase: Phase, now: float) -> LeaderPage:
         self._since_s = now
         return replace(page, phase=phase, result=page.result if phase == "idle" else "")
 
@@ -137,19 +139,19 @@ def covers(beats: Collection[Beat]) -> bool:
     return len(worlds) == 1 and len(ranks) == len(set(ranks)) == worlds.pop()
 
 
-def _judged(given: LeaderInput) -> dict[int, Beat]:
+def _with_ranks(given: LeaderInput) -> dict[int, Beat]:
     """Those that have ranks: others have nothing to look at."""
-    return {slot: beat for slot, beat in given.heard.items() if beat.ranks}
+    return {slot: beat for slot, beat in given.responsive.items() if beat.ranks}
 
 
-def _of(given: LeaderInput, incident: int) -> dict[int, Beat]:
+def _participants(given: LeaderInput, incident: int) -> dict[int, Beat]:
     """Those that take part in the incident."""
-    return {slot: beat for slot, beat in _judged(given).items() if beat.incident == incident}
+    return {slot: beat for slot, beat in _with_ranks(given).items() if beat.incident == incident}
 
 
 def _attempts(given: LeaderInput) -> dict[int, tuple[int, int]]:
-    return {slot: beat.attempt for slot, beat in _judged(given).items()}
+    return {slot: beat.attempt for slot, beat in _with_ranks(given).items()}
 
 
-def _opener_moves(beats: Mapping[int, Beat]) -> bool:
+def _moves_at_opener(beats: Mapping[int, Beat]) -> bool:
     return any(beat.vote == "moving" and beat.suspects >= 0 for beat in beats.values())

@@ -18,8 +18,8 @@ from msgspec import structs
 
 from safelaunch.model import format_ranks
 from safelaunch.supervise.cluster.codec import BadMessage, Codec
-from safelaunch.supervise.cluster.election import QUIET_S, SILENT_S, Hearing, Succession
-from safelaunch.supervise.cluster.exchange import Gathered, Peer, PeerStatus, PeerView, Saying
+from safelaunch.supervise.cluster.election import QUIET_S, SILENT_S, Liveness, Succession
+from safelaunch.supervise.cluster.exchange import Outbox, Peer, PeerStatus, PeerView, Submissions
 from safelaunch.supervise.cluster.leader import Leader, LeaderInput
 from safelaunch.supervise.cluster.messages import (
     MOST_MEMBERS,
@@ -46,7 +46,7 @@ OVERWRITES = 3  # in a round, of what a stranger writes over the leader's page
 FETCH_S = 2.0  # for evidence in one round: a leader that reads on is not heard
 
 
-class Session:
+class Membership:
     """What a supervisor says and hears under a slot of its own, over one connection or, with ``resume``, several.
 
     Raises StoreError where the store fails.
@@ -61,25 +61,25 @@ class Session:
         )
         self._slot = store.add(f"{prefix}/n", 1, deadline_s=STORE_ANSWER_S)
         self._count = 0
-        self._hearing = Hearing()
+        self._hearing = Liveness()
         self._succession = Succession()
-        self._unreadable = Hearing()  # a page that changes, in whatever key, is somebody's
+        self._unreadable = Liveness()  # a page that changes, in whatever key, is somebody's
         self._unreadable_s: tuple[float, float] | None = None  # the first and the latest, since one could be read
         self._leader: Leader | None = None
         self._page_bytes = b""
         self._slots: set[int] = set()  # whose beats have been seen
         self._newest: dict[int, Beat] = {}
-        self._asked_to = 0  # the slots up to here were asked for their first beat the last
-        self._known: dict[int, NodeCard] = {}  # who is under which slot: it is written once
+        self._asked_up_to = 0  # the slots up to here were asked for their first beat the last
+        self._cards: dict[int, NodeCard] = {}  # who is under which slot: it is written once
         self._nodes: dict[int, NodeCard] = {}
         self._members: dict[int, tuple[NodeCard, Beat]] = {}
         self._members_bytes, self._edition = b"", 0
         self._page: LeaderPage | None = None
         self._page_s = 0.0
-        self._around: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())
+        self._survey: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())
         self._quiet_since: dict[int, float] = {}
         self._submitted: dict[str, tuple[Round, int]] = {}  # by kind, what is in the store, and its chunks
-        self._gathered: dict[str, dict[int, tuple[Round, list[bytes]]]] = {}
+        self._submissions: dict[str, dict[int, tuple[Round, list[bytes]]]] = {}
         self._decisions: dict[Round, Decision] = {}
         self._decided: Round = ""
         self._published: dict[str, tuple[int, bytes]] = {}  # by topic, the newest edition and the value
@@ -109,28 +109,28 @@ class Session:
 
     def drain(self, patience_s: float) -> None:
         """Waits until all others have left, or are not heard: the store ends with this node."""
-        hearing, until = Hearing(), time.monotonic() + patience_s
+        hearing, until = Liveness(), time.monotonic() + patience_s
         while (now := time.monotonic()) < until:
             others = {s: beat for s, beat in self._beats().items() if s != self._slot and beat.doing != "ended"}
-            hearing.hear({slot: (beat.incarnation, beat.count) for slot, beat in others.items()}, now)
+            hearing.observe({slot: (beat.incarnation, beat.count) for slot, beat in others.items()}, now)
             if all(hearing.silent_s(slot, now) >= QUIET_S for slot in others):
                 return
             time.sleep(DRAIN_EVERY_S)
 
-    def round(self, saying: Saying) -> PeerView:
+    def round(self, saying: Outbox) -> PeerView:
         self._count += 1
         self._submit(saying)
         self._decide(saying)
         head = self._exchange(self._codec.encode(f"b/{self._slot}", self._own(saying.beat)))
         now = time.monotonic()
         page = self._read_page(head, now)
-        gathered: dict[str, Gathered] = {}
+        submissions: dict[str, Submissions] = {}
         if self._leader is not None:
             page, beats, heard = self._lead(self._leader, saying, now)
-            gathered = self._gather(saying.gathers, beats, heard, now)
-            self._look_around(saying, page, beats, heard, now)
+            submissions = self._gather(saying.gathers, beats, heard, now)
+            self._take_survey(saying, page, beats, heard, now)
         elif page is None:
-            if not self._page_bytes or self._is_strangers(now):
+            if not self._page_bytes or self._is_foreign(now):
                 self._begin_to_lead(LeaderPage(leader=self._slot), now)
                 page = self._page
         else:
@@ -138,11 +138,11 @@ class Session:
             self._read_members(page)
             self._read_published(page)
             wanted = frozenset(gather for gather in saying.gathers if "." in gather)
-            if wanted or saying.looks_around:
+            if wanted or saying.wants_survey:
                 beats = self._beats()
                 heard = {s: beat for s, beat in beats.items() if beat.doing != "ended" and s not in page.silent}
-                gathered = self._gather(wanted, beats, heard, now)
-                self._look_around(saying, page, beats, heard, now)
+                submissions = self._gather(wanted, beats, heard, now)
+                self._take_survey(saying, page, beats, heard, now)
         if page is not None:
             self._read_decisions(page)
         return PeerView(
@@ -150,15 +150,15 @@ class Session:
             why="they use a different key or protocol version" if self._unreadable_s is not None else "",
             leads=self._leader is not None,
             silent_s=now - self._page_s if page is not None else 0.0,
-            gathered=gathered,
+            submissions=submissions,
             decisions=dict(self._decisions),
             nodes=tuple(self._nodes.values()),
             status=self._status(page),
             is_local=self._store.is_local,
             address=self._node.address,
-            peers=self._know(page, now) if page is not None else (),
+            peers=self._peers(page, now) if page is not None else (),
             slot=self._slot,
-            around=self._around,
+            survey=self._survey,
             published={topic: data for topic, (_, data) in self._published.items()},
         )
 
@@ -170,7 +170,7 @@ class Session:
 
     # --- a round of all nodes about something: evidence, and a decision ---------------------------------------------
 
-    def _submit(self, saying: Saying) -> None:
+    def _submit(self, saying: Outbox) -> None:
         """Stores what is new of this node's evidence. Nothing expires in the store: what is over is removed."""
         current = {round_ for round_, _ in saying.submitted.values()}
         for kind, (round_, count) in list(self._submitted.items()):
@@ -186,10 +186,10 @@ class Session:
 
     def _gather(
         self, wanted: frozenset[str], beats: Mapping[int, Beat], heard: Mapping[int, Beat], now: float
-    ) -> dict[str, Gathered]:
+    ) -> dict[str, Submissions]:
         """Reads what the others have submitted, for a while: a leader that reads on is not heard."""
-        self._gathered = {one: self._gathered.get(one, {}) for one in wanted}
-        for one, found in self._gathered.items():
+        self._submissions = {one: self._submissions.get(one, {}) for one in wanted}
+        for one, found in self._submissions.items():
             most = MOST_HALVES if one.startswith("crash.") else len(beats)
             for slot, beat in beats.items():
                 for round_, count in beat.submitted:
@@ -199,12 +199,12 @@ class Session:
                         found[slot] = round_, self._chunks(round_, slot, count)
         others = {slot for slot, beat in heard.items() if beat.ranks and slot != self._slot}
         return {
-            one: Gathered(
+            one: Submissions(
                 {slot: chunks for slot, (_, chunks) in found.items()},
                 {slot: round_ for slot, (round_, _) in found.items()},
                 len(others - found.keys()),
             )
-            for one, found in self._gathered.items()
+            for one, found in self._submissions.items()
         }
 
     def _chunks(self, round_: Round, slot: int, count: int) -> list[bytes]:
@@ -214,13 +214,13 @@ class Session:
         except BadMessage:
             return []
 
-    def _decide(self, saying: Saying) -> None:
+    def _decide(self, saying: Outbox) -> None:
         """Stores a decision where nobody has stored another one; what is stored is everybody's."""
         for round_, decision in saying.decisions.items():
             if round_ not in self._decisions:
                 place, data = f"d/{round_}", self._codec.encode(f"d/{round_}", decision)
                 stored = self._store.compare_set(f"{self._prefix}/{place}", b"", data, deadline_s=STORE_ANSWER_S)
-                self._know_decision(round_, stored, decision)
+                self._store_decision(round_, stored, decision)
                 self._decided = round_
 
     def _read_decisions(self, page: LeaderPage) -> None:
@@ -230,9 +230,9 @@ class Session:
         for round_ in filter(None, dict.fromkeys((hang, *crashes))):
             if round_ not in self._decisions:
                 data = self._store.get(f"{self._prefix}/d/{round_}", deadline_s=STORE_ANSWER_S)
-                self._know_decision(round_, data or b"")
+                self._store_decision(round_, data or b"")
 
-    def _know_decision(self, round_: Round, data: bytes, otherwise: Decision | None = None) -> None:
+    def _store_decision(self, round_: Round, data: bytes, otherwise: Decision | None = None) -> None:
         try:
             found: Decision | None = self._codec.decode(f"d/{round_}", data, Decision)
         except BadMessage:
@@ -242,20 +242,20 @@ class Session:
 
     # --- a view for a person ----------------------------------------------------------------------------------------
 
-    def _look_around(
-        self, saying: Saying, page: LeaderPage, beats: Mapping[int, Beat], heard: Mapping[int, Beat], now: float
+    def _take_survey(
+        self, saying: Outbox, page: LeaderPage, beats: Mapping[int, Beat], heard: Mapping[int, Beat], now: float
     ) -> None:
-        if saying.looks_around:
-            self._around = now, self._all_nodes(page, beats, heard)
+        if saying.wants_survey:
+            self._survey = now, self._all_nodes(page, beats, heard)
 
     def _all_nodes(
         self, page: LeaderPage, beats: Mapping[int, Beat], heard: Mapping[int, Beat]
     ) -> tuple[NodeStatus, ...]:
-        self._learn(sorted(beats.keys() - self._known.keys()))
+        self._read_cards(sorted(beats.keys() - self._cards.keys()))
         heard_ranks = {rank for beat in heard.values() for rank in beat.ranks}
         return tuple(
             NodeStatus(
-                host=self._known[slot].host,
+                host=self._cards[slot].host,
                 ranks=format_ranks(beat.ranks),
                 step=beat.step if beat.step >= 0 else None,
                 state="ended" if beat.doing == "ended" else "heard" if slot in heard else "silent",
@@ -266,7 +266,7 @@ class Session:
             )
             for slot, beat in sorted(beats.items(), key=lambda item: (item[1].ranks[:1], item[0]))
             # One whose ranks another has now has only come back under another slot.
-            if slot in self._known and (slot in heard or not heard_ranks.issuperset(beat.ranks))
+            if slot in self._cards and (slot in heard or not heard_ranks.issuperset(beat.ranks))
         )
 
     # --- following --------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class Session:
         try:
             found = self._codec.decode("head", data, LeaderPage)
         except BadMessage:  # whoever leads writes over it
-            self._unreadable.hear({0: (data[-200:].hex(), len(data))}, now)
+            self._unreadable.observe({0: (data[-200:].hex(), len(data))}, now)
             self._unreadable_s = (self._unreadable_s or (now, now))[0], now
             return self._page
         self._unreadable_s = None
@@ -305,8 +305,8 @@ class Session:
             return PeerStatus()
         others = [slot for slot in page.stopping if slot != self._slot]
         troubles = tuple(text for slot, text in page.troubles if slot != self._slot)
-        anew = any(slot != self._slot for slot in page.anew)
-        return PeerStatus(bool(others), troubles, sum(slot != self._slot for slot in page.quiet), anew=anew)
+        anew = any(slot != self._slot for slot in page.restarting)
+        return PeerStatus(bool(others), troubles, sum(slot != self._slot for slot in page.quiet), restarting=anew)
 
     def _read_published(self, page: LeaderPage) -> None:
         """Reads the leader's values that changed. One that can't be read leaves the previous one."""
@@ -323,15 +323,15 @@ class Session:
         data = self._store.get(f"{self._prefix}/members", deadline_s=STORE_ANSWER_S)
         self._edition = page.members
         with suppress(BadMessage):
-            self._know_members(self._codec.decode("members", data or b"", NodesBySlot), page)
+            self._store_members(self._codec.decode("members", data or b"", NodesBySlot), page)
 
-    def _know_members(self, members: NodesBySlot, page: LeaderPage) -> None:
+    def _store_members(self, members: NodesBySlot, page: LeaderPage) -> None:
         self._members = {slot: (node, beat) for slot, node, beat in members.nodes}
         for slot, (node, _) in sorted(self._members.items()):
             if slot not in (self._slot, *page.silent) and len(self._nodes) < MOST_NAMED:
                 self._nodes[slot] = node
 
-    def _know(self, page: LeaderPage, now: float) -> tuple[Peer, ...]:
+    def _peers(self, page: LeaderPage, now: float) -> tuple[Peer, ...]:
         """Of whom there is something to say."""
         quiet = {*page.quiet, *page.silent}
         if now - self._page_s >= QUIET_S:
@@ -350,16 +350,16 @@ class Session:
             return now - self._page_s
         return QUIET_S + now - self._quiet_since[slot]
 
-    def _learn(self, slots: Sequence[int]) -> None:
+    def _read_cards(self, slots: Sequence[int]) -> None:
         """Who is under these slots; nothing of a batch in which one is missing."""
         for begin in range(0, len(slots), NEW_AT_ONCE):
             batch = slots[begin : begin + NEW_AT_ONCE]
             found = self._store.get_all([f"{self._prefix}/m/{slot}" for slot in batch], deadline_s=STORE_ANSWER_S) or []
             for slot, data in zip(batch, found, strict=False):
                 with suppress(BadMessage):
-                    self._known[slot] = self._codec.decode(f"m/{slot}", data, NodeCard)
+                    self._cards[slot] = self._codec.decode(f"m/{slot}", data, NodeCard)
 
-    def _decoded(self, slots: Sequence[int], found: Sequence[bytes]) -> dict[int, Beat]:
+    def _decode_beats(self, slots: Sequence[int], found: Sequence[bytes]) -> dict[int, Beat]:
         """The newest beat of each. While one cannot be read, the last one counts, by which nobody is heard for long.
 
         Counts only ever grow: what is older than what was read before is a connection's that has been given up, or a
@@ -374,7 +374,7 @@ class Session:
 
     # --- leading ----------------------------------------------------------------------------------------------------
 
-    def _is_strangers(self, now: float) -> bool:
+    def _is_foreign(self, now: float) -> bool:
         """Whether nobody of this job can have written the page that can't be read.
 
         One that changes may be that of supervisors of another version; of a job with a key, none of its own.
@@ -408,13 +408,13 @@ class Session:
                 break
         return False
 
-    def _begin_to_lead(self, page: LeaderPage, now: float, hearing: Hearing | None = None) -> None:
+    def _begin_to_lead(self, page: LeaderPage, now: float, hearing: Liveness | None = None) -> None:
         data = self._codec.encode("head", page)
         if self._replace_page(data) == data:
             self._page, self._page_bytes, self._page_s = page, data, now
             self._leader = Leader(page, now)
             self._members_bytes = b""
-            self._hearing = hearing or Hearing()
+            self._hearing = hearing or Liveness()
 
     def _succeed(self, page: LeaderPage, now: float) -> None:
         """Takes over from a leader that is not heard, where this node is the next."""
@@ -424,10 +424,10 @@ class Session:
                 hearing = self._succession.hearing(page.leader, now)
                 self._begin_to_lead(structs.replace(page, leader=self._slot, epoch=page.epoch + 1), now, hearing)
 
-    def _lead(self, leader: Leader, saying: Saying, now: float) -> tuple[LeaderPage, dict[int, Beat], dict[int, Beat]]:
+    def _lead(self, leader: Leader, saying: Outbox, now: float) -> tuple[LeaderPage, dict[int, Beat], dict[int, Beat]]:
         """Writes the next page. Returns it, all beats, and those of the nodes that are heard."""
         beats = self._beats()
-        self._hearing.hear({slot: (beat.incarnation, beat.count) for slot, beat in beats.items()}, now)
+        self._hearing.observe({slot: (beat.incarnation, beat.count) for slot, beat in beats.items()}, now)
         here = {slot: beat for slot, beat in beats.items() if beat.doing != "ended"}
         heard = {slot: beat for slot, beat in here.items() if self._hearing.silent_s(slot, now) < SILENT_S}
         heard_ranks = {rank for beat in heard.values() for rank in beat.ranks}
@@ -438,13 +438,13 @@ class Session:
         )
         decided = f"hang.{leader.page.incident}" in self._decisions  # it is there before the page says so
         page = leader.next(LeaderInput(heard, silent, decided, quiet, beats), now)
-        page = leader.page = self._publish(self._introduce(page, beats), saying)
+        page = leader.page = self._publish(self._publish_members(page, beats), saying)
         data = self._codec.encode("head", page)
         if self._overwrite_page(data, now):
             self._page, self._page_bytes, self._page_s = page, data, now
         return page, beats, heard
 
-    def _publish(self, page: LeaderPage, saying: Saying) -> LeaderPage:
+    def _publish(self, page: LeaderPage, saying: Outbox) -> LeaderPage:
         """Writes the values that changed, and returns the page with their editions and this node's topics."""
         editions = dict(page.published)
         for topic, data in saying.published.items():
@@ -455,20 +455,20 @@ class Session:
         topics = tuple(sorted(gather for gather in saying.gathers if "." not in gather))
         return structs.replace(page, topics=topics, published=tuple(sorted(editions.items()))[:MOST_TOPICS])
 
-    def _introduce(self, page: LeaderPage, beats: Mapping[int, Beat]) -> LeaderPage:
+    def _publish_members(self, page: LeaderPage, beats: Mapping[int, Beat]) -> LeaderPage:
         """Writes ``Members`` where that has changed, and returns the page with its edition."""
         says = (*page.silent, *page.stopping, *(slot for slot, _ in page.troubles), *page.failed, *page.quiet)
         named = sorted(beats.keys() - set(page.silent))[: MOST_NAMED + 1]
         most = CROWD_MEMBERS if page.nodes > CROWD else MOST_MEMBERS
         told = [slot for slot in dict.fromkeys((page.leader, *says, *named)) if slot in beats][:most]
-        self._learn([slot for slot in told if slot not in self._known])
-        members = NodesBySlot(tuple((s, self._known[s], _lasting(beats[s])) for s in sorted(told) if s in self._known))
+        self._read_cards([slot for slot in told if slot not in self._cards])
+        members = NodesBySlot(tuple((s, self._cards[s], _lasting(beats[s])) for s in sorted(told) if s in self._cards))
         data = self._codec.encode("members", members)
         if data != self._members_bytes:
             self._write("members", data)
             page = structs.replace(page, members=page.members + 1)
             self._members_bytes, self._edition = data, page.members
-            self._know_members(members, page)
+            self._store_members(members, page)
         return page
 
     def _number(self) -> int:
@@ -479,19 +479,19 @@ class Session:
         self._discover(self._number())
         slots = sorted(self._slots)
         found = self._store.read_all([f"{self._prefix}/b/{slot}" for slot in slots], deadline_s=STORE_ANSWER_S)
-        return self._decoded(slots, found)
+        return self._decode_beats(slots, found)
 
     def _discover(self, number: int) -> None:
         """Who has come. A number in the store may be anybody's, so it goes through the slots bit by bit."""
         new = [slot for slot in range(1, number + 1) if slot not in self._slots]
-        after = bisect_right(new, self._asked_to)
+        after = bisect_right(new, self._asked_up_to)
         new = new[after:] + new[:after]
         batches = [new[at : at + NEW_AT_ONCE] for at in range(0, len(new), NEW_AT_ONCE)][::-1]
         for _ in range(MOST_QUESTIONS):
             if not batches:
                 return
             batch = batches.pop()
-            self._asked_to = batch[-1]
+            self._asked_up_to = batch[-1]
             if self._store.has([f"{self._prefix}/b/{slot}" for slot in batch], deadline_s=STORE_ANSWER_S):
                 self._slots.update(batch)
             elif len(batch) > 1:

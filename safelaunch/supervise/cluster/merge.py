@@ -15,7 +15,7 @@ from safelaunch.model import (
 from safelaunch.model.evidence import all_nodes
 
 
-def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
+def merge(own: Evidence, others: Sequence[Evidence]) -> Evidence:
     """The evidence of all nodes as one. Of a rank that several bring, the first counts."""
     kept: dict[int, RankEvidence] = {}
     for rank in (rank for evidence in (own, *others) for rank in evidence.ranks):
@@ -42,7 +42,7 @@ def merged(own: Evidence, others: Sequence[Evidence]) -> Evidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
+class PeerEvidence:
     """What other nodes have submitted, as far as it can be read; ``notes``: what could not be."""
 
     evidence: tuple[Evidence, ...] = ()
@@ -52,13 +52,13 @@ class Others:
     def with_own(self, own: Evidence) -> Evidence:
         """The evidence of all nodes as one."""
         own = replace(own, notes=(*own.notes, *self.notes))
-        return merged(own, self.evidence) if self.evidence else own
+        return merge(own, self.evidence) if self.evidence else own
 
 
 _LEAST_KNOWN: tuple[Answer, ...] = ("alive", "unseen", "unknown", "dead")
 
 
-def aged(evidence: Evidence, now_unix_s: float) -> Evidence:
+def with_relative_times(evidence: Evidence, now_unix_s: float) -> Evidence:
     """With the times of failures as seconds since ``now_unix_s`` (negative ones): no node's clock travels.
 
     All nodes say so within a second or two of the failure, so these compare where the clocks do not.

@@ -108,7 +108,7 @@ class Beat(Message, frozen=True):
     trouble: _WireText = ""
     agent: AgentState = ""
     step: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
-    anew: bool = False
+    restarting: bool = False
     submitted: Annotated[
         tuple[tuple[Round, Annotated[int, Meta(ge=0, le=MOST_CHUNKS)]], ...], Meta(max_length=MOST_SUBMITTED)
     ] = ()
@@ -151,7 +151,7 @@ class LeaderPage(Message, frozen=True):
     world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
     line: _WireSlots = ()
     members: _WireCount = 0
-    anew: _WireSlots = ()
+    restarting: _WireSlots = ()
     topics: Annotated[tuple[TopicName, ...], Meta(max_length=MOST_TOPICS)] = ()
     published: Annotated[tuple[tuple[TopicName, _WireCount], ...], Meta(max_length=MOST_TOPICS)] = ()
 

@@ -71,10 +71,10 @@ class Watch:
         self.roster = roster
         self.policy = policy
         self.cap_s: float | None = None
-        self.background = Background()  # of this attempt, learned by ``WorkTaker`` while it makes steps
+        self.background = Background()  # of this attempt, learned by ``BackgroundPoller`` while it makes steps
         # Since when the job is quiet, and what it had done some time later.
         self._quiet: tuple[float, Counters] | None = None
-        self.state = stall.started(now)
+        self.state = stall.initial_state(now)
         self._bounds = bounds
         self._given_start = policy.startup_given
         self._limits = rhythm.PulseLimits(policy.startup_s, policy.stall_s, bounds)
@@ -82,7 +82,7 @@ class Watch:
         self._learned = rhythm.Learned()
         self.last_progress: dict[int, Progress] = {}
         self._strides: dict[int, Strides] = {}
-        self.notes: tuple[str, ...] = ()  # what slows this attempt down, found by ``Health``
+        self.notes: tuple[str, ...] = ()  # what slows this attempt down, found by ``HealthPoller``
         self.attempt = (0, 0)  # ``roster.attempt`` and ``roster.starts``
         self._gone: dict[int, float] = {}
         self._damaged: set[int] = set()
@@ -97,7 +97,7 @@ class Watch:
         events = self.roster.refresh()
         if (self.roster.attempt, self.roster.starts) != self.attempt:
             self.attempt = self.roster.attempt, self.roster.starts
-            self.state = stall.started(now)
+            self.state = stall.initial_state(now)
             self._gone.clear()
             self._damaged.clear()
             self.last_progress.clear()
@@ -279,14 +279,14 @@ class Watch:
             stall.ProgressMark(worker.rank, claimed_s=self.state.base_s, exited=not _lives(worker.pid))
             for worker in self.without_beacon()
         ]
-        return stall.oldest(tuple(marks), self.policy, 0.0, now)
+        return stall.slowest(tuple(marks), self.policy, 0.0, now)
 
     def spell(self, now: float) -> quiet.Spell | None:
         """How long the job has been quiet; None if nobody is to be judged, or a rank has said that it will be quiet."""
         live = [mark for mark in self._marks if not mark.exited]
         if any(mark.paused or (mark.phase and mark.phase_timeout_s) for mark in live):
             return None
-        found = stall.oldest(self._marks, self.policy, self.state.base_s, now)
+        found = stall.slowest(self._marks, self.policy, self.state.base_s, now)
         if found is None:
             return None
         made = found.mark_s > self.state.base_s
@@ -320,7 +320,7 @@ class Watch:
     def release(self, mark_s: float, now: float) -> None:
         """What was held goes on, and is looked at again later."""
         held = self.standing(now)
-        again_s = now + (stall.look_again_after_s(self.policy, held, now) if held is not None else 0.0)
+        again_s = now + (stall.next_look_after_s(self.policy, held, now) if held is not None else 0.0)
         self.state = replace(self.state, status=stall.Status.UNDECIDED, mark_s=mark_s, look_again_s=again_s)
 
     def is_proved_dead(self, mark_s: float) -> None:
@@ -338,7 +338,7 @@ class Watch:
 
     @property
     def _slowest_s(self) -> float:
-        found = stall.oldest(self._marks, self.policy, self.state.base_s, 0.0)
+        found = stall.slowest(self._marks, self.policy, self.state.base_s, 0.0)
         return found.mark_s if found is not None else 0.0
 
     def take_quiet(self, used: Counters) -> None:
@@ -350,7 +350,7 @@ class Watch:
 
     def reset(self, now: float) -> None:
         """The clock is started again."""
-        self.state = stall.started(now)
+        self.state = stall.initial_state(now)
 
     def targets(self) -> tuple[Target, ...]:
         """Every rank that can be looked at: those with a beacon, and those that only the agent knows."""

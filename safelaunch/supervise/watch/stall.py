@@ -140,12 +140,12 @@ UNLIMITED = Limits()
 LEAST_MARGIN_S, MOST_MARGIN_S, MARGIN_PART = 5.0, 60.0, 0.1
 
 
-def started(now: float) -> DetectorState:
+def initial_state(now: float) -> DetectorState:
     """The state at the beginning of an attempt."""
     return DetectorState(base_s=now, last_tick_s=now)
 
 
-def oldest(marks: tuple[ProgressMark, ...], policy: Policy, base_s: float, now: float) -> Stall | None:
+def slowest(marks: tuple[ProgressMark, ...], policy: Policy, base_s: float, now: float) -> Stall | None:
     """How far behind the slowest rank is; None when there is nobody to judge (no rank yet, all done, one paused)."""
     live = [mark for mark in marks if not mark.exited]
     if not live or any(mark.paused for mark in live):
@@ -186,7 +186,7 @@ def tick(
     base_s = _base_s(state, covers, policy, now)
     if state.status is Status.HUNG:
         return replace(state, last_tick_s=now, base_s=base_s, covers=covers), None
-    stall = _if_proved(oldest(marks, policy, base_s, now), state, policy)
+    stall = _if_proved(slowest(marks, policy, base_s, now), state, policy)
     due_s = max(stall.mark_s + stall.threshold_s, state.look_again_s) if stall is not None else 0.0
     state = replace(state, last_tick_s=now, base_s=base_s, covers=covers, excused=stall is None, due_s=due_s)
     if stall is None or (stall.mark_s > state.mark_s and state.status is not Status.WATCHING):
@@ -253,7 +253,7 @@ def suspect_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits
 ALIVE_BUNDLE_S = 1800.0
 
 
-def look_again_after_s(policy: Policy, stall: Stall, now: float) -> float:
+def next_look_after_s(policy: Policy, stall: Stall, now: float) -> float:
     """Two looks and what they ask for take about a second of CPU, so they grow rarer as the wait grows longer.
 
     They are at most a minute apart within the first two hours, and ten minutes later on.
@@ -281,7 +281,7 @@ def conclude(
     limit, without_s = ends_after_s(policy, stall, found, limits), idle_s(state, policy, stall, found, now)
     if limit is not None and without_s >= limit:
         return replace(state, status=Status.HUNG), StallEvent("hang", stall)
-    wait = look_again_after_s(policy, stall, now)
+    wait = next_look_after_s(policy, stall, now)
     for due in (limit, suspect_after_s(policy, stall, found, limits)):
         if due is not None and without_s < due:
             wait = min(wait, max(0.0, due - without_s - policy.confirm_s))
