@@ -44,7 +44,7 @@ from safelaunch.model import (
 from safelaunch.model.evidence import software
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.kinds import CRASH, IncidentKind
-from safelaunch.supervise.looks import Looks, native_where_it_tells, with_the_late
+from safelaunch.supervise.looks import Looks, with_late_processes, with_native_frames
 from safelaunch.supervise.node_files import collect_node
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.system.decoding import from_builtins
@@ -158,7 +158,7 @@ def take_evidence(
 
     def ranks(gate: Gate) -> None:
         try:
-            better = native_where_it_tells(with_the_late(looks)) if kind.asks and kind.native else looks
+            better = with_native_frames(with_late_processes(looks)) if kind.asks and kind.native else looks
             better = replace(better, taken=context.cleaned(better.taken))
             gate.put_all([], lambda: newest.append(better))
             collect.ranks(

@@ -1,7 +1,7 @@
 """A crash, from the first failure to its bundle.
 
-safelaunch looks at the peers while they are alive and still where the failure met them. Then it releases the failing
-rank, and the agent that wants to end the others. It writes the bundle once it knows how each rank ended.
+safelaunch looks at the peers while they are alive and at the place where they were when a rank failed. Then it releases
+the failing rank, and the agent that wants to end the others. It writes the bundle once it knows how each rank ended.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ from safelaunch.supervise.watch.progress import Glance
 from safelaunch.supervise.watch.restart import Kin, kin_of
 from safelaunch.system.console import say
 
-# All ranks and the agent wait for us during this time, for at most 3 s.
+# All ranks and the agent wait for safelaunch during this time, for at most 3 s.
 FLIGHT_DEADLINE_S = 1.0
 
 EXIT_S = 20.0  # for a rank that raised to exit, and for its launcher to notice
 CLOSE_S = 45.0  # for torchrun to end the other ranks: it kills them after 30 s
 
-# Those that no launcher and no communication sends.
+# Signals that neither a launcher nor a communication library sends.
 _OWN_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
 @dataclass
 class _FailedAttempt:
-    """An attempt that failed, and what is known of it; see ``CrashCase``."""
+    """An attempt that failed; see ``CrashCase``."""
 
     attempt: tuple[int, int]
     quiet_s: float
-    """without a step before the failure; 0 if that is no longer than usual"""
+    """time without a step before the failure; 0 if that isn't unusual"""
     begun_s: float = field(default_factory=time.monotonic)
     due_s: float = 0.0
-    """when the ranks should have ended; those that haven't are watched again"""
+    """time by which the ranks should have ended; the rest is watched again"""
     error: str = ""
-    """what torchrun's agent itself has failed of, before a rank did"""
-    known: JobSnapshot | None = None
-    looked: bool = False
-    """the ranks need not wait any longer"""
-    met: bool = False
-    """the nodes have agreed on a verdict, or there is no need: the agent need not wait any longer"""
-    exits_known: bool = False
-    """the agent has said which rank ended first, and how"""
-    told: bool = False
-    """it is known how each rank ended"""
+    """error of torchrun's agent itself, before a rank failed"""
+    snapshot: JobSnapshot | None = None
+    ranks_released: bool = False
+    """the ranks no longer have to wait"""
+    agent_released: bool = False
+    """the agent no longer has to wait: the nodes have agreed on a verdict, or don't need to"""
+    first_exit_known: bool = False
+    """the agent has reported the first exit"""
+    exits_complete: bool = False
+    """the exit of each rank is known"""
 
 
 class CrashCase:
     """One crash: first failure → one look at the peers → their release → the exit of each → bundle.
 
-    On several nodes, torchrun's agents are released only once the nodes have agreed on a verdict, or cannot: in one of
-    the agents is the store where they talk.
+    On several nodes, torchrun's agents are released only once the nodes have agreed on a verdict, or can't: one of the
+    agents hosts the store through which they communicate.
 
-    Attempts may fail faster than bundles are written, so each failure has a thread, which waits for its turn.
+    Attempts can fail faster than bundles are written, so each failure has a thread, which waits for its turn.
     """
 
     def __init__(self, job: JobView) -> None:
@@ -74,47 +74,47 @@ class CrashCase:
         self._watch, self._rounds = job.watch, job.council.rounds
         self._failure: _FailedAttempt | None = None  # of the current attempt
         self._open: list[tuple[_FailedAttempt, Incident[Report | None]]] = []  # without a bundle yet
-        self._ended_for = ""  # why torchrun has ended ranks none of which had failed; if it starts others, that is all
+        self._ended_for = ""  # reason for a restart without a failure here; printed when the new ranks start
         self._turn = threading.Lock()
-        self._written: dict[Kin, tuple[int, Report]] = {}  # the first attempt that failed so, counted from 1
+        self._written: dict[Kin, tuple[int, Report]] = {}  # first attempt (from 1) with each failure
 
     @property
     def busy(self) -> bool:
-        return any(failure.told or not failure.looked for failure, _ in self._open)
+        return any(failure.exits_complete or not failure.ranks_released for failure, _ in self._open)
 
     @property
     def begun(self) -> bool:
-        """Whether this attempt is known to have failed."""
+        """Returns if this attempt has failed."""
         return self._failure is not None
 
     def begun_before(self, at_s: float) -> bool:
-        """Whether this attempt had failed by then (CLOCK_MONOTONIC)."""
+        """Returns if this attempt had failed by ``at_s`` (CLOCK_MONOTONIC)."""
         return self._failure is not None and self._failure.begun_s < at_s
 
     @property
     def due_s(self) -> float:
-        """When the ranks of the failed attempt should have ended (CLOCK_MONOTONIC); 0 if it hasn't failed."""
+        """Time by which the failed attempt's ranks should have ended (CLOCK_MONOTONIC); 0 if it hasn't failed."""
         return self._failure.due_s if self._failure is not None else 0.0
 
     def holds(self, at_s: float) -> bool:
-        """Returns whether the failure still has time to end the ranks. A rank that outlives it hangs."""
+        """Returns if the failure still has time to end the ranks; a rank that outlives it hangs."""
         return at_s < self.due_s
 
     def yield_to_hang(self) -> None:
-        """Drops the failure: a rank that raised never exited, and the verdict on that hang names it."""
+        """Drops the failure: the rank that raised never exited, and the verdict on that hang names it."""
         self._forget()
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is a failure without its bundle."""
+        """Returns if a failure has no bundle yet."""
         return bool(self._open)
 
     @property
     def writing(self) -> bool:
-        return any(failure.told and not responding.done for failure, responding in self._open)
+        return any(failure.exits_complete and not responding.done for failure, responding in self._open)
 
     def on_agent(self, event: AgentEvent) -> None:
-        """Handles one event of the agent; call it in their order."""
+        """Handles one event of the agent."""
         if event.event == "started":
             if self._ended_for:
                 say(f"torchrun restarted this node's ranks although none had failed: {self._ended_for}")
@@ -124,38 +124,38 @@ class CrashCase:
         elif event.event == "failing":
             failure = self.begin()
             failure.error = failure.error or self._job.context.redactor.said(event.error)
-            failure.exits_known = True
+            failure.first_exit_known = True
             failure.due_s = time.monotonic() + CLOSE_S
-        elif event.event == "closed" and not self._exits_known and any(event.exits.values()):
-            # Of a failure it would have told. A rank that lost its peers on the way may have raised an exception.
-            self._ended_for = self._ended_for or self._rounds.another_round()
+        elif event.event == "closed" and not self._first_exit_known and any(event.exits.values()):
+            # The agent would have reported a failure. A rank that lost its peers can still have raised an exception.
+            self._ended_for = self._ended_for or self._rounds.announce_restart()
         elif event.event == "closed":
             self.on_end()
 
     @property
-    def _exits_known(self) -> bool:
-        return self._failure is not None and self._failure.exits_known
+    def _first_exit_known(self) -> bool:
+        return self._failure is not None and self._failure.first_exit_known
 
     def advance(self, glance: Glance) -> Report | None:
-        """One tick; returns the report when a bundle is written. Never blocks.
+        """Makes one step without blocking; returns the report when a bundle is written.
 
-        None also where another node was told to stop: nobody is accused of what that did to the ranks of this one.
+        There is no report if a stop of another node ended this node's ranks.
         """
         if glance.raised:
             self.begin()
         failure = self._failure
-        if failure is not None and failure.looked:
-            self._watch.acknowledge(agent=failure.met)
-        if failure is not None and not failure.told:
+        if failure is not None and failure.ranks_released:
+            self._watch.acknowledge(agent=failure.agent_released)
+        if failure is not None and not failure.exits_complete:
             self._remember(failure)
-        for one in self._open:
-            if one[1].done:
-                self._open.remove(one)
-                return one[1].result
+        for entry in self._open:
+            if entry[1].done:
+                self._open.remove(entry)
+                return entry[1].result
         return None
 
     def begin(self) -> _FailedAttempt:
-        """Handles a failure; also one that no rank reported: it was killed, or native code ended it."""
+        """Handles a failure, also of a rank that couldn't report it: it was killed, or native code ended it."""
         if self._failure is None:
             failure = _FailedAttempt(self._watch.attempt, self._watch.quiet_s(time.monotonic()))
             failure.due_s = failure.begun_s + EXIT_S
@@ -164,24 +164,24 @@ class CrashCase:
         return self._failure
 
     def _forget(self) -> None:
-        """Other ranks have been started. A failure of which nobody has said how it ended was none."""
-        for one in self._open:
-            if one[0] is self._failure and not one[0].told:
-                one[1].cancel()
-        self._open = [one for one in self._open if not one[1].cancelled.is_set()]
+        """Closes the attempt when new ranks start; a failure whose exits were never reported was none."""
+        for failure, responding in self._open:
+            if failure is self._failure and not failure.exits_complete:
+                responding.cancel()
+        self._open = [entry for entry in self._open if not entry[1].cancelled.is_set()]
         self._failure = None
 
     def on_end(self) -> None:
-        """Handles the end of the ranks, or of a job without an agent (``exec``): nothing more will be known of them."""
+        """Handles the end of the ranks, or of a job without an agent (``exec``)."""
         failure = self._failure
-        if failure is not None and not failure.told:  # torchrun closes its workers more than once
+        if failure is not None and not failure.exits_complete:  # torchrun closes its workers more than once
             self._remember(failure)
-            failure.told = True
+            failure.exits_complete = True
 
     def _remember(self, failure: _FailedAttempt) -> None:
-        """Keeps what pages and exceptions say now; once the next attempt has begun, they describe that one."""
+        # The pages and exceptions belong to the next attempt once that has begun.
         if self._watch.attempt == failure.attempt:
-            failure.known = self._job.snapshot()
+            failure.snapshot = self._job.snapshot()
 
     # --- in the thread of a failure ---------------------------------------------------------------------------------
 
@@ -191,102 +191,102 @@ class CrashCase:
             looks, answers = look(CRASH, self._job, at), _answers(targets)
         finally:
             self._watch.acknowledge(agent=self._job.is_whole)
-            failure.looked = True
+            failure.ranks_released = True
         agreed = self._agree(failure, looks, answers, at)
-        failure.met = True
-        at.until(lambda: failure.told)
+        failure.agent_released = True
+        at.until(lambda: failure.exits_complete)
         with self._turn:
             return self._write(failure, looks, answers, agreed)
 
     def _agree(
         self, failure: _FailedAttempt, looks: Looks, answers: Mapping[int, ServerReply], at: Incident[Report | None]
     ) -> Agreement:
-        """With the other nodes, as soon as it is known how the ranks of this one failed."""
+        """Agrees with the other nodes as soon as this node knows how its ranks failed."""
         if self._job.is_whole or failure.attempt != self._watch.attempt:
             return Agreement()
-        at.until(lambda: failure.exits_known or failure.told)
+        at.until(lambda: failure.first_exit_known or failure.exits_complete)
         context = self._job.context
-        local = collecting.local_evidence(looks, self._known_of(failure, answers), context)
+        local = collecting.local_evidence(looks, self._snapshot(failure, answers), context)
         exits = {rank.rank: rank.exit.returncode for rank in local.ranks if rank.exit and rank.exit.before_close}
         exceptions = {rank.rank: rank.exception for rank in local.ranks if rank.exception is not None}
         text = own_failure(context.host, exits, exceptions)
         if text:
-            self._rounds.trouble(context.redactor.said(text))
-        return self._rounds.crash(local)
+            self._rounds.report_trouble(context.redactor.said(text))
+        return self._rounds.decide_crash(local)
 
-    def _known_of(self, failure: _FailedAttempt, answers: Mapping[int, ServerReply]) -> JobSnapshot:
-        known = failure.known or self._job.snapshot()
-        ranks = {rank: replace(item, answer=answers.get(rank)) for rank, item in known.ranks.items()}
-        return replace(known, ranks=ranks)
+    def _snapshot(self, failure: _FailedAttempt, answers: Mapping[int, ServerReply]) -> JobSnapshot:
+        snapshot = failure.snapshot or self._job.snapshot()
+        ranks = {rank: replace(item, answer=answers.get(rank)) for rank, item in snapshot.ranks.items()}
+        return replace(snapshot, ranks=ranks)
 
     def _write(
         self, failure: _FailedAttempt, looks: Looks, answers: Mapping[int, ServerReply], agreed: Agreement
     ) -> Report | None:
         whole, context = self._job.is_whole, self._job.context
         notes = (f"torchrun itself failed: {failure.error}",) if failure.error else ()
-        found = collecting.take_evidence(CRASH, looks, self._known_of(failure, answers), context)
+        collected = collecting.take_evidence(CRASH, looks, self._snapshot(failure, answers), context)
         why_not = ""
         if whole:
-            error = context.redactor.said(unreadable_script(found.evidence.ranks))
-            why_not = f"Python can't read the code: {error}. No bundle: nothing of it ran" if error else ""
+            error = context.redactor.said(unreadable_script(collected.evidence.ranks))
+            why_not = f"Python can't read the code: {error}. No bundle, because none of it ran" if error else ""
         else:
-            found = found.with_facts(stall_s=failure.quiet_s, nodes=self._job.council.nodes())
+            collected = collected.with_facts(stall_s=failure.quiet_s, nodes=self._job.council.nodes())
             if agreed.verdict is None:
-                known = self._rounds.has_trouble or agreed.status.anew
-                status = agreed.status if known else self._job.council.final_status()
-                notes = (*notes, *notes_of(status))
-                if status.anew and not (status.troubles or self._rounds.has_trouble):
+                trouble = self._rounds.has_trouble or agreed.status.restarting
+                status = agreed.status if trouble else self._job.council.final_status()
+                notes = (*notes, *peer_notes(status))
+                if status.restarting and not (status.troubles or self._rounds.has_trouble):
                     why_not = "torchrun restarted the ranks of another node, which ended this node's"
                 elif status.stopping:
                     why_not = "the job was stopped on another node, which ended this node's ranks"
         if why_not:
-            found.discard()
+            collected.discard()
             say(why_not)
             return None
-        earlier = self._earlier(failure, found) if whole and self._written else None
+        earlier = self._earlier(failure, collected) if whole and self._written else None
         if earlier is not None:
-            found.discard()
+            collected.discard()
             return earlier
         for note in notes:
             say(note)
-        report = publishing.finish(found.with_facts(notes=(*found.evidence.notes, *notes)), agreed)
+        report = publishing.finish(collected.with_facts(notes=(*collected.evidence.notes, *notes)), agreed)
         if (kin := kin_of(report.verdict, report.evidence)) is not None and not report.published.lost:
             self._written.setdefault(kin, (failure.attempt[0] + 1, report))
         return report
 
-    def _earlier(self, failure: _FailedAttempt, found: Collected) -> Report | None:
+    def _earlier(self, failure: _FailedAttempt, collected: Collected) -> Report | None:
         """Returns the report of an earlier attempt that failed in the same way, if its bundle is still there."""
         context = self._job.context
-        verdict = publishing.verdict_of(found.evidence, context)
-        kin = kin_of(verdict, found.evidence)
+        verdict = publishing.verdict_of(collected.evidence, context)
+        kin = kin_of(verdict, collected.evidence)
         first, report = self._written.get(kin, (0, None)) if kin is not None else (0, None)
         if report is None or not report.published.path.is_dir():
             return None
         number, many = failure.attempt[0] + 1, context.attempts
         which = f"{number} of {many}" if many >= number else f"{number}"
-        text = f"the same failure as attempt {first} ({which}): {verdict.culprits[0].reason} No new bundle; that of"
-        return replace(report, verdict=verdict, repeats=f"{text} attempt {first} is {report.published.shown}")
+        text = f"the same failure as attempt {first} ({which}): {verdict.culprits[0].reason} No new bundle; see"
+        return replace(report, verdict=verdict, repeats=f"{text} attempt {first}'s: {report.published.shown}")
 
 
-def notes_of(status: PeerStatus) -> tuple[str, ...]:
-    """What the other nodes say of themselves."""
+def peer_notes(status: PeerStatus) -> tuple[str, ...]:
+    """Returns sentences about the state of the other nodes, as they report it."""
     notes = [f"on another node, {text}" for text in status.troubles]
     if status.lost:
         notes.append("the node that hosts the store of torchrun's agents can no longer be reached, or has ended")
     elif status.quiet:
-        nodes = "a node is" if status.quiet == 1 else f"{status.quiet} nodes are"
-        notes.append(f"{nodes} no longer heard: the node is gone, or its safelaunch has stopped or was killed")
+        nodes = "a node no longer responds" if status.quiet == 1 else f"{status.quiet} nodes no longer respond"
+        notes.append(f"{nodes}: the node is gone, or its safelaunch has stopped or was killed")
     return tuple(notes)
 
 
 def own_failure(host: str, exits: Mapping[int, int], exceptions: Mapping[int, RankException]) -> str:
-    """What failed here, where that is no consequence of what failed elsewhere; empty where nothing is known to have."""
+    """Returns the root failure on this node, or "" if its failures might be consequences of another node's."""
     from safelaunch.stacks.tracebacks import gathered
     from safelaunch.verdict.exceptions import is_consequence, one_line, root_of
     from safelaunch.verdict.exits import signal_name
 
     for rank, exception in sorted(exceptions.items()):
-        if not is_consequence(exception) or gathered(exception.message):  # of whom, only all nodes together tell
+        if not is_consequence(exception) or gathered(exception.message):  # only all nodes together know whose it is
             root = root_of(exception)
             return f"rank {rank} on {host} raised {root.type}: {one_line(root.message)}"
     for rank, code in sorted(exits.items()):
@@ -301,9 +301,7 @@ _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
 
 
 def unreadable_script(ranks: Sequence[RankEvidence]) -> str:
-    """The error of a script that Python could not read, the same on all ranks that raised any, before the first step;
-    empty where it is another crash. The traceback says all that there is to know about it.
-    """
+    """Returns the syntax error that all failed ranks raised before the first step; empty for any other crash."""
     raised = {f"{rank.exception.type}: {rank.exception.message}" for rank in ranks if rank.exception is not None}
     began = any(rank.progress is not None and rank.progress.step for rank in ranks)
     error = min(raised, default="")
@@ -311,11 +309,11 @@ def unreadable_script(ranks: Sequence[RankEvidence]) -> str:
 
 
 def _answers(targets: Sequence[Target]) -> dict[int, ServerReply]:
-    """What the ranks that still answer say of themselves: where each was when the first one failed."""
+    """Asks the ranks that still respond where they were when the first one failed."""
 
-    def one(target: Target) -> ServerReply:
-        told, flight = ask_server(target, deadline_s=FLIGHT_DEADLINE_S / 2)
-        # Who has no answer in so short a time need not be stuck.
-        return GilTest(groups=told.groups, called=told.called, batches=told.batches), flight
+    def ask(target: Target) -> ServerReply:
+        test, flight = ask_server(target, deadline_s=FLIGHT_DEADLINE_S / 2)
+        # A rank without an answer in such a short time isn't necessarily stuck: leave out the test itself.
+        return GilTest(groups=test.groups, called=test.called, batches=test.batches), flight
 
-    return ask_each(targets, one, deadline_s=FLIGHT_DEADLINE_S)
+    return ask_each(targets, ask, deadline_s=FLIGHT_DEADLINE_S)

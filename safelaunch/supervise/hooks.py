@@ -1,8 +1,8 @@
-"""``--on-bundle COMMAND``, ``--on-suspect COMMAND``: runs the user's command for each bundle, or early look.
+"""``--on-bundle COMMAND``, ``--on-suspect COMMAND``: runs the user's command for each bundle or early look.
 
-The watch never waits for the command; only the end of the job does. ``posix_spawn`` starts it, which unblocks the
-supervisor's signals in the child without a wrapper. It gets its own process group, so that all of it can be killed, but
-stays in our session, which distinguishes our own processes from the job's.
+The watch never waits for the command; only the end of the job does. ``posix_spawn`` unblocks the supervisor's signals
+in the child without a wrapper. The command gets its own process group, so that all of it can be killed, but stays in
+safelaunch's session, which distinguishes safelaunch's own processes from the job's.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ DEADLINE_S = 30.0
 SHELL = "/bin/sh"
 _LAST_BYTES = 4096
 _LAST_LINES = 3
-_REAP_S = 1.0  # for a killed command to be gone, unless it is stuck in the kernel
+_REAP_S = 1.0  # until a killed command is gone, unless it is stuck in the kernel
 
 
 class Notifier:
-    """Runs ``command`` (None: nothing) in a thread for each bundle; a failure prints a line on stderr.
-
-    ``option``: the one that set it.
-    """
+    """Runs a command in a thread for each bundle; a failure prints a line on stderr."""
 
     def __init__(
         self,
@@ -48,7 +45,7 @@ class Notifier:
 
     @property
     def patience_s(self) -> float:
-        """The longest time, in seconds, that a command started now may take."""
+        """Longest time that a command started now can take."""
         return self._deadline_s + 2 * _REAP_S
 
     @property
@@ -68,14 +65,14 @@ class Notifier:
         self._under_way.append(BackgroundTask(self._option, lambda: self._run(command, env)))
 
     def end(self) -> None:
-        """Ends running commands: somebody stops the job and does not want to wait."""
+        """Ends running commands, because the user stops the job."""
         self._ended = True
         for task in self._under_way:
             task.wait(2 * _REAP_S)
 
     def _run(self, command: str, env: Mapping[str, str]) -> None:
         try:
-            problem = run(command, env, deadline_s=self._deadline_s, given_up=lambda: self._ended)
+            problem = run(command, env, deadline_s=self._deadline_s, is_cancelled=lambda: self._ended)
         except OSError as error:
             problem = f"could not be started: {error.strerror or error}"
         if problem and not self._ended:
@@ -83,7 +80,7 @@ class Notifier:
 
 
 def variables(verdict: Verdict, bundle: Path, run_name: str) -> dict[str, str]:
-    """The command's variables for a bundle."""
+    """Returns the command's environment variables for a bundle."""
     return _usable(
         {
             "SAFELAUNCH_BUNDLE": os.fspath(bundle),
@@ -99,7 +96,7 @@ def variables(verdict: Verdict, bundle: Path, run_name: str) -> dict[str, str]:
 
 
 def variables_of_look(look: EarlyLook, run_name: str) -> dict[str, str]:
-    """The command's variables for an early look."""
+    """Returns the command's environment variables for an early look."""
     return _usable(
         {
             "SAFELAUNCH_SUMMARY": look.words,
@@ -113,15 +110,15 @@ def variables_of_look(look: EarlyLook, run_name: str) -> dict[str, str]:
 
 
 def _usable(values: Mapping[str, str]) -> dict[str, str]:
-    """Without NUL characters: text comes from the job."""
+    # Texts from the job can contain NUL characters.
     return {name: value.replace("\0", "") for name, value in values.items()}
 
 
-def run(command: str, env: Mapping[str, str], *, deadline_s: float, given_up: Callable[[], bool]) -> str:
+def run(command: str, env: Mapping[str, str], *, deadline_s: float, is_cancelled: Callable[[], bool]) -> str:
     """Runs ``command`` in the shell; returns why it failed, or an empty string. Raises OSError if it can't start.
 
-    After ``deadline_s`` seconds, or when ``given_up`` says so, its process group is killed. Its output is shown only if
-    it fails. It has ended when the shell has; processes in the background may continue.
+    Its process group is killed after ``deadline_s`` seconds, or once ``is_cancelled`` returns true. Its output is shown
+    only if it fails. The command ends with the shell; processes in the background can continue.
     """
     read, write = os.pipe()
     try:
@@ -132,25 +129,25 @@ def run(command: str, env: Mapping[str, str], *, deadline_s: float, given_up: Ca
     finally:
         os.close(write)
     deadline = time.monotonic() + deadline_s
-    said = b""
+    output = b""
     try:
         while True:
-            said = (said + _output(read, 0.05))[-_LAST_BYTES:]
+            output = (output + _output(read, 0.05))[-_LAST_BYTES:]
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 break
-            if time.monotonic() > deadline or given_up():
+            if time.monotonic() > deadline or is_cancelled():
                 os.killpg(pid, signal.SIGKILL)  # not reaped yet: the pid is still its own
                 _reap(pid)
-                return f"did not end within {deadline_s:g} s and was killed{_last_words(said)}"
-        said += _output(read, 0.0)
+                return f"did not end within {deadline_s:g} s and was killed{_last_lines(output)}"
+        output += _output(read, 0.0)
     finally:
         os.close(read)
     code = os.waitstatus_to_exitcode(status)
     if code == 0:
         return ""
     how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
-    return f"{how}{_last_words(said)}"
+    return f"{how}{_last_lines(output)}"
 
 
 def _start(command: str, env: Mapping[str, str], output: int) -> int:
@@ -176,7 +173,7 @@ def _reap(pid: int) -> None:
 
 
 def _output(pipe: int, patience_s: float) -> bytes:
-    """The output since the last call. Waits a moment, even if nobody can write any more."""
+    """Returns the output since the last call. Waits a moment, even if no process can write any more."""
     ready, _, _ = select.select([pipe], [], [], patience_s)
     data = os.read(pipe, 65536) if ready else b""
     if ready and not data:
@@ -184,7 +181,7 @@ def _output(pipe: int, patience_s: float) -> bytes:
     return data
 
 
-def _last_words(said: bytes) -> str:
-    lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+def _last_lines(output: bytes) -> str:
+    lines = [line for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
     shown = "".join(char if char.isprintable() else " " for line in [" | ".join(lines[-_LAST_LINES:])] for char in line)
     return f": {shown}" if shown else ""

@@ -43,7 +43,7 @@ from safelaunch.supervise.notices import Notices
 from safelaunch.supervise.pollers import BackgroundPoller, GroupTimeoutPoller, Poller, PulsePoller, TracingPoller
 from safelaunch.supervise.publishing import Report
 from safelaunch.supervise.reminders import Reminders
-from safelaunch.supervise.respond import Incident, JobView, interrupted
+from safelaunch.supervise.respond import Incident, JobView, interrupt
 from safelaunch.supervise.stall import StallCase
 from safelaunch.supervise.watch.progress import Glance, Watch, bounds_of, policy_of
 from safelaunch.supervise.watch.quiet import frozen_s as frozen_s_of
@@ -385,7 +385,7 @@ class Supervisor:
         quiet_s = frozen_s or now - spell.since_s
         first = f"collecting evidence first (up to {HOLD_S:g} s), then ending the ranks"
         self._say_wait(f"no step for {quiet_s:.0f} s{times}: {first}")
-        self._interrupt = interrupted(self._view, quiet_s, spell.usual_s if frozen_s else 0.0, now)
+        self._interrupt = interrupt(self._view, quiet_s, spell.usual_s if frozen_s else 0.0, now)
         return True
 
     def _was_seen_still(self) -> bool:

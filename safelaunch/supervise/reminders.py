@@ -1,4 +1,4 @@
-"""Reminders about states in which no rank is judged and which might never end: a pause, a launcher without ranks."""
+"""Reminders about states that might never end and that no limit covers: a pause, a launcher without ranks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from safelaunch.model import rank_words
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.system.console import say
 
-IDLE_S = 120.0  # for a launcher to start ranks, and to end after them
+IDLE_S = 120.0  # a launcher's usual time to start ranks, or to end after them
 IDLE_EVERY_S = 5.0  # between two looks at the processes
 
 
 class Reminder:
-    """Decides when a word about a lasting state is due: after a time, and whenever it has lasted twice as long."""
+    """Decides when a line about a lasting state is due: after a time, and whenever that has doubled."""
 
     def __init__(self) -> None:
-        self._of_s: float | None = None
+        self._since_s: float | None = None
         self._times = 1
 
     def is_due(self, since_s: float | None, first_s: float, now: float) -> bool:
-        """``since_s``: the begin of the state, None while there is none."""
-        if since_s is None or since_s != self._of_s:
-            self._of_s, self._times = since_s, 1
+        """Returns if a line is due.
+
+        Args:
+            since_s: start of the state; None while there is none.
+        """
+        if since_s is None or since_s != self._since_s:
+            self._since_s, self._times = since_s, 1
         if since_s is None or now - since_s < first_s * self._times:
             return False
         self._times *= 2
@@ -31,14 +35,16 @@ class Reminder:
 
     @property
     def is_first(self) -> bool:
-        """Whether the word that is due now is the first about this state."""
+        """Returns if the line that is due now is the first about this state."""
         return self._times == 2
 
 
 class Reminders:
     """Prints the reminders. Call ``tick`` on every tick of the watch.
 
-    ``dump``: writes a bundle of the running job. ``launcher``: the pid of torchrun's agent, None if there is none.
+    Args:
+        launcher: pid of torchrun's agent, None if there is none.
+        dump: writes a bundle of the running job.
     """
 
     def __init__(self, watch: Watch, now: float, launcher: int | None, dump: Callable[[], object]) -> None:
@@ -62,7 +68,7 @@ class Reminders:
             return
         has = "has" if len(paused) == 1 else "have"
         text = f"{rank_words(paused)} {has} paused the watch for {now - since_s:.0f} s (safelaunch.pause()): until that"
-        say(f"{text} ends, safelaunch takes nothing in this job for a hang")
+        say(f"{text} ends, safelaunch detects no hang in this job")
         if self._pause.is_first:
             self._dump()
 
@@ -75,11 +81,11 @@ class Reminders:
             return
         lasts = f"for {now - self._idle_since_s:.0f} s"
         began = bool(self._watch.roster.workers or self._watch.last_progress)
-        what = "all ranks of this node have ended, and torchrun has neither ended nor started others"
+        what = "all ranks of this node have ended, but torchrun has neither ended nor started new ones"
         what = f"{what} {lasts}" if began else f"torchrun has not started a rank {lasts}"
         say(f"{what}: it waits for other nodes, or hangs itself ('py-spy dump --pid {launcher}' shows where)")
 
     def _has_ranks(self) -> bool:
         roster = self._watch.roster
         pids = {worker.pid for worker in roster.workers.values()} | {page.pid for page in roster.pages().values()}
-        return any((found := identify(pid)) is not None and found.is_alive() for pid in pids)
+        return any((process := identify(pid)) is not None and process.is_alive() for pid in pids)

@@ -1,6 +1,6 @@
-"""One incident, in a thread of its own: it looks at the job, takes its evidence, and writes the bundle.
+"""One incident, in its own thread: looks at the job, takes its evidence, and writes the bundle.
 
-Whatever it is about (see ``kinds``), the supervisor's loop asks it two things: does it still need the ranks, and is it
+The supervisor's loop asks an incident of any kind (see ``kinds``) two things: does it still need the ranks, and is it
 done? It can be cancelled at each step.
 """
 
@@ -34,14 +34,14 @@ ADVANCED = "a rank advanced: the job is slow, not hung; no bundle written"
 
 
 class Cancelled(Exception):
-    """Nobody wants what the incident would find, or the ranks that it needs are being ended."""
+    """The incident's result is no longer needed, or the ranks that it needs are being ended."""
 
 
 class Incident(Generic[T]):
-    """Starts ``work`` in a thread; it is given the incident itself."""
+    """Runs ``work`` in a thread, with the incident itself as its argument."""
 
     def __init__(self, name: str, work: Callable[[Incident[T]], T]) -> None:
-        self.cancelled, self._seen = threading.Event(), threading.Event()
+        self.cancelled, self._ranks_done = threading.Event(), threading.Event()
         self._task: BackgroundTask[T | None] = BackgroundTask(name, lambda: self._run(work))
 
     def _run(self, work: Callable[[Incident[T]], T]) -> T | None:
@@ -50,11 +50,11 @@ class Incident(Generic[T]):
         except Cancelled:
             return None
         finally:
-            self._seen.set()
+            self._ranks_done.set()
 
     @property
     def needs_ranks(self) -> bool:
-        return not (self._seen.is_set() or self.cancelled.is_set())
+        return not (self._ranks_done.is_set() or self.cancelled.is_set())
 
     @property
     def done(self) -> bool:
@@ -62,36 +62,36 @@ class Incident(Generic[T]):
 
     @property
     def result(self) -> T | None:
-        """None where it was cancelled. Raises what ``work`` raised."""
+        """Result of ``work``, None if it was cancelled. Raises what ``work`` raised."""
         return self._task.result()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for its end, at most so long. Returns whether it is done."""
+        """Waits for the end; returns if it is done."""
         return self._task.wait(timeout_s)
 
     def cancel(self) -> None:
         self.cancelled.set()
 
-    # --- for the work itself
+    # --- for ``work`` ------------------------------------------------------------------------------------------------
 
     def on_ranks_done(self) -> None:
-        """The ranks may end now."""
-        self._seen.set()
+        """Notes that the ranks are no longer needed."""
+        self._ranks_done.set()
 
     def pause(self, seconds: float) -> None:
-        """Raises Cancelled."""
+        """Sleeps. Raises Cancelled."""
         if self.cancelled.wait(seconds):
             raise Cancelled
 
     def until(self, reached: Callable[[], object]) -> None:
-        """Waits. Raises Cancelled."""
+        """Waits until ``reached`` returns true. Raises Cancelled."""
         while not reached():
             self.pause(STEP_S)
 
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """The job as its supervisor sees it."""
+    """The supervisor's view of the job."""
 
     watch: Watch
     context: JobContext
@@ -100,11 +100,15 @@ class JobView:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank of the job is on this node."""
+        """Returns if every rank of the job is on this node."""
         return not self.watch.unseen
 
     def nodes(self, *, probing: bool = True) -> tuple[NodeEvidence, ...]:
-        """What is known of the job's nodes; empty where every rank is on this one. ``probing``: as in ``Council``."""
+        """Returns facts about the job's nodes; empty if every rank is on this one.
+
+        Args:
+            probing: see ``Council.nodes``.
+        """
         return () if self.is_whole else self.council.nodes(probing=probing)
 
     def snapshot(self) -> JobSnapshot:
@@ -120,9 +124,12 @@ def look(
     network: bool = False,
     between: Callable[[], object] = lambda: None,
 ) -> Looks:
-    """Looks at all ranks as often as this kind of incident does; fewer times where that is cancelled.
+    """Looks at all ranks as often as the kind of incident requires, or until it is cancelled.
 
-    ``quiet``, ``network``: see ``look_at``; of the first and of the last look. ``between``: called between the looks.
+    Args:
+        quiet: for the first look, see ``look_at``.
+        network: for the last look, see ``look_at``.
+        between: called between the looks.
     """
     watch, collectives, begin_s = job.watch, kind.looks > 1, time.monotonic()
     looks = look_at(watch.targets(), None, collectives=collectives, quiet=quiet, deadline_s=kind.look_s)
@@ -148,12 +155,14 @@ def observe(
     timeline: Timeline | None = None,
     for_finding: bool = False,
 ) -> Collected:
-    """The evidence of a job that nobody suspects of a hang: somebody asks for it, or stops the job.
+    """Takes evidence of a job that isn't suspected: a user requested it, or stops the job.
 
-    ``stall_s``: how long it had made no progress; None: to be found out. Raises Cancelled, unless the kind has a
-    budget: then what was seen before has to do.
+    Raises Cancelled, unless the kind has a budget: the samples taken so far are then used.
+
+    Args:
+        stall_s: time without progress; None: measure it.
     """
-    known, before = job.snapshot(), job.watch.marks()
+    snapshot, before = job.snapshot(), job.watch.marks()
     looks = look(kind, job, at)
     over = at.cancelled.is_set()
     if over and kind.budget_s == float("inf"):
@@ -162,27 +171,32 @@ def observe(
     advanced = advanced or (not over and job.watch.marks() != before)
     moving = advanced or bool(work_in(looks, job.watch.background))
     if stall_s is None:
-        ages = [job.watch.age_s(rank.progress, time.monotonic()) for rank in known.ranks.values() if rank.progress]
+        ages = [job.watch.age_s(rank.progress, time.monotonic()) for rank in snapshot.ranks.values() if rank.progress]
         stall_s = 0.0 if advanced else max(ages, default=0.0)
     if kind.outcome == "hang" and (moving or not job.is_whole):
         kind = replace(kind, outcome="dump")
-    found = collecting.take_evidence(
+    collected = collecting.take_evidence(
         replace(kind, asks=kind.asks and not over),
         looks,
-        known,
+        snapshot,
         job.context,
         on_ranks_done=at.on_ranks_done,
         timeline=timeline,
     )
-    found = found.with_facts(stall_s=stall_s, moving=moving, for_finding=for_finding, **threshold.facts)
-    return found.with_facts(answer="dead" if proves(found.evidence) else "unknown") if kind.outcome == "hang" else found
+    collected = collected.with_facts(stall_s=stall_s, moving=moving, for_finding=for_finding, **threshold.facts)
+    if kind.outcome != "hang":
+        return collected
+    return collected.with_facts(answer="dead" if proves(collected.evidence) else "unknown")
 
 
-def interrupted(job: JobView, frozen_s: float, usual_s: float, now: float) -> Incident[Report | None]:
-    """Ctrl-C at a frozen job: first the evidence, while the ranks still stand where they froze; then the stop.
+def interrupt(job: JobView, frozen_s: float, usual_s: float, now: float) -> Incident[Report | None]:
+    """Takes evidence of a frozen job at Ctrl-C, before the signal reaches the ranks.
 
-    The signal waits for it, for ``HOLD_S`` at most. What is not there by then is done without: the ranks end, and the
-    verdict goes by the looks that were taken before. ``frozen_s``: for how long none has made a step.
+    The signal waits up to ``HOLD_S``. Evidence that hasn't arrived by then is skipped: the ranks end, and the verdict
+    uses the earlier samples.
+
+    Args:
+        frozen_s: time since the last step of any rank.
     """
     mark_s = now - frozen_s
     timeline = Timeline().plus("last progress", mark_s).plus("interrupted", now)
@@ -191,11 +205,11 @@ def interrupted(job: JobView, frozen_s: float, usual_s: float, now: float) -> In
 
     def respond(at: Incident[Report | None]) -> Report | None:
         steps = job.watch.steps()
-        found = observe(INTERRUPT, job, at, stall_s=now - mark_s, threshold=threshold, timeline=timeline)
+        collected = observe(INTERRUPT, job, at, stall_s=now - mark_s, threshold=threshold, timeline=timeline)
         if job.watch.steps() != steps:
-            found.discard()
+            collected.discard()
             say(ADVANCED)
             return None
-        return publishing.finish(found.with_facts(nodes=job.nodes(probing=False)))
+        return publishing.finish(collected.with_facts(nodes=job.nodes(probing=False)))
 
     return Incident("interrupt", respond)

@@ -1,4 +1,4 @@
-"""Runs one job end to end: run directory, start, watch, end. What runs before the start is kept light."""
+"""Runs one job end to end: run directory, start, watch, end. Code that runs before the start is kept light."""
 
 from __future__ import annotations
 
@@ -28,50 +28,57 @@ Again = Callable[[JobResources], tuple[Plan, JobResources]]
 
 @dataclass(frozen=True, slots=True)
 class _RunEnd:
-    """The wait status to end with. ``for_nothing``: the launcher failed by itself before it started any rank."""
+    """End of one start of the job."""
 
     status: int
-    for_nothing: bool = False
+    """wait status"""
+    without_rank: bool = False
+    """the launcher failed by itself before it started a rank"""
 
 
-def run(plan: Plan, given: JobResources, again: Again | None = None) -> int:
-    """Starts the job of ``plan`` and waits for its end; returns the exit code. Raises OSError when it can't start.
+def run(plan: Plan, resources: JobResources, again: Again | None = None) -> int:
+    """Starts the job of ``plan`` and waits for its end; returns the exit code. Raises OSError if it can't start.
 
-    The job's resources (``given``) stay leased until no process of it is left. ``again`` gives it another port if a
-    program that knows nothing of leases took the leased one.
+    Args:
+        resources: stay leased until no process of the job is left.
+        again: leases another port, if a program without a lease took this one.
     """
     mask = process.block_signals()
     try:
-        end = _run(plan, given, mask)
+        end = _run(plan, resources, mask)
         for _ in range(MORE_PORTS):
-            if again is None or not end.for_nothing or not (lost := given.lost_ports()):
+            if again is None or not end.without_rank or not (lost := resources.lost_ports()):
                 break
-            plan, given = again(given)
+            plan, resources = again(resources)
             words = f"another program, without a lease, took port {lost[0]} before torchrun could listen on it"
-            say(f"{words}; restarting the job with port {given.port}")
-            end = _run(plan, given, mask)
+            say(f"{words}; restarting the job with port {resources.port}")
+            end = _run(plan, resources, mask)
     finally:
-        given.release()
+        resources.release()
     return process.end_as(end.status)
 
 
-def _run(plan: Plan, given: JobResources, mask: frozenset[signal.Signals]) -> _RunEnd:
-    """Runs the job once, as ``run`` does. ``mask``: the signals that are blocked when the job starts."""
+def _run(plan: Plan, resources: JobResources, mask: frozenset[signal.Signals]) -> _RunEnd:
+    """Runs the job once.
+
+    Args:
+        mask: signals that are blocked when the job starts.
+    """
     directory = directory_for(plan)
     if directory is not None:
         plan = in_directory(plan, directory.root)
     env = plan.env if directory is not None else _without_beacon(plan)
     become = partial(process.become_job, plan.argv, env, mask)
-    watcher = _guardian(directory, given, become, at_once=not plan.by_torchrun)
+    watcher = _guardian(directory, resources, become, at_once=not plan.by_torchrun)
     try:
         if watcher is not None:
             agent = watcher.start()
         else:
-            agent = _start_without(plan, env, mask, given)
+            agent = _start_without(plan, env, mask, resources)
     except OSError:
         _leave(directory, watcher)
         raise
-    # From here on, imports cost the job nothing.
+    # From here on, imports don't delay the job.
     processes = JobProcesses(agent, watcher)
     if directory is None:
         return _RunEnd(_only_forward(processes))
@@ -81,9 +88,9 @@ def _run(plan: Plan, given: JobResources, mask: frozenset[signal.Signals]) -> _R
         from safelaunch.supervise.loop import Supervisor
 
         fresh_line.use(UnfinishedLine(directory.pages).line_feeds)
-        supervisor = Supervisor(job, processes, given.touch)
+        supervisor = Supervisor(job, processes, resources.touch)
         status = supervisor.run()
-        return _RunEnd(status, for_nothing=status != 0 and supervisor.started_no_rank)
+        return _RunEnd(status, without_rank=status != 0 and supervisor.started_no_rank)
     except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
         say(internal_error(error, "the watch", "The job continues, unwatched."))
         return _RunEnd(_only_forward(processes))
@@ -92,7 +99,6 @@ def _run(plan: Plan, given: JobResources, mask: frozenset[signal.Signals]) -> _R
 
 
 def _leave(directory: RunPaths | None, watcher: Guardian | None) -> None:
-    """Removes the run directory and ends the guardian."""
     from shutil import rmtree
 
     if directory is not None:
@@ -103,14 +109,14 @@ def _leave(directory: RunPaths | None, watcher: Guardian | None) -> None:
 
 
 def _guardian(
-    directory: RunPaths | None, given: JobResources, become: Callable[[], NoReturn], *, at_once: bool
+    directory: RunPaths | None, resources: JobResources, become: Callable[[], NoReturn], *, at_once: bool
 ) -> Guardian | None:
-    """Starts the guardian, with the waiting job behind it; None if the job is not watched or that fails."""
+    """Forks the guardian with the waiting job; returns None if the job isn't watched or that fails."""
     if directory is None:
         return None
     group = controlgroup.create(directory.root.name)
     try:
-        watcher = Guardian(directory, (directory.lock, *given.descriptors), group)
+        watcher = Guardian(directory, (directory.lock, *resources.descriptors), group)
         watcher.fork(become, at_once=at_once)
     except OSError as error:
         if group is not None:
@@ -121,10 +127,10 @@ def _guardian(
 
 
 def _start_without(
-    plan: Plan, env: Mapping[str, str], mask: frozenset[signal.Signals], given: JobResources
+    plan: Plan, env: Mapping[str, str], mask: frozenset[signal.Signals], resources: JobResources
 ) -> ProcessId:
-    """Starts the job without a guardian: the job itself then holds its leases if safelaunch is killed."""
-    for descriptor in given.descriptors:
+    """Starts the job without a guardian: the job itself holds its leases if safelaunch is killed."""
+    for descriptor in resources.descriptors:
         os.set_inheritable(descriptor, True)
     pid = process.start(plan.argv, env, mask)
     process.become_subreaper()
@@ -132,14 +138,14 @@ def _start_without(
 
 
 def directory_for(plan: Plan) -> RunPaths | None:
-    """The run directory; None if the job is not watched, by choice or because that is impossible."""
+    """Creates the run directory; returns None if the job isn't watched, by choice or because that is impossible."""
     if not plan.watched:
         return None
     try:
         return create_run(plan.run_dir.parent, os.getpid(), os.getuid())
     except OSError as error:
         say(f"cannot watch this job: no run directory in {plan.run_dir.parent}: {error.strerror or error}")
-        say("it continues as under plain torchrun. Before the next run, free space there or remove what is in the way.")
+        say("it runs as under plain torchrun. Before the next run, free space there or remove the obstacle.")
         return None
 
 
@@ -157,7 +163,7 @@ def _without_beacon(plan: Plan) -> dict[str, str]:
 
 
 def _only_forward(processes: JobProcesses) -> int:
-    """Runs an unwatched job: forwards signals, and returns its wait status."""
+    """Waits for an unwatched job and forwards signals; returns the wait status."""
     from safelaunch.job.job import Forwarder
 
     forwarder = Forwarder(processes.agent.pid)

@@ -134,7 +134,7 @@ def test_a_launcher_that_outlives_its_ranks_is_told_of(tmp_path: Path) -> None:
         os.kill(agent, signal.SIGCONT)
         result = job.wait()
     assert (result.code, result.bundles, result.leftovers) == (0, (), ())
-    assert "all ranks of this node have ended, and torchrun has neither ended nor started others" in result.said
+    assert "all ranks of this node have ended, but torchrun has neither ended nor started new ones" in result.said
 
 
 @pytest.mark.nightly

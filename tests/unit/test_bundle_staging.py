@@ -241,9 +241,7 @@ def test_stale_partial_copy_is_removed_after_a_day(tmp_path: Path) -> None:
     assert not old.exists()
 
 
-def test_latest_link_of_another_user_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latest_link_of_another_user_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in /tmp, whose sticky bit protects everybody's files from all others."""
 
     def replace(source: str, target: str) -> None:
@@ -318,7 +316,9 @@ def test_read_only_bundle_directory_uses_fallback(tmp_path: Path) -> None:
     assert "Read-only file system" in result.problem
 
 
-def test_unusable_directory_and_fallback_use_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_directory_and_fallback_use_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("bundles", "fallback"):
         (tmp_path / name).write_text("a file")
     (tmp_path / "tmp").mkdir()
@@ -378,9 +378,7 @@ def test_emptied_copy_is_never_published(tmp_path: Path) -> None:
     assert not directory.exists() or names(directory) == []
 
 
-def test_copy_that_finishes_during_sweep_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copy_that_finishes_during_sweep_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f".{NAME}.1-1.partial").mkdir()
     (tmp_path / f".{NAME}.2-2.partial").mkdir()
     os.utime(tmp_path / f".{NAME}.2-2.partial", (0, 0))
@@ -763,7 +761,7 @@ def test_on_bundle_command_has_no_blocked_signals(tmp_path: Path) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     try:
         command = f"grep ^Sig /proc/self/status > {tmp_path}/s; cut -d' ' -f5,6 /proc/$$/stat > {tmp_path}/g; echo $$"
-        problem = run_command(command, os.environ, deadline_s=60.0, given_up=lambda: False)
+        problem = run_command(command, os.environ, deadline_s=60.0, is_cancelled=lambda: False)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert problem == ""

@@ -21,7 +21,15 @@ from safelaunch.capture.result import Result
 from safelaunch.job.process import ProcessId
 from safelaunch.model import Frame, ProcessState, StackSample
 from safelaunch.supervise.judge import describe_unseen
-from safelaunch.supervise.looks import MOST_PATIENCE, Looks, Starvation, _is_unclear, _rested, look_at, with_the_late
+from safelaunch.supervise.looks import (
+    MOST_PATIENCE,
+    Looks,
+    Starvation,
+    _is_unclear,
+    _with_rest,
+    look_at,
+    with_late_processes,
+)
 from tests.support.evidence import in_c10d, in_user, looked_at, process
 
 
@@ -152,9 +160,9 @@ def test_who_was_late_is_looked_at_again_with_more_time(monkeypatch: pytest.Monk
         return Look(2.0, 3.0, {1: two})
 
     monkeypatch.setattr("safelaunch.supervise.looks.take", take)
-    found = with_the_late(looks)
+    found = with_late_processes(looks)
     assert asked == [1] and not found.is_late
-    assert with_the_late(found) is found
+    assert with_late_processes(found) is found
     main, _ = evidence_of(found.taken, 1)
     assert main is not None and len(main.stacks) == 1
 
@@ -179,9 +187,9 @@ def test_how_long_a_thread_has_rested(before: float | None, now: float, rested_s
         threads = {state.threads[0].tid: CpuTime(cpu_ms)} if cpu_ms is not None else {}
         return Counters(at_s, 0, {(1000, 3): ProcessCounters(1000, threads=threads)})
 
-    main = _rested(look_, counted(100.0, before), counted(130.0, now)).ranks[0].main
+    main = _with_rest(look_, counted(100.0, before), counted(130.0, now)).ranks[0].main
     assert main is not None and main.state is not None and main.state.threads[0].rested_s == rested_s
-    assert _rested(look_, None, counted(130.0, now)) == look_
+    assert _with_rest(look_, None, counted(130.0, now)) == look_
 
 
 class Answers:
