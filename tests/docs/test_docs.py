@@ -308,7 +308,7 @@ def test_which_subcommands_take_the_options(capsys: pytest.CaptureFixture[str]) 
         assert shown & {option.flag for option in OWN_OPTIONS} == taken
 
 
-def test_defaults() -> None:
+def test_option_help_names_defaults() -> None:
     """Those that the help of an option names in brackets."""
     settings = Settings()
     assert f"[{settings.stall_floor_s:g}s]" in BY_NAME["stall-floor"].help

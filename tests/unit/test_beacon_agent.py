@@ -58,9 +58,7 @@ def test_agent_does_not_wait_when_job_ends_normally(waits: list[float], world: i
 
 
 @pytest.mark.parametrize(("world", "expected"), [(2, []), (4, [layout.GOODBYE_S])])
-def test_stopped_agent_waits_only_if_job_has_other_nodes(
-    waits: list[float], world: int, expected: list[float]
-) -> None:
+def test_stopped_agent_waits_only_if_job_has_other_nodes(waits: list[float], world: int, expected: list[float]) -> None:
     try:
         raise SignalException
     except SignalException:

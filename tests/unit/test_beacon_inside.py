@@ -113,9 +113,7 @@ def test_system_calls_are_reported_for_each_thread() -> None:
     assert calls.keys() >= {str(os.getpid()), str(thread.native_id)}
 
 
-def test_beacon_thread_answers_if_server_takes_no_handlers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beacon_thread_answers_if_server_takes_no_handlers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c10d = types.ModuleType("torch._C._distributed_c10d")
     c10d._WorkerServer = lambda path: types.SimpleNamespace(path=path)  # type: ignore[attr-defined]
     parent = types.ModuleType("torch._C")

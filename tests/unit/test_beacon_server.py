@@ -94,9 +94,7 @@ def wait_for(ops: list[P2POp], work: Work, waiting: Waiting) -> None:
 @pytest.mark.parametrize(
     ("work", "peers"), [(Work(), [2]), (Work(source=-1), [0]), (Work(completed=True), [2, 0]), (object(), [2, 0])]
 )
-def test_batch_reports_only_direction_being_waited_for(
-    c10d: types.ModuleType, work: Work, peers: list[int]
-) -> None:
+def test_batch_reports_only_direction_being_waited_for(c10d: types.ModuleType, work: Work, peers: list[int]) -> None:
     c10d.Work = Work  # type: ignore[attr-defined]
     with Waiting([P2POp(isend, 2), P2POp(irecv, 0)], work):
         assert [one["peer"] for one in json.loads(server._told())["posted"]] == peers

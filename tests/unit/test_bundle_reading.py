@@ -56,9 +56,7 @@ def test_bundle_reads_back_to_same_evidence(tmp_path: Path) -> None:
     assert locate.read(write_bundle(tmp_path / "b", evidence)).evidence == evidence
 
 
-def test_bundle_diagnosed_again_has_same_job_facts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bundle_diagnosed_again_has_same_job_facts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     launched = Launched(("--nproc-per-node=4", "train.py"), (), "2.13.0", run_name="train", host="n1", safelaunch="1")
     versions = {"python": "3.11", "torch": "2.13.0"}
     evidence = msgspec.structs.replace(hang(), launched=launched, time="2026-11-28T16:05:15Z", versions=versions)
@@ -368,7 +366,9 @@ def test_launch_record_reads_back_from_bundles(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("odd", [0, 3])
-def test_dump_folder_names_mismatching_rank(name: str, odd: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dump_folder_names_mismatching_rank(
+    name: str, odd: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = dumps(tmp_path / "dumps", mismatching(odd=odd), name)
     (folder / "README").write_text("not a dump")
     (folder / "log_2024").write_text("nor this")
@@ -378,9 +378,7 @@ def test_dump_folder_names_mismatching_rank(name: str, odd: int, tmp_path: Path,
     assert {claim["file"] for claim in verdict["evidence"]} <= {path.name for path in folder.iterdir()}
 
 
-def test_dump_folder_evidence_cites_dumps_for_source_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dump_folder_evidence_cites_dumps_for_source_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Conditions of the script are shown by the lines in the dumps: there is no stack.txt."""
     script = tmp_path / "train.py"
     script.write_text(
@@ -429,7 +427,9 @@ def test_fuller_of_two_dumps_per_rank_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("newest", ["dump.{}.pkl", "nccl_trace_rank_{}"])
-def test_dumps_of_different_attempts_are_not_mixed(newest: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dumps_of_different_attempts_are_not_mixed(
+    newest: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Rank by rank the fuller dump would come now from one, now from the other."""
     for age, name in ((100, "nccl_trace_rank_{}"), (100, "dump.{}.pkl"), (0, newest)):
         usual = record(*past(30), entry("all_reduce", 31, line=50))
@@ -464,7 +464,9 @@ def test_fifo_among_dumps_does_not_block_reading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["absent", "empty", "no archive", "pictures"])
-def test_diagnose_of_path_without_evidence_exits_2(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diagnose_of_path_without_evidence_exits_2(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "path"
     if what in ("empty", "pictures"):
         path.mkdir()
@@ -515,7 +517,9 @@ def test_file_of_another_kind_is_named_by_kind(
 
 
 @pytest.mark.parametrize("content", [b"\x80\x02}q\0.", b'{"version": "2.4", "pg_config": {}, "entries": []}'])
-def test_single_dump_asks_for_folder_of_all_dumps(content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_single_dump_asks_for_folder_of_all_dumps(
+    content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "dump_0").write_bytes(content)
     assert main(["diagnose", str(tmp_path / "dump_0")]) == 2
     first, fix = capfd.readouterr().err.splitlines()

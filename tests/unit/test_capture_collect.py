@@ -79,9 +79,7 @@ def test_output_tail_with_terminal_sequences_is_kept_and_noted(text: str, note: 
 
 
 @pytest.mark.parametrize("slow", ["stack.txt", "log_tail.txt"], ids=["at once", "once its Flight Recorder was there"])
-def test_late_rank_evidence_and_files_match(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
-) -> None:
+def test_late_rank_evidence_and_files_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
     """On a busy machine, or with a log full of secrets."""
     over, waiting = threading.Event(), threading.Event()
 

@@ -143,7 +143,9 @@ def served(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes], listed: b
 
 
 @pytest.mark.parametrize(("dump", "known"), [({"version": "2.4", "entries": []}, False), (NCCL, True)])
-def test_worker_server_with_nccl_recorder_only_is_noted(monkeypatch: pytest.MonkeyPatch, dump: dict[str, Any], known: bool) -> None:
+def test_worker_server_with_nccl_recorder_only_is_noted(
+    monkeypatch: pytest.MonkeyPatch, dump: dict[str, Any], known: bool
+) -> None:
     """torch 2.6 and 2.9: an empty record where NCCL has no group says nothing of what gloo does."""
     served(
         monkeypatch,

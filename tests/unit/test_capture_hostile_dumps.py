@@ -63,7 +63,9 @@ dumps_of_both = st.sampled_from([GLOO, NCCL])
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), dump=dumps_of_both, value=values)
-def test_pickle_with_any_value_anywhere_is_parsed_or_rejected(data: st.DataObject, dump: dict[str, Any], value: object) -> None:
+def test_pickle_with_any_value_anywhere_is_parsed_or_rejected(
+    data: st.DataObject, dump: dict[str, Any], value: object
+) -> None:
     place = data.draw(st.sampled_from(places(dump)))
     try:
         record = parse_pickle(pickle.dumps(with_value(dump, place, value)))
@@ -74,7 +76,9 @@ def test_pickle_with_any_value_anywhere_is_parsed_or_rejected(data: st.DataObjec
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), dump=dumps_of_both, value=values)
-def test_json_with_any_value_anywhere_is_parsed_or_rejected(data: st.DataObject, dump: dict[str, Any], value: object) -> None:
+def test_json_with_any_value_anywhere_is_parsed_or_rejected(
+    data: st.DataObject, dump: dict[str, Any], value: object
+) -> None:
     dump = json.loads(as_json(dump))
     place = data.draw(st.sampled_from(places(dump)))
     try:

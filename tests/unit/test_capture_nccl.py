@@ -198,9 +198,7 @@ def test_ras_without_json_is_asked_for_text(services: list[Service]) -> None:
         ("speaks HTTP", "not a RAS service"),
     ],
 )
-def test_broken_ras_service_is_reported_within_deadline(
-    services: list[Service], fault: Fault, reason: str
-) -> None:
+def test_broken_ras_service_is_reported_within_deadline(services: list[Service], fault: Fault, reason: str) -> None:
     services.append(Service(json=as_json(HEALTHY), fault=fault))
     answer = asked([os.getpid()], deadline_s=2.0)
     assert answer.value is None
@@ -219,9 +217,7 @@ def test_ras_answer_flood_is_truncated(services: list[Service], monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("library")
-def test_silent_ras_process_is_skipped_for_another(
-    services: list[Service], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_ras_process_is_skipped_for_another(services: list[Service], monkeypatch: pytest.MonkeyPatch) -> None:
     """All processes of a node share the port, and the kernel gives a connection to any of them, be it stopped."""
     monkeypatch.setattr(nccl_ras, "HANDSHAKE_S", 0.2)
     monkeypatch.setattr(nccl_ras, "ATTEMPTS", 40)

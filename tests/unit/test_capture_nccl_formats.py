@@ -89,9 +89,7 @@ def test_skipped_call_in_past_iteration_is_found(layout: Format, tmp_path: Path)
 @by_format
 @pytest.mark.parametrize("timing", [True, False])
 @pytest.mark.parametrize("split", [False, True])
-def test_waits_across_communicators_lead_to_culprit(
-    layout: Format, split: bool, timing: bool, tmp_path: Path
-) -> None:
+def test_waits_across_communicators_lead_to_culprit(layout: Format, split: bool, timing: bool, tmp_path: Path) -> None:
     """Rank 3 holds up rank 2 (tensor) and rank 1 (data); rank 0 waits for rank 2 (data)."""
     tensor, data = (dict.fromkeys(range(4), "1"), dict.fromkeys(range(4), "2")) if split else (
         {0: "1", 1: "1", 2: "2", 3: "2"}, {0: "3", 2: "3", 1: "4", 3: "4"})  # fmt: skip
@@ -323,7 +321,9 @@ def test_unsorted_group_ranks_map_to_job_ranks(tmp_path: Path) -> None:
 @by_format
 @pytest.mark.parametrize("window", [3, 7, 20])
 @pytest.mark.parametrize("name", ["another operation", "a rank that does not come", "a device that has begun nothing"])
-def test_wrapped_recorders_with_different_windows_are_aligned(name: str, window: int, layout: Format, tmp_path: Path) -> None:
+def test_wrapped_recorders_with_different_windows_are_aligned(
+    name: str, window: int, layout: Format, tmp_path: Path
+) -> None:
     """Ranks 2 and 3 have used a group of their own more often: their windows reach less far back."""
     recorders = [Recorder(n, GRID, layout) for n in range(4)]
     for one in recorders:
@@ -377,9 +377,7 @@ def test_ranks_waiting_for_unseen_node_name_no_culprit(layout: Format, tmp_path:
 
 
 @by_format
-def test_unseen_rank_outside_group_leaves_culprit_named(
-    layout: Format, tmp_path: Path
-) -> None:
+def test_unseen_rank_outside_group_leaves_culprit_named(layout: Format, tmp_path: Path) -> None:
     """Rank 3 was not seen; the group that is stuck is that of ranks 0 to 2, which all have arrived."""
     groups = {"0": (0, 1, 2, 3), "1": (0, 1, 2)}
     recorders = [Recorder(n, groups, layout) for n in range(3)]
@@ -517,7 +515,9 @@ TELL_WITHOUT_STARTS = (
 @with_frames
 @pytest.mark.parametrize("name", TELL_WITHOUT_STARTS)
 @pytest.mark.parametrize("of_recorder", [{}, {"backend": "relay", "early": True}], ids=["nccl2", "early"])
-def test_hook_dumps_give_expected_verdict(of_recorder: dict[str, Any], name: str, as_json: bool, tmp_path: Path) -> None:
+def test_hook_dumps_give_expected_verdict(
+    of_recorder: dict[str, Any], name: str, as_json: bool, tmp_path: Path
+) -> None:
     recorders = hooked(**of_recorder)
     CASES[name].play(recorders)
     verdict = verdict_of(tmp_path / "d", recorders, as_json=as_json)

@@ -94,9 +94,7 @@ def test_program_started_by_exec_resets_page(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.pages.iterdir()) == sorted([name, f"{name}0.ring"])
 
 
-def test_exiting_rank_waits_only_for_running_handlers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exiting_rank_waits_only_for_running_handlers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, words = page.create(str(tmp_path / f"0-0-{os.getpid()}"))
     asking = ProgressPage(tmp_path / f"0-0-{os.getpid()}")
     handle = server._counted(lambda request, response: None, words)

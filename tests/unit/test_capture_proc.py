@@ -154,7 +154,9 @@ AT_110 = (110).to_bytes(8, "little") + bytes(8)
         ("read", (7, 8, 1), b"", None),
     ],
 )
-def test_system_call_end_time_is_computed(name: str, arguments: tuple[int, ...], memory: bytes, ends: float | None) -> None:
+def test_system_call_end_time_is_computed(
+    name: str, arguments: tuple[int, ...], memory: bytes, ends: float | None
+) -> None:
     arguments = (*arguments, *(0,) * (6 - len(arguments)))
     assert waits.ends_s(name, arguments, lambda address, size: memory[:size], now=100.0) == ends
 

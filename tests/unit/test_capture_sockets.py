@@ -178,7 +178,9 @@ def test_pipe_ends_are_open_if_descriptors_might_be_passed_on(
         assert not closed(reader, os.getpid())
 
 
-def test_pipe_ends_are_open_while_descriptor_is_in_flight(pipe: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipe_ends_are_open_while_descriptor_is_in_flight(
+    pipe: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket(socket.AF_UNIX) as broker, socket.socket(socket.AF_UNIX) as near:
         broker.bind(str(tmp_path / "broker"))
         broker.listen()
@@ -207,9 +209,7 @@ def test_pipe_ends_of_splice_are_its_writers(pipe: tuple[int, int]) -> None:
     assert found is not None and [one.pid for one in found] == [writer]
 
 
-def test_pipe_ends_are_open_if_process_is_unreadable(
-    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipe_ends_are_open_if_process_is_unreadable(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever it began: the connection over which it was sent can be closed by now."""
     nothing_else_unread(monkeypatch)
     with started(SLEEPS) as old:

@@ -81,7 +81,9 @@ def state(letter: str = "S", *, frozen: bool = False, worker: str = "S", call: s
         (state("S", worker="D"), state("S", worker="D"), "thread 11 is in uninterruptible sleep"),
     ],
 )
-def test_nonblocking_reason_if_target_must_not_be_stopped(now: ProcessState, before: ProcessState | None, why: str) -> None:
+def test_nonblocking_reason_if_target_must_not_be_stopped(
+    now: ProcessState, before: ProcessState | None, why: str
+) -> None:
     assert stacks.why_nonblocking(now, before) == why
 
 

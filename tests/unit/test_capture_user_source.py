@@ -85,7 +85,9 @@ def test_source_of_container_job_is_read_in_container(tmp_path: Path) -> None:
         ({"a": "b", "b": "a"}, "/a/train.py", None),
     ],
 )
-def test_source_links_in_container_stay_inside(links: dict[str, str], path: str, real: str | None, tmp_path: Path) -> None:
+def test_source_links_in_container_stay_inside(
+    links: dict[str, str], path: str, real: str | None, tmp_path: Path
+) -> None:
     for name, target in links.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).symlink_to(target)

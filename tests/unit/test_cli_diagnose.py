@@ -89,9 +89,7 @@ def test_diagnose_output_folder_has_all_reports(kind: Any, here: Path, capfd: Ca
     assert page["timeline"]["lanes"]
 
 
-def test_diagnose_without_path_reads_latest_bundle(
-    here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_diagnose_without_path_reads_latest_bundle(here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["diagnose"]) == 2
     assert "there is no safelaunch-bundles/latest here" in capfd.readouterr().err
     made = bundle(here / "safelaunch-bundles")

@@ -274,7 +274,9 @@ OLD_NCCL = {"ping": 200, "fr_trace_json": 404, "dump_nccl_trace_json": 200}
         (replace(GOOD, handlers={"ping": 0}), "ok", "ok", "failed", "warning"),
     ],
 )
-def test_doctor_torch_checks_follow_probe(probe: TorchProbe, imported: str, beacon: str | None, server: str | None, recorder: str | None) -> None:
+def test_doctor_torch_checks_follow_probe(
+    probe: TorchProbe, imported: str, beacon: str | None, server: str | None, recorder: str | None
+) -> None:
     checks = [
         rules.import_check(probe),
         rules.beacon_check(probe),

@@ -57,9 +57,7 @@ def test_explain_prints_named_cause(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "nearest"), [("colective-mismatch", "; did you mean 'collective-mismatch'?"), ("x", "")]
 )
-def test_explain_of_unknown_cause_names_nearest(
-    name: str, nearest: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_of_unknown_cause_names_nearest(name: str, nearest: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", name]) == 2
     said = capfd.readouterr()
     assert said.out == ""

@@ -17,9 +17,7 @@ from safelaunch.job import torchrun
 
 
 @pytest.mark.parametrize(("module", "words"), [("yaml", ["presets"]), ("msgspec", ["status", "--json"])])
-def test_foreign_module_on_pythonpath_does_not_shadow_dependency(
-    module: str, words: list[str], tmp_path: Path
-) -> None:
+def test_foreign_module_on_pythonpath_does_not_shadow_dependency(module: str, words: list[str], tmp_path: Path) -> None:
     (tmp_path / f"{module}.py").write_text("raise ImportError('foreign')\n")
     env = {**os.environ, "PYTHONPATH": os.fspath(tmp_path), "XDG_RUNTIME_DIR": os.fspath(tmp_path)}
     shown = subprocess.run(

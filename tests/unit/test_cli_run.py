@@ -58,7 +58,9 @@ def said(words: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, list[str]]
         ("--standalone --nnodes=2 train.py", "--standalone is for one node, so with --nnodes=2 each node would wait"),
     ],
 )
-def test_run_rejects_invalid_command_line_on_one_line(words: str, expected: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_rejects_invalid_command_line_on_one_line(
+    words: str, expected: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     code, lines = said(words, capfd)
     assert code == 2 and len(lines) == 1
     assert lines[0].startswith(f"safelaunch: {expected}")
@@ -98,7 +100,9 @@ def test_run_warns_of_taken_master_port(capfd: pytest.CaptureFixture[str]) -> No
     assert said(f"--dry-run --master-port {port} train.py", capfd) == (0, [])
 
 
-def test_run_warns_of_nccl_that_torch_lacks(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_warns_of_nccl_that_torch_lacks(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (here / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group('nccl')\n")
     for there in (False, True):
         monkeypatch.setattr(torchrun, "has_nccl", lambda package, there=there: there)

@@ -274,7 +274,9 @@ def lines(draw: st.DrawFn) -> tuple[list[str], list[tuple[int, list[str]]]]:
 @settings(max_examples=1500, deadline=None, derandomize=True)
 @example((["--standalone", "t.py", "--wait"], [(0, ["--wait"]), (1, ["--preset", "x"])]))
 @given(lines())
-def test_argv_split_agrees_with_torchrun_on_generated_lines(line: tuple[list[str], list[tuple[int, list[str]]]]) -> None:
+def test_argv_split_agrees_with_torchrun_on_generated_lines(
+    line: tuple[list[str], list[tuple[int, list[str]]]],
+) -> None:
     agree(*line)
 
 

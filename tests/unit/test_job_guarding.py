@@ -272,7 +272,9 @@ def test_cgroup_kill_ends_all_members(group: ControlGroup) -> None:
     until(lambda: not group.members())
 
 
-def test_cgroup_dissolve_leaves_members_running_outside(group: ControlGroup, sleepers: Callable[..., ProcessId]) -> None:
+def test_cgroup_dissolve_leaves_members_running_outside(
+    group: ControlGroup, sleepers: Callable[..., ProcessId]
+) -> None:
     daemon = sleepers(orphan=True)
     group.add(daemon.pid)
     (group.path / "of the job's own").mkdir()

@@ -139,9 +139,7 @@ def test_ctrl_backslash_requests_dump_but_sent_sigquit_does_not(sent: list[tuple
     assert asked == ["dump"] and sent[1:] == [(GROUP, QUIT)], "somebody wants it to end by now"
 
 
-def test_held_signal_is_sent_after_limit(
-    sent: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_held_signal_is_sent_after_limit(sent: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "HOLD_S", 0.0)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
     try:

@@ -66,7 +66,10 @@ PURE |= {
 }
 PURE |= {f"addons.sweep.{name}" for name in ("jobs", "spec", "sweep", "engine")}
 PURE |= {f"addons.reproduce.{name}" for name in ("fold", "program", "programs", "recorded", "text")}
-PURE |= {f"addons.record.{name}" for name in ("recording", "report", "shares", "slowness")}
+PURE |= {
+    f"addons.record.{name}"
+    for name in ("comparison", "document", "page", "recording", "rows", "screen", "shares", "slowness", "speedscope")
+}
 PURE |= {"addons.consistency.compare"}
 PURE |= {"cli.doctor_rules"}
 READS_THE_CLOCK = {"report.page", "addons.record.report", "report.sentences"}

@@ -57,7 +57,7 @@ def labels(gpus: tuple[LeasableGpu, ...] | None) -> str | None:
         ({"SLURM_JOB_GPUS": "2"}, GPUS, "0 1 2 3 4 5 6 7"),
     ],
 )
-def test_pool(environ: dict[str, str], gpus: tuple[LeasableGpu, ...], expected: str) -> None:
+def test_gpu_pool_follows_environment(environ: dict[str, str], gpus: tuple[LeasableGpu, ...], expected: str) -> None:
     assert labels(pool_of(environ, gpus).gpus) == expected
 
 
@@ -81,7 +81,7 @@ def test_pool(environ: dict[str, str], gpus: tuple[LeasableGpu, ...], expected: 
         ("GPU-444,4", 1, {}, (1, 1, False)),
     ],
 )
-def test_wish(
+def test_gpu_wish_has_count_and_candidates(
     request_: str | None, ranks: GpuRanking, environ: dict[str, str], expected: tuple[int, int, bool] | None
 ) -> None:
     wish = wish_of(request_, ranks, pool_of(environ, GPUS), Inventory(GPUS))
@@ -100,7 +100,9 @@ def test_wish(
         ("0,", {}, MIG, "Name one of them: 0.0, 0.1."),
     ],
 )
-def test_wish_for_unavailable_gpu_names_available_ones(request_: str, environ: dict[str, str], gpus: tuple[LeasableGpu, ...], words: str) -> None:
+def test_wish_for_unavailable_gpu_names_available_ones(
+    request_: str, environ: dict[str, str], gpus: tuple[LeasableGpu, ...], words: str
+) -> None:
     found = Inventory(gpus, missing="" if gpus else "nothing found")
     with pytest.raises(ResourceError) as raised:
         wish_of(request_, 1, pool_of(environ, gpus), found)
@@ -120,6 +122,6 @@ def test_wish_for_unavailable_gpu_names_available_ones(request_: str, environ: d
         (LeasableGpu("0", "unknown-0", error="GPU is lost"), "not answering: GPU is lost"),
     ],
 )
-def test_use_without_a_lease(gpu: LeasableGpu, expected: str) -> None:
+def test_gpu_use_without_lease_is_described(gpu: LeasableGpu, expected: str) -> None:
     found = users_of(gpu)
     assert found.startswith(expected) and bool(found) == bool(expected)

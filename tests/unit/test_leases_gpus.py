@@ -78,7 +78,7 @@ def see(node: stub.Node, deadline_s: float = 20.0) -> Inventory:
     return inventory({**os.environ, **node.environ}, deadline_s=deadline_s)
 
 
-def test_gpus_with_their_use(node: stub.Node) -> None:
+def test_inventory_lists_gpus_with_processes(node: stub.Node) -> None:
     node.write(f"process 2 4711 {3 * stub.GIB}", "process 2 4712 7", used=[6])
     found = see(node)
     assert [gpu.uuid for gpu in found.gpus] == [stub.uuid(n) for n in range(8)]
@@ -88,7 +88,7 @@ def test_gpus_with_their_use(node: stub.Node) -> None:
     assert not found.missing
 
 
-def test_mig_instances_take_the_place_of_their_gpu(node: stub.Node) -> None:
+def test_inventory_lists_mig_instances_instead_of_gpu(node: stub.Node) -> None:
     node.write(
         f"mig 1 0 {stub.mig_uuid(1, 0)} 1000 {10 * stub.GIB}",
         f"mig 1 3 {stub.mig_uuid(1, 3)} 1000 {10 * stub.GIB}",
@@ -109,7 +109,7 @@ def test_mig_instances_take_the_place_of_their_gpu(node: stub.Node) -> None:
         ("hang nvmlDeviceGetUUID", "did not answer within 1 s"),
     ],
 )
-def test_a_driver_in_trouble(node: stub.Node, line: str, words: str) -> None:
+def test_inventory_of_failing_driver_is_missing(node: stub.Node, line: str, words: str) -> None:
     node.write(line)
     begin = time.monotonic()
     found = see(node, deadline_s=1.0 if line.startswith("hang") else 20.0)
@@ -117,7 +117,7 @@ def test_a_driver_in_trouble(node: stub.Node, line: str, words: str) -> None:
     assert time.monotonic() - begin < 60
 
 
-def test_a_gpu_in_trouble_is_not_free(node: stub.Node) -> None:
+def test_gpu_with_error_is_not_free(node: stub.Node) -> None:
     node.write("fail nvmlDeviceGetHandleByIndex_v2 15 1", "fail nvmlDeviceGetMemoryInfo_v2 3",
                "fail nvmlDeviceGetMigMode 3", "fail nvmlDeviceGetP2PStatus 3", gpus=2)  # fmt: skip
     found = see(node)
@@ -126,7 +126,7 @@ def test_a_gpu_in_trouble_is_not_free(node: stub.Node) -> None:
     assert would_take(LeaseStore("/nonexistent/leases"), wish("2", found=found), still(found)) is None
 
 
-def test_where_there_is_no_driver_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inventory_without_driver_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     if has_driver({}):
         pytest.skip("this machine has one")
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
@@ -136,7 +136,7 @@ def test_where_there_is_no_driver_nothing_is_asked(monkeypatch: pytest.MonkeyPat
 # --- taking -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_free_ones_are_taken(store: LeaseStore) -> None:
+def test_first_free_gpus_are_taken(store: LeaseStore) -> None:
     first = take(store, wish("2"), still(FOUR), Patience())
     assert first.visible == "GPU-0,GPU-1"
     assert would_take(store, wish("2"), still(FOUR)) == (FOUR.gpus[2], FOUR.gpus[3])
@@ -151,7 +151,7 @@ def test_the_first_free_ones_are_taken(store: LeaseStore) -> None:
     second.lease.release(), third.lease.release()
 
 
-def test_what_is_used_without_a_lease_is_not_taken_unless_the_user_named_it(store: LeaseStore) -> None:
+def test_gpu_used_without_lease_is_taken_only_if_named(store: LeaseStore) -> None:
     busy = replace(FOUR, gpus=(replace(FOUR.gpus[0], processes=(GpuUser(os.getpid()),)), *FOUR.gpus[1:]))
     taken = take(store, wish("1"), still(busy), Patience())
     assert taken.visible == "GPU-1"
@@ -164,7 +164,7 @@ def test_what_is_used_without_a_lease_is_not_taken_unless_the_user_named_it(stor
     taken.lease.release(), named.lease.release()
 
 
-def test_waiting_until_a_lease_is_released(store: LeaseStore) -> None:
+def test_wait_ends_when_lease_is_released(store: LeaseStore) -> None:
     taken = take(store, wish("all"), still(FOUR), Patience())
     clock, said = Clock(at2=taken.lease.release), list[str]()
     waited = take(store, wish("3"), still(FOUR), clock.patience(said=said))
@@ -174,7 +174,7 @@ def test_waiting_until_a_lease_is_released(store: LeaseStore) -> None:
     waited.lease.release()
 
 
-def test_waiting_until_a_use_without_a_lease_is_over(store: LeaseStore) -> None:
+def test_wait_ends_when_use_without_lease_ends(store: LeaseStore) -> None:
     busy = replace(FOUR, gpus=tuple(replace(gpu, memory_used_bytes=1 << 30) for gpu in FOUR.gpus))
     now = [busy]
     asked: list[float] = []
@@ -191,7 +191,7 @@ def test_waiting_until_a_use_without_a_lease_is_over(store: LeaseStore) -> None:
     waited.lease.release()
 
 
-def test_waiting_ends(store: LeaseStore) -> None:
+def test_wait_ends_at_timeout_or_interrupt(store: LeaseStore) -> None:
     taken = take(store, wish("all"), still(FOUR), Patience())
     with pytest.raises(ResourceError, match="Wait longer"):
         take(store, wish("1"), still(FOUR), Clock().patience(timeout_s=5))
@@ -205,7 +205,7 @@ def test_waiting_ends(store: LeaseStore) -> None:
     taken.lease.release()
 
 
-def test_a_large_job_is_not_starved(store: LeaseStore) -> None:
+def test_large_job_in_queue_is_not_starved(store: LeaseStore) -> None:
     """Two GPUs are free, one who waits wants four, and who comes later and wants one waits for him."""
     half = take(store, wish("2"), still(FOUR), Patience())
     large = store.queue([gpu.uuid for gpu in FOUR.gpus], 3, ourselves("", "large.py"))
@@ -220,14 +220,14 @@ def test_a_large_job_is_not_starved(store: LeaseStore) -> None:
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_process_as_it_is_seen() -> None:
+def test_process_user_and_command_are_shown() -> None:
     here = look(os.getpid())
     assert here.user == LeaseHolder(uid=os.getuid()).user and "python" in here.command and not here.left_over
     assert abs(here.since_unix_s - time.time()) < 86400
     assert look(2**22 + 5) == User(2**22 + 5)
 
 
-def test_what_a_run_that_is_over_left_behind_is_told_from_what_still_has_its_supervisor(node: stub.Node) -> None:
+def test_gpus_marks_processes_left_behind_by_ended_run(node: stub.Node) -> None:
     """By the variable that the run gave it: the number of a supervisor that is gone, or of a younger process."""
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
@@ -268,7 +268,9 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("gpu", "held", "users", "state", "words"), ROWS)
-def test_rows(gpu: LeasableGpu, held: dict[str, LeaseHolder], users: dict[int, User], state: str, words: str) -> None:
+def test_gpu_row_shows_state_and_holder(
+    gpu: LeasableGpu, held: dict[str, LeaseHolder], users: dict[int, User], state: str, words: str
+) -> None:
     (row,) = gpus.rows([gpu], held, users)
     assert (row.state, row.cells[-1]) == (state, words)
     (shown,) = gpus.document([row], [], "").gpus
@@ -277,14 +279,14 @@ def test_rows(gpu: LeasableGpu, held: dict[str, LeaseHolder], users: dict[int, U
     assert not held or (shown.lease is not None and shown.lease.alive == (state == "leased"))
 
 
-def test_plain_lines_are_aligned() -> None:
+def test_gpu_table_columns_are_aligned() -> None:
     gpu = LeasableGpu("10", "GPU-0", "NVIDIA H100", memory_used_bytes=MIB, memory_total_bytes=80 << 30)
     lines = gpus.as_table(gpus.rows([gpu, replace(gpu, label="1")], {}, {})).lines()
     assert [line.split()[0] for line in lines] == ["gpu", "10", "1"]
     assert len({line.index("H100") for line in lines[1:]}) == 1 and "0.0/80 GiB" in lines[1]
 
 
-def test_on_a_narrow_terminal_names_are_cut_and_numbers_are_not() -> None:
+def test_gpu_table_on_narrow_terminal_cuts_names_not_numbers() -> None:
     import io
 
     from rich.console import Console

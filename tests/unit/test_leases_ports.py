@@ -43,7 +43,9 @@ def serve(port: int, *, reuse: bool = True, family: socket.AddressFamily = socke
         ("nonsense", "x-y,,5-", 20000, {32768}),
     ],
 )
-def test_candidates(ephemeral: str, reserved: str, first: int, without: set[int]) -> None:
+def test_candidate_ports_avoid_ephemeral_and_reserved_ranges(
+    ephemeral: str, reserved: str, first: int, without: set[int]
+) -> None:
     found = list(ports.candidates(ephemeral, reserved))
     outside = found[: found.index(1024) + 1] if 1024 in found else found
     assert found[0] == first
@@ -51,12 +53,12 @@ def test_candidates(ephemeral: str, reserved: str, first: int, without: set[int]
     assert len(set(found)) == len(found) and max(found) <= 65535
 
 
-def test_where_the_kernel_gives_every_port_away_there_are_still_some() -> None:
+def test_candidate_ports_exist_if_all_are_ephemeral() -> None:
     found = list(ports.candidates("1024 65535", ""))
     assert found[0] == 20000 and 29500 not in found
 
 
-def test_a_leased_port_is_kept_and_can_be_served(store: LeaseStore) -> None:
+def test_leased_port_is_reserved_and_can_be_served(store: LeaseStore) -> None:
     mine = ports.take(store, 2, ABOUT)
     theirs = ports.take(store, 2, ABOUT)
     assert len({*mine.ports, *theirs.ports}) == 4
@@ -75,7 +77,7 @@ def test_a_leased_port_is_kept_and_can_be_served(store: LeaseStore) -> None:
 
 
 @pytest.mark.parametrize("leased", [True, False])
-def test_jobs_that_see_different_leases_reserve_different_ports(tmp_path: Path, leased: bool) -> None:
+def test_ports_of_separate_lease_directories_do_not_collide(tmp_path: Path, leased: bool) -> None:
     stores = [LeaseStore(os.fspath(tmp_path / name)) for name in ("one", "other")]
     taken = [ports.take(store, 3, ABOUT) if leased else ports.take_unleased(3) for store in stores]
     assert len({number for each in taken for number in each.ports}) == 6
@@ -83,7 +85,7 @@ def test_jobs_that_see_different_leases_reserve_different_ports(tmp_path: Path, 
         each.release()
 
 
-def test_a_leased_port_is_listened_on_only_when_somebody_serves_it(store: LeaseStore) -> None:
+def test_leased_port_is_listening_only_while_served(store: LeaseStore) -> None:
     mine = ports.take(store, 1, ABOUT)
     assert mine.ports[0] not in ports.listening()
     with serve(mine.ports[0]):
@@ -91,7 +93,7 @@ def test_a_leased_port_is_listened_on_only_when_somebody_serves_it(store: LeaseS
     mine.release()
 
 
-def test_a_port_that_somebody_serves_without_a_lease_is_passed_over(store: LeaseStore) -> None:
+def test_port_served_without_lease_is_skipped(store: LeaseStore) -> None:
     probe = ports.take(store, 1, ABOUT)
     (port,) = probe.ports
     probe.release()
@@ -102,7 +104,7 @@ def test_a_port_that_somebody_serves_without_a_lease_is_passed_over(store: Lease
         other.release()
 
 
-def test_no_port_left(store: LeaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_take_without_enough_ports_raises(store: LeaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "candidates", lambda *_: iter([20000, 20001]))
     with pytest.raises(ResourceError, match="fewer than 3 ports"):
         ports.take(store, 3, ABOUT)

@@ -38,11 +38,11 @@ def command(words: str, script: str = "train.py") -> CommandLine:
         ("--help", {}, 0),
     ],
 )
-def test_ranks(words: str, environ: dict[str, str], expected: object) -> None:
+def test_number_of_ranks_follows_options_and_environment(words: str, environ: dict[str, str], expected: object) -> None:
     assert resources.ranks_of(command(words), environ) == expected
 
 
-def test_ranks_of_a_command_that_may_be_anything() -> None:
+def test_number_of_ranks_of_other_program_is_unknown() -> None:
     assert resources.ranks_of(CommandLine((), (), ("bash", "run.sh"), program="/bin/bash"), {}) is None
 
 
@@ -56,13 +56,13 @@ def test_ranks_of_a_command_that_may_be_anything() -> None:
         ("--master-p auto", "--master-p 20001"),
     ],
 )
-def test_a_value_replaced(words: str, expected: str) -> None:
+def test_command_line_option_value_is_replaced(words: str, expected: str) -> None:
     assert command(words).with_value("--master-port", "auto", "20001", shortest="--master-p").torchrun == tuple(
         expected.split()
     )
 
 
-def test_abbreviations_mean_one_option_only() -> None:
+def test_option_abbreviations_are_unambiguous() -> None:
     """What ``value_of`` takes for --nproc-per-node and --nnodes, argparse takes for nothing else."""
     for shortest, name in (("--np", "--nproc"), ("--nn", "--nnodes"), ("--master-p", "--master")):
         assert {option[: len(name)].replace("_", "-") for option in KNOWN if option.startswith(shortest)} == {name}
@@ -90,9 +90,7 @@ def old_torch(tmp_path: Path) -> TorchInstallation:
         ("", {"PET_RDZV_ENDPOINT": "localhost:0"}, False),
     ],
 )
-def test_an_older_torchrun_gets_a_port_of_its_own(
-    tmp_path: Path, words: str, environ: dict[str, str], leased: bool
-) -> None:
+def test_older_torchrun_gets_leased_port(tmp_path: Path, words: str, environ: dict[str, str], leased: bool) -> None:
     environ = {**environ, "SAFELAUNCH_LEASE_DIR": os.fspath(tmp_path / "leases")}
     torch = old_torch(tmp_path)
     given = resources.gather(command(words), Settings(gpus="none"), environ, torch)
@@ -105,14 +103,14 @@ def test_an_older_torchrun_gets_a_port_of_its_own(
     given.release()
 
 
-def test_the_installed_torchrun_binds_any_port_or_gets_one() -> None:
+def test_installed_torchrun_port_behaviour_is_recognized() -> None:
     from torch.distributed import run
 
     default = run.get_args_parser().get_default("master_port")
     assert binds_any_port(Path(run.__file__).parents[1]) == (default is None)
 
 
-def test_a_port_on_request(tmp_path: Path) -> None:
+def test_master_port_auto_is_leased(tmp_path: Path) -> None:
     environ = {"SAFELAUNCH_LEASE_DIR": os.fspath(tmp_path / "leases")}
     given = resources.gather(command("--master-port auto"), Settings(gpus="none"), environ, old_torch(tmp_path))
     other = resources.gather(
@@ -124,7 +122,9 @@ def test_a_port_on_request(tmp_path: Path) -> None:
     given.release(), other.release()
 
 
-def test_a_port_on_request_without_a_usable_lease_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_master_port_auto_without_lease_directory_is_free_port(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The job starts anyway, with a port that is free and stays bound, and one line says so."""
     (tmp_path / "leases").write_text("no directory")
     environ = {"SAFELAUNCH_LEASE_DIR": os.fspath(tmp_path / "leases")}
@@ -143,7 +143,7 @@ def test_a_port_on_request_without_a_usable_lease_directory(tmp_path: Path, capf
         given.release()
 
 
-def test_a_port_on_request_is_of_one_node(tmp_path: Path) -> None:
+def test_master_port_auto_on_several_nodes_is_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="every node"):
         resources.gather(
             command("--master-port auto --nnodes 2"),
@@ -154,7 +154,7 @@ def test_a_port_on_request_is_of_one_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gpus", [None, "all"])
-def test_without_a_driver_nothing_is_leased(monkeypatch: pytest.MonkeyPatch, gpus: str | None) -> None:
+def test_gpus_are_not_leased_without_driver(monkeypatch: pytest.MonkeyPatch, gpus: str | None) -> None:
     monkeypatch.setattr(resources, "has_driver", lambda environ: False)
     given = resources.gather(command("--nproc-per-node=2"), Settings(gpus=gpus, wait=True), {}, None)
     assert given == resources.JobResources(command("--nproc-per-node=2"))
@@ -172,7 +172,7 @@ def test_without_a_driver_nothing_is_leased(monkeypatch: pytest.MonkeyPatch, gpu
         ("--nproc-per-node=cpu", None, {"CUDA_VISIBLE_DEVICES": "1"}, False),
     ],
 )
-def test_the_driver_is_asked_only_where_the_answer_matters(
+def test_driver_is_queried_only_if_gpus_matter(
     monkeypatch: pytest.MonkeyPatch, words: str, program: str | None, environ: dict[str, str], asked: bool
 ) -> None:
     questions: list[object] = []
@@ -187,11 +187,11 @@ def test_the_driver_is_asked_only_where_the_answer_matters(
     assert bool(questions) == asked and given.lease is None
 
 
-def test_none_hides_them_and_leases_nothing() -> None:
+def test_gpus_none_hides_gpus_and_leases_nothing() -> None:
     assert resources.gather(command(""), Settings(gpus="none"), {}, None).visible_gpus == ""
 
 
-def test_inside_a_run_nothing_is_leased_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_inside_run_leases_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "has_driver", lambda environ: True)
     environ = {
         "SAFELAUNCH_SUPERVISOR_PID": str(os.getppid()),
@@ -217,7 +217,9 @@ EIGHT = tuple(LeasableGpu(str(number), f"GPU-{number}") for number in range(8))
         ("", {"PET_NPROC_PER_NODE": "1"}, None, 0),
     ],
 )
-def test_one_process_for_several_gpus(words: str, environ: dict[str, str], gpus: str | None, count: int) -> None:
+def test_single_process_for_several_gpus_is_noted(
+    words: str, environ: dict[str, str], gpus: str | None, count: int
+) -> None:
     wish = wish_of(gpus, 1, pool_of(environ, EIGHT), Inventory(EIGHT))
     assert wish is not None
     notes = resources._about_one_process(command(words), Settings(gpus=gpus), wish, environ)

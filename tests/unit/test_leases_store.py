@@ -105,7 +105,7 @@ def end(pid: int) -> None:
 # --- taking and freeing -----------------------------------------------------------------------------------------------
 
 
-def test_what_is_taken_is_not_free_until_it_is_released(store: LeaseStore) -> None:
+def test_leased_key_is_taken_until_released(store: LeaseStore) -> None:
     lease = taken(store, A)
     assert lease.keys == (A,)
     held = store.look([A, B])
@@ -123,12 +123,12 @@ def test_what_is_taken_is_not_free_until_it_is_released(store: LeaseStore) -> No
     again.release()
 
 
-def test_looking_creates_nothing(store: LeaseStore) -> None:
+def test_lease_look_creates_no_directory(store: LeaseStore) -> None:
     assert (store.look([A]), store.waiting()) == ({}, [])
     assert not Path(store.directory).exists()
 
 
-def test_the_directory_is_for_all_users_whatever_the_umask(store: LeaseStore) -> None:
+def test_lease_directory_is_shared_under_any_umask(store: LeaseStore) -> None:
     before = os.umask(0o077)
     try:
         lease = take(store, A)
@@ -141,14 +141,14 @@ def test_the_directory_is_for_all_users_whatever_the_umask(store: LeaseStore) ->
     lease.release()
 
 
-def test_a_killed_holder_has_freed_everything(store: LeaseStore) -> None:
+def test_lease_of_killed_holder_is_free(store: LeaseStore) -> None:
     with elsewhere(lambda: take(store, A, B)) as pid:
         assert {one.pid for one in store.look([A, B]).values()} == {pid}
         end(pid)
         assert store.look([A, B]) == {}
 
 
-def test_a_lease_lives_as_long_as_the_last_that_shares_it(store: LeaseStore) -> None:
+def test_lease_lasts_until_last_sharer_ends(store: LeaseStore) -> None:
     """The guardian: forked with the lock."""
     lease = taken(store, A)
     with elsewhere(lambda: None) as pid:
@@ -158,14 +158,14 @@ def test_a_lease_lives_as_long_as_the_last_that_shares_it(store: LeaseStore) -> 
         assert store.look([A]) == {}
 
 
-def test_release_frees_also_what_a_daemon_has_inherited(store: LeaseStore) -> None:
+def test_lease_release_frees_inherited_locks(store: LeaseStore) -> None:
     lease = taken(store, A)
     with elsewhere(lambda: None):
         lease.release()
         assert store.look([A]) == {}
 
 
-def test_ranks_hold_when_the_supervisor_is_gone(store: LeaseStore) -> None:
+def test_lease_is_held_by_ranks_after_supervisor(store: LeaseStore) -> None:
     lease = taken(store, A)
     paths = os.pathsep.join(lease.rank_files)
     with elsewhere(lambda: (lease.forget(), beacon.hold(paths))) as one:
@@ -179,7 +179,7 @@ def test_ranks_hold_when_the_supervisor_is_gone(store: LeaseStore) -> None:
         assert store.look([A]) == {}
 
 
-def test_a_script_that_closes_every_descriptor_keeps_its_share(store: LeaseStore) -> None:
+def test_lease_survives_script_that_closes_descriptors(store: LeaseStore) -> None:
     lease = taken(store, A)
     paths = os.pathsep.join(lease.rank_files)
 
@@ -206,7 +206,7 @@ def _is_pipe(fd: int) -> bool:
         return False
 
 
-def test_what_a_beacon_cannot_lock_costs_it_nothing(tmp_path: Path) -> None:
+def test_beacon_ignores_lease_files_it_cannot_lock(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to(tmp_path / "fifo")
     beacon.hold(os.pathsep.join(["", "/nonexistent/x", str(tmp_path / "fifo"), str(tmp_path / "link"), str(tmp_path)]))
@@ -236,7 +236,7 @@ def child(store: LeaseStore, variables: Mapping[str, str], fds: tuple[int, ...])
     )
 
 
-def test_a_lease_is_handed_over_to_a_child(store: LeaseStore) -> None:
+def test_lease_is_handed_over_to_child(store: LeaseStore) -> None:
     lease = taken(store, A, B)
     with child(store, *lease.hand_over()) as process:
         assert process.stdout is not None
@@ -247,7 +247,7 @@ def test_a_lease_is_handed_over_to_a_child(store: LeaseStore) -> None:
     assert store.look([A, B]) == {}
 
 
-def test_words_alone_hand_nothing_over(store: LeaseStore, tmp_path: Path) -> None:
+def test_lease_is_not_inherited_without_its_lock(store: LeaseStore, tmp_path: Path) -> None:
     lease = taken(store, A)
     other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
     same = os.open(Path(store.directory) / f"{A}.{os.getuid()}", os.O_RDWR)  # the file, without its lock
@@ -288,7 +288,7 @@ def plant(store: LeaseStore, kind: str, tmp_path: Path) -> Path:
     "kind",
     ["link", "dangling link", "hard link", "FIFO", "directory", pytest.param("another user's file", marks=ROOT)],
 )
-def test_what_was_planted_is_passed_over(store: LeaseStore, tmp_path: Path, kind: str) -> None:
+def test_planted_lease_files_are_skipped(store: LeaseStore, tmp_path: Path, kind: str) -> None:
     victim = plant(store, kind, tmp_path)
     lease = taken(store, A)
     assert set(store.look([A])) == {A} and take(store, A) is None
@@ -301,7 +301,7 @@ def test_what_was_planted_is_passed_over(store: LeaseStore, tmp_path: Path, kind
 
 
 @ROOT
-def test_two_users(store: LeaseStore, tmp_path: Path) -> None:
+def test_lease_of_other_user_cannot_be_taken_or_removed(store: LeaseStore, tmp_path: Path) -> None:
     """Neither gets what the other holds, nor can take the other's files away."""
     for parent in (tmp_path, *tmp_path.parents):
         if stat.S_IMODE(parent.stat().st_mode) & 0o005 != 0o005 and parent.stat().st_uid == 0:
@@ -343,7 +343,7 @@ def test_two_users(store: LeaseStore, tmp_path: Path) -> None:
 
 @ROOT
 @pytest.mark.parametrize("mode", [0o777, 0o755])
-def test_a_directory_that_its_users_cannot_share_safely_is_refused(tmp_path: Path, mode: int) -> None:
+def test_lease_directory_of_other_user_is_refused(tmp_path: Path, mode: int) -> None:
     place = tmp_path / "leases"
     place.mkdir()
     place.chmod(mode)
@@ -352,7 +352,7 @@ def test_a_directory_that_its_users_cannot_share_safely_is_refused(tmp_path: Pat
         take(LeaseStore(os.fspath(place)), A)
 
 
-def test_a_link_in_place_of_the_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_directory_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     monkeypatch.setattr(store_module, "DIRECTORY", os.fspath(tmp_path / "link"))
@@ -366,13 +366,13 @@ def test_a_link_in_place_of_the_directory_is_refused(tmp_path: Path, monkeypatch
     [b"", b"\xff\xfe", b"[1]", b"[" * 3000, b'{"pid": -1, "command": 7, "since_unix_s": "x", "name": null}',
      b'{"pid": 1e300, "since_unix_s": NaN, "command": "\\u001b[31mred\\u0007"}'],
 )  # fmt: skip
-def test_what_a_file_says_is_never_trusted(said: bytes) -> None:
+def test_lease_file_content_is_sanitized(said: bytes) -> None:
     found = decode(said, 0)
     assert (found.pid, found.since_unix_s, found.uid) == (0, 0.0, 0)
     assert found.command.isprintable()
 
 
-def test_what_a_holder_writes_is_read_again() -> None:
+def test_lease_holder_survives_round_trip() -> None:
     one = LeaseHolder(7, 9, "name", "train.py --x 'ä\n'", 12.5, 3)
     assert one.encode().startswith(MAGIC)
     assert decode(one.encode(), 3) == LeaseHolder(7, 9, "name", "train.py --x 'ä '", 12.5, 3)
@@ -381,7 +381,7 @@ def test_what_a_holder_writes_is_read_again() -> None:
 # --- the gate ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_gate_that_stays_shut_is_gone_around(store: LeaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_gate_that_stays_locked_is_bypassed(store: LeaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it has been waited for; the next time it is not."""
     monkeypatch.setattr(store_module, "GATE_DEADLINE_S", 0.05)
     said: list[str] = []
@@ -399,7 +399,7 @@ def test_a_gate_that_stays_shut_is_gone_around(store: LeaseStore, monkeypatch: p
     lease.release(), other.release()
 
 
-def test_without_the_gate_nothing_is_held_twice(store: LeaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_without_gate_is_never_held_twice(store: LeaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that take and release the same things as fast as they can; a byte of the file is each thing's."""
     monkeypatch.setattr(store_module, "SHUT_S", 1000.0)
     monkeypatch.setattr(store_module, "GATE_DEADLINE_S", 0.0)
@@ -449,7 +449,7 @@ def _has_open(pid: int, path: str) -> bool:
     return False
 
 
-def test_a_directory_that_was_removed_while_somebody_waited_at_its_gate(store: LeaseStore, tmp_path: Path) -> None:
+def test_lease_directory_removed_during_gate_wait_is_recreated(store: LeaseStore, tmp_path: Path) -> None:
     first = taken(store, A)
     gate = os.open(store.directory, os.O_RDONLY)
     fcntl.flock(gate, fcntl.LOCK_EX)
@@ -478,7 +478,7 @@ def test_a_directory_that_was_removed_while_somebody_waited_at_its_gate(store: L
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
-def test_first_come_first_served(store: LeaseStore) -> None:
+def test_lease_queue_is_first_come_first_served(store: LeaseStore) -> None:
     lease = taken(store, A)
     first = store.queue([A, B], 1, about("first"))
     second = store.queue([A, B], 1, about("second"))
@@ -497,7 +497,7 @@ def test_first_come_first_served(store: LeaseStore) -> None:
     assert not list(Path(store.directory).glob("ticket.*"))
 
 
-def test_who_waits_for_one_thing_keeps_the_others_from_nobody(store: LeaseStore) -> None:
+def test_waiter_reserves_only_the_key_it_needs(store: LeaseStore) -> None:
     """GPU A is held for days, and somebody wants it and no other: whoever is served by B does not wait for that."""
     lease = taken(store, A)
     ticket = store.queue([A], 1, about("wants A"))
@@ -515,7 +515,7 @@ def test_who_waits_for_one_thing_keeps_the_others_from_nobody(store: LeaseStore)
     mine.release(), other.release()
 
 
-def test_who_wants_something_else_does_not_wait(store: LeaseStore) -> None:
+def test_lease_of_other_key_does_not_wait_for_queue(store: LeaseStore) -> None:
     ticket = store.queue([A], 1, about())
     lease = taken(store, B)
     assert take(store, A, B) is None
@@ -523,7 +523,7 @@ def test_who_wants_something_else_does_not_wait(store: LeaseStore) -> None:
     lease.release()
 
 
-def test_a_killed_waiter_holds_nobody_up(store: LeaseStore) -> None:
+def test_killed_waiter_does_not_block_queue(store: LeaseStore) -> None:
     with elsewhere(lambda: store.queue([A, B], 1, about("killed"))) as pid:
         assert take(store, A) is None
         end(pid)
@@ -532,7 +532,7 @@ def test_a_killed_waiter_holds_nobody_up(store: LeaseStore) -> None:
     assert not list(Path(store.directory).glob("ticket.*")), "its ticket is removed by the next"
 
 
-def test_a_stopped_waiter_holds_nobody_up(store: LeaseStore) -> None:
+def test_stopped_waiter_does_not_block_queue(store: LeaseStore) -> None:
     with elsewhere(lambda: store.queue([A, B], 1, about("stopped"))) as pid:
         os.kill(pid, signal.SIGSTOP)
         os.waitid(os.P_PID, pid, os.WSTOPPED)

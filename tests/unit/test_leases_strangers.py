@@ -83,7 +83,7 @@ def is_stalled(store: LeaseStore, said: Said) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", strangers.contents())
-def test_a_ticket_that_says_anything(what: str, store: LeaseStore, said: Said) -> None:
+def test_hostile_ticket_does_not_block_leases(what: str, store: LeaseStore, said: Said) -> None:
     with stranger(lambda: strangers.locked(place(store) / TICKET, strangers.contents()[what])):
         if not store.waiting():  # else he queues as he should, and is waited for
             is_stalled(store, said)
@@ -92,7 +92,7 @@ def test_a_ticket_that_says_anything(what: str, store: LeaseStore, said: Said) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", strangers.contents())
-def test_a_holder_who_says_anything(what: str, store: LeaseStore, said: Said) -> None:
+def test_hostile_holder_is_shown_by_its_uid(what: str, store: LeaseStore, said: Said) -> None:
     text = strangers.contents()[what]
     with stranger(lambda: strangers.locked(place(store) / f"{A}.{STRANGER}", text)):
         assert store.look([A])[A].uid == STRANGER
@@ -100,7 +100,7 @@ def test_a_holder_who_says_anything(what: str, store: LeaseStore, said: Said) ->
 
 
 @pytest.mark.parametrize("name", [*strangers.NAMES, *map(os.fsdecode, strangers.UNDECODABLE)])
-def test_names(name: str, store: LeaseStore, said: Said) -> None:
+def test_lease_file_with_hostile_name_does_not_block(name: str, store: LeaseStore, said: Said) -> None:
     text = strangers.encoded(words(candidates=[A], count=1))
     with stranger(lambda: strangers.locked(place(store) / name, text)):
         is_stalled(store, said)
@@ -110,7 +110,9 @@ def test_names(name: str, store: LeaseStore, said: Said) -> None:
 
 @pytest.mark.parametrize("what", strangers.things())
 @pytest.mark.parametrize("name", [TICKET, f"{A}.{MINE}", f"{B}.{MINE}", f"{B}.{MINE}.ranks"])
-def test_things_that_are_no_files(what: str, name: str, store: LeaseStore, said: Said, tmp_path: Path) -> None:
+def test_lease_entries_that_are_no_files_do_not_block(
+    what: str, name: str, store: LeaseStore, said: Said, tmp_path: Path
+) -> None:
     if name.startswith(B) and "file" in what and "link" not in what:
         name = name.replace(B, A)  # a locked file of his is his lease
     with stranger(lambda: strangers.things()[what](place(store) / name)):
@@ -118,7 +120,7 @@ def test_things_that_are_no_files(what: str, name: str, store: LeaseStore, said:
     assert (tmp_path / "precious").read_text() == "precious" and not (tmp_path / "new").exists()
 
 
-def test_thousands_of_files(store: LeaseStore, said: Said) -> None:
+def test_thousands_of_lease_files_do_not_block(store: LeaseStore, said: Said) -> None:
     def flood() -> list[int]:
         for number in range(10_000):
             (place(store) / f"{(A, B, 'ticket')[number % 3]}.{number:020d}.1").touch()
@@ -129,7 +131,7 @@ def test_thousands_of_files(store: LeaseStore, said: Said) -> None:
 
 
 @ROOT
-def test_one_user_cannot_fill_the_queue(store: LeaseStore, said: Said) -> None:
+def test_queue_entries_per_user_are_limited(store: LeaseStore, said: Said) -> None:
     """Of what he has put there so many count."""
     text = strangers.encoded(words(candidates=["GPU-cccc"]))
 
@@ -143,7 +145,7 @@ def test_one_user_cannot_fill_the_queue(store: LeaseStore, said: Said) -> None:
         store.leave(mine)
 
 
-def test_files_that_change_while_they_are_read(store: LeaseStore, said: Said) -> None:
+def test_lease_files_changing_during_read_are_sanitized(store: LeaseStore, said: Said) -> None:
     held: list[int] = []
 
     def plant() -> None:
@@ -167,7 +169,7 @@ def test_files_that_change_while_they_are_read(store: LeaseStore, said: Said) ->
 
 
 @ROOT
-def test_a_strangers_lock_on_a_file_of_ours_is_not_ours(store: LeaseStore, said: Said) -> None:
+def test_lease_lock_of_other_user_on_own_file_does_not_count(store: LeaseStore, said: Said) -> None:
     """He may read it, so he may lock it: that holds nothing, and we take the next name."""
     lease = take(store, A)
     assert lease is not None
@@ -206,7 +208,7 @@ def beacon_holds(lease: Lease) -> bool:
 
 
 @ROOT
-def test_words_of_another_are_not_put_into_a_holders_mouth(store: LeaseStore) -> None:
+def test_lease_holder_text_comes_only_from_its_own_file(store: LeaseStore) -> None:
     """He holds ``GPU-aaaa.0.ranks``, beside a file of ours that says what we last ran."""
     lease = take(store, A)
     assert lease is not None
@@ -218,7 +220,7 @@ def test_words_of_another_are_not_put_into_a_holders_mouth(store: LeaseStore) ->
 
 
 @ROOT
-def test_a_stranger_who_writes_down_a_number_of_ours_is_shown(store: LeaseStore) -> None:
+def test_holder_that_claims_own_pid_is_still_shown(store: LeaseStore) -> None:
     found = Inventory((LeasableGpu("0", A),))
     text = strangers.encoded(words(pid=os.getpid()))
     with stranger(lambda: strangers.locked(place(store) / f"{A}.{STRANGER}", text)):
@@ -229,7 +231,7 @@ def test_a_stranger_who_writes_down_a_number_of_ours_is_shown(store: LeaseStore)
         assert "theirs.py" in gpus.table(claim, {os.getpid()})
 
 
-def test_a_gate_that_a_stranger_keeps_shut_costs_a_second_once(store: LeaseStore, said: Said) -> None:
+def test_gate_locked_by_other_user_delays_once(store: LeaseStore, said: Said) -> None:
     def keep() -> int:
         gate = os.open(store.directory, os.O_RDONLY)
         fcntl.flock(gate, fcntl.LOCK_EX)
@@ -246,9 +248,7 @@ def test_a_gate_that_a_stranger_keeps_shut_costs_a_second_once(store: LeaseStore
     assert len(said) == 1 and "fuser" in said[0]
 
 
-def test_a_place_in_the_queue_can_be_left_when_the_directory_serves_no_longer(
-    store: LeaseStore, tmp_path: Path
-) -> None:
+def test_queue_can_be_left_if_directory_is_unusable(store: LeaseStore, tmp_path: Path) -> None:
     ticket = store.queue([A], 1, ourselves("", "mine.py"))
     place(store).rename(tmp_path / "gone")
     place(store).write_text("in the way")
@@ -262,7 +262,7 @@ def test_a_place_in_the_queue_can_be_left_when_the_directory_serves_no_longer(
 
 @pytest.mark.slow
 @ROOT
-def test_a_stranger_who_leases_thousands_of_ports(store: LeaseStore, said: Said) -> None:
+def test_thousands_of_ports_leased_by_other_user_are_skipped(store: LeaseStore, said: Said) -> None:
     """They are passed over in one look, not one by one."""
     wanted = list(ports.candidates("", ""))[:5000]
 
@@ -283,7 +283,7 @@ def test_a_stranger_who_leases_thousands_of_ports(store: LeaseStore, said: Said)
 
 
 @pytest.mark.parametrize("number", ["²", "9" * 5000, "-1", "", "x", "1e9", "99999999999999"])
-def test_a_process_that_names_any_supervisor(number: str) -> None:
+def test_process_with_invalid_supervisor_pid_is_not_left_over(number: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", "print(flush=True); input()"],
         env={"SAFELAUNCH_SUPERVISOR_PID": number},
@@ -298,7 +298,7 @@ def test_a_process_that_names_any_supervisor(number: str) -> None:
 
 
 @ROOT
-def test_names_that_were_taken_beforehand_leave_others(store: LeaseStore) -> None:
+def test_lease_file_with_taken_names_gets_another(store: LeaseStore) -> None:
     where = Path(store.directory)
     base = "port-20000"
 
@@ -319,7 +319,7 @@ def test_names_that_were_taken_beforehand_leave_others(store: LeaseStore) -> Non
 
 
 @ROOT
-def test_a_file_of_a_stranger_with_a_kernels_lease_on_it_is_passed_over(store: LeaseStore) -> None:
+def test_lease_file_with_kernel_lease_is_skipped(store: LeaseStore) -> None:
     where = Path(store.directory)
 
     def deed() -> int:

@@ -26,14 +26,14 @@ from tests.support.documents import check
 from tests.support.runs import rank, run, run_status
 
 
-def test_the_schemas_are_those_of_the_records() -> None:
+def test_schemas_match_records() -> None:
     """If this fails, run ``python -m scripts.build.schemas``."""
     assert writer.main(["--check"]) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", incidents.ALL)
-def test_every_verdict_is_valid(name: str) -> None:
+def test_every_verdict_matches_schema(name: str) -> None:
     verdict = incidents.ALL[name]().verdict
     found = json.loads(msgspec.json.encode(verdict))
     check("verdict.json", found)
@@ -45,7 +45,7 @@ def test_every_verdict_is_valid(name: str) -> None:
     check("verdict.json", {**found, "added_by_a_newer_version": 1})
 
 
-def test_the_verdict_of_several_nodes_is_valid() -> None:
+def test_verdict_of_several_nodes_matches_schema() -> None:
     verdict = msgspec.structs.replace(
         incidents.ALL["crash"]().verdict,
         bundle=BundlePlace("node1", "/bundles/one", True),
@@ -55,7 +55,7 @@ def test_the_verdict_of_several_nodes_is_valid() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_json_of_a_command_has_a_schema(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_json_output_has_schema(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):
         main([command, "--help"])
     if "--json" in capsys.readouterr().out:
@@ -79,7 +79,7 @@ CALLS = calls.table(CaseFacts.of(incidents.hang(4).evidence), calls.Selection(la
         ("calls.json", calls.document(CALLS), "ranks"),
     ],
 )
-def test_what_a_command_prints_is_valid(name: str, found: object, needed: str) -> None:
+def test_command_json_output_matches_schema(name: str, found: object, needed: str) -> None:
     printed = json.loads(json_text(msgspec.to_builtins(found)))
     check(name, printed)
     for one in printed if isinstance(printed, list) else [printed]:
@@ -89,12 +89,14 @@ def test_what_a_command_prints_is_valid(name: str, found: object, needed: str) -
 
 
 @pytest.mark.parametrize(("words", "name"), [((), "presets.json"), (("show", "hang-debug"), "preset.json")])
-def test_what_presets_prints_is_valid(words: tuple[str, ...], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_json_output_matches_schema(
+    words: tuple[str, ...], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["presets", *words, "--json"]) == 0
     check(name, json.loads(capsys.readouterr().out))
 
 
-def test_a_document_without_a_schema_is_an_error() -> None:
+def test_schema_path_of_unknown_document_raises() -> None:
     with pytest.raises(KeyError):
         schemas.path("manifest.json")
     assert safelaunch.schemas is schemas

@@ -61,7 +61,7 @@ def show(evidence: Evidence, **fields: object) -> str:
     return screen.screen(diagnose(evidence), bundle_path=BUNDLE, **fields)  # type: ignore[arg-type]
 
 
-def test_screen_says_what_who_where_and_what_next() -> None:
+def test_screen_has_cause_rank_place_and_next_step() -> None:
     text = show(sleeping(), read_line=lambda path, line: "    time.sleep(3600)")
     lines = text.splitlines()
     assert text.endswith("\n")
@@ -77,7 +77,7 @@ def test_screen_says_what_who_where_and_what_next() -> None:
     assert "next: " in flat
 
 
-def test_a_verdict_that_is_not_sure_says_of_what() -> None:
+def test_screen_of_unsure_verdict_names_doubt() -> None:
     """A job may be proved dead while its cause is a guess."""
     guess = replace(diagnose(sleeping()), confidence="low", doubts=("No record tells.",), proof=())
     proof = (ProofEdge("rank 0", ("rank 1",), "never joins", ""), ProofEdge("rank 1", ("rank 0",), "never joins", ""))
@@ -95,14 +95,14 @@ def test_a_verdict_that_is_not_sure_says_of_what() -> None:
         ("broadcast #6 of group '0'", "ranks name different roots", "this wait can never end: ranks name different"),
     ],
 )
-def test_what_can_never_be_had_is_said_in_a_sentence(who: str, why: str, words: str) -> None:
+def test_screen_states_unsatisfiable_wait_in_sentence(who: str, why: str, words: str) -> None:
     proved = replace(diagnose(sleeping()), proof=(ProofEdge(who, (), why, ""),))
     assert words in " ".join(screen.screen(proved, bundle_path=BUNDLE).split())
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 @pytest.mark.parametrize("culprits", [1, 2, 9])
-def test_screen_is_one_screen(width: int, culprits: int) -> None:
+def test_screen_fits_height_and_width(width: int, culprits: int) -> None:
     ranks = [rank(n, in_user(7, "a_rather_long_function_name"), "sleep", flight=behind()) for n in range(culprits)]
     text = show(job(*ranks, waiting(culprits)), width=width, read_line=lambda path, line: "x" * 500)
     lines = text.splitlines()
@@ -111,7 +111,7 @@ def test_screen_is_one_screen(width: int, culprits: int) -> None:
     assert lines[-1].endswith(BUNDLE)
 
 
-def test_what_to_do_is_never_cut() -> None:
+def test_screen_never_cuts_advice() -> None:
     """Neither by evidence, nor by a long summary, nor by many ranks at fault."""
     advice = " ".join(f"word{number}" for number in range(60))
     verdict = replace(
@@ -128,7 +128,7 @@ def test_what_to_do_is_never_cut() -> None:
     assert len(lines) <= screen.MAX_LINES and lines[0].startswith("safelaunch: the job hangs")
 
 
-def test_the_command_that_was_typed_is_no_next_command() -> None:
+def test_typed_command_is_not_repeated_as_next_step() -> None:
     typed = ("safelaunch", "--nproc-per-node=2", "--node-rank=3", "train.py", "--name", "my run")
     verdict = replace(diagnose(sleeping()), command=typed)
     shown = "safelaunch --nproc-per-node=2 --node-rank=N train.py --name 'my run'"
@@ -138,7 +138,7 @@ def test_the_command_that_was_typed_is_no_next_command() -> None:
         assert (step.why in markdown.markdown(replace(verdict, next=step), sleeping(), ())) == is_shown
 
 
-def test_a_proved_hang_is_not_in_doubt() -> None:
+def test_proved_hang_shows_confidence_of_cause_only() -> None:
     proof = (ProofEdge("rank 0", ("rank 1",), "rank 1 to join", ""),)
     verdict = replace(diagnose(sleeping()), confidence="medium", doubts=("No record tells.",), proof=proof)
     first = screen.screen(verdict, bundle_path=BUNDLE).splitlines()[0]
@@ -147,7 +147,7 @@ def test_a_proved_hang_is_not_in_doubt() -> None:
     assert "Medium confidence" not in markdown.markdown(replace(verdict, confidence="high"), sleeping(), ())
 
 
-def test_a_suspect_says_what_to_do_now() -> None:
+def test_suspect_report_says_what_to_do_now() -> None:
     verdict = replace(diagnose(replace(sleeping(), outcome="suspect")), run="my run")
     screen = " ".join(line.removeprefix("safelaunch: ").strip() for line in show_verdict(verdict))
     for text in (screen, markdown.markdown(verdict, sleeping(), ())):
@@ -160,7 +160,7 @@ def show_verdict(verdict: Verdict) -> list[str]:
     return screen.screen(verdict, bundle_path=BUNDLE).splitlines()
 
 
-def test_the_error_of_a_victim_is_one_line() -> None:
+def test_victim_error_is_shown_as_consequence() -> None:
     """Who the lost peer is may be said only if there is one other rank."""
     message = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7913."
     lost = RankException("RuntimeError", message, 101.0, (Frame("/home/me/train.py", 9, "step"),))
@@ -176,7 +176,7 @@ def test_the_error_of_a_victim_is_one_line() -> None:
         assert "pair.cc" in markdown.markdown(verdict, evidence, ()), "the report keeps the message"
 
 
-def test_markdown_begins_with_what_a_stranger_needs() -> None:
+def test_markdown_begins_with_job_facts() -> None:
     launched = Launched(("--nproc-per-node=4", "train.py"), run_name="train", host="node1", safelaunch="1.2")
     evidence = replace(sleeping(), launched=launched, time="2026-11-28T16:05:15Z", versions={"python": "3.11"})
     verdict = diagnose(evidence)
@@ -192,7 +192,7 @@ def test_markdown_begins_with_what_a_stranger_needs() -> None:
         assert cell in head
 
 
-def test_markdown_has_each_stack_once() -> None:
+def test_markdown_shows_each_stack_once() -> None:
     """Also that of several ranks at fault, and folded where nobody is."""
     ranks = [waiting(n) for n in range(4)]
     for n in (1, 2):
@@ -209,13 +209,13 @@ def test_every_cause_has_advice() -> None:
 
 
 @pytest.mark.parametrize("advice", sorted({one.text for cause in CAUSES.values() for one in cause.advice}))
-def test_advice_is_shown_whole(advice: str) -> None:
+def test_screen_shows_each_advice_in_full(advice: str) -> None:
     verdict = replace(diagnose(sleeping()), suggestions=(advice,))
     shown = screen.screen(verdict, bundle_path=BUNDLE, width=80)
     assert f"next: {advice}" in " ".join(line.removeprefix("safelaunch: ").strip() for line in shown.splitlines())
 
 
-def test_claims_are_whole_where_there_is_room() -> None:
+def test_screen_shows_claims_in_full_if_they_fit() -> None:
     text = show(sleeping())
     assert "…" not in text
     flat = " ".join(line.removeprefix("safelaunch: ").strip() for line in text.splitlines())
@@ -223,7 +223,7 @@ def test_claims_are_whole_where_there_is_room() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 100])
-def test_claims_are_left_out_rather_than_cut(width: int) -> None:
+def test_screen_omits_claims_rather_than_cutting_them(width: int) -> None:
     """Half a file name says nothing, and report.md has them all."""
     function = "a_rather_long_function_name"
     asleep = [rank(n, in_user(7, function), "sleep", flight=behind()) for n in range(2)]
@@ -237,29 +237,29 @@ def test_claims_are_left_out_rather_than_cut(width: int) -> None:
     assert sum(f"{text} [{', '.join(files)}]" in " ".join(told.split()) for text, files in claims) >= 1
 
 
-def test_what_one_file_says_of_several_ranks() -> None:
+def test_same_claim_of_several_ranks_is_merged() -> None:
     claims = [Claim(f"rank {n}: exit status 1", "launch.json") for n in range(3)]
     assert sentences.merged_claims(claims) == [("each of ranks 0-2: exit status 1", ("launch.json",))]
 
 
-def test_a_single_claim_is_shortened_where_it_does_not_fit() -> None:
+def test_screen_shortens_single_claim_that_does_not_fit() -> None:
     verdict = replace(diagnose(sleeping()), evidence=(Claim("x " * 1000, "ranks/1/stack.txt"),))
     lines = screen.screen(verdict, bundle_path=BUNDLE, width=80).splitlines()
     assert any("…" in line and line.endswith("[ranks/1/stack.txt]") for line in lines)
 
 
-def test_screen_without_a_culprit() -> None:
+def test_screen_without_culprit_has_cause_and_bundle() -> None:
     text = show(job(*(waiting(n) for n in range(3))))
     assert "no-rank-stands-out" in text
     assert text.splitlines()[-1].endswith(BUNDLE)
 
 
-def test_colour_only_when_asked() -> None:
+def test_screen_is_coloured_only_on_request() -> None:
     assert "\x1b" not in show(sleeping())
     assert "\x1b[1;31m" in show(sleeping(), color=True).splitlines()[0]
 
 
-def test_screen_lets_no_control_character_through() -> None:
+def test_screen_removes_control_characters() -> None:
     text = show(hostile(), read_line=lambda path, line: EVIL)
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
     assert "owned" not in text
@@ -282,7 +282,7 @@ def test_markdown_has_all_sections() -> None:
     assert "`safelaunch explain stuck-in-user-code` explains the cause." in text.splitlines()
 
 
-def test_markdown_of_a_worker_shows_its_stack_without_its_parents() -> None:
+def test_markdown_of_worker_omits_parent_frames() -> None:
     workers = [
         process(92, in_worker(12), "sleep", role="dataloader worker"),
         *(process(93 + n, WORKER_IDLE, "poll", role="dataloader worker") for n in range(2)),
@@ -295,7 +295,7 @@ def test_markdown_of_a_worker_shows_its_stack_without_its_parents() -> None:
     assert "2 dataloader workers of rank 1" in text
 
 
-def test_markdown_escapes_what_comes_from_the_job() -> None:
+def test_markdown_escapes_job_text() -> None:
     evidence = hostile()
     text = markdown.markdown(diagnose(evidence), evidence, [Artifact(EVIL, EVIL, 0.0, missing=EVIL)])
     outside = re.sub(r"(`{3,})text\n.*?\n\1", "", text, flags=re.DOTALL)
@@ -312,7 +312,7 @@ PIECES = (
 
 
 @pytest.mark.parametrize("first", PIECES)
-def test_what_a_job_says_is_shown_as_it_is_and_is_no_markup(first: str) -> None:
+def test_markdown_shows_job_text_unchanged_without_markup(first: str) -> None:
     """By another's reading of Markdown: code and text alone, and as many words as before."""
     reader = MarkdownIt("commonmark").enable(["table", "strikethrough"])
     for text in (first, *(f"{first} {other}" for other in PIECES), *(f"{first}{other}" for other in PIECES)):
@@ -325,24 +325,24 @@ def test_what_a_job_says_is_shown_as_it_is_and_is_no_markup(first: str) -> None:
         assert [one.content for one in row if one.type == "inline"][-1] == "end", text
 
 
-def test_names_and_arrows_need_no_escapes() -> None:
+def test_markdown_names_and_arrows_need_no_escapes() -> None:
     text = "Rank 0 waits in estimate_loss -> _sum under `if not is_main(rank=a_b) and x < 3`."
     assert markdown.md(text) == text.replace("_sum", "`_sum`")
 
 
-def test_a_fence_cannot_be_closed_from_inside() -> None:
+def test_markdown_fence_is_longer_than_any_inside() -> None:
     evidence = job(rank(0, in_user(7), "sleep", more={"log_tail": "```\n# injected\n````\n"}))
     text = markdown.markdown(diagnose(evidence), evidence, [])
     assert "`````text\n```\n# injected\n````\n`````" in text
 
 
-def test_clean() -> None:
+def test_clean_removes_terminal_sequences_and_line_breaks() -> None:
     assert screen.clean("a\x1b[31mb\x1b[0m\tc\nd") == "ab c d"
     assert screen.clean(at(1).file) == "/home/me/train.py"
     assert screen.clean("größe → 3") == "größe → 3"
 
 
-def test_reports_say_when_it_was_suspected_and_why() -> None:
+def test_reports_have_suspicion_time_and_reason() -> None:
     evidence = sleeping()
     learned = job(*evidence.ranks, threshold_s=60.0, threshold_why="the floor")
     for render in (markdown.markdown, page_data):
@@ -354,7 +354,7 @@ def page_data(verdict: Verdict, evidence: Evidence, artifacts: tuple[Artifact, .
     return json.dumps(page.content(verdict, evidence, artifacts))
 
 
-def test_a_line_that_the_rank_has_left_is_not_shown_as_part_of_its_stack() -> None:
+def test_culprit_line_outside_stack_is_shown_separately() -> None:
     evidence = sleeping()
     culprit = diagnose(evidence).culprits[0]
     assert culprit.frame is not None
@@ -368,7 +368,7 @@ def test_a_line_that_the_rank_has_left_is_not_shown_as_part_of_its_stack() -> No
 @pytest.mark.parametrize(
     ("log", "raw"), [("loss 0.1\n\tmore\n", False), ("\x1b[2Jloss 0.1\n", True), ("\x9b2J\n", True)]
 )
-def test_a_log_with_terminal_sequences_is_said_to_hold_them(log: str, raw: bool) -> None:
+def test_reports_note_terminal_sequences_in_output(log: str, raw: bool) -> None:
     ranks = [waiting(0), rank(1, in_user(7, "load"), "sleep", flight=behind(), more={"log_tail": log}), waiting(2)]
     evidence = job(*ranks)
     verdict = diagnose(evidence)

@@ -35,21 +35,23 @@ def quiet(*looks: EarlyLook) -> Evidence:
         (replace(LOOK, quiet_s=21.0), replace(LOOK, places=()), False, "quiet for 21 s (usual 0.05 s): rank 1 is"),
     ],
 )
-def test_the_line(look: EarlyLook, before: EarlyLook | None, part: bool, text: str) -> None:
+def test_early_look_line_has_silence_and_words(
+    look: EarlyLook, before: EarlyLook | None, part: bool, text: str
+) -> None:
     assert early_line(look, before, part=part) == f"{text} asleep in train.py:7 (load)... watching"
 
 
-def test_the_same_words_are_not_repeated() -> None:
+def test_early_look_line_does_not_repeat_same_words() -> None:
     again = early_line(replace(LOOK, quiet_s=21.0), LOOK)
     assert again == "quiet for 21 s: nothing has changed since 7 s"
 
 
-def test_in_the_status() -> None:
+def test_early_look_is_shown_in_status() -> None:
     assert in_status(LOOK) == "quiet for 7 s: rank 1 is asleep in train.py:7 (load)"
     assert in_status(replace(LOOK, lasted_s=30.0)).startswith("quiet for 7 s (over after 30 s): rank 1")
 
 
-def test_in_the_reports() -> None:
+def test_early_looks_are_shown_in_reports() -> None:
     evidence = quiet(LOOK, replace(LOOK, words=EVIL))
     verdict = diagnose(evidence)
     for text in (markdown.markdown(verdict, evidence, ()), template.render(page.content(verdict, evidence))):
@@ -57,7 +59,7 @@ def test_in_the_reports() -> None:
         assert "<script>alert" not in re.sub("`[^`]*`", "", text) and "\x1b" not in text
 
 
-def test_it_comes_back_from_a_bundle(tmp_path: Path) -> None:
+def test_early_looks_read_back_from_bundle(tmp_path: Path) -> None:
     evidence = quiet(LOOK, replace(LOOK, quiet_s=21.0, movement="active", lasted_s=30.0, said=True))
     root = write_bundle(tmp_path / "b", evidence)
     write_json(root / "early.json", evidence.early)

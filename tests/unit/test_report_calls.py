@@ -26,7 +26,7 @@ def slots(evidence: Evidence, **chosen: Any) -> list[tuple[str, int]]:
     return [(row.slot[0], row.slot[2]) for row in table(CaseFacts.of(evidence), Selection(**chosen)).rows]
 
 
-def test_ranks_that_did_the_same_share_a_line() -> None:
+def test_calls_table_ranks_with_same_call_share_row() -> None:
     evidence = incidents.hang(8).evidence
     text = lines(table(CaseFacts.of(evidence), Selection(last=2)))
     assert [" ".join(line.split()) for line in text] == [
@@ -38,7 +38,7 @@ def test_ranks_that_did_the_same_share_a_line() -> None:
     assert len({line.index("all_") for line in text[1:]}) == 1, "aligned"
 
 
-def test_ranks_and_groups_are_chosen() -> None:
+def test_calls_table_selects_ranks_and_groups() -> None:
     evidence = job(of(0, ("all_reduce", 1, "0"), ("all_reduce", 1, "tp")), of(1, ("all_reduce", 1, "0")))
     assert slots(evidence, groups=frozenset({"tp"})) == [("tp", 1)]
     assert slots(evidence, ranks=frozenset({1})) == [("0", 1)]
@@ -46,7 +46,7 @@ def test_ranks_and_groups_are_chosen() -> None:
     assert (found.unrecorded, found.more) == ((5,), False)
 
 
-def test_the_last_calls_of_each_rank() -> None:
+def test_calls_table_shows_last_calls_of_each_rank() -> None:
     evidence = job(of(0, *(("all_reduce", n, "0") for n in range(1, 6))), of(1, ("all_reduce", 1, "0")))
     found = table(CaseFacts.of(evidence), Selection(last=2))
     assert [row.slot[2] for row in found.rows] == [1, 4, 5] and found.more
@@ -54,14 +54,14 @@ def test_the_last_calls_of_each_rank() -> None:
     assert len(table(CaseFacts.of(evidence), Selection()).rows) == 5
 
 
-def test_who_has_not_called_it_is_told() -> None:
+def test_calls_table_names_absent_ranks() -> None:
     evidence = job(of(0, ("all_reduce", 1, "0"), ("all_reduce", 2, "0")), of(1, ("all_reduce", 1, "0")), rank(2))
     found = table(CaseFacts.of(evidence), Selection())
     assert [row.absent for row in found.rows] == [(), (1,)]
     assert lines(found)[-1].split("  ")[-1].split() == ["1"] and NOT_CALLED in lines(found)[-1]
 
 
-def test_a_ring_that_has_lost_calls_does_not_tell_who_never_used_a_group() -> None:
+def test_calls_table_of_wrapped_record_names_no_absent_rank() -> None:
     mine = of(0, ("all_reduce", 1, "tp"))
     for first, absent in ((0, (1,)), (899, ())):
         evidence = job(mine, of(1, ("all_reduce", 900, "0"), first=first))
@@ -70,14 +70,14 @@ def test_a_ring_that_has_lost_calls_does_not_tell_who_never_used_a_group() -> No
         ]
 
 
-def test_each_rank_keeps_its_order() -> None:
+def test_calls_table_keeps_order_of_each_rank() -> None:
     a, b, c, d = (("0", False, n, 0) for n in range(4))
     time = {a: 4, b: 3, c: 2, d: 1}
     assert in_order([[a, b, c]], {slot: time[slot] for slot in (a, b, c)}) == [a, b, c]
     assert in_order([[a, c], [b, c], [a, d, b]], time) == [a, d, b, c]
 
 
-def test_ranks_that_entered_groups_in_different_orders_lose_no_call() -> None:
+def test_calls_table_with_conflicting_orders_loses_no_call() -> None:
     a, b, c = (("0", False, n, 0) for n in range(3))
     assert in_order([[a, b, c], [b, a, c]], {a: 1, b: 2, c: 3}) == [a, b, c]
     evidence = job(
@@ -86,13 +86,13 @@ def test_ranks_that_entered_groups_in_different_orders_lose_no_call() -> None:
     assert sorted(slots(evidence)) == [("0", 1), ("tp", 1)]
 
 
-def test_coalesced_calls_of_one_number_have_a_line_each() -> None:
+def test_calls_table_has_row_for_each_coalesced_call() -> None:
     same = (("all_reduce", 1, "0"), ("all_reduce", 1, "0"))
     found = table(CaseFacts.of(job(of(0, *same), of(1, *same))), Selection())
     assert [row.slot for row in found.rows] == [("0", False, 1, 0), ("0", False, 1, 1)]
 
 
-def test_as_json() -> None:
+def test_calls_table_json_has_ranks_and_state() -> None:
     evidence = incidents.hang(4).evidence
     last = document(table(CaseFacts.of(evidence), Selection(last=1)))
     assert [(one["op"], one["number"], one["ranks"], one["state"]) for one in last] == [
@@ -101,7 +101,7 @@ def test_as_json() -> None:
     ]
 
 
-def test_hostile_names_stay_on_their_line() -> None:
+def test_calls_table_hostile_name_stays_on_its_line() -> None:
     evidence = job(rank(0, flight=record(entry("a\nb\x1b[2J", 1))))
     text = lines(table(CaseFacts.of(evidence), Selection()))
     assert len(text) == 2 and all(line.isprintable() for line in text)

@@ -73,7 +73,7 @@ def shown(place: code.FrameWithSource) -> list[int]:
     return [line.number for line in place.lines]
 
 
-def test_lines_of_other_functions_and_empty_lines_at_the_ends_are_left_out() -> None:
+def test_source_excerpt_stops_at_function_bounds() -> None:
     stuck = rank(0, (at(6, "broadcast_from"), at(21, "main"), at(27, "<module>")), "sleep")
     first, second = sides(job(stuck, waiting(1)), culprit(0, 6, "broadcast_from"))[0].places[:2]
     assert shown(first) == [4, 5, 6]
@@ -82,7 +82,7 @@ def test_lines_of_other_functions_and_empty_lines_at_the_ends_are_left_out() -> 
     assert shown(sides(job(in_method, waiting(1)), culprit(0, 12))[0].places[0]) == [10, 11, 12]
 
 
-def test_where_all_stand_at_the_same_lines_the_callers_are_shown_once() -> None:
+def test_source_sides_with_same_stack_show_callers_once() -> None:
     stack = (at(6, "broadcast_from"), at(21, "main"), at(27, "<module>"))
     ranks = [rank(n, (*in_c10d("broadcast", 6)[:2], *stack), flight=record(entry("broadcast", 1))) for n in range(3)]
     at_fault, others = sides(job(*ranks), culprit(0, 6, "broadcast_from"))
@@ -91,7 +91,7 @@ def test_where_all_stand_at_the_same_lines_the_callers_are_shown_once() -> None:
     assert [frame.line for frame in others.callers] == [21, 27]
 
 
-def test_a_line_of_the_script_itself_is_shown_where_the_others_came_by_another_one() -> None:
+def test_source_side_shows_script_line_that_differs_from_peers() -> None:
     one = rank(0, (at(29, "<module>"),), "sleep")
     inside = rank(0, (at(6, "broadcast_from"), at(29, "<module>")), "sleep")
     other = rank(1, (at(22, "main"), at(27, "<module>")), "sleep")
@@ -99,7 +99,7 @@ def test_a_line_of_the_script_itself_is_shown_where_the_others_came_by_another_o
     assert [place.frame.line for place in sides(job(inside, other), culprit(0, 6))[0].places] == [6, 29]
 
 
-def test_the_rank_itself_stands_beside_its_worker_and_a_named_thread_beside_its_rank() -> None:
+def test_source_side_shows_worker_thread_or_child_with_rank() -> None:
     worker = process(91, in_worker(12), "sleep", role="dataloader worker")
     evidence = job(waiting(0), rank(1, in_loader(30), "poll", children=[worker]), waiting(2))
     side = sides(evidence)[0]
@@ -115,13 +115,13 @@ def test_the_rank_itself_stands_beside_its_worker_and_a_named_thread_beside_its_
     assert [(place.frame.line, place.whose) for place in side.places] == [(7, ""), (9, "child 92")]
 
 
-def test_a_line_of_the_past_is_followed_by_where_the_rank_is_now() -> None:
+def test_source_side_of_past_line_shows_current_line() -> None:
     evidence = job(waiting(0, line=50), waiting(1, line=60))
     side = sides(evidence, culprit(0, 40))[0]
     assert [(place.frame.line, place.whose) for place in side.places] == [(40, ""), (50, "now")]
 
 
-def test_a_caught_exception_is_followed_by_the_handler_that_caught_it() -> None:
+def test_source_side_of_caught_exception_shows_its_handler() -> None:
     caught = CaughtException("ValueError", "", 1.0, at(40, "decode"), at(62))
     other = replace(caught, caught=at(66))  # which the reason doesn't speak of
     evidence = job(waiting(0, line=50, more={"caught": (other, caught)}), waiting(1, line=60))
@@ -130,14 +130,14 @@ def test_a_caught_exception_is_followed_by_the_handler_that_caught_it() -> None:
     assert [(place.frame.line, place.whose) for place in side.places] == [(40, ""), (62, "caught"), (50, "now")]
 
 
-def test_a_recorded_frame_is_the_same_line_as_the_one_of_the_stack() -> None:
+def test_source_side_matches_recorded_frame_to_stack() -> None:
     """The record has ``close``, the stack ``Trainer.close``."""
     evidence = job(rank(0, (at(12, "Trainer.close"), at(29, "<module>")), "futex"), waiting(1))
     side = sides(evidence, culprit(0, 12, "close"))[0]
     assert [(place.frame.function, place.whose) for place in side.places] == [("Trainer.close", ""), ("<module>", "")]
 
 
-def test_the_same_reason_of_several_ranks_is_given_once() -> None:
+def test_source_side_states_shared_reason_once() -> None:
     evidence = job(*(rank(n, in_user(7), "sleep") for n in range(3)), waiting(3))
     both = [culprit(n, 7, reason=f"Rank {n} polls at train.py:7.") for n in range(3)]
     assert sides(evidence, *both)[0].does == "Each of ranks 0-2 polls at train.py:7."
@@ -145,7 +145,7 @@ def test_the_same_reason_of_several_ranks_is_given_once() -> None:
     assert sides(evidence, *others)[0].does == "Rank 0 polls 0. Rank 1 polls 1. Rank 2 polls 2."
 
 
-def test_ranks_at_one_line_in_several_groups_are_told_apart() -> None:
+def test_source_side_separates_ranks_by_group() -> None:
     groups = {"1": (0, 1), "2": (0, 1)}
     ranks = [
         waiting(n, flight=record(entry("all_reduce", 1, done=False, group=str(n + 1)), groups=groups)) for n in (0, 1)
@@ -154,7 +154,7 @@ def test_ranks_at_one_line_in_several_groups_are_told_apart() -> None:
     assert side.does.endswith("In group '1' rank 0; in group '2' rank 1.")
 
 
-def test_without_any_frame_a_culprit_still_has_its_side() -> None:
+def test_culprit_without_frame_has_source_side() -> None:
     error = RankException("ValueError", "no frames", 1.0)
     evidence = job(rank(0, more={"exception": error}), waiting(1), outcome="crash")
     verdict: Verdict = diagnose(evidence)

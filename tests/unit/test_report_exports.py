@@ -22,7 +22,7 @@ def trace_of(evidence: Evidence) -> list[dict[str, Any]]:
     return events
 
 
-def test_a_trace_is_what_the_trace_event_format_asks_for() -> None:
+def test_perfetto_events_follow_trace_event_format() -> None:
     events = trace_of(incidents.hang(4).evidence)
     assert {event["ph"] for event in events} == {"M", "X"}
     for event in events:
@@ -38,7 +38,7 @@ def test_a_trace_is_what_the_trace_event_format_asks_for() -> None:
     assert begun == sorted(begun) and begun[0] == 0
 
 
-def test_the_calls_of_a_thread_never_overlap_which_no_viewer_could_draw() -> None:
+def test_perfetto_calls_on_same_track_never_overlap() -> None:
     hang = incidents.hang(64, nodes=8).evidence
     late = [replace(entry("all_reduce", n), created_ns=10**9 + 1001 * (n ^ 1)) for n in range(1, 9)]  # by two threads
     for events in (trace_of(hang), trace_of(job(rank(0, in_user(7), flight=record(*late))))):
@@ -57,7 +57,7 @@ def test_the_calls_of_a_thread_never_overlap_which_no_viewer_could_draw() -> Non
         assert set(tracks) == named
 
 
-def test_names_that_are_hostile_stay_ascii_text() -> None:
+def test_perfetto_hostile_names_stay_ascii() -> None:
     facts = CaseFacts.of(incidents.hostile().evidence)
     document = exports.perfetto(facts, incidents.EVIL + "\ud800\x7f")
     text = exports.as_json(document)
@@ -65,7 +65,7 @@ def test_names_that_are_hostile_stay_ascii_text() -> None:
     assert json.loads(text) == document
 
 
-def test_a_rank_is_a_process_and_its_pending_call_lasts_until_the_evidence_was_taken() -> None:
+def test_perfetto_pending_call_lasts_until_end_of_evidence() -> None:
     events = trace_of(incidents.hang(4).evidence)
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {n: f"rank {n} on node1" for n in range(4)}
@@ -74,7 +74,7 @@ def test_a_rank_is_a_process_and_its_pending_call_lasts_until_the_evidence_was_t
     assert last["dur"] == 30e6 and last["args"]["at"] == "/home/me/train.py:12 evaluate"
 
 
-def test_of_thousands_of_ranks_a_trace_has_the_newest_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_perfetto_of_many_ranks_keeps_newest_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exports, "MOST_EVENTS", 64 * 10)
     calls = [event for event in trace_of(incidents.hang(64).evidence) if event["ph"] == "X"]
     assert len(calls) == 64 * 10 and {call["args"]["number"] for call in calls} == set(range(66, 76))

@@ -15,7 +15,7 @@ def stack(*places: str) -> tuple[Frame, ...]:
     return tuple(Frame("train.py", int(line), name) for name, line in reversed(names))
 
 
-def test_ranks_part_where_their_lines_differ() -> None:
+def test_stack_tree_branches_where_lines_differ() -> None:
     waits, logs = stack("main:9", "step:4", "all_reduce:7"), stack("main:9", "step:5", "log:2")
     tree = stack_tree({0: waits, 1: logs, 2: waits, 3: waits}, range(5))
     assert tree_lines(tree) == [
@@ -30,7 +30,7 @@ def test_ranks_part_where_their_lines_differ() -> None:
     ]
 
 
-def test_a_stack_that_ends_where_others_go_on() -> None:
+def test_stack_tree_marks_stack_that_ends_at_branch() -> None:
     tree = stack_tree({0: stack("main:9"), 1: stack("main:9", "step:4"), 2: stack("main:9", "step:4")}, range(3))
     assert tree_lines(tree) == [
         "ranks 0-2",
@@ -41,27 +41,27 @@ def test_a_stack_that_ends_where_others_go_on() -> None:
     ]
 
 
-def test_nothing_in_common() -> None:
+def test_stack_tree_without_common_frame_has_separate_roots() -> None:
     tree = stack_tree({0: stack("a:1"), 1: stack("b:1")}, [0, 1])
     assert [branch.ranks for branch in tree] == ["0", "1"]
     assert stack_tree({}, range(4)) == ()
     assert stack_tree({0: ()}, range(4)) == ()
 
 
-def test_a_long_run_is_cut_in_its_middle() -> None:
+def test_stack_tree_cuts_long_run_in_middle() -> None:
     frames = stack(*(f"f{n}:{n}" for n in range(100)))
     lines = tree_lines(stack_tree({0: frames, 1: frames}, range(2)), frames=10)
     assert lines[1] == "  train.py:0 f0" and lines[-1] == "  train.py:99 f99"
     assert "  ... 90 more" in lines and len(lines) == 12
 
 
-def test_a_large_tree_is_cut_at_its_end() -> None:
+def test_large_stack_tree_is_cut_at_end() -> None:
     tree = stack_tree({rank: stack("main:1", f"f{rank}:2") for rank in range(300)}, range(300))
     lines = tree_lines(tree, lines=50)
     assert len(lines) == 51 and lines[-1] == "... 552 more lines"
 
 
-def test_a_recursion_caught_at_every_depth_is_no_danger() -> None:
+def test_stack_tree_of_recursion_has_bounded_depth() -> None:
     tree = stack_tree({rank: stack(*["again:1"] * (rank + 1)) for rank in range(400)}, range(400))
     depth = 0
     branches = tree
@@ -72,7 +72,7 @@ def test_a_recursion_caught_at_every_depth_is_no_danger() -> None:
     assert all(isinstance(branch, StackBranch) and branch.count for branch in tree)
 
 
-def test_thousands_of_ranks_that_all_differ_are_merged_quickly() -> None:
+def test_stack_tree_merges_thousands_of_ranks_in_linear_time() -> None:
     """Linear: twice the ranks take about twice the time, measured against merging itself."""
 
     def taken(ranks: int) -> float:
@@ -106,16 +106,16 @@ def rank(number: int, local: int, gpu: str = "", message: str = "", **batches: i
     )
 
 
-def test_without_devices_and_loaders_nothing_is_said() -> None:
+def test_contract_without_devices_and_loaders_is_empty() -> None:
     assert (contract.devices(job(rank(0, 0))), contract.batches(job(rank(0, 0)))) == ("", "")
 
 
-def test_each_local_rank_has_its_device() -> None:
+def test_contract_lists_device_of_each_local_rank() -> None:
     nodes = job(rank(0, 0, "0"), rank(1, 1, "1"), rank(2, 0, "0"), rank(3, 1, "GPU-5ac1e2d3-77"))
     assert contract.devices(nodes) == "local rank 0: GPU 0, 1: GPU 1 or GPU-5ac1e2d3"
 
 
-def test_a_rank_taken_for_a_device_is_named() -> None:
+def test_contract_names_rank_used_as_device_number() -> None:
     message = "CUDA error: invalid device ordinal"
     second = job(rank(0, 0, "0"), rank(1, 0, message=message))
     assert contract.devices(second).endswith(
@@ -124,7 +124,7 @@ def test_a_rank_taken_for_a_device_is_named() -> None:
     assert "LOCAL_RANK" not in contract.devices(job(rank(1, 1, message=message))), "they are the same on one node"
 
 
-def test_the_batch_of_a_rank_is_not_that_of_a_step() -> None:
+def test_contract_has_batch_per_rank_and_step() -> None:
     assert contract.batches(job(rank(0, 0, loader=32), rank(1, 1, loader=32))) == (
         "32 (loader) a rank, 64 a step if all 2 ranks are data-parallel"
     )
@@ -133,12 +133,12 @@ def test_the_batch_of_a_rank_is_not_that_of_a_step() -> None:
     assert contract.batches(uneven) == "not the same on all ranks: 32 (loader) or 16 (loader)"
 
 
-def test_the_world_is_told_with_its_mesh() -> None:
+def test_contract_world_has_mesh_dimensions() -> None:
     assert contract.world(8, (("dp", 2), ("tp", 4))) == "8 ranks = dp 2 x tp 4"
     assert (contract.world(8), contract.world(0)) == ("8 ranks", "")
 
 
-def test_a_long_list_of_ranks_is_capped_in_a_sentence() -> None:
+def test_long_rank_list_is_capped_in_sentence() -> None:
     assert rank_words(range(3, 64, 4)) == "ranks " + ",".join(str(rank) for rank in range(3, 64, 4)), "16 are whole"
     scattered = [*range(0, 200, 2), 500, 501, 502]
     assert rank_words(scattered) == "ranks 0,2,4,6,8,10,12,14 and 95 more"

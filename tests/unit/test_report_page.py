@@ -100,7 +100,7 @@ def marked(side: dict[str, Any], mark: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["two", "four", "sixty-four"])
-def test_the_code_shows_each_side_with_its_guard_whatever_the_number_of_ranks(name: str) -> None:
+def test_page_code_shows_guard_of_each_side(name: str) -> None:
     made = incident_page(name)
     world = made["head"]["facts"]
     culprit, *others = made["code"]
@@ -115,7 +115,7 @@ def test_the_code_shows_each_side_with_its_guard_whatever_the_number_of_ranks(na
     assert any("keeps rank" in note and "from here" in note for note in notes)
 
 
-def test_the_next_command_stands_on_the_page_unless_it_is_what_was_typed() -> None:
+def test_page_shows_next_command_unless_it_was_typed() -> None:
     ranks = [waiting(n, flight=record(*past(3), entry("nccl:all_reduce", 4, line=50))) for n in range(2)]
     evidence = job(*ranks, launched=Launched(("--nproc-per-node=2", "train.py", "--name", "my run"), (), "2.13.0"))
     verdict = diagnose(evidence)
@@ -133,13 +133,13 @@ def test_the_next_command_stands_on_the_page_unless_it_is_what_was_typed() -> No
     ("typed", "shown"),
     [(("--nproc-per-node=2", "my train.py"), "safelaunch --nproc-per-node=2 'my train.py'"), ((), "torchrun train.py")],
 )
-def test_the_head_has_the_command_as_it_was_typed(typed: tuple[str, ...], shown: str) -> None:
+def test_page_head_has_command_as_typed(typed: tuple[str, ...], shown: str) -> None:
     evidence = job(waiting(0), waiting(1))
     about = ReportHeader(launch=LaunchFacts(command=("torchrun", "train.py"), typed=typed))
     assert page.content(diagnose(evidence), evidence, about=about)["head"]["command"] == shown
 
 
-def test_the_command_that_was_typed_stands_there_once(draw: Show) -> None:
+def test_page_shows_typed_command_once(draw: Show) -> None:
     typed = ("--nproc-per-node=2", "train.py")
     evidence = job(waiting(0), rank(1, in_user(7), "sleep"), launched=Launched(typed, (), "2.13.0"))
     made = page.content(diagnose(evidence), evidence, about=ReportHeader(launch=LaunchFacts(command=(), typed=typed)))
@@ -148,7 +148,7 @@ def test_the_command_that_was_typed_stands_there_once(draw: Show) -> None:
     assert "safelaunch --nproc-per-node=2 train.py" in opened.text("#run")
 
 
-def test_the_head_says_what_the_confidence_is_about(draw: Show) -> None:
+def test_page_head_says_what_confidence_is_about(draw: Show) -> None:
     evidence = job(waiting(0), rank(1, in_user(7), "sleep"))
     proof = (ProofEdge("rank 0", ("rank 1",), "rank 1 to join", ""),)
     verdict = replace(diagnose(evidence), confidence="medium", doubts=("No record tells.",), proof=proof)
@@ -158,7 +158,7 @@ def test_the_head_says_what_the_confidence_is_about(draw: Show) -> None:
     assert bare["head"]["sure"] == "Medium confidence"
 
 
-def test_processes_whose_rank_is_unknown_are_shown_by_their_labels(draw: Show) -> None:
+def test_page_shows_processes_of_unknown_rank_by_label(draw: Show) -> None:
     ranks = [rank(number, in_user(7) if number == 2 else in_c10d("all_reduce", 9)) for number in range(3)]
     labels = {number: f"process {700 + number}" for number in range(3)}
     opened = draw(page_of(replace(job(*ranks), labels=labels, world_guessed=True)))
@@ -167,7 +167,7 @@ def test_processes_whose_rank_is_unknown_are_shown_by_their_labels(draw: Show) -
     assert not re.search(r"\branks? \d", text, re.IGNORECASE)
 
 
-def test_a_rank_that_has_ended_is_shown_at_the_loop_that_it_left() -> None:
+def test_page_code_shows_ended_rank_at_loop_it_left() -> None:
     """Not at the line at which its peers wait, and what the peers did is over."""
     source = "for batch in batches:\n    loss(batch)\n    dist.all_reduce(loss)\n"
     done = {"exit": RankExit(0, 100.0)}
@@ -185,7 +185,7 @@ def test_a_rank_that_has_ended_is_shown_at_the_loop_that_it_left() -> None:
     assert "Steps: 60." in others["does"] and others["does"].startswith("Waited in all_reduce")
 
 
-def test_ranks_that_are_alike_are_one_lane_and_one_row() -> None:
+def test_page_groups_similar_ranks_into_lane_and_row() -> None:
     made = incident_page("sixty-four")
     assert [row["r"] for row in made["rows"]] == ["0", "1-63"]
     lanes = made["timeline"]["lanes"]
@@ -194,7 +194,7 @@ def test_ranks_that_are_alike_are_one_lane_and_one_row() -> None:
     assert (made["timeline"]["groups"][group][0], number) == ("default_pg", 75)
 
 
-def test_lanes_show_the_calls_of_their_own_ranks() -> None:
+def test_page_lane_shows_calls_of_its_ranks() -> None:
     """Also where records are plain tuples, each of which gets a table of kinds of its own."""
     sizes = range(1, 41)
     entries = [record(*past(2), entry("all_reduce", 3, line=50, size=(size,))) for size in sizes]
@@ -205,20 +205,20 @@ def test_lanes_show_the_calls_of_their_own_ranks() -> None:
     assert {made["kinds"][lane["k"][-1]][5] for lane in made["lanes"]} == {"waits"}
 
 
-def test_a_rank_that_never_entered_the_call_is_marked_in_its_lane() -> None:
+def test_page_lane_marks_rank_absent_from_call() -> None:
     evidence = job(waiting(0), rank(1, in_user(7), "sleep", flight=behind()), waiting(2))
     made = page.content(diagnose(evidence), evidence)["timeline"]
     assert made["part"] == [0, 4]
     assert [(lane["r"], lane["a"]) for lane in made["lanes"]] == [("1", 1), ("0,2", 0)]
 
 
-def test_a_rank_at_fault_without_a_record_keeps_its_lane() -> None:
+def test_page_keeps_lane_of_culprit_without_record() -> None:
     evidence = job(waiting(0), rank(1, in_user(7), "stop"), waiting(2))
     made = page.content(diagnose(evidence), evidence)["timeline"]
     assert [(lane["r"], lane["c"], len(lane["k"])) for lane in made["lanes"]] == [("1", 1, 0), ("0,2", 0, 4)]
 
 
-def test_those_at_fault_in_several_groups_are_parted_in_theirs_and_not_in_the_group_of_all() -> None:
+def test_page_timeline_diverges_in_groups_of_culprits() -> None:
     groups = {"0": (0, 1, 2), "1": (1, 2), "2": (1, 2)}
     mine = {n: entry("all_reduce", 1, done=False, group=str(n)) for n in (1, 2)}
     ranks = [waiting(0, flight=record(*past(3), entry("all_reduce", 4), groups=groups))]
@@ -230,7 +230,7 @@ def test_those_at_fault_in_several_groups_are_parted_in_theirs_and_not_in_the_gr
     assert made["mixed"] == 1 and made["groups"][made["part"][0]][0] != "default_pg"
 
 
-def test_ranks_that_differ_in_an_argument_alone_part_at_the_call_they_share() -> None:
+def test_page_timeline_diverges_at_shared_call_with_different_argument() -> None:
     ranks = [waiting(n, "broadcast", flight=record(*past(3), entry("broadcast", 4, done=False))) for n in range(3)]
     evidence = job(*ranks)
     verdict = diagnose(evidence)
@@ -241,7 +241,7 @@ def test_ranks_that_differ_in_an_argument_alone_part_at_the_call_they_share() ->
     assert page.content(named, evidence)["timeline"]["part"] == [0, 4]
 
 
-def test_a_job_that_was_seen_at_one_step_says_so_in_words(draw: Show) -> None:
+def test_page_steps_of_single_step_are_text(draw: Show) -> None:
     one = progress(0, 5)
     ranks = [replace(rank(0, in_user(7), "sleep"), progress=replace(one, last_step_ns=10**9)), waiting(1)]
     opened = draw(page_of(job(*ranks, threshold_s=2.0)))
@@ -250,7 +250,7 @@ def test_a_job_that_was_seen_at_one_step_says_so_in_words(draw: Show) -> None:
 
 
 @pytest.mark.slow
-def test_thousands_of_ranks_make_a_small_page() -> None:
+def test_page_of_thousands_of_ranks_is_small() -> None:
     text = html_of("thousands")
     assert len(text.encode()) < 5_000_000
     made = json.loads(data_of(text))
@@ -264,7 +264,7 @@ def data_of(text: str) -> str:
     return found[1]
 
 
-def test_the_page_loads_nothing_and_runs_only_its_own_script() -> None:
+def test_page_loads_nothing_and_runs_only_its_script() -> None:
     text = html_of("four")
     shell = text.replace(data_of(text), "")
     assert "default-src 'none'" in shell and "'unsafe-inline'" not in shell
@@ -274,14 +274,14 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script() -> None:
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
 
 
-def test_nothing_of_the_job_can_end_the_block_that_it_stands_in() -> None:
+def test_page_data_block_cannot_be_ended_by_job_text() -> None:
     text = html_of("hostile")
     assert "<" not in data_of(text) and "&" not in data_of(text)
     assert text.count("<script") == 2 and "<img" not in text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
 
 
-def test_a_crash_shows_the_users_traceback_and_no_frame_of_ours() -> None:
+def test_page_of_crash_shows_only_user_frames() -> None:
     made = incident_page("crash")
     assert not [frame for frame in made["frames"] if "safelaunch" in frame[0]]
     culprit = made["code"][0]
@@ -291,7 +291,7 @@ def test_a_crash_shows_the_users_traceback_and_no_frame_of_ours() -> None:
     assert made["frames"][made["stacks"][failed["st"]][0]][2] == "forward"
 
 
-def test_an_exception_whose_traceback_is_lost_still_shows_a_page() -> None:
+def test_page_of_exception_without_traceback_is_made() -> None:
     error = RankException("ValueError", "no frames", 100.0)
     evidence = job(
         rank(
@@ -309,7 +309,7 @@ def test_an_exception_whose_traceback_is_lost_still_shows_a_page() -> None:
 
 @pytest.mark.parametrize("timing", [True, False])
 @pytest.mark.parametrize("name", nccl_cases.CASES)
-def test_the_groups_say_what_the_title_says(name: str, timing: bool, tmp_path: Path) -> None:
+def test_page_groups_agree_with_rank_waits(name: str, timing: bool, tmp_path: Path) -> None:
     recorders = nccl_cases.ranks(nccl_formats.NEWEST, timing=timing)
     nccl_cases.CASES[name].play(recorders)
     evidence = locate.read(nccl_formats.write(tmp_path / "dumps", recorders)).evidence
@@ -324,7 +324,7 @@ def test_the_groups_say_what_the_title_says(name: str, timing: bool, tmp_path: P
             assert does.startswith("has queued") and entered == completed
 
 
-def test_reports_of_plain_dumps_have_no_column_of_what_no_dump_holds() -> None:
+def test_reports_of_plain_dumps_omit_empty_columns() -> None:
     made = incident_page("dumps")
     assert {row["state"] for row in made["rows"]} == {""}
     one = incidents.ALL["dumps"]()
@@ -332,14 +332,14 @@ def test_reports_of_plain_dumps_have_no_column_of_what_no_dump_holds() -> None:
     assert "| rank | doing | at |" in text and "not seen" not in text and "## Stacks" not in text
 
 
-def test_secrets_are_taken_out_of_source_lines() -> None:
+def test_page_redacts_source_lines() -> None:
     one = incidents.hang(2)
     said = lambda text: text.replace("all_reduce", "REDACTED")  # noqa: E731
     made = page.content(one.verdict, one.evidence, read_source=incidents.read_source, said=said)
     assert "dist.REDACTED(loss)" in marked(made["code"][1], "here")
 
 
-def test_nodes_that_are_alike_are_one_row_and_what_stands_out_is_told() -> None:
+def test_page_groups_similar_nodes_and_notes_deviations() -> None:
     made = incident_page("thousands")["nodes"]
     assert [(row["hosts"], row["n"], row["c"]) for row in made["rows"]] == [
         ("node1", 1, 1),
@@ -354,7 +354,7 @@ def test_nodes_that_are_alike_are_one_row_and_what_stands_out_is_told() -> None:
     assert len(made["every"]) == 512 and len(made["versions"]) == 1
 
 
-def test_nodes_whose_mtu_differs_are_rows_of_their_own() -> None:
+def test_page_nodes_with_different_mtu_have_separate_rows() -> None:
     evidence = incidents.hang(2).evidence
     mtus = {"n1": 9000, "n2": 9000, "n3": 1500}
     files = tuple(NodeSummary(host, network=(Link("eth0", "up", f"MTU {mtu}"),)) for host, mtu in mtus.items())
@@ -363,7 +363,7 @@ def test_nodes_whose_mtu_differs_are_rows_of_their_own() -> None:
     assert rows == {"n[1-2]": "eth0 (MTU 9000)", "n3": "eth0 (MTU 1500)"}
 
 
-def test_the_log_of_every_node_does_not_make_a_page_too_large() -> None:
+def test_page_with_log_of_every_node_is_small() -> None:
     evidence = incidents.hang(2).evidence
     lines = tuple("x" * 300 for _ in range(40))
     files = tuple(NodeSummary(f"n{at}", kernel_log=(str(at), *lines)) for at in range(512))
@@ -382,11 +382,11 @@ def test_the_log_of_every_node_does_not_make_a_page_too_large() -> None:
         (list("abcdefgh"), "a, b, c, d, e, f and 2 more"),
     ],
 )
-def test_names_of_hosts_are_written_as_slurm_does(hosts: list[str], words: str) -> None:
+def test_host_names_are_folded_like_slurm(hosts: list[str], words: str) -> None:
     assert hosts_word(hosts) == words
 
 
-def test_the_head_names_ranks_on_a_gpu_that_is_not_theirs() -> None:
+def test_page_head_names_ranks_on_wrong_gpu() -> None:
     assert "share" not in dict(incident_page("four")["head"]["facts"]).get("devices", "")
     one = incidents.hang(2)
     (node,) = one.about.nodes
@@ -399,7 +399,7 @@ def test_the_head_names_ranks_on_a_gpu_that_is_not_theirs() -> None:
     assert words.startswith("local rank 0: GPU 0, 1: GPU 1")
 
 
-def test_ranks_that_differ_in_a_pid_or_in_the_state_they_were_caught_in_are_one_row() -> None:
+def test_page_rows_differing_only_in_numbers_are_merged() -> None:
     rows = [
         RankRow(n, "a", n, 5, "S futex" if n % 2 else "R", f"waits for pid {100 + n}, 3.{n} s", None) for n in range(4)
     ]
@@ -415,7 +415,7 @@ def test_ranks_that_differ_in_a_pid_or_in_the_state_they_were_caught_in_are_one_
 
 
 @pytest.mark.parametrize("name", [name for name in incidents.ALL if name != "hostile"])
-def test_every_page_is_drawn_without_an_error_and_fits_a_phone(show: Show, name: str) -> None:
+def test_page_is_drawn_without_error_and_fits_phone(show: Show, name: str) -> None:
     opened = show(name)
     assert opened.text("#cause") == incident_page(name)["head"]["cause"]
     for width in (1920, 390):
@@ -427,7 +427,7 @@ def test_every_page_is_drawn_without_an_error_and_fits_a_phone(show: Show, name:
     assert opened.errors == []
 
 
-def test_a_page_of_thousands_is_painted_at_once_and_its_culprit_is_found(show: Show) -> None:
+def test_page_of_thousands_is_searchable(show: Show) -> None:
     opened = show("thousands")
     assert opened.texts("[data-lane]") == ["rank 0", "ranks 1-4095"]  # ranks 1-7 differ in another group alone
     opened.value("document.querySelector('#timeline select').value = '-1'")
@@ -444,7 +444,7 @@ def test_a_page_of_thousands_is_painted_at_once_and_its_culprit_is_found(show: S
 
 
 @pytest.mark.parametrize("name", ["two", "four", "crash", "sixty-four"])
-def test_the_code_at_fault_is_on_the_first_screen_and_files_are_below(show: Show, name: str) -> None:
+def test_page_first_screen_shows_code_at_fault(show: Show, name: str) -> None:
     opened = show(name)
     box = "document.querySelector('{}').getBoundingClientRect()"
     code = opened.value(f"{box.format('.side.culprit .source')}.bottom")
@@ -453,7 +453,7 @@ def test_the_code_at_fault_is_on_the_first_screen_and_files_are_below(show: Show
         assert opened.value(f"{box.format(below)}.top") > code
 
 
-def test_the_axis_of_the_steps_is_broken_where_its_scale_changes(draw: Show) -> None:
+def test_page_step_axis_is_broken_where_scale_changes(draw: Show) -> None:
     """However long nothing has moved, the steps keep half of the width; up to there the scale is one."""
     for stood_s, words in ((600.0, "from here on, time is drawn 25 times denser"), (5.0, "")):
         history = tuple((int((1000 - stood_s - 24 + step / 2.5) * 1e9), step) for step in range(61))
@@ -465,7 +465,7 @@ def test_the_axis_of_the_steps_is_broken_where_its_scale_changes(draw: Show) -> 
         assert opened.errors == []
 
 
-def test_a_healthy_job_is_no_alarm(show: Show) -> None:
+def test_page_of_healthy_job_is_not_red(show: Show) -> None:
     colour = "getComputedStyle(document.querySelector('#cause')).color"
     ink = "getComputedStyle(document.querySelector('h1')).color"
     opened = show("dump")
@@ -476,7 +476,7 @@ def test_a_healthy_job_is_no_alarm(show: Show) -> None:
     assert ["\x1b[1;31m" in text for text in screens] == [False, True]
 
 
-def test_what_hung_is_read_from_top_to_bottom(show: Show) -> None:
+def test_page_of_hang_has_summary_facts_code_and_links(show: Show) -> None:
     opened = show("four")
     assert opened.text("#summary").startswith("Rank 0 waits in all_gather at train.py:12 (evaluate)")
     assert "High confidence: no conflicting evidence." in opened.text("#confidence")
@@ -501,7 +501,7 @@ def test_what_hung_is_read_from_top_to_bottom(show: Show) -> None:
     assert opened.errors == []
 
 
-def test_the_timeline_is_walked_zoomed_and_switched_by_keyboard(show: Show) -> None:
+def test_page_timeline_works_by_keyboard(show: Show) -> None:
     opened = show("four")
     said = "#timeline-said"
     opened.focus("#timeline canvas")
@@ -526,7 +526,7 @@ def test_the_timeline_is_walked_zoomed_and_switched_by_keyboard(show: Show) -> N
     assert opened.errors == []
 
 
-def test_the_keys_of_the_timeline_skip_a_lane_without_calls(draw: Show) -> None:
+def test_page_timeline_keys_skip_lane_without_calls(draw: Show) -> None:
     opened = draw(page_of(job(waiting(0), rank(1, in_user(7), "stop"), waiting(2, line=60))))
     assert opened.texts("[data-lane]")[0] == "rank 1"
     opened.focus("#timeline canvas")
@@ -539,7 +539,7 @@ def test_the_keys_of_the_timeline_skip_a_lane_without_calls(draw: Show) -> None:
     assert opened.errors == []
 
 
-def test_stacks_fold_and_ranks_unfold_by_keyboard(show: Show) -> None:
+def test_page_stacks_and_ranks_unfold_by_keyboard(show: Show) -> None:
     opened = show("crash")
     assert "Ranks 0,2-3" in opened.text(".tree")
     opened.focus(".tree details details summary")
@@ -561,7 +561,7 @@ def test_stacks_fold_and_ranks_unfold_by_keyboard(show: Show) -> None:
     assert opened.errors == []
 
 
-def test_the_command_can_be_copied(show: Show) -> None:
+def test_page_command_can_be_copied(show: Show) -> None:
     opened = show("four")
     opened.value(
         "Object.defineProperty(navigator, 'clipboard', {value: {writeText: (text) => { window.copied = text;"
@@ -576,7 +576,7 @@ def test_the_command_can_be_copied(show: Show) -> None:
     )
 
 
-def test_hostile_names_stay_text(show: Show) -> None:
+def test_page_shows_hostile_names_as_text(show: Show) -> None:
     opened = show("hostile")
     opened.value("document.querySelectorAll('.who, .plain').forEach((button) => button.click())")
     opened.value("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
@@ -588,7 +588,7 @@ def test_hostile_names_stay_text(show: Show) -> None:
     assert opened.errors == []
 
 
-def test_numbers_that_a_page_cannot_hold_are_left_out() -> None:
+def test_page_data_omits_nan_and_infinity() -> None:
     evidence = replace(incidents.hang(2).evidence, stall_s=float("inf"), threshold_s=float("nan"))
     about = ReportHeader(at_unix_s=float("inf"), nodes=(NodeSummary("a", load=(float("nan"), float("inf"))),))
     json.loads(data_of(page_of(evidence, about)), parse_constant=pytest.fail)
@@ -626,7 +626,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_all_text_has_the_contrast_that_wcag_asks_for(theme: int) -> None:
+def test_page_text_contrast_meets_wcag(theme: int) -> None:
     colours = palettes()[theme]
     for text, grounds in _TEXT_ON.items():
         for ground in grounds:
@@ -649,7 +649,7 @@ _BROKEN_IDS = """(() => {
 
 
 @pytest.mark.parametrize("name", ["four", "crash", "nothing", "thousands"])
-def test_a_screen_reader_finds_its_way(show: Show, name: str) -> None:
+def test_page_has_headings_landmarks_and_names_for_screen_readers(show: Show, name: str) -> None:
     opened = show(name)
     opened.value("document.querySelectorAll('.who').forEach((button) => button.click())")
     levels = opened.value(_HEADINGS)
@@ -667,7 +667,7 @@ def test_a_screen_reader_finds_its_way(show: Show, name: str) -> None:
     assert opened.errors == []
 
 
-def test_the_tab_key_goes_through_the_page_in_the_order_that_is_read(show: Show) -> None:
+def test_page_tab_order_follows_reading_order(show: Show) -> None:
     opened = show("four")
     opened.press("Tab")
     assert opened.value("document.activeElement.className") == "skip"
@@ -686,7 +686,7 @@ def test_the_tab_key_goes_through_the_page_in_the_order_that_is_read(show: Show)
     assert seen == sorted(seen, key=order.index)  # each place once
 
 
-def test_a_phone_shows_whole_words_in_every_table(show: Show) -> None:
+def test_page_tables_on_phone_show_whole_words(show: Show) -> None:
     for name in ("thousands", "four", "crash"):
         opened = show(name)
         opened.size(375, mobile=True)
@@ -701,7 +701,7 @@ def test_a_phone_shows_whole_words_in_every_table(show: Show) -> None:
         assert opened.value("document.documentElement.scrollWidth") <= 375
 
 
-def test_nodes_unfold_by_keyboard(show: Show) -> None:
+def test_page_nodes_unfold_by_keyboard(show: Show) -> None:
     opened = show("thousands")
     assert opened.texts("#nodes .who") == ["node1", "node7", "node[2-6,8-512]"]
     opened.focus("#nodes tr:nth-child(3) .who")

@@ -113,12 +113,12 @@ EVERY = pytest.mark.parametrize(("name", "width"), [(name, width) for name in SC
 
 
 @EVERY
-def test_the_screen_is_as_it_was(name: str, width: int) -> None:
+def test_screen_matches_golden_file(name: str, width: int) -> None:
     golden.compare(f"verdict_screens/{name}-{width}.txt", shown(SCREENS[name], width))
 
 
 @EVERY
-def test_no_line_breaks_within_a_word_or_a_path(name: str, width: int) -> None:
+def test_screen_breaks_no_word_or_path(name: str, width: int) -> None:
     verdict = SCREENS[name]
     lines = shown(verdict, width).splitlines()
     told = [text for text in verdict.suggestions if "safelaunch --preset" not in text]  # that is the last but one line
@@ -132,35 +132,35 @@ def test_no_line_breaks_within_a_word_or_a_path(name: str, width: int) -> None:
     assert all(len(line) <= width for line in lines if line not in copied)
 
 
-def test_the_bundles_path_is_the_last_line_and_whole_at_any_width() -> None:
+def test_screen_last_line_is_whole_bundle_path() -> None:
     for width in (10, 40, 120):
         assert shown(MISMATCH, width).splitlines()[-1] == f"safelaunch: bundle: {BUNDLE}"
 
 
-def test_one_claim_has_all_its_files() -> None:
+def test_screen_merged_claim_lists_all_files() -> None:
     text = shown(TRANSPORT, 200)
     assert text.count("#31") == 1
     assert "each of ranks 0-2: pending: all_reduce #31 of group '0', bfloat16[4096,1024]" in text
     assert all(f"ranks/{n}/flight_recorder.json" in text for n in range(3))
 
 
-def test_a_claim_that_the_summary_has_is_not_told_again() -> None:
+def test_screen_omits_claim_already_in_summary() -> None:
     assert shown(MISMATCH, 120).count("never reach") == 1
 
 
-def test_the_next_command_is_told_once() -> None:
+def test_screen_shows_next_command_once() -> None:
     text = shown(TRANSPORT, 120)
     assert text.count("--preset nccl-debug") == 1
     assert text.splitlines()[-3] == f"safelaunch:     {COMMAND}"
 
 
-def test_the_page_of_the_bundle_is_named_above_it() -> None:
+def test_screen_names_page_above_bundle() -> None:
     assert shown(MISMATCH, 60).splitlines()[-2] == "safelaunch:   details: report.html in the bundle"
     assert "report" not in screen.screen(replace(MISMATCH, culprits=MISMATCH.culprits * 5), bundle_path=BUNDLE)
 
 
 @EVERY
-def test_screen_names_the_command_that_explains_its_cause(name: str, width: int) -> None:
+def test_screen_names_explain_command_of_cause(name: str, width: int) -> None:
     command = f"safelaunch explain {SCREENS[name].cause}"
     assert sum(line.endswith(command) for line in shown(SCREENS[name], width).splitlines()) == 1
     without_page = screen.screen(SCREENS[name], bundle_path=BUNDLE, place="read from", width=width).splitlines()
@@ -171,14 +171,14 @@ def test_screen_names_the_command_that_explains_its_cause(name: str, width: int)
 # --- colour -----------------------------------------------------------------------------------------------------------
 
 
-def test_colour_changes_nothing_but_the_colour() -> None:
+def test_screen_with_colour_has_same_text() -> None:
     colored = shown(MISMATCH, 80, color=True)
     assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == shown(MISMATCH, 80)
     assert terminal_safe(colored, color=True) == colored
     assert terminal_safe(colored) == shown(MISMATCH, 80)
 
 
-def test_culprit_line_and_condition_stand_out() -> None:
+def test_screen_highlights_culprit_line_and_condition() -> None:
     colored = shown(MISMATCH, 120, color=True).splitlines()
     strong = [line for line in colored if "\x1b[1m" in line]
     assert any("rank 0 (pid 13575" in line for line in strong)
@@ -186,7 +186,7 @@ def test_culprit_line_and_condition_stand_out() -> None:
     assert any("\x1b[33mif step % 100 == 0" in line for line in colored)
 
 
-def test_a_secret_is_taken_out_of_a_line_with_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_safe_redacts_secret_split_by_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console.redact, "_function", lambda text: text.replace("hunter2", "[redacted]"))
     assert terminal_safe("\x1b[1mhunt\x1b[0mer2", color=True) == "[redacted]"
 
@@ -203,7 +203,7 @@ def test_a_secret_is_taken_out_of_a_line_with_colours(monkeypatch: pytest.Monkey
         ({"TERM": "dumb", "FORCE_COLOR": "1"}, True),
     ],
 )
-def test_colour_on_a_terminal(environ: dict[str, str], colored: bool) -> None:
+def test_colour_on_terminal_follows_environment(environ: dict[str, str], colored: bool) -> None:
     ours, theirs = pty.openpty()
     try:
         assert display(theirs, environ).color is colored
@@ -213,7 +213,7 @@ def test_colour_on_a_terminal(environ: dict[str, str], colored: bool) -> None:
 
 
 @pytest.mark.parametrize(("environ", "colored"), [({"TERM": "xterm"}, False), ({"FORCE_COLOR": "1"}, True)])
-def test_colour_in_a_pipe_only_when_forced(environ: dict[str, str], colored: bool) -> None:
+def test_colour_in_pipe_needs_force_color(environ: dict[str, str], colored: bool) -> None:
     ends = os.pipe()
     try:
         assert display(ends[1], environ) == Display(100, colored)
@@ -223,7 +223,7 @@ def test_colour_in_a_pipe_only_when_forced(environ: dict[str, str], colored: boo
 
 
 @pytest.mark.parametrize("width", [60, 132, 7])
-def test_the_width_is_that_of_the_terminal(width: int) -> None:
+def test_display_width_comes_from_terminal(width: int) -> None:
     import fcntl
     import struct
     import termios
@@ -250,7 +250,7 @@ LONG = "/home/me/experiments/of/a/long/name/safelaunch-bundles/train-20261122T02
         ("/home/me/experiments", ["bundle:", LONG.removeprefix("/home/me/experiments/")]),
     ],
 )
-def test_a_path_that_is_too_long_for_the_terminal(cwd: str, end: list[str]) -> None:
+def test_screen_long_path_is_relative_or_on_own_line(cwd: str, end: list[str]) -> None:
     """Relative if that fits, else on its own line. In a file, where programs look for it, it stays as it is."""
     shown = screen.screen(MISMATCH, bundle_path=LONG, width=80, cwd=cwd).splitlines()
     assert [line.removeprefix("safelaunch: ") for line in shown[-len(end) :]] == end
@@ -258,7 +258,7 @@ def test_a_path_that_is_too_long_for_the_terminal(cwd: str, end: list[str]) -> N
 
 
 @pytest.mark.parametrize("width", [40, 80])
-def test_a_message_on_a_terminal_breaks_between_words(width: int) -> None:
+def test_message_on_terminal_breaks_between_words(width: int) -> None:
     text = f"safelaunch:   no step for 13 s: {LONG}/early.json tells what each rank was about when it was last seen"
     parts = console._broken(text, width)
     assert all(part.startswith("safelaunch:   ") for part in parts)
@@ -267,12 +267,12 @@ def test_a_message_on_a_terminal_breaks_between_words(width: int) -> None:
     assert console._broken("safelaunch: short", width) == ["safelaunch: short"]
 
 
-def test_a_closed_descriptor_is_no_terminal() -> None:
+def test_display_of_closed_descriptor_is_no_terminal() -> None:
     assert display(987, {}) == Display(100, False)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_advice_is_told_whole_or_ends_in_dots(width: int) -> None:
+def test_screen_advice_is_whole_or_ends_in_ellipsis(width: int) -> None:
     advice = f"First {'word ' * 60}end."
     crowded = replace(MISMATCH, culprits=MISMATCH.culprits * 3, suggestions=(advice, advice))
     shown = screen.screen(crowded, bundle_path=BUNDLE, width=width)

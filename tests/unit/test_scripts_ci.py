@@ -44,6 +44,6 @@ def test_too_many_skips_fail_and_are_listed_by_reason(most: int, workers: int, c
     assert code == 0 or "    2  needs another machine" in printed
 
 
-def test_nightly_tests_run_with_whole(tmp_path: Path) -> None:
+def test_whole_option_runs_nightly_tests(tmp_path: Path) -> None:
     exit_code, printed = run(tmp_path, "--whole")
     assert exit_code == 0 and "2 passed, 2 skipped" in printed

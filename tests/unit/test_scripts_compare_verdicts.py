@@ -31,7 +31,7 @@ VERDICT: dict[str, Any] = {
         ({"suggestions": []}, "text", {"suggestions": (["Look at it."], [])}),
     ],
 )  # fmt: skip
-def test_a_difference_stands_at_its_gravest_level(changed: dict[str, Any], level: str, fields: dict[str, Any]) -> None:
+def test_verdict_difference_has_gravest_level(changed: dict[str, Any], level: str, fields: dict[str, Any]) -> None:
     found = compare_verdicts.difference(KEY, {"verdict": VERDICT}, {"verdict": {**VERDICT, **changed}})
     assert found is not None
     assert (found.level, found.fields) == (level, fields)
@@ -40,12 +40,12 @@ def test_a_difference_stands_at_its_gravest_level(changed: dict[str, Any], level
 @pytest.mark.parametrize(
     "other", [{"raised": "KeyError: 3"}, {"verdict": VERDICT, "exit": 1}, {"verdict": VERDICT, "lost": True}]
 )
-def test_what_fails_exits_otherwise_or_loses_evidence_decides_differently(other: dict[str, Any]) -> None:
+def test_failed_or_lossy_verdict_is_decision_difference(other: dict[str, Any]) -> None:
     found = compare_verdicts.difference(KEY, {"verdict": VERDICT}, other)
     assert found is not None and found.level == "decision"
 
 
-def test_the_tally_counts_what_one_version_did_not_reach() -> None:
+def test_tally_counts_cases_missing_in_other_version() -> None:
     other = (KEY[0], "another", 2)
     tallies, differences = compare_verdicts.compare({KEY: {"verdict": VERDICT}, other: {"verdict": VERDICT}},
                                                     {KEY: {"verdict": VERDICT}})  # fmt: skip
@@ -53,7 +53,7 @@ def test_the_tally_counts_what_one_version_did_not_reach() -> None:
     assert [one.name for one in differences] == ["another"]
 
 
-def test_evidence_that_travelled_leads_to_the_same_verdict(tmp_path: Path) -> None:
+def test_evidence_from_corpus_gives_same_verdict(tmp_path: Path) -> None:
     evidence = job(waiting(0), waiting(1, op="all_gather"), waiting(2))
     verdict_corpus.write(tmp_path, verdict_corpus.Case("a test", evidence))
     verdict_corpus.write(tmp_path, verdict_corpus.Case("another of the same evidence", evidence))
@@ -62,13 +62,13 @@ def test_evidence_that_travelled_leads_to_the_same_verdict(tmp_path: Path) -> No
     assert verdict_corpus.verdict_on(case, diagnose, Evidence) == {"verdict": msgspec.to_builtins(diagnose(evidence))}
 
 
-def test_a_field_that_a_version_does_not_know_is_no_silent_loss() -> None:
+def test_unknown_evidence_field_is_reported_as_lost() -> None:
     plain = msgspec.to_builtins(job(waiting(0), waiting(1)))
     plain["ranks"][0]["renamed"] = 7
     assert verdict_corpus.verdict_on(verdict_corpus.Case("", plain), diagnose, Evidence)["lost"] is True
 
 
-def test_the_corpus_is_the_same_for_the_same_seed() -> None:
+def test_corpus_is_reproducible_by_seed() -> None:
     first, again = (list(verdict_corpus.synthetic_jobs(6, seed)) for seed in (3, 3))
     assert [name for name, *_ in first] == [name for name, *_ in again]
     assert [msgspec.json.encode(one) for *_, one in first] == [msgspec.json.encode(one) for *_, one in again]

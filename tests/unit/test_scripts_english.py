@@ -97,12 +97,12 @@ def test_page_has_the_listed_findings(text: str) -> None:
     assert patterns("docs/x.md", text) == PAGES[text]
 
 
-def test_finding_in_a_docstring_names_its_line() -> None:
+def test_finding_in_docstring_names_its_line() -> None:
     [finding] = findings_in("safelaunch/x.py", 'def f():\n    """Returns it.\n\n    Nobody\n    waits.\n    """\n')
     assert str(finding) == "safelaunch/x.py:4: who: Returns it. Nobody waits."
 
 
-def test_finding_in_a_joined_string_names_its_line() -> None:
+def test_finding_in_joined_string_names_its_line() -> None:
     [finding] = findings_in("safelaunch/x.py", 'X = (\n    "this job has ended, "\n    "and nobody waits"\n)\n')
     assert finding.line == 3
 

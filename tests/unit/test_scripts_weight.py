@@ -34,7 +34,7 @@ def test_words_count_comments_and_docstrings() -> None:
     assert PythonSource(MODULE).words == 2 + 3 + 1 + 2 + 3
 
 
-def test_docstring_counts_only_on_a_private_function_of_six_lines_or_less() -> None:
+def test_docstring_counts_only_on_short_private_function() -> None:
     short = 'def _f():\n    """Short."""\n    x = 1\n'
     assert [one.text for one in PythonSource(short).short_private_docstrings()] == ["Short."]
     assert not list(PythonSource(short + "    x = 2\n" * 5).short_private_docstrings())
@@ -42,7 +42,7 @@ def test_docstring_counts_only_on_a_private_function_of_six_lines_or_less() -> N
     assert not list(PythonSource(short.replace("_f", "__f__")).short_private_docstrings())
 
 
-def test_name_is_shared_if_two_modules_define_it_as_a_class_or_an_alias() -> None:
+def test_name_is_shared_if_two_modules_define_it() -> None:
     modules = [
         Module("safelaunch.a", PythonSource("class _Line: ...\nclass Own: ...\nMarks = dict[str, int]\nLIMIT = a | b")),
         Module("safelaunch.b", PythonSource("class Line: ...\nMarks: TypeAlias = int | str\nLIMIT = a | b")),

@@ -56,7 +56,7 @@ def settle(
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def test_the_options_are_these() -> None:
+def test_own_options_are_declared() -> None:
     assert {option.flag: option.takes_value for option in OWN_OPTIONS} == {
         "--preset": True,
         "--stall-timeout": True,
@@ -97,27 +97,27 @@ def test_the_options_are_these() -> None:
         ((), {}, "wait: 90\n", (True, 90.0)),
     ],
 )
-def test_waiting_with_and_without_an_end(
+def test_wait_option_takes_optional_timeout(
     words: tuple[str, ...], env: dict[str, str], yaml: str, expected: tuple[bool, float | None], tmp_path: Path
 ) -> None:
     settings = settle(tmp_path, *words, env=env, yaml=yaml)
     assert (settings.wait, settings.wait_timeout_s) == expected
 
 
-def test_each_subcommand_takes_what_applies() -> None:
+def test_subcommands_take_applicable_options() -> None:
     assert options_of("run") == OWN_OPTIONS
     assert options_of("exec") == OWN_OPTIONS
     assert options_of("doctor") == ()
 
 
 @pytest.mark.parametrize("command", [name for name in ("demo", "dump", "colaunch") if name in COMMANDS])
-def test_the_table_says_which_options_the_other_subcommands_take(command: str) -> None:
+def test_subcommand_parser_matches_option_table(command: str) -> None:
     parser: argparse.ArgumentParser = module_of(command).parser()
     taken = {flag for action in parser._actions for flag in action.option_strings} & set(BY_FLAG)
     assert taken == {option.flag for option in options_of(command)}
 
 
-def test_help_names_every_option_and_keeps_to_the_width() -> None:
+def test_option_help_names_every_option_within_width() -> None:
     text = help_text(width=80)
     for option in OWN_OPTIONS:
         assert (f"  {option.usage}" in text) == option.is_available
@@ -153,7 +153,7 @@ def test_help_names_every_option_and_keeps_to_the_width() -> None:
         (parse_gpus, "GPU-1a2b,MIG-3c", "GPU-1a2b,MIG-3c"),
     ],
 )
-def test_values(parse: object, text: str, expected: object) -> None:
+def test_option_value_is_parsed(parse: object, text: str, expected: object) -> None:
     assert callable(parse)
     assert parse(text) == expected
 
@@ -174,7 +174,7 @@ def test_values(parse: object, text: str, expected: object) -> None:
         (parse_count, ["", "-1", "1.5", "1e3", "٣", "1234567", "all"]),
     ],
 )
-def test_wrong_values(parse: object, texts: list[str]) -> None:
+def test_invalid_option_value_is_rejected(parse: object, texts: list[str]) -> None:
     assert callable(parse)
     for text in texts:
         with pytest.raises(ValueError):
@@ -184,7 +184,7 @@ def test_wrong_values(parse: object, texts: list[str]) -> None:
 # --- defaults ---------------------------------------------------------------------------------------------------------
 
 
-def test_defaults(tmp_path: Path) -> None:
+def test_settings_defaults_without_any_source(tmp_path: Path) -> None:
     settings = resolve([], {"PATH": "/bin", **dict.fromkeys([*INTERNAL_ENV, *HOOK_ENV], "x")}, tmp_path, never)
     assert settings.presets == ()
     assert settings.stall_timeout_s is None
@@ -215,12 +215,14 @@ def test_defaults(tmp_path: Path) -> None:
         (["--max-stall=50"], 50.0, "command line"),
     ],
 )
-def test_max_stall(tmp_path: Path, cli: list[str], seconds: float | None, origin: str) -> None:
+def test_max_stall_defaults_to_multiple_of_stall_timeout(
+    tmp_path: Path, cli: list[str], seconds: float | None, origin: str
+) -> None:
     settings = settle(tmp_path, *cli)
     assert (settings.effective_max_stall_s, settings.max_stall_origin) == (seconds, origin)
 
 
-def test_the_default_run_imports_no_parser(tmp_path: Path) -> None:
+def test_settings_without_file_import_no_parser(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from safelaunch.settings.config import resolve\n"
         f"resolve([('--stall-timeout', '5')], {{}}, Path({str(tmp_path)!r}), lambda: None)\n"
@@ -236,7 +238,7 @@ def test_the_default_run_imports_no_parser(tmp_path: Path) -> None:
 PRESET = "description: d\nwatchdog: {stall-timeout: 5, startup-timeout: 5, max-stall: 500, on-stall: dump}\n"
 
 
-def test_each_level_wins_over_those_below(tmp_path: Path) -> None:
+def test_settings_precedence_is_cli_environment_file_preset(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(PRESET)
     settings = settle(
         tmp_path,
@@ -255,7 +257,7 @@ def test_each_level_wins_over_those_below(tmp_path: Path) -> None:
     assert settings.is_explicit("on-stall")
 
 
-def test_auto_on_the_command_line_undoes_a_presets_timeout(tmp_path: Path) -> None:
+def test_stall_timeout_auto_overrides_preset(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(PRESET)
     settings = settle(tmp_path, "--preset=./p.yaml", "--stall-timeout=auto")
     assert settings.stall_timeout_s is None
@@ -270,7 +272,7 @@ def test_auto_on_the_command_line_undoes_a_presets_timeout(tmp_path: Path) -> No
         ([], "", ("hang-debug", "compile-debug"), "safelaunch.yaml:1"),
     ],
 )
-def test_a_higher_levels_presets_replace_those_below(
+def test_presets_of_higher_level_replace_lower_ones(
     tmp_path: Path, cli: list[str], env: str, expected: tuple[str, ...], origin: str
 ) -> None:
     settings = settle(tmp_path, *cli, env={"SAFELAUNCH_PRESET": env}, yaml="preset: [hang-debug, compile-debug]\n")
@@ -279,11 +281,11 @@ def test_a_higher_levels_presets_replace_those_below(
     assert {setting.origin for setting in settings.env} == {f"preset {name}" for name in expected}
 
 
-def test_the_last_of_a_repeated_option_counts(tmp_path: Path) -> None:
+def test_last_of_repeated_option_counts(tmp_path: Path) -> None:
     assert settle(tmp_path, "--run-name=a", "--run-name=b").run_name == "b"
 
 
-def test_switches_and_paths(tmp_path: Path) -> None:
+def test_switches_and_paths_are_resolved(tmp_path: Path) -> None:
     settings = settle(tmp_path, "--wait", "--dry-run", "--bundle-dir=out", "--gpus=2", env={"SAFELAUNCH_NO_WATCH": "1"})
     assert (settings.wait, settings.dry_run, settings.watch) == (True, True, False)
     assert settings.origin("no-watch") == "environment SAFELAUNCH_NO_WATCH"
@@ -296,7 +298,7 @@ def test_switches_and_paths(tmp_path: Path) -> None:
 # --- configuration file -----------------------------------------------------------------------------------------------
 
 
-def test_the_files_env_wins_over_presets_in_both_forms(tmp_path: Path) -> None:
+def test_env_of_config_file_overrides_presets(tmp_path: Path) -> None:
     settings = settle(
         tmp_path,
         yaml="preset: cuda-sync\nenv:\n  CUDA_LAUNCH_BLOCKING: 0\n  B:\n    value: '{run_dir}/b'\n    why: mine\n"
@@ -308,7 +310,7 @@ def test_the_files_env_wins_over_presets_in_both_forms(tmp_path: Path) -> None:
     ]
 
 
-def test_pyproject_is_read_where_it_has_the_table(tmp_path: Path) -> None:
+def test_pyproject_table_is_read(tmp_path: Path) -> None:
     settings = settle(
         tmp_path,
         toml='[project]\nname = "x"\nwait = 3\n\n[tool.safelaunch]\nstall-timeout = 90\nno-watch = true\n'
@@ -324,7 +326,7 @@ def test_pyproject_is_read_where_it_has_the_table(tmp_path: Path) -> None:
     ]
 
 
-def test_safelaunch_yaml_comes_before_pyproject(tmp_path: Path) -> None:
+def test_safelaunch_yaml_precedes_pyproject(tmp_path: Path) -> None:
     settings = settle(tmp_path, yaml="stall-timeout: 1\n", toml="[tool.safelaunch]\nstall-timeout = 2\nwait = true\n")
     assert settings.stall_timeout_s == 1.0
     assert settings.wait is False
@@ -338,7 +340,7 @@ def test_safelaunch_yaml_comes_before_pyproject(tmp_path: Path) -> None:
     ],
     ids=["top level", "table"],
 )
-def test_a_named_toml_file(tmp_path: Path, text: str, line: int) -> None:
+def test_named_toml_config_is_read(tmp_path: Path, text: str, line: int) -> None:
     (tmp_path / "other.toml").write_text(text)
     settings = settle(tmp_path, "--config=other.toml")
     assert (settings.stall_timeout_s, settings.origin("stall-timeout")) == (90.0, f"other.toml:{line}")
@@ -352,28 +354,28 @@ def test_a_named_toml_file(tmp_path: Path, text: str, line: int) -> None:
         ("stall-timeout: 3\n", "other.toml: not valid TOML"),
     ],
 )
-def test_an_error_in_a_named_toml_file(tmp_path: Path, text: str, message: str) -> None:
+def test_named_toml_config_error_names_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "other.toml").write_text(text)
     with pytest.raises(PresetError, match=f"^{re.escape(message)}"):
         settle(tmp_path, "--config=other.toml")
 
 
-def test_a_named_toml_file_may_be_empty(tmp_path: Path) -> None:
+def test_named_toml_config_can_be_empty(tmp_path: Path) -> None:
     (tmp_path / "other.toml").write_text("")
     assert settle(tmp_path, "--config=other.toml").stall_timeout_s is None
 
 
 @pytest.mark.parametrize("toml", ["broken [", "[tool.safelaunch-x]\na = 1\n", "[tool.other]\nx = '[tool.safelaunch'\n"])
-def test_someone_elses_pyproject_does_no_harm(tmp_path: Path, toml: str) -> None:
+def test_pyproject_without_table_is_ignored(tmp_path: Path, toml: str) -> None:
     assert set(settle(tmp_path, toml=toml).origins.values()) == {"default"}
 
 
-def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+def test_empty_config_file_sets_nothing(tmp_path: Path) -> None:
     assert set(settle(tmp_path, yaml="# nothing yet\n").origins.values()) == {"default"}
 
 
 @pytest.mark.parametrize("where", ["command line", "environment SAFELAUNCH_CONFIG"])
-def test_config_names_the_file_and_presets_are_relative_to_it(tmp_path: Path, where: str) -> None:
+def test_config_option_names_file_and_base_for_presets(tmp_path: Path, where: str) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "p.yaml").write_text("description: d\nenv: {A: {value: 1, why: w}}\n")
     (tmp_path / "sub" / "c.yaml").write_text("preset: ./p.yaml\nbundle-dir: out\n")
@@ -413,7 +415,7 @@ def test_config_names_the_file_and_presets_are_relative_to_it(tmp_path: Path, wh
         ("a: {\n", "safelaunch.yaml:2: not valid YAML"),
     ],
 )
-def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, yaml: str, message: str) -> None:
+def test_invalid_yaml_file_is_named_with_line(tmp_path: Path, yaml: str, message: str) -> None:
     with pytest.raises(PresetError) as caught:
         settle(tmp_path, yaml=yaml)
     assert message in caught.value.message
@@ -430,7 +432,7 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, yaml: str, message:
         ("[tool.safelaunch]\nwait = \n", "pyproject.toml: not valid TOML"),
     ],
 )
-def test_a_wrong_pyproject_is_named_with_its_line(tmp_path: Path, toml: str, message: str) -> None:
+def test_invalid_pyproject_is_named_with_line(tmp_path: Path, toml: str, message: str) -> None:
     with pytest.raises(PresetError) as caught:
         settle(tmp_path, toml=toml)
     assert message in caught.value.message
@@ -466,7 +468,9 @@ def test_a_wrong_pyproject_is_named_with_its_line(tmp_path: Path, toml: str, mes
         ),
     ],
 )
-def test_wrong_options(tmp_path: Path, cli: list[str], env: dict[str, str], message: str, fix: str) -> None:
+def test_invalid_options_are_usage_errors(
+    tmp_path: Path, cli: list[str], env: dict[str, str], message: str, fix: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         settle(tmp_path, *cli, env=env)
     assert message in caught.value.message
@@ -474,7 +478,7 @@ def test_wrong_options(tmp_path: Path, cli: list[str], env: dict[str, str], mess
     assert caught.value.exit_code == 2
 
 
-def test_early_looks_from_every_place(tmp_path: Path) -> None:
+def test_early_look_settings_come_from_every_source(tmp_path: Path) -> None:
     in_file = settle(tmp_path, yaml="no-early-look: true\non-suspect: 'post \"$SAFELAUNCH_SUMMARY\"'\n")
     assert (in_file.early_look, in_file.on_suspect) == (False, 'post "$SAFELAUNCH_SUMMARY"')
     assert in_file.origin("no-early-look") == "safelaunch.yaml:1"
@@ -483,7 +487,7 @@ def test_early_looks_from_every_place(tmp_path: Path) -> None:
     assert not settle(tmp_path, "--no-early-look").early_look
 
 
-def test_what_is_kept_of_bundles_from_every_place(tmp_path: Path) -> None:
+def test_bundle_settings_come_from_every_source(tmp_path: Path) -> None:
     settings = settle(
         tmp_path,
         "--keep-bundles=3",

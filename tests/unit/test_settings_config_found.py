@@ -49,7 +49,7 @@ def write(directory: Path, name: str, mode: int = 0o644, *, uid: int = -1, gid: 
         pytest.param(0o600, {"uid": STRANGER}, f"it belongs to user {STRANGER}", marks=ROOT),
     ],
 )
-def test_whose_file_it_is(
+def test_config_file_writable_by_others_is_ignored_once(
     name: str, mode: int, owner: dict[str, int], reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, name, mode, **owner)
@@ -75,7 +75,7 @@ def test_whose_file_it_is(
         (1000, 2000, "project", ["ada"], False),
     ],
 )
-def test_the_group_of_one_user(
+def test_private_group_has_no_other_members(
     uid: int, gid: int, group: str, members: list[str], private: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     primary = gid if gid != 2000 else 1000
@@ -84,7 +84,7 @@ def test_the_group_of_one_user(
     assert config._is_private_group(gid, uid) is private
 
 
-def test_a_user_whom_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_group_of_unknown_user_has_same_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in many containers."""
     monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
     assert config._is_private_group(1234, 1234) and not config._is_private_group(0, 1234)
@@ -105,7 +105,7 @@ def huge(path: Path) -> None:
     "make",
     [fifo, huge, Path.mkdir, lambda path: path.write_bytes(b"\xff\x00: ["), lambda path: path.write_text("x: 1")],
 )
-def test_whatever_a_stranger_leaves_stops_nobody(
+def test_hostile_config_of_other_user_is_ignored(
     name: str, make: Callable[[Path], object], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / name)
@@ -116,7 +116,7 @@ def test_whatever_a_stranger_leaves_stops_nobody(
 
 
 @ROOT
-def test_a_strangers_link_to_a_file_of_ours(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_config_link_of_other_user_is_ignored(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     other.mkdir()
     link = tmp_path / CONFIG_FILE
@@ -128,21 +128,19 @@ def test_a_strangers_link_to_a_file_of_ours(tmp_path: Path, capfd: pytest.Captur
 
 
 @ROOT
-def test_our_link_to_a_strangers_file(tmp_path: Path) -> None:
+def test_own_config_link_to_other_users_file_is_ignored(tmp_path: Path) -> None:
     write(tmp_path, "theirs", uid=STRANGER)
     (tmp_path / CONFIG_FILE).symlink_to("theirs")
     assert found(tmp_path).stall_timeout_s is None
 
 
-def test_a_file_of_ours_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+def test_own_unreadable_config_is_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / CONFIG_FILE)
     with pytest.raises(PresetError, match="not a regular file"):
         found(tmp_path)
 
 
-def test_a_stranger_pyproject_without_our_table_is_not_worth_a_word(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_pyproject_without_table_gives_no_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / PYPROJECT).write_text("[tool.black]\n")
     (tmp_path / PYPROJECT).chmod(0o666)
     assert found(tmp_path).stall_timeout_s is None and capfd.readouterr().err == ""
@@ -151,7 +149,7 @@ def test_a_stranger_pyproject_without_our_table_is_not_worth_a_word(
 
 @pytest.mark.parametrize("name", [CONFIG_FILE, PYPROJECT])
 @pytest.mark.parametrize("to", ["/" + "a" * 300, "/proc/1/nowhere/at/all"])
-def test_a_link_that_leads_nowhere_is_no_file(name: str, to: str, tmp_path: Path) -> None:
+def test_dangling_config_link_counts_as_absent(name: str, to: str, tmp_path: Path) -> None:
     (tmp_path / name).symlink_to(to)
     assert found(tmp_path).stall_timeout_s is None
 
@@ -175,7 +173,7 @@ def resolved(shared: dict[str, Path], *cli: tuple[str, str], **environ: str) -> 
     return resolve(list(cli), {"HOME": home, **environ}, shared["project"].parent, lambda: "2.13.0")
 
 
-def test_shared_files_each_option_comes_from_the_nearest_file(shared: dict[str, Path]) -> None:
+def test_shared_config_option_comes_from_nearest_file(shared: dict[str, Path]) -> None:
     shared["machine"].write_text(
         "stall-timeout: 1m\nmax-stall: 3h\nstartup-timeout: 1h\nenv:\n  A: machine\n  B: machine\n"
     )
@@ -189,7 +187,7 @@ def test_shared_files_each_option_comes_from_the_nearest_file(shared: dict[str, 
     assert settings.origins["startup-timeout"] == f"{shared['machine']}:3"
 
 
-def test_shared_files_config_option_replaces_the_file_of_the_project_alone(shared: dict[str, Path]) -> None:
+def test_shared_config_files_stay_with_config_option(shared: dict[str, Path]) -> None:
     shared["user"].write_text("max-stall: 2h\n")
     shared["project"].write_text("stall-timeout: 3m\nstartup-timeout: 1h\n")
     (shared["project"].parent / "other.yaml").write_text("stall-timeout: 4m\n")
@@ -201,7 +199,7 @@ def test_shared_files_config_option_replaces_the_file_of_the_project_alone(share
     )
 
 
-def test_shared_files_presets_are_those_of_the_nearest_file_and_relative_to_it(shared: dict[str, Path]) -> None:
+def test_shared_config_presets_come_from_nearest_file(shared: dict[str, Path]) -> None:
     shared["machine"].write_text("preset: [hang-debug]\n")
     shared["user"].write_text("preset: [./mine.yaml]\n")
     (shared["user"].parent / "mine.yaml").write_text("description: mine\nenv:\n  MINE: {value: '1', why: a test}\n")
@@ -210,19 +208,19 @@ def test_shared_files_presets_are_those_of_the_nearest_file_and_relative_to_it(s
     assert resolved(shared).env == ()
 
 
-def test_shared_files_user_file_follows_xdg_config_home(shared: dict[str, Path], tmp_path: Path) -> None:
+def test_shared_config_user_file_follows_xdg_config_home(shared: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "xdg" / "safelaunch").mkdir(parents=True)
     (tmp_path / "xdg" / "safelaunch" / "config.yaml").write_text("stall-timeout: 9m\n")
     assert resolved(shared, XDG_CONFIG_HOME=os.fspath(tmp_path / "xdg")).stall_timeout_s == 540.0
 
 
-def test_shared_files_errors_name_the_file_and_the_line(shared: dict[str, Path]) -> None:
+def test_shared_config_error_names_file_and_line(shared: dict[str, Path]) -> None:
     shared["user"].write_text("stall-timeout: 2m\nmax-stal: 2h\n")
     with pytest.raises(PresetError, match=r"~/\.config/safelaunch/config\.yaml:2.*max-stal"):
         resolved(shared)
 
 
-def test_shared_files_writable_by_others_are_ignored(
+def test_shared_config_writable_by_others_is_ignored(
     shared: dict[str, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     shared["machine"].write_text("stall-timeout: 2m\n")

@@ -53,12 +53,12 @@ def error_of(directory: Path, text: str | bytes, ref: str = "my.yaml") -> Preset
 # --- the shipped ones -------------------------------------------------------------------------------------------------
 
 
-def test_these_are_shipped() -> None:
+def test_shipped_presets_are_listed() -> None:
     assert [preset.name for preset in list_presets()] == SHIPPED
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_preset_says_what_it_is_for_and_why_each_variable(name: str) -> None:
+def test_shipped_preset_explains_itself_and_each_variable(name: str) -> None:
     composition = load_presets([name], cwd=Path(), torch_version="2.13.0")
     preset = preset_chain([name], cwd=Path())[-1]
     assert 20 < len(preset.summary) < 110
@@ -68,7 +68,7 @@ def test_a_shipped_preset_says_what_it_is_for_and_why_each_variable(name: str) -
 
 
 @pytest.mark.parametrize("name", ["hang-debug", "production"])
-def test_paths_lie_in_the_run_directory(name: str) -> None:
+def test_preset_paths_are_in_run_directory(name: str) -> None:
     for version in ("2.6.0", "2.13.0"):
         settings = load_presets([name], cwd=Path(), torch_version=version).env
         paths = [setting for setting in settings if "/" in setting.value or setting.name.endswith("_FILE")]
@@ -77,7 +77,7 @@ def test_paths_lie_in_the_run_directory(name: str) -> None:
             assert setting.expand("/run/r7").startswith("/run/r7/flight_recorder/"), setting.name
 
 
-def test_hang_debug_turns_the_flight_recorder_on_and_dumps_on_timeout() -> None:
+def test_hang_debug_enables_flight_recorder_and_timeout_dumps() -> None:
     found = values(["hang-debug"], Path())
     assert int(found["TORCH_FR_BUFFER_SIZE"]) >= 2000
     assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
@@ -86,7 +86,7 @@ def test_hang_debug_turns_the_flight_recorder_on_and_dumps_on_timeout() -> None:
 @pytest.mark.parametrize(
     ("version", "idle"), [("2.9.1", ()), ("2.13.0+cpu", ("desync-detail",)), (None, ("desync-detail",))]
 )
-def test_detail_is_set_only_where_a_ddp_job_survives_it(version: str | None, idle: tuple[str, ...]) -> None:
+def test_desync_detail_is_idle_if_ddp_would_fail(version: str | None, idle: tuple[str, ...]) -> None:
     """Where a preset has nothing to set, that is said at the start."""
     found = load_presets(["desync-detail"], cwd=Path(), torch_version=version)
     assert found.idle == idle
@@ -95,7 +95,7 @@ def test_detail_is_set_only_where_a_ddp_job_survives_it(version: str | None, idl
 
 
 @pytest.mark.parametrize("name", ["hang-debug", "desync-detail", "production"])
-def test_nccl_writes_to_the_console_only_where_that_was_asked_for(name: str) -> None:
+def test_presets_keep_nccl_output_off_console(name: str) -> None:
     """NCCL before 2.22 (torch 2.6 has it) prints its version on stdout at any NCCL_DEBUG level."""
     assert "NCCL_DEBUG" not in names([name], "2.6.0")
     for setting in load_presets([name], cwd=Path(), torch_version="2.13.0").env:
@@ -118,9 +118,7 @@ def test_nccl_writes_to_the_console_only_where_that_was_asked_for(name: str) -> 
         ("unknown", NEW_NAMES, OLD_NAMES),
     ],
 )
-def test_only_the_names_of_the_installed_torch_are_set(
-    version: str | None, expected: set[str], absent: set[str]
-) -> None:
+def test_presets_set_names_of_installed_torch(version: str | None, expected: set[str], absent: set[str]) -> None:
     found = names(["hang-debug"], version)
     assert expected <= found
     assert not absent & found
@@ -130,11 +128,11 @@ def test_only_the_names_of_the_installed_torch_are_set(
     ("version", "expected"),
     [("2.6.0", "PYTORCH_CUDA_ALLOC_CONF"), ("2.9.1", "PYTORCH_CUDA_ALLOC_CONF"), ("2.13.0", "PYTORCH_ALLOC_CONF")],
 )
-def test_oom_debug_sets_the_allocator_by_the_name_that_works(version: str, expected: str) -> None:
+def test_oom_debug_uses_allocator_name_of_torch_version(version: str, expected: str) -> None:
     assert {name for name in names(["oom-debug"], version) if "ALLOC_CONF" in name} == {expected}
 
 
-def test_a_renamed_variable_yields_to_its_other_name() -> None:
+def test_renamed_variable_yields_to_exported_old_name() -> None:
     """The user's exported old name must not lose to the preset's new one."""
     renamed = [s for s in load_presets(["hang-debug"], cwd=Path(), torch_version="2.13").env if s.name in NEW_NAMES]
     assert len(renamed) == 3
@@ -162,14 +160,14 @@ def test_a_renamed_variable_yields_to_its_other_name() -> None:
         (">=99", None, True),
     ],
 )
-def test_version_matches(specifier: str, version: str | None, expected: bool) -> None:
+def test_version_condition_matches_version(specifier: str, version: str | None, expected: bool) -> None:
     assert version_matches(specifier, version) is expected
 
 
 # --- composing --------------------------------------------------------------------------------------------------------
 
 
-def test_later_wins_and_a_preset_wins_over_what_it_extends(tmp_path: Path) -> None:
+def test_later_preset_and_extending_preset_win(tmp_path: Path) -> None:
     write(
         tmp_path,
         base="env: {A: {value: base, why: w}, B: {value: base, why: w}}\nwatchdog: {stall-timeout: 60}",
@@ -189,7 +187,7 @@ def test_later_wins_and_a_preset_wins_over_what_it_extends(tmp_path: Path) -> No
     assert [preset.name for preset in chain] == ["base.yaml", "./child.yaml", "other.yaml"]
 
 
-def test_a_shared_base_does_not_undo_what_was_built_on_it(tmp_path: Path) -> None:
+def test_shared_base_preset_does_not_override_extensions(tmp_path: Path) -> None:
     write(
         tmp_path,
         base="env: {A: {value: base, why: w}}",
@@ -201,7 +199,7 @@ def test_a_shared_base_does_not_undo_what_was_built_on_it(tmp_path: Path) -> Non
     assert values(["left.yaml", "base.yaml"], tmp_path) == {"A": "base"}, "but asked for by name, later wins"
 
 
-def test_a_variable_for_another_torch_does_not_hide_the_one_for_this(tmp_path: Path) -> None:
+def test_variable_for_other_torch_does_not_hide_matching_one(tmp_path: Path) -> None:
     write(
         tmp_path,
         first='env: {A: {value: new, why: w, torch: ">=2.9"}}',
@@ -211,7 +209,7 @@ def test_a_variable_for_another_torch_does_not_hide_the_one_for_this(tmp_path: P
     assert values(["first.yaml", "second.yaml"], tmp_path, "2.6") == {"A": "old"}
 
 
-def test_a_file_may_extend_shipped_presets_and_paths_relative_to_itself(tmp_path: Path) -> None:
+def test_preset_file_extends_shipped_and_relative_presets(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write(tmp_path / "sub", base="env: {A: {value: sub, why: w}}")
     write(tmp_path / "sub", my="extends: [hang-debug, ./base.yaml]")
@@ -220,13 +218,13 @@ def test_a_file_may_extend_shipped_presets_and_paths_relative_to_itself(tmp_path
     assert set(found) >= NEW_NAMES
 
 
-def test_a_circle_is_named(tmp_path: Path) -> None:
+def test_preset_cycle_is_named(tmp_path: Path) -> None:
     write(tmp_path, a="extends: b.yaml", b="extends: a.yaml")
     with pytest.raises(PresetError, match=r"^b\.yaml:2: presets extend each other in a cycle: a -> b -> a"):
         load_presets(["a.yaml"], cwd=tmp_path, torch_version=None)
 
 
-def test_doubling_diamonds_and_endless_chains_end_quickly(tmp_path: Path) -> None:
+def test_deep_or_doubling_preset_chains_end_quickly(tmp_path: Path) -> None:
     for n in range(1, 40):
         write(tmp_path, **{f"p{n}": f"extends: [p{n - 1}.yaml, ./p{n - 1}.yaml]"})
     write(tmp_path, p0="env: {A: {value: 1, why: w}}")
@@ -256,13 +254,13 @@ def test_doubling_diamonds_and_endless_chains_end_quickly(tmp_path: Path) -> Non
         ('"{{run_dir}}"', "{run_dir}"),
     ],
 )
-def test_a_value_is_the_text_that_was_written(tmp_path: Path, written: str, expected: str) -> None:
+def test_preset_value_is_text_as_written(tmp_path: Path, written: str, expected: str) -> None:
     write(tmp_path, my=f"env:\n  A: {{value: {written}, why: w}}\n")
     (setting,) = load_presets(["my.yaml"], cwd=tmp_path, torch_version=None).env
     assert setting.expand("/r") == expected
 
 
-def test_expand_does_not_look_into_the_run_directory() -> None:
+def test_expand_leaves_braces_of_run_directory() -> None:
     assert EnvSetting("A", "{run_dir}/x", "", "").expand("/odd{name}") == "/odd{name}/x"
 
 
@@ -344,7 +342,7 @@ HEAD = "description: d\n"
         (b"#" * (1 << 20) + b"\n", "my.yaml: larger than 1 MiB", ""),
     ],
 )
-def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str | bytes, message: str, fix: str) -> None:
+def test_invalid_yaml_file_is_named_with_line(tmp_path: Path, text: str | bytes, message: str, fix: str) -> None:
     error = error_of(tmp_path, text)
     assert error.exit_code == 2
     assert message in error.message
@@ -365,20 +363,20 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str | bytes, 
         ("/dev/null", "/dev/null: not a regular file", ""),
     ],
 )
-def test_a_preset_that_is_not_there(tmp_path: Path, ref: str, message: str, fix: str) -> None:
+def test_missing_preset_is_error_with_fix(tmp_path: Path, ref: str, message: str, fix: str) -> None:
     with pytest.raises(PresetError) as caught:
         load_presets([ref], cwd=tmp_path, torch_version=None)
     assert message.lstrip(".") in caught.value.message
     assert fix in caught.value.fix
 
 
-def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
+def test_preset_fifo_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(PresetError, match=r"^pipe\.yaml: not a regular file"):
         load_presets(["pipe.yaml"], cwd=tmp_path, torch_version=None)
 
 
-def test_a_message_can_name_who_asked() -> None:
+def test_preset_error_names_requesting_file() -> None:
     with pytest.raises(PresetError, match=r"^safelaunch\.yaml:3: unknown preset 'x'"):
         load_presets(["x"], cwd=Path(), torch_version=None, asked_by="safelaunch.yaml:3")
 
@@ -386,7 +384,7 @@ def test_a_message_can_name_who_asked() -> None:
 # --- safelaunch presets -----------------------------------------------------------------------------------------------
 
 
-def test_the_table_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_lists_each_preset_on_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     listed = [re.fullmatch(r"(\S+) {2,}(\S.*)", line) for line in lines[: len(SHIPPED)]]
@@ -394,20 +392,20 @@ def test_the_table_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> No
     assert len({match.start(2) for match in listed if match}) == 1, "aligned"
 
 
-def test_list_is_what_many_try(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_list_is_same_as_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["list"]) == command.main([]) == 0
     out = capsys.readouterr().out
     assert out[: len(out) // 2] == out[len(out) // 2 :]
 
 
-def test_the_table_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_json_lists_names_and_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [entry["name"] for entry in found] == SHIPPED
     assert all(entry["description"] for entry in found)
 
 
-def test_show_says_each_variable_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_show_lists_variables_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["show", "desync-detail"]) == 0
     out = capsys.readouterr().out
     assert "extends hang-debug" in out
@@ -417,7 +415,7 @@ def test_show_says_each_variable_and_why(capsys: pytest.CaptureFixture[str]) -> 
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_show_a_file_with_watchdog_settings(
+def test_presets_show_lists_watchdog_settings_of_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -433,7 +431,7 @@ def test_show_a_file_with_watchdog_settings(
     assert "It sets nothing." in capsys.readouterr().out
 
 
-def test_show_as_json_has_the_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_show_json_has_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--json", "show", "desync-detail"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["extends"] == ["hang-debug"]
@@ -460,12 +458,12 @@ def test_show_as_json_has_the_reasons(capsys: pytest.CaptureFixture[str]) -> Non
         (["show", "hang-debg"], "unknown preset 'hang-debg'; did you mean 'hang-debug'?", "shipped"),
     ],
 )
-def test_wrong_arguments(argv: list[str], message: str, fix: str) -> None:
+def test_presets_wrong_arguments_are_usage_errors(argv: list[str], message: str, fix: str) -> None:
     with pytest.raises(UsageError) as caught:
         command.main(argv)
     assert message in caught.value.message
     assert fix in caught.value.fix
 
 
-def test_the_builtin_directory_holds_the_presets() -> None:
+def test_builtin_directory_has_shipped_presets() -> None:
     assert {path.stem for path in find_builtin_dir().glob("*.yaml")} == set(SHIPPED)

@@ -61,7 +61,9 @@ CLEAN_UP, EVALUATES, BEHIND = (at(6, "train"), MODULE), (at(8, "train"), MODULE)
         ((at(18, "evaluate"), *EVALUATES), (at(16, "evaluate"), *EVALUATES), "if score < best (train.py:17)"),
     ],
 )
-def test_the_conditions_on_one_way_alone(one: tuple[Frame, ...], other: tuple[Frame, ...], condition: str) -> None:
+def test_diverging_stacks_name_condition_of_either_way(
+    one: tuple[Frame, ...], other: tuple[Frame, ...], condition: str
+) -> None:
     assert ways(one, other, SOURCE, "words") == [[condition], []]
     assert ways(other, one, SOURCE, "words") == [[], [condition]]
 
@@ -80,20 +82,20 @@ def test_the_conditions_on_one_way_alone(one: tuple[Frame, ...], other: tuple[Fr
         ("batch > 3", False),
     ],
 )
-def test_what_asks_for_the_number_of_the_round_alone(condition: str, by_round: bool) -> None:
+def test_condition_on_loop_counter_alone_is_by_round(condition: str, by_round: bool) -> None:
     body = "self.seen += 1\n    self.total += len(batch)\n    if batch.bad:\n        self.bad += 1\n    wait()"
     source = f"for step, batch in enumerate(loader):\n    {body}\n    if {condition}:\n        barrier()\n"
     assert ways((at(8, "<module>"),), (at(6, "<module>"),), source, "by_round") == [[by_round], []]
 
 
-def test_stacks_that_part_in_no_function_of_both_tell_nothing() -> None:
+def test_stacks_without_common_function_do_not_diverge() -> None:
     read = lambda path: SOURCE  # noqa: E731
     assert diverging_stacks((at(16, "evaluate"), MODULE), (at(4, "train"), MODULE), read) is None
     assert diverging_stacks(LOOP, LOOP, read) is None
     assert diverging_stacks(LOOP, BEHIND, lambda path: None) is None
 
 
-def test_two_calls_of_one_line_part_in_their_functions() -> None:
+def test_two_calls_on_same_line_diverge_inside_function() -> None:
     source = "def fill():\n    while len(rows) < size:\n        gather()\n\ndef fit():\n    reduce()\n\nfit(fill())\n"
     inside, past = (at(3, "fill"), at(8, "<module>")), (at(6, "Agent.fit"), at(8, "<module>"))
     assert ways(inside, past, source) == [["while len(rows) < size"], []]
@@ -135,7 +137,7 @@ more()
         (ATTEMPTS, (at(10, "checks"), at(13, "<module>")), "any(checks())"),
     ],
 )
-def test_what_may_be_done_again_and_what_stops_at_the_first(
+def test_retry_and_short_circuit_are_diverging_conditions(
     source: str, stack: tuple[Frame, ...], condition: str | None
 ) -> None:
     assert ways(stack, (at(15, "<module>"),), source) == [[condition] if condition is not None else [], []]
@@ -174,7 +176,7 @@ SYNC, GRADS = (at(3, "sync"), at(17, "<module>")), (at(6, "mean"), at(14, "grads
         ((at(14, "grads"), at(18, "<module>")), GRADS, None),  # the loop does not give what is called
     ],
 )
-def test_the_loop_whose_items_both_are_called_with(
+def test_common_loop_of_both_stacks_is_found(
     one: tuple[Frame, ...], other: tuple[Frame, ...], head: str | None
 ) -> None:
     found = loop_of_both(one, other, lambda path: ITEMS)
@@ -182,7 +184,7 @@ def test_the_loop_whose_items_both_are_called_with(
     assert found is None or found[1][-1].line in (3, 14)
 
 
-def test_a_cache_keeps_ranks_from_what_its_function_calls() -> None:
+def test_cached_function_is_diverging_condition() -> None:
     source = "@functools.lru_cache(maxsize=None)\ndef padded(n):\n    reduce(n)\n\ndef step():\n"
     source += "    padded(3)\n    reduce(4)\n"
     cached = ways((at(3, "padded"), at(6, "step")), (at(7, "step"),), source)
@@ -216,7 +218,7 @@ def evaluate():
         ((3, 12), (3, 11), None),  # in the same call
     ],
 )
-def test_a_loop_in_a_function_that_the_other_has_returned_from(
+def test_loop_in_function_that_peer_returned_from_is_found(
     past: tuple[int, ...], inside: tuple[int, ...], loop: SourceLoop | None
 ) -> None:
     names = ("run", "evaluate")
@@ -228,14 +230,14 @@ def test_a_loop_in_a_function_that_the_other_has_returned_from(
     assert found == (loop and SourceLoop(10, True, MODULE))
 
 
-def test_a_return_ends_the_loop_of_a_function_that_has_returned() -> None:
+def test_return_inside_loop_counts_as_its_break() -> None:
     source = RETURNED.replace("        reduce(x)\n", "        reduce(x)\n        if over:\n            return\n")
     found = loop_returned_from((at(4, "run"),), (at(11, "evaluate"), at(3, "run")), lambda path: source)
     assert found is not None and (found.line, found.breaks) == (10, ("`if over` at line 12",))
 
 
 @pytest.mark.parametrize(("given", "by_round"), [("step", True), ("n=step", True), ("loss", False)])
-def test_a_counter_of_rounds_is_one_where_it_is_passed_to(given: str, by_round: bool) -> None:
+def test_loop_counter_passed_as_argument_is_by_round(given: str, by_round: bool) -> None:
     source = "class Log:\n    def add(self, n):\n        if n % 3:\n            return\n        gather()\n\n"
     source += f"for step in range(9):\n    log.add({given})\n    average()\n"
     assert ways((at(5, "Log.add"), at(8, "<module>")), (at(9, "<module>"),), source, "by_round") == [[by_round], []]
@@ -261,7 +263,7 @@ def other():
     ("ahead", "behind", "loop"),
     [(8, 7, 4), (6, 7, None), (7, 8, None), (3, 7, None), (11, 7, None), (7, 7, None)],
 )
-def test_loop_left(ahead: int, behind: int, loop: int | None) -> None:
+def test_left_loop_is_found(ahead: int, behind: int, loop: int | None) -> None:
     stacks = [(Frame(C10D, 1, "barrier"), at(line, "train"), MODULE) for line in (ahead, behind)]
     assert loop_left(stacks[0], stacks[1], lambda path: ROUNDS) == (SourceLoop(loop, False, MODULE) if loop else None)
 
@@ -273,13 +275,13 @@ def test_loop_left(ahead: int, behind: int, loop: int | None) -> None:
         ("for x in y:\n    step()\nbarrier()\nwhile more:\n    main()\n", 3, 2, 5),
     ],
 )
-def test_a_loop_in_a_loop(source: str, ahead: int, behind: int, caller: int | None) -> None:
+def test_left_loop_inside_loop_is_enclosed(source: str, ahead: int, behind: int, caller: int | None) -> None:
     callers = (at(caller, "<module>"),) if caller else ()
     found = loop_left((at(ahead, "f"), *callers), (at(behind, "f"), *callers), lambda path: source)
     assert found is not None and found.enclosed
 
 
-def test_loop_left_without_a_source() -> None:
+def test_left_loop_needs_source() -> None:
     stacks = [(at(line, "train"), MODULE) for line in (8, 7)]
     assert loop_left(stacks[0], stacks[1], lambda path: None) is None
     assert loop_left(stacks[0], stacks[1], lambda path: "def broken(:") is None
@@ -327,7 +329,7 @@ def of_line(number: int) -> WayOut | None:
         (17, "stopping early", "break", "if step == 7", (5, 20), (21,)),
     ],
 )
-def test_a_statement_behind_which_the_code_goes_on_elsewhere(
+def test_way_out_after_print_skips_following_lines(
     line: int, printed: str, goes: str, after: str, left_out: tuple[int, ...], kept: tuple[int, ...]
 ) -> None:
     left = of_line(line)
@@ -339,11 +341,11 @@ def test_a_statement_behind_which_the_code_goes_on_elsewhere(
 
 
 @pytest.mark.parametrize("line", [19, 21])
-def test_what_is_printed_on_the_usual_way_tells_nothing(line: int) -> None:
+def test_print_on_usual_path_is_no_way_out(line: int) -> None:
     assert of_line(line) is None
 
 
-def test_without_a_source_nothing_is_found() -> None:
+def test_ways_out_need_source() -> None:
     assert not list(ways_out([Frame("/train.py", 20, "train")], lambda path: None))
 
 
@@ -362,7 +364,7 @@ main(args)
 """
 
 
-def test_only_conditions_that_may_differ_between_ranks_are_quoted_and_as_they_are_written() -> None:
+def test_only_conditions_that_can_differ_between_ranks_are_quoted() -> None:
     inside, peer = (at(10, "main"), at(12, "<module>")), (at(11, "main"), at(12, "<module>"))
     found = diverging_stacks(inside, peer, lambda path: SAME)
     assert found is not None
@@ -375,7 +377,7 @@ def test_only_conditions_that_may_differ_between_ranks_are_quoted_and_as_they_ar
     assert found is not None and len([one for one in found.ways[0] if not one.by_round]) == 3
 
 
-def test_a_loop_ends_early_by_what_may_differ() -> None:
+def test_loop_breaks_list_only_conditions_that_can_differ() -> None:
     source = """for it in range(100):
     if it >= 90:
         break
@@ -388,7 +390,7 @@ barrier()
     assert left is not None and left.breaks == ("`if stop(loss)` at line 4",)
 
 
-def test_a_condition_on_the_rank_and_the_round_parts_ranks_in_one_round() -> None:
+def test_condition_on_rank_and_counter_is_not_by_round() -> None:
     source = "best = 1.0\nfor step in range(100):\n    if step == 45 and (0.5 if RANK == 1 else 2.0) < best:\n"
     source += "        gather()\n    step()\n"
     found = diverging_stacks((at(4, "<module>"),), (at(5, "<module>"),), lambda path: source)

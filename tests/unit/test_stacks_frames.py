@@ -72,30 +72,30 @@ from tests.support.evidence import (
         ("/tmp/tmp1234/_remote_module_non_scriptable.py", False),
     ],
 )
-def test_is_user(path: str, mine: bool) -> None:
+def test_frame_is_user_code_by_path(path: str, mine: bool) -> None:
     assert fr.is_user(Frame(path, 3, "f")) is mine
 
 
-def test_code_roots_are_libraries() -> None:
+def test_code_roots_count_as_libraries() -> None:
     frame = Frame("/custom/py/Lib/queue.py", 3, "get")
     assert fr.is_user(frame)
     assert not fr.is_user(frame, ("/custom/py/Lib",))
     assert fr.is_user(frame, ("/custom/py/Li",))
 
 
-def test_user_frame_is_the_innermost_of_the_user() -> None:
+def test_user_frame_is_innermost_user_code() -> None:
     helper = at(7, "save", "/home/me/util.py")
     assert fr.Stack((Frame(f"{STDLIB}/socket.py", 1, "f"), helper, at(40), MODULE)).user_frame == helper
     assert fr.Stack(in_c10d("barrier", 41)).user_frame == at(41)
     assert fr.Stack(()).user_frame is None
 
 
-def test_user_frame_of_a_forked_worker_is_not_its_parents() -> None:
+def test_user_frame_of_forked_worker_ignores_parent_frames() -> None:
     assert fr.Stack(WORKER_IDLE).user_frame is None
     assert fr.Stack(in_worker(12)).user_frame == at(12, "Data.__getitem__", "/home/me/data.py")
 
 
-def test_user_frame_where_no_file_is_the_users() -> None:
+def test_user_frame_without_user_file_is_nearest_candidate() -> None:
     typed = Frame("<string>", 1, "<module>")
     assert fr.Stack((Frame(f"{STDLIB}/queue.py", 1, "get"), typed)).user_frame == typed
     inner = Frame(f"{SITE}/tool/engine.py", 9, "run")
@@ -129,7 +129,7 @@ def test_user_frame_where_no_file_is_the_users() -> None:
         ),
     ],
 )
-def test_torch_wait(frames: tuple[Frame, ...], kind: str, op: str) -> None:
+def test_torch_wait_is_recognized_in_stack(frames: tuple[Frame, ...], kind: str, op: str) -> None:
     assert calls.torch_wait(fr.Stack(frames)) == calls.TorchWait(kind, op)
 
 
@@ -145,11 +145,11 @@ def test_torch_wait(frames: tuple[Frame, ...], kind: str, op: str) -> None:
         (at(3, "all_reduce"), MODULE),
     ],
 )
-def test_no_torch_wait(frames: tuple[Frame, ...]) -> None:
+def test_stack_outside_torch_calls_is_no_torch_wait(frames: tuple[Frame, ...]) -> None:
     assert calls.torch_wait(fr.Stack(frames)) is None
 
 
-def test_loader_and_idle_worker() -> None:
+def test_loader_wait_and_idle_worker_are_recognized() -> None:
     assert calls.LOADER_WAIT.on(fr.Stack(in_loader(5)).called)
     assert not calls.LOADER_WAIT.on(fr.Stack(in_c10d("all_reduce", 5)).called)
     own = (at(9, "Data.__getitem__"), Frame(LOADER, 785, "_SingleProcessDataLoaderIter._next_data"), at(5))
@@ -158,7 +158,7 @@ def test_loader_and_idle_worker() -> None:
     assert not calls.worker_idle(in_worker(12))
 
 
-def test_leaving() -> None:
+def test_leaving_interpreter_is_recognized() -> None:
     threading_exit = (Frame(f"{STDLIB}/threading.py", 1, "_shutdown"),)
     assert "remaining threads" in calls.leaving(threading_exit)
     assert "exit handlers" in calls.leaving((at(9, "close_log"),))
@@ -186,7 +186,7 @@ def test_leaving() -> None:
         ("", "unknown"),
     ],
 )
-def test_kernel_wait(kernel: str, kind: str) -> None:
+def test_kernel_wait_has_kind_of_system_call(kernel: str, kind: str) -> None:
     assert kernel_wait(process(10, (at(1),), kernel)).kind == kind
 
 
@@ -218,7 +218,7 @@ SLEEP, POLL, FUTEX = "hrtimer_nanosleep", "poll_schedule_timeout", "futex_do_wai
         (seen(0, letter="R", cpu_ms=10), seen(2, letter="R", cpu_ms=13), "running", ""),
     ],
 )
-def test_what_two_looks_say_together(first: ProcessState, second: ProcessState, kind: str, call: str) -> None:
+def test_kernel_wait_combines_two_looks(first: ProcessState, second: ProcessState, kind: str, call: str) -> None:
     wait = kernel_wait(ProcessEvidence("main", (first, second)))
     assert (wait.kind, wait.call, wait.busy) == (kind, call, kind == "running")
 
@@ -243,6 +243,6 @@ def awake(at_s: float, slices: int) -> ProcessState:
         (asleep(5.0, 400, 9000.0), asleep(7.0, 402, 9000.0), False),
     ],
 )
-def test_a_thread_that_sleeps_again_and_again(first: ProcessState, second: ProcessState, again: bool) -> None:
+def test_kernel_wait_recognizes_repeated_sleeps(first: ProcessState, second: ProcessState, again: bool) -> None:
     """A look may find it awake between two sleeps: how often it has run since then tells."""
     assert kernel_wait(ProcessEvidence("main", (first, second))).again is again

@@ -55,12 +55,12 @@ def admitted(source: str, world: int = 4) -> list[int] | None:
 
 
 @pytest.mark.parametrize(("line", "asks"), CONDITIONS.items())
-def test_what_asks_for_the_rank(line: str, asks: bool) -> None:
+def test_guard_is_condition_on_rank(line: str, asks: bool) -> None:
     found = guards(f"def f():\n    {line}\n        call()\n", 3)
     assert [(guard.line, f"{guard.text}:") for guard in found] == ([(2, line)] if asks else [])
 
 
-def test_the_innermost_comes_first_and_callers_count() -> None:
+def test_guards_list_innermost_first_and_callers() -> None:
     source = "if rank == 0:\n    if is_main_process:\n        call()\nelse:\n    other()\ncall()\n"
     found = guards_of((at(3), at(6)), lambda path: source)
     assert [guard.words for guard in found] == ["if is_main_process (train.py:2)", "if rank == 0 (train.py:1)"]
@@ -113,28 +113,28 @@ WHO = {
 
 
 @pytest.mark.parametrize(("source", "ranks"), WHO.items())
-def test_who_comes_to_a_line(source: str, ranks: list[int] | None) -> None:
+def test_guards_admit_expected_ranks(source: str, ranks: list[int] | None) -> None:
     assert admitted(source) == ranks
 
 
-def test_a_condition_that_is_partly_known_excludes_ranks() -> None:
+def test_partly_known_guard_excludes_ranks() -> None:
     source = "if rank == 0 and step % 10 == 0:\n    call()  # here"
     (guard,) = guards(source, 2)
     assert [guard.admits(Whereabouts(rank, rank, 2)) for rank in (0, 1)] == [None, False]
 
 
-def test_a_decorator_asks_for_the_rank() -> None:
+def test_rank_zero_decorator_is_guard() -> None:
     source = "@rank_zero_only\ndef log():\n    call()\n"
     (guard,) = guards(source, 3)
     assert guard.words == "@rank_zero_only (train.py:1)"
     assert guard.admits(Whereabouts(1, 1, 2)) is None
 
 
-def test_what_refers_to_itself_has_no_value() -> None:
+def test_guard_with_circular_assignment_has_no_value() -> None:
     (guard,) = guards("rank_a = rank_b\nrank_b = rank_a\nif rank_a:\n    call()\n", 4)
     assert guard.admits(Whereabouts(1, 1, 2)) is None
 
 
-def test_a_long_condition_is_cut() -> None:
+def test_long_guard_text_is_cut() -> None:
     (guard,) = guards(f"if rank == 0 and {' and '.join(['name'] * 60)}:\n    call()\n", 2)
     assert guard.text.endswith("…") and len(guard.text) < 130

@@ -39,14 +39,14 @@ def poll(text: str, *functions: str, asleep: bool = True) -> Poll | None:
         ("not self.ready", ""),
     ],
 )
-def test_the_condition_of_the_loop(test: str, of: str) -> None:
+def test_poll_loop_condition_has_kind(test: str, of: str) -> None:
     found = poll(f"while {test}:\n    log('waiting')\n    time.sleep(1)  # 1")
     assert found is not None
     assert (found.line, found.of, found.text) == (1, of, f"while {test}")
     assert found.words == f"`while {test}` (train.py:1)"
 
 
-def test_the_branch_that_leaves_a_loop_without_a_condition() -> None:
+def test_poll_in_for_loop_uses_returning_branch() -> None:
     found = poll(
         """
         def wait_for(path):
@@ -60,7 +60,7 @@ def test_the_branch_that_leaves_a_loop_without_a_condition() -> None:
 
 
 @pytest.mark.parametrize("where", ["handler", "after"])
-def test_what_is_tried_again(where: str) -> None:
+def test_poll_recognizes_retried_attempt(where: str) -> None:
     sleep = "time.sleep(1)  # 1"
     found = poll(
         f"""
@@ -77,7 +77,7 @@ def test_what_is_tried_again(where: str) -> None:
     assert found is not None and (found.line, found.text, found.of) == (4, "urlopen(url)", "attempt")
 
 
-def test_a_sleep_in_a_function_that_the_loop_calls() -> None:
+def test_poll_recognizes_sleep_in_called_function() -> None:
     found = poll(
         """
         def pause():
@@ -102,16 +102,16 @@ def test_a_sleep_in_a_function_that_the_loop_calls() -> None:
         "while not (:\n    time.sleep(1)  # 1",
     ],
 )
-def test_no_poll(text: str) -> None:
+def test_other_sleep_is_no_poll(text: str) -> None:
     assert poll(text) is None
 
 
-def test_a_loop_that_spins_has_a_condition_or_nothing_is_said() -> None:
+def test_spinning_loop_is_poll_by_condition() -> None:
     spins = poll("while not work.is_completed():\n    pass  # 1", asleep=False)
     assert spins is not None and spins.of == "work"
 
 
-def test_without_a_source_nothing_is_said() -> None:
+def test_poll_needs_source() -> None:
     assert poll_at([Frame(FILE, 2, "f")], lambda path: None) is None
     assert poll_at([], lambda path: "x = 1") is None
 
@@ -140,7 +140,7 @@ def key_of(line: str, **values: str) -> StoreKey | None:
         ("st = dist.TCPStore(host, 1); st.wait(['go'])", "'go'", "go"),
     ],
 )
-def test_the_key_of_a_store(line: str, text: str, value: str) -> None:
+def test_store_key_and_value_are_read_from_line(line: str, text: str, value: str) -> None:
     found = key_of(line, **LOCALS)
     assert found is not None and (found.text, found.value) == (text, value)
     unknown = key_of(line)
@@ -150,7 +150,7 @@ def test_the_key_of_a_store(line: str, text: str, value: str) -> None:
 @pytest.mark.parametrize(
     "line", ["self.cache.get('ready')", "store.set('ready', '1')", "store.get()", "broken(", "q = Queue(); q.get(9)"]
 )
-def test_what_waits_for_no_key(line: str) -> None:
+def test_line_without_store_wait_has_no_key(line: str) -> None:
     assert key_of(line) is None
 
 
@@ -163,7 +163,7 @@ def test_what_waits_for_no_key(line: str) -> None:
         ('cache.set(f"export/{step}", path)', ()),
     ],
 )
-def test_the_lines_that_set_it(setter: str, set_at: tuple[int, ...]) -> None:
+def test_store_key_lists_lines_that_set_it(setter: str, set_at: tuple[int, ...]) -> None:
     found = key_of(f'store.get(f"export/{{step}}")\ndef write(store, number):\n    {setter}')
     assert found is not None and tuple(frame.line for frame in found.set_at) == set_at
 
@@ -214,7 +214,7 @@ def down(node):
         (4, None),
     ],
 )
-def test_the_lock_that_a_line_takes(line: int, found: LockTaken | None) -> None:
+def test_lock_of_line_is_recognized(line: int, found: LockTaken | None) -> None:
     assert lock_at(Frame("/x.py", line, "f"), lambda path: LOCKS) == found
     assert lock_at(Frame("/x.py", line, "f"), lambda path: None) is None
 
@@ -256,7 +256,7 @@ def of_others(ops, group, given):
 """
 
 
-def test_what_only_calls_of_some_names_can_have_given() -> None:
+def test_value_is_traced_to_named_calls_only() -> None:
     names = ("isend", "irecv", "batch_isend_irecv")
     waits = [number for number, line in enumerate(GIVEN.splitlines(), 1) if "wait(" in line]
     found = [line for line in waits if is_given_by(Frame("/x.py", line, "f"), names, lambda path: GIVEN)]

@@ -27,14 +27,14 @@ def with_script(python: Path) -> Path:
     return script
 
 
-def test_own_is_the_script_of_the_environment_if_it_has_one(python: Path) -> None:
+def test_own_command_is_script_of_environment_if_present(python: Path) -> None:
     assert commands.own(["dump", "--all"]) == [str(python), "-m", "safelaunch", "dump", "--all"]
     script = with_script(python)
     assert commands.own(["dump", "--all"]) == [str(script), "dump", "--all"]
 
 
 @pytest.mark.parametrize(("sudo", "first"), [("/usr/bin/sudo", ["sudo"]), (None, [])])
-def test_as_root_uses_sudo_if_there_is_one(
+def test_as_root_uses_sudo_if_installed(
     sudo: str | None, first: list[str], python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = with_script(python)
@@ -42,7 +42,7 @@ def test_as_root_uses_sudo_if_there_is_one(
     assert commands.as_root(["dump"]) == [*first, str(script), "dump"]
 
 
-def test_as_root_names_the_packages_of_a_user_installation(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_root_passes_user_base_of_user_installation(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = Path(commands.__file__).parents[2]
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/sudo")
     monkeypatch.setattr(site, "getusersitepackages", lambda: os.fspath(packages))
@@ -58,12 +58,12 @@ def test_as_root_names_the_packages_of_a_user_installation(python: Path, monkeyp
         (False, ["uv", "pip", "install", "--python", "{python}", "torch"]),
     ],
 )
-def test_pip_install_works_in_an_environment_of_uv(
+def test_pip_install_uses_uv_if_pip_is_missing(
     has_pip: bool, words: list[str], python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "find_spec", lambda name: object() if has_pip else None)
     assert commands.pip_install("torch") == [word.format(python=python) for word in words]
 
 
-def test_line_quotes_what_the_shell_would_change() -> None:
+def test_command_line_quotes_shell_characters() -> None:
     assert commands.line(["sudo", "/home/a b/safelaunch"]) == f"{COMMAND}sudo '/home/a b/safelaunch'"

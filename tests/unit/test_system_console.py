@@ -24,7 +24,7 @@ SAYS = """if True:
 """
 
 
-def test_a_message_goes_to_the_terminal_if_the_reader_of_stderr_has_ended() -> None:
+def test_message_goes_to_terminal_if_stderr_reader_ended() -> None:
     master, slave = pty.openpty()
     try:
         subprocess.run(
@@ -36,7 +36,7 @@ def test_a_message_goes_to_the_terminal_if_the_reader_of_stderr_has_ended() -> N
         os.close(master)
 
 
-def test_a_command_in_a_message_stays_on_one_line_of_a_narrow_terminal() -> None:
+def test_command_in_message_stays_on_single_line() -> None:
     command = "sudo /home/me/a-directory-of-mine/safelaunch/bin/safelaunch dump --all --bundle-dir /elsewhere"
     master, slave = pty.openpty()
     try:

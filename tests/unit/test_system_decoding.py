@@ -51,19 +51,19 @@ assert found == [Outer(Inner(1), [Inner(2)])] * 2, found
 """
 
 
-def test_a_second_thread_waits_until_a_type_is_known() -> None:
+def test_decoding_second_thread_waits_until_type_is_known() -> None:
     done = subprocess.run([sys.executable, "-c", TWO_THREADS], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(("decode", "text"), [(from_json, b'"\xff"'), (from_msgpack, b"\xa1\xff")])
-def test_text_that_is_no_utf_8_is_an_error_as_any_other(decode: Callable[[bytes, type[str]], str], text: bytes) -> None:
+def test_decoding_invalid_utf8_raises_decode_error(decode: Callable[[bytes, type[str]], str], text: bytes) -> None:
     """Else each reader of strangers' files would have to know of it: a damaged bundle cost the next one its verdict."""
     with pytest.raises(msgspec.DecodeError):
         decode(text, str)
 
 
-def test_every_typed_decoding_of_the_product_goes_through_it() -> None:
+def test_product_decodes_only_through_decoding_module() -> None:
     """msgspec's own calls would end the process where two threads meet."""
     own = {f"msgspec.{form}.{name}" for form in ("json", "msgpack") for name in ("decode", "Decoder")} | {
         "msgspec.convert"

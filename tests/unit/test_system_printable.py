@@ -17,7 +17,7 @@ any_text = st.text(st.characters() | st.sampled_from(OBEYED))
 
 
 @pytest.mark.parametrize("character", OBEYED)
-def test_every_control_is_obeyed_by_none(character: str) -> None:
+def test_control_character_is_removed(character: str) -> None:
     text = f"a{character}b"
     assert clean(text) == "ab" and not is_clean(text)
     assert clean_text(f"ä\tx\n{text}") == "ä x\nab"
@@ -25,7 +25,7 @@ def test_every_control_is_obeyed_by_none(character: str) -> None:
 
 
 @given(any_text)
-def test_json_says_the_same(text: str) -> None:
+def test_clean_json_decodes_to_same_value(text: str) -> None:
     written = clean_json(json.dumps({text: [text]}, ensure_ascii=False))
     assert json.loads(written) == {text: [text]}
     assert is_clean(written)
@@ -33,10 +33,10 @@ def test_json_says_the_same(text: str) -> None:
 
 
 @given(any_text)
-def test_what_was_cleaned_is_clean(text: str) -> None:
+def test_cleaned_text_is_clean(text: str) -> None:
     assert is_clean(clean(text)) and is_clean(clean_text(text)) and all(map(is_clean, clean_lines(text)))
 
 
-def test_what_safelaunch_says_commands_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_say_removes_terminal_sequences(capfd: pytest.CaptureFixture[str]) -> None:
     console.say("größe\n\x1b[2Jrank \x9b31m3\u202e is \x1b]0;title\x07late")
     assert capfd.readouterr().err == "safelaunch: größe\nsafelaunch: rank 31m3 is late\n"

@@ -22,7 +22,7 @@ PACKAGE = Path(safelaunch.__file__).parent
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_no_encoding_of_a_secret_is_in_any_artifact(part: int, tmp_path: Path) -> None:
+def test_encoded_secret_is_in_no_artifact(part: int, tmp_path: Path) -> None:
     """By the real writer; scripts/qa/attacks.py tries every encoding alone, too."""
     encodings = leaks.ENCODINGS[part::4]
     said = leaks.said(encodings)
@@ -38,7 +38,7 @@ def test_no_encoding_of_a_secret_is_in_any_artifact(part: int, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_what_is_known_by_its_looks_is_in_no_artifact_either(tmp_path: Path) -> None:
+def test_secret_shape_is_in_no_artifact(tmp_path: Path) -> None:
     text = "\n".join(
         f"it is {encoding.write(shape)} now"
         for encoding in leaks.ENCODINGS
@@ -108,7 +108,7 @@ def is_missing(module: str) -> bool:
     return package == "addons" and not addons.is_present(rest.partition(".")[0])
 
 
-def test_nothing_writes_or_prints_past_the_place_that_decides() -> None:
+def test_only_listed_modules_write_or_print() -> None:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         inside = path.relative_to(PACKAGE)
@@ -126,7 +126,7 @@ def test_nothing_writes_or_prints_past_the_place_that_decides() -> None:
     assert present <= set(found), "this table is longer than it need be"
 
 
-def test_the_writer_lets_nothing_past(tmp_path: Path) -> None:
+def test_staging_redacts_every_kind_of_artifact(tmp_path: Path) -> None:
     """Each way into a bundle: a redactor that knows the secret is all that stands between."""
     from safelaunch.bundle.staging import Staging
     from safelaunch.model import Artifact
@@ -148,7 +148,7 @@ def test_the_writer_lets_nothing_past(tmp_path: Path) -> None:
     assert [name for name, text in files.items() if secret in text or secret in name] == []
 
 
-def test_names_of_functions_keep_short_words_and_what_the_job_says_loses_them() -> None:
+def test_function_names_keep_short_secrets_thread_names_do_not() -> None:
     from safelaunch.capture.redaction import without_secrets
     from safelaunch.model import Frame, Thread
 
@@ -159,7 +159,7 @@ def test_names_of_functions_keep_short_words_and_what_the_job_says_loses_them() 
     assert without_secrets(clean, Redactor(("hunter2",))) is clean
 
 
-def test_everything_that_is_said_or_shown_passes_the_filter(capfd: pytest.CaptureFixture[str]) -> None:
+def test_console_output_is_redacted(capfd: pytest.CaptureFixture[str]) -> None:
     console.redact.use(Redactor(("horse-battery-77",)).text)
     try:
         console.say("a horse-battery-77 b")

@@ -44,7 +44,7 @@ PLAIN_NAMES = [
 
 
 @pytest.mark.parametrize(("names", "secret"), [(SECRET_NAMES, True), (PLAIN_NAMES, False)])
-def test_secret_names(names: list[str], secret: bool) -> None:
+def test_secret_name_is_recognized(names: list[str], secret: bool) -> None:
     assert [name for name in names if is_secret_name(name) != secret] == []
 
 
@@ -66,7 +66,7 @@ SECRETS = [
 
 
 @pytest.mark.parametrize("secret", SECRETS)
-def test_secrets_by_shape(secret: str) -> None:
+def test_secret_is_recognized_by_shape(secret: str) -> None:
     assert redact_text(f"loading with {secret} now") == f"loading with {REDACTED} now"
     assert redact_env({"NOTHING_SPECIAL": secret}) == {"NOTHING_SPECIAL": REDACTED}
 
@@ -135,7 +135,7 @@ def test_secrets_by_shape(secret: str) -> None:
         ("torchrun -p 8; ssh -p 22 mysql", "torchrun -p 8; ssh -p 22 mysql"),
     ],
 )
-def test_secrets_in_text(text: str, expected: str) -> None:
+def test_secrets_in_text_are_redacted(text: str, expected: str) -> None:
     assert redact_text(text) == expected
 
 
@@ -183,7 +183,7 @@ def test_secrets_in_text(text: str, expected: str) -> None:
         "DistStoreError: wait timeout after 300000ms, keys: /default_pg/0//cpu//0/0",
     ],
 )
-def test_ordinary_text_is_left_alone(text: str) -> None:
+def test_ordinary_text_is_not_redacted(text: str) -> None:
     assert redact_text(text) == text
 
 
@@ -197,7 +197,7 @@ def test_environment_is_sorted_and_redacted_by_name() -> None:
     ]
 
 
-def test_only_variables_that_are_known_are_shown() -> None:
+def test_shown_environment_hides_unknown_variables() -> None:
     env = {
         "NCCL_DEBUG": "INFO",
         "CUDA_VISIBLE_DEVICES": "0,1",
@@ -241,14 +241,14 @@ def test_only_variables_that_are_known_are_shown() -> None:
         ([], []),
     ],
 )
-def test_command_lines(argv: list[str], expected: list[str]) -> None:
+def test_secrets_in_command_line_are_redacted(argv: list[str], expected: list[str]) -> None:
     assert redact_argv(argv) == expected
 
 
 # --- the very secrets of one job --------------------------------------------------------------------------------------
 
 
-def test_the_secrets_of_a_job() -> None:
+def test_secret_values_are_found_in_environment_and_arguments() -> None:
     environment = {
         "WANDB_API_KEY": "0123456789abcdef",
         "SSH_PRIVATE_KEY": "-----BEGIN KEY-----\nMIIEowIBAAKCAQEA\n",
@@ -295,11 +295,11 @@ def test_the_secrets_of_a_job() -> None:
         ("EMPTY_TOKEN", ""),
     ],
 )
-def test_words_that_stand_everywhere_are_not_replaced(name: str, value: str) -> None:
+def test_common_words_are_no_secret_values(name: str, value: str) -> None:
     assert secret_values({name: value}, [], ["/data/project-0123/run", "run-7"]) == ()
 
 
-def test_they_are_replaced_wherever_they_stand() -> None:
+def test_redactor_replaces_secret_in_any_form() -> None:
     redactor = Redactor(("horse-battery", 'quo"ted/<value>1'))
     assert redactor.text("with horse-battery, xhorse-batteryx") == f"with {REDACTED}, x{REDACTED}x"
     for form in ('quo"ted/<value>1', json.dumps('quo"ted/<value>1')[1:-1], "quo%22ted%2F%3Cvalue%3E1"):
@@ -313,7 +313,7 @@ def test_they_are_replaced_wherever_they_stand() -> None:
 
 
 @pytest.mark.parametrize("text", ["a password=hunter2 b", "nothing", "https://h/?token=abc"])
-def test_without_any_the_rest_still_holds(text: str) -> None:
+def test_redactor_without_secrets_still_redacts_patterns(text: str) -> None:
     assert Redactor().text(text) == redact_text(text)
     assert Redactor().text(Redactor().text(text)) == redact_text(text)
 
@@ -326,13 +326,13 @@ def test_redacting_twice_changes_nothing(secret: str) -> None:
 
 
 @pytest.mark.parametrize("secret", [r"d&-VZ\fD7x", r"#\F9$}<\"OIJ7", "/e4[o)T7&#47;x", "100%41&amp;\\n-x"])
-def test_what_looks_like_an_escape_or_a_path_may_be_part_of_a_secret(secret: str) -> None:
+def test_secret_with_escapes_or_slashes_is_redacted(secret: str) -> None:
     redactor = Redactor(secret_values({"DB_PASSWORD": secret}, []))
     for said in (secret, html.escape(secret), quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1]):
         assert redactor.text(f"it is {said} now") == f"it is {REDACTED} now", said
 
 
-def test_in_base64_a_secret_is_found_beside_any_bytes_and_a_name_in_text_alone() -> None:
+def test_secret_inside_base64_is_redacted() -> None:
     redactor = Redactor(("horse-battery",))
     for before in (b"user:", b"\xff\x00"):
         word = base64.b64encode(before + b"horse-battery\xfe").decode()
@@ -365,7 +365,7 @@ SHORT = Redactor(("1234", "hunter2", "train", "20260101"))
         ("\x1b[31mhun\x1b[0mter2", f"\x1b[31m{REDACTED}"),
     ],
 )
-def test_short_secrets_are_replaced_as_whole_words_where_the_job_speaks(text: str, expected: str) -> None:
+def test_short_secret_is_redacted_as_whole_word_in_job_text(text: str, expected: str) -> None:
     assert SHORT.said(text) == expected
     assert SHORT.text(text) == text, "what we put together ourselves is full of numbers and words"
 
@@ -382,7 +382,7 @@ def test_short_secrets_are_replaced_as_whole_words_where_the_job_speaks(text: st
         "localhost:1234 10.0.0.1:1234 0x1234 git 1234abcd",
     ],
 )
-def test_numbers_and_words_that_are_none_stay(text: str) -> None:
+def test_short_secret_inside_other_words_stays(text: str) -> None:
     assert SHORT.said(text) == text
 
 
@@ -390,7 +390,7 @@ def test_numbers_and_words_that_are_none_stay(text: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_a_dump_stays_a_dump(protocol: int) -> None:
+def test_redacted_dump_is_still_readable(protocol: int) -> None:
     dump = leaks.flight_dump("group of horse-battery")
     clean = Redactor(("horse-battery",)).data(pickle.dumps(dump, protocol=protocol))
     assert pickle.loads(clean) == leaks.flight_dump(f"group of {REDACTED}")
@@ -402,7 +402,7 @@ def test_a_dump_stays_a_dump(protocol: int) -> None:
     assert json.loads(Redactor(("horse-battery",)).data(json_dump)) == expected
 
 
-def test_numbers_of_a_dump_stay() -> None:
+def test_redacted_dump_keeps_numbers() -> None:
     """As torch writes them in JSON: a sequence number is a text there."""
     status = {"last_enqueued_collective": "1234", "last_completed_collective": "1233"}
     dump = {
@@ -414,7 +414,7 @@ def test_numbers_of_a_dump_stay() -> None:
     assert cleaned["pg_config"] == {"1234": {"name": "1234", "desc": REDACTED, "ranks": "[0, 1234]"}}
 
 
-def test_a_damaged_dump_keeps_its_length() -> None:
+def test_redacted_damaged_dump_keeps_length() -> None:
     data = pickle.dumps(leaks.flight_dump("group of horse-battery"), protocol=2)[:-5]
     clean = Redactor(("horse-battery",)).data(data)
     assert len(clean) == len(data) and b"horse" not in clean
@@ -455,18 +455,18 @@ def is_proportional(unit: str, size: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", UNITS)
-def test_time_grows_with_the_length_and_no_faster(unit: str) -> None:
+def test_redaction_time_is_linear_in_length(unit: str) -> None:
     assert is_proportional(unit, 1 << 15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["a", "eyJ-", "token=", "ABCDEFGHIJKLMNOP ", "-----BEGIN PRIVATE KEY-----", "{all}"])
-def test_a_line_of_a_megabyte(unit: str) -> None:
+def test_redaction_time_is_linear_for_long_lines(unit: str) -> None:
     assert is_proportional("".join(UNITS) if unit == "{all}" else unit, 1 << 19)
 
 
 @pytest.mark.parametrize("words", (["--db", "u5:pwInUrl99@hosty"], ["--dest=root:pwInUrl99@10.0.0.5:/data"]))
-def test_a_password_beside_a_user_on_the_command_line(words: list[str]) -> None:
+def test_password_next_to_user_in_argument_is_redacted(words: list[str]) -> None:
     redactor = Redactor(secret_values({}, words))
     assert "pwInUrl99" not in redactor.said("connecting with pwInUrl99")
 
@@ -480,13 +480,13 @@ def test_a_password_beside_a_user_on_the_command_line(words: list[str]) -> None:
         ("train.py:1234: in train-main", "train.py:1234: in train-main"),
     ],
 )
-def test_short_secrets_beside_signs(text: str, expected: str) -> None:
+def test_short_secret_next_to_punctuation_is_redacted(text: str, expected: str) -> None:
     redactor = Redactor(secret_values({"A_PASSWORD": "hunter2", "A_PIN": "1234", "B_PASSWORD": "main"}, []))
     assert redactor.said(text) == expected
 
 
 @pytest.mark.parametrize("text", ["Cookie: sid=abc123; b=c", "session=ab12cd34ef56", "signature: 9f86d081884c7d659a2f"])
-def test_values_under_such_names_go(text: str) -> None:
+def test_values_of_cookie_session_and_signature_are_redacted(text: str) -> None:
     assert redact_text(text).endswith("[redacted]")
 
 
@@ -513,7 +513,7 @@ def test_values_under_such_names_go(text: str) -> None:
         ("DOCKER_AUTH", "bWU6c3VyZmVyLTc3eA==", ["surfer-77x"]),
     ],
 )
-def test_each_secret_of_a_value_with_several_is_known(name: str, value: str, parts: list[str]) -> None:
+def test_each_secret_in_compound_value_is_redacted(name: str, value: str, parts: list[str]) -> None:
     for words in ({name: value}, {}), ({}, [f"--{name}={value}"]):
         redactor = Redactor(secret_values(*words))
         for part in parts:
@@ -530,11 +530,11 @@ def test_each_secret_of_a_value_with_several_is_known(name: str, value: str, par
         ("PASSWORDS", "opensesame,train", "train: step 5"),
     ],
 )
-def test_words_of_a_value_with_several_stay(name: str, value: str, text: str) -> None:
+def test_words_in_compound_value_stay(name: str, value: str, text: str) -> None:
     assert Redactor(secret_values({name: value}, [])).said(text) == text
 
 
-def test_a_secret_that_a_path_contains_is_replaced_even_so() -> None:
+def test_secret_contained_in_path_is_redacted() -> None:
     places = ["/home/me/runs/mytoken-88aa1", "exp-token-99bb2"]
     environment = {"MY_TOKEN": "token-88aa1", "A_TOKEN": "exp-token-99bb2", "B_TOKEN": "mytoken-88aa1", "C_TOKEN": "me"}
     assert secret_values(environment, ["--api-key", "runs"], places) == ("runs", "token-88aa1")
@@ -545,7 +545,7 @@ def test_a_secret_that_a_path_contains_is_replaced_even_so() -> None:
 
 
 @pytest.mark.parametrize("password", ["root", "train", "loss", "error", "Train"])
-def test_a_password_that_is_a_word_of_every_log(password: str) -> None:
+def test_common_word_password_is_redacted_only_in_context(password: str) -> None:
     redactor = Redactor(secret_values({"DB_PASSWORD": password}, []))
     for text in (f"{password}: 0.5", f"[{password}] {password} is 3", f"user {password} did {password}"):
         assert redactor.said(text) == text
@@ -564,7 +564,7 @@ def test_a_password_that_is_a_word_of_every_log(password: str) -> None:
         ("my-project-for-training-token", "cloning my-project-fo into /work", "cloning my-project-fo into /work"),
     ],
 )
-def test_the_beginning_of_a_secret_is_replaced_where_a_log_cuts_it(value: str, text: str, expected: str | None) -> None:
+def test_truncated_secret_is_redacted(value: str, text: str, expected: str | None) -> None:
     redactor = Redactor((value,))
     shown = redactor.said(text)
     if expected is not None:
