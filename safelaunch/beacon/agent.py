@@ -4,9 +4,9 @@ The beacon appends one JSON object per line to ``agent.events``. Each has a ``ti
 
 - ``{"event": "started", "attempt", "master_port", "world_size", "workers": {rank: [local_rank, pid, start_ticks]}}``
 - ``{"event": "failing", "attempt", "exits": {rank: returncode}, "error"}``, before the agent ends the peers of a failed
-  rank, or all ranks because it has failed itself, of ``error``
+  rank, or all ranks because it failed itself with ``error``
 - ``{"event": "closed", "attempt", "exits"}``, after all workers have ended
-- ``{"event": "raised", "error", "message"}``: an exception has ended the agent itself
+- ``{"event": "raised", "error", "message"}``: an exception ended the agent itself
 """
 
 from __future__ import annotations
@@ -44,10 +44,7 @@ def start(run_dir: str, role: str) -> None:
 
 @log.guarded
 def start_with_first_workers(module: Any) -> None:
-    """Starts the beacon when this process first starts torch's elastic workers.
-
-    Under ``safelaunch exec``, that call is what identifies a launcher.
-    """
+    """Starts the beacon when this process first starts torch's workers: under ``safelaunch exec``, a launcher."""
     context = module.PContext
     original = context.start
 
@@ -77,10 +74,17 @@ def _create_page(supervisor: int = 0) -> None:
 def attach(
     module: Any, run_dir: str, supervisor: int, asks_to_stop: Callable[[], bool], stopping: Callable[[], object]
 ) -> Callable[[], None]:
-    """Reports the workers that this process starts itself, under ``safelaunch.launch``; returns what ends that.
+    """Reports the workers that this process starts itself, under ``safelaunch.launch``.
 
-    ``module``: torch's. While ``asks_to_stop()`` is true, a look at the workers raises ``Stopped``. ``stopping`` is
-    called when a signal or an interrupt ends the launch, before that ends the workers.
+    Args:
+        module: torch's module with ``PContext``.
+        run_dir: The run directory.
+        supervisor: Pid of the supervisor.
+        asks_to_stop: If it returns true, the next check of the workers raises ``Stopped``.
+        stopping: Called before a signal or an interrupt that ends the launch ends the workers.
+
+    Returns:
+        A function that ends the reporting.
     """
     log.run_dir = run_dir
     _create_page(supervisor)
@@ -91,7 +95,7 @@ def attach(
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = before[1](self, *args, **kwargs)
-        # After the look: where the supervisor has ended ranks, it has asked before.
+        # After the check: if the supervisor ended ranks, it has set its request before.
         if asks_to_stop():
             raise Stopped("the watchdog ends this job")
         return result
@@ -110,9 +114,10 @@ def attach(
 
 
 def _report_own_end() -> None:
-    """Appends the exception that ends the agent. No traceback when the supervisor ends a hung job by SIGTERM.
+    """Appends the exception that ends the agent to the events.
 
-    That traceback says nothing about the hang and pushes the verdict off the screen.
+    If the supervisor ends a hung job by SIGTERM, no traceback is printed: it says nothing about the hang and pushes the
+    verdict off the screen.
     """
     original = sys.excepthook
 
@@ -148,8 +153,8 @@ def _wrap_context(module: Any) -> None:
         _started(self)
 
     def close(self: Any, death_sig: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # With a signal, the agent ends ranks that have not failed: at a normal end, because somebody stops it, or
-        # because it has failed itself.
+        # With a signal, the agent ends ranks that have not failed: at a normal end, because it was told to stop, or
+        # because it failed itself.
         error = _own_error() if death_sig is not None else ""
         if death_sig is None or error:
             _failing(self, error)
@@ -167,7 +172,7 @@ def _rank(context: Any, local_rank: int) -> str:
 
 
 def _env(context: Any) -> Mapping[str, str]:
-    """The variables of one of its ranks, for those that are the same in all. The kernel may have chosen MASTER_PORT."""
+    # Variables of one of its ranks, for those that all share. (The kernel can have chosen MASTER_PORT.)
     return next(iter(context.envs.values()), {})
 
 
@@ -185,7 +190,7 @@ def _started(context: Any) -> None:
 
 
 def _exits(context: Any) -> dict[str, int]:
-    """Returns the return codes known so far, by rank. It polls the subprocesses as the agent itself does."""
+    # Return codes known so far. It polls the subprocesses as the agent itself does.
     codes = {}
     for local, handler in getattr(context, "subprocess_handlers", {}).items():
         codes[_rank(context, local)] = handler.proc.poll()
@@ -196,7 +201,7 @@ def _exits(context: Any) -> dict[str, int]:
 
 
 def _own_error() -> str:
-    """Returns the exception on its way in this thread, unless it is the answer to a signal or to us; else empty."""
+    # The exception being raised in this thread, unless a signal or the supervisor caused it.
     error = sys.exc_info()[1]
     if not isinstance(error, Exception) or isinstance(error, Stopped) or type(error).__name__ == "SignalException":
         return ""
@@ -218,11 +223,9 @@ def _closed(context: Any) -> None:
 
 @log.guarded
 def _goodbye(context: Any) -> None:
-    """Lets the supervisor tell other nodes that somebody stops the job here: the store where they hear it is ours.
-
-    torchrun closes its workers with SIGTERM at every end; that somebody stops it is told by the exception on its way.
-    """
+    # The supervisor has to tell other nodes that the job stops here: the store that they read might be this process's.
+    # torchrun closes its workers with SIGTERM at every end; only the exception being raised shows a request to stop.
     stopped = type(sys.exc_info()[1]).__name__ == "SignalException"
     env = _env(context)
-    if stopped and env.get("WORLD_SIZE", "") != env.get("LOCAL_WORLD_SIZE", ""):  # there are ranks elsewhere
+    if stopped and env.get("WORLD_SIZE", "") != env.get("LOCAL_WORLD_SIZE", ""):  # other nodes have ranks
         page.wait_for_ack(_words, _supervisor, layout.GOODBYE_S)

@@ -1,9 +1,9 @@
-"""Records the exceptions that the script catches. A rank that continues after one may have skipped a collective.
+"""Records the exceptions that the script catches. A rank that continues after one might have skipped a collective.
 
-Python 3.12+ reports them through ``sys.monitoring``, which slows down nothing but the catching itself. Older versions
-have no cheap way to report them, so nothing is recorded there. Only exceptions that the user's own code catches on the
-main thread count. A shared file holds the newest ones, so the supervisor can read them while the rank is stuck. The
-file consists of fixed-size slots of text, each written in one operation.
+Python 3.12+ reports them through ``sys.monitoring``, which slows down only the catching itself. Older versions have no
+cheap way, so nothing is recorded there. Only exceptions count that the user's own code catches on the main thread. A
+shared file holds the newest ones, so that the supervisor can read them while the rank is stuck. It consists of
+fixed-size slots of text, each written in one operation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SLOTS = 64
 SLOT_BYTES = 1024
-MOST_PER_SECOND = 500  # mean rate since the first one; above it, recording stops
+MOST_PER_SECOND = 500  # mean rate since the first exception; above it, recording stops
 _BURST = 2000
 _TOOL_IDS = (4, 3)  # not reserved for debuggers, coverage, profilers or optimizers
 _CONTROL_FLOW = (StopIteration, StopAsyncIteration, GeneratorExit)
@@ -40,7 +40,7 @@ _libraries: tuple[str, ...] = ()
 
 
 def install(path: str) -> None:
-    """Starts recording to the file ``path``. Does nothing before Python 3.12, or if other tools hold both tool ids."""
+    """Starts recording to the file ``path``, except before Python 3.12, or if other tools hold both tool ids."""
     global _slots, _tool, _main, _libraries
     free = [number for number in _TOOL_IDS if _monitoring and _monitoring.get_tool(number) is None]
     if not free:
@@ -58,7 +58,7 @@ def install(path: str) -> None:
 
 
 def detach() -> None:
-    """Stops recording: in a forked child, whose exceptions are not the rank's, or when there are too many."""
+    """Stops recording: in a forked child, which is not the rank, or if there are too many exceptions."""
     global _slots, _tool, _latest
     if _tool >= 0:
         _monitoring.set_events(_tool, 0)
@@ -67,7 +67,7 @@ def detach() -> None:
 
 
 def _handled(code: CodeType, offset: int, exception: BaseException) -> None:
-    """Callback for entering a handler: an ``except``, but also a ``finally`` or ``with``, which reraises."""
+    """Callback for entering a handler: an ``except``, but also a ``finally`` or ``with`` that reraises."""
     file = code.co_filename
     users = _is_users.get(file)
     if users is None:
@@ -95,7 +95,7 @@ def _note(code: CodeType, offset: int, exception: BaseException) -> None:
             raised, line = made, entry.tb_lineno
         entry = entry.tb_next
     words = exception.args[0] if exception.args and type(exception.args[0]) is str else ""  # calls no user code
-    # The handler's entry has no line of its own: take the next one.
+    # The handler's entry has no line: take the next one.
     caught_line = next((line for _, end, line in code.co_lines() if end > offset and line), 0)
     fields = (
         now_ns, type(exception).__qualname__, words[:200],
@@ -108,7 +108,7 @@ def _note(code: CodeType, offset: int, exception: BaseException) -> None:
 
 
 def _reraised(code: CodeType, offset: int, exception: BaseException) -> None:
-    """Callback for a reraise: the handler did not catch the exception, so its slot is freed."""
+    # The handler did not catch the exception, so its slot is freed.
     global _latest, _count
     if exception is _latest and _thread.get_ident() == _main:
         _latest = None

@@ -1,11 +1,11 @@
-"""Holds the job's GPU leases, and protects descriptors from scripts that close every one, as daemons do.
+"""Holds the job's GPU leases, and protects descriptors from scripts that close all of them, as daemons do.
 
 Each rank locks the leases, so that the GPUs stay leased while any rank lives, even without a supervisor. The lock lasts
-as long as the process and the children that it forks (DataLoader workers), which hold GPU memory as well. Programs that
-the process executes do not inherit it.
+as long as the process and its forked children (DataLoader workers), which hold GPU memory as well. Programs that the
+process executes don't inherit it.
 
-The worker server's C++ threads use its socket by its number. If the script closed it, one of its own connections could
-get the same number. Both would then read from that connection, and the process would abort at exit.
+The worker server's C++ threads use its socket by number. If the script closed it, a connection of the script could get
+the same number: both would read from it, and the process would abort at exit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def protect_new_sockets(make: Callable[[], T]) -> T:
 
 
 def hold(paths: str) -> None:
-    """Locks a byte of each file in ``paths`` (joined by ``os.pathsep``) until this process ends. Best effort."""
+    """Locks a byte of each file in ``paths`` (joined by ``os.pathsep``) until this process ends, as far as possible."""
     for path in filter(None, paths.split(os.pathsep)):
         fd = _locked(path)
         if fd >= 0:
@@ -54,7 +54,7 @@ def _install() -> None:
 
 
 def detach() -> None:
-    """Removes the protection in a forked child, which may close anything: the server belongs to its parent."""
+    """Removes the protection in a forked child, which can close anything: the server belongs to its parent."""
     _protected.clear()
     if os.close is _close:
         os.close = _real_close
@@ -63,21 +63,21 @@ def detach() -> None:
 
 
 def _sockets() -> dict[int, int]:
-    found = {}
+    inodes = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             info = os.fstat(int(name))
         except OSError:
             continue  # the descriptor of the listing itself
         if stat.S_ISSOCK(info.st_mode):
-            found[int(name)] = info.st_ino
-    return found
+            inodes[int(name)] = info.st_ino
+    return inodes
 
 
 def _is_protected(descriptor: object) -> bool:
-    """Whether the descriptor is still the protected file.
+    """Returns whether the descriptor is still the protected file.
 
-    C code may have closed it, and the number may now belong to a file of the script. The inode tells them apart.
+    C code can have closed it, and the script reused the number: the inode tells them apart.
     """
     if not isinstance(descriptor, int) or os.getpid() != _owner:
         return False
@@ -106,8 +106,8 @@ def _closerange(fd_low: int, fd_high: int, /) -> None:
 def _locked(path: str) -> int:
     """Opens ``path`` and locks a random byte of it. Returns the descriptor that holds the lock, or -1.
 
-    The lock is an exclusive lock of the open file description, which takes write permission (see ``leases.lease``).
-    Each rank locks a different byte, so all of them can hold the file.
+    It is an exclusive lock of the open file description, which needs write permission (see ``leases.lease``). Each rank
+    locks a different byte, so that all of them can hold the file.
     """
     import fcntl
     import struct

@@ -1,8 +1,8 @@
-"""Records where a GPU's memory is when a rank runs out of it.
+"""Records how a GPU's memory is used when a rank runs out of it.
 
-Figures and the largest live blocks are noted in any case. Under ``--preset oom-debug``, torch's allocator also keeps
-the stack of each allocation, and its snapshot is written for https://pytorch.org/memory_viz. It is taken where the
-allocation fails: once the exception has unwound the stack, some of the memory is free again.
+Figures and the largest live blocks are always recorded. Under ``--preset oom-debug``, torch's allocator also keeps the
+stack of each allocation, and its snapshot is written for https://pytorch.org/memory_viz. The snapshot is taken where
+the allocation fails: once the exception has unwound the stack, some of the memory is free again.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
-MOST_ENTRIES = 50_000  # of the history: what was freed is in there as well
+MOST_ENTRIES = 50_000  # in the history, including freed allocations
 MOST_BLOCKS = 12
 MOST_FRAMES = 32
 MOST_NAMES = 8
-MOST_SNAPSHOTS = 8  # a script that tries batch sizes runs out of memory again and again
+MOST_SNAPSHOTS = 8  # a script that tries batch sizes runs out of memory repeatedly
 SNAPSHOT_BYTES = 48 << 20
 
 _base = ""
 _owner = 0
 _observed = 0  # failed allocations that were recorded
-_stale = False  # one has failed since
+_stale = False  # another allocation has failed since, without a record
 
 
 def install(base: str) -> None:
-    """Keeps the stacks of allocations once CUDA is up. ``base``: the path of the rank's page."""
+    """Keeps the stacks of allocations once CUDA is up. ``base`` is the path of the rank's page."""
     global _base, _owner
     _base, _owner = base, os.getpid()
     imports.after_import("torch.cuda", log.guarded(_when_initialized))
 
 
 def detach() -> None:
-    """A forked child is another process, which has no CUDA."""
+    """Stops recording in a forked child, which has no CUDA."""
     global _base
     _base = ""
 
 
 def _when_initialized(cuda: Any) -> None:
-    """An error in a queued call would reach the script."""
+    # An error in a queued call would reach the script.
     cuda._lazy_call(log.guarded(_keep_history))
 
 
@@ -56,7 +56,7 @@ def _keep_history() -> None:
 
 
 def _allocation_failed(device: int, asked: int, total: int, free: int) -> None:
-    """Called by the allocator, before the exception."""
+    # The allocator calls it before it raises.
     global _observed, _stale
     if not _base or os.getpid() != _owner:
         return
@@ -67,25 +67,25 @@ def _allocation_failed(device: int, asked: int, total: int, free: int) -> None:
 
 
 def raised(base: str, value: BaseException) -> None:
-    """The rank ends by this exception of the allocator's. Nothing to do if the failed allocation is recorded."""
+    """Records the allocator's exception that ends the rank, unless the failed allocation is recorded already."""
     if _stale or not _observed:
         _record(base, {"device": _device_in(str(value))})
 
 
 def _device_in(message: str) -> int:
-    """``... GPU 1 has a total capacity of ...``; else the current one."""
+    # ``... GPU 1 has a total capacity of ...``; without a number, the current device
     number = message.partition("GPU ")[2].partition(" ")[0]
     return int(number) if number.isdigit() else int(sys.modules["torch"].cuda.current_device())
 
 
-def _record(base: str, known: dict[str, object]) -> None:
+def _record(base: str, allocation: dict[str, object]) -> None:
     torch = sys.modules["torch"]
-    figures: dict[str, object] = dict(known)
+    figures: dict[str, object] = dict(allocation)
     snapshot: dict[str, Any] = {}
     for step in (
-        lambda: figures.update(_statistics(torch.cuda.memory_stats(known["device"]))),
+        lambda: figures.update(_statistics(torch.cuda.memory_stats(allocation["device"]))),
         lambda: snapshot.update(torch.cuda.memory._snapshot() if _base else {"segments": torch.cuda.memory_snapshot()}),
-        lambda: figures.update(_blocks(snapshot["segments"], known["device"])),
+        lambda: figures.update(_blocks(snapshot["segments"], allocation["device"])),
         lambda: figures.update(_parameters()),
         lambda: figures.update(_write_snapshot(base + layout.SNAPSHOT_SUFFIX, snapshot) if _base else {}),
     ):
@@ -107,8 +107,8 @@ def _statistics(stats: Mapping[str, int]) -> dict[str, object]:
 
 
 def _blocks(segments: Iterable[Mapping[str, Any]], device: object) -> dict[str, object]:
-    """What lives, by where it was allocated, the largest first; without a history, by its size."""
-    found: dict[object, list[Any]] = {}
+    """Returns the largest live blocks, grouped by the stack that allocated them; without a history, by their size."""
+    groups: dict[object, list[Any]] = {}
     largest, largest_free = 0, 0
     for segment in segments:
         if segment.get("device", device) != device:
@@ -120,10 +120,10 @@ def _blocks(segments: Iterable[Mapping[str, Any]], device: object) -> dict[str, 
                 continue
             largest = max(largest, size)
             frames = tuple((f["filename"], f["line"], f["name"]) for f in block.get("frames", ())[:MOST_FRAMES])
-            group = found.setdefault(frames or size, [0, 0, frames])
+            group = groups.setdefault(frames or size, [0, 0, frames])
             group[0] += size
             group[1] += 1
-    top = sorted(found.values(), key=lambda group: -group[0])[:MOST_BLOCKS]
+    top = sorted(groups.values(), key=lambda group: -group[0])[:MOST_BLOCKS]
     blocks = [{"size": size, "count": count, "frames": list(_frames(frames))} for size, count, frames in top]
     return {"largest": largest, "largest_free": largest_free, "blocks": blocks}
 
@@ -134,14 +134,14 @@ def _frames(frames: Iterable[tuple[str, int, str]]) -> Iterator[dict[str, object
 
 
 def _write_snapshot(path: str, snapshot: dict[str, Any]) -> dict[str, object]:
-    """The snapshot as torch writes it; without its history if that makes it too large."""
+    """Writes the snapshot as torch does; without its history if that makes it too large."""
     from pickle import dump
 
     shorter = {**snapshot, "device_traces": [[] for _ in snapshot.get("device_traces", ())]}
-    for one in (snapshot, shorter):
+    for version in (snapshot, shorter):
         try:
             with open(path + layout.PARTIAL, "wb", opener=page.private) as out:
-                dump(one, _Bounded(out))
+                dump(version, _Bounded(out))
         except _TooLargeError:
             continue
         os.rename(path + layout.PARTIAL, path)
@@ -172,24 +172,30 @@ class _Bounded:
 
 
 def _parameters() -> dict[str, object]:
-    """Of models that are sharded in part: how much of them each rank holds whole. Empty for other models."""
+    """Returns how much of partly sharded models each rank holds whole; empty for other models."""
     modules = wrappers.modules()
     # While FSDP2 has gathered a module, the whole parameters take the place of the sharded ones.
-    fsdp2 = [one for one in gc.get_objects() if type(one).__name__ == "FSDPParam" and hasattr(one, "_unsharded_param")]
-    shards = {id(one._unsharded_param): one.sharded_param for one in fsdp2}
+    fsdp2 = [
+        thing
+        for thing in gc.get_objects()
+        if type(thing).__name__ == "FSDPParam" and hasattr(thing, "_unsharded_param")
+    ]
+    shards = {id(parameter._unsharded_param): parameter.sharded_param for parameter in fsdp2}
     flat = {id(parameter) for module in modules if wrappers.is_fsdp1(module) for parameter in module.parameters()}
     inner = {id(child) for module in modules for child in module._modules.values()}
     sharded, whole = 0, dict[str, int]()
     for root in modules:
         if id(root) not in inner:
             named = {
-                name: (one, _shard_bytes(shards.get(id(one), one), id(one) in flat))
-                for name, one in root.named_parameters()
+                name: (parameter, _shard_bytes(shards.get(id(parameter), parameter), id(parameter) in flat))
+                for name, parameter in root.named_parameters()
             }
             here = [size for _, size in named.values() if size is not None]
             if here:
                 sharded += sum(here)
-                whole |= {name: wrappers.bytes_of(one) for name, (one, size) in named.items() if size is None}
+                whole |= {
+                    name: wrappers.bytes_of(parameter) for name, (parameter, size) in named.items() if size is None
+                }
     if not sharded:
         return {}
     top = sorted(whole.items(), key=lambda item: -item[1])[:MOST_NAMES]
@@ -197,6 +203,6 @@ def _parameters() -> dict[str, object]:
 
 
 def _shard_bytes(parameter: Any, is_flat: bool) -> int | None:
-    """The bytes of this rank's shard; None for a parameter that it holds whole. ``is_flat``: of FSDP1."""
-    cut = any("Shard" in type(one).__name__ for one in getattr(parameter, "placements", ()))
+    # None for a parameter that this rank holds whole. ``is_flat``: FSDP1 shards it.
+    cut = any("Shard" in type(placement).__name__ for placement in getattr(parameter, "placements", ()))
     return wrappers.bytes_of(parameter) if cut or is_flat else None

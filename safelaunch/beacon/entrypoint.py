@@ -1,7 +1,7 @@
 """The function of a rank under ``safelaunch.launch``, with the beacon around it.
 
-A spawned worker is a new interpreter, whose ``sitecustomize`` has started the beacon. A forked one is not: there, the
-beacon starts when the function is called, which is all that torch's launcher offers for every start method.
+A spawned worker is a new interpreter, whose ``sitecustomize`` has started the beacon. In a forked one, the beacon
+starts when the function is called, which is the only hook that torch's launcher offers for every start method.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INJECT = os.path.join(_HERE, "inject")
 
 
 def module(name: str) -> Any:
-    """Returns a module of the beacon under the name that it has in every rank."""
+    """Returns a module of the beacon, under its name in every rank."""
     if "_safelaunch_beacon" not in sys.modules:
         package = type(sys)("_safelaunch_beacon")
         package.__path__ = [_HERE]
@@ -31,7 +31,8 @@ def module(name: str) -> Any:
 class WatchedFunction:
     """Calls ``function`` in a rank, and records how it ends. It has the function's name, which torch shows.
 
-    ``env``: the variables of this launch. A fork server started by an earlier launch has those of that one.
+    Args:
+        env: Variables of this launch. A fork server that an earlier launch started has the earlier ones.
     """
 
     def __init__(self, function: Callable[..., Any], env: Mapping[str, str]) -> None:
@@ -56,7 +57,7 @@ class WatchedFunction:
 
 
 def _start_beacon(launch: Mapping[str, str]) -> None:
-    """Starts the beacon in a forked rank, and gives it the caller's own PYTHONPATH back."""
+    """Starts the beacon in a forked rank, and restores the caller's own PYTHONPATH."""
     run_dir = launch.get("SAFELAUNCH_RUN_DIR", "")
     if not os.path.isdir(run_dir) or module("rank").is_claimed():
         return

@@ -1,7 +1,7 @@
 """Records how a rank ends: its stacks at a fatal signal, its first uncaught exception, the line that calls an exit.
 
 ``sys.exit`` and ``os._exit`` leave no traceback. Both are wrapped: they behave as before, but first write the caller's
-stack to the run directory. A script may catch ``SystemExit``, so only the last call counts, and only if the process
+stack to the run directory. A script can catch ``SystemExit``, so only the last call counts, and only if the process
 ended with that call's code.
 """
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
     from typing import NoReturn
 
-MAX_FRAMES = 64  # of a call of exit, or of an earlier exception
-MAX_EARLIER = 8  # exceptions from which the uncaught one came; the first ones count
-MAX_LINKS = 64  # that are followed to them
+MAX_FRAMES = 64  # in the stack of an exit call or of an earlier exception
+MAX_EARLIER = 8  # exceptions that led to the uncaught one; the first ones count
+MAX_LINKS = 64  # of the chain to them
 PR_SET_PTRACER = 0x59616D61
 SIGTERM = 15  # importing signal costs a rank 2 ms
 YAMA = "/proc/sys/kernel/yama/ptrace_scope"
@@ -40,7 +40,7 @@ _fault_file = (0, 0)
 
 
 def install(base: str, words: memoryview, supervisor: int) -> None:
-    """Installs the handlers of this rank. ``base``: its page's path. ``supervisor``: the pid that may trace it."""
+    """Installs this rank's handlers and lets the supervisor trace it. ``base`` is the path of its page."""
     global _owner, _supervisor, _words, _base, _previous_hook, _real_exit, _real_os_exit
     _owner, _supervisor, _words, _base = os.getpid(), supervisor, words, base
     log.guarded(_install_faulthandler)(base + layout.FAULT_SUFFIX)
@@ -70,7 +70,7 @@ def _identity(fd: int) -> tuple[int, int]:
 def allow_tracing() -> None:
     """Lets the supervisor and its descendants trace this process.
 
-    Under Yama's ptrace_scope=1, only ancestors may trace a process that has not named another tracer.
+    With Yama's ptrace_scope 1, only its ancestors can trace a process that hasn't named another tracer.
     """
     if not _supervisor or not os.path.exists(YAMA):
         return
@@ -80,7 +80,7 @@ def allow_tracing() -> None:
 
 
 def detach() -> None:
-    """Removes the handlers in a forked child, which is not the rank: it must not write to its parent's files."""
+    """Removes the handlers in a forked child, which isn't the rank and must not write to its parent's files."""
     global _enabled_ours
     if sys.exit is _exit:
         sys.exit = _real_exit
@@ -110,15 +110,15 @@ def _excepthook(kind: type[BaseException], value: BaseException, traceback: Trac
 
 
 def raised(value: Exception) -> None:
-    """Records the exception that ends this rank's function: torch's workers catch it, so no hook will see it."""
+    """Records the exception that ends this rank's function: torch's workers catch it, so that no hook sees it."""
     _note_exception(type(value), value, value.__traceback__)
     _end_with(value)
 
 
 def _end_with(value: BaseException) -> None:
-    """Records where the memory of the GPU is, if the exception says that it is used up, and waits for the supervisor.
+    """Records the GPU's memory if the exception is about it, and waits for the supervisor.
 
-    Until that has looked at the peers: once this rank closes its connections, they fail as well.
+    The supervisor first samples the peers: once this rank closes its connections, they fail, too.
     """
     if os.getpid() != _owner:
         return
@@ -137,8 +137,8 @@ def _note_memory(value: BaseException) -> None:
 @log.guarded
 def _note_exception(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
     if os.getpid() != _owner or _words[layout.EXCEPTION_NS] or issubclass(kind, KeyboardInterrupt):
-        # After a KeyboardInterrupt the interpreter ends itself by SIGINT, unless a string of code has run in between.
-        # Importing json or traceback runs one. Besides, an interrupt is not a fault of the rank's code.
+        # After a KeyboardInterrupt, the interpreter ends itself by SIGINT unless a string of code has run in between,
+        # and importing json or traceback runs one. Besides, an interrupt is no fault of the rank's code.
         return
     _words[layout.EXCEPTION_NS] = monotonic_ns()
     record = {
@@ -158,7 +158,6 @@ def _name_of(kind: type[BaseException]) -> str:
 
 
 def _frames_of(traceback: TracebackType | None) -> list[dict[str, object]]:
-    """Returns the frames of a traceback, innermost first."""
     frames: list[dict[str, object]] = []
     while traceback is not None:
         frames.append(_frame(traceback.tb_frame, traceback.tb_lineno))
@@ -167,17 +166,17 @@ def _frames_of(traceback: TracebackType | None) -> list[dict[str, object]]:
 
 
 def _earlier(value: BaseException) -> list[dict[str, object]]:
-    """Returns the exceptions from which ``value`` came, the first one first, as a traceback prints them."""
-    found: list[tuple[BaseException, bool]] = []
-    seen, one = {id(value)}, value
-    while len(found) < MAX_LINKS:
-        explicit = one.__cause__ is not None
-        before = one.__cause__ if explicit or one.__suppress_context__ else one.__context__
-        if before is None or id(before) in seen:
+    """Returns the exceptions that led to ``value``, first to last, as a traceback prints them."""
+    chain: list[tuple[BaseException, bool]] = []
+    visited, error = {id(value)}, value
+    while len(chain) < MAX_LINKS:
+        explicit = error.__cause__ is not None
+        before = error.__cause__ if explicit or error.__suppress_context__ else error.__context__
+        if before is None or id(before) in visited:
             break
-        found.append((before, explicit))
-        seen.add(id(before))
-        one = before
+        chain.append((before, explicit))
+        visited.add(id(before))
+        error = before
     return [
         {
             "type": _name_of(type(each)),
@@ -185,7 +184,7 @@ def _earlier(value: BaseException) -> list[dict[str, object]]:
             "frames": _frames_of(each.__traceback__)[:MAX_FRAMES],
             "explicit": explicit,
         }
-        for each, explicit in found[::-1][:MAX_EARLIER]
+        for each, explicit in chain[::-1][:MAX_EARLIER]
     ]
 
 
@@ -199,7 +198,7 @@ def _formatted(value: BaseException) -> str:
         from traceback import format_exception
 
         return "".join(format_exception(type(value), value, value.__traceback__))
-    except Exception:  # the script's own re.py or token.py may shadow the library's: the frames have to do
+    except Exception:  # the script's own re.py or token.py can shadow the library's: only the frames remain
         return ""
 
 
@@ -214,13 +213,13 @@ def _text_of(value: BaseException) -> str:
 def _at_exit() -> None:
     if os.getpid() != _owner:
         return
-    # The script may have replaced our sys.excepthook. The interpreter still sets sys.last_value.
+    # If the script replaced sys.excepthook, the interpreter still sets sys.last_value.
     value = getattr(sys, "last_value", None)
     if value is not None and not _words[layout.EXCEPTION_NS]:
         _note_exception(type(value), value, value.__traceback__)
     _words[layout.EXIT_NS] = monotonic_ns()
     server = sys.modules.get("_safelaunch_beacon.server")
-    asked = _words[layout.EXCEPTION_NS] and _words[layout.ACK]  # of a failure, unless the supervisor was late
+    asked = _words[layout.EXCEPTION_NS] and _words[layout.ACK]  # the supervisor has read the record of this failure
     if server is not None and not asked:
         log.guarded(server.keep_flight_record)(_base + layout.FLIGHT_SUFFIX)
     marks.set_state(layout.EXITED)
@@ -244,7 +243,7 @@ def _os_exit(status: int) -> NoReturn:
 
 
 def _code_of(status: object) -> int:
-    """Returns the exit code for an argument of ``sys.exit``: None is 0, a number is itself, anything else is 1."""
+    # As the interpreter: None is 0, a number is itself, anything else is 1.
     if status is None:
         return 0
     return status & 0xFF if isinstance(status, int) else 1

@@ -1,7 +1,7 @@
-"""Post-import hooks: call a function once, right after a named module has been executed. And ``import safelaunch``.
+"""Post-import hooks, which call a function once after a named module has been executed; and ``import safelaunch``.
 
 A process that never imports the module pays one dictionary lookup per import. The hook restores the module's loader
-before the module runs, so ``inspect`` and ``linecache`` see the real one.
+before the module runs, so that ``inspect`` and ``linecache`` see the real one.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class _Finder:
         return None
 
     def invalidate_caches(self) -> None:
-        """Called by ``importlib.invalidate_caches``. This finder caches nothing."""
+        """Does nothing: this finder caches nothing."""
 
 
 _finder = _Finder()
 
 
 def after_import(name: str, callback: Callback) -> None:
-    """Calls ``callback(module)`` after the import of ``name``, or at once if it is imported. It must not raise."""
+    """Calls ``callback(module)`` after the import of ``name``, or now if it is imported. It must not raise."""
     module = sys.modules.get(name)
     if module is not None:
         callback(module)
@@ -76,7 +76,7 @@ def after_import(name: str, callback: Callback) -> None:
 
 
 class _OwnPackage:
-    """Finds safelaunch where the script's environment lacks it: then it is installed as a tool, in one of its own."""
+    """Finds safelaunch if the script's environment lacks it, because it is installed as a tool in another one."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "safelaunch":
@@ -87,7 +87,7 @@ class _OwnPackage:
         return PathFinder.find_spec(name, [os.path.dirname(package)], target)
 
     def invalidate_caches(self) -> None:
-        """Called by ``importlib.invalidate_caches``. This finder caches nothing."""
+        """Does nothing: this finder caches nothing."""
 
 
 def offer_safelaunch() -> None:

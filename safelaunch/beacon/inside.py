@@ -1,8 +1,8 @@
 """Returns from inside a rank what a stack reader would read from outside, for nodes that refuse py-spy.
 
-Nothing here runs until the supervisor asks. The answer goes to a unix socket beside the rank's page: JSON in the form
-of ``py-spy dump --json``, what the kernel shows of each thread to the process itself alone, and a descriptor of the
-process's own memory. Without the right to trace, the supervisor can open none of these.
+Nothing here runs until the supervisor asks. The answer goes to a unix socket next to the rank's page: JSON in the form
+of ``py-spy dump --json``, facts about each thread that the kernel shows only to the process itself, and a descriptor of
+the process's own memory. Without the right to trace, the supervisor can open none of these.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 HANDLER = "safelaunch_stacks"
 SEND_S = 1.0
 MOST_THREADS = 4096
-MOST_FRAMES = 1024  # of a thread, the innermost ones
-MOST_CHARACTERS = 4096  # of a local variable
-MOST_BITS = 64  # of a number
+MOST_FRAMES = 1024  # innermost frames of a thread
+MOST_CHARACTERS = 4096  # in a local variable
+MOST_BITS = 64  # in a number
 MOST_CHILDREN = 256
 _C10D = "torch/distributed/distributed_c10d.py"
 _EXTENSIONS = "torch/utils/cpp_extension.py"
@@ -36,7 +36,7 @@ _READS_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
 
 
 def handler(base: str) -> Callable[[Any, Any], None]:
-    """Returns a handler for c10d's worker server. ``base``: the path of the rank's page."""
+    """Returns a handler for c10d's worker server. ``base`` is the path of the rank's page."""
 
     def answer(request: Any, response: Any) -> None:
         _answer(base + layout.ASK_SUFFIX)
@@ -48,7 +48,6 @@ def handler(base: str) -> Callable[[Any, Any], None]:
 
 @log.guarded
 def _answer(path: str) -> None:
-    """Connects to the supervisor's socket and sends the answer."""
     with _Closing(_socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)) as connection:
         connection.settimeout(SEND_S)
         try:
@@ -60,7 +59,7 @@ def _answer(path: str) -> None:
 
 @log.guarded
 def listen(base: str, words: memoryview) -> None:
-    """Starts a thread that answers on a socket of its own, for a torch whose worker server takes no handlers."""
+    """Starts a thread that answers on a separate socket, for a torch whose worker server takes no handlers."""
     listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     listener.bind(base + layout.STACKS_SUFFIX)
     os.chmod(base + layout.STACKS_SUFFIX, 0o600)
@@ -91,7 +90,7 @@ def _close(fd: int) -> None:
 
 
 class _Closing:
-    """Closes a socket. ``_socket``'s own type is no context manager."""
+    # ``_socket``'s own type is no context manager.
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -104,7 +103,7 @@ class _Closing:
 
 
 def send(connection: Any) -> None:
-    """Sends the descriptor of this process's memory with the first byte, then the rest until the end of the stream."""
+    """Sends a descriptor of this process's memory with the first byte, then the answer until the end of the stream."""
     data = b"\n" + page.as_json(told()).encode("utf-8", "replace")
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
@@ -113,7 +112,7 @@ def send(connection: Any) -> None:
     try:
         rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, memory.to_bytes(4, sys.byteorder))] if memory >= 0 else []
         sent = connection.sendmsg([data[:1]], rights, _socket.MSG_NOSIGNAL)
-        while sent < len(data):  # never with SIGPIPE, by which a script may let itself be ended
+        while sent < len(data):  # never with SIGPIPE, which would end the script
             sent += connection.send(data[sent : sent + (1 << 16)], _socket.MSG_NOSIGNAL)
     except OSError:
         pass  # the supervisor waits no longer
@@ -123,34 +122,34 @@ def send(connection: Any) -> None:
 
 
 def told() -> dict[str, object]:
-    """Returns the whole answer. Stacks come first: while this thread has the GIL, all are of the same moment."""
+    """Returns the answer. Stacks come first: while this thread has the GIL, all show the same moment."""
     threads = _stacks()
     roles = log.guarded(_roles)() or {}
     return {"threads": threads, "calls": _of_tasks("syscall"), "waits": _of_tasks("wchan"), "roles": roles}
 
 
 def _stacks() -> list[dict[str, object]]:
-    """Includes the thread that answers: without frames, it would look like one of an unknown library."""
+    # Includes the answering thread: without frames, it would look like one of an unknown library.
     return [_stack(ident, frame) for ident, frame in list(sys._current_frames().items())[:MOST_THREADS]]
 
 
 def _stack(ident: int, innermost: FrameType) -> dict[str, object]:
-    known: Any = getattr(threading, "_active", {}).get(ident)
+    registered: Any = getattr(threading, "_active", {}).get(ident)
     frames: list[dict[str, object]] = []
     frame: FrameType | None = innermost
     while frame is not None and len(frames) < MOST_FRAMES:
         code = frame.f_code
-        one: dict[str, object] = {
+        entry: dict[str, object] = {
             "name": getattr(code, "co_qualname", code.co_name),
             "filename": code.co_filename,
             "line": frame.f_lineno or 0,
         }
-        if _tells(code, innermost=not frames) and (found := _variables(frame)):
-            one["locals"] = found
-        frames.append(one)
+        if _tells(code, innermost=not frames) and (variables := _variables(frame)):
+            entry["locals"] = variables
+        frames.append(entry)
         frame = frame.f_back
     thread: dict[str, object] = {"thread_id": ident, "frames": frames}
-    name, tid = getattr(known, "_name", None), getattr(known, "_native_id", None)
+    name, tid = getattr(registered, "_name", None), getattr(registered, "_native_id", None)
     tid = _thread.get_native_id() if ident == _thread.get_ident() else tid
     if type(name) is str:
         thread["thread_name"] = name
@@ -160,7 +159,7 @@ def _stack(ident: int, innermost: FrameType) -> dict[str, object]:
 
 
 def _tells(code: CodeType, *, innermost: bool) -> bool:
-    """Tells if the verdict asks for variables of such a function: c10d's, and those that wait for a key or a lock."""
+    # The verdict reads variables of c10d's functions, and of functions that wait for a key or a lock.
     file = code.co_filename
     if file.endswith((_C10D, _EXTENSIONS)) or "/filelock/" in file:
         return True
@@ -168,10 +167,10 @@ def _tells(code: CodeType, *, innermost: bool) -> bool:
 
 
 def _variables(frame: FrameType) -> list[dict[str, object]]:
-    """Returns the numbers and strings among the variables of the function.
+    """Returns the function's variables that are numbers or strings.
 
-    Before Python 3.13, a look leaves a copy of all variables behind, which is cleared again. That copy is the
-    dictionary that ``locals()`` returns, and what a debugger writes back: such functions are left alone.
+    Before Python 3.13, reading them leaves a copy of all variables behind, which is cleared again. ``locals()`` returns
+    that copy, and a debugger writes it back: such functions are left alone.
     """
     code = frame.f_code
     if not code.co_flags & OPTIMIZED or frame.f_trace is not None:
@@ -182,39 +181,41 @@ def _variables(frame: FrameType) -> list[dict[str, object]]:
 
 
 def _shown(variables: Any) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = []
+    shown: list[dict[str, object]] = []
     for name, value in list(variables.items()):
         is_small = type(value) is int and value.bit_length() <= MOST_BITS
         if is_small or (type(value) is str and len(value) <= MOST_CHARACTERS):
-            found.append({"name": name, "repr": repr(value)})
-    return found
+            shown.append({"name": name, "repr": repr(value)})
+    return shown
 
 
 def _of_tasks(name: str) -> dict[str, str]:
-    """Returns a file of each thread of this process, by the thread's number."""
-    found: dict[str, str] = {}
+    """Returns the contents of a file of each thread of this process, by thread id."""
+    contents: dict[str, str] = {}
     for tid in os.listdir("/proc/self/task")[:MOST_THREADS]:
         try:
             fd = os.open(f"/proc/self/task/{tid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             continue
         try:
-            found[tid] = os.read(fd, 512).decode("ascii", "replace").strip()
+            contents[tid] = os.read(fd, 512).decode("ascii", "replace").strip()
         except OSError:
-            pass  # it has ended
+            pass  # the thread has ended
         finally:
             os.close(fd)
-    return found
+    return contents
 
 
 def _roles() -> dict[str, str]:
-    """Returns the workers of the DataLoaders in which threads of this process wait, by their pids."""
-    found: dict[str, str] = {}
+    """Returns, by pid, the workers of the DataLoaders in which threads of this process wait."""
+    roles: dict[str, str] = {}
     for innermost in list(sys._current_frames().values()):
         for frame in upwards(innermost):
             if frame.f_code.co_filename.endswith(_DATALOADER) and frame.f_code.co_varnames[:1] == ("self",):
                 waiting: Any = in_variables(frame, lambda variables: variables.get("self"))
-                pids = [getattr(one, "pid", None) for one in list(getattr(waiting, "_workers", ()))[:MOST_CHILDREN]]
-                found.update({str(pid): "dataloader worker" for pid in pids if type(pid) is int})
+                pids = [
+                    getattr(worker, "pid", None) for worker in list(getattr(waiting, "_workers", ()))[:MOST_CHILDREN]
+                ]
+                roles.update({str(pid): "dataloader worker" for pid in pids if type(pid) is int})
                 break
-    return found
+    return roles

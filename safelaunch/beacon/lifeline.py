@@ -1,8 +1,8 @@
 """Detects the death of the processes that would end this job, through two named pipes in the run directory.
 
-Nobody writes to the pipes. A reader of ``life`` sees end-of-file when the supervisor has died. A reader of ``keepers``
-sees it when no process is left that would end the job: no supervisor, no guardian, and no process in ``watch``. After a
-normal end, the run directory is gone and nothing is done.
+No process writes to the pipes. A reader of ``life`` sees end-of-file if the supervisor has died. A reader of
+``keepers`` sees it if no process is left that would end the job: no supervisor, no guardian, and no process in
+``watch``. After a normal end, the run directory is gone and nothing is done.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import layout, log, page, signals
 F_SETSIG = 10
 SIGKILL, SIGTERM = 9, 15  # importing signal costs a rank 2 ms
 PR_SET_CHILD_SUBREAPER = 36
-PF_EXITING = 0x4  # in the flags of /proc/PID/stat
+PF_EXITING = 0x4  # flag in /proc/PID/stat
 GUARDIAN_STARTS_S = 5.0
 TRIES = 30
 GUARDIAN_ENDS_S = 20.0  # longest time a live guardian takes: SIGTERM, 5 s, SIGKILL, 5 s
@@ -25,7 +25,7 @@ GUARDIAN_ENDS_S = 20.0  # longest time a live guardian takes: SIGTERM, 5 s, SIGK
 def watch(run_dir: str, role: str) -> None:
     """Starts a thread that starts another guardian once both supervisor and guardian are dead.
 
-    The thread waits in ``read`` without the GIL. ``role``: ``layout.AGENT_ROLE`` for the parent of all ranks.
+    The thread waits in ``read`` without the GIL. ``role`` is ``layout.AGENT_ROLE`` for the parent of all ranks.
     """
     import _thread
     import atexit
@@ -33,7 +33,7 @@ def watch(run_dir: str, role: str) -> None:
     keepers = _open(run_dir, layout.KEEPERS, os.O_RDWR)
     life = _open(run_dir, layout.LIFE, os.O_RDONLY | os.O_NONBLOCK)
     if life < 0 or keepers < 0:
-        return  # there is no guardian; the supervisor has reported that
+        return  # there is no guardian, which the supervisor has reported
     os.set_blocking(life, True)
     signals.without(lambda: _thread.start_new_thread(_wait, (life, run_dir, role)))
     atexit.register(_leave, run_dir)
@@ -43,8 +43,7 @@ def watch(run_dir: str, role: str) -> None:
 def end_with_keepers(run_dir: str) -> None:
     """Makes the kernel kill this process once no keeper of the job is left, even if a thread never releases the GIL.
 
-    Use it only in a process that the job waits for. One that may outlive the job would be killed after a normal end,
-    too.
+    Use it only in a process that the job waits for: another one could outlive a normal end and be killed then, too.
     """
     import fcntl
 
@@ -62,7 +61,6 @@ def end_with_keepers(run_dir: str) -> None:
 
 
 def _open(run_dir: str, name: str, flags: int) -> int:
-    """Opens a file of the run directory and returns its descriptor, or -1."""
     try:
         return page.out_of_the_way(os.open(os.path.join(run_dir, name), flags | os.O_CLOEXEC))
     except OSError:
@@ -83,23 +81,21 @@ def _wait(life: int, run_dir: str, role: str) -> None:
 
 @log.guarded
 def _leave(run_dir: str) -> None:
-    """Waits at this process's exit until somebody guards the job, if need be a guardian that ``_wait`` starts.
-
-    A guardian that is killed just after it has told this process to end leaves nobody else who would end the orphans.
-    """
+    # Waits at exit until a guardian runs, if need be one that ``_wait`` starts: if a guardian is killed just after it
+    # told this process to end, no other process would end the orphans.
     rescue, deadline = os.path.join(run_dir, layout.RESCUE), monotonic() + GUARDIAN_STARTS_S
     while os.path.exists(rescue) and not _is_guarded(run_dir) and monotonic() < deadline:
         sleep(0.05)
 
 
 def _is_guarded(run_dir: str) -> bool:
-    """Whether a guardian is alive. A live guardian removes the run directory once it has ended the job."""
+    # A live guardian removes the run directory once it has ended the job.
     words = [line.split() for line in _noted(run_dir, "guardian")]
     return any(_lives(pid, ticks) for pid, ticks in words)
 
 
 def _noted(run_dir: str, what: str) -> list[str]:
-    """Returns the values that the guardians have recorded of the job's members under the keyword ``what``."""
+    """Returns the members of the job that the guardians recorded under the keyword ``what``."""
     try:
         with open(os.path.join(run_dir, layout.MEMBERS)) as file:
             lines = [line.rstrip("\n").partition(" ") for line in file]
@@ -109,7 +105,7 @@ def _noted(run_dir: str, what: str) -> list[str]:
 
 
 def _lives(pid: str, start_ticks: str) -> bool:
-    """Whether it is that process. One that has been killed may take a moment to go, and does nothing more."""
+    """Returns whether it is that process, still alive. A killed one can take a moment to go, but does nothing more."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -120,7 +116,7 @@ def _lives(pid: str, start_ticks: str) -> bool:
 
 
 def _start_guardian(run_dir: str, role: str) -> None:
-    """Starts a guardian. This process becomes a subreaper first: the guardian then finds the job's orphans below it."""
+    # As a subreaper, this process inherits the job's orphans, so that the guardian finds them below it.
     log.guarded(_become_subreaper)()
     for _ in range(TRIES):  # a node without free memory regains some as the job ends
         try:
@@ -136,10 +132,9 @@ def _start_guardian(run_dir: str, role: str) -> None:
 
 
 def _end_without(run_dir: str) -> None:
-    """Ends the job without a guardian.
+    """Ends the job without a guardian, by its control group, which includes this process.
 
-    Kills the job's control group, which includes this process. If that is not possible, sends SIGTERM to this process:
-    torchrun then ends its ranks.
+    If that isn't possible, sends SIGTERM to this process: torchrun then ends its ranks.
     """
     for group in _noted(run_dir, "group"):
         try:

@@ -1,4 +1,4 @@
-"""The log of the beacon's own errors: a file in the run directory. They never reach the job's output."""
+"""The log of the beacon's own errors: a file in the run directory, never the job's output."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _OURS = (os.path.join(_BEACON, ""), os.path.join(os.path.dirname(_BEACON), "addo
 
 
 def fault(where: str) -> None:
-    """Logs the exception being handled. The job loses only the evidence that depended on the failed step."""
+    """Logs the current exception. The job loses only the evidence that depended on the failed step."""
     try:
         import traceback
 
         text = f"[pid {os.getpid()}] {where}: {''.join(traceback.format_exception(*sys.exc_info()))}\n"
         page.append(os.path.join(run_dir, layout.LOG), text.encode("utf-8", "backslashreplace"))
     except Exception:
-        return  # the run directory is gone or full, and the job's own output must stay untouched
+        return  # the run directory is gone or full, and the job's output must stay untouched
 
 
 def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Decorator: logs an exception of ``function``, which is safelaunch's own fault, and keeps it from the script."""
+    """Decorator that logs an exception of ``function``, which is safelaunch's fault, and keeps it from the script."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
         try:
@@ -55,17 +55,16 @@ def absolute(path: str) -> str:
 
 
 def without_our_frames(error: BaseException) -> None:
-    """Takes our own frames out of the tracebacks of an exception that is about to be printed.
+    """Removes safelaunch's frames from the tracebacks of an exception that is about to be printed.
 
-    It was raised below a function that we have wrapped: a traceback is to look as without us. Where our own code
-    raised it, the frames stay.
+    They are there because safelaunch wraps the function that raised. If its own code raised, they stay.
     """
-    one: BaseException | None = error
+    link: BaseException | None = error
     for _ in range(16):
-        if one is None:
+        if link is None:
             return
         chain = []
-        traceback = one.__traceback__
+        traceback = link.__traceback__
         while traceback is not None:
             chain.append(traceback)
             traceback = traceback.tb_next
@@ -76,11 +75,11 @@ def without_our_frames(error: BaseException) -> None:
                     kept.append(entry)
                     continue
                 while kept and kept[-1].tb_frame.f_code.co_filename.startswith("<frozen importlib"):
-                    kept.pop()  # the interpreter hides these itself where nothing of ours is in between
+                    kept.pop()  # the interpreter hides these itself if no frame of safelaunch is among them
             for before, after in pairwise(kept):
                 before.tb_next = after
-            one.__traceback__ = kept[0]
-        one = one.__cause__ or one.__context__
+            link.__traceback__ = kept[0]
+        link = link.__cause__ or link.__context__
 
 
 def _is_ours(entry: TracebackType) -> bool:

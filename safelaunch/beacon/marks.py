@@ -22,7 +22,7 @@ _slots: dict[int, int] = {}
 
 
 def _nothing() -> None:
-    """Default of ``before_first_step``: a process that is known to be a rank needs no preparation."""
+    pass
 
 
 before_first_step = _nothing
@@ -43,7 +43,7 @@ def detach() -> None:
 
 
 def optimizer_stepped(optimizer: object, args: object, kwargs: object) -> None:
-    """torch's optimizer step post hook. It counts per optimizer, so a GAN's two don't look like one twice as fast."""
+    """Counts a step per optimizer, so that a GAN's two don't look twice as fast: torch's post hook for steps."""
     slot = _slots.get(id(optimizer))
     if slot is None:
         slot = _new_slot(optimizer)
@@ -56,12 +56,12 @@ def optimizer_stepped(optimizer: object, args: object, kwargs: object) -> None:
 
 
 def _new_slot(optimizer: object) -> int:
-    """Returns the word that counts this optimizer. Optimizers past the last word share one that nobody reads."""
+    """Returns the word that counts this optimizer. Optimizers past the last word share one that isn't read."""
     number = len(_slots)
     if not number:
         _begin()
     if number >= layout.MAX_OPTIMIZERS:
-        slot = layout.FIRST_OPTIMIZER + layout.MAX_OPTIMIZERS  # no reader looks at this word
+        slot = layout.FIRST_OPTIMIZER + layout.MAX_OPTIMIZERS
     else:
         slot = layout.FIRST_OPTIMIZER + number
         _words[layout.OPTIMIZERS] = number + 1
@@ -70,7 +70,6 @@ def _new_slot(optimizer: object) -> int:
 
 
 def _begin() -> None:
-    """What is done at the first step, whoever marks it."""
     if not _words[layout.FIRST_STEP_NS]:
         before_first_step()
         at_first_step()
@@ -94,13 +93,13 @@ def user_stepped(loss: object = None) -> None:
 
 
 def set_state(state: int) -> None:
-    """Sets one of ``layout.STARTED`` ... ``layout.EXITED``. A state never goes back."""
+    """Sets one of ``layout.STARTED`` ... ``layout.EXITED``. A state never goes back to an earlier one."""
     if state > _words[layout.STATE]:
         _words[layout.STATE] = state
 
 
 def renumber(rank: int, world_size: int) -> None:
-    """Sets rank and world size of a process whose environment gave no number, once torch.distributed has them."""
+    """Sets rank and world size once torch.distributed has them, in a process whose environment gave no rank."""
     _words[layout.RANK], _words[layout.LOCAL_RANK], _words[layout.WORLD_SIZE] = rank, rank, world_size
 
 
@@ -110,7 +109,7 @@ def set_launcher() -> None:
 
 
 def set_returned() -> None:
-    """Marks that the function of this rank has returned: its process only waits to hand over the result."""
+    """Marks that this rank's function has returned: its process only waits to hand over the result."""
     _words[layout.RETURNED_NS] = monotonic_ns()
 
 
@@ -121,25 +120,25 @@ def set_server_up() -> None:
 def enter_phase(name: str, timeout_s: float) -> Phase:
     """Implements ``safelaunch.phase()``. Returns the previous phase, for ``leave_phase``.
 
-    ``timeout_s`` 0: the time of the phase around it goes on, else the watchdog's own threshold holds.
+    With a ``timeout_s`` of 0, the surrounding phase's time continues, or the watchdog's own threshold applies.
     """
-    before, given = get_phase(), min(timeout_s, LONGEST_S)
-    if given or not before[1]:
-        _set_phase(str(name), given, monotonic_ns())
+    before, limit_s = get_phase(), min(timeout_s, LONGEST_S)
+    if limit_s or not before[1]:
+        _set_phase(str(name), limit_s, monotonic_ns())
     else:
         _set_phase(str(name), *before[1:])
     return before
 
 
 def leave_phase(before: Phase) -> None:
-    """Restores the phase around the one that ends. Pauses since then have made that one's beginning later."""
+    """Restores the surrounding phase. A pause since then counts as its beginning."""
     name, timeout_s, since_ns = before
     _set_phase(name, timeout_s, max(since_ns, _words[layout.RESUMED_NS]))
 
 
 def _set_phase(name: str, timeout_s: float, since_ns: int) -> None:
     data = name.encode("utf-8", "replace")[: layout.PHASE_MAX]
-    _words[layout.PHASE_LENGTH] = 0  # so that a reader never combines the new length with the old text
+    _words[layout.PHASE_LENGTH] = 0  # a reader must never combine the new length with the old text
     _bytes[layout.PHASE_OFFSET : layout.PHASE_OFFSET + len(data)] = data
     _words[layout.PHASE_TIMEOUT_NS] = int(timeout_s * 1e9)
     _words[layout.PHASE_SINCE_NS] = since_ns
@@ -148,7 +147,7 @@ def _set_phase(name: str, timeout_s: float, since_ns: int) -> None:
 
 
 def get_phase() -> Phase:
-    """Returns ``(name, timeout_s, since_ns)`` of the current phase; outside any, name and timeout are empty."""
+    """Returns ``(name, timeout_s, since_ns)`` of the current phase; without one, no name and no timeout."""
     length = _words[layout.PHASE_LENGTH]
     text = bytes(_bytes[layout.PHASE_OFFSET : layout.PHASE_OFFSET + length])
     return text.decode("utf-8", "replace"), _words[layout.PHASE_TIMEOUT_NS] / 1e9, _words[layout.PHASE_SINCE_NS]
@@ -157,7 +156,7 @@ def get_phase() -> Phase:
 def pause(delta: int) -> None:
     """Implements ``safelaunch.pause()``: +1 pauses the watch of this rank, -1 resumes it.
 
-    Both count as progress, and begin the phases anew that they are in.
+    Both count as progress, and restart the current phase's time.
     """
     _words[layout.RESUMED_NS] = _words[layout.PHASE_SINCE_NS] = _words[layout.MARKED_NS] = monotonic_ns()
     _words[layout.PAUSED] = min(max(0, _words[layout.PAUSED] + delta), 1 << 32)

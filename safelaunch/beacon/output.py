@@ -1,14 +1,13 @@
-"""Keeps a rank's latest output, with times, in a shared file that outlives the rank: a ring buffer.
+"""Keeps a rank's latest output, with times, in a ring buffer: a shared file that outlives the rank.
 
-What Python writes to stdout and stderr is copied there, without changing how the streams behave: a ``FileIO`` subclass
-on the same descriptor replaces the raw layer under ``sys.stdout``. The text layer is rebuilt with the same encoding,
-error handler, newline translation and buffering. So ``fileno``, ``isatty``, ``tqdm``, ``subprocess`` and ``dup2`` work
-as before. Output that C++ code or ``os.write`` sends to the descriptor is not copied.
+Python's writes to stdout and stderr are copied there without changing how the streams behave: a ``FileIO`` subclass on
+the same descriptor replaces the raw layer under ``sys.stdout``, and the text layer is rebuilt with the same encoding,
+error handler, newline translation and buffering. ``fileno``, ``isatty``, ``tqdm``, ``subprocess`` and ``dup2`` work as
+before. Output that C++ code or ``os.write`` sends to the descriptor isn't copied.
 
-Layout of the ring: a header of four 64-bit words (magic, capacity, ``head``, ``tail``), then ``capacity`` bytes of
-records, which wrap around. ``head`` and ``tail`` count bytes since the start: the oldest record begins at ``tail``, the
-next one is written at ``head``. A record consists of its time (CLOCK_REALTIME, ns), its length, its stream, and the
-data.
+The ring has a header of four 64-bit words (magic, capacity, ``head``, ``tail``), then ``capacity`` bytes of records,
+which wrap around. ``head`` and ``tail`` count bytes since the start: the oldest record begins at ``tail``, the next one
+is written at ``head``. A record consists of its time (CLOCK_REALTIME, ns), its length, its stream, and the data.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from time import time_ns
 from . import page
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # a rank does not import typing: it pays for every import
+if TYPE_CHECKING:  # every import costs a rank time
     import mmap
     import os
     from typing import Any
@@ -34,7 +33,7 @@ STDOUT, STDERR = 1, 2
 
 
 class Ring:
-    """Writes one ring file. ``append`` never blocks and never fails on a full disk: the file is allocated first."""
+    """Writes a ring file. ``append`` never blocks and never fails on a full disk: the file is allocated first."""
 
     def __init__(self, path: str, capacity: int = CAPACITY) -> None:
         self._map = page.mapped(path, HEADER.size + capacity)
@@ -48,7 +47,7 @@ class Ring:
 
     def append(self, stream: int, data: bytes | memoryview) -> None:
         # If another thread, or a signal handler that prints, interrupts a writer, the ring drops the second one's bytes
-        # instead of waiting. Checking and setting the flag is not atomic, but the reader survives a torn record.
+        # instead of waiting. The flag is not atomic, but the reader survives a torn record.
         if self._busy:
             return
         self._busy = True
@@ -59,7 +58,7 @@ class Ring:
             need = RECORD.size + len(data)
             while self._head + need - self._tail > self._capacity:
                 self._tail += RECORD.size + RECORD.unpack(self._read(self._tail, RECORD.size))[1]
-            # Publish the tail before overwriting its bytes, and the head after writing the new ones.
+            # Publish the tail before overwriting its bytes, and the head after writing new ones.
             self._store()
             self._write(self._head, RECORD.pack(time_ns(), len(data), stream) + bytes(data))
             self._head += need
@@ -88,8 +87,8 @@ def _read_wrapped(buffer: bytes | mmap.mmap, capacity: int, at: int, size: int) 
 def read(path: str | os.PathLike[str]) -> list[tuple[int, int, bytes]]:
     """Returns the records of the ring at ``path``, oldest first: ``[(time_ns, stream, data)]``.
 
-    ``stream`` is STDOUT or STDERR. The rank may write at the same time, so reading stops at the first invalid record.
-    Raises OSError if the file cannot be read, ValueError if it is not a ring.
+    ``stream`` is STDOUT or STDERR. The rank can write at the same time, so reading stops at the first invalid record.
+    Raises OSError if the file can't be read, ValueError if it isn't a ring.
     """
     with open(path, "rb") as file:
         content = file.read(HEADER.size + 16 * CAPACITY)
@@ -114,7 +113,7 @@ _ring: Ring | None = None
 
 
 class _Tee(io.FileIO):
-    """Writes to the descriptor as before, and copies the bytes that it accepted to the ring."""
+    """Writes to the descriptor as before, and copies the accepted bytes to the ring."""
 
     def __init__(self, fd: int, name: str, stream: int) -> None:
         super().__init__(fd, "w", closefd=False)
@@ -127,12 +126,12 @@ class _Tee(io.FileIO):
             try:
                 _ring.append(self._stream, memoryview(data).cast("B")[:written])
             except Exception:
-                detach()  # a damaged ring must never cost the rank any output
+                detach()  # a damaged ring must never cost the rank its output
         return written
 
 
 def install(path: str) -> None:
-    """Replaces ``sys.stdout`` and ``sys.stderr`` if they are still the interpreter's own. ``path``: of the ring."""
+    """Replaces ``sys.stdout`` and ``sys.stderr`` if they are still the interpreter's own, and creates the ring."""
     global _ring
     _ring = Ring(path)
     page.keep(_ring)
@@ -145,7 +144,7 @@ def install(path: str) -> None:
 
 
 def detach() -> None:
-    """Stops copying output, in a forked child or when the ring is damaged. The streams keep working."""
+    """Stops copying output, in a forked child or if the ring is damaged. The streams keep working."""
     global _ring
     _ring = None
 

@@ -1,6 +1,6 @@
-"""The files that a process of the job shares with the supervisor: its progress page, what else is mapped, and notes.
+"""Files that a process of the job shares with the supervisor: its progress page, other mapped files, and notes.
 
-What is mapped has its blocks allocated before: a store to a hole of a full tmpfs would kill the rank by SIGBUS.
+The blocks of mapped files are allocated first: a store to a hole in a full tmpfs would kill the rank by SIGBUS.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def private(path: str, flags: int) -> int:
-    """An ``opener`` for files that only their owner may read."""
+    """An ``opener`` for files that only their owner can read."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def note(path: str, value: Any) -> None:
-    """Writes a file that appears whole or not at all: bytes as they are, anything else as JSON."""
+    """Writes a file that appears whole or not at all: bytes as they are, any other value as JSON."""
     with open(path + layout.PARTIAL, "wb", opener=private) as out:
         out.write(value if isinstance(value, bytes) else as_json(value).encode())
     os.rename(path + layout.PARTIAL, path)
 
 
 def append(path: str, data: bytes) -> None:
-    """Appends in one operation, between what other processes append."""
+    """Appends in one operation, so that appends of other processes don't mix with it."""
     fd = private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         os.write(fd, data)
@@ -38,9 +38,9 @@ def append(path: str, data: bytes) -> None:
 
 
 def as_json(value: Any) -> str:
-    """The json module is slow to import, and the script may shadow it."""
+    """Returns JSON without the json module, which is slow to import and which the script can shadow."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{_quoted(str(key))}:{as_json(one)}" for key, one in value.items()) + "}"
+        return "{" + ",".join(f"{_quoted(str(key))}:{as_json(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(as_json, value)) + "]"
     if isinstance(value, bool):
@@ -56,7 +56,7 @@ def _quoted(text: str) -> str:
 
 
 def out_of_the_way(descriptor: int) -> int:
-    """The descriptor under a high number: scripts close and reopen their low ones."""
+    """Moves the descriptor to a high number: scripts close and reopen low ones. Returns the new number."""
     import fcntl
 
     try:
@@ -68,7 +68,7 @@ def out_of_the_way(descriptor: int) -> int:
 
 
 def mapped(path: str, size: int, how: int = os.O_CREAT | os.O_EXCL) -> mmap.mmap:
-    """A new file of ``size`` bytes. Raises OSError, also where it exists."""
+    """Returns a new mapped file of ``size`` bytes. Raises OSError, also if it exists."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | how, 0o600)
     try:
         os.posix_fallocate(fd, 0, size)
@@ -86,8 +86,8 @@ def start_ticks(pid: int | str = "self") -> int:
 def create(path: str) -> tuple[mmap.mmap, memoryview]:
     """Creates and maps a page of ``layout.WORDS`` words at ``path``. Returns ``(mmap, view of 64-bit words)``.
 
-    If the page exists, this process claimed it before ``exec``: the new program begins the page, which the supervisor
-    may have mapped, anew, and finds none of the old one's files.
+    If the page exists, this process claimed it before ``exec``: it is cleared in place, as the supervisor might have
+    mapped it, and the old program's files are removed.
     """
     try:
         memory = mapped(path, layout.SIZE)
@@ -113,7 +113,7 @@ def keep(mapping: object) -> None:
     """Keeps ``mapping`` alive until the interpreter itself ends, after the script's modules and files.
 
     Before Python 3.13, a mapping owns a descriptor and closes it by number when it is freed. A script that closes
-    descriptors it did not open, as daemons do, may have reused that number for a file.
+    foreign descriptors, as daemons do, might have reused that number for a file.
     """
     os.register_at_fork(after_in_child=lambda kept=mapping: None)
 
@@ -122,9 +122,9 @@ def wait_for_answers(words: memoryview) -> bool:
     """Waits at exit for the handlers that the supervisor called, at most ``LAST_ANSWER_S``. Returns whether all ended.
 
     A thread that requests the GIL after the interpreter is gone aborts the process. No new question can arrive during
-    the wait: the supervisor announces each question first, then checks that the rank is not exiting.
+    the wait: the supervisor announces a question first, then checks that the rank isn't exiting.
 
-    Its own sleeps are the clock: on a starved machine the handler waits for a core as long as this thread does.
+    The sleeps themselves are the clock: on a starved machine, the handler waits for a core as long as this thread does.
     """
     sleep(0.001)  # both sides write, then read the other's word: let the stores arrive
     for _ in range(int(layout.LAST_ANSWER_S / 0.005)):
@@ -135,7 +135,7 @@ def wait_for_answers(words: memoryview) -> bool:
 
 
 def wait_for_ack(words: memoryview, supervisor_pid: int, hold_s: float = layout.HOLD_S) -> None:
-    """Waits until the supervisor has looked at the peers: at most ``hold_s``, and only while it is alive."""
+    """Waits until the supervisor has sampled the peers: at most ``hold_s``, and only while it is alive."""
     deadline = monotonic_ns() + int(hold_s * 1e9)
     while not words[layout.ACK] and monotonic_ns() < deadline:
         try:

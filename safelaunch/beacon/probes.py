@@ -15,10 +15,10 @@ from safelaunch.beacon import wrappers
 
 @dataclass(frozen=True, slots=True)
 class Consistency:
-    """``checked``: the tensors that several ranks hold. ``differing``: those that are not equal there, by side."""
+    """Comparison of tensors between ranks."""
 
-    checked: int
-    differing: Mapping[str, tuple[tuple[int, ...], ...]]
+    checked: int  # tensors that several ranks hold
+    differing: Mapping[str, tuple[tuple[int, ...], ...]]  # for each tensor that differs, the groups of ranks that agree
 
     @property
     def consistent(self) -> bool:
@@ -30,22 +30,21 @@ _FLAT = "flat shard"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one parameter or buffer is. Without ``placements``, each rank holds all of it.
+    """Place of one parameter or buffer. Without ``placements``, each rank holds all of it.
 
-    ``placements``: of a DTensor, by mesh dimension; ``flat shard``: its part of what FSDP1 cuts in equal pieces.
-    ``unit``: of a parameter, the innermost FSDP module around it, whose parameters are gathered together; ``(root)`` is
-    the model itself. ``precision``: what that module's mixed-precision policy sets: ``param=bfloat16 reduce=float32``.
-    A sharded parameter with fewer rows than ranks may be whole on the first rank, and empty on the others.
+    A sharded parameter with fewer rows than ranks can be whole on the first rank, and empty on the others.
     """
 
     name: str
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
+    # For a DTensor, by mesh dimension; ``flat shard``: its part of what FSDP1 cuts into equal pieces.
     placements: tuple[str, ...] = ()
     mesh: str = ""
     dtype: str = ""
+    # Innermost FSDP module around a parameter, whose parameters are gathered together; ``(root)`` is the model itself.
     unit: str = ""
-    precision: str = ""
+    precision: str = ""  # mixed-precision policy of that module: ``param=bfloat16 reduce=float32``
 
     @property
     def sharded(self) -> bool:
@@ -56,7 +55,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Names of parameters; ``whole``: each rank holds all of these. The bytes are this rank's."""
+    """Names of sharded parameters and of parameters that each rank holds whole, with their bytes on this rank."""
 
     sharded: tuple[str, ...]
     whole: tuple[str, ...]
@@ -77,35 +76,37 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A device mesh. ``groups``: by dimension, the ranks of each of its groups; ``coordinate``: of this rank."""
+    """A device mesh."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
-    coordinate: tuple[int, ...]
-    groups: Mapping[str, tuple[tuple[int, ...], ...]]
+    coordinate: tuple[int, ...]  # of this rank
+    groups: Mapping[str, tuple[tuple[int, ...], ...]]  # for each dimension, the ranks of each of its groups
 
 
 def check_consistent(subject: Any, group: Any = None) -> Consistency:
     """Compares a tensor, a mapping of tensors or a module's parameters and buffers over a group, bit by bit.
 
-    Of a DTensor, it compares the ranks that hold the same shard. A tensor that only some ranks have differs. Raises
+    DTensors are compared between ranks that hold the same shard. A tensor that only some ranks have differs. Raises
     TypeError for anything else.
     """
     tensors = _tensors(subject)
-    prints = {name: (_shard(one), _digest(one)) for name, one in tensors.items()}
+    prints = {name: (_shard(tensor), _digest(tensor)) for name, tensor in tensors.items()}
     ranks, gathered = _gather(prints, group)
-    names = list(dict.fromkeys(name for one in gathered for name in one))
+    names = list(dict.fromkeys(name for digests in gathered for name in digests))
     differing, checked = {}, []
     for name in names:
         shards: dict[object, dict[str, list[int]]] = {}
-        for rank, one in zip(ranks, gathered, strict=True):
-            shard, digest = one.get(name, ((), "missing"))
+        for rank, digests in zip(ranks, gathered, strict=True):
+            shard, digest = digests.get(name, ((), "missing"))
             shards.setdefault(shard, {}).setdefault(digest, []).append(rank)
         checked += [name] if len(shards) < max(len(ranks), 2) else []
         apart = next((sides for sides in shards.values() if len(sides) > 1), None)
         if apart is not None:
             differing[name] = tuple(map(tuple, sorted(apart.values(), key=len, reverse=True)))
-    absent = {name: {rank for rank, one in zip(ranks, gathered, strict=True) if name not in one} for name in names}
+    absent = {
+        name: {rank for rank, digests in zip(ranks, gathered, strict=True) if name not in digests} for name in names
+    }
     rows = [(name, " | ".join(_side(side, absent[name]) for side in sides)) for name, sides in differing.items()]
     title = f"{len(differing)} of {len(checked)} tensors differ between ranks"
     if not checked:
@@ -115,9 +116,9 @@ def check_consistent(subject: Any, group: Any = None) -> Consistency:
 
 
 def placements(model: Any) -> tuple[Placement, ...]:
-    """Where each parameter and then each buffer of ``model`` is."""
+    """Returns the place of each parameter and then each buffer of ``model``."""
     parameters = [place for place, _ in _parameters(model)]
-    buffers = [_placement(name, one) for name, one in model.named_buffers()]
+    buffers = [_placement(name, buffer) for name, buffer in model.named_buffers()]
     head = ("name", "shape", "here", "dtype", "placements", "mesh", "FSDP unit", "mixed precision")
     rows = []
     for p in (*parameters, *buffers):
@@ -130,19 +131,19 @@ def placements(model: Any) -> tuple[Placement, ...]:
 
 
 def sharding(model: Any) -> Sharding:
-    """What of ``model`` is sharded, and what each rank holds whole."""
-    found = _parameters(model)
-    parts = [one for one in found if one[0].sharded]
-    whole = [one for one in found if not one[0].sharded]
-    size_parts, size_whole = (sum(wrappers.bytes_of(one) for _, one in side) for side in (parts, whole))
-    rows = [(place.name, str(place.shape), _size(wrappers.bytes_of(one))) for place, one in whole]
+    """Returns which parameters of ``model`` are sharded, and which each rank holds whole."""
+    placed = _parameters(model)
+    parts = [pair for pair in placed if pair[0].sharded]
+    whole = [pair for pair in placed if not pair[0].sharded]
+    size_parts, size_whole = (sum(wrappers.bytes_of(tensor) for _, tensor in side) for side in (parts, whole))
+    rows = [(place.name, str(place.shape), _size(wrappers.bytes_of(tensor))) for place, tensor in whole]
     title = f"sharded: {len(parts)} parameters, {_size(size_parts)} here; held whole: {len(whole)}, {_size(size_whole)}"
     _table(title, ("held whole", "shape", "size"), rows)
     return Sharding(tuple(p.name for p, _ in parts), tuple(p.name for p, _ in whole), size_parts, size_whole)
 
 
 def memory(group: Any = None) -> tuple[Memory, ...]:
-    """The device memory of each rank of ``group``."""
+    """Returns the device memory of each rank of ``group``."""
     import torch
 
     if torch.cuda.is_available():
@@ -156,15 +157,15 @@ def memory(group: Any = None) -> tuple[Memory, ...]:
     else:
         numbers = ("cpu", 0, 0, 0)
     ranks, gathered = _gather(numbers, group)
-    found = tuple(Memory(rank, *one) for rank, one in zip(ranks, gathered, strict=True))
-    rows = [(str(m.rank), m.device, _size(m.allocated), _size(m.reserved), _size(m.peak)) for m in found]
+    memories = tuple(Memory(rank, *numbers) for rank, numbers in zip(ranks, gathered, strict=True))
+    rows = [(str(m.rank), m.device, _size(m.allocated), _size(m.reserved), _size(m.peak)) for m in memories]
     title = "memory by rank" if torch.cuda.is_available() else "memory by rank: no GPU, so there is nothing to count"
     _table(title, ("rank", "device", "allocated", "reserved", "peak"), rows, ranks)
-    return found
+    return memories
 
 
 def mesh(device_mesh: Any) -> Mesh:
-    """The dimensions of a device mesh, and the ranks of its groups."""
+    """Returns the dimensions of a device mesh, and the ranks of its groups."""
     ranks = device_mesh.mesh
     names = tuple(device_mesh.mesh_dim_names or map(str, range(ranks.ndim)))
     groups = {
@@ -172,7 +173,7 @@ def mesh(device_mesh: Any) -> Mesh:
         for number, name in enumerate(names)
     }
     rows = [
-        (name, str(size), " ".join(str(list(one)) for one in groups[name]))
+        (name, str(size), " ".join(str(list(ranks)) for ranks in groups[name]))
         for name, size in zip(names, ranks.shape, strict=True)
     ]
     _table("mesh of " + " x ".join(map(str, ranks.shape)), ("dimension", "size", "groups"), rows)
@@ -204,22 +205,25 @@ def _side(ranks: Sequence[int], absent: set[int]) -> str:
 
 
 def _shard(tensor: Any) -> tuple[tuple[int, int], ...]:
-    """Which part of a DTensor this rank holds: its place in each mesh dimension that is not replicated."""
+    # Index in each mesh dimension that isn't replicated.
     placements, mesh = getattr(tensor, "placements", ()), getattr(tensor, "device_mesh", None)
     here = mesh.get_coordinate() if mesh is not None else None
     pairs = zip(placements, here or (), strict=False)
-    return tuple((dim, place) for dim, (one, place) in enumerate(pairs) if not one.is_replicate())
+    return tuple((dim, place) for dim, (placement, place) in enumerate(pairs) if not placement.is_replicate())
 
 
 def _parameters(model: Any) -> list[tuple[Placement, Any]]:
     units = _units(model)
-    return [(_placement(name, one, *units[name.rpartition(".")[0]]), one) for name, one in model.named_parameters()]
+    return [
+        (_placement(name, parameter, *units[name.rpartition(".")[0]]), parameter)
+        for name, parameter in model.named_parameters()
+    ]
 
 
 def _units(model: Any) -> dict[str, tuple[str, str, bool]]:
-    """By module: the FSDP unit that holds its parameters, that one's precision, and whether FSDP1 shards it."""
+    """Returns for each module the FSDP unit that holds its parameters, its precision, and whether FSDP1 shards it."""
     units: dict[str, tuple[str, str, bool]] = {}
-    states: dict[int, tuple[str, str, bool]] = {}  # ``fully_shard`` makes one unit of several modules, too
+    states: dict[int, tuple[str, str, bool]] = {}  # ``fully_shard`` can make one unit of several modules
     for name, module in model.named_modules(remove_duplicate=False):
         units[name] = units[name.rpartition(".")[0]] if name else ("", "", False)
         fsdp2 = getattr(module, "_get_fsdp_state", None)
@@ -233,9 +237,8 @@ def _units(model: Any) -> dict[str, tuple[str, str, bool]]:
 
 
 def _precision(policy: Any) -> str:
-    """What a mixed-precision policy sets, of either FSDP."""
     kinds = {kind: getattr(policy, f"{kind}_dtype", None) for kind in ("param", "reduce", "buffer", "output")}
-    return " ".join(f"{kind}={_dtype(one)}" for kind, one in kinds.items() if one is not None)
+    return " ".join(f"{kind}={_dtype(dtype)}" for kind, dtype in kinds.items() if dtype is not None)
 
 
 def _dtype(dtype: Any) -> str:
@@ -243,7 +246,7 @@ def _dtype(dtype: Any) -> str:
 
 
 def _placement(name: str, tensor: Any, unit: str = "", precision: str = "", is_flat: bool = False) -> Placement:
-    laid = (_FLAT,) if is_flat else tuple(str(one) for one in getattr(tensor, "placements", ()))
+    laid = (_FLAT,) if is_flat else tuple(str(placement) for placement in getattr(tensor, "placements", ()))
     where = getattr(tensor, "device_mesh", None)
     dims = "" if where is None else " x ".join(map(str, where.mesh_dim_names or where.mesh.shape))
     shape, here = tuple(tensor.shape), tuple(wrappers.local(tensor).shape)
@@ -269,7 +272,7 @@ def _gather(value: Any, group: Any) -> tuple[Sequence[int], list[Any]]:
 
 
 def _exchange(value: Any, group: Any) -> list[Any]:
-    """A literal of each rank. ``dist.all_gather_object`` ends in an error where NumPy is not installed."""
+    """Returns a literal from each rank. Unlike ``dist.all_gather_object``, it works without NumPy."""
     import ctypes
     from ast import literal_eval
 
@@ -281,19 +284,19 @@ def _exchange(value: Any, group: Any) -> list[Any]:
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
     lengths = [int(size) for size in sizes]
-    mine = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8).to(device)
-    parts = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(parts, mine, group=group)
+    padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8).to(device)
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
     here = [part.cpu() for part in parts]
-    return [literal_eval(ctypes.string_at(one.data_ptr(), n).decode()) for one, n in zip(here, lengths, strict=True)]
+    return [literal_eval(ctypes.string_at(part.data_ptr(), n).decode()) for part, n in zip(here, lengths, strict=True)]
 
 
 def _device(group: Any) -> Any:
-    """A device over which the group can talk: the CPU if its backend can, else the present GPU."""
+    # The CPU if the group's backend can use it, else the current GPU.
     import torch
     import torch.distributed as dist
 
-    kinds = [str(one.type) for one in (group or dist.group.WORLD)._device_types]
+    kinds = [str(device.type) for device in (group or dist.group.WORLD)._device_types]
     return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 
 
@@ -310,7 +313,7 @@ def _size(number: int) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], ranks: Sequence[int] = (0,)) -> None:
-    """Prints on the first of ``ranks`` alone."""
+    """Prints a table on the first of ``ranks`` only."""
     if _rank() != ranks[0]:
         return
     widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]

@@ -1,6 +1,6 @@
 """The beacon of one rank. It installs every hook before the user's script runs, and removes them after a fork.
 
-Nothing here may raise into the script, print, change an exit code, or keep the rank from ending.
+Nothing here must raise into the script, print, change an exit code, or keep the rank from ending.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ C10D = "torch.distributed.distributed_c10d"
 ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 
 _owner = 0  # pid of the process that installed the beacon; a forked child's differs
-_on_request: list[Any] = []  # modules that only some jobs load; each has a ``detach``
+_on_request: list[Any] = []  # modules that only some jobs load; each has ``detach``
 
 
 @log.guarded
 def start(run_dir: str, role: str) -> None:
     """Starts the beacon in this process.
 
-    ``role``: ``rank``; ``spawned`` if the rank's number arrives later; ``unknown_role`` if the environment does not say
-    whether it is a rank, a launcher or neither.
+    Args:
+        run_dir: The run directory.
+        role: ``rank``; ``spawned`` if the rank's number arrives later; ``unknown_role`` if the environment doesn't say
+            whether it is a rank, a launcher or neither.
     """
     log.run_dir = run_dir
     imports.offer_safelaunch()
@@ -47,7 +49,7 @@ def is_claimed() -> bool:
 
 @log.guarded
 def _claim_when_spawned(module: Any) -> None:
-    """Wraps torch's ``_wrap``, whose arguments give a child of ``torchrun --run-path`` its rank."""
+    # torch's ``_wrap`` gets the rank of a child of ``torchrun --run-path``.
     original = module._wrap
 
     def _wrap(local_rank: int, fn: Any, args: Any, envs: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -61,7 +63,7 @@ def _claim_when_spawned(module: Any) -> None:
 def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> None:
     """Makes this process the rank that ``env`` describes.
 
-    The page comes first. Each later step is guarded separately, so one that fails costs no other.
+    The page comes first. Each later step is guarded separately, so that a failed one costs no other.
     """
     global _owner
     attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -98,19 +100,14 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
 
 
 def _end_with_job(run_dir: str, env: Mapping[str, str]) -> None:
-    """Ties this process to the keepers if the job waits for it: the job's first process and that one's children.
-
-    A rank further down may outlive the job as a daemon.
-    """
+    # The job waits for its first process and for the children of that. A rank further down can outlive it as a daemon.
     if env.get("SAFELAUNCH_AGENT_PID") in (str(os.getpid()), str(os.getppid())):
         lifeline.end_with_keepers(run_dir)
 
 
 def _watch_under_exec(run_dir: str, env: Mapping[str, str]) -> None:
-    """Starts ``lifeline.watch`` under ``safelaunch exec``, where the parent may have no beacon to do it.
-
-    It waits for the import of torch, after which a process has threads anyway.
-    """
+    # Under ``safelaunch exec``, the parent might have no beacon that does it. After the import of torch, a process has
+    # threads anyway.
     if env.get("SAFELAUNCH_MODE") == "exec":
         imports.after_import("torch.distributed", lambda _: lifeline.watch(run_dir, "rank"))
 
@@ -123,7 +120,7 @@ def _torch_optimizer(module: Any) -> None:
 
 
 def _load_probes(base: str, env: Mapping[str, str]) -> None:
-    """Loads the probes of add-ons, if the supervisor asked for any. One that fails costs no other."""
+    """Loads the probes of add-ons that the supervisor asked for. A failed one costs no other."""
     names = env.get(layout.PROBES, "")
     if names:
         from . import addon_probes
@@ -138,7 +135,6 @@ def _load_probes(base: str, env: Mapping[str, str]) -> None:
 
 
 def _keep_allocations(base: str, asked: str) -> None:
-    """Lets torch keep where GPU memory is allocated if somebody asked for it."""
     if asked:
         from . import device_memory
 
@@ -161,7 +157,6 @@ def _torch_distributed(c10d: Any, base: str, words: memoryview, env: Mapping[str
 
 
 def _write_meta(base: str) -> None:
-    """Writes facts that only this interpreter knows."""
     roots = [os.path.dirname(os.__file__)]
     roots += [entry for entry in sys.path if "site-packages" in entry or "dist-packages" in entry]
     facts = {"executable": sys.executable, "python": sys.version.split()[0], "cwd": os.getcwd(), "gpu": _gpu()}
@@ -169,16 +164,16 @@ def _write_meta(base: str) -> None:
 
 
 def _gpu() -> str:
-    """The device that ``LOCAL_RANK`` chooses among the visible ones, as scripts do; empty where it chooses none."""
-    visible = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    # The device that ``LOCAL_RANK`` selects from the visible ones, as scripts do; empty if it selects none.
+    visible = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
     number = os.environ.get("LOCAL_RANK", "")
-    if len(visible) == 1:  # a launcher has chosen for the rank
+    if len(visible) == 1:  # a launcher selected it
         return visible[0]
     return visible[int(number)] if number.isdigit() and int(number) < len(visible) else ""
 
 
 def _after_fork() -> None:
-    """Removes the hooks in a forked child (a DataLoader worker, for example), which is not the rank."""
+    # A forked child (a DataLoader worker, for example) isn't the rank.
     if os.getpid() == _owner:
         return
     for module in (marks, output, faults, caught_exceptions, descriptors, *_on_request):
@@ -192,23 +187,22 @@ _LOADERS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
 
 @log.guarded
 def _note_contract(base: str) -> None:
-    """Notes at the first step the batch of the DataLoader and the device, where they are known."""
-    found = {"batch": _batch(), "device": _device()}
-    page.note(base + layout.CONTRACT_SUFFIX, {key: value for key, value in found.items() if value is not None})
+    contract = {"batch": _batch(), "device": _device()}
+    page.note(base + layout.CONTRACT_SUFFIX, {key: value for key, value in contract.items() if value is not None})
 
 
 def _batch() -> int | None:
-    """The batch size of the DataLoaders that have given batches so far and are in use; None where these differ."""
+    """Returns the batch size of the DataLoaders in use that have yielded a batch; None if they differ."""
     module = sys.modules.get("torch.utils.data.dataloader")
     kinds = {getattr(module, name, None) for name in _LOADERS} - {None}
-    iterators: list[Any] = [one for one in gc.get_objects() if type(one) in kinds] if kinds else []
+    iterators: list[Any] = [thing for thing in gc.get_objects() if type(thing) in kinds] if kinds else []
     sizes = {getattr(iterator._index_sampler, "batch_size", None) for iterator in iterators if iterator._num_yielded}
     (size,) = sizes if len(sizes) == 1 else (None,)
     return size if type(size) is int else None
 
 
 def _device() -> int | None:
-    """The current one, where a rank that uses CUDA has a choice."""
+    # Only of a rank that uses CUDA and has a choice.
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized() or cuda.device_count() < 2:
         return None
@@ -217,28 +211,28 @@ def _device() -> int | None:
 
 # --- process groups ---------------------------------------------------------------------------------------------------
 
-# What a group without a timeout of its own takes: the names that c10d looks up when it makes one.
+# Timeouts of a group that is created without one: names that c10d looks up at that time.
 _DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
 _MAKERS = ("init_process_group", "new_group", "split_group")
 
 
-def set_group_timeout(c10d: ModuleType, given: str) -> None:
-    """Applies ``--pg-timeout`` to the process groups that this rank makes.
+def set_group_timeout(c10d: ModuleType, setting: str) -> None:
+    """Applies ``--pg-timeout`` to the process groups that this rank creates.
 
-    ``given``: seconds, empty for none; with a ``!`` for groups to which the script gives a timeout, too.
-
-    ``c10d``: the module ``distributed_c10d``, best before anything else has imported a name from it.
+    Args:
+        c10d: The module ``distributed_c10d``, best before another module has imported a name from it.
+        given: Seconds, empty for none; with a ``!``, groups to which the script gives a timeout get this one, too.
     """
-    if not given:
+    if not setting:
         return
     from datetime import timedelta
 
-    timeout = timedelta(seconds=float(given.rstrip("!")))
+    timeout = timedelta(seconds=float(setting.rstrip("!")))
     for name in _DEFAULTS:
-        if isinstance(getattr(c10d, name, None), timedelta):  # without NCCL, torch has none for it
+        if isinstance(getattr(c10d, name, None), timedelta):  # a torch without NCCL has no timeout for it
             setattr(c10d, name, timeout)
-    if given.endswith("!"):
-        package = sys.modules.get("torch.distributed")  # has the names already where this rank was forked
+    if setting.endswith("!"):
+        package = sys.modules.get("torch.distributed")  # it has the names already if this rank was forked
         for name in _MAKERS:
             maker = getattr(c10d, name, None)
             if maker is not None:
@@ -257,24 +251,24 @@ def _with_timeout(maker: Callable[..., Any], timeout: object) -> Callable[..., A
     @wraps(maker)
     def making(*args: Any, **kwargs: Any) -> Any:
         try:
-            given = parameters.bind(*args, **kwargs)
+            arguments = parameters.bind(*args, **kwargs)
         except TypeError:  # torch's own message is better
             return maker(*args, **kwargs)
-        given.arguments["timeout"] = timeout
-        return maker(*given.args, **given.kwargs)
+        arguments.arguments["timeout"] = timeout
+        return maker(*arguments.args, **arguments.kwargs)
 
     return making
 
 
-# --- a process whose role is not known --------------------------------------------------------------------------------
+# --- a process of unknown role ----------------------------------------------------------------------------------------
 # Under ``safelaunch exec``, a process without a rank's variables becomes a launcher when it starts torch's elastic
-# workers, and a rank when it imports torch's optimizers or marks a step. Its number is that of its task, where srun or
-# mpirun started several; at the first step it asks torch.distributed, if that has one. If several processes claim the
+# workers, and a rank when it imports torch's optimizers or marks a step. It gets the number of its task if srun or
+# mpirun started several; at the first step it asks torch.distributed, if initialized. If several processes claim the
 # same rank, the supervisor prefers the one that steps.
 
 
 def _wait_for_a_role() -> None:
-    """Installs the hooks that reveal the role of this process. They cost nothing until one of them fires."""
+    # These hooks, which reveal the role, cost nothing until one of them fires.
     from . import agent
 
     marks.before_first_step = _before_first_step
@@ -291,10 +285,10 @@ def _claim_as_task() -> None:
 def task(env: Mapping[str, str]) -> dict[str, str]:
     """Returns the rank's variables for the task that srun or mpirun started here; without one, rank 0 of 1.
 
-    Under ``srun --ntasks-per-node=1`` with a launcher in each task, the ranks have variables of their own.
+    If each task is a launcher (``srun --ntasks-per-node=1``), the ranks have their own variables.
     """
-    told = (layout.numbers_in(env, names) for names in layout.TASKS)
-    number, size, local = next(filter(None, told), (0, 1, 0))
+    numbers = (layout.numbers_in(env, names) for names in layout.TASKS)
+    number, size, local = next(filter(None, numbers), (0, 1, 0))
     return dict(zip(layout.OF_A_RANK, map(str, (number, size, max(local, 0))), strict=True))
 
 

@@ -1,6 +1,6 @@
 """Starts c10d's worker server: an HTTP server on a unix socket whose C++ threads answer while Python hangs.
 
-The server starts before any process group exists, and its object is never destroyed. Destroying it in a forked child
+The server starts before any process group exists, and its object is never destroyed: destroying it in a forked child
 would shut down the parent's listener and abort the parent.
 """
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from typing import Any
 
 _server: Any = None
-_c_handlers: dict[int, bytes] = {}  # of the signals that Python and the beacon handle themselves
-_backends: list[str] = []  # whose calls torch 2.15 and later records under the backend's own name
+_c_handlers: dict[int, bytes] = {}  # for the signals that Python and the beacon handle themselves
+_backends: list[str] = []  # backends whose calls torch 2.15 and later records under the backend's own name
 _ARGS: Any = vars(BaseException)["args"]
 _TRACEBACK: Any = vars(BaseException)["__traceback__"]
 MOST_EXCEPTIONS = 16
-MOST_MEMBERS = 200_000  # of all groups together
+MOST_MEMBERS = 200_000  # in all groups together
 MOST_POSTED = 256
 MOST_LOADERS = 8
-MOST_CHARACTERS = 200  # of a description
+MOST_CHARACTERS = 200  # in a description
 GIL_HANDLER = "safelaunch_gil"
 FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
 MOST_BACKENDS = 16
 MOST_PREFIXES = 8
 _SIGINT, _SIGTERM = 2, 15
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_GLOO = "gloo"  # records by itself, and is the recorder that torch reads where no backend is named
+_GLOO = "gloo"  # records by itself, and is the recorder that torch reads if no backend is named
 
 
 def start(base: str, words: memoryview) -> bool:
-    """Starts the server. Returns False if this torch has none. ``base``: the path of the rank's page ``words``."""
+    """Starts the server. Returns False if this torch has none. ``base`` is the path of the page ``words``."""
     path = base + layout.SERVER_SUFFIX
     try:
         from torch._C import _distributed_c10d as c10d
@@ -55,7 +55,7 @@ def start(base: str, words: memoryview) -> bool:
 
         def add(name: str, answer: Callable[[Any, Any], None]) -> None:
             handler = _counted(answer, words)
-            # C++ drops its reference after the interpreter is gone. If that were the last one, the process would abort.
+            # C++ drops its reference after the interpreter is gone; if that were the last one, the process would abort.
             _never_destroy(handler)
             register(name, handler)
 
@@ -74,7 +74,7 @@ def start(base: str, words: memoryview) -> bool:
 
 
 def _counted(answer: Callable[[Any, Any], None], words: memoryview) -> Callable[[Any, Any], None]:
-    """A handler that counts its questions as its last act: until the interpreter ends, it needs the GIL no more."""
+    """Returns a handler that counts its calls as its last act: after that it doesn't need the GIL."""
 
     def handle(request: Any, response: Any) -> None:
         try:
@@ -91,13 +91,13 @@ def _answer_gil(request: Any, response: Any) -> None:
 
 
 def _told() -> bytes:
-    """That it answers is what matters: an error here must not reach C++."""
+    """Returns the answer. An error here must not reach C++: only the fact that it answers matters."""
     try:
         import contextlib
         import json
 
         groups, made = _groups()
-        told: dict[str, object] = {"handling": _handled_exceptions(), "groups": groups, "groups_made": made}
+        facts: dict[str, object] = {"handling": _handled_exceptions(), "groups": groups, "groups_made": made}
         more = {
             "posted": _posted,
             "called": _descriptions,
@@ -108,65 +108,65 @@ def _told() -> bytes:
             "torch": _torch_directories,
         }
         for name, find in more.items():
-            with contextlib.suppress(Exception):  # objects that look like c10d's, and are none
-                told[name] = find()
-        return json.dumps(told).encode()
+            with contextlib.suppress(Exception):  # objects that only look like c10d's
+                facts[name] = find()
+        return json.dumps(facts).encode()
     except Exception:  # another torch, or a class with tricks
         return b"{}"
 
 
 def _world() -> Any:
-    """What c10d keeps of its process groups; None before it is there."""
+    # c10d's process groups; None before they exist.
     return getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
 
 
 def _groups() -> tuple[dict[str, list[int]], int | None]:
-    """Name → global ranks of each process group, in the order of their ranks in it; how many this rank has made."""
+    """Returns each process group's global ranks by its name, in group order; and how many groups this rank created."""
     world = _world()
     if world is None:
         return {}, None
-    names, found, left = world.pg_names, {}, MOST_MEMBERS
-    mine = os.environ.get("RANK", "")
+    names, groups, left = world.pg_names, {}, MOST_MEMBERS
+    rank = os.environ.get("RANK", "")
     for group, members in list(world.pg_group_ranks.items()):
         left -= len(members)
         if group in names and left >= 0:
-            # A group with processes of other jobs may count its members anew: they are not the ranks of this job.
-            is_of_the_job = not mine.isdecimal() or members.get(int(mine)) == group.rank()
-            found[str(names[group])] = sorted(members, key=members.__getitem__) if is_of_the_job else []
-    return found, int(world.group_count)
+            # A group with processes of other jobs can have its own numbers: they aren't ranks of this job.
+            is_of_the_job = not rank.isdecimal() or members.get(int(rank)) == group.rank()
+            groups[str(names[group])] = sorted(members, key=members.__getitem__) if is_of_the_job else []
+    return groups, int(world.group_count)
 
 
 def _descriptions() -> dict[str, str]:
-    """Name → description of each process group that has one: ``mesh_tp`` is a DeviceMesh's dimension ``tp``."""
+    # For example, ``mesh_tp`` for the dimension ``tp`` of a DeviceMesh.
     world = _world()
     names = dict(world.pg_names) if world is not None else {}
-    found = {str(name): getattr(group, "group_desc", "") for group, name in names.items()}
-    return {name: text[:MOST_CHARACTERS] for name, text in found.items() if type(text) is str and text}
+    descriptions = {str(name): getattr(group, "group_desc", "") for group, name in names.items()}
+    return {name: text[:MOST_CHARACTERS] for name, text in descriptions.items() if type(text) is str and text}
 
 
 def _stores() -> dict[str, str]:
-    """Name → address of the store by which the ranks of each process group found each other.
+    """Returns the address of each process group's store, by which its ranks found each other.
 
-    Groups of the same name and the same ranks are different groups if their stores differ.
+    Groups with the same name and ranks are different groups if their stores differ.
     """
     world = _world()
-    found = {}
+    addresses = {}
     for group, (_, store) in list(world.pg_map.items()) if world is not None else ():
         for _ in range(MOST_PREFIXES):
             store = getattr(store, "underlying_store", None) or store
         host, port, path = (getattr(store, name, None) for name in ("host", "port", "path"))
         if type(host) is str and type(port) is int:
             host = socket.gethostname() if host in _LOOPBACK else host
-            found[str(world.pg_names[group])] = f"{host}:{port}"
+            addresses[str(world.pg_names[group])] = f"{host}:{port}"
         elif type(path) is str:
-            found[str(world.pg_names[group])] = f"{socket.gethostname()}:{os.path.abspath(path)}"
-        else:  # of another kind: nobody knows whether it is that of another rank
-            found[str(world.pg_names[group])] = f"{socket.gethostname()}:{os.getpid()}"
-    return found
+            addresses[str(world.pg_names[group])] = f"{socket.gethostname()}:{os.path.abspath(path)}"
+        else:  # of another kind: it can't be compared with another rank's
+            addresses[str(world.pg_names[group])] = f"{socket.gethostname()}:{os.getpid()}"
+    return addresses
 
 
 def _handlers() -> list[int]:
-    """Signals for which the script has a handler of its own: in Python, or in C instead of Python's or the beacon's."""
+    """Returns the signals that the script itself handles: in Python, or in C instead of Python's or the beacon's."""
     import signal
 
     present = {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -179,7 +179,7 @@ def _handlers() -> list[int]:
 
 
 def _c_handler(number: int) -> bytes:
-    """Address of the function that the kernel calls: the first field of glibc's ``struct sigaction``."""
+    # The kernel calls the address in the first field of glibc's ``struct sigaction``.
     import ctypes
 
     action = ctypes.create_string_buffer(256)
@@ -188,13 +188,13 @@ def _c_handler(number: int) -> bytes:
 
 
 def _torch_directories() -> list[str]:
-    """As frames name the directory of the imported torch, and as the kernel names it."""
+    # Frames and the kernel can name the directory differently.
     place = os.path.dirname(sys.modules["torch"].__file__ or "")
     return list(dict.fromkeys((place, os.path.realpath(place))))
 
 
 def _foreign_backend() -> bool:
-    """Whether the backend of some process group is not of torch's own: who ends its calls, and when, nobody knows."""
+    """Returns whether a process group has a backend that isn't torch's: nothing is known about the end of its calls."""
     world = _world()
     own = sys.modules.get("torch._C._distributed_c10d")
     for group in list(world.pg_names) if world is not None else ():
@@ -205,56 +205,55 @@ def _foreign_backend() -> bool:
 
 
 def _handled_exceptions() -> list[dict[str, object]]:
-    """What each thread is handling now: in an ``except`` or a ``finally``. No code of the exception's class runs.
+    """Returns the exception that each thread is handling, in an ``except`` or a ``finally``, without running its code.
 
-    So does a main thread whose ``sys.excepthook`` or exit handler runs: it handles what ended its script.
+    A main thread in ``sys.excepthook`` or an exit handler is handling the exception that ended its script.
     """
     current: Any = getattr(sys, "_current_exceptions", dict)()
     main = threading.main_thread().ident
     last = getattr(sys, "last_value", None)
     if last is not None and not _runs_script(sys._current_frames().get(main or 0)):
         current = {**current, main: last}
-    found = []
+    handled = []
     for thread, value in list(current.items())[:MOST_EXCEPTIONS]:
-        error = value[1] if isinstance(value, tuple) else value  # up to Python 3.11, a triple
+        error = value[1] if isinstance(value, tuple) else value  # a triple up to Python 3.11
         if isinstance(error, BaseException):
-            args = _ARGS.__get__(error)  # a class may have its own ``args``
+            args = _ARGS.__get__(error)  # a class can have its own ``args``
             text = args[0] if args and type(args[0]) is str else ""
             frames = _frames(_TRACEBACK.__get__(error))
-            found.append({"thread": thread, "type": type(error).__name__, "message": text[:300], "frames": frames})
-    return found
+            handled.append({"thread": thread, "type": type(error).__name__, "message": text[:300], "frames": frames})
+    return handled
 
 
 def _runs_script(frame: Any) -> bool:
-    """``frame``: the innermost of the main thread. Only below a script is there a frame of a module or of runpy."""
+    # Only a running script has a frame of a module or of runpy as its outermost one.
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
     return frame is None or frame.f_code.co_name in ("<module>", "_run_module_as_main")
 
 
 def _frames(traceback: Any) -> list[dict[str, object]]:
-    """Innermost first."""
-    found = []
+    frames = []
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        found.append({"file": code.co_filename, "line": traceback.tb_lineno, "function": code.co_name})
+        frames.append({"file": code.co_filename, "line": traceback.tb_lineno, "function": code.co_name})
         traceback = traceback.tb_next
-    return found[::-1][:MOST_FRAMES]
+    return frames[::-1][:MOST_FRAMES]
 
 
 def _posted() -> list[dict[str, object]]:
-    """The sends and receives (``P2POp``) of the batch that each thread is at: of its innermost function that has some.
+    """Returns the sends and receives (``P2POp``) of each thread's current batch, from its innermost function with some.
 
-    Where a variable of that function says which of them it waits for, those of the other direction are left out. gloo
-    records none of them, and while a rank waits for one, no frame of c10d is on its stack.
+    If a variable of that function shows that the thread waits for a send, receives are left out, and vice versa. gloo
+    records neither, and a rank that waits for one has no c10d frame on its stack.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "P2POp", None)
-    found: list[dict[str, object]] = []
+    posted: list[dict[str, object]] = []
     for thread, innermost in list(sys._current_frames().items()) if kind is not None else ():
-        if len(found) <= MOST_POSTED:
+        if len(posted) <= MOST_POSTED:
             ops = next(filter(None, (_ops_of(frame, kind) for frame in upwards(innermost))), [])
-            found += [{"thread": thread, "sends": _sends(op), "peer": int(op.peer), "tag": int(op.tag)} for op in ops]
-    return found[:MOST_POSTED]
+            posted += [{"thread": thread, "sends": _sends(op), "peer": int(op.peer), "tag": int(op.tag)} for op in ops]
+    return posted[:MOST_POSTED]
 
 
 def _sends(op: Any) -> bool:
@@ -262,7 +261,7 @@ def _sends(op: Any) -> bool:
 
 
 def _ops_of(frame: Any, kind: type) -> list[Any]:
-    """Of a function that names what batches are made of; others are not looked into."""
+    """Returns the operations in the variables of a function that names the makers of batches; of no other function."""
     if not {"P2POp", "batch_isend_irecv"}.intersection(frame.f_code.co_names):
         return []
 
@@ -277,7 +276,7 @@ def _ops_of(frame: Any, kind: type) -> list[Any]:
 
 
 def _waited_for(variables: Any, ops: list[Any]) -> list[Any]:
-    """The operations of the direction in which the one is that is waited for: ``for work in works: work.wait()``."""
+    """Returns the operations with the direction of the one being waited for: ``for work in works: work.wait()``."""
     kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "Work", None)
     works = [value for value in list(variables.values()) if kind is not None and type(value) is kind]
     if len(works) != 1 or works[0].is_completed():
@@ -291,28 +290,28 @@ def _waited_for(variables: Any, ops: list[Any]) -> list[Any]:
 
 
 def _batches() -> dict[str, int]:
-    """The batch size of each DataLoader by its variable: of the script, and of functions that make one."""
+    """Returns the batch size of each DataLoader by its variable, in the script and in functions that create one."""
     kind: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "DataLoader", None)
     script = sys.modules.get("__main__")
     if kind is None or script is None:
         return {}
-    found = _batches_in(vars(script), kind)
+    sizes = _batches_in(vars(script), kind)
     for innermost in list(sys._current_frames().values()):
         for frame in upwards(innermost):
             if frame.f_code.co_flags & OPTIMIZED and "DataLoader" in frame.f_code.co_names:
-                found.update(in_variables(frame, lambda variables: _batches_in(variables, kind)) or {})
-    return dict(list(found.items())[:MOST_LOADERS])
+                sizes.update(in_variables(frame, lambda variables: _batches_in(variables, kind)) or {})
+    return dict(list(sizes.items())[:MOST_LOADERS])
 
 
 def _batches_in(variables: Any, kind: type) -> dict[str, int]:
-    found = {}
+    sizes = {}
     for name, value in list(variables.items()):
         if kind in type(value).__mro__:
             own = vars(value)
             size = own.get("batch_size") or vars(own.get("batch_sampler")).get("batch_size")
             if type(size) is int and not name.startswith("_"):
-                found[name] = size
-    return found
+                sizes[name] = size
+    return sizes
 
 
 def _answer_flight_record(request: Any, response: Any, **of_backend: str) -> None:
@@ -324,7 +323,7 @@ def _answer_flight_record(request: Any, response: Any, **of_backend: str) -> Non
 
 
 def keep_flight_record(path: str) -> None:
-    """Writes the Flight Recorders of a rank that ends by itself: peers may wait for a call that it never makes."""
+    """Writes the Flight Recorders of a rank that ends by itself: peers might wait for a call that it never makes."""
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
     dumps = {recorder: getattr(c10d, f"_dump_{recorder}_trace", None) for recorder in layout.RECORDERS}
     dumps |= {
@@ -336,10 +335,10 @@ def keep_flight_record(path: str) -> None:
 
 
 def _follow_recorders(add: Callable[[str, Callable[[Any, Any], None]], None]) -> None:
-    """Adds a handler for each backend that gets a recorder of its own, from torch 2.15 on.
+    """Adds a handler for each backend with its own recorder, from torch 2.15 on.
 
-    The recorder has the name that the backend's object gives, which may differ from the one it is registered under
-    (``nccl`` makes an ``nccl2``). torch lists them nowhere; the server lists its handlers even while Python hangs.
+    The recorder has the name that the backend's object gives, which can differ from its registered name (``nccl`` makes
+    an ``nccl2``). torch has no list of them; the server lists its handlers even while Python hangs.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     attach = getattr(c10d, "_maybe_attach_flight_recorder", None)
@@ -367,8 +366,8 @@ def _follow_recorders(add: Callable[[str, Callable[[Any, Any], None]], None]) ->
 def _without_inductor(dump: Callable[[], bytes]) -> bytes:
     """Calls ``dump`` while ``torch._inductor`` looks absent to this thread, unless it is imported already.
 
-    To name the frames of compiled code, torch checks for ``torch._inductor``, and the check imports it. That loads 800
-    modules and costs a second of CPU in every rank at once. It also waits forever if the rank hangs in an import.
+    To name the frames of compiled code, torch checks for ``torch._inductor``, which imports it. That loads 800 modules,
+    costs a second of CPU in every rank at once, and waits forever if the rank hangs in an import.
     """
     torch = sys.modules["torch"]
     if "_inductor" in vars(torch):
@@ -383,7 +382,7 @@ def _without_inductor(dump: Callable[[], bytes]) -> bytes:
 
 
 class _NotImported:
-    """Stands in for ``torch._inductor``: has no attributes for thread ``owner``, imports the real module for others."""
+    """Stands in for ``torch._inductor``: without attributes for thread ``owner``, the real module for others."""
 
     def __init__(self, owner: int) -> None:
         self._owner = owner
@@ -405,19 +404,19 @@ def _never_destroy(thing: object) -> None:
 def stop() -> None:
     """Stops the server at the exit of the process that started it. Left running, it sometimes aborts the rank.
 
-    Do not call it while a handler that needs the GIL may be running: ``shutdown`` waits for it while holding the GIL.
+    There must be no running handler that needs the GIL: ``shutdown`` waits for it while holding the GIL.
     """
     if _server is not None:
         _without_server_log(_server.shutdown)
 
 
 def _without_server_log(make: Callable[[], object]) -> object:
-    """Calls ``make`` with descriptor 2 redirected to memory, then writes all lines but the server's own to stderr."""
+    """Calls ``make`` with descriptor 2 redirected to memory, then writes all lines except the server's to stderr."""
     try:
         sys.stderr.flush()
         kept = os.memfd_create("safelaunch-stderr", os.MFD_CLOEXEC)
         real = os.dup(2)
-    except (OSError, ValueError, AttributeError):  # no stderr, or no free descriptor: the server's lines are harmless
+    except (OSError, ValueError, AttributeError):  # no stderr, or no free descriptor: the server's lines do no harm
         return make()
     try:
         os.dup2(kept, 2, inheritable=True)

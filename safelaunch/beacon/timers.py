@@ -1,6 +1,6 @@
-"""Notes in the rank's page that this rank, or a process forked from it, has set a timer that can end it.
+"""Marks in the rank's page that this rank, or a process forked from it, has set a timer that can end it.
 
-``/proc`` doesn't show ``alarm`` and ``setitimer``. A process that waits for others for good can still be ended by one.
+``/proc`` doesn't show ``alarm`` and ``setitimer``, which can end a process that waits for others forever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FUNCTIONS = ("alarm", "setitimer")
 
 
 def install(words: memoryview) -> None:
-    """Replaces Python's functions that set timers as soon as the module ``signal`` is imported."""
+    """Wraps Python's functions that set timers, once the module ``signal`` is imported."""
 
     @log.guarded
     def replace(module: Any) -> None:

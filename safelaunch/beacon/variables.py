@@ -1,4 +1,4 @@
-"""Reads the variables of functions that run, without leaving a trace."""
+"""Reads the variables of running functions without side effects."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 MOST_FRAMES = 32
-OPTIMIZED = 0x1  # in ``co_flags``: a function's own variables, and no module's
+OPTIMIZED = 0x1  # flag in ``co_flags``: a function, not a module
 
 
 def upwards(frame: Any) -> Iterator[Any]:
-    """The frame and those around it."""
+    """Yields the frame and its callers."""
     for _ in range(MOST_FRAMES):
         if frame is None:
             return
@@ -23,10 +23,10 @@ def upwards(frame: Any) -> Iterator[Any]:
 
 
 def in_variables(frame: Any, read: Callable[[Any], Any]) -> Any:
-    """``read`` of the function's variables; None where they must not be looked at.
+    """Returns ``read`` of the function's variables; None if they must not be read.
 
-    Before Python 3.13, to look leaves a copy of them behind, which would keep tensors alive. While a tracer is at a
-    line (a debugger at its prompt), the interpreter writes that copy back afterwards: what is missing is deleted.
+    Before Python 3.13, reading leaves a copy of them behind, which would keep tensors alive. While a tracer is at a
+    line (a debugger at its prompt), the interpreter writes that copy back and deletes variables that it lacks.
     """
     if sys.version_info >= (3, 13):
         return read(frame.f_locals)

@@ -11,9 +11,8 @@ if TYPE_CHECKING:
 
 
 def modules() -> list[Any]:
-    """Returns all modules of this process."""
     kind = sys.modules["torch"].nn.Module
-    return [one for one in gc.get_objects() if issubclass(type(one), kind) and "_modules" in one.__dict__]
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind) and "_modules" in thing.__dict__]
 
 
 def is_a(module: Any, name: str) -> bool:
@@ -28,7 +27,7 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def clean(name: str) -> str:
-    """Returns a name without those of wrappers."""
+    """Returns a module's name without the names of wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -37,6 +36,6 @@ def local(tensor: Any) -> Any:
 
 
 def bytes_of(tensor: Any) -> int:
-    """Returns the bytes that this rank holds of a tensor."""
+    """Returns the number of bytes of a tensor on this rank."""
     here = local(tensor)
     return int(here.numel() * here.element_size())

@@ -1,12 +1,12 @@
 # Every Python process that inherits the job's PYTHONPATH runs this file. In a few microseconds it decides which role
 # the process has (torchrun agent, rank, neither) and starts the beacon in the first two. Then it does what Python would
-# have done without it: it runs the sitecustomize that it shadows. Nothing may be imported before the role is known.
+# do without it: it runs the sitecustomize that it shadows. Import nothing before the role is known.
 import os
 import sys
 
 
 def _restore_path(here, env):
-    """Removes our directory from sys.path. Returns the user's own PYTHONPATH, or None if it was not set."""
+    # Without our directory. Returns the user's own PYTHONPATH, or None if it wasn't set.
     sys.path[:] = [entry for entry in sys.path if entry != here]
     parts = [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part != here]
     original = os.pathsep.join(parts)
@@ -14,9 +14,9 @@ def _restore_path(here, env):
 
 
 def _role(env):
-    """Returns the role of this process: ``agent``, ``rank``, ``spawned``, ``unknown_role`` or None.
+    """Returns ``agent``, ``rank``, ``spawned``, ``unknown_role`` or None.
 
-    A ``spawned`` rank (torchrun --run-path) learns its number later. ``unknown_role``: under safelaunch exec.
+    A ``spawned`` rank (torchrun --run-path) gets its number later. ``unknown_role``: under safelaunch exec.
     """
     if env.get("SAFELAUNCH_MODE") == "exec":
         return "rank" if env.get("RANK", "").isdigit() else "unknown_role"
@@ -29,8 +29,8 @@ def _role(env):
 
 
 def _load(here, name):
-    """Loads ``_safelaunch_beacon.<name>`` by path, because this interpreter may not have safelaunch installed."""
-    # A bare package with a path: importing importlib.util would cost every rank 3 ms.
+    # By path, because this interpreter might not have safelaunch: a bare package with a path, as importing
+    # importlib.util would cost every rank 3 ms.
     if "_safelaunch_beacon" not in sys.modules:
         package = type(sys)("_safelaunch_beacon")
         package.__path__ = [os.path.dirname(here)]
@@ -57,10 +57,10 @@ def _start_beacon():
 
 try:
     _start_beacon()
-except Exception:  # our own errors must never reach the job
+except Exception:  # its own errors must never reach the job
     pass
 
-# The sitecustomize that ours shadows (a virtual environment's, a distribution's) runs as usual.
+# The sitecustomize that this one shadows (a virtual environment's, a distribution's) runs as usual.
 _ours = sys.modules.pop("sitecustomize", None)
 try:
     import sitecustomize  # noqa: F401
