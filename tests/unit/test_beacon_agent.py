@@ -1,4 +1,4 @@
-"""The beacon of the torchrun agent: when the agent waits for the supervisor, and when it must not."""
+"""torchrun agent's beacon: when the agent waits for the supervisor, and when it must not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safelaunch.beacon import agent, layout
 
 
 class SignalException(Exception):
-    """As torchrun's, which is told by its name."""
+    """Stand-in for torchrun's exception, which the beacon recognizes by its name."""
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture(autouse=True)
 def events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the agent has told the supervisor."""
+    """Events that the agent has reported to the supervisor."""
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(agent, "_words", memoryview(bytearray(layout.SIZE)).cast("Q"))
     monkeypatch.setattr(agent, "_append_event", lambda event, **values: found.append({"event": event, **values}))

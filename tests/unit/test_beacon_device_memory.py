@@ -1,4 +1,4 @@
-"""What a rank notes when a GPU has no memory left, with a stand-in for torch's allocator."""
+"""Record of a GPU that runs out of memory, with a stand-in for torch's allocator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEGMENTS = [
 
 
 class OutOfMemoryError(RuntimeError):
-    """By its name alone, as the beacon knows torch's."""
+    """Stand-in for torch's exception, which the beacon recognizes by its name."""
 
 
 @pytest.fixture
@@ -75,7 +75,10 @@ def test_device_memory_failed_query_loses_only_its_own_value(torch: SimpleNamesp
 
 
 def test_device_memory_keeps_snapshot_of_failed_allocation(torch: SimpleNamespace, tmp_path: Path) -> None:
-    """The exception that follows it finds less: some of the memory is free again. Of many failures, the newest ones."""
+    """The later exception would find less, because some of the memory is free again.
+
+    Of many failures, the newest are kept.
+    """
     page = tmp_path / "page"
     device_memory._base, device_memory._owner = str(page), device_memory.os.getpid()
     device_memory._allocation_failed(0, 40, 200, 5)

@@ -1,4 +1,4 @@
-"""Durations wherever the core takes one: in a phase of a script, an option, a variable, a file."""
+"""Durations in a phase of a script, an option, a variable and a file."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_option_accepts_duration_from_any_source(where: str, given: Any, tmp_pat
 
 @pytest.fixture(params=["outside a run", "inside a run"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The beacon's marks of the rank, or none."""
+    """Returns the timeouts of entered phases, or None outside a run."""
     entered: list[float] = []
     if request.param == "outside a run":
         monkeypatch.delitem(sys.modules, "_safelaunch_beacon.marks", raising=False)

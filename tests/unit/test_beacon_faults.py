@@ -1,4 +1,4 @@
-"""The beacon's own JSON: it may not import the library's, and has to be read by a strict decoder."""
+"""JSON, tracebacks and exit records that the beacon writes without the library."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def files_in_traceback(loader: Any) -> list[str]:
 
 
 def test_traceback_hides_beacon_frames() -> None:
-    """Also that of its cause. Only where our own code is at fault, it says so."""
+    """The same holds for its cause. Only a fault of the beacon's own code shows its frames."""
 
     class Interrupted:
         def exec_module(self, module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""What a process tells of its own stacks, and how the supervisor asks for it: both sides in this process."""
+"""Stacks that a process reports about itself, and the supervisor's request for them, both in this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from safelaunch.capture.memory import ProcessMemory
 
 
 class Page:
-    """The two words that count questions and answers."""
+    """Page with only the words that count questions and answers."""
 
     def __init__(self) -> None:
         self.words = memoryview(bytearray(layout.SIZE)).cast("Q")

@@ -11,7 +11,7 @@ from safelaunch.beacon import layout, marks
 
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[memoryview]:
-    """The words of a page of this process's own; the clock ticks a second with each reading."""
+    """Page of this process; its clock advances by a second with each reading."""
     buffer = bytearray(layout.SIZE)
     monkeypatch.setattr(marks, "_bytes", buffer)
     monkeypatch.setattr(marks, "_words", memoryview(buffer).cast("Q"))

@@ -1,4 +1,4 @@
-"""The ring of a rank's last output: what was appended comes back, whatever happened to the file."""
+"""Ring of a rank's last output: appended records are read back from intact and damaged files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(path: str, written: Written, capacity: int = CAPACITY) -> Ring:
 
 
 def expected(written: Written, capacity: int) -> Written:
-    """The newest records that fit, oversized ones cut to their end."""
+    """Returns the newest records that fit, with oversized ones cut to their end."""
     kept: Written = []
     used = 0
     for stream, data in reversed(written):
@@ -70,7 +70,7 @@ def test_ring_is_readable_while_writer_lives_and_after(path: str) -> None:
 
 
 def test_ring_copies_memory_views(path: str) -> None:
-    """What the stream layer hands over; it may be reused by the caller afterwards."""
+    """The caller might reuse the buffer afterwards."""
     made = Ring(path)
     buffer = bytearray(b"abc")
     made.append(STDOUT, memoryview(buffer))
@@ -79,7 +79,7 @@ def test_ring_copies_memory_views(path: str) -> None:
 
 
 def test_ring_append_during_append_is_dropped(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal handler that prints while a print is under way."""
+    """A signal handler prints during a print."""
     made = Ring(path)
     real = output.time_ns
 
@@ -110,7 +110,7 @@ def test_ring_refuses_existing_file(path: str) -> None:
 
 
 def fresh(places: pytest.TempPathFactory) -> str:
-    """One path for all examples: hundreds of directories take longer than what is tested."""
+    """Returns one path for all examples, because creating hundreds of directories takes longer than the test itself."""
     path = places.getbasetemp() / "ring"
     path.unlink(missing_ok=True)
     return str(path)
@@ -129,7 +129,7 @@ def test_ring_returns_newest_records_that_fit(
     assert back(path) == expected(written, capacity)
 
 
-# --- files that are no rings, or damaged ones -------------------------------------------------------------------------
+# --- files that are no rings, or damaged ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -196,6 +196,6 @@ def test_damaged_ring_is_read_as_far_as_valid(
 
 
 def test_ring_header_is_four_words() -> None:
-    """Written by ranks whose safelaunch may be another version's: the layout is a contract between the two."""
+    """Ranks might run another version of safelaunch, so the layout is a contract between versions."""
     assert HEADER.size == 32
     assert struct.calcsize(RECORD.format) == RECORD.size == 16

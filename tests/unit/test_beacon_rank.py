@@ -1,4 +1,4 @@
-"""A rank's own numbers, and ``--pg-timeout``: what c10d's functions get, on a stand-in of its module."""
+"""Numbers of a rank, and ``--pg-timeout`` on a stand-in for c10d."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from safelaunch.beacon import rank
+from safelaunch.beacon import group_timeout, rank
 
 TORCHS, SCRIPTS, OURS = timedelta(minutes=30), timedelta(minutes=7), timedelta(seconds=5)
 
 
 def c10d() -> Any:
-    """Two of its functions, which say with which timeout they make a group."""
+    """Returns a module with two functions that return the timeout of the group they would create."""
     module: Any = ModuleType("distributed_c10d")
 
     def init_process_group(backend: str = "", init_method: str = "", timeout: Any = None) -> Any:
@@ -32,19 +32,21 @@ def c10d() -> Any:
 @pytest.mark.parametrize(
     ("given", "without", "explicit"), [("", TORCHS, SCRIPTS), ("5", OURS, SCRIPTS), ("5!", OURS, OURS)]
 )
-def test_group_timeout_replaces_default_or_explicit_one(given: str, without: timedelta, explicit: timedelta) -> None:
+def test_group_timeout_replaces_default_or_explicit_timeout(
+    given: str, without: timedelta, explicit: timedelta
+) -> None:
     module = c10d()
-    rank.set_group_timeout(module, given)
+    group_timeout.apply(module, given)
     assert [module.init_process_group(), module.new_group([0, 1])] == [without] * 2
     assert module.init_process_group("gloo", "env://", SCRIPTS) == explicit
     assert module.init_process_group("gloo", timeout=SCRIPTS) == explicit
     assert module.new_group(timeout=SCRIPTS, group_desc="dp") == explicit
-    assert module.default_pg_nccl_timeout is None, "without NCCL there is none to change"
+    assert module.default_pg_nccl_timeout is None, "no NCCL timeout without NCCL"
 
 
 def test_wrapped_call_with_wrong_argument_raises_type_error() -> None:
     module = c10d()
-    rank.set_group_timeout(module, "5!")
+    group_timeout.apply(module, "5!")
     with pytest.raises(TypeError, match="backened"):
         module.init_process_group(backened="gloo")
 
@@ -53,7 +55,7 @@ def test_group_timeout_applies_to_functions_already_imported_by_torch(monkeypatc
     module, package = c10d(), ModuleType("torch.distributed")
     vars(package)["new_group"] = module.new_group
     monkeypatch.setitem(sys.modules, "torch.distributed", package)
-    rank.set_group_timeout(module, "5!")
+    group_timeout.apply(module, "5!")
     assert vars(package)["new_group"](timeout=SCRIPTS) == OURS
 
 

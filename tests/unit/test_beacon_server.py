@@ -1,4 +1,4 @@
-"""What the handler tells that runs in a rank: here without torch, with a stand-in for its batches of sends."""
+"""Reports of the handler inside a rank, with a stand-in for torch's batches of sends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from safelaunch.beacon import server
+from safelaunch.beacon import gil_answer, server
 
 C10D = "torch.distributed.distributed_c10d"
 
@@ -40,7 +40,7 @@ def c10d(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 
 
 class Waiting:
-    """A thread that rests in a function with some ops."""
+    """Thread that rests in a function with some operations."""
 
     def __init__(self, ops: object, work: Work | None = None) -> None:
         self.go, self.there = threading.Event(), threading.Event()
@@ -65,7 +65,7 @@ def exchange(ops: list[P2POp], waiting: Waiting) -> None:
 
 def test_batch_of_sends_of_waiting_thread_is_reported(c10d: types.ModuleType) -> None:
     with Waiting([P2POp(isend, 2), P2POp(irecv, 0, tag=7)]) as one:
-        told = json.loads(server._told())["posted"]
+        told = json.loads(gil_answer.as_json())["posted"]
         assert told == [
             {"thread": one.thread.ident, "sends": True, "peer": 2, "tag": 0},
             {"thread": one.thread.ident, "sends": False, "peer": 0, "tag": 7},
@@ -97,23 +97,23 @@ def wait_for(ops: list[P2POp], work: Work, waiting: Waiting) -> None:
 def test_batch_reports_only_direction_being_waited_for(c10d: types.ModuleType, work: Work, peers: list[int]) -> None:
     c10d.Work = Work  # type: ignore[attr-defined]
     with Waiting([P2POp(isend, 2), P2POp(irecv, 0)], work):
-        assert [one["peer"] for one in json.loads(server._told())["posted"]] == peers
+        assert [one["peer"] for one in json.loads(gil_answer.as_json())["posted"]] == peers
 
 
 def test_batch_of_other_objects_is_not_reported(c10d: types.ModuleType) -> None:
     with Waiting([object(), "secret", {"token": 1}]):
-        assert json.loads(server._told())["posted"] == []
+        assert json.loads(gil_answer.as_json())["posted"] == []
 
 
 def test_batch_with_invalid_peer_loses_only_itself(c10d: types.ModuleType) -> None:
     with Waiting([P2POp(isend, "secret")]):  # type: ignore[arg-type]
-        told = json.loads(server._told())
+        told = json.loads(gil_answer.as_json())
         assert "posted" not in told and "handling" in told
 
 
 def test_rank_without_torch_reports_no_batch() -> None:
     if C10D not in sys.modules:
-        assert json.loads(server._told())["posted"] == []
+        assert json.loads(gil_answer.as_json())["posted"] == []
 
 
 # --- the batch size of the DataLoaders --------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class DataLoader:
 
 
 class Shard(DataLoader):
-    """As accelerate wraps one."""
+    """Stand-in for the subclass that accelerate creates."""
 
 
 class Sampler:
@@ -152,11 +152,11 @@ def test_data_loader_batch_sizes_are_reported(monkeypatch: pytest.MonkeyPatch, c
     module = types.ModuleType("torch.utils.data.dataloader")
     module.DataLoader = DataLoader  # type: ignore[attr-defined]
     with Training():
-        assert json.loads(server._told())["batches"] == {}, "torch's loaders are not imported"
+        assert json.loads(gil_answer.as_json())["batches"] == {}, "torch's loaders are not imported"
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        assert json.loads(server._told())["batches"] == {"loader": 32, "val_loader": 8}
+        assert json.loads(gil_answer.as_json())["batches"] == {"loader": 32, "val_loader": 8}
         monkeypatch.setitem(vars(sys.modules["__main__"]), "test_loader", Shard(None, Sampler()))
-        assert json.loads(server._told())["batches"] == {"loader": 32, "val_loader": 8, "test_loader": 8}
+        assert json.loads(gil_answer.as_json())["batches"] == {"loader": 32, "val_loader": 8, "test_loader": 8}
 
 
 class Loader:
@@ -165,7 +165,7 @@ class Loader:
 
 
 def test_batch_size_lookup_keeps_variables_of_debugged_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tracer stops in a function with a DataLoader; before Python 3.13 its variables are written back then."""
+    """The tracer stops in a function with a DataLoader. Before Python 3.13, its variables are written back then."""
     module = types.ModuleType("torch.utils.data.dataloader")
     module.DataLoader = Loader  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -190,14 +190,14 @@ def test_batch_size_lookup_keeps_variables_of_debugged_function(monkeypatch: pyt
     thread = threading.Thread(target=debugged)
     thread.start()
     there.wait()
-    server._batches()
+    gil_answer._batches()
     go.set()
     thread.join()
     assert found == [7, 5]
 
 
 class Group:
-    """A process group with these backends, by device."""
+    """Process group with these backends by device."""
 
     def __init__(self, **backends: str) -> None:
         self._device_types = list(backends)
@@ -226,7 +226,7 @@ def test_each_recording_backend_gets_handler(c10d: types.ModuleType, monkeypatch
 
 
 def test_foreign_backend_detects_backend_outside_torch(c10d: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in Python, say, whose threads end its calls."""
+    """A backend in Python, for example, completes its calls in its own threads."""
     own = types.ModuleType("torch._C._distributed_c10d")
     vars(own).update(Group=Group, SimpleNamespace=types.SimpleNamespace)
     monkeypatch.setitem(sys.modules, own.__name__, own)
@@ -236,18 +236,18 @@ def test_foreign_backend_detects_backend_outside_torch(c10d: types.ModuleType, m
 
     for groups, foreign in (([Group(cpu="gloo")], False), ([Group(cpu="gloo"), OfPython(cpu="x")], True), ([], False)):
         c10d._world = types.SimpleNamespace(pg_names=dict.fromkeys(groups, "0"))  # type: ignore[attr-defined]
-        assert server._foreign_backend() is foreign
+        assert gil_answer._foreign_backend() is foreign
 
 
 ON_ITS_WAY_OUT = """if True:
     import sys
-    from safelaunch.beacon import server
+    from safelaunch.beacon import gil_answer
     def hook(*_: object) -> None:
-        print([(one["type"], one["frames"][0]["line"]) for one in server._handled_exceptions()])
+        print([(one["type"], one["frames"][0]["line"]) for one in gil_answer._handled_exceptions()])
     sys.excepthook = hook
     try:
         sys.last_value = OSError("an old one")  # as a library leaves it that prints an error
-        print(server._handled_exceptions())
+        print(gil_answer._handled_exceptions())
     finally:
         raise IndexError("list index out of range")
 """

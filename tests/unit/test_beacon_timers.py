@@ -1,4 +1,4 @@
-"""What the beacon notes of timers, and which signals its threads take."""
+"""Timers that the beacon records, and signals that its threads accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evidence from files: what somebody receives, in any state."""
+"""Evidence read from bundles, dumps and run directories in any state."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_older_bundle_without_job_facts_takes_them_from_files(
     assert verdict_at(root, capsys)[1]["versions"] == {}, "a bundle is read from its own directory alone"
 
 
-# What other files of the bundle hold: the folder's name, progress.json, proc.json, stack.json and so on.
+# Fields stored in other files of the bundle: the folder's name, progress.json, proc.json, stack.json and so on.
 ELSEWHERE = {
     "rank",
     "progress",
@@ -101,7 +101,7 @@ ELSEWHERE = {
 
 
 def test_every_rank_field_reads_back(tmp_path: Path) -> None:
-    """Each is set to something else than its default, so that one that is forgotten shows."""
+    """Each field differs from its default, so that a forgotten field is noticed."""
     other = replace(
         SLEEPER,
         host="node7",
@@ -197,7 +197,7 @@ def test_damaged_manifest_keeps_culprit_and_is_named(how: str, tmp_path: Path) -
 
 
 def test_flight_record_without_jobs_backend_is_ignored(tmp_path: Path) -> None:
-    """As the live verdict has it: before torch 2.13, gloo's collectives are in no recorder."""
+    """The live verdict does the same: before torch 2.13, no recorder has gloo's collectives."""
     root = write_bundle(tmp_path / "b", hang())
     manifest = json.loads((root / "manifest.json").read_text())
     manifest["artifacts"] = [
@@ -243,7 +243,7 @@ def test_bundles_of_several_nodes_are_joined_into_job(tmp_path: Path, capsys: py
 
 def test_absent_node_bundle_leaves_culprit_unnamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, verdict = verdict_at(nodes(tmp_path, (2, 3)), capsys)
-    assert (code, verdict["culprits"]) == (1, [])  # nobody is named by majority while members are unseen
+    assert (code, verdict["culprits"]) == (1, [])  # no rank is named by majority while members are unseen
     assert any("0-1" in text for text in verdict["missing"])
 
 
@@ -286,7 +286,7 @@ def test_dumps_of_nodes_at_different_times_are_joined_without_steps(tmp_path: Pa
 
 
 def test_node_bundles_with_shared_verdict_use_complete_one(tmp_path: Path) -> None:
-    """One of them holds every rank: the others bring nothing that is not there."""
+    """One bundle holds every rank, and the others add nothing."""
     folder = nodes(tmp_path, (0, 1), (0, 1, 2, 3), (2, 3))
     for number in range(3):
         told = {"outcome": "hang", "bundle": {"host": "h", "path": "/b/train-node1", "whole": number == 1}}
@@ -300,14 +300,14 @@ def test_node_bundles_with_shared_verdict_use_complete_one(tmp_path: Path) -> No
 
 
 def lost(number: int) -> RankEvidence:
-    """A rank whose peer has gone."""
+    """Returns a rank whose peer has ended."""
     frames = (Frame(C10D, 3252, "all_reduce"), at(50), at(100, "<module>"))
     text = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
     return rank(number, frames, more={"exception": RankException("RuntimeError", text, 200.0, frames, text)})
 
 
 def two_supervisors(root: Path, *others: RankEvidence) -> Path:
-    """The one of ranks 0-1 has stopped its ranks for a hang; then the other one looked at its own."""
+    """Supervisor of ranks 0-1 stopped its ranks because of a hang; then the other supervisor looked at its ranks."""
     first = job(waiting(0), waiting(1), missing_ranks=(2, 3), world=4, launched=LAUNCHED)
     write_bundle(root / "train-node0", first)
     write_bundle(root / "train-node1", job(*others, outcome="crash", missing_ranks=(0, 1), world=4), "node2")
@@ -318,7 +318,7 @@ LAUNCHED = Launched(("exec", "--", "python", "train.py"), ("hang-debug",), "2.13
 
 
 def test_ranks_stopped_by_other_supervisor_leave_no_culprit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The others lost their connections by that: when they arrived, if they had, nobody saw."""
+    """The other ranks lost their connections by that, so whether they had arrived is unknown."""
     folder = two_supervisors(tmp_path, lost(2), lost(3))
     code, verdict = verdict_at(folder, capsys)
     assert (code, verdict["outcome"], verdict["cause"], verdict["confidence"]) == (
@@ -379,7 +379,7 @@ def test_dump_folder_names_mismatching_rank(
 
 
 def test_dump_folder_evidence_cites_dumps_for_source_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Conditions of the script are shown by the lines in the dumps: there is no stack.txt."""
+    """The lines in the dumps show the conditions of the script, because there is no stack.txt."""
     script = tmp_path / "train.py"
     script.write_text(
         "import torch.distributed as d\nif d.get_rank() == 0:\n    d.all_gather()\nelse:\n    d.all_reduce()\n"
@@ -430,7 +430,7 @@ def test_fuller_of_two_dumps_per_rank_is_used(tmp_path: Path) -> None:
 def test_dumps_of_different_attempts_are_not_mixed(
     newest: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank by rank the fuller dump would come now from one, now from the other."""
+    """Otherwise the fuller dump of each rank would come from either attempt."""
     for age, name in ((100, "nccl_trace_rank_{}"), (100, "dump.{}.pkl"), (0, newest)):
         usual = record(*past(30), entry("all_reduce", 31, line=50))
         older = {n: record(*past(3), entry("all_reduce", 4, line=50)) if n == 1 else usual for n in range(4)}
@@ -493,7 +493,7 @@ def test_unreadable_path_is_shown_with_reason_without_secrets(
     assert capfd.readouterr().err.startswith(said)
 
 
-# --- what is no evidence says what it is, and what to do --------------------------------------------------------------
+# --- paths without evidence -------------------------------------------------------------------------------------------
 
 GIVE = (
     "safelaunch:   Name a job's output, its stacks, its Flight Recorder dumps or a bundle. While the job hangs,"
@@ -557,7 +557,7 @@ def test_rank_exit_reads_back_to_same_verdict(tmp_path: Path) -> None:
     assert diagnose(locate.read(write_bundle(tmp_path / "b", evidence)).evidence) == diagnose(evidence)
 
 
-# --- a run directory that nobody removed ------------------------------------------------------------------------------
+# --- a run directory that was left behind -----------------------------------------------------------------------------
 
 
 def test_run_directory_with_exception_names_culprit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

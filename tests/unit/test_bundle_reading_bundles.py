@@ -1,4 +1,4 @@
-"""What reports say of a job and its nodes, from the files of a bundle; any of these may be damaged or a stranger's."""
+"""Facts about a job and its nodes from the files of a bundle, which might be damaged or made by another user."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_about_has_launch_and_node_facts(tmp_path: Path) -> None:
     ],
 )
 def test_about_kernel_log_starts_with_run(tmp_path: Path, lines: list[str], shown: list[int]) -> None:
-    """Not what the kernel has said before it, nor that it said nothing."""
+    """Earlier kernel messages and the note that none was found are left out."""
     root = bundle(tmp_path / "one")
     (root / "launch.json").write_text(json.dumps({"started": "2026-11-22T10:00:00Z"}))
     (root / "node/a/kernel_log.txt").write_text("\n".join(lines) + "\n")

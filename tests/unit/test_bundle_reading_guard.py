@@ -1,4 +1,4 @@
-"""Strangers' files, read in children."""
+"""Files of other users, read in child processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from safelaunch.bundle.reading import guard
 from safelaunch.bundle.reading.guard import ReadLimits, TooMuch, Unreadable, in_child, parse_all
 
-# --- files that are read by several processes: the same as by one, whatever happens to the processes ------------------
+# --- parsing by several processes gives the same as parsing by one, even if a process dies ----------------------------
 
 
 def read(paths: Sequence[Path]) -> Iterator[tuple[str, int]]:

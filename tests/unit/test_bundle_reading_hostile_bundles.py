@@ -1,4 +1,4 @@
-"""Bundles, archives and run directories that a stranger has made: bounded, inside of PATH, one clear line each."""
+"""Hostile bundles, archives and run directories are read within limits and without leaving PATH."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_dump_linked_from_outside_folder_is_not_read(tmp_path: Path) -> None:
     (folder / "nccl_trace_rank_2").rename(tmp_path / "outside")
     (folder / "nccl_trace_rank_2").symlink_to("../outside")
     (folder / "nccl_trace_rank_1").rename(folder / "moved")
-    (folder / "nccl_trace_rank_1").symlink_to("moved")  # within the folder: as good as a file
+    (folder / "nccl_trace_rank_1").symlink_to("moved")  # a link within the folder is as good as a file
     found = locate.read(folder)
     assert [one.rank for one in found.evidence.ranks] == [0, 1, 3]
     assert found.problems == ("nccl_trace_rank_2: it is a link, and safelaunch follows no links here",)
@@ -115,7 +115,7 @@ def archive(path: Path, *members: tuple[str, bytes]) -> Path:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What is unpacked lies here."""
+    """Directory into which archives are unpacked."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     return tmp_path / "tmp"
@@ -135,7 +135,7 @@ def test_archive_header_of_gigabytes_exceeds_memory_limit(
 
 @pytest.mark.parametrize("size", [320, 3200])
 def test_archive_skipped_members_count_towards_size_limit(size: int, tmp_path: Path, temporary: Path) -> None:
-    """A sparse member says that it holds nothing; its gigabytes would be decompressed to get past it."""
+    """A sparse member has no data, but skipping it would decompress gigabytes."""
     path = tmp_path / "b.tar.gz"
     made = header("x", size << 20, tarfile.GNUTYPE_SPARSE), header("y", 800 << 20, tarfile.GNUTYPE_SPARSE)
     path.write_bytes(gzip.compress(made[0]) + ZEROS * (size // 16) + gzip.compress(made[1]))
@@ -256,7 +256,7 @@ def test_impossible_beacon_records_are_ignored(name: str, text: str, tmp_path: P
     assert locate.read(run.root).evidence.world_size == 2
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- text on the terminal ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])

@@ -1,4 +1,4 @@
-"""Bundles where others may write: what is refused, what is held, and that nobody is handed another's bundle as ours."""
+"""Bundles in directories that other users can write to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STRANGER = 65534
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """Where a stranger can go as well."""
+    """Directory that another user can enter as well."""
     with strangers.open_place() as place:
         yield place
 
@@ -82,7 +82,7 @@ def test_bundle_directory_can_be_link(tmp_path: Path) -> None:
     assert (tmp_path / "real" / NAME).is_dir()
 
 
-# --- somebody of the project's group, who may rename what he finds ----------------------------------------------------
+# --- another user of the group, with the right to rename files ------------------------------------------------------------
 
 SWAPS = """
 import os, sys
@@ -124,14 +124,14 @@ def swapping(directory: Path, what: str) -> Iterator[None]:
 @ROOT
 @pytest.mark.parametrize("what", ["partial", "final"])
 def test_bundle_swapped_by_another_user_is_never_reported_as_ours(what: str, tmp_path: Path) -> None:
-    """It is swapped again and again: either ours is there when that is said, or it is said that it is not."""
+    """The name is swapped in a loop. Either the reported path holds the own bundle, or the loss is reported."""
     directory = place(tmp_path / "bundles", 0o2775, gid=4711)
     with swapping(directory, what):
         for _ in range(5):
             result = published(directory)
             if result.problem:
                 assert "another user who may write there has replaced the bundle" in result.problem, result
-            if result.problem or what == "partial":  # a bundle that has its name, anybody of the group may rename
+            if result.problem or what == "partial":  # a published bundle can be renamed by the group
                 assert (result.path / "ranks/0/stack.txt").read_text() == "Thread 1\n"
     for path in tmp_path.rglob("verdict.json"):
         mine = path.stat().st_uid == os.getuid()
@@ -140,7 +140,7 @@ def test_bundle_swapped_by_another_user_is_never_reported_as_ours(what: str, tmp
 
 @ROOT
 def test_sweep_spares_directory_that_others_may_rename(tmp_path: Path) -> None:
-    """Any directory of ours may be given the name of one."""
+    """Another user can give this name to any directory."""
     directory = place(tmp_path / "bundles", 0o2775, gid=4711)
     precious = directory / f".{NAME}.1-1.partial"
     precious.mkdir()
@@ -155,7 +155,7 @@ def test_sweep_spares_directory_that_others_may_rename(tmp_path: Path) -> None:
 
 @ROOT
 def test_retention_spares_directory_swapped_for_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look at an old bundle and its removal, its name is given to something else."""
+    """Another directory takes the name of an old bundle between the check and its removal."""
     monkeypatch.chdir(tmp_path)
     staged(tmp_path / NAME)
     real = copier._is_bundle
@@ -172,10 +172,10 @@ def test_retention_spares_directory_swapped_for_bundle(tmp_path: Path, monkeypat
     assert (tmp_path / NAME / "thesis.tex").is_file() and (tmp_path / "elsewhere" / "verdict.json").is_file()
 
 
-# --- what was staged is removed, or does not fit ----------------------------------------------------------------------
+# --- staging directories that were removed or do not fit --------------------------------------------------------------
 
 
-def test_staging_directory_removed_meanwhile_is_recreated(tmp_path: Path) -> None:
+def test_staging_directory_removed_while_filled_is_recreated(tmp_path: Path) -> None:
     staging = begun(tmp_path / "deep" / "staged")
     shutil.rmtree(tmp_path / "deep")
     staging.add(Artifact("ranks/1/stack.txt", "py-spy dump", 0.1), "Thread 2\n")
@@ -207,7 +207,7 @@ def test_artifact_written_again_is_listed_once(tmp_path: Path) -> None:
 
 @ROOT
 def test_full_disks_are_reported_on_one_line(tmp_path: Path) -> None:
-    """Neither where the bundle was wanted nor where it is kept then, each a disk of its own."""
+    """Neither the bundle directory nor the fallbacks have room; each is a separate disk."""
     staging = begun(tmp_path / "staged")
     (staging.root / "ranks/0/large.bin").write_bytes(os.urandom(2_000_000))
     (staging.root / "ranks/0/larger.bin").write_bytes(os.urandom(2_000_000))
@@ -225,7 +225,7 @@ def test_full_disks_are_reported_on_one_line(tmp_path: Path) -> None:
 
 
 @ROOT
-def test_bundle_directory_made_by_another_user_in_shared_one_is_refused(tmp_path: Path) -> None:
+def test_bundle_directory_of_other_user_in_shared_one_is_refused(tmp_path: Path) -> None:
     shared = place(tmp_path / "shared", 0o1777)
     theirs = place(shared / "bundles", 0o755, uid=STRANGER)
     assert check_directory(theirs) == f"it belongs to user {STRANGER}, who may replace files in it"
