@@ -36,8 +36,8 @@ DOCUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 OF_ADDONS = {
-    "summary.json": ("sweep.runner", "Summary", "The summary of a sweep of safelaunch colaunch"),
-    "record.json": ("record.report", "RecordDocument", "What safelaunch record --json prints"),
+    "summary.json": ("sweep.summary", "Summary", "The summary of a sweep of safelaunch colaunch"),
+    "record.json": ("record.document", "RecordDocument", "What safelaunch record --json prints"),
 }
 for document, (module, record, title) in OF_ADDONS.items():
     if document in schemas.NAMES:

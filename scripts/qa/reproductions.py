@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safelaunch.addons.reproduce import Extent, ScriptWish
+from safelaunch.addons.reproduce import Extent, ScriptOptions
 from scripts.qa.commits import product_commit
 from tests.qa import reproducing, zoo
 from tests.qa.reproducing import Case, Replay
@@ -132,10 +132,10 @@ def _one(case: Case, words: argparse.Namespace, begin: float) -> Replay | None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _wish(words: str) -> ScriptWish:
+def _wish(words: str) -> ScriptOptions:
     asked = set(filter(None, words.split(",")))
     last = next((int(word) for word in asked if word.isdecimal()), None)
-    return ScriptWish(Extent("all" in asked, last), fewest="ranks" in asked, shrink="shrink" in asked)
+    return ScriptOptions(Extent("all" in asked, last), fewest="ranks" in asked, shrink="shrink" in asked)
 
 
 if __name__ == "__main__":

@@ -260,13 +260,13 @@ def slurmctld_restarts(row: Row) -> None:
     row.begin()
     row.until(lambda: len(row.ran()) == 4, "four to run")
     row.cluster.stop_controller()
-    row.until(lambda: "does not answer" in row.said.read_text(), "it to be noticed")
+    row.until(lambda: "doesn't respond" in row.said.read_text(), "it to be noticed")
     time.sleep(2.0)
     (row.place / "go").touch()
     row.cluster.start_controller()
     assert row.finish() == 0
-    assert row.said.read_text().count("does not answer") == 1
-    assert "answers again" in row.said.read_text()
+    assert row.said.read_text().count("doesn't respond") == 1
+    assert "responds again" in row.said.read_text()
     row.all_once()
 
 
@@ -458,7 +458,7 @@ def slurmctld_goes_away_at_sbatch(row: Row) -> None:
     row.until(lambda: (row.faults / "held").exists(), "sbatch")
     row.cluster.stop_controller()
     (row.faults / "held").unlink()
-    row.until(lambda: "does not answer" in row.said.read_text(), "it to be noticed")
+    row.until(lambda: "doesn't respond" in row.said.read_text(), "it to be noticed")
     row.cluster.start_controller()
     assert row.finish() == 0
     row.all_once()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safelaunch.addons.reproduce import LOST, Hang, Reproduction, ScriptWish, compared, reproduction_of
+from safelaunch.addons.reproduce import LOST, Hang, Reproduction, ScriptOptions, compare_run, reproduction_of
 from safelaunch.addons.reproduce.tensor_sizes import ABORTS
 from safelaunch.addons.reproduce.text import NO_SENDS
 from safelaunch.bundle.reading import locate
@@ -92,7 +92,7 @@ def of_dumps(case: Case, scratch: Path, layout: Sequence[int] = ()) -> Evidence:
     return locate.read(scratch).evidence
 
 
-def replay(name: str, evidence: Evidence, scratch: Path, wish: ScriptWish = ScriptWish()) -> Replay:  # noqa: B008 - frozen
+def replay(name: str, evidence: Evidence, scratch: Path, wish: ScriptOptions = ScriptOptions()) -> Replay:  # noqa: B008 - frozen
     """Writes the script, runs it and compares the verdicts.
 
     A replay that a rank's record or stack is missing of says little: where it differs, it is run again, once. On a busy
@@ -108,7 +108,7 @@ def replay(name: str, evidence: Evidence, scratch: Path, wish: ScriptWish = Scri
     return _replay(name, evidence, again, wish)[0]
 
 
-def _replay(name: str, evidence: Evidence, scratch: Path, wish: ScriptWish) -> tuple[Replay, bool]:
+def _replay(name: str, evidence: Evidence, scratch: Path, wish: ScriptOptions) -> tuple[Replay, bool]:
     """The replay, and whether its evidence is complete."""
     made = reproduction_of(evidence, wish, user_source.text)
     script = scratch / "repro.py"
@@ -121,7 +121,7 @@ def _replay(name: str, evidence: Evidence, scratch: Path, wish: ScriptWish) -> t
     if len(result.bundles) != 1:
         why = f"exit code {result.code}, {len(result.bundles)} bundles: {result.said[-300:]}"
         return replace(told, why_not=why), True
-    unlike, found = compared(made.hang, locate.read(result.bundle.path).evidence, user_source.text)
+    unlike, found = compare_run(made.hang, locate.read(result.bundle.path).evidence, user_source.text)
     told = replace(told, found=(found.cause, found.culprits))
     verdict = result.verdict
     unseen = [text for text in verdict["missing"] if text.startswith(("no Flight", "no Python", "ranks not seen"))]

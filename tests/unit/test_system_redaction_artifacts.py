@@ -67,7 +67,7 @@ WRITERS = {
     "addons.sweep.screen": "rich, with cells that have passed",
     "cli.table": "rich, with cells that have passed",
     "cli": "an exit code",
-    "addons.sweep.runner": "parameters and metrics, cleaned one by one",
+    "addons.sweep.summary": "parameters and metrics, cleaned one by one",
     "addons.sweep.journal": "names and outcomes of jobs",
     "addons.sweep.task": "ids and outcomes of jobs",
     "addons.sweep.batch": "what a job runs with, in private files of the sweep",

@@ -89,7 +89,7 @@ class Series:
 
     def read(self) -> list[Check]:
         """Returns the checks since the last call, oldest first. What was overwritten meanwhile is lost."""
-        found = []
+        checks = []
         newest = max(self._words[self._begin + n * self._size] for n in range(self._slots)) // 2
         for number in range(max(self._next, newest - self._slots), newest):
             at = self._begin + number % self._slots * self._size
@@ -97,10 +97,10 @@ class Series:
                 continue
             check = self._parse(self._words[at : at + self._size].tobytes())
             if self._words[at] == 2 * number + 2:
-                found.append(check)
+                checks.append(check)
                 self._before = self._words[at + 6]
         self._next = max(self._next, newest)
-        return found
+        return checks
 
     def _parse(self, data: bytes) -> Check:
         whole, floats = memoryview(data).cast("q"), memoryview(data).cast("d")

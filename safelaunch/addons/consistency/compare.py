@@ -34,26 +34,26 @@ class Comparison:
         self._equal: dict[str, int] = {}  # by series, the last position at which all replicas agreed
         self._finite: dict[str, int] = {}
         self._losses: dict[int, list[tuple[int, float]]] = {}
-        self._said: set[str] = set()
+        self._reported_topics: set[str] = set()
         self._checks = 0
         self._compared: dict[tuple[Side, str], set[int]] = {}  # by group and tensor: the ranks whose bits met another's
-        self._others: dict[str, None] = {}  # not known to be replicas, in the optimizer's order
+        self._unknown: dict[str, None] = {}  # not known to be replicas, in the optimizer's order
 
     @property
-    def told(self) -> str:
+    def report(self) -> str:
         """What was compared and what was not, so that nobody takes that for checked; empty without a check."""
         if not self._checks:
             return ""
-        known = {name for _, name in self._compared}
+        replicated = {name for _, name in self._compared}
         count = len({name for (_, name), ranks in self._compared.items() if ranks})
         checks = f"{self._checks} check{'s'[: self._checks != 1]}"
-        if not known:
+        if not replicated:
             by_hand = "safelaunch.probes.check_consistent() compares what you know to be equal"
             return f"nothing compared: {checks}, but no tensor is known to be replicated ({by_hand})"
         head = "nothing inconsistent" if count else "nothing compared"
-        others = [name for name in self._others if name not in known]
+        unknown = [name for name in self._unknown if name not in replicated]
         parts = [f"{head}: {checks}, {count} tensor{'s'[: count != 1]} compared", *self._never()]
-        parts += [f"{len(others)} not known to be replicated: {_some(others)}"] if others else []
+        parts += [f"{len(unknown)} not known to be replicated: {_some(unknown)}"] if unknown else []
         return "; ".join(parts)
 
     def _never(self) -> list[str]:
@@ -79,7 +79,7 @@ class Comparison:
             losses += check.losses
             del losses[:-FEWEST_LOSSES]
 
-    def found(self, here: Sequence[int], unix_s: float, *, last: bool = False) -> list[WrongResult]:
+    def new_findings(self, here: Sequence[int], unix_s: float, *, last: bool = False) -> list[WrongResult]:
         """What is new at the positions that all ranks have reached. ``here``: the ranks that this node sees.
 
         ``last``: the job has ended, so a position that some have reached is all there will be.
@@ -91,12 +91,12 @@ class Comparison:
                 if last or moment in overdue or self._is_complete(key, moment, here):
                     result += self._compare(key, moment[1], series.pop(moment), unix_s)
         result += self._far_losses(unix_s)
-        return [one for one in result if self._is_new(one)]
+        return [finding for finding in result if self._is_new(finding)]
 
-    def _is_new(self, one: WrongResult) -> bool:
-        topic = "buffers" if one.kind == "replicas-diverged" and one.words.startswith("buffers") else one.kind
-        new = topic not in self._said
-        self._said.add(topic)
+    def _is_new(self, result: WrongResult) -> bool:
+        topic = "buffers" if result.kind == "replicas-diverged" and result.words.startswith("buffers") else result.kind
+        new = topic not in self._reported_topics
+        self._reported_topics.add(topic)
         return new
 
     def _is_complete(self, key: str, moment: _Moment, here: Sequence[int]) -> bool:
@@ -111,9 +111,9 @@ class Comparison:
         replicas = _replicas(checks)
         for place, prints in replicas.items():
             self._compared.setdefault(place, set()).update(prints if len(prints) > 1 else ())
-        known = {name for _, name in replicas}
+        replicated = {name for _, name in replicas}
         names = [name for check in checks.values() for name, _ in check.about.tensors]
-        self._others.update(dict.fromkeys(name for name in names if name not in known))
+        self._unknown.update(dict.fromkeys(name for name in names if name not in replicated))
         not_finite = _not_finite(position, self._finite.get(key, 0), checks, unix_s)
         if not_finite is not None:
             result.append(not_finite)
@@ -130,15 +130,19 @@ class Comparison:
 
     def _far_losses(self, unix_s: float) -> list[WrongResult]:
         """A rank whose recent losses are all far above everything that at least two others saw."""
-        known = {rank: [value for _, value in one] for rank, one in self._losses.items() if len(one) >= FEWEST_LOSSES}
-        for rank, values in known.items():
-            others = [one for other, one in known.items() if other != rank]
-            if len(others) < 2 or not all(math.isfinite(v) for one in (values, *others) for v in one):
+        recent = {
+            rank: [value for _, value in losses]
+            for rank, losses in self._losses.items()
+            if len(losses) >= FEWEST_LOSSES
+        }
+        for rank, values in recent.items():
+            other_losses = [losses for other, losses in recent.items() if other != rank]
+            if len(other_losses) < 2 or not all(math.isfinite(v) for losses in (values, *other_losses) for v in losses):
                 continue
             from statistics import fmean, median  # few jobs tell their losses
 
-            level = median(fmean(one) for one in others)
-            if min(values) > max(max(one) for one in others) and fmean(values) > FAR_LOSS * abs(level):
+            level = median(fmean(losses) for losses in other_losses)
+            if min(values) > max(max(losses) for losses in other_losses) and fmean(values) > FAR_LOSS * abs(level):
                 step = self._losses[rank][0][0]
                 words = (
                     f"loss: rank {rank} diverged: {fmean(values):.4g} on average since step {step}, while the others "
@@ -158,16 +162,16 @@ def _between(step: int, since: int) -> str:
 
 def _replicas(checks: Mapping[int, Check]) -> _Replicas:
     """The fingerprints of each tensor by rank, for the group of ranks that hold a replica of it."""
-    found: _Replicas = {}
+    prints_of: _Replicas = {}
     for rank, check in sorted(checks.items()):
         about = check.about
         for (name, number), value, size in zip(about.tensors, check.prints, check.sizes, strict=True):
             group = about.groups[number]
             if rank in group and about.rank in (rank, -1):
-                prints = found.setdefault((group, name), {})
+                prints = prints_of.setdefault((group, name), {})
                 if math.isfinite(size):
                     prints[rank] = value
-    return found
+    return prints_of
 
 
 def _diverged(kind: str, position: int, since: int, replicas: _Replicas, unix_s: float) -> WrongResult | None:
@@ -176,7 +180,7 @@ def _diverged(kind: str, position: int, since: int, replicas: _Replicas, unix_s:
     if not different:
         return None
     first, sides = different[0][0], _sides(different[0][1])
-    count, total = (len({name for name, *_ in one}) for one in (different, [(name,) for _, name in by_name]))
+    count, total = (len({name for name, *_ in group}) for group in (different, [(name,) for _, name in by_name]))
     off = _off(sides)
     what = f"{count} of {total} {kind}" if count > 1 else first
     more = f", the first is {first}" if count > 1 else ""
@@ -223,7 +227,7 @@ def _not_finite(position: int, since: int, checks: Mapping[int, Check], unix_s: 
     ranks = ranks or tuple(sorted(rank for rank, names in bad.items() if names))
     names = bad[ranks[0]] or next(names for names in bad.values() if names)
     total = len(next(iter(checks.values())).about.tensors)
-    one = ": one rank diverged" if len(ranks) == 1 and len(checks) > 1 else ""
+    suffix = ": one rank diverged" if len(ranks) == 1 and len(checks) > 1 else ""
     when = f"since step {step}" if starts else _between(step, since)
     return WrongResult(
         "non-finite-gradient",
@@ -235,7 +239,7 @@ def _not_finite(position: int, since: int, checks: Mapping[int, Check], unix_s: 
         total=total,
         ranks=ranks,
         words=f"gradients are not finite on {rank_words(ranks)} {when}, the first is that of {names[-1]} "
-        f"({len(counts)} of {total}){one}",
+        f"({len(counts)} of {total}){suffix}",
     )
 
 

@@ -39,7 +39,7 @@ class Prints:
     def _add(self, pieces: list[tuple[int, int, int]], device: Any) -> None:
         batch: list[tuple[int, int, int]] = []
         # The largest first: small ones between them would each be a batch of their own.
-        for piece in (*sorted(pieces, key=lambda one: one[1] - one[2]), None):
+        for piece in (*sorted(pieces, key=lambda part: part[1] - part[2]), None):
             if piece is None or sum(end - begin for _, begin, end in batch) + piece[2] - piece[1] > _piece(device):
                 if batch:
                     self._batches.append((batch, *self._places(batch, device)))
@@ -65,8 +65,10 @@ class Prints:
             parts = []
             for number, begin, end in batch:
                 if number not in flat:
-                    one = tensors[number].contiguous().view(-1)
-                    flat = {number: one.view(words[one.element_size()]) if one.element_size() in words else one}
+                    tensor = tensors[number].contiguous().view(-1)
+                    flat = {
+                        number: tensor.view(words[tensor.element_size()]) if tensor.element_size() in words else tensor
+                    }
                 parts.append(flat[number].narrow(0, begin, end - begin))
             sums.append(self._sums(parts, ends).to(device, non_blocking=True))
             places.append(owners.to(device, non_blocking=True))
@@ -93,31 +95,33 @@ def _piece(device: Any) -> int:
 def magnitudes(torch: Any, tensors: list[Any], device: Any) -> Any:
     """A magnitude of each tensor: not finite exactly where one of its elements is not."""
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    known = [n for n, one in enumerate(tensors) if one is not None and one.numel() and one.dtype in floats]
-    if known and all(tensors[number].device.type == "cpu" for number in known) and device.type == "cpu":
-        norms = _on_cpu(torch, [tensors[number].detach() for number in known])
-        if len(known) == len(tensors):
+    floating = [
+        n for n, tensor in enumerate(tensors) if tensor is not None and tensor.numel() and tensor.dtype in floats
+    ]
+    if floating and all(tensors[number].device.type == "cpu" for number in floating) and device.type == "cpu":
+        norms = _on_cpu(torch, [tensors[number].detach() for number in floating])
+        if len(floating) == len(tensors):
             return norms
         result = torch.zeros(len(tensors), dtype=torch.float64)
-        result[known] = norms
+        result[floating] = norms
         return result
     by_device: dict[Any, list[int]] = {}
-    for number in known:
+    for number in floating:
         by_device.setdefault((tensors[number].device, tensors[number].dtype), []).append(number)
-    found = [torch.zeros((), dtype=torch.float64, device=device)] * len(tensors)
+    results = [torch.zeros((), dtype=torch.float64, device=device)] * len(tensors)
     for numbers in by_device.values():
         norms = torch.stack(torch._foreach_norm([tensors[n].detach() for n in numbers], float("inf")))
         # No index made of ``numbers``: its way to the device would wait for what runs there.
         for number, norm in zip(numbers, on(norms, device).unbind(), strict=True):
-            found[number] = norm
-    return torch.stack(found)
+            results[number] = norm
+    return torch.stack(results)
 
 
 def _on_cpu(torch: Any, tensors: list[Any]) -> Any:
     """Norms, which a CPU has several times sooner; where one overflows or is not finite, the largest magnitudes."""
-    found = torch._foreach_norm(tensors)
-    alike = len({one.dtype for one in found}) == 1
-    norms = torch.stack(found if alike else [one.double() for one in found]).double()
+    norm_list = torch._foreach_norm(tensors)
+    alike = len({norm.dtype for norm in norm_list}) == 1
+    norms = torch.stack(norm_list if alike else [norm.double() for norm in norm_list]).double()
     if bool(norms.isfinite().all()):
         return norms
     ends = [torch.stack(tensor.aminmax()).double() for tensor in tensors]

@@ -15,9 +15,9 @@ import msgspec
 from safelaunch.addons.consistency import layout
 from safelaunch.addons.consistency.capture import Check, Series
 from safelaunch.addons.consistency.compare import Comparison
-from safelaunch.addons.consistency.wire import MOST_FOUND, MOST_POSITIONS, Found, decode, encode, share_of
+from safelaunch.addons.consistency.wire import MOST_FOUND, MOST_POSITIONS, SharedFindings, decode, encode, share_of
 from safelaunch.model import WrongResult, format_ranks
-from safelaunch.supervise.cluster.codec import BadMessage, parsed
+from safelaunch.supervise.cluster.codec import BadMessage, parse
 from safelaunch.supervise.monitors import MonitoredJob
 from safelaunch.supervise.publishing import Report
 from safelaunch.system.console import say
@@ -52,7 +52,7 @@ class Consistency:
         self._apart_since_s: float | None = None
         self._newest: list[Check] = []
         self._post_s, self._posted = 0.0, b""
-        self._told = b""
+        self._last_message = b""
         self._stopped_for: str | None = None  # place of the bundle for which another node ends the job
 
     def tick(self) -> None:
@@ -80,7 +80,7 @@ class Consistency:
         code = f"exit code {EXIT_INCONSISTENT}, as --on-inconsistent stop asks for"
         say(f"the job had already ended; {code}" if actions.has_ended() else "ending the job (--on-inconsistent stop)")
         if self._part == "leads":
-            self._tell(stops=True, place=f"{self._job.view.context.host}: {report.published.shown}")
+            self._publish(stops=True, place=f"{self._job.view.context.host}: {report.published.shown}")
         actions.end(EXIT_INCONSISTENT, report)
 
     def _advance(self, *, last: bool) -> list[WrongResult]:
@@ -123,7 +123,7 @@ class Consistency:
             self._posted = data
             self._topic.submit(data)
 
-    def _gathered(self) -> list[Check]:
+    def _gather(self) -> list[Check]:
         """What other nodes have submitted since the last call."""
         found: list[Check] = []
         for data in self._topic.gathered():
@@ -131,9 +131,9 @@ class Consistency:
                 found += decode(data)
         return found
 
-    def _tell(self, *, stops: bool = False, place: str = "") -> None:
+    def _publish(self, *, stops: bool = False, place: str = "") -> None:
         """Tells all nodes what has been found in the checks of all."""
-        found = Found(tuple(self._watch.wrong_results)[:MOST_FOUND], stops, place[:4096])
+        found = SharedFindings(tuple(self._watch.wrong_results)[:MOST_FOUND], stops, place[:4096])
         self._topic.publish(msgspec.msgpack.encode(found))
 
     def _compare(self, *, last: bool) -> list[WrongResult]:
@@ -145,16 +145,16 @@ class Consistency:
             return []
         if self._part == "waits" and not last:
             return []
-        here = self._watch.seen
+        here = self._watch.own_ranks
         if self._part == "leads":
-            self._comparison.add(self._gathered())
+            self._comparison.add(self._gather())
             here = tuple(range(self._watch.world_size))
-        found = self._comparison.found(here, round(time.time(), 3), last=last)
+        found = self._comparison.new_findings(here, round(time.time(), 3), last=last)
         self._note(found)
         if found and self._part == "leads":
-            self._tell()
+            self._publish()
         if last and not self._watch.wrong_results:
-            say(told + self._more if (told := self._comparison.told) else NOTHING_CHECKED)
+            say(told + self._more if (told := self._comparison.report) else NOTHING_CHECKED)
         return found
 
     @property
@@ -165,11 +165,11 @@ class Consistency:
     def _follow(self) -> None:
         """Takes what the node that leads has found, where that is new."""
         data = self._topic.published
-        if data in (b"", self._told):
+        if data in (b"", self._last_message):
             return
-        self._told = data
+        self._last_message = data
         with suppress(BadMessage):
-            told = parsed(data, Found)
+            told = parse(data, SharedFindings)
             self._note([one for one in told.found if one not in self._watch.wrong_results])
             self._stopped_for = told.place if told.stops else None
 

@@ -53,7 +53,7 @@ def install(base: str, value: str) -> None:
     if not (value.isdigit() and int(value)):
         return
     _base, _every, _off = base, int(value), False
-    marks.heard_loss = heard_loss
+    marks.heard_loss = record_loss
     imports.after_import("torch.optim.optimizer", log.guarded(_torch_optimizer))
     imports.after_import("torch.nn.parallel.distributed", _wrap_ddp)
 
@@ -72,7 +72,7 @@ def detach() -> None:
     _losses.clear()
 
 
-def _failed() -> None:
+def _fail() -> None:
     log.fault("checks")
     detach()
     _leave(layout.CHECK_OFF)
@@ -131,10 +131,10 @@ def optimizer_stepped(optimizer: Any, args: object, kwargs: object) -> None:
             tracker = _trackers[id(optimizer)] = _Tracker(torch, optimizer)
         tracker.stepped()
     except Exception:
-        _failed()
+        _fail()
 
 
-def heard_loss(loss: Any) -> None:
+def record_loss(loss: Any) -> None:
     """Implements ``safelaunch.step(loss=...)``. A tensor stays on its device until the next check."""
     global _loss_steps
     if _off:
@@ -143,7 +143,7 @@ def heard_loss(loss: Any) -> None:
         _loss_steps += 1
         _losses.append((_loss_steps, loss.detach() if hasattr(loss, "detach") else float(loss)))
     except Exception:
-        _failed()
+        _fail()
 
 
 def _is_capturing(torch: Any) -> bool:
@@ -218,7 +218,7 @@ class _Series:
             now = [wrappers.local(tensor.tensor.detach()) for tensor in self.tensors]
             grads = [None if (g := tensor.tensor.grad) is None else wrappers.local(g) for tensor in self.tensors]
             grads = [None if grad is not None and grad.is_sparse else grad for grad in grads]
-            known = list(losses)
+            kept_losses = list(losses)
             parts = [
                 self._prints.of(now, device),
                 fingerprints.magnitudes(torch, [*now, *grads], device).view(torch.int64),
@@ -226,21 +226,30 @@ class _Series:
                 if extra is not None
                 else torch.zeros(layout.CHECK_WINDOW, dtype=torch.int64, device=device),
             ]
-            if known:
-                parts.append(self._losses_of([value for _, value in known]).view(torch.int64))
+            if kept_losses:
+                parts.append(self._losses_of([value for _, value in kept_losses]).view(torch.int64))
             numbers = torch.cat(parts)
             host, event = self._to_host(numbers)
-        head = [moment.position, monotonic_ns(), len(known), known[0][0] if known else 0, moment.rounds, moment.steps]
+        head = [
+            moment.position,
+            monotonic_ns(),
+            len(kept_losses),
+            kept_losses[0][0] if kept_losses else 0,
+            moment.rounds,
+            moment.steps,
+        ]
         self.pending.append((head, host, event))
         self.write()
 
     def _losses_of(self, values: list[Any]) -> Any:
         """On the device; those that are not there yet go there together."""
         torch = self._torch
-        found = [one if hasattr(one, "reshape") and one.device == self._device else None for one in values]
-        here = [float(one) for one, there in zip(values, found, strict=True) if there is None]
+        on_device = [value if hasattr(value, "reshape") and value.device == self._device else None for value in values]
+        here = [float(value) for value, tensor in zip(values, on_device, strict=True) if tensor is None]
         moved = iter(fingerprints.on(torch.tensor(here, dtype=torch.float64), self._device).unbind())
-        return torch.stack([one.reshape(-1).select(0, 0).double() if one is not None else next(moved) for one in found])
+        return torch.stack(
+            [tensor.reshape(-1).select(0, 0).double() if tensor is not None else next(moved) for tensor in on_device]
+        )
 
     def _to_host(self, numbers: Any) -> tuple[Any, Any]:
         if numbers.device.type == "cpu":
@@ -288,14 +297,14 @@ class _Buffers:
         group = replicas.ddp_group(ddp) if _broadcasts(ddp) else ()
         kind = sys.modules["torch.nn.modules.batchnorm"]._BatchNorm
         ignored = getattr(ddp, "parameters_to_ignore", ())
-        found = []
+        tensors = []
         for prefix, module in ddp.module.named_modules():
             if isinstance(module, kind):
-                for short, one in module.named_buffers(recurse=False):
+                for short, buffer in module.named_buffers(recurse=False):
                     name = f"{prefix}.{short}" if prefix else short
                     if name not in ignored:
-                        found.append(replicas.Tensor(wrappers.clean(name), one, group))
-        return found
+                        tensors.append(replicas.Tensor(wrappers.clean(name), buffer, group))
+        return tensors
 
     def take(self, moment: _Moment) -> None:
         ddp = self._ddp()
@@ -329,7 +338,7 @@ class _Buffers:
         will_broadcast = getattr(ddp, "modules_buffers", ()) and getattr(ddp, "require_forward_param_sync", False)
         if will_broadcast and _broadcasts(ddp):
             return False  # its next forward pass would have had a broadcast, so there was none
-        return not any(one.module is ddp.module and its.synced for one, its in _by_module.items())
+        return not any(other_ddp.module is ddp.module and its.synced for other_ddp, its in _by_module.items())
 
     def checked(self, moment: _Moment) -> None:
         """The parameters are checked at ``moment``: the buffers follow at the next broadcast."""
@@ -378,7 +387,7 @@ def _followed(original: Any, then: Callable[[Any], None]) -> Any:
             try:
                 then(self)
             except Exception:
-                _failed()
+                _fail()
         return result
 
     return wrapper
@@ -458,7 +467,7 @@ class _Owner:
             return
         self._series = _Series(self._torch, self.key or _by_names(tensors), "parameters", tensors)
         if self._window is None:
-            self._watch_one([tensor for tensor in tensors if id(tensor.tensor) in trained])
+            self._watch_sentinel([tensor for tensor in tensors if id(tensor.tensor) in trained])
 
     def still_fits(self) -> bool:
         return self._series is None or self._series.still_fits()
@@ -469,21 +478,21 @@ class _Owner:
         moment = _Moment(self._rounds + self._since, self._rounds, self._steps)
         losses = list(_losses)
         _losses.clear()
-        self._series.take(moment, self._filled(), losses)
+        self._series.take(moment, self._filled_window(), losses)
         for buffers in [buffer for buffer in self.buffers if buffer.is_unshared()]:
             buffers.take(moment)
         for buffers in self.buffers:
             buffers.checked(moment)
 
-    def _watch_one(self, trained: list[replicas.Tensor]) -> None:
+    def _watch_sentinel(self, trained: list[replicas.Tensor]) -> None:
         """Watches the local gradient of one small parameter near the model's input, in every step.
 
         What is not finite anywhere in a backward pass gets there, before the ranks' gradients are averaged: it tells
         which rank was first, and in which step.
         """
         torch = self._torch
-        early = [one for one in trained if one.leaf.requires_grad and one.leaf.is_leaf][:4]
-        chosen = min(early, key=lambda one: one.leaf.numel(), default=None)
+        early = [tensor for tensor in trained if tensor.leaf.requires_grad and tensor.leaf.is_leaf][:4]
+        chosen = min(early, key=lambda tensor: tensor.leaf.numel(), default=None)
         if chosen is None or not chosen.leaf.dtype.is_floating_point:
             return
         self._window = torch.zeros(layout.CHECK_WINDOW, dtype=torch.float64, device=chosen.leaf.device)
@@ -492,7 +501,7 @@ class _Owner:
             self._copied = local.dtype, local.nbytes
         chosen.leaf.register_hook(_sentinel(torch, weakref.ref(self), weakref.ref(chosen.tensor)))
 
-    def _filled(self) -> Any:
+    def _filled_window(self) -> Any:
         """The window, with the steps since the check before."""
         window, size = self._window, layout.CHECK_WINDOW
         if window is None or not self._recent:
@@ -511,18 +520,18 @@ class _Owner:
         torch = self._torch
         if self._copied is None:
             zero = window.new_zeros(())
-            return torch.stack([fingerprints.on(one[0], window.device) if one else zero for one in recent])
-        counts = [len(one) for one in recent]
+            return torch.stack([fingerprints.on(largest[0], window.device) if largest else zero for largest in recent])
+        counts = [len(copies) for copies in recent]
         if not any(counts):
             return window.new_zeros(len(recent))
-        data = torch.frombuffer(bytearray(b"".join(b"".join(one) for one in recent)), dtype=self._copied[0])
+        data = torch.frombuffer(bytearray(b"".join(b"".join(copies) for copies in recent)), dtype=self._copied[0])
         largest = data.view(sum(counts), -1).double().abs_().amax(1)
         if set(counts) == {1}:
             return largest
         zero = window.new_zeros(())
-        return torch.stack([one.amax() if len(one) else zero for one in largest.split(counts)])
+        return torch.stack([step.amax() if len(step) else zero for step in largest.split(counts)])
 
-    def saw(self, gradient: Any, parameter: Callable[[], Any]) -> None:
+    def on_gradient(self, gradient: Any, parameter: Callable[[], Any]) -> None:
         """A backward pass has reached the sentinel. What the ones before left is void if ``parameter`` has no gradient.
 
         On a CPU, a copy is taken, and looked at with those of the other steps: one kernel alone costs ten times that.
@@ -570,10 +579,10 @@ class _Tracker:
             one.check()
 
     def _is_same(self, optimizer: Any) -> bool:
-        return self._trained == [id(one) for group in optimizer.param_groups for one in group["params"]]
+        return self._trained == [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
     def _find(self, optimizer: Any) -> None:
-        self._trained = [id(one) for group in optimizer.param_groups for one in group["params"]]
+        self._trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         self._modules, self._owners = _made, []
         for ddp, tensors in replicas.owned(optimizer):
             owner = self._rest if ddp is None else _owner_of(self._torch, ddp)
@@ -595,8 +604,8 @@ def _sentinel(torch: Any, owner: Any, parameter: Any) -> Callable[[Any], None]:
         try:
             here = owner()
             if here is not None:
-                here.saw(local(gradient) if local is not None else gradient, parameter)
+                here.on_gradient(local(gradient) if local is not None else gradient, parameter)
         except Exception:
-            _failed()
+            _fail()
 
     return hook

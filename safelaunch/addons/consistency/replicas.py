@@ -28,11 +28,11 @@ class Tensor:
         self.leaf = tensor if leaf is None else leaf
 
 
-def _roots(found: list[Any]) -> list[Any]:
+def _roots(modules: list[Any]) -> list[Any]:
     """First those of DDP, wherever they are: they tell what is replicated. Then modules that are part of no other."""
-    inner = {id(child) for one in found for child in one._modules.values()}
-    ddp = [one for one in found if is_ddp(one)]
-    return [*ddp, *(one for one in found if id(one) not in inner and not is_ddp(one))]
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    ddp = [module for module in modules if is_ddp(module)]
+    return [*ddp, *(module for module in modules if id(module) not in inner and not is_ddp(module))]
 
 
 def is_ddp(module: Any) -> bool:
@@ -80,7 +80,9 @@ def _dtensor_group(tensor: Any) -> tuple[int, ...]:
     here = mesh.get_coordinate()
     if here is None:
         return ()
-    at = tuple(slice(None) if one.is_replicate() else place for one, place in zip(placements, here, strict=True))
+    at = tuple(
+        slice(None) if placement.is_replicate() else place for placement, place in zip(placements, here, strict=True)
+    )
     ranks = tuple(int(rank) for rank in mesh.mesh[at].reshape(-1).tolist())
     return ranks if len(ranks) > 1 else ()
 
@@ -96,36 +98,36 @@ def _fsdp1_group(module: Any) -> tuple[int, ...]:
     return _ranks_of(group) if group is not None else ()
 
 
-def _fsdp1_groups(found: list[Any]) -> dict[int, tuple[int, ...]]:
+def _fsdp1_groups(modules: list[Any]) -> dict[int, tuple[int, ...]]:
     """By parameter. An FSDP1 module inside another one has its own strategy, so the outer ones come first."""
     groups = {}
-    wrapped = [one for one in found if wrappers.is_fsdp1(one)]
-    for one in sorted(wrapped, key=lambda one: -sum(1 for _ in one.modules())):
-        group = _fsdp1_group(one)
-        groups.update({id(parameter): group for parameter in one.parameters()})
+    wrapped = [module for module in modules if wrappers.is_fsdp1(module)]
+    for module in sorted(wrapped, key=lambda wrapper: -sum(1 for _ in wrapper.modules())):
+        group = _fsdp1_group(module)
+        groups.update({id(parameter): group for parameter in module.parameters()})
     return groups
 
 
-def _leaves(found: list[Any]) -> dict[int, Any]:
+def _leaves(modules: list[Any]) -> dict[int, Any]:
     """By parameter of FSDP, the whole one that takes its place in a backward pass; private names, as torch 2.13 has."""
     leaves: dict[int, Any] = {}
-    for module in found:
+    for module in modules:
         state = getattr(module, "_get_fsdp_state", None)
         if state is not None:
             leaves.update(_fsdp2_leaves(state()))
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
         if flat is not None:
-            leaves.update({id(one): flat for one in getattr(flat, "_params", None) or ()})
+            leaves.update({id(parameter): flat for parameter in getattr(flat, "_params", None) or ()})
     return leaves
 
 
 def _fsdp2_leaves(state: Any) -> Iterator[tuple[int, Any]]:
     groups = getattr(state, "_fsdp_param_groups", None)
     for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
-        for one in getattr(group, "fsdp_params", ()):
-            whole = getattr(one, "_unsharded_param", None)  # from the first all-gather on
+        for parameter in getattr(group, "fsdp_params", ()):
+            whole = getattr(parameter, "_unsharded_param", None)  # from the first all-gather on
             if whole is not None:
-                yield id(one.sharded_param), whole
+                yield id(parameter.sharded_param), whole
 
 
 def owned(optimizer: Any) -> list[tuple[Any, list[Tensor]]]:
@@ -133,31 +135,37 @@ def owned(optimizer: Any) -> list[tuple[Any, list[Tensor]]]:
 
     A DDP module's own parameters belong to it, frozen ones included: DDP makes them equal when it wraps the module.
     """
-    trained = [one for group in optimizer.param_groups for one in group["params"]]
-    wanted = {id(one) for one in trained}
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    wanted = {id(parameter) for parameter in trained}
     everything = wrappers.modules()
     fsdp1, leaves = _fsdp1_groups(everything), _leaves(everything)
-    found: set[int] = set()
+    added: set[int] = set()
     rest: list[Tensor] = []
     result: list[tuple[Any, list[Tensor]]] = []
     for root in _roots(everything):
         ddp, engine = is_ddp(root), wrappers.is_a(root, "DeepSpeedEngine")
         inner = root.module if ddp or engine else root
-        its = [(name, one) for name, one in inner.named_parameters() if one is not None]
-        if not any(id(one) in wanted for _, one in its):
+        its = [(name, parameter) for name, parameter in inner.named_parameters() if parameter is not None]
+        if not any(id(parameter) in wanted for _, parameter in its):
             continue
-        ignored = getattr(root, "parameters_to_ignore", ()) if ddp else [name for name, one in its if _is_own(one)]
+        ignored = (
+            getattr(root, "parameters_to_ignore", ())
+            if ddp
+            else [name for name, parameter in its if _is_own(parameter)]
+        )
         group = ddp_group(root) if ddp else _engine_group(root, optimizer) if engine else ()
         its_own: list[Tensor] = []
         if ddp:
             result.append((root, its_own))
-        for name, one in its:
-            if (ddp or id(one) in wanted) and id(one) not in found:
+        for name, parameter in its:
+            if (ddp or id(parameter) in wanted) and id(parameter) not in added:
                 replicas = group if name not in ignored else ()
-                replicas = replicas or fsdp1.get(id(one)) or _dtensor_group(one)
-                found.add(id(one))
-                (its_own if ddp else rest).append(Tensor(wrappers.clean(name), one, replicas, leaves.get(id(one))))
-    for number, one in enumerate(trained):
-        if id(one) not in found:
-            rest.append(Tensor(f"parameter {number}", one, _dtensor_group(one)))
+                replicas = replicas or fsdp1.get(id(parameter)) or _dtensor_group(parameter)
+                added.add(id(parameter))
+                (its_own if ddp else rest).append(
+                    Tensor(wrappers.clean(name), parameter, replicas, leaves.get(id(parameter)))
+                )
+    for number, parameter in enumerate(trained):
+        if id(parameter) not in added:
+            rest.append(Tensor(f"parameter {number}", parameter, _dtensor_group(parameter)))
     return [*result, (None, rest)]

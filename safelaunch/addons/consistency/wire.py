@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from safelaunch.addons.consistency.capture import MOST_TENSORS, About, Check
 from safelaunch.model import WrongResult
-from safelaunch.supervise.cluster.codec import BadMessage, packed, parsed, unpacked
+from safelaunch.supervise.cluster.codec import BadMessage, pack, parse, unpack
 from safelaunch.supervise.cluster.messages import MOST_RANKS, Message
 
 MOST_BYTES, LEAST_BYTES, MOST_OF_ALL = 256 << 10, 8 << 10, 16 << 20  # of one node; of all, whom one node reads
@@ -68,7 +68,7 @@ class _Shared(Message, frozen=True):
     checks: tuple[_Check, ...]
 
 
-class Found(Message, frozen=True):
+class SharedFindings(Message, frozen=True):
     """What is wrong in the checks of all nodes. ``stops``: the job is ended for it; ``place``: where the bundle is."""
 
     found: Annotated[tuple[WrongResult, ...], Meta(max_length=MOST_FOUND)] = ()
@@ -87,12 +87,12 @@ def encode(checks: Iterable[Check], share: int) -> bytes:
     Where tensors are too many, neighbours with the same replicas share one fingerprint, and a name that tells from
     which to which.
     """
-    mine = [check for check in checks if check.about.rank in (check.rank, -1)]
-    moments = sorted({one.moment for one in mine})[-MOST_POSITIONS:]
+    own_checks = [check for check in checks if check.about.rank in (check.rank, -1)]
+    moments = sorted({check.moment for check in own_checks})[-MOST_POSITIONS:]
     width = 1
     while True:
         kept = set(moments)
-        chunks = packed(_packed([one for one in mine if one.moment in kept], width), share)
+        chunks = pack(_packed([one for one in own_checks if one.moment in kept], width), share)
         if chunks is not None:
             return b"".join(chunks)
         if len(moments) > 1:
@@ -105,36 +105,38 @@ def encode(checks: Iterable[Check], share: int) -> bytes:
 
 def decode(data: bytes) -> list[Check]:
     """Raises BadMessage for what ``encode`` did not make."""
-    found = parsed(unpacked([data]), _Shared)
+    message = parse(unpack([data]), _Shared)
     try:
-        abouts = [About(about.key, about.kind, about.every, -1, about.groups, about.tensors) for about in found.abouts]
+        abouts = [
+            About(about.key, about.kind, about.every, -1, about.groups, about.tensors) for about in message.abouts
+        ]
         if any(group >= len(about.groups) for about in abouts for _, group in about.tensors):
             raise BadMessage("checks of an unknown group")
-        return [_check(check, abouts[check.about], found.prints[check.prints]) for check in found.checks]
+        return [_check(check, abouts[check.about], message.prints[check.prints]) for check in message.checks]
     except (IndexError, struct.error) as error:
         raise BadMessage(str(error)) from error
 
 
-def _check(one: _Check, about: About, prints: bytes) -> Check:
+def _check(wire_check: _Check, about: About, prints: bytes) -> Check:
     count = len(about.tensors)
     return Check(
-        rank=one.rank,
+        rank=wire_check.rank,
         about=about,
-        position=one.position,
+        position=wire_check.position,
         prints=struct.unpack(f"<{count}q", prints),
-        sizes=_magnitudes(count, one.bad_values),
-        gradients=_magnitudes(count, one.bad_gradients),
-        sentinel=((one.bad_since, math.nan),) if one.bad_since >= 0 else (),
-        losses=one.losses,
-        rounds=one.rounds,
+        sizes=_magnitudes(count, wire_check.bad_values),
+        gradients=_magnitudes(count, wire_check.bad_gradients),
+        sentinel=((wire_check.bad_since, math.nan),) if wire_check.bad_since >= 0 else (),
+        losses=wire_check.losses,
+        rounds=wire_check.rounds,
     )
 
 
 def _magnitudes(count: int, bad: Sequence[int]) -> tuple[float, ...]:
-    found = [0.0] * count
+    magnitudes = [0.0] * count
     for number in bad:
-        found[number] = math.nan
-    return tuple(found)
+        magnitudes[number] = math.nan
+    return tuple(magnitudes)
 
 
 def _packed(checks: Sequence[Check], width: int) -> bytes:
@@ -154,14 +156,14 @@ def _packed(checks: Sequence[Check], width: int) -> bytes:
                 bad_values=_bad(check.sizes, runs),
                 bad_gradients=_bad(check.gradients, runs),
                 bad_since=next((step for step, value in check.sentinel if not math.isfinite(value)), -1),
-                losses=_telling(check.losses),
+                losses=_losses_to_send(check.losses),
                 rounds=check.rounds,
             )
         )
     return msgspec.msgpack.encode(_Shared(tuple(abouts), tuple(prints), tuple(travelling)))
 
 
-def _telling(losses: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+def _losses_to_send(losses: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """The newest ones, and the first that is not finite."""
     bad = next((loss for loss in losses if not math.isfinite(loss[1])), None)
     newest = tuple(losses[-32:])
@@ -172,8 +174,8 @@ def _runs(about: About, width: int) -> list[tuple[int, int]]:
     """Neighbours with the same replicas, ``width`` of them at most: from, to."""
     runs = []
     group: Callable[[int], int] = lambda number: about.tensors[number][1]  # noqa: E731
-    for _, found in groupby(range(len(about.tensors)), group):
-        numbers = list(found)
+    for _, run in groupby(range(len(about.tensors)), group):
+        numbers = list(run)
         runs += [(numbers[at], numbers[min(at + width, len(numbers)) - 1] + 1) for at in range(0, len(numbers), width)]
     return runs
 
@@ -193,8 +195,8 @@ def _mixed(prints: Sequence[int]) -> int:
     if len(prints) == 1:
         return prints[0]
     mixed = 0
-    for one in prints:
-        mixed = (mixed * 0x9E3779B97F4A7C15 + one) & (1 << 64) - 1
+    for value in prints:
+        mixed = (mixed * 0x9E3779B97F4A7C15 + value) & (1 << 64) - 1
     return mixed - (1 << 64) if mixed >> 63 else mixed
 
 

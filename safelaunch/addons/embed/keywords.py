@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     pass
 
 
-def words_of(options: Mapping[str, object]) -> tuple[tuple[str, str | None], ...]:
+def flags_of(options: Mapping[str, object]) -> tuple[tuple[str, str | None], ...]:
     """The options as the command line's flags and values. What is unknown or wrong is found where those are.
 
     Raises DurationError for what should be a duration and is none.
     """
-    found: list[tuple[str, str | None]] = []
+    flags: list[tuple[str, str | None]] = []
     for name, value in options.items():
         flag = "--config" if name == "config_file" else f"--{name.replace('_', '-')}"
         option = BY_FLAG.get(flag)
         if option is not None and option.is_duration and value is not None and not _is_switch(option, value):
-            found.append((flag, _duration(name, option, value)))
+            flags.append((flag, _duration(name, option, value)))
         elif name == "watch":
-            found += [] if value else [("--no-watch", None)]
+            flags += [] if value else [("--no-watch", None)]
         elif isinstance(value, bool):
-            found += [(flag, None)] if value else []
+            flags += [(flag, None)] if value else []
         elif isinstance(value, (list, tuple)):
-            found += [(flag, os.fspath(one)) for one in value]
+            flags += [(flag, os.fspath(item)) for item in value]
         elif value is not None:
-            found.append((flag, str(value)))
-    return tuple(found)
+            flags.append((flag, str(value)))
+    return tuple(flags)
 
 
 def _is_switch(option: Option, value: object) -> bool:

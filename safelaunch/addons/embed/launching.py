@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from safelaunch.addons.embed.keywords import words_of
+from safelaunch.addons.embed.keywords import flags_of
 from safelaunch.addons.embed.request import launch_request
 from safelaunch.addons.embed.supervisor_process import SupervisorProcess
 from safelaunch.addons.embed.wire import (
@@ -100,10 +100,10 @@ class Launch(Generic[T]):
         return results
 
     def _finish(self, beside: SupervisorProcess, *, failed: bool) -> Done:
-        told = beside.finish(failed=failed)
-        self.verdict = told.verdict
-        self.bundle = Path(told.bundle) if told.bundle else None
-        return told
+        result = beside.finish(failed=failed)
+        self.verdict = result.verdict
+        self.bundle = Path(result.bundle) if result.bundle else None
+        return result
 
 
 def _cause(error: BaseException) -> BaseException | None:
@@ -128,7 +128,7 @@ def launch(
     environment, the configuration file and presets count as they do on the command line. Raises ValueError for a
     keyword that should be a duration and is none.
     """
-    return Launch(config, entrypoint, words_of(options))
+    return Launch(config, entrypoint, flags_of(options))
 
 
 def _is_inside_a_run() -> bool:

@@ -57,7 +57,7 @@ class CallersProcesses(JobProcesses):
 
     def ended(self) -> int | None:
         """A wait status, once the caller has no rank left: of a failure or a success, or of the caller's own death."""
-        for message in self._line.heard():
+        for message in self._line.received():
             if isinstance(message, Stopping):
                 self._forwarder.note_stop()
             elif isinstance(message, RanksEnded):
@@ -73,8 +73,8 @@ class CallersProcesses(JobProcesses):
         workers = {ProcessId(pid, ticks) for event in events for _, pid, ticks in event.workers.values()}
         alive = {worker for worker in workers if worker.is_alive()}
         # A child outlives its rank in the set, and so does not escape.
-        self._known = {one for one in self._known if one.is_alive()} | alive
-        self._known |= set(process.descendants([one.pid for one in self._known]))
+        self._known = {child for child in self._known if child.is_alive()} | alive
+        self._known |= set(process.descendants([child.pid for child in self._known]))
         return tuple(self._known)
 
     def all(self) -> tuple[ProcessId, ...]:
@@ -82,7 +82,7 @@ class CallersProcesses(JobProcesses):
 
     def end_all(self, grace_s: float = GRACE_S) -> tuple[ProcessId, ...]:
         """Tells the caller, whose launcher then ends its ranks; SIGTERM, grace, SIGKILL for what does not end."""
-        self._line.say(Stop())
+        self._line.send(Stop())
         return process.end_all(None, self.all, grace_s=grace_s)
 
 
@@ -99,27 +99,27 @@ def main() -> None:
     try:
         _serve(request, line)
     except SafelaunchError as error:
-        line.say(Refused(type(error).__name__, error.message, error.fix))
+        line.send(Refused(type(error).__name__, error.message, error.fix))
 
 
 def _serve(request: LaunchRequest, line: Connection) -> None:
-    plan, given = _planned(request)
+    plan, resources = _planned(request)
     try:
         directory = directory_for(plan)
         if directory is None:
-            line.say(Ready(_changes(plan)))
+            line.send(Ready(_changes(plan)))
             _wait_for_end(line)
             return
         try:
             plan = in_directory(plan, directory.root)
-            line.say(Ready(_changes(plan), os.fspath(directory.root)))
+            line.send(Ready(_changes(plan), os.fspath(directory.root)))
             caller = ProcessId(request.pid, request.start_ticks)
-            line.say(_supervise(Job(plan, caller, directory, time.time()), line, given))
+            line.send(_supervise(Job(plan, caller, directory, time.time()), line, resources))
         finally:
             rmtree(directory.root, ignore_errors=True)
             os.close(directory.lock)
     finally:
-        given.release()
+        resources.release()
 
 
 def _planned(request: LaunchRequest) -> tuple[Plan, JobResources]:
@@ -128,10 +128,10 @@ def _planned(request: LaunchRequest) -> tuple[Plan, JobResources]:
     torch = TorchInstallation(request.python, Path(request.torch_package), request.torch_version)
     settings = from_the_start(resolve(request.own, environ, working_directory(), lambda: torch.version))
     check(settings)
-    given = gather(CommandLine((), request.torchrun, request.script), settings, environ, None)
+    resources = gather(CommandLine((), request.torchrun, request.script), settings, environ, None)
     run_dir = run_root(environ, os.getuid()) / f"r{os.getpid()}"
-    around = Surroundings(environ, run_dir, os.getpid(), given.visible_gpus, given.rank_locks, given.note)
-    return build_beside(given.command, request.argv, settings, torch, around, request.pid), given
+    around = Surroundings(environ, run_dir, os.getpid(), resources.visible_gpus, resources.rank_locks, resources.note)
+    return build_beside(resources.command, request.argv, settings, torch, around, request.pid), resources
 
 
 def from_the_start(settings: Settings) -> Settings:
@@ -139,8 +139,8 @@ def from_the_start(settings: Settings) -> Settings:
 
     A function may never step, as in a test. Its imports are done when it is called, so it needs no patience of its own.
     """
-    given = settings.stall_timeout_s is not None and settings.origin("stall-timeout") == "command line"
-    if not given or settings.is_explicit("startup-timeout"):
+    limit_given = settings.stall_timeout_s is not None and settings.origin("stall-timeout") == "command line"
+    if not limit_given or settings.is_explicit("startup-timeout"):
         return settings
     origins = {**settings.origins, "startup-timeout": "stall-timeout"}
     return replace(settings, startup_timeout_s=settings.effective_stall_timeout_s, origins=origins)
@@ -157,14 +157,14 @@ def _wait_for_end(line: Connection) -> None:
         pass
 
 
-def _supervise(job: Job, line: Connection, given: JobResources) -> Done:
+def _supervise(job: Job, line: Connection, resources: JobResources) -> Done:
     assert job.run is not None
     try:
         from safelaunch.supervise.loop import Supervisor  # the caller imports, too, meanwhile
 
         forwarder = Forwarder(None)
         processes = CallersProcesses(job.agent, line, job.run, forwarder)
-        supervisor = Supervisor(job, processes, given.touch, forwarder)
+        supervisor = Supervisor(job, processes, resources.touch, forwarder)
         code = os.waitstatus_to_exitcode(supervisor.run())
     except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
         say(internal_error(error, "the watch", "The job continues, unwatched."))

@@ -47,12 +47,12 @@ class SupervisorProcess:
 
         Raises what the supervisor raises: a UsageError.
         """
-        ours, theirs = socket.socketpair()
+        ours, childs = socket.socketpair()
         try:
             # In a session of its own: Ctrl-C is for the caller.
             process = subprocess.Popen(
-                [*interpreter("safelaunch.addons.embed.supervisor"), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [*interpreter("safelaunch.addons.embed.supervisor"), str(childs.fileno())],
+                pass_fds=[childs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -61,9 +61,9 @@ class SupervisorProcess:
             say(f"cannot watch this job: no supervisor could be started ({error.strerror or error})")
             return None
         finally:
-            theirs.close()
+            childs.close()
         line = Connection(ours, FromSupervisor)
-        line.say(request)
+        line.send(request)
         answer = line.wait()
         if isinstance(answer, Ready):
             return cls(process, line, answer)
@@ -93,7 +93,7 @@ class SupervisorProcess:
             detach()
 
     def _asks_to_stop(self) -> bool:
-        for message in self._line.heard():
+        for message in self._line.received():
             if isinstance(message, Stop):
                 self._stop = True
             elif isinstance(message, Done):
@@ -101,16 +101,16 @@ class SupervisorProcess:
         return self._stop
 
     def _stopping(self) -> None:
-        self._say(Stopping())
+        self._send(Stopping())
 
-    def _say(self, message: Stopping | RanksEnded) -> None:
-        self._line.say(message)
+    def _send(self, message: Stopping | RanksEnded) -> None:
+        self._line.send(message)
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGCHLD)  # wakes it
 
     def finish(self, *, failed: bool) -> Done:
         """Tells it that no rank is left, and waits until everything is written."""
-        self._say(RanksEnded(failed))
+        self._send(RanksEnded(failed))
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)  # if somebody has stopped it, we would wait for ever
         while self._done is None and (message := self._line.wait()) is not None:

@@ -88,14 +88,14 @@ class Connection:
     def fileno(self) -> int:
         return self._end.fileno()
 
-    def say(self, message: FromCaller | FromSupervisor) -> None:
+    def send(self, message: FromCaller | FromSupervisor) -> None:
         """Does nothing if nobody listens any more."""
         try:
             self._end.sendall(msgspec.json.encode(message) + b"\n")
         except OSError:
             self.is_open = False
 
-    def heard(self) -> list[Any]:
+    def received(self) -> list[Any]:
         """What has arrived; returns at once."""
         try:
             while self.is_open:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from safelaunch.addons.reproduce.fewer_ranks import fewest_ranks, of_ranks
-from safelaunch.addons.reproduce.hang import Hang, compared, hang_of
+from safelaunch.addons.reproduce.fewer_ranks import fewest_ranks, restricted_to
+from safelaunch.addons.reproduce.hang import Hang, compare_run, hang_of
 from safelaunch.addons.reproduce.program import Program
 from safelaunch.addons.reproduce.programs import program_of
 from safelaunch.addons.reproduce.recorded import Extent
-from safelaunch.addons.reproduce.script_verdict import records_tell
+from safelaunch.addons.reproduce.script_verdict import records_verdict
 from safelaunch.addons.reproduce.tensor_sizes import is_large, with_sizes_that_gloo_checks, with_small_tensors
 from safelaunch.addons.reproduce.text import script
 from safelaunch.model import Evidence, Verdict
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     _COMMAND: Command = command
 
-__all__ = ["Extent", "Hang", "Reproduction", "ScriptWish", "compared", "reproduction_of"]
+__all__ = ["Extent", "Hang", "Reproduction", "ScriptOptions", "compare_run", "reproduction_of"]
 
 
 _MANY = 100_000  # entries of all ranks
@@ -43,7 +43,7 @@ _TOO_LARGE = "Tensors are smaller, as some were too large for any machine; sizes
 
 
 @dataclass(frozen=True)
-class ScriptWish:
+class ScriptOptions:
     """What the script is to hold. ``fewest``: only as many ranks as still show it; ``shrink``: small tensors; ``name``:
     what it will be called.
     """
@@ -68,12 +68,12 @@ class Reproduction:
     replays: bool
 
 
-def reproduction_of(evidence: Evidence, wish: ScriptWish, read_source: ReadSource | None = None) -> Reproduction:
+def reproduction_of(evidence: Evidence, wish: ScriptOptions, read_source: ReadSource | None = None) -> Reproduction:
     verdict = diagnose(evidence, read_source)
     culprits = list(dict.fromkeys(culprit.rank for culprit in verdict.culprits))
     program = _program(CaseFacts.of(evidence, read_source), wish.extent)
-    kept = fewest_ranks(program, culprits, records_tell) if wish.fewest else list(program.ranks)
-    program, culprits = of_ranks(program, kept), [kept.index(rank) for rank in culprits]
+    kept = fewest_ranks(program, culprits, records_verdict) if wish.fewest else list(program.ranks)
+    program, culprits = restricted_to(program, kept), [kept.index(rank) for rank in culprits]
     if is_large(program):
         program = replace(program, notes=(*program.notes, _TOO_LARGE))
     if wish.shrink or is_large(program):
@@ -88,7 +88,7 @@ def reproduction_of(evidence: Evidence, wish: ScriptWish, read_source: ReadSourc
         command=written.command,
         hang=hang_of(evidence, kept, read_source),
         notes=written.notes,
-        replays=any(rank.calls or rank.end.kind != "stands" for rank in program.ranks.values()),
+        replays=any(rank.calls or rank.end.kind != "stalls" for rank in program.ranks.values()),
     )
 
 
@@ -99,9 +99,9 @@ def _program(facts: CaseFacts, extent: Extent) -> Program:
     if extent != Extent() or size > _MANY:
         return program
     every = program_of(facts, Extent(everything=True))
-    wanted = records_tell(every)
+    wanted = records_verdict(every)
     longer = (program_of(facts, Extent(rounds=rounds)) for rounds in (6, 12, 24))
-    return next((one for one in (program, *longer) if records_tell(one) == wanted), every)
+    return next((candidate for candidate in (program, *longer) if records_verdict(candidate) == wanted), every)
 
 
 def _recorded(verdict: Verdict, kept: Sequence[int]) -> list[str]:

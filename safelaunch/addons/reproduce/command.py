@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from safelaunch.addons.reproduce import Extent, Reproduction, ScriptWish, compared, reproduction_of
+from safelaunch.addons.reproduce import Extent, Reproduction, ScriptOptions, compare_run, reproduction_of
 from safelaunch.bundle.reading.guard import FoundEvidence
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
@@ -29,7 +29,9 @@ def main(argv: list[str]) -> int:
     job did, 2 if PATH holds no evidence.
     """
     words = parser().parse_args(argv)
-    wish = ScriptWish(Extent(words.all, words.last), fewest=words.ranks, shrink=words.shrink, name=_name(words.output))
+    wish = ScriptOptions(
+        Extent(words.all, words.last), fewest=words.ranks, shrink=words.shrink, name=_name(words.output)
+    )
     found = _from(words.path, wish)
     if not found.replays:
         raise SafelaunchError(
@@ -79,7 +81,7 @@ def _name(output: str | None) -> str:
     return Path(output).name if output is not None else "repro.py"
 
 
-def _from(called: str, wish: ScriptWish) -> Reproduction:
+def _from(called: str, wish: ScriptOptions) -> Reproduction:
     # Before the fork of the child, which would import them again.
     from safelaunch.capture.user_source import text_for_stranger
     from safelaunch.cli.diagnose import read_in_child
@@ -138,4 +140,4 @@ def run(made: Reproduction, script: Path) -> list[str]:
         latest = Path(scratch, "bundles", "latest")
         if not latest.exists():
             return [f"it ended with exit code {done.returncode}, without a bundle"]
-        return compared(made.hang, locate.read(latest).evidence, user_source.text)[0]
+        return compare_run(made.hang, locate.read(latest).evidence, user_source.text)[0]

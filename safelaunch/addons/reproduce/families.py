@@ -11,10 +11,12 @@ from safelaunch.addons.reproduce.program import WORLD, Program, RankProgram, Scr
 Families = dict[str, list[tuple[int, ...]]]
 
 
-def in_families(program: Program) -> tuple[Program, Families]:
+def with_group_families(program: Program) -> tuple[Program, Families]:
     """The program with the names of families for those of groups, and each family's groups."""
     # Rank → group → its place among the groups of this rank, in the order in which it first calls in them.
-    firsts = {rank: dict.fromkeys(call.group for call in one.calls) for rank, one in program.ranks.items()}
+    firsts = {
+        rank: dict.fromkeys(call.group for call in rank_program.calls) for rank, rank_program in program.ranks.items()
+    }
     turn = {rank: {name: place for place, name in enumerate(names)} for rank, names in firsts.items()}
     parts: dict[object, list[str]] = {}
     for name, ranks in program.groups.items():
@@ -26,13 +28,13 @@ def in_families(program: Program) -> tuple[Program, Families]:
         alike: list[str] = []  # families
         for group in names:
             members = program.groups[group]
-            apart = (one for one in alike if set(members).isdisjoint(chain(*families[one])))
+            apart = (family_name for family_name in alike if set(members).isdisjoint(chain(*families[family_name])))
             family = next(apart, f"group_{len(families) + 1}")
             if family not in families:
                 alike.append(family)
             families.setdefault(family, []).append(members)
             name_of[group] = family
-    programs = {rank: _renamed(one, name_of) for rank, one in program.ranks.items()}
+    programs = {rank: _renamed(rank_program, name_of) for rank, rank_program in program.ranks.items()}
     makers = {name_of[name]: ranks for name, ranks in program.makers.items()}
     return replace(program, ranks=programs, makers=makers), {name: sorted(groups) for name, groups in families.items()}
 

@@ -10,52 +10,52 @@ from safelaunch.addons.reproduce.program import WORLD, Program, RankProgram, Scr
 _MOST_OF_A_KIND = 4
 
 
-Tells = Callable[[Program], tuple[str, list[int]]]  # cause and culprits
+PredictVerdict = Callable[[Program], tuple[str, list[int]]]  # cause and culprits
 
 
-def fewest_ranks(program: Program, culprits: Collection[int], tells: Tells) -> list[int]:
-    """As few of the ranks as let ``tells`` say the same. All, where it does not name the ``culprits``."""
-    everybody, cause = sorted(program.ranks), tells(program)[0]
+def fewest_ranks(program: Program, culprits: Collection[int], predict: PredictVerdict) -> list[int]:
+    """As few of the ranks as let ``predict`` say the same. All, where it does not name the ``culprits``."""
+    every_rank, cause = sorted(program.ranks), predict(program)[0]
     kinds: dict[object, list[int]] = {}
-    for rank in set(everybody) - set(culprits):
+    for rank in set(every_rank) - set(culprits):
         kinds.setdefault(_kind(program.ranks[rank]), []).append(rank)
 
-    def shown(kept: Sequence[int]) -> bool:
-        found, named = tells(of_ranks(program, kept)) if len(kept) > 1 else ("", [])
-        return found == cause and {kept[place] for place in named} == set(culprits)
+    def is_reproduced(kept: Sequence[int]) -> bool:
+        new_cause, named = predict(restricted_to(program, kept)) if len(kept) > 1 else ("", [])
+        return new_cause == cause and {kept[place] for place in named} == set(culprits)
 
     for number in range(1, _MOST_OF_A_KIND + 1):
         kept = sorted({*culprits, *(rank for ranks in kinds.values() for rank in sorted(ranks)[:number])})
-        if culprits and shown(everybody) and shown(kept):
+        if culprits and is_reproduced(every_rank) and is_reproduced(kept):
             for rank in sorted(set(kept) - set(culprits), reverse=True):
-                fewer = [one for one in kept if one != rank]
-                kept = fewer if shown(fewer) else kept
+                fewer = [member for member in kept if member != rank]
+                kept = fewer if is_reproduced(fewer) else kept
             return kept
-    return everybody
+    return every_rank
 
 
-def _kind(one: RankProgram) -> object:
+def _kind(program: RankProgram) -> object:
     """Ranks of one kind make the same last calls, each in groups of its own."""
-    alike = [replace(call, group="", root=None, other_roots=(), peer=None, parts=()) for call in one.calls[-8:]]
-    return one.end, one.before, tuple(alike)
+    alike = [replace(call, group="", root=None, other_roots=(), peer=None, parts=()) for call in program.calls[-8:]]
+    return program.end, program.before, tuple(alike)
 
 
-def of_ranks(program: Program, kept: Collection[int]) -> Program:
+def restricted_to(program: Program, kept: Collection[int]) -> Program:
     """The program of some of its ranks: with new numbers, in groups without the others."""
     number = {rank: place for place, rank in enumerate(sorted(kept))}
-    fewer = _Fewer({name: program.members(name) for name in (WORLD, *program.groups)}, number)
+    fewer = _Renumbering({name: program.members(name) for name in (WORLD, *program.groups)}, number)
     groups = {name: ranks for name in program.groups if len(ranks := fewer.ranks(name)) > 1}
-    makers = {name: frozenset(number[r] for r in one if r in number) for name, one in program.makers.items()}
+    makers = {name: frozenset(number[r] for r in ranks if r in number) for name, ranks in program.makers.items()}
     return replace(
         program,
         ranks={number[rank]: fewer.program(program.ranks[rank]) for rank in sorted(number)},
         groups=groups,
-        makers={name: one for name, one in makers.items() if name in groups},
+        makers={name: ranks for name, ranks in makers.items() if name in groups},
     )
 
 
 @dataclass(frozen=True)
-class _Fewer:
+class _Renumbering:
     """``members``: of each group, as they were. ``number``: of each rank that stays, its new one."""
 
     members: Mapping[str, Sequence[int]]
@@ -76,9 +76,9 @@ class _Fewer:
         if len(self.ranks(call.group)) < 2 or (peer is None and call.peer is not None) or len(parts) < bool(call.parts):
             return None
         root = None if call.root is None else self.place(call.group, call.root) or 0
-        told = ((rank, self.place(call.group, its)) for rank, its in call.other_roots if rank in self.number)
-        others = tuple((self.number[rank], its) for rank, its in told if its is not None)
-        return replace(call, parts=parts, peer=peer, root=root, other_roots=others)
+        pairs = ((rank, self.place(call.group, its)) for rank, its in call.other_roots if rank in self.number)
+        other_roots = tuple((self.number[rank], its) for rank, its in pairs if its is not None)
+        return replace(call, parts=parts, peer=peer, root=root, other_roots=other_roots)
 
     def place(self, group: str, place: int | None) -> int | None:
         """What a place in the group is without the ranks that are left out."""

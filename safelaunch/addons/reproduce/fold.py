@@ -72,11 +72,11 @@ def _aligned(programs: Mapping[int, Sequence[Item]]) -> list[RankStep]:
     for rank, items in programs.items():
         sides.setdefault(tuple(items), []).append(rank)
     common = _common(list(sides))
-    found: list[RankStep] = []
+    steps: list[RankStep] = []
     for items, ranks in sorted(sides.items(), key=lambda side: (-len(side[1]), -len(side[0]), side[1])):
-        found = _with_side(found, [RankStep(item, frozenset(ranks)) for item in items[common:]])
+        steps = _with_side(steps, [RankStep(item, frozenset(ranks)) for item in items[common:]])
     shared = next(iter(sides), ())[:common]
-    return [*(RankStep(item, frozenset(programs)) for item in shared), *found]
+    return [*(RankStep(item, frozenset(programs)) for item in shared), *steps]
 
 
 def _common(sides: Sequence[Sequence[Item]]) -> int:
@@ -89,12 +89,12 @@ def _with_side(found: list[RankStep], side: list[RankStep]) -> list[RankStep]:
     if len(found) + len(side) > _MOST_TO_ALIGN:
         return [*found, *side]
     numbers: dict[Item, int] = {}
-    theirs, its = ([numbers.setdefault(step.item, len(numbers)) for step in steps] for steps in (found, side))
+    codes, its = ([numbers.setdefault(step.item, len(numbers)) for step in steps] for steps in (found, side))
     both: list[RankStep] = []
-    for kind, a, b, c, d in SequenceMatcher(None, theirs, its, autojunk=False).get_opcodes():
+    for kind, a, b, c, d in SequenceMatcher(None, codes, its, autojunk=False).get_opcodes():
         if kind == "equal":
             pairs = zip(found[a:b], side[c:d], strict=True)
-            both += [replace(one, ranks=one.ranks | other.ranks) for one, other in pairs]
+            both += [replace(step, ranks=step.ranks | other.ranks) for step, other in pairs]
         else:
             both += [*side[c:d], *found[a:b]]
     return both
@@ -109,18 +109,18 @@ def _with_the_stuck(steps: Sequence[RankStep]) -> list[RankStep]:
 
 def _folded(steps: Sequence[RankStep], codes: Sequence[int]) -> list[RankStep | RepeatedItems]:
     """The steps, each run that repeats as a loop: at each place the round that covers most, the shortest of those."""
-    found: list[RankStep | RepeatedItems] = []
+    nodes: list[RankStep | RepeatedItems] = []
     at = 0
     while at < len(steps):
         period, times = _round_at(codes, at)
         if times < 2:
-            found.append(steps[at])
+            nodes.append(steps[at])
             at += 1
             continue
         body = _folded(steps[at : at + period], codes[at : at + period])
-        found.append(RepeatedItems(times, tuple(body)))
+        nodes.append(RepeatedItems(times, tuple(body)))
         at += period * times
-    return found
+    return nodes
 
 
 def _round_at(codes: Sequence[int], at: int) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def _ranks_of(node: FoldNode) -> tuple[RankSet, RankSet] | None:
         return node.ranks, node.beyond
     if isinstance(node, RankBranch):
         return None
-    inside = {_ranks_of(one) for one in node.body}
+    inside = {_ranks_of(child) for child in node.body}
     return inside.pop() if len(inside) == 1 else None
 
 
@@ -151,9 +151,11 @@ def _branched(level: Sequence[FoldNode], here: RankSet) -> Iterator[FoldNode]:
     parts: list[tuple[RankSet, tuple[FoldNode, ...]]] = []
     for who, nodes in groupby(level, key=_ranks_of):
         ranks, beyond = who or (here, here)
-        mine = here if ranks | beyond >= here else ranks & here
-        inside = (replace(n, body=tuple(_branched(n.body, mine))) if isinstance(n, RepeatedItems) else n for n in nodes)
-        parts.append((mine, tuple(inside)))
+        condition = here if ranks | beyond >= here else ranks & here
+        inside = (
+            replace(n, body=tuple(_branched(n.body, condition))) if isinstance(n, RepeatedItems) else n for n in nodes
+        )
+        parts.append((condition, tuple(inside)))
     at = 0
     while at < len(parts):
         ranks, body = parts[at]
@@ -161,13 +163,13 @@ def _branched(level: Sequence[FoldNode], here: RankSet) -> Iterator[FoldNode]:
             yield from body
             at += 1
             continue
-        sides, seen = [(ranks, body)], ranks
-        while at + len(sides) < len(parts) and not parts[at + len(sides)][0] & seen:
+        sides, covered = [(ranks, body)], ranks
+        while at + len(sides) < len(parts) and not parts[at + len(sides)][0] & covered:
             sides.append(parts[at + len(sides)])
-            seen |= sides[-1][0]
+            covered |= sides[-1][0]
         at += len(sides)
         sides = [side for side in sides if side[0]]
-        if seen >= here and len(sides) > 1:
+        if covered >= here and len(sides) > 1:
             last = max(sides, key=lambda side: len(side[0]))
             yield RankBranch(tuple(side for side in sides if side is not last), last[1])
         elif sides:

@@ -38,7 +38,7 @@ TYPES = {
 }  # fmt: skip
 
 
-def returns(op: str, root: int, entered: Collection[int], place: int, size: int) -> bool:
+def can_return(op: str, root: int, entered: Collection[int], place: int, size: int) -> bool:
     """Whether a rank comes back from a rooted call that only ``entered`` are in. All ranks are places in the group.
 
     A send of gloo, of any size, waits for its receive. A broadcast goes down a binomial tree.
@@ -47,13 +47,13 @@ def returns(op: str, root: int, entered: Collection[int], place: int, size: int)
         return root in entered
     if op != "broadcast":
         return len(entered) == size
-    inside = {(one - root) % size for one in entered}
-    mine = (place - root) % size
-    children = (mine | 1 << bit for bit in range(mine.bit_length(), size.bit_length()))
+    inside = {(rank - root) % size for rank in entered}
+    offset = (place - root) % size
+    children = (offset | 1 << bit for bit in range(offset.bit_length(), size.bit_length()))
     if any(child < size and child not in inside for child in children):
         return False
-    while mine:
-        mine ^= 1 << mine.bit_length() - 1  # the rank that it receives from
-        if mine not in inside:
+    while offset:
+        offset ^= 1 << offset.bit_length() - 1  # the rank that it receives from
+        if offset not in inside:
             return False
     return True

@@ -72,7 +72,7 @@ def hang_of(evidence: Evidence, kept: Sequence[int], read_source: ReadSource | N
     """With the numbers that the ``kept`` ranks have in a script of these alone."""
     verdict, facts = diagnose(evidence, read_source), CaseFacts.of(evidence, read_source)
     number = {rank: place for place, rank in enumerate(kept)}
-    ranks = {number[rank]: _standing(facts, rank, number) for rank in facts.ranks if rank in number}
+    ranks = {number[rank]: _wait_position(facts, rank, number) for rank in facts.ranks if rank in number}
     bare, calls = all(rank.main is None for rank in evidence.ranks), diagnose(evidence)
     by_calls = frozenset(_named(calls, number)) if calls.cause == verdict.cause else None
     return Hang(verdict.outcome, verdict.cause, _named(verdict, number), ranks, bare, by_calls)
@@ -82,7 +82,7 @@ def _named(verdict: Verdict, number: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(number[culprit.rank] for culprit in verdict.culprits if culprit.rank in number))
 
 
-def compared(recorded: Hang, run: Evidence, read_source: ReadSource | None = None) -> tuple[list[str], Hang]:
+def compare_run(recorded: Hang, run: Evidence, read_source: ReadSource | None = None) -> tuple[list[str], Hang]:
     """What a run of the script does otherwise, and how it hangs. Where records alone told of the job, the run's alone
     may tell the same.
     """
@@ -92,15 +92,15 @@ def compared(recorded: Hang, run: Evidence, read_source: ReadSource | None = Non
     )
     views = (run, structs.replace(run, ranks=bare)) if recorded.bare else (run,)
     hangs = [hang_of(view, range(run.world_size), read_source) for view in views]
-    return min(((differences(recorded, hang), hang) for hang in hangs), key=lambda one: len(one[0]))
+    return min(((differences(recorded, hang), hang) for hang in hangs), key=lambda pair: len(pair[0]))
 
 
-def _standing(facts: CaseFacts, rank: int, number: Mapping[int, int]) -> WaitPosition:
+def _wait_position(facts: CaseFacts, rank: int, number: Mapping[int, int]) -> WaitPosition:
     wait = facts.ranks[rank].wait
     if wait is None or wait.kind == "init":
         return WaitPosition("init_process_group" if wait is not None else "")
-    members, known = facts.alignment.members(wait.group) if wait.group is not None else (frozenset[int](), False)
-    ranks = tuple(sorted(number[member] for member in members if member in number)) if known else None
+    members, is_known = facts.alignment.members(wait.group) if wait.group is not None else (frozenset[int](), False)
+    ranks = tuple(sorted(number[member] for member in members if member in number)) if is_known else None
     return WaitPosition(
         FUNCTIONS.get(wait.op.split(" ")[0], wait.op), ranks, number.get(wait.peer) if wait.peer is not None else None
     )
@@ -108,21 +108,21 @@ def _standing(facts: CaseFacts, rank: int, number: Mapping[int, int]) -> WaitPos
 
 def differences(recorded: Hang, run: Hang) -> list[str]:
     """What the run does otherwise, a sentence each; none where it hangs in the same way."""
-    found = []
-    crashes = {one.outcome == "crash" for one in (recorded, run)}  # a dump or an early look may show a hang as well
-    for rank, there in recorded.ranks.items():
+    sentences = []
+    crashes = {hang.outcome == "crash" for hang in (recorded, run)}  # a dump or an early look may show a hang as well
+    for rank, position in recorded.ranks.items():
         here = run.ranks.get(rank)
         if here is None:
-            found.append(f"rank {rank} was not seen in the run")
-        elif crashes == {False} and there.differs(here):
-            found.append(f"rank {rank} was {there}, and is {here}")
+            sentences.append(f"rank {rank} was not seen in the run")
+        elif crashes == {False} and position.differs(here):
+            sentences.append(f"rank {rank} was {position}, and is {here}")
     if len(crashes) > 1:
-        found = [f"the script ends in a {run.outcome}, and the job ended in a {recorded.outcome}"]
+        sentences = [f"the script ends in a {run.outcome}, and the job ended in a {recorded.outcome}"]
     causes = (recorded.cause, *_STAND_INS.get(recorded.cause, ()))
     if run.cause not in causes or not run.names_like(recorded):
-        found.append(f"the verdict on the run is {_told(run)}, and was {_told(recorded)}")
-    return found
+        sentences.append(f"the verdict on the run is {_describe_verdict(run)}, and was {_describe_verdict(recorded)}")
+    return sentences
 
 
-def _told(hang: Hang) -> str:
+def _describe_verdict(hang: Hang) -> str:
     return f"{hang.cause} ({ranks_word(hang.culprits) if hang.culprits else 'no rank named'})"

@@ -45,7 +45,7 @@ class ScriptCall:
 
 
 # What a rank does behind its last call. ``waits``: it does not come back from it.
-Ending = Literal["waits", "waits for work", "stands", "leaves", "raises", "exits", "is killed"]
+Ending = Literal["waits", "waits for work", "stalls", "leaves", "raises", "exits", "is killed"]
 
 
 @dataclass(frozen=True)

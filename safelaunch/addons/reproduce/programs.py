@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from safelaunch.addons.reproduce.gloo import BARE, FUNCTIONS, returns
+from safelaunch.addons.reproduce.gloo import BARE, FUNCTIONS, can_return
 from safelaunch.addons.reproduce.program import (
     ROOTED,
     TRANSFERS,
@@ -31,7 +31,7 @@ GroupRanks = Callable[[str], Sequence[int]]
 RankPrograms = Mapping[int, RankProgram]
 
 
-def passable(programs: RankPrograms, keys: Keys, members: GroupRanks) -> tuple[dict[int, RankProgram], list[int]]:
+def pass_calls(programs: RankPrograms, keys: Keys, members: GroupRanks) -> tuple[dict[int, RankProgram], list[int]]:
     """The programs with as few of the calls that are over left unwaited for as let each rank come to its end; and the
     ranks that gloo lets come back from their last call, in which they were.
 
@@ -41,13 +41,17 @@ def passable(programs: RankPrograms, keys: Keys, members: GroupRanks) -> tuple[d
     while True:
         at = _played(programs, keys, members, left)
         stuck = [
-            one.calls[at[rank]] for rank, one in programs.items() if at[rank] < len(one.calls) and _over(one, at[rank])
+            program.calls[at[rank]]
+            for rank, program in programs.items()
+            if at[rank] < len(program.calls) and _over(program, at[rank])
         ]
         if not stuck:
             break
         left.add(_kind(stuck[0]))
-    back = [rank for rank, one in programs.items() if one.end.kind == "waits" and 0 < len(one.calls) == at[rank]]
-    return {rank: _unwaited(one, left) for rank, one in programs.items()} if left else dict(programs), back
+    back = [
+        rank for rank, program in programs.items() if program.end.kind == "waits" and 0 < len(program.calls) == at[rank]
+    ]
+    return {rank: _unwaited(program, left) for rank, program in programs.items()} if left else dict(programs), back
 
 
 def _kind(call: ScriptCall) -> object:
@@ -60,7 +64,7 @@ def _over(program: RankProgram, at: int) -> bool:
 
 def _played(programs: RankPrograms, keys: Keys, members: GroupRanks, left: Collection[object]) -> dict[int, int]:
     """Rank → how many of its calls it comes back from."""
-    expected = Counter(key for mine in keys.values() for met in mine for key in met)
+    expected = Counter(key for rank_keys in keys.values() for met in rank_keys for key in met)
     inside: dict[Hashable, dict[int, object]] = defaultdict(dict)  # who is in it, with which operation and root
     at = dict.fromkeys(programs, 0)
 
@@ -76,10 +80,12 @@ def _played(programs: RankPrograms, keys: Keys, members: GroupRanks, left: Colle
             return True
         if call.op not in ROOTED or not met:
             return False
-        places = {one: place for place, one in enumerate(members(call.group))}
-        there = inside[next(iter(met))]
-        entered = {places[one] for one, made in there.items() if one in places and made == (call.op, root)}
-        return rank in places and returns(call.op, root, entered, places[rank], len(places))
+        places = {member: place for place, member in enumerate(members(call.group))}
+        others_inside = inside[next(iter(met))]
+        entered = {
+            places[member] for member, made in others_inside.items() if member in places and made == (call.op, root)
+        }
+        return rank in places and can_return(call.op, root, entered, places[rank], len(places))
 
     before = (-1, -1)
     while before != (now := (sum(at.values()), sum(map(len, inside.values())))):
@@ -144,25 +150,27 @@ class _EntryReader:
 
     def program(self) -> Program:
         ranks = {rank: self._rank(rank) for rank in range(self._world)}
-        keys = {rank: self._keys(rank, one) for rank, one in ranks.items()}
-        passing, held = passable(ranks, keys, self._members)
+        keys = {rank: self._keys(rank, program) for rank, program in ranks.items()}
+        passing, stuck = pass_calls(ranks, keys, self._members)
         if ranks != passing:
             self._note("Some calls that are over are not waited for: made one after the other, they would hang.")
-        if held:
+        if stuck:
             self._note(
-                f"The last call of {ranks_word(held)} would return with gloo: there the script sleeps behind it."
+                f"The last call of {ranks_word(stuck)} would return with gloo: there the script sleeps behind it."
             )
-        held_end = ScriptEnd("stands", words="recorded in this call, from which gloo returns")
-        ranks = {rank: replace(one, end=held_end) if rank in held else one for rank, one in passing.items()}
-        self._say_what_is_missing()
+        held_end = ScriptEnd("stalls", words="recorded in this call, from which gloo returns")
+        ranks = {
+            rank: replace(program, end=held_end) if rank in stuck else program for rank, program in passing.items()
+        }
+        self._note_missing_evidence()
         makers = self._makers()
         used = {call.group for rank in ranks.values() for call in rank.calls} - {WORLD} | set(makers)
         groups = {name: self._members(name) for name in sorted(used, key=lambda name: (len(name), name))}
         return Program(ranks, groups, makers, (*self._notes, *self._roots.notes()))
 
-    def _keys(self, rank: int, one: RankProgram) -> list[list[MatchKey]]:
+    def _keys(self, rank: int, program: RankProgram) -> list[list[MatchKey]]:
         met = {each.entry.record_id: each.key for each in self._calls.get(rank, ())}
-        return [[met[entry.record_id] for entry in entries if entry.record_id in met] for entries in one.entries]
+        return [[met[entry.record_id] for entry in entries if entry.record_id in met] for entries in program.entries]
 
     @property
     def _world(self) -> int:
@@ -179,17 +187,17 @@ class _EntryReader:
     def _members(self, group: str) -> tuple[int, ...]:
         if group == WORLD:
             return tuple(range(self._world))
-        told = [rank.evidence.gil.groups.get(group, ()) for rank in self._facts.ranks.values()]
-        return tuple(sorted(next((ranks for ranks in told if ranks), ()) or self._facts.alignment.ranks_of(group)))
+        recorded = [rank.evidence.gil.groups.get(group, ()) for rank in self._facts.ranks.values()]
+        return tuple(sorted(next((ranks for ranks in recorded if ranks), ()) or self._facts.alignment.ranks_of(group)))
 
     def _makers(self) -> dict[str, frozenset[int]]:
         """The groups that not every rank has made, and who has: torch names them by their number on each rank."""
         made: dict[int, int] = {}
-        for rank, one in self._facts.ranks.items():
-            number = one.evidence.gil.groups_made
+        for rank, rank_facts in self._facts.ranks.items():
+            number = rank_facts.evidence.gil.groups_made
             if number is None:
                 return {}
-            made[rank] = number - (one.wait is not None and one.wait.op == "new_group")
+            made[rank] = number - (rank_facts.wait is not None and rank_facts.wait.op == "new_group")
         names = {name for rank in self._facts.ranks.values() for name in rank.evidence.gil.groups if name.isdecimal()}
         makers = {name: frozenset(rank for rank, number in made.items() if number > int(name)) for name in names}
         return {name: ranks for name, ranks in makers.items() if ranks and ranks != frozenset(made)}
@@ -197,37 +205,39 @@ class _EntryReader:
     def _note(self, words: str) -> None:
         self._notes[words] = None
 
-    def _say_what_is_missing(self) -> None:
+    def _note_missing_evidence(self) -> None:
         without = set(self._facts.ranks) - set(self._facts.alignment.records)
         for ranks, words in ((self._facts.unseen, "Not seen"), (without, "No recorded calls")):
             if ranks:
                 self._note(f"{words}: {ranks_word(ranks)}. There, the script makes the calls that the peers completed.")
 
     def _rank(self, rank: int) -> RankProgram:
-        one = self._facts.ranks.get(rank)
+        rank_facts = self._facts.ranks.get(rank)
         made = self._made(rank, self._calls[rank]) if rank in self._calls else self._borrowed(rank)
-        return replace(self._program_of(rank, one, made), entries=tuple(call.entries for call in made))
+        return replace(self._program_of(rank, rank_facts, made), entries=tuple(call.entries for call in made))
 
-    def _program_of(self, rank: int, one: RankFacts | None, made: list[_CallEntries]) -> RankProgram:
-        if one is None:
-            return RankProgram(_left(made), ScriptEnd("stands", "missing-from-collective", "it was not seen"))
-        if one.wait is not None:
-            return self._waiting(one, made)
-        end = _end_of(one)
-        alone = not made and not self._facts.alignment.has_joined(one.rank)
-        return RankProgram(_left(made), end, before=end.kind == "stands" and alone and self._some_in_init)
+    def _program_of(self, rank: int, rank_facts: RankFacts | None, made: list[_CallEntries]) -> RankProgram:
+        if rank_facts is None:
+            return RankProgram(_left(made), ScriptEnd("stalls", "missing-from-collective", "it was not seen"))
+        if rank_facts.wait is not None:
+            return self._waiting(rank_facts, made)
+        end = _end_of(rank_facts)
+        alone = not made and not self._facts.alignment.has_joined(rank_facts.rank)
+        return RankProgram(_left(made), end, before=end.kind == "stalls" and alone and self._some_in_init)
 
-    def _waiting(self, one: RankFacts, made: Sequence[_CallEntries]) -> RankProgram:
+    def _waiting(self, rank_facts: RankFacts, made: Sequence[_CallEntries]) -> RankProgram:
         """Its own thread waits in the newest of its calls, in an earlier one, or in one that is not recorded."""
-        assert one.wait is not None
-        wait = one.wait
+        assert rank_facts.wait is not None
+        wait = rank_facts.wait
         at = next((n for n, call in enumerate(made) if call.is_at(wait.group, wait.seq)), None)
-        if at is None and wait.kind == "p2p" and wait.op not in FUNCTIONS and not one.evidence.gil.posted:
-            self._note(f"Rank {one.rank} waits for {wait.op} that it began earlier: here for a receive from any rank.")
+        if at is None and wait.kind == "p2p" and wait.op not in FUNCTIONS and not rank_facts.evidence.gil.posted:
+            self._note(
+                f"Rank {rank_facts.rank} waits for {wait.op} that it began earlier: here for a receive from any rank."
+            )
             begun = ScriptCall("recv", WORLD, _SCALAR, waited_for=False)
             return RankProgram((*_left(made), begun), ScriptEnd("waits for work", site=wait.frame))
         if at is None:
-            return RankProgram((*_left(made), *self._call_of_wait(one)), ScriptEnd("waits"))
+            return RankProgram((*_left(made), *self._call_of_wait(rank_facts)), ScriptEnd("waits"))
         if at == len(made) - 1:
             return RankProgram((*_left(made[:at]), made[at].call), ScriptEnd("waits"))
         behind = sum(not call.over for call in made[at + 1 :])
@@ -239,17 +249,17 @@ class _EntryReader:
 
     def _made(self, rank: int, calls: Sequence[RecordedEntry]) -> list[_CallEntries]:
         """In the order of the record. A batch of sends and receives is one call."""
-        found: list[_CallEntries] = []
+        result: list[_CallEntries] = []
         for (is_p2p, _), same in groupby(calls, key=_launch_of):
             together = list(same)
-            made = [self._call(rank, one) for one in together]
+            made = [self._call(rank, entry) for entry in together]
             if is_p2p and len(made) > 1:
                 parts = tuple(replace(part, site=None) for part in made)
                 batch = ScriptCall("batch", made[0].group, site=made[0].site, parts=parts)
-                found.append(_CallEntries(batch, tuple(one.entry for one in together)))
+                result.append(_CallEntries(batch, tuple(entry.entry for entry in together)))
             else:
-                found += [_CallEntries(call, (one.entry,)) for call, one in zip(made, together, strict=True)]
-        return found
+                result += [_CallEntries(call, (entry.entry,)) for call, entry in zip(made, together, strict=True)]
+        return result
 
     def _borrowed(self, rank: int) -> list[_CallEntries]:
         """Of a rank without a record: what its peers cannot have completed without it, as one of them called it."""
@@ -263,8 +273,8 @@ class _EntryReader:
             ]
             for peer, calls in self._calls.items()
         }
-        peer = max(of_mine, key=lambda one: len(of_mine[one]), default=None)
-        return [_CallEntries(self._call(peer, one), ()) for one in of_mine[peer]] if peer is not None else []
+        peer = max(of_mine, key=lambda candidate: len(of_mine[candidate]), default=None)
+        return [_CallEntries(self._call(peer, entry), ()) for entry in of_mine[peer]] if peer is not None else []
 
     def _call(self, rank: int, one: RecordedEntry) -> ScriptCall:
         entry = one.entry
@@ -280,8 +290,8 @@ class _EntryReader:
             site=self._facts.alignment.stack(rank, entry).user_frame,
         )
         if op in ROOTED:
-            root, others = self._roots.of_all(one)
-            call = replace(call, root=root, other_roots=others)
+            root, other_roots = self._roots.of_all(one)
+            call = replace(call, root=root, other_roots=other_roots)
         if one.transfer is not None:
             ranks = self._facts.alignment.ranks_of(entry.group)
             peer = one.transfer.peer
@@ -294,25 +304,25 @@ class _EntryReader:
         if op == "all_to_all":  # each rank may split its own way
             self._note("An all_to_all sends one element to each rank.")
             return ((len(self._members(entry.group)),),)
-        given = self._known(entry.output_sizes if op == "scatter" else entry.input_sizes)
-        if op == "all_reduce" or len(given) == 1:
-            return given
-        return ((elements(given) or 0,),)
+        sizes = self._with_defaults(entry.output_sizes if op == "scatter" else entry.input_sizes)
+        if op == "all_reduce" or len(sizes) == 1:
+            return sizes
+        return ((elements(sizes) or 0,),)
 
-    def _known(self, sizes: ElementCounts) -> ElementCounts:
+    def _with_defaults(self, sizes: ElementCounts) -> ElementCounts:
         if elements(sizes) is None or sizes == UNKNOWN_SIZES:
             self._note("Some sizes are not recorded: one element each.")
             return _SCALAR
         return sizes
 
-    def _call_of_wait(self, one: RankFacts) -> Iterator[ScriptCall]:
+    def _call_of_wait(self, rank_facts: RankFacts) -> Iterator[ScriptCall]:
         """A call that only the rank's stack tells of: gloo records no send, and some torch nothing at all."""
-        wait = one.wait
+        wait = rank_facts.wait
         assert wait is not None
         if wait.kind == "init":
             return
         op = FUNCTIONS.get(wait.op, "")
-        posted = one.evidence.gil.posted
+        posted = rank_facts.evidence.gil.posted
         if posted and (op not in TRANSFERS or len(posted) > 1):
             parts = [ScriptCall("send" if p.sends else "recv", WORLD, _SCALAR, peer=p.peer, tag=p.tag) for p in posted]
             self._note("Sends and receives of gloo are not recorded: those under way are read from the processes.")
@@ -321,17 +331,17 @@ class _EntryReader:
             self._note("Sends and receives of gloo are not recorded: those under way are read from the stacks.")
             from_any = op == "recv" and wait.peer is None and wait.tag is not None
             if wait.peer is None and not from_any:
-                self._note(f"Rank {one.rank}: the peer of its {op} is not known.")
-            peer = wait.peer if wait.peer is not None or op == "recv" else (one.rank + 1) % self._world
+                self._note(f"Rank {rank_facts.rank}: the peer of its {op} is not known.")
+            peer = wait.peer if wait.peer is not None or op == "recv" else (rank_facts.rank + 1) % self._world
             named = wait.peer is not None
             yield ScriptCall(op, WORLD, _SCALAR, peer=peer, named=named, tag=wait.tag or 0, site=wait.frame)
         elif op:
-            self._note(f"{op} of rank {one.rank} is not recorded: its group and sizes are not known.")
+            self._note(f"{op} of rank {rank_facts.rank} is not recorded: its group and sizes are not known.")
             root = wait.source if wait.source is not None else wait.target
             root = root or 0 if op in ROOTED else None
             yield ScriptCall(op, WORLD, () if op in BARE else _SCALAR, root=root, site=wait.frame)
         else:
-            self._note(f"Rank {one.rank} waits in {wait.op}, which is not recorded: a barrier stands for it.")
+            self._note(f"Rank {rank_facts.rank} waits in {wait.op}, which is not recorded: a barrier stands for it.")
             yield ScriptCall("barrier", site=wait.frame)
 
 
@@ -342,7 +352,7 @@ def _functions_of(entry: Collective) -> set[str]:
 
 
 def _left(made: Iterable[_CallEntries]) -> tuple[ScriptCall, ...]:
-    return tuple(one.as_left for one in made)
+    return tuple(entries.as_left for entries in made)
 
 
 def _launch_of(one: RecordedEntry) -> tuple[bool, object]:
@@ -355,16 +365,16 @@ def _dtype(entry: Collective) -> str:
     return next((name for name in (*entry.input_dtypes, *entry.output_dtypes) if name), "")
 
 
-def _end_of(one: RankFacts) -> ScriptEnd:
+def _end_of(rank_facts: RankFacts) -> ScriptEnd:
     """What a rank does that waits for no peer."""
-    condition, exit = one.condition, one.evidence.exit
+    condition, exit = rank_facts.condition, rank_facts.evidence.exit
     if condition is None:
-        return ScriptEnd("stands", "missing-from-collective", "it was ended before it was looked at", one.frame)
-    kind = _ENDS.get(condition.cause, "stands")
+        return ScriptEnd("stalls", "missing-from-collective", "it was ended before it was looked at", rank_facts.frame)
+    kind = _ENDS.get(condition.cause, "stalls")
     if kind == "is killed" and exit is None:
-        kind = "stands"
+        kind = "stalls"
     code = 0 if exit is None else -exit.returncode if kind == "is killed" else exit.returncode
-    return ScriptEnd(kind, condition.cause, condition.reason, condition.frame or one.frame, code)  # type: ignore[arg-type]
+    return ScriptEnd(kind, condition.cause, condition.reason, condition.frame or rank_facts.frame, code)  # type: ignore[arg-type]
 
 
 class _Roots:
@@ -376,16 +386,16 @@ class _Roots:
         self._facts = facts
         self._there: dict[object, dict[int, Collective]] = {}
         for rank, made in calls.items():
-            for one in made:
-                if _functions_of(one.entry) & ROOTED:
-                    self._there.setdefault(one.key, {})[rank] = one.entry
+            for entry in made:
+                if _functions_of(entry.entry) & ROOTED:
+                    self._there.setdefault(entry.key, {})[rank] = entry.entry
         self._assumed = self._deduced = False
         self._found: dict[object, tuple[int, tuple[tuple[int, int], ...]]] = {}
         self._usual: dict[object, int] = {}  # the place of the root, by the line of a call that is not over
         for rank, made in calls.items():
-            for one in made:
-                if one.key in self._there and not one.entry.completed:
-                    self._usual.setdefault(one.entry.frames, self._place(rank, one))
+            for entry in made:
+                if entry.key in self._there and not entry.entry.completed:
+                    self._usual.setdefault(entry.entry.frames, self._place(rank, entry))
 
     def notes(self) -> Iterator[str]:
         if self._assumed:
@@ -393,38 +403,38 @@ class _Roots:
         if self._deduced:
             yield "The root of a call that hangs is one that those who wait in it can wait for."
 
-    def of_all(self, one: RecordedEntry) -> tuple[int, tuple[tuple[int, int], ...]]:
+    def of_all(self, entry: RecordedEntry) -> tuple[int, tuple[tuple[int, int], ...]]:
         """The root that most of those name who are in the call, and the others that are named, with who does."""
-        if one.key not in self._found:
-            roots = {rank: self._place(rank, one) for rank in self._there[one.key]}
+        if entry.key not in self._found:
+            roots = {rank: self._place(rank, entry) for rank in self._there[entry.key]}
             usual, _ = Counter(roots.values()).most_common(1)[0]
-            others = tuple((rank, root) for rank, root in sorted(roots.items()) if root != usual)
-            self._found[one.key] = (usual, others)
-        return self._found[one.key]
+            other_roots = tuple((rank, root) for rank, root in sorted(roots.items()) if root != usual)
+            self._found[entry.key] = (usual, other_roots)
+        return self._found[entry.key]
 
     def _place(self, rank: int, one: RecordedEntry) -> int:
-        there, ranks = self._there[one.key], sorted(self._facts.alignment.ranks_of(one.entry.group))
-        roots = {r: root for r in there if (root := self._told(r, there[r])) is not None}
+        entries, ranks = self._there[one.key], sorted(self._facts.alignment.ranks_of(one.entry.group))
+        roots = {r: root for r in entries if (root := self._root_of_entry(r, entries[r])) is not None}
         if roots:
             votes = Counter(roots.values())
             shows = op_name(one.entry) in ("gather", "scatter")  # its sizes would say if it were the rank itself
             able = [root for root in votes if root != rank or not shows] or votes
-            best = max(able, key=lambda root: (root in there and there[root].completed, votes[root], -root))
+            best = max(able, key=lambda root: (root in entries and entries[root].completed, votes[root], -root))
             self._deduced = self._deduced or rank not in roots
             root = roots.get(rank, best)
             return ranks.index(root) if root in ranks else 0
-        if set(there) >= set(ranks) and all(entry.completed for entry in there.values()):
+        if set(entries) >= set(ranks) and all(entry.completed for entry in entries.values()):
             self._assumed = True
             usual = self._usual.get(one.entry.frames, 0)
             return usual if usual < len(ranks) else 0
         self._deduced = True
         op = min(_functions_of(one.entry), default="broadcast")
-        over = {place: there[r].completed for place, r in enumerate(ranks) if r in there}
+        over = {place: entries[r].completed for place, r in enumerate(ranks) if r in entries}
         tries = range(min(len(ranks), _MOST_ROOTS))
-        fits = [sum(returns(op, root, over, p, len(ranks)) == done for p, done in over.items()) for root in tries]
+        fits = [sum(can_return(op, root, over, p, len(ranks)) == done for p, done in over.items()) for root in tries]
         return fits.index(max(fits, default=0)) if fits else 0
 
-    def _told(self, rank: int, entry: Collective) -> int | None:
+    def _root_of_entry(self, rank: int, entry: Collective) -> int | None:
         wait = self._facts.ranks[rank].wait
         if wait is not None and (wait.group, wait.seq) == (entry.group, entry.seq) and not entry.completed:
             named = wait.source if wait.source is not None else wait.target

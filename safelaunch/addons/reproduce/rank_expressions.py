@@ -8,9 +8,9 @@ from itertools import pairwise
 
 def condition(ranks: frozenset[int], world: int) -> str:
     """Whether ``rank`` is one of these, of all ranks of the world."""
-    others = frozenset(range(world)) - ranks
-    if len(others) == 1 and len(ranks) > 2:
-        return f"rank != {min(others)}"
+    absent = frozenset(range(world)) - ranks
+    if len(absent) == 1 and len(ranks) > 2:
+        return f"rank != {min(absent)}"
     ordered = sorted(ranks)
     first, last = ordered[0], ordered[-1]
     if len(ordered) == 1:

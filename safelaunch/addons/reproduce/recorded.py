@@ -58,9 +58,9 @@ def recorded(facts: CaseFacts, extent: Extent) -> dict[int, list[RecordedEntry]]
         for meeting, place in _first_kept(calls, begins[rank]).items():
             first[meeting] = min(place, first.get(meeting, place))
     for rank, calls in every.items():  # what one side's ring has lost, nobody can replay
-        held = {call.meeting: call.place for call in reversed(calls)}  # the first of each
+        first_places = {call.meeting: call.place for call in reversed(calls)}  # the first of each
         for meeting in first:
-            first[meeting] = max(first[meeting], held.get(meeting) or _behind_lost(facts, rank, meeting))
+            first[meeting] = max(first[meeting], first_places.get(meeting) or _behind_lost(facts, rank, meeting))
     return {rank: [call for call in calls if call.place >= first[call.meeting]] for rank, calls in every.items()}
 
 
@@ -70,21 +70,21 @@ def _entries_of(facts: CaseFacts, rank: int) -> list[RecordedEntry]:
     for group in {entry.group for entry in record.entries if entry.is_p2p}:
         for one in facts.transfers.of(rank, group) or ():
             transfers[one.entry.record_id] = one
-    found, counts = [], Counter[MatchKey]()
+    entries, counts = [], Counter[MatchKey]()
     for entry in record.entries:
         transfer = transfers.get(entry.record_id)
         if not entry.is_p2p and op_name(entry):
-            found.append(RecordedEntry(entry, (entry.group,), entry.seq))
+            entries.append(RecordedEntry(entry, (entry.group,), entry.seq))
         elif transfer is not None and (_can_be_counted(facts, transfer) or not entry.completed):
             meeting = (entry.group, transfer.sender, transfer.receiver)
             counts[meeting] += 1
-            found.append(RecordedEntry(entry, meeting, counts[meeting], transfer))
-    return found
+            entries.append(RecordedEntry(entry, meeting, counts[meeting], transfer))
+    return entries
 
 
-def _can_be_counted(facts: CaseFacts, one: RecordedTransfer) -> bool:
+def _can_be_counted(facts: CaseFacts, transfer: RecordedTransfer) -> bool:
     """Which send meets which receive is known: by counting from the first, which neither ring has lost."""
-    return facts.alignment.is_whole(one.sender) and facts.alignment.is_whole(one.receiver)
+    return facts.alignment.is_whole(transfer.sender) and facts.alignment.is_whole(transfer.receiver)
 
 
 def _begin(facts: CaseFacts, calls: Sequence[RecordedEntry], extent: Extent) -> int:
@@ -94,30 +94,36 @@ def _begin(facts: CaseFacts, calls: Sequence[RecordedEntry], extent: Extent) -> 
     if extent.last is not None:
         return max(0, len(calls) - extent.last)
     parted = _parted(facts)
-    apart = next((at for at, one in enumerate(calls) if one.place >= parted.get(one.meeting, one.place + 1)), None)
+    apart = next(
+        (at for at, entry in enumerate(calls) if entry.place >= parted.get(entry.meeting, entry.place + 1)), None
+    )
     apart = len(calls) if apart is None else apart
-    undone = next((at for at, one in enumerate(calls) if not one.entry.completed), len(calls))
+    undone = next((at for at, entry in enumerate(calls) if not entry.entry.completed), len(calls))
     return _rounds_before(calls, min(apart, undone), extent.rounds)
 
 
 def _together(begins: Mapping[int, int], every: Mapping[int, Sequence[RecordedEntry]]) -> dict[int, int]:
     """All begin with the newest call before each begin that all have made, else with their first."""
-    places = {rank: {(one.meeting, one.place): at for at, one in enumerate(calls)} for rank, calls in every.items()}
-    common = [key for key in next(iter(places.values()), {}) if all(key in mine for mine in places.values())]
+    places = {
+        rank: {(entry.meeting, entry.place): at for at, entry in enumerate(calls)} for rank, calls in every.items()
+    }
+    common = [
+        key for key in next(iter(places.values()), {}) if all(key in rank_places for rank_places in places.values())
+    ]
     for key in reversed(common):
-        if all(mine[key] <= begins[rank] for rank, mine in places.items()):
-            return {rank: mine[key] for rank, mine in places.items()}
+        if all(rank_places[key] <= begins[rank] for rank, rank_places in places.items()):
+            return {rank: rank_places[key] for rank, rank_places in places.items()}
     return dict(begins) if max(begins.values(), default=0) > _LONGEST_ROUND else dict.fromkeys(begins, 0)
 
 
 def _parted(facts: CaseFacts) -> dict[MatchKey, int]:
     """Group → the first number under which its members made different calls, or one of them made none."""
-    found: dict[MatchKey, int] = {}
+    divergences: dict[MatchKey, int] = {}
     for group in facts.alignment.groups():
         parted = facts.histories.in_group(group).diverged_at
         last = min((facts.alignment.last(rank, group) for rank in _recording(facts, group)), default=0)
-        found[(group,)] = min(last + 1, parted) if parted is not None else last + 1
-    return found
+        divergences[(group,)] = min(last + 1, parted) if parted is not None else last + 1
+    return divergences
 
 
 def _recording(facts: CaseFacts, group: str) -> list[int]:
@@ -139,13 +145,13 @@ def _rounds_before(calls: Sequence[RecordedEntry], end: int, rounds: int) -> int
 
 def _first_kept(calls: Sequence[RecordedEntry], begin: int) -> Mapping[MatchKey, int]:
     """Meeting → the first place that is kept; behind the last one, where none is."""
-    found: dict[MatchKey, int] = {}
-    for at, one in enumerate(calls):
+    firsts: dict[MatchKey, int] = {}
+    for at, entry in enumerate(calls):
         if at < begin:
-            found[one.meeting] = one.place + 1
-        elif one.meeting not in found or found[one.meeting] > one.place:
-            found[one.meeting] = one.place
-    return found
+            firsts[entry.meeting] = entry.place + 1
+        elif entry.meeting not in firsts or firsts[entry.meeting] > entry.place:
+            firsts[entry.meeting] = entry.place
+    return firsts
 
 
 def _behind_lost(facts: CaseFacts, rank: int, meeting: MatchKey) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from msgspec import structs
 
-from safelaunch.addons.reproduce.families import in_families
+from safelaunch.addons.reproduce.families import with_group_families
 from safelaunch.addons.reproduce.fold import FoldNode, done
 from safelaunch.addons.reproduce.program import Program
 from safelaunch.model import Evidence, FlightRecord, Frame, RankEvidence
@@ -19,24 +19,24 @@ def places_matter(program: Program, nodes: Sequence[FoldNode]) -> bool:
     """Whether the lines of ``nodes`` lead to another verdict than one line for equal calls would."""
     steps = {rank: list(done(nodes, rank)) for rank in program.ranks}
     lines, items = ({r: [k(s) for s in made] for r, made in steps.items()} for k in (id, lambda step: step.item))
-    return _told(program, lines) != _told(program, items)
+    return _verdict_at(program, lines) != _verdict_at(program, items)
 
 
-def records_tell(program: Program) -> ScriptComment:
+def records_verdict(program: Program) -> ScriptComment:
     """By the records alone that the script leaves, if it makes equal calls from one line."""
-    named, _ = in_families(program)
-    return _told(named, {rank: one.calls for rank, one in named.ranks.items()})
+    named, _ = with_group_families(program)
+    return _verdict_at(named, {rank: rank_program.calls for rank, rank_program in named.ranks.items()})
 
 
-def _told(program: Program, places: Mapping[int, Sequence[Hashable]]) -> ScriptComment:
+def _verdict_at(program: Program, places: Mapping[int, Sequence[Hashable]]) -> ScriptComment:
     numbers: dict[object, int] = {}
     ranks = []
-    for rank, one in program.ranks.items():
+    for rank, rank_program in program.ranks.items():
         entries = [
             structs.replace(
                 entry, frames=(Frame("/repro.py", numbers.setdefault(place, len(numbers) + 1), "<module>"),)
             )
-            for place, left in zip(places[rank], one.entries, strict=False)
+            for place, left in zip(places[rank], rank_program.entries, strict=False)
             for entry in left
             if not entry.is_p2p
         ]
@@ -45,5 +45,5 @@ def _told(program: Program, places: Mapping[int, Sequence[Hashable]]) -> ScriptC
         ranks.append(
             RankEvidence(rank=rank, host="", pid=rank + 1, flight_record=FlightRecord("", tuple(entries), groups))
         )
-    found = diagnose(Evidence("hang", program.world_size, tuple(ranks)))
-    return found.cause, [culprit.rank for culprit in found.culprits]
+    verdict = diagnose(Evidence("hang", program.world_size, tuple(ranks)))
+    return verdict.cause, [culprit.rank for culprit in verdict.culprits]

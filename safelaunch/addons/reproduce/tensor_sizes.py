@@ -20,8 +20,8 @@ def with_small_tensors(program: Program) -> Program:
     step = program.world_size if any(call.op in _DIVIDED for call in _every(program)) else 1
     small = {number: (place + 1) * step for place, number in enumerate(sorted(_numbers(program)))}
 
-    def sizes(given: ElementCounts) -> ElementCounts:
-        return tuple((small[prod(size)],) if size else size for size in given)
+    def sizes(old: ElementCounts) -> ElementCounts:
+        return tuple((small[prod(size)],) if size else size for size in old)
 
     def smaller(call: ScriptCall) -> ScriptCall:
         return replace(call, sizes=sizes(call.sizes), parts=tuple(map(smaller, call.parts)))
@@ -80,5 +80,8 @@ def _every(program: Program) -> Iterator[ScriptCall]:
 
 
 def _with_calls(program: Program, change: Callable[[ScriptCall], ScriptCall]) -> Program:
-    ranks = {r: replace(one, calls=tuple(map(change, one.calls))) for r, one in program.ranks.items()}
+    ranks = {
+        r: replace(rank_program, calls=tuple(map(change, rank_program.calls)))
+        for r, rank_program in program.ranks.items()
+    }
     return replace(program, ranks=ranks)

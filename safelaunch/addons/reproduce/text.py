@@ -14,7 +14,7 @@ from math import prod
 from shlex import quote
 
 from safelaunch.addons.reproduce import fold
-from safelaunch.addons.reproduce.families import Families, in_families
+from safelaunch.addons.reproduce.families import Families, with_group_families
 from safelaunch.addons.reproduce.gloo import BARE, TYPES
 from safelaunch.addons.reproduce.program import TRANSFERS, WORLD, Program, RankProgram, ScriptCall, ScriptEnd
 from safelaunch.addons.reproduce.rank_expressions import _lists, _ranks, condition
@@ -29,7 +29,7 @@ _FOREVER = "time.sleep(86_400)"
 # Whoever reads this line in the output knows that the script does not do what was recorded.
 _CAME_BACK = 'raise SystemExit(f"not as recorded: rank {rank} came back from its last call")'
 # How a rank stands that waits for nobody, where a line of the standard library stands so as well.
-_STANDS = {
+_STALLS = {
     "blocking-io": ("os.read(os.pipe()[0], 1)",),
     "lock-deadlock": ("lock = threading.Lock()", "lock.acquire()", "lock.acquire()"),
     "busy-loop": ("while True:", f"{_INDENT}pass"),
@@ -53,17 +53,17 @@ class Script:
 
 def script(program: Program, recorded: Sequence[str], name: str) -> Script:
     """The whole script. ``recorded``: what was recorded, a paragraph each; ``name``: how the script is called."""
-    named, families = in_families(program)
-    items = {rank: _items(one) for rank, one in named.ranks.items()}
+    named, families = with_group_families(program)
+    items = {rank: _items(rank_program) for rank, rank_program in named.ranks.items()}
     dtypes = {dtype for rank in program.ranks.values() for call in _flat(rank) for dtype in call.dtypes}
     writer = _Writer(named, families)
-    body = [*_before(named), *writer.groups()]
+    body = [*_initialization(named), *writer.groups()]
     nodes = fold.merged(items)
     listed = places_matter(named, nodes)
     body += writer.list_of_calls(nodes) if listed else writer.nodes(nodes, "")
     body.append(_CAME_BACK)
     strange = (f"gloo has no {dtype[:40]}: float32 stands for it." for dtype in sorted(dtypes - {*TYPES, ""}))
-    notes = [*program.notes, *_not_the_same(program), *strange]
+    notes = [*program.notes, *_difference_notes(program), *strange]
     command = f"safelaunch --startup-timeout=10 --nproc-per-node={program.world_size} {plain(quote(name))}"
     lines = [*_head(recorded, command, notes), "", *_imports(body), "", *body]
     return Script("\n".join(lines) + "\n", command, tuple(notes))
@@ -101,10 +101,10 @@ NO_SENDS = (
 )
 
 
-def _not_the_same(program: Program) -> Iterator[str]:
-    for rank, one in program.ranks.items():
-        if one.end.kind == "stands" and one.end.cause not in _STANDS:
-            yield f"Rank {rank} {one.end.words} ({one.end.cause}): here it is asleep."
+def _difference_notes(program: Program) -> Iterator[str]:
+    for rank, rank_program in program.ranks.items():
+        if rank_program.end.kind == "stalls" and rank_program.end.cause not in _STALLS:
+            yield f"Rank {rank} {rank_program.end.words} ({rank_program.end.cause}): here it is asleep."
     if any(entry.is_p2p for rank in program.ranks.values() for left in rank.entries for entry in left):
         yield NO_SENDS
 
@@ -115,14 +115,14 @@ def _imports(body: Sequence[str]) -> list[str]:
     return [*standard, *([""] if standard else []), "import torch", "import torch.distributed as dist"]
 
 
-def _before(program: Program) -> Iterator[str]:
+def _initialization(program: Program) -> Iterator[str]:
     """What comes before the groups: ranks that do not join, and the default group."""
-    late = {rank: one for rank, one in program.ranks.items() if one.before}
+    late = {rank: rank_program for rank, rank_program in program.ranks.items() if rank_program.before}
     if late:
         yield 'rank = int(os.environ["RANK"])'
-        for rank, one in late.items():
+        for rank, rank_program in late.items():
             yield f"if rank == {rank}:"
-            yield from (f"{_INDENT}{line}" for line in _standing(one.end))
+            yield from (f"{_INDENT}{line}" for line in _stall_lines(rank_program.end))
         yield 'dist.init_process_group("gloo")'
         return
     yield 'dist.init_process_group("gloo")'
@@ -247,27 +247,27 @@ class _Writer:
 
     def _tensors(self, call: ScriptCall) -> Iterator[str]:
         count = self._count(call.group)
-        given = [self._zeros(size, call) for size in call.sizes]
+        tensors = [self._zeros(size, call) for size in call.sizes]
         if call.op in BARE:
             return
-        if call.op == "all_reduce" and len(given) > 1:
-            yield f"[{', '.join(given)}]"
+        if call.op == "all_reduce" and len(tensors) > 1:
+            yield f"[{', '.join(tensors)}]"
         elif call.op == "all_gather":
-            yield from (f"[{given[0]} for _ in range({count})]", given[0])
+            yield from (f"[{tensors[0]} for _ in range({count})]", tensors[0])
         elif call.op == "all_gather_into_tensor":
-            yield from (self._zeros((count * sum(map(prod, call.sizes)),), call), given[0])
+            yield from (self._zeros((count * sum(map(prod, call.sizes)),), call), tensors[0])
         elif call.op == "reduce_scatter_tensor":
             part = -(-sum(map(prod, call.sizes)) // count)
             yield from (self._zeros((part,), call), self._zeros((part * count,), call))
         elif call.op in ("gather", "scatter"):
-            several = f"[{given[0]} for _ in range({count})]"
+            several = f"[{tensors[0]} for _ in range({count})]"
             me = "rank" if call.group == WORLD else f"dist.get_rank({call.group})"
             root = f"({self._root(call)})" if call.other_roots else str(call.root)
-            yield from (given[0], f"{several} if {me} == {root} else None")
+            yield from (tensors[0], f"{several} if {me} == {root} else None")
         elif call.op == "all_to_all":
-            yield from (given[0], given[0])
+            yield from (tensors[0], tensors[0])
         else:
-            yield given[0]
+            yield tensors[0]
 
     def _zeros(self, size: tuple[int, ...], call: ScriptCall) -> str:
         shape = ", ".join(map(str, size)) if size else "()"
@@ -306,15 +306,15 @@ def _ending(end: ScriptEnd) -> list[str]:
         "is killed": [f"os.kill(os.getpid(), {end.code})"],
     }.get(end.kind)
     if lines is None:
-        return _standing(end)
-    return [*_said(end), *lines]
+        return _stall_lines(end)
+    return [*_cause_comment(end), *lines]
 
 
-def _standing(end: ScriptEnd) -> list[str]:
-    return [*_said(end), *_STANDS.get(end.cause, (_FOREVER,))]
+def _stall_lines(end: ScriptEnd) -> list[str]:
+    return [*_cause_comment(end), *_STALLS.get(end.cause, (_FOREVER,))]
 
 
-def _said(end: ScriptEnd) -> list[str]:
+def _cause_comment(end: ScriptEnd) -> list[str]:
     where = _site(end.site)
     words = end.words if where and where.split(" ")[0] in end.words else f"{end.words} {where}".strip()
     return _comment(f"{end.cause}: {words}" if end.cause else words)

@@ -31,35 +31,32 @@ LARGEST = 1 << 16
 
 
 class AttemptClaim(msgspec.Struct, frozen=True):
-    """Who runs an attempt: a submission, and how often the scheduler has requeued it."""
+    """The task that runs an attempt."""
 
     name: str
-    restart: int
+    restart: int  # times the scheduler has requeued the submission
     host: str
     began_unix_s: float
 
     def precedes(self, other: AttemptClaim) -> bool:
-        """Whether ``other`` is the same submission after a requeue."""
+        """Returns True if ``other`` is the same submission after a requeue."""
         return self.name == other.name and self.restart < other.restart
 
 
 class TaskEnd(msgspec.Struct, frozen=True):
-    """How a task ended. ``word``: the scheduler's, when it sent SIGTERM (``TIMEOUT``, ``CANCELLED``), or empty.
-
-    ``over_limit``: it took longer than the job's ``timeout``. ``wrong``: its first wrong result.
-    """
+    """How a task ended."""
 
     name: str
     restart: int
     exit_code: int
     duration_s: float
     signalled: bool = False
-    word: str = ""
-    over_limit: bool = False
+    word: str = ""  # scheduler's reason for its SIGTERM, such as TIMEOUT or CANCELLED
+    over_limit: bool = False  # it exceeded the job's ``timeout``
     last_step: int | None = None
     gpus: tuple[str, ...] = ()
     bundle: str = ""
-    wrong: str = ""
+    wrong: str = ""  # its first wrong result
 
 
 class AttemptFiles:
@@ -72,14 +69,14 @@ class AttemptFiles:
         return self._stem.with_name(f"{self._stem.name}.{kind}")
 
     def claim(self, mine: AttemptClaim) -> AttemptClaim | None:
-        """Claims the attempt. Returns None if it is ours now, else the claim of another. Raises OSError."""
-        path, beside = self._path("claim"), self._beside("claim", mine)
+        """Claims the attempt. Returns None if it is ours now, else the other task's claim. Raises OSError."""
+        path, beside = self._path("claim"), self._new_file("claim", mine)
         try:
             if _link(beside, path):
                 return None
-            other = self.claimed()
+            other = self.read_claim()
             if other == mine:
-                return None  # the answer to the link was lost, and the file server saw it twice
+                return None  # the answer to the link was lost, and the file server executed it twice
             if other is None or not other.precedes(mine):
                 return other or mine
             beside.replace(path)
@@ -87,33 +84,33 @@ class AttemptFiles:
             beside.unlink(missing_ok=True)
         return None
 
-    def claimed(self) -> AttemptClaim | None:
+    def read_claim(self) -> AttemptClaim | None:
         return _read(self._path("claim"), AttemptClaim)
 
-    def leave(self, end: TaskEnd) -> None:
-        """Writes how the attempt ended, whole or not at all. Raises OSError."""
-        self._beside("end", end).replace(self._path("end"))
+    def write_end(self, end: TaskEnd) -> None:
+        """Writes the end atomically. Raises OSError."""
+        self._new_file("end", end).replace(self._path("end"))
 
-    def end(self) -> TaskEnd | None:
+    def read_end(self) -> TaskEnd | None:
         return _read(self._path("end"), TaskEnd)
 
-    def show(self, pace: Pace) -> None:
-        """Writes the newest step. Raises OSError."""
-        self._beside("pace", pace, sync=False).replace(self._path("pace"))
+    def write_pace(self, pace: Pace) -> None:
+        """Writes the latest step. Raises OSError."""
+        self._new_file("pace", pace, sync=False).replace(self._path("pace"))
 
-    def pace(self) -> Pace:
+    def read_pace(self) -> Pace:
         return _read(self._path("pace"), Pace) or Pace()
 
     def close(self) -> None:
-        """Notes that the attempt's end has been recorded. Raises OSError."""
+        """Notes that the attempt's outcome has been recorded. Raises OSError."""
         self._path("closed").touch(mode=0o600)
 
     @property
     def is_closed(self) -> bool:
         return self._path("closed").exists()
 
-    def _beside(self, kind: str, record: object, *, sync: bool = True) -> Path:
-        """A new file with ``record``. Its name is that of one process on one host."""
+    def _new_file(self, kind: str, record: object, *, sync: bool = True) -> Path:
+        """Writes ``record`` to a new file, whose name is unique to this process and host."""
         path = self._path(f"{kind}.{os.uname().nodename}.{os.getpid()}")
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
@@ -126,7 +123,7 @@ class AttemptFiles:
 
 
 def _link(source: Path, path: Path) -> bool:
-    """Gives a file a second name if nobody has it; a disk without links gets a copy. Returns whether it did."""
+    """Gives a file a second name unless that exists; copies it if the disk has no links. Returns True if it did."""
     try:
         os.link(source, path)
     except FileExistsError:

@@ -16,19 +16,19 @@ from safelaunch.addons.sweep.task import FIRST_HOST, JOB_ID, RENDEZVOUS_PORT, po
 
 @dataclass(frozen=True, slots=True)
 class SweepPrograms:
-    """The commands that start safelaunch, and what runs it inside a job: ``task``, with the queue's module."""
+    """The commands that start safelaunch and, inside a job, ``task`` with the scheduler's module."""
 
     safelaunch: Sequence[str]
     task: Sequence[str]
 
 
 def work_name(group: str, sweep_id: str, number: int) -> str:
-    """``train.3f9a2c1b44-1``: what people read in the scheduler's list, and what makes it unique."""
+    """Returns the submission's unique name, such as ``train.3f9a2c1b44-1``, which the scheduler's list shows."""
     return f"{re.sub('[^A-Za-z0-9._-]', '-', group)[:40] or 'colaunch'}.{sweep_id}-{number}"
 
 
 def script(name: str, job: SweepJob, attempt: int, paths: SweepPaths, programs: SweepPrograms, queue: Scheduler) -> str:
-    """The script of one attempt. It only sets up words and variables, and becomes the task."""
+    """Returns the script of one attempt. It only sets variables and executes the task."""
     job = job.with_ports([port_token(index) for index in range(job.ports)])
     env = dict(job.env)
     if not job.gpus and not any(word.startswith(("--gres=", "--gpus", "--tres")) for word in job.batch):
@@ -43,7 +43,7 @@ def script(name: str, job: SweepJob, attempt: int, paths: SweepPaths, programs: 
 
 
 def _started(job: SweepJob, paths: SweepPaths, programs: SweepPrograms, queue: Scheduler) -> list[str]:
-    """The command that the task starts: safelaunch, on several nodes once on each."""
+    """Returns the command that the task starts: safelaunch, once on each node."""
     words = job.arguments(os.fspath(paths.bundles(job.name)))
     if job.nodes == 1:
         return [*programs.safelaunch, *words]

@@ -1,4 +1,4 @@
-"""``safelaunch colaunch``: many jobs, each an ordinary safelaunch run: on this node, or handed to a scheduler."""
+"""``safelaunch colaunch``: many jobs, each an ordinary safelaunch run, on this node or through a scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from safelaunch.addons.sweep.adopt import adopted, end_strays
+from safelaunch.addons.sweep.adopt import adopt, end_strays
 from safelaunch.addons.sweep.batch import BatchEngine, Site
 from safelaunch.addons.sweep.batch_script import SweepPrograms
 from safelaunch.addons.sweep.engine import Engine
@@ -47,9 +47,9 @@ from safelaunch.system.redaction.job_secrets import secret_values
 from safelaunch.system.redaction.redactor import Redactor
 
 T = TypeVar("T")
-ENGINES = ("local", "slurm")  # each of the others is a module of safelaunch.addons.sweep with a SCHEDULER
+ENGINES = ("local", "slurm")  # all but "local" are modules of safelaunch.addons.sweep with a SCHEDULER
 TASK = "safelaunch.addons.sweep.task"
-ENDLESS = 1 << 30  # a scheduler decides how many run at a time
+ENDLESS = 1 << 30  # the scheduler limits the number of running jobs
 
 USAGE = """safelaunch colaunch SPEC.yaml [options]
        safelaunch colaunch --grid NAME=VALUES ... [options] -- [safelaunch and torchrun options] script.py [args]"""
@@ -97,7 +97,7 @@ every job succeeded, 1 if not, 2 for an error in the sweep (nothing started), 12
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """Either ``spec``, or ``grid`` (which may be empty) and ``command``."""
+    """Options of a sweep: either ``spec``, or ``grid`` (possibly empty) and ``command``."""
 
     grid: tuple[Axis, ...]
     command: tuple[str, ...]
@@ -117,7 +117,7 @@ class SweepOptions:
 
 
 def main(argv: list[str]) -> int:
-    """Returns 0 if every job succeeded, 1 if not, 2 if nothing was started, 128 + N if signal N stopped it."""
+    """Returns 0 if every job succeeded, 1 if not, 2 if nothing was started, 128 + N if signal N stopped the sweep."""
     options = parse(argv)
     cwd, environ = working_directory(), dict(os.environ)
     redact.use(Redactor(secret_values(environ, argv, [os.fspath(cwd)])).text)
@@ -148,27 +148,27 @@ def _programs(queue: Scheduler) -> SweepPrograms:
 def _on_this_node(
     options: SweepOptions, jobs: Sequence[SweepJob], pool: SharePool, paths: SweepPaths, environ: dict[str, str]
 ) -> int:
-    pool.free()  # raises if nothing can be leased, before the sweep writes anything
+    pool.free()  # raises if leasing is impossible, before the sweep writes anything
     journal = Journal(paths.journal)
-    known = _history(options, journal, jobs, paths)
+    past = _history(options, journal, jobs, paths)
     _begin(journal, jobs)
-    at_most = options.max_parallel or pool.capacity + (os.cpu_count() or 1)  # jobs without any GPU are limited by cores
+    at_most = options.max_parallel or pool.capacity + (os.cpu_count() or 1)  # jobs without GPUs are limited by cores
     units = {job.name: pool.units(job.gpus) for job in jobs}
-    sweep = Sweep(jobs, Rules(pool.capacity, at_most, options.fail_fast, units), known.before)
+    sweep = Sweep(jobs, Rules(pool.capacity, at_most, options.fail_fast, units), past.before)
     say(f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}")
     place = SweepPlace(paths, pool, store_of(environ), journal, environ, program())
     return _run(sweep, lambda note: Local(sweep, place, note), journal, paths)
 
 
 def _through(queue: Scheduler, options: SweepOptions, jobs: Sequence[SweepJob], paths: SweepPaths) -> int:
-    """Runs the sweep through a scheduler, and what is still there from before."""
+    """Runs the sweep through a scheduler, including jobs that it still has from earlier invocations."""
     try:
         queue.list()  # before the sweep writes anything
     except QueueError as error:
         raise UsageError(f"--engine {options.engine}: {error.message}", error.fix or "nothing was started") from error
     journal = Journal(paths.journal)
-    before, going_on, others = adopted(_history(options, journal, jobs, paths), jobs)
-    end_strays(others, queue, journal, paths, say)
+    before, going_on, strays = adopt(_history(options, journal, jobs, paths), jobs)
+    end_strays(strays, queue, journal, paths, say)
     marks = [str(record["sweep_id"]) for record in journal.records if record.get("sweep_id")]
     sweep_id = marks[0] if marks else secrets.token_hex(5)
     _begin(journal, jobs, sweep_id)
@@ -177,24 +177,23 @@ def _through(queue: Scheduler, options: SweepOptions, jobs: Sequence[SweepJob], 
     names = [str(record.get("batch")) for record in journal.records if record.get("event") == "handed"]
     numbers = [int(tail) for name in names if (tail := name.rpartition("-")[2]).isdecimal()]
     site = Site(paths, journal, _programs(queue), sweep_id, max(numbers, default=0))
-    there = f"; {many(len(going_on), 'job')} may still be there" if going_on else ""
-    say(f"{many(len(jobs), 'job')} through {queue.name}, in {paths.root}{there}")
+    submitted = f"; {many(len(going_on), 'job')} might still be there" if going_on else ""
+    say(f"{many(len(jobs), 'job')} through {queue.name}, in {paths.root}{submitted}")
     return _run(sweep, lambda note: BatchEngine(sweep, queue, site, note, going_on), journal, paths)
 
 
 def _begin(journal: Journal, jobs: Sequence[SweepJob], sweep_id: str = "") -> None:
     try:
-        journal.begun(len(jobs), sweep_id)
+        journal.record_launch(len(jobs), sweep_id)
     except OSError as error:
-        raise UsageError(f"{journal.path} cannot be written: {error.strerror or error}", "free some space") from error
+        raise UsageError(f"{journal.path} can't be written: {error.strerror or error}", "free some space") from error
 
 
 def _run(sweep: Sweep, engine: Callable[[Callable[[str], None]], Engine], journal: Journal, paths: SweepPaths) -> int:
-    """Runs the sweep and shows it; ``engine`` gets what shows a message."""
     with Signals() as signals, open_screen() as screen:
         runner = Runner(sweep, engine(screen.note), journal, paths, screen)
         runner.run(signals)
-        problem = _write_summary(sweep, paths)  # before the last update: the terminal may have stopped reading
+        problem = _write_summary(sweep, paths)  # before the last update: the terminal might have stopped reading
     return _finish(sweep, paths, problem, runner.stopped_by)
 
 
@@ -223,51 +222,48 @@ def _templates(options: SweepOptions, cwd: Path) -> tuple[Template, ...]:
 
 
 def _sweep_name(options: SweepOptions) -> str:
-    """The file's name; for a grid, a name derived from its command line, so the same line finds its sweep again."""
     if options.spec is not None:
         return Path(options.spec).stem
-    said = repr([(axis.name, axis.values) for axis in options.grid] + [*options.command])
-    return f"grid-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+    identity = repr([(axis.name, axis.values) for axis in options.grid] + [*options.command])
+    return f"grid-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
 
 def _history(options: SweepOptions, journal: Journal, jobs: Sequence[SweepJob], paths: SweepPaths) -> JournalHistory:
-    """The earlier attempts, once all their processes have ended. Without --resume, raises UsageError if any exist."""
-    found = attempts(journal.records)
-    known = history(found, jobs)
-    if found and not options.resume:
+    """Returns earlier attempts, after their processes have ended. Raises UsageError if any exist without --resume."""
+    recorded = attempts(journal.records)
+    past = history(recorded, jobs)
+    if recorded and not options.resume:
         raise UsageError(
-            f"{paths.root} holds an earlier sweep ({known.done} of {len(jobs)} jobs have succeeded).",
+            f"{paths.root} holds an earlier sweep ({past.done} of {len(jobs)} jobs have succeeded).",
             "--resume runs the remaining jobs; --sweep-dir puts a new sweep elsewhere",
         )
-    if not found:
-        return known
-    elsewhere = [attempt.job for attempt in known.unfinished if attempt.handed]
+    if not recorded:
+        return past
+    elsewhere = [attempt.job for attempt in past.unfinished if attempt.handed]
     if elsewhere and options.engine == "local":
         raise UsageError(
-            f"jobs of this sweep may still be in a scheduler: {', '.join(elsewhere[:5])}",
-            "give the same --engine again, or choose another directory with --sweep-dir",
+            f"jobs of this sweep might still be in a scheduler: {', '.join(elsewhere[:5])}",
+            "use the same --engine again, or choose another directory with --sweep-dir",
         )
-    wait_for_remains([attempt for attempt in known.unfinished if not attempt.handed], paths, say)
-    found = tuple(_with_word(attempt, journal, jobs, paths) for attempt in found)
-    known = history(found, jobs)
-    left = "running the others" if known.done < len(jobs) else "there is nothing left to run"
-    say(f"{known.done} of {len(jobs)} jobs have already succeeded; {left}")
-    if known.changed:
-        say(f"these jobs changed since they succeeded and run again: {', '.join(known.changed)}")
-    return known
+    wait_for_remains([attempt for attempt in past.unfinished if not attempt.handed], paths, say)
+    recorded = tuple(_recover_outcome(attempt, journal, jobs, paths) for attempt in recorded)
+    past = history(recorded, jobs)
+    left = "running the others" if past.done < len(jobs) else "there is nothing left to run"
+    say(f"{past.done} of {len(jobs)} jobs have already succeeded; {left}")
+    if past.changed:
+        say(f"these jobs changed since they succeeded and run again: {', '.join(past.changed)}")
+    return past
 
 
-def _with_word(attempt: Attempt, journal: Journal, jobs: Sequence[SweepJob], paths: SweepPaths) -> Attempt:
-    """The attempt with the outcome that its own safelaunch wrote down; adds it to the journal."""
+def _recover_outcome(attempt: Attempt, journal: Journal, jobs: Sequence[SweepJob], paths: SweepPaths) -> Attempt:
     ended = recovered(attempt, jobs, paths) if attempt.outcome is None and not attempt.handed else None
     if ended is None:
         return attempt
-    journal.ended(attempt.job, attempt.number, ended)
+    journal.record_end(attempt.job, attempt.number, ended)
     return replace(attempt, outcome=ended)
 
 
 def _write_summary(sweep: Sweep, paths: SweepPaths) -> str:
-    """Writes the summary; returns why that failed, or an empty string."""
     try:
         write_summary(tuple(sweep.tracks.values()), paths)
     except OSError as error:
@@ -279,7 +275,7 @@ def _finish(sweep: Sweep, paths: SweepPaths, problem: str, stopped_by: int) -> i
     tracks = tuple(sweep.tracks.values())
     show("\n".join(summary_lines(tracks, paths)), fold=True)
     if problem:
-        say(f"the summary cannot be written to {paths.root}: {problem}")
+        say(f"the summary can't be written to {paths.root}: {problem}")
     else:
         say(f"summary: {seen_from_here(os.fspath(paths.summary_json))}, {paths.summary_csv.name}")
     if all(track.state == "succeeded" for track in tracks):
@@ -289,7 +285,7 @@ def _finish(sweep: Sweep, paths: SweepPaths, problem: str, stopped_by: int) -> i
     return 128 + stopped_by if stopped_by else 1
 
 
-# Options that colaunch sets itself, and what to use instead.
+# Options that colaunch sets itself, and alternatives.
 OURS = {
     "--run-name": "the run has the job's name; use the key 'name'",
     "--bundle-dir": "bundles go into the job's directory in the sweep",
@@ -303,7 +299,7 @@ OURS = {
 def make_pool(
     jobs: Sequence[SweepJob], slots: int | None, at_most: int | None, environ: Mapping[str, str]
 ) -> SharePool:
-    """The node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError."""
+    """Returns the node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError."""
     pool: SharePool | None = None
     if slots is None:
         gpus = GpuPool(environ)
@@ -319,21 +315,22 @@ def make_pool(
 
 
 def check_jobs(jobs: Sequence[SweepJob], on: str | Scheduler, environ: Mapping[str, str]) -> None:
-    """Raises SpecError for a job that safelaunch would reject, or whose working directory does not exist.
+    """Raises SpecError for a job that safelaunch would reject, or whose working directory doesn't exist.
 
-    ``on``: what the jobs run on: the pool's kind, or a scheduler.
+    Args:
+        on: the pool's kind, or a scheduler
     """
     try:
         torch: torchrun.TorchInstallation | None = torchrun.find(environ)
     except UsageError:
         if not all(job.words[:1] == ("exec",) for job in jobs):
             raise
-        torch = None  # an exec may have its own
+        torch = None  # an exec might use another one
     table = torchrun.LazyOptions(torch.package) if torch is not None else {}
-    seen: set[object] = set()
+    finished: set[object] = set()
     for job in jobs:
         try:
-            _check(job.with_ports(range(20000, 20000 + job.ports)), on, table, torch, environ, seen)
+            _check(job.with_ports(range(20000, 20000 + job.ports)), on, table, torch, environ, finished)
         except UsageError as error:
             raise SpecError(f"{job.where}: job {job.name}: {error.message}", error.fix) from error
 
@@ -344,7 +341,7 @@ def _check(
     table: Mapping[str, bool],
     torch: torchrun.TorchInstallation | None,
     environ: Mapping[str, str],
-    seen: set[object],
+    finished: set[object],
 ) -> None:
     form, words = ("exec", job.words[1:]) if job.words[0] == "exec" else ("run", job.words)
     own = {option.flag: option.takes_value for option in options_of(form)}
@@ -362,8 +359,8 @@ def _check(
     if not Path(job.cwd).is_dir():
         raise UsageError(f"cwd: directory {job.cwd} does not exist", "it is relative to colaunch's working directory")
     key = (command.own, job.env, job.cwd)
-    if key not in seen:
-        seen.add(key)
+    if key not in finished:
+        finished.add(key)
         version = torch.version if torch else None
         settings = resolve(command.own, {**environ, **dict(job.env)}, Path(job.cwd), lambda: version)
         for name in ("gpus", "wait", "dry-run"):
@@ -371,7 +368,7 @@ def _check(
                 raise UsageError(f"{name} is set ({settings.origin(name)})", OURS[f"--{name}"])
 
 
-# What makes one job of several nodes; the engine gives it.
+# Options for several nodes, which the engine sets.
 OF_SEVERAL_NODES = ("--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id", "--rdzv-backend", "--master-addr")
 
 
@@ -380,8 +377,8 @@ def _check_nodes(job: SweepJob, on: str | Scheduler, command: CommandLine) -> No
         return
     if isinstance(on, str) or on.across(job.nodes) is None:
         raise UsageError(f"nodes: {job.nodes} nodes, but this engine has one", "give --engine slurm")
-    given = [word.partition("=")[0].replace("_", "-") for word in command.torchrun]
-    for word in given:
+    flags = [word.partition("=")[0].replace("_", "-") for word in command.torchrun]
+    for word in flags:
         if word in OF_SEVERAL_NODES:
             raise UsageError(f"{word} cannot be given together with 'nodes'", "remove it: colaunch sets it")
 
@@ -404,9 +401,9 @@ def parse(argv: list[str]) -> SweepOptions:
         raise UsageError(f"--grid {twice} occurs twice.", "Give all its values at once: --grid NAME=1,2,3")
     for pattern in words.metric:
         check_pattern(pattern)
-    given = {name: value for name, value in vars(words).items() if value is not None}
-    given |= {"grid": axes, "metrics": tuple(given.pop("metric")), "timeout_s": given.pop("timeout", None)}
-    return SweepOptions(command=command, **given)
+    values = {name: value for name, value in vars(words).items() if value is not None}
+    values |= {"grid": axes, "metrics": tuple(values.pop("metric")), "timeout_s": values.pop("timeout", None)}
+    return SweepOptions(command=command, **values)
 
 
 def _check_kind(words: argparse.Namespace, command: tuple[str, ...], *, has_command: bool) -> None:
@@ -427,8 +424,8 @@ def _check_kind(words: argparse.Namespace, command: tuple[str, ...], *, has_comm
 
 
 def parser() -> Parser:
-    """The command line of ``safelaunch colaunch`` up to ``--``."""
-    found = Parser(
+    """Returns the parser for ``safelaunch colaunch`` up to ``--``."""
+    result = Parser(
         "colaunch",
         after_dashes={*BY_FLAG, *torchrun.KNOWN},
         usage=USAGE,
@@ -436,7 +433,7 @@ def parser() -> Parser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = found.add_argument
+    add = result.add_argument
     add("spec", nargs="?", metavar="SPEC.yaml", help="the sweep as a file")
     add("--grid", action="append", default=[], metavar="NAME=VALUES", help="a parameter: lr=1e-3,3e-4 or seed=0..4")
     add("--gpus-per-job", type=_number(parse_count), metavar="N", help="GPUs (or slots) for each job of a grid [1]")
@@ -461,7 +458,7 @@ def parser() -> Parser:
     add("--sweep-dir", metavar="DIR", help="where the sweep's files go [./safelaunch-sweeps/NAME]")
     add("--metric", action="append", default=[], metavar="REGEX", help="a column: the last match in each job's output")
     add("--dry-run", action="store_true", help="show the jobs; start nothing")
-    return found
+    return result
 
 
 def _positive(text: str) -> int:
@@ -475,5 +472,5 @@ def _number(read: Callable[[str], T]) -> Callable[[str], T]:
     def convert(text: str) -> T:
         return read(text)
 
-    convert.__name__ = "value"  # argparse: "invalid value: 'x'"
+    convert.__name__ = "value"  # for argparse's message: "invalid value: 'x'"
     return convert

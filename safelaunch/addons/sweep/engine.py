@@ -1,7 +1,6 @@
-"""What the runner asks of an engine, what a screen gets of it, and what ``BatchEngine`` asks of a scheduler's queue.
+"""Interface of an engine, which runs the jobs of a sweep.
 
-An engine is the place where the jobs of a sweep run: ``local.Local`` on this node, ``batch.BatchEngine`` on whatever
-lies behind a ``Queue``. Another scheduler is another ``Queue``.
+``local.Local`` runs them on this node, and ``batch.BatchEngine`` through a ``Scheduler``.
 """
 
 from __future__ import annotations
@@ -16,23 +15,19 @@ from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG
 
 @dataclass(frozen=True, slots=True)
 class RunningAttempt:
-    """An attempt that runs, or that waits in a scheduler's queue.
+    """An attempt that runs, or that waits in a scheduler's queue."""
 
-    ``on``: its GPUs, slots or nodes; ``ports``: the ranks' master port, then the leased ones. ``queued_for``: why a
-    scheduler lets it wait; None once it runs.
-    """
-
-    on: str = ""
-    ports: str = ""
+    on: str = ""  # its GPUs, slots or nodes
+    ports: str = ""  # ranks' master port, then the leased ports
     gpus: tuple[str, ...] = ()
     elapsed_s: float = 0.0
     pace: Pace = field(default_factory=Pace)
     stopping: bool = False
-    queued_for: str | None = None
+    queued_for: str | None = None  # scheduler's reason to keep it waiting; None once it runs
 
 
 class Engine(Protocol):
-    """Runs the jobs of one ``Sweep``, which says what may start. No method waits for a job."""
+    """Runs the jobs of one ``Sweep``, which decides which job starts next. No method waits for a job."""
 
     @property
     def unfinished(self) -> int:
@@ -40,28 +35,31 @@ class Engine(Protocol):
 
     @property
     def tick_s(self) -> float:
-        """How long the runner may wait before it polls again, in seconds."""
+        """Seconds that the runner can wait before it polls again."""
 
     def submit(self) -> None:
-        """Starts, or hands over, the jobs that ``Sweep.next`` gives, and reports each with ``Sweep.began``."""
+        """Starts or submits the jobs that ``Sweep.next`` returns, and reports each with ``Sweep.mark_started``."""
 
     def poll(self) -> Iterable[tuple[SweepJob, AttemptOutcome]]:
-        """The jobs whose attempt has ended. The runner records each before it asks for the next."""
+        """Yields the attempts that have ended. The runner records each before it asks for the next."""
 
     def cancel(self, *, kill: bool) -> None:
-        """Asks all jobs to end; with ``kill``, ends them."""
+        """Asks all jobs to end; with ``kill``, kills them."""
 
     def look(self) -> Mapping[str, RunningAttempt]:
-        """The attempts that have begun or been handed over, as they are now, by job."""
+        """Returns the current state of the attempts that were started or submitted, by job."""
 
     def close(self) -> None:
-        """Lets go of what the engine holds, once the runner has finished."""
+        """Releases the engine's resources, once the runner has finished."""
 
 
 def state_of(code: int, verdict: str, ended_by_us: JobState | None = None) -> JobState:
-    """The state of an attempt. ``verdict``: the outcome in the bundle's verdict, empty without one; it beats the code.
+    """Returns the state of an attempt that ended. A job that exits with 0 has succeeded even if it was asked to stop.
 
-    ``ended_by_us``: why we asked the job to stop. A job that succeeded anyway has succeeded.
+    Args:
+        code: exit code
+        verdict: outcome in the bundle's verdict, which overrides the exit code; empty without a bundle
+        ended_by_us: state that the job gets because we asked it to stop
     """
     if code == 0:
         return "succeeded"

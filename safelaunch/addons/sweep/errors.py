@@ -1,4 +1,4 @@
-"""What is wrong with a sweep."""
+"""Error for an invalid sweep."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from safelaunch.system.errors import UsageError
 
 
 class SpecError(UsageError):
-    """A sweep is invalid. The message names file and line, or the word."""
+    """A sweep is invalid. The message contains the file and line, or the word."""

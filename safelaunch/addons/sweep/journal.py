@@ -7,11 +7,11 @@ It has one JSON document per line, is only appended to, and each line is on the 
     {"event": "handed", "job": "lr-1e-3", "attempt": 1, "fingerprint": ..., "batch": ...}
     {"event": "ended", "job": "lr-1e-3", "attempt": 1, "state": "succeeded", ...}
 
-"started" is written while the job's process still waits for its release, so the journal knows every job; "handed", in
-its place, before a scheduler gets the job, which is found there by its unique name, ``batch``. An incomplete
-last line was never acted upon, and is cut off. ``--resume`` runs a job without an "ended" again, unless its safelaunch
-recorded a success: colaunch may be killed between a job's end and its record. The colaunch that runs the sweep locks
-the journal (flock).
+"started" is written before the job's process is released, so the journal contains every job. "handed" replaces it for
+a scheduler, and is written before the submission, whose unique name is ``batch``. An incomplete last line was never
+acted upon, and is cut off. ``--resume`` runs a job without an "ended" again, unless its safelaunch recorded a success:
+colaunch might have been killed between a job's end and its record. The colaunch that runs the sweep locks the journal
+(flock).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from msgspec import ValidationError
 
 from safelaunch.addons.sweep.jobs import AttemptOutcome, SweepJob
-from safelaunch.addons.sweep.sweep import Before
+from safelaunch.addons.sweep.sweep import JobHistory
 from safelaunch.job.process import ProcessId
 from safelaunch.system.decoding import from_builtins
 from safelaunch.system.errors import UsageError
@@ -40,25 +40,22 @@ NOBODY = ProcessId(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt of a job in the journal. ``outcome`` None: its end was never recorded.
-
-    ``handed``: the unique names under which a scheduler got it: after an unclear answer it is handed over again.
-    """
+    """One attempt of a job in the journal."""
 
     job: str
     number: int
     fingerprint: str
     process: ProcessId
-    outcome: AttemptOutcome | None = None
+    outcome: AttemptOutcome | None = None  # None if its end was never recorded
     gpus: tuple[str, ...] = ()
     began_unix_s: float = 0.0
-    handed: tuple[str, ...] = ()
+    handed: tuple[str, ...] = ()  # unique names of its submissions to a scheduler: several after an unclear answer
 
 
 def parse(data: bytes, name: str) -> tuple[list[JournalRecord], int]:
-    """The records of a journal, and the number of bytes in complete lines. Raises UsageError for a damaged line.
+    """Returns the records of a journal, and the size of its complete lines. Raises UsageError for a damaged line.
 
-    Only the last line may be incomplete: nothing is ever appended after one.
+    Only the last line can be incomplete: nothing is ever appended after one.
     """
     records: list[JournalRecord] = []
     whole = 0
@@ -81,8 +78,8 @@ def parse(data: bytes, name: str) -> tuple[list[JournalRecord], int]:
 
 
 def attempts(records: Sequence[JournalRecord]) -> tuple[Attempt, ...]:
-    """Every attempt, in the order of their starts. Other records are skipped."""
-    found: dict[tuple[str, int], Attempt] = {}
+    """Returns every attempt, in start order. Skips other records."""
+    by_key: dict[tuple[str, int], Attempt] = {}
     for record in records:
         try:
             key = (str(record["job"]), int(record["attempt"]))
@@ -90,37 +87,37 @@ def attempts(records: Sequence[JournalRecord]) -> tuple[Attempt, ...]:
                 process = ProcessId(int(record["pid"]), int(record["start_ticks"]))
                 gpus = tuple(str(gpu) for gpu in record.get("gpus", ()))
                 began_s = float(record.get("time_unix_s", 0.0))
-                found[key] = Attempt(*key, str(record["fingerprint"]), process, None, gpus, began_s)
+                by_key[key] = Attempt(*key, str(record["fingerprint"]), process, None, gpus, began_s)
             elif record["event"] == "handed":
-                earlier = found[key].handed if key in found else ()
+                earlier = by_key[key].handed if key in by_key else ()
                 handed = (*earlier, str(record["batch"]))
-                found[key] = Attempt(*key, str(record["fingerprint"]), NOBODY, handed=handed)
-            elif record["event"] == "ended" and key in found:
-                found[key] = replace(found[key], outcome=from_builtins(record, AttemptOutcome))
+                by_key[key] = Attempt(*key, str(record["fingerprint"]), NOBODY, handed=handed)
+            elif record["event"] == "ended" and key in by_key:
+                by_key[key] = replace(by_key[key], outcome=from_builtins(record, AttemptOutcome))
         except (KeyError, TypeError, ValueError, ValidationError):
-            continue  # a record of another version: its contents are unreliable, so the job runs again
-    return tuple(found.values())
+            continue  # the record is from another version and thus unreliable: the job runs again
+    return tuple(by_key.values())
 
 
 @dataclass(frozen=True, slots=True)
 class JournalHistory:
-    """``before``: the known state of each job; ``changed``: jobs that were done but have changed since."""
+    """The state of a sweep's jobs according to its journal."""
 
-    before: Mapping[str, Before]
-    changed: tuple[str, ...] = ()
+    before: Mapping[str, JobHistory]
+    changed: tuple[str, ...] = ()  # jobs that were done but have changed since
     unfinished: tuple[Attempt, ...] = ()
 
     @property
     def done(self) -> int:
-        return sum(known.outcome is not None for known in self.before.values())
+        return sum(job.outcome is not None for job in self.before.values())
 
 
 def history(attempts: Sequence[Attempt], jobs: Sequence[SweepJob]) -> JournalHistory:
-    """The state of these jobs according to the journal's attempts. Pure.
+    """Returns the state of these jobs according to the journal's attempts. Pure.
 
-    A job is done if an attempt at exactly this work succeeded; all others run again.
+    A job is done if an attempt at exactly the same work succeeded; all others run again.
     """
-    before: dict[str, Before] = {}
+    before: dict[str, JobHistory] = {}
     changed = []
     for job in jobs:
         own = [attempt for attempt in attempts if attempt.job == job.name]
@@ -130,15 +127,15 @@ def history(attempts: Sequence[Attempt], jobs: Sequence[SweepJob]) -> JournalHis
         same = [attempt for attempt in succeeded if attempt.fingerprint == job.fingerprint]
         if succeeded and not same:
             changed.append(job.name)
-        before[job.name] = Before(max(attempt.number for attempt in own), same[-1].outcome if same else None)
+        before[job.name] = JobHistory(max(attempt.number for attempt in own), same[-1].outcome if same else None)
     return JournalHistory(before, tuple(changed), tuple(attempt for attempt in attempts if attempt.outcome is None))
 
 
 class Journal:
-    """A sweep's journal, open and locked while this process is alive."""
+    """A sweep's journal, open and locked."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or creates it. Raises UsageError if another colaunch uses it, or if it is damaged."""
+        """Opens or creates the journal. Raises UsageError if another colaunch uses it, or if it is damaged."""
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,37 +172,37 @@ class Journal:
         return os.pread(self._file, size, 0)
 
     def _cut(self) -> None:
-        """Cuts off an incomplete last line; adds a missing newline to a complete one."""
         os.ftruncate(self._file, self._length)
         if self._length and os.pread(self._file, 1, self._length - 1) != b"\n":
             self._append(b"\n")
 
-    def begun(self, jobs: int, sweep_id: str = "") -> None:
+    def record_launch(self, jobs: int, sweep_id: str = "") -> None:
         """Records the start of colaunch. Raises OSError if it can't be written.
 
-        ``sweep_id``: what marks the jobs of this sweep in a scheduler.
+        Args:
+            sweep_id: marks the jobs of this sweep in a scheduler
         """
-        known = {"sweep_id": sweep_id} if sweep_id else {}
-        self._write({"event": "begun", "pid": os.getpid(), "jobs": jobs, "version": 1, **known})
+        extra = {"sweep_id": sweep_id} if sweep_id else {}
+        self._write({"event": "begun", "pid": os.getpid(), "jobs": jobs, "version": 1, **extra})
 
-    def started(self, job: SweepJob, attempt: int, process: ProcessId, gpus: Sequence[str] = ()) -> None:
-        """Records a job's start. Raises OSError if it can't be written: then the job must not start."""
+    def record_start(self, job: SweepJob, attempt: int, process: ProcessId, gpus: Sequence[str] = ()) -> None:
+        """Records a job's start. Raises OSError if it can't be written; the job must not start then."""
         words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint, "gpus": list(gpus)}
         self._write({"event": "started", **words, "pid": process.pid, "start_ticks": process.start_ticks})
 
-    def handed(self, job: SweepJob, attempt: int, name: str) -> None:
-        """Records what a scheduler is about to get, under ``name``. Raises OSError if it can't be written."""
+    def record_submission(self, job: SweepJob, attempt: int, name: str) -> None:
+        """Records an imminent submission under ``name``. Raises OSError if it can't be written."""
         words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint}
         self._write({"event": "handed", **words, "batch": name})
 
-    def ended(self, name: str, attempt: int, outcome: AttemptOutcome) -> None:
-        """Records a job's end. If it can't be written now, it is kept and written as soon as possible."""
+    def record_end(self, name: str, attempt: int, outcome: AttemptOutcome) -> None:
+        """Records a job's end. If it can't be written now, it is written as soon as possible."""
         record = {"event": "ended", "job": name, "attempt": attempt, **asdict(outcome)}
         self._pending.append(_line(record))
         self.catch_up()
 
     def catch_up(self) -> bool:
-        """Writes the records that could not be written before; returns whether none is left."""
+        """Writes records that couldn't be written before; returns True if all are written."""
         try:
             while self._pending:
                 self._append(self._pending[0])
@@ -225,7 +222,7 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file)
         except OSError:
-            os.ftruncate(self._file, self._length)  # nothing may follow half a line
+            os.ftruncate(self._file, self._length)  # nothing must follow half a line
             raise
         self._length += len(line)
 
@@ -239,7 +236,6 @@ def _line(record: JournalRecord) -> bytes:
 
 
 def _tolerant(data: bytes) -> list[JournalRecord]:
-    """The records that are readable while another process writes."""
     try:
         return parse(data, "")[0]
     except UsageError:
@@ -247,7 +243,7 @@ def _tolerant(data: bytes) -> list[JournalRecord]:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Writes a new file's name to the disk. Best effort: some file systems can't."""
+    """Flushes a new file's name to the disk. Best effort: some file systems can't."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

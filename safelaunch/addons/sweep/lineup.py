@@ -13,28 +13,28 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Waiting:
-    """A job whose needs are met. ``overtaken``: how often another job overtook it while it was the head."""
+    """A job whose dependencies are met."""
 
     name: str
     units: int
-    overtaken: int = 0
+    overtaken: int = 0  # times another job overtook it while it was the head
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A running job. ``past``: the head with reserved room that this job overtook, or empty."""
+    """A running job."""
 
     name: str
     units: int
-    past: str = ""
+    past: str = ""  # head with reserved room that this job overtook
 
 
 @dataclass(slots=True)
 class Lineup:
-    """``capacity`` units (slots, GPUs), ``at_most`` jobs at a time."""
+    """The waiting and running jobs, by units (slots or GPUs)."""
 
     capacity: int
-    at_most: int
+    at_most: int  # jobs at a time
     waiting: list[Waiting] = field(default_factory=list)
     running: list[Running] = field(default_factory=list)
 
@@ -43,15 +43,15 @@ class Lineup:
         return sum(job.units for job in self.running)
 
     def add(self, name: str, units: int) -> None:
-        """One more waiting job, at the end."""
+        """Adds a waiting job at the end."""
         self.waiting.append(Waiting(name, units))
 
     def end(self, name: str) -> None:
-        """A running job has ended."""
+        """Removes a running job."""
         self.running = [job for job in self.running if job.name != name]
 
     def next(self, free: int | None = None) -> str | None:
-        """The next job that fits. ``free``: the available units if others use some; None: all that our jobs leave."""
+        """Returns the next job that fits into ``free`` units (None: all that our own jobs leave)."""
         left = self.capacity - self.used if free is None else min(free, self.capacity - self.used)
         if len(self.running) >= self.at_most:
             return None
@@ -64,7 +64,7 @@ class Lineup:
         return None
 
     def start(self, name: str) -> None:
-        """Starts a waiting job, which overtakes the head if it is another one."""
+        """Starts a waiting job. If it isn't the head, it overtakes the head."""
         head = self.waiting[0]
         job = next(job for job in self.waiting if job.name == name)
         self.running.append(Running(name, job.units, head.name if job is not head and self._kept_for(head) else ""))
@@ -73,10 +73,6 @@ class Lineup:
             head.overtaken += 1
 
     def _spare(self, head: Waiting, free: int) -> int:
-        """The number of units for a job that overtakes ``head``.
-
-        While others use so many that the ends of our own jobs can't make room for the head, nothing is reserved for it.
-        """
         ours = self.used + free
         if not self._kept_for(head) or head.units > ours:
             return self.capacity

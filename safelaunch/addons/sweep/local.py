@@ -1,14 +1,7 @@
 """The local engine: starts, reaps and stops jobs on this node, each on its own GPUs or CPU cores.
 
-It has one thread, because it forks, and because the kernel ends jobs with the thread that started them. It never waits
-for a job. A job's safelaunch is started so that it is recorded before it runs, and never survives us unnoticed:
-
-- The child waits for its release, which follows its record in the journal. If we are killed first, it exits.
-- It asks the kernel for a SIGTERM at our death (PR_SET_PDEATHSIG), which it forwards to its job: ``kill -9`` of
-  colaunch ends the jobs as a scheduler would.
-- It also leaves its exit code in a file, so that a success is not forgotten if we are killed at that moment.
-- Its log is locked (flock). The lock belongs to the open file, the stdout of every process of the job. While any of
-  them is alive, the lock is held, which ``--resume`` can see.
+It has one thread because it forks, and because the kernel ends jobs with the thread that started them. It never waits
+for a job. ``spawn`` describes how a job is started.
 """
 
 from __future__ import annotations
@@ -40,13 +33,13 @@ from safelaunch.system.errors import ResourceError, StoreError
 
 TICK_S = 0.5
 BUSY_TICK_S = 0.1
-# torchrun waits 30 s for ranks that do not end at SIGTERM, and then kills them.
+# torchrun waits 30 s for ranks that don't end at SIGTERM, and then kills them.
 STOP_PATIENCE_S = 45.0
 # The guardian of a killed supervisor ends its job: SIGTERM, 5 s, SIGKILL.
 LINGER_S = 8.0
 CANNOT_START = 127
 
-# Temporary failures: no room on the disk, no process available. The job is not to blame, and starts later.
+# Temporary failures, such as a full disk or no free process: the job isn't to blame, and starts later.
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
@@ -56,40 +49,35 @@ class _Unrecorded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SweepPlace:
-    """Where and how a sweep runs. ``program``: the command that starts ``safelaunch``."""
+    """Environment of a sweep."""
 
     paths: SweepPaths
     pool: SharePool
     store: LeaseStore
     journal: Journal
     environ: Mapping[str, str]
-    program: Sequence[str]
+    program: Sequence[str]  # command that starts ``safelaunch``
 
 
 @dataclass(slots=True)
 class Active:
-    """One attempt. ``process`` is its safelaunch; times are CLOCK_MONOTONIC, in seconds.
-
-    ``ended_by_us``: its state because we asked it to end; ``asked_s``: when (it is killed if it doesn't end).
-    ``below``: the processes below it when it was killed. ``status``: its wait status once it has been reaped.
-    ``before``: the bundles that there were.
-    """
+    """One running attempt. Times are CLOCK_MONOTONIC, in seconds."""
 
     job: SweepJob
     share: Share
-    process: ProcessId
+    process: ProcessId  # its safelaunch
     log: Path
-    before: set[str]
+    before: set[str]  # bundles that existed before
     began_s: float
-    ended_by_us: JobState | None = None
-    asked_s: float | None = None
+    ended_by_us: JobState | None = None  # its state because we asked it to end
+    asked_s: float | None = None  # when we asked; it is killed if it doesn't end
     killed_s: float | None = None
-    status: int | None = None
+    status: int | None = None  # wait status once it has been reaped
     reaped_s: float = 0.0
-    below: tuple[ProcessId, ...] = ()
+    below: tuple[ProcessId, ...] = ()  # its descendants when it was killed
 
     def lingers(self, now: float) -> bool:
-        """Whether processes of a job with a killed supervisor are still alive: its guardian ends them, then we do."""
+        """Returns True while processes of a killed supervisor's job are alive: the guardian ends them, then we do."""
         assert self.status is not None
         if not os.WIFSIGNALED(self.status) or not is_held(self.log):
             return False
@@ -100,7 +88,7 @@ class Active:
 
 
 class Local:
-    """The engine that runs the jobs of ``sweep`` as children of this process. ``say`` shows a message."""
+    """Runs the jobs of ``sweep`` as children of this process. ``say`` shows a message."""
 
     def __init__(
         self,
@@ -115,8 +103,8 @@ class Local:
         self._clock = clock
         self._active: dict[str, Active] = {}
         self._steps = Steps(our_roots, clock)
-        self._waiting = False
-        self._told = ""
+        self._has_complained = False
+        self._last_holders = ""
         self._not_started: list[SweepJob] = []
 
     @property
@@ -139,7 +127,6 @@ class Local:
             self._kill(active)
 
     def _ask_to_end(self, *, patience: bool = True) -> None:
-        """Asks all jobs to end. Without ``patience``, the user decides when that takes too long."""
         for active in self._active.values():
             if active.ended_by_us is None and active.status is None:
                 active.ended_by_us = "cancelled"
@@ -147,13 +134,12 @@ class Local:
                 active.process.send(signal.SIGTERM)
 
     def _kill(self, active: Active) -> None:
-        """Kills a job's supervisor. The guardian ends the rest, or we do after a while."""
         active.ended_by_us = active.ended_by_us or "cancelled"
         active.below = (*active.below, *process.descendants([active.process.pid]))
         active.killed_s = self._clock()
         active.process.send(signal.SIGKILL)
 
-    def _hurry(self) -> None:
+    def _enforce_limits(self) -> None:
         """Ends jobs over their time limit, and kills those that don't end."""
         now = self._clock()
         if self._sweep.stopped:
@@ -177,7 +163,7 @@ class Local:
                 del self._active[active.job.name]
                 yield active.job, self._outcome(active)
                 self._place.pool.release(active.share)  # once its end has been recorded
-        self._hurry()
+        self._enforce_limits()
 
     def _outcome(self, active: Active) -> AttemptOutcome:
         assert active.status is not None
@@ -198,10 +184,10 @@ class Local:
 
     def submit(self) -> None:
         if not self._place.journal.catch_up():
-            self._complain(f"{self._place.journal.path} cannot be written")
+            self._complain(f"{self._place.journal.path} can't be written")
             return
         try:
-            while (wanted := self._sweep.next()) is not None:  # otherwise nobody needs to know what is free
+            while (wanted := self._sweep.next()) is not None:  # don't survey the units if no job could start
                 free = self._place.pool.free()
                 if free is None:
                     return
@@ -216,18 +202,17 @@ class Local:
             self._complain(str(error))
 
     def _wait_for_others(self, job: SweepJob) -> None:
-        """Queues the job that would start if others left room, and tells the user once who holds that room."""
-        others = self._place.pool.wait(job, [active.process.pid for active in self._active.values()])
-        if others and others != self._told:
-            self._told = others
-            self._say(f"{job.name} waits for {self._place.pool.kind}s that others hold:\n{others}")
+        holders = self._place.pool.wait(job, [active.process.pid for active in self._active.values()])
+        if holders and holders != self._last_holders:
+            self._last_holders = holders
+            self._say(f"{job.name} waits for {self._place.pool.kind}s in use by others:\n{holders}")
 
     def _try_to_start(self, job: SweepJob) -> bool:
         """Tries to start a job; returns False if it must be tried again."""
         share = self._place.pool.take(job)
         if share is None:
             return False
-        if self._is_of_an_active_job(share):  # which has just ended: first its end is recorded, then the next start
+        if self._has_busy_gpus(share):  # record the previous job's end before the next start
             self._place.pool.release(share)
             return False
         try:
@@ -241,11 +226,11 @@ class Local:
                 self._complain(f"{job.name}: {error.strerror}")
                 return False
             self._say(f"{job.name} could not be started: {error.strerror or error}")
-            self._sweep.began(job)
+            self._sweep.mark_started(job)
             self._not_started.append(job)
         return True
 
-    def _is_of_an_active_job(self, share: Share) -> bool:
+    def _has_busy_gpus(self, share: Share) -> bool:
         return any(not set(share.gpus).isdisjoint(active.share.gpus) for active in self._active.values())
 
     def _with_ports(self, job: SweepJob, share: Share) -> Share:
@@ -258,26 +243,26 @@ class Local:
         return replace(share, ports=numbers)
 
     def _complain(self, why: str) -> None:
-        if not self._waiting:
-            self._waiting = True
+        if not self._has_complained:
+            self._has_complained = True
             self._say(f"no job can start now; colaunch keeps trying ({why})")
 
     def _launch(self, job: SweepJob, share: Share) -> None:
-        """Starts a job and hands its lease over: the job holds it from its first moment, even if we are killed."""
+        """Starts a job and hands its lease over, so that the job holds it from its first moment."""
         attempt, paths = self._sweep.tracks[job.name].attempts + 1, self._place.paths
         paths.bundles(job.name).mkdir(mode=0o700, parents=True, exist_ok=True)
 
         def record(started: ProcessId) -> None:
             try:
-                self._place.journal.started(job, attempt, started, share.gpus)
+                self._place.journal.record_start(job, attempt, started, share.gpus)
             except OSError as error:
-                raise _Unrecorded(f"{self._place.journal.path} cannot be written: {error.strerror or error}") from error
+                raise _Unrecorded(f"{self._place.journal.path} can't be written: {error.strerror or error}") from error
 
-        given = job.with_ports(share.ports)
+        ready_job = job.with_ports(share.ports)
         variables, descriptors = share.lease.hand_over()
         command = JobCommand(
-            argv=(*self._place.program, *given.arguments(os.fspath(paths.bundles(job.name)))),
-            env={**self._environment(given, share), **variables},
+            argv=(*self._place.program, *ready_job.arguments(os.fspath(paths.bundles(job.name)))),
+            env={**self._environment(ready_job, share), **variables},
             cwd=job.cwd,
             log=paths.log(job.name, attempt),
             exit_file=paths.exit_file(job.name, attempt),
@@ -286,8 +271,8 @@ class Local:
         before = paths.bundles_of(job.name)
         started = spawn(command, record)
         share.lease.forget()
-        self._waiting = False
-        self._sweep.began(job)
+        self._has_complained = False
+        self._sweep.mark_started(job)
         self._active[job.name] = Active(job, share, started, command.log, before, self._clock())
         self._say(f"{job.name}: started on {self._place.pool.kind} {share.label}")
 
@@ -300,9 +285,9 @@ class Local:
     def look(self) -> dict[str, RunningAttempt]:
         running = [active for active in self._active.values() if active.status is None]
         self._steps.look([active.process for active in running])
-        return {active.job.name: self._live(active) for active in running}
+        return {active.job.name: self._running(active) for active in running}
 
-    def _live(self, active: Active) -> RunningAttempt:
+    def _running(self, active: Active) -> RunningAttempt:
         share, pace = active.share, self._steps.of(active.process)
         ports = ",".join(dict.fromkeys(filter(None, (pace.master_port, *map(str, share.ports)))))
         elapsed_s = self._clock() - active.began_s
@@ -310,6 +295,6 @@ class Local:
 
 
 def exit_code(status: int) -> int:
-    """The exit code for a wait status, as a shell shows it: 128 plus the number of a signal that ended it."""
+    """Returns the exit code as a shell shows it: 128 plus the signal number if a signal ended the process."""
     code = os.waitstatus_to_exitcode(status)
     return 128 - code if code < 0 else code

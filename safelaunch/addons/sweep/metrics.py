@@ -1,4 +1,4 @@
-"""Numbers that a job reports, found by a pattern in its output."""
+"""Extracts the numbers that a job reports from its output, with a pattern."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from safelaunch.addons.sweep.errors import SpecError
 from safelaunch.addons.sweep.jobs import Metric
 from safelaunch.system.time_limit import CPU, at_most
 
-# The part at the end of a job's output that is searched; the last value of a metric counts.
+# Only the end of a job's output is searched; the last value of a metric counts.
 TAIL_BYTES = 32 << 20
 LONGEST_LINE = 1 << 16
-MOST_CPU_S = 2.0  # 32 MiB of lines without a match take about one
+MOST_CPU_S = 2.0  # 32 MiB of lines without a match take about 1 s
 _NAME = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_./-]*)")
 
 
 def check_pattern(pattern: str) -> tuple[str, ...]:
-    """The names of the metrics that ``pattern`` finds: its named groups, else the word that it begins with.
+    """Returns the metrics that ``pattern`` finds: its named groups, else its first word. Raises SpecError.
 
-    ``val_loss=([0-9.]+)`` finds ``val_loss``; ``(?P<loss>\\S+) is the loss`` finds ``loss``. Raises SpecError.
+    ``val_loss=([0-9.]+)`` finds ``val_loss``; ``(?P<loss>\\S+) is the loss`` finds ``loss``.
     """
     try:
         compiled = re.compile(pattern)
@@ -42,20 +42,20 @@ def check_pattern(pattern: str) -> tuple[str, ...]:
 
 
 def from_lines(lines: Iterable[str], patterns: Sequence[str]) -> dict[str, Metric]:
-    """The value of each metric in the first of ``lines`` that has it; within a line, the last one counts."""
+    """Returns each metric's value in the first of ``lines`` that has it; within a line, the last one counts."""
     searches = [(re.compile(pattern), check_pattern(pattern)) for pattern in patterns]
     wanted = {name for _, names in searches for name in names}
-    found: dict[str, Metric] = {}
+    values: dict[str, Metric] = {}
     for line in lines:
         here: dict[str, Metric] = {}
         for compiled, names in searches:
             for match in compiled.finditer(line):
                 groups = match.groupdict() or {names[0]: match[1]}
                 here.update({name: value_of(text) for name, text in groups.items() if text is not None})
-        found = {**here, **found}
-        if len(found) == len(wanted):
+        values = {**here, **values}
+        if len(values) == len(wanted):
             break
-    return found
+    return values
 
 
 def from_log(
@@ -63,10 +63,10 @@ def from_log(
     patterns: Sequence[str],
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Metric]:
-    """The last value of each metric near the end of a job's output; none from an unreadable file.
+    """Returns the last value of each metric near the end of a job's output; none from an unreadable file.
 
-    A pattern may take for ever (``(a+)+b``), so each gets ``MOST_CPU_S``; then ``say`` gets a message. Call it from the
-    main thread.
+    Call it from the main thread: a pattern might take forever (``(a+)+b``), so each gets ``MOST_CPU_S``, after which
+    ``say`` gets a message.
     """
     if not patterns:
         return {}
@@ -77,18 +77,17 @@ def from_log(
     except OSError:
         return {}
     data = data.replace(b"\r", b"\n")  # a progress bar separates its lines with carriage returns
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for pattern in patterns:
         try:
             with at_most(MOST_CPU_S, CPU):
-                found.update(from_lines(_backwards(data), [pattern]))
+                metrics.update(from_lines(_backwards(data), [pattern]))
         except TimeoutError:
             say(f"{path.parent.name}: no value for {pattern!r}: searching {path.name} takes too long")
-    return found
+    return metrics
 
 
 def _backwards(data: bytes) -> Iterator[str]:
-    """Lines, the last one first, so that a pattern with a match does not search megabytes."""
     end = len(data)
     while end >= 0:
         begin = data.rfind(b"\n", 0, end) + 1
@@ -97,7 +96,7 @@ def _backwards(data: bytes) -> Iterator[str]:
 
 
 def value_of(text: str) -> Metric:
-    """The text as a number if it is one. JSON has no infinities and no NaN, so these stay text."""
+    """Returns the text as a number if it is one. JSON has no infinities and no NaN, so these stay text."""
     try:
         number = float(text)
     except ValueError:

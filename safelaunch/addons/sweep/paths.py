@@ -1,4 +1,4 @@
-"""All file names of one sweep, and what its jobs' bundles say."""
+"""The file names of a sweep, and what its jobs' bundles contain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SweepPaths:
 
     @property
     def batches(self) -> Path:
-        """The scripts that were handed to a scheduler, and what it said while it ran them."""
+        """The scripts that were submitted to a scheduler, and its output while it ran them."""
         return self.root / "batches"
 
     def batch_script(self, name: str) -> Path:
@@ -48,7 +48,7 @@ class SweepPaths:
         return self.root / "jobs"
 
     def job(self, name: str) -> Path:
-        """A job's own directory, ``{job_dir}`` in its command; the job may write there too."""
+        """A job's own directory, ``{job_dir}`` in its command; the job can write there too."""
         return self.jobs / name
 
     def log(self, name: str, attempt: int) -> Path:
@@ -56,7 +56,7 @@ class SweepPaths:
         return self.job(name) / f"attempt-{attempt}.log"
 
     def exit_file(self, name: str, attempt: int) -> Path:
-        """The file in which the attempt's safelaunch leaves its exit code."""
+        """The file to which the attempt's safelaunch writes its exit code."""
         return self.job(name) / f"attempt-{attempt}.exit"
 
     def bundles(self, name: str) -> Path:
@@ -66,19 +66,19 @@ class SweepPaths:
         """The paths of the job's published bundles."""
         try:
             with os.scandir(self.bundles(name)) as entries:
-                found = [e.path for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
+                folders = [e.path for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
         except OSError:
             return set()
-        return {path for path in found if os.path.exists(os.path.join(path, "verdict.json"))}  # noqa: PTH110, PTH118
+        return {path for path in folders if os.path.exists(os.path.join(path, "verdict.json"))}  # noqa: PTH110, PTH118
 
 
 def newest(bundles: Collection[str]) -> str:
-    """The path of the newest of these bundles, or empty. Of one job's nodes, one has the whole; it comes first."""
+    """Returns the path of the latest bundle, or "". A complete one comes first: only one of a job's nodes has it."""
     return max(bundles, key=lambda path: (_is_whole(path), modified_ns(path), path), default="")
 
 
 def verdict_of(bundle: str) -> tuple[str, str]:
-    """``hang``, ``crash`` or ``dump``, and the cause; both empty without a bundle or a readable verdict."""
+    """Returns the outcome (``hang``, ``crash`` or ``dump``) and the cause; both empty without a readable verdict."""
     document = _verdict(bundle) if bundle else None
     if document is None or "outcome" not in document:
         return "", ""
@@ -86,7 +86,7 @@ def verdict_of(bundle: str) -> tuple[str, str]:
 
 
 def summary_of(bundle: str) -> str:
-    """The summary of the verdict; empty without a bundle or a readable verdict."""
+    """Returns the verdict's summary; empty without a readable verdict."""
     document = _verdict(bundle) if bundle else None
     return str(document.get("summary", "")) if document is not None else ""
 
@@ -98,7 +98,6 @@ def _is_whole(bundle: str) -> bool:
 
 
 def _verdict(bundle: str) -> dict[str, Any] | None:
-    """What verdict.json says; None where it cannot be read."""
     try:
         document = json.loads((Path(bundle) / "verdict.json").read_bytes())
     except (OSError, ValueError):

@@ -23,56 +23,52 @@ PROGRAM = "safelaunch colaunch"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One job's share. ``units``: the numbers of its slots; ``label``: its units in words.
+    """One job's share of the units."""
 
-    ``env``: the job's variables for it; ``cores``: how many cores there are for it, 0 if that is not shared out.
-    ``lease``: GPUs and ports to hand over to the job's safelaunch. ``ports``: their numbers.
-    """
-
-    units: tuple[int, ...] = ()
-    label: str = ""
+    units: tuple[int, ...] = ()  # numbers of its slots
+    label: str = ""  # its units in words
     gpus: tuple[str, ...] = ()
-    cores: int = 0
-    env: Mapping[str, str] = field(default_factory=dict)
-    lease: Lease = field(default_factory=lambda: Lease({}))
+    cores: int = 0  # 0 if cores aren't shared out
+    env: Mapping[str, str] = field(default_factory=dict)  # restricts the job to its share
+    lease: Lease = field(default_factory=lambda: Lease({}))  # GPUs and ports to hand over to the job's safelaunch
     ports: tuple[int, ...] = ()
 
 
 class SharePool(Protocol):
-    """Hands out shares, and hides what they consist of and who else competes for them. ``free`` raises StoreError."""
+    """Assigns shares. Callers don't see what they consist of or what competes. ``free`` raises StoreError."""
 
     @property
     def capacity(self) -> int:
-        """Units in all."""
+        """Total number of units."""
 
     @property
     def kind(self) -> str:
         """``GPU`` or ``slot``."""
 
     def units(self, gpus: int) -> int:
-        """The number of units for a job that requests ``gpus`` GPUs."""
+        """Returns the number of units for a job that requests ``gpus`` GPUs."""
 
     def free(self) -> int | None:
-        """The number of units available now; None while that is unknown."""
+        """Returns the number of units available now; None while that is unknown."""
 
     def take(self, job: SweepJob) -> Share | None:
-        """A share for ``job``, or None if too few units are left."""
+        """Returns a share for ``job``, or None if too few units are free."""
 
     def wait(self, job: SweepJob, ours: Collection[int]) -> str:
-        """Queues ``job``, which would start if others left room, ahead of later requests.
+        """Queues ``job``, which would start if others freed units, ahead of later requests.
 
-        Returns lines that say who holds what, except for the processes in ``ours``.
+        Returns lines that list the holders, except for the processes in ``ours``.
         """
 
     def leave(self) -> None:
         """Leaves the queue."""
 
     def release(self, share: Share) -> None:
-        """Frees a share: its job has ended or did not start."""
+        """Frees a share whose job has ended or didn't start."""
 
 
 class CpuSlots:
-    """CPU slots, each for an equal share of the cores: the kernel's scheduler chooses which."""
+    """CPU slots, each with an equal share of the cores; the kernel chooses the cores."""
 
     kind = "slot"
 
@@ -82,7 +78,7 @@ class CpuSlots:
         self._free = set(range(count))
 
     def units(self, gpus: int) -> int:
-        """One slot per GPU; a job without GPUs still needs a core."""
+        """Returns one slot per GPU, and at least one: a job without GPUs needs a core too."""
         return max(1, gpus)
 
     def free(self) -> int:
@@ -110,19 +106,19 @@ class CpuSlots:
 class GpuPool:
     """The node's GPUs, as the environment limits them; each job sees only its own.
 
-    A GPU is free if nobody on this node holds or uses it. The leases of our own jobs count too. However many jobs of
-    ours wait, they have one place in the node's queue. No method waits for the driver.
+    A GPU is free if no process on this node holds or uses it, including our own jobs. All our waiting jobs share one
+    place in the queue of the node. No method waits for the driver.
     """
 
     kind = "GPU"
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        found = inventory(environ)
-        pool = pool_of(environ, found.gpus)
+        devices = inventory(environ)
+        pool = pool_of(environ, devices.gpus)
         gpus = pool.gpus
-        self.capacity, self.missing = len(gpus), found.missing or pool.origin
+        self.capacity, self.missing = len(gpus), devices.missing or pool.origin
         self._asking = Asking(environ)
-        survey = Survey(found, self._asking.answer, time.monotonic)
+        survey = Survey(devices, self._asking.answer, time.monotonic)
         self._claim = LeaseRequest(store_of(environ), GpuRequest(gpus, 0, ""), ourselves("", PROGRAM), survey)
 
     def _request(self, job: SweepJob) -> LeaseRequest:
@@ -161,7 +157,7 @@ class GpuPool:
 
 
 def default_slots(cores: int, units: Sequence[int], at_most: int | None) -> int:
-    """One slot per core, but no more than the jobs can use at once, so that their shares are larger."""
+    """Returns one slot per core, but no more than the jobs can use at once, so that their shares are larger."""
     largest_first = sorted(units, reverse=True)[:at_most]
     return max(1, min(cores, sum(largest_first)), *largest_first[:1])
 

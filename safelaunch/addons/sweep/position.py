@@ -9,29 +9,27 @@ from typing import Literal
 from safelaunch.addons.sweep.attempt_files import AttemptClaim, TaskEnd
 from safelaunch.addons.sweep.engine import state_of
 from safelaunch.addons.sweep.jobs import JobState
-from safelaunch.addons.sweep.scheduler import Listed, Scheduler
+from safelaunch.addons.sweep.scheduler import ListedJob, Scheduler
 
-Stands = Literal["queued", "running", "ended", "absent", "hopeless", "unsettled"]
+AttemptStage = Literal["queued", "running", "ended", "absent", "hopeless", "unsettled"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptPosition:
-    """Where an attempt is. ``listed``: the scheduler's job that counts; ``end``: what its task left.
+    """How far an attempt has got."""
 
-    ``absent``: the scheduler has no job for it, and none has begun. ``unsettled``: it has ended, but what it left may
-    not be visible here yet. ``hopeless``: a job that it needs has not succeeded.
-    """
-
-    stands: Stands
-    listed: Listed | None = None
+    # absent: the scheduler has no job for it, and no job has started; unsettled: it has ended, but its files might not
+    # be visible here yet; hopeless: a job that it needs didn't succeed
+    stage: AttemptStage
+    listed: ListedJob | None = None  # scheduler's job that runs the attempt
     end: TaskEnd | None = None
 
 
-def judge(listed: Sequence[Listed], claim: AttemptClaim | None, end: TaskEnd | None) -> AttemptPosition:
-    """``listed``: the jobs that were submitted for this attempt; more than one after a double submission.
+def judge(listed: Sequence[ListedJob], claim: AttemptClaim | None, end: TaskEnd | None) -> AttemptPosition:
+    """Returns the position of an attempt. ``listed`` has several jobs after a double submission.
 
-    A success, or an end that no signal brought about, stands, whatever the scheduler still thinks of the job. After a
-    signal, the job may come back: the scheduler's word counts.
+    A success, or an exit not caused by a signal, is final whatever the scheduler reports. After a signal, the scheduler
+    might requeue the job, so its report counts.
     """
     if claim is None:
         alive = [each for each in listed if each.stage != "ended"]
@@ -54,11 +52,15 @@ def judge(listed: Sequence[Listed], claim: AttemptClaim | None, end: TaskEnd | N
     return AttemptPosition("ended" if end is not None else "unsettled", owner, end)
 
 
-def meaning(
-    standing: AttemptPosition, verdict: str, queue: Scheduler, *, asked_by_us: bool, claimed: bool
+def final_state(
+    position: AttemptPosition, verdict: str, queue: Scheduler, *, asked_by_us: bool, claimed: bool
 ) -> tuple[JobState, str]:
-    """The state and cause of an attempt that ended. ``verdict``: the outcome in its bundle, empty without one."""
-    listed, end = standing.listed, standing.end
+    """Returns the state and cause of an attempt that ended.
+
+    Args:
+        verdict: outcome in its bundle; empty without one
+    """
+    listed, end = position.listed, position.end
     state = state_of(end.exit_code, verdict) if end is not None else "failed"
     if state in ("succeeded", "hung"):
         return state, ""
@@ -67,13 +69,13 @@ def meaning(
     if end is not None and end.over_limit:
         return "timed-out", "timeout"
     for word in (listed.word if listed is not None else "", end.word if end is not None else ""):
-        found = queue.meanings.get(word)
-        if found is not None and (end is None or end.signalled or not found.asked):
-            return found.state, found.cause
+        end_meaning = queue.meanings.get(word)
+        if end_meaning is not None and (end is None or end.signalled or not end_meaning.asked):
+            return end_meaning.state, end_meaning.cause
     if end is not None:
         return "failed", ""
     if listed is None:
         return "failed", "lost"
     if listed.word == "COMPLETED":
-        return "succeeded", ""  # by the scheduler's word: the job could not write its end down
+        return "succeeded", ""  # according to the scheduler: the task couldn't write its end
     return "failed", "" if claimed else "never began"

@@ -15,7 +15,7 @@ from safelaunch.job import process
 from safelaunch.job.process import ProcessId
 from safelaunch.system.errors import SafelaunchError
 
-REMAINS_KILL_S = 45.0  # a job got SIGTERM when its colaunch was killed; torchrun may take 30 s
+REMAINS_KILL_S = 45.0  # a job got SIGTERM when its colaunch was killed; torchrun can take 30 s
 
 
 REMAINS_GIVE_UP_S = 65.0
@@ -31,7 +31,7 @@ def wait_for_remains(
 ) -> None:
     """Waits until all processes of these attempts have ended, and kills them if that takes long.
 
-    Raises SafelaunchError if some survive: running their job again would run it twice at once.
+    Raises SafelaunchError if some survive: the job must not run twice at once.
     """
     alive = [attempt for attempt in unfinished if _lives(attempt, paths)]
     if not alive:
@@ -62,7 +62,7 @@ def wait_for_remains(
 
 
 def recovered(attempt: Attempt, jobs: Sequence[SweepJob], paths: SweepPaths) -> AttemptOutcome | None:
-    """The outcome of an attempt that succeeded while its colaunch was being killed; None for any other."""
+    """Returns the outcome of an attempt that succeeded while its colaunch was being killed; None for any other."""
     job = next((job for job in jobs if job.name == attempt.job), None)
     exit_file = paths.exit_file(attempt.job, attempt.number)
     if job is None or exit_code_in(exit_file) != 0:

@@ -1,7 +1,6 @@
-"""The loop that runs a sweep on an engine: signals, ends, starts, the display, the summary.
+"""The loop that runs a sweep on an engine.
 
-It never waits for a job, and never for long for a terminal. The summary is ``summary.json`` for programs, and
-``summary.csv`` for spreadsheets and pandas.
+It never waits for a job, and never long for a terminal.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Runner:
         self._paths = paths
         self._screen = screen
         self._clock = clock
-        self._seeing = True
+        self._has_display = True
         self._live: Mapping[str, RunningAttempt] = {}
         self._summary_due_s = 0.0
         self.stopped_by = 0
@@ -55,14 +54,14 @@ class Runner:
             for job, outcome in self._engine.poll():
                 self._record(job, outcome)
             self._engine.submit()
-            self._see()
+            self._update_display()
             self._summarize()
             if (self._sweep.finished and not self._engine.unfinished) or self._stops > 2:
                 break
             signals.wait(self._engine.tick_s)
         self._engine.close()
         if not self._journal.catch_up():
-            self._screen.note(f"{self._journal.path} cannot be written: --resume will run some jobs again")
+            self._screen.note(f"{self._journal.path} can't be written: --resume will run some jobs again")
 
     def _on_signals(self, taken: Sequence[int]) -> None:
         for signum in taken:
@@ -76,38 +75,38 @@ class Runner:
             self._engine.cancel(kill=self._stops > 1)
 
     def _record(self, job: SweepJob, outcome: AttemptOutcome) -> None:
-        self._journal.ended(job.name, self._sweep.tracks[job.name].attempts, outcome)
-        self._sweep.ended(job.name, outcome)
+        self._journal.record_end(job.name, self._sweep.tracks[job.name].attempts, outcome)
+        self._sweep.mark_ended(job.name, outcome)
         again = " (will run again)" if self._sweep.tracks[job.name].state == "waiting" else ""
         code = "" if outcome.state == "succeeded" else f" (exit code {outcome.exit_code})"
         bundle = f"; bundle: {seen_from_here(outcome.bundle)}" if outcome.bundle else ""
-        self._screen.ended(f"{job.name}: {outcome.state} after {outcome.duration_s:.1f} s{code}{bundle}{again}")
+        self._screen.show_end(f"{job.name}: {outcome.state} after {outcome.duration_s:.1f} s{code}{bundle}{again}")
 
-    def _see(self) -> None:
-        """Updates the display. An error in it ends the display, never the jobs."""
-        if not self._seeing:
+    def _update_display(self) -> None:
+        """Updates the display. An error ends the display, not the jobs."""
+        if not self._has_display:
             return
         try:
             self._live = self._engine.look()
             self._screen.show(self.snapshot)
         except Exception as error:  # noqa: BLE001
-            self._seeing = False
+            self._has_display = False
             self._screen.note(
                 f"an internal error ended the display ({type(error).__name__}: {error}). The sweep continues."
             )
 
     def _summarize(self) -> None:
-        """Writes the CSV now and then, for a few percent of the time at most."""
+        """Writes the CSV periodically, using a few percent of the time at most."""
         now = self._clock()
         if now < self._summary_due_s:
             return
-        so_far = {view.job.name: known for view in self.snapshot().jobs if (known := view.so_far) is not None}
-        with suppress(OSError):  # at the end, a failure is reported
+        so_far = {view.job.name: outcome for view in self.snapshot().jobs if (outcome := view.so_far) is not None}
+        with suppress(OSError):  # a failure is reported at the end
             write_csv(tuple(self._sweep.tracks.values()), self._paths, so_far)
         self._summary_due_s = now + max(SUMMARY_EVERY_S, 20 * (self._clock() - now))
 
     def snapshot(self) -> Snapshot:
-        """The current state of every job."""
+        """Returns the current state of every job."""
         views = [
             JobStatus.of(track, self._live.get(name) if track.state == "running" else None)
             for name, track in self._sweep.tracks.items()

@@ -12,75 +12,66 @@ from safelaunch.system.errors import SafelaunchError
 
 
 class QueueError(SafelaunchError):
-    """A scheduler refused a request, or did not answer.
+    """A scheduler refused a request, or didn't answer."""
 
-    ``passing``: another try may succeed; ``full``: it takes no more jobs of this user until some have ended.
-    """
-
-    passing = False
-    full = False
+    passing = False  # another try might succeed
+    full = False  # the scheduler accepts no more jobs from this user until some have ended
 
 
 @dataclass(frozen=True, slots=True)
 class SubmittedWork:
-    """What is handed over. ``name`` is unique: it finds the job again in the scheduler's list.
+    """A job to submit."""
 
-    ``after``: the scheduler's numbers of the jobs that have to succeed first.
-    """
-
-    name: str
+    name: str  # unique: finds the job again in the scheduler's list
     job: SweepJob
     script: Path
     output: Path
-    after: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()  # numbers of the jobs that have to succeed first
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """A job as the scheduler lists it. ``number``: what it calls the job; ``word``: its own word for the state.
-
-    ``reason``: why it waits. ``hopeless``: it was ended because a job that it needs did not succeed.
-    """
+class ListedJob:
+    """A job in the scheduler's list."""
 
     name: str
-    number: str
+    number: str  # the scheduler's id
     stage: Literal["queued", "running", "ended"]
-    word: str = ""
-    reason: str = ""
+    word: str = ""  # the scheduler's name of the state
+    reason: str = ""  # why it waits
     nodes: str = ""
-    hopeless: bool = False
+    hopeless: bool = False  # it was ended because a job that it needs didn't succeed
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a scheduler's word says about a job that did not succeed. ``asked``: only if a signal ended the job."""
+    """State and cause that a scheduler's state name stands for if a job didn't succeed."""
 
     state: JobState
     cause: str
-    asked: bool = False
+    asked: bool = False  # applies only if a signal ended the job
 
 
 class Scheduler(Protocol):
-    """A scheduler. Its methods may take minutes, and are called one at a time, in a thread.
+    """A scheduler. Its methods can take minutes, and are called one at a time, in a thread.
 
-    Its module has it as ``SCHEDULER``, and as ``SCHEDULER_JOB`` what a job sees of itself (see ``task``).
+    Its module defines it as ``SCHEDULER``, and the job's view of itself as ``SCHEDULER_JOB`` (see ``task``).
     """
 
     name: str
     meanings: Mapping[str, Meaning]
-    keeps_order: bool  # whether it heeds Work.after
+    keeps_order: bool  # it supports SubmittedWork.after
 
     def across(self, nodes: int) -> Sequence[str] | None:
-        """The words that run a command once on each of a job's nodes; None if a job has one node only."""
+        """Returns the words that run a command once on each node; None if a job has only one node."""
 
-    def words(self, work: SubmittedWork) -> list[str]:
-        """The command that submits ``work``."""
+    def submit_command(self, work: SubmittedWork) -> list[str]:
+        """Returns the command that submits ``work``."""
 
     def submit(self, work: SubmittedWork) -> str:
-        """Submits it; returns its number. Raises QueueError."""
+        """Submits ``work``; returns its number. Raises QueueError."""
 
-    def list(self) -> Iterable[Listed]:
-        """The jobs of this user; those that have ended as long as the scheduler knows them. Raises QueueError."""
+    def list(self) -> Iterable[ListedJob]:
+        """Returns this user's jobs, including ended ones that the scheduler still lists. Raises QueueError."""
 
     def cancel(self, numbers: Sequence[str], *, kill: bool) -> None:
-        """Asks jobs to end; with ``kill``, ends them. One that has ended is no error. Raises QueueError."""
+        """Asks jobs to end; with ``kill``, kills them. Ignores jobs that have ended. Raises QueueError."""

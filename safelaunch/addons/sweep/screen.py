@@ -1,4 +1,4 @@
-"""What ``safelaunch colaunch`` shows of a sweep: the live table, the dry run, the summary."""
+"""Output of ``safelaunch colaunch``: the live table, the dry run, the summary."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ COLUMNS = (
     "elapsed",
     "estimate",
 )
-# The columns to drop first if the terminal is too narrow.
+# Columns to drop first if the terminal is too narrow.
 _LESS_WANTED = ("parameters", "port", "estimate", "rate", "step", "on", "elapsed", "metric", "age")
-# The jobs to show first if not all fit.
+# Jobs to show first if not all fit.
 _ORDER = ("running", "hung", "failed", "timed-out", "waiting", "skipped", "cancelled", "succeeded")
 REFRESH_S = 0.5
 WRITE_DEADLINE_S = 0.3
@@ -57,7 +57,7 @@ _STYLES = {"running": "bold", "succeeded": "green", "failed": "red", "hung": "re
 
 
 def headline(snapshot: Snapshot) -> str:
-    """``12 of 30 done, 4 running, 1 failed, 14 waiting; about 3m20s left``."""
+    """Returns e.g. ``12 of 30 done, 4 running, 1 failed, 14 waiting; about 3m20s left``."""
     counts = Counter[str](job.state for job in snapshot.jobs)
     done = sum(count for state, count in counts.items() if state not in ("running", "waiting"))
     parts = [f"{done} of {len(snapshot.jobs)} done"]
@@ -70,15 +70,16 @@ def headline(snapshot: Snapshot) -> str:
 
 
 def choose(snapshot: Snapshot, room: int) -> tuple[JobStatus, ...]:
-    """At most ``room`` jobs: those that matter most, in their order."""
+    """Returns at most ``room`` jobs, the most important ones, in their order."""
     ranked = sorted(range(len(snapshot.jobs)), key=lambda index: (_ORDER.index(snapshot.jobs[index].state), index))
     return tuple(snapshot.jobs[index] for index in sorted(ranked[: max(0, room)]))
 
 
 def cells(job: JobStatus, typical_s: float | None) -> tuple[str, ...]:
-    """One row, in the order of ``COLUMNS``. ``typical_s``: the time that similar jobs took, in seconds.
+    """Returns one row, in the order of ``COLUMNS``. A quiet job has no rate and no estimate.
 
-    Of a job that is quiet, a rate and an estimate from before would mislead.
+    Args:
+        typical_s: seconds that similar jobs took
     """
     live, ended = (job.live or RunningAttempt(), None) if job.state == "running" else (RunningAttempt(), job.outcome)
     pace = live.pace
@@ -104,9 +105,9 @@ def cells(job: JobStatus, typical_s: float | None) -> tuple[str, ...]:
 
 
 def cause(job: JobStatus) -> str:
-    """By the verdict of an attempt that ended; with a question mark, what an early look at a running one suggests.
+    """Returns the cause in the verdict, or with a question mark what an early look at a running job suggests.
 
-    Without one, the first wrong result there; of a job in a scheduler's queue, why it waits.
+    Without one, returns the first wrong result, or a scheduler's reason to keep the job waiting.
     """
     if job.live is None:
         return clean(job.outcome.cause) if job.outcome is not None and job.outcome.cause else "-"
@@ -116,19 +117,19 @@ def cause(job: JobStatus) -> str:
 
 
 def bundles(jobs: Sequence[JobStatus], most: int, here: PurePath) -> list[str]:
-    """The paths of the newest bundles, whole, each below its job's name; from the present directory where that is less.
+    """Returns at most ``most`` lines with the latest bundles' paths, each below its job's name.
 
-    At most ``most`` lines.
+    Paths are relative to ``here`` if that is shorter.
     """
-    found = [job for job in jobs if job.outcome is not None and job.outcome.bundle]
-    shown = found[-max(0, (most - (len(found) * 2 > most)) // 2) :] if most > 2 else []
+    with_bundle = [job for job in jobs if job.outcome is not None and job.outcome.bundle]
+    shown = with_bundle[-max(0, (most - (len(with_bundle) * 2 > most)) // 2) :] if most > 2 else []
     lines = []
     for job in shown:
         assert job.outcome is not None
         path = PurePath(job.outcome.bundle)
         near = path.relative_to(here) if path.is_relative_to(here) else path
         lines += [f"{job.job.name}: {clean(job.outcome.cause) or job.outcome.state}", f"  {clean(str(near))}"]
-    more = len(found) - len(shown)
+    more = len(with_bundle) - len(shown)
     return [*lines, *([f"and {many(more, 'more bundle')}: see summary.csv"] if more else [])]
 
 
@@ -137,7 +138,7 @@ def parameters(job: SweepJob) -> str:
 
 
 def typical_s(snapshot: Snapshot) -> dict[str, float]:
-    """By group: the median time that succeeded jobs took."""
+    """Returns, by group, the median time that succeeded jobs took."""
     took: dict[str, list[float]] = {}
     for job in snapshot.jobs:
         if job.state == "succeeded" and job.outcome is not None:
@@ -146,7 +147,7 @@ def typical_s(snapshot: Snapshot) -> dict[str, float]:
 
 
 def time_left_s(snapshot: Snapshot) -> float | None:
-    """Estimated time until all jobs have ended, with as many at a time as now; None if no job has ended yet."""
+    """Estimates the time until all jobs have ended at the current parallelism; None if no job has ended yet."""
     typical = typical_s(snapshot)
     left = []
     for job in snapshot.jobs:
@@ -159,12 +160,12 @@ def time_left_s(snapshot: Snapshot) -> float | None:
 
 
 def many(number: int, what: str) -> str:
-    """``1 job``, ``2 jobs``."""
+    """Returns e.g. ``1 job`` or ``2 jobs``."""
     return f"{number} {what}{'s' * (number != 1)}"
 
 
 def describe(jobs: Sequence[SweepJob], paths: SweepPaths, pool: SharePool, width: int) -> list[str]:
-    """For --dry-run: every job as colaunch would start it."""
+    """Describes for --dry-run every job as colaunch would start it."""
     lines = [f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}", ""]
     for one in jobs:
         job = one.with_ports([f"{{{name}}}" for name in port_names(one.ports)])
@@ -181,7 +182,7 @@ def describe(jobs: Sequence[SweepJob], paths: SweepPaths, pool: SharePool, width
 
 
 def describe_batch(jobs: Sequence[SweepJob], paths: SweepPaths, programs: SweepPrograms, queue: Scheduler) -> list[str]:
-    """For --dry-run: every script, and the command that submits it."""
+    """Describes for --dry-run every script, and the command that submits it."""
     lines = [f"{many(len(jobs), 'job')} through {queue.name}, in {paths.root}"]
     lines += [
         "<sweep> stands for an id that colaunch makes, <NAME> for a job's number, @{...} for what only the job knows."
@@ -192,13 +193,13 @@ def describe_batch(jobs: Sequence[SweepJob], paths: SweepPaths, programs: SweepP
         after = tuple(f"<{names[need]}>" for need in job.needs)
         shown = replace(job, env=tuple(redact_env(dict(job.env)).items()))
         work = SubmittedWork(name, job, paths.batch_script(name), paths.batch_output(name), after)
-        lines += ["", f"# {' '.join(queue.words(work))}"]
+        lines += ["", f"# {' '.join(queue.submit_command(work))}"]
         lines += script(name, shown, 1, paths, programs, queue).rstrip("\n").split("\n")
     return lines
 
 
 def summary_lines(tracks: Sequence[Track], paths: SweepPaths | None = None) -> list[str]:
-    """The table at the end: one line per job, why jobs failed, then the totals. ``paths``: to name their logs."""
+    """Returns the final table: one line per job, why jobs failed, then the totals. ``paths`` locates their logs."""
     metrics = list(dict.fromkeys(name for track in tracks if track.outcome for name in track.outcome.metrics))
     columns = ("job", "parameters", "state", "cause", "exit", "took", "attempts", "step", *metrics)
     table = TextTable(columns, [_summary_row(track, metrics) for track in tracks])
@@ -210,8 +211,8 @@ def summary_lines(tracks: Sequence[Track], paths: SweepPaths | None = None) -> l
 
 
 def _remarks(tracks: Sequence[Track], paths: SweepPaths | None) -> list[str]:
-    """Why each job failed or did not run, in a line, and where the evidence is: too long for a column."""
-    found = []
+    """Explains in a line per job why it failed or didn't run, and where the evidence is: too long for a column."""
+    columns = []
     for track in tracks:
         ended = track.outcome
         if track.state in ("succeeded", "cancelled"):
@@ -220,15 +221,14 @@ def _remarks(tracks: Sequence[Track], paths: SweepPaths | None) -> list[str]:
         log = os.fspath(paths.log(track.job.name, track.attempts)) if paths is not None and track.attempts else ""
         reason = track.why or summary_of(bundle) or _exit_words(track)
         if reason:
-            found.append(f"{track.job.name}: {clean(reason)}")
-            found += [f"  {clean(seen_from_here(place))}" for place in (bundle or log,) if place]
+            columns.append(f"{track.job.name}: {clean(reason)}")
+            columns += [f"  {clean(seen_from_here(place))}" for place in (bundle or log,) if place]
     cancelled = Counter(track.why for track in tracks if track.state == "cancelled")
-    found += [f"{many(count, 'cancelled job')}: {clean(why)}" for why, count in cancelled.items() if why]
-    return ["", *found] if found else []
+    columns += [f"{many(count, 'cancelled job')}: {clean(why)}" for why, count in cancelled.items() if why]
+    return ["", *columns] if columns else []
 
 
 def _exit_words(track: Track) -> str:
-    """What is known of a failed job without a bundle."""
     if track.outcome is None or track.state not in ("failed", "hung", "timed-out"):
         return ""
     code = track.outcome.exit_code
@@ -237,7 +237,7 @@ def _exit_words(track: Track) -> str:
 
 def _summary_row(track: Track, metrics: Sequence[str]) -> tuple[str, ...]:
     ended = track.outcome
-    found = ended.metrics if ended is not None else {}
+    values = ended.metrics if ended is not None else {}
     return (
         track.job.name,
         parameters(track.job),
@@ -247,7 +247,7 @@ def _summary_row(track: Track, metrics: Sequence[str]) -> tuple[str, ...]:
         "-" if ended is None else since(ended.duration_s),
         str(track.attempts),
         "-" if ended is None or ended.last_step is None else str(ended.last_step),
-        *(_metric(found.get(name)) for name in metrics),
+        *(_metric(values.get(name)) for name in metrics),
     )
 
 
@@ -257,19 +257,19 @@ def _metric(value: object) -> str:
 
 @contextmanager
 def open_screen() -> Iterator[Screen]:
-    """The screen that fits stdout. Restores the terminal at the end."""
+    """Opens the screen that fits stdout. Restores the terminal at the end."""
     if not sys.stdout.isatty():
         yield PlainScreen()
         return
     from rich.live import Live
 
-    live = Live(auto_refresh=False, vertical_overflow="crop", transient=True)  # the summary has it all
+    live = Live(auto_refresh=False, vertical_overflow="crop", transient=True)  # the summary replaces it
     live.start()
     screen = TerminalScreen(live)
     try:
         yield screen
     finally:
-        with suppress(OSError):  # the terminal may be gone
+        with suppress(OSError):  # the terminal might be gone
             live.stop()
         for text in screen.notes:
             say(text)
@@ -284,7 +284,7 @@ class PlainScreen:
     def note(self, text: str) -> None:
         say(text)
 
-    ended = note
+    show_end = note
 
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
         now = time.monotonic()
@@ -307,8 +307,8 @@ class TerminalScreen:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def ended(self, text: str) -> None:
-        """The table has it, and then the summary."""
+    def show_end(self, text: str) -> None:
+        """Shows nothing: the table contains it, and later the summary."""
 
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
         now = time.monotonic()
@@ -324,17 +324,17 @@ class TerminalScreen:
                 self.notes.clear()
                 size = self._live.console.size
                 self._live.update(picture(snapshot(), size.height, size.width), refresh=True)
-        except OSError:  # the terminal is gone, or does not read
+        except OSError:  # the terminal is gone, or doesn't read
             self._next_s = time.monotonic() + STUCK_RETRY_S
 
 
 def picture(snapshot: Snapshot, height: int, width: int) -> Any:
-    """As much of the table as fits, and a summary line."""
+    """Renders as much of the table as fits, and a summary line."""
     from rich.console import Group
     from rich.text import Text
 
-    found = bundles(snapshot.jobs, min(MOST_BUNDLE_LINES, height // 3), working_directory())
-    lines_of_bundles = sum(1 + (len(line) - 1) // max(1, width) for line in found)
+    bundle_lines = bundles(snapshot.jobs, min(MOST_BUNDLE_LINES, height // 3), working_directory())
+    lines_of_bundles = sum(1 + (len(line) - 1) // max(1, width) for line in bundle_lines)
     shown = choose(snapshot, max(3, height - 5 - lines_of_bundles))
     typical = typical_s(snapshot)
     quiet = [job.live is not None and job.live.pace.quiet for job in shown]
@@ -343,7 +343,7 @@ def picture(snapshot: Snapshot, height: int, width: int) -> Any:
     table = TextTable(COLUMNS, rows, _RIGHT, styles, _LESS_WANTED).fitted(width)
     more = len(snapshot.jobs) - len(shown)
     rest = [Text(f"... and {more} more", style="dim")] if more else []
-    paths = [Text(redact(line), overflow="fold", style="red") for line in found]
+    paths = [Text(redact(line), overflow="fold", style="red") for line in bundle_lines]
     return Group(
         table.drawn(cut={"job": table.width_of("job")}), *rest, *paths, Text(redact(headline(snapshot)), style="bold")
     )

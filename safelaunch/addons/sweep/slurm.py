@@ -1,4 +1,4 @@
-"""Slurm as a queue: sbatch, squeue and scancel. Needs no accounting."""
+"""Slurm as a scheduler: sbatch, squeue and scancel. Doesn't need accounting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from safelaunch.addons.sweep.errors import SpecError
-from safelaunch.addons.sweep.scheduler import Listed, Meaning, QueueError, Scheduler, SubmittedWork
+from safelaunch.addons.sweep.scheduler import ListedJob, Meaning, QueueError, Scheduler, SubmittedWork
 from safelaunch.settings.yamlfile import YamlNode, known_entries, scalar, texts_of
 
 if TYPE_CHECKING:
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 
 PATIENCE_S, ASK_S = 120.0, 5.0
 FORMAT = "%i|%T|%N|%r|%j"
-# Where only 'timeout' is given: the time that the job has to end after it, before Slurm ends it.
+# Time between the job's 'timeout' and Slurm's time limit, if only 'timeout' is set.
 TIME_TO_END_S = 120.0
 QUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
          "REVOKED", "TIMEOUT"}  # fmt: skip
-# An answer that says nothing about the request: slurmctld restarts, is busy, cannot be reached.
+# Errors that don't concern the request: slurmctld restarts, is busy, or is unreachable.
 PASSING = re.compile(
     r"unable to contact|connect|communication|timed out|time-out|temporar|try again|zero bytes|socket|stand-?by"
     r"|backup controller|munge|credential|incompatible|retry|not responding|transition|database",
     re.IGNORECASE,
 )
 FULL = re.compile(r"accounting/QOS policy|submit limit|MaxSubmit|too many|MaxJobCount|maximum number of jobs", re.I)
-# Of the variables around colaunch, those that say which Slurm, and the site's defaults; others would change our jobs.
+# Variables in our environment that choose the cluster or set the site defaults; others would change our jobs.
 KEPT = re.compile(
     "SLURM_(CONF|CLUSTERS|TIME_FORMAT|JWT|CONF_SERVER)|SBATCH_(ACCOUNT|CONSTRAINT|CLUSTERS|EXCLUSIVE|MEM_PER_CPU"
     "|MEM_PER_GPU|NO_REQUEUE|PARTITION|QOS|REQUEUE|RESERVATION|TIMELIMIT|WCKEY)"
 )
 OF_SLURM = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "PMI_", "SQUEUE_", "SCANCEL_")
 KEYS = ("partition", "account", "time", "qos", "sbatch")
-# What the engine sets, and what to use instead.
+# Options that the engine sets, and what to use instead.
 OURS = {
     "array": "colaunch submits each job by itself",
     "chdir": "use 'cwd'",
@@ -74,7 +74,7 @@ _MEANINGS = {
 
 
 class Slurm:
-    """Slurm's commands. ``environ``: of colaunch."""
+    """Slurm's commands, with colaunch's environment."""
 
     name = "Slurm"
     keeps_order = True
@@ -84,29 +84,29 @@ class Slurm:
         self._env = clean(environ)
 
     def across(self, nodes: int) -> list[str]:
-        """One node's end must not stop the others: they write their half of the evidence."""
+        """Returns the srun words. One node's end doesn't stop the others, so that they can write their evidence."""
         return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
 
-    def words(self, work: SubmittedWork) -> list[str]:
-        """As options of the command: they beat the variables of sbatch, and the script's are none of Slurm's."""
+    def submit_command(self, work: SubmittedWork) -> list[str]:
+        """Returns the sbatch command. Options override sbatch's variables, which lines in the script wouldn't."""
         job, out = work.job, os.fspath(work.output).replace("%", "%%")
         words = ["sbatch", "--parsable", f"--job-name={work.name}", "--open-mode=append", f"--output={out}"]
         words += [f"--dependency=afterok:{':'.join(work.after)}", "--kill-on-invalid-dep=yes"] if work.after else []
         words += [f"--nodes={job.nodes}", "--ntasks-per-node=1"]
-        given = {word.partition("=")[0] for word in job.batch}
-        words += [f"--gres=gpu:{job.gpus}"] if job.gpus and "--gres" not in given else []
-        if job.timeout_s is not None and "--time" not in given:
+        options = {word.partition("=")[0] for word in job.batch}
+        words += [f"--gres=gpu:{job.gpus}"] if job.gpus and "--gres" not in options else []
+        if job.timeout_s is not None and "--time" not in options:
             words.append(f"--time={math.ceil((job.timeout_s + TIME_TO_END_S) / 60)}")
         return [*words, *job.batch, os.fspath(work.script)]
 
     def submit(self, work: SubmittedWork) -> str:
-        return self._run(*self.words(work)).strip().partition(";")[0]
+        return self._run(*self.submit_command(work)).strip().partition(";")[0]
 
-    def list(self) -> list[Listed]:
+    def list(self) -> list[ListedJob]:
         return parse(self._run("squeue", "-h", "-a", "--states=all", "-u", str(os.getuid()), "-o", FORMAT))
 
     def cancel(self, numbers: Sequence[str], *, kill: bool) -> None:
-        """SIGTERM, and SIGKILL after Slurm's KillWait; ``kill``: SIGKILL."""
+        """Cancels jobs: SIGTERM, then SIGKILL after Slurm's KillWait; with ``kill``, SIGKILL at once."""
         how = ["--signal=KILL", "--full"] if kill else []
         for first in range(0, len(numbers), 200):
             self._run("scancel", "--quiet", *how, *numbers[first : first + 200])
@@ -121,7 +121,7 @@ class Slurm:
                 encoding="utf-8",
                 errors="replace",
                 timeout=PATIENCE_S,
-                start_new_session=True,  # Ctrl-C is ours: it must not cut a submission off
+                start_new_session=True,  # Ctrl-C is for colaunch: it must not interrupt a submission
             )
         except FileNotFoundError:
             raise QueueError(f"{words[0]} is not installed here", "run colaunch where you would run sbatch") from None
@@ -136,7 +136,7 @@ class Slurm:
 
 
 class SlurmJob:
-    """What a job of Slurm knows of itself. ``environ``: with the variables that Slurm sets."""
+    """A Slurm job's view of itself, from the variables that Slurm sets."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -147,23 +147,23 @@ class SlurmJob:
         self.cores = int(cores) if cores.isdecimal() else None
 
     def environment(self) -> dict[str, str]:
-        """Defaults for the job's variables: srun no longer takes the cores of a task over by itself."""
+        """Returns defaults for the job's variables: srun no longer inherits the cores of a task."""
         cores = self._environ.get("SLURM_CPUS_PER_TASK")
         return {"SRUN_CPUS_PER_TASK": cores} if cores else {}
 
     def first_host(self) -> str:
-        """The first node of the job; empty if Slurm does not say."""
+        """Returns the first node of the job; empty if Slurm doesn't report it."""
         return next(iter(_ask("scontrol", "show", "hostnames", self._environ["SLURM_JOB_NODELIST"]).split()), "")
 
     def why_ended(self) -> str:
-        """Slurm's word for why it ends the job."""
+        """Returns Slurm's reason for ending the job."""
         text = _ask("scontrol", "show", "job", "-o", self._environ["SLURM_JOB_ID"])
-        said = dict(word.partition("=")[::2] for word in text.split())
-        if int(said.get("Restarts", "0")) > self.restart:
+        fields = dict(word.partition("=")[::2] for word in text.split())
+        if int(fields.get("Restarts", "0")) > self.restart:
             return "REQUEUED"
-        if said.get("Reason") == "TimeLimit" or said.get("JobState") == "TIMEOUT":
+        if fields.get("Reason") == "TimeLimit" or fields.get("JobState") == "TIMEOUT":
             return "TIMEOUT"
-        return "PREEMPTED" if said.get("PreemptTime", "None") != "None" else "CANCELLED"
+        return "PREEMPTED" if fields.get("PreemptTime", "None") != "None" else "CANCELLED"
 
 
 def _ask(*words: str) -> str:
@@ -174,27 +174,27 @@ def _ask(*words: str) -> str:
 
 
 def slurm_error(message: str) -> QueueError:
-    """The error for what Slurm said."""
+    """Returns the error for a message from Slurm."""
     error = QueueError(message)
     error.passing, error.full = bool(PASSING.search(message)), bool(FULL.search(message))
     return error
 
 
-def parse(text: str) -> list[Listed]:
-    """What squeue lists in ``FORMAT``. Other lines are left out."""
-    found = []
+def parse(text: str) -> list[ListedJob]:
+    """Parses squeue's output in ``FORMAT``; skips other lines."""
+    jobs = []
     for line in text.splitlines():
         words = [word.strip() for word in line.split("|", 4)]
         if len(words) == 5 and words[0][:1].isdigit():
             number, state, nodes, reason, name = words
             stage = "queued" if state in QUEUED else "ended" if state in ENDED else "running"
             hopeless = state == "CANCELLED" and reason == "DependencyNeverSatisfied"
-            found.append(Listed(name, number, stage, state, "" if reason == "None" else reason, nodes, hopeless))  # type: ignore[arg-type]
-    return found
+            jobs.append(ListedJob(name, number, stage, state, "" if reason == "None" else reason, nodes, hopeless))  # type: ignore[arg-type]
+    return jobs
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for Slurm's commands, and so for the jobs: without the variables of a job around us."""
+    """Returns the environment for Slurm's commands and thus for the jobs, without variables of a surrounding job."""
     return {
         name: value
         for name, value in environ.items()
@@ -203,14 +203,14 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def words_of(node: YamlNode) -> tuple[str, ...]:
-    """The options of sbatch in a job's ``slurm``. sbatch itself rejects what it does not know. Raises SpecError."""
-    found: list[str] = []
+    """Returns the sbatch options in a job's ``slurm``. sbatch itself rejects unknown ones. Raises SpecError."""
+    options: list[str] = []
     for key, _, value in known_entries(node, KEYS, "slurm"):
         if key != "sbatch":
-            found.append(f"--{key}={scalar(value, key)}")
+            options.append(f"--{key}={scalar(value, key)}")
         elif value.kind != "list" or value.items:
-            found += [_checked(item) for item in texts_of(value, "sbatch")]
-    return tuple(found)
+            options += [_checked(item) for item in texts_of(value, "sbatch")]
+    return tuple(options)
 
 
 def _checked(word: YamlNode) -> str:
@@ -219,7 +219,7 @@ def _checked(word: YamlNode) -> str:
         raise SpecError(
             f"{word.where}: sbatch: {word.text!r} is not an option in its long form", "write e.g. --cpus-per-task=8"
         )
-    ours = next((key for key in OURS if key.startswith(name[1])), "")  # sbatch takes abbreviations
+    ours = next((key for key in OURS if key.startswith(name[1])), "")  # sbatch accepts abbreviations
     if ours:
         raise SpecError(f"{word.where}: sbatch: --{name[1]} cannot be given here", OURS[ours])
     return word.text

@@ -35,29 +35,29 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class JobCommand:
-    """The command and its surroundings. ``log`` takes all its output.
-
-    ``exit_file``: the file for safelaunch's exit code. ``keep``: descriptors that it inherits.
-    """
+    """A command and its environment."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: str
-    log: Path
-    exit_file: Path | None = None
-    keep: Collection[int] = ()
+    log: Path  # gets all its output
+    exit_file: Path | None = None  # gets safelaunch's exit code
+    keep: Collection[int] = ()  # descriptors that it inherits
 
 
 def spawn(command: JobCommand, tell: Callable[[ProcessId], None]) -> ProcessId:
-    """Starts it in a new session. ``tell`` gets the process before it runs; if ``tell`` raises, the process ends.
+    """Starts the command in a new session.
 
     Raises OSError if it can't be started. Call it from the main thread: for the kernel, the end of the thread that
     forked is our death.
+
+    Args:
+        tell: gets the process before it runs; if it raises, the process ends
     """
-    # Append, never truncate: if the attempt exists already, nothing of it is lost.
+    # Append, never truncate: if the attempt exists already, its output is kept.
     log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # the file system has no locks
             try_lock(log)
         parent = os.getpid()
         return fork(lambda: _become(command, log, parent), tell)
@@ -66,13 +66,13 @@ def spawn(command: JobCommand, tell: Callable[[ProcessId], None]) -> ProcessId:
 
 
 def _become(command: JobCommand, log: int, parent: int) -> NoReturn:
-    """Becomes safelaunch, in the forked child."""
+    """Executes safelaunch, in the forked child."""
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(127)  # it was killed before
+        os._exit(127)  # the parent was killed before
     os.setsid()
     os.chdir(command.cwd)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -87,13 +87,13 @@ def _become(command: JobCommand, log: int, parent: int) -> NoReturn:
 
 
 def exit_code_in(exit_file: Path) -> int | None:
-    """The exit code that safelaunch left there; None if it was killed before."""
-    found = re.fullmatch(r"(\d+)\n", text_of(exit_file), re.ASCII)
-    return int(found[1]) if found else None
+    """Returns the exit code that safelaunch wrote; None if it was killed before."""
+    match = re.fullmatch(r"(\d+)\n", text_of(exit_file), re.ASCII)
+    return int(match[1]) if match else None
 
 
 def is_held(log: Path) -> bool:
-    """Whether a process of the attempt that wrote ``log`` is still alive."""
+    """Returns True if a process of the attempt that wrote ``log`` is still alive."""
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_CLOEXEC)
         try:

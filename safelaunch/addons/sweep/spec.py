@@ -1,4 +1,4 @@
-"""A sweep as it is written, as a file or a grid, and the jobs that it means. Errors name file and line, or the word.
+"""Parses a sweep, from a file or a grid, and expands it to jobs. Errors contain the file and line, or the word.
 
     defaults:                       # for every job below; a job's own keys win (env: variable by variable)
       command: --nproc-per-node=1 train.py --lr {lr} --seed {seed}
@@ -9,7 +9,7 @@
     matrix:                         # every combination is a job
       lr: [1e-3, 3e-4]
       seed: 0..4
-    jobs:                           # optional: several kinds of jobs, each for the parameters that it uses
+    jobs:                           # optional: several kinds of jobs, each with the parameters that it uses
       prepare: {command: --no-python bash prepare.sh, gpus: 0}
       train: {needs: prepare, nodes: 2, slurm: {partition: gpu, time: 120}}   # with --engine slurm
 
@@ -82,14 +82,14 @@ _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class TemplateText:
-    """Text that may hold placeholders, and where it was written (``sweep.yaml:7``). In it, ``{{`` is a brace."""
+    """Text that can contain placeholders. In it, ``{{`` is a brace."""
 
     text: str
-    where: str
+    where: str  # where it is defined (``sweep.yaml:7``)
 
     def fields(self) -> frozenset[str]:
-        """The names of its placeholders. Raises SpecError for a single brace."""
-        found = set()
+        """Returns the names of its placeholders. Raises SpecError for a single brace."""
+        names = set()
         for match in _TOKEN.finditer(self.text):
             if match.group() in "{}":
                 raise SpecError(
@@ -97,21 +97,21 @@ class TemplateText:
                     "a placeholder is {name}; write {{ and }} for braces",
                 )
             if match[1]:
-                found.add(match[1])
-        return frozenset(found)
+                names.add(match[1])
+        return frozenset(names)
 
-    def check(self, known: Collection[str]) -> frozenset[str]:
-        """Its placeholders, which must all be among ``known``. Raises SpecError."""
-        found = self.fields()
-        for name in sorted(found - set(known)):
+    def check(self, allowed: Collection[str]) -> frozenset[str]:
+        """Returns its placeholders. Raises SpecError if one isn't among ``allowed``."""
+        used = self.fields()
+        for name in sorted(used - set(allowed)):
             raise SpecError(
-                f"{self.where}: unknown placeholder {{{name}}} in {self.text!r}{did_you_mean(name, known)}",
-                f"known here: {', '.join(sorted(known))}; write {{{{ and }}}} for braces",
+                f"{self.where}: unknown placeholder {{{name}}} in {self.text!r}{did_you_mean(name, allowed)}",
+                f"known here: {', '.join(sorted(allowed))}; write {{{{ and }}}} for braces",
             )
-        return found
+        return used
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """The text with every placeholder replaced by its value, once: a value's own braces stay as they are."""
+        """Returns the text with every placeholder replaced by its value; a value's own braces stay as they are."""
 
         def replaced(match: re.Match[str]) -> str:
             return values[match[1]] if match[1] else match.group()[0]
@@ -130,29 +130,25 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """One entry of ``jobs``, or the one job of a grid. ``job``: what its jobs have in common.
+    """One entry of ``jobs``, or the one job of a grid."""
 
-    ``axes``: the sweep's parameters; there is a job for each combination of those that the template uses. ``options``:
-    safelaunch's options before ``command``. ``needs``: names of groups or jobs.
-    """
-
-    job: SweepJob
+    job: SweepJob  # what its jobs have in common
     command: tuple[TemplateText, ...]
-    axes: tuple[Axis, ...] = ()
+    axes: tuple[Axis, ...] = ()  # sweep's parameters: one job per combination of the used ones
     name: TemplateText | None = None
-    options: tuple[TemplateText, ...] = ()
+    options: tuple[TemplateText, ...] = ()  # safelaunch's options before ``command``
     env: tuple[tuple[str, TemplateText], ...] = ()
     cwd: TemplateText | None = None
-    needs: tuple[TemplateText, ...] = ()
+    needs: tuple[TemplateText, ...] = ()  # names of groups or jobs
 
     def working_texts(self) -> tuple[TemplateText, ...]:
-        """The texts in which a parameter makes a difference."""
+        """Returns the texts in which a parameter makes a difference."""
         cwd = () if self.cwd is None else (self.cwd,)
         return (*self.command, *self.options, *(text for _, text in self.env), *cwd)
 
 
 def axis(name: str, words: Sequence[str], where: str) -> Axis:
-    """A parameter with its values, where ``0..4`` means 0, 1, 2, 3, 4. Raises SpecError."""
+    """Returns a parameter with its values; ``0..4`` means 0, 1, 2, 3, 4. Raises SpecError."""
     if not _PARAMETER.fullmatch(name):
         raise SpecError(f"{where}: {name!r} cannot be a parameter's name", "letters, digits, _ and -, a letter first")
     if name in BUILTIN:
@@ -189,7 +185,7 @@ def _range(word: str, where: str) -> list[str]:
 
 
 def combinations(axes: Sequence[Axis]) -> list[Params]:
-    """All combinations in the order of the axes, the first changing slowest. Raises SpecError for too many."""
+    """Returns all combinations in the order of the axes, the first changing slowest. Raises SpecError for too many."""
     size = math.prod(len(axis.values) for axis in axes)
     if size > MAX_JOBS:
         raise SpecError(f"{axes[0].where}: {size} combinations, more than {MAX_JOBS}", "split the sweep")
@@ -197,9 +193,10 @@ def combinations(axes: Sequence[Axis]) -> list[Params]:
 
 
 def templates_of(root: YamlNode, metrics: tuple[str, ...] = ()) -> tuple[Template, ...]:
-    """The templates in a parsed file. Raises SpecError or PresetError, naming file and line.
+    """Returns the templates in a parsed file. Raises SpecError or PresetError, with file and line.
 
-    ``metrics``: more of them, for every job.
+    Args:
+        metrics: additional metrics for every job
     """
     if root.kind == "nothing":
         raise SpecError(f"{root.where}: the file is empty", "it needs 'jobs', or 'defaults' with a command")
@@ -225,8 +222,8 @@ def templates_of(root: YamlNode, metrics: tuple[str, ...] = ()) -> tuple[Templat
     return tuple(found)
 
 
-def _entries(node: YamlNode, known: tuple[str, ...], what: str) -> dict[str, YamlNode]:
-    return {key: value for key, _, value in known_entries(node, known, what)}
+def _entries(node: YamlNode, keys: tuple[str, ...], what: str) -> dict[str, YamlNode]:
+    return {key: value for key, _, value in known_entries(node, keys, what)}
 
 
 def _check_name(name: str, where: str) -> None:
@@ -240,7 +237,7 @@ def _check_name(name: str, where: str) -> None:
 
 
 def _merged(defaults: Mapping[str, YamlNode], own: Mapping[str, YamlNode]) -> dict[str, YamlNode]:
-    """The job's keys merged over the defaults; ``env`` and ``slurm`` are merged key by key."""
+    """Merges the job's keys over the defaults; ``env`` and ``slurm`` are merged key by key."""
     merged = {**defaults, **own}
     for name in ("env", "slurm"):
         if name in defaults and name in own:
@@ -284,7 +281,7 @@ def _template(
 
 
 def command_of(node: YamlNode) -> tuple[TemplateText, ...]:
-    """The command as words, from a list or from one text that is split as in a shell."""
+    """Returns the command as words, from a list or from one text that is split as in a shell."""
     if node.kind == "list":
         words = tuple(TemplateText(scalar(item, "command"), item.where) for item in node.items)
     else:
@@ -316,7 +313,7 @@ def _number(keys: Mapping[str, YamlNode], name: str, parse: Callable[[str], T], 
 
 
 def _options(keys: Mapping[str, YamlNode]) -> tuple[TemplateText, ...]:
-    """safelaunch's options of the job, as words."""
+    """Returns safelaunch's options of the job, as words."""
     words: list[TemplateText] = []
     if "preset" in keys:
         for node in texts_of(keys["preset"], "preset"):
@@ -343,14 +340,14 @@ def _needs(keys: Mapping[str, YamlNode]) -> tuple[TemplateText, ...]:
 
 
 def _metrics(node: YamlNode) -> tuple[str, ...]:
-    found = []
+    names = []
     for item in texts_of(node, "metric"):
         try:
             check_pattern(item.text)
         except UsageError as error:
             raise SpecError(f"{item.where}: {error.message}", error.fix) from error
-        found.append(item.text)
-    return tuple(found)
+        names.append(item.text)
+    return tuple(names)
 
 
 def _matrix(node: YamlNode) -> tuple[Axis, ...]:
@@ -362,7 +359,11 @@ def _matrix(node: YamlNode) -> tuple[Axis, ...]:
 
 
 def expand(templates: Sequence[Template], paths: SweepPaths, cwd: str) -> tuple[SweepJob, ...]:
-    """Every job of the sweep, in written order. ``cwd``: the working directory, absolute. Raises SpecError."""
+    """Returns every job of the sweep, in written order. Raises SpecError.
+
+    Args:
+        cwd: working directory, absolute
+    """
     found: list[tuple[SweepJob, tuple[TemplateText, ...]]] = []
     for template in templates:
         found += _jobs(template, paths, cwd)
@@ -381,18 +382,18 @@ def expand(templates: Sequence[Template], paths: SweepPaths, cwd: str) -> tuple[
 
 
 def _jobs(template: Template, paths: SweepPaths, cwd: str) -> list[tuple[SweepJob, tuple[TemplateText, ...]]]:
-    """The jobs of one template, with unresolved needs: one for each combination of the parameters that it uses."""
-    known = [*(axis.name for axis in template.axes), *BUILTIN]
+    """Returns a template's jobs, with unresolved needs: one for each combination of the parameters that it uses."""
+    fields = [*(axis.name for axis in template.axes), *BUILTIN]
     ports = _ports(template)
     used = {
         name
         for text in template.working_texts()
-        for name in text.check(known if text is template.cwd else [*known, *ports])
+        for name in text.check(fields if text is template.cwd else [*fields, *ports])
     }
     axes = [axis for axis in template.axes if axis.name in used]
-    known = [*(axis.name for axis in axes), *BUILTIN]
+    fields = [*(axis.name for axis in axes), *BUILTIN]
     for text in template.needs:
-        text.check(known)
+        text.check(fields)
     if template.name is not None:
         template.name.check([axis.name for axis in axes])
     for name in ports:
@@ -401,8 +402,8 @@ def _jobs(template: Template, paths: SweepPaths, cwd: str) -> list[tuple[SweepJo
                 f"{template.job.where}: the port {{{name}}} is not used",
                 "put it into the command or env, or request fewer",
             )
-    found = combinations(axes)
-    return [_job(template, *one, paths, cwd) for one in zip(found, _names(template, found), strict=True)]
+    rows = combinations(axes)
+    return [_job(template, *row, paths, cwd) for row in zip(rows, _names(template, rows), strict=True)]
 
 
 def _check_used(templates: Sequence[Template], jobs: Sequence[SweepJob]) -> None:
@@ -416,7 +417,7 @@ def _check_used(templates: Sequence[Template], jobs: Sequence[SweepJob]) -> None
 
 
 def _ports(template: Template) -> tuple[str, ...]:
-    """The names of the template's ports. Raises SpecError if a parameter has one of them."""
+    """Returns the names of the template's ports. Raises SpecError if a parameter has one of them."""
     names = port_names(template.job.ports)
     for axis in template.axes:
         if axis.name in names:
@@ -444,13 +445,12 @@ def _job(
 
 
 def _words(template: Template) -> tuple[TemplateText, ...]:
-    """The options before the command, but after a leading ``exec``."""
     first = 1 if template.command and template.command[0].text == "exec" else 0
     return (*template.command[:first], *template.options, *template.command[first:])
 
 
 def _names(template: Template, combinations: Sequence[Params]) -> list[str]:
-    """One name for each combination: the template's, or one made from the group and the parameters."""
+    """Returns one name for each combination: the template's, or one made from the group and the parameters."""
     if template.name is not None:
         names = [template.name.fill(dict(params)) for params in combinations]
         for name in names:
@@ -465,7 +465,7 @@ def _names(template: Template, combinations: Sequence[Params]) -> list[str]:
 
 
 def derive(group: str, params: Params) -> str:
-    """``train_lr-1e-3_seed-0``; ``job`` without a group and parameters. A secret's value is left out."""
+    """Returns a name such as ``train_lr-1e-3_seed-0``, or ``job``. A secret's value is left out."""
     values = (name if is_secret_name(name) else f"{name}-{value}" for name, value in params)
     parts = [*([group] if group else []), *values]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(parts)).lstrip(".-") or "job"
@@ -488,21 +488,21 @@ def _check_names(jobs: Sequence[SweepJob]) -> None:
 
 
 def _names_needed(texts: Sequence[TemplateText], groups: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The names of the jobs that a job waits for; a group means all of its jobs."""
+    """Returns the names of the jobs that a job waits for; a group means all of its jobs."""
     names = {name for group in groups.values() for name in group}
-    found: dict[str, None] = {}
+    job_names: dict[str, None] = {}
     for text in texts:
         if text.text in groups and text.text:
-            found.update(dict.fromkeys(groups[text.text]))
+            job_names.update(dict.fromkeys(groups[text.text]))
         elif text.text in names:
-            found[text.text] = None
+            job_names[text.text] = None
         else:
-            known = list(dict.fromkeys([*(group for group in groups if group), *sorted(names)]))
+            choices = list(dict.fromkeys([*(group for group in groups if group), *sorted(names)]))
             raise SpecError(
-                f"{text.where}: needs: unknown job {text.text!r}{did_you_mean(text.text, known)}",
-                f"jobs: {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}",
+                f"{text.where}: needs: unknown job {text.text!r}{did_you_mean(text.text, choices)}",
+                f"jobs: {', '.join(choices[:12])}{', ...' if len(choices) > 12 else ''}",
             )
-    return tuple(found)
+    return tuple(job_names)
 
 
 def _check_order(jobs: Sequence[SweepJob]) -> None:

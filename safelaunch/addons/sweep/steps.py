@@ -1,6 +1,6 @@
-"""Reads the progress of jobs from the progress pages of their ranks, without asking or waiting for anybody.
+"""Reads the progress of jobs from the progress pages of their ranks, without queries or waiting.
 
-A page stays mapped after the removal of its run directory, so the last step of a job that has ended is exact.
+A page stays mapped after its run directory is removed, so the last step of a job that has ended is exact.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ RATE_OVER_S = 10.0
 
 
 @dataclass(slots=True)
-class _Followed:
-    """A job under observation. ``samples``: (time, step) of the last seconds, oldest first."""
+class _FollowedJob:
+    """A job under observation."""
 
     roster: Roster | None = None
     run: RunPaths | None = None
-    samples: deque[tuple[float, int]] = field(default_factory=deque)
-    newest_s: float = 0.0  # the newest step of any rank
+    samples: deque[tuple[float, int]] = field(default_factory=deque)  # recent (time, step), oldest first
+    newest_s: float = 0.0  # time of the latest step of any rank
     usual_s: float = 0.0
     announced: bool = False
     wrong: str = ""
@@ -72,22 +72,26 @@ class _Followed:
 
 
 class Steps:
-    """The progress of jobs, identified by their supervisors. ``places``: the directories of run directories."""
+    """The progress of jobs, identified by their supervisors.
+
+    Args:
+        places: returns the directories that contain run directories
+    """
 
     def __init__(self, places: Callable[[], tuple[Path, ...]], clock: Callable[[], float]) -> None:
         self._places = places
         self._clock = clock
-        self._followed: dict[ProcessId, _Followed] = {}
+        self._followed: dict[ProcessId, _FollowedJob] = {}
         self._looked_s = float("-inf")
 
     def look(self, supervisors: Collection[ProcessId]) -> None:
-        """Reads the pages of these jobs, at most every ``LOOK_EVERY_S`` seconds."""
+        """Reads these jobs' pages, at most every ``LOOK_EVERY_S`` seconds."""
         now = self._clock()
         if now - self._looked_s < LOOK_EVERY_S:
             return
         self._looked_s = now
         for supervisor in supervisors:
-            self._followed.setdefault(supervisor, _Followed())
+            self._followed.setdefault(supervisor, _FollowedJob())
         if any(self._followed[supervisor].roster is None for supervisor in supervisors):
             for found in discover.find(self._places()):
                 followed = self._followed.get(found.supervisor) if found.supervisor is not None else None
@@ -98,7 +102,7 @@ class Steps:
             self._followed[supervisor].look(now)
 
     def of(self, supervisor: ProcessId) -> Pace:
-        followed = self._followed.get(supervisor, _Followed())
+        followed = self._followed.get(supervisor, _FollowedJob())
         if followed.roster is None or followed.run is None:
             return Pace()
         age_s = max(0.0, self._clock() - followed.newest_s) if followed.newest_s else None
@@ -108,22 +112,22 @@ class Steps:
         return Pace(followed.step, followed.steps_per_s, port, age_s, quiet, cause, followed.wrong)
 
     def last_of(self, supervisor: ProcessId) -> tuple[int | None, str]:
-        """The last step of a job that has ended, and its first wrong result; forgets the job."""
-        followed = self._followed.pop(supervisor, _Followed())
+        """Returns the last step of a job that has ended, and its first wrong result; forgets the job."""
+        followed = self._followed.pop(supervisor, _FollowedJob())
         followed.look(self._clock())
         return followed.step, followed.wrong
 
 
 def early_cause(path: Path) -> str:
-    """What the newest early look suggests, while what it saw lasts; empty without one, or where ranks were active."""
+    """Returns the cause that the latest early look suggests; empty without one, or if the ranks are active again."""
     looks = _listed(path, EarlyLook)
     return looks[-1].cause if looks and looks[-1].movement == "still" and not looks[-1].lasted_s else ""
 
 
 def wrong_cause(path: Path) -> str:
-    """The first wrong result that was found; empty without one."""
-    found = _listed(path, WrongResult)
-    return found[0].cause if found else ""
+    """Returns the first wrong result; empty without one."""
+    lines = _listed(path, WrongResult)
+    return lines[0].cause if lines else ""
 
 
 def _listed(path: Path, kind: type[T]) -> list[T]:
@@ -134,7 +138,7 @@ def _listed(path: Path, kind: type[T]) -> list[T]:
 
 
 def slowest(ranks: Iterable[Progress]) -> int | None:
-    """The step of the slowest stepping rank that has not ended, or of all ranks if all have: that is the job's step."""
+    """Returns the step of the slowest rank that hasn't ended, or of the slowest of all if all have."""
     stepping = [rank for rank in ranks if rank.step is not None]
     going_on = [rank for rank in stepping if rank.state != "exited"]
     return min((rank.step or 0 for rank in going_on or stepping), default=None)

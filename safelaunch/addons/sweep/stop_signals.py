@@ -12,7 +12,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Signals:
-    """Within ``with``, collects stopping signals instead of acting on them. Ignored ones (nohup) stay ignored."""
+    """Context manager that collects stop signals instead of acting on them. Ignored ones (nohup) stay ignored."""
 
     def __init__(self) -> None:
         self._taken: list[int] = []
@@ -40,7 +40,7 @@ class Signals:
             self._taken.append(signum)
 
     def taken(self) -> list[int]:
-        """The stopping signals since the last call."""
+        """Returns the stop signals since the last call."""
         taken, self._taken = self._taken, []
         return taken
 

@@ -22,10 +22,10 @@ FIXED = ("state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "b
 
 
 class JobSummary(msgspec.Struct, frozen=True):
-    """One job of a sweep. ``exit_code`` as a shell shows it; ``gpus`` are UUIDs; ``bundle`` is the newest one's path.
+    """One job of a sweep. Unknown values are null.
 
-    ``cause``: by its verdict, or the scheduler's word (``time limit``, ``node failed``).
-    What is not known, or not yet, is null.
+    ``exit_code`` is the code that a shell shows, ``gpus`` contains UUIDs, ``bundle`` is the path of the latest bundle,
+    and ``cause`` comes from its verdict or from the scheduler (``time limit``, ``node failed``).
     """
 
     name: str
@@ -48,9 +48,9 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def document(tracks: Iterable[Track]) -> dict[str, Any]:
-    """``{"jobs": [...]}``; missing values are null or empty."""
-    found: dict[str, Any] = msgspec.to_builtins(Summary(tuple(_entry(track, track.outcome) for track in tracks)))
-    return found
+    """Returns ``{"jobs": [...]}``; missing values are null or empty."""
+    result: dict[str, Any] = msgspec.to_builtins(Summary(tuple(_entry(track, track.outcome) for track in tracks)))
+    return result
 
 
 def _entry(track: Track, outcome: AttemptOutcome | None) -> JobSummary:
@@ -72,20 +72,21 @@ def _entry(track: Track, outcome: AttemptOutcome | None) -> JobSummary:
 
 
 def table(tracks: Sequence[Track], running: Mapping[str, AttemptOutcome] = NOTHING_RUNS) -> list[list[str]]:
-    """Rows for CSV, the header first: the name, a column per parameter, the fixed columns, a column per metric.
-
-    ``running``: what is known of jobs that run.
+    """Returns rows for CSV, header first: the name, one column per parameter, the fixed columns, one per metric.
 
     A parameter or metric with the name of another column gets the prefix ``param.`` or ``metric.``.
+
+    Args:
+        running: current state of running jobs
     """
     params = list(dict.fromkeys(name for track in tracks for name, _ in track.job.params))
-    known = [(track, running.get(track.job.name, track.outcome)) for track in tracks]
-    metrics = list(dict.fromkeys(name for _, outcome in known if outcome for name in outcome.metrics))
+    pairs = [(track, running.get(track.job.name, track.outcome)) for track in tracks]
+    metrics = list(dict.fromkeys(name for _, outcome in pairs if outcome for name in outcome.metrics))
     taken = {"name", *FIXED}
     param_titles = [f"param.{name}" if name in taken else name for name in params]
     metric_titles = [f"metric.{name}" if name in taken | set(param_titles) else name for name in metrics]
     rows = [["name", *param_titles, *FIXED, *metric_titles]]
-    for track, outcome in known:
+    for track, outcome in pairs:
         entry = msgspec.structs.asdict(_entry(track, outcome))
         entry["gpus"] = " ".join(entry["gpus"])
         cells = [entry["name"], *(entry["params"].get(name) for name in params), *(entry[name] for name in FIXED)]
@@ -98,15 +99,18 @@ def _cell(value: object) -> str:
 
 
 def write_summary(tracks: Sequence[Track], paths: SweepPaths) -> None:
-    """Writes both files, each whole or not at all. Raises OSError."""
+    """Writes both files, each atomically. Raises OSError."""
     replace_file(paths.summary_json, json.dumps(document(tracks), indent=2) + "\n")
     write_csv(tracks, paths)
 
 
 def write_csv(tracks: Sequence[Track], paths: SweepPaths, running: Mapping[str, AttemptOutcome] = NOTHING_RUNS) -> None:
-    """Writes ``summary.csv``, whole or not at all; ``running``: what is known of running jobs. Raises OSError.
+    """Writes ``summary.csv`` atomically. Raises OSError.
 
-    While the sweep runs there is no ``summary.json`` of it: programs may wait for that.
+    While the sweep runs, its ``summary.json`` doesn't exist: programs can wait for that.
+
+    Args:
+        running: current state of running jobs
     """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(table(tracks, running))

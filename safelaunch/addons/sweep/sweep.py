@@ -1,4 +1,4 @@
-"""The state of a sweep: which jobs may start, are skipped, or run again. Pure: no clock, process or file."""
+"""The state of a sweep: which jobs can start, are skipped, or run again. Pure: no clock, process or file."""
 
 from __future__ import annotations
 
@@ -10,46 +10,40 @@ from safelaunch.addons.sweep.lineup import Lineup, Running
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
-    """A job's history from earlier invocations: its attempts, and its outcome if it need not run again.
-
-    ``with_engine``: its last attempt is still with the engine.
-    """
+class JobHistory:
+    """A job's history from earlier invocations."""
 
     attempts: int = 0
-    outcome: AttemptOutcome | None = None
-    with_engine: bool = False
+    outcome: AttemptOutcome | None = None  # None if the job has to run again
+    with_engine: bool = False  # its last attempt is still with the engine
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``capacity`` units, ``at_most`` jobs at a time; ``fail_fast``: the first job that fails stops the others.
+    """Limits and options of a sweep."""
 
-    ``ahead``: the engine keeps the order of jobs that need each other, so they may be handed over before that.
-    """
-
-    capacity: int
-    at_most: int
-    fail_fast: bool = False
+    capacity: int  # units
+    at_most: int  # jobs at a time
+    fail_fast: bool = False  # the first job that fails stops the others
     units: Mapping[str, int] = field(default_factory=dict)
-    ahead: bool = False
+    ahead: bool = False  # the engine keeps the order of dependent jobs, so it can get them early
 
 
 class Sweep:
-    """All jobs of a sweep. Report events with its methods; ``next`` says which job to start."""
+    """All jobs of a sweep. Report events with its methods; ``next`` returns the job to start."""
 
-    def __init__(self, jobs: Sequence[SweepJob], rules: Rules, before: Mapping[str, Before] | None = None) -> None:
+    def __init__(self, jobs: Sequence[SweepJob], rules: Rules, before: Mapping[str, JobHistory] | None = None) -> None:
         self._rules = rules
         self._queue = Lineup(rules.capacity, rules.at_most)
         self._queued: set[str] = set()
         self.stopped = ""
         self.tracks = {job.name: Track(job) for job in jobs}
-        for name, known in (before or {}).items():
+        for name, history in (before or {}).items():
             track = self.tracks[name]
-            track.attempts = known.attempts
-            if known.outcome is not None:
-                track.state, track.outcome = known.outcome.state, known.outcome
-            elif known.with_engine:
+            track.attempts = history.attempts
+            if history.outcome is not None:
+                track.state, track.outcome = history.outcome.state, history.outcome
+            elif history.with_engine:
                 self._adopt(track)
         self._settle()
 
@@ -62,20 +56,20 @@ class Sweep:
         return all(track.is_final for track in self.tracks.values())
 
     def next(self, free: int | None = None) -> SweepJob | None:
-        """The next job to start with ``free`` available units (None: all that our own jobs leave)."""
+        """Returns the next job to start with ``free`` available units (None: all that our own jobs leave)."""
         name = self._queue.next(free)
         return self.tracks[name].job if name is not None else None
 
-    def began(self, job: SweepJob) -> None:
-        """Reports that ``job``, the last one from ``next``, is running."""
+    def mark_started(self, job: SweepJob) -> None:
+        """Reports that ``job``, the last result of ``next``, is running."""
         self._queue.start(job.name)
         track = self.tracks[job.name]
         track.state, track.attempts, track.tries = "running", track.attempts + 1, track.tries + 1
         if self._rules.ahead:
             self._settle()
 
-    def returned(self, name: str, state: JobState, why: str = "") -> None:
-        """Reports that a job that was handed over has not begun, and will not: it is ``waiting`` again, or final."""
+    def put_back(self, name: str, state: JobState, why: str = "") -> None:
+        """Reports that a submitted job never started and won't: it is ``waiting`` again, or in a final state."""
         track = self.tracks[name]
         track.attempts, track.tries = track.attempts - 1, track.tries - 1
         track.state, track.why = ("cancelled", self.stopped) if self.stopped else (state, why)
@@ -83,7 +77,7 @@ class Sweep:
         self._queued.discard(name)
         self._settle()
 
-    def ended(self, name: str, outcome: AttemptOutcome) -> None:
+    def mark_ended(self, name: str, outcome: AttemptOutcome) -> None:
         """Reports the end of an attempt: the job is done, or waits for its next attempt."""
         track = self.tracks[name]
         track.outcome = outcome
@@ -115,7 +109,7 @@ class Sweep:
         return self._rules.units.get(job.name, job.gpus)
 
     def _settle(self) -> None:
-        """Queues jobs whose needs have succeeded; skips those whose needs have failed, and those that need them."""
+        """Queues jobs whose dependencies have succeeded; skips jobs whose dependencies have failed, recursively."""
         changed = True
         while changed:
             changed = False
@@ -125,20 +119,19 @@ class Sweep:
                 needs = [self.tracks[need] for need in track.job.needs]
                 lost = next((need for need in needs if need.is_final and need.state != "succeeded"), None)
                 if lost is not None:
-                    track.state, track.why, changed = "skipped", f"needs {lost.job.name}, which {was(lost)}", True
+                    track.state, track.why, changed = "skipped", f"needs {lost.job.name}, which {ending(lost)}", True
                 elif all(need.state == "succeeded" or self._is_ahead(need) for need in needs):
                     self._queued.add(name)
                     self._queue.add(name, self._units(track.job))
 
     def _is_ahead(self, need: Track) -> bool:
-        """Whether the engine may wait for ``need``: the present attempt is its last."""
         return self._rules.ahead and need.state == "running" and need.tries > need.job.retries
 
 
-def was(track: Track) -> str:
+def ending(track: Track) -> str:
     return {"hung": "hung", "failed": "failed", "timed-out": "timed out"}.get(track.state, f"was {track.state}")
 
 
 def cancelled(outcome: AttemptOutcome) -> AttemptOutcome:
-    """The outcome as cancelled, for a job that was asked to stop: its end says nothing about the job."""
+    """Returns the outcome as cancelled unless it is a success: the end of a stopped job says nothing about the job."""
     return outcome if outcome.state == "succeeded" else replace(outcome, state="cancelled")

@@ -12,17 +12,14 @@ from safelaunch.addons.sweep.jobs import AttemptOutcome, JobState, SweepJob, Tra
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One job at one moment. ``outcome``: of its last attempt that ended.
-
-    ``live``: None unless it runs, or waits in a scheduler's queue.
-    """
+    """One job at one moment."""
 
     job: SweepJob
     state: JobState
     attempts: int = 0
     why: str = ""
-    outcome: AttemptOutcome | None = None
-    live: RunningAttempt | None = None
+    outcome: AttemptOutcome | None = None  # of the last attempt that ended
+    live: RunningAttempt | None = None  # None unless it runs, or waits in a scheduler's queue
 
     @staticmethod
     def of(track: Track, live: RunningAttempt | None) -> JobStatus:
@@ -34,7 +31,7 @@ class JobStatus:
 
     @property
     def so_far(self) -> AttemptOutcome | None:
-        """What is known of the attempt that goes on, in the form of its outcome."""
+        """The current attempt as far as it has got, in the form of an outcome."""
         if self.live is None or self.state == "waiting":
             return AttemptOutcome("waiting") if self.live is not None else None
         took_s = round(self.live.elapsed_s, 3)
@@ -43,20 +40,20 @@ class JobStatus:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All jobs. ``stopped``: why no more start, or empty."""
+    """All jobs at one moment."""
 
     jobs: tuple[JobStatus, ...]
-    stopped: str = ""
+    stopped: str = ""  # why no more jobs start
 
 
 class Screen(Protocol):
-    """A display of a sweep. No method waits long for a terminal that does not read."""
+    """A display of a sweep. No method blocks for long on a terminal that doesn't read."""
 
     def note(self, text: str) -> None:
         """Shows an event."""
 
-    def ended(self, text: str) -> None:
-        """Shows how a job has ended; a display that has a line for each job does by itself."""
+    def show_end(self, text: str) -> None:
+        """Shows how a job has ended, unless the display has a line for each job."""
 
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
         """Updates the display; takes a snapshot only if it will be shown."""

@@ -92,7 +92,7 @@ def test_who_holds_what_a_job_waits_for_is_named(node: stub.Node, tmp_path: Path
         theirs.release()
         result = sweep.wait()
     assert sweep.states() == {"a": "succeeded"}, result.stderr
-    assert "a waits for GPUs that others hold:" in result.said
+    assert "a waits for GPUs in use by others:" in result.said
     assert f"GPU 0    leased by pid {os.getpid()}" in result.stderr and "their.py" in result.stderr
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.addons.reproduce import ScriptWish
+from safelaunch.addons.reproduce import ScriptOptions
 from tests.qa import reproducing
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
@@ -39,5 +39,5 @@ def test_a_bundle_leads_to_a_script_that_hangs_alike(name: str, tmp_path: Path) 
     source.mkdir()
     replayed.mkdir()
     evidence = reproducing.of_zoo(name, 1, source)
-    found = reproducing.replay(name, evidence, replayed, ScriptWish(fewest=True, shrink=True))
+    found = reproducing.replay(name, evidence, replayed, ScriptOptions(fewest=True, shrink=True))
     assert not found.why_not

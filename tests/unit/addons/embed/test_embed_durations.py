@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import safelaunch
-from safelaunch.addons.embed.keywords import words_of
+from safelaunch.addons.embed.keywords import flags_of
 from safelaunch.settings.config import resolve
 
 
 @pytest.mark.parametrize("given", [300, 300.0, "300", "5m"], ids=repr)
 def test_a_keyword_takes_the_durations_that_an_option_takes(given: Any, tmp_path: Path) -> None:
-    settings = resolve(words_of({"stall_timeout": given}), {}, tmp_path, lambda: None)
+    settings = resolve(flags_of({"stall_timeout": given}), {}, tmp_path, lambda: None)
     assert settings.stall_timeout_s == 300.0
 
 
@@ -40,4 +40,4 @@ def test_a_keyword_of_launch_raises_at_the_call(name: str) -> None:
     ],
 )
 def test_keywords_of_launch_become_words(options: dict[str, Any], words: list[tuple[str, str | None]]) -> None:
-    assert list(words_of(options)) == words
+    assert list(flags_of(options)) == words

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import safelaunch
-from safelaunch.addons.embed.keywords import words_of
+from safelaunch.addons.embed.keywords import flags_of
 from safelaunch.addons.embed.launching import Launch, LaunchOptions
 from safelaunch.addons.embed.supervisor import from_the_start
 from safelaunch.addons.embed.wire import Connection, Done, FromCaller, FromSupervisor, RanksEnded, Ready, Stop, Stopping
@@ -55,8 +55,8 @@ def test_every_name_of_the_package_is_there() -> None:
 
 
 def test_the_keywords_are_the_options() -> None:
-    flags = {flag for flag, _ in words_of(dict.fromkeys(LaunchOptions.__annotations__, "1"))}
-    flags |= {flag for flag, _ in words_of({"watch": False})}
+    flags = {flag for flag, _ in flags_of(dict.fromkeys(LaunchOptions.__annotations__, "1"))}
+    flags |= {flag for flag, _ in flags_of({"watch": False})}
     assert flags == {option.flag for option in OWN_OPTIONS if "run" in option.commands} - {"--dry-run"}
 
 
@@ -70,7 +70,7 @@ def test_options_become_words() -> None:
         "watch": True,
         "gpus": None,
     }
-    assert words_of(options) == (
+    assert flags_of(options) == (
         ("--preset", "hang-debug"),
         ("--preset", "mine.yaml"),
         ("--stall-timeout", "90"),
@@ -92,7 +92,7 @@ def test_options_become_words() -> None:
 def test_one_number_counts_before_the_first_step_too(
     words: dict[str, object], startup_s: float, origin: str, tmp_path: Path
 ) -> None:
-    settings = from_the_start(resolve(words_of(words), {}, tmp_path, lambda: None))
+    settings = from_the_start(resolve(flags_of(words), {}, tmp_path, lambda: None))
     assert (settings.startup_timeout_s, settings.origin("startup-timeout")) == (startup_s, origin)
     assert policy_of(settings).has_one_limit == (startup_s == 4.0)
 
@@ -120,18 +120,18 @@ def test_a_path_without_evidence_is_an_error(tmp_path: Path) -> None:
 def test_the_two_sides_understand_each_other() -> None:
     ours, theirs = socket.socketpair()
     caller, supervisor = Connection(ours, FromSupervisor), Connection(theirs, FromCaller)
-    assert caller.heard() == []
-    supervisor.say(Ready({"A": "1"}, "/run"))
-    supervisor.say(Stop())
+    assert caller.received() == []
+    supervisor.send(Ready({"A": "1"}, "/run"))
+    supervisor.send(Stop())
     assert caller.wait() == Ready({"A": "1"}, "/run")
-    assert caller.heard() == [Stop()]
-    caller.say(Stopping())
-    caller.say(RanksEnded(failed=True))
-    assert supervisor.heard() == [Stopping(), RanksEnded(True)]
-    supervisor.say(Done(hung=True))
+    assert caller.received() == [Stop()]
+    caller.send(Stopping())
+    caller.send(RanksEnded(failed=True))
+    assert supervisor.received() == [Stopping(), RanksEnded(True)]
+    supervisor.send(Done(hung=True))
     supervisor.close()
-    assert caller.heard() == [Done(hung=True)], "the last words of one that is gone"
+    assert caller.received() == [Done(hung=True)], "the last words of one that is gone"
     assert not caller.is_open
     assert caller.wait() is None
-    caller.say(Stopping())  # to nobody
+    caller.send(Stopping())  # to nobody
     caller.close()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.addons.reproduce import Extent, ScriptWish, reproduction_of
-from safelaunch.addons.reproduce.fewer_ranks import of_ranks
+from safelaunch.addons.reproduce import Extent, ScriptOptions, reproduction_of
+from safelaunch.addons.reproduce.fewer_ranks import restricted_to
 from safelaunch.addons.reproduce.programs import program_of
 from safelaunch.bundle.reading import locate
 from safelaunch.model import Evidence
@@ -17,7 +17,7 @@ from tests.support.nccl_formats import Recorder, write
 from tests.support.replayed import replayed
 from tests.support.synthetic import KINDS, generated
 
-FEWEST = ScriptWish(Extent(), fewest=True)
+FEWEST = ScriptOptions(Extent(), fewest=True)
 
 
 @pytest.mark.slow
@@ -56,12 +56,12 @@ def test_transfers_name_their_peers_by_new_numbers(tmp_path: Path) -> None:
     for one in ring[1:]:
         one.collective(state="started")
     program = program_of(CaseFacts.of(locate.read(write(tmp_path, ring)).evidence), Extent(everything=True))
-    fewer = of_ranks(program, [0, 1, 3])
+    fewer = restricted_to(program, [0, 1, 3])
     assert [(call.op, call.peer) for rank in (1, 2) for call in fewer.ranks[rank].calls[1:2]] == [
         ("send", 2),
         ("recv", 1),
     ]
-    assert [call.op for call in of_ranks(program, [0, 3]).ranks[1].calls] == ["all_reduce", "all_reduce"]
+    assert [call.op for call in restricted_to(program, [0, 3]).ranks[1].calls] == ["all_reduce", "all_reduce"]
 
 
 def absent(folder: Path, odd: int) -> Evidence:
@@ -74,7 +74,7 @@ def absent(folder: Path, odd: int) -> Evidence:
 
 
 def test_smaller_tensors_differ_where_they_differed(tmp_path: Path) -> None:
-    text = reproduction_of(absent(tmp_path, 3), ScriptWish(Extent(everything=True), shrink=True)).text
+    text = reproduction_of(absent(tmp_path, 3), ScriptOptions(Extent(everything=True), shrink=True)).text
     sizes = [one.tensors[0].shape for one in replayed(text, 4)[0].calls]
     assert sizes == [(2,), (1,), (2,)]
 
@@ -84,7 +84,7 @@ def test_tensors_that_gloo_would_not_compare_are_larger(tmp_path: Path) -> None:
     found = [Recorder(number, {"0": (0, 1, 2, 3)}) for number in range(4)]
     for one in found:
         one.collective(size=(5,)).collective(size=(1,)).collective(size=(2 if one.rank == 3 else 1,), state="started")
-    made = reproduction_of(locate.read(write(tmp_path, found)).evidence, ScriptWish(Extent(everything=True)))
+    made = reproduction_of(locate.read(write(tmp_path, found)).evidence, ScriptOptions(Extent(everything=True)))
     ranks = replayed(made.text, 4)
     assert [call.tensors[0].shape for call in ranks[0].calls] == [(5,), (8,), (8,)]
     assert [call.tensors[0].shape for call in ranks[3].calls[:3]] == [(5,), (8,), (16,)]

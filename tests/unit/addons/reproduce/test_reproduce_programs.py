@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.addons.reproduce import Extent, ScriptWish, reproduction_of
-from safelaunch.addons.reproduce.gloo import returns
+from safelaunch.addons.reproduce import Extent, ScriptOptions, reproduction_of
+from safelaunch.addons.reproduce.gloo import can_return
 from safelaunch.addons.reproduce.recorded import RecordedEntry, recorded
 from safelaunch.bundle.reading import locate
 from safelaunch.model import CallArguments, Evidence, GilTest
@@ -25,7 +25,7 @@ from tests.support.verdict_cases import calls_in
 
 VARIANTS = ("plain", "no stacks", "sends", "window", "sends, no stacks", "window, no stacks")
 LAYOUTS = ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 2, 2), (4, 2, 2), (8, 8, 1))
-ALL = ScriptWish(Extent(everything=True))
+ALL = ScriptOptions(Extent(everything=True))
 FEW = Extent(rounds=4)
 EXTENTS = (FEW, Extent(everything=True), Extent(last=5))
 
@@ -52,7 +52,7 @@ def test_each_rank_makes_its_recorded_calls(kind: str, variant: str) -> None:
             continue
         extent = EXTENTS[seed % len(EXTENTS)]
         facts = CaseFacts.of(evidence)
-        text = reproduction_of(evidence, ScriptWish(extent)).text
+        text = reproduction_of(evidence, ScriptOptions(extent)).text
         ranks = replayed(text, len(facts.ranks))
         sized = "times as many elements" not in text  # gloo would not notice sizes that differ
         for rank, calls in recorded(facts, extent).items():
@@ -69,7 +69,7 @@ def test_a_rank_that_stands_stands_behind_its_last_call(variant: str) -> None:
     assert evidence is not None
     (odd,) = {one.rank for one in diagnose(evidence).culprits}
     facts = CaseFacts.of(evidence)
-    ranks = replayed(reproduction_of(evidence, ScriptWish(FEW)).text, len(facts.ranks))
+    ranks = replayed(reproduction_of(evidence, ScriptOptions(FEW)).text, len(facts.ranks))
     stands = {rank for rank, one in ranks.items() if one.ended}
     assert odd in stands
     assert len(ranks[odd].calls) == len(recorded(facts, FEW)[odd])
@@ -235,7 +235,7 @@ def test_who_comes_back_from_a_rooted_call_of_gloo() -> None:
         ("gather", 0, (1, 2)): set(), ("reduce", 0, (0, 1)): set(),
     }  # fmt: skip
     for (op, root, entered), back in seen.items():
-        assert {place for place in entered if returns(op, root, entered, place, 3)} == back, (op, entered)
+        assert {place for place in entered if can_return(op, root, entered, place, 3)} == back, (op, entered)
 
 
 def test_the_script_says_so_when_a_rank_comes_back() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.addons.reproduce import Extent, ScriptWish, reproduction_of
+from safelaunch.addons.reproduce import Extent, ScriptOptions, reproduction_of
 from safelaunch.addons.reproduce.rank_expressions import condition
 from safelaunch.addons.reproduce.text import plain
 from safelaunch.bundle.reading import locate
@@ -17,7 +17,7 @@ from tests.support.evidence import in_c10d, job, rank
 from tests.support.nccl_formats import Op, Recorder, write
 from tests.support.replayed import Tensor, replayed
 
-ALL = ScriptWish(Extent(everything=True))
+ALL = ScriptOptions(Extent(everything=True))
 WORDS = {"gloo", "RANK", "not as recorded: rank ", " came back from its last call"}
 HOSTILE = (
     "x\nimport os; os.system('touch /tmp/owned')",
@@ -34,7 +34,7 @@ HOSTILE = (
 )
 
 
-def of_dumps(folder: Path, recorders: list[Recorder], wish: ScriptWish = ALL) -> str:
+def of_dumps(folder: Path, recorders: list[Recorder], wish: ScriptOptions = ALL) -> str:
     return reproduction_of(locate.read(write(folder, recorders)).evidence, wish).text
 
 
@@ -56,7 +56,7 @@ def hang(name: str, frame_file: str = "/home/me/train.py", op: str = "all_reduce
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_of_strangers_stay_in_comments(name: str) -> None:
-    found = reproduction_of(hang(name, f"/home/{name}.py", name), ScriptWish(name=name))
+    found = reproduction_of(hang(name, f"/home/{name}.py", name), ScriptOptions(name=name))
     assert found.text.isascii()
     known = {
         "torch",
@@ -226,7 +226,7 @@ def test_damaged_dumps_lead_to_a_script_all_the_same(seed: int, tmp_path: Path) 
             entry = dice.choice(one.entries)
             entry[dice.choice(list(entry))] = dice.choice(values)
     evidence = locate.read(write(tmp_path, four, as_json=True)).evidence
-    for wish in (ScriptWish(), ALL, ScriptWish(Extent(last=2), fewest=True, shrink=True)):
+    for wish in (ScriptOptions(), ALL, ScriptOptions(Extent(last=2), fewest=True, shrink=True)):
         tree = ast.parse(reproduction_of(evidence, wish).text)
         texts = {
             node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from safelaunch.addons.sweep.scheduler import Listed, Meaning, SubmittedWork
+from safelaunch.addons.sweep.scheduler import ListedJob, Meaning, SubmittedWork
 
 
 class Shell:
@@ -24,16 +24,16 @@ class Shell:
     def across(self, nodes: int) -> None:
         return None
 
-    def words(self, work: SubmittedWork) -> list[str]:
+    def submit_command(self, work: SubmittedWork) -> list[str]:
         return ["/bin/bash", os.fspath(work.script)]
 
     def submit(self, work: SubmittedWork) -> str:
-        self.jobs[work.name] = subprocess.Popen(self.words(work), env=self._environ, start_new_session=True)
+        self.jobs[work.name] = subprocess.Popen(self.submit_command(work), env=self._environ, start_new_session=True)
         return str(self.jobs[work.name].pid)
 
-    def list(self) -> list[Listed]:
+    def list(self) -> list[ListedJob]:
         states = {name: "running" if job.poll() is None else "ended" for name, job in self.jobs.items()}
-        return [Listed(name, str(self.jobs[name].pid), state) for name, state in states.items()]  # type: ignore[arg-type]
+        return [ListedJob(name, str(self.jobs[name].pid), state) for name, state in states.items()]  # type: ignore[arg-type]
 
     def cancel(self, numbers: Sequence[str], *, kill: bool) -> None:
         for number in numbers:

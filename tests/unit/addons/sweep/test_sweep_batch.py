@@ -64,7 +64,7 @@ def script_of(one: SweepJob, programs: SweepPrograms = PROGRAMS) -> str:
 def test_scripts(name: str) -> None:
     one = SCRIPTS[name]
     work = SubmittedWork("train.0123456789-5", one, Path("PLACE"), Path("100%"), ("12", "13") if one.needs else ())
-    golden.compare(f"sbatch_scripts/{name}.sh", f"# {' '.join(SLURM.words(work))}\n{script_of(one)}")
+    golden.compare(f"sbatch_scripts/{name}.sh", f"# {' '.join(SLURM.submit_command(work))}\n{script_of(one)}")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -418,7 +418,7 @@ def test_what_exceeds_a_limit_is_submitted_later(tmp_path: Path) -> None:
     assert scene.slurm.asked == [("colaunch.1f-1",)]
     scene.turn(100.0)
     assert [name for (name,) in scene.slurm.asked] == [f"colaunch.1f-{number}" for number in (1, 1, 2, 3, 4)]
-    assert sum("takes no more" in text for text in scene.said) == 1
+    assert sum("job limit is reached" in text for text in scene.said) == 1
 
 
 def test_silence_is_said_once_and_loses_nothing(tmp_path: Path) -> None:
@@ -428,8 +428,8 @@ def test_silence_is_said_once_and_loses_nothing(tmp_path: Path) -> None:
     scene.slurm.errors = ["Unable to contact slurm controller"] * 3
     for _ in range(4):
         scene.turn(20.0)
-    assert sum("does not answer" in text for text in scene.said) == 1
-    assert sum("answers again" in text for text in scene.said) == 1
+    assert sum("doesn't respond" in text for text in scene.said) == 1
+    assert sum("responds again" in text for text in scene.said) == 1
 
 
 def test_a_submission_that_waits_for_an_attempt_that_another_runs_is_withdrawn(tmp_path: Path) -> None:

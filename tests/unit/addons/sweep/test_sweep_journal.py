@@ -28,16 +28,16 @@ JOBS = [SweepJob(name, ("t.py", name), "") for name in ("a", "b", "c")]
 def journal_of_three(path: Path) -> None:
     """a succeeded, b failed and then succeeded, c runs."""
     journal = Journal(path)
-    journal.begun(3)
+    journal.record_launch(3)
     for job, number, outcome in [
         (JOBS[0], 1, DONE),
         (JOBS[1], 1, AttemptOutcome("failed", 1, 0.1, bundle="/b")),
         (JOBS[1], 2, DONE),
         (JOBS[2], 1, None),
     ]:
-        journal.started(job, number, GONE)
+        journal.record_start(job, number, GONE)
         if outcome is not None:
-            journal.ended(job.name, number, outcome)
+            journal.record_end(job.name, number, outcome)
     journal.close()
 
 
@@ -86,11 +86,11 @@ def test_killed_at_any_byte_nothing_is_lost_and_nothing_done_is_repeated(
         while not sweep.finished:
             job = sweep.next()
             assert job is not None
-            sweep.began(job)
+            sweep.mark_started(job)
             assert job.name not in done, "a finished job is repeated"
-            journal.started(job, sweep.tracks[job.name].attempts, GONE)
-            journal.ended(job.name, sweep.tracks[job.name].attempts, DONE)
-            sweep.ended(job.name, DONE)
+            journal.record_start(job, sweep.tracks[job.name].attempts, GONE)
+            journal.record_end(job.name, sweep.tracks[job.name].attempts, DONE)
+            sweep.mark_ended(job.name, DONE)
         journal.close()
         records, good = parse(path.read_bytes(), "")
         assert good == path.stat().st_size
@@ -107,7 +107,7 @@ def test_a_torn_end_of_any_kind_is_cut_off(tmp_path: Path, tail: bytes) -> None:
     path.write_bytes(before + tail)
     journal = Journal(path)
     assert path.read_bytes() == before
-    journal.begun(3)
+    journal.record_launch(3)
     journal.close()
     assert len(parse(path.read_bytes(), "")[0]) == before.count(b"\n") + 1
 
@@ -143,7 +143,7 @@ def test_a_last_line_may_be_torn_in_its_middle_too(tmp_path: Path) -> None:
 
 def test_a_sweep_is_run_by_one_colaunch_at_a_time(tmp_path: Path) -> None:
     first = Journal(tmp_path / "j")
-    first.begun(1)
+    first.record_launch(1)
     with pytest.raises(UsageError, match=f"another safelaunch colaunch runs this sweep \\(pid {os.getpid()}\\)"):
         Journal(tmp_path / "j")
     first.close()
@@ -163,7 +163,7 @@ def test_on_a_full_disk_an_end_is_kept_until_there_is_room_and_nothing_starts(
 ) -> None:
     path = tmp_path / "j"
     journal = Journal(path)
-    journal.started(JOBS[0], 1, GONE)
+    journal.record_start(JOBS[0], 1, GONE)
     before = path.read_bytes()
     real = os.write
 
@@ -173,13 +173,13 @@ def test_on_a_full_disk_an_end_is_kept_until_there_is_room_and_nothing_starts(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module.os, "write", full)
-    journal.ended("a", 1, DONE)
+    journal.record_end("a", 1, DONE)
     assert not journal.catch_up()
     with pytest.raises(OSError, match="earlier records"):
-        journal.started(JOBS[1], 1, GONE)
+        journal.record_start(JOBS[1], 1, GONE)
     assert path.read_bytes() == before, "nothing may stand behind half a line"
     monkeypatch.setattr(module.os, "write", real)
-    journal.started(JOBS[1], 1, GONE)
+    journal.record_start(JOBS[1], 1, GONE)
     journal.close()
     found = attempts(parse(path.read_bytes(), "")[0])
     assert [(each.job, each.outcome) for each in found] == [("a", DONE), ("b", None)]

@@ -42,7 +42,7 @@ class Notes:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    ended = note
+    show_end = note
 
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
         assert snapshot().jobs
@@ -100,7 +100,7 @@ def test_a_journal_on_a_full_disk_holds_jobs_back_and_loses_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(tmp_path, "a", "b", "c", script="echo $$ >> ran", slots=1)
-    real, refused = Journal.started, []
+    real, refused = Journal.record_start, []
 
     def started(self: Journal, job: SweepJob, attempt: int, process: ProcessId, gpus: Sequence[str]) -> None:
         if len(refused) < 2:
@@ -108,13 +108,12 @@ def test_a_journal_on_a_full_disk_holds_jobs_back_and_loses_none(
             raise OSError(errno.ENOSPC, "No space left on device")
         real(self, job, attempt, process, gpus)
 
-    monkeypatch.setattr(Journal, "started", started)
+    monkeypatch.setattr(Journal, "record_start", started)
     assert scene.run() == ["succeeded"] * 3
     assert refused == ["a", "a"]
     assert len((tmp_path / "ran").read_text().split()) == 3, "a job ran that the journal did not know"
     assert [note for note in scene.screen.notes if "no job can start now" in note] == [
-        "no job can start now; colaunch keeps trying "
-        f"({scene.paths.journal} cannot be written: No space left on device)"
+        f"no job can start now; colaunch keeps trying ({scene.paths.journal} can't be written: No space left on device)"
     ]
     assert {track.attempts for track in scene.sweep.tracks.values()} == {1}
 
@@ -278,7 +277,7 @@ def test_the_time_that_a_job_waits_for_gpus_is_not_its_own(tmp_path: Path, node:
     assert (track.state, late[0] >= 1000.0, store.waiting()) == ("succeeded", True, [])
     assert track.outcome is not None and track.outcome.duration_s < 60
     (waits,) = [note for note in scene.screen.notes if "waits" in note]
-    assert waits.startswith("a waits for GPUs that others hold:\n  GPU 0    leased by pid 1 ") and "their.py" in waits
+    assert waits.startswith("a waits for GPUs in use by others:\n  GPU 0    leased by pid 1 ") and "their.py" in waits
 
 
 def test_the_end_of_a_job_is_recorded_before_the_start_on_its_gpus(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from safelaunch.addons.sweep.jobs import AttemptOutcome, JobState, SweepJob
 from safelaunch.addons.sweep.lineup import Lineup
-from safelaunch.addons.sweep.sweep import Before, Rules, Sweep
+from safelaunch.addons.sweep.sweep import JobHistory, Rules, Sweep
 
 
 def queue(capacity: int, *units: int, at_most: int = 100) -> Lineup:
@@ -41,7 +41,7 @@ def choose(sweep: Sweep) -> list[SweepJob]:
     """Starts all that may start now."""
     chosen = []
     while (one := sweep.next()) is not None:
-        sweep.began(one)
+        sweep.mark_started(one)
         chosen.append(one)
     return chosen
 
@@ -180,7 +180,7 @@ class Simulation:
             del self.running[name]
             plan = self.plans[int(name[1:])]
             states = plan.ends
-            self.sweep.ended(name, AttemptOutcome(states[min(len(self.started_s[name]), len(states)) - 1], 0))
+            self.sweep.mark_ended(name, AttemptOutcome(states[min(len(self.started_s[name]), len(states)) - 1], 0))
         raise AssertionError("it never ends")
 
 
@@ -237,11 +237,11 @@ def test_after_a_stop_nothing_starts_and_all_ends(planned: tuple[int, list[Plan]
         begun |= {job.name for job in choose(simulation.sweep)}
         if not simulation.sweep.running:
             break
-        simulation.sweep.ended(simulation.sweep.running[0], AttemptOutcome("succeeded", 0))
+        simulation.sweep.mark_ended(simulation.sweep.running[0], AttemptOutcome("succeeded", 0))
     simulation.sweep.stop("stopped by SIGINT")
     assert choose(simulation.sweep) == []
     for name in simulation.sweep.running:
-        simulation.sweep.ended(name, AttemptOutcome("cancelled", 143))
+        simulation.sweep.mark_ended(name, AttemptOutcome("cancelled", 143))
     assert simulation.sweep.finished
     assert choose(simulation.sweep) == []
 
@@ -271,7 +271,7 @@ def states(sweep: Sweep) -> dict[str, str]:
 def test_a_failed_need_skips_all_that_depends_on_it() -> None:
     sweep = Sweep([job("c", "b"), job("b", "a"), job("a"), job("d")], Rules(2, 9))
     assert [each.name for each in choose(sweep)] == ["a", "d"]
-    sweep.ended("a", AttemptOutcome("hung", 124))
+    sweep.mark_ended("a", AttemptOutcome("hung", 124))
     assert states(sweep) == {"a": "hung", "b": "skipped", "c": "skipped", "d": "running"}
     assert sweep.tracks["b"].why == "needs a, which hung"
     assert sweep.tracks["c"].why == "needs b, which was skipped"
@@ -279,17 +279,17 @@ def test_a_failed_need_skips_all_that_depends_on_it() -> None:
 
 def test_what_succeeded_before_is_not_run_again_and_counts_for_its_dependents() -> None:
     done = AttemptOutcome("succeeded", 0)
-    sweep = Sweep([job("a"), job("b", "a"), job("c")], Rules(4, 9), {"a": Before(2, done), "c": Before(1)})
+    sweep = Sweep([job("a"), job("b", "a"), job("c")], Rules(4, 9), {"a": JobHistory(2, done), "c": JobHistory(1)})
     assert [each.name for each in choose(sweep)] == ["b", "c"]
     assert {name: track.attempts for name, track in sweep.tracks.items()} == {"a": 2, "b": 1, "c": 2}
     assert sweep.tracks["a"].outcome is done
 
 
 def test_earlier_invocations_do_not_use_up_the_retries() -> None:
-    sweep = Sweep([job("a", retries=1)], Rules(1, 9), {"a": Before(5)})
+    sweep = Sweep([job("a", retries=1)], Rules(1, 9), {"a": JobHistory(5)})
     for expected in ("waiting", "failed"):
         choose(sweep)
-        sweep.ended("a", AttemptOutcome("failed", 1))
+        sweep.mark_ended("a", AttemptOutcome("failed", 1))
         assert sweep.tracks["a"].state == expected
     assert sweep.tracks["a"].attempts == 7
 
@@ -305,5 +305,5 @@ def test_a_stop_reaches_a_job_that_waits_and_one_that_would_be_tried_again() -> 
     sweep = Sweep([replace(job("a"), retries=3), job("b")], Rules(1, 9))
     choose(sweep)
     sweep.stop("stopped by SIGINT")
-    sweep.ended("a", AttemptOutcome("failed", 1))
+    sweep.mark_ended("a", AttemptOutcome("failed", 1))
     assert states(sweep) == {"a": "failed", "b": "cancelled"}
