@@ -59,7 +59,7 @@ def test_about_has_launch_and_node_facts(tmp_path: Path) -> None:
     ],
 )
 def test_about_kernel_log_starts_with_run(tmp_path: Path, lines: list[str], shown: list[int]) -> None:
-    """Earlier kernel messages and the note that none was found are left out."""
+    """Earlier kernel messages and the note about an empty log are left out."""
     root = bundle(tmp_path / "one")
     (root / "launch.json").write_text(json.dumps({"started": "2026-11-22T10:00:00Z"}))
     (root / "node/a/kernel_log.txt").write_text("\n".join(lines) + "\n")

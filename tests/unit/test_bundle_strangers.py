@@ -82,7 +82,7 @@ def test_bundle_directory_can_be_link(tmp_path: Path) -> None:
     assert (tmp_path / "real" / NAME).is_dir()
 
 
-# --- another user of the group, with the right to rename files ------------------------------------------------------------
+# --- another user of the group, with the right to rename files --------------------------------------------------------
 
 SWAPS = """
 import os, sys

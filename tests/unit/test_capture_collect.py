@@ -1,4 +1,4 @@
-"""Which look at a rank its files are written from, and what the manifest says of them."""
+"""Choice of the look whose files are written for a rank, and their entries in the manifest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATE = ProcessState(7, 1, 5, 0.0, "python", ("python",), "S")
 
 
 def look(how: str) -> Look:
-    """``how``: ``stack`` (all of it), ``state`` (py-spy failed), ``nothing`` (the deadline passed), ``absent``."""
+    """Returns a look that got a stack, only a process state, nothing before its deadline, or has no such rank."""
     if how == "absent":
         return Look(0.0, 1.0, {})
     sample = StackSample(7, 0.0, "py-spy", ()) if how == "stack" else None
@@ -52,7 +52,7 @@ def test_most_telling_look_without_stack_is_newest_with_data() -> None:
 
 
 class Listed(Sink):
-    """Takes artifacts, and keeps their lines of the manifest and their texts."""
+    """Sink that keeps the manifest entry and the text of each artifact."""
 
     def __init__(self) -> None:
         super().__init__(Redactor())
@@ -80,7 +80,7 @@ def test_output_tail_with_terminal_sequences_is_kept_and_noted(text: str, note: 
 
 @pytest.mark.parametrize("slow", ["stack.txt", "log_tail.txt"], ids=["at once", "once its Flight Recorder was there"])
 def test_late_rank_evidence_and_files_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
-    """On a busy machine, or with a log full of secrets."""
+    """A busy machine or a log full of secrets can delay a rank's files."""
     over, waiting = threading.Event(), threading.Event()
 
     class Slow(Listed):

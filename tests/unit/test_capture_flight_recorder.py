@@ -1,4 +1,4 @@
-"""Flight Recorder dumps of several versions and backends, damaged ones, and hostile ones."""
+"""Flight Recorder dumps of several versions and backends, damaged dumps and hostile ones."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.support.sample_dumps import GLOO, GLOO_ENTRY, NCCL, as_json
 
 
 def test_flight_status_uses_group_number_of_rank() -> None:
-    """The second group of this rank is called "4"; the one called "2" is none of its own."""
+    """The second group of this rank is called "4"; the group called "2" has other members."""
     mine = {**GLOO_ENTRY, "pg_id": 2, "process_group": ("4", "undefined")}
     numbers = {"last_enqueued_collective": 9, "last_started_collective": -1, "last_completed_collective": 8}
     dump = {**GLOO, "entries": [GLOO_ENTRY, mine], "pg_status": {"0": numbers, "2": numbers, "3": numbers}}
     status = GroupStatus(9, -1, 8)
-    assert parse_pickle(pickle.dumps(dump)).status == {"0": status, "4": status}  # of number 3 nobody knows the name
+    assert parse_pickle(pickle.dumps(dump)).status == {"0": status, "4": status}  # the name of number 3 is unknown
 
 
 def test_gloo_pickle_is_parsed() -> None:
@@ -130,7 +130,7 @@ def test_truncated_pickle_is_rejected_at_every_length() -> None:
 
 
 def served(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes], listed: bytes = b"") -> None:
-    """A worker server with these handlers."""
+    """Stands in for a worker server with these handlers."""
 
     def post(path: str, handler: str, *, deadline_s: float) -> bytes:
         if handler not in answers:
@@ -146,7 +146,7 @@ def served(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes], listed: b
 def test_worker_server_with_nccl_recorder_only_is_noted(
     monkeypatch: pytest.MonkeyPatch, dump: dict[str, Any], known: bool
 ) -> None:
-    """torch 2.6 and 2.9: an empty record where NCCL has no group says nothing of what gloo does."""
+    """On torch 2.6 and 2.9, an empty record without an NCCL group doesn't describe gloo's calls."""
     served(
         monkeypatch,
         {"dump_nccl_trace_json": json.dumps(dump).encode(), "dump_nccl_trace_pickle": pickle.dumps(dump)},
@@ -162,7 +162,7 @@ EMPTY = {"version": "2.10", "entries": []}
 
 @pytest.mark.parametrize("python", [True, False])
 def test_gloo_and_nccl_recorders_are_merged(monkeypatch: pytest.MonkeyPatch, python: bool) -> None:
-    """torch 2.13 with CUDA: the default handler tells of gloo alone."""
+    """On torch 2.13 with CUDA, the default handler returns only gloo's record."""
     nccl = Recorder(0, {"0": (0, 1)}).collective().collective(state="started")
     for gloo, ops in ((GLOO, ["gloo", "gloo", "nccl", "nccl"]), (EMPTY, ["nccl", "nccl"])):
         answers = {"fr_trace_json": as_json({"pg_status": {}, **gloo}), "dump_nccl_trace_json": nccl.json()}
@@ -199,7 +199,10 @@ def test_default_timeout_comes_from_default_group_only(
 
 @pytest.mark.parametrize("python", [True, False])
 def test_recorders_of_each_backend_are_merged(monkeypatch: pytest.MonkeyPatch, python: bool) -> None:
-    """torch 2.15: the default handlers take the backend's name. Older ones answer with gloo's and list none."""
+    """On torch 2.15, the default handlers take the backend's name.
+
+    Older ones answer with gloo's record and list none.
+    """
     mine = Hooked(0, {"0": (0, 1)}, "my-own_2").collective().collective(state="scheduled")
     answers = {"fr_trace_json": as_json({"pg_status": {}, **GLOO}), "fr_trace_json?backend=my-own_2": mine.json()}
     answers["safelaunch_flight_record"] = pickle.dumps(GLOO)
@@ -235,7 +238,7 @@ def test_flight_dump_beyond_size_limit_is_rejected(monkeypatch: pytest.MonkeyPat
 
 
 def test_packed_column_of_one_number_is_range() -> None:
-    """What asks whether a window is whole asks for a range."""
+    """The check for gaps in a window looks for a range."""
     from safelaunch.model.entries import Same, packed
 
     assert packed([7]) == range(7, 8)
@@ -244,7 +247,7 @@ def test_packed_column_of_one_number_is_range() -> None:
 
 
 def test_flight_entry_without_group_name_uses_group_number() -> None:
-    """The number is the rank's own: ``"2"`` may be the name of another group."""
+    """The number is the rank's own: ``"2"`` might be the name of another group."""
     entries = [
         {"pg_id": 1, "process_group": ["2", "tensor"]},
         {"pg_id": 2, "process_group": ["5", "data"]},
@@ -273,11 +276,11 @@ def test_nccl_record_survives_json_round_trip(form: Format, timing: bool) -> Non
     assert parse_json(flight_dump.to_json(record)) == record
 
 
-# --- of a rank that has ended -----------------------------------------------------------------------------------------
+# --- ranks that have ended --------------------------------------------------------------------------------------------
 
 
 def keep(page: Path, monkeypatch: pytest.MonkeyPatch, **recorders: dict[str, Any]) -> None:
-    """As a rank does at its exit; of its torch, ``c10d`` has these recorders."""
+    """Writes the record as a rank does at its exit, with these recorders in its ``c10d``."""
     dumps = {f"_dump_{name}_trace": lambda dump=dump: pickle.dumps(dump) for name, dump in recorders.items()}
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**dumps))  # type: ignore[arg-type]
@@ -317,7 +320,9 @@ def test_flight_record_of_each_backend_is_kept_at_exit(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("what", ["nothing", "no torch", "no entries", "a broken file"])
-def test_kept_at_exit_is_none_without_usable_record(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_at_exit_returns_none_without_usable_record(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = tmp_path / "0-1-4711"
     if what == "no torch":
         keep(page, monkeypatch)

@@ -1,6 +1,4 @@
-"""Flight Recorder dumps made by somebody who wants the reader to fall: any value in any field, and what grows when it
-is read, hashed, compared or shown.
-"""
+"""Hostile Flight Recorder dumps: any value in any field, and values that grow when they are processed."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def with_value(tree: Any, path: tuple[Any, ...], value: object) -> Any:
 
 
 def judged(record: FlightRecord) -> None:
-    """A verdict over it can be reached, and written."""
+    """Reaches a verdict on the record, and encodes it."""
     ranks = tuple(RankEvidence(rank=rank, host="", pid=0, flight_record=record) for rank in range(2))
     msgspec.json.encode(diagnose(Evidence("hang", 2, ranks)))
 
@@ -92,7 +90,7 @@ def test_json_with_any_value_anywhere_is_parsed_or_rejected(
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), dump=dumps_of_both)
 def test_pickle_with_any_bytes_causes_no_internal_error(data: st.DataObject, dump: dict[str, Any]) -> None:
-    """In a child, as a stranger's files are read: bytes may be found over which the unpickler itself falls."""
+    """A child reads the dump, as for other users' files, because some bytes might crash the unpickler itself."""
     written = bytearray(pickle.dumps(dump, protocol=2))
     at = data.draw(st.integers(0, len(written) - 1))
     written[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=3))
@@ -112,7 +110,7 @@ def _read_and_judge(written: bytes) -> None:
     judged(record)
 
 
-# --- what grows -------------------------------------------------------------------------------------------------------
+# --- values that grow -------------------------------------------------------------------------------------------------
 
 
 def deep(levels: int, kind: type[list[Any] | tuple[Any, ...]]) -> Any:
@@ -123,7 +121,7 @@ def deep(levels: int, kind: type[list[Any] | tuple[Any, ...]]) -> Any:
 
 
 def bomb(levels: int, kind: type[list[Any] | tuple[Any, ...]]) -> Any:
-    """Twice the one before, and so on: small in memory, and without an end for whoever walks through it."""
+    """Returns nested pairs of the same object: small in memory, but exponentially large to walk through."""
     made: Any = kind([1])
     for _ in range(levels):
         made = kind([made, made])
@@ -155,7 +153,7 @@ HOSTILE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("what", HOSTILE)
 @pytest.mark.parametrize("field", FIELDS)
 def test_entry_field_of_huge_value_is_bounded_in_time_and_size(field: str, what: str) -> None:
-    """In three entries, so that rows are compared; what a pickle refers to twice is one object."""
+    """Three entries make rows be compared; objects that a pickle refers to twice are shared."""
     value = hostile(what)
     entries = [{**GLOO_ENTRY, field: other} for other in (value, copy.copy(value), value)]
     begin = time.process_time()
@@ -188,7 +186,7 @@ def test_group_with_impossible_ranks_is_damaged(ranks: object) -> None:
     assert (record.groups, record.damaged) == ({}, ("pg_config",))
 
 
-# --- what is said of it -----------------------------------------------------------------------------------------------
+# --- damaged fields ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -214,7 +212,7 @@ def test_valid_dump_is_not_damaged(dump: dict[str, Any]) -> None:
 
 
 def test_damaged_record_lowers_verdict_confidence(tmp_path: Any) -> None:
-    """Rank 2 calls another operation at last; what rank 1 says of an earlier one makes no sense."""
+    """Rank 2 makes a different last call; an earlier call of rank 1 is damaged."""
     folder = dumps(tmp_path / "dumps", mismatching())
     sure = diagnose(locate.read(folder).evidence)
     dump = pickle.loads((folder / "nccl_trace_rank_1").read_bytes())
@@ -225,7 +223,7 @@ def test_damaged_record_lowers_verdict_confidence(tmp_path: Any) -> None:
     assert "damaged in the Flight Recorder of rank 1: retired" in verdict.missing
 
 
-# --- what ends the reader ---------------------------------------------------------------------------------------------
+# --- dumps that kill their reader -------------------------------------------------------------------------------------
 
 OPCODES = {
     "a key of deep tuples": (b"}" + b")" + b"\x85" * 1_000_000 + b"Ns", "(SIGSEGV)"),

@@ -1,4 +1,4 @@
-"""Jobs that safelaunch did not start, found in tables of processes."""
+"""Jobs that safelaunch did not start, found in process tables."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TWO = table(
     process(101, TORCHRUN, rank_env(0)),
     process(102, TORCHRUN, rank_env(1)),
     process(103, 101, rank_env(0)),  # a DataLoader worker
-    process(104, 103),  # that started a program with an environment of its own
+    process(104, 103),  # a program with its own environment, started by it
     process(200, SHELL),
 )
 
@@ -79,7 +79,7 @@ def test_rank_is_topmost_process_with_torch() -> None:
         process(102, TORCHRUN, rank_env(1)),
     )
     (job,) = found(wrapped, torch={111, 121})
-    assert pids(job) == {0: 111, 1: 102}  # of rank 1, nothing has loaded torch yet
+    assert pids(job) == {0: 111, 1: 102}  # no process of rank 1 has loaded torch yet
 
 
 def test_jobs_are_separated_by_port_size_user_and_network() -> None:

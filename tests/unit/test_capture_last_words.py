@@ -1,4 +1,4 @@
-"""What a dead rank left: faulthandler's output and the note of its exit, also when they are cut off or damaged."""
+"""Files of an ended rank: faulthandler's output and the exit record, also truncated or damaged."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_fatal_error_after_sigterm_stacks_is_found() -> None:
 
 @pytest.mark.parametrize("length", range(0, len(TWO_THREADS), 7))
 def test_truncated_fault_text_adds_no_frames(length: int) -> None:
-    """Nothing is made up: a frame of the part that is there, or none."""
+    """Only frames that are in the text are returned."""
     found = parse_fatal(TWO_THREADS[:length])
     assert found is None or all(frame.file in TWO_THREADS[:length] for frame in found.frames)
 
@@ -189,7 +189,7 @@ def test_caught_exceptions_are_recorded(tmp_path: Path) -> None:
     assert (found[-1].raised.line, found[-1].raised.function) == (7, "fails")
     assert (Path(found[-1].caught.file), found[-1].caught.function) == (script, "<module>")
     assert found[-1].caught.line == 32
-    # a program that lives by exceptions is left alone
+    # too many exceptions: recording has stopped
     busy = tmp_path / "busy"
     subprocess.run([sys.executable, script, busy, "100000"], env=environment, check=True)
     assert "RuntimeError" not in {one.type for one in parse_caught(busy.read_bytes())}
@@ -239,7 +239,7 @@ def test_output_files_of_ranks_are_read_at_their_ends(tmp_path: Path) -> None:
     assert {who: [one.value for one in several] for who, several in found.items()} == {
         (0, 1): ["both\n"],
         (1,): ["of rank 1\n"],
-        (2,): ["x" * 9 + "\n" + "y" * (TAIL_BYTES - 20) + "\n"],  # whole lines of the end, each as it was last
+        (2,): ["x" * 9 + "\n" + "y" * (TAIL_BYTES - 20) + "\n"],  # whole lines at the end, each in its last state
     }
 
 
@@ -252,7 +252,7 @@ def _files_of_three(tmp_path: Path) -> list[tuple[int, int]]:
     return [(shared, subprocess.DEVNULL), (shared, own), (long, long)]
 
 
-# --- where the output leaves the cursor -------------------------------------------------------------------------------
+# --- position of the cursor after the output --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

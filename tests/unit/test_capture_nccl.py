@@ -19,7 +19,7 @@ from safelaunch.model import NcclCommunicator, NcclProcess
 from safelaunch.system.errors import CaptureError
 from tests.support.ras_service import Fault, Process, Service, as_json, as_text
 
-# --- nccl's ras service is asked once, only where it is this job's and safe to ask, and may answer anything -----------
+# --- NCCL's RAS service is queried once, only if it is this job's and the query is safe -------------------------------
 
 HEALTHY = (Process(0, 100), Process(1, 101, gpu=1))
 SICK = (Process(0, 100), Process(1, 101, gpu=1, state="unresponsive"), Process(2, 102, gpu=2, state="dead"))
@@ -30,12 +30,12 @@ SAID = (
 )
 
 
-# --- what it says -----------------------------------------------------------------------------------------------------
+# --- answers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", ["2.28.7", "2.28.9", "2.29.2", "2.30.4"])
 def test_ras_json_of_each_version_parses_to_same_processes(version: str) -> None:
-    """Up to 2.28.9 a comma is missing wherever a rank is."""
+    """Up to 2.28.9, the comma in front of each rank is missing."""
     found = parse(as_json(SICK, version=version), "node/a/nccl_ras.txt")
     assert found.communicators == (NcclCommunicator(3, SAID),)
     assert (found.version, found.file) == (version, "node/a/nccl_ras.txt")
@@ -52,7 +52,7 @@ def test_ras_process_that_left_communicator_counts_as_answering() -> None:
 
 
 def test_ras_text_names_only_failing_processes() -> None:
-    """What is listed under a communicator is not taken: NCCL lists there what it has listed above."""
+    """Processes listed under a communicator repeat those listed above it."""
     found = parse(as_text(SICK))
     assert found.version == "2.28.3"
     assert found.communicators == ()
@@ -86,7 +86,7 @@ def test_ras_parser_rejects_too_many_processes(monkeypatch: pytest.MonkeyPatch) 
         parse(as_json(SICK))
 
 
-# --- whom to ask ------------------------------------------------------------------------------------------------------
+# --- versions and ports -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,12 @@ def test_listening_sockets_are_found_in_kernel_table() -> None:
     assert list(sockets.find_listening(table, 28028)) == [(4711, "127.0.0.1")]
 
 
-# --- asking -----------------------------------------------------------------------------------------------------------
+# --- queries ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def library(tmp_path: Path) -> Iterator[Path]:
-    """This process has loaded NCCL, as far as anybody can see."""
+    """Library that this process has mapped, as if it had loaded NCCL."""
     path = tmp_path / "libnccl.so.2.29.7"
     path.write_bytes(b"\0" * 4096)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
@@ -148,7 +148,7 @@ def library(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def services(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Service]]:
-    """Those of a test; the first one's port is where the rank's environment says that NCCL listens."""
+    """Services of a test. The rank's environment points to the port of the first one."""
     found: list[Service] = []
 
     def environment(pid: int) -> Result[dict[str, str]]:
@@ -164,7 +164,7 @@ def services(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Service]]:
 def asked(
     pids: Sequence[int], libraries: Iterable[str] = (), *, spare: str = "", deadline_s: float = 60.0
 ) -> Result[str]:
-    """The answer, from a process that has loaded NCCL."""
+    """Returns the answer for a process that has loaded NCCL."""
     answer = ask(pids, libraries, spare=spare, deadline_s=deadline_s)
     assert answer is not None
     return answer
@@ -218,7 +218,7 @@ def test_ras_answer_flood_is_truncated(services: list[Service], monkeypatch: pyt
 
 @pytest.mark.usefixtures("library")
 def test_silent_ras_process_is_skipped_for_another(services: list[Service], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All processes of a node share the port, and the kernel gives a connection to any of them, be it stopped."""
+    """All processes of a node share the port, and the kernel hands a connection to any of them, even a stopped one."""
     monkeypatch.setattr(nccl_ras, "HANDSHAKE_S", 0.2)
     monkeypatch.setattr(nccl_ras, "ATTEMPTS", 40)
     services.append(Service(json=as_json(HEALTHY), fault="silent"))
@@ -289,7 +289,7 @@ def test_ras_without_listener_is_reported(monkeypatch: pytest.MonkeyPatch, servi
     assert "NCCL_RAS_ENABLE=0" in answer.missing
 
 
-# --- what nccl warned of, read from logs in the forms that its versions write -----------------------------------------
+# --- NCCL's warnings, read from logs in the forms that its versions write ---------------------------------------------
 
 LOG = """\
 node1:71:71 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.2<0>

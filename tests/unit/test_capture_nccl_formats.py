@@ -25,7 +25,7 @@ from tests.support.nccl_formats import FORMATS, NEWEST, Format, Hooked, Op, Pend
 
 WORLD = {"0": (0, 1, 2, 3)}
 GRID = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}  # two tensor, two data groups
-# As split_group names them: by a counter that runs alike on all ranks. Only a rank's own groups are on its record.
+# Named as split_group does: by a counter that is the same on all ranks. A rank's record lists only its own groups.
 SPLIT = [{"0": (0, 1, 2, 3), "1": tensor, "2": data} for tensor, data in zip(
     [(0, 1), (0, 1), (2, 3), (2, 3)], [(0, 2), (1, 3), (0, 2), (1, 3)], strict=True)]  # fmt: skip
 
@@ -42,7 +42,7 @@ def named(verdict: Verdict) -> tuple[str, list[int]]:
 
 
 def tells(verdict: Verdict, number: int, group: str = "0") -> bool:
-    """Whether it says which collective it is about."""
+    """Returns True if the verdict says which collective it is about."""
     texts = (verdict.summary, *(culprit.reason for culprit in verdict.culprits), *(c.claim for c in verdict.evidence))
     return any(f"#{number} of group {group!r}" in text for text in texts)
 
@@ -54,7 +54,7 @@ def tells(verdict: Verdict, number: int, group: str = "0") -> bool:
         pytest.param(name, layout, id=f"{name}-{layout.torch}")
         for name, case in CASES.items()
         for layout in FORMATS
-        if layout.blocks or not case.blocks_only  # else the format has one entry for a whole block
+        if layout.blocks or not case.blocks_only  # otherwise the format has a single entry for a whole block
     ],
 )
 @with_frames
@@ -72,7 +72,7 @@ def test_nccl_dumps_of_hang_give_expected_verdict(name: str, layout: Format, as_
 
 @by_format
 def test_skipped_call_in_past_iteration_is_found(layout: Format, tmp_path: Path) -> None:
-    """Rank 2 skipped an all_reduce of its loop; sizes agree, and it shows at the barrier behind the loop."""
+    """Rank 2 skipped an all_reduce of its loop. Sizes agree, so the skip shows only at the barrier after the loop."""
     recorders = ranks(layout, past=0)
     for one in recorders:
         lines = [50, 51, 52] * 4
@@ -90,7 +90,7 @@ def test_skipped_call_in_past_iteration_is_found(layout: Format, tmp_path: Path)
 @pytest.mark.parametrize("timing", [True, False])
 @pytest.mark.parametrize("split", [False, True])
 def test_waits_across_communicators_lead_to_culprit(layout: Format, split: bool, timing: bool, tmp_path: Path) -> None:
-    """Rank 3 holds up rank 2 (tensor) and rank 1 (data); rank 0 waits for rank 2 (data)."""
+    """Rank 3 blocks rank 2 (tensor) and rank 1 (data); rank 0 waits for rank 2 (data)."""
     tensor, data = (dict.fromkeys(range(4), "1"), dict.fromkeys(range(4), "2")) if split else (
         {0: "1", 1: "1", 2: "2", 3: "2"}, {0: "3", 2: "3", 1: "4", 3: "4"})  # fmt: skip
     recorders = [Recorder(n, SPLIT[n] if split else GRID, layout, timing=timing) for n in range(4)]
@@ -119,7 +119,7 @@ def test_groups_entered_in_different_order_name_both_ranks(layout: Format, tmp_p
 
 
 def two_stages(layout: Format, steps: int = 4) -> list[Recorder]:
-    """Ranks 2-3, the later stage, make one call more in each step, from the same places as ranks 0-1."""
+    """Ranks 2-3, the later stage, make one more call in each step, from the same lines as ranks 0-1."""
     recorders = [Recorder(n, GRID, layout) for n in range(4)]
     for _ in range(steps):
         for one in recorders:
@@ -128,7 +128,7 @@ def two_stages(layout: Format, steps: int = 4) -> list[Recorder]:
 
 
 def step(one: Recorder, *states: State, left_out: bool = False) -> None:
-    """``states``: of the calls in order, those that are not completed; all of them, if none is given."""
+    """Makes the calls of a step, the last of them in these states."""
     data, pipe = ("1" if one.rank < 2 else "2"), ("3" if one.rank % 2 == 0 else "4")
     calls = [(data, 41)] * (1 if one.rank < 2 else 2) + [(pipe, 52), (pipe, 63), ("0", 40)]
     calls = calls[left_out:]
@@ -139,7 +139,7 @@ def step(one: Recorder, *states: State, left_out: bool = False) -> None:
 
 @by_format
 def test_pipeline_stages_with_different_call_counts_are_compared_separately(layout: Format, tmp_path: Path) -> None:
-    """No stage has left out what another one does by design; within a stage, a rank that has is found."""
+    """A stage that makes fewer calls by design skipped nothing, but a rank of the stage that did is found."""
     recorders = two_stages(layout)
     step(recorders[0], "started", left_out=True)
     step(recorders[1], "started", "scheduled", "scheduled", "scheduled")
@@ -171,7 +171,7 @@ UNREADABLE: dict[str, dict[str, Any]] = {
 def test_unreadable_call_fields_are_no_mismatch(
     layout: Format, change: dict[str, Any], odd: int | None, tmp_path: Path
 ) -> None:
-    """Rank 2 has recorded it so; a rank that did differ is found all the same, with what the others tell."""
+    """Rank 2 has the unreadable record. Another rank that differs is still found from the other records."""
     recorders = ranks(layout)
     for one in recorders:
         one.collective(state="started", size=(8,) if one.rank == odd == 1 else (4,))
@@ -193,7 +193,7 @@ def test_calls_without_number_are_no_unfinished_block(layout: Format, tmp_path: 
 
 @by_format
 def test_skipped_call_in_regular_pattern_is_no_order_change(layout: Format, tmp_path: Path) -> None:
-    """Behind it the next three calls are those of the peers in another order, and so is one more by chance."""
+    """The next three calls after it match the peers' calls in another order, and so does one more by chance."""
     recorders = ranks(layout, past=0, world=3)
     for one in recorders:
         lines = [52, 52, 63, 63] * 4
@@ -222,7 +222,7 @@ def test_opposite_group_orders_name_both_ranks_with_doubt(layout: Format, as_jso
 
 
 def pipeline(layout: Format, *, timing: bool = True) -> list[Recorder]:
-    """Four stages that have passed three micro-batches on, by batches and singly."""
+    """Returns four stages that have passed on three micro-batches, batched and singly."""
     recorders = ranks(layout, past=1, timing=timing)
     for _ in range(3):
         for one in recorders:
@@ -253,21 +253,21 @@ def test_pipeline_stages_that_both_receive_first_are_cycle(layout: Format, batch
 
 
 def send_without_receive(recorders: list[Recorder]) -> None:
-    """Rank 1 sends on, rank 2 does not take it; rank 3 waits for rank 2."""
+    """Rank 1 sends on, rank 2 doesn't receive it; rank 3 waits for rank 2."""
     recorders[0].send(1)
     recorders[1].recv(0).send(2, "started")
     recorders[3].recv(2, "started")
 
 
 def batch_with_both_neighbours(recorders: list[Recorder]) -> None:
-    """Rank 1 exchanges with both; rank 0 is there, rank 2 is not: only for that one it waits."""
+    """Rank 1 exchanges with both; rank 0 takes part, rank 2 doesn't, so rank 1 waits only for rank 2."""
     recorders[0].batch([Op("send", peer=1), Op("recv", peer=1)], "started")
     recorders[1].batch([Op("recv", peer=0), Op("send", peer=0), Op("send", peer=2), Op("recv", peer=2)], "started")
     recorders[3].collective(state="started")
 
 
 def batch_not_launched(recorders: list[Recorder]) -> None:
-    """Rank 2 has named its receives and rests before the end of the batch: nothing of it has begun."""
+    """Rank 2 has recorded its receives and rests before the end of the batch, so nothing of it has started."""
     recorders[1].batch([Op("send", peer=2), Op("recv", peer=2)], "started")
     recorders[2].batch([Op("recv", peer=1), Op("send", peer=1)], None)
 
@@ -314,7 +314,7 @@ def test_unsorted_group_ranks_map_to_job_ranks(tmp_path: Path) -> None:
     assert named(verdict_of(tmp_path / "d", recorders)) == ("missing-from-collective", [3])
 
 
-# --- windows, and dumps that are not there ----------------------------------------------------------------------------
+# --- windows and missing dumps ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -324,7 +324,7 @@ def test_unsorted_group_ranks_map_to_job_ranks(tmp_path: Path) -> None:
 def test_wrapped_recorders_with_different_windows_are_aligned(
     name: str, window: int, layout: Format, tmp_path: Path
 ) -> None:
-    """Ranks 2 and 3 have used a group of their own more often: their windows reach less far back."""
+    """Ranks 2 and 3 have used their own group more often, so their windows reach back less far."""
     recorders = [Recorder(n, GRID, layout) for n in range(4)]
     for one in recorders:
         for number in range(30):
@@ -336,7 +336,7 @@ def test_wrapped_recorders_with_different_windows_are_aligned(
         all_but(3, recorders, lambda one: one.collective(state="started"))
         recorders[3].collective(state="scheduled")
     else:
-        for one in recorders:  # the case counts on four calls having been made
+        for one in recorders:  # the case expects four earlier calls
             one.entries, earlier = one.entries[:4], one.entries
             one.earlier = earlier  # type: ignore[attr-defined]
         case.play(recorders)
@@ -378,7 +378,7 @@ def test_ranks_waiting_for_unseen_node_name_no_culprit(layout: Format, tmp_path:
 
 @by_format
 def test_unseen_rank_outside_group_leaves_culprit_named(layout: Format, tmp_path: Path) -> None:
-    """Rank 3 was not seen; the group that is stuck is that of ranks 0 to 2, which all have arrived."""
+    """Rank 3 was not seen, but all ranks of the stuck group, 0 to 2, have arrived."""
     groups = {"0": (0, 1, 2, 3), "1": (0, 1, 2)}
     recorders = [Recorder(n, groups, layout) for n in range(3)]
     for one in recorders:
@@ -389,7 +389,7 @@ def test_unseen_rank_outside_group_leaves_culprit_named(layout: Format, tmp_path
 
 @by_format
 def test_queued_calls_without_timing_name_no_device(layout: Format, tmp_path: Path) -> None:
-    """All have queued everything: nobody can tell whose device has not begun, and nobody is named."""
+    """All ranks have queued everything, so it is unknown whose device has not started."""
     recorders = ranks(layout, timing=False)
     device_behind(recorders)
     assert named(verdict_of(tmp_path / "d", recorders)) == ("no-rank-stands-out", [])
@@ -397,7 +397,7 @@ def test_queued_calls_without_timing_name_no_device(layout: Format, tmp_path: Pa
 
 @by_format
 def test_queued_mismatch_ahead_of_devices_is_ignored(layout: Format, tmp_path: Path) -> None:
-    """All devices are in number 5; number 9, which the CPUs have queued, will be the next trouble."""
+    """All devices are in call 5. Call 9, which the CPUs have queued, will be the next problem."""
     recorders = ranks(layout)
     for number in range(5, 12):
         for one in recorders:
@@ -406,7 +406,7 @@ def test_queued_mismatch_ahead_of_devices_is_ignored(layout: Format, tmp_path: P
     assert named(verdict_of(tmp_path / "d", recorders)) == ("no-rank-stands-out", [])
 
 
-# --- what the formats say ---------------------------------------------------------------------------------------------
+# --- dump formats -----------------------------------------------------------------------------------------------------
 
 
 @by_format
@@ -442,7 +442,7 @@ def test_coalesced_block_is_merged_into_single_call(layout: Format) -> None:
 @by_format
 @pytest.mark.parametrize("window", [2000, 5, 4, 3, 2])
 def test_record_beginning_with_sends_is_no_contradiction(layout: Format, window: int, tmp_path: Path) -> None:
-    """A pipeline: the end of the batch bears the number of the last collective, of which there is none."""
+    """The end of the batch has the number of the last collective, but no collective was called before it."""
     recorders = [Recorder(rank, {"0": (0, 1)}, layout) for rank in (0, 1)]
     for one in recorders:
         one.batch([Op("send", peer=1 - one.rank), Op("recv", peer=1 - one.rank)])
@@ -483,12 +483,12 @@ def test_nccl_json_equals_pickle_without_frames(layout: Format) -> None:
     pickled = parse_pickle(write_one(one))
     assert parse_json(one.json()) == replace(pickled, entries=tuple(replace(e, frames=()) for e in pickled.entries))
     assert (pickled.version, pickled.groups["4"]) == (layout.version, (1, 3))
-    assert pickled.entries[2].completed is False  # retired, and its device has not told that it is over
+    assert pickled.entries[2].completed is False  # retired, but its device hasn't reported the end
 
 
 @pytest.mark.parametrize(("backend", "completed"), [("gloo", True), ("nccl", False), ("xccl", False)])
 def test_retired_call_is_completed_only_for_gloo(backend: str, completed: bool) -> None:
-    """gloo has no events: what it retires is over."""
+    """gloo has no events, so a retired call has completed."""
     one = Recorder(0, WORLD).collective(state="timed out")
     one.entries[0]["profiling_name"] = f"{backend}:all_reduce"
     assert parse_pickle(write_one(one)).entries[0].completed is completed
@@ -498,7 +498,7 @@ def test_retired_call_is_completed_only_for_gloo(backend: str, completed: bool) 
 
 
 def hooked(*, past: int = 4, world: int = 4, **of_recorder: Any) -> list[Recorder]:
-    """Ranks whose ``nccl2`` has completed ``past`` all_reduces of everybody."""
+    """Returns ranks whose ``nccl2`` has completed ``past`` all_reduces of all ranks."""
     found: list[Recorder] = [Hooked(rank, {"0": range(world)}, **of_recorder) for rank in range(world)]
     for one in found:
         for _ in range(past):
@@ -522,7 +522,7 @@ def test_hook_dumps_give_expected_verdict(
     CASES[name].play(recorders)
     verdict = verdict_of(tmp_path / "d", recorders, as_json=as_json)
     expected = (CASES[name].cause, CASES[name].culprits)
-    if of_recorder and name == "sends are no collectives":  # the newest of them may be what the rank waits in
+    if of_recorder and name == "sends are no collectives":  # the newest send might be the call that the rank waits in
         expected = ("no-rank-stands-out", [])
     assert named(verdict) == expected, verdict.summary
 
@@ -556,14 +556,14 @@ def test_early_retired_call_is_completed_when_all_ranks_passed_it() -> None:
         rank: [(e.group, e.seq) for e in alignment.records[rank].entries if not e.completed and not e.is_p2p]
         for rank in range(4)
     }
-    all_open = [("0", 1), ("0", 2), ("0", 3)]  # not even the first is over: rank 3 has never come
+    all_open = [("0", 1), ("0", 2), ("0", 3)]  # not even the first has completed: rank 3 never joined it
     assert sorted(found[0]) == sorted(found[1]) == [*all_open, ("1", 3)]
     assert sorted(found[2]) == all_open[:2] and found[3] == []
     assert [entry.op for entry in alignment.transfers(0, "0") if not entry.completed] == ["relay:recv 0<-1"]
 
 
 def test_dumps_of_some_ranks_name_no_culprit_by_majority(tmp_path: Path) -> None:
-    """nccl2 dumps where the failure is detected."""
+    """nccl2 dumps only on ranks that detect the failure."""
     recorders = hooked(world=8)
     CASES["another operation"].play(recorders)
     verdict = verdict_of(tmp_path / "d", recorders[:3])
@@ -572,7 +572,7 @@ def test_dumps_of_some_ranks_name_no_culprit_by_majority(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("odd", [None, 2])
 def test_dumps_of_each_backend_are_compared_separately(odd: int | None, tmp_path: Path) -> None:
-    """``cpu:gloo,cuda:nccl2``: both count the calls of the one group. What gloo calls is not what nccl2 calls."""
+    """With ``cpu:gloo,cuda:nccl2``, both backends count calls of the same group, but their calls differ."""
     recorders = hooked()
     cpus: list[Recorder] = [Hooked(rank, WORLD, "gloo") for rank in range(4)]
     for rank, (device, cpu) in enumerate(zip(recorders, cpus, strict=True)):
@@ -613,7 +613,7 @@ def test_merged_records_have_unique_ids_and_known_groups() -> None:
 
 
 def test_torchcomms_numbers_across_groups_are_aligned(tmp_path: Path) -> None:
-    """Ranks 0 and 1 have called in a group of theirs as well; rank 3 does not come."""
+    """Ranks 0 and 1 have also called in their own group; rank 3 doesn't join."""
     recorders: list[Recorder] = [TorchComms(rank, GRID) for rank in range(4)]
     for one in recorders:
         for _ in range(3):
@@ -640,7 +640,6 @@ def _no_names(dump: dict[str, Any], dice: random.Random) -> None:
 
 
 def _scalars(dump: dict[str, Any], dice: random.Random) -> None:
-    """One element, as a tensor without dimensions, with one, or not told at all."""
     for entry in dice.sample(dump["entries"], dice.randint(1, len(dump["entries"]))):
         entry["input_sizes"] = entry["output_sizes"] = dice.choice([[], [[]], [[1]], [[1, 1]]])
 
@@ -656,7 +655,6 @@ def _doubled(dump: dict[str, Any], dice: random.Random) -> None:
 
 
 def _lost(dump: dict[str, Any], dice: random.Random) -> None:
-    """Some in the middle."""
     at = dice.randrange(1, len(dump["entries"]) - 2)
     del dump["entries"][at : at + dice.randint(1, min(3, len(dump["entries"]) - 2 - at))]
 
@@ -676,7 +674,7 @@ DAMAGES = (_no_names, _scalars, _another_config, _doubled, _lost, _no_numbers)
 def test_damaged_dump_names_no_innocent_rank(
     damage: Callable[..., None], make: Callable[[], list[Recorder]], absentee: int | None, tmp_path: Path
 ) -> None:
-    """One of four ranks has a damaged dump of a job in which all have arrived, or one has not."""
+    """One of four ranks has a damaged dump. In the job, all ranks have arrived, or all but one."""
     for seed in range(12):
         dice = random.Random(seed)
         recorders = make()
@@ -697,7 +695,7 @@ def test_damaged_dump_names_no_innocent_rank(
 
 
 def test_newest_format_matches_installed_torch() -> None:
-    """What the recorder of the torch at hand writes has exactly these keys."""
+    """Keys of the installed torch's dump are exactly these."""
     torch = pytest.importorskip("torch")
     from torch._C import _distributed_c10d as c10d
 
@@ -713,8 +711,11 @@ TENSOR = ("tp0", "tp1", "tp2", "tp3")
 
 
 def _of_pairs(stuck: Sequence[int], missing: Sequence[int]) -> list[Recorder]:
-    """Four pairs of ranks, and everybody. ``stuck``: their devices don't end what their partners' have ended;
-    ``missing``: they make no call after what all have ended. Without timing, as is usual.
+    """Returns four pairs of ranks, which also share a group.
+
+    Args:
+        stuck: Ranks whose devices don't finish calls that their partners' devices have finished.
+        missing: Ranks that make no further calls.
     """
     groups = {"0": range(8), **{name: (2 * at, 2 * at + 1) for at, name in enumerate(TENSOR)}}
     found = [Pending(rank, groups, timing=False) for rank in range(8)]
@@ -730,7 +731,7 @@ def _of_pairs(stuck: Sequence[int], missing: Sequence[int]) -> list[Recorder]:
 
 
 def test_calls_pending_after_peers_completed_them_name_gpu_kernel(tmp_path: Path) -> None:
-    """Dumps may hold the pending calls alone: where the oldest one of a peer is later, the peer is through with it."""
+    """If dumps hold only pending calls and a peer's oldest one is later, the peer has completed the call."""
     verdict = verdict_of(tmp_path, _of_pairs(stuck=(2, 5), missing=()))
     assert (*named(verdict), verdict.confidence) == ("gpu-kernel", [2, 5], "medium")
 
@@ -742,7 +743,7 @@ def test_rank_without_pending_calls_its_peers_wait_in_is_missing(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["gpu_error_1st", "lock_gil_2nd"])
 def test_published_fault_injections_name_injected_ranks(name: str) -> None:
-    """Of 16 ranks each, published with NVIDIA's resiliency package: faults were injected into two ranks."""
+    """Faults were injected into two of 16 ranks, in dumps published with NVIDIA's resiliency package."""
     folder = Path(__file__).parents[3] / "shared" / "data" / "nccl-dumps" / name
     if not folder.is_dir():
         pytest.skip("needs the published dumps")

@@ -18,12 +18,12 @@ from safelaunch.capture.pages import ProgressPage, Roster
 from safelaunch.capture.worker_server import Unanswered
 from safelaunch.job.paths import RunPaths
 
-# --- which process is the rank where several have claimed it ----------------------------------------------------------
+# --- process that is the rank if several have claimed it --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A process that claimed rank 0 at ``at``. ``exit``: when it left."""
+    """Process that claimed rank 0 at ``at`` and left at ``exit``."""
 
     name: str
     at: int
@@ -107,7 +107,7 @@ def test_exiting_rank_waits_only_for_running_handlers(tmp_path: Path, monkeypatc
     for handler in ("safelaunch_gil", "of_torch"):
         with pytest.raises(Unanswered):
             worker_server.post_to_python("", handler, asking, deadline_s=1.0)
-    assert not page.wait_for_answers(words)  # the handler may still wait for the GIL
+    assert not page.wait_for_answers(words)  # the handler might still wait for the GIL
     handle(None, None)
     assert page.wait_for_answers(words)
     words[layout.STATE] = layout.EXITED
@@ -117,7 +117,7 @@ def test_exiting_rank_waits_only_for_running_handlers(tmp_path: Path, monkeypatc
 
 
 def test_exiting_rank_on_starved_machine_waits_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of its sleeps takes a second, as long as the handler waits for a core."""
+    """Each of its sleeps takes a second while the handler waits for a core."""
     _, words = page.create(str(tmp_path / f"0-0-{os.getpid()}"))
     words[layout.ASKED] = 1
     slept: list[float] = []
@@ -131,14 +131,14 @@ def test_exiting_rank_on_starved_machine_waits_longer(tmp_path: Path, monkeypatc
     assert page.wait_for_answers(words)
 
 
-# --- why a worker has no beacon, asked of real processes; and the table of python's options ---------------------------
+# --- reasons for a worker without a beacon, from real processes, and python's options ---------------------------------
 
 WAIT = "print(1, flush=True); input()"
 
 
 @contextmanager
 def worker(*words: str, path: str = without_beacon.INJECT) -> Iterator[int]:
-    """The pid of a process that prints a line and then waits."""
+    """Yields the pid of a process that prints a line and then waits."""
     env = {**os.environ, "PYTHONPATH": path}
     with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         try:

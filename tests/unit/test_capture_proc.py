@@ -1,4 +1,4 @@
-"""Parsing of what the kernel says of processes, sockets and control groups."""
+"""Parsing of the kernel's files about processes, sockets and control groups."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ a line of another kernel, with six words
 
 
 def test_file_lock_table_lists_holders_only() -> None:
-    """Not who waits for one, nor who is of another container."""
+    """Waiters and holders in other containers are left out."""
     assert list(file_locks.parse(LOCKS)) == [
         file_locks.LockRow(4000, (0x08, 2, 77), exclusive=True),
         file_locks.LockRow(4711, (0xFE, 0, 131), exclusive=True, of_file=True),
@@ -90,7 +90,7 @@ BYTES = """\
 
 @pytest.mark.parametrize(("pid", "inode", "holder"), [(4002, 77, 4001), (4003, 77, 4001), (4000, 77, 0), (4004, 78, 0)])
 def test_blocking_file_lock_is_found_by_byte_range(pid: int, inode: int, holder: int) -> None:
-    """Several processes may have locks on bytes of one file. The last one's holder is of another container."""
+    """Several processes can lock different bytes of one file. The holder of the last lock is in another container."""
     found = file_locks._blocking_lock(BYTES, pid, (0x08, 2, inode))
     assert (found.pid if found is not None else 0) == holder
 
@@ -141,7 +141,7 @@ AT_110 = (110).to_bytes(8, "little") + bytes(8)
     [
         ("clock_nanosleep", (1, 1, 8, 0), AT_110, 110.0),  # time.sleep() of Python 3.11: until a time
         ("clock_nanosleep", (1, 0, 8, 0), HALF, 100.5),
-        ("clock_nanosleep", (1, 1, 8, 0), b"", 0.0),  # it has a limit that nobody can read
+        ("clock_nanosleep", (1, 1, 8, 0), b"", 0.0),  # its limit can't be read
         ("nanosleep", (8,), HALF, 100.5),
         ("futex", (4096, 393, 0, 0), b"", None),  # lock.acquire()
         ("futex", (4096, 137, 0, 8), AT_110, 110.0),  # lock.acquire(timeout=10)
@@ -254,7 +254,7 @@ def test_inet_socket_is_described(table: str, protocol: str, inode: int, text: s
 
 
 def test_resending_connection_is_found() -> None:
-    """Only the first: on the second nothing waits for an answer, on the third it is not late, the fourth connects."""
+    """Only the first: the second has no data in flight, the third is not late, and the fourth still connects."""
     table = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 01004D0A:B8F2 02004D0A:9E41 01 0000005C:00000000 01:00000132 00000003     0        0 11111 2 0 1600 4 30 1 -1
    1: 01004D0A:B8F4 02004D0A:9E41 01 00000000:00000000 00:00000000 00000000     0        0 22222 1 0 20 4 30 10 -1
@@ -291,7 +291,7 @@ def test_cgroup_membership_is_parsed() -> None:
 
 
 def test_cgroup_directory_in_container_is_mount_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of ``/proc/<pid>/cgroup`` is the host's there, and the mount is the group itself."""
+    """The path in ``/proc/<pid>/cgroup`` is the host's, while the mount is the group itself."""
     (tmp_path / "cgroup.controllers").write_text("cpu memory")
     monkeypatch.setattr(cgroups, "membership", lambda pid: {"": "/kubepods/pod1"})
     assert cgroups.directory(1, root=tmp_path) == tmp_path
@@ -309,7 +309,7 @@ void start(void) { pthread_t thread; pthread_create(&thread, 0, run, 0); }
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_native_thread_is_attributed_to_its_library(tmp_path: Path) -> None:
-    """It sleeps in the C library, and was begun by another one."""
+    """The thread sleeps in the C library, but was started by another library."""
     source, library = tmp_path / "own.c", tmp_path / "libown.so"
     source.write_text(SLEEPING_THREAD)
     subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-pthread", source, "-o", library], check=True)

@@ -1,4 +1,4 @@
-"""A source that is late leaves what it has told the verdict."""
+"""Late sources of evidence write nothing more."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from safelaunch.bundle.staging import Staging
 from safelaunch.capture.gather import gather_into
 from safelaunch.capture.sink import FileGroup, Gate, Late
 from safelaunch.model import Artifact
-
-# --- what a source brings counts as a whole, and not after its deadline -----------------------------------------------
 
 
 def named(path: str) -> Artifact:

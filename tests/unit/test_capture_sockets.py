@@ -1,4 +1,4 @@
-"""Sockets and pipes: what they are, and who has the other end."""
+"""Sockets and pipes: what they are, and which processes have the other end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from safelaunch.capture.descriptor_holders import with_ends
 from safelaunch.model import OtherEnd, ProcessState, ThreadState
 from safelaunch.system import procstat
 
-# --- who has the other end of a pipe or connection: with real processes, which wait there -----------------------------
+# --- other ends of pipes and connections, with real processes that wait there -----------------------------------------
 
 READS = "import os, sys; os.read(int(sys.argv[1]), 1)"
 WRITES = "import os, sys; os.write(int(sys.argv[1]), bytes(1 << 20))"
@@ -39,7 +39,7 @@ def started(code: str, *fds: int) -> Iterator[int]:
 
 
 def waiting(pid: int, *calls: str) -> ProcessState:
-    """The process, once its thread is in one of these system calls."""
+    """Returns the process once its thread is in one of these system calls."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
         state = proc.read_process(pid)
@@ -66,7 +66,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 @pytest.fixture
 def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Both ends of one over TCP."""
+    """Both ends of a TCP connection."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
         far, _ = server.accept()
         with far:
@@ -98,7 +98,7 @@ def test_tcp_connection_ends_are_peer_process(connection: tuple[socket.socket, s
 
 
 def test_socket_pair_ends_are_peer_processes() -> None:
-    """As ``multiprocessing.Pipe()`` makes them: of these ``/proc`` does not tell which belong together."""
+    """Like ``multiprocessing.Pipe()``: ``/proc`` doesn't tell which ends belong together."""
     near, far = socket.socketpair()
     if sock_diag.unix_peer(os.fstat(near.fileno()).st_ino) is None:
         pytest.skip("this kernel does not tell about Unix sockets (sock_diag)")
@@ -114,8 +114,8 @@ def test_unconnected_socket_has_no_peer() -> None:
         assert sock_diag.unix_peer(os.fstat(server.fileno()).st_ino) is None
 
 
-# --- whether somebody out of sight may have one -----------------------------------------------------------------------
-# Whether anything is unread is asked of the whole machine, where others may be at work.
+# --- other ends held by processes out of sight ------------------------------------------------------------------------
+# Unread messages are counted for the whole machine, on which other programs might be active.
 
 
 def closed(reader: int, *pids: int) -> bool:
@@ -132,7 +132,7 @@ def until_ended(pid: int) -> None:
 
 
 def nothing_else_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sockets that are not this process's, nothing counts."""
+    """Hides unread messages of other processes' sockets."""
     real = sock_diag.unix_sockets
     if real() is None:
         pytest.skip("this kernel does not tell about Unix sockets (sock_diag)")
@@ -150,7 +150,7 @@ def test_pipe_ends_are_closed_if_all_holders_are_known(pipe: tuple[int, int], mo
     with near, far, started(READS, pipe[0], near.fileno()) as reader:
         nothing_else_unread(monkeypatch)
         assert closed(reader, os.getpid())
-        with started(SLEEPS, pipe[1]) as child:  # which has nothing that others don't have
+        with started(SLEEPS, pipe[1]) as child:  # which has no descriptors that others don't have
             waiting(child, "clock_nanosleep", "select")
             assert closed(reader, os.getpid(), child)
             os.kill(child, 9)
@@ -160,13 +160,13 @@ def test_pipe_ends_are_closed_if_all_holders_are_known(pipe: tuple[int, int], mo
             assert told.main_thread is not None and told.main_thread.ends_closed
         far.close()
         near.close()
-        assert closed(reader, os.getpid()), "nobody is at the other end"
+        assert closed(reader, os.getpid()), "no process has the other end"
 
 
 def test_pipe_ends_are_open_if_descriptors_might_be_passed_on(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To a process in another container, say, or to a thread with a table of descriptors of its own."""
+    """The receiver might be a process in another container, or a thread with a separate descriptor table."""
     near, far = socket.socketpair()
     with near, far, started(READS, pipe[0], near.fileno()) as reader:
         near.close()
@@ -190,10 +190,10 @@ def test_pipe_ends_are_open_while_descriptor_is_in_flight(
             near.connect(str(tmp_path / "broker"))
             socket.send_fds(near, [b"x"], [pipe[1]])
             near.close()
-            assert not closed(reader, os.getpid()), "nobody has accepted the connection"
+            assert not closed(reader, os.getpid()), "the connection is not accepted yet"
             there, _ = broker.accept()
             with there:
-                assert not closed(reader, os.getpid()), "nobody has read the message"
+                assert not closed(reader, os.getpid()), "the message is not read yet"
                 for fd in socket.recv_fds(there, 1, 1)[1]:
                     os.close(fd)
                 assert closed(reader, os.getpid())
@@ -210,11 +210,11 @@ def test_pipe_ends_of_splice_are_its_writers(pipe: tuple[int, int]) -> None:
 
 
 def test_pipe_ends_are_open_if_process_is_unreadable(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever it began: the connection over which it was sent can be closed by now."""
+    """The age of the process doesn't matter, because the connection that sent the end can be closed by now."""
     nothing_else_unread(monkeypatch)
     with started(SLEEPS) as old:
         waiting(old, "clock_nanosleep", "select")
-        time.sleep(0.05)  # starts are told apart by the kernel's ticks
+        time.sleep(0.05)  # start times are distinguished by the kernel's ticks
         with started(READS, pipe[0]) as reader, started(SLEEPS, pipe[1]) as daemon:
             waiting(reader, "read")
             waiting(daemon, "clock_nanosleep", "select")
@@ -233,7 +233,7 @@ def test_pipe_ends_are_open_if_process_is_unreadable(pipe: tuple[int, int], monk
 
 
 def test_socket_sharers_are_other_holders() -> None:
-    """Whoever has it may shut it down."""
+    """Another holder can shut the socket down."""
     near, far = socket.socketpair()
     with near, far, started(READS, near.fileno()) as reader, started(SLEEPS, near.fileno()) as other:
         near.close()
@@ -243,7 +243,7 @@ def test_socket_sharers_are_other_holders() -> None:
 
 
 def test_pipe_ends_after_deadline_are_unknown(pipe: tuple[int, int]) -> None:
-    """The process that matters may be among those that were not looked at."""
+    """The relevant process might be among those that were not searched."""
     with started(READS, pipe[0]) as reader:
         assert ends(waiting(reader, "read"), os.getpid(), deadline_s=-1.0) is None
 
@@ -292,13 +292,13 @@ TABLE = """\
 
 
 def semaphores() -> list[str]:
-    """Device and inode of each that this process has mapped."""
+    """Returns device and inode of each semaphore that this process has mapped."""
     lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
     return [f"{line[3]} {line[4]}" for line in lines if len(line) == 6 and line[5].startswith("/dev/shm/sem.")]
 
 
 def test_semaphore_ends_are_job_processes_that_mapped_it() -> None:
-    """A daemon that a rank has started has it as well, and is no process of the job's."""
+    """A daemon started by a rank has mapped it as well, but is no process of the job."""
     lock = multiprocessing.get_context("fork").Lock()
     (mapped,) = semaphores()[-1:]
     with subprocess.Popen(["sleep", "60"]) as stranger, lock:
@@ -318,7 +318,7 @@ def test_semaphore_ends_are_job_processes_that_mapped_it() -> None:
 
 @pytest.mark.parametrize(("context", "is_named"), [("fork", False), ("spawn", True)])
 def test_semaphore_opened_by_name_has_same_file(context: str, is_named: bool) -> None:
-    """Its creator shows a temporary name, which is deleted, whoever opens it its own."""
+    """Its creator shows a temporary name, which is deleted. A process that opens it shows the real name."""
     lock = multiprocessing.get_context(context).Lock()
     code = (
         "import sys, time, _multiprocessing as m\n"
@@ -355,14 +355,14 @@ def test_listener_is_chosen_by_address() -> None:
     assert sockets._listener(table, "0300007F:1F90") is None
     assert sockets._listener(table + line.format("00000000", 22), "0300007F:1F90") == 22
     shared = table + line.format("0200007F", 23)
-    assert sockets._listener(shared, "0200007F:1F90") is None, "SO_REUSEPORT: either may have the connection"
+    assert sockets._listener(shared, "0200007F:1F90") is None, "SO_REUSEPORT: either might have the connection"
 
 
 @pytest.mark.parametrize(
     ("inode", "other"), [(11, {11: 12}), (12, {12: 11}), (13, {}), (14, {14: 10}), (99, {}), (10, {})]
 )
 def test_other_end_of_tcp_socket_is_found(inode: int, other: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 14, the connection was not accepted yet: its listener has it."""
+    """The connection of 14 is not accepted yet, so its listener has it."""
     tables: Callable[[object], str] = lambda path: TABLE if str(path).endswith("tcp") else ""  # noqa: E731
     monkeypatch.setattr(sockets, "_read", tables)
     assert sockets.other_ends(os.getpid(), [inode]) == other

@@ -1,4 +1,4 @@
-"""py-spy's output and complaints, and the choice of how to ask it."""
+"""Parsing of py-spy's output and errors, and the way to call it."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def state(letter: str = "S", *, frozen: bool = False, worker: str = "S", call: s
         (state("S", frozen=True), None, "its cgroup is frozen"),
         (state("D"), None, "thread 10 is in uninterruptible sleep"),
         (state("D"), state("D"), "thread 10 is in uninterruptible sleep"),
-        (state("D"), state("S"), ""),  # a short wait for a disk, most likely
+        (state("D"), state("S"), ""),  # most likely a short wait for a disk
         (state("S"), state("S", call="write"), "thread 10 waits in a write, which a stop would cut short"),
-        (state("R"), state("S", call="write"), ""),  # the write is over
+        (state("R"), state("S", call="write"), ""),  # the write has finished
         (state("S"), state("S", call="read"), ""),
         (state("S", worker="D"), state("S", worker="D"), "thread 11 is in uninterruptible sleep"),
     ],
@@ -88,7 +88,7 @@ def test_nonblocking_reason_if_target_must_not_be_stopped(
 
 
 def test_stack_capture_does_not_cut_write_short() -> None:
-    """Python without buffers takes a short write for a whole one: what the reader gets would end in the middle."""
+    """Unbuffered Python takes a short write for a complete one, so the output would be cut in the middle."""
     code = "import sys; sys.stdout.write('x' * 300_000)"
     with subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
@@ -139,7 +139,7 @@ def test_stack_text_without_stacks_has_kernel_threads() -> None:
     assert "Kernel thread 11 'python' [S]" in text
 
 
-# --- complaints -------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 FACTS = ptrace.PtraceFacts(
     alive=True, same_user=True, capable=True, yama=None, container=False, executable="python3.12"
@@ -230,12 +230,12 @@ def test_call_arguments_keep_only_peers_of_locals() -> None:
         [],
     ],
 )
-def test_call_arguments_are_none_without_peers(frames: list[dict[str, object]]) -> None:
+def test_call_without_peers_has_no_arguments(frames: list[dict[str, object]]) -> None:
     assert call_of(*frames) is None
 
 
 def fake(folder: Path, text: str) -> str:
-    """A py-spy that does what this shell script does."""
+    """Returns a py-spy that runs this shell script."""
     path = folder / "py-spy"
     path.write_text(f"#!/bin/sh\n{text}")
     path.chmod(0o755)
@@ -253,7 +253,7 @@ def test_stack_dump_falls_back_to_no_locals(tmp_path: Path) -> None:
     [("'/root/ext/mine'", "/root/ext/mine/lock"), ("'/root/very/long...", ""), (None, "")],
 )
 def test_lock_file_of_extension_build_is_found(folder: str | None, file: str) -> None:
-    """py-spy cuts long values short: half of a path names nothing."""
+    """py-spy cuts long values short, and a partial path is useless."""
     waits = {"name": "wait", "filename": "/x/torch/utils/file_baton.py", "line": 3, "locals": None}
     build = in_call(
         "_jit_compile", ("name", "'m'"), ("build_directory", folder), file="/x/torch/utils/cpp_extension.py"
@@ -273,7 +273,7 @@ esac
 
 
 def test_torn_stack_of_running_threads_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread is kept as it was first read while it did not run."""
+    """Each thread keeps the first stack that was read while it did not run."""
     stack = json.dumps([spy_thread(pid=0, os_thread_id=n, frames=[]) for n in (10, 11)])
     spy = fake(tmp_path, READ.format(log=tmp_path / "log", stack=stack))
     at_rest, running = proc.Scheduled(False, ("1",)), proc.Scheduled(True, ("1",))

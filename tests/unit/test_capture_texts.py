@@ -1,4 +1,4 @@
-"""Logs, NVML's answers, and the circumstances of a node: parsing alone."""
+"""Parsing of logs, NVML's answers and node facts."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class NvmlError(Exception):
 
 
 def nvml(**functions: Any) -> Any:
-    """The module ``pynvml`` of a node with one GPU; what is not given is not supported."""
+    """Returns a ``pynvml`` module of a node with one GPU, on which only these functions are supported."""
 
     def unsupported(*_: object) -> Any:
         raise NvmlError("Not Supported")
@@ -104,7 +104,7 @@ def nvml(**functions: Any) -> Any:
     )
 
 
-NOBODY = 1 << 23  # no kernel numbers processes so high
+NOBODY = 1 << 23  # the kernel numbers no process so high
 
 
 def test_gpu_query_leaves_unsupported_values_empty() -> None:
@@ -199,7 +199,7 @@ def test_versions_of_other_installation_are_read(tmp_path: Path) -> None:
     assert "deepspeed" not in found
 
 
-# --- the guards -------------------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 def test_attempt_returns_value_or_failure_reason() -> None:

@@ -1,4 +1,4 @@
-"""Which files are quoted as the user's source: Python files that are there, whatever a path says."""
+"""User source is quoted only from existing Python files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_source_link_to_python_file_is_read(tmp_path: Path) -> None:
     assert user_source.line(str(tmp_path / "train.py"), 1) == "x = 1"
 
 
-# The shell's first argument becomes the root of its own mounts, in which another train.py is at the same path.
+# Binds the shell's first argument over the second in its own mounts, with another train.py at the same path.
 ELSEWHERE = """
 mount --bind "$1" "$2" && echo mounted && read -r line
 """
@@ -151,7 +151,7 @@ if r == last and is_writer:
 
 
 def test_excerpt_has_assignments_of_rank_names() -> None:
-    """Else the verdict would not know what the condition asks for."""
+    """Otherwise the verdict can't evaluate the condition."""
     found = excerpts.excerpt(ALIASES, {7}).split("\n")
     assert [number for number, line in enumerate(found, 1) if line] == [2, 3, 4, 6, 7]
     assert excerpts.excerpt(ALIASES, set()) == ""
