@@ -72,7 +72,7 @@ PURE |= {
 }
 PURE |= {"addons.consistency.compare"}
 PURE |= {"cli.doctor_rules"}
-READS_THE_CLOCK = {"report.page", "addons.record.report", "report.sentences"}
+READS_THE_CLOCK = {"report.page", "addons.record.page", "report.sentences"}
 # Add-ons that import another one, which can't be deleted without them.
 ADDONS_THAT_USE_OTHERS: set[tuple[str, str]] = set()
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil"}

@@ -1,4 +1,4 @@
-"""``safelaunch record [RUN]``: samples all ranks of a live run for a while, and says where their time goes."""
+"""``safelaunch record [RUN]``: samples all ranks of a live run, and reports where their time goes."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ from safelaunch.system.console import display, say, show, show_json
 from safelaunch.system.errors import SafelaunchError, UsageError
 from safelaunch.system.printable import clean
 
-ANSWER_S = 60.0  # beyond the duration: py-spy's end on a busy node, and the other nodes' answers
+ANSWER_S = 60.0  # extra time for py-spy to finish on a busy node, and for other nodes to answer
 LARGEST_RECORDING = 64 << 20
 
 
 def main(argv: list[str]) -> int:
-    """Prints the verdict and the folder; returns 0 with samples of a rank, 1 without, 2 for an unknown RUN."""
-    words = parser().parse_args(argv)
-    earlier = _earlier(words.compare) if words.compare else None
-    run = choose(look(our_roots()), words.run, "record")
-    answer = _record(run, words.duration, words.ranks)
+    """Prints the verdict and the folder. Returns 0 with samples, 1 without, 2 for an unknown RUN."""
+    args = parser().parse_args(argv)
+    earlier = _earlier(args.compare) if args.compare else None
+    run = choose(look(our_roots()), args.run, "record")
+    answer = _record(run, args.duration, args.ranks)
     if answer.part is None:
         raise SafelaunchError(f"record: no samples of {run.id}: {answer.problem or 'its supervisor gave no reason'}.")
-    directory = working_directory() / (words.bundle_dir or answer.bundle_dir)
-    return _report(run, answer.part, earlier, words.compare or "", directory, as_json=words.json)
+    directory = working_directory() / (args.bundle_dir or answer.bundle_dir)
+    return _report(run, answer.part, earlier, args.compare or "", directory, as_json=args.json)
 
 
 def parser() -> Parser:
-    """The command line of ``safelaunch record``."""
-    made = Parser(
+    line = Parser(
         "record",
         description=(
             "Samples all ranks of a running job for a while, and reports what slows it down: ranks that the others "
@@ -53,13 +52,13 @@ def parser() -> Parser:
         ),
         epilog="Exit code: 0 with samples, 1 if no rank could be sampled, 2 if RUN names no live run.",
     )
-    made.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid [the run started here]")
-    made.add_argument("--duration", type=_duration, default=10.0, metavar="SECONDS", help="how long to sample [10]")
-    made.add_argument("--ranks", type=_ranks, default="", metavar="LIST", help="only these, like 0-3,8 [all]")
-    made.add_argument("--compare", metavar="EARLIER", help="an earlier recording, or its folder: what grew, by line")
-    made.add_argument("--bundle-dir", metavar="DIR", help="where to write the folder [the run's own bundle directory]")
-    made.add_argument("--json", action="store_true", help="print the verdict, the shares and the folder as JSON")
-    return made
+    line.add_argument("run", nargs="?", metavar="RUN", help="run id (r4711), name or pid [the run started here]")
+    line.add_argument("--duration", type=_duration, default=10.0, metavar="SECONDS", help="how long to sample [10]")
+    line.add_argument("--ranks", type=_ranks, default="", metavar="LIST", help="only these, like 0-3,8 [all]")
+    line.add_argument("--compare", metavar="EARLIER", help="an earlier recording, or its folder: what grew, by line")
+    line.add_argument("--bundle-dir", metavar="DIR", help="where to write the folder [the run's own bundle directory]")
+    line.add_argument("--json", action="store_true", help="print the verdict, the shares and the folder as JSON")
+    return line
 
 
 def _duration(text: str) -> float:
@@ -102,9 +101,12 @@ def _record(run: Run, duration_s: float, ranks: str) -> ServiceAnswer[Recording]
 def _report(
     run: Run, recording: Recording, earlier: Recording | None, called: str, place: Path, *, as_json: bool
 ) -> int:
-    # Imported while nobody waits for the samples any more.
-    from safelaunch.addons.record.report import RecordingReport, document, screen
-    from safelaunch.addons.record.slowness import compare, verdict_of
+    # Imported late: the samples are complete by now.
+    from safelaunch.addons.record.comparison import compare
+    from safelaunch.addons.record.document import document
+    from safelaunch.addons.record.rows import RecordingReport
+    from safelaunch.addons.record.screen import screen
+    from safelaunch.addons.record.slowness import verdict_of
 
     slowness = verdict_of(recording)
     compared = compare(earlier, recording) if earlier is not None else None
@@ -125,9 +127,10 @@ def _report(
 
 
 def _files(recorded: Any) -> dict[str, str]:
-    from safelaunch.addons.record.report import content, markdown, script, speedscope
-    from safelaunch.report import SPEEDSCOPE, page
-    from safelaunch.report import template
+    from safelaunch.addons.record.page import content, script
+    from safelaunch.addons.record.screen import markdown
+    from safelaunch.addons.record.speedscope import speedscope
+    from safelaunch.report import SPEEDSCOPE, template
     from safelaunch.report.exports import as_json
 
     return {
@@ -139,7 +142,7 @@ def _files(recorded: Any) -> dict[str, str]:
 
 
 def _write(directory: Path, run_name: str, at_unix_s: float, files: Mapping[str, str]) -> Path:
-    """Writes the folder whole or not at all, readable by this user only. Raises SafelaunchError."""
+    """Writes the folder atomically, readable by this user only. Raises SafelaunchError."""
     from safelaunch.bundle.staging import name_of
 
     target = directory / name_of(run_name, at_unix_s, "record")
@@ -151,14 +154,14 @@ def _write(directory: Path, run_name: str, at_unix_s: float, files: Mapping[str,
     try:
         for name, text in files.items():
             (staged / name).write_text(text, encoding="utf-8", errors="backslashreplace")
-        return _published(staged, target)
+        return _publish(staged, target)
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)
         raise SafelaunchError(f"record: {target} cannot be written: {error.strerror or error}.") from error
 
 
-def _published(staged: Path, target: Path) -> Path:
-    """Two who ask at once share the samples, and each get a folder."""
+def _publish(staged: Path, target: Path) -> Path:
+    """Renames the folder. Clients that share samples get separate folders."""
     for number in range(1, 100):
         name = target if number == 1 else target.with_name(f"{target.name}-{number}")
         try:

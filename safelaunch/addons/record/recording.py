@@ -1,6 +1,6 @@
-"""The records of where the time of a live run goes: the stacks of all ranks, sampled for a while.
+"""Records of sampled stacks of all ranks of a run.
 
-Stacks and frames are numbered once for a whole recording. Seconds are those of the sampling, not of a CPU.
+Stacks and frames are numbered once per recording. Seconds are sampled time, not CPU time.
 """
 
 from __future__ import annotations
@@ -18,83 +18,73 @@ LONGEST_S = 300.0
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """A request for samples. ``ranks``: ``0-3,5``; empty: all."""
+    """A request for samples."""
 
     duration_s: Annotated[float, Meta(ge=1.0, le=LONGEST_S)]
-    ranks: Annotated[str, Meta(max_length=4096)] = ""
+    ranks: Annotated[str, Meta(max_length=4096)] = ""  # like ``0-3,5``; empty: all
 
 
 class ThreadRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One thread: ``stacks``, ``active`` and ``gil`` are pairs of a stack's number and the seconds spent in it.
+    """One thread, with pairs of a stack's number and the seconds spent in it.
 
-    ``active``: of these on a CPU or runnable; ``gil``: holding the interpreter's lock. Each is sampled on its own, so
-    a stack may have a little more of one than of another.
+    The three lists are sampled independently, so ``active`` can slightly exceed ``stacks`` for a stack.
     """
 
     name: str = ""
     main: bool = False
     stacks: list[tuple[int, float]] = []
-    active: list[tuple[int, float]] = []
-    gil: list[tuple[int, float]] = []
+    active: list[tuple[int, float]] = []  # on a CPU or runnable
+    gil: list[tuple[int, float]] = []  # holding the GIL
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A rank's main process, or a child of it. ``problem``: why there are no samples, or not all.
-
-    ``tells_active``: who was on a CPU was sampled, so that a thread without such samples was not.
-    """
+    """A rank's main process, or one of its children."""
 
     pid: int
     role: str = "main"
     threads: list[ThreadRecord] = []
-    problem: str = ""
-    tells_active: bool = False
+    problem: str = ""  # why samples are missing
+    tells_active: bool = False  # threads on a CPU were sampled, so others were not on one
 
 
 class RankRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One rank; ``steps``: those that it made meanwhile, None if it marks none. ``missing``: why it has no samples, or
-    why what there is does not count.
-    """
+    """One rank."""
 
     rank: int
     host: str = ""
     main: ProcessRecord | None = None
     children: list[ProcessRecord] = []
-    steps: int | None = None
-    missing: str = ""
+    steps: int | None = None  # made during the recording; None if the rank marks none
+    missing: str = ""  # why it has no usable samples
 
 
 class Recording(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All ranks of a run. ``stacks``: numbers of ``frames``, outermost first. ``rate_hz``: the lowest of any node.
-
-    ``code_roots``: the directories of installed packages, as the ranks name them. ``elapsed_s``: over which the ranks'
-    steps were counted; more than was asked for on a busy node.
-    """
+    """All ranks of a run."""
 
     run: str = ""
     name: str = ""
     at_unix_s: float = 0.0
     duration_s: float = 0.0
-    rate_hz: float = 0.0
+    rate_hz: float = 0.0  # lowest of any node
     world_size: int = 0
     frames: list[Frame] = []
-    stacks: list[tuple[int, ...]] = []
+    stacks: list[tuple[int, ...]] = []  # numbers of ``frames``, outermost first
     ranks: list[RankRecord] = []
-    code_roots: tuple[str, ...] = ()
+    code_roots: tuple[str, ...] = ()  # directories of installed packages
     notes: list[str] = []
     command: list[str] = []
-    elapsed_s: float = 0.0
+    elapsed_s: float = 0.0  # time in which steps were counted; exceeds ``duration_s`` on a busy node
 
 
 def decode(data: bytes) -> Recording:
-    """Reads ``recording.json``. Raises msgspec.DecodeError for what is none, also if its numbers lead nowhere."""
-    found = from_json(data, Recording)
-    check(found)
-    return found
+    """Reads ``recording.json``. Raises msgspec.DecodeError if it is invalid."""
+    recording = from_json(data, Recording)
+    check(recording)
+    return recording
 
 
 def check(recording: Recording) -> None:
-    """Raises msgspec.ValidationError unless every number in it leads to a frame or a stack."""
+    """Raises msgspec.ValidationError if a number refers to no frame or stack."""
     frames, stacks = len(recording.frames), len(recording.stacks)
     whole = all(0 <= number < frames for stack in recording.stacks for number in stack)
     for thread in threads_of(recording):
@@ -105,12 +95,12 @@ def check(recording: Recording) -> None:
 
 
 def threads_of(recording: Recording) -> list[ThreadRecord]:
-    processes = [one for rank in recording.ranks for one in (rank.main, *rank.children) if one is not None]
+    processes = [process for rank in recording.ranks for process in (rank.main, *rank.children) if process is not None]
     return [thread for process in processes for thread in process.threads]
 
 
 class StackNumbering:
-    """Numbers frames and stacks as they come, for one recording. ``of``: a stack, outermost first."""
+    """Numbers the frames and stacks of one recording. ``of`` takes a stack, outermost frame first."""
 
     def __init__(self) -> None:
         self.frames: dict[Frame, int] = {}
@@ -121,8 +111,8 @@ class StackNumbering:
         return self.stacks.setdefault(key, len(self.stacks))
 
 
-def merged(recordings: list[Recording]) -> Recording:
-    """The recordings of several nodes as one, with the head of the first. Of a rank that several bring, the first."""
+def merge(recordings: list[Recording]) -> Recording:
+    """Merges recordings of several nodes. The head, and ranks that several contain, come from the first."""
     numbers = StackNumbering()
     ranks: dict[int, RankRecord] = {}
     for recording in recordings:
@@ -152,13 +142,13 @@ def _renumbered(rank: RankRecord, new: list[int]) -> RankRecord:
     return _with_threads(rank, lambda threads: [renumbered(thread) for thread in threads])
 
 
-def bounded(recording: Recording, fits: Callable[[Recording], bool]) -> Recording:
-    """The recording with less and less of it until it ``fits``: children, then threads and rare stacks."""
+def shrink(recording: Recording, fits: Callable[[Recording], bool]) -> Recording:
+    """Removes children, then threads and rare stacks, until the recording ``fits``."""
     if fits(recording):
         return recording
     for most in (None, 200, 30):
-        ranks = [_fewer(rank, most) for rank in recording.ranks]
-        smaller = merged([msgspec.structs.replace(recording, ranks=ranks)])
+        ranks = [_shrink_rank(rank, most) for rank in recording.ranks]
+        smaller = merge([msgspec.structs.replace(recording, ranks=ranks)])
         if fits(smaller):
             return _noted(smaller)
     ranks = [
@@ -171,8 +161,8 @@ def _noted(recording: Recording) -> Recording:
     return msgspec.structs.replace(recording, notes=[*recording.notes, "of many samples, the most frequent were kept"])
 
 
-def _fewer(rank: RankRecord, most: int | None) -> RankRecord:
-    """Without its children; ``most``: of its main threads alone, so many stacks."""
+def _shrink_rank(rank: RankRecord, most: int | None) -> RankRecord:
+    """Removes a rank's children, or all but ``most`` stacks of its main threads."""
 
     def fewer(threads: list[ThreadRecord]) -> list[ThreadRecord]:
         return [

@@ -1,8 +1,8 @@
-"""Samples processes for a while, with ``py-spy record``, all at once.
+"""Samples many processes at once with ``py-spy record``.
 
-Three passes over a rank's main process: where every thread is, where those on a CPU are, and who holds the GIL. py-spy
-doesn't stop the processes for it (``--nonblocking``), which a stopped process or a thread in D state needs as well. A
-sample costs half a millisecond of CPU; ``rate_for`` keeps the sum of all below a share of the node.
+A rank's main process gets three passes: all threads, threads on a CPU, and the thread that holds the GIL. py-spy
+doesn't stop the processes (``--nonblocking``), so it also works for stopped processes and threads in D state. A sample
+costs half a millisecond of CPU; ``rate_for`` limits the total to a share of the node.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from safelaunch.system.files import link_of
 FASTEST_HZ, SLOWEST_HZ = 20, 1
 SAMPLE_CPU_S = 0.0006
 SHARE = 0.01  # of the node's CPUs
-MOST_CHILDREN = 4  # of a rank: its loader's workers are alike
-MOST_PROCESSES = 256  # of a node
-PATIENCE_S = 5.0  # beyond the duration: py-spy reads the symbols first, on a busy node
+MOST_CHILDREN = 4  # per rank: a loader's workers do the same work
+MOST_PROCESSES = 256  # per node
+PATIENCE_S = 5.0  # extra time for py-spy to read symbols on a busy node
 LARGEST_FILE = 32 << 20
-MOST_STACKS = 4000  # of a thread
+MOST_STACKS = 4000  # per thread
 DEEPEST = 200
 STOPPED = "it is stopped by a signal"
 
@@ -44,8 +44,8 @@ _FOLDED_FRAME = re.compile(r"(?P<function>.*?) \((?P<file>.*):(?P<line>\d+)\)", 
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """One process to sample; ``passes``: see ``PASSES``."""
+class SampleTarget:
+    """A process to sample, with some of ``PASSES``."""
 
     pid: int
     start_ticks: int
@@ -64,15 +64,15 @@ PASSES = {
 
 
 def rate_for(passes: int, cpus: int) -> int:
-    """Samples a second at which so many passes take about ``SHARE`` of so many CPUs."""
+    """Returns the sampling rate at which this many passes take about ``SHARE`` of the CPUs."""
     affordable = SHARE * cpus / (max(passes, 1) * SAMPLE_CPU_S)
     return round(min(FASTEST_HZ, max(SLOWEST_HZ, affordable)))
 
 
-def children_of(pid: int, table: ProcessTable | None = None) -> list[Sampled]:
-    """The first few Python processes below ``pid``, by their role."""
+def children_of(pid: int, table: ProcessTable | None = None) -> list[SampleTarget]:
+    """Returns a few Python processes below ``pid``, with their roles."""
     running = (descendant for descendant in descendants([pid], table=table) if _runs_python(descendant.pid))
-    return [Sampled(one.pid, one.start_ticks, "child") for one in islice(running, MOST_CHILDREN)]
+    return [SampleTarget(process.pid, process.start_ticks, "child") for process in islice(running, MOST_CHILDREN)]
 
 
 def _runs_python(pid: int) -> bool:
@@ -80,7 +80,7 @@ def _runs_python(pid: int) -> bool:
 
 
 def sample(
-    processes: Sequence[Sampled],
+    processes: Sequence[SampleTarget],
     numbers: StackNumbering,
     folder: Path,
     *,
@@ -89,9 +89,11 @@ def sample(
     stop: threading.Event | None = None,
     py_spy: str | None = None,
 ) -> list[ProcessRecord]:
-    """Samples all ``processes`` at once; takes ``duration_s`` and ``PATIENCE_S`` at most; never raises.
+    """Samples all processes at once, for at most ``duration_s + PATIENCE_S``. Never raises.
 
-    ``folder``: a private one, for what py-spy writes. ``stop``: give up.
+    Args:
+        folder: private folder for py-spy's output
+        stop: ends the sampling early
     """
     jobs = [(number, name) for number, process in enumerate(processes) for name in process.passes]
     begun = [identify(process.pid) for process in processes]
@@ -104,23 +106,23 @@ def sample(
         except (CaptureError, OSError) as error:
             problem = why(error) if isinstance(error, CaptureError) else f"py-spy record: {error.strerror or error}"
             return [ProcessRecord(process.pid, process.role, problem=problem) for process in processes]
-        told = dict(zip(jobs, outputs, strict=True))
-        found = []
+        output_of = dict(zip(jobs, outputs, strict=True))
+        records = []
         for at, process in enumerate(processes):
             was = begun[at]
             if was is None or was.start_ticks != process.start_ticks:
-                found.append(ProcessRecord(process.pid, process.role, problem="the process has ended"))
+                records.append(ProcessRecord(process.pid, process.role, problem="the process has ended"))
                 continue
             data = {name: _read(paths[at, name]) for name in process.passes}
-            problem = _problem(process.pid, told[at, "all"], data["all"], duration_s)
+            problem = _problem(process.pid, output_of[at, "all"], data["all"], duration_s)
             record = _process(process, data, numbers, max(1, round(duration_s)) * rate_hz, problem)
-            active = told.get((at, "active"))
-            found.append(replace(record, tells_active=active is not None and active.returncode == 0))
-        return found
+            active = output_of.get((at, "active"))
+            records.append(replace(record, tells_active=active is not None and active.returncode == 0))
+        return records
 
 
 def argv(spy: str, pid: int, name: str, path: Path, duration_s: float, rate_hz: int) -> list[str]:
-    """The command line of one pass."""
+    """Returns the command of one pass."""
     words = [spy, "record", "--pid", str(pid), "--output", os.fspath(path), "--threads", "--full-filenames"]
     return [
         *words,
@@ -134,7 +136,7 @@ def argv(spy: str, pid: int, name: str, path: Path, duration_s: float, rate_hz: 
 
 
 def _problem(pid: int, output: command.Output, data: bytes, duration_s: float) -> str:
-    """Why there are no samples, or not all; empty where there are."""
+    """Returns why there are no samples or too few; empty if there are enough."""
     if output.timed_out:
         return f"py-spy record gave no answer within {duration_s + PATIENCE_S:g} s"
     if output.returncode is None:
@@ -142,26 +144,26 @@ def _problem(pid: int, output: command.Output, data: bytes, duration_s: float) -
     if output.returncode != 0 or not data:
         return f"py-spy record: {ptrace.explain(output.stderr, ptrace.tracing_facts(pid)).message}"
     if identify(pid) is None:
-        return "the process ended meanwhile"
+        return "the process ended during the recording"
     return STOPPED if proc.state_letter(pid) in ("T", "t") else ""
 
 
 def _process(
-    process: Sampled, data: dict[str, bytes], numbers: StackNumbering, ticks: int, problem: str
+    process: SampleTarget, data: dict[str, bytes], numbers: StackNumbering, ticks: int, problem: str
 ) -> ProcessRecord:
-    found: dict[str, Threads] = {}
+    passes: dict[str, Threads] = {}
     for name, content in data.items():
         try:
-            # py-spy takes all its samples, however long that takes: those of a busy node are further apart.
-            apart_s = _longest_s(found["all"]) / max(1, ticks - 1) if name != "all" else 0.0
-            found[name] = (from_trace(content) if name == "all" else from_folded(content, apart_s)) if content else {}
+            # py-spy takes its full number of samples, further apart if the node is busy.
+            apart_s = _longest_s(passes["all"]) / max(1, ticks - 1) if name != "all" else 0.0
+            passes[name] = (from_trace(content) if name == "all" else from_folded(content, apart_s)) if content else {}
         except ValueError as error:
             problem = problem or f"py-spy record: unreadable output: {error}"
-            found[name] = {}
+            passes[name] = {}
     return ProcessRecord(
         pid=process.pid,
-        role=role_of(process, found["all"]),
-        threads=records_of(process.pid, found, numbers),
+        role=role_of(process, passes["all"]),
+        threads=records_of(process.pid, passes, numbers),
         problem=problem,
     )
 
@@ -179,18 +181,18 @@ def _read(path: Path) -> bytes:
     return data if len(data) <= LARGEST_FILE else b""
 
 
-# --- what py-spy writes (pure) ----------------------------------------------------------------------------------------
+# --- py-spy's output (pure) -------------------------------------------------------------------------------------------
 
 
 @dataclass
-class OneThread:
-    """A thread as one pass saw it. Stacks are outermost first."""
+class ThreadSamples:
+    """A thread in one pass. Stacks are outermost first."""
 
     name: str = ""
     seconds: dict[tuple[Frame, ...], float] = field(default_factory=dict)
 
 
-Threads = dict[int, OneThread]
+Threads = dict[int, ThreadSamples]
 
 
 class _Arguments(msgspec.Struct, frozen=True):
@@ -207,33 +209,33 @@ class _SamplerEvent(msgspec.Struct, frozen=True):
 
 
 def from_trace(data: bytes) -> Threads:
-    """Reads ``-f chrometrace --threads``: events that push and pop frames. Raises ValueError (msgspec.DecodeError)."""
-    found: Threads = {}
+    """Reads ``-f chrometrace --threads`` (events that push and pop frames). Raises ValueError."""
+    threads: Threads = {}
     open_stacks: dict[int, list[tuple[str, Frame]]] = {}
     since: dict[int, int] = {}
     events = from_json(data, list[_SamplerEvent])
-    by_time = sorted(range(len(events)), key=lambda at: events[at].ts)  # stable: those of one sample keep their order
+    by_time = sorted(range(len(events)), key=lambda at: events[at].ts)  # stable: events of one sample keep their order
     for at in by_time:
         event = events[at]
         stack = open_stacks.setdefault(event.tid, [])
         if since.get(event.tid) != event.ts:
-            _close(found, stack, since.get(event.tid), event.ts)
+            _close(threads, stack, since.get(event.tid), event.ts)
             since[event.tid] = event.ts
         if event.ph == "B":
             stack.append((event.name, Frame(event.args.filename, event.args.line, event.name)))
         elif event.ph == "E" and stack:
             stack.pop()
     for stack in open_stacks.values():
-        _close(found, stack, None, 0)
-    return found
+        _close(threads, stack, None, 0)
+    return threads
 
 
-def _close(found: Threads, stack: list[tuple[str, Frame]], since: int | None, now: int) -> None:
-    """Counts what the thread was in since the last event."""
+def _close(threads: Threads, stack: list[tuple[str, Frame]], since: int | None, now: int) -> None:
+    """Adds the time since the last event to the stack that was open."""
     named = next((match for name, _ in stack if (match := _NAMED.fullmatch(name)) is not None), None)
     if named is None or since is None:
         return
-    thread = found.setdefault(_tid(named["tid"]), OneThread(named["name"] or ""))
+    thread = threads.setdefault(_tid(named["tid"]), ThreadSamples(named["name"] or ""))
     frames = tuple(frame for _, frame in stack if frame.file or frame.line)[:DEEPEST]
     if frames:
         thread.seconds[frames] = thread.seconds.get(frames, 0.0) + (now - since) / 1e6
@@ -244,20 +246,21 @@ def _tid(text: str) -> int:
 
 
 def from_folded(data: bytes, apart_s: float) -> Threads:
-    """Reads ``-f raw --threads``: a folded stack and how many samples have it, line by line.
+    """Reads ``-f raw --threads``: folded stacks with their number of samples.
 
-    ``apart_s``: the time that a sample stands for.
+    Args:
+        apart_s: time between two samples
     """
-    found: Threads = {}
+    threads: Threads = {}
     for text in data.decode("utf-8", "replace").splitlines():
         stack, _, count = text.rpartition(" ")
         parts = stack.split(";")
         named = _NAMED.fullmatch(parts[0])
         frames = tuple(_folded_frame(part) for part in parts[1:])[:DEEPEST]
         if named is not None and count.isdecimal() and frames:
-            thread = found.setdefault(_tid(named["tid"]), OneThread(named["name"] or ""))
+            thread = threads.setdefault(_tid(named["tid"]), ThreadSamples(named["name"] or ""))
             thread.seconds[frames] = thread.seconds.get(frames, 0.0) + int(count) * apart_s
-    return found
+    return threads
 
 
 def _folded_frame(part: str) -> Frame:
@@ -266,37 +269,41 @@ def _folded_frame(part: str) -> Frame:
 
 
 def records_of(pid: int, passes: dict[str, Threads], numbers: StackNumbering) -> list[ThreadRecord]:
-    """The threads of a process, its main thread first."""
+    """Returns the threads of a process, main thread first."""
     everything, active, gil = (passes.get(name, {}) for name in ("all", "active", "gil"))
-    main = pid if pid in everything else next((tid for tid, one in everything.items() if one.name == "MainThread"), pid)
+    main = (
+        pid
+        if pid in everything
+        else next((tid for tid, thread in everything.items() if thread.name == "MainThread"), pid)
+    )
     order = sorted({*everything, *active, *gil}, key=lambda tid: (tid != main, tid))
-    nothing = OneThread()
-    made = []
+    nothing = ThreadSamples()
+    records = []
     for tid in order:
-        seen = everything.get(tid, nothing)
+        anywhere = everything.get(tid, nothing)
         on_cpu, holding = active.get(tid, nothing), gil.get(tid, nothing)
-        made.append(
+        records.append(
             ThreadRecord(
-                name=seen.name or on_cpu.name or holding.name,
+                name=anywhere.name or on_cpu.name or holding.name,
                 main=tid == main,
-                stacks=_numbered(seen, numbers),
+                stacks=_numbered(anywhere, numbers),
                 active=_numbered(on_cpu, numbers),
                 gil=_numbered(holding, numbers),
             )
         )
-    return made
+    return records
 
 
-def _numbered(thread: OneThread, numbers: StackNumbering) -> list[tuple[int, float]]:
+def _numbered(thread: ThreadSamples, numbers: StackNumbering) -> list[tuple[int, float]]:
     most = sorted(thread.seconds.items(), key=lambda item: -item[1])[:MOST_STACKS]
     return [(numbers.of(frames), round(seconds, 3)) for frames, seconds in most]
 
 
-def role_of(process: Sampled, threads: Threads) -> str:
+def role_of(process: SampleTarget, threads: Threads) -> str:
     if process.role == "main":
         return "main"
     from safelaunch.stacks.calls import LOADER_WORKER
 
-    main: Iterable[tuple[Frame, ...]] = threads.get(process.pid, OneThread()).seconds
+    main: Iterable[tuple[Frame, ...]] = threads.get(process.pid, ThreadSamples()).seconds
     worker = any(map(LOADER_WORKER.on, main))
     return "dataloader worker" if worker else "child process"

@@ -1,7 +1,7 @@
-"""Samples the ranks of a live run, for ``safelaunch record``: the ``Service`` of this add-on.
+"""Samples the ranks of a live run for ``safelaunch record``: the ``Service`` of this add-on.
 
-Each supervisor samples its own ranks. It keeps counted stacks, a few hundred kilobytes; the client makes the page and
-the verdict of them.
+Each supervisor samples its own ranks, and keeps only counted stacks, a few hundred kilobytes. The client makes the
+verdict and the page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from safelaunch.addons.record import recording, sampling
 from safelaunch.addons.record.recording import ProcessRecord, RankRecord, Recording, Sampling, StackNumbering
-from safelaunch.addons.record.sampling import Sampled
+from safelaunch.addons.record.sampling import SampleTarget
 from safelaunch.beacon import layout
 from safelaunch.capture.look import Target
 from safelaunch.capture.pages import read_meta
@@ -38,7 +38,7 @@ class Recorder:
         targets = [target for target in job.watch.targets() if not wanted or target.rank in wanted]
         table = process_table()
         children = {target.rank: sampling.children_of(target.pid, table) for target in targets}
-        processes = _chosen(targets, children)
+        processes = _choose(targets, children)
         passes = sum(len(process.passes) for process in processes)
         rate_hz = sampling.rate_for(passes, len(os.sched_getaffinity(0)))
         numbers, at_unix_s = StackNumbering(), time.time()
@@ -53,7 +53,7 @@ class Recorder:
         )
         after, elapsed_s = _steps(job), time.monotonic() - begin_s
         by_pid = {record.pid: record for record in records}
-        made = {rank: after[rank] - step for rank, step in before.items() if rank in after and after[rank] >= step}
+        counts = {rank: after[rank] - step for rank, step in before.items() if rank in after and after[rank] >= step}
         samples = Recording(
             run=job.context.run_dir.name,
             name=job.context.run_name,
@@ -63,7 +63,7 @@ class Recorder:
             world_size=job.watch.world_size,
             frames=list(numbers.frames),
             stacks=list(numbers.stacks),
-            ranks=[_rank(job, target, by_pid, children[target.rank], made.get(target.rank)) for target in targets],
+            ranks=[_rank(job, target, by_pid, children[target.rank], counts.get(target.rank)) for target in targets],
             code_roots=_code_roots(job),
             command=job.context.redactor.argv(job.context.script),
             elapsed_s=round(elapsed_s, 2),
@@ -76,24 +76,24 @@ class Recorder:
             raise msgspec.ValidationError("samples of impossible ranks")
 
     def merged(self, ask: Sampling, parts: Sequence[Recording], notes: Sequence[str]) -> Recording:
-        whole = recording.merged([*parts]) if len(parts) > 1 else parts[0]
+        whole = recording.merge([*parts]) if len(parts) > 1 else parts[0]
         whole = msgspec.structs.replace(whole, notes=[*whole.notes, *notes])
-        return _with_unseen(whole, ranks_in(ask.ranks))
+        return _add_unseen(whole, ranks_in(ask.ranks))
 
     def bounded(self, part: Recording, fits: Callable[[Recording], bool]) -> Recording:
-        return recording.bounded(part, fits)
+        return recording.shrink(part, fits)
 
 
 def _rank(
-    job: JobView, target: Target, by_pid: Mapping[int, ProcessRecord], children: list[Sampled], steps: int | None
+    job: JobView, target: Target, by_pid: Mapping[int, ProcessRecord], children: list[SampleTarget], steps: int | None
 ) -> RankRecord:
     main = by_pid.get(target.pid)
-    seen = main is not None and any(thread.stacks for thread in main.threads)
+    has_stacks = main is not None and any(thread.stacks for thread in main.threads)
     problem = main.problem if main is not None else "it was not sampled"
-    missing = problem if problem == sampling.STOPPED or not seen else ""
-    missing = missing or ("" if seen else "py-spy saw no Python thread")
-    others = [by_pid[child.pid] for child in children if child.pid in by_pid and by_pid[child.pid].threads]
-    return RankRecord(target.rank, job.context.host, main, others, steps, missing)
+    missing = problem if problem == sampling.STOPPED or not has_stacks else ""
+    missing = missing or ("" if has_stacks else "py-spy saw no Python thread")
+    workers = [by_pid[child.pid] for child in children if child.pid in by_pid and by_pid[child.pid].threads]
+    return RankRecord(target.rank, job.context.host, main, workers, steps, missing)
 
 
 def _steps(job: JobView) -> dict[int, int]:
@@ -103,21 +103,22 @@ def _steps(job: JobView) -> dict[int, int]:
 
 def _code_roots(job: JobView) -> tuple[str, ...]:
     roster = job.watch.roster
-    found = (read_meta(roster.companion(page, layout.META_SUFFIX)).code_roots for page in roster.pages().values())
-    return next((roots for roots in found if roots), ())
+    roots_of_ranks = (
+        read_meta(roster.companion(page, layout.META_SUFFIX)).code_roots for page in roster.pages().values()
+    )
+    return next((roots for roots in roots_of_ranks if roots), ())
 
 
-def _chosen(targets: list[Target], children: Mapping[int, list[Sampled]]) -> list[Sampled]:
-    """All ranks, then of their children as many as the node's share allows, one of each rank after the other."""
-    mains = [Sampled(target.pid, target.start_ticks) for target in targets]
+def _choose(targets: list[Target], children: Mapping[int, list[SampleTarget]]) -> list[SampleTarget]:
+    # Child processes fill what is left of the node's share, one of each rank in turn.
+    mains = [SampleTarget(target.pid, target.start_ticks) for target in targets]
     rounds = [of[at] for at in range(sampling.MOST_CHILDREN) for of in children.values() if at < len(of)]
     return [*mains, *rounds[: max(0, sampling.MOST_PROCESSES - len(mains))]]
 
 
-def _with_unseen(recording: Recording, wanted: tuple[int, ...]) -> Recording:
-    """Adds the ranks that no node has sampled, as missing."""
-    seen = {rank.rank for rank in recording.ranks}
-    everybody = [rank for rank in wanted or range(recording.world_size) if rank not in seen]
+def _add_unseen(recording: Recording, wanted: tuple[int, ...]) -> Recording:
+    sampled = {rank.rank for rank in recording.ranks}
+    everybody = [rank for rank in wanted or range(recording.world_size) if rank not in sampled]
     unseen = [RankRecord(rank, missing="no reachable supervisor has this rank") for rank in everybody]
-    ranks = sorted([*recording.ranks, *unseen], key=lambda one: one.rank)
+    ranks = sorted([*recording.ranks, *unseen], key=lambda rank: rank.rank)
     return msgspec.structs.replace(recording, ranks=ranks)

@@ -1,4 +1,4 @@
-"""A rank's time by activity and by line, out of its samples."""
+"""Shares of a rank's time by activity and line, from its samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safelaunch.model import Frame
 from safelaunch.stacks.calls import C10D, LOADER_WAIT, leaving, loader_on_stack, torch_wait, worker_idle
 from safelaunch.stacks.frames import Stack, normal, short
 
-# --- What a sampled main thread is about: it computes, waits for its peers, waits for data ----------------------------
+# --- activity of a sampled main thread: computing, waiting for peers, waiting for data --------------------------------
 
 
 TimeKind = Literal[
@@ -33,8 +33,8 @@ KINDS: tuple[TimeKind, ...] = (
 )  # fmt: skip
 WAITS: tuple[TimeKind, ...] = ("collective", "send or receive")
 
-# By the file (its end, or a directory in its path) and the functions of a frame; no functions: any. The first row that
-# fits a frame of the stack counts: a checkpointed forward in a backward is part of the backward.
+# File (its end, or a directory in its path) and functions of a frame; no functions: any. The first row that fits a
+# frame of the stack wins: a checkpointed forward inside a backward is part of the backward.
 _BY_FRAME: tuple[tuple[TimeKind, str, frozenset[str]], ...] = (
     ("checkpoint", "torch/serialization.py", frozenset({"save", "load"})),
     ("checkpoint", "torch/distributed/checkpoint/", frozenset()),
@@ -50,15 +50,15 @@ _BY_FRAME: tuple[tuple[TimeKind, str, frozenset[str]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """``what``: the collective's name, say; ``frame``: the innermost of the user's own code."""
+    """Activity of a thread in one sample."""
 
     kind: TimeKind
-    what: str
-    frame: Frame | None
+    what: str  # for example, the name of a collective
+    frame: Frame | None  # innermost frame of the user's code
 
 
 def activity_of(frames: Sequence[Frame], code_roots: tuple[str, ...] = ()) -> Activity:
-    """Of a main thread; ``frames`` innermost first."""
+    """Returns the activity of a main thread; ``frames`` are innermost first."""
     stack = Stack(tuple(frames), code_roots)
     kind, what = _kind(stack)
     return Activity(kind, what, stack.user_frame)
@@ -70,14 +70,14 @@ def _kind(stack: Stack) -> tuple[TimeKind, str]:
         return ("send or receive" if wait.kind == "p2p" else "collective"), wait.op
     if LOADER_WAIT.on(stack.called):
         return "data loading", "DataLoader"
-    found = _by_frame(stack.frames)
-    if found is None and C10D.on(stack.called):
+    activity = _by_frame(stack.frames)
+    if activity is None and C10D.on(stack.called):
         return "collective", ""
-    if found is None and loader_on_stack(stack.frames):
+    if activity is None and loader_on_stack(stack.frames):
         return "data loading", "dataset"
-    if found is None and leaving(stack.frames):
+    if activity is None and leaving(stack.frames):
         return "script", "exit"
-    return (found, "") if found is not None else ("script", "")
+    return (activity, "") if activity is not None else ("script", "")
 
 
 def _by_frame(frames: Sequence[Frame]) -> TimeKind | None:
@@ -95,7 +95,7 @@ WORKER = "dataloader worker"
 
 @dataclass(frozen=True, slots=True)
 class CodeLocation:
-    """A function of the user's code and what it is about there. ``waits``: inside a backward, what is no computing."""
+    """A function of the user's code with its activity. ``waits`` marks the part of a backward that doesn't compute."""
 
     kind: TimeKind
     what: str
@@ -106,7 +106,7 @@ class CodeLocation:
 
 @dataclass(frozen=True, slots=True)
 class GilHolder:
-    """Another thread of a rank that holds the GIL for this share of the time. ``frame``: where, for the most part."""
+    """A thread, besides a rank's main thread, that holds the GIL for a share of the time, mostly at ``frame``."""
 
     thread: str
     share: float
@@ -115,18 +115,15 @@ class GilHolder:
 
 @dataclass(frozen=True)
 class RankTime:
-    """Shares of the recorded time, 0 to 1. ``waits``: for peers (in a backward: for the device, too).
-
-    ``lines``: of each place, the lines by their share. ``gil``: held by the main thread; None: not known.
-    """
+    """Shares of a rank's recorded time, 0 to 1."""
 
     rank: int
     samples: int
     kinds: Mapping[TimeKind, float]
     places: Mapping[CodeLocation, float]
     lines: Mapping[CodeLocation, Mapping[int, float]]
-    waits: float
-    gil: float
+    waits: float  # for peers, and in a backward also for the device
+    gil: float  # held by the main thread
     holders: tuple[GilHolder, ...] = ()
     steps: int | None = None
     margin: float = field(default=0.0)  # two standard errors of a share of one half
@@ -134,22 +131,21 @@ class RankTime:
 
 @dataclass(frozen=True)
 class WorkerTime:
-    """The loader workers of all ranks. ``idle``: waiting for the next index; ``frame``: where they are mostly."""
+    """The loader workers of all ranks."""
 
     count: int
-    idle: float
-    frame: Frame | None
+    idle: float  # share of time waiting for the next index
+    frame: Frame | None  # most frequent position
 
 
 class StackIndex:
-    """The stacks of a recording, each looked at once."""
+    """Stacks of a recording, with cached activities."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._known: dict[int, Activity] = {}
 
     def frames(self, number: int) -> tuple[Frame, ...]:
-        """Innermost first."""
         return tuple(self._recording.frames[at] for at in reversed(self._recording.stacks[number]))
 
     def activity(self, number: int) -> Activity:
@@ -162,14 +158,14 @@ class StackIndex:
 
 
 def times_of(recording: Recording, stacks: StackIndex | None = None) -> list[RankTime]:
-    """Of each rank that has samples."""
+    """Returns the times of ranks that have samples."""
     stacks = stacks or StackIndex(recording)
-    found = [_rank(rank, recording, stacks) for rank in recording.ranks if not rank.missing]
-    return [one for one in found if one is not None]
+    times = [_rank(rank, recording, stacks) for rank in recording.ranks if not rank.missing]
+    return [time for time in times if time is not None]
 
 
 def _rank(rank: RankRecord, recording: Recording, stacks: StackIndex) -> RankTime | None:
-    main = next((one for one in (rank.main.threads if rank.main else ()) if one.main), None)
+    main = next((thread for thread in (rank.main.threads if rank.main else ()) if thread.main), None)
     total_s = sum(seconds for _, seconds in main.stacks) if main is not None else 0.0
     if main is None or rank.main is None or total_s <= 0.0:
         return None
@@ -177,11 +173,11 @@ def _rank(rank: RankRecord, recording: Recording, stacks: StackIndex) -> RankTim
     places: dict[CodeLocation, float] = defaultdict(float)
     lines: dict[CodeLocation, dict[int, float]] = {}
     for number, seconds in main.stacks:
-        one = stacks.activity(number)
-        place = _place(one)
-        kinds[one.kind] += seconds / total_s
+        activity = stacks.activity(number)
+        place = _place(activity)
+        kinds[activity.kind] += seconds / total_s
         places[place] += seconds / total_s
-        lines.setdefault(place, defaultdict(float))[one.frame.line if one.frame else 0] += seconds / total_s
+        lines.setdefault(place, defaultdict(float))[activity.frame.line if activity.frame else 0] += seconds / total_s
     if rank.main.tells_active:
         _split_backward(main, stacks, total_s, places, lines)
     waits = sum(share for place, share in places.items() if place.waits)
@@ -200,9 +196,9 @@ def _rank(rank: RankRecord, recording: Recording, stacks: StackIndex) -> RankTim
     )
 
 
-def _place(one: Activity) -> CodeLocation:
-    file, function = (one.frame.file, one.frame.function) if one.frame is not None else ("", "")
-    return CodeLocation(one.kind, one.what, file, function, waits=one.kind in WAITS)
+def _place(activity: Activity) -> CodeLocation:
+    file, function = (activity.frame.file, activity.frame.function) if activity.frame is not None else ("", "")
+    return CodeLocation(activity.kind, activity.what, file, function, waits=activity.kind in WAITS)
 
 
 def _split_backward(
@@ -212,7 +208,7 @@ def _split_backward(
     places: dict[CodeLocation, float],
     lines: dict[CodeLocation, dict[int, float]],
 ) -> None:
-    """Of a backward, what its thread was not on a CPU for is a wait: for the gradients of its peers, or a device."""
+    """Splits a backward: time off the CPU is a wait for peers' gradients or for a device."""
     active: dict[CodeLocation, float] = defaultdict(float)
     for number, seconds in main.active:
         active[_place(stacks.activity(number))] += seconds / total_s
@@ -227,21 +223,23 @@ def _split_backward(
 
 
 def _holders(main: ProcessRecord, total_s: float, stacks: StackIndex) -> tuple[GilHolder, ...]:
-    """The other threads by how long they hold the GIL, those of one name together."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    """Returns other threads by the time they hold the GIL; threads of the same name count together."""
+    stacks_by_name: dict[str, list[tuple[int, float]]] = {}
     for thread in main.threads:
         if not thread.main:
-            found.setdefault(thread.name, []).extend(thread.gil)
+            stacks_by_name.setdefault(thread.name, []).extend(thread.gil)
     holders = [
-        GilHolder(name, sum(s for _, s in held) / total_s, stacks.user_frame(max(held, key=lambda item: item[1])[0]))
-        for name, held in found.items()
-        if held
+        GilHolder(
+            name, sum(s for _, s in samples) / total_s, stacks.user_frame(max(samples, key=lambda item: item[1])[0])
+        )
+        for name, samples in stacks_by_name.items()
+        if samples
     ]
-    return tuple(sorted(holders, key=lambda one: -one.share))
+    return tuple(sorted(holders, key=lambda holder: -holder.share))
 
 
 def workers_of(recording: Recording, stacks: StackIndex) -> WorkerTime | None:
-    """None where no rank has any, or none was sampled."""
+    """Returns the time of loader workers; None if none were sampled."""
     children = [child for rank in recording.ranks for child in rank.children if child.role == WORKER]
     mains = [thread for child in children for thread in child.threads if thread.main]
     total_s = sum(seconds for thread in mains for _, seconds in thread.stacks)
@@ -256,7 +254,7 @@ def workers_of(recording: Recording, stacks: StackIndex) -> WorkerTime | None:
                 idle_s += seconds
             elif frame is not None:
                 busy[frame] += seconds
-    return WorkerTime(len(children), idle_s / total_s, max(busy, key=lambda one: busy[one]) if busy else None)
+    return WorkerTime(len(children), idle_s / total_s, max(busy, key=lambda frame: busy[frame]) if busy else None)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -272,7 +270,7 @@ def place_share(times: Sequence[RankTime], place: CodeLocation) -> float:
 
 
 def frame_of(times: Sequence[RankTime], place: CodeLocation) -> Frame | None:
-    """The place with its most frequent line."""
+    """Returns the most frequent line of a place."""
     lines: dict[int, float] = defaultdict(float)
     for time in times:
         for line, share in time.lines.get(place, {}).items():

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.addons.record.recording import Recording, bounded, decode, merged
+from safelaunch.addons.record.recording import Recording, decode, merge, shrink
 from safelaunch.addons.record.slowness import verdict_of
 from safelaunch.model.words import ranks_in
 from tests.unit.addons.record.recordings import AUGMENT, BACKWARD, FORWARD, recorded, recording
@@ -15,7 +15,7 @@ from tests.unit.addons.record.recordings import AUGMENT, BACKWARD, FORWARD, reco
 def test_recordings_of_several_nodes_are_one() -> None:
     first, second = recording({FORWARD: 0.5, BACKWARD: 0.5}), recording({AUGMENT: 0.5, BACKWARD: 0.5})
     second = replace(second, ranks=[replace(one, rank=one.rank + 1) for one in second.ranks], rate_hz=5.0)
-    whole = merged([first, second, second])
+    whole = merge([first, second, second])
     assert [one.rank for one in whole.ranks] == [0, 1] and whole.rate_hz == 5.0
     assert len(whole.stacks) == 3
     times = verdict_of(whole).times
@@ -25,7 +25,7 @@ def test_recordings_of_several_nodes_are_one() -> None:
 def test_a_recording_that_is_too_large_loses_what_matters_least_first() -> None:
     whole = recorded("loader")
     sizes = [10_000_000, 5000, 3000, 1000, 10]
-    found = [bounded(whole, lambda one, most=size: len(msgspec.json.encode(one)) <= most) for size in sizes]  # type: ignore[misc]
+    found = [shrink(whole, lambda one, most=size: len(msgspec.json.encode(one)) <= most) for size in sizes]  # type: ignore[misc]
     assert found[0] is whole
     assert [len(one.stacks) for one in found] == sorted((len(one.stacks) for one in found), reverse=True)
     assert all(rank.missing for rank in found[-1].ranks)

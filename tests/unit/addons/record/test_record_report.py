@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from safelaunch.addons.record.comparison import compare
+from safelaunch.addons.record.page import content, script
 from safelaunch.addons.record.recording import Recording
-from safelaunch.addons.record.report import RecordingReport, content, markdown, places, screen, script, speedscope
-from safelaunch.addons.record.slowness import compare, verdict_of
+from safelaunch.addons.record.rows import RecordingReport, places
+from safelaunch.addons.record.screen import markdown, screen
+from safelaunch.addons.record.slowness import verdict_of
+from safelaunch.addons.record.speedscope import speedscope
 from safelaunch.model import Frame
 from safelaunch.report import template
 from tests.support.browser import Browser, found

@@ -16,7 +16,7 @@ import pytest
 
 from safelaunch.addons.record import sampling
 from safelaunch.addons.record.recording import ProcessRecord, StackNumbering
-from safelaunch.addons.record.sampling import Sampled, from_folded, from_trace, rate_for, records_of, sample
+from safelaunch.addons.record.sampling import SampleTarget, from_folded, from_trace, rate_for, records_of, sample
 from safelaunch.capture import command
 from safelaunch.job.process import identify
 from safelaunch.system.errors import CaptureError
@@ -36,7 +36,7 @@ def spinning() -> Iterator[subprocess.Popen[bytes]]:
 
 def taken(*processes: subprocess.Popen[bytes], folder: Path, py_spy: str | None = None) -> list[ProcessRecord]:
     begun = [(one.pid, identify(one.pid)) for one in processes]
-    asked = [Sampled(pid, known.start_ticks if known is not None else 1) for pid, known in begun]
+    asked = [SampleTarget(pid, known.start_ticks if known is not None else 1) for pid, known in begun]
     return sample(asked, StackNumbering(), folder, duration_s=1.0, rate_hz=20, py_spy=py_spy)
 
 

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from jsonschema import ValidationError
 
-from safelaunch.addons.record.report import RecordingReport, document
+from safelaunch.addons.record.document import document
+from safelaunch.addons.record.rows import RecordingReport
 from safelaunch.addons.record.slowness import verdict_of
 from safelaunch.system.console import json_text
 from tests.support.documents import check

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from safelaunch.addons.record.comparison import compare
 from safelaunch.addons.record.recording import RankRecord, Recording
-from safelaunch.addons.record.slowness import compare, verdict_of
+from safelaunch.addons.record.slowness import verdict_of
 from tests.unit.addons.record.recordings import (
     ALL_REDUCE,
     AUGMENT,
@@ -74,7 +75,7 @@ def test_the_line_that_takes_a_late_ranks_time_is_named() -> None:
     (finding,) = verdict_of(recording(WAITS, WAITS, LATE, WAITS)).findings
     assert finding.text == (
         "Ranks 0-1,3 wait 60% of the time, mostly in all_reduce at train.py:41, for rank 2, which waits 10%: "
-        "it spends 50% in data.py:12 (augment), where the others spend 0%."
+        "it spends 50% in data.py:12 (augment); the others spend 0%."
     )
     assert finding.frame is not None and finding.frame.line == 12
 
@@ -127,8 +128,8 @@ def test_who_may_wait_for_a_rank_that_was_not_seen_is_said_to() -> None:
     (finding,) = verdict_of(
         replace(whole, ranks=[*whole.ranks, RankRecord(2, missing="it is stopped by a signal")])
     ).findings
-    assert "while other ranks were not seen (rank 2: it is stopped by a signal)" in finding.text
-    assert finding.advice == "They may wait for those that were not seen."
+    assert "while other ranks weren't sampled (rank 2: it is stopped by a signal)" in finding.text
+    assert finding.advice == "They might be waiting for the ranks that weren't sampled."
 
 
 # --- real jobs --------------------------------------------------------------------------------------------------------

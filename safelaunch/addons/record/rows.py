@@ -1,0 +1,83 @@
+"""Rows of a recording's tables: lines by their share of time, and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from safelaunch.addons.record.comparison import StepTimeChange
+from safelaunch.addons.record.recording import Recording
+from safelaunch.addons.record.shares import (
+    KINDS,
+    CodeLocation,
+    RankTime,
+    frame_of,
+    mean,
+    place_share,
+)
+from safelaunch.addons.record.slowness import Slowness
+from safelaunch.model import Frame, format_ranks
+
+MOST_ROWS = 60
+
+
+@dataclass(frozen=True)
+class RecordingReport:
+    """A recording with its analysis."""
+
+    recording: Recording
+    slowness: Slowness
+    compared: StepTimeChange | None = None  # changes since an earlier recording
+    earlier: str = ""  # name of that recording
+
+
+def places(times: Sequence[RankTime], *, waits: bool) -> list[tuple[CodeLocation, float, Frame | None, str]]:
+    """Returns lines by their mean share, largest first, each with the ranks seen there."""
+    every = {place for time in times for place in time.places if place.waits == waits}
+    rows = [row for location in every for row in (_by_function if waits else _by_line)(times, location)]
+    return sorted((row for row in rows if row[1] >= 0.005), key=lambda row: (-row[1], row[0].function))
+
+
+def _by_function(
+    times: Sequence[RankTime], location: CodeLocation
+) -> list[tuple[CodeLocation, float, Frame | None, str]]:
+    ranks = format_ranks([time.rank for time in times if time.places.get(location, 0.0) > 0])
+    return [(location, place_share(times, location), frame_of(times, location), ranks)]
+
+
+def _by_line(times: Sequence[RankTime], location: CodeLocation) -> list[tuple[CodeLocation, float, Frame | None, str]]:
+    """Returns a function's lines. Shares are scaled to work alone: some of a backward's samples can be waits."""
+    rank_lines = [time.lines.get(location, {}) for time in times]
+    lines = {
+        line: mean([here.get(line, 0.0) for here in rank_lines])
+        for line in {line for here in rank_lines for line in here}
+    }
+    if not location.file or not any(lines.values()):
+        return _by_function(times, location)
+    part = place_share(times, location) / sum(lines.values())
+    ranks = {
+        line: format_ranks([t.rank for t, here in zip(times, rank_lines, strict=True) if line in here])
+        for line in lines
+    }
+    return [
+        (location, share * part, Frame(location.file, line, location.function), ranks[line])
+        for line, share in lines.items()
+    ]
+
+
+def rank_rows(times: Sequence[RankTime]) -> list[list[RankTime]]:
+    """Groups ranks into rows: one each if there are few, otherwise ranks with similar shares together."""
+    if len(times) <= MOST_ROWS:
+        return [[time] for time in times]
+    rows: dict[tuple[int, ...], list[RankTime]] = {}
+    for rank_time in times:
+        key = tuple(round(rank_time.kinds.get(kind, 0.0) / 0.1) for kind in KINDS)
+        rows.setdefault((*key, round(rank_time.waits / 0.1)), []).append(rank_time)
+    return list(rows.values())
+
+
+def activity_name(location: CodeLocation) -> str:
+    """Returns the activity that a line is part of, as text."""
+    if location.kind == "backward" and location.waits:
+        return "waiting in backward"
+    return location.what if location.waits and location.what else location.kind
