@@ -1,8 +1,8 @@
 """safelaunch: torchrun that watches the job, finds out which rank and line hung it, and keeps the evidence.
 
-A training script may call ``step``, ``phase`` and ``pause`` to help the watchdog; outside a safelaunch run they do
-nothing. A program that starts ranks itself calls ``launch``, and one that reads evidence calls ``diagnose``: these, and
-the types beside them, are loaded when they are first used.
+A training script can call ``step``, ``phase`` and ``pause`` to help the watchdog; outside a safelaunch run they do
+nothing. A program that starts ranks itself calls ``launch``, and one that reads evidence calls ``diagnose``. These two,
+and the types that they use, are loaded at their first use.
 """
 
 from __future__ import annotations
@@ -71,15 +71,16 @@ def __dir__() -> list[str]:
 
 
 def _marks() -> _Any:
-    """Returns this rank's beacon, if any. The beacon is loaded before the script, never by it."""
+    # The beacon, if any, is loaded before the script, never by it.
     return _sys.modules.get("_safelaunch_beacon.marks")
 
 
 def step(*, loss: _Any = None) -> None:
     """Marks one step of progress, for loops without a torch optimizer. Costs well under a microsecond.
 
-    ``loss``: of this step, a number or a scalar tensor, to be compared between ranks if the run asks for that. A tensor
-    is not waited for.
+    Args:
+        loss: Loss of this step, a number or a scalar tensor, which is compared between ranks if the run asks for that.
+            A tensor's value isn't waited for.
     """
     marks = _marks()
     if marks is not None:
@@ -89,9 +90,14 @@ def step(*, loss: _Any = None) -> None:
 def phase(name: str, timeout: float | str | timedelta | None = None) -> AbstractContextManager[None]:
     """Names what this rank does in the block (``with safelaunch.phase("eval", timeout="30m"): ...``).
 
-    ``timeout``: after this long, the phase counts as stalled: seconds, ``"90s"``, ``"10m"``, ``"2h"`` or a
-    ``timedelta``. Without one, or with 0, that of the phase around it applies, else the watchdog's own threshold. After
-    the block, the phase around it goes on as it began. Raises ValueError for anything else, outside a run as well.
+    Args:
+        name: Name of the phase, for messages.
+        timeout: Time after which the phase counts as stalled: seconds, ``"90s"``, ``"10m"``, ``"2h"`` or a
+            ``timedelta``. If it is None or 0, the surrounding phase's timeout applies, or else the watchdog's own
+            threshold. After the block, the surrounding phase continues as it began.
+
+    Raises:
+        ValueError: ``timeout`` is anything else. Outside a run, too.
     """
     if timeout is None or (timeout == 0 and not isinstance(timeout, bool)):
         return _phase(name, 0.0)

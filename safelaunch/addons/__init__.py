@@ -1,9 +1,8 @@
 """The interface between the core and its add-ons.
 
-An add-on is a directory of this package. It may import the core; the core imports only this module, which loads an
-add-on by its name when a command, a bundle or a job asks for it. Deleting an add-on's directory removes its commands
-and leaves everything else working. The tables are closed: an installed package can't change what ``safelaunch WORD``
-means.
+An add-on is a directory of this package. It can import the core; the core imports only this module, which loads an
+add-on by its name when a command, a bundle or a job needs it. Deleting an add-on's directory removes its commands and
+leaves everything else working. The tables are closed: an installed package can't change what ``safelaunch WORD`` means.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ if TYPE_CHECKING:
     from safelaunch.settings.options import Settings
     from safelaunch.supervise.monitors import MonitoredJob
 
-# Subcommand -> its add-on, whose module ``command`` is a ``protocols.Command``; its line in the help, and the subcommand
-# before it there.
+# Subcommand -> its add-on, whose module ``command`` is a ``protocols.Command``; its line in the help; and the
+# subcommand before it.
 COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "colaunch": ("sweep", "run many jobs, each on its own GPUs or CPU cores", "exec"),
     "record": ("record", "report where a running job spends its time, by rank and line", "dump"),
     "reproduce": ("reproduce", "write a small script that hangs in the same way", "explain"),
 }
-# Name of the public package -> module that defines it.
+# Name in the public package -> module that defines it.
 PUBLIC: Mapping[str, str] = {
     "HangError": "embed.launching",
     "Launch": "embed.launching",
     "launch": "embed.launching",
 }
-# Document that programs read -> add-on whose folder has its schema.
+# Document for programs -> add-on whose folder has its schema.
 SCHEMAS: Mapping[str, str] = {"summary.json": "sweep", "record.json": "record"}
-# Hook -> add-ons that implement it, in the order in which they are asked: a function of that name in their package.
+# Hook -> add-ons that implement it as a function in their package, in the order of their calls.
 HOOKS: Mapping[str, tuple[str, ...]] = {
     "monitors": ("consistency",),
     "probe_values": ("consistency",),
@@ -59,7 +58,7 @@ def has_command(name: str) -> bool:
 
 
 def with_commands(core: Mapping[str, str]) -> dict[str, str]:
-    """Returns subcommands with their lines in the help: those of the core, and those of present add-ons."""
+    """Returns the lines in the help for subcommands of the core and of present add-ons."""
     lines = dict(core)
     for name, (_, line, before) in COMMANDS.items():
         if has_command(name):
@@ -75,7 +74,7 @@ def command(name: str) -> Command:
 
 
 def public(name: str) -> Any:
-    """Returns what ``safelaunch.NAME`` is. Raises AttributeError if its add-on is missing."""
+    """Returns ``safelaunch.NAME``. Raises AttributeError if its add-on is missing."""
     module = PUBLIC[name]
     addon = module.partition(".")[0]
     if not is_present(addon):
@@ -84,7 +83,7 @@ def public(name: str) -> Any:
 
 
 def hooks(name: str) -> Iterator[Callable[..., Any]]:
-    """Yields what the present add-ons implement of the hook ``name``."""
+    """Yields the hook's functions in the present add-ons."""
     for addon in HOOKS[name]:
         if is_present(addon):
             yield getattr(import_module(f"{__name__}.{addon}"), name)
@@ -96,7 +95,9 @@ def readers() -> Iterator[Reader]:
 
 
 def service(name: str) -> Service[Any, Any] | None:
-    return next((one for services_of in hooks("services") for one in services_of() if one.name == name), None)
+    return next(
+        (candidate for services_of in hooks("services") for candidate in services_of() if candidate.name == name), None
+    )
 
 
 def monitors(job: MonitoredJob) -> list[Monitor]:
@@ -104,7 +105,7 @@ def monitors(job: MonitoredJob) -> list[Monitor]:
 
 
 def probe_values(settings: Settings) -> dict[str, Mapping[str, str]]:
-    """Returns the add-ons whose probe the ranks load (see ``protocols.Probe``), and the variables of each probe."""
+    """Returns the variables of each present add-on's probe, which the ranks load (see ``protocols.Probe``)."""
     present = [addon for addon in HOOKS["probe_values"] if is_present(addon)]
     values = dict(zip(present, (values_of(settings) for values_of in hooks("probe_values")), strict=True))
     return {addon: variables for addon, variables in values.items() if variables}

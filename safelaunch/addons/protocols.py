@@ -1,6 +1,6 @@
-"""What the core expects of add-ons. A new kind of extension is a new protocol here; the core never asks for a name.
+"""The protocols by which the core uses add-ons. A new kind of extension is a new protocol; the core asks for no names.
 
-The sweep has one more, for schedulers: ``addons.sweep.engine.Scheduler``.
+The sweep has another one, for schedulers: ``addons.sweep.engine.Scheduler``.
 """
 
 from __future__ import annotations
@@ -41,51 +41,51 @@ class Reader(Protocol):
         """Reads files of one job that it claims. Raises Unreadable."""
 
     def read_folder(self, folder: Path, dumps: FoundEvidence | None) -> FoundEvidence | None:
-        """Reads its files below a folder; ``dumps``: the evidence in the folder's dumps. None: neither is there."""
+        """Reads its files in a folder, in addition to the evidence in the folder's ``dumps``; None without either."""
 
 
 class Monitor(Protocol):
     """Watches a running job for something other than a stall.
 
-    The hook ``monitors`` makes monitors of a ``MonitoredJob`` (see ``supervise.monitors``), by which they request a
-    bundle, end the job, and exchange values with other nodes. What a monitor finds wrong with the job's results, it adds
-    to ``watch.wrong_results``: later bundles, verdicts and ``safelaunch status`` have it from there.
+    The hook ``monitors`` makes monitors of a ``MonitoredJob`` (see ``supervise.monitors``), which lets them request a
+    bundle, end the job, and exchange values with other nodes. If a monitor finds the job's results wrong, it adds that
+    to ``watch.wrong_results``, from which later bundles, verdicts and ``safelaunch status`` take it.
     """
 
     name: str  # in messages, with its article
 
     def tick(self) -> None:
-        """Called by the supervisor's loop, several times a second. Must not block. An exception ends the monitor."""
+        """Runs in the supervisor's loop, several times a second. Must not block. An exception ends the monitor."""
 
     def finish(self, *, succeeded: bool) -> None:
-        """Called once the job has ended; ``succeeded``: by itself, with exit code 0."""
+        """Runs once the job has ended. ``succeeded`` is True if it ended by itself, with exit code 0."""
 
 
 class Probe(Protocol):
     """Runs inside each rank: the module ``probe`` of an add-on whose hook ``probe_values`` returns variables.
 
     It imports only the standard library, its own modules and the beacon's (``from ...beacon import marks``); see
-    ``beacon.addon_probes``. Nothing in it may raise into the script, print, or wait.
+    ``beacon.addon_probes``. It must not raise into the script, print, or wait.
     """
 
-    VARIABLE: str  # the environment variable whose value it gets
+    VARIABLE: str  # environment variable with the value for ``install``
 
     def install(self, base: str, value: str) -> None:
-        """Called before the user's script runs. ``base``: path of the rank's page, a prefix for files of the probe."""
+        """Runs before the user's script. ``base`` is the path of the rank's page, a prefix for the probe's files."""
 
     def detach(self) -> None:
-        """Called in a process forked from the rank: removes what ``install`` left."""
+        """Removes what ``install`` left, in a process forked from the rank."""
 
 
 class Service(Protocol[Ask, Part]):
-    """Serves what a client may ask of a running job. Every node serves its own ranks; the asked one merges the parts.
+    """Serves requests of clients to a running job. Every node serves its own ranks; the asked one merges the parts.
 
     ``ask`` and ``part`` are msgspec types. They travel through the control socket and the job's store, which don't
-    know them, so they are decoded here and may come from a stranger.
+    know them, so they are decoded here and can come from a stranger.
     """
 
     name: str  # the command on the control socket
-    noun: str  # what it makes, in messages
+    noun: str  # its product, in messages
     ask: type[Ask]
     part: type[Part]
 
@@ -96,7 +96,7 @@ class Service(Protocol[Ask, Part]):
         """Raises msgspec.ValidationError for a part of another node that can't be used."""
 
     def merged(self, ask: Ask, parts: Sequence[Part], notes: Sequence[str]) -> Part:
-        """Returns the answer for the client; ``notes``: why parts of other nodes are missing."""
+        """Returns the answer for the client. ``notes`` say why parts of other nodes are missing."""
 
     def bounded(self, part: Part, fits: Callable[[Part], bool]) -> Part:
         """Returns as much of the part as ``fits``."""

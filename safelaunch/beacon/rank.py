@@ -5,7 +5,6 @@ Nothing here must raise into the script, print, change an exit code, or keep the
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 
@@ -13,8 +12,7 @@ from . import caught_exceptions, descriptors, faults, imports, layout, lifeline,
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import ModuleType
+    from collections.abc import Mapping
     from typing import Any
 
 C10D = "torch.distributed.distributed_c10d"
@@ -143,15 +141,17 @@ def _keep_allocations(base: str, asked: str) -> None:
 
 
 def _note_first_step(base: str) -> None:
-    marks.at_first_step = lambda: _note_contract(base)
+    from . import contract
+
+    marks.at_first_step = lambda: contract.note(base)
 
 
 @log.guarded
 def _torch_distributed(c10d: Any, base: str, words: memoryview, env: Mapping[str, str]) -> None:
     marks.set_state(layout.TORCH)
-    from . import server
+    from . import group_timeout, server
 
-    log.guarded(set_group_timeout)(c10d, env.get("SAFELAUNCH_GROUP_TIMEOUT", ""))
+    log.guarded(group_timeout.apply)(c10d, env.get("SAFELAUNCH_GROUP_TIMEOUT", ""))
     if server.start(base, words):
         marks.set_server_up()
 
@@ -178,86 +178,6 @@ def _after_fork() -> None:
         return
     for module in (marks, output, faults, caught_exceptions, descriptors, *_on_request):
         log.guarded(module.detach)()
-
-
-# --- what the rank computes with --------------------------------------------------------------------------------------
-
-_LOADERS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
-
-
-@log.guarded
-def _note_contract(base: str) -> None:
-    contract = {"batch": _batch(), "device": _device()}
-    page.note(base + layout.CONTRACT_SUFFIX, {key: value for key, value in contract.items() if value is not None})
-
-
-def _batch() -> int | None:
-    """Returns the batch size of the DataLoaders in use that have yielded a batch; None if they differ."""
-    module = sys.modules.get("torch.utils.data.dataloader")
-    kinds = {getattr(module, name, None) for name in _LOADERS} - {None}
-    iterators: list[Any] = [thing for thing in gc.get_objects() if type(thing) in kinds] if kinds else []
-    sizes = {getattr(iterator._index_sampler, "batch_size", None) for iterator in iterators if iterator._num_yielded}
-    (size,) = sizes if len(sizes) == 1 else (None,)
-    return size if type(size) is int else None
-
-
-def _device() -> int | None:
-    # Only of a rank that uses CUDA and has a choice.
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda is None or not cuda.is_initialized() or cuda.device_count() < 2:
-        return None
-    return int(cuda.current_device())
-
-
-# --- process groups ---------------------------------------------------------------------------------------------------
-
-# Timeouts of a group that is created without one: names that c10d looks up at that time.
-_DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
-_MAKERS = ("init_process_group", "new_group", "split_group")
-
-
-def set_group_timeout(c10d: ModuleType, setting: str) -> None:
-    """Applies ``--pg-timeout`` to the process groups that this rank creates.
-
-    Args:
-        c10d: The module ``distributed_c10d``, best before another module has imported a name from it.
-        given: Seconds, empty for none; with a ``!``, groups to which the script gives a timeout get this one, too.
-    """
-    if not setting:
-        return
-    from datetime import timedelta
-
-    timeout = timedelta(seconds=float(setting.rstrip("!")))
-    for name in _DEFAULTS:
-        if isinstance(getattr(c10d, name, None), timedelta):  # a torch without NCCL has no timeout for it
-            setattr(c10d, name, timeout)
-    if setting.endswith("!"):
-        package = sys.modules.get("torch.distributed")  # it has the names already if this rank was forked
-        for name in _MAKERS:
-            maker = getattr(c10d, name, None)
-            if maker is not None:
-                making = _with_timeout(maker, timeout)
-                for module in (c10d, package):
-                    if module is not None and vars(module).get(name) is maker:
-                        setattr(module, name, making)
-
-
-def _with_timeout(maker: Callable[..., Any], timeout: object) -> Callable[..., Any]:
-    from functools import wraps
-    from inspect import signature
-
-    parameters = signature(maker)
-
-    @wraps(maker)
-    def making(*args: Any, **kwargs: Any) -> Any:
-        try:
-            arguments = parameters.bind(*args, **kwargs)
-        except TypeError:  # torch's own message is better
-            return maker(*args, **kwargs)
-        arguments.arguments["timeout"] = timeout
-        return maker(*arguments.args, **arguments.kwargs)
-
-    return making
 
 
 # --- a process of unknown role ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from safelaunch.beacon import layout, rank
+from safelaunch.beacon import contract, layout
 from safelaunch.capture.pages import RankContract, Worker, read_contract
 from safelaunch.model import Progress
 from safelaunch.supervise.device_notice import wrong_devices
@@ -151,9 +151,9 @@ def test_ranks_on_another_device_than_their_own_are_named() -> None:
 
 def test_what_a_rank_notes_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_contract(tmp_path / "page") is None
-    monkeypatch.setattr(rank, "_batch", lambda: 16)
-    monkeypatch.setattr(rank, "_device", lambda: None)
-    rank._note_contract(str(tmp_path / "page"))
+    monkeypatch.setattr(contract, "_batch", lambda: 16)
+    monkeypatch.setattr(contract, "_device", lambda: None)
+    contract.note(str(tmp_path / "page"))
     assert read_contract(tmp_path / "page") == RankContract(16, None)
     for damaged in (b'{"batch":-3}', b'{"device":"\xff"}', b"nonsense", b'{"device":' + b"9" * 50 + b"}"):
         (tmp_path / f"page{layout.CONTRACT_SUFFIX}").write_bytes(damaged)
