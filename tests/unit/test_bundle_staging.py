@@ -1,4 +1,4 @@
-"""A bundle in progress, and its publication."""
+"""Staging, publication and retention of bundles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from safelaunch.system.redaction.redactor import Redactor
 from tests.support.staging import NAME, mounted, published, staged
 from tests.support.waiting import until
 
-# --- assembling, publishing and keeping bundles: whole or not at all, private, and nothing else is ever touched -------
+# --- bundles are complete or absent, private, and nothing else is changed ---------------------------------------------
 
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 AS_USER = pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
@@ -46,7 +46,7 @@ def names(directory: Path) -> list[str]:
 
 
 def modes(root: Path) -> set[tuple[bool, int]]:
-    """(is a directory, permissions) of a tree."""
+    """Returns (is a directory, permissions) of each file in a tree."""
     found = [root, *root.rglob("*")]
     return {(path.is_dir(), stat.S_IMODE(path.lstat().st_mode)) for path in found}
 
@@ -69,7 +69,7 @@ NOBODY = BundleOwner(65534, 65534)
 
 @pytest.fixture
 def of_nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory of another user, who can run the copier."""
+    """Directory of another user who can run the copier."""
     python = shutil.which("python3", path="/usr/local/bin:/usr/bin:/bin") or "/nowhere"
     try:
         subprocess.run([python, "-c", ""], check=True, user=NOBODY.uid, cwd="/")
@@ -227,7 +227,7 @@ print(seen)
 
 
 def test_stale_partial_copy_is_removed_after_a_day(tmp_path: Path) -> None:
-    """Only ours, only copies, and only old ones: another node may be writing just now."""
+    """Only old copies of safelaunch are removed, because another node might be writing now."""
     directory = tmp_path / "bundles"
     old, young = directory / ".a-hang.1-1.partial", directory / ".b-hang.2-2.partial"
     other = directory / "notes.partial"
@@ -242,7 +242,7 @@ def test_stale_partial_copy_is_removed_after_a_day(tmp_path: Path) -> None:
 
 
 def test_latest_link_of_another_user_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in /tmp, whose sticky bit protects everybody's files from all others."""
+    """In /tmp, the sticky bit has the same effect."""
 
     def replace(source: str, target: str) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -330,7 +330,7 @@ def test_unusable_directory_and_fallback_use_temporary_directory(
 
 
 def test_hanging_bundle_directory_uses_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a dead network disk: the helper is given up, and the bundle is kept elsewhere."""
+    """Like a dead network disk. The helper is abandoned, and the bundle is kept elsewhere."""
     stopped = tmp_path / "python"
     stopped.write_text("#!/bin/sh\nexec sleep 600\n")
     stopped.chmod(0o755)
@@ -351,7 +351,7 @@ def test_killed_copy_leaves_no_partial_directory(tmp_path: Path, monkeypatch: py
 
 
 def test_copy_whose_parent_was_killed_publishes_nothing(tmp_path: Path) -> None:
-    """What it copies goes away with its parent's run directory, perhaps half of it before the copy has come to it."""
+    """The copy's source is removed with its parent's run directory, perhaps before the copy has finished."""
     source, directory = staged(tmp_path / "staged"), tmp_path / "bundles"
     (source / "large.bin").write_bytes(bytes(64 << 20))  # there is time to stop the copy
     done = subprocess.run(
@@ -364,10 +364,10 @@ def test_copy_whose_parent_was_killed_publishes_nothing(tmp_path: Path) -> None:
 
 
 def test_emptied_copy_is_never_published(tmp_path: Path) -> None:
-    """Somebody empties the bundle directory while a bundle is being written: what comes after is not all of it."""
+    """The bundle directory is emptied while a bundle is being written, so the rest isn't the whole bundle."""
     source, directory = staged(tmp_path / "staged"), tmp_path / "bundles"
     (source / "large.bin").write_bytes(bytes(64 << 20))
-    for _ in range(5):  # on a busy machine, the copy may be done before it can be stopped
+    for _ in range(5):  # on a busy machine, the copy might finish before it can be stopped
         done = subprocess.run(
             [sys.executable, "-c", EMPTIES_IT, copier.__file__, str(source), str(directory), NAME, "0", "0"],
             check=True, stdout=subprocess.PIPE, text=True,
@@ -418,7 +418,7 @@ print(copy.pid)
 
 
 def test_hanging_retention_does_not_lose_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retention hangs: the bundle is where it was wanted all the same."""
+    """The bundle is published although retention hangs."""
     slow = tmp_path / "python"
     slow.write_text(f"#!/bin/sh\nmkdir {tmp_path}/bundles\nprintf '%s\\0' {tmp_path}/bundles/{NAME}\nexec sleep 60\n")
     slow.chmod(0o755)
@@ -489,7 +489,7 @@ def test_retention_orders_numbered_names(tmp_path: Path) -> None:
 
 
 def test_retention_never_removes_new_bundle_or_latest(tmp_path: Path) -> None:
-    """A clock that went back: the new bundle looks old."""
+    """The clock went back, so the new bundle looks old."""
     directory = tmp_path / "bundles"
     directory.mkdir()
     for day in (10, 11):
@@ -497,7 +497,7 @@ def test_retention_never_removes_new_bundle_or_latest(tmp_path: Path) -> None:
     result = published(directory, "train-20260101T000000Z-hang", Keeping(newest=1))
     assert result.path.is_dir()
     assert names(directory) == ["latest", "train-20260101T000000Z-hang", "train-20260111T000000Z-hang"]
-    # Where latest is somebody's own folder, only the new one is spared.
+    # If latest is a folder of the user, only the new bundle is spared.
     (directory / "latest").unlink()
     (directory / "latest").mkdir()
     published(directory, "train-20260103T000000Z-hang", Keeping(newest=1))
@@ -545,7 +545,7 @@ def test_retention_keeps_bundles_of_other_users(tmp_path: Path) -> None:
     assert theirs.is_dir()
 
 
-# --- a limit for each artifact ----------------------------------------------------------------------------------------
+# --- limit for each artifact ------------------------------------------------------------------------------------------
 
 
 def listed(staging: Staging) -> dict[str, Artifact]:
@@ -618,7 +618,7 @@ def test_job_files_are_staged_cut_or_missing(tmp_path: Path) -> None:
     assert names(tmp_path / "b") == ["nccl.log", "nccl_trace_rank_0", "short.log"]
 
 
-# --- secrets on their way into a bundle -------------------------------------------------------------------------------
+# --- secrets in artifacts ---------------------------------------------------------------------------------------------
 
 
 def test_staged_artifacts_are_redacted(tmp_path: Path) -> None:
@@ -659,7 +659,7 @@ VERDICT = Verdict(
 
 
 def tell(command: str, bundle: Path, *, deadline_s: float = 60.0) -> list[str]:
-    """What the user is told when the command has ended."""
+    """Returns the messages that the user gets when the command has ended."""
     said: list[str] = []
     notifier = Notifier(command, deadline_s=deadline_s, tell_user=said.append)
     notifier.tell(VERDICT, bundle, "train")
@@ -710,7 +710,7 @@ def test_on_bundle_command_is_reported_only_if_it_fails(command: str, said: str,
 def test_on_bundle_command_past_deadline_is_killed_with_children(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     command = f"trap '' TERM; sleep 600 & echo $! $$ > {pids}; echo waiting; wait"
-    for deadline_s in (0.5, 5.0, 40.0):  # a busy machine may take longer to start it
+    for deadline_s in (0.5, 5.0, 40.0):  # a busy machine might take longer to start it
         said = tell(command, tmp_path, deadline_s=deadline_s)
         if said[0].endswith("waiting"):
             break
@@ -757,7 +757,7 @@ def test_on_bundle_command_is_ended_when_job_stops(tmp_path: Path) -> None:
 
 
 def test_on_bundle_command_has_no_blocked_signals(tmp_path: Path) -> None:
-    """A group of its own, so that it can be killed whole, in our session, and no signal blocked or ignored."""
+    """The command has its own process group, so that it can be killed with its children, and default signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     try:
         command = f"grep ^Sig /proc/self/status > {tmp_path}/s; cut -d' ' -f5,6 /proc/$$/stat > {tmp_path}/g; echo $$"
@@ -785,7 +785,7 @@ def test_on_bundle_command_has_no_blocked_signals(tmp_path: Path) -> None:
 def test_obstacle_at_bundle_directory_is_named_with_next_step(
     tmp_path: Path, make: Callable[[Path], object], says: str, below: str
 ) -> None:
-    """Beforehand, and where it appears while the job runs."""
+    """The check reports it in advance, and so does publishing if it appears while the job runs."""
     make(tmp_path / "b")
     assert f"{tmp_path}/b {says}" in check_directory(tmp_path / "b" / below)
     published = publish(staged(tmp_path / "s"), tmp_path / "b" / below, NAME, tmp_path / "fallback", deadline_s=20.0)
@@ -795,7 +795,7 @@ def test_obstacle_at_bundle_directory_is_named_with_next_step(
 
 
 def test_artifact_after_staging_close_is_dropped(tmp_path: Path) -> None:
-    """A thread that was stopped with the supervisor goes on when nobody waits for it any more."""
+    """An abandoned thread of the supervisor might continue."""
     staging = Staging(tmp_path / "b")
     staging.add(Artifact("early.txt", "a test", 0.0), "early")
     listed = staging.close()
