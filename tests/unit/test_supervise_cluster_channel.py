@@ -130,7 +130,7 @@ def test_what_one_node_asks_all_others_for(join: Callable[..., Channel]) -> None
         asks.update(asks=None)
         asks.withdraw(round_)
         until(lambda: not any(one.view.page and one.view.page.asked for one in nodes), "the end")
-        until(lambda: not any(one._saying.submitted for one in nodes), "what is over to be removed")
+        until(lambda: not any(one._outbox.submitted for one in nodes), "what is over to be removed")
 
 
 def test_the_leader_has_the_newest_checks_of_all_and_all_have_what_it_finds(join: Callable[..., Channel]) -> None:
@@ -316,8 +316,8 @@ def test_whose_connection_breaks_keeps_its_slot(join: Callable[..., Channel], mo
 
 
 def break_connection(node: Channel) -> None:
-    assert node._session is not None
-    node._session._store._socket.shutdown(socket.SHUT_RDWR)
+    assert node._membership is not None
+    node._membership._store._socket.shutdown(socket.SHUT_RDWR)
 
 
 def test_in_another_store_a_slot_is_nobodys(
@@ -338,7 +338,7 @@ def test_what_an_old_connection_still_brings_is_known_to_be_old(join: Callable[.
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
     leader, follower = (one, other) if one.view.leads else (other, one)
-    session = leader._session
+    session = leader._membership
     assert session is not None
     old = session._newest[follower.view.slot]
     until(lambda: session._newest[follower.view.slot].count > old.count, "its next beat")

@@ -1,7 +1,7 @@
-"""The thread in which a supervisor talks to the others: one connection, a beat up and a page down, again and again.
+"""The thread in which a supervisor exchanges records with the others, round after round, over one connection.
 
-Nobody waits for it: the supervisor leaves what it has to say (``tell``, ``submit``, ``decide``) and reads what is known
-(``seen``). When the store does not answer any more, the supervisor is alone, until it can be reached again.
+No caller waits for it: the supervisor leaves its records in an outbox (``update``, ``submit``, ``decide``) and reads
+``view``. If the store stops answering, the supervisor is alone until a new connection succeeds.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from safelaunch.supervise.cluster.rendezvous import SharedStore
 from safelaunch.supervise.cluster.store import CONNECT_S, NodeStoreError, StoreClient, ValueTooLarge
 from safelaunch.supervise.cluster.store_host import StoreHost
 
-IDLE_S, CROWD_IDLE_S = 0.6, 1.2  # at most between rounds; in a crowd
-BUSY_S, BUSY_NODE_S = 0.15, 0.0008  # in a crowd so much a node: the store, or what shares its cores, has other work
-GREETED_S = 0.1  # a node: a store that waits 5 s for the name of one client in 50 takes that long to greet all
-FIRST_TRIES_S = 2.0  # the store is not there before torchrun, or the helper, has started
+IDLE_S, CROWD_IDLE_S = 0.6, 1.2  # longest pause between rounds; with more than CROWD nodes
+BUSY_S, BUSY_NODE_S = 0.15, 0.0008  # pause during an incident, and its part per node: the store has other work
+GREETED_S = 0.1  # per node, for the connection: a store might wait 5 s for the name of one client in 50
+FIRST_TRIES_S = 2.0  # between attempts until torchrun, or the helper, has started the store
 AGAIN_S = (5.0, 15.0, 30.0, 60.0)
-DRAIN_S = 8.0  # for the others' last beats, where their store ends with this node's
+DRAIN_S = 8.0  # for the others' last beats, if their store ends with this node
 
 
 class Channel:
-    """``start`` it, and ``close`` it at the end. All methods return at once, and are for any thread.
+    """Exchanges records between ``start`` and ``close``; a job with one node never starts it.
 
-    ``host``: starts the store, where it is no store of torchrun's. One that is never started hears nobody: the channel
-    of a job on one node. ``why``: why it is that of a job on several.
+    Its methods are thread-safe and return at once, except ``close``.
     """
 
     def __init__(self, node: NodeCard, why: str = "") -> None:
+        # ``why``: reason why a channel of several nodes is never started.
         self._host: StoreHost | None = None
         self.node = node
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = self._drains = False
-        self._saying = Outbox(Beat(node.incarnation, 0))
-        self._session: Membership | None = None
+        self._outbox = Outbox(Beat(node.incarnation, 0))
+        self._membership: Membership | None = None
         self.view = PeerView(why=why)
         self._thread: threading.Thread | None = None
 
@@ -53,15 +53,17 @@ class Channel:
     def is_started(self) -> bool:
         return self._thread is not None
 
-    def start(self, meeting: SharedStore, key: bytes = b"", host: StoreHost | None = None) -> None:
+    def start(self, shared: SharedStore, key: bytes = b"", host: StoreHost | None = None) -> None:
+        """Starts the thread, and the store on ``host`` if torchrun has none."""
         self._host = host
-        self._thread = threading.Thread(target=self._run, args=(meeting, key), name="cluster", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(shared, key), name="cluster", daemon=True)
         self._thread.start()
 
     def close(self, *, at_once: bool = False) -> None:
-        """Says goodbye; takes a second at most, or ``DRAIN_S`` where this node has the store of all.
+        """Leaves the job; takes a second at most, or ``DRAIN_S`` if this node hosts the store.
 
-        ``at_once``: the others lose their store without a last word.
+        Args:
+            at_once: Don't wait for the others' last beats.
         """
         self._drains = self.hosts and not at_once
         self._closing = True
@@ -73,77 +75,81 @@ class Channel:
 
     @property
     def hosts(self) -> bool:
-        """Whether this supervisor has started the store."""
         return self._host is not None and self._host.has_started
 
     def update(self, **changes: Any) -> None:
-        """Changes fields of this node's beat."""
-        self._change(lambda saying: replace(saying, beat=structs.replace(saying.beat, **changes)))
+        """Changes fields of this node's beat, and sends it soon."""
+        self._change(lambda outbox: replace(outbox, beat=structs.replace(outbox.beat, **changes)))
 
     @property
     def beat(self) -> Beat:
-        """What this node says of itself."""
-        return self._saying.beat
+        """This node's beat."""
+        return self._outbox.beat
 
     def set_step(self, step: int) -> None:
-        """The lowest step of this node's ranks, which may travel with the next beat."""
+        """Sets the lowest step of this node's ranks, which can wait for the next beat."""
         with self._lock:
-            self._saying = replace(self._saying, beat=structs.replace(self._saying.beat, step=step))
+            self._outbox = replace(self._outbox, beat=structs.replace(self._outbox.beat, step=step))
 
     def request_survey(self) -> None:
-        """Somebody wants to know of every node: ``seen.survey`` has it after the next round."""
-        self._change(lambda saying: replace(saying, wants_survey=True))
+        """Requests ``view.survey`` for the next round."""
+        self._change(lambda outbox: replace(outbox, wants_survey=True))
 
     def submit(self, round_: Round, chunks: list[bytes]) -> None:
-        """This node's evidence in a round, which replaces that in an earlier one of the same kind."""
-        given = {_kind(round_): (round_, chunks)}
-        self._change(lambda saying: replace(saying, submitted={**saying.submitted, **given}))
+        """Submits this node's evidence for a round, in place of earlier evidence of the same kind."""
+        submission = {_kind(round_): (round_, chunks)}
+        self._change(lambda outbox: replace(outbox, submitted={**outbox.submitted, **submission}))
 
     def withdraw(self, what: str) -> None:
-        """Removes this node's evidence in a round, or in that of a kind, and reads no more of the others'."""
+        """Removes this node's evidence for a round or a kind, and stops reading the others'."""
 
-        def without(saying: Outbox) -> Outbox:
-            kept = {kind: given for kind, given in saying.submitted.items() if what not in (kind, given[0])}
-            gathers = frozenset(gather for gather in saying.gathers if what not in (gather, _kind(gather)))
-            return replace(saying, submitted=kept, gathers=gathers)
+        def without(outbox: Outbox) -> Outbox:
+            kept = {
+                kind: submission for kind, submission in outbox.submitted.items() if what not in (kind, submission[0])
+            }
+            gathers = frozenset(gather for gather in outbox.gathers if what not in (gather, _kind(gather)))
+            return replace(outbox, submitted=kept, gathers=gathers)
 
         self._change(without)
 
     def gather(self, round_: str) -> None:
-        """Reads what the others submit in a round (``seen.submissions``); in all of a kind where this node leads."""
-        self._change(lambda saying: replace(saying, gathers=saying.gathers | {round_}))
+        """Reads the others' submissions for a round into ``view.submissions``.
+
+        A whole kind is read only if this node leads.
+        """
+        self._change(lambda outbox: replace(outbox, gathers=outbox.gathers | {round_}))
 
     def decide(self, round_: Round, decision: Decision) -> None:
-        """A decision about a round; the first one that is stored counts (``seen.decisions``)."""
-        self._change(lambda saying: replace(saying, decisions={**saying.decisions, round_: decision}))
+        """Submits a decision about a round; the first one that is stored counts (``view.decisions``)."""
+        self._change(lambda outbox: replace(outbox, decisions={**outbox.decisions, round_: decision}))
 
     def publish(self, topic: str, data: bytes) -> None:
-        """Replaces the leader's value of a topic, which all nodes read (``seen.published``)."""
-        self._change(lambda saying: replace(saying, published={**saying.published, topic: data}))
+        """Replaces the leader's value of a topic, which all nodes read from ``view.published``."""
+        self._change(lambda outbox: replace(outbox, published={**outbox.published, topic: data}))
 
     def _change(self, change: Callable[[Outbox], Outbox]) -> None:
         with self._lock:
-            before, self._saying = self._saying, change(self._saying)
-        if self._saying != before:
+            before, self._outbox = self._outbox, change(self._outbox)
+        if self._outbox != before:
             self._wake.set()
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
-    def _run(self, meeting: SharedStore, key: bytes) -> None:
-        codec = Codec(meeting.prefix, key)
+    def _run(self, shared: SharedStore, key: bytes) -> None:
+        codec = Codec(shared.prefix, key)
         tries, has_met = 0, False
         while not self._closing:
             met = False
             try:
-                if self._host is not None and not has_met:  # one that is lost is not replaced: nobody knows it
+                if self._host is not None and not has_met:  # a lost store isn't replaced
                     self._host.start()
-                store = StoreClient(meeting.address, deadline_s=CONNECT_S + GREETED_S * meeting.most_nodes)
+                store = StoreClient(shared.address, deadline_s=CONNECT_S + GREETED_S * shared.most_nodes)
                 try:
-                    if self._session is None or not self._session.resume(store):
-                        self._session = Membership(store, meeting.prefix, codec, self.node)
-                        self._change(lambda saying: replace(saying, decisions={}))  # of a store with other numbers
+                    if self._membership is None or not self._membership.resume(store):
+                        self._membership = Membership(store, shared.prefix, codec, self.node)
+                        self._change(lambda outbox: replace(outbox, decisions={}))  # of another store
                     met = has_met = True
-                    self._converse(self._session)
+                    self._converse(self._membership)
                 finally:
                     store.close()
             except (NodeStoreError, ValueTooLarge) as error:
@@ -159,33 +165,33 @@ class Channel:
                     address=before.address,
                     decisions=before.decisions,
                 )
-            except Exception as error:  # noqa: BLE001 - a fault of ours costs the channel only
+            except Exception as error:  # noqa: BLE001 - our own error costs only the channel
                 self.view = PeerView(why=f"a fault of safelaunch's own ({type(error).__name__}: {error})")
                 return
             tries = 0 if met else tries + 1
             pause_s = FIRST_TRIES_S if self._begins(has_met) else AGAIN_S[min(tries, len(AGAIN_S) - 1)]
-            pause_s *= random.uniform(0.5, 1.0)  # nodes that were lost together come back one by one
+            pause_s *= random.uniform(0.5, 1.0)  # so that nodes don't all reconnect at once
             until = time.monotonic() + pause_s
             while not self._closing and (left_s := until - time.monotonic()) > 0:
                 self._wake.wait(left_s)
                 self._wake.clear()
 
     def _begins(self, has_met: bool) -> bool:
-        """Whether the store may not be there yet: nothing listens, or a helper imports torch before it answers."""
+        # The store might still start: nothing listens yet, or a helper imports torch before it answers.
         return "refused" in self.view.why if self._host is None or self._host.problem else not has_met
 
-    def _converse(self, session: Membership) -> None:
+    def _converse(self, membership: Membership) -> None:
         while True:
             with self._lock:
-                saying, self._saying = self._saying, replace(self._saying, wants_survey=False)
+                outbox, self._outbox = self._outbox, replace(self._outbox, wants_survey=False)
             if self._closing:
-                session.leave(saying.beat)
+                membership.leave(outbox.beat)
                 if self._drains:
-                    session.drain(DRAIN_S)
+                    membership.drain(DRAIN_S)
                 return
-            self.view = seen = session.round(saying)
-            page, beat = seen.page, saying.beat
-            for round_, _ in saying.submitted.values():
+            self.view = view = membership.round(outbox)
+            page, beat = view.page, outbox.beat
+            for round_, _ in outbox.submitted.values():
                 if page is not None and page.is_over(round_):
                     self.withdraw(round_)
             failing = page is not None and bool(page.failed or page.troubles)
@@ -197,7 +203,7 @@ class Channel:
             )
             nodes = node_count(page)
             quiet_s = CROWD_IDLE_S if nodes > CROWD else IDLE_S
-            # In step with whoever writes over the leader's page, a node would read it at the wrong moment for minutes.
+            # Random: in step with a foreign writer of the page, a node could miss the leader's page for minutes.
             quiet_s *= random.uniform(0.5, 1.0)
             self._wake.wait(min(max(BUSY_S, BUSY_NODE_S * nodes), quiet_s) if busy else quiet_s)
             self._wake.clear()

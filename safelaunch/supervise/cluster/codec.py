@@ -1,6 +1,6 @@
-"""Bytes of records, signed if the job has a key, and of evidence in compressed chunks.
+"""Encodes records, signed if the job has a key, and packs evidence into compressed chunks.
 
-The store has no authentication: what is read from it is a stranger's until it has passed ``Codec.decode``.
+The store has no authentication: whatever is read from it is untrusted until ``Codec.decode`` has checked it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _Record = TypeVar("_Record")
 
 
 class BadMessage(ValueError):
-    """What was read is no message of ours: damaged, too large, of another type, or not signed by the job's key."""
+    """Bytes that aren't one of our messages: damaged, too large, of another type, or not signed with the job's key."""
 
 
 def parse(data: bytes, kind: type[_Record]) -> _Record:
-    """Raises BadMessage for what is no record of this kind."""
+    """Raises BadMessage."""
     try:
         return from_msgpack(data, kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError) as error:
@@ -39,23 +39,22 @@ def parse(data: bytes, kind: type[_Record]) -> _Record:
 
 
 class Codec:
-    """Bytes of records and back. ``key``: what all nodes of the job know and nobody else; empty: nothing is signed.
+    """Encodes, signs and decodes records. Without a key, nothing is signed.
 
-    The signature covers the run, the store's key and the sender's body, so that a message copied elsewhere is none.
-    Order within a key is for the reader: counts only ever grow.
+    The signature covers the run, the store's key and the body, so a message that was copied to another key is invalid.
+    Replays under the same key are the reader's concern: counts only grow.
     """
 
     def __init__(self, run: str, key: bytes = b"") -> None:
         self._run = run
         self._key = b""
         if key:
-            import hashlib  # late: it loads OpenSSL, 4 MB that a job without a key does without
+            import hashlib  # late: it loads OpenSSL, 4 MB that a job without a key doesn't need
 
             self._key = hashlib.blake2b(key, digest_size=32).digest()
 
     @property
     def signs(self) -> bool:
-        """Whether what this job's nodes write can be told from what anybody else does."""
         return bool(self._key)
 
     def encode(self, place: str, message: msgspec.Struct) -> bytes:
@@ -71,7 +70,7 @@ class Codec:
         return self._signature(place, body) + body
 
     def open(self, place: str, data: bytes) -> bytes:
-        """The body of what ``seal`` made. Raises BadMessage."""
+        """Returns the body that was passed to ``seal``. Raises BadMessage."""
         if not self._key:
             return data
         import hmac
@@ -91,12 +90,12 @@ class Codec:
 
 
 def share_of(nodes: int) -> int:
-    """How many bytes of evidence each of so many nodes may send: the leader, and the store's host, hold that of all."""
+    """Returns how many bytes of evidence each node can send: the leader and the store hold all nodes' evidence."""
     return max(LEAST_SHARE, min(MOST_OF_NODE, MOST_EVIDENCE // max(nodes, 1)))
 
 
 def pack(data: bytes, most: int = MOST_OF_NODE) -> list[bytes] | None:
-    """Compressed, in chunks that a store takes; None where that is more than ``most``, or than a node may send."""
+    """Compresses into chunks for the store; None above ``most`` bytes, or above the limit of a node."""
     small = zlib.compress(data, 6)
     if len(small) > most or len(data) > MOST_UNPACKED:
         return None
@@ -104,7 +103,7 @@ def pack(data: bytes, most: int = MOST_OF_NODE) -> list[bytes] | None:
 
 
 def unpack(chunks: list[bytes]) -> bytes:
-    """Raises BadMessage for what ``packed`` did not make, before it takes more memory than that would."""
+    """Reverses ``pack``, within bounded memory. Raises BadMessage."""
     engine = zlib.decompressobj()
     try:
         data = engine.decompress(b"".join(chunks), MOST_UNPACKED)

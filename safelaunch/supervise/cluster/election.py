@@ -1,4 +1,4 @@
-"""TODO."""
+"""Decides which node leads: liveness by counters, and succession (pure)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Collection, Mapping
 
 from safelaunch.supervise.cluster.messages import Beat, LeaderPage
 
-SILENT_S = 15.0  # a node whose count has not moved for so long is not heard
-QUIET_S = 2.5  # several beats: worth a word where something else is the matter
-PROVING_S = 4.0  # before somebody takes over: so long it sees who else is there
-LINE, LINE_S = 4, 10.0  # so many are next in line; what follows later, where none of these is alive
-GAP_S = 5.0  # between two of our own rounds: we were stopped, and nobody else was silent
+SILENT_S = 15.0  # without a new count, after which a node counts as not responding
+QUIET_S = 2.5  # several beats: worth reporting if something else is wrong
+PROVING_S = 4.0  # that a successor observes the other nodes before it takes over
+LINE, LINE_S = 4, 10.0  # length of the order of succession; after LINE_S, every node is due
+GAP_S = 5.0  # between two rounds here: this process was stopped, and no node was silent
 
 
 class Liveness:
-    """Who is heard, by the hearer's own clock alone: a node's count has to move, whatever it counts."""
+    """Tracks which nodes respond, by this node's clock alone: a node's count must change."""
 
     def __init__(self) -> None:
         self._moved: dict[int, tuple[tuple[str, int], float]] = {}
@@ -22,7 +22,7 @@ class Liveness:
         self._last_s: float | None = None
 
     def observe(self, counts: Mapping[int, tuple[str, int]], now: float) -> None:
-        """``counts``: by slot, incarnation and count. A slot that is new is taken for heard at first."""
+        """Takes in the incarnation and count of each slot. A new slot counts as responding at first."""
         gap_s = now - self._last_s if self._last_s is not None else 0.0
         self._last_s = now
         if gap_s > GAP_S:
@@ -38,18 +38,18 @@ class Liveness:
         return now - self._moved[slot][1] if slot in self._moved else 0.0
 
     def mark_silent(self, slot: int, now: float) -> None:
-        """It is known from elsewhere to be silent, until its count moves."""
+        """Marks a slot as not responding until its count changes."""
         if slot in self._moved:
             self._moved[slot] = (self._moved[slot][0], now - SILENT_S)
 
     @property
     def proven(self) -> Collection[int]:
-        """Slots whose count was seen to move."""
+        """Slots whose count has changed."""
         return self._proven
 
 
 class Succession:
-    """When a node that follows becomes the leader: the page stands still, and no lower slot is alive."""
+    """Decides when a follower takes over: the page no longer changes, and no lower slot is alive."""
 
     def __init__(self) -> None:
         self._page = Liveness()
@@ -57,7 +57,7 @@ class Succession:
         self._since_s = 0.0
 
     def is_orphaned(self, page: LeaderPage, now: float) -> bool:
-        """Whether the leader is no longer heard; from then on ``takes_over`` wants all beats."""
+        """Returns whether the leader no longer responds. If so, ``takes_over`` needs all beats from then on."""
         self._page.observe({0: (f"{page.leader}.{page.epoch}", page.count)}, now)
         orphaned = self._page.silent_s(0, now) >= SILENT_S
         if not orphaned:
@@ -67,14 +67,14 @@ class Succession:
         return orphaned
 
     def is_due(self, slot: int, page: LeaderPage, now: float) -> bool:
-        """Whether this node is next in line, or those that are next have had their time. It wants all beats then."""
+        """Returns whether this node can try to take over. If so, the caller must read all beats."""
         return slot in (page.leader, *page.line) or now - self._since_s >= LINE_S
 
-    def hearing(self, leader: int, now: float) -> Liveness:
-        """What was heard of all while the leader was not."""
-        others = self._others or Liveness()
-        others.mark_silent(leader, now)
-        return others
+    def liveness(self, leader: int, now: float) -> Liveness:
+        """Returns what was observed about all nodes while the leader didn't respond."""
+        nodes = self._others or Liveness()
+        nodes.mark_silent(leader, now)
+        return nodes
 
     def takes_over(self, slot: int, beats: Mapping[int, Beat], now: float) -> bool:
         if self._others is None:

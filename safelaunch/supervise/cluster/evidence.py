@@ -1,7 +1,7 @@
-"""A node's evidence as it travels to the leader, and the evidence of all nodes as one.
+"""Encodes a node's evidence for the leader, after the node's redaction.
 
-It has been through the node's redaction before. What is long is cut: of a Flight Recorder the newest entries travel,
-of the output its end. The whole of it stays in the node's own bundle.
+Long parts are cut: the newest entries of a Flight Recorder travel, and the end of the output. The node's own bundle has
+all of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_CHILDREN = 64
 MOST_STEPS = 32  # of a rank's history
 MOST_GROUPS = 16_384  # of a node
 MOST_FILES, LARGEST_FILE = 4096, 1 << 20
-# What a file of another node may be called: nothing leads out of the bundle, and nothing there is replaced.
+# Allowed names of files from other nodes: inside the bundle, and none that the bundle has already.
 _FILE = re.compile(r"node/[\w.-]{1,255}/\w[\w.-]{0,100}|ranks/\d{1,5}/flight_recorder\.pickle", re.ASCII)
 
 
@@ -43,7 +43,7 @@ Runs = tuple[tuple[_WireRank, _Positive, _Positive], ...]
 
 
 class _PackedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A Flight Recorder by column: ``kinds`` once, and numbers for each entry; times as differences."""
+    """A Flight Recorder by column: each kind of entry once, and numbers for each entry."""
 
     version: str
     kinds: tuple[Collective, ...]
@@ -51,29 +51,24 @@ class _PackedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     seqs: list[int]
     p2p_seqs: list[int]
     record_ids: list[int]
-    created_ns: list[int]
-    groups: dict[str, int] = {}  # numbers of ``_Travelling.groups``
+    created_ns: list[int]  # differences
+    groups: dict[str, int] = {}  # positions in ``_Travelling.groups``
     status: dict[str, GroupStatus] = {}
     damaged: tuple[str, ...] = ()
     library: str = ""
-    threads: list[int] = []  # of each entry, its place in ``thread_idents``; empty where all are of the first
+    threads: list[int] = []  # of each entry, its position in ``thread_idents``; empty if all are 0
     thread_idents: list[int] = []
 
 
 class _Travelling(msgspec.Struct, frozen=True):
-    """``rest``: everything of the evidence but the Flight Recorders, which are in ``records`` by rank.
-
-    ``groups``: the members of each process group that any of these has, as runs: every rank names all of the world.
-    """
-
-    rest: Evidence
-    records: dict[int, _PackedRecord]
+    rest: Evidence  # without Flight Recorders
+    records: dict[int, _PackedRecord]  # by rank
     files: dict[str, bytes] = {}
-    groups: tuple[Runs, ...] = ()
+    groups: tuple[Runs, ...] = ()  # members of each process group, once for all ranks
 
 
 class SharedColumns:
-    """What the evidence of all nodes has in common, and is kept once: kinds of entries, members of groups."""
+    """Kinds of entries and members of groups, kept once for the evidence of all nodes."""
 
     def __init__(self) -> None:
         self.kinds = Kinds()
@@ -84,15 +79,18 @@ class SharedColumns:
         if runs not in self._members:
             if sum(count for _, _, count in runs) > MOST_RANKS:
                 raise BadMessage("a process group with an impossible number of ranks")
-            found = (range(first, first + step * count, step) for first, step, count in runs if count)
-            self._members[runs] = tuple(chain.from_iterable(found))
+            ranges = (range(first, first + step * count, step) for first, step, count in runs if count)
+            self._members[runs] = tuple(chain.from_iterable(ranges))
         return self._members[runs]
 
 
 def condense(evidence: Evidence, files: Mapping[str, bytes] | None = None, share: int = MOST_OF_NODE) -> list[bytes]:
-    """Chunks that a store takes; without ``files`` of the bundle, and of fewer and fewer entries, until they fit.
+    """Returns chunks for the store; drops ``files``, then more and more entries, until the rest fits.
 
-    ``share``: bytes that this node may send. The leader knows itself which ranks nobody has seen.
+    The leader itself knows which ranks no node sees.
+
+    Args:
+        share: Bytes that this node can send.
     """
     evidence = replace(evidence, missing_ranks=(), launched=None)
     most = MOST_ENTRIES
@@ -121,7 +119,7 @@ def condense(evidence: Evidence, files: Mapping[str, bytes] | None = None, share
         if carried:
             carried = {}
             continue
-        if not most:  # stacks and states of thousands of processes: who is there is all that is said
+        if not most:  # stacks and states of thousands of processes: only the list of ranks travels
             bare = tuple(
                 RankEvidence(rank=rank.rank, host=rank.host, pid=rank.pid, local_rank=rank.local_rank)
                 for rank in evidence.ranks
@@ -131,7 +129,6 @@ def condense(evidence: Evidence, files: Mapping[str, bytes] | None = None, share
 
 
 def _thinned(progress: Progress | None) -> Progress | None:
-    """With every so many steps of its history, the newest among them."""
     if progress is None or len(progress.history) <= MOST_STEPS:
         return progress
     every = -(-len(progress.history) // MOST_STEPS)
@@ -139,23 +136,24 @@ def _thinned(progress: Progress | None) -> Progress | None:
 
 
 def unpack_evidence(chunks: list[bytes], shared: SharedColumns | None = None) -> tuple[Evidence, dict[str, bytes]]:
-    """The evidence, and the bundle's files that came with it. Raises BadMessage for what ``condensed`` has not made.
+    """Returns the evidence and the bundle's files that ``condense`` packed. Raises BadMessage.
 
-    ``shared``: one for all nodes.
+    Args:
+        shared: The same object for all nodes.
     """
-    shared, found = shared or SharedColumns(), parse(unpack(chunks), _Travelling)
+    shared, content = shared or SharedColumns(), parse(unpack(chunks), _Travelling)
     try:
-        groups = [shared.members(runs) for runs in found.groups[:MOST_GROUPS]]
-        records = {rank: _record(columns, groups, shared.kinds) for rank, columns in found.records.items()}
+        groups = [shared.members(runs) for runs in content.groups[:MOST_GROUPS]]
+        records = {rank: _record(columns, groups, shared.kinds) for rank, columns in content.records.items()}
     except (IndexError, OverflowError, ValueError) as error:
         raise BadMessage(str(error)) from error
-    numbers = [rank.rank for rank in found.rest.ranks]
+    numbers = [rank.rank for rank in content.rest.ranks]
     if len(set(numbers)) != len(numbers) or not all(0 <= number < MOST_RANKS for number in numbers):
         raise BadMessage("evidence of impossible ranks")
-    if len(found.files) > MOST_FILES or not all(map(_may_be, found.files.items())):
+    if len(content.files) > MOST_FILES or not all(map(_may_be, content.files.items())):
         raise BadMessage("files that do not belong in a bundle")
-    ranks = tuple(replace(rank, flight_record=records.get(rank.rank)) for rank in found.rest.ranks)
-    return replace(found.rest, ranks=ranks), found.files
+    ranks = tuple(replace(rank, flight_record=records.get(rank.rank)) for rank in content.rest.ranks)
+    return replace(content.rest, ranks=ranks), content.files
 
 
 def _may_be(item: tuple[str, bytes]) -> bool:
@@ -164,7 +162,7 @@ def _may_be(item: tuple[str, bytes]) -> bool:
 
 
 def _runs(members: tuple[int, ...]) -> Runs:
-    """As first, step and count: ``0 8 16 24`` is one run."""
+    """Returns first, step and count of each run: ``0 8 16 24`` is one."""
     runs: list[tuple[int, int, int]] = []
     for rank in members:
         first, step, count = runs[-1] if runs else (0, 0, 0)
@@ -178,7 +176,7 @@ def _runs(members: tuple[int, ...]) -> Runs:
 
 
 def _columns(record: FlightRecord, most: int, groups: dict[tuple[int, ...], int]) -> _PackedRecord:
-    """Adds the members of its groups to ``groups``, numbered."""
+    """Packs a record. Adds the members of its groups to ``groups``, numbered."""
     entries = Entries.of(record.entries)
     begin = max(0, len(entries) - most)
     used = sorted(set(entries.kind_of[begin:]))

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The records between a supervisor and its channel: ``Outbox`` and ``PeerView``."""
 
 from __future__ import annotations
 
@@ -12,30 +12,22 @@ from safelaunch.supervise.control.protocol import NodeStatus
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """What other nodes have said of themselves. ``stopping``: a user or a scheduler stops the job there.
+    """The other nodes' own reports about themselves."""
 
-    ``troubles``: what failed there on its own account. ``quiet``: how many have not been heard for a few seconds.
-    ``lost``: there is no connection any more. ``anew``: torchrun starts ranks anew there, none of which had failed.
-    """
-
-    stopping: bool = False
-    troubles: tuple[str, ...] = ()
-    quiet: int = 0
-    lost: bool = False
-    restarting: bool = False
+    stopping: bool = False  # a user or a scheduler stops the job there
+    troubles: tuple[str, ...] = ()  # root failures
+    quiet: int = 0  # number of nodes that haven't responded for a few seconds
+    lost: bool = False  # the connection is lost
+    restarting: bool = False  # torchrun restarts ranks there that hadn't failed
 
 
 @dataclass(frozen=True, slots=True)
 class Submissions:
-    """What the other nodes have submitted in a round, by slot, in chunks.
-
-    ``rounds``: of each slot, the round itself: of a kind that has editions, the newest that was read. ``missing``: of
-    how many nodes with ranks it may still come.
-    """
+    """The other nodes' submissions for a round, by slot."""
 
     chunks: Mapping[int, list[bytes]] = field(default_factory=dict)
-    rounds: Mapping[int, Round] = field(default_factory=dict)
-    missing: int = 1
+    rounds: Mapping[int, Round] = field(default_factory=dict)  # for a kind with editions, the newest that was read
+    missing: int = 1  # number of nodes with ranks that might still submit
 
     @property
     def is_complete(self) -> bool:
@@ -47,56 +39,45 @@ NO_SUBMISSIONS = Submissions()
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another node, as far as it is known here. ``beat``: its last words; ``silent_s``: 0 while it is heard."""
+    """Another node, as far as this one knows it."""
 
     slot: int
     node: NodeCard
-    beat: Beat | None = None
-    silent_s: float = 0.0
+    beat: Beat | None = None  # the latest
+    silent_s: float = 0.0  # 0 while it responds
 
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """What is known at this moment. ``page`` None: there is nobody to talk to, and ``why``.
+    """The job's nodes as this one knows them now.
 
-    ``silent_s``: how long the leader has not been heard. ``leads``: this node is the leader. ``gathered``: what others
-    have submitted, in the rounds in which this node gathers it; ``decisions``: those that are known, by round.
-    ``nodes``: the others, the first few. ``status``: what they said last, also of before the connection was lost.
-
-    ``peers``: of the others those that lead, are not heard, fail or are stopped, as far as the leader tells of them;
-    those of before the connection was ``lost``. ``around``: every node as of some time, the last at which
-    ``request_survey`` asked. ``published``: the leader's values, by topic.
+    After the connection is ``lost``, ``peers`` and ``status`` keep their last values.
     """
 
-    page: LeaderPage | None = None
-    why: str = "no answer yet"
+    page: LeaderPage | None = None  # None: this node is alone
+    why: str = "no answer yet"  # it is alone
     leads: bool = False
-    silent_s: float = 0.0
+    silent_s: float = 0.0  # since the leader's page last changed
     submissions: Mapping[Round, Submissions] = field(default_factory=dict)
     decisions: Mapping[Round, Decision] = field(default_factory=dict)
-    nodes: tuple[NodeCard, ...] = ()
+    nodes: tuple[NodeCard, ...] = ()  # the others, the first few
     status: PeerStatus = field(default_factory=PeerStatus)
-    is_local: bool = False  # the store's host is this one
-    address: str = ""  # this host's own, as the others know it
-    peers: tuple[Peer, ...] = ()
+    is_local: bool = False  # the store runs on this host
+    address: str = ""  # this host's, as the store sees it
+    peers: tuple[Peer, ...] = ()  # those that lead, fail, stop or don't respond, as far as the leader reports them
     lost: Lost = ""
     slot: int = 0
-    survey: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())
-    published: Mapping[str, bytes] = field(default_factory=dict)
+    survey: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())  # every node, at the time of the last survey
+    published: Mapping[str, bytes] = field(default_factory=dict)  # the leader's values, by topic
 
 
 @dataclass(frozen=True, slots=True)
 class Outbox:
-    """What this node has to say in the next round of the channel.
-
-    ``submitted``: its evidence, one round of each kind. ``gathers``: the rounds, or kinds, of which it reads what the
-    others have submitted. ``decisions``: that it has reached. ``published``: its values for all nodes, by topic, if it
-    leads.
-    """
+    """This node's contribution to the next round of its channel."""
 
     beat: Beat
-    submitted: Mapping[str, tuple[Round, list[bytes]]] = field(default_factory=dict)
-    gathers: frozenset[str] = frozenset()
+    submitted: Mapping[str, tuple[Round, list[bytes]]] = field(default_factory=dict)  # by kind
+    gathers: frozenset[str] = frozenset()  # rounds, or kinds, for which it reads the others' submissions
     decisions: Mapping[Round, Decision] = field(default_factory=dict)
-    published: Mapping[str, bytes] = field(default_factory=dict)
+    published: Mapping[str, bytes] = field(default_factory=dict)  # by topic, if it leads
     wants_survey: bool = False

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Merges the evidence of all nodes."""
 
 from __future__ import annotations
 
@@ -16,41 +16,40 @@ from safelaunch.model.evidence import all_nodes
 
 
 def merge(own: Evidence, others: Sequence[Evidence]) -> Evidence:
-    """The evidence of all nodes as one. Of a rank that several bring, the first counts."""
+    """Returns the evidence of all nodes as one. If several nodes report a rank, the first one counts."""
     kept: dict[int, RankEvidence] = {}
     for rank in (rank for evidence in (own, *others) for rank in evidence.ranks):
         if rank.rank < own.world_size:
             kept.setdefault(rank.rank, rank)
-    everybody = (own, *others)
-    answers = [evidence.answer for evidence in everybody]
-    answer = next((one for one in _LEAST_KNOWN if one in answers), None)
+    all_evidence = (own, *others)
+    answers = [evidence.answer for evidence in all_evidence]
+    answer = next((condition for condition in _LEAST_KNOWN if condition in answers), None)
     return replace(
         own,
         ranks=tuple(kept[number] for number in sorted(kept)),
         missing_ranks=tuple(number for number in range(own.world_size) if number not in kept),
-        stall_s=max(evidence.stall_s for evidence in everybody),
-        moving=any(evidence.moving for evidence in everybody),
-        notes=tuple(dict.fromkeys(note for evidence in everybody for note in evidence.notes)),
-        nodes=all_nodes(everybody),
-        wrong_results=tuple(dict.fromkeys(one for evidence in everybody for one in evidence.wrong_results)),
-        nccl=next((evidence.nccl for evidence in everybody if evidence.nccl is not None), None),
-        gpus=tuple(one for evidence in everybody for one in evidence.gpus),
+        stall_s=max(evidence.stall_s for evidence in all_evidence),
+        moving=any(evidence.moving for evidence in all_evidence),
+        notes=tuple(dict.fromkeys(note for evidence in all_evidence for note in evidence.notes)),
+        nodes=all_nodes(all_evidence),
+        wrong_results=tuple(dict.fromkeys(result for evidence in all_evidence for result in evidence.wrong_results)),
+        nccl=next((evidence.nccl for evidence in all_evidence if evidence.nccl is not None), None),
+        gpus=tuple(gpu for evidence in all_evidence for gpu in evidence.gpus),
         answer=answer,
-        work=tuple(one for evidence in everybody for one in evidence.work),
-        ends=any(evidence.ends for evidence in everybody if evidence.answer == answer),
+        work=tuple(item for evidence in all_evidence for item in evidence.work),
+        ends=any(evidence.ends for evidence in all_evidence if evidence.answer == answer),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PeerEvidence:
-    """What other nodes have submitted, as far as it can be read; ``notes``: what could not be."""
+    """Evidence that other nodes submitted, as far as it can be read."""
 
     evidence: tuple[Evidence, ...] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # about what couldn't be read
 
     def with_own(self, own: Evidence) -> Evidence:
-        """The evidence of all nodes as one."""
         own = replace(own, notes=(*own.notes, *self.notes))
         return merge(own, self.evidence) if self.evidence else own
 
@@ -59,9 +58,9 @@ _LEAST_KNOWN: tuple[Answer, ...] = ("alive", "unseen", "unknown", "dead")
 
 
 def with_relative_times(evidence: Evidence, now_unix_s: float) -> Evidence:
-    """With the times of failures as seconds since ``now_unix_s`` (negative ones): no node's clock travels.
+    """Replaces the times of failures by seconds relative to ``now_unix_s``: clocks of nodes can differ.
 
-    All nodes say so within a second or two of the failure, so these compare where the clocks do not.
+    All nodes report within a second or two of the failure, so these times can be compared.
     """
 
     def one(rank: RankEvidence) -> RankEvidence:

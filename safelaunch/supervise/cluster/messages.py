@@ -1,10 +1,8 @@
-"""What supervisors tell each other: a fixed set of records, bounded, typed, and signed where a key is given.
+"""Records that supervisors exchange: a fixed set, bounded, typed, and signed if the job has a key.
 
-Each node writes a *beat*: who it is, what it sees, and how it votes. One of them, the leader, reads all beats and
-writes one *page*, which everybody reads; what the others need to know of single nodes, it writes into ``Members``,
-which they read where it has changed. So a round costs each node two operations, however many nodes there are.
-
-The store has no authentication: what is read from it is a stranger's until it has passed ``Codec.read``.
+Each node writes a *beat* about itself: its ranks, what it sees, its vote. One node, the leader, reads all beats and
+writes one *page*, which every node reads. What the others need to know about single nodes is in ``NodesBySlot``, which
+they read when it changes. So a round costs each node two operations, however many nodes there are.
 """
 
 from __future__ import annotations
@@ -18,150 +16,128 @@ from safelaunch.model import AgentState, JobCondition, Verdict
 from safelaunch.supervise.cluster.codec import MOST_CHUNKS
 
 MOST_RANKS = 65_536
-LONGEST_TEXT = 400  # characters of what a node says in words
+LONGEST_TEXT = 400  # characters
 MOST_TROUBLES = 8
-MOST_ASKED = 4  # questions at once
-MOST_SUBMITTED = 8  # rounds at once
+MOST_ASKED = 4
+MOST_SUBMITTED = 8
 MOST_MEMBERS = 64
 MOST_TOPICS = 8
 
 Vote = JobCondition | Literal["", "paused"]
-"""What a node's looks show of its own ranks; empty until it has looked. ``paused``: it takes no part, because its ranks
-announced a pause, or its looks were interrupted.
+"""Condition of the job by a node's two looks at its ranks; empty before them. ``paused``: the node takes no part,
+because its ranks announced a pause, or its looks were interrupted.
 """
 Doing = Literal["watching", "suspecting", "stopping", "ended"]
 Phase = Literal["idle", "looking", "collecting", "decided", "agreed"]
 Action = Literal["kill", "restart", "dump"]
 VoteResult = Literal["", "moving", "alive", "unseen", "stopped", "paused"]
-"""Why an incident was closed without a verdict. ``unseen``: not every rank's node has voted, so each decides alone."""
+"""Reason for closing an incident without a verdict. ``unseen``: not every rank's node voted, so each decides alone."""
 
 _WireCount = Annotated[int, Meta(ge=0, lt=1 << 48)]
 _WireRank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
 _WireName = Annotated[str, Meta(max_length=255)]
 Round = Annotated[str, Meta(max_length=64, pattern=r"^([a-z]+(\.[0-9]+)+)?$")]
-"""What evidence and a decision are about: ``hang.3``, ``crash.1``, ``ask.SLOT.NUMBER``, ``TOPIC.EDITION``."""
+"""Subject of evidence and of a decision: ``hang.3``, ``crash.1``, ``ask.SLOT.NUMBER``, ``TOPIC.EDITION``."""
 QuestionKind = Literal["hang", "crash", "ask"]
 TopicName = Annotated[str, Meta(max_length=32, pattern=r"^[a-z]+$")]
-"""A subject on which monitors exchange values: every node submits its own, and the leader publishes one for all."""
+"""Subject on which monitors exchange values: every node submits its own, and the leader publishes one for all."""
 _WireText = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 _WireSlots = Annotated[tuple[_WireCount, ...], Meta(max_length=4096)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag="v3"):
-    """Base of all of them. The tag is the version of the protocol: what has another one cannot be read."""
+    """Base of all records. The tag is the protocol's version; a record with another tag can't be read."""
 
 
 class NodeCard(Message, frozen=True):
-    """Who a supervisor is; written once.
+    """A supervisor's identity; written once."""
 
-    ``script``: a digest of it. ``address``: this host's, as the store sees it. ``hosts``: the store is on this host.
-    ``node_rank``: as torchrun's command line gives it.
-    """
-
-    incarnation: _WireName
+    incarnation: _WireName  # random, new with each membership
     host: _WireName
     pid: _WireCount
     safelaunch: _WireName
     torch: _WireName
-    script: _WireName = ""
-    address: _WireName = ""
-    hosts: bool = False
-    node_rank: Annotated[int, Meta(ge=0, lt=1 << 20)] | None = None
+    script: _WireName = ""  # digest of its content
+    address: _WireName = ""  # of this host, as the store sees it
+    hosts: bool = False  # the store runs on this host
+    node_rank: Annotated[int, Meta(ge=0, lt=1 << 20)] | None = None  # from torchrun's command line
 
 
 class NodeQuestion(Message, frozen=True):
-    """What a node that asks all others wants: their evidence, or their part of an add-on's service (``kind``).
+    """A request to all nodes: a dump, or their part of an add-on's service."""
 
-    ``number``: the asking node's own. ``ask``: what the service is asked, in msgpack.
-    """
-
-    number: _WireCount = 0
+    number: _WireCount = 0  # counts the requests of the asking node
     kind: Annotated[str, Meta(max_length=64, pattern="^[a-z]+$")] = "dump"
-    ask: Annotated[bytes, Meta(max_length=8192)] = b""
+    ask: Annotated[bytes, Meta(max_length=8192)] = b""  # the service's request, in msgpack
 
 
 class Beat(Message, frozen=True):
-    """What a node says of itself, every half second. ``count`` moves with each; no clock travels.
-
-    ``ranks``: those that it sees, of ``world``. ``attempt``: torchrun's restarts, and how often it started the workers.
-    ``suspects``: the newest incident that was closed when it began to suspect the job; ``window_s`` between two looks;
-    ``at_limit``: the limit of its answer is reached. ``vote`` and ``agrees`` (it knows the decision) are about
-    ``incident``. ``submitted``: the rounds in which its evidence is in the store, and in how many chunks; ``decided``:
-    the newest round about which it has stored a decision. ``trouble``: what failed here on its own account, in words.
-    ``agent``: how torchrun is. ``step``: the lowest of its ranks; -1: none has stepped. ``asks``: what it wants of all
-    others. ``anew``: torchrun has ended its ranks though none had failed, as it does for a new round of the rendezvous,
-    and has not started others yet.
-    """
+    """A node's report about itself, every half second. It carries no clock time."""
 
     incarnation: _WireName
-    count: _WireCount
-    ranks: Annotated[tuple[_WireRank, ...], Meta(max_length=4096)] = ()
+    count: _WireCount  # grows with each beat
+    ranks: Annotated[tuple[_WireRank, ...], Meta(max_length=4096)] = ()  # that this node sees
     world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
-    attempt: tuple[_WireCount, _WireCount] = (0, 0)
+    attempt: tuple[_WireCount, _WireCount] = (0, 0)  # torchrun's restarts; how often it started the workers
     doing: Doing = "watching"
     suspects: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
-    window_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 2.0
-    at_limit: bool = False
-    incident: _WireCount = 0
+    """newest incident that was closed when this node began to suspect the job"""
+    window_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 2.0  # between two looks
+    at_limit: bool = False  # the time limit for its condition is over
+    incident: _WireCount = 0  # that ``vote`` and ``agrees`` belong to
     vote: Vote = ""
-    agrees: bool = False
-    trouble: _WireText = ""
-    agent: AgentState = ""
-    step: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
+    agrees: bool = False  # it has read the decision
+    trouble: _WireText = ""  # the root failure on this node, in words
+    agent: AgentState = ""  # state of the torchrun agent
+    step: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1  # lowest of its ranks; -1 before the first step
     restarting: bool = False
+    """torchrun ended ranks that hadn't failed, for a new round of the rendezvous, and hasn't started others yet"""
     submitted: Annotated[
         tuple[tuple[Round, Annotated[int, Meta(ge=0, le=MOST_CHUNKS)]], ...], Meta(max_length=MOST_SUBMITTED)
     ] = ()
-    decided: Round = ""
+    """rounds for which its evidence is in the store, and the number of chunks"""
+    decided: Round = ""  # newest round for which it stored a decision
     asks: NodeQuestion | None = None
 
     def round_of(self, kind: QuestionKind) -> Round:
-        """The newest round of this kind in which its evidence is in the store; empty for none."""
+        """Returns the newest round of this kind for which the node's evidence is in the store, or an empty string."""
         return next((round_ for round_, _ in self.submitted if round_.startswith(f"{kind}.")), "")
 
 
 class LeaderPage(Message, frozen=True):
-    """What the leader says to all. ``leader``: its slot; ``epoch``: how often somebody took over; ``count`` moves.
-
-    ``covered``: the ranks of the nodes that are heard are all ranks of the job. ``silent``: slots that are not heard;
-    ``quiet``: not for a few seconds. ``stopping``: somebody stops the job there. ``troubles``: by slot.
-    ``incident`` is the newest; in phase ``idle`` it is closed with ``result``. ``crash``: how many crashes have had
-    their verdict; ``failed``: slots whose ranks are part of the next one. ``asked``: what is wanted of all, by slot.
-    ``world``: how many ranks the job has, if ``covered``. ``line``: who follows, should the leader be lost.
-    ``members``: the edition of ``Members``; 0: there is none yet. ``anew``: slots whose ranks torchrun starts anew.
-    ``topics``: those that the leader gathers; ``published``: the edition of its newest value, by topic.
-    """
+    """The leader's report to all nodes. Nodes are named by slot."""
 
     leader: _WireCount
-    epoch: _WireCount = 0
-    count: _WireCount = 0
+    epoch: _WireCount = 0  # leadership term
+    count: _WireCount = 0  # grows with each page
     nodes: _WireCount = 1
-    covered: bool = False
-    silent: _WireSlots = ()
-    incident: _WireCount = 0
+    covered: bool = False  # the responding nodes see every rank of the job
+    silent: _WireSlots = ()  # not responding for ``SILENT_S``
+    incident: _WireCount = 0  # the newest; closed with ``result`` in phase ``idle``
     phase: Phase = "idle"
     result: VoteResult = ""
     window_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 2.0
-    quiet: _WireSlots = ()
-    stopping: _WireSlots = ()
+    quiet: _WireSlots = ()  # not responding for ``QUIET_S``
+    stopping: _WireSlots = ()  # a user or a scheduler stops the job there
     troubles: Annotated[tuple[tuple[_WireCount, _WireText], ...], Meta(max_length=MOST_TROUBLES)] = ()
-    crash: _WireCount = 0
-    failed: _WireSlots = ()
+    crash: _WireCount = 0  # number of crashes that have a verdict
+    failed: _WireSlots = ()  # their ranks are part of the next crash
     asked: Annotated[tuple[tuple[_WireCount, NodeQuestion], ...], Meta(max_length=MOST_ASKED)] = ()
-    world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
-    line: _WireSlots = ()
-    members: _WireCount = 0
+    world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0  # ranks of the job, if ``covered``
+    line: _WireSlots = ()  # order of succession
+    members: _WireCount = 0  # edition of ``NodesBySlot``; 0: none yet
     restarting: _WireSlots = ()
-    topics: Annotated[tuple[TopicName, ...], Meta(max_length=MOST_TOPICS)] = ()
+    topics: Annotated[tuple[TopicName, ...], Meta(max_length=MOST_TOPICS)] = ()  # that the leader gathers
     published: Annotated[tuple[tuple[TopicName, _WireCount], ...], Meta(max_length=MOST_TOPICS)] = ()
+    """edition of the leader's newest value, by topic"""
 
     @property
     def questions(self) -> dict[Round, NodeQuestion]:
-        """What is wanted of all, by the round in which it is answered."""
+        """Open questions by the round in which they are answered."""
         return {ask_round(slot, question): question for slot, question in self.asked}
 
     def is_over(self, round_: Round) -> bool:
-        """Whether nobody needs the evidence of this round any more."""
+        """Returns whether the evidence of this round is no longer needed."""
         if round_.startswith("hang."):
             return round_ != f"hang.{self.incident}" or self.phase in ("idle", "agreed")
         return round_.startswith("ask.") and round_ not in self.questions
@@ -172,27 +148,24 @@ def ask_round(slot: int, question: NodeQuestion) -> Round:
 
 
 def node_count(page: LeaderPage | None) -> int:
-    """How many nodes take part; 1 while there is nobody to talk to."""
+    """Returns the number of nodes that take part; 1 if this node is alone."""
     return page.nodes if page is not None else 1
 
 
 class NodesBySlot(Message, frozen=True):
-    """Nodes that the leader tells all others of, by slot: those that something is to be said of first.
+    """Cards and beats that the leader passes on, the most important nodes first, so that only it reads every beat.
 
-    So nobody but the leader reads the beats of others. Of a beat only what lasts: it has no count, and no vote.
+    Beats are reduced to what lasts: they have no count and no vote.
     """
 
     nodes: Annotated[tuple[tuple[_WireCount, NodeCard, Beat], ...], Meta(max_length=MOST_MEMBERS)] = ()
 
 
 class Decision(Message, frozen=True):
-    """What all nodes do about a round. ``host``, ``path``: where the whole bundle is, as its writer plans.
-
-    ``step``: the lowest that a rank has marked.
-    """
+    """The common decision about a round."""
 
     verdict: Verdict
     action: Action
-    host: _WireName
+    host: _WireName  # with ``path``, the place of the merged bundle
     path: Annotated[str, Meta(max_length=4096)]
-    step: int | None = None
+    step: int | None = None  # lowest that a rank has marked

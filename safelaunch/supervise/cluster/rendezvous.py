@@ -1,7 +1,7 @@
-"""Where the supervisors of one job meet, from the command line and the environment alone; or why nowhere. Pure.
+"""Finds the store that the supervisors of one job share, from the command line and the environment (pure).
 
-torchrun's agents share a store already, unless they meet over etcd or in a file. Under another launcher there is none:
-then the supervisors need an address (``--cluster-store``), and the one on that host starts a store there.
+torchrun's agents share a store already, unless they meet over etcd or in a file. Other launchers have none: then the
+supervisors need an address (``--cluster-store``), and the one on that host starts a store there.
 """
 
 from __future__ import annotations
@@ -13,45 +13,40 @@ from dataclasses import dataclass
 from safelaunch.job.argv import CommandLine
 from safelaunch.supervise.cluster.store import Address
 
-C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's own, where none is given
+C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's defaults
 MOST_HOSTS = 4096
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
 @dataclass(frozen=True, slots=True)
 class SharedStore:
-    """The store in which the supervisors of one job meet, and what all their keys begin with.
-
-    ``nodes``: with fewer of them, torchrun starts no rank; ``most_nodes``: so many may come. ``node_rank``: this
-    one's, where the command line gives it. ``to_start``: it is no store of torchrun's; a supervisor on that host has
-    to start it.
-    """
+    """The store that the supervisors of one job share."""
 
     address: Address
-    prefix: str
-    nodes: int = 2
-    node_rank: int | None = None
-    to_start: bool = False
+    prefix: str  # of all keys
+    nodes: int = 2  # with fewer, torchrun starts no rank
+    node_rank: int | None = None  # this node's, if the command line has it
+    to_start: bool = False  # torchrun has no store: a supervisor on that host must start it
     most_nodes: int = 2
 
 
 @dataclass(frozen=True, slots=True)
 class NoRendezvous:
-    """There is nobody to meet, or nowhere. ``why``: a clause for a person; empty for a job of one node."""
+    """The supervisors have no common store."""
 
-    why: str = ""
+    why: str = ""  # a clause; empty for a job on one node
 
 
 @dataclass(frozen=True, slots=True)
 class _Torchrun:
-    """torchrun's options, for which its ``PET_*`` variables stand where they are not given."""
+    """torchrun's options; its ``PET_*`` variables apply if an option is missing."""
 
     command: CommandLine
     environ: Mapping[str, str]
 
     def option(self, name: str, shortest: str, default: str) -> str:
-        found = self.command.value_of(f"--{name}", shortest=shortest)
-        return found if found is not None else self.environ.get(f"PET_{name.replace('-', '_').upper()}", default)
+        value = self.command.value_of(f"--{name}", shortest=shortest)
+        return value if value is not None else self.environ.get(f"PET_{name.replace('-', '_').upper()}", default)
 
     @property
     def has_one_node(self) -> bool:
@@ -68,7 +63,7 @@ class _Torchrun:
 
     @property
     def node_rank(self) -> int | None:
-        """Where it counts: c10d gives numbers of its own."""
+        """The option's value, if it counts: c10d assigns its own."""
         static = self.option("rdzv-backend", "--rdzv-b", "static").lower() == "static"
         number = self.option("node-rank", "--node-r", "") or "0"
         return int(number) if static and number.isdecimal() else None
@@ -78,7 +73,6 @@ class _Torchrun:
         return self.option("rdzv-id", "--rdzv-i", "none")
 
     def store(self) -> Address | NoRendezvous:
-        """The store of its agents."""
         backend = self.option("rdzv-backend", "--rdzv-b", "static").lower()
         if backend not in ("c10d", "static"):
             return NoRendezvous(f"with --rdzv-backend={backend} the nodes share no store; --cluster-store provides one")
@@ -97,7 +91,12 @@ class _Torchrun:
 def meeting(
     command: CommandLine | None, environ: Mapping[str, str], named: str | None = None
 ) -> SharedStore | NoRendezvous:
-    """``command``: what torchrun gets; None under ``exec``. ``named``: the value of ``--cluster-store``."""
+    """Returns the shared store.
+
+    Args:
+        command: torchrun's arguments; None under ``exec``.
+        named: The value of ``--cluster-store``.
+    """
     torchrun = _Torchrun(command, environ) if command is not None and command.program is None else None
     if torchrun is not None and torchrun.has_one_node:
         return NoRendezvous()
@@ -122,13 +121,13 @@ def meeting(
 
 
 def _prefix(run_id: str) -> str:
-    import hashlib  # late: it loads OpenSSL, 4 MB that a job of one node does without
+    import hashlib  # late: it loads OpenSSL, 4 MB that a job on one node doesn't need
 
     return f"safelaunch/1/{hashlib.blake2b(run_id.encode(), digest_size=8).hexdigest()}"
 
 
 def _run_id(environ: Mapping[str, str]) -> str:
-    """What all supervisors of a job have in common, and those of another one on the same hosts have not."""
+    # All supervisors of the job share it, and other jobs on the same hosts don't.
     job = environ.get("SLURM_JOB_ID")
     if job:
         return f"slurm {job}.{environ.get('SLURM_STEP_ID', '')}"
@@ -136,45 +135,44 @@ def _run_id(environ: Mapping[str, str]) -> str:
 
 
 def _scheduled_port(environ: Mapping[str, str]) -> str | None:
-    """The last of the ports that Slurm has reserved for the step (``srun --resv-ports``); MPI begins at the first."""
-    found = re.search(r"(\d+)$", environ.get("SLURM_STEP_RESV_PORTS", ""))
-    return found[1] if found is not None and 0 < int(found[1]) < 65536 else None
+    # The last port that Slurm reserved for the step (``srun --resv-ports``); MPI uses them from the first.
+    match = re.search(r"(\d+)$", environ.get("SLURM_STEP_RESV_PORTS", ""))
+    return match[1] if match is not None and 0 < int(match[1]) < 65536 else None
 
 
 def hosts_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """All nodes of the step in Slurm, from a list such as ``rack[1-2]n[001-016,20],login``; empty elsewhere, and where
-    the list is none.
+    """Returns all nodes of the Slurm step; empty without a valid list.
+
+    A list looks like ``rack[1-2]n[001-016,20],login``.
     """
     nodes = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
-    found: list[str] = []
+    hosts: list[str] = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes):
         names = [""]
         for plain, numbers in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", item):
             names = [f"{name}{plain}{number}" for name in names for number in (_numbers(numbers) or ("",))][:MOST_HOSTS]
-        found += names
-    return tuple(found[:MOST_HOSTS])
+        hosts += names
+    return tuple(hosts[:MOST_HOSTS])
 
 
 def _numbers(text: str) -> list[str]:
-    """``001-003,7`` → 001, 002, 003, 7."""
-    found: list[str] = []
+    """Expands ``001-003,7`` to 001, 002, 003, 7."""
+    numbers: list[str] = []
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")
         if not (first.isdecimal() and (last or first).isdecimal()):
             return []
         most = min(int(last or first), int(first) + MOST_HOSTS)
-        found += [str(number).zfill(len(first)) for number in range(int(first), most + 1)]
-    return found
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), most + 1)]
+    return numbers
 
 
 def _most_nodes(value: str) -> int:
-    """Of ``2`` or ``1:4``; what is no number torchrun will reject."""
     last = value.rpartition(":")[2]
     return int(last) if last.isdecimal() else 1
 
 
 def _host_and_port(text: str) -> tuple[str, str]:
-    """Of ``host:29700``, ``[fd00::1]:29700`` or ``29700``; the host of the last is empty."""
     host, _, port = text.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), port
 

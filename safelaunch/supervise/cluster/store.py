@@ -1,8 +1,8 @@
-"""A client of c10d's TCPStore, spoken without torch: the store in which torchrun's agents of all nodes already meet.
+"""A client of c10d's TCPStore without torch: the store in which torchrun's agents of all nodes already meet.
 
-The protocol as torch 2.6 to 2.15 speak it (libuv and the older server): little-endian, strings as u64 length and bytes,
-``/`` before each key. The server has one thread and no time limit of its own, so every operation here has a deadline;
-after one has run out the connection is closed, because what would come next on it is the answer to an old question.
+It speaks the protocol of torch 2.6 to 2.15 (libuv and the older server): little-endian, strings as u64 length and
+bytes, ``/`` before each key. The server has one thread and no time limit, so every operation here has a deadline. After
+a missed deadline the connection is closed, because the next bytes on it would answer an old question.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _FOUND = 0
 
 LONGEST_KEY = 8000  # bytes; libuv's server closes the connection at 8192
 LARGEST_VALUE = 4 << 20  # bytes; half of what libuv's server takes
-CONNECT_S = 15.0  # it resolves the name of each new client in its only thread, 5 s where that fails
-_MOST_ANSWERED = 64 << 20  # bytes of one answer: a store that says more is none
+CONNECT_S = 15.0  # the server resolves each new client's name in its only thread, 5 s if that fails
+_MOST_ANSWERED = 64 << 20  # bytes of one answer; a TCPStore sends no more
 
 
 class NodeStoreError(Exception):
-    """The store does not answer, or not as a TCPStore does. The connection is closed.
+    """The store doesn't answer, or not as a TCPStore does. The connection is closed.
 
-    ``lost``: what that says about who hosts it, where it says anything.
+    Attribute ``lost`` says what that means for the store's host, if anything.
     """
 
     def __init__(self, message: str, lost: Lost = "") -> None:
@@ -41,13 +41,11 @@ class NodeStoreError(Exception):
 
 
 class ValueTooLarge(ValueError):
-    """A key or a value that some server would not take; nothing was sent."""
+    """A key or a value that some servers would not accept; nothing was sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a store listens."""
-
     host: str
     port: int
 
@@ -56,9 +54,9 @@ class Address:
 
 
 class StoreClient:
-    """One connection. Not safe for use by several threads at once. Every method raises ``StoreError``.
+    """One connection; not thread-safe. Every method raises NodeStoreError.
 
-    ``deadline_s`` of each: how long it may take in all, sending included; of the first, how long until it greets.
+    Each call, sending included, has a time limit in seconds. For ``__init__``, it ends with the server's greeting.
     """
 
     def __init__(self, address: Address, *, deadline_s: float = CONNECT_S) -> None:
@@ -82,7 +80,7 @@ class StoreClient:
 
     @property
     def is_local(self) -> bool:
-        """Whether the server runs on this very host, as far as addresses tell. Raises nothing."""
+        """True if the server runs on this host, judging by addresses. Raises nothing."""
         try:
             return bool(self._socket.getsockname()[0] == self._socket.getpeername()[0])
         except OSError:
@@ -90,7 +88,7 @@ class StoreClient:
 
     @property
     def own_address(self) -> str:
-        """This host's address as the server sees it; empty where it is not known."""
+        """This host's address as the server sees it; empty if unknown."""
         try:
             return str(self._socket.getsockname()[0])
         except OSError:
@@ -99,21 +97,24 @@ class StoreClient:
     def set(self, key: str, value: bytes, *, deadline_s: float) -> None:
         """Stores ``value``; returns once the server has it. Raises ValueTooLarge."""
         self._deadline = time.monotonic() + deadline_s
-        nonce = os.urandom(4)  # the server answers no SET: what follows it is answered
+        nonce = os.urandom(4)  # the server doesn't answer SET, but the PING after it
         if self._ask(bytes([_SET]) + _key(key) + _value(value) + bytes([_PING]) + nonce, 4) != nonce:
             raise self._broken("an unexpected answer")
 
     def compare_set(self, key: str, expected: bytes, wanted: bytes, *, deadline_s: float) -> bytes:
-        """Stores ``wanted`` where ``expected`` is stored (empty: where nothing is). Returns what is stored then.
+        """Stores ``wanted`` if ``expected`` is stored (empty: if nothing is). Returns what is stored then.
 
-        Where nothing is stored and something was expected, the server returns ``expected``.
+        If nothing is stored and something was expected, the server returns ``expected``.
         """
         self._deadline = time.monotonic() + deadline_s
         self._send(bytes([_COMPARE_SET]) + _key(key) + _value(expected) + _value(wanted))
         return self._bytes()
 
     def get(self, key: str, *, deadline_s: float) -> bytes | None:
-        """What is stored, or None. The older server closes the connection over a missing key, so it is asked first."""
+        """Returns the stored value, or None.
+
+        The older server closes the connection over a missing key, so this checks first.
+        """
         self._deadline = time.monotonic() + deadline_s
         if not self._has([key]):
             return None
@@ -121,24 +122,24 @@ class StoreClient:
         return self._bytes()
 
     def read(self, key: str, *, deadline_s: float) -> bytes:
-        """What is stored under a key that was there once, and that nobody deletes: it is not asked for first."""
+        """Returns the value of a key that existed before and is never deleted, without a check."""
         self._deadline = time.monotonic() + deadline_s
         self._send(bytes([_GET]) + _key(key))
         return self._bytes()
 
     def exchange(self, key: str, value: bytes, wanted: str, *, deadline_s: float) -> bytes:
-        """Stores ``value``, and returns what is stored under ``wanted``, as ``read`` does: one question in all."""
+        """Stores ``value`` and reads ``wanted``, in one round trip."""
         self._deadline = time.monotonic() + deadline_s
         self._send(bytes([_SET]) + _key(key) + _value(value) + bytes([_GET]) + _key(wanted))
         return self._bytes()
 
     def has(self, keys: Sequence[str], *, deadline_s: float) -> bool:
-        """Whether something is stored under each of them."""
+        """Returns whether all of these keys exist."""
         self._deadline = time.monotonic() + deadline_s
         return self._has(keys)
 
     def read_all(self, keys: Sequence[str], *, deadline_s: float) -> list[bytes]:
-        """``read`` of many."""
+        """Reads many keys, without a check."""
         self._deadline = time.monotonic() + deadline_s
         if not keys:
             return []
@@ -146,19 +147,19 @@ class StoreClient:
         return [self._bytes() for _ in keys]
 
     def get_all(self, keys: Sequence[str], *, deadline_s: float) -> list[bytes] | None:
-        """What is stored under all of ``keys``; None where one of them is missing."""
+        """Returns the values of ``keys``; None if one is missing."""
         self._deadline = time.monotonic() + deadline_s
         if keys and not self._has(keys):
             return None
         return self.read_all(keys, deadline_s=self._deadline - time.monotonic())
 
     def add(self, key: str, amount: int, *, deadline_s: float) -> int:
-        """Adds to a number (0 where nothing is stored) and returns the sum."""
+        """Adds to a number, 0 if nothing is stored, and returns the sum."""
         self._deadline = time.monotonic() + deadline_s
         return _number(self._ask(bytes([_ADD]) + _key(key) + struct.pack("<q", amount), 8))
 
     def delete(self, key: str, *, deadline_s: float) -> bool:
-        """Whether there was something to remove."""
+        """Returns whether there was something to delete."""
         self._deadline = time.monotonic() + deadline_s
         return _number(self._ask(bytes([_DELETE]) + _key(key), 8)) > 0
 
@@ -207,7 +208,7 @@ class StoreClient:
         poll = select.poll()
         poll.register(self._socket, event)
         if left_s <= 0 or not poll.poll(left_s * 1000):
-            # On an old connection, whoever hosts the store may be cut off as well; a new one tells.
+            # On an old connection, the store's host might be cut off as well; a new connection shows that.
             raise self._broken("no answer in time", "silent" if self._greeting else "")
 
     def _broken(self, reason: str, lost: Lost = "") -> NodeStoreError:
@@ -224,9 +225,9 @@ def _lost(error: OSError) -> Lost:
 
 
 def probe(address: str, port: int, *, deadline_s: float) -> ServerProbe:
-    """Whether the host at ``address`` answers at all: that nothing listens there is an answer. Never raises."""
+    """Checks if the host at ``address`` answers; a refused connection is an answer, too. Never raises."""
     try:
-        ipaddress.ip_address(address)  # a peer's word: it is no name that somebody would have to resolve
+        ipaddress.ip_address(address)  # a peer wrote it, so it must not be resolved as a name
         socket.create_connection((address, port), timeout=deadline_s).close()
     except ValueError:
         return ""
@@ -255,5 +256,5 @@ def _count(number: int) -> bytes:
 
 
 def _number(data: bytes) -> int:
-    (found,) = struct.unpack("<q", data)
-    return int(found)
+    (number,) = struct.unpack("<q", data)
+    return int(number)

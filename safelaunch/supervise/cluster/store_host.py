@@ -1,7 +1,7 @@
-"""Starts a store where torchrun's agents have none: torch's own, in a helper process that ends with this supervisor.
+"""Starts a store if torchrun's agents have none: torch's own, in a helper process that ends with this supervisor.
 
-The socket listens before torch is imported: who comes early waits in its queue, and of several supervisors on the host
-the first one to bind the port starts the store. The others find it taken, and connect.
+The socket listens before torch is imported, so early clients wait in its queue. Of several supervisors on the host, the
+first one to bind the port starts the store; the others find the port taken, and connect.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _DISCARD = 9  # the port does not matter: a connected UDP socket sends nothing
 
 
 class StoreHost:
-    """The store at ``address``, if this is its host. ``tell`` gets the helper's pid, to be ended in any case."""
+    """The store at ``address``, if this is its host."""
 
     def __init__(self, address: Address, python: str, log: Path, tell: Callable[[int], None]) -> None:
+        """``tell`` gets the helper's pid, so that it is ended in any case."""
         self.address = address
         self._python = python
         self._log = log
@@ -34,22 +35,22 @@ class StoreHost:
         self._pid = 0
         self._lifeline = -1
         self._ended = False
-        self._refused = ""  # why the helper could not even be started
+        self._refused = ""  # why the helper could not be started
 
     @property
     def has_started(self) -> bool:
         return self._pid != 0
 
     def start(self) -> None:
-        """Starts the store, if this is its host and nobody has. May take as long as resolving a name does."""
+        """Starts the store if this is its host and the port is free. May take as long as resolving a name."""
         if self.has_started or not is_this_host(self.address.host):
             return
         try:
             listening = _listen(self.address)
         except OSError:
-            return  # another supervisor of this host was faster; or what listens there will be found to be no store
+            return  # another supervisor on this host was faster, or something else listens there
         with listening:
-            high = fcntl.fcntl(listening, fcntl.F_DUPFD_CLOEXEC, 10)  # not one of those that are replaced
+            high = fcntl.fcntl(listening, fcntl.F_DUPFD_CLOEXEC, 10)  # above the descriptors that are replaced
             try:
                 self._spawn(high)
             finally:
@@ -71,7 +72,7 @@ class StoreHost:
                     (os.POSIX_SPAWN_OPEN, 2, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
                     (os.POSIX_SPAWN_DUP2, listening, 3),
                 ],
-                setpgroup=0,  # what a terminal sends to the job is not for it
+                setpgroup=0,  # the terminal's signals to the job are not for it
                 setsigmask=process.FORWARDED,  # a scheduler sends them to every process of the job
             )
             self._tell(self._pid)
@@ -83,7 +84,7 @@ class StoreHost:
 
     @property
     def problem(self) -> str:
-        """Why the store that was started here is none: a clause. Empty as long as it runs."""
+        """Reason why the store that was started here no longer runs, as a clause; empty as long as it runs."""
         if self._pid and not self._ended:
             self._ended = process.reap(self._pid) is not None
         if not self._ended:
@@ -92,12 +93,11 @@ class StoreHost:
             lines = self._log.read_text(errors="replace").split("\n")
         except OSError:
             lines = []
-        said = (line.strip() for line in reversed(lines) if line.strip())
-        last = self._refused or next(said, "no reason given")
+        texts = (line.strip() for line in reversed(lines) if line.strip())
+        last = self._refused or next(texts, "no reason given")
         return f"the store that was started for the job's supervisors has ended: {last[:200]}"
 
     def close(self) -> None:
-        """Ends the store."""
         if self._lifeline < 0:
             return
         self._lifeline = _closed(self._lifeline)
@@ -105,30 +105,30 @@ class StoreHost:
         while not self._ended:
             self._ended = process.reap(self._pid) is not None
             if not self._ended and time.monotonic() > deadline:
-                os.kill(self._pid, signal.SIGKILL)  # not reaped yet: the pid is still its own
+                os.kill(self._pid, signal.SIGKILL)  # not reaped yet, so the pid is still the helper's
                 deadline += ENDS_S
             time.sleep(0.005)
 
 
 def is_this_host(host: str) -> bool:
-    """Whether an address of ``host`` is this machine's own: packets to it would have it as their source."""
+    """Returns whether an address of ``host`` belongs to this machine: packets to it would have it as their source."""
     try:
-        found = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    for family, kind, protocol, _, place in found:
+    for family, kind, protocol, _, place in addresses:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(place)
                 if probe.getsockname()[0] == probe.getpeername()[0]:
                     return True
         except OSError:
-            continue  # no route: it is not ours
+            continue  # no route: not this machine
     return False
 
 
 def _listen(address: Address) -> socket.socket:
-    """At this address alone, if it is one; at all of this host for a name, which other nodes may resolve otherwise."""
+    """Listens on this address alone, or on all addresses for a name, which other nodes might resolve differently."""
     if _is_name(address.host):
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET

@@ -1,7 +1,7 @@
-"""A TCPStore of torch's own, for as long as its parent lives: a program for the interpreter that has torch.
+"""A program for the interpreter that has torch: serves a TCPStore for as long as its parent lives.
 
-``python store_program.py HOST``; descriptor 3 listens already. It ends when stdin does, which the parent holds and never
-writes to. This file is no part of the package that it lies in: it runs where safelaunch may not be installed.
+``python store_program.py HOST``; descriptor 3 already listens. It ends when stdin does: the parent holds that open and
+never writes to it. This file is not imported by the package: it runs where safelaunch might not be installed.
 """
 
 import os
@@ -11,18 +11,18 @@ LISTENING = 3
 
 
 def main() -> None:
-    """Serves until stdin ends. Nothing is unwound then: the server's threads may be at work."""
+    """Serves until stdin ends, then exits without cleanup: the server's threads might be busy."""
     import socket
 
     with socket.socket(fileno=os.dup(LISTENING)) as listening:
         port = listening.getsockname()[1]
     from torch.distributed import TCPStore
 
-    given = {"is_master": True, "wait_for_workers": False, "master_listen_fd": LISTENING}
+    options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": LISTENING}
     try:
-        store = TCPStore(sys.argv[1], port, **given)
-    except NotImplementedError:  # up to torch 2.6, libuv's server takes no socket that listens already
-        store = TCPStore(sys.argv[1], port, **given, use_libuv=False)
+        store = TCPStore(sys.argv[1], port, **options)
+    except NotImplementedError:  # up to torch 2.6, libuv's server can't take over a listening socket
+        store = TCPStore(sys.argv[1], port, **options, use_libuv=False)
     while os.read(0, 4096):
         pass
     del store
@@ -30,5 +30,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # the modules beside this one are none of torch's
+    del sys.path[0]  # so that torch doesn't import modules from this folder
     main()
