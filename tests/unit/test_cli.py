@@ -1,4 +1,4 @@
-"""Whatever the encoding and the streams, a subcommand prints what it can, and no traceback."""
+"""Subcommands print what they can, without a traceback, for any encoding and any streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safelaunch import addons
 from safelaunch.cli import COMMANDS
 from tests.support.bundles import dumps, mismatching
 
-# A few hundred processes would take a minute: one that has imported everything forks for each command line.
+# Hundreds of processes would take a minute, so a process that has imported everything forks for each command line.
 FORKS = """
 import json, os, sys
 from safelaunch.cli import COMMANDS, entry, module_of
@@ -87,7 +87,11 @@ def here(tmp_path: Path) -> Path:
 
 
 def codes_of(here: Path, shell: str = '"$@"', **environ: str) -> tuple[dict[str, int], str]:
-    """The exit code of each line, and everything that was printed. ``shell``: how the shell runs it."""
+    """Returns the exit code of each line, and all output.
+
+    Args:
+        shell: Shell code that runs the program, as ``"$@"``.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SAFELAUNCH_", "PYTHON", "LC_"))}
     variables = {"LINES": json.dumps(LINES), "CODES": os.fspath(here / "codes"), "XDG_RUNTIME_DIR": os.fspath(here)}
     done = subprocess.run(

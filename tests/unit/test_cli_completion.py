@@ -1,4 +1,4 @@
-"""The completion scripts and the man page, as the build makes them, and what the shells make of them."""
+"""Completion scripts and man page, as the build writes them, and what shells do with them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    """As the build does it: an installation may be of an earlier state."""
+    """Writes them as the build does, because an installation might be older."""
     write()
 
 

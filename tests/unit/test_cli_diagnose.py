@@ -1,4 +1,4 @@
-"""``safelaunch diagnose``: the files that it writes, where it writes none, and the table of calls."""
+"""``safelaunch diagnose``: the files that it writes or refuses to write, and the table of calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def contents(root: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def data_of(page: Path) -> dict[str, Any]:
-    """What a page shows."""
+    """Returns the data of a page."""
     found = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page.read_text(), re.S)
     assert found is not None
     document: dict[str, Any] = json.loads(found[1])
@@ -57,7 +57,7 @@ def archive(root: Path) -> Path:
 
 
 def two_bundles(root: Path) -> Path:
-    """Of two nodes, each with half of the ranks."""
+    """Writes bundles of two nodes, each with half of the ranks."""
     evidence = incidents.hang(4).evidence
     for node, ranks in ((1, evidence.ranks[:2]), (2, evidence.ranks[2:])):
         part = write_bundle(root / "both" / f"node{node}", replace(evidence, ranks=ranks), host=f"node{node}")
@@ -219,7 +219,7 @@ def test_call_table_invalid_selection_exits_2(words: list[str], here: Path, capf
     assert f"argument {words[0]}" in capfd.readouterr().err
 
 
-# --- the next step ----------------------------------------------------------------------------------------------------
+# --- next step --------------------------------------------------------------------------------------------------------
 
 
 def test_diagnose_of_dumps_suggests_dumping_job(here: Path, capfd: Capture) -> None:

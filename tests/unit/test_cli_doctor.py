@@ -1,4 +1,4 @@
-"""What the doctor concludes from what it saw, by tables: each setting, its result, and a remedy that fits the place."""
+"""Tables of the doctor's checks: each fact, its result, and a remedy that fits the place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOST = Rights(yama=None, capable=False, seccomp=0, place="host")
 # --- stacks -----------------------------------------------------------------------------------------------------------
 
 REMEDIES = [
-    # rights, words that the remedy must have, words that it must not have
+    # rights, words that the remedy must contain, words that it must not contain
     (replace(HOST, yama=1), ["sysctl kernel.yama.ptrace_scope=0", "setcap"], ["docker", "on the host"]),
     (replace(HOST, yama=2), ["sysctl kernel.yama.ptrace_scope=1", "setcap"], ["docker"]),
     (replace(HOST, yama=3), ["next boot", "/etc/sysctl.d"], ["setcap", "cap-add"]),
@@ -105,7 +105,7 @@ VOLUME = f"700 1 8:1 /var/lib/docker/volumes/{ID}/_data /data rw - ext4 /dev/a r
         ("docker", OF_DOCKER, True),
         ("podman", OF_PODMAN, True),
         ("docker", VOLUME, False),
-        ("kubernetes", OF_DOCKER, False),  # of the pod's first container
+        ("kubernetes", OF_DOCKER, False),  # belongs to the pod's first container
     ],
 )
 def test_doctor_container_in_host_network_is_named_by_id(place: Container, mounts: str, is_by_id: bool) -> None:
@@ -309,7 +309,7 @@ def test_doctor_probe_is_read_from_last_line() -> None:
     assert probe == TorchProbe(python="3.11.7", beacon=True)
 
 
-# --- all of it --------------------------------------------------------------------------------------------------------
+# --- all checks -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_doctor_reports_unknown_safelaunch_variable(tmp_path: Path) -> None:
 
 
 def test_doctor_denied_py_spy_fails_stack_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for py-spy that says what the real one says without CAP_SYS_PTRACE."""
+    """The stand-in fails like py-spy without CAP_SYS_PTRACE."""
     denied = tmp_path / "py-spy"
     denied.write_text(
         "#!/bin/sh\n"
@@ -433,7 +433,7 @@ def test_doctor_denied_py_spy_fails_stack_check(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.torch
 def test_doctor_runs_all_checks_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """The whole examination for real, torch and py-spy included."""
+    """The examination is real, including torch and py-spy."""
     code = doctor.main(["--json"])
     found = json.loads(capsys.readouterr().out)
     results = {check["name"]: check["result"] for check in found["checks"]}

@@ -1,4 +1,4 @@
-"""``safelaunch dump`` of jobs that it may not read: the message holds the command that may."""
+"""``safelaunch dump`` of jobs that it can't read prints the command that can."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rank(pid: int, port: int) -> JobProcess:
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A node with these processes, on which this user may do what ``rights`` say."""
+    """Node with these processes and rights."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SAFELAUNCH_BUNDLE_DIR", raising=False)
     monkeypatch.setattr(commands, "as_root", lambda words: ["sudo", "/venv/bin/safelaunch", *words])

@@ -1,4 +1,4 @@
-"""``safelaunch explain``: the catalogue of causes, for a person at a terminal without a network."""
+"""``safelaunch explain``: the catalogue of causes in a terminal."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_output_on_terminal_breaks_no_word(words: list[str], width: int) -> None
         done = subprocess.Popen([*program(), *words], stdin=subprocess.DEVNULL, stdout=theirs)
         os.close(theirs)
         shown = b""
-        with suppress(OSError):  # a terminal tells its end by an error
+        with suppress(OSError):  # a terminal signals its end by an error
             while data := os.read(ours, 65536):
                 shown += data
         assert done.wait(120) == 0
@@ -128,7 +128,7 @@ def test_help_torchrun_prints_torchrun_help() -> None:
 
 
 def test_help_takes_little_cpu_time() -> None:
-    """CPU time, of which importing torch would take sixty times as much."""
+    """Importing torch would take sixty times as much CPU time."""
 
     def cpu_s(*words: str) -> float:
         spent = []

@@ -1,4 +1,4 @@
-"""What ``safelaunch`` rejects by itself, before anything starts, and what it leaves to torchrun."""
+"""Command lines that ``safelaunch`` rejects before anything starts, and options that it leaves to torchrun."""
 
 from __future__ import annotations
 
@@ -155,6 +155,6 @@ def test_on_stall_restart_needs_max_restarts(
 def test_restarts_on_one_node_use_separate_store_per_attempt(
     words: str, own: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In a shared one, gloo finds the ports of the attempt before. Other nodes may run plain torchrun."""
+    """In a shared store, gloo finds the ports of the previous attempt. Other nodes might run plain torchrun."""
     assert main(["--dry-run", "--max-restarts=1", *words.split(), "train.py"]) == 0
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capfd.readouterr().out) is own

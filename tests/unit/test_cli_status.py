@@ -1,4 +1,4 @@
-"""What ``safelaunch status`` and ``dump`` choose and show, from records of runs."""
+"""Runs that ``safelaunch status`` and ``dump`` choose, and how status shows them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_status_rank_state_follows_progress(page: dict[str, Any], state: str) ->
     assert state_of(msgspec.structs.replace(Progress(0, 0, 1, 0, 7, 5, "started"), **page)) == state
 
 
-# --- one rank ---------------------------------------------------------------------------------------------------------
+# --- single rank ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_status_json_has_every_run_and_field() -> None:
     }
 
 
-# --- which run --------------------------------------------------------------------------------------------------------
+# --- choice of runs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_dump_prints_only_path_on_stdout(capfd: pytest.CaptureFixture[str]) -> N
     assert dump._show(RUNS[0], DumpAnswer(problem="OSError: no room"), as_json=True) == 1
 
 
-# --- finding them -----------------------------------------------------------------------------------------------------
+# --- discovery --------------------------------------------------------------------------------------------------------
 
 
 def directory(root: Path, name: str, owner: str) -> Path:
@@ -302,7 +302,7 @@ def directory(root: Path, name: str, owner: str) -> Path:
 
 
 def hold(made: Path) -> None:
-    """As a living supervisor does, until this process ends."""
+    """Holds the lock as a living supervisor does, until this process ends."""
     fcntl.flock(os.open(made, os.O_RDONLY), fcntl.LOCK_EX)
 
 
@@ -319,7 +319,7 @@ def test_discover_reports_run_directories_of_ended_supervisors(tmp_path: Path) -
 
 
 def test_discover_queries_silent_supervisors_in_parallel(tmp_path: Path) -> None:
-    """Ten that accept no question: they are asked at once, not one after the other."""
+    """Ten supervisors that accept no question are queried in parallel."""
     me = f"{os.getpid()} {start_ticks(os.getpid())}\n"
     listeners = []
     for number in range(10):
@@ -375,7 +375,7 @@ def test_status_without_runs_is_one_line_and_exits_0(
         status.main(["--json", "--watch"])
 
 
-# --- the end of a watched run -----------------------------------------------------------------------------------------
+# --- end of a watched run ---------------------------------------------------------------------------------------------
 
 
 def left(directory: Path, name: str, **verdict: object) -> Path:
@@ -395,7 +395,7 @@ def left(directory: Path, name: str, **verdict: object) -> Path:
         ({"other-19700101T002000Z-hang": {"outcome": "hang", "run": "other"}}, ["left no bundle"]),
         (
             {"train-19700101T001000Z-hang": {"outcome": "hang", "time": "1970-01-01T00:10:00Z"}},
-            ["left no bundle"],  # of an earlier run of that name
+            ["left no bundle"],  # from an earlier run of that name
         ),
         (
             {

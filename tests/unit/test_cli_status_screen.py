@@ -1,6 +1,4 @@
-"""The screen of ``status --watch``: golden files for three sizes, the sparkline; and the terminal, which it
-leaves as it was.
-"""
+"""Screen of ``status --watch``: golden files for three sizes, the sparkline, and the restored terminal."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ def test_status_removes_escape_sequences_of_job() -> None:
         ([], ""),
         ([(120.0, 0), (0.0, 1200)], "████████████████████████"),
         ([(60.0, 0), (0.0, 600)], "████████████"),
-        ([(120.0, 0), (60.0, 600)], "████████████▁▁▁▁▁▁▁▁▁▁▁▁"),  # frozen for a minute
+        ([(120.0, 0), (60.0, 600)], "████████████▁▁▁▁▁▁▁▁▁▁▁▁"),  # no progress for a minute
         ([(120.0, 0), (60.0, 600), (0.0, 900)], "████████████▅▅▅▅▅▅▅▅▅▅▅▅"),
         ([(900.0, 7)], "▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁"),
     ],
@@ -120,7 +118,7 @@ def test_status_watch_restores_terminal(ending: str, code: int) -> None:
 
 
 def until_shown(master: int, *wanted: bytes) -> bytes:
-    """What the terminal shows, up to the last of ``wanted``."""
+    """Returns the terminal's output up to the last of ``wanted``."""
     shown = b""
     deadline = time.monotonic() + 60
     while not all(one in shown for one in wanted):

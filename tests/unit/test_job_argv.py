@@ -1,6 +1,7 @@
-"""Splitting the command line: what is ours, what is torchrun's, what belongs to the script.
+"""Splitting the command line into own options, torchrun's and the script's.
 
-The real parser of the installed torchrun is the judge: whatever it accepts, we must find the same script in.
+The parser of the installed torchrun is the reference: for every line that it accepts, the split must find the same
+script.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def cut(*words: str) -> CommandLine:
     return split(words, OWN, KNOWN)
 
 
-# --- a table ----------------------------------------------------------------------------------------------------------
+# --- table ------------------------------------------------------------------------------------------------------------
 
 # words → own, torchrun's, the script's
 TABLE = {
@@ -126,7 +127,7 @@ def test_argv_option_abbreviations_are_resolved(words: str, options: list[list[s
     assert [meant for _, meant in options_given(words.split(), KNOWN)] == options
 
 
-# --- the real parser is the judge -------------------------------------------------------------------------------------
+# --- torchrun's parser as the reference -------------------------------------------------------------------------------
 
 
 @cache
@@ -142,7 +143,7 @@ def table() -> dict[str, bool]:
 
 
 def accepted(words: list[str]) -> tuple[str, list[str]] | None:
-    """What torchrun takes for the script and its arguments; None where it rejects the line (or shows its help)."""
+    """Returns torchrun's script and arguments, or None if it rejects the line (or shows its help)."""
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
             found = parser().parse_args(words)
@@ -152,7 +153,11 @@ def accepted(words: list[str]) -> tuple[str, list[str]] | None:
 
 
 def agree(words: list[str], own: list[tuple[int, list[str]]] = []) -> bool:  # noqa: B006
-    """Checks one line; ``own``: our options, each put before the n-th of ``words``. False: torchrun rejects it."""
+    """Checks a line, and returns False if torchrun rejects it.
+
+    Args:
+        own: Own options, each with the position in ``words`` at which it is inserted.
+    """
     judged = accepted(words)
     if judged is None:
         return False
@@ -164,7 +169,7 @@ def agree(words: list[str], own: list[tuple[int, list[str]]] = []) -> bool:  # n
     assert [*found.torchrun, *found.script] == words
     assert found.script[0] == script
     assert all(meant for _, meant in options_given(found.torchrun, table())), "an option that torchrun accepts"
-    # argparse drops a "--" that follows the script, or not, by version; it gets to see it in any case.
+    # Whether argparse drops a "--" after the script depends on the version; torchrun sees it in any case.
     assert [w for w in found.script[1:] if w != "--"] == [w for w in arguments if w != "--"]
     if "--" not in words:
         assert list(found.script[1:]) == arguments
@@ -187,7 +192,7 @@ VALUES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_argv_split_agrees_with_torchrun_for_every_option_form(name: str) -> None:
-    """Apart, joined, and every abbreviation that argparse accepts; each before a script with the same argument."""
+    """Every option is tried separate, joined and abbreviated, before a script with the same argument."""
     if name not in table():
         pytest.skip(f"this torch has no {name}")
     value = VALUES.get(name.replace("_", "-"), "x")
@@ -245,7 +250,7 @@ OWN_WORDS = st.sampled_from(
 
 @st.composite
 def options(draw: st.DrawFn) -> list[str]:
-    """One of torchrun's options, in some form."""
+    """Draws an option of torchrun in some form."""
     name = draw(st.sampled_from(sorted(name for name in table() if name.startswith("--") and name != "--help")))
     cut_at = draw(st.integers(4, len(name)) | st.just(len(name)))
     if not table()[name]:
@@ -256,7 +261,7 @@ def options(draw: st.DrawFn) -> list[str]:
 
 @st.composite
 def lines(draw: st.DrawFn) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """A command line, and our own options with the places where they are put, between torchrun's."""
+    """Draws a command line, and own options with their positions among torchrun's."""
     words: list[str] = []
     own = []
     for option in draw(st.lists(options() | SHORT, max_size=4)):

@@ -1,4 +1,4 @@
-"""The guardian without a launcher: how it tells of the job's end, what it takes for the job's, what is left of it."""
+"""Guardian without a launcher: how it reports the job's end, which processes it counts, and what remains."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def supervise(tmp_path: Path, shell: str, *, before: str = "", after: str = "") 
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
 
 
-# --- the job's end ----------------------------------------------------------------------------------------------------
+# --- end of the job ---------------------------------------------------------------------------------------------------
 
 KILL_IT = "os.kill(guardian.pid, signal.SIGKILL)"
 REPLACE_IT = f"dead = guardian.pid; {KILL_IT}; exec('while guardian.pid == dead: guardian.ended()')"
@@ -62,7 +62,7 @@ STOP_IT = "os.kill(guardian.pid, signal.SIGSTOP)"
     "after", [GO, f"{REPLACE_IT}; {GO}", f"{STOP_IT}; {GO}"], ids=["well", "guardian killed", "guardian stopped"]
 )
 @pytest.mark.parametrize(("shell", "code"), [("exit 7", 7), ("kill -TERM $$", -15), ("kill -9 $$", -9), ("true", 0)])
-def test_guardian_exit_status_is_that_of_job(tmp_path: Path, shell: str, code: int, after: str) -> None:
+def test_guardian_exit_status_equals_job_status(tmp_path: Path, shell: str, code: int, after: str) -> None:
     done = supervise(tmp_path, f"until [ -e go ]; do sleep 0.02; done; {shell}", after=after)
     assert done.returncode == code, done.stderr
     gone = (
@@ -74,7 +74,7 @@ def test_guardian_exit_status_is_that_of_job(tmp_path: Path, shell: str, code: i
 
 
 def test_job_inherits_standard_streams_and_no_other_descriptors(tmp_path: Path) -> None:
-    """stdin, stdout and stderr as ours, a session of its own, and no descriptor of safelaunch's."""
+    """The job has its own session, inherits stdin, stdout and stderr, and has no descriptor of safelaunch."""
     done = supervise(tmp_path, "ls -l /proc/self/fd >&2; cat /proc/$$/stat; readlink /proc/$$/fd/1 >&2")
     pid, _, _, _, group, session = done.stdout.split()[:6]
     assert group == session == pid
@@ -99,14 +99,14 @@ def test_job_does_not_start_if_supervisor_is_killed_first(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("wait", ["", "time.sleep(0.2)"], ids=["at once", "when the job waits"])
 def test_guardian_killed_before_job_start_is_replaced(tmp_path: Path, wait: str) -> None:
-    """The job starts once."""
+    """The job starts only once."""
     done = supervise(tmp_path, "echo $(date) >> started; exit 7", before=f"{wait}; {KILL_IT}".lstrip("; "))
     assert (done.returncode, done.stderr) == (7, "")
     assert len((tmp_path / "started").read_text().splitlines()) == 1
 
 
 def test_guardian_ends_all_descendants_if_supervisor_is_killed(tmp_path: Path) -> None:
-    """The supervisor is killed at the very moment the job has started others, which nobody has seen."""
+    """The supervisor is killed right when the job has started processes that were not recorded yet."""
     shell = f"exec 9> {tmp_path}/held; setsid sh -c 'trap \"\" TERM; sleep 3600 & sleep 3600' & sleep 3600"
     held = os.fspath(tmp_path / "held")
     after = f"while not os.path.exists({held!r}) or os.kill(os.getpid(), 9): pass"
@@ -123,7 +123,7 @@ def _target(link: Path) -> str:
         return ""
 
 
-# --- what is taken for the job's --------------------------------------------------------------------------------------
+# --- processes of the job ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def run(tmp_path: Path) -> RunPaths:
 
 @pytest.fixture
 def sleepers() -> Iterator[Callable[..., ProcessId]]:
-    """Starts processes; ``orphan``: without a parent, and so a child of whoever adopts orphans here."""
+    """Starts processes; an ``orphan`` is a child of the process that adopts orphans here."""
     started: list[tuple[ProcessId, subprocess.Popen[str]]] = []
 
     def start(*, orphan: bool = False, **env: str) -> ProcessId:
@@ -206,7 +206,7 @@ def test_remains_ignore_damaged_record(run: RunPaths) -> None:
     assert parse(["1 2", "3", "4 -5", "six 7", " 8  9 "]) == [ProcessId(1, 2), ProcessId(8, 9)]
 
 
-# --- its name ---------------------------------------------------------------------------------------------------------
+# --- process name -----------------------------------------------------------------------------------------------------
 
 
 def test_disguise_changes_process_name() -> None:
@@ -219,7 +219,7 @@ def test_disguise_changes_process_name() -> None:
     assert subprocess.run(words, capture_output=True, text=True).stdout == "sl-guardian sl-guardian\n"
 
 
-# --- a control group of the job's own ---------------------------------------------------------------------------------
+# --- control group of the job -----------------------------------------------------------------------------------------
 
 MOUNTS = {
     "hybrid": "31 23 0:27 / /sys/fs/cgroup/unified rw,nosuid shared:10 - cgroup2 cgroup2 rw",
@@ -257,7 +257,7 @@ def group() -> Iterator[ControlGroup]:
 
 
 def test_cgroup_kill_ends_all_members(group: ControlGroup) -> None:
-    """Whatever the members do to get out of sight."""
+    """Members that try to hide are killed as well."""
     shell = "for i in 1 2 3 4 5; do env -i setsid sh -c 'sleep 3600 & sleep 3600' & done; echo; wait"
     child = subprocess.Popen(["sh", "-c", f"read go; {shell}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert group.add(child.pid)
@@ -285,7 +285,7 @@ def test_cgroup_dissolve_leaves_members_running_outside(
 
 
 def test_cgroup_is_not_created_under_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a program reads of its limits must not change under safelaunch."""
+    """A program must see the same limits under safelaunch."""
     monkeypatch.setattr(controlgroup, "_own", lambda: tmp_path)
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("1073741824\n")
@@ -296,11 +296,11 @@ def test_cgroup_is_not_created_under_limits(tmp_path: Path, monkeypatch: pytest.
     assert not list(tmp_path.glob("safelaunch-*"))
 
 
-# --- in the job -------------------------------------------------------------------------------------------------------
+# --- inside the job ---------------------------------------------------------------------------------------------------
 
 
 def test_rank_is_killed_when_last_keeper_ends(run: RunPaths) -> None:
-    """Also one that holds the GIL and never lets go, and not before the last keeper has gone."""
+    """A rank that never releases the GIL is killed too, but not before the last keeper has ended."""
     os.mkfifo(run.keepers)
     source = f"""
         from safelaunch.beacon import lifeline

@@ -1,4 +1,4 @@
-"""The job's processes as the supervisor sees them, and the signals that it passes on."""
+"""Processes of the job as the supervisor sees them, and the signals that it forwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safelaunch.job.process import Children, ProcessId
 
 
 class FakeGuardian:
-    """``adopts_orphans``: whether the first guardian, the job's parent, still lives."""
+    """Stand-in for the guardian. While ``adopts_orphans``, the first guardian still lives."""
 
     pid = 0
     group = None
@@ -32,18 +32,18 @@ class FakeGuardian:
 def test_orphans_are_adopted_after_first_guardian_ended() -> None:
     guardian = FakeGuardian()
     processes = JobProcesses(ProcessId(os.getpid(), 0), guardian)  # type: ignore[arg-type]
-    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as orphan:  # not ours: in a session of its own
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as orphan:  # not of the job: in its own session
         processes.look_for_orphans()
         assert guardian.adopted == []
         guardian.adopts_orphans = False
         processes.look_for_orphans()
         processes.look_for_orphans()
-        assert [one.pid for one in guardian.adopted] == [orphan.pid], "once"
+        assert [one.pid for one in guardian.adopted] == [orphan.pid], "only once"
         orphan.kill()
 
 
 def test_children_list_changes_when_child_starts_or_ends() -> None:
-    """In a process of its own: this one may have threads, whose children another list has."""
+    """A separate process is used, because threads of this one might have children in other lists."""
     source = """
         import os, signal
         from safelaunch.job.process import Children
@@ -51,7 +51,7 @@ def test_children_list_changes_when_child_starts_or_ends() -> None:
         print(children.new())
         first = os.posix_spawn("/bin/sleep", ["sleep", "1000"], {})
         print(children.new() == [first], children.new())
-        more = [os.posix_spawn("/bin/sleep", ["sleep", "1000"], {}) for _ in range(600)]  # longer than one read
+        more = [os.posix_spawn("/bin/sleep", ["sleep", "1000"], {}) for _ in range(600)]  # longer than a single read
         print(set(children.new()) == {first, *more}, set(children.new()) == {first, *more})
         for pid in more:
             os.kill(pid, signal.SIGKILL)
@@ -136,7 +136,7 @@ def test_ctrl_backslash_requests_dump_but_sent_sigquit_does_not(sent: list[tuple
     forwarder.take(QUIT, by_terminal=False)
     assert sent == [(ALONE, QUIT)] and forwarder.stop_requested
     forwarder.take(QUIT, by_terminal=True)
-    assert asked == ["dump"] and sent[1:] == [(GROUP, QUIT)], "somebody wants it to end by now"
+    assert asked == ["dump"] and sent[1:] == [(GROUP, QUIT)], "the user wants it to end by now"
 
 
 def test_held_signal_is_sent_after_limit(sent: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:

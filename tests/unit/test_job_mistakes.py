@@ -1,4 +1,4 @@
-"""Launches that fail, or do not do what was meant."""
+"""Launches that fail or do something unintended."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_missing_number_of_processes_is_noticed(words: str, environ: dict[str, s
     assert mistakes.has_no_number_of_processes(command(words), environ) is nobody_said
 
 
-# --- a script that does not exist is found out before anything starts; what python would accept passes ----------------
+# --- missing scripts are found before anything starts; what python accepts is accepted --------------------------------
 
 ENVIRON = {"PATH": os.environ.get("PATH", os.defpath)}
 
@@ -175,7 +175,7 @@ def why(*script: str, options: Collection[str] = (), environ: Mapping[str, str] 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with everything that Python runs."""
+    """Working directory with everything that Python can run."""
     (tmp_path / "train.py").write_text("")
     (tmp_path / "statsu").write_text("")
     (tmp_path / "app").mkdir()
@@ -262,7 +262,7 @@ def test_script_for_unknown_interpreter_is_accepted() -> None:
     assert why_missing(["no_such_module"], {"-m"}, ENVIRON, "/another/python") == "", "it may be installed there"
 
 
-# --- options of safelaunch's after the script -------------------------------------------------------------------------
+# --- own options after the script -------------------------------------------------------------------------------------
 
 
 def late(words: str, source: str = "") -> list[str]:

@@ -1,4 +1,4 @@
-"""Whose a run directory is: held by a lock, never by a number; and where it is when others have taken its place."""
+"""Ownership of run directories by lock, never by pid, and their place if another user has taken the usual one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A /tmp of our own."""
+    """Directory that stands in for /tmp."""
     place = tmp_path / "tmp"
     place.mkdir()
     monkeypatch.setattr(paths, "TMP", os.fspath(place))
@@ -48,12 +48,12 @@ def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def dies(run: RunPaths) -> None:
-    """As its supervisor and its guardian do."""
+    """Releases the lock, as the end of supervisor and guardian does."""
     os.close(run.lock)
 
 
 def test_held_run_directory_is_not_swept_for_any_owner(root: Path) -> None:
-    """In another pid namespace the owner's number is nobody's, or somebody else's."""
+    """In another pid namespace, the owner's pid belongs to no process, or to an unrelated one."""
     run = create_run(root, os.getpid(), UID)
     run.owner.write_text("999999999 1\n")
     assert (sweep(root), is_held(run.root), run.root.exists()) == (0, True, True)
@@ -64,7 +64,7 @@ def test_held_run_directory_is_not_swept_for_any_owner(root: Path) -> None:
 
 
 def test_run_directory_with_living_owner_but_no_lock_is_swept(root: Path) -> None:
-    """This process lives, and its number stands there; nobody holds the directory."""
+    """The owner's pid is this living process, but no process holds the directory."""
     run = create_run(root, os.getpid(), UID)
     dies(run)
     assert (is_held(run.root), sweep(root)) == (False, 1)
@@ -104,7 +104,7 @@ def test_runs_with_same_pid_get_separate_directories(root: Path) -> None:
 
 
 def test_create_run_waits_for_lock_check_of_other_process(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking takes a shared lock for a moment."""
+    """The check takes a shared lock for a moment."""
     asked: list[int] = []
     made = Path.mkdir
 
@@ -144,19 +144,19 @@ def test_unfinished_bundle_in_use_is_not_swept(tmp_path: Path) -> None:
 
 
 def test_run_discards_only_its_unfinished_bundles(tmp: Path) -> None:
-    """r47 of this pid namespace, r47 of another one, and r47-1."""
+    """The bundles belong to r47 in this pid namespace, to r47 in another one, and to r47-1."""
     place = private(run_root({}, UID)) / "bundles"
     (one, own), (other, foreign), (third, later) = (assembling(place, run) for run in ("r47", "r47", "r47-1"))
     one.discard()
     assert [path.exists() for path in (own, foreign, later)] == [False, True, True]
-    discard_unfinished("r47")  # its guardian's, when it has been killed
+    discard_unfinished("r47")  # as its guardian does if the run has been killed
     assert foreign.exists() and later.exists()
     other.let_go(foreign), third.let_go(later)
     discard_unfinished("r47")
     assert [path.exists() for path in (foreign, later)] == [False, True]
 
 
-# --- where the run directories are ------------------------------------------------------------------------------------
+# --- place of run directories -----------------------------------------------------------------------------------------
 
 
 def private(path: Path, mode: int = 0o700) -> Path:
@@ -183,7 +183,7 @@ TAKEN: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("what", [*TAKEN, pytest.param("another user's", marks=ROOT)])
 def test_run_root_with_taken_name_gets_random_suffix(what: str, tmp: Path) -> None:
-    """Others cannot foresee its name, and whoever looks for runs finds it."""
+    """Other users can't predict its name, but discovery finds it."""
     {**TAKEN, "another user's": foreign}[what](tmp / f"safelaunch-{UID}")
     found = run_root({}, UID)
     assert found.parent == tmp and found.name.startswith(f"safelaunch-{UID}-") and len(found.name) > 18
@@ -208,7 +208,7 @@ def test_run_roots_of_other_users_are_ignored(tmp: Path) -> None:
     assert run_root({}, UID).stat().st_uid == UID
 
 
-# --- a plan for another directory -------------------------------------------------------------------------------------
+# --- moving a plan to another directory -------------------------------------------------------------------------------
 
 
 def planned(run_dir: Path, **exported: str) -> Plan:

@@ -1,4 +1,4 @@
-"""Signalling and ending real processes, and only those that are ours."""
+"""Signals to real processes of the job, and only to these."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Run = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    """Starts Python programs; each prints the pids of what it started, one a line, when all are ready."""
+    """Starts Python programs; each prints the pids of its children on a line when all are ready."""
     started: list[subprocess.Popen[str]] = []
 
     def start(source: str) -> subprocess.Popen[str]:
@@ -57,7 +57,7 @@ def who(child: subprocess.Popen[str]) -> ProcessId:
 
 
 def line(child: subprocess.Popen[str]) -> list[int]:
-    """The pids that a program printed when it was ready."""
+    """Reads the pids that a program printed when it was ready."""
     assert child.stdout is not None
     return [int(word) for word in child.stdout.readline().split()]
 
@@ -67,7 +67,7 @@ def line(child: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.parametrize(("ignored", "hears"), [("SIG_IGN", False), ("SIG_DFL", True)])
 def test_job_under_nohup_ignores_sighup(ignored: str, hears: bool) -> None:
-    """torchrun handles SIGHUP even where ``nohup`` ignores it, and ends the job."""
+    """torchrun handles SIGHUP even if ``nohup`` ignores it, and ends the job."""
     code = f"""if True:
         import os, signal
         from safelaunch.job.process import block_signals
@@ -113,8 +113,8 @@ def test_process_named_like_stat_format_is_identified(run: Run) -> None:
 @pytest.mark.parametrize("off", [-1, +1])
 @pytest.mark.parametrize("pidfd", [True, False])
 def test_recycled_pid_is_never_signalled(run: Run, off: int, pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same pid with another start time is another process."""
-    if not pidfd:  # a kernel older than 5.3
+    """A process with the same pid and another start time is another process."""
+    if not pidfd:  # kernel older than 5.3
 
         def missing(pid: int, flags: int = 0) -> int:
             raise OSError(38, "Function not implemented")
@@ -237,7 +237,7 @@ def everyone(pids: list[int]) -> list[ProcessId]:
 
 @pytest.mark.parametrize("on_term", ["signal.SIG_DFL", "signal.SIG_IGN"], ids=["agent obeys", "agent is deaf, too"])
 def test_end_all_kills_stubborn_tree(run: Run, on_term: str) -> None:
-    """A child that ignores SIGTERM, a stopped one, a grandchild in a session of its own."""
+    """The tree has a child that ignores SIGTERM, a stopped child, and a grandchild in its own session."""
     top = run(STUBBORN.format(on_term=on_term))
     below = everyone(line(top))
     until(below[1].is_stopped)
@@ -245,7 +245,7 @@ def test_end_all_kills_stubborn_tree(run: Run, on_term: str) -> None:
     obeys = on_term == "signal.SIG_DFL"
 
     def sleep(seconds: float) -> None:
-        if obeys:  # within the grace, however busy the machine is
+        if obeys:  # within the grace period, even on a busy machine
             until(lambda: not agent.is_alive())
         time.sleep(seconds)
 
@@ -258,7 +258,7 @@ def test_end_all_kills_stubborn_tree(run: Run, on_term: str) -> None:
 
 
 def test_end_all_does_not_kill_obedient_tree(run: Run) -> None:
-    """The agent gets its SIGTERM and the time to end its children itself."""
+    """The agent gets SIGTERM and enough time to end its children itself."""
     top = run("""
         import signal, subprocess, sys, time
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
@@ -277,7 +277,7 @@ def test_end_all_does_not_kill_obedient_tree(run: Run) -> None:
 
 
 def test_end_all_ends_processes_started_during_it(run: Run) -> None:
-    """A child that answers SIGTERM by starting another, which ignores it."""
+    """A child handles SIGTERM by starting another process, which ignores it."""
     top = run("""
         import signal, subprocess, sys, time
         def again(signum, frame):
@@ -303,7 +303,7 @@ def test_end_all_ends_processes_started_during_it(run: Run) -> None:
 
 
 def test_end_all_returns_unkillable_process() -> None:
-    """In D state SIGKILL waits as well. The clock is the test's; nothing is slept."""
+    """In D state, SIGKILL waits as well. The clock is simulated, so nothing sleeps."""
     clock = iter(range(1000))
     me = identify(os.getpid())
     assert me is not None
@@ -327,7 +327,10 @@ def test_end_all_returns_unkillable_process() -> None:
 
 
 def test_job_starts_in_own_session_with_default_signals() -> None:
-    """In a child of ours: blocking signals here would reach into the test runner. ``cat`` changes nothing itself."""
+    """A child process is used, because blocked signals would affect the test runner.
+
+    ``cat`` changes no signals itself.
+    """
     source = f"""
         import os, signal, sys
         from safelaunch.job import process
@@ -340,7 +343,7 @@ def test_job_starts_in_own_session_with_default_signals() -> None:
     done = python(source)
     assert (done.returncode, done.stderr) == (0, "")
     masks = {name: int(done.stdout.split(f"{name}:\t")[1][:16], 16) for name in ("SigBlk", "SigIgn")}
-    # 32 and 33 are the C library's own; pthread_cancel sets them up by itself.
+    # 32 and 33 belong to the C library; pthread_cancel sets them up.
     assert masks["SigBlk"] == 0
     assert masks["SigIgn"] & 0x7FFFFFFF == 0
     pid, _, _, _, group, session = done.stdout.splitlines()[-2].split()[:6]
@@ -349,7 +352,7 @@ def test_job_starts_in_own_session_with_default_signals() -> None:
 
 
 def test_interrupt_before_exec_reaches_job() -> None:
-    """It waits for the child to unblock it, right before the exec."""
+    """It waits until the child unblocks it, right before the exec."""
     source = f"""
         import os, signal, sys
         from safelaunch.job import process
@@ -403,7 +406,7 @@ def test_reap_returns_status_after_end(run: Run) -> None:
 
     until(ended)
     assert os.WTERMSIG(status[-1] or 0) == signal.SIGKILL
-    assert process.reap(sleeper) == 0, "somebody else has reaped it: there is no more to know"
+    assert process.reap(sleeper) == 0, "it is already reaped, and its status is unknown"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV, signal.SIGABRT])

@@ -1,4 +1,4 @@
-"""The table of torchrun's options, read from its source without importing torch, against the real parser."""
+"""Table of torchrun's options, read from its source without importing torch, and compared with the parser."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_torchrun_options_match_installed_parser() -> None:
 
 
 def test_torchrun_known_options_match_installed_parser() -> None:
-    """KNOWN is torch 2.13's; an older torch has fewer, a newer one more, but none changes its arity."""
+    """KNOWN is torch 2.13's. Older versions have fewer options, newer ones more, but none changes its arity."""
     options = real()
     assert {name: valued for name, valued in torchrun.KNOWN.items() if name in options}.items() <= options.items()
     import torch
@@ -98,7 +98,7 @@ def test_torchrun_missing_source_uses_known_options(tmp_path: Path) -> None:
     assert torchrun.options(tmp_path) == torchrun.KNOWN
 
 
-# --- which torch ------------------------------------------------------------------------------------------------------
+# --- choice of torch --------------------------------------------------------------------------------------------------
 
 
 def test_torch_of_running_interpreter_is_found() -> None:
@@ -110,7 +110,7 @@ def test_torch_of_running_interpreter_is_found() -> None:
 
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interpreter of its own without torch, as under pipx."""
+    """Interpreter without torch in its own environment, as under pipx."""
     monkeypatch.setattr(torchrun, "_torch_on", lambda path: None)
 
 
@@ -142,7 +142,7 @@ def test_torch_of_torchrun_on_path_is_found(tmp_path: Path, head: str, monkeypat
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Environments beside the one that safelaunch is in: two with torch, one without."""
+    """Environments next to safelaunch's: two with torch, one without."""
 
     root: Path
 
@@ -197,7 +197,7 @@ def test_torch_of_active_environment_precedes_own(
     wanted = of_tool if record else of_plain
     assert Path(found.python).parents[1] == Path(elsewhere.named(wanted))
     is_plainly_ours = wanted == OWN and (active.get("VIRTUAL_ENV") == OWN or not (record or "bare" in active.values()))
-    assert bool(found.note) != is_plainly_ours, "whoever may expect another interpreter is told"
+    assert bool(found.note) != is_plainly_ours, "an unexpected interpreter is noted"
     assert "\n" not in found.note
 
 

@@ -1,4 +1,4 @@
-"""Data flows one way: what each module may import, and what a job waits for before it is started."""
+"""Direction of imports between modules, and the modules that a job loads before it starts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import safelaunch
 
 PACKAGE = Path(safelaunch.__file__).parent
 
-# The floors, lowest first. A module may import from lower floors, from packages of its floor that are listed before its
-# own, and from its own. ``addons`` is the interface to the add-ons, which are above the core.
+# The floors, lowest first. A module imports only from lower floors, from packages of its floor that are listed before
+# its own, and from its own. ``addons`` is the interface to the add-ons, which are above the core.
 FLOORS = (
     (
         ("beacon", "what runs inside the ranks and the torchrun agent, and the probes"),
@@ -34,7 +34,7 @@ FLOORS = (
     ),
     (
         ("job", "command line, plan, start, signals and end; the guardian; the run directory"),
-        ("leases", "who holds which GPU and port"),
+        ("leases", "holders of GPUs and ports"),
     ),
     (
         ("stacks", "the vocabulary of frames, calls, system calls and source lines (pure)"),
@@ -51,14 +51,14 @@ FLOORS = (
     tuple((f"addons.{path.parent.name}", "an add-on") for path in sorted(PACKAGE.glob("addons/*/__init__.py"))),
 )
 ORDER = {name: number for number, (name, _) in enumerate(chain.from_iterable(FLOORS))}
-# Parts of packages, in their order: of the package around them, each uses itself and those before it, nothing else.
+# Parts of packages in order: within its package, each uses only itself and earlier parts.
 PARTS = (
     "bundle.reading",
     "supervise.control",
     "supervise.cluster",
     "supervise.watch",
 )
-# Takes values and returns values: no clock, no process, no file, no environment.
+# Modules that take values and return values: no clock, no process, no file, no environment.
 PURE = {"model.*", "stacks.*", "verdict.*", "report.*", "supervise.watch.*", "job.argv", "leases.choose"}
 PURE |= {
     f"supervise.cluster.{name}"
@@ -76,9 +76,9 @@ READS_THE_CLOCK = {"report.page", "addons.record.page", "report.sentences"}
 # Add-ons that import another one, which can't be deleted without them.
 ADDONS_THAT_USE_OTHERS: set[tuple[str, str]] = set()
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil"}
-# Scripts that hang on purpose, run as jobs; what torchrun runs; what runs in the job's interpreter.
+# Scripts that hang on purpose and run as jobs, programs that torchrun runs, and code in the job's interpreter.
 NOT_OURS = ("cli/demos/", "job/launcher/", "supervise/cluster/store_program.py")
-# Third-party modules, and where they may be imported at all. Elsewhere they are somebody else's business.
+# Third-party modules, and the modules that can import them.
 THIRD_PARTY = {
     "torch": {"beacon.server", "beacon.rank", "addons.embed.launching", "beacon.probes"},
     "yaml": {"settings.yamlfile"},
@@ -93,9 +93,7 @@ THIRD_PARTY = {
 
 @dataclass(frozen=True)
 class Import:
-    """``module`` (within safelaunch, or top-level of another package), imported by ``by``. ``late``: in a function, or
-    for type checkers alone (``typing``).
-    """
+    """Import of ``module`` by ``by``."""
 
     by: str
     module: str
@@ -105,7 +103,7 @@ class Import:
 
 
 def modules() -> dict[str, Path]:
-    """Dotted names below safelaunch (``capture.proc``), the package itself as ``safelaunch``."""
+    """Returns paths by dotted name below safelaunch (``capture.proc``); the package itself is ``safelaunch``."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         inside = path.relative_to(PACKAGE)
@@ -168,7 +166,7 @@ def top(name: str) -> str:
 
 @cache
 def probes() -> frozenset[str]:
-    """The modules of add-ons that ranks load: each ``probe``, and what it uses of its add-on."""
+    """Returns modules of add-ons that ranks load: each ``probe``, and the modules of its add-on that it uses."""
     found: set[str] = set()
     new = {name for name in MODULES if name.startswith("addons.") and name.endswith(".probe")}
     while new:
@@ -186,7 +184,7 @@ def layer(name: str) -> int:
 
 
 def test_import_parser_finds_known_imports() -> None:
-    """So that the tests below cannot pass by seeing nothing."""
+    """Otherwise the tests below could pass without finding anything."""
     seen = {(found.by, found.module) for found in all_imports()}
     assert {
         ("supervise.watch.stall", "dataclasses"),
@@ -243,7 +241,7 @@ def test_addons_import_each_other_only_as_declared() -> None:
 
 
 def test_core_tests_import_no_addon() -> None:
-    """So that they also pass without it (``scripts/build/without_addons.py``)."""
+    """The tests also pass without the add-ons (``scripts/build/without_addons.py``)."""
     here, importing = Path(__file__).parent, re.compile(r"^\s*(?:from|import) safelaunch\.addons\.(?!protocols)", re.M)
     tests = [*here.glob("*.py"), *here.parent.glob("support/*.py")]
     assert not [path.name for path in tests if importing.search(path.read_text("utf-8"))]
@@ -264,7 +262,7 @@ def test_package_part_does_not_import_its_package() -> None:
 
 
 def test_rank_code_imports_only_itself_and_standard_library() -> None:
-    """It runs in interpreters where safelaunch is not installed; torch is asked for only once the script has it."""
+    """The code runs in interpreters without safelaunch, and uses torch only if the script has loaded it."""
     assert probes() == {f"addons.consistency.{name}" for name in ("probe", "replicas", "layout")} & MODULES.keys()
     for found in all_imports():
         if not within(found.by, in_ranks()):
@@ -278,7 +276,7 @@ def test_rank_code_imports_only_itself_and_standard_library() -> None:
 
 
 def test_probe_uses_relative_imports() -> None:
-    """A rank loads it under another name than safelaunch's (see ``beacon.addon_probes``)."""
+    """A rank loads it under another name (see ``beacon.addon_probes``)."""
     absolute = [
         node
         for name in probes()
@@ -294,7 +292,7 @@ def test_sitecustomize_imports_nothing_before_role_is_known() -> None:
 
 
 def test_public_package_imports_no_other_module() -> None:
-    """``import safelaunch`` in a training script costs nothing."""
+    """``import safelaunch`` is cheap in a training script."""
     public = [i for i in all_imports() if i.by == "safelaunch" and not i.late]
     assert not [i for i in public if i.ours or i.module not in sys.stdlib_module_names]
 
@@ -311,7 +309,7 @@ def test_third_party_modules_are_all_declared() -> None:
 
 
 def rebound_globals(name: str) -> Iterator[str]:
-    """Where the module rebinds a global: its own by ``global``, or an attribute of what it imports from safelaunch."""
+    """Yields rebound globals: own ones (``global``), or attributes of names imported from safelaunch."""
     tree = ast.parse(MODULES[name].read_text("utf-8"))
     imported = {
         alias.asname or alias.name
@@ -344,7 +342,7 @@ def test_pure_modules_import_nothing_impure() -> None:
     assert not {(i.by, i.module) for i in all_imports() if i.by in pure and i.module in IMPURE}
 
 
-# --- what mentions an add-on ------------------------------------------------------------------------------------------
+# --- modules that mention an add-on -----------------------------------------------------------------------------------
 
 # Outside their add-on: the options, what the verdict says of their findings, the exit code, the names in documents, and
 # the public ``safelaunch.probes``, in which ``check_consistent`` compares tensors at the user's request.
@@ -363,7 +361,7 @@ def test_core_modules_that_mention_consistency_checks_are_declared() -> None:
     assert {name for name in users if not name.startswith("addons.consistency")} == MENTION_THE_CHECKS
 
 
-# --- what is imported before the job has been started -----------------------------------------------------------------
+# --- imports before the job starts ------------------------------------------------------------------------------------
 
 HEAVY = {
     "torch",
@@ -392,7 +390,7 @@ os.execve = start
 
 
 def seen_by(tmp_path: Path, when: str, *words: str) -> set[str]:
-    """The modules that ``safelaunch WORDS`` had imported at its end, or at the moment it starts its job."""
+    """Returns the modules that ``safelaunch WORDS`` had imported at its end, or when it starts its job."""
     (tmp_path / "watching.py").write_text(REPORT.format(when=when))
     (tmp_path / "script.py").write_text("")
     code = "import sys, watching; sys.argv[0] = 'safelaunch'; from safelaunch.cli import main; sys.exit(main())"
