@@ -164,7 +164,7 @@ class CrashCase:
         return self._failure
 
     def _forget(self) -> None:
-        """Closes the attempt when new ranks start; a failure whose exits were never reported was none."""
+        # New ranks have started: a failure whose exits were never reported wasn't one.
         for failure, responding in self._open:
             if failure is self._failure and not failure.exits_complete:
                 responding.cancel()
@@ -309,7 +309,6 @@ def unreadable_script(ranks: Sequence[RankEvidence]) -> str:
 
 
 def _answers(targets: Sequence[Target]) -> dict[int, ServerReply]:
-    """Asks the ranks that still respond where they were when the first one failed."""
 
     def ask(target: Target) -> ServerReply:
         test, flight = ask_server(target, deadline_s=FLIGHT_DEADLINE_S / 2)

@@ -94,10 +94,10 @@ class EarlyLooks:
             if at.done:
                 self._under_way = None
                 if not at.cancelled.is_set():
-                    self._watch.read_quiet_again()
+                    self._watch.drop_quiet_counters()
                     self._report(at.result or _EarlyReport(), spell, begin_s, now)
         elif free and spell is not None and self._may_look(now) and quiet.is_due(self._quiet, spell, now):
-            self._quiet = quiet.looking(self._quiet, now)
+            self._quiet = quiet.with_look(self._quiet, now)
             self._spell = spell, self._quiet.begin_s
             self._under_way = Incident("early look", lambda at: self._look(spell, at))
 
@@ -143,9 +143,9 @@ class EarlyLooks:
 
     def _report(self, report: _EarlyReport, spell: Spell, begin_s: float, now: float) -> None:
         if report.proved:
-            self._watch.is_proved_dead(spell.since_s)
+            self._watch.note_proof(spell.since_s)
         if report.worked_s:
-            self._watch.saw_work(report.worked_s)
+            self._watch.note_work(report.worked_s)
         if report.look is None:
             return
         newest = structs.replace(report.look, quiet_s=round(now - begin_s, 1))
@@ -161,7 +161,7 @@ class EarlyLooks:
             self._context.suspects.start(variables_of_look(newest, self._context.run_name))
 
     def _say_limit(self, spell: Spell, *, is_first: bool) -> None:
-        """Says that --startup-timeout applies, if the user has set only --stall-timeout."""
+        # The user might expect --stall-timeout to apply if it is the only limit that they set.
         policy = self._watch.policy
         if is_first and spell.stage != "steps" and policy.stall_given and not policy.startup_given:
             limit = f"--startup-timeout ({policy.startup_s:.0f} s)"
@@ -175,7 +175,6 @@ class EarlyLooks:
         return bool(look.places) or not part
 
     def _note_end(self, lasted_s: float) -> None:
-        """Marks this quiet time's early looks as over: they were no sign of a hang."""
         lasted_s = max(0.1, round(lasted_s, 1))
         self._watch.early = tuple(
             early if early.lasted_s else structs.replace(early, lasted_s=lasted_s) for early in self._watch.early
@@ -183,7 +182,6 @@ class EarlyLooks:
         self._keep()
 
     def _keep(self) -> None:
-        """Writes the early looks to the run directory; a full disk is ignored."""
         if self._watch.early == self._kept:
             return
         self._kept = self._watch.early

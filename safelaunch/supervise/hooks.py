@@ -173,7 +173,7 @@ def _reap(pid: int) -> None:
 
 
 def _output(pipe: int, patience_s: float) -> bytes:
-    """Returns the output since the last call. Waits a moment, even if no process can write any more."""
+    # Waits a moment even if no process can write any more.
     ready, _, _ = select.select([pipe], [], [], patience_s)
     data = os.read(pipe, 65536) if ready else b""
     if ready and not data:

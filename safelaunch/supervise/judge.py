@@ -51,7 +51,7 @@ def work_in(looks: Looks, background: Background) -> tuple[ObservedWork, ...]:
         waits, awaited = _waiting_and_awaited_pids(rank)
         waiting |= waits
         foreground |= awaited
-    windows = (work.found(*window, background, foreground=foreground, waiting=waiting) for window in looks.windows)
+    windows = (work.find_work(*window, background, foreground=foreground, waiting=waiting) for window in looks.windows)
     mains = {rank.main.pid for rank in last.ranks.values() if rank.main is not None}
     before, after = looks.taken[-2:]
     return next(filter(None, windows), ()) or tuple(_woken_receivers(before, after, (mains | foreground) - waiting))
@@ -258,6 +258,3 @@ def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: b
         return Judgement("alive", done, unseen, limits=limits, group=group)
     free = examined.free.claim if examined.free is not None else ""
     return Judgement("unseen" if unseen else "unknown", done, unseen, free, limits, group)
-
-
-# --- asked of a process of its own ------------------------------------------------------------------------------------

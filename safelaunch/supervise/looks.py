@@ -72,7 +72,6 @@ class Looks:
 
 
 def _run_and_waited_ns() -> tuple[int, int]:
-    """Returns how long the main thread has run, and how long it has waited for a core."""
     try:
         run, waited, _ = Path("/proc/self/schedstat").read_text().split()
         return int(run), int(waited)
@@ -189,7 +188,7 @@ def _lacks(look: RankLook | None) -> bool:
 def with_native_frames(looks: Looks) -> Looks:
     """Takes one native look at the ranks that wait in a futex called from a line outside c10d.
 
-    ``with lock:`` and ``work.wait()`` look alike from Python; only the C frames distinguish them. Reading C frames
+    ``with lock:`` and ``work.wait()`` look the same from Python; only the C frames distinguish them. Reading C frames
     pauses the job and takes a few hundred megabytes for each process, so it is done only after a hang is confirmed.
     """
     last = looks.taken[-1] if looks.taken else None

@@ -143,7 +143,7 @@ class PulsePoller(Poller[dict[int, int]]):
         return (lambda: newest_entries(targets)) if any(target.socket for target in targets) else None
 
     def take(self, answer: dict[int, int], now: float) -> None:
-        self._watch.hear(answer, now)
+        self._watch.note_collectives(answer, now)
 
 
 YOUNG_S, WINDOW_S, WINDOW_EVERY_S = 20.0, 1.5, 30.0
@@ -180,7 +180,7 @@ class BackgroundPoller(Poller[Counters]):
         if self._tentative is not None and self._mark_s(now) > self._end_s:
             watch.background, self._tentative = self._tentative, None
         if self._is_quiet(now):
-            watch.take_quiet(answer)
+            watch.keep_quiet_counters(answer)
             self._before = self._tentative = None
             return
         if before is not None:

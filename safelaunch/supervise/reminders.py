@@ -24,7 +24,7 @@ class Reminder:
         """Returns if a line is due.
 
         Args:
-            since_s: start of the state; None while there is none.
+            since_s: start of the state; None outside it.
         """
         if since_s is None or since_s != self._since_s:
             self._since_s, self._times = since_s, 1

@@ -163,7 +163,6 @@ def _without_beacon(plan: Plan) -> dict[str, str]:
 
 
 def _only_forward(processes: JobProcesses) -> int:
-    """Waits for an unwatched job and forwards signals; returns the wait status."""
     from safelaunch.job.job import Forwarder
 
     forwarder = Forwarder(processes.agent.pid)

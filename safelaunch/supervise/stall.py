@@ -84,7 +84,7 @@ class StallCase:
         self._waited_s = 0.0  # longest quiet time that got a bundle and ended by itself
         self._agreed = False
         self._continues = False  # the job isn't proved dead and already has its bundle
-        self.attempt = (0, 0)  # attempt that hangs, by this node's judgement or that of all
+        self.attempt = (0, 0)  # attempt that hangs, as judged by this node or by all
         self._looked_at: tuple[int, int] | None = None  # attempt under suspicion
         self._last_reported = ""  # condition that the last line about this quiet time reported
         self._remind_s = 0.0  # when that line is repeated
@@ -154,8 +154,8 @@ class StallCase:
         self._suspect_bundle = _Suspect(self._written_of, report)
 
     def _watch_again(self, now: float) -> None:
-        """Watches a job again if it made progress after a hang that didn't end it."""
-        standing = self._watch.standing(now)
+        # The job hung, wasn't ended, and might have made progress.
+        standing = self._watch.current_stall(now)
         if standing is not None and standing.mark_s > self._written_of:
             self.note_recovery(now)
             self._watch.reset(now)
@@ -171,7 +171,7 @@ class StallCase:
         if report is not None and report.verdict.outcome == "suspect":
             self._suspect_bundle = _Suspect(self._written_of, report)
         if self._watch.is_hung and (self._continues or (report is not None and report.verdict.outcome == "suspect")):
-            self._watch.release(self._written_of, now)
+            self._watch.resume(self._written_of, now)
         elif report is None:  # the job moved, or was restarted
             self._watch.reset(now)
         self._continues = False
@@ -189,7 +189,7 @@ class StallCase:
 
     def _look_for_others(self, now: float) -> None:
         """Joins a look of all nodes. Votes against an end while a rank is in a phase whose timeout hasn't expired."""
-        stall = self._watch.standing(now)
+        stall = self._watch.current_stall(now)
         if stall is None or (stall.phase and stall.stalled_s < stall.threshold_s):
             self._council.join_call()
             self._council.vote("paused")
@@ -282,14 +282,14 @@ class StallCase:
             judgement = replace(judgement, condition="unseen", unseen="a message between two ranks hasn't arrived")
         if judgement.condition == "dead" and self._is_refuted(mark_s):
             judgement = replace(judgement, condition="unseen", unseen="the full evidence didn't prove a hang")
-        watch.read_quiet_again()
+        watch.drop_quiet_counters()
         if watch.stepped_since(suspicion.stall):
             return replace(judgement, condition="moving")
         stepped = any(at > suspicion.steps.get(rank, 0) for rank, at in watch.steps().items())
         return replace(judgement, condition="alive") if stepped else judgement
 
     def _is_refuted(self, mark_s: float) -> bool:
-        """Returns if the full evidence of this stall didn't confirm a proof, recently."""
+        # True if the full evidence of this stall recently failed to confirm a proof.
         return self._refuted is not None and mark_s == self._refuted[0] and time.monotonic() < self._refuted[1]
 
     def _is_at_limit(self, stall: Stall, judgement: Judgement) -> bool:

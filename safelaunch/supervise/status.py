@@ -135,7 +135,7 @@ class StatusRequests:
             signals.append("optimizer steps")
         elif progress.step is not None:
             signals.append("safelaunch.step()")
-        if self._watch.heard_s(rank) is not None:
+        if self._watch.last_collective_s(rank) is not None:
             signals.append("collectives")
         pages = self._watch.roster.pages()
         if rank in pages and pages[rank].server_up:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from safelaunch.supervise.watch.rhythm import Learned, ThresholdBounds, learn, threshold
+from safelaunch.supervise.watch.rhythm import StepRhythm, ThresholdBounds, learn, threshold
 from tests.support.paths import DATA
 
 TICK_S = 0.25
@@ -137,13 +137,13 @@ class Replay:
     """What a watch with this rhythm does to one history. ``suspected``: (step, pause) that exceeded the threshold."""
 
     history: History
-    known: Learned
+    known: StepRhythm
     suspected: list[tuple[int, float]]
 
 
 def replay(history: History, until: int | None = None) -> Replay:
     """Sees what the supervisor sees: the newest mark at each tick, and each long pause as it grows."""
-    known, suspected = Learned(), []
+    known, suspected = StepRhythm(), []
     tick_s, times = 0.0, history.times[:until]
     for step, mark_s in enumerate(times, 1):
         upcoming_s = times[step] if step < len(times) else mark_s

@@ -33,7 +33,7 @@ def run(pid: int, ranks: list[RankStatus], **known: object) -> Run:
         world_size=len(ranks),
         watch="watching",
         threshold_s=60.0,
-        threshold_why="auto: the floor; 2.5 x its longest ordinary step (0.07 s) would be 0.18 s",
+        threshold_why="auto: 60 s floor; 2.5 x its longest ordinary step (0.07 s) would be only 0.18 s",
         ranks=ranks,
         usual_step_s=0.05,
         history=[(ago, 10_470 - 38 * ago) for ago in range(170, -1, -10)],

@@ -64,13 +64,13 @@ class Watch:
     proved_s: float = 0.0
     worked: int = 0  # how often an early look saw work
 
-    def saw_work(self, at_s: float) -> None:
+    def note_work(self, at_s: float) -> None:
         self.worked += 1
 
-    def read_quiet_again(self) -> None:
+    def drop_quiet_counters(self) -> None:
         self.quiet_readings += 1
 
-    def is_proved_dead(self, mark_s: float) -> None:
+    def note_proof(self, mark_s: float) -> None:
         self.proved_s = mark_s
 
 
@@ -146,7 +146,7 @@ def test_an_early_look_that_sees_work_counts_for_the_users_threshold(
 def test_what_an_early_look_saw_delays_only_a_threshold_of_the_user(tmp_path: Path) -> None:
     policy = Policy(20.0, 20.0, 240.0, stall_given=True)
     watch = RealWatch(Roster(RunPaths(tmp_path)), policy, 0.0)
-    watch.saw_work(16.0)
+    watch.note_work(16.0)
     stall = Stall((0,), 0.0, 20.0, 20.0, before_first_step=False)
     assert idle_s(watch.state, policy, stall, "unknown", 22.0) == 6.0
     assert idle_s(watch.state, policy, stall, "dead", 22.0) == 22.0

@@ -11,7 +11,7 @@ import pytest
 
 from safelaunch.capture.counters import Counters, CpuTime, ProcessCounters
 from safelaunch.model import Gpu, GpuProcess
-from safelaunch.supervise import health, pollers, stragglers
+from safelaunch.supervise import health, stragglers
 from safelaunch.supervise.health import HEALTH_AFTER_S, HEALTH_AGAIN_S, HealthPoller, Note
 from safelaunch.supervise.pollers import BackgroundPoller
 from safelaunch.supervise.stragglers import find_straggler
@@ -113,7 +113,7 @@ def taught(*readings: tuple[Counters, float]) -> Background:
         last_progress={0: SimpleNamespace(first_step_ns=1)},
         roster=SimpleNamespace(attempt=0),
         spell=lambda now: newest,
-        take_quiet=lambda answer: None,
+        keep_quiet_counters=lambda answer: None,
     )
     taker = BackgroundPoller(watch)  # type: ignore[arg-type]
     taker.reset()

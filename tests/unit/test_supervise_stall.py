@@ -123,7 +123,7 @@ def test_a_node_that_looks_for_another_keeps_its_vote_when_it_suspects_the_job_a
 
 
 def test_a_rank_that_has_said_that_it_will_be_quiet_is_not_looked_at(job: Job) -> None:
-    job.watch.standing = lambda now: None  # type: ignore[method-assign]
+    job.watch.current_stall = lambda now: None  # type: ignore[method-assign]
     job.call(1)
     job.tick()
     assert job.vote == (1, "paused") and not job.case.looking

@@ -18,8 +18,9 @@ from safelaunch.capture.counters import Counters
 from safelaunch.capture.pages import Roster
 from safelaunch.job.paths import RunPaths
 from safelaunch.supervise.watch import stall
-from safelaunch.supervise.watch.progress import MOST_POINTS, Strides, Watch
+from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.stall import Policy
+from safelaunch.supervise.watch.strides import MOST_POINTS, Strides
 from tests.support.watched import train, watched
 
 
@@ -54,7 +55,7 @@ def test_of_a_job_that_was_excused_they_do_not_count() -> None:
     for rank in (0, 1):
         ranks.step(rank, 100, 10.4, first_step_ns=int(10.1e9), paused=True)
     watch.tick(10.5)
-    assert not watch._learned.knows_enough
+    assert not watch._step_rhythm.knows_enough
 
 
 def test_before_enough_steps_it_waits_for_ten_minutes() -> None:
@@ -182,16 +183,16 @@ def test_ranks_without_a_page_are_known_from_torchrun_and_raise_no_suspicion(nod
     """As where a rank is stopped before it has a page, or runs under ``python -I``."""
     node.starts(1, world=2, pid=os.getpid())
     glances = [node.watch.tick(now) for now in (1.0, 100.0, 1000.0)]
-    assert (node.watch.seen, node.watch.unseen, node.watch.world_size) == ((1,), (0,), 2)
+    assert (node.watch.own_ranks, node.watch.unseen, node.watch.world_size) == ((1,), (0,), 2)
     assert [glance.event for glance in glances if glance.event and glance.event.kind == "suspect"] == []
 
 
 def test_where_others_suspect_the_job_a_rank_without_a_page_is_looked_at(node: Node) -> None:
     node.starts(1, world=2, pid=os.getpid())
     node.watch.tick(1.0)
-    standing = node.watch.standing(80.0)
-    assert standing is not None
-    assert (standing.ranks, standing.stalled_s, standing.before_first_step) == ((1,), 79.0, True)
+    stall = node.watch.current_stall(80.0)
+    assert stall is not None
+    assert (stall.ranks, stall.stalled_s, stall.before_first_step) == ((1,), 79.0, True)
 
 
 def test_a_rank_without_a_page_that_has_ended_is_not_waited_for(node: Node) -> None:
@@ -199,7 +200,7 @@ def test_a_rank_without_a_page_that_has_ended_is_not_waited_for(node: Node) -> N
     ended.wait()
     node.starts(1, world=2, pid=ended.pid)
     node.watch.tick(1.0)
-    assert node.watch.standing(80.0) is None
+    assert node.watch.current_stall(80.0) is None
 
 
 def test_what_the_agent_failed_of_is_known_until_it_starts_ranks_again(node: Node) -> None:
@@ -234,28 +235,28 @@ def test_what_a_job_had_done_belongs_to_the_quiet_time_that_it_was_read_in(node:
     begin_s = time.monotonic()
     node.watch.tick(begin_s)
     before, after = Counters(begin_s, 0, {}), Counters(begin_s + 3.5, 0, {})
-    node.watch.take_quiet(before)
+    node.watch.keep_quiet_counters(before)
     node.watch.tick(begin_s + 1.0)
     assert node.watch.quiet is before
-    node.watch.hear({0: 1, 1: 1}, begin_s + 3.0)
+    node.watch.note_collectives({0: 1, 1: 1}, begin_s + 3.0)
     node.watch.tick(begin_s + 3.5)
     assert node.watch.quiet is None
-    node.watch.take_quiet(after)
+    node.watch.keep_quiet_counters(after)
     assert node.watch.quiet is after
 
 
 def test_few_steps_are_all_kept() -> None:
     strides = Strides()
     for step in range(1, 20):
-        strides.saw(step * 1000, step)
-        strides.saw(step * 1000, step)  # the page is read more often than it changes
+        strides.add(step * 1000, step)
+        strides.add(step * 1000, step)  # the page is read more often than it changes
     assert strides.points() == tuple((step * 1000, step) for step in range(1, 20))
 
 
 def test_a_long_run_stays_small_evenly_spread_and_ends_with_its_newest_step() -> None:
     strides = Strides()
     for step in range(1, 100_001):
-        strides.saw(step, step)
+        strides.add(step, step)
         assert len(strides.points()) <= MOST_POINTS + 1
     points = strides.points()
     assert points[0] == (1, 1) and points[-1] == (100_000, 100_000)

@@ -50,7 +50,7 @@ class Job:
             spell = self.spell() if judged else None
             self.quiet = quiet.follow(self.quiet, spell, self.now)
             if spell is not None and quiet.is_due(self.quiet, spell, self.now):
-                self.quiet = quiet.looking(self.quiet, self.now)
+                self.quiet = quiet.with_look(self.quiet, self.now)
                 self.looks.append(self.now - self.mark_s)
         return self.looks
 

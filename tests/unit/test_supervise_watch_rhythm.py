@@ -12,18 +12,8 @@ import pytest
 from safelaunch.supervise import pollers
 from safelaunch.supervise.pollers import PulsePoller
 from safelaunch.supervise.watch.progress import Watch
-from safelaunch.supervise.watch.rhythm import (
-    LOOP_AFTER,
-    LOOP_AFTER_EXPLICIT,
-    Learned,
-    Pulse,
-    PulseLimits,
-    ThresholdBounds,
-    cap_of,
-    learn,
-    quantile_s,
-    threshold,
-)
+from safelaunch.supervise.watch.pulse import LOOP_AFTER, LOOP_AFTER_EXPLICIT, Pulse, PulseLimits
+from safelaunch.supervise.watch.rhythm import StepRhythm, ThresholdBounds, cap_of, learn, quantile_s, threshold
 from tests.support.histories import BOUNDS, History, Replay, histories, recorded, replay
 from tests.support.watched import POLICY, Ranks
 
@@ -95,20 +85,20 @@ def test_a_freeze_is_suspected_soon() -> None:
 
 
 def test_before_enough_is_known_the_initial_threshold_holds() -> None:
-    known = Learned()
+    known = StepRhythm()
     for step in range(1, 8):
         known = learn(known, step, step * 100.0, step * 100.0 + 0.1)
         assert threshold(known, BOUNDS).seconds == BOUNDS.initial_s
 
 
 def test_floor_ceiling_and_cap() -> None:
-    known = Learned()
+    known = StepRhythm()
     for step in range(1, 100):
         known = learn(known, step, step * 1000.0, step * 1000.0 + 0.1)
     assert threshold(known, ThresholdBounds(ceiling_s=1200.0)).seconds == 1200.0
     found = threshold(known, ThresholdBounds(), cap_s=420.0)
     assert (found.seconds, "process group" in found.why) == (420.0, True)
-    quick = Learned()
+    quick = StepRhythm()
     for step in range(1, 100):
         quick = learn(quick, step, step * 0.05, step * 0.05 + 0.01)
     assert threshold(quick, ThresholdBounds()).seconds == ThresholdBounds().floor_s
@@ -123,7 +113,7 @@ def test_only_a_timeout_below_the_floor_caps_below_it(timeout_s: float, cap: flo
 
 
 def test_what_was_excused_is_not_learned() -> None:
-    known = Learned()
+    known = StepRhythm()
     for step in range(1, 50):
         known = learn(known, step, step * 1.0, step + 0.1)
     known = learn(known, 49, 49.0, 900.0, excused=True)
@@ -132,7 +122,7 @@ def test_what_was_excused_is_not_learned() -> None:
 
 
 def test_a_restart_counts_from_its_own_beginning() -> None:
-    known = Learned()
+    known = StepRhythm()
     for step in range(1, 50):
         known = learn(known, step, step * 1.0, step + 0.1)
     again = learn(known, 1, 500.0, 500.1)
@@ -149,7 +139,7 @@ EXPLICIT = PulseLimits(1800.0, 30.0, None)
 def beats(count: int, every_s: float = 15.0, longest_s: float = 0.0) -> Pulse:
     found, now = Pulse(), 100.0
     for number in range(count):
-        found = found.heard({0: number, 1: number}, now)
+        found = found.after_look({0: number, 1: number}, now)
         now += longest_s if longest_s and number == 1 else every_s
     return found
 
@@ -181,9 +171,9 @@ def test_the_threshold_follows_the_longest_wait(
 
 def test_looks_that_find_nothing_new_are_no_beats() -> None:
     one = beats(5)
-    assert one.heard({0: 4, 1: 4}, 1e6) is one
-    assert one.heard({}, 1e6) is one
-    assert one.heard({1: 5}, 1e6).beats == 6
+    assert one.after_look({0: 4, 1: 4}, 1e6) is one
+    assert one.after_look({}, 1e6) is one
+    assert one.after_look({1: 5}, 1e6).beats == 6
 
 
 def test_looks_are_as_rare_as_the_threshold_allows() -> None:
@@ -198,7 +188,7 @@ def test_the_watch_of_a_job_without_steps() -> None:
     watch.tick(now)
     for number in range(LOOP_AFTER):
         now += 4.0
-        watch.hear({0: number}, now)
+        watch.note_collectives({0: number}, now)
         assert watch.tick(now).event is None
     assert watch.is_in_loop and watch.threshold_without_steps().seconds == 50.0
     for _ in range(24):  # 48 s
@@ -207,7 +197,7 @@ def test_the_watch_of_a_job_without_steps() -> None:
     event = watch.tick(now + 3.0).event
     assert event is not None and event.kind == "suspect" and event.stall is not None
     assert event.stall.before_first_step and event.stall.threshold_s == 50.0
-    watch.hear({0: 99}, now + 4.0)
+    watch.note_collectives({0: 99}, now + 4.0)
     found = watch.conclude(event.stall, "alive", now + 4.0)
     assert found is not None and found.kind == "undecided", "nobody that computes is given up"
     recovered = watch.tick(now + 4.5).event
@@ -219,7 +209,7 @@ def test_another_attempt_begins_anew() -> None:
     watch = Watch(ranks, POLICY, 10.0, ThresholdBounds(5.0))  # type: ignore[arg-type]
     watch.tick(10.0)
     for number in range(LOOP_AFTER):
-        watch.hear({0: number}, 11.0 + number)
+        watch.note_collectives({0: number}, 11.0 + number)
     assert watch.policy.startup_s < POLICY.startup_s
     ranks.attempt = 1
     watch.tick(30.0)
@@ -238,7 +228,7 @@ class Watched:
     def targets(self) -> tuple[Any, ...]:
         return (SimpleNamespace(socket="/s"),)
 
-    def hear(self, newest: dict[int, int], now: float) -> None:
+    def note_collectives(self, newest: dict[int, int], now: float) -> None:
         self.heard.append(newest)
 
 

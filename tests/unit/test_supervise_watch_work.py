@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture.counters import Counters, ProcessCounters, CpuTime
-from safelaunch.supervise.watch.work import Background, ObservedWork, found, learn
+from safelaunch.capture.counters import Counters, CpuTime, ProcessCounters
+from safelaunch.supervise.watch.work import Background, ObservedWork, find_work, learn
 
 RANK, CHILD, THREAD = (10, 100), (20, 120), 11
 IDLE = {
@@ -65,11 +65,15 @@ NEW = using(key=(30, 1500), threads={30: CpuTime(900.0)}, io_bytes=1 << 20)
     ],
 )
 def test_without_any_step(after: Mapping[Any, ProcessCounters], expected: list[tuple[str, int, int | None]]) -> None:
-    assert sorted(kinds(found(START, at(10.0, after), Background())), key=str) == sorted(expected, key=str)
+    assert sorted(kinds(find_work(START, at(10.0, after), Background())), key=str) == sorted(expected, key=str)
 
 
 BUSY = using(
-    cpu(THREAD, 500), sockets={7: 1 << 20}, io_bytes=2 << 20, faults=10_000, threads={10: CpuTime(900), THREAD: CpuTime(500)}
+    cpu(THREAD, 500),
+    sockets={7: 1 << 20},
+    io_bytes=2 << 20,
+    faults=10_000,
+    threads={10: CpuTime(900), THREAD: CpuTime(500)},
 )  # of one second
 BUSY = using(BUSY, CHILD, threads={20: CpuTime(990)}, io_bytes=1 << 20)
 LEARNED = learn(Background(), START, at(1.0, BUSY))
@@ -99,7 +103,7 @@ LEARNED = learn(Background(), START, at(1.0, BUSY))
 def test_beside_what_was_learned(
     after: Mapping[Any, ProcessCounters], more: dict[str, Any], expected: list[tuple[str, int, int | None]]
 ) -> None:
-    assert kinds(found(START, at(10.0, after), LEARNED, **more)) == expected
+    assert kinds(find_work(START, at(10.0, after), LEARNED, **more)) == expected
 
 
 @pytest.mark.parametrize(
@@ -118,13 +122,13 @@ def test_beside_what_was_learned(
 def test_what_is_waited_for_counts_at_the_same_pace_in_a_window_of_two_seconds(
     after: Mapping[Any, ProcessCounters], more: dict[str, Any], expected: list[tuple[str, int, int | None]]
 ) -> None:
-    assert kinds(found(START, at(2.0, after), Background(), **more)) == expected
+    assert kinds(find_work(START, at(2.0, after), Background(), **more)) == expected
 
 
 def test_a_burst_of_a_second_may_fill_a_shorter_window() -> None:
     after = cpu(THREAD, 500)
-    assert found(START, at(0.6, after), Background()) != ()
-    assert found(START, at(0.6, after), LEARNED) == ()
+    assert find_work(START, at(0.6, after), Background()) != ()
+    assert find_work(START, at(0.6, after), LEARNED) == ()
 
 
 def test_the_burst_in_which_a_job_opens_its_connections_hides_no_transfer() -> None:
@@ -141,7 +145,7 @@ def test_the_burst_in_which_a_job_opens_its_connections_hides_no_transfer() -> N
     def moved(seconds: float, **sockets: int) -> list[tuple[str, int, int | None]]:
         quiet = at(20.0, using(sockets={7: 0, 8: 0}))
         after = using(sockets={int(name[1:]): count for name, count in sockets.items()})
-        return kinds(found(quiet, at(20.0 + seconds, after), background))
+        return kinds(find_work(quiet, at(20.0 + seconds, after), background))
 
     assert moved(2, s7=200_000, s8=0) != [] and moved(2, s7=1500, s8=0) == []
     assert moved(2, s7=0, s8=200_000) == [("network", 10, None)]
@@ -163,13 +167,13 @@ def test_helpers_that_come_as_ever_are_background() -> None:
     def one_more(number: int) -> dict[Any, ProcessCounters]:
         return {**IDLE, **{(2000 + n, began.at_ticks + 5): NEW[30, 1500] for n in range(number)}}
 
-    assert found(began, at(41.0, one_more(1)), background) == ()
-    assert kinds(found(began, at(41.0, one_more(1)), background, foreground=[2000])) != []
-    assert ("children", 10, None) in kinds(found(began, at(41.0, one_more(3)), background))
-    assert ("cpu", 2000, 30) in kinds(found(began, at(41.0, one_more(3)), background))
+    assert find_work(began, at(41.0, one_more(1)), background) == ()
+    assert kinds(find_work(began, at(41.0, one_more(1)), background, foreground=[2000])) != []
+    assert ("children", 10, None) in kinds(find_work(began, at(41.0, one_more(3)), background))
+    assert ("cpu", 2000, 30) in kinds(find_work(began, at(41.0, one_more(3)), background))
     stays = {**one_more(1)}
     later = using(stays, (2000, began.at_ticks + 5), threads={30: CpuTime(5000)})
-    assert ("cpu", 2000, 30) in kinds(found(at(41.0, stays), at(51.0, later), background))
+    assert ("cpu", 2000, 30) in kinds(find_work(at(41.0, stays), at(51.0, later), background))
 
 
 def test_what_has_ended_is_forgotten() -> None:
@@ -179,9 +183,9 @@ def test_what_has_ended_is_forgotten() -> None:
 
 
 def test_the_ports_of_the_node_and_readings_without_time_between() -> None:
-    (work,) = found(START, at(10.0, IDLE, rdma_bytes=1 << 30), Background())
+    (work,) = find_work(START, at(10.0, IDLE, rdma_bytes=1 << 30), Background())
     assert (work.kind, work.words) == ("rdma", "the node's RDMA ports carry 107.4 MB/s")
-    assert found(START, START, Background()) == () and learn(LEARNED, START, START) is LEARNED
+    assert find_work(START, START, Background()) == () and learn(LEARNED, START, START) is LEARNED
 
 
 @pytest.mark.parametrize(
@@ -192,7 +196,7 @@ def test_the_ports_of_the_node_and_readings_without_time_between() -> None:
         (ObservedWork(1, 2, 3, "cpu", 450), "thread 3 of process 2 uses 45% of a core, or waits for one"),
         (ObservedWork(1, 2, None, "network", 5e3), "process 2 sends and receives 5.0 kB/s"),
         (ObservedWork(1, 2, None, "faults", 900), "process 2 touches 900 new pages per second"),
-        (ObservedWork(1, 1, None, "children", 0.25), "processes below 1 begin or end, 0.25 per second"),
+        (ObservedWork(1, 1, None, "children", 0.25), "processes below 1 start or end, 0.25 per second"),
     ],
 )
 def test_words(work: ObservedWork, words: str) -> None:

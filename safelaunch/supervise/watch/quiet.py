@@ -1,8 +1,8 @@
-"""When does a quiet job deserve an early look, long before the threshold that may end it? Pure.
+"""Decides when a quiet job deserves an early look, long before the threshold. Pure.
 
 A threshold that ends jobs has to be patient. A look ends nothing and costs a rank some milliseconds, so it comes after
-a few of the longest recent steps. Spells of quiet that ended by themselves (an evaluation, a checkpoint) are
-remembered: the next look waits for a spell that outlasts them. Looks at one spell follow at growing distances.
+a few of the longest recent steps. Quiet spells that ended by themselves (an evaluation, a checkpoint) are remembered:
+the next look waits for a spell that outlasts them. Looks at one spell follow at growing intervals.
 
 Times are seconds of CLOCK_MONOTONIC.
 """
@@ -13,33 +13,33 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 LEAST_S, MOST_S = 5.0, 60.0
-TIMES_STEP = 8.0  # of the longest recent step
-UNKNOWN_S = 10.0  # before a usual step is known: imports, the first compilation
-OUTLASTS = 1.5  # of the longest spell that ended by itself
-GROWTH = 3.0  # from one look at a spell to the next
-# So long without a step, a job counts as frozen for whoever stops it, and wants to know why.
+TIMES_STEP = 8.0  # multiple of the longest recent step
+UNKNOWN_S = 10.0  # while the usual step is unknown: imports, the first compilation
+OUTLASTS = 1.5  # multiple of the longest spell that ended by itself
+GROWTH = 3.0  # factor from one look at a spell to the next
+# A job without a step for this long counts as frozen when a user stops it: they want to know why.
 FROZEN_TIMES, FROZEN_S = 10.0, 2.0
-# No step for longer than this many usual ones, and this long, is worth a word.
+# Time without a step that is worth mentioning: in usual steps, and in seconds.
 FEW_STEPS, FEW_S = 5, 5.0
 FORGETS_S = 86_400.0
 REMEMBERED = 8
 
 Stage = Literal["start", "first steps", "steps"]
-"""No rank has stepped; too few steps for a usual one; the usual step is known."""
+"""no step yet; too few steps to know the usual one; the usual step is known"""
 
 
 @dataclass(frozen=True, slots=True)
 class Spell:
-    """The ranks' last sign of progress was at ``since_s``. ``made`` False: there the clock was started again instead.
-
-    ``usual_s``, ``longest_s``: the median and the longest of the recent ordinary steps; 0 before the stage ``steps``.
-    """
+    """A time without progress."""
 
     since_s: float
     stage: Stage
     usual_s: float = 0.0
+    """median of the recent ordinary steps; 0 before the stage ``steps``"""
     longest_s: float = 0.0
+    """longest of the recent ordinary steps; 0 before the stage ``steps``"""
     made: bool = True
+    """False: ``since_s`` is when the clock was reset, not when a rank made progress"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,79 +52,75 @@ class EndedSpell:
 
 @dataclass(frozen=True, slots=True)
 class Quiet:
-    """What is known of a job's quiet.
-
-    ``begin_s``: the beginning of the present spell, 0 without one. ``looks``: how long it had lasted at each look at
-    it. ``excused_s``: until then nobody was to be judged.
-    """
+    """The present and the earlier quiet spells of a job."""
 
     stage: Stage = "start"
     begin_s: float = 0.0
+    """start of the present spell, 0 without one"""
     looks: tuple[float, ...] = ()
+    """age of the present spell at each look"""
     excused_s: float = 0.0
+    """end of the last time in which no rank could be judged"""
     ended: tuple[EndedSpell, ...] = ()
 
 
-def follow(known: Quiet, spell: Spell | None, now: float) -> Quiet:
-    """Takes in the present spell. None: nobody is to be judged, or a rank has said that it will be quiet."""
+def follow(quiet: Quiet, spell: Spell | None, now: float) -> Quiet:
+    """Adds the present spell, None if no rank can be judged or one has announced a quiet time."""
     if spell is None:
-        return replace(known, begin_s=0.0, looks=(), excused_s=now)
-    if spell.stage != known.stage:  # how long a start takes, and looks at it, says nothing about training
-        known = replace(known, stage=spell.stage, begin_s=0.0, looks=(), ended=())
-    begin_s = max(spell.since_s, known.excused_s)
-    if begin_s <= known.begin_s:
-        return known
-    if known.begin_s and spell.made and begin_s == spell.since_s:
-        known = _remembering(known, EndedSpell(begin_s, begin_s - known.begin_s))
-    return replace(known, begin_s=begin_s, looks=())
+        return replace(quiet, begin_s=0.0, looks=(), excused_s=now)
+    if spell.stage != quiet.stage:  # the length of a start says nothing about training
+        quiet = replace(quiet, stage=spell.stage, begin_s=0.0, looks=(), ended=())
+    begin_s = max(spell.since_s, quiet.excused_s)
+    if begin_s <= quiet.begin_s:
+        return quiet
+    if quiet.begin_s and spell.made and begin_s == spell.since_s:
+        quiet = _remembering(quiet, EndedSpell(begin_s, begin_s - quiet.begin_s))
+    return replace(quiet, begin_s=begin_s, looks=())
 
 
-def _remembering(known: Quiet, ended: EndedSpell) -> Quiet:
-    """Of many spells the longest are kept: these are what the next one has to outlast."""
+def _remembering(quiet: Quiet, ended: EndedSpell) -> Quiet:
+    # Keep the longest spells: the next one has to outlast them.
     if ended.lasted_s < LEAST_S:
-        return known
-    fresh = (one for one in (*known.ended, ended) if ended.at_s - one.at_s < FORGETS_S)
-    return replace(known, ended=tuple(sorted(fresh, key=lambda one: -one.lasted_s)[:REMEMBERED]))
+        return quiet
+    fresh = (spell for spell in (*quiet.ended, ended) if ended.at_s - spell.at_s < FORGETS_S)
+    return replace(quiet, ended=tuple(sorted(fresh, key=lambda spell: -spell.lasted_s)[:REMEMBERED]))
 
 
 def is_quiet(age_s: float, usual_s: float) -> bool:
-    """Whether ``age_s`` without a step is worth a word, where a step usually takes ``usual_s``; never if that is 0."""
+    """Returns if ``age_s`` without a step is worth mentioning; False if the usual step is unknown (0)."""
     return bool(usual_s) and age_s > max(FEW_S, FEW_STEPS * usual_s)
 
 
-def is_due(known: Quiet, spell: Spell, now: float) -> bool:
-    """Whether to look now, at the spell that ``follow`` has taken in."""
-    after_s = GROWTH * known.looks[-1] if known.looks else first_look_s(known, spell, now)
-    return bool(known.begin_s) and now - known.begin_s >= after_s
+def is_due(quiet: Quiet, spell: Spell, now: float) -> bool:
+    """Returns if a look at the present spell is due."""
+    after_s = GROWTH * quiet.looks[-1] if quiet.looks else first_look_s(quiet, spell, now)
+    return bool(quiet.begin_s) and now - quiet.begin_s >= after_s
 
 
-def first_look_s(known: Quiet, spell: Spell, now: float) -> float:
-    """How long a spell lasts before the first look at it."""
+def first_look_s(quiet: Quiet, spell: Spell, now: float) -> float:
+    """Returns the age of a spell at which the first look is due."""
     least_s = UNKNOWN_S
     if spell.stage == "steps":
         least_s = max(min(MOST_S, max(LEAST_S, TIMES_STEP * spell.longest_s)), OUTLASTS * spell.longest_s)
-    return max(least_s, _outlasting_s(known, now))
+    return max(least_s, _outlasting_s(quiet, now))
 
 
-def _outlasting_s(known: Quiet, now: float) -> float:
-    """How long a spell has to last to be no mere repetition of one that ended by itself."""
-    return OUTLASTS * max((one.lasted_s for one in known.ended if now - one.at_s < FORGETS_S), default=0.0)
+def _outlasting_s(quiet: Quiet, now: float) -> float:
+    # A shorter spell might only repeat one that ended by itself.
+    return OUTLASTS * max((spell.lasted_s for spell in quiet.ended if now - spell.at_s < FORGETS_S), default=0.0)
 
 
-def frozen_s(known: Quiet | None, spell: Spell | None, now: float) -> float:
-    """For how long the job has been frozen: no step for ten times the usual; 0 if it isn't, or no step is usual.
-
-    ``known``: what earlier spells tell, where they were followed.
-    """
+def frozen_s(quiet: Quiet | None, spell: Spell | None, now: float) -> float:
+    """Returns how long the job has been frozen: no step for ten usual ones; 0 if it isn't, or that is unknown."""
     if spell is None or not spell.usual_s:
         return 0.0
-    begin_s = max(spell.since_s, known.excused_s if known is not None else 0.0)
+    begin_s = max(spell.since_s, quiet.excused_s if quiet is not None else 0.0)
     least_s = max(FROZEN_S, FROZEN_TIMES * spell.usual_s, OUTLASTS * spell.longest_s)
-    if known is not None:
-        least_s = max(least_s, _outlasting_s(known, now))
+    if quiet is not None:
+        least_s = max(least_s, _outlasting_s(quiet, now))
     return now - begin_s if now - begin_s >= least_s else 0.0
 
 
-def looking(known: Quiet, now: float) -> Quiet:
-    """A look at the present spell begins."""
-    return replace(known, looks=(*known.looks, now - known.begin_s))
+def with_look(quiet: Quiet, now: float) -> Quiet:
+    """Adds a look at the present spell."""
+    return replace(quiet, looks=(*quiet.looks, now - quiet.begin_s))

@@ -1,4 +1,4 @@
-"""Is it worth starting the ranks again? Pure: a failure that came back at the same step and place comes again."""
+"""Decides if a restart is worthwhile: a failure that came back at the same step and place will come again. Pure."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from safelaunch.model import Evidence, Verdict
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailure:
-    """One attempt's end, as far as it can be compared: ranks may be renumbered, so they do not count.
-
-    ``step``: the culprit's, the lowest where there are several; None where no step was marked.
-    ``places``: file and line of each culprit's frame.
-    """
+    """The comparable facts of one attempt's end; without ranks, because a restart can renumber them."""
 
     outcome: str
     cause: str
     step: int | None
+    """lowest step of the culprits; None: no step was marked"""
     places: frozenset[tuple[str, int]]
+    """file and line of each culprit's frame"""
 
 
 def failure_of(verdict: Verdict, steps: tuple[int, ...]) -> AttemptFailure:
-    """The failure that ``verdict`` describes; ``steps`` are the ranks', for a verdict that names nobody."""
+    """Returns the failure that a verdict describes.
+
+    Args:
+        steps: the ranks' steps, for a verdict that names no culprit.
+    """
     named = [culprit.step for culprit in verdict.culprits if culprit.step is not None]
     frames = [culprit.frame for culprit in verdict.culprits if culprit.frame is not None]
     return AttemptFailure(
@@ -35,18 +37,18 @@ def failure_of(verdict: Verdict, steps: tuple[int, ...]) -> AttemptFailure:
 
 @dataclass(frozen=True, slots=True)
 class Kin:
-    """What a failure has in common with that of an earlier attempt, which started from another step and message."""
+    """The facts that a failure shares with the same one of another attempt, at another step."""
 
     outcome: str
     cause: str
     culprits: frozenset[tuple[str, str, str, str, int]]
-    """host, GPU, process, file and line of each"""
+    """host, GPU, process, file and line of each culprit"""
     raised: frozenset[str]
-    """the types of all exceptions"""
+    """types of the culprits' exceptions"""
 
 
 def kin_of(verdict: Verdict, evidence: Evidence) -> Kin | None:
-    """Returns None for a failure without a line: two of those might have nothing in common."""
+    """Returns the failure's identity; None without a line, because two such failures might differ."""
     if not verdict.culprits or any(culprit.frame is None for culprit in verdict.culprits):
         return None
     culprits = frozenset(
@@ -68,7 +70,7 @@ def kin_of(verdict: Verdict, evidence: Evidence) -> Kin | None:
 
 
 def why_give_up(earlier: tuple[AttemptFailure, ...], new: AttemptFailure) -> str:
-    """Why another attempt is not worth it, or an empty string. The one before is what counts."""
+    """Returns why another attempt isn't worthwhile, compared with the last one; empty if it is."""
     if not earlier or earlier[-1] != new:
         return ""
     step = f"step {new.step}" if new.step is not None else "before the first step"

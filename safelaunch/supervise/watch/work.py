@@ -1,8 +1,8 @@
-"""Which work a job does between two readings of its counters, beyond what it does in the background. Pure.
+"""Finds a job's work between two readings of its counters, beyond its background activity. Pure.
 
-While the job makes steps, each thread's, process's and connection's highest use is learned. What a job that makes none
-does beyond that is work: somebody may be waiting for it. The main thread of a rank is never in the background, unless
-it waits for its peers or its GPU: then it may spin.
+The highest use of each thread, process and connection is learned while the job makes steps. If it makes none, any use
+beyond that is work that a rank might be waiting for. The main thread of a rank is never background, unless it waits for
+its peers or its GPU and so might spin.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from safelaunch.capture.counters import CounterKey, Counters, ProcessCounters, CpuTime
+from safelaunch.capture.counters import CounterKey, Counters, CpuTime, ProcessCounters
 
 WorkKind = Literal["cpu", "io", "network", "faults", "children", "rdma", "messages"]
-# kind, pid, start_ticks; a thread's tid or a connection's inode; None: a process, or the connections that it opens
-What = tuple[WorkKind, int, int, int | None]
+# kind, pid, start_ticks; a thread's tid or a connection's inode (None: a process, or the connections that it opens)
+UseKey = tuple[WorkKind, int, int, int | None]
 
-TIMES = 1.5  # of what was learned
+TIMES = 1.5  # multiple of the learned use
 
 
 class Floor(NamedTuple):
-    """What no work is: up to ``once`` in a window, or up to ``per_s``, whichever is more."""
+    """Activity below this doesn't count as work: the larger of ``once`` per window and ``per_s``."""
 
     once: float
     per_s: float
 
     def within(self, seconds: float, *, awaited: bool = False) -> float:
-        """Returns the most that isn't work in a window of so many seconds.
+        """Returns the most that isn't work in a window of this length.
 
-        Background work may come in bursts. If a main thread does the work or waits for it (``awaited``), ``once``
-        shrinks with the window, so that a steady pace that counts in a long window counts in a short one.
+        Background work can come in bursts. If a main thread does the work or waits for it (``awaited``), ``once``
+        shrinks with the window, so that a steady pace counts in short windows as it does in long ones.
         """
         once = self.once * min(1.0, seconds / BURST_S) if awaited else self.once
         return max(once, self.per_s * seconds)
 
 
-BURST_S = 10.0  # in such a window, ``once`` is done once
+BURST_S = 10.0  # length of the window that ``once`` is meant for
 
 FLOORS: Mapping[WorkKind, Floor] = {
     # Milliseconds. A thread that polls every millisecond takes up to 3 % of a core.
     "cpu": Floor(20.0, 30.0),
     # Bytes. Heartbeats, progress bars and a logger's lines are below 1 KiB/s, a read of a log or of /proc below 16 KiB.
     "io": Floor(16 << 10, 1 << 10),
-    # Bytes. A group's monitor asks the store for a key each second: 0.2 KiB/s. Keepalive probes count nothing.
+    # Bytes. A group's monitor asks the store for a key each second: 0.2 KiB/s. Keepalive probes don't count.
     "network": Floor(4 << 10, 1 << 10),
     # Pages: 1 MiB, as a garbage collector or a timer's Python code touch.
     "faults": Floor(256, 16),
@@ -51,18 +51,17 @@ FLOORS: Mapping[WorkKind, Floor] = {
     # Bytes. An idle InfiniBand port carries its subnet manager's packets of 256 bytes only.
     "rdma": Floor(64 << 10, 4 << 10),
 }
-QUEUED_SHARE = 0.25  # of the time: one that waits less for a core is not kept from its work
+QUEUED_SHARE = 0.25  # share of the time: a thread that waits less for a core isn't held up
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most in one window, per second and in total: a burst fills a short window, and is lost in a long one.
-    ``total``: of all windows.
-    """
+    """The highest use in one window; both rates are kept because a long window dilutes a burst."""
 
     per_s: float = 0.0
     once: float = 0.0
     total: float = 0.0
+    """sum over all windows"""
 
     def plus(self, amount: float, seconds: float) -> Peak:
         return Peak(max(self.per_s, amount / seconds), max(self.once, amount), self.total + amount)
@@ -70,76 +69,79 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """What the job does while it makes steps. ``changes``: processes that began or ended in all windows, which took
-    ``seconds``: what comes once in ten windows comes once in ten windows later on, too.
-    """
+    """Activity of the job while it makes steps."""
 
-    peaks: Mapping[What, Peak] = field(default_factory=dict)
+    peaks: Mapping[UseKey, Peak] = field(default_factory=dict)
     changes: int = 0
+    """processes that began or ended in all windows"""
     seconds: float = 0.0
+    """length of all windows"""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedWork:
-    """``rank``: the pid of the rank's main process; 0 for ``rdma``, which is the node's. ``tid``: None for a process.
-
-    ``amount``: per second: milliseconds of CPU, bytes, pages, processes or messages.
-    """
+    """Work of one thread or process."""
 
     rank: int
+    """pid of the rank's main process; 0 for ``rdma``, which belongs to the node"""
     pid: int
     tid: int | None
+    """None: the whole process"""
     kind: WorkKind
     amount: float
+    """milliseconds of CPU, bytes, pages, processes or messages per second"""
 
     @property
     def words(self) -> str:
-        who = f"process {self.pid}"
+        actor = f"process {self.pid}"
         if self.tid is not None:
-            who = f"{'the main thread' if self.tid == self.pid else f'thread {self.tid}'} of {who}"
+            actor = f"{'the main thread' if self.tid == self.pid else f'thread {self.tid}'} of {actor}"
         if self.kind == "cpu":
-            return f"{who} uses {self.amount / 1000:.0%} of a core, or waits for one"
+            return f"{actor} uses {self.amount / 1000:.0%} of a core, or waits for one"
         if self.kind == "children":
-            return f"processes below {self.pid} begin or end, {self.amount:.2g} per second"
+            return f"processes below {self.pid} start or end, {self.amount:.2g} per second"
         if self.kind == "messages":
-            return f"{who} is woken {self.amount:.2g} times per second by what it receives"
+            return f"{actor} is woken {self.amount:.2g} times per second by data that it receives"
         if self.kind == "faults":
-            return f"{who} touches {self.amount:.0f} new pages per second"
+            return f"{actor} touches {self.amount:.0f} new pages per second"
         if self.kind == "rdma":
             return f"the node's RDMA ports carry {_bytes(self.amount)}/s"
         does = "sends and receives" if self.kind == "network" else "reads and writes"
-        return f"{who} {does} {_bytes(self.amount)}/s"
+        return f"{actor} {does} {_bytes(self.amount)}/s"
 
 
 class _Use(NamedTuple):
-    """``parts``: of the connections of a process; ``amount`` is their sum."""
-
-    what: What
+    key: UseKey
     rank: int
     amount: float
-    parts: Mapping[What, float] = {}
+    parts: Mapping[UseKey, float] = {}
+    """use of each connection of a process; ``amount`` is their sum"""
 
 
-_CHANGES: What = ("children", 0, 0, None)  # of the whole job
-_RDMA: What = ("rdma", 0, 0, None)
+_CHANGES: UseKey = ("children", 0, 0, None)  # of the whole job
+_RDMA: UseKey = ("rdma", 0, 0, None)
 
 
 def learn(background: Background, before: Counters, after: Counters) -> Background:
-    """With the use between two readings, some seconds apart, between which the job made steps."""
+    """Adds the use between two readings between which the job made steps."""
     seconds = after.at_s - before.at_s
     if seconds <= 0:
         return background
     changes = len(_changes(before, after))
-    known = (use for use in _uses(before, after) if use.what[1:3] in before.processes)
-    used = {what: amount for use in known for what, amount in (use.parts or {use.what: use.amount}).items()}
-    used |= {_CHANGES: changes, _RDMA: _more(before.rdma_bytes, after.rdma_bytes)}
-    there = {(*key, number) for key, one in after.processes.items() for number in (None, *one.threads, *one.sockets)}
-    peaks = {what: peak for what, peak in background.peaks.items() if what[1:] in there | {(0, 0, None)}}
+    uses = (use for use in _uses(before, after) if use.key[1:3] in before.processes)
+    used = {what: amount for use in uses for what, amount in (use.parts or {use.key: use.amount}).items()}
+    used |= {_CHANGES: changes, _RDMA: _increase(before.rdma_bytes, after.rdma_bytes)}
+    present = {
+        (*key, number)
+        for key, process in after.processes.items()
+        for number in (None, *process.threads, *process.sockets)
+    }
+    peaks = {what: peak for what, peak in background.peaks.items() if what[1:] in present | {(0, 0, None)}}
     peaks |= {what: peaks.get(what, Peak()).plus(amount, seconds) for what, amount in used.items()}
     return Background(peaks, background.changes + changes, background.seconds + seconds)
 
 
-def found(
+def find_work(
     before: Counters,
     after: Counters,
     background: Background,
@@ -147,10 +149,11 @@ def found(
     foreground: Collection[int] = (),
     waiting: Collection[int] = (),
 ) -> tuple[ObservedWork, ...]:
-    """The work between two readings that is not background, that which exceeds it the most first.
+    """Returns the work between two readings that isn't background, the strongest first.
 
-    ``foreground``: processes that a rank's main thread waits for, whose work is never background. ``waiting``: ranks'
-    main processes whose main threads wait for their peers or their GPU.
+    Args:
+        foreground: processes that a rank's main thread waits for; their work is never background.
+        waiting: ranks' main processes whose main threads wait for their peers or their GPU.
     """
     seconds = after.at_s - before.at_s
     if seconds <= 0:
@@ -158,7 +161,7 @@ def found(
     work: list[tuple[float, ObservedWork]] = []
 
     def judge(use: _Use, hidden: float = 0.0, *, awaited: bool = False) -> None:
-        kind, pid, _, tid = use.what
+        kind, pid, _, tid = use.key
         allowed = FLOORS[kind].within(seconds, awaited=awaited and kind in ("io", "network")) + hidden
         if use.amount > allowed:
             work.append((use.amount / max(allowed, 1), ObservedWork(use.rank, pid, tid, kind, use.amount / seconds)))
@@ -168,47 +171,49 @@ def found(
         rank, mean = changed[-1], background.changes / background.seconds if background.seconds else 0.0
         once = background.peaks.get(_CHANGES, Peak()).once
         judge(_Use(("children", rank, 0, None), rank, len(changed)), TIMES * (once + mean * seconds))
-    helpers = changed and not work  # short-lived ones as ever, whatever they do
-    rdma = _Use(_RDMA, 0, _more(before.rdma_bytes, after.rdma_bytes))
+    helpers = changed and not work  # as many short-lived processes as usual: ignore their work
+    rdma = _Use(_RDMA, 0, _increase(before.rdma_bytes, after.rdma_bytes))
     judge(rdma, _hidden(rdma, background, seconds))
     for use in _uses(before, after):
-        kind, pid, start_ticks, tid = use.what
+        kind, pid, start_ticks, tid = use.key
         is_main = tid == pid == use.rank
         if pid in foreground or (is_main and pid not in waiting):
             judge(use, awaited=True)
         elif not (is_main and kind == "cpu") and not (helpers and (pid, start_ticks) not in before.processes):
             judge(use, _hidden(use, background, seconds))
-    return tuple(one for _, one in sorted(work, key=lambda item: -item[0]))
+    return tuple(piece for _, piece in sorted(work, key=lambda item: -item[0]))
 
 
 def _hidden(use: _Use, background: Background, seconds: float) -> float:
-    """How much of it is background; of connections each by itself, for what one did hides nothing of another.
+    """Returns how much of a use is background, for each connection separately.
 
-    Those opened meanwhile have their mean: a job opens most of its connections in one burst, when it starts.
+    New connections count with their mean: a job opens most of its connections in one burst, when it starts.
     """
     hidden = 0.0
-    for what, amount in (use.parts or {use.what: use.amount}).items():
+    for what, amount in (use.parts or {use.key: use.amount}).items():
         peak = background.peaks.get(what, Peak())
-        if what in use.parts and what == use.what and background.seconds:
+        if what in use.parts and what == use.key and background.seconds:
             peak = replace(peak, per_s=peak.total / background.seconds)
         hidden += min(amount, TIMES * max(peak.once, peak.per_s * seconds))
     return hidden
 
 
 def _changes(before: Counters, after: Counters) -> list[int]:
-    """The rank of each process that began between the readings, or of each that ended, if these are more."""
-    began = [one.rank for key, one in after.processes.items() if key not in before.processes and _is_new(key, before)]
-    ended = [one.rank for key, one in before.processes.items() if key not in after.processes]
+    # Ranks of the processes that began between the readings, or of the ended processes if there are more.
+    began = [
+        process.rank for key, process in after.processes.items() if key not in before.processes and _is_new(key, before)
+    ]
+    ended = [process.rank for key, process in before.processes.items() if key not in after.processes]
     return max(began, ended, key=len)
 
 
 def _is_new(key: CounterKey, before: Counters) -> bool:
-    """Not one that the reading before has missed."""
+    # False if the reading before has only missed it.
     return key[1] >= before.at_ticks
 
 
 def _uses(before: Counters, after: Counters) -> Iterator[_Use]:
-    """What each thread and each process has used between the readings; one that is new, since its begin."""
+    """Yields the use of each thread and process between the readings, or since its start if it is new."""
     seconds = after.at_s - before.at_s
     for key, now in after.processes.items():
         was = before.processes.get(key) or (ProcessCounters(now.rank) if _is_new(key, before) else None)
@@ -216,26 +221,29 @@ def _uses(before: Counters, after: Counters) -> Iterator[_Use]:
             continue
         for tid, used in now.threads.items():
             earlier = was.threads.get(tid, _NOTHING)
-            cpu_ms, queued_ms = _more(earlier.cpu_ms, used.cpu_ms), _more(earlier.queued_ms, used.queued_ms)
+            cpu_ms, queued_ms = _increase(earlier.cpu_ms, used.cpu_ms), _increase(earlier.queued_ms, used.queued_ms)
             is_kept_waiting = queued_ms >= QUEUED_SHARE * 1000 * seconds
             yield _Use(("cpu", *key, tid), now.rank, cpu_ms + queued_ms * is_kept_waiting)
-        main_io, main_faults = _more(was.main_io_bytes, now.main_io_bytes), _more(was.main_faults, now.main_faults)
+        main_io, main_faults = (
+            _increase(was.main_io_bytes, now.main_io_bytes),
+            _increase(was.main_faults, now.main_faults),
+        )
         if key[0] == now.rank:
             yield _Use(("io", *key, key[0]), now.rank, main_io)
             yield _Use(("faults", *key, key[0]), now.rank, main_faults)
-        yield _Use(("io", *key, None), now.rank, _more(was.io_bytes + main_io, now.io_bytes))
-        yield _Use(("faults", *key, None), now.rank, _more(was.faults + main_faults, now.faults))
+        yield _Use(("io", *key, None), now.rank, _increase(was.io_bytes + main_io, now.io_bytes))
+        yield _Use(("faults", *key, None), now.rank, _increase(was.faults + main_faults, now.faults))
         opened = sum(count for inode, count in now.sockets.items() if inode not in was.sockets)
-        moved: dict[What, float] = {("network", *key, None): opened}
+        moved: dict[UseKey, float] = {("network", *key, None): opened}
         for inode in now.sockets.keys() & was.sockets.keys():
-            moved["network", key[0], key[1], inode] = _more(was.sockets[inode], now.sockets[inode])
+            moved["network", key[0], key[1], inode] = _increase(was.sockets[inode], now.sockets[inode])
         yield _Use(("network", *key, None), now.rank, sum(moved.values()), moved)
 
 
 _NOTHING = CpuTime(0.0)
 
 
-def _more(before: float, after: float) -> float:
+def _increase(before: float, after: float) -> float:
     return max(0.0, after - before)
 
 
