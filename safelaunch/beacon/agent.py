@@ -34,7 +34,6 @@ class Stopped(Exception):
 
 @log.guarded
 def start(run_dir: str, role: str) -> None:
-    """Starts the beacon in the torchrun agent."""
     log.run_dir = run_dir
     lifeline.watch(run_dir, layout.AGENT_ROLE)
     _create_page()

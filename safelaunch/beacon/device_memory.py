@@ -39,7 +39,6 @@ def install(base: str) -> None:
 
 
 def detach() -> None:
-    """Stops recording in a forked child, which has no CUDA."""
     global _base
     _base = ""
 

@@ -20,7 +20,7 @@ def apply(c10d: ModuleType, setting: str) -> None:
 
     Args:
         c10d: The module ``distributed_c10d``, best before another module has imported a name from it.
-        given: Seconds, empty for none; with a ``!``, groups to which the script gives a timeout get this one, too.
+        setting: Seconds, empty for none; with a ``!``, groups to which the script gives a timeout get this one, too.
     """
     if not setting:
         return

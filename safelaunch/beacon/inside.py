@@ -104,7 +104,7 @@ class _Closing:
 
 def send(connection: Any) -> None:
     """Sends a descriptor of this process's memory with the first byte, then the answer until the end of the stream."""
-    data = b"\n" + page.as_json(told()).encode("utf-8", "replace")
+    data = b"\n" + page.as_json(snapshot()).encode("utf-8", "replace")
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -121,11 +121,11 @@ def send(connection: Any) -> None:
             os.close(memory)
 
 
-def told() -> dict[str, object]:
+def snapshot() -> dict[str, object]:
     """Returns the answer. Stacks come first: while this thread has the GIL, all show the same moment."""
     threads = _stacks()
     roles = log.guarded(_roles)() or {}
-    return {"threads": threads, "calls": _of_tasks("syscall"), "waits": _of_tasks("wchan"), "roles": roles}
+    return {"threads": threads, "calls": _task_files("syscall"), "waits": _task_files("wchan"), "roles": roles}
 
 
 def _stacks() -> list[dict[str, object]]:
@@ -189,7 +189,7 @@ def _shown(variables: Any) -> list[dict[str, object]]:
     return shown
 
 
-def _of_tasks(name: str) -> dict[str, str]:
+def _task_files(name: str) -> dict[str, str]:
     """Returns the contents of a file of each thread of this process, by thread id."""
     contents: dict[str, str] = {}
     for tid in os.listdir("/proc/self/task")[:MOST_THREADS]:

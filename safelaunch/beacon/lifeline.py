@@ -90,11 +90,11 @@ def _leave(run_dir: str) -> None:
 
 def _is_guarded(run_dir: str) -> bool:
     # A live guardian removes the run directory once it has ended the job.
-    words = [line.split() for line in _noted(run_dir, "guardian")]
+    words = [line.split() for line in _recorded_members(run_dir, "guardian")]
     return any(_lives(pid, ticks) for pid, ticks in words)
 
 
-def _noted(run_dir: str, what: str) -> list[str]:
+def _recorded_members(run_dir: str, what: str) -> list[str]:
     """Returns the members of the job that the guardians recorded under the keyword ``what``."""
     try:
         with open(os.path.join(run_dir, layout.MEMBERS)) as file:
@@ -136,7 +136,7 @@ def _end_without(run_dir: str) -> None:
 
     If that isn't possible, sends SIGTERM to this process: torchrun then ends its ranks.
     """
-    for group in _noted(run_dir, "group"):
+    for group in _recorded_members(run_dir, "group"):
         try:
             with open(os.path.join(group, "cgroup.kill"), "w") as file:
                 file.write("1")

@@ -80,7 +80,6 @@ heard_loss: Callable[[object], None] | None = None  # set by a probe that compar
 
 
 def user_stepped(loss: object = None) -> None:
-    """Implements ``safelaunch.step()``."""
     if loss is not None and heard_loss is not None:
         heard_loss(loss)
     _begin()

@@ -220,7 +220,7 @@ class _SourceReader:
         places: list[FrameWithSource] = []
         callers: list[Frame] = []
         for number, frame in enumerate(stack):
-            asks = any(step.asks_for_rank for step in way_to(frame, self.facts.read_source))
+            asks = any(step.depends_on_rank for step in way_to(frame, self.facts.read_source))
             tells = alike or any(_went_elsewhere(frame, other) for other in elsewhere)
             if len(places) < MOST_PLACES and (number == 0 or asks or tells):
                 places.append(self.place(frame))
@@ -258,7 +258,7 @@ class _SourceReader:
         for number in wanted:
             mark, note = "", ""
             if number in marked:
-                mark, note = ("guard" if marked[number].asks_for_rank else "way"), _note(self.facts, marked[number])
+                mark, note = ("guard" if marked[number].depends_on_rank else "way"), _note(self.facts, marked[number])
             if number == here:
                 mark = "here"
             shown = self.said(source[number - 1].expandtabs(4).rstrip())[:MOST_COLUMNS]
@@ -320,7 +320,7 @@ def _indent(line: str) -> int:
 
 def _note(facts: CaseFacts, step: Guard) -> str:
     """Returns ``leads rank 0 here; keeps ranks 1-3 from here`` if the condition depends on the rank."""
-    if step.loop or not step.asks_for_rank:
+    if step.loop or not step.depends_on_rank:
         return ""
     admitted: dict[bool | None, list[int]] = {}
     for rank in facts.ranks:

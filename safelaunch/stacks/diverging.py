@@ -128,7 +128,7 @@ def _conditions(
             yield Guard(frame.file, decorator.lineno, f"@{src.text_of(decorator)}", taken=False)
     for step in way_to(frame, read_source):
         if not step.loop and step.test is not None:
-            by_round = not step.asks_for_rank and counters.issuperset(varying_names(step.test, step.names))
+            by_round = not step.depends_on_rank and counters.issuperset(varying_names(step.test, step.names))
             yield replace(step, by_round=by_round)
     if (handler := src.handler_of(frame, read_source)) is not None:
         yield Guard(frame.file, handler.lineno, except_words(handler), taken=True)

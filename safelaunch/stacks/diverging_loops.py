@@ -9,12 +9,12 @@ from safelaunch.model import Frame
 from safelaunch.stacks import source as src
 from safelaunch.stacks.diverging import below_divergence, shared_depth
 from safelaunch.stacks.guards import Guard, names_at, way_to
-from safelaunch.stacks.rank_names import asks_for_the_rank
+from safelaunch.stacks.rank_names import depends_on_rank
 from safelaunch.stacks.same_on_ranks import round_counters, varying_names
 from safelaunch.stacks.source import ReadSource
 
 
-def loop_of_both(
+def common_loop(
     first: Sequence[Frame], other: Sequence[Frame], read_source: ReadSource
 ) -> tuple[Guard, Sequence[Frame]] | None:
     """Returns the head of a loop in which both stacks are at the same line, and the stack below that line.
@@ -66,7 +66,7 @@ def _left(
     names = names_at(inside, read_source)
     counters = {*round_counters(src.scope_at(inside, read_source))}
     ifs = src.ifs_with(
-        ends, loop, lambda test: asks_for_the_rank(test, names) or not counters.issuperset(varying_names(test, names))
+        ends, loop, lambda test: depends_on_rank(test, names) or not counters.issuperset(varying_names(test, names))
     )
     return src.SourceLoop(loop.lineno, enclosed, inside, ifs, src.end_of(loop))
 

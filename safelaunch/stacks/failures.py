@@ -219,7 +219,6 @@ def fingerprints(message: str) -> dict[int, Fingerprint]:
 
 
 def failure(text: str) -> KnownFailure | None:
-    """Returns the meaning of an error; None for an error of anything else."""
     for kind, own, pattern, means in _KINDS:
         hit = re.search(pattern, text, re.IGNORECASE)
         if hit is not None:

@@ -170,7 +170,6 @@ class Stack:
 
     @cached_property
     def user_frames(self) -> tuple[Frame, ...]:
-        """All frames of the user's own code."""
         return tuple(self._users()) or ((self.user_frame,) if self.user_frame is not None else ())
 
     @cached_property

@@ -53,7 +53,6 @@ class Shortage:
 
 
 def shortage(message: str) -> Shortage | None:
-    """Reads the error's message; returns None for any other message."""
     if "out of memory. Tried to allocate" not in message:
         return None
     device = _DEVICE.search(message)

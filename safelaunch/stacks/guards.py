@@ -16,7 +16,7 @@ from functools import lru_cache
 from safelaunch.model import Frame
 from safelaunch.stacks import source as src
 from safelaunch.stacks.frames import basename
-from safelaunch.stacks.rank_names import MAX_STEPS, WORLD_SIZE, asks_for_the_rank, identifiers
+from safelaunch.stacks.rank_names import MAX_STEPS, WORLD_SIZE, depends_on_rank, identifiers
 from safelaunch.stacks.rank_values import UnknownValueError, Whereabouts, value_on_rank
 from safelaunch.stacks.source import ReadSource
 
@@ -37,7 +37,7 @@ class Guard:
     test: ast.expr | None = field(default=None, compare=False, repr=False)
     names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
     beside: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # calls of the other branch
-    asks_for_rank: bool = field(default=False, compare=False)  # it depends on the process: ranks can diverge here
+    depends_on_rank: bool = field(default=False, compare=False)  # it depends on the process: ranks can diverge here
     loop: bool = field(default=False, compare=False)  # it is the head of a ``for`` loop
     by_round: bool = False  # it depends on the number of the round alone, so that it is equal on all ranks
     again: bool = False  # it repeats what failed
@@ -65,7 +65,7 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
     """
     blocking = []
     for frame, into in zip(stack, (None, *stack), strict=False):
-        guards = [guard for guard in reversed(way_to(frame, read_source)) if guard.asks_for_rank and not guard.loop]
+        guards = [guard for guard in reversed(way_to(frame, read_source)) if guard.depends_on_rank and not guard.loop]
         if any(guard.beside for guard in guards):
             called = _called_at(frame, read_source) if into is None else into.function.rpartition(".")[2]
             guards = [replace(guard, test=None) if called and called in guard.beside else guard for guard in guards]
@@ -81,7 +81,6 @@ def way_to(frame: Frame, read_source: ReadSource) -> tuple[Guard, ...]:
 
 
 def names_at(frame: src.Located, read_source: ReadSource) -> dict[str, ast.expr]:
-    """Returns the names that stand for one expression at that line."""
     tree = src.tree_in(frame.file, read_source)
     return _assigned(tree) | _assigned(src.scope_of(tree, frame.line))
 
@@ -93,7 +92,7 @@ def _way(text: str, file: str, line: int) -> tuple[Guard, ...]:
     names = _assigned(tree) | _assigned(scope)
     conditions = []
     for at, shown, taken, test in _on_the_way(scope, line):
-        asks = test is None or asks_for_the_rank(test, names)
+        asks = test is None or depends_on_rank(test, names)
         conditions.append(Guard(file, at, shown, taken, test, names, _beside(scope, test, taken), asks))
     return tuple(sorted([*conditions, *_loops(scope, file, line, names)], key=lambda guard: guard.line))
 
@@ -117,8 +116,8 @@ def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) 
     for loop in src.loops_around(scope, line):
         if not isinstance(loop, ast.While) and src.holds(loop.body, line):
             shown = f"for {src.text_of(loop.target)} in {src.text_of(loop.iter)}"
-            asks = asks_for_the_rank(loop.iter, names)
-            yield Guard(file, loop.lineno, shown, taken=True, asks_for_rank=asks, loop=True)
+            asks = depends_on_rank(loop.iter, names)
+            yield Guard(file, loop.lineno, shown, taken=True, depends_on_rank=asks, loop=True)
 
 
 _Met = tuple[int, str, bool, "ast.expr | None"]  # line, text, whether it was taken, and test of a condition
@@ -233,5 +232,5 @@ def assignments_of_the_rank(module: ast.Module) -> list[ast.stmt]:
     return [
         statement
         for statement, assigned in values.items()
-        if any(asks_for_the_rank(value, names) or any(map(WORLD_SIZE.match, identifiers(value))) for value in assigned)
+        if any(depends_on_rank(value, names) or any(map(WORLD_SIZE.match, identifiers(value))) for value in assigned)
     ]

@@ -25,7 +25,7 @@ MAX_STEPS = 6  # from a name to the name that it stands for
 _CASTS = frozenset({"int", "str", "bool", "get", "getenv"})
 
 
-def asks_for_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int = MAX_STEPS) -> bool:
+def depends_on_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int = MAX_STEPS) -> bool:
     """Returns whether the condition depends on the process: it contains the rank, or a name that stands for the rank.
 
     The result of a function of the rank doesn't count.
@@ -34,7 +34,7 @@ def asks_for_the_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int 
     if any(_RANK.search(word) for word in words):
         return True
     values = (names[word] for word in words if steps and word in names)
-    return any(asks_for_the_rank(plain, names, steps - 1) for value in values if (plain := _plain(value)) is not None)
+    return any(depends_on_rank(plain, names, steps - 1) for value in values if (plain := _plain(value)) is not None)
 
 
 def _plain(value: ast.expr) -> ast.expr | None:

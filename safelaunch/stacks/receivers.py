@@ -19,7 +19,7 @@ def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
     return here[0].func.attr == name and not here[0].args and of_object.issuperset(here[1:])
 
 
-def is_given_by(frame: Frame, names: Collection[str], read_source: ReadSource) -> bool:
+def is_result_of(frame: Frame, names: Collection[str], read_source: ReadSource) -> bool:
     """Returns whether only calls of these functions can have returned the object whose method the line calls.
 
     ``f(x).wait()`` shows it, and ``work.wait()`` if the function binds ``work`` only to results of ``f``, or to items
@@ -68,7 +68,6 @@ def _values(name: str, scope: ast.AST) -> list[ast.expr]:
 
 
 def _binds(node: ast.AST, name: str) -> bool:
-    """Returns whether the node binds the variable or an item of it, or is a parameter with its name."""
     if isinstance(node, ast.arg):
         return node.arg == name
     if isinstance(node, (ast.Global, ast.Nonlocal)):

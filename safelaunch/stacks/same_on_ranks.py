@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping
 
 from safelaunch.stacks import source as src
-from safelaunch.stacks.rank_names import asks_for_the_rank
+from safelaunch.stacks.rank_names import depends_on_rank
 
 _COUNTING = frozenset({"range", "trange", "enumerate", "count"})
 _SETTINGS = frozenset({"args", "cfg", "config", "conf", "opt", "opts", "hparams", "params", "settings", "flags"})
@@ -16,7 +16,7 @@ _MOST_STEPS = 6  # of names that stand for names
 
 def is_same_on_ranks(value: ast.expr, names: Mapping[str, ast.expr], steps: int = _MOST_STEPS) -> bool:
     """Returns whether all ranks compute the same value: from constants, settings, and names that stand for these."""
-    if not steps or asks_for_the_rank(value, names):
+    if not steps or depends_on_rank(value, names):
         return False
     calls = [*src.calls_in(value)]
     if any(not isinstance(call.func, ast.Name) or call.func.id not in _CASTS for call in calls):
@@ -37,7 +37,6 @@ def varying_names(test: ast.expr, names: Mapping[str, ast.expr]) -> Iterator[str
 
 
 def _names_except_settings(test: ast.expr) -> Iterator[str]:
-    """Yields the names in an expression, except for settings and constants."""
     nodes = list(ast.walk(test))
     owners = {node.value for node in nodes if isinstance(node, ast.Attribute)}
     for node in nodes:

@@ -55,7 +55,6 @@ def scope_at(frame: Located, read_source: ReadSource) -> ast.AST:
 
 
 def scope_of(tree: ast.Module, line: int) -> ast.AST:
-    """Returns the innermost function (or the module) that contains ``line``."""
     scope: ast.AST = tree
     for node in ast.walk(tree):  # breadth first: inner functions come later
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and spans(node, line):
@@ -119,7 +118,6 @@ def calls_at(frame: Frame, read_source: ReadSource) -> list[ast.Call]:
 
 
 def names_called_at(frame: Frame, read_source: ReadSource) -> set[str]:
-    """Returns the names of the functions that the line itself calls."""
     return {name_called(call.func) for call in calls_at(frame, read_source)}
 
 
@@ -158,7 +156,6 @@ def ifs_with(ends: tuple[type[ast.stmt], ...], loop: AnyLoop, may: Callable[[ast
 
 
 def loops_at(frame: Frame, read_source: ReadSource) -> list[SourceLoop]:
-    """Returns the loops around the line, outermost first."""
     around = loops_around(scope_at(frame, read_source), frame.line)
     return [SourceLoop(loop.lineno, n > 0, frame, end=end_of(loop)) for n, loop in enumerate(around)]
 
@@ -203,7 +200,6 @@ def _written(node: ast.expr | ast.stmt) -> str:
 
 
 def names_in(node: ast.AST) -> Iterator[str]:
-    """Yields each name and attribute in ``node``."""
     for part in ast.walk(node):
         if isinstance(part, ast.Attribute):
             yield part.attr

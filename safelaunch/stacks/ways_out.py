@@ -48,7 +48,6 @@ class WayOut:
         return bool(self.parts)
 
     def is_in(self, text: str) -> bool:
-        """Returns whether the statement printed a line of ``text``."""
         return all(part in text for part in self.parts) and any(map(self.has_printed, text.splitlines()))
 
     def leaves_out(self, frame: Frame) -> bool:
@@ -56,7 +55,6 @@ class WayOut:
 
 
 def ways_out(frames: Iterable[Frame], read_source: ReadSource) -> Iterator[WayOut]:
-    """Yields the ways out in the functions of ``frames``."""
     scopes = set()
     for frame in frames:
         scope = src.scope_at(frame, read_source)
@@ -149,7 +147,6 @@ def _prints(statement: ast.stmt) -> tuple[str, ...]:
 
 
 def _literals(node: ast.expr) -> list[str]:
-    """Returns the constant parts of a text."""
     if isinstance(node, ast.Constant):
         parts = _FIELD.split(node.value) if isinstance(node.value, str) else []
     elif isinstance(node, ast.JoinedStr):

@@ -9,7 +9,7 @@ from safelaunch.model import Frame
 from safelaunch.model.entries import Entries
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.diverging import DivergingStacks, diverging_stacks
-from safelaunch.stacks.diverging_loops import loop_of_both
+from safelaunch.stacks.diverging_loops import common_loop
 from safelaunch.stacks.guards import Guard
 from safelaunch.stacks.source import SourceLoop, loops_at, names_called_at
 from safelaunch.stacks.ways_out import ways_around
@@ -47,7 +47,7 @@ def diverging_conditions(facts: CaseFacts, finding: Finding) -> Iterator[Annotat
     (first_side, _), (second_side, _) = sides
     branching = diverging_stacks(first_side, second_side, facts.read_source)
     if branching is None:
-        loop = loop_of_both(first_side, second_side, facts.read_source)
+        loop = common_loop(first_side, second_side, facts.read_source)
         if loop is not None:
             yield _different_items(facts, *loop)
         return

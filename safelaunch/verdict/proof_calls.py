@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from safelaunch.model import (
     Collective,
 )
-from safelaunch.stacks.receivers import is_given_by
+from safelaunch.stacks.receivers import is_result_of
 from safelaunch.verdict.c10d import number_of, op_name, signature
 from safelaunch.verdict.peers import PeerWait, line_before_c10d
 from safelaunch.verdict.thread_view import View
@@ -79,4 +79,4 @@ def _bytes(signature: tuple[object, ...]) -> int | None:
 def names_transfer(view: View) -> bool:
     """Returns whether the thread waits for the result of a ``torch.distributed`` function, not of a group's method."""
     inner = line_before_c10d(view)
-    return inner is not None and view.read_source is not None and is_given_by(inner, _TRANSFERS, view.read_source)
+    return inner is not None and view.read_source is not None and is_result_of(inner, _TRANSFERS, view.read_source)

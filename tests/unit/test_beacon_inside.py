@@ -72,14 +72,14 @@ def resting(target: Any, *args: object) -> Iterator[threading.Thread]:
 
 
 def stack_of(thread: threading.Thread) -> dict[str, Any]:
-    threads: Any = beacon.told()["threads"]
+    threads: Any = beacon.snapshot()["threads"]
     return next(one for one in threads if one["thread_id"] == thread.ident)
 
 
 def test_stack_has_thread_function_line_and_native_id() -> None:
     with resting(rests, 7, None) as thread:
         stack = stack_of(thread)
-        told: Any = beacon.told()
+        told: Any = beacon.snapshot()
 
     frame = next(one for one in stack["frames"] if one["name"] == "rests")
     assert (frame["filename"], frame["line"]) == (__file__, rests.__code__.co_firstlineno + 4)
@@ -109,7 +109,7 @@ def test_stack_capture_leaves_locals_dict_of_function_unchanged() -> None:
 
 def test_system_calls_are_reported_for_each_thread() -> None:
     with resting(rests, 7, None) as thread:
-        calls: Any = beacon.told()["calls"]
+        calls: Any = beacon.snapshot()["calls"]
     assert calls.keys() >= {str(os.getpid()), str(thread.native_id)}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from safelaunch.model import Frame
 from safelaunch.stacks.diverging import diverging_stacks
-from safelaunch.stacks.diverging_loops import loop_left, loop_of_both, loop_returned_from
+from safelaunch.stacks.diverging_loops import common_loop, loop_left, loop_returned_from
 from safelaunch.stacks.source import SourceLoop
 from safelaunch.stacks.ways_out import WayOut, ways_out
 from tests.support.evidence import C10D, MODULE, at
@@ -179,7 +179,7 @@ SYNC, GRADS = (at(3, "sync"), at(17, "<module>")), (at(6, "mean"), at(14, "grads
 def test_common_loop_of_both_stacks_is_found(
     one: tuple[Frame, ...], other: tuple[Frame, ...], head: str | None
 ) -> None:
-    found = loop_of_both(one, other, lambda path: ITEMS)
+    found = common_loop(one, other, lambda path: ITEMS)
     assert (found and found[0].words) == head
     assert found is None or found[1][-1].line in (3, 14)
 

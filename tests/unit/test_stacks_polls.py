@@ -9,7 +9,7 @@ import pytest
 from safelaunch.model import Frame
 from safelaunch.stacks.locks import LockTaken, lock_at
 from safelaunch.stacks.polls import Poll, poll_at
-from safelaunch.stacks.receivers import is_given_by
+from safelaunch.stacks.receivers import is_result_of
 from safelaunch.stacks.store_keys import StoreKey, store_key_at
 
 FILE = "/home/me/train.py"
@@ -259,6 +259,6 @@ def of_others(ops, group, given):
 def test_value_is_traced_to_named_calls_only() -> None:
     names = ("isend", "irecv", "batch_isend_irecv")
     waits = [number for number, line in enumerate(GIVEN.splitlines(), 1) if "wait(" in line]
-    found = [line for line in waits if is_given_by(Frame("/x.py", line, "f"), names, lambda path: GIVEN)]
+    found = [line for line in waits if is_result_of(Frame("/x.py", line, "f"), names, lambda path: GIVEN)]
     assert found == [line for line in waits if line <= GIVEN.splitlines().index("def of_others(ops, group, given):")]
-    assert not is_given_by(Frame("/x.py", 2, "f"), names, lambda path: None)
+    assert not is_result_of(Frame("/x.py", 2, "f"), names, lambda path: None)
