@@ -113,7 +113,7 @@ def attach(
 
 
 def _report_own_end() -> None:
-    """Appends the exception that ends the agent to the events.
+    """Makes the agent append the exception that ends it to the events.
 
     If the supervisor ends a hung job by SIGTERM, no traceback is printed: it says nothing about the hang and pushes the
     verdict off the screen.

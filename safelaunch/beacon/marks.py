@@ -119,7 +119,7 @@ def set_server_up() -> None:
 def enter_phase(name: str, timeout_s: float) -> Phase:
     """Implements ``safelaunch.phase()``. Returns the previous phase, for ``leave_phase``.
 
-    With a ``timeout_s`` of 0, the surrounding phase's time continues, or the watchdog's own threshold applies.
+    With a ``timeout_s`` of 0, the surrounding phase's time continues; without one, the watchdog's threshold applies.
     """
     before, limit_s = get_phase(), min(timeout_s, LONGEST_S)
     if limit_s or not before[1]:

@@ -183,7 +183,7 @@ def mesh(device_mesh: Any) -> Mesh:
 def rank_print(*values: object, group: Any = None) -> tuple[str, ...]:
     """Prints a line for each rank of ``group``, in order, once."""
     ranks, lines = _gather(" ".join(map(str, values)), group)
-    _table("", ("rank", "said"), [(str(rank), line) for rank, line in zip(ranks, lines, strict=True)], ranks)
+    _table("", ("rank", "output"), [(str(rank), line) for rank, line in zip(ranks, lines, strict=True)], ranks)
     return tuple(lines)
 
 

@@ -1,6 +1,6 @@
 """The beacon of one rank. It installs every hook before the user's script runs, and removes them after a fork.
 
-Nothing here must raise into the script, print, change an exit code, or keep the rank from ending.
+The beacon must not raise into the script, print, change an exit code, or keep the rank from ending.
 """
 
 from __future__ import annotations

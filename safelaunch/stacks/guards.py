@@ -36,7 +36,7 @@ class Guard:
     taken: bool
     test: ast.expr | None = field(default=None, compare=False, repr=False)
     names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
-    beside: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # calls of the other branch
+    other_branch_calls: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     depends_on_rank: bool = field(default=False, compare=False)  # it depends on the process: ranks can diverge here
     loop: bool = field(default=False, compare=False)  # it is the head of a ``for`` loop
     by_round: bool = False  # it depends on the number of the round alone, so that it is equal on all ranks
@@ -66,9 +66,12 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
     blocking = []
     for frame, into in zip(stack, (None, *stack), strict=False):
         guards = [guard for guard in reversed(way_to(frame, read_source)) if guard.depends_on_rank and not guard.loop]
-        if any(guard.beside for guard in guards):
+        if any(guard.other_branch_calls for guard in guards):
             called = _called_at(frame, read_source) if into is None else into.function.rpartition(".")[2]
-            guards = [replace(guard, test=None) if called and called in guard.beside else guard for guard in guards]
+            guards = [
+                replace(guard, test=None) if called and called in guard.other_branch_calls else guard
+                for guard in guards
+            ]
         blocking += guards
         if src.runs_aside(frame, read_source):
             break
