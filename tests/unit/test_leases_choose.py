@@ -1,4 +1,4 @@
-"""Which GPUs a job may have, and how many it wants: tables."""
+"""Tables of the GPUs that a job can use, and of the number that it wants."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def labels(gpus: tuple[LeasableGpu, ...] | None) -> str | None:
         ({"CUDA_VISIBLE_DEVICES": ""}, GPUS, ""),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, GPUS, ""),
         ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, GPUS, ""),
-        # As CUDA does: what comes after the first that names nothing is not seen.
+        # As in CUDA, entries after the first invalid one are ignored.
         ({"CUDA_VISIBLE_DEVICES": "2,-1,3"}, GPUS, "2"),
         ({"CUDA_VISIBLE_DEVICES": "2,9,3"}, GPUS, "2"),
         ({"CUDA_VISIBLE_DEVICES": "GPU-"}, GPUS, "0"),
@@ -51,7 +51,7 @@ def labels(gpus: tuple[LeasableGpu, ...] | None) -> str | None:
         ({**SLURM, "SLURM_JOB_GPUS": "2,4-6"}, GPUS, "2 4 5 6"),
         ({**SLURM, "SLURM_JOB_GPUS": "2,3,4", "SLURM_STEP_GPUS": "3"}, GPUS, "3"),
         ({**SLURM, "GPU_DEVICE_ORDINAL": "0", "SLURM_JOB_GPUS": "2,3"}, GPUS, "0"),
-        # A cgroup hides the others, and NVML counts from 0: all that is seen is the job's.
+        # A cgroup hides the other GPUs, and NVML counts from 0, so all visible GPUs are the job's.
         ({**SLURM, "SLURM_JOB_GPUS": "6,7"}, GPUS[:2], "0 1"),
         ({**SLURM}, GPUS, "0 1 2 3 4 5 6 7"),
         ({"SLURM_JOB_GPUS": "2"}, GPUS, "0 1 2 3 4 5 6 7"),
@@ -65,7 +65,7 @@ def test_gpu_pool_follows_environment(environ: dict[str, str], gpus: tuple[Leasa
     ("request_", "ranks", "environ", "expected"),
     [
         (None, 2, {}, (2, 8, False)),
-        (None, 16, {}, (8, 8, False)),  # more ranks than GPUs share them all
+        (None, 16, {}, (8, 8, False)),  # more ranks than GPUs share all GPUs
         (None, "all", {}, (8, 8, False)),
         (None, None, {}, None),
         (None, 2, {"CUDA_VISIBLE_DEVICES": "4,5,6"}, (3, 3, True)),

@@ -1,4 +1,4 @@
-"""Taking GPUs: NVML through the real binding and a stand-in of its library, use without a lease, waiting, refusing."""
+"""Taking GPUs: NVML through the real binding and a stand-in library, use without a lease, waiting and refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> LeaseStore:
 
 
 class Clock:
-    """A clock that only sleeping moves; ``events``: what happens when so many seconds have passed."""
+    """Clock that only sleeping advances; each of its events is called when its time has passed."""
 
     def __init__(self, **events: Callable[[], object]) -> None:
         self.now = 0.0
@@ -83,7 +83,7 @@ def test_inventory_lists_gpus_with_processes(node: stub.Node) -> None:
     found = see(node)
     assert [gpu.uuid for gpu in found.gpus] == [stub.uuid(n) for n in range(8)]
     assert found.gpus[2].processes == (GpuUser(4711, 3 * stub.GIB), GpuUser(4712, 7))
-    # What the driver reserves for itself (600 MiB in the stand-in) is nobody's use.
+    # The driver's own reservation (600 MiB in the stand-in) doesn't count as used.
     assert [gpu.memory_used_bytes for gpu in found.gpus[5:7]] == [4 << 20, 10 * stub.GIB]
     assert not found.missing
 
@@ -206,7 +206,7 @@ def test_wait_ends_at_timeout_or_interrupt(store: LeaseStore) -> None:
 
 
 def test_large_job_in_queue_is_not_starved(store: LeaseStore) -> None:
-    """Two GPUs are free, one who waits wants four, and who comes later and wants one waits for him."""
+    """Two GPUs are free. A waiting job wants four, so a later job that wants one waits for it."""
     half = take(store, wish("2"), still(FOUR), Patience())
     large = store.queue([gpu.uuid for gpu in FOUR.gpus], 3, ourselves("", "large.py"))
     with pytest.raises(ResourceError, match=r"ahead of this job in the queue: .*large.py"):
@@ -217,7 +217,7 @@ def test_large_job_in_queue_is_not_starved(store: LeaseStore) -> None:
     half.lease.release(), small.lease.release()
 
 
-# --- showing ----------------------------------------------------------------------------------------------------------
+# --- display ----------------------------------------------------------------------------------------------------------
 
 
 def test_process_user_and_command_are_shown() -> None:
@@ -228,7 +228,7 @@ def test_process_user_and_command_are_shown() -> None:
 
 
 def test_gpus_marks_processes_left_behind_by_ended_run(node: stub.Node) -> None:
-    """By the variable that the run gave it: the number of a supervisor that is gone, or of a younger process."""
+    """A variable has the pid of the run's supervisor, which has ended, or whose pid was reused."""
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
     sleeps = {}
@@ -256,7 +256,8 @@ MIB = 1 << 20
 ROWS = [
     (LeasableGpu("0", "GPU-0"), {}, {}, "free", "-"),
     (LeasableGpu("0", "GPU-0"), {"GPU-0": LeaseHolder(7, 1, "", "train.py", 1.0, 0)}, {}, "leased", "train.py"),
-    (LeasableGpu("0", "GPU-0"), {"GPU-0": LeaseHolder(7, 1, "", "train.py", 1.0, 0, "ranks")}, {}, "ranks only", "train.py"),
+    (LeasableGpu("0", "GPU-0"), {"GPU-0": LeaseHolder(7, 1, "", "train.py", 1.0, 0, "ranks")}, {}, "ranks only",
+     "train.py"),
     (LeasableGpu("0", "GPU-0", processes=(GpuUser(5), GpuUser(6))), {}, {5: User(5, "ann", "python x.py")},
      "unleased use", "python x.py (and pid 6)"),
     (LeasableGpu("0", "GPU-0", processes=(GpuUser(5),)), {}, {}, "unleased use", "not visible from here"),
@@ -275,7 +276,7 @@ def test_gpu_row_shows_state_and_holder(
     assert (row.state, row.cells[-1]) == (state, words)
     (shown,) = gpus.document([row], [], "").gpus
     assert shown.state == state
-    # Whether a holder lives is known from its lock: pid 7 of these is no process of ours.
+    # The lock shows whether a holder lives; pid 7 is no process of this test.
     assert not held or (shown.lease is not None and shown.lease.alive == (state == "leased"))
 
 

@@ -1,4 +1,4 @@
-"""Ports: which may be leased, and that a leased one is kept from others and yet to be used by the job."""
+"""Choice of ports to lease, and leased ports that other programs can't take but the job can use."""
 
 from __future__ import annotations
 

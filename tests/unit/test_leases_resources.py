@@ -1,4 +1,4 @@
-"""What a job is given before it starts: how many ranks count, which port is leased, and when nothing is."""
+"""Resources of a job before it starts: number of ranks, leased port, and cases without a lease."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_command_line_option_value_is_replaced(words: str, expected: str) -> Non
 
 
 def test_option_abbreviations_are_unambiguous() -> None:
-    """What ``value_of`` takes for --nproc-per-node and --nnodes, argparse takes for nothing else."""
+    """Abbreviations that ``value_of`` accepts for --nproc-per-node and --nnodes match no other option in argparse."""
     for shortest, name in (("--np", "--nproc"), ("--nn", "--nnodes"), ("--master-p", "--master")):
         assert {option[: len(name)].replace("_", "-") for option in KNOWN if option.startswith(shortest)} == {name}
 
@@ -125,7 +125,7 @@ def test_master_port_auto_is_leased(tmp_path: Path) -> None:
 def test_master_port_auto_without_lease_directory_is_free_port(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The job starts anyway, with a port that is free and stays bound, and one line says so."""
+    """The job starts anyway, with a free port that stays bound, and one line says so."""
     (tmp_path / "leases").write_text("no directory")
     environ = {"SAFELAUNCH_LEASE_DIR": os.fspath(tmp_path / "leases")}
     torch = TorchInstallation("python", tmp_path, "")

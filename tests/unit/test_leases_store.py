@@ -1,4 +1,4 @@
-"""Leases against real locks: what frees them and what does not, queues, and what other users may put in the way."""
+"""Leases with real locks: what frees them, queues, and obstacles made by other users."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def taken(store: LeaseStore, *keys: str) -> Lease:
 
 @contextmanager
 def elsewhere(function: Callable[[], object]) -> Iterator[int]:
-    """A child that has done ``function`` and stays until the block ends; its pid."""
+    """Yields the pid of a child that has called ``function`` and stays until the block ends."""
     ready, go = os.pipe(), os.pipe()
     pid = os.fork()
     if not pid:
@@ -82,7 +82,7 @@ def elsewhere(function: Callable[[], object]) -> Iterator[int]:
 
 
 def in_child(function: Callable[[], object]) -> object:
-    """What ``function`` returns in a child of ours, as JSON takes it."""
+    """Returns the JSON value that ``function`` returns in a child process."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -149,7 +149,7 @@ def test_lease_of_killed_holder_is_free(store: LeaseStore) -> None:
 
 
 def test_lease_lasts_until_last_sharer_ends(store: LeaseStore) -> None:
-    """The guardian: forked with the lock."""
+    """The guardian is forked with the lock."""
     lease = taken(store, A)
     with elsewhere(lambda: None) as pid:
         lease.forget()
@@ -213,7 +213,7 @@ def test_beacon_ignores_lease_files_it_cannot_lock(tmp_path: Path) -> None:
     assert beacon._protected == {}
 
 
-# --- handing over -----------------------------------------------------------------------------------------------------
+# --- handover ---------------------------------------------------------------------------------------------------------
 
 ADOPT = """
 import os, sys
@@ -250,7 +250,7 @@ def test_lease_is_handed_over_to_child(store: LeaseStore) -> None:
 def test_lease_is_not_inherited_without_its_lock(store: LeaseStore, tmp_path: Path) -> None:
     lease = taken(store, A)
     other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
-    same = os.open(Path(store.directory) / f"{A}.{os.getuid()}", os.O_RDWR)  # the file, without its lock
+    same = os.open(Path(store.directory) / f"{A}.{os.getuid()}", os.O_RDWR)  # the file without its lock
     free = os.open(Path(store.directory) / f"{A}.{os.getuid()}.ranks", os.O_RDWR)
     for word in (f"{other}:{A}", f"{same}:{A}", f"{free}:{A}", f"999:{A}", "x", f"{os.dup(lease.descriptors[0])}:{B}"):
         assert inherited({HANDED_OVER: word}, store.directory) is None, word
@@ -259,7 +259,7 @@ def test_lease_is_not_inherited_without_its_lock(store: LeaseStore, tmp_path: Pa
     os.close(other), os.close(same), os.close(free)
 
 
-# --- what others put in the way ---------------------------------------------------------------------------------------
+# --- obstacles made by other users ------------------------------------------------------------------------------------
 
 
 def plant(store: LeaseStore, kind: str, tmp_path: Path) -> Path:
@@ -302,7 +302,7 @@ def test_planted_lease_files_are_skipped(store: LeaseStore, tmp_path: Path, kind
 
 @ROOT
 def test_lease_of_other_user_cannot_be_taken_or_removed(store: LeaseStore, tmp_path: Path) -> None:
-    """Neither gets what the other holds, nor can take the other's files away."""
+    """No user can take another user's lease, or remove its files."""
     for parent in (tmp_path, *tmp_path.parents):
         if stat.S_IMODE(parent.stat().st_mode) & 0o005 != 0o005 and parent.stat().st_uid == 0:
             parent.chmod(0o755)
@@ -331,7 +331,7 @@ def test_lease_of_other_user_cannot_be_taken_or_removed(store: LeaseStore, tmp_p
                     continue
         return done
 
-    take_b = taken(store, B)  # root makes the directory
+    take_b = taken(store, B)  # root creates the directory
     with elsewhere(as_user(2001, lambda: take(store, A))) as pid:
         assert in_child(as_user(2002, is_taken)) is True
         assert in_child(as_user(2002, sabotage)) == []
@@ -378,11 +378,11 @@ def test_lease_holder_survives_round_trip() -> None:
     assert decode(one.encode(), 3) == LeaseHolder(7, 9, "name", "train.py --x 'ä '", 12.5, 3)
 
 
-# --- the gate ---------------------------------------------------------------------------------------------------------
+# --- gate -------------------------------------------------------------------------------------------------------------
 
 
 def test_lease_gate_that_stays_locked_is_bypassed(store: LeaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it has been waited for; the next time it is not."""
+    """The first call waits for the gate, the next one doesn't."""
     monkeypatch.setattr(store_module, "GATE_DEADLINE_S", 0.05)
     said: list[str] = []
     store = LeaseStore(store.directory, said.append)
@@ -400,7 +400,7 @@ def test_lease_gate_that_stays_locked_is_bypassed(store: LeaseStore, monkeypatch
 
 
 def test_lease_without_gate_is_never_held_twice(store: LeaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that take and release the same things as fast as they can; a byte of the file is each thing's."""
+    """Processes take and release the same keys as fast as possible; each key is a byte of the file."""
     monkeypatch.setattr(store_module, "SHUT_S", 1000.0)
     monkeypatch.setattr(store_module, "GATE_DEADLINE_S", 0.0)
     Path(store.directory).mkdir(mode=0o1777)
@@ -444,7 +444,7 @@ def test_lease_without_gate_is_never_held_twice(store: LeaseStore, monkeypatch: 
 
 
 def _has_open(pid: int, path: str) -> bool:
-    with contextlib.suppress(FileNotFoundError):  # it closes some, meanwhile
+    with contextlib.suppress(FileNotFoundError):  # the process closes some of them at the same time
         return path in map(os.readlink, Path(f"/proc/{pid}/fd").iterdir())
     return False
 
@@ -457,7 +457,7 @@ def test_lease_directory_removed_during_gate_wait_is_recreated(store: LeaseStore
     pid = os.fork()
     if not pid:
         try:
-            os.close(gate)  # whoever has it holds the lock
+            os.close(gate)  # an open descriptor would hold the lock
             os.write(write, b"-")
             os.write(write, b"taken" if take(store, B) else b"not")
         finally:
@@ -475,7 +475,7 @@ def test_lease_directory_removed_during_gate_wait_is_recreated(store: LeaseStore
     first.release()
 
 
-# --- the queue --------------------------------------------------------------------------------------------------------
+# --- queue ------------------------------------------------------------------------------------------------------------
 
 
 def test_lease_queue_is_first_come_first_served(store: LeaseStore) -> None:
@@ -498,7 +498,7 @@ def test_lease_queue_is_first_come_first_served(store: LeaseStore) -> None:
 
 
 def test_waiter_reserves_only_the_key_it_needs(store: LeaseStore) -> None:
-    """GPU A is held for days, and somebody wants it and no other: whoever is served by B does not wait for that."""
+    """GPU A is held for days, and a waiter wants only A. A job that can use B doesn't wait for it."""
     lease = taken(store, A)
     ticket = store.queue([A], 1, about("wants A"))
 

@@ -1,4 +1,4 @@
-"""A lease directory with all in it that another user can put there: nobody is stopped, and nothing is believed."""
+"""Lease directory with everything that another user can put there: no job is blocked, and no content is trusted."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ ROOT = pytest.mark.skipif(os.getuid() != 0, reason="takes root to be several use
 
 
 class Said(list[str]):
-    """What the store says, which is shown to the user as it is."""
+    """Messages of the store, which the user sees unchanged."""
 
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """Where a stranger can go as well."""
+    """Directory that another user can enter as well."""
     with strangers.open_place() as place:
         yield place
 
@@ -68,7 +68,7 @@ def take(store: LeaseStore, *keys: str) -> Lease | None:
 
 
 def is_stalled(store: LeaseStore, said: Said) -> None:
-    """Everything can be asked and B can be had; at most one line is said, and none can do a terminal harm."""
+    """Checks that everything can be queried and B can be leased, with at most one message and no terminal sequences."""
     begin = time.monotonic()
     held, waiting = store.look([A, B]), store.waiting()
     shown = [holder.lease_words(one) for one in (*held.values(), *waiting)]
@@ -85,7 +85,7 @@ def is_stalled(store: LeaseStore, said: Said) -> None:
 @pytest.mark.parametrize("what", strangers.contents())
 def test_hostile_ticket_does_not_block_leases(what: str, store: LeaseStore, said: Said) -> None:
     with stranger(lambda: strangers.locked(place(store) / TICKET, strangers.contents()[what])):
-        if not store.waiting():  # else he queues as he should, and is waited for
+        if not store.waiting():  # otherwise the ticket is valid and is waited for
             is_stalled(store, said)
             assert len(said) == 1 and TICKET in said[0]
 
@@ -104,7 +104,7 @@ def test_lease_file_with_hostile_name_does_not_block(name: str, store: LeaseStor
     text = strangers.encoded(words(candidates=[A], count=1))
     with stranger(lambda: strangers.locked(place(store) / name, text)):
         is_stalled(store, said)
-        # It stands under a name of A's, so somebody has A; who that is the kernel says.
+        # The file has a name of A, so some user has A; the kernel knows which one.
         assert {one.uid for one in store.look([A]).values()} <= {STRANGER}
 
 
@@ -114,7 +114,7 @@ def test_lease_entries_that_are_no_files_do_not_block(
     what: str, name: str, store: LeaseStore, said: Said, tmp_path: Path
 ) -> None:
     if name.startswith(B) and "file" in what and "link" not in what:
-        name = name.replace(B, A)  # a locked file of his is his lease
+        name = name.replace(B, A)  # a locked file of the other user is a valid lease
     with stranger(lambda: strangers.things()[what](place(store) / name)):
         is_stalled(store, said)
     assert (tmp_path / "precious").read_text() == "precious" and not (tmp_path / "new").exists()
@@ -132,7 +132,7 @@ def test_thousands_of_lease_files_do_not_block(store: LeaseStore, said: Said) ->
 
 @ROOT
 def test_queue_entries_per_user_are_limited(store: LeaseStore, said: Said) -> None:
-    """Of what he has put there so many count."""
+    """Only a limited number of a user's tickets counts."""
     text = strangers.encoded(words(candidates=["GPU-cccc"]))
 
     def flood() -> list[int]:
@@ -170,7 +170,7 @@ def test_lease_files_changing_during_read_are_sanitized(store: LeaseStore, said:
 
 @ROOT
 def test_lease_lock_of_other_user_on_own_file_does_not_count(store: LeaseStore, said: Said) -> None:
-    """He may read it, so he may lock it: that holds nothing, and we take the next name."""
+    """The other user can read the file and so can lock it. This lock holds nothing, and the next name is used."""
     lease = take(store, A)
     assert lease is not None
     lease.release()
@@ -209,7 +209,7 @@ def beacon_holds(lease: Lease) -> bool:
 
 @ROOT
 def test_lease_holder_text_comes_only_from_its_own_file(store: LeaseStore) -> None:
-    """He holds ``GPU-aaaa.0.ranks``, beside a file of ours that says what we last ran."""
+    """The other user holds ``GPU-aaaa.0.ranks``, next to an own file that has the last command."""
     lease = take(store, A)
     assert lease is not None
     lease.release()
@@ -257,20 +257,20 @@ def test_queue_can_be_left_if_directory_is_unusable(store: LeaseStore, tmp_path:
     assert LeaseStore(os.fspath(tmp_path / "gone")).waiting() == []
 
 
-# --- ports, processes -------------------------------------------------------------------------------------------------
+# --- ports and processes ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @ROOT
 def test_thousands_of_ports_leased_by_other_user_are_skipped(store: LeaseStore, said: Said) -> None:
-    """They are passed over in one look, not one by one."""
+    """One look skips them all."""
     wanted = list(ports.candidates("", ""))[:5000]
 
     def lease() -> list[int]:
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
         found = []
-        with suppress(OSError):  # as many as he may open
+        with suppress(OSError):  # as many as the limit allows
             for port in wanted:
                 found.append(strangers.locked(place(store) / f"port-{port}.{STRANGER}"))
         return found

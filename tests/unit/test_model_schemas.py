@@ -1,4 +1,4 @@
-"""The JSON Schemas in the wheel: up to date, and true of the documents."""
+"""JSON Schemas in the wheel are up to date and match the documents."""
 
 from __future__ import annotations
 

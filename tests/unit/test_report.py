@@ -1,4 +1,4 @@
-"""The screen, the Markdown and the HTML of a verdict: complete, short enough, and safe with a hostile job."""
+"""Screen, Markdown and HTML of a verdict: complete, short enough, and safe for hostile jobs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_screen_has_cause_rank_place_and_next_step() -> None:
 
 
 def test_screen_of_unsure_verdict_names_doubt() -> None:
-    """A job may be proved dead while its cause is a guess."""
+    """The hang can be proved while its cause is a guess."""
     guess = replace(diagnose(sleeping()), confidence="low", doubts=("No record tells.",), proof=())
     proof = (ProofEdge("rank 0", ("rank 1",), "never joins", ""), ProofEdge("rank 1", ("rank 0",), "never joins", ""))
     shown = [screen.screen(verdict, bundle_path=BUNDLE) for verdict in (guess, replace(guess, proof=proof))]
@@ -112,7 +112,7 @@ def test_screen_fits_height_and_width(width: int, culprits: int) -> None:
 
 
 def test_screen_never_cuts_advice() -> None:
-    """Neither by evidence, nor by a long summary, nor by many ranks at fault."""
+    """Evidence, a long summary and many ranks at fault don't cut it."""
     advice = " ".join(f"word{number}" for number in range(60))
     verdict = replace(
         diagnose(sleeping()),
@@ -161,7 +161,7 @@ def show_verdict(verdict: Verdict) -> list[str]:
 
 
 def test_victim_error_is_shown_as_consequence() -> None:
-    """Who the lost peer is may be said only if there is one other rank."""
+    """The lost peer is named only if there is a single other rank."""
     message = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7913."
     lost = RankException("RuntimeError", message, 101.0, (Frame("/home/me/train.py", 9, "step"),))
     raised = RankException("ValueError", "bad batch", 100.0, (Frame("/home/me/train.py", 7, "load"),))
@@ -193,7 +193,7 @@ def test_markdown_begins_with_job_facts() -> None:
 
 
 def test_markdown_shows_each_stack_once() -> None:
-    """Also that of several ranks at fault, and folded where nobody is."""
+    """The same holds for several ranks at fault. Stacks of other ranks are folded."""
     ranks = [waiting(n) for n in range(4)]
     for n in (1, 2):
         ranks[n] = rank(n, in_user(7, "load"), "sleep", flight=behind())
@@ -224,7 +224,7 @@ def test_screen_shows_claims_in_full_if_they_fit() -> None:
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_screen_omits_claims_rather_than_cutting_them(width: int) -> None:
-    """Half a file name says nothing, and report.md has them all."""
+    """Half a file name is useless, and report.md has all claims."""
     function = "a_rather_long_function_name"
     asleep = [rank(n, in_user(7, function), "sleep", flight=behind()) for n in range(2)]
     verdict = diagnose(job(*asleep, waiting(2)))
@@ -313,7 +313,7 @@ PIECES = (
 
 @pytest.mark.parametrize("first", PIECES)
 def test_markdown_shows_job_text_unchanged_without_markup(first: str) -> None:
-    """By another's reading of Markdown: code and text alone, and as many words as before."""
+    """A separate Markdown parser sees only code and text, and no words are lost."""
     reader = MarkdownIt("commonmark").enable(["table", "strikethrough"])
     for text in (first, *(f"{first} {other}" for other in PIECES), *(f"{first}{other}" for other in PIECES)):
         opened, inline, closed = reader.parse(markdown.md(text))

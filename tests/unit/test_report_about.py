@@ -1,4 +1,4 @@
-"""An early look as people read it: on the screen, in reports, and back from a bundle."""
+"""Early looks on the screen, in reports, and read back from a bundle."""
 
 from __future__ import annotations
 

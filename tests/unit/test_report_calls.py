@@ -1,4 +1,4 @@
-"""The table of calls: which ranks share a line, in which order the calls stand, what is not shown."""
+"""Table of calls: ranks that share a row, order of rows, and omitted calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.evidence import entry, job, rank, record
 
 
 def of(number: int, *what: tuple[str, int, str], first: int = 0) -> RankEvidence:
-    """Rank ``number`` of two, which has called these: op, number, group. ``first``: the id of its oldest record."""
+    """Returns one of two ranks with these calls (op, number, group), the oldest with record id ``first``."""
     made = tuple(
         replace(entry(op, seq, done=True, group=group), created_ns=1000 * (at + 1), record_id=at)
         for at, (op, seq, group) in enumerate(what, first)

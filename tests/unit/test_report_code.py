@@ -1,4 +1,4 @@
-"""The source that a report shows of each side: which places, and which lines around them."""
+"""Source lines in a report: the places of each side, and the lines around them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_source_side_of_past_line_shows_current_line() -> None:
 
 def test_source_side_of_caught_exception_shows_its_handler() -> None:
     caught = CaughtException("ValueError", "", 1.0, at(40, "decode"), at(62))
-    other = replace(caught, caught=at(66))  # which the reason doesn't speak of
+    other = replace(caught, caught=at(66))  # not mentioned in the reason
     evidence = job(waiting(0, line=50, more={"caught": (other, caught)}), waiting(1, line=60))
     reason = "Rank 0 raised ValueError at train.py:40 (decode) and continued at train.py:62 (train)."
     side = sides(evidence, culprit(0, 40, reason=reason))[0]
@@ -131,7 +131,7 @@ def test_source_side_of_caught_exception_shows_its_handler() -> None:
 
 
 def test_source_side_matches_recorded_frame_to_stack() -> None:
-    """The record has ``close``, the stack ``Trainer.close``."""
+    """The record has ``close``, the stack has ``Trainer.close``."""
     evidence = job(rank(0, (at(12, "Trainer.close"), at(29, "<module>")), "futex"), waiting(1))
     side = sides(evidence, culprit(0, 12, "close"))[0]
     assert [(place.frame.function, place.whose) for place in side.places] == [("Trainer.close", ""), ("<module>", "")]

@@ -1,4 +1,4 @@
-"""The file for Perfetto: what its viewer needs to read it, and what it shows."""
+"""Perfetto file: valid for its viewer, and complete."""
 
 from __future__ import annotations
 

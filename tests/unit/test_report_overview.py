@@ -1,4 +1,4 @@
-"""The stacks of many ranks as one tree; and the environment contract: local rank to device, and the batch of a rank."""
+"""Tree of the stacks of many ranks, and the environment contract: devices of local ranks, and batch sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safelaunch.report.stack_tree import StackBranch, stack_tree, tree_lines
 
 
 def stack(*places: str) -> tuple[Frame, ...]:
-    """``"main:3"``, outermost first, as it is read."""
+    """Returns a stack from places like ``"main:3"``, outermost first."""
     names = [place.split(":") for place in places]
     return tuple(Frame("train.py", int(line), name) for name, line in reversed(names))
 
@@ -73,7 +73,7 @@ def test_stack_tree_of_recursion_has_bounded_depth() -> None:
 
 
 def test_stack_tree_merges_thousands_of_ranks_in_linear_time() -> None:
-    """Linear: twice the ranks take about twice the time, measured against merging itself."""
+    """Time is linear in the number of ranks, measured against smaller merges."""
 
     def taken(ranks: int) -> float:
         stacks = {r: stack(*(f"f{n}:1" for n in range(40)), f"leaf:{r}") for r in range(ranks)}

@@ -1,4 +1,4 @@
-"""The page of a report: what its data say, and what a person finds in Chromium, by mouse or keyboard."""
+"""Page of a report: its data, and its behaviour in Chromium by mouse and keyboard."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from safelaunch.verdict.rank_state import CaseFacts
 from tests.support import browser, incidents, nccl_cases, nccl_formats
 from tests.support.evidence import behind, entry, in_c10d, in_user, job, past, progress, rank, record, waiting
 
-pytestmark = pytest.mark.xdist_group("chromium")  # one Chromium, and each page made once
+pytestmark = pytest.mark.xdist_group("chromium")  # a single Chromium, and each page is made once
 
 Show = Callable[[str], "browser.Browser"]
 
@@ -52,7 +52,7 @@ def chromium() -> Iterator[browser.Browser]:
 
 @pytest.fixture
 def draw(chromium: browser.Browser, tmp_path: Path) -> Show:
-    """Opens a page, on a screen of usual size."""
+    """Opens a page on a screen of usual size."""
 
     def opened(text: str) -> browser.Browser:
         path = tmp_path / "page.html"
@@ -96,7 +96,7 @@ def marked(side: dict[str, Any], mark: str) -> list[str]:
     return [line[1].strip() for place in side["places"] for line in place["lines"] if line[2] == mark]
 
 
-# --- the data ---------------------------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["two", "four", "sixty-four"])
@@ -109,8 +109,8 @@ def test_page_code_shows_guard_of_each_side(name: str) -> None:
     assert marked(others[0], "here") == ["dist.all_reduce(loss)"]
     for side in (culprit, others[0]):
         assert "if step % 25 == 0 and rank == 0:" in marked(side, "guard")
-        assert "if batch is None:" in marked(side, "way")  # an early way out of the round
-        assert any(text.startswith("for step, batch in") for text in marked(side, "guard"))  # which asks for the rank
+        assert "if batch is None:" in marked(side, "way")  # an early way out of the loop
+        assert any(text.startswith("for step, batch in") for text in marked(side, "guard"))  # depends on the rank
     notes = [line[3] for place in culprit["places"] for line in place["lines"] if line[3]]
     assert any("keeps rank" in note and "from here" in note for note in notes)
 
@@ -168,7 +168,7 @@ def test_page_shows_processes_of_unknown_rank_by_label(draw: Show) -> None:
 
 
 def test_page_code_shows_ended_rank_at_loop_it_left() -> None:
-    """Not at the line at which its peers wait, and what the peers did is over."""
+    """It isn't shown at the line of its peers, and the peers' waits are over."""
     source = "for batch in batches:\n    loss(batch)\n    dist.all_reduce(loss)\n"
     done = {"exit": RankExit(0, 100.0)}
     left = rank(1, (), seen=False, flight=record(*past(3)), more=done)
@@ -195,7 +195,7 @@ def test_page_groups_similar_ranks_into_lane_and_row() -> None:
 
 
 def test_page_lane_shows_calls_of_its_ranks() -> None:
-    """Also where records are plain tuples, each of which gets a table of kinds of its own."""
+    """The same holds if records are plain tuples, each of which gets its own table of kinds."""
     sizes = range(1, 41)
     entries = [record(*past(2), entry("all_reduce", 3, line=50, size=(size,))) for size in sizes]
     evidence = job(*(waiting(rank, seq=3, flight=one) for rank, one in enumerate(entries)))
@@ -429,7 +429,7 @@ def test_page_is_drawn_without_error_and_fits_phone(show: Show, name: str) -> No
 
 def test_page_of_thousands_is_searchable(show: Show) -> None:
     opened = show("thousands")
-    assert opened.texts("[data-lane]") == ["rank 0", "ranks 1-4095"]  # ranks 1-7 differ in another group alone
+    assert opened.texts("[data-lane]") == ["rank 0", "ranks 1-4095"]  # ranks 1-7 differ only in another group
     opened.value("document.querySelector('#timeline select').value = '-1'")
     opened.value("document.querySelector('#timeline select').dispatchEvent(new Event('change'))")
     assert opened.texts("[data-lane]") == ["rank 0", "ranks 8-4095", "ranks 1-7"]
@@ -454,7 +454,7 @@ def test_page_first_screen_shows_code_at_fault(show: Show, name: str) -> None:
 
 
 def test_page_step_axis_is_broken_where_scale_changes(draw: Show) -> None:
-    """However long nothing has moved, the steps keep half of the width; up to there the scale is one."""
+    """Steps keep half of the width even if nothing has moved for long; until then the scale is constant."""
     for stood_s, words in ((600.0, "from here on, time is drawn 25 times denser"), (5.0, "")):
         history = tuple((int((1000 - stood_s - 24 + step / 2.5) * 1e9), step) for step in range(61))
         one = replace(progress(0), step=60, history=history, last_step_ns=history[-1][0])
@@ -594,9 +594,9 @@ def test_page_data_omits_nan_and_infinity() -> None:
     json.loads(data_of(page_of(evidence, about)), parse_constant=pytest.fail)
 
 
-# --- for everybody ----------------------------------------------------------------------------------------------------
+# --- accessibility ----------------------------------------------------------------------------------------------------
 
-_TEXT_ON = {  # which text colours stand on which grounds
+_TEXT_ON = {  # text colours and the backgrounds they are used on
     "ink": ("bg", "card", "soft", "bad-soft", "way"),
     "dim": ("bg", "card", "soft", "bad-soft", "way"),
     "faint": ("bg", "card", "soft", "bad-soft"),
@@ -606,7 +606,7 @@ _TEXT_ON = {  # which text colours stand on which grounds
 
 
 def palettes() -> list[dict[str, str]]:
-    """The colours of the light and of the dark theme."""
+    """Returns the colours of the light and of the dark theme."""
     light, dark = re.findall(r":root \{(.*?)\}", template._part("report.css"), re.DOTALL)[:2]
     colours = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in (light, dark)]
     assert set(colours[0]) == set(colours[1]) and len(colours[0]) > 15
@@ -614,7 +614,7 @@ def palettes() -> list[dict[str, str]]:
 
 
 def contrast(one: str, other: str) -> float:
-    """As WCAG 2 defines it."""
+    """Returns the contrast as WCAG 2 defines it."""
 
     def luminance(colour: str) -> float:
         channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
@@ -632,7 +632,7 @@ def test_page_text_contrast_meets_wcag(theme: int) -> None:
         for ground in grounds:
             assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
     for n in range(8):
-        assert contrast(colours[f"op{n}"], colours["card"]) >= 3, n  # a shape that has to be told apart
+        assert contrast(colours[f"op{n}"], colours["card"]) >= 3, n  # a shape that must be distinguishable
     for ground in ("bg", "card", "soft"):
         assert contrast(colours["focus"], colours[ground]) >= 3
 
@@ -683,7 +683,7 @@ def test_page_tab_order_follows_reading_order(show: Show) -> None:
         seen.append(top[0])
     order = list(dict.fromkeys(seen))
     assert order == ["nav", "code", "run", "timeline", "stacks", "ranks", "nodes", "evidence", "files"]
-    assert seen == sorted(seen, key=order.index)  # each place once
+    assert seen == sorted(seen, key=order.index)  # each section once
 
 
 def test_page_tables_on_phone_show_whole_words(show: Show) -> None:

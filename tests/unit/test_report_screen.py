@@ -1,6 +1,6 @@
-"""The screen of a verdict, as golden files.
+"""Screen of a verdict, as golden files.
 
-A screen may not break a line within a word or a path, and its last lines can be copied whole.
+A screen must not break a line within a word or a path, and its last lines can be copied whole.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ SCREENS = {"mismatch": MISMATCH, "transport": TRANSPORT, "crash": CRASH, "suspec
 
 
 def line_of(path: str, number: int) -> str:
-    return "    dist.all_gather(losses, loss)  # only rank 0 gets here, and nobody else ever comes to this line"
+    return "    dist.all_gather(losses, loss)  # only rank 0 gets here, and no other rank ever reaches the line"
 
 
 def shown(verdict: Verdict, width: int, *, color: bool = False) -> str:
@@ -121,8 +121,9 @@ def test_screen_matches_golden_file(name: str, width: int) -> None:
 def test_screen_breaks_no_word_or_path(name: str, width: int) -> None:
     verdict = SCREENS[name]
     lines = shown(verdict, width).splitlines()
-    told = [text for text in verdict.suggestions if "safelaunch --preset" not in text]  # that is the last but one line
-    words = set(" ".join([verdict.summary, *told]).split())
+    # The suggestion with the command is shown separately, on the last line but one.
+    advice = [text for text in verdict.suggestions if "safelaunch --preset" not in text]
+    words = set(" ".join([verdict.summary, *advice]).split())
     text = " ".join(line.removeprefix("safelaunch: ").strip() for line in lines)
     assert words <= set(text.split())
     paths = [f"{one.frame.file}:{one.frame.line}" for one in verdict.culprits if one.frame is not None]
@@ -251,7 +252,10 @@ LONG = "/home/me/experiments/of/a/long/name/safelaunch-bundles/train-20261122T02
     ],
 )
 def test_screen_long_path_is_relative_or_on_own_line(cwd: str, end: list[str]) -> None:
-    """Relative if that fits, else on its own line. In a file, where programs look for it, it stays as it is."""
+    """The path is relative if that fits, otherwise on its own line.
+
+    In a file, where programs look for it, it is unchanged.
+    """
     shown = screen.screen(MISMATCH, bundle_path=LONG, width=80, cwd=cwd).splitlines()
     assert [line.removeprefix("safelaunch: ") for line in shown[-len(end) :]] == end
     assert len(shown) <= screen.MAX_LINES

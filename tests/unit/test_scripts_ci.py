@@ -1,4 +1,4 @@
-"""What the options of ``tests/conftest.py`` do in CI."""
+"""Options of ``tests/conftest.py`` that CI uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``compare_verdicts.py``: which differences between two verdicts are decisions, and what its corpus keeps."""
+"""``compare_verdicts.py``: differences that count as decisions, and its corpus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phrases that the language check finds, and what it lets pass."""
+"""Phrases that the language check finds, and phrases that it accepts."""
 
 from __future__ import annotations
 

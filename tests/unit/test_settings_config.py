@@ -1,4 +1,4 @@
-"""The table of own options, and where a setting's value comes from."""
+"""Table of own options, and sources of a setting's value."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def settle(
     yaml: str | None = None,
     toml: str | None = None,
 ) -> Settings:
-    """``cli``: ``--name=value`` or ``--switch``."""
+    """Resolves settings from arguments (``--name=value`` or ``--switch``), variables and files."""
     if yaml is not None:
         (cwd / "safelaunch.yaml").write_text(yaml)
     if toml is not None:
@@ -53,7 +53,7 @@ def settle(
     return resolve(pairs, env or {}, cwd, lambda: "2.13.0")
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- options ----------------------------------------------------------------------------------------------------------
 
 
 def test_own_options_are_declared() -> None:

@@ -1,4 +1,4 @@
-"""Configuration that is only found where we happen to be: read if it is ours, passed over with one line if not."""
+"""Configuration files that are found by place: read if they are the user's, otherwise ignored with one line."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_private_group_has_no_other_members(
 
 
 def test_private_group_of_unknown_user_has_same_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in many containers."""
+    """Many containers have such users."""
     monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
     assert config._is_private_group(1234, 1234) and not config._is_private_group(0, 1234)
 
@@ -154,12 +154,12 @@ def test_dangling_config_link_counts_as_absent(name: str, to: str, tmp_path: Pat
     assert found(tmp_path).stall_timeout_s is None
 
 
-# --- a configuration for all projects of a machine, and for all of a user --------------------------------------------
+# --- configuration for all projects of a machine or of a user --------------------------------------------------------
 
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """The files of the machine, the user and the project, none of which exists yet."""
+    """Files of the machine, the user and the project, none of which exists yet."""
     places = {name: tmp_path / name for name in ("etc", "home/.config/safelaunch", "project")}
     for place in places.values():
         place.mkdir(parents=True)

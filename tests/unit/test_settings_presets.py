@@ -1,4 +1,4 @@
-"""Presets: the shipped ones, how several compose, and what is said about a wrong file."""
+"""Shipped presets, composition of several, and errors in preset files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def error_of(directory: Path, text: str | bytes, ref: str = "my.yaml") -> Preset
     return caught.value
 
 
-# --- the shipped ones -------------------------------------------------------------------------------------------------
+# --- shipped presets --------------------------------------------------------------------------------------------------
 
 
 def test_shipped_presets_are_listed() -> None:
@@ -87,7 +87,7 @@ def test_hang_debug_enables_flight_recorder_and_timeout_dumps() -> None:
     ("version", "idle"), [("2.9.1", ()), ("2.13.0+cpu", ("desync-detail",)), (None, ("desync-detail",))]
 )
 def test_desync_detail_is_idle_if_ddp_would_fail(version: str | None, idle: tuple[str, ...]) -> None:
-    """Where a preset has nothing to set, that is said at the start."""
+    """The start notes a preset that has nothing to set."""
     found = load_presets(["desync-detail"], cwd=Path(), torch_version=version)
     assert found.idle == idle
     assert ("TORCH_DISTRIBUTED_DEBUG" in {setting.name for setting in found.env}) is not bool(idle)
@@ -96,7 +96,7 @@ def test_desync_detail_is_idle_if_ddp_would_fail(version: str | None, idle: tupl
 
 @pytest.mark.parametrize("name", ["hang-debug", "desync-detail", "production"])
 def test_presets_keep_nccl_output_off_console(name: str) -> None:
-    """NCCL before 2.22 (torch 2.6 has it) prints its version on stdout at any NCCL_DEBUG level."""
+    """NCCL before 2.22 (with torch 2.6) prints its version on stdout at any NCCL_DEBUG level."""
     assert "NCCL_DEBUG" not in names([name], "2.6.0")
     for setting in load_presets([name], cwd=Path(), torch_version="2.13.0").env:
         if setting.name == "NCCL_DEBUG":
@@ -164,7 +164,7 @@ def test_version_condition_matches_version(specifier: str, version: str | None, 
     assert version_matches(specifier, version) is expected
 
 
-# --- composing --------------------------------------------------------------------------------------------------------
+# --- composition ------------------------------------------------------------------------------------------------------
 
 
 def test_later_preset_and_extending_preset_win(tmp_path: Path) -> None:

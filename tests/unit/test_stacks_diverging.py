@@ -1,6 +1,4 @@
-"""The conditions by which one rank has come to a line and another has not; loops that one has left; what code prints as
-it goes on elsewhere.
-"""
+"""Conditions on which stacks diverge, loops that a rank has left, and prints before a way out."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def average():
 
 
 def ways(one: Sequence[Frame], other: Sequence[Frame], source: str, what: str = "text") -> list[list[object]]:
-    """Of the conditions on each way alone, their words or another property."""
+    """Returns the text or another property of the conditions on each way alone."""
     found = diverging_stacks(one, other, lambda path: source)
     assert found is not None
     return [[getattr(each, what) for each in way] for way in found.ways]
@@ -173,7 +171,7 @@ SYNC, GRADS = (at(3, "sync"), at(17, "<module>")), (at(6, "mean"), at(14, "grads
         ((at(6, "mean"), *SYNC), (at(6, "mean"), *SYNC), "for name, (t, how) in entries.items() (train.py:2)"),
         (GRADS, GRADS, "for p in parameters() (train.py:12)"),
         ((at(6, "mean"), *SYNC), GRADS, None),  # at two lines of the loop
-        ((at(14, "grads"), at(18, "<module>")), GRADS, None),  # the loop does not give what is called
+        ((at(14, "grads"), at(18, "<module>")), GRADS, None),  # the loop doesn't provide the called function
     ],
 )
 def test_common_loop_of_both_stacks_is_found(
@@ -211,10 +209,10 @@ def evaluate():
     ("past", "inside", "loop"),
     [
         ((4,), (3, 11), SourceLoop(10, False, MODULE)),
-        ((7,), (3, 11), None),  # perhaps by another way
+        ((7,), (3, 11), None),  # possibly by another way
         ((7,), (3, 12), None),  # in no loop
         ((6,), (3, 11), None),  # by another way
-        ((2,), (3, 11), None),  # not behind the call
+        ((2,), (3, 11), None),  # not after the call
         ((3, 12), (3, 11), None),  # in the same call
     ],
 )
@@ -243,7 +241,7 @@ def test_loop_counter_passed_as_argument_is_by_round(given: str, by_round: bool)
     assert ways((at(5, "Log.add"), at(8, "<module>")), (at(9, "<module>"),), source, "by_round") == [[by_round], []]
 
 
-# --- a loop that one has left -----------------------------------------------------------------------------------------
+# --- loops that a rank has left ---------------------------------------------------------------------------------------
 
 ROUNDS = """
 def train():
@@ -287,7 +285,7 @@ def test_left_loop_needs_source() -> None:
     assert loop_left(stacks[0], stacks[1], lambda path: "def broken(:") is None
 
 
-# --- where code goes on elsewhere, and what it prints -----------------------------------------------------------------
+# --- ways out, and text that the code prints before them --------------------------------------------------------------
 
 PRINTS = """\
 def train(loader, log):

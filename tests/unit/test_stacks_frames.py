@@ -1,4 +1,4 @@
-"""Whose code a frame is, and what the kernel says a thread waits for."""
+"""Owner of a frame's code, and the kernel's information on what a thread waits for."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from tests.support.evidence import (
         ("??", False),
         ("./Include/internal/pycore_ceval.h", False),
         ("/home/me/python_trainer", True),
-        ("/home/me/pytorch/torch/distributed/distributed_c10d.py", False),  # torch built from its source
+        ("/home/me/pytorch/torch/distributed/distributed_c10d.py", False),  # torch built from source
         ("/home/me/pytorch/torch/nn/modules/module.py", False),
         ("/home/me/pytorch/torch/_dynamo/eval_frame.py", False),
         ("/home/me/pytorch/torch/_tensor.py", False),
@@ -139,9 +139,9 @@ def test_torch_wait_is_recognized_in_stack(frames: tuple[Frame, ...], kind: str,
         (at(5), MODULE),
         in_backward(5),
         in_loader(5),
-        # computing inside an object collective, not waiting in it
+        # computes inside an object collective instead of waiting in it
         (Frame(f"{SITE}/torch/serialization.py", 1, "save"), Frame(C10D, 2, "all_gather_object"), at(5)),
-        # a user's function of the same name
+        # user function with the same name
         (at(3, "all_reduce"), MODULE),
     ],
 )
@@ -201,7 +201,7 @@ SLEEP, POLL, FUTEX = "hrtimer_nanosleep", "poll_schedule_timeout", "futex_do_wai
 @pytest.mark.parametrize(
     ("first", "second", "kind", "call"),
     [
-        # a first look while the rank still connects to the store says nothing of its sleep of later
+        # the first look, while the rank still connects to the store, doesn't affect its later sleep
         (seen(0, "poll", POLL), seen(1, "clock_nanosleep", SLEEP), "sleep", "clock_nanosleep"),
         (seen(0, "poll", POLL), seen(1, "", SLEEP), "sleep", SLEEP),
         (seen(0, "clock_nanosleep", SLEEP), seen(1, "", SLEEP), "sleep", "clock_nanosleep"),
@@ -211,10 +211,10 @@ SLEEP, POLL, FUTEX = "hrtimer_nanosleep", "poll_schedule_timeout", "futex_do_wai
         (seen(0, "", SLEEP, "D"), seen(1, "", SLEEP), "sleep", SLEEP),
         (seen(0, "", SLEEP, "T"), seen(1, "", SLEEP), "sleep", SLEEP),
         (seen(0, "", SLEEP, "D"), seen(1, "", SLEEP, "D"), "disk", SLEEP),
-        # CPU time beats the moment of the look
+        # CPU time outweighs the state at the look
         (seen(0, "futex", FUTEX, cpu_ms=0), seen(2, "futex", FUTEX, cpu_ms=1500), "running", ""),
         (seen(0, "futex", FUTEX, cpu_ms=0), seen(2, "futex", FUTEX, cpu_ms=20), "lock", "futex"),
-        # what would run and gets no core is busy: a spinning rank beside six others at nice 19
+        # a runnable thread that gets no core is busy, for example a spinning rank next to six others at nice 19
         (seen(0, letter="R", cpu_ms=10), seen(2, letter="R", cpu_ms=13), "running", ""),
     ],
 )
@@ -244,5 +244,5 @@ def awake(at_s: float, slices: int) -> ProcessState:
     ],
 )
 def test_kernel_wait_recognizes_repeated_sleeps(first: ProcessState, second: ProcessState, again: bool) -> None:
-    """A look may find it awake between two sleeps: how often it has run since then tells."""
+    """A look can find the thread awake between two sleeps; the number of its runs since then tells."""
     assert kernel_wait(ProcessEvidence("main", (first, second))).again is again

@@ -1,4 +1,4 @@
-"""Which conditions on the rank decide that a line is reached, and for which ranks they hold."""
+"""Conditions on the rank that decide whether a line is reached, and the ranks for which they hold."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def line_of(source: str, mark: str = "# here") -> int:
 
 
 def admitted(source: str, world: int = 4) -> list[int] | None:
-    """The ranks that come to the marked line, as far as the source tells; None where it does not."""
+    """Returns the ranks that reach the marked line, or None if the source doesn't tell."""
     found = guards(source, line_of(source))
     ranks = []
     for rank in range(world):
@@ -100,7 +100,12 @@ WHO = {
     "            call()  # here": [0, 2, 3],
     "def f():\n    if rank == 1:\n        go()\n    else:\n        raise SystemExit\n    call()  # here": [1],
     "def f():\n    try:\n        if rank == 1:\n            return\n    finally:\n        call()  # here": [0, 1, 2, 3],
-    "def f():\n    if rank == 1:\n        def g():\n            call()  # here": [0, 1, 2, 3],  # called who knows when
+    "def f():\n    if rank == 1:\n        def g():\n            call()  # here": [
+        0,
+        1,
+        2,
+        3,
+    ],  # the time of the call is unknown
     "if rank == 0 and step % 10 == 0:\n    call()  # here": None,
     "if dist.get_rank(group) == 0:\n    call()  # here": None,
     "if ranks[rank] == 2:\n    call()  # here": None,

@@ -1,4 +1,4 @@
-"""What a thread's innermost line waits for, by its source: what a loop asks for, a key of a store, a lock."""
+"""Targets of a thread's innermost line: the condition of a polling loop, a store key, a lock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE = "/home/me/train.py"
 
 
 def poll(text: str, *functions: str, asleep: bool = True) -> Poll | None:
-    """``text`` marks the lines of the stack, innermost first, with ``# 1``, ``# 2``."""
+    """Returns the poll of a stack whose lines are marked with ``# 1``, ``# 2`` in ``text``, innermost first."""
     lines = dedent(text).strip("\n").splitlines()
     marked = [
         next(n for n, line in enumerate(lines, 1) if line.endswith(f"# {at}"))
@@ -94,7 +94,7 @@ def test_poll_recognizes_sleep_in_called_function() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "for batch in loader:\n    train(batch)\n    library.call()  # 1",  # no sleep of its own
+        "for batch in loader:\n    train(batch)\n    library.call()  # 1",  # sleeps inside a library
         "while True:\n    time.sleep(1)  # 1",
         "time.sleep(1)  # 1",
         "for step in range(9):\n    time.sleep(1)  # 1\n    train()",
@@ -116,7 +116,7 @@ def test_poll_needs_source() -> None:
     assert poll_at([], lambda path: "x = 1") is None
 
 
-# --- a key of a store -------------------------------------------------------------------------------------------------
+# --- store keys -------------------------------------------------------------------------------------------------------
 
 LOCALS = {"step": "15", "name": "'run/7'"}
 
@@ -168,7 +168,7 @@ def test_store_key_lists_lines_that_set_it(setter: str, set_at: tuple[int, ...])
     assert found is not None and tuple(frame.line for frame in found.set_at) == set_at
 
 
-# --- a lock, and what a call is made on -------------------------------------------------------------------------------
+# --- locks, and receivers of calls ------------------------------------------------------------------------------------
 
 LOCKS = """\
 def twice():

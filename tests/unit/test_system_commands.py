@@ -16,7 +16,7 @@ from safelaunch.system.console import COMMAND
 
 @pytest.fixture
 def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The Python of an environment whose scripts are beside it."""
+    """Python of an environment whose scripts are in the same directory."""
     monkeypatch.setattr(sys, "executable", os.fspath(tmp_path / "python3"))
     return tmp_path / "python3"
 

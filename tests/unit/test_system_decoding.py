@@ -1,4 +1,4 @@
-"""Threads that decode the same new type at once all get their records."""
+"""Threads that decode the same new type at the same time all get their records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safelaunch.system import decoding
 from safelaunch.system.decoding import from_json, from_msgpack
 
 PACKAGE = Path(safelaunch.__file__).parent
-# The first thread stops where msgspec knows Outer by half, until the second has begun to decode it.
+# The first thread stops while msgspec knows Outer only partly, until the second has begun to decode it.
 TWO_THREADS = """
 import threading, time
 import msgspec
@@ -58,13 +58,16 @@ def test_decoding_second_thread_waits_until_type_is_known() -> None:
 
 @pytest.mark.parametrize(("decode", "text"), [(from_json, b'"\xff"'), (from_msgpack, b"\xa1\xff")])
 def test_decoding_invalid_utf8_raises_decode_error(decode: Callable[[bytes, type[str]], str], text: bytes) -> None:
-    """Else each reader of strangers' files would have to know of it: a damaged bundle cost the next one its verdict."""
+    """Otherwise each reader of other users' files would need to handle it.
+
+    a damaged bundle made the next one lose its verdict.
+    """
     with pytest.raises(msgspec.DecodeError):
         decode(text, str)
 
 
 def test_product_decodes_only_through_decoding_module() -> None:
-    """msgspec's own calls would end the process where two threads meet."""
+    """msgspec's own calls would end the process if two threads meet."""
     own = {f"msgspec.{form}.{name}" for form in ("json", "msgpack") for name in ("decode", "Decoder")} | {
         "msgspec.convert"
     }

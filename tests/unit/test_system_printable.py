@@ -1,4 +1,4 @@
-"""What a terminal obeys does not reach one, whichever way it is shown."""
+"""Terminal sequences are removed from all text that is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is taken for a secret, and what must stay readable."""
+"""Text that is recognized as a secret, and text that must stay readable."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_secret_name_is_recognized(names: list[str], secret: bool) -> None:
     assert [name for name in names if is_secret_name(name) != secret] == []
 
 
-# Built from pieces, so that no scanner takes this file for a leak.
+# Assembled from pieces, so that no scanner takes this file for a leak.
 SECRETS = [
     *leaks.SHAPES.values(),
     "ghp_" + "a1B2" * 9,
@@ -245,7 +245,7 @@ def test_secrets_in_command_line_are_redacted(argv: list[str], expected: list[st
     assert redact_argv(argv) == expected
 
 
-# --- the very secrets of one job --------------------------------------------------------------------------------------
+# --- secrets of a job -------------------------------------------------------------------------------------------------
 
 
 def test_secret_values_are_found_in_environment_and_arguments() -> None:
@@ -287,7 +287,7 @@ def test_secret_values_are_found_in_environment_and_arguments() -> None:
     [
         ("USE_AUTH", "disabled"),
         ("TOKEN_COUNT", "20260101"),
-        ("DB_PASSWORD", "abc"),  # would be replaced wherever these letters stand
+        ("DB_PASSWORD", "abc"),  # would be replaced in every word with these letters
         ("DB_USER_PASSWORD", "run-7"),  # the run's name
         ("GOOGLE_APPLICATION_CREDENTIALS", "/secrets/gcp-0123456789.json"),
         ("NETRC", "~/.netrc-0123456789"),
@@ -343,7 +343,7 @@ def test_secret_inside_base64_is_redacted() -> None:
     assert redactor.text(f"data {name} sent") == f"data {name} sent"
 
 
-# --- short ones -------------------------------------------------------------------------------------------------------
+# --- short secrets ----------------------------------------------------------------------------------------------------
 
 SHORT = Redactor(("1234", "hunter2", "train", "20260101"))
 
@@ -403,7 +403,7 @@ def test_redacted_dump_is_still_readable(protocol: int) -> None:
 
 
 def test_redacted_dump_keeps_numbers() -> None:
-    """As torch writes them in JSON: a sequence number is a text there."""
+    """In torch's JSON, a sequence number is text."""
     status = {"last_enqueued_collective": "1234", "last_completed_collective": "1233"}
     dump = {
         "pg_status": {"1234": status},
@@ -424,7 +424,7 @@ def test_redacted_damaged_dump_keeps_length() -> None:
 
 # --- time -------------------------------------------------------------------------------------------------------------
 
-# The beginnings of everything that is looked for, so that a pattern begins often and ends seldom.
+# Beginnings of everything that is searched, so that patterns begin often and rarely end.
 UNITS = [
     "a", "a-", "a.", "a ", "aa  ", " ", "\t", "\n", "'", '"', "\\", '\\"', "=:", "%41", "&amp;", "\\u0041", "\x1b[",
     "\x1b]",
@@ -448,7 +448,7 @@ def seconds(text: str) -> float:
 
 
 def is_proportional(unit: str, size: int) -> bool:
-    """Whether one line of ``unit`` twice as long takes twice as long; what is quadratic takes four times as long."""
+    """Returns whether twice the text takes at most about twice the time; quadratic patterns take four times as long."""
     text = (unit * (size // len(unit) + 1))[:size]
     return any(seconds(text * 2) < 3.2 * max(seconds(text), 1e-3) for _ in range(6))
 
@@ -490,7 +490,7 @@ def test_values_of_cookie_session_and_signature_are_redacted(text: str) -> None:
     assert redact_text(text).endswith("[redacted]")
 
 
-# --- what a second hostile reader found -------------------------------------------------------------------------------
+# --- compound values, paths and truncated secrets ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
