@@ -1,14 +1,12 @@
-"""What errors of NCCL, CUDA, device meshes and the allocator mean, and what an aborted process wrote last, as these
-libraries write them.
-"""
+"""Meanings of errors by NCCL, CUDA, device meshes and the allocator, and last messages of aborted processes."""
 
 from __future__ import annotations
 
 import pytest
 
+from safelaunch.stacks.aborts import last_abort
 from safelaunch.stacks.failures import failure, first_failure
 from safelaunch.stacks.gpu_shortage import shortage
-from safelaunch.stacks.aborts import last_abort
 from tests.support.evidence import OUT_OF_MEMORY
 
 COMPLETION = "NET/IB : Got completion from peer 10.5.0.34<33956> with "
@@ -92,25 +90,25 @@ COMPLETION = "NET/IB : Got completion from peer 10.5.0.34<33956> with "
         ),
     ],
 )
-def test_errors_are_told_apart(message: str, kind: str, own: bool, means: str) -> None:
+def test_failure_message_is_classified(message: str, kind: str, own: bool, means: str) -> None:
     found = failure(message)
     assert found is not None
     assert (found.kind, found.own) == (kind, own)
     assert means in found.means
 
 
-def test_the_last_error_is_more_than_the_general_words_before_it() -> None:
+def test_failure_uses_last_error_over_general_message() -> None:
     general = "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5\nLast error:\n"
     found = failure(general + "Error while creating shared memory segment /dev/shm/nccl-x, error: No space left")
     assert found is not None and found.kind == "nccl-shm"
 
 
 @pytest.mark.parametrize("message", ["", "loss is not finite", "CUDA out of memory. Tried to allocate 2.00 GiB."])
-def test_other_errors_are_none_of_them(message: str) -> None:
+def test_failure_ignores_other_messages(message: str) -> None:
     assert failure(message) is None
 
 
-def test_of_many_warnings_the_first_of_its_own_began_it() -> None:
+def test_first_failure_prefers_own_error_over_peer_errors() -> None:
     peer = "socketProgress: Connection closed by remote peer node2<42830>"
     own = "Cuda failure 700 'an illegal memory access was encountered'"
     ending = "Cuda failure 'driver shutting down'"
@@ -121,12 +119,12 @@ def test_of_many_warnings_the_first_of_its_own_began_it() -> None:
     assert first_failure(["Failed to open libibverbs.so[.1]", ending]) is None
 
 
-# --- the memory of a GPU, used up -------------------------------------------------------------------------------------
+# --- exhausted memory of a GPU ----------------------------------------------------------------------------------------
 
 GIB, MIB = 1 << 30, 1 << 20
 
 
-def test_all_sizes_are_read() -> None:
+def test_memory_shortage_sizes_are_parsed() -> None:
     found = shortage(OUT_OF_MEMORY)
     assert found is not None
     assert (found.device, found.asked, found.total, found.free) == (1, 2 * GIB, 79 * GIB, 512 * MIB)
@@ -135,24 +133,24 @@ def test_all_sizes_are_read() -> None:
     assert found.is_fragmented
 
 
-def test_what_is_not_told_is_not_known() -> None:
+def test_memory_shortage_without_sizes_leaves_them_unknown() -> None:
     found = shortage("HIP out of memory. Tried to allocate 20.00 MiB.")
     assert found is not None
     assert (found.device, found.asked, found.own, found.others) == (-1, 20 * MIB, None, ())
     assert not found.is_fragmented
 
 
-def test_nothing_free_is_a_size_too() -> None:
+def test_memory_shortage_with_zero_bytes_free_is_parsed() -> None:
     found = shortage(OUT_OF_MEMORY.replace("512.00 MiB is free", "0 bytes is free").replace("capacity", "capacty"))
     assert found is not None and (found.free, found.total) == (0, 79 * GIB)
 
 
 @pytest.mark.parametrize("message", ["", "CUDA out of memory", "DefaultCPUAllocator: can't allocate memory"])
-def test_other_errors_are_none_of_it(message: str) -> None:
+def test_memory_shortage_ignores_other_messages(message: str) -> None:
     assert shortage(message) is None
 
 
-# --- what an aborted process wrote last -------------------------------------------------------------------------------
+# --- last messages of aborted processes -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -181,7 +179,7 @@ def test_other_errors_are_none_of_it(message: str) -> None:
         ("python: gemm.c:91: pack: Assertion `n > 0' failed.\n", "n > 0", "an assertion"),
     ],
 )
-def test_last_words(log: str, words: str, means: str) -> None:
+def test_abort_message_is_found_in_log(log: str, words: str, means: str) -> None:
     found = last_abort(f"loss 0.5\n{log}")
     assert found is not None
     assert words in found.words and means in found.means
@@ -197,5 +195,5 @@ def test_last_words(log: str, words: str, means: str) -> None:
         "free(): x\n" + "step\n" * 60,
     ],
 )
-def test_no_last_words(log: str) -> None:
+def test_log_without_abort_message_gives_none(log: str) -> None:
     assert last_abort(log) is None
