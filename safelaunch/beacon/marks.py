@@ -76,12 +76,12 @@ def _begin() -> None:
         _words[layout.FIRST_STEP_NS] = monotonic_ns()
 
 
-heard_loss: Callable[[object], None] | None = None  # set by a probe that compares losses
+on_loss: Callable[[object], None] | None = None  # set by a probe that compares losses
 
 
 def user_stepped(loss: object = None) -> None:
-    if loss is not None and heard_loss is not None:
-        heard_loss(loss)
+    if loss is not None and on_loss is not None:
+        on_loss(loss)
     _begin()
     words = _words
     try:

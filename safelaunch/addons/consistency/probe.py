@@ -53,7 +53,7 @@ def install(base: str, value: str) -> None:
     if not (value.isdigit() and int(value)):
         return
     _base, _every, _off = base, int(value), False
-    marks.heard_loss = record_loss
+    marks.on_loss = record_loss
     imports.after_import("torch.optim.optimizer", log.guarded(_torch_optimizer))
     imports.after_import("torch.nn.parallel.distributed", _wrap_ddp)
 
