@@ -14,11 +14,8 @@ from typing import Any
 import msgspec
 
 from safelaunch.beacon import layout
-from safelaunch.bundle.staging import (
-    OURS,
-    Staging,
-    roomier,
-)
+from safelaunch.bundle.publication import roomier_directory
+from safelaunch.bundle.staging import OURS, Staging
 from safelaunch.capture import collect, gpu, inside, nccl_logs, nccl_ras
 from safelaunch.capture.gather import gather_into
 from safelaunch.capture.kernel_log import since
@@ -68,7 +65,6 @@ class JobSnapshot:
 
 
 def snapshot_of(watch: Watch, exits: Mapping[int, RankExit]) -> JobSnapshot:
-    """Reads the ranks' pages."""
     pages = watch.roster.pages()
     ranks: dict[int, collect.RankBasics] = {}
     for rank in sorted(set(pages) | set(watch.roster.workers)):
@@ -114,11 +110,9 @@ class Collected:
     node: NodeFiles = field(default_factory=NodeFiles)
 
     def with_facts(self, **facts: Any) -> Collected:
-        """Replaces fields of the evidence."""
         return replace(self, evidence=msgspec.structs.replace(self.evidence, **facts))
 
     def discard(self) -> None:
-        """Removes the unpublished bundle."""
         rmtree(self.staging.root, ignore_errors=True)
         self.context.unfinished.let_go(self.staging.root)
 
@@ -143,7 +137,7 @@ def take_evidence(
     # Outside the run directory if there is room: a cleaner that removes that directory would remove the bundle with it,
     # and $XDG_RUNTIME_DIR might be small.
     safe = may_be_ours(context.fallback_dir.parent)
-    place = roomier(context.fallback_dir, context.run_dir) if safe else context.run_dir
+    place = roomier_directory(context.fallback_dir, context.run_dir) if safe else context.run_dir
     root = context.unfinished.name(place, context.run_dir, kind.outcome)
     staging = Staging(root, context.redactor)
     context.unfinished.hold(root)
@@ -255,7 +249,6 @@ def add_rank(side: RankEvidence, staging: Staging) -> None:
 
 
 def local_evidence(looks: Looks, snapshot: JobSnapshot, context: JobContext) -> Evidence:
-    """Returns this node's evidence of a crash without delay: the other nodes wait for it."""
     evidence, counts = evidence_of(CRASH, looks, snapshot, context), kill_counts()
     complete = [
         msgspec.structs.replace(side, memory_kills=kills_of(side.pid, context.kills_at_start, counts, ""))

@@ -84,11 +84,9 @@ class CrashCase:
 
     @property
     def begun(self) -> bool:
-        """Returns if this attempt has failed."""
         return self._failure is not None
 
     def begun_before(self, at_s: float) -> bool:
-        """Returns if this attempt had failed by ``at_s`` (CLOCK_MONOTONIC)."""
         return self._failure is not None and self._failure.begun_s < at_s
 
     @property
@@ -97,7 +95,7 @@ class CrashCase:
         return self._failure.due_s if self._failure is not None else 0.0
 
     def holds(self, at_s: float) -> bool:
-        """Returns if the failure still has time to end the ranks; a rank that outlives it hangs."""
+        """Returns whether the failure still has time to end the ranks; a rank that outlives it hangs."""
         return at_s < self.due_s
 
     def yield_to_hang(self) -> None:
@@ -106,7 +104,6 @@ class CrashCase:
 
     @property
     def unfinished(self) -> bool:
-        """Returns if a failure has no bundle yet."""
         return bool(self._open)
 
     @property
@@ -114,7 +111,6 @@ class CrashCase:
         return any(failure.exits_complete and not responding.done for failure, responding in self._open)
 
     def on_agent(self, event: AgentEvent) -> None:
-        """Handles one event of the agent."""
         if event.event == "started":
             if self._ended_for:
                 say(f"torchrun restarted this node's ranks although none had failed: {self._ended_for}")
@@ -172,7 +168,6 @@ class CrashCase:
         self._failure = None
 
     def on_end(self) -> None:
-        """Handles the end of the ranks, or of a job without an agent (``exec``)."""
         failure = self._failure
         if failure is not None and not failure.exits_complete:  # torchrun closes its workers more than once
             self._remember(failure)
@@ -269,7 +264,6 @@ class CrashCase:
 
 
 def peer_notes(status: PeerStatus) -> tuple[str, ...]:
-    """Returns sentences about the state of the other nodes, as they report it."""
     notes = [f"on another node, {text}" for text in status.troubles]
     if status.lost:
         notes.append("the node that hosts the store of torchrun's agents can no longer be reached, or has ended")

@@ -27,7 +27,7 @@ def write_failed_rendezvous(
 
 
 def is_failed_rendezvous(raised: AgentEvent) -> bool:
-    """Returns if torchrun gave up waiting for other nodes. A port that is taken doesn't count."""
+    """Returns whether torchrun gave up waiting for other nodes. A port that is taken doesn't count."""
     of_store = raised.error in ("DistStoreError", "DistNetworkError", "TimeoutError")
     return raised.error.startswith("Rendezvous") or (of_store and "failed to listen" not in raised.message)
 

@@ -45,7 +45,6 @@ class Notifier:
 
     @property
     def patience_s(self) -> float:
-        """Longest time that a command started now can take."""
         return self._deadline_s + 2 * _REAP_S
 
     @property

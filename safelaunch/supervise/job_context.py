@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from safelaunch import __version__
-from safelaunch.bundle.staging import BundleOwner, Keeping
+from safelaunch.bundle.publication import BundleOwner, Retention
 from safelaunch.capture.memory_kills import KillCounts, kill_counts
 from safelaunch.capture.redaction import without_secrets
 from safelaunch.job.argv import most_restarts
@@ -42,7 +42,7 @@ class JobContext:
     host: str = field(default_factory=socket.gethostname)
     redactor: Redactor = field(default_factory=Redactor)
     kills_at_start: KillCounts = field(default_factory=kill_counts)
-    keeping: Keeping = field(default_factory=Keeping)
+    keeping: Retention = field(default_factory=Retention)
     notifier: Notifier = field(default_factory=Notifier)
     suspects: Notifier = field(default_factory=Notifier)
     unfinished: Unfinished = field(default_factory=Unfinished)
@@ -53,7 +53,6 @@ class JobContext:
     script: tuple[str, ...] = ()
 
     def cleaned(self, value: T) -> T:
-        """Returns ``value`` without the job's secrets."""
         return without_secrets(value, self.redactor)
 
 
@@ -69,7 +68,7 @@ def job_context(job: Job) -> JobContext:
         fallback_dir=local_bundles(),
         launch=_launch(job, redactor),
         redactor=redactor,
-        keeping=Keeping(settings.keep_bundles),
+        keeping=Retention(settings.keep_bundles),
         notifier=Notifier(settings.on_bundle, tell_user=lambda text: say(redactor.said(text))),
         suspects=Notifier(settings.on_suspect, option="--on-suspect", tell_user=lambda text: say(redactor.said(text))),
         script=tuple(plan.script),

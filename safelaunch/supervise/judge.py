@@ -139,7 +139,7 @@ def _waiting_and_awaited_pids(rank: RankLook) -> tuple[set[int], set[int]]:
 
 
 def wait_for_each_other(ranks: Sequence[RankLook]) -> bool:
-    """Returns if every main thread waits for its peers or device, or sleeps while another waits.
+    """Returns whether every main thread waits for its peers or device, or sleeps while another waits.
 
     Work of the ranks' other threads and processes then changes nothing.
     """
@@ -152,7 +152,7 @@ def wait_for_each_other(ranks: Sequence[RankLook]) -> bool:
 
 
 def all_are_stopped(look: Look) -> bool:
-    """Returns if a signal, a debugger or a control group has stopped every rank."""
+    """Returns whether a signal, a debugger or a control group has stopped every rank."""
     states = [rank.main.state for rank in look.ranks.values() if rank.main is not None and rank.main.state is not None]
     return bool(states) and all(state.state in "Tt" or state.frozen for state in states)
 
@@ -191,7 +191,7 @@ def _hidden(number: int, process: ProcessLook) -> Iterator[str]:
 
 
 def proves(evidence: Evidence) -> bool:
-    """Returns if the evidence proves that the job is dead; False if a rule fails."""
+    """Returns whether the evidence proves that the job is dead; False if a rule fails."""
     try:
         return bool(_examined(_case_of(evidence)).proof)
     except Exception:  # noqa: BLE001 - the verdict reports the error

@@ -16,7 +16,7 @@ from typing import cast
 
 import msgspec
 
-from safelaunch.bundle.staging import name_of
+from safelaunch.bundle.publication import name_of
 from safelaunch.job.job import Job
 from safelaunch.model import BundlePlace
 from safelaunch.supervise import publishing
@@ -117,7 +117,7 @@ class ControlServer:
 
     @property
     def has_unshown_bundle(self) -> bool:
-        """Returns if a bundle that must be shown here isn't written yet."""
+        """Returns whether a bundle that must be shown here isn't written yet."""
         return any(dump.show is not None for dump in self._dumps)
 
     def _advance_dumps(self) -> None:
@@ -152,15 +152,15 @@ class ControlServer:
             self._for_another = self._services.for_another(round_, question)
 
     def _answer_dump(self, round_: Round, at: Incident[None]) -> None:
-        found = observe(DUMP, self._view, at)
+        collected = observe(DUMP, self._view, at)
         try:
-            self._council.rounds.answer(round_, found.evidence)
+            self._council.rounds.answer(round_, collected.evidence)
         finally:
-            found.discard()
+            collected.discard()
 
     @property
     def writing(self) -> bool:
-        """Returns if a bundle is being written that no longer needs the ranks."""
+        """Returns whether a bundle is being written that no longer needs the ranks."""
         return any(not dump.needs_ranks for dump in self._dumps)
 
     def finish(self) -> None:
@@ -182,17 +182,17 @@ class ControlServer:
         if dump.kind is ENDED:
             return publishing.finish(observe(ENDED, view, at, for_finding=for_finding))
         with self._council.rounds.asking(NodeQuestion()) as answers:
-            found = observe(DUMP, view, at, for_finding=for_finding)
+            collected = observe(DUMP, view, at, for_finding=for_finding)
             if at.cancelled.is_set():
-                found.discard()
+                collected.discard()
                 raise Cancelled
-            others = read_evidence(answers(threading.Event()), context.host)
-        if not others.evidence:
-            return publishing.finish(found)
-        verdict = publishing.verdict_of(others.with_own(found.evidence), context)
+            remote = read_evidence(answers(threading.Event()), context.host)
+        if not remote.evidence:
+            return publishing.finish(collected)
+        verdict = publishing.verdict_of(remote.with_own(collected.evidence), context)
         name = name_of(context.run_name, time.time(), verdict.outcome)
         place = BundlePlace(context.host, os.fspath(context.bundle_dir / name), True)
-        return publishing.finish(found, Agreement(msgspec.structs.replace(verdict, bundle=place), name, others))
+        return publishing.finish(collected, Agreement(msgspec.structs.replace(verdict, bundle=place), name, remote))
 
 
 def _server(path: Path) -> Server | None:

@@ -56,12 +56,11 @@ class Looks:
 
     @property
     def is_late(self) -> bool:
-        """Returns if a process didn't respond in time for the newest look."""
         return bool(self.taken) and any(_lacks(self.taken[-1].ranks.get(target.rank)) for target in self.targets)
 
     @property
     def collectives_moved(self) -> bool:
-        """Returns if a rank entered a collective between the last two looks.
+        """Returns whether a rank entered a collective between the last two looks.
 
         A rank without an earlier entry counts as moving: the next look comes soon.
         """
@@ -132,8 +131,6 @@ def look_at(
 
 
 def _with_rest(look: Look, before: Counters | None, now: Counters) -> Look:
-    """Adds the time for which each thread has not run."""
-
     def since(process: ProcessLook, tid: int) -> float | None:
         key = (process.pid, process.state.start_ticks) if process.state is not None else (0, 0)
         if before is None or key not in before.processes or key not in now.processes:
@@ -163,7 +160,6 @@ def ask_each(targets: Iterable[Target], question: Callable[[Target], T | None], 
 
 
 def main_thread(look: ProcessLook | None) -> Thread | None:
-    """Returns the main thread of a process, if its stack was read."""
     return look.stack.value.main_thread if look is not None and look.stack.value is not None else None
 
 

@@ -216,7 +216,7 @@ class Supervisor:
 
     @property
     def started_no_rank(self) -> bool:
-        """Returns if the job ended by itself before it started a rank."""
+        """Returns whether the job ended by itself before it started a rank."""
         return not (self._watch.roster.workers or self._forwarder.stop_requested or self._verdict)
 
     def _keep_leases_young(self, now: float) -> None:
@@ -305,7 +305,6 @@ class Supervisor:
         return self._has_ended or now - (self._stop_s or now) < STOP_S
 
     def _watch_again(self, now: float) -> None:
-        """Watches a job that continues after a request to stop: it finishes its work, or hangs."""
         if self._outlives_stop:
             return
         self._outlives_stop = True
@@ -420,7 +419,7 @@ class Supervisor:
 
     @property
     def _is_unfinished(self) -> bool:
-        """Returns if the job's end waits for a bundle; after a request to stop, only for one begun before that."""
+        """Returns whether the job's end waits for a bundle; after a request to stop, only for one begun before that."""
         if not self._watching or self._ending is not None:
             return False
         if not self._forwarder.stop_requested:
@@ -577,7 +576,6 @@ class Supervisor:
         self._crash.on_end()
 
     def _note_rendezvous(self) -> None:
-        """Reports a failed rendezvous, or advice on a known error."""
         rendezvous, raised = self._council.rendezvous, self._raised
         if raised is None or not self.started_no_rank:
             return

@@ -14,15 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from safelaunch.bundle.staging import (
-    OURS,
-    PUBLISH_DEADLINE_S,
-    Published,
-    Staging,
-    name_of,
-    publish,
-    rewrite,
-)
+from safelaunch.bundle.publication import PUBLISH_DEADLINE_S, Publication, name_of, publish
+from safelaunch.bundle.staging import OURS, Staging, rewrite
 from safelaunch.capture import collect
 from safelaunch.capture.excerpts import Excerpts
 from safelaunch.capture.user_source import SOURCE_FILE
@@ -61,7 +54,7 @@ class Report:
 
     verdict: Verdict
     evidence: Evidence
-    published: Published
+    published: Publication
     without_stacks: str = ""
     """reason why no stack could be read, if one reason explains all"""
     action: Action | Literal[""] = ""
@@ -191,13 +184,11 @@ def show(result: Report, environ: Mapping[str, str], place: str = "bundle") -> N
 
 
 def repeat_summary(result: Report) -> None:
-    """Repeats the verdict's summary as the last lines on the screen."""
     say(f"the verdict again: {result.verdict.summary}")
     say(f"bundle: {result.published.shown}")
 
 
 def _add_files(files: Mapping[str, bytes], remote: Sequence[RankEvidence], staging: Staging) -> None:
-    """Adds files of other nodes, unless this node has them."""
     here = {artifact.path for artifact in staging.artifacts if not artifact.missing}
     hosts = {f"ranks/{side.rank}/": side.host for side in remote}
     for path, content in sorted(files.items()):
@@ -214,7 +205,7 @@ def _add_files(files: Mapping[str, bytes], remote: Sequence[RankEvidence], stagi
 
 def _publish(
     collected: Collected, verdict: Verdict, evidence: Evidence, context: JobContext, timeline: Timeline, name: str
-) -> Published:
+) -> Publication:
     staging = collected.staging
     _finish(staging, verdict, evidence, context, timeline, collected.node)
     context.unfinished.hold(staging.root)  # the directory might have been created again
@@ -254,8 +245,7 @@ def _verdict(evidence: Evidence, source: Excerpts) -> Verdict:
 def _finish(
     staging: Staging, verdict: Verdict, evidence: Evidence, context: JobContext, timeline: Timeline, node: NodeFiles
 ) -> None:
-    """Writes verdict, reports, launch and finally the manifest, which lists all other files."""
-    from safelaunch.bundle.reading import bundles  # late: only an incident needs it
+    from safelaunch.bundle.reading import report_header  # late: only an incident needs it
     from safelaunch.report.about import LaunchFacts
 
     staging.add_json(Artifact("verdict.json", OURS, 0.0), verdict)
@@ -271,7 +261,7 @@ def _finish(
 
     def what_is_known() -> ReportHeader:
         launch = from_builtins(context.redactor.tree(dict(context.launch)), LaunchFacts)
-        header = bundles.about(staging.root, launch, {context.host: node})
+        header = report_header.about(staging.root, launch, {context.host: node})
         return replace(header, at_unix_s=timeline.moments[-1].unix_s)
 
     shape = add_reports(staging, verdict, evidence, context.redactor, context.run_name, what_is_known)
@@ -295,9 +285,3 @@ def _finish(
         missing=tuple(artifact.path for artifact in listed if artifact.missing),
     )
     staging.finish(manifest)
-
-
-# --- which hardware the last bundles blame ----------------------------------------------------------------------------
-
-
-# --- what a bundle says of its job in other words ---------------------------------------------------------------------

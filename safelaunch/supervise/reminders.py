@@ -21,7 +21,7 @@ class Reminder:
         self._times = 1
 
     def is_due(self, since_s: float | None, first_s: float, now: float) -> bool:
-        """Returns if a line is due.
+        """Returns whether a line is due.
 
         Args:
             since_s: start of the state; None outside it.
@@ -35,7 +35,7 @@ class Reminder:
 
     @property
     def is_first(self) -> bool:
-        """Returns if the line that is due now is the first about this state."""
+        """Returns whether the line that is due now is the first about this state."""
         return self._times == 2
 
 

@@ -44,11 +44,11 @@ def add_reports(
     from safelaunch.verdict.device_mesh import mesh
     from safelaunch.verdict.rank_state import CaseFacts
 
-    said = redactor.said
+    redact = redactor.said
 
     def read_line(path: str, number: int) -> str | None:
         line = user_source.line(path, number)
-        return said(line) if line else line
+        return redact(line) if line else line
 
     @cache  # shared by all reports; an error isn't cached, so each report fails by itself
     def facts() -> CaseFacts:
@@ -59,7 +59,7 @@ def add_reports(
 
     def html() -> str:
         return template.render(
-            page.content(verdict, evidence, staging.settle(), facts=facts(), said=said, about=about())
+            page.content(verdict, evidence, staging.settle(), facts=facts(), said=redact, about=about())
         )
 
     def perfetto() -> str:

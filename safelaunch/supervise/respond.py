@@ -66,7 +66,6 @@ class Incident(Generic[T]):
         return self._task.result()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for the end; returns if it is done."""
         return self._task.wait(timeout_s)
 
     def cancel(self) -> None:
@@ -75,7 +74,6 @@ class Incident(Generic[T]):
     # --- for ``work`` ------------------------------------------------------------------------------------------------
 
     def on_ranks_done(self) -> None:
-        """Notes that the ranks are no longer needed."""
         self._ranks_done.set()
 
     def pause(self, seconds: float) -> None:
@@ -91,8 +89,6 @@ class Incident(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """The supervisor's view of the job."""
-
     watch: Watch
     context: JobContext
     exits: Exits
@@ -100,7 +96,7 @@ class JobView:
 
     @property
     def is_whole(self) -> bool:
-        """Returns if every rank of the job is on this node."""
+        """Returns whether every rank of the job is on this node."""
         return not self.watch.unseen
 
     def nodes(self, *, probing: bool = True) -> tuple[NodeEvidence, ...]:

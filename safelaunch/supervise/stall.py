@@ -105,12 +105,11 @@ class StallCase:
 
     @property
     def needs_ranks(self) -> bool:
-        """Returns if a bundle is being written that still needs the ranks."""
         return self._writing is not None and self._writing.needs_ranks
 
     @property
     def agreed(self) -> bool:
-        """Returns if the nodes agreed that the job hangs: their reaction will make ranks fail."""
+        """Returns whether the nodes agreed that the job hangs: their reaction will make ranks fail."""
         return self._agreed and self.attempt == self._watch.attempt
 
     def abandon(self) -> None:
@@ -126,7 +125,6 @@ class StallCase:
             self._council.withdraw()
 
     def advance(self, glance: Glance, now: float) -> Report | None:
-        """Makes one step; returns the report once a bundle is written."""
         event = glance.event
         if event is not None and event.kind == "suspect" and event.stall is not None:
             self._suspect(event.stall)
@@ -161,7 +159,6 @@ class StallCase:
             self._watch.reset(now)
 
     def written(self, now: float) -> Report | None:
-        """Returns the report, once, when the bundle is written."""
         if self._writing is None or not self._writing.done:
             return None
         writing, self._writing = self._writing, None
@@ -271,7 +268,6 @@ class StallCase:
         return looks
 
     def _judge(self, suspicion: _Suspicion, looks: Looks) -> Judgement:
-        """Asks the ranks for their records and judges them together with the looks."""
         watch, context = self._watch, self._job.context
         targets = tuple(without_the_gil(target, looks.taken[-1]) for target in looks.targets)
         asked = replace(looks, targets=targets)
@@ -329,7 +325,6 @@ class StallCase:
             self._write(suspicion, looks, judgement, SUSPECT, now)
 
     def _feed_detector(self, stall: Stall, judgement: Judgement, now: float) -> str:
-        """Feeds the detector and returns the kind of its event; informs the user."""
         event = self._watch.conclude(stall, judgement.condition, now, judgement.limits)
         if event is None:
             return ""
@@ -407,7 +402,6 @@ class StallCase:
     def _collecting(
         self, suspicion: _Suspicion, looks: Looks, judgement: Judgement, kind: IncidentKind, now: float
     ) -> Callable[[Incident[Report | None]], Collected]:
-        """Returns the function that takes the evidence in the thread that writes the bundle."""
         self.attempt, self._written_of = self._watch.attempt, suspicion.stall.mark_s
         snapshot: JobSnapshot = self._job.snapshot()
         first, second = looks.taken[-2:]

@@ -24,7 +24,6 @@ MISSED_S = 30.0  # after a gap, a process that is gone might have ended during i
 
 
 def policy_of(settings: Settings) -> stall.Policy:
-    """Returns the thresholds of a run until its rhythm is known."""
     stall_s = settings.effective_stall_timeout_s
     return stall.Policy(
         stall_s=stall_s,
@@ -159,11 +158,9 @@ class Watch:
 
     @property
     def learns(self) -> bool:
-        """Returns if the threshold between steps is learned, not set."""
         return self._bounds is not None
 
     def steps_of(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Returns a sample of this rank's steps, as ``Strides.points``."""
         strides = self._strides.get(rank)
         return strides.points() if strides is not None else ()
 
@@ -180,12 +177,11 @@ class Watch:
 
     @property
     def has_pulse_only(self) -> bool:
-        """Returns if collectives are the only visible progress, because no rank has marked a step."""
+        """Returns whether collectives are the only visible progress, because no rank has marked a step."""
         return bool(self.last_progress) and all(p.step is None for p in self.last_progress.values())
 
     @property
     def is_in_loop(self) -> bool:
-        """Returns if a job without steps has called collectives for a while."""
         return self.has_pulse_only and self._pulse.is_in_loop(self._limits)
 
     @property
@@ -193,10 +189,9 @@ class Watch:
         return self._limits.period_s
 
     def note_collectives(self, newest: Mapping[int, int], now: float) -> None:
-        """Records the number of each rank's newest collective."""
         self._pulse = self._pulse.after_look(newest, now)
-        given = self._given_start or (not self.learns and self.is_in_loop)  # the threshold of steps applies then
-        self.policy = replace(self.policy, startup_s=self.threshold_without_steps().seconds, startup_given=given)
+        is_given = self._given_start or (not self.learns and self.is_in_loop)  # the threshold of steps applies then
+        self.policy = replace(self.policy, startup_s=self.threshold_without_steps().seconds, startup_given=is_given)
 
     def last_collective_s(self, rank: int) -> float | None:
         """Returns when a rank without steps was last seen in a new collective (CLOCK_MONOTONIC)."""
@@ -232,7 +227,7 @@ class Watch:
         )
 
     def _has_ended(self, progress: Progress, now: float) -> bool:
-        """Returns if a rank is done: its process is gone, or its script ended a moment ago.
+        """Returns whether a rank is done: its process is gone, or its script ended a moment ago.
 
         A process that outlives its script for long hangs in its shutdown, so the watch continues. A rank whose function
         has returned waits for its peers' functions. The kernel is asked only about a rank that has been quiet for a
@@ -264,14 +259,13 @@ class Watch:
 
     @property
     def has_ended(self) -> bool:
-        """Returns if all ranks of this attempt are done: the launcher is about to end or to start new ones."""
+        """Returns whether all ranks of this attempt are done: the launcher is about to end or to start new ones."""
         pages = self.last_progress.values()
         return bool(pages) and all(page.state == "exited" or page.returned_ns or not _lives(page.pid) for page in pages)
 
     def conclude(
         self, suspected: stall.Stall, condition: JobCondition, now: float, limits: stall.Limits = stall.UNLIMITED
     ) -> stall.StallEvent | None:
-        """Feeds the closer look's result to the detector; see ``stall.conclude``."""
         self.state, event = stall.conclude(self.state, suspected, condition, self.policy, now, limits)
         return event
 
@@ -311,7 +305,6 @@ class Watch:
         return progress.mean_step_s(steps) if steps > rhythm.WARM_UP else 0.0
 
     def mark_hung(self) -> None:
-        """Marks the job as hung, by the decision of all nodes; no suspicion is raised any more."""
         self.state = replace(self.state, status=stall.Status.HUNG)
 
     def hold(self, until_s: float) -> None:
@@ -335,7 +328,6 @@ class Watch:
         self.state = replace(self.state, proved_mark_s=mark_s)
 
     def note_work(self, at_s: float) -> None:
-        """Records that an early look saw the job work."""
         self.state = replace(self.state, worked_s=max(self.state.worked_s, at_s))
 
     @property
@@ -356,7 +348,6 @@ class Watch:
         self._quiet = None
 
     def reset(self, now: float) -> None:
-        """Restarts the clock."""
         self.state = stall.initial_state(now)
 
     def targets(self) -> tuple[Target, ...]:
@@ -376,7 +367,6 @@ class Watch:
         return Target(rank, progress.local_rank, progress.pid, progress.start_ticks, page.name, socket, page)
 
     def without_beacon(self) -> tuple[Worker, ...]:
-        """Returns workers that the agent started and that have no beacon."""
         pages = self.roster.pages()
         return tuple(worker for rank, worker in sorted(self.roster.workers.items()) if rank not in pages)
 
@@ -435,16 +425,13 @@ class Watch:
         return {rank: page.marks() for rank, page in self.roster.pages().items()}
 
     def mark_s(self, progress: Progress) -> float:
-        """Returns when the rank last showed progress (CLOCK_MONOTONIC)."""
         marks_ns = max(progress.last_step_ns, progress.claimed_ns)
         return max(marks_ns / 1e9, self.last_collective_s(progress.rank) or 0.0)
 
     def age_s(self, progress: Progress, now: float) -> float:
-        """Returns how long the rank has shown no progress."""
         return now - self.mark_s(progress)
 
     def stepped_since(self, suspected: stall.Stall) -> bool:
-        """Returns if a suspected rank has marked progress since the suspicion."""
         marks = [self.last_progress[rank] for rank in suspected.ranks if rank in self.last_progress]
         newest = max((max(p.last_step_ns, p.marked_ns) for p in marks), default=0)
         return newest / 1e9 > suspected.mark_s

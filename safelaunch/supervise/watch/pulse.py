@@ -48,7 +48,7 @@ class Pulse:
         return Pulse({**self.newest, **news}, seen_s, self.beats + 1, max(self.longest_s, waited_s))
 
     def is_in_loop(self, limits: PulseLimits) -> bool:
-        """Returns if the job is in its loop. A given --stall-timeout applies sooner than a learned threshold."""
+        """Returns whether the job is in its loop. A given --stall-timeout applies sooner than a learned threshold."""
         return self.beats >= (LOOP_AFTER if limits.bounds is not None else LOOP_AFTER_EXPLICIT)
 
     def threshold(self, limits: PulseLimits, cap_s: float | None) -> Threshold:

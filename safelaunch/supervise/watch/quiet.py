@@ -44,8 +44,6 @@ class Spell:
 
 @dataclass(frozen=True, slots=True)
 class EndedSpell:
-    """A spell that ended by itself at ``at_s``, after ``lasted_s``."""
-
     at_s: float
     lasted_s: float
 
@@ -87,18 +85,16 @@ def _remembering(quiet: Quiet, ended: EndedSpell) -> Quiet:
 
 
 def is_quiet(age_s: float, usual_s: float) -> bool:
-    """Returns if ``age_s`` without a step is worth mentioning; False if the usual step is unknown (0)."""
+    """Returns whether ``age_s`` without a step is worth mentioning; False if the usual step is unknown (0)."""
     return bool(usual_s) and age_s > max(FEW_S, FEW_STEPS * usual_s)
 
 
 def is_due(quiet: Quiet, spell: Spell, now: float) -> bool:
-    """Returns if a look at the present spell is due."""
     after_s = GROWTH * quiet.looks[-1] if quiet.looks else first_look_s(quiet, spell, now)
     return bool(quiet.begin_s) and now - quiet.begin_s >= after_s
 
 
 def first_look_s(quiet: Quiet, spell: Spell, now: float) -> float:
-    """Returns the age of a spell at which the first look is due."""
     least_s = UNKNOWN_S
     if spell.stage == "steps":
         least_s = max(min(MOST_S, max(LEAST_S, TIMES_STEP * spell.longest_s)), OUTLASTS * spell.longest_s)
@@ -122,5 +118,4 @@ def frozen_s(quiet: Quiet | None, spell: Spell | None, now: float) -> float:
 
 
 def with_look(quiet: Quiet, now: float) -> Quiet:
-    """Adds a look at the present spell."""
     return replace(quiet, looks=(*quiet.looks, now - quiet.begin_s))

@@ -96,7 +96,6 @@ class Threshold:
 
     @property
     def facts(self) -> dict[str, float | str]:
-        """Fields of an incident's evidence."""
         return {"threshold_s": self.seconds, "threshold_why": self.why}
 
 
