@@ -1,8 +1,8 @@
-"""What the supervisors of one job know of each other, and ask each other when one of them suspects a hang.
+"""How the supervisors of one job act together once one of them suspects a hang.
 
-A suspicion becomes an incident of all nodes; each takes its two looks at the same time and votes; the leader counts.
-Where nothing moves anywhere, each takes its evidence at once, and one of them judges it all: see ``rounds``. A job on
-one node has a council as well: there is nobody in it to ask.
+A suspicion becomes an incident of all nodes: each takes its two looks at the same time and votes, and the leader
+counts. If nothing moves anywhere, each collects its evidence at once, and one of them judges all of it (see
+``rounds``). A job on one node uses the same class without peers.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from safelaunch.supervise.watch.progress import Watch
 
 RoundOutcome = VoteResult | Literal["hang", "alone"]
 
-OPEN_S = 25.0  # a suspicion waits so long for the leader, or for who follows it
-SUCCEED_S = 12.0  # for another node to take over from a leader that is no longer heard
-WORD_S = 3.5  # a node that was killed is quiet by then
-STOP_NOTICE_S = 1.2  # the others read it where this node's agent, which ends, hosts the store
+OPEN_S = 25.0  # that a suspicion waits for the leader, or its successor, to open an incident
+SUCCEED_S = 12.0  # for another node to take over from a leader that no longer responds
+LAST_STATUS_S = 3.5  # for the others' status: a killed node counts as quiet by then
+STOP_NOTICE_S = 1.2  # for the others to read of a stop, if this node's agent hosts the store
 AGENT_EVERY_S = 2.0
 _NOWHERE = SharedStore(Address("", 0), "", nodes=1)
 
 
 class Council:
-    """This node's part. Everything but ``final_status`` and ``nodes`` returns at once.
+    """This node's part in the council of all nodes.
 
-    ``rounds``: in which all nodes decide something. ``job``: where they meet.
+    All methods return at once, except ``close``, ``final_status`` and ``nodes``.
     """
 
     def __init__(self, plan: Plan, context: JobContext, watch: Watch) -> None:
@@ -55,44 +55,46 @@ class Council:
         self._watch = watch
         self._agent_s = 0.0
         self._stop_s: float | None = None
-        self._store: Lost = ""  # how it was lost while this node's own agent ran, which may host it
+        self._store: Lost = ""  # how it was lost while this node's own agent, its possible host, ran
         self._by_torchrun = plan.by_torchrun
-        self._joined = 0  # the newest incident that this node takes part in
-        found = meeting(plan.command, plan.env, plan.settings.cluster_store)
+        self._joined = 0  # newest incident that this node takes part in
+        rendezvous = meeting(plan.command, plan.env, plan.settings.cluster_store)
         self._port: int | None = None
-        self.job = f"{found.address} {found.prefix}" if isinstance(found, SharedStore) else ""
+        self.job = f"{rendezvous.address} {rendezvous.prefix}" if isinstance(rendezvous, SharedStore) else ""
         version = plan.torch.version if plan.torch is not None else ""
         node = NodeCard("", context.host[:255], os.getpid(), __version__, version[:255])
-        self.channel = Channel(node, found.why if isinstance(found, NoRendezvous) else "")
+        self.channel = Channel(node, rendezvous.why if isinstance(rendezvous, NoRendezvous) else "")
         hosts = hosts_of(plan.env)
-        self._notices = NodeNotices(found if isinstance(found, SharedStore) else _NOWHERE, self.channel, hosts)
-        if isinstance(found, SharedStore):
-            self._meet(plan, found)
+        self._notices = NodeNotices(
+            rendezvous if isinstance(rendezvous, SharedStore) else _NOWHERE, self.channel, hosts
+        )
+        if isinstance(rendezvous, SharedStore):
+            self._join(plan, rendezvous)
         on_stall = plan.settings.on_stall
         self._action: Action = "restart" if on_stall == "restart" else "dump" if on_stall == "dump" else "kill"
         self.rounds = Rounds(self.channel, context, lambda: self.nodes(probing=False), self._action)
 
-    def _meet(self, plan: Plan, found: SharedStore) -> None:
+    def _join(self, plan: Plan, store: SharedStore) -> None:
         key_file = plan.settings.cluster_key_file
         try:
             key = read_key(key_file) if key_file is not None else b""
         except BadKeyFile as error:
             self.channel.view = PeerView(why=f"--cluster-key-file {key_file}: {error}")
             return
-        self._port = found.address.port
+        self._port = store.address.port
         script = digest_of(Path(plan.script[0])) if plan.script else ""
-        self.channel.node = replace(self.channel.node, script=script, node_rank=found.node_rank)
-        self.channel.start(found, key, self._store_host(plan, found))
+        self.channel.node = replace(self.channel.node, script=script, node_rank=store.node_rank)
+        self.channel.start(store, key, self._store_host(plan, store))
 
-    def _store_host(self, plan: Plan, found: SharedStore) -> StoreHost | None:
-        """Starts the store, should this be its host; None where torchrun has one, or there is no torch to start it."""
-        if not found.to_start or plan.torch is None:
+    def _store_host(self, plan: Plan, store: SharedStore) -> StoreHost | None:
+        # None if torchrun has a store, or if there is no torch to start one.
+        if not store.to_start or plan.torch is None:
             return None
         log = self._context.run_dir / "store.log"
-        return StoreHost(found.address, plan.torch.python, log, helper_reports.started)
+        return StoreHost(store.address, plan.torch.python, log, helper_reports.started)
 
     def close(self, *, at_once: bool = False) -> None:
-        """Leaves the others; takes seconds, unless ``at_once``."""
+        """Leaves the job; takes seconds, unless ``at_once``."""
         self.channel.close(at_once=at_once)
 
     @property
@@ -105,22 +107,22 @@ class Council:
 
     @property
     def is_covered(self) -> bool:
-        """Whether every rank of the job is under a supervisor that is heard."""
+        """True if every rank of the job is under a supervisor that responds."""
         page = self._page
         return page is not None and self._covers(page)
 
     def _covers(self, page: LeaderPage) -> bool:
-        """Whether it counts every rank of the job as this node knows it: it may be of before this node came."""
+        # The page might have been written before this node joined, about fewer ranks.
         return page.covered and page.world == self._watch.world_size
 
     @property
     def why_alone(self) -> str:
-        """Why the nodes are not watched together, as far as is known: a clause."""
-        seen = self._seen
-        if seen.page is None:
-            return seen.why
-        if seen.silent_s >= SILENT_S:
-            return f"no message from the leader for {seen.silent_s:.0f} s"
+        """Reason why the nodes are not watched together, as a clause."""
+        view = self._seen
+        if view.page is None:
+            return view.why
+        if view.silent_s >= SILENT_S:
+            return f"no message from the leader for {view.silent_s:.0f} s"
         return "not every rank's supervisor can be reached"
 
     @property
@@ -133,11 +135,11 @@ class Council:
         return f"{number} other {word} ({', '.join(hosts)}{more})" if hosts else f"{number} other {word}"
 
     def tick(self, now: float, *, stopping: bool = False) -> None:
-        """Tells the others what this node sees now, and a person what becomes of the others."""
+        """Reports this node's state to the others, and changes among the others to the user."""
         if not self.channel.is_started:
             return
         watch = self._watch
-        ranks = watch.seen
+        ranks = watch.own_ranks
         attempt = (watch.attempt[0], watch.attempt[1])
         self.channel.update(ranks=ranks[:4096], world=watch.world_size if ranks else 0, attempt=attempt)
         self.channel.set_step(min((p.step for p in watch.last_progress.values() if p.step is not None), default=-1))
@@ -151,37 +153,41 @@ class Council:
         self.rounds.note(self._page)
         if self._by_torchrun and not watch.roster.workers and not stopping:
             self._notices.note_rendezvous(self._page, now)
-        seen = self.channel.view
-        covered = seen.page is not None and self._covers(seen.page)
-        self._notices.changes(seen, now, covered=covered, ending=stopping or watch.has_ended)
+        view = self.channel.view
+        covered = view.page is not None and self._covers(view.page)
+        self._notices.note_changes(view, now, covered=covered, ending=stopping or watch.has_ended)
 
     def has_announced_stop(self, now: float) -> bool:
-        """Whether the others have had time to read that somebody stops the job here, or need none."""
+        """Returns whether the others, if any, have had time to read that the job is being stopped here."""
         if not self._notices.met or not self._seen.is_local:
             return True
         return self._stop_s is not None and now - self._stop_s >= STOP_NOTICE_S
 
     def _note_store(self) -> None:
-        seen, agent = self._seen, self._watch.roster.agent_page
-        if seen.page is not None:
+        view, agent = self._seen, self._watch.roster.agent_page
+        if view.page is not None:
             self._store = ""
-        elif seen.lost and agent is not None and agent_state(agent.pid) == "running":
-            self._store = seen.lost
+        elif view.lost and agent is not None and agent_state(agent.pid) == "running":
+            self._store = view.lost
 
     def final_status(self) -> PeerStatus:
-        """What the others say about the end that the ranks of this node have met; waits for it a few seconds."""
-        until = time.monotonic() + WORD_S
+        """Returns what the others report about the end of this node's ranks; waits a few seconds for it."""
+        until = time.monotonic() + LAST_STATUS_S
         while True:
-            seen = self._seen
+            view = self._seen
             met = self._notices.met or self._notices.apart
-            status = dataclasses.replace(seen.status, lost=met and seen.page is None)
-            known = status.stopping or status.troubles or status.quiet or status.lost or status.restarting
-            if known or not met or time.monotonic() > until:
+            status = dataclasses.replace(view.status, lost=met and view.page is None)
+            is_informed = status.stopping or status.troubles or status.quiet or status.lost or status.restarting
+            if is_informed or not met or time.monotonic() > until:
                 return status
             time.sleep(0.05)
 
     def nodes(self, *, probing: bool = True) -> tuple[NodeEvidence, ...]:
-        """The nodes of the job as evidence; empty where it has one. ``probing`` takes seconds where one is silent."""
+        """Returns the nodes of the job as evidence; empty on one node.
+
+        Args:
+            probing: Probe the hosts of silent nodes, which takes seconds.
+        """
         if not self._seen.peers:
             return ()
         self._note_store()
@@ -198,25 +204,25 @@ class Council:
 
     @property
     def rendezvous(self) -> Rendezvous | None:
-        """Who has come to a rendezvous that not all have come to; None also where somebody stops the job elsewhere."""
+        """An incomplete rendezvous, unless the job is being stopped on another node."""
         return self._notices.rendezvous if not self._seen.status.stopping else None
 
     def request_survey(self) -> bool:
-        """Asks what every node says of itself. False: there is nobody to ask."""
+        """Requests a survey of all nodes. Returns False if this node is alone."""
         if self._seen.page is None:
             return False
         self.channel.request_survey()
         return True
 
     def survey(self, since_s: float) -> tuple[NodeStatus, ...] | None:
-        """What every node says of itself, if that has been read after ``since_s``."""
+        """Returns all nodes' own reports, if they were read after ``since_s``."""
         at_s, nodes = self._seen.survey
         return nodes if at_s > since_s else None
 
     # --- an incident ------------------------------------------------------------------------------------------------
 
     def suspect(self, window_s: float) -> bool:
-        """Asks all nodes to look. False: there is nobody to ask."""
+        """Asks all nodes to look. Returns False if this node is alone."""
         page = self._page
         if page is None or not self._covers(page):
             return False
@@ -224,36 +230,36 @@ class Council:
         return True
 
     def report_limit(self) -> None:
-        """This node will wait no longer for something that computes."""
+        """Reports that this node's time limit for a working job is over."""
         self.channel.update(at_limit=True)
 
     @property
     def queries_nccl(self) -> bool:
-        """Whether this node is to ask NCCL about the processes of all nodes: the one that leads, or that is alone."""
+        """True if this node queries NCCL for all nodes: it leads, or is alone."""
         return self._page is None or self._seen.leads
 
     @property
     def why_ranks_must_live(self) -> str:
-        """Why no rank may end yet although the job hangs: a clause. Empty where it is ended next."""
+        """Reason why ranks must stay alive although the job hangs, as a clause; empty if the job is ended next."""
         if self._action == "dump":
             return "the job continues"
         return "the nodes have yet to agree" if self._page is not None else ""
 
     def withdraw(self) -> None:
-        """This node suspects nothing any more."""
+        """Ends this node's suspicion."""
         self.channel.update(doing="watching", at_limit=False)
 
     def pending_call(self) -> LeaderPage | None:
-        """An incident in which all are to look, and this node does not yet."""
+        """Returns the page of an incident in which all are to look, and that this node hasn't joined."""
         page = self._page
         return page if page is not None and page.phase == "looking" and page.incident > self._joined else None
 
     def join_call(self) -> LeaderPage | None:
-        """Takes part in the incident in which all are to look, where this node does not yet."""
+        """Joins that incident. Returns its page."""
         call = self.pending_call()
         if call is not None:
             self._joined = call.incident
-            # This incident answers what the node has asked for meanwhile; else it would open the next one at once.
+            # This incident also answers this node's own suspicion; otherwise that would open the next one at once.
             asked = min(self._asked, call.incident - 1)
             self.channel.update(incident=call.incident, suspects=asked, vote="", agrees=False)
         return call
@@ -262,9 +268,13 @@ class Council:
         self.channel.update(vote=vote)
 
     def outcome(self, incident: int) -> RoundOutcome | None:
-        """What became of it; None: nothing yet. 0: the one that this node has asked for, where that is over already."""
-        seen = self._seen
-        page = seen.page if seen.silent_s < SILENT_S + SUCCEED_S else None
+        """Returns the result of an incident, or None if it is still open.
+
+        Args:
+            incident: Its number; 0 for the incident that this node asked for.
+        """
+        view = self._seen
+        page = view.page if view.silent_s < SILENT_S + SUCCEED_S else None
         if page is None:
             return "alone"
         if page.incident > incident > 0:
@@ -273,7 +283,7 @@ class Council:
             asked = self._asked
             return page.result if page.phase == "idle" and page.incident > asked else None
         if page.incident < incident:
-            return "alone"  # another store than the one in which it began
+            return "alone"  # it began in another store
         return page.result if page.phase == "idle" else None if page.phase == "looking" else "hang"
 
     @property

@@ -16,7 +16,7 @@ DEVICE_PATIENCE_S = 10.0  # from the first rank's first step to the last one's
 
 def wrong_devices(noted: Mapping[int, RankContract], local_ranks: Mapping[int, int]) -> str:
     """The ranks that compute on another device than their local rank's, in words; empty without such."""
-    wrong = {rank: one.device for rank, one in noted.items() if one.device not in (None, local_ranks.get(rank))}
+    wrong = {rank: contract.device for rank, contract in noted.items() if contract.device not in (None, local_ranks.get(rank))}
     if not wrong:
         return ""
     devices = sorted({f"cuda:{device}" for device in wrong.values()})
@@ -47,14 +47,14 @@ class DeviceNotice:
             return
         pages = self._watch.roster.pages()
         noted = {rank: read_contract(self._run.pages / page.name) for rank, page in pages.items()}
-        known = {rank: one for rank, one in noted.items() if one is not None}
-        if not known:
+        read = {rank: contract for rank, contract in noted.items() if contract is not None}
+        if not read:
             return
         self._due_s = self._due_s or now + DEVICE_PATIENCE_S
-        if len(known) < len(pages) and now < self._due_s:
+        if len(read) < len(pages) and now < self._due_s:
             return
         self._attempt, self._due_s = attempt, None
-        wrong = wrong_devices(known, {rank: page.read().local_rank for rank, page in pages.items()})
+        wrong = wrong_devices(read, {rank: page.read().local_rank for rank, page in pages.items()})
         if wrong:
             say(wrong)
 

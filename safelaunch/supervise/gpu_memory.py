@@ -47,8 +47,8 @@ def memory_by_process(answer: Result[Gpus]) -> dict[int, int]:
     """pid → bytes. Raises ValueError if there are no GPUs."""
     if answer.value is None:
         raise ValueError(answer.missing)
-    found: dict[int, int] = {}
-    for one in answer.value.gpus:
-        for process in one.processes or ():
-            found[process.pid] = found.get(process.pid, 0) + (process.size or 0)
-    return found
+    sizes: dict[int, int] = {}
+    for gpu in answer.value.gpus:
+        for process in gpu.processes or ():
+            sizes[process.pid] = sizes.get(process.pid, 0) + (process.size or 0)
+    return sizes

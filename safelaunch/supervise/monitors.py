@@ -95,13 +95,13 @@ class Topic:
 
     def gathered(self) -> list[bytes]:
         """Returns the values that other nodes submitted since the last call."""
-        found = []
+        values = []
         gathered = self._channel.view.submissions.get(self._name, NO_SUBMISSIONS)
         for slot, round_ in gathered.rounds.items():
             if self._read.get(slot) != round_:
                 self._read[slot] = round_
-                found.append(b"".join(gathered.chunks[slot]))
-        return found
+                values.append(b"".join(gathered.chunks[slot]))
+        return values
 
     def publish(self, data: bytes) -> None:
         """Replaces the leader's value, which all nodes read."""

@@ -1,4 +1,4 @@
-"""What this node knows of the nodes of its job: as evidence, and what a person is told of them."""
+"""The nodes of a job as evidence: their own reports, and whether the hosts of silent nodes answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NodeActivity = Literal["", "watching", "failing", "stopping", "ended"]
 
 
 def nodes_of(
-    seen: PeerView,
+    view: PeerView,
     node: NodeCard,
     beat: Beat,
     *,
@@ -36,29 +36,31 @@ def nodes_of(
     agent_error: str = "",
     missed_s: float = 0.0,
 ) -> tuple[NodeEvidence, ...]:
-    """This node and the others that it has heard of; takes ``PROBE_S`` where some of them are silent.
+    """Returns this node and the others it knows; takes ``PROBE_S`` if some are silent and ``port`` is given.
 
-    ``store``: how it was lost, if that was not by the end of this node's own agent. ``port``: the store's, to see if
-    the hosts of silent nodes answer. Nobody listens there on other hosts, and a host that says so is alive. Where the
-    interface by which this node met them is down, whoever answers may be none of them: another route leads elsewhere.
+    Nothing listens on the store's port on other hosts, but a host that refuses the connection is alive. If the
+    interface to the other nodes is down, another route might lead to other hosts, so nothing is probed.
+
+    Args:
+        store: How the store was lost, unless by the end of this node's own agent.
+        port: The store's port.
     """
-    own = replace(_said(seen.slot, node, beat), here=True, agent_error=agent_error, missed_s=round(missed_s, 1))
-    found = [_evidence_of(peer, seen.peers, store) for peer in seen.peers]
-    return (own, *(_probed(found, seen.address, seen.peers, port) if port is not None else found))
+    own = replace(_self_report(view.slot, node, beat), here=True, agent_error=agent_error, missed_s=round(missed_s, 1))
+    peers = [_evidence_of(peer, view.peers, store) for peer in view.peers]
+    return (own, *(_probed(peers, view.address, view.peers, port) if port is not None else peers))
 
 
 def _evidence_of(peer: Peer, peers: Sequence[Peer], store: Lost) -> NodeEvidence:
     hosts = peer.node.hosts and (len(peers) == 1 or sum(peer.node.hosts for peer in peers) == 1)
-    found = _said(peer.slot, peer.node, peer.beat)
-    return replace(found, silent_s=round(peer.silent_s, 1), store=store if hosts else "")
+    evidence = _self_report(peer.slot, peer.node, peer.beat)
+    return replace(evidence, silent_s=round(peer.silent_s, 1), store=store if hosts else "")
 
 
-def _said(slot: int, node: NodeCard, beat: Beat | None) -> NodeEvidence:
-    """What the node says of itself."""
-    found = NodeEvidence(node.host, slot, (), torch=node.torch, safelaunch=node.safelaunch, script=node.script)
+def _self_report(slot: int, node: NodeCard, beat: Beat | None) -> NodeEvidence:
+    evidence = NodeEvidence(node.host, slot, (), torch=node.torch, safelaunch=node.safelaunch, script=node.script)
     if beat is None:
-        return found
-    return replace(found, ranks=beat.ranks, last=_last(beat), trouble=beat.trouble, agent=beat.agent)
+        return evidence
+    return replace(evidence, ranks=beat.ranks, last=_last(beat), trouble=beat.trouble, agent=beat.agent)
 
 
 def _last(beat: Beat) -> NodeActivity:
@@ -82,26 +84,26 @@ _UP_AND_RUNNING = 0x41  # IFF_UP, IFF_RUNNING
 
 
 def _has_link(address: str) -> bool:
-    """Whether this host still has the address, on an interface that is up and has a carrier.
+    """Returns whether this host has the address on an interface that is up and has a carrier.
 
-    An interface keeps its IPv4 address while it is down. Only its first one is found; of any other, it counts as up.
+    An interface keeps its IPv4 address while it is down. Only its first address is found; another one counts as up.
     """
     flags: int
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             request = struct.pack("40s", name.encode())
             try:
-                found = socket.inet_ntoa(fcntl.ioctl(asked, _GET_ADDRESS, request)[20:24])
+                own = socket.inet_ntoa(fcntl.ioctl(asked, _GET_ADDRESS, request)[20:24])
                 (flags,) = struct.unpack_from("H", fcntl.ioctl(asked, _GET_FLAGS, request), 16)
             except OSError:
-                continue  # it has no IPv4 address, or has just gone
-            if found == address:
+                continue  # no IPv4 address, or just removed
+            if own == address:
                 return flags & _UP_AND_RUNNING == _UP_AND_RUNNING
     return is_this_host(address)
 
 
 def agent_state(pid: int) -> AgentState:
-    """How the torchrun agent with this pid is."""
+    """Returns the state of the torchrun agent."""
     try:
         letter = procstat.parse(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")).state
     except FileNotFoundError:
@@ -112,8 +114,8 @@ def agent_state(pid: int) -> AgentState:
 
 
 def digest_of(script: Path) -> str:
-    """A few characters that tell two scripts apart; empty where it cannot be read."""
-    import hashlib  # late: it loads OpenSSL, 4 MB that a job of one node does without
+    """Returns a short digest to compare scripts; empty if it can't be read."""
+    import hashlib  # late: it loads OpenSSL, 4 MB that a job on one node doesn't need
 
     try:
         with script.open("rb") as file:

@@ -78,8 +78,8 @@ class Notices:
             return
         self._unseen_s = self._unseen_s or now
         covered = self._council.is_covered
-        told, was_covered = self._told_of
-        if unseen == told and (was_covered or not covered):
+        reported, was_covered = self._told_of
+        if unseen == reported and (was_covered or not covered):
             return
         if not covered and now - self._unseen_s < MEETING_PATIENCE_S:
             return
@@ -116,13 +116,13 @@ class Notices:
         """Takes back what was said of ranks that have a beacon after all, as after a restart."""
         if not (self._unreached or self._is_said_blind) or not self._watch.last_progress:
             return
-        there = self._unreached & self._watch.last_progress.keys()
-        self._unreached -= there
+        appeared = self._unreached & self._watch.last_progress.keys()
+        self._unreached -= appeared
         if self._is_said_blind:
             self._is_said_blind = False
             say(f"a beacon has appeared in {rank_words(self._watch.last_progress)}: safelaunch watches this job")
-        elif there:
-            say(f"a beacon has appeared in {rank_words(there)}: safelaunch watches it")
+        elif appeared:
+            say(f"a beacon has appeared in {rank_words(appeared)}: safelaunch watches it")
 
     def _say_without_steps(self) -> None:
         """Says what is watched instead of steps, unless the job steps, pauses or names its phases."""

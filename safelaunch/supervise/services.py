@@ -117,9 +117,9 @@ class Services:
         question = NodeQuestion(0, service.name, msgspec.msgpack.encode(ask))
         with self._job.council.rounds.asking(question) as answers:
             own = service.here(ask, self._job, at.cancelled)
-            others, notes = read_parts(answers(at.cancelled), service)
+            parts, notes = read_parts(answers(at.cancelled), service)
         at.pause(0.0)
-        return service.bounded(service.merged(ask, [own, *others], notes), _fits)
+        return service.bounded(service.merged(ask, [own, *parts], notes), _fits)
 
 
 def _fits(part: Any) -> bool:

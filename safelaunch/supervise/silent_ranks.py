@@ -80,9 +80,9 @@ def activity_of(look: RankLook | None) -> str:
     kernel = main.state.main_thread
     thread = main_thread(main)
     stack = Stack(python_frames(thread)) if thread is not None else Stack(())
-    held = _HELD.get(kernel.state, "") if kernel is not None else ""
-    if held:
-        return f"{held}{at(stack.user_frame)}"
+    blocked = _HELD.get(kernel.state, "") if kernel is not None else ""
+    if blocked:
+        return f"{blocked}{at(stack.user_frame)}"
     if thread is None:
         return f"no stack: {main.stack.missing}"
     wait = torch_wait(stack)

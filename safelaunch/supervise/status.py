@@ -121,7 +121,7 @@ class StatusRequests:
     def _silent_since(self, now: float) -> dict[int, float]:
         """The ranks that are silent for longer than any step, and have not said so: rank → its newest progress."""
         usual_s = self._watch.usual_step_s
-        pages = [one for one in self._watch.last_progress.values() if not (one.paused or one.phase)]
+        pages = [page for page in self._watch.last_progress.values() if not (page.paused or page.phase)]
         ages = {page.rank: self._watch.age_s(page, now) for page in pages}
         return {
             page.rank: self._watch.mark_s(page)

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Reads what other nodes submitted, and selects the files that this node submits."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ MOST_PICKLES, LARGEST_PICKLE = 4 << 20, 512 << 10  # bytes of a node's files tha
 LARGEST_TEXT = 64 << 10
 
 
-def read_evidence(found: Submissions, host: str) -> PeerEvidence:
-    """The evidence that the others have submitted. ``host``: this node's name."""
+def read_evidence(submissions: Submissions, host: str) -> PeerEvidence:
+    """Returns the evidence of the other nodes.
+
+    Args:
+        host: This node's name.
+    """
     evidence: list[Evidence] = []
     notes: list[str] = []
     files: dict[str, bytes] = {}
     hosts, shared = {host}, SharedColumns()
-    for slot, chunks in sorted(found.chunks.items()):
+    for slot, chunks in sorted(submissions.chunks.items()):
         try:
             other, its = unpack_evidence(chunks, shared)
             evidence.append(other)
@@ -39,11 +43,11 @@ def read_evidence(found: Submissions, host: str) -> PeerEvidence:
     return PeerEvidence(tuple(evidence), files, tuple(notes))
 
 
-def read_parts(found: Submissions, service: Service[Any, Part]) -> tuple[list[Part], list[str]]:
-    """Returns what the service of the other nodes has answered, and what could not be read of it."""
+def read_parts(submissions: Submissions, service: Service[Any, Part]) -> tuple[list[Part], list[str]]:
+    """Returns the other nodes' parts of a service, and notes about unreadable ones."""
     parts: list[Part] = []
     notes: list[str] = []
-    for slot, chunks in sorted(found.chunks.items()):
+    for slot, chunks in sorted(submissions.chunks.items()):
         try:
             part = parse(unpack(chunks), service.part)
             service.check(part)
@@ -57,13 +61,12 @@ _OF_THE_NODE = {node_file(field) for field in NodeFiles.__struct_fields__}
 
 
 def small_files(root: Path, *, records: bool) -> dict[str, bytes]:
-    """The files of a node's bundle that travel to the node that writes the whole: those about the node, small pickles.
+    """Returns the files of this node's bundle that travel to the node that writes the merged one, by path.
 
-    Path in the bundle → content, without secrets, as it is written there. ``records``: Flight Recorders as well.
-
-    Of a kernel log that is long, the end.
+    These are files about the node, the end of a long kernel log, and, with ``records``, small Flight Recorder pickles.
+    They contain no secrets, as in the bundle.
     """
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     for path in sorted(root.glob("node/*/*")):
         if path.name in _OF_THE_NODE:
             with suppress(OSError):
@@ -71,18 +74,18 @@ def small_files(root: Path, *, records: bool) -> dict[str, bytes]:
                 if path.suffix == ".txt":
                     content = content[-LARGEST_TEXT:]
                 if len(content) <= LARGEST_TEXT:
-                    found[path.relative_to(root).as_posix()] = content
+                    files[path.relative_to(root).as_posix()] = content
     left = MOST_PICKLES
     for path in sorted(root.glob("ranks/*/flight_recorder.pickle")) if records else ():
         with suppress(OSError):
             size = path.stat().st_size
             if size <= min(LARGEST_PICKLE, left):
-                found[path.relative_to(root).as_posix()] = path.read_bytes()
+                files[path.relative_to(root).as_posix()] = path.read_bytes()
                 left -= size
-    return found
+    return files
 
 
 def distinct_name(name: str, slot: int, taken: set[str]) -> str:
-    """``node/<host>/...`` of a node whose host name another one has as well: with its number."""
+    """Adds the slot to ``node/<host>/...`` if another node has the same host name."""
     parts = name.split("/")
     return "/".join([parts[0], f"{parts[1]}-{slot}", *parts[2:]]) if parts[0] == "node" and parts[1] in taken else name

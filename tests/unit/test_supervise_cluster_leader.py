@@ -236,28 +236,28 @@ def test_whether_all_ranks_are_seen(beats: list[tuple[tuple[int, ...], int]], ex
 
 
 def test_a_node_is_heard_while_its_count_moves_whatever_its_clock_says() -> None:
-    hearing = Liveness()
+    liveness = Liveness()
     for second in range(60):
-        hearing.observe({1: ("a", second), 2: ("b", min(second, 10)), 3: ("c", 5)}, float(second))
-    assert [round(hearing.silent_s(slot, 59.0)) for slot in (1, 2, 3)] == [0, 49, 59]
-    assert set(hearing.proven) == {1, 2}
+        liveness.observe({1: ("a", second), 2: ("b", min(second, 10)), 3: ("c", 5)}, float(second))
+    assert [round(liveness.silent_s(slot, 59.0)) for slot in (1, 2, 3)] == [0, 49, 59]
+    assert set(liveness.proven) == {1, 2}
 
 
 def test_one_that_has_started_anew_is_heard_although_it_counts_from_the_beginning() -> None:
-    hearing = Liveness()
-    hearing.observe({1: ("a", 900)}, 0.0)
-    hearing.observe({1: ("b", 1)}, 4.0)
-    assert hearing.silent_s(1, 5.0) == 1.0
+    liveness = Liveness()
+    liveness.observe({1: ("a", 900)}, 0.0)
+    liveness.observe({1: ("b", 1)}, 4.0)
+    assert liveness.silent_s(1, 5.0) == 1.0
 
 
 def test_nobody_was_silent_while_we_were_stopped_ourselves() -> None:
-    hearing = Liveness()
-    hearing.observe({1: ("a", 1)}, 0.0)
-    hearing.observe({1: ("a", 1)}, 1000.0)
-    assert hearing.silent_s(1, 1000.0) < SILENT_S
+    liveness = Liveness()
+    liveness.observe({1: ("a", 1)}, 0.0)
+    liveness.observe({1: ("a", 1)}, 1000.0)
+    assert liveness.silent_s(1, 1000.0) < SILENT_S
     for second in range(1001, 1001 + int(SILENT_S)):
-        hearing.observe({1: ("a", 1)}, float(second))
-    assert hearing.silent_s(1, 1000.0 + SILENT_S) >= SILENT_S
+        liveness.observe({1: ("a", 1)}, float(second))
+    assert liveness.silent_s(1, 1000.0 + SILENT_S) >= SILENT_S
 
 
 def after_the_leaders_death(slot: int, living: set[int]) -> float | None:
@@ -290,10 +290,10 @@ def test_who_takes_over_knows_that_the_one_before_is_silent() -> None:
             2, beats, now
         ):
             break
-    hearing = succession.hearing(1, now)
-    assert [hearing.silent_s(slot, now) >= SILENT_S for slot in (1, 2, 3)] == [True, False, False]
-    hearing.observe({1: ("i1", 6)}, now + 1)
-    assert hearing.silent_s(1, now + 1) == 0.0, "it is heard again"
+    liveness = succession.liveness(1, now)
+    assert [liveness.silent_s(slot, now) >= SILENT_S for slot in (1, 2, 3)] == [True, False, False]
+    liveness.observe({1: ("i1", 6)}, now + 1)
+    assert liveness.silent_s(1, now + 1) == 0.0, "it is heard again"
 
 
 def test_nobody_takes_over_from_a_leader_that_is_heard() -> None:

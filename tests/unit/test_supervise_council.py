@@ -132,7 +132,7 @@ def notices() -> NodeNotices:
 
 def changes(notices: NodeNotices, seen: PeerView, *seconds: int, ending: bool = False) -> None:
     for second in seconds:
-        notices.changes(seen, float(second), covered=seen.page is not None and seen.page.covered, ending=ending)
+        notices.note_changes(seen, float(second), covered=seen.page is not None and seen.page.covered, ending=ending)
 
 
 COVERED = PeerView(LeaderPage(leader=1, nodes=2, covered=True, world=4), why="")

@@ -67,9 +67,9 @@ def roots(environ: Mapping[str, str], uid: int) -> tuple[Path, ...]:
 
 def find(places: Sequence[Path]) -> tuple[Run, ...]:
     """Every run directory below ``places``, including those of dead runs, oldest first."""
-    found = [Run(entry, _owner(entry), alive=is_held(entry)) for place in places for entry in place.glob("r[0-9]*")]
+    runs = [Run(entry, _owner(entry), alive=is_held(entry)) for place in places for entry in place.glob("r[0-9]*")]
     # Start times count from boot, so they give the supervisors' order.
-    return tuple(sorted(found, key=lambda item: (item.supervisor.start_ticks if item.supervisor else 0, item.id)))
+    return tuple(sorted(runs, key=lambda item: (item.supervisor.start_ticks if item.supervisor else 0, item.id)))
 
 
 def _owner(directory: Path) -> ProcessId | None:
@@ -110,12 +110,12 @@ def _asked(run: Run, deadline_s: float) -> Run:
         return replace(run, problem=_why_silent(run.directory, supervisor, error.message))
 
 
-def _why_silent(directory: Path, supervisor: ProcessId, said: str) -> str:
+def _why_silent(directory: Path, supervisor: ProcessId, otherwise: str) -> str:
     if not is_held(directory):
         return "it ended just now"
     if supervisor.is_stopped():
         return f"a signal stopped its supervisor: kill -CONT {supervisor.pid} resumes the watch"
-    return said
+    return otherwise
 
 
 def select(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:

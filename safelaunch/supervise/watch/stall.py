@@ -222,10 +222,10 @@ def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -
     A job is ended only if it is proved dead, or if the user has said so, or shortly before torch would end it.
     """
     threshold_s = stall.threshold_s
-    given = policy.is_given(stall)
-    if answer == "dead" or (answer == "unknown" and given):
+    by_user = policy.is_given(stall)
+    if answer == "dead" or (answer == "unknown" and by_user):
         return threshold_s
-    if given or policy.max_stall_given:
+    if by_user or policy.max_stall_given:
         return max(policy.max_stall_s, threshold_s)
     if answer == "unknown" and limits.before_abort_s is not None and not limits.raises:
         return max(threshold_s, limits.before_abort_s)
@@ -264,25 +264,25 @@ def next_look_after_s(policy: Policy, stall: Stall, now: float) -> float:
 
 
 def conclude(
-    state: DetectorState, stall: Stall, found: JobCondition, policy: Policy, now: float, limits: Limits = UNLIMITED
+    state: DetectorState, stall: Stall, condition: JobCondition, policy: Policy, now: float, limits: Limits = UNLIMITED
 ) -> tuple[DetectorState, StallEvent | None]:
     """What the closer look found. Emits ``hang``, ``undecided`` (each time; say it once), ``recovered`` or
     ``clock-restarted``; nothing when the clock was started again while the look was under way.
     """
     if state.status is not Status.CONFIRMING:
         return state, None
-    if found == "moving" or state.excused:
+    if condition == "moving" or state.excused:
         return replace(state, status=Status.WATCHING), StallEvent("recovered", stall)
-    if found == "stopped":
+    if condition == "stopped":
         return DetectorState(base_s=now, last_tick_s=now), StallEvent("clock-restarted", stall)
-    if stall.proved and found != "dead":  # the ordinary threshold counts again
+    if stall.proved and condition != "dead":  # the ordinary threshold counts again
         return replace(state, status=Status.WATCHING, proved_mark_s=0.0), None
-    state = replace(state, worked_s=now) if found == "alive" else state
-    limit, without_s = ends_after_s(policy, stall, found, limits), idle_s(state, policy, stall, found, now)
+    state = replace(state, worked_s=now) if condition == "alive" else state
+    limit, without_s = ends_after_s(policy, stall, condition, limits), idle_s(state, policy, stall, condition, now)
     if limit is not None and without_s >= limit:
         return replace(state, status=Status.HUNG), StallEvent("hang", stall)
     wait = next_look_after_s(policy, stall, now)
-    for due in (limit, suspect_after_s(policy, stall, found, limits)):
+    for due in (limit, suspect_after_s(policy, stall, condition, limits)):
         if due is not None and without_s < due:
             wait = min(wait, max(0.0, due - without_s - policy.confirm_s))
     return replace(state, status=Status.UNDECIDED, look_again_s=now + wait), StallEvent("undecided", stall)
