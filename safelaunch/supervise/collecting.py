@@ -91,7 +91,6 @@ class Timeline:
     moments: tuple[Moment, ...] = ()
 
     def plus(self, stage: str, at_s: float | None = None) -> Timeline:
-        """Adds a stage, reached at ``at_s`` seconds of CLOCK_MONOTONIC (None: now)."""
         now = time.monotonic()
         then = now if at_s is None else at_s
         moment = Moment(stage, round(time.time() - (now - then), 4), round(then, 4))
@@ -127,12 +126,7 @@ def take_evidence(
     timeline: Timeline | None = None,
     patience: float = 1.0,
 ) -> Collected:
-    """Collects what the looks don't have yet.
-
-    Args:
-        on_ranks_done: called once the ranks are no longer needed.
-        patience: see ``collect.ranks``.
-    """
+    """Collects evidence that the looks don't have, and calls ``on_ranks_done`` once the ranks are no longer needed."""
     timeline = timeline or Timeline()
     # Outside the run directory if there is room: a cleaner that removes that directory would remove the bundle with it,
     # and $XDG_RUNTIME_DIR might be small.
@@ -223,9 +217,6 @@ def with_nccl(collected: Collected, *, spare: str) -> Collected:
     """Adds the report of NCCL's RAS service, if a rank has loaded NCCL.
 
     Call it last: it takes up to ``nccl_ras.DEADLINE_S``, and must not cost other evidence.
-
-    Args:
-        spare: see ``nccl_ras.ask``.
     """
     ranks, context = collected.evidence.ranks, collected.context
     libraries = dict.fromkeys(rank.flight_record.library for rank in ranks if rank.flight_record is not None)
@@ -260,11 +251,7 @@ def local_evidence(looks: Looks, snapshot: JobSnapshot, context: JobContext) -> 
 def evidence_of(
     kind: IncidentKind, looks: Looks, snapshot: JobSnapshot, context: JobContext, *, patience: float = 1.0
 ) -> Evidence:
-    """Returns evidence from the looks and the ranks' own records, without writing a bundle.
-
-    Args:
-        patience: see ``collect.ranks``.
-    """
+    """Returns evidence from the looks and the ranks' own records, without writing a bundle."""
     nowhere, pages = Sink(context.redactor), context.run_dir / "pages"
     snapshot = replace(snapshot, ranks=context.cleaned(snapshot.ranks))
     taken = context.cleaned(looks.taken)
@@ -288,7 +275,6 @@ def _launched(context: JobContext) -> Launched:
 
 
 def _without_stacks(looks: Looks) -> str:
-    """Returns the reason why no process's stack could be read; empty if one was read, or reasons differ."""
     ranks = [rank for look in looks.taken for rank in look.ranks.values()]
     stacks = [
         process.stack
@@ -301,7 +287,6 @@ def _without_stacks(looks: Looks) -> str:
 
 
 def _read_from_inside(looks: Looks) -> tuple[str, ...]:
-    """Returns lines about ranks that sent their stacks themselves because py-spy couldn't read them."""
     by_note: dict[str, set[int]] = {}
     ranks: dict[int, str] = {}
     for look in looks.taken:

@@ -39,8 +39,6 @@ _OWN_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, si
 
 @dataclass
 class _FailedAttempt:
-    """An attempt that failed; see ``CrashCase``."""
-
     attempt: tuple[int, int]
     quiet_s: float
     """time without a step before the failure; 0 if that isn't unusual"""
@@ -51,13 +49,10 @@ class _FailedAttempt:
     """error of torchrun's agent itself, before a rank failed"""
     snapshot: JobSnapshot | None = None
     ranks_released: bool = False
-    """the ranks no longer have to wait"""
     agent_released: bool = False
-    """the agent no longer has to wait: the nodes have agreed on a verdict, or don't need to"""
+    """the nodes have agreed on a verdict, or don't need to"""
     first_exit_known: bool = False
-    """the agent has reported the first exit"""
     exits_complete: bool = False
-    """the exit of each rank is known"""
 
 
 class CrashCase:
@@ -91,7 +86,7 @@ class CrashCase:
 
     @property
     def due_s(self) -> float:
-        """Time by which the failed attempt's ranks should have ended (CLOCK_MONOTONIC); 0 if it hasn't failed."""
+        """Time by which the failed attempt's ranks should have ended; 0 if it hasn't failed."""
         return self._failure.due_s if self._failure is not None else 0.0
 
     def holds(self, at_s: float) -> bool:
@@ -196,7 +191,6 @@ class CrashCase:
     def _agree(
         self, failure: _FailedAttempt, looks: Looks, answers: Mapping[int, ServerReply], at: Incident[Report | None]
     ) -> Agreement:
-        """Agrees with the other nodes as soon as this node knows how its ranks failed."""
         if self._job.is_whole or failure.attempt != self._watch.attempt:
             return Agreement()
         at.until(lambda: failure.first_exit_known or failure.exits_complete)
@@ -250,7 +244,6 @@ class CrashCase:
         return report
 
     def _earlier(self, failure: _FailedAttempt, collected: Collected) -> Report | None:
-        """Returns the report of an earlier attempt that failed in the same way, if its bundle is still there."""
         context = self._job.context
         verdict = publishing.verdict_of(collected.evidence, context)
         kin = kin_of(verdict, collected.evidence)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LATEST_BUNDLES = 5
 
 
-RECALL_DEADLINE_S = 3.0  # the disk of the bundle directory may not answer
+RECALL_DEADLINE_S = 3.0  # the disk of the bundle directory might not respond
 
 
 _MOST_READ = 64
@@ -71,7 +71,7 @@ def blamed_hardware(directory: Path) -> tuple[tuple[str, ...], ...]:
 
 
 def _blamed(path: Path) -> Iterator[tuple[str, ...]]:
-    from safelaunch.bundle.reading.guard import Unreadable, read_limited  # late: multiprocessing is 2 MB
+    from safelaunch.bundle.reading.files import Unreadable, read_limited
 
     try:
         verdict = from_json(read_limited(path, _LARGEST_VERDICT), _Earlier)

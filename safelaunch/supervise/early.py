@@ -36,8 +36,6 @@ QUESTION_FILE = "early"
 
 @dataclass(frozen=True)
 class _EarlyReport:
-    """Result of both looks."""
-
     look: EarlyLook | None = None
     """None: nothing worth reporting"""
     proved: bool = False
@@ -61,7 +59,6 @@ class EarlyLooks:
 
     @property
     def quiet(self) -> Quiet:
-        """Knowledge from earlier quiet times."""
         return self._quiet
 
     def advance(self, now: float, *, free: bool) -> None:

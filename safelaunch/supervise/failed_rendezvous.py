@@ -16,11 +16,7 @@ from safelaunch.supervise.publishing import Report, finish
 def write_failed_rendezvous(
     rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], context: JobContext
 ) -> Report:
-    """Writes the bundle of a job that never began because nodes were missing at the rendezvous.
-
-    Args:
-        error: torchrun's error.
-    """
+    """Writes the bundle of a job that never began because nodes were missing at the rendezvous."""
     collected = take_evidence(RENDEZVOUS, Looks(()), JobSnapshot({}, 0, ()), context)
     rendezvous = context.cleaned(msgspec.structs.replace(rendezvous, error=error))
     return finish(collected.with_facts(nodes=nodes, rendezvous=rendezvous))
@@ -33,7 +29,6 @@ def is_failed_rendezvous(raised: AgentEvent) -> bool:
 
 
 def advice_on(raised: AgentEvent) -> str:
-    """Returns advice on torchrun's error that ended this node before its first rank; empty if the error is unknown."""
     from safelaunch.verdict.suggestions import LATE_JOIN, is_late_join
 
     return LATE_JOIN.shown if is_late_join(raised.message) else ""

@@ -64,7 +64,6 @@ class HealthPoller(Poller[tuple[Note, ...]]):
 
 
 def find_notes(targets: Collection[Target], own: Collection[int]) -> tuple[Note, ...]:
-    """Looks once at all ranks of this node and their GPUs; leaves out what doesn't respond."""
     notes: list[Note] = []
     straggler = find_straggler(ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=5.0))
     if straggler is not None:

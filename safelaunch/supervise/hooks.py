@@ -52,11 +52,9 @@ class Notifier:
         return any(not task.done for task in self._under_way)
 
     def tell(self, verdict: Verdict, bundle: Path, run_name: str) -> None:
-        """Starts the command for a bundle, in its own thread."""
         self.start(variables(verdict, bundle, run_name))
 
     def start(self, variables: Mapping[str, str]) -> None:
-        """Starts the command with these variables, in its own thread."""
         if self._command is None or self._ended:
             return
         command, env = self._command, {**os.environ, **variables}
@@ -79,7 +77,6 @@ class Notifier:
 
 
 def variables(verdict: Verdict, bundle: Path, run_name: str) -> dict[str, str]:
-    """Returns the command's environment variables for a bundle."""
     return _usable(
         {
             "SAFELAUNCH_BUNDLE": os.fspath(bundle),
@@ -95,7 +92,6 @@ def variables(verdict: Verdict, bundle: Path, run_name: str) -> dict[str, str]:
 
 
 def variables_of_look(look: EarlyLook, run_name: str) -> dict[str, str]:
-    """Returns the command's environment variables for an early look."""
     return _usable(
         {
             "SAFELAUNCH_SUMMARY": look.words,

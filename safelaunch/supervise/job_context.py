@@ -57,7 +57,6 @@ class JobContext:
 
 
 def job_context(job: Job) -> JobContext:
-    """Gathers the facts about ``job``."""
     assert job.run is not None
     plan, settings = job.plan, job.plan.settings
     redactor = Redactor(secret_values(plan.env, plan.argv, _ordinary(plan)))
@@ -131,7 +130,6 @@ def _typed_by_user(plan: Plan) -> tuple[str, ...]:
 
 
 def user_name() -> str:
-    """Returns this user's name, or the number if it has none."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

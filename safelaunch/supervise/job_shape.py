@@ -19,11 +19,6 @@ MOST_GROUPS = 1024  # in the manifest
 
 
 def job_entry(evidence: Evidence, shape: dict[str, int]) -> JobShape:
-    """Returns the job's entry in the manifest.
-
-    Args:
-        shape: dimensions of the job's mesh.
-    """
     return JobShape(
         outcome=evidence.outcome,
         world_size=evidence.world_size,
@@ -46,7 +41,6 @@ def _global_batch(evidence: Evidence) -> int | None:
 
 
 def _groups(evidence: Evidence) -> dict[str, GroupMembers]:
-    """Returns the members and descriptions of the process groups that the ranks reported, by name."""
     groups: dict[str, GroupMembers] = {}
     for rank in evidence.ranks:
         for name, members in rank.gil.groups.items():

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Result of two looks."""
-
     condition: JobCondition
     work: tuple[ObservedWork, ...] = ()
     unseen: str = ""
@@ -101,7 +99,6 @@ def _woken_receivers(before: Look, after: Look, awaited: Collection[int]) -> Ite
 
 
 def _turns_per_s(thread: ThreadState, at_s: float) -> float:
-    """Returns how often per second a loop around this call can wake without receiving data."""
     if thread.times_out:
         return math.inf  # the limit is unknown
     if thread.ends_s is None:

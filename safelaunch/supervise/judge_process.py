@@ -57,7 +57,6 @@ def ask(evidence: Evidence, active: Collection[int] | None, place: Path, *, prov
 
 
 def main(place: str) -> None:
-    """Prints the answer to the question in a file."""
     from safelaunch.capture import user_source
     from safelaunch.verdict.first_word import first_word, first_word_of_active
 

@@ -69,7 +69,6 @@ class ControlServer:
         return bool(self._dumps or self._status.busy or self._services.busy)
 
     def tick(self, now: float) -> None:
-        """Answers every request that can be answered now."""
         if self._server is not None:
             self._server.poll(self._handle)
         self._status.tick(now)

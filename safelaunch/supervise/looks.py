@@ -60,10 +60,7 @@ class Looks:
 
     @property
     def collectives_moved(self) -> bool:
-        """Returns whether a rank entered a collective between the last two looks.
-
-        A rank without an earlier entry counts as moving: the next look comes soon.
-        """
+        """Returns whether a rank entered a collective between the last two looks, or had no entry before."""
         if len(self.entries) < 2:
             return False
         before, after = self.entries[-2:]
@@ -106,9 +103,8 @@ def look_at(
 
     Args:
         looks: looks taken so far; None: this is the first.
-        collectives: read the newest entry of each Flight Recorder. Not in a crash, when all ranks wait for safelaunch.
-        network: check if messages between ranks arrive, for a vote of several nodes.
-        quiet: for the first look, see ``Looks``.
+        collectives: read the newest Flight Recorder entries. Not in a crash, when all ranks wait for safelaunch.
+        network: check if messages between ranks arrive.
     """
     if looks is None:  # read the environment while the rank is alive
         looks = Looks(tuple(targets), quiet=quiet, env=environment_of(targets[0].pid) if targets else None)
@@ -166,7 +162,7 @@ def main_thread(look: ProcessLook | None) -> Thread | None:
 def with_late_processes(looks: Looks) -> Looks:
     """Looks again, with more time, at ranks that the newest look missed.
 
-    Only after a hang is confirmed; until then, the next regular look will see them.
+    Use it only after a hang is confirmed; until then, the next regular look will see them.
     """
     if not looks.is_late:
         return looks

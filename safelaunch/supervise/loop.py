@@ -73,8 +73,6 @@ RESTART_OF_SEVERAL_S = 900.0  # the same on several nodes, whose rendezvous has 
 
 @dataclass(frozen=True, slots=True)
 class _StopReason:
-    """Reason and exit code with which safelaunch ends the job."""
-
     report: Report | None
     code: int
     shown: bool
@@ -91,11 +89,10 @@ class Supervisor:
         touch: Callable[[], None] = lambda: None,
         forwarder: Forwarder | None = None,
     ) -> None:
-        """Prepares the watch of a job that runs.
+        """Prepares the watch.
 
         Args:
             touch: marks the leases as used.
-            forwarder: forwards this process's signals, by default to the job's first process.
         """
         assert job.run is not None
         self._job = job
@@ -128,15 +125,15 @@ class Supervisor:
         self._exit_events: dict[int, RankExit] = {}
         self._verdict: _StopReason | None = None
         self._stop_s = 0.0  # time of the request to stop the job; 0: none
-        self._unshown: list[Report] = []  # reports from before that, to be shown at the end
-        self._shown_at_stop = False  # a report was shown after the request to stop
+        self._unshown: list[Report] = []  # to be shown at the end
+        self._shown_at_stop = False
         self._pushed_off: Report | None = None  # report that torchrun's long last output pushed off the screen
         self._newest = ""  # latest bundle of a hang
         self._failures: tuple[AttemptFailure, ...] = ()
         self._owes_hint = False  # after Ctrl-C, until a message has said that a second one ends the job
         self._restarting = -1  # attempt whose ranks we ended for a hang
-        self._restarting_s = 0.0  # time when we did
-        self._outlives_stop = False  # the job was asked to stop, and is watched again
+        self._restarting_s = 0.0
+        self._outlives_stop = False
         self._ending: BackgroundTask[tuple[process.ProcessId, ...]] | None = None
         self._pollers: list[Poller[Any]] = (
             [GroupTimeoutPoller(self._watch, bounds.floor_s)] if bounds is not None else []
@@ -156,7 +153,7 @@ class Supervisor:
         self._raised: AgentEvent | None = None  # error that ended the agent itself
         self._watching = True
         self._has_ended = False
-        self.shown: Report | None = None  # latest report
+        self.shown: Report | None = None
         self._touch = touch
         self._touch_at_s = time.monotonic() + TOUCH_EVERY_S
 
@@ -233,8 +230,6 @@ class Supervisor:
                 self._guarded_tick()
 
     def _end_survivors(self, status: int) -> None:
-        """Ends the ranks of a torchrun that was killed, once their evidence is taken."""
-
         def is_writing() -> bool:
             return self._watching and self._stall.writing and self._forwarder.stops < 2
 
@@ -396,7 +391,6 @@ class Supervisor:
         return self._crash.begun_before(self._stop_s - SAME_SIGNAL_S)
 
     def _on_stop(self, glance: Glance, now: float) -> None:
-        """Finishes the work that began before the request to stop; starts nothing new."""
         interrupt = self._interrupt
         needs_ranks = self._stall.needs_ranks or (interrupt is not None and interrupt.needs_ranks)
         if self._forwarder.holding and not needs_ranks:
@@ -509,12 +503,7 @@ class Supervisor:
         return not why
 
     def _end(self, report: Report | None, code: int, *, shown: bool = False, after_s: float = 0.0) -> None:
-        """Ends every process of the job.
-
-        Args:
-            code: safelaunch's exit code.
-            after_s: delay, so that other nodes can end theirs.
-        """
+        # ``after_s``: delay, so that other nodes can end their processes.
         self._verdict = _StopReason(report, code, shown)
 
         def end() -> tuple[process.ProcessId, ...]:
@@ -539,7 +528,6 @@ class Supervisor:
     # --- end of the job ---------------------------------------------------------------------------------------------
 
     def _finish(self, status: int) -> None:
-        """Reads the ended agent's last events, and finishes the bundle that is being written."""
         until = time.monotonic() + WRITE_PATIENCE_S
         self._has_ended = True
         self._guarded_tick()

@@ -41,7 +41,6 @@ def collect_node(context: JobContext, sink: Gate, values: dict[str, Any], subjec
 
 
 def _run_files(run_dir: Path, folder: str, sink: Sink) -> None:
-    """Collects the dumps and logs that torch, NCCL and the beacons left in the run directory."""
     for path in sorted((run_dir / "flight_recorder").glob("*")):  # empty if a cleaner of /tmp has removed the directory
         dump = "trace_rank" in path.name
         place = f"flight_recorder/{path.name}" if dump else f"{folder}/{path.name}"

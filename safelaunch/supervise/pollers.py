@@ -40,11 +40,7 @@ class Poller(Generic[Answer]):
         self._next_s = 0.0
 
     def advance(self, now: float) -> None:
-        """Makes one step without blocking; call it on every tick. Drops an answer about an ended attempt.
-
-        Args:
-            now: seconds of CLOCK_MONOTONIC.
-        """
+        """Makes one step without blocking; call it on every tick. Drops an answer about an ended attempt."""
         if self._attempt != self._watch.roster.attempt:
             self._attempt, self._next_s = self._watch.roster.attempt, 0.0
             self.reset()

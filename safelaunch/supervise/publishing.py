@@ -58,9 +58,9 @@ class Report:
     without_stacks: str = ""
     """reason why no stack could be read, if one reason explains all"""
     action: Action | Literal[""] = ""
-    """action that all nodes agreed on"""
+    """agreed by all nodes"""
     step: int | None = None
-    """lowest step of all ranks, if the nodes agreed on it"""
+    """lowest step of all ranks, agreed by all nodes"""
     repeats: str = ""
     """complete message about the same failure in an earlier attempt, which this bundle belongs to"""
 
@@ -70,7 +70,7 @@ class Agreement:
     """The decision of all nodes; empty for a job on one node."""
 
     verdict: Verdict | None = None
-    """None: no agreed verdict, so this node judges alone"""
+    """None: this node judges alone"""
     name: str = ""
     """name of the bundle that this node writes; empty: the usual one"""
     others: PeerEvidence = field(default_factory=PeerEvidence)
@@ -78,13 +78,11 @@ class Agreement:
     answer: Answer | None = None
     """verdict on whether the job is dead, if this node judged for all"""
     action: Action | Literal[""] = ""
-    """action of every node"""
     step: int | None = None
-    """lowest step that a rank of any node has marked"""
+    """lowest step of all ranks"""
     outcome: Outcome | None = None
     """None: the outcome of the evidence"""
     status: PeerStatus = field(default_factory=PeerStatus)
-    """state of the other nodes, as they report it"""
 
 
 def prepare() -> None:
@@ -156,11 +154,7 @@ def finish(collected: Collected, agreement: Agreement | None = None) -> Report:
 
 
 def show(result: Report, environ: Mapping[str, str], place: str = "bundle") -> None:
-    """Prints the verdict and the bundle's path on stderr.
-
-    Args:
-        place: label of the path.
-    """
+    """Prints the verdict and the bundle's path on stderr, with ``place`` as its label."""
     from safelaunch.capture import user_source
     from safelaunch.report import HTML, screen
 

@@ -35,7 +35,6 @@ class Reminder:
 
     @property
     def is_first(self) -> bool:
-        """Returns whether the line that is due now is the first about this state."""
         return self._times == 2
 
 

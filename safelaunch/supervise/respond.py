@@ -100,11 +100,7 @@ class JobView:
         return not self.watch.unseen
 
     def nodes(self, *, probing: bool = True) -> tuple[NodeEvidence, ...]:
-        """Returns facts about the job's nodes; empty if every rank is on this one.
-
-        Args:
-            probing: see ``Council.nodes``.
-        """
+        """Returns facts about the job's nodes; empty if every rank is on this one."""
         return () if self.is_whole else self.council.nodes(probing=probing)
 
     def snapshot(self) -> JobSnapshot:
@@ -123,8 +119,8 @@ def look(
     """Looks at all ranks as often as the kind of incident requires, or until it is cancelled.
 
     Args:
-        quiet: for the first look, see ``look_at``.
-        network: for the last look, see ``look_at``.
+        quiet: for the first look.
+        network: for the last look.
         between: called between the looks.
     """
     watch, collectives, begin_s = job.watch, kind.looks > 1, time.monotonic()

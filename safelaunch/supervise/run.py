@@ -28,8 +28,6 @@ Again = Callable[[JobResources], tuple[Plan, JobResources]]
 
 @dataclass(frozen=True, slots=True)
 class _RunEnd:
-    """End of one start of the job."""
-
     status: int
     """wait status"""
     without_rank: bool = False
@@ -59,11 +57,6 @@ def run(plan: Plan, resources: JobResources, again: Again | None = None) -> int:
 
 
 def _run(plan: Plan, resources: JobResources, mask: frozenset[signal.Signals]) -> _RunEnd:
-    """Runs the job once.
-
-    Args:
-        mask: signals that are blocked when the job starts.
-    """
     directory = directory_for(plan)
     if directory is not None:
         plan = in_directory(plan, directory.root)
@@ -111,7 +104,6 @@ def _leave(directory: RunPaths | None, watcher: Guardian | None) -> None:
 def _guardian(
     directory: RunPaths | None, resources: JobResources, become: Callable[[], NoReturn], *, at_once: bool
 ) -> Guardian | None:
-    """Forks the guardian with the waiting job; returns None if the job isn't watched or that fails."""
     if directory is None:
         return None
     group = controlgroup.create(directory.root.name)

@@ -47,8 +47,6 @@ class _Suspicion:
 
 @dataclass(frozen=True)
 class _LookResult:
-    """Result of a closer look."""
-
     looks: Looks | None = None
     """None: the nodes decided before this one looked"""
     judgement: Judgement = field(default_factory=lambda: Judgement("alive"))
@@ -235,7 +233,6 @@ class StallCase:
                 closer.pause(STEP_S)
 
     def _await_call(self, suspicion: _Suspicion, closer: Incident[_LookResult]) -> RoundOutcome | None:
-        """Waits for the call to all nodes; returns the outcome if they decide before that."""
         until = time.monotonic() + OPEN_S
         while self._council.pending_call() is None:
             outcome = self._council.outcome(0)
@@ -426,7 +423,6 @@ class StallCase:
         return collect
 
     def note_recovery(self, now: float) -> None:
-        """Closes the stall: the job made progress or succeeded."""
         suspect, self._suspect_bundle = self._suspect_bundle, None
         reported, self._last_reported = self._last_reported, ""
         if suspect is not None:
@@ -472,7 +468,6 @@ class StallCase:
         return f"the timeout of group {judgement.group}" if judgement.group else ""
 
     def _say_waiting(self, stall: Stall, judgement: Judgement, now: float) -> None:
-        """Prints a line for each new condition, and repeats it every ``REMIND_EVERY_S``."""
         if self._last_reported == judgement.condition and now < self._remind_s:
             return
         self._last_reported, self._remind_s = judgement.condition, now + REMIND_EVERY_S

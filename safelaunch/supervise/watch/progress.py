@@ -48,8 +48,6 @@ def bounds_of(settings: Settings) -> rhythm.ThresholdBounds | None:
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """Observations of one tick."""
-
     agent: tuple[AgentEvent, ...]
     event: stall.StallEvent | None
     raised: tuple[int, ...]
@@ -64,11 +62,7 @@ class Watch:
     def __init__(
         self, roster: Roster, policy: stall.Policy, now: float, bounds: rhythm.ThresholdBounds | None = None
     ) -> None:
-        """Starts the clock.
-
-        Args:
-            bounds: limits of the learned threshold between steps; None: ``policy``'s threshold is fixed.
-        """
+        # ``bounds`` None: the threshold of ``policy`` is fixed, not learned.
         self.roster = roster
         self.policy = policy
         self.cap_s: float | None = None
@@ -94,11 +88,7 @@ class Watch:
         self.wrong_results: tuple[WrongResult, ...] = ()  # of all attempts; written by monitors
 
     def tick(self, now: float) -> Glance:
-        """Reads everything once.
-
-        Args:
-            now: seconds of CLOCK_MONOTONIC.
-        """
+        """Reads everything once. All times are seconds of CLOCK_MONOTONIC."""
         events = self.roster.refresh()
         if (self.roster.attempt, self.roster.starts) != self.attempt:
             self.attempt = self.roster.attempt, self.roster.starts
@@ -135,7 +125,6 @@ class Watch:
         return Glance(tuple(events), event, tuple(raised), damaged)
 
     def _learn(self, marks: tuple[stall.ProgressMark, ...], now: float) -> None:
-        """Learns the job's rhythm: the time between marks of its slowest stepping rank."""
         live = [mark for mark in marks if not mark.exited]
         times = [mark.last_step_s for mark in live if mark.last_step_s is not None]
         if not times:
@@ -165,7 +154,6 @@ class Watch:
         return strides.points() if strides is not None else ()
 
     def threshold(self) -> rhythm.Threshold:
-        """Returns the present limit of the time without a step, with its reason."""
         if self._bounds is None:
             return rhythm.Threshold(self.policy.stall_s, "--stall-timeout")
         return rhythm.threshold(self._step_rhythm, self._bounds, cap_s=self.cap_s)
@@ -194,11 +182,10 @@ class Watch:
         self.policy = replace(self.policy, startup_s=self.threshold_without_steps().seconds, startup_given=is_given)
 
     def last_collective_s(self, rank: int) -> float | None:
-        """Returns when a rank without steps was last seen in a new collective (CLOCK_MONOTONIC)."""
+        """Returns when a rank without steps was last seen in a new collective."""
         return self._pulse.seen_s.get(rank) if self.has_pulse_only else None
 
     def threshold_without_steps(self) -> rhythm.Threshold:
-        """Returns the present limit of the time without progress for a job without steps, with its reason."""
         return self._pulse.threshold(self._limits, self.cap_s)
 
     def _use(self, threshold: rhythm.Threshold) -> None:
@@ -227,12 +214,8 @@ class Watch:
         )
 
     def _has_ended(self, progress: Progress, now: float) -> bool:
-        """Returns whether a rank is done: its process is gone, or its script ended a moment ago.
-
-        A process that outlives its script for long hangs in its shutdown, so the watch continues. A rank whose function
-        has returned waits for its peers' functions. The kernel is asked only about a rank that has been quiet for a
-        while.
-        """
+        # A process that outlives its script for long hangs in its shutdown, so it doesn't count as ended. A rank whose
+        # function has returned waits for its peers' functions. The kernel is asked only about quiet ranks.
         returned_ns = self._all_returned_ns
         marks_ns = max(progress.last_step_ns, progress.claimed_ns, progress.exit_ns, returned_ns)
         if progress.pid in self._gone or (progress.returned_ns and not returned_ns):
@@ -259,7 +242,6 @@ class Watch:
 
     @property
     def has_ended(self) -> bool:
-        """Returns whether all ranks of this attempt are done: the launcher is about to end or to start new ones."""
         pages = self.last_progress.values()
         return bool(pages) and all(page.state == "exited" or page.returned_ns or not _lives(page.pid) for page in pages)
 
@@ -413,7 +395,6 @@ class Watch:
         return seconds if now - until_s < MISSED_S else 0.0
 
     def ended(self) -> tuple[int, ...]:
-        """Returns ranks whose process ended without reporting it."""
         return tuple(rank for rank, progress in self.last_progress.items() if progress.pid in self._gone)
 
     def steps(self) -> dict[int, int]:
