@@ -56,16 +56,16 @@ def noted(base: Path) -> DeviceMemory:
 def test_device_memory_blocks_are_grouped_by_allocation_stack(torch: SimpleNamespace, tmp_path: Path) -> None:
     device_memory.raised(str(tmp_path / "page"), OutOfMemoryError("CUDA out of memory. Tried ... GPU 0 has a total"))
     found = noted(tmp_path / "page")
-    assert [(one.size, one.count, one.frames[0].line) for one in found.blocks] == [(60, 2, 0), (50, 1, 1)]
+    assert [(block.size, block.count, block.frames[0].line) for block in found.blocks] == [(60, 2, 0), (50, 1, 1)]
     assert (found.device, found.largest, found.largest_free) == (0, 50, 9)
     assert (found.allocated, found.reserved, found.at_allocation, found.snapshot) == (110, 126, False, False)
-    assert all(len(one.frames) == device_memory.MOST_FRAMES for one in found.blocks)
+    assert all(len(block.frames) == device_memory.MOST_FRAMES for block in found.blocks)
 
 
 def test_device_memory_blocks_without_history_are_grouped_by_size(torch: SimpleNamespace, tmp_path: Path) -> None:
     torch.cuda.memory_snapshot = lambda: [{"blocks": [{"size": 4, "state": "active_allocated"}] * 3}]
     device_memory.raised(str(tmp_path / "page"), OutOfMemoryError("no device named"))
-    assert [(one.size, one.count, one.frames) for one in noted(tmp_path / "page").blocks] == [(12, 3, ())]
+    assert [(block.size, block.count, block.frames) for block in noted(tmp_path / "page").blocks] == [(12, 3, ())]
 
 
 def test_device_memory_failed_query_loses_only_its_own_value(torch: SimpleNamespace, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_beacon_thread_answers_if_server_takes_no_handlers(tmp_path: Path, monke
         assert told.stack.value is not None, told.stack.missing
         stack = next(one for one in told.stack.value.threads if one.ident == thread.ident)
         assert (stack.os_tid, stack.name) == (thread.native_id, "rests")
-        assert [one.function for one in stack.frames if one.file == __file__] == ["rests"]
+        assert [frame.function for frame in stack.frames if frame.file == __file__] == ["rests"]
         assert told.own.of("syscall", thread.native_id or 0)
         assert len(ProcessMemory(os.getpid(), told.own.memory).read(id(number), 8)) == 8
     assert told.stack.value.how == inside.HOW

@@ -24,7 +24,7 @@ def rank_env(rank: int, world: int = 2, **more: str) -> dict[str, str]:
 
 
 def table(*processes: JobProcess) -> dict[int, JobProcess]:
-    return {one.pid: one for one in processes}
+    return {process.pid: process for process in processes}
 
 
 def process(pid: int, ppid: int, env: Mapping[str, str] | None = None, **more: Any) -> JobProcess:

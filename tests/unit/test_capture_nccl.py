@@ -43,12 +43,15 @@ def test_ras_json_of_each_version_parses_to_same_processes(version: str) -> None
 
 def test_ras_communicators_keep_their_sizes() -> None:
     found = parse(as_json(SICK, version="2.28.9", sizes=(3, 2)))
-    assert [(one.size, len(one.processes)) for one in found.communicators] == [(3, 3), (2, 2)]
+    assert [(communicator.size, len(communicator.processes)) for communicator in found.communicators] == [
+        (3, 3),
+        (2, 2),
+    ]
 
 
 def test_ras_process_that_left_communicator_counts_as_answering() -> None:
     found = parse(as_json((Process(0, 100), Process(1, 101, state="left"))))
-    assert [one.state for one in found.communicators[0].processes] == ["answers", "answers"]
+    assert [process.state for process in found.communicators[0].processes] == ["answers", "answers"]
 
 
 def test_ras_text_names_only_failing_processes() -> None:
@@ -56,7 +59,10 @@ def test_ras_text_names_only_failing_processes() -> None:
     found = parse(as_text(SICK))
     assert found.version == "2.28.3"
     assert found.communicators == ()
-    assert {(one.pid, one.gpu, one.state) for one in found.processes} == {(101, 1, "unresponsive"), (102, 2, "dead")}
+    assert {(process.pid, process.gpu, process.state) for process in found.processes} == {
+        (101, 1, "unresponsive"),
+        (102, 2, "dead"),
+    }
 
 
 @pytest.mark.parametrize(

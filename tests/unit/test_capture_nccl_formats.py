@@ -74,12 +74,12 @@ def test_nccl_dumps_of_hang_give_expected_verdict(name: str, layout: Format, as_
 def test_skipped_call_in_past_iteration_is_found(layout: Format, tmp_path: Path) -> None:
     """Rank 2 skipped an all_reduce of its loop. Sizes agree, so the skip shows only at the barrier after the loop."""
     recorders = ranks(layout, past=0)
-    for one in recorders:
+    for recorder in recorders:
         lines = [50, 51, 52] * 4
-        if one.rank == 2:
+        if recorder.rank == 2:
             del lines[4]
         for number, line in enumerate(lines, 1):
-            one.collective(state="completed" if number < 12 else "started", line=line)
+            recorder.collective(state="completed" if number < 12 else "started", line=line)
     recorders[2].collective("all_reduce_barrier", "started", size=(1,), dtype="Byte", line=90)
     verdict = verdict_of(tmp_path / "d", recorders)
     assert named(verdict) == ("collective-mismatch", [2])
@@ -94,11 +94,11 @@ def test_waits_across_communicators_lead_to_culprit(layout: Format, split: bool,
     tensor, data = (dict.fromkeys(range(4), "1"), dict.fromkeys(range(4), "2")) if split else (
         {0: "1", 1: "1", 2: "2", 3: "2"}, {0: "3", 2: "3", 1: "4", 3: "4"})  # fmt: skip
     recorders = [Recorder(n, SPLIT[n] if split else GRID, layout, timing=timing) for n in range(4)]
-    for one in recorders:
+    for recorder in recorders:
         for _ in range(3):
-            one.collective(group=tensor[one.rank], size=(16,))
-            one.collective(group=data[one.rank], size=(64,), line=30)
-        one.collective(size=(1,), line=40)
+            recorder.collective(group=tensor[recorder.rank], size=(16,))
+            recorder.collective(group=data[recorder.rank], size=(64,), line=30)
+        recorder.collective(size=(1,), line=40)
     recorders[0].collective(group=tensor[0], size=(16,)).collective("all_reduce", "started", group=data[0], size=(64,))
     recorders[1].collective(group=tensor[1], size=(16,)).collective("all_reduce", "started", group=data[1], size=(64,))
     recorders[2].collective("all_reduce", "started", group=tensor[2], size=(16,))
@@ -122,8 +122,8 @@ def two_stages(layout: Format, steps: int = 4) -> list[Recorder]:
     """Ranks 2-3, the later stage, make one more call in each step, from the same lines as ranks 0-1."""
     recorders = [Recorder(n, GRID, layout) for n in range(4)]
     for _ in range(steps):
-        for one in recorders:
-            step(one)
+        for recorder in recorders:
+            step(recorder)
     return recorders
 
 
@@ -173,8 +173,8 @@ def test_unreadable_call_fields_are_no_mismatch(
 ) -> None:
     """Rank 2 has the unreadable record. Another rank that differs is still found from the other records."""
     recorders = ranks(layout)
-    for one in recorders:
-        one.collective(state="started", size=(8,) if one.rank == odd == 1 else (4,))
+    for recorder in recorders:
+        recorder.collective(state="started", size=(8,) if recorder.rank == odd == 1 else (4,))
     for entry in recorders[2].entries:
         entry.update(change if entry["retired"] or "state" not in change else {})
     verdict = verdict_of(tmp_path / "d", recorders)
@@ -184,8 +184,8 @@ def test_unreadable_call_fields_are_no_mismatch(
 @by_format
 def test_calls_without_number_are_no_unfinished_block(layout: Format, tmp_path: Path) -> None:
     recorders = ranks(layout)
-    for one in recorders:
-        one.collective(state="started")
+    for recorder in recorders:
+        recorder.collective(state="started")
     for entry in recorders[2].entries:
         entry["collective_seq_id"] = None
     assert named(verdict_of(tmp_path / "d", recorders)) == ("no-rank-stands-out", [])
@@ -195,12 +195,12 @@ def test_calls_without_number_are_no_unfinished_block(layout: Format, tmp_path: 
 def test_skipped_call_in_regular_pattern_is_no_order_change(layout: Format, tmp_path: Path) -> None:
     """The next three calls after it match the peers' calls in another order, and so does one more by chance."""
     recorders = ranks(layout, past=0, world=3)
-    for one in recorders:
+    for recorder in recorders:
         lines = [52, 52, 63, 63] * 4
-        if one.rank == 0:
+        if recorder.rank == 0:
             del lines[2]
         for number, line in enumerate(lines, 1):
-            one.collective(state="completed" if number < 16 else "started", line=line)
+            recorder.collective(state="completed" if number < 16 else "started", line=line)
     verdict = verdict_of(tmp_path / "d", recorders)
     assert named(verdict) == ("collective-mismatch", [0])
     assert "skipped all_reduce at train.py:63 (train)" in verdict.summary
@@ -225,16 +225,16 @@ def pipeline(layout: Format, *, timing: bool = True) -> list[Recorder]:
     """Returns four stages that have passed on three micro-batches, batched and singly."""
     recorders = ranks(layout, past=1, timing=timing)
     for _ in range(3):
-        for one in recorders:
-            if one.rank:
-                one.batch([Op("recv", peer=one.rank - 1)])
-            if one.rank < 3:
-                one.batch([Op("send", peer=one.rank + 1)])
-    for one in recorders:
-        if one.rank:
-            one.recv(one.rank - 1)
-        if one.rank < 3:
-            one.send(one.rank + 1)
+        for recorder in recorders:
+            if recorder.rank:
+                recorder.batch([Op("recv", peer=recorder.rank - 1)])
+            if recorder.rank < 3:
+                recorder.batch([Op("send", peer=recorder.rank + 1)])
+    for recorder in recorders:
+        if recorder.rank:
+            recorder.recv(recorder.rank - 1)
+        if recorder.rank < 3:
+            recorder.send(recorder.rank + 1)
     return recorders
 
 
@@ -308,8 +308,8 @@ def test_unsorted_group_ranks_map_to_job_ranks(tmp_path: Path) -> None:
     """Rank 0 of the group is rank 3 of the job."""
     groups = {"0": (0, 1, 2, 3), "1": (3, 0)}
     recorders = [Recorder(n, groups) for n in range(4)]
-    for one in recorders:
-        one.collective()
+    for recorder in recorders:
+        recorder.collective()
     recorders[0].recv(0, "started", group="1")
     assert named(verdict_of(tmp_path / "d", recorders)) == ("missing-from-collective", [3])
 
@@ -326,25 +326,25 @@ def test_wrapped_recorders_with_different_windows_are_aligned(
 ) -> None:
     """Ranks 2 and 3 have used their own group more often, so their windows reach back less far."""
     recorders = [Recorder(n, GRID, layout) for n in range(4)]
-    for one in recorders:
+    for recorder in recorders:
         for number in range(30):
-            one.collective()
-            if one.rank > 1 and number % 3:
-                one.collective(group="2")
+            recorder.collective()
+            if recorder.rank > 1 and number % 3:
+                recorder.collective(group="2")
     case = CASES[name]
     if name == "a device that has begun nothing":
         all_but(3, recorders, lambda one: one.collective(state="started"))
         recorders[3].collective(state="scheduled")
     else:
-        for one in recorders:  # the case expects four earlier calls
-            one.entries, earlier = one.entries[:4], one.entries
-            one.earlier = earlier  # type: ignore[attr-defined]
+        for recorder in recorders:  # the case expects four earlier calls
+            recorder.entries, earlier = recorder.entries[:4], recorder.entries
+            recorder.earlier = earlier  # type: ignore[attr-defined]
         case.play(recorders)
-        for one in recorders:
-            new = one.entries[4:]
+        for recorder in recorders:
+            new = recorder.entries[4:]
             for entry in new:
-                entry["record_id"] += len(one.earlier) - 4  # type: ignore[attr-defined]
-            one.entries = one.earlier + new  # type: ignore[attr-defined]
+                entry["record_id"] += len(recorder.earlier) - 4  # type: ignore[attr-defined]
+            recorder.entries = recorder.earlier + new  # type: ignore[attr-defined]
     verdict = verdict_of(tmp_path / "d", recorders, window=window)
     assert named(verdict) == (case.cause, case.culprits), verdict.summary
     assert tells(verdict, 31)
@@ -354,9 +354,9 @@ def test_wrapped_recorders_with_different_windows_are_aligned(
 @pytest.mark.parametrize("name", ["another operation", "another size"])
 def test_unseen_node_prevents_culprit_by_majority(name: str, layout: Format, tmp_path: Path) -> None:
     recorders = [Recorder(rank, {"0": range(8)}, layout) for rank in range(8)]
-    for one in recorders:
+    for recorder in recorders:
         for _ in range(4):
-            one.collective()
+            recorder.collective()
     CASES[name].play(recorders)
     verdict = verdict_of(tmp_path / "d", recorders[:4])
     assert named(verdict) == ("collective-mismatch", [])
@@ -369,8 +369,8 @@ def test_unseen_node_prevents_culprit_by_majority(name: str, layout: Format, tmp
 @by_format
 def test_ranks_waiting_for_unseen_node_name_no_culprit(layout: Format, tmp_path: Path) -> None:
     recorders = ranks(layout, world=8)
-    for one in recorders[:4]:
-        one.collective(state="started")
+    for recorder in recorders[:4]:
+        recorder.collective(state="started")
     verdict = verdict_of(tmp_path / "d", recorders[:4])
     assert named(verdict) == ("missing-from-collective", [])
     assert "ranks not seen: 4-7" in verdict.missing
@@ -381,9 +381,9 @@ def test_unseen_rank_outside_group_leaves_culprit_named(layout: Format, tmp_path
     """Rank 3 was not seen, but all ranks of the stuck group, 0 to 2, have arrived."""
     groups = {"0": (0, 1, 2, 3), "1": (0, 1, 2)}
     recorders = [Recorder(n, groups, layout) for n in range(3)]
-    for one in recorders:
-        one.collective()
-        one.collective("all_gather" if one.rank == 1 else "all_reduce", "started", group="1")
+    for recorder in recorders:
+        recorder.collective()
+        recorder.collective("all_gather" if recorder.rank == 1 else "all_reduce", "started", group="1")
     assert named(verdict_of(tmp_path / "d", recorders)) == ("collective-mismatch", [1])
 
 
@@ -400,9 +400,9 @@ def test_queued_mismatch_ahead_of_devices_is_ignored(layout: Format, tmp_path: P
     """All devices are in call 5. Call 9, which the CPUs have queued, will be the next problem."""
     recorders = ranks(layout)
     for number in range(5, 12):
-        for one in recorders:
-            op = "all_gather" if number == 9 and one.rank == 1 else "all_reduce"
-            one.collective(op, "started" if number == 5 else "scheduled")
+        for recorder in recorders:
+            op = "all_gather" if number == 9 and recorder.rank == 1 else "all_reduce"
+            recorder.collective(op, "started" if number == 5 else "scheduled")
     assert named(verdict_of(tmp_path / "d", recorders)) == ("no-rank-stands-out", [])
 
 
@@ -444,13 +444,13 @@ def test_coalesced_block_is_merged_into_single_call(layout: Format) -> None:
 def test_record_beginning_with_sends_is_no_contradiction(layout: Format, window: int, tmp_path: Path) -> None:
     """The end of the batch has the number of the last collective, but no collective was called before it."""
     recorders = [Recorder(rank, {"0": (0, 1)}, layout) for rank in (0, 1)]
-    for one in recorders:
-        one.batch([Op("send", peer=1 - one.rank), Op("recv", peer=1 - one.rank)])
-        one.collective()
-        one.collective()
+    for recorder in recorders:
+        recorder.batch([Op("send", peer=1 - recorder.rank), Op("recv", peer=1 - recorder.rank)])
+        recorder.collective()
+        recorder.collective()
     recorders[0].collective(state="started")
-    for one in recorders:
-        assert not flight_records.contradicts_itself(parse_pickle(write_one(one, window)))
+    for recorder in recorders:
+        assert not flight_records.contradicts_itself(parse_pickle(write_one(recorder, window)))
     verdict = verdict_of(tmp_path, recorders, window=window)
     assert (verdict.cause, [culprit.rank for culprit in verdict.culprits]) == ("missing-from-collective", [1])
     assert not [text for text in verdict.missing if "Flight Recorder" in text and "no longer" not in text]
@@ -615,13 +615,13 @@ def test_merged_records_have_unique_ids_and_known_groups() -> None:
 def test_torchcomms_numbers_across_groups_are_aligned(tmp_path: Path) -> None:
     """Ranks 0 and 1 have also called in their own group; rank 3 doesn't join."""
     recorders: list[Recorder] = [TorchComms(rank, GRID) for rank in range(4)]
-    for one in recorders:
+    for recorder in recorders:
         for _ in range(3):
-            if one.rank < 2:
-                one.collective(group="1")
-            one.collective()
-        if one.rank != 3:
-            one.collective(state="scheduled")
+            if recorder.rank < 2:
+                recorder.collective(group="1")
+            recorder.collective()
+        if recorder.rank != 3:
+            recorder.collective(state="scheduled")
     assert named(verdict_of(tmp_path / "d", recorders)) == ("missing-from-collective", [3])
     late = diagnose(locate.read(write(tmp_path / "late", recorders, window=4)).evidence)
     assert [culprit.rank for culprit in late.culprits] in ([], [3])
@@ -678,11 +678,11 @@ def test_damaged_dump_names_no_innocent_rank(
     for seed in range(12):
         dice = random.Random(seed)
         recorders = make()
-        for one in recorders:
-            for entry in one.entries:
+        for recorder in recorders:
+            for entry in recorder.entries:
                 entry["input_sizes"] = entry["output_sizes"] = [[1]]
-            if one.rank != absentee:
-                one.collective(state="started", size=())
+            if recorder.rank != absentee:
+                recorder.collective(state="started", size=())
         victim = dice.choice([0, 2, 3])
         folder = write(tmp_path / str(seed), recorders)
         dump = recorders[victim].dump()
@@ -749,4 +749,4 @@ def test_published_fault_injections_name_injected_ranks(name: str) -> None:
         pytest.skip("needs the published dumps")
     truth = [int(word) for word in re.findall(r"^Rank (\d+)", (folder / "fault_injection.log").read_text(), re.M)]
     verdict = diagnose(locate.read(folder).evidence)
-    assert ([one.rank for one in verdict.culprits], verdict.confidence) == (truth, "medium")
+    assert ([culprit.rank for culprit in verdict.culprits], verdict.confidence) == (truth, "medium")

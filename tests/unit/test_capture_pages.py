@@ -71,7 +71,7 @@ def test_rank_page_is_of_process_that_trains(tmp_path: Path, claims: tuple[Claim
         kept += [mapped, words]
     roster = Roster(run)
     roster.refresh()
-    assert [claims[found.pid - 1000].name for found in roster.pages().values()] == [rank]
+    assert [claims[page.pid - 1000].name for page in roster.pages().values()] == [rank]
 
 
 def test_program_started_by_exec_resets_page(tmp_path: Path) -> None:

@@ -325,4 +325,4 @@ def test_native_thread_is_attributed_to_its_library(tmp_path: Path) -> None:
             seen = proc.read_process(process.pid).threads
             threads = [one for one in seen if one.tid != process.pid and one.libraries == (str(library),)]
         process.communicate(b"")
-    assert [one.rests_in for one in threads] == ["libown.so"]
+    assert [thread.rests_in for thread in threads] == ["libown.so"]

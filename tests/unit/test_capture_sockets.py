@@ -254,7 +254,7 @@ def test_connection_ends_in_job_are_found_after_deadline(connection: tuple[socke
         states = [waiting(reader, "recvfrom"), waiting(serving, "clock_nanosleep", "select")]
         told, _ = with_ends(states, [reader, serving, os.getpid()], deadline_s=-1.0)
     assert told.main_thread is not None and told.main_thread.ends is not None
-    assert [one.pid for one in told.main_thread.ends] == [serving]
+    assert [end.pid for end in told.main_thread.ends] == [serving]
 
 
 def test_connection_end_found_before_deadline_is_kept(

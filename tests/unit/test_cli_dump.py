@@ -37,7 +37,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     monkeypatch.setattr(commands, "as_root", lambda words: ["sudo", "/venv/bin/safelaunch", *words])
 
     def made(*processes: JobProcess, rights: Rights = NORMAL_USER) -> None:
-        monkeypatch.setattr(jobs, "processes", lambda: {one.pid: one for one in processes})
+        monkeypatch.setattr(jobs, "processes", lambda: {process.pid: process for process in processes})
         monkeypatch.setattr(jobs, "packages_of", lambda pid: "/packages")
         monkeypatch.setattr(doctor_node, "rights", lambda environ: rights)
 

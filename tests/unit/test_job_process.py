@@ -204,7 +204,7 @@ def test_process_without_children_has_no_descendants(run: Run) -> None:
 def test_descendants_are_breadth_first_and_end_on_cycle() -> None:
     table = {1: (0, 5), 2: (1, 10), 3: (1, 11), 4: (2, 12), 5: (4, 13), 9: (8, 1), 8: (9, 1)}
     assert descendants([1], table=table) == (ProcessId(2, 10), ProcessId(3, 11), ProcessId(4, 12), ProcessId(5, 13))
-    assert [one.pid for one in descendants([9], table=table)] == [8, 9]
+    assert [descendant.pid for descendant in descendants([9], table=table)] == [8, 9]
     assert descendants([77], table=table) == ()
 
 

@@ -318,8 +318,10 @@ def test_markdown_shows_job_text_unchanged_without_markup(first: str) -> None:
     for text in (first, *(f"{first} {other}" for other in PIECES), *(f"{first}{other}" for other in PIECES)):
         opened, inline, closed = reader.parse(markdown.md(text))
         assert (opened.type, closed.type) == ("paragraph_open", "paragraph_close"), text
-        assert inline.children is not None and {one.type for one in inline.children} <= {"text", "code_inline"}, text
-        told = "".join(one.content for one in inline.children)
+        assert inline.children is not None and {child.type for child in inline.children} <= {"text", "code_inline"}, (
+            text
+        )
+        told = "".join(child.content for child in inline.children)
         assert re.sub("[`' ]", "", told) == re.sub("[`' ]", "", text)
         row = reader.parse(f"| x | y |\n|---|---|\n| {markdown.in_cell(text)} | end |\n")
         assert [one.content for one in row if one.type == "inline"][-1] == "end", text

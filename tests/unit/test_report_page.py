@@ -225,7 +225,7 @@ def test_page_timeline_diverges_in_groups_of_culprits() -> None:
     ranks += [waiting(n, flight=record(*past(3), mine[n], groups=groups)) for n in (1, 2)]
     evidence = job(*ranks)
     verdict = diagnose(evidence)
-    assert (verdict.cause, [one.rank for one in verdict.culprits]) == ("group-order", [1, 2])
+    assert (verdict.cause, [culprit.rank for culprit in verdict.culprits]) == ("group-order", [1, 2])
     made = page.content(verdict, evidence)["timeline"]
     assert made["mixed"] == 1 and made["groups"][made["part"][0]][0] != "default_pg"
 
@@ -392,7 +392,7 @@ def test_page_head_names_ranks_on_wrong_gpu() -> None:
     (node,) = one.about.nodes
     crowded = (Gpu(0, "A100", processes=(GpuProcess(1000), GpuProcess(1010))), Gpu(1, "A100"))
     about = dataclasses.replace(one.about, nodes=(dataclasses.replace(node, gpus=crowded),))
-    ranks = tuple(replace(each, gpu=str(each.rank)) for each in one.evidence.ranks)
+    ranks = tuple(replace(rank, gpu=str(rank.rank)) for rank in one.evidence.ranks)
     facts = page.content(one.verdict, replace(one.evidence, ranks=ranks), about=about)["head"]["facts"]
     words = dict(facts)["devices"]
     assert words.endswith("; ranks 0-1 share GPU 0; rank 1 has memory on GPU 0 and was given GPU 1")

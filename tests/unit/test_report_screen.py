@@ -126,7 +126,7 @@ def test_screen_breaks_no_word_or_path(name: str, width: int) -> None:
     words = set(" ".join([verdict.summary, *advice]).split())
     text = " ".join(line.removeprefix("safelaunch: ").strip() for line in lines)
     assert words <= set(text.split())
-    paths = [f"{one.frame.file}:{one.frame.line}" for one in verdict.culprits if one.frame is not None]
+    paths = [f"{culprit.frame.file}:{culprit.frame.line}" for culprit in verdict.culprits if culprit.frame is not None]
     for whole in (*paths, BUNDLE, *([step.command] if (step := sentences.next_step(verdict)) else [])):
         assert sum(whole in line for line in lines) == 1, whole
     copied = [line for line in lines if BUNDLE in line or COMMAND[-20:] in line or any(path in line for path in paths)]

@@ -50,7 +50,7 @@ def test_tally_counts_cases_missing_in_other_version() -> None:
     tallies, differences = compare_verdicts.compare({KEY: {"verdict": VERDICT}, other: {"verdict": VERDICT}},
                                                     {KEY: {"verdict": VERDICT}})  # fmt: skip
     assert (tallies["synthetic"].compared, tallies["synthetic"].same) == (2, 1)
-    assert [one.name for one in differences] == ["another"]
+    assert [difference.name for difference in differences] == ["another"]
 
 
 def test_evidence_from_corpus_gives_same_verdict(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_words_count_comments_and_docstrings() -> None:
 
 def test_docstring_counts_only_on_short_private_function() -> None:
     short = 'def _f():\n    """Short."""\n    x = 1\n'
-    assert [one.text for one in PythonSource(short).short_private_docstrings()] == ["Short."]
+    assert [docstring.text for docstring in PythonSource(short).short_private_docstrings()] == ["Short."]
     assert not list(PythonSource(short + "    x = 2\n" * 5).short_private_docstrings())
     assert not list(PythonSource(short.replace("_f", "f")).short_private_docstrings())
     assert not list(PythonSource(short.replace("_f", "__f__")).short_private_docstrings())
