@@ -1,4 +1,4 @@
-"""TODO."""
+"""Warns about ranks that compute on another device than their own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from safelaunch.model import rank_words
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.system.console import say
 
-DEVICE_PATIENCE_S = 10.0  # from the first rank's first step to the last one's
+DEVICE_PATIENCE_S = 10.0  # between the first steps of the first and the last rank
 
 
 def wrong_devices(noted: Mapping[int, RankContract], local_ranks: Mapping[int, int]) -> str:
-    """The ranks that compute on another device than their local rank's, in words; empty without such."""
-    wrong = {rank: contract.device for rank, contract in noted.items() if contract.device not in (None, local_ranks.get(rank))}
+    """Returns a warning about ranks on another device than their local rank's; empty if there are none."""
+    wrong = {
+        rank: contract.device
+        for rank, contract in noted.items()
+        if contract.device not in (None, local_ranks.get(rank))
+    }
     if not wrong:
         return ""
     devices = sorted({f"cuda:{device}" for device in wrong.values()})
@@ -26,9 +30,7 @@ def wrong_devices(noted: Mapping[int, RankContract], local_ranks: Mapping[int, i
 
 
 class DeviceNotice:
-    """Which ranks compute on another device than their own: said once, at the first step of each attempt. Call ``tick``
-    on every tick; it never raises.
-    """
+    """Warns once in each attempt, at the first step. Call ``tick`` on every tick; it never raises."""
 
     def __init__(self, run: RunPaths, watch: Watch) -> None:
         self._run, self._watch = run, watch
@@ -38,7 +40,7 @@ class DeviceNotice:
     def tick(self, now: float) -> None:
         try:
             self._tick(now)
-        except Exception:  # noqa: BLE001 - it costs these words alone
+        except Exception:  # noqa: BLE001 - costs only this warning
             self._attempt = self._watch.attempt[0]
 
     def _tick(self, now: float) -> None:
@@ -59,5 +61,5 @@ class DeviceNotice:
             say(wrong)
 
     def finish(self) -> None:
-        """Before the end: a short job may be over before all its ranks have made a step."""
+        """Checks once more: a short job might end before all its ranks have made a step."""
         self.tick(time.monotonic() + 2 * DEVICE_PATIENCE_S)

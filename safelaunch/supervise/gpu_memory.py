@@ -1,4 +1,4 @@
-"""TODO."""
+"""Reads the GPU memory of processes from NVML, in a thread."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ GPUS_EVERY_S = 10.0
 
 
 class GpuMemory:
-    """The GPU memory of processes by NVML, as it was at most some seconds ago."""
+    """GPU memory by process, at most some seconds old."""
 
     def __init__(self, ask: Callable[[], Result[Gpus]] = gpu.gpus) -> None:
         self._ask = ask
         self._bytes: dict[int, int] = {}
         self._asking: BackgroundTask[Result[Gpus]] | None = None
-        self._next_s: float | None = 0.0  # None: there is no driver to ask
+        self._next_s: float | None = 0.0  # None: no driver
 
     def ask(self, now: float) -> None:
-        """Asks the driver, unless it has just answered, or is not there."""
+        """Queries the driver, unless it has just answered or is missing."""
         self._take()
         if self._asking is None and self._next_s is not None and now >= self._next_s:
             self._next_s = now + GPUS_EVERY_S
             self._asking = BackgroundTask("GPU memory", self._ask)
 
     def of(self, pid: int) -> int:
-        """What the process holds of all GPUs together; 0 where that is not known."""
+        """Returns the process's memory on all GPUs together; 0 if unknown."""
         self._take()
         return self._bytes.get(pid, 0)
 
@@ -44,11 +44,11 @@ class GpuMemory:
 
 
 def memory_by_process(answer: Result[Gpus]) -> dict[int, int]:
-    """pid → bytes. Raises ValueError if there are no GPUs."""
+    """Returns bytes by pid. Raises ValueError if there are no GPUs."""
     if answer.value is None:
         raise ValueError(answer.missing)
     sizes: dict[int, int] = {}
-    for gpu in answer.value.gpus:
-        for process in gpu.processes or ():
+    for device in answer.value.gpus:
+        for process in device.processes or ():
             sizes[process.pid] = sizes.get(process.pid, 0) + (process.size or 0)
     return sizes

@@ -1,6 +1,6 @@
-"""The monitors of a job: add-ons that watch it for something other than a stall, and what the supervisor does for them.
+"""Runs a job's monitors: add-ons that watch for something other than a stall.
 
-They can show lines, request a bundle, end the job, and exchange values with the monitors of other nodes.
+They can print lines, request a bundle, end the job, and exchange values with the monitors of other nodes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MonitorActions:
-    """What the supervisor does about a job when a monitor asks for it."""
+    """Actions of the supervisor for a monitor."""
 
     write_bundle: Callable[[Callable[[Report], None], bool], None]
-    """Writes a bundle and passes its report to the function. The flag says that the function ends the job."""
+    """Writes a bundle and passes its report to the function, which ends the job if the flag is set."""
     write_last_bundle: Callable[[Callable[[Report], None]], None]
     """The same for a job that has ended."""
     show: Callable[[Report], None]
@@ -55,10 +55,10 @@ class MonitoredJob:
 
 
 class Topic:
-    """Exchanges values of one subject between the nodes of a job: every node submits its own, the leader publishes."""
+    """Exchanges values of one subject between nodes: every node submits its own, and the leader publishes one."""
 
     def __init__(self, name: str, council: Council) -> None:
-        """``name``: letters only."""
+        """Takes a ``name`` of letters only."""
         self._name = name
         self._council = council
         self._channel = council.channel
@@ -67,7 +67,7 @@ class Topic:
 
     @property
     def has_others(self) -> bool:
-        """Returns whether supervisors of other nodes might take part."""
+        """True if supervisors of other nodes might take part."""
         return self._channel.is_started
 
     @property
@@ -76,7 +76,7 @@ class Topic:
 
     @property
     def is_led(self) -> bool:
-        """Returns whether every rank's supervisor takes part, and the leader gathers this topic."""
+        """True if every rank's supervisor takes part, and the leader gathers this topic."""
         page = self._council.rounds.page
         return self._council.is_covered and (self.leads or (page is not None and self._name in page.topics))
 
@@ -109,12 +109,12 @@ class Topic:
 
     @property
     def published(self) -> bytes:
-        """Returns the leader's value; empty if there is none."""
+        """The leader's value; empty if there is none."""
         return self._channel.view.published.get(self._name, b"")
 
 
 class Monitors:
-    """All monitors of one job. The watch continues without a monitor that fails."""
+    """All monitors of one job. A monitor that fails is dropped."""
 
     def __init__(self, job: Job, view: JobView, actions: MonitorActions) -> None:
         assert job.run is not None
@@ -125,7 +125,11 @@ class Monitors:
             self._guarded(monitor, monitor.tick)
 
     def finish(self, *, succeeded: bool) -> None:
-        """``succeeded``: the job ended by itself, with exit code 0."""
+        """Finishes all monitors.
+
+        Args:
+            succeeded: The job ended by itself, with exit code 0.
+        """
         for monitor in tuple(self._monitors):
             self._guarded(monitor, partial(monitor.finish, succeeded=succeeded))
 

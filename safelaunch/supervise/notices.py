@@ -12,17 +12,14 @@ from safelaunch.supervise.watch.stall import Policy
 from safelaunch.system.console import say
 
 BEACON_PATIENCE_S = 20.0
-BEACON_AGAIN_S = 5.0  # between two looks at workers that have no beacon yet
+BEACON_AGAIN_S = 5.0  # between two checks of workers without a beacon
 STEP_PATIENCE_S = 600.0
 RANK_PATIENCE_S = 60.0
 MEETING_PATIENCE_S = 8.0  # until the supervisors of all nodes have found each other
 
 
 class Notices:
-    """Prints each notice once. Call ``tick`` on every tick of the watch.
-
-    ``by_torchrun`` False: no agent announces ranks (``exec``), so none may ever appear.
-    """
+    """Prints each notice once. Call ``tick`` on every tick of the watch."""
 
     def __init__(
         self,
@@ -34,19 +31,24 @@ class Notices:
         by_torchrun: bool = True,
         why: Callable[[int], str] = why_without_beacon,
     ) -> None:
-        """``why``: what keeps a worker (pid) from having a beacon; empty while it may still get one."""
+        """Takes the limits for the notices.
+
+        Args:
+            by_torchrun: False under ``exec``: no agent announces ranks, so they might never appear.
+            why: Returns what keeps a worker (pid) from having a beacon; empty while it might still get one.
+        """
         self._watch = watch
         self._why = why
         self._council = council
         self._startup_timeout_s = policy.startup_s
         self._beacons_due_s = now + BEACON_PATIENCE_S
-        self._unreached: set[int] = set()  # ranks said to have no beacon
+        self._unreached: set[int] = set()  # ranks in a notice about missing beacons
         self._is_said_blind = False
         self._ranks_due_s = None if by_torchrun else now + min(RANK_PATIENCE_S, policy.startup_s / 2)
         without_steps_s = now + min(STEP_PATIENCE_S, policy.startup_s / 2)
         self._steps_due_s = None if policy.has_one_limit else without_steps_s
         self._claimed_by_s = now + BEACON_PATIENCE_S  # for a command whose ranks no agent announces
-        self._told_of: tuple[tuple[int, ...], bool] = ((), False)  # the unseen ranks, and whether others see them
+        self._reported: tuple[tuple[int, ...], bool] = ((), False)  # unseen ranks; whether other nodes see them
         self._unseen_s: float | None = None
 
     def tick(self, now: float) -> None:
@@ -55,7 +57,7 @@ class Notices:
             self._beacons_due_s = now + BEACON_AGAIN_S
             self._say_without_beacon()
         self._retract()
-        self._tell_of_other_nodes(now)
+        self._report_other_nodes(now)
         if self._ranks_due_s is not None and now >= self._ranks_due_s:
             self._ranks_due_s = None
             if not (self._watch.roster.workers or self._watch.last_progress):
@@ -70,20 +72,20 @@ class Notices:
             self._steps_due_s = None
             self._say_without_steps()
 
-    def _tell_of_other_nodes(self, now: float) -> None:
-        """Says which ranks are on this node as soon as that is known, and again when a node joins or leaves."""
+    def _report_other_nodes(self, now: float) -> None:
+        """Prints which ranks are on this node once that is known, and again when a node joins or leaves."""
         all_there = self._watch.roster.workers or now >= self._claimed_by_s
         unseen = self._watch.unseen if all_there and self._watch.last_progress else ()
         if not unseen:
             return
         self._unseen_s = self._unseen_s or now
         covered = self._council.is_covered
-        reported, was_covered = self._told_of
+        reported, was_covered = self._reported
         if unseen == reported and (was_covered or not covered):
             return
         if not covered and now - self._unseen_s < MEETING_PATIENCE_S:
             return
-        self._told_of = (unseen, covered)
+        self._reported = (unseen, covered)
         world = self._watch.world_size
         here = f"watching {rank_words(set(range(world)) - set(unseen))} of {world}"
         if covered:
@@ -96,7 +98,7 @@ class Notices:
         )
 
     def _say_without_beacon(self) -> None:
-        """Says which ranks can't be watched as soon as their processes show why; a slow start alone is no reason."""
+        """Prints which ranks can't be watched once their processes show why; a slow start is not a reason."""
         reasons = {worker: self._why(worker.pid) for worker in self._watch.without_beacon()}
         silent = {worker.rank: f"{worker.rank} (pid {worker.pid}, {why})" for worker, why in reasons.items() if why}
         if silent.keys() <= self._unreached:
@@ -113,7 +115,7 @@ class Notices:
             say("no rank has a beacon: safelaunch CANNOT WATCH this job; it continues as under plain torchrun")
 
     def _retract(self) -> None:
-        """Takes back what was said of ranks that have a beacon after all, as after a restart."""
+        """Corrects a notice about ranks that have a beacon after all, for example after a restart."""
         if not (self._unreached or self._is_said_blind) or not self._watch.last_progress:
             return
         appeared = self._unreached & self._watch.last_progress.keys()
@@ -125,7 +127,7 @@ class Notices:
             say(f"a beacon has appeared in {rank_words(appeared)}: safelaunch watches it")
 
     def _say_without_steps(self) -> None:
-        """Says what is watched instead of steps, unless the job steps, pauses or names its phases."""
+        """Prints what is watched instead of steps, unless the job steps, pauses or names its phases."""
         progress = self._watch.last_progress.values()
         if any(p.step is not None or p.paused or p.phase for p in progress):
             return

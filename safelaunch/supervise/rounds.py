@@ -251,7 +251,6 @@ class Rounds:
         return past_s >= HEAR_S and not crowd
 
     def _needs_no_more(self, view: PeerView, page: LeaderPage, submissions: Submissions, past_s: float) -> bool:
-        """Returns whether the evidence is complete, or need not be awaited any longer."""
         if self.has_trouble or any(slot in page.failed for slot, _ in page.troubles):
             complete = len(page.failed) >= page.nodes and submissions.is_complete
             return past_s >= (HEAR_S if self.has_trouble else EFFECTS_S) or complete

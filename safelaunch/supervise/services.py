@@ -1,4 +1,4 @@
-"""Serves what add-ons let clients and other nodes ask of a live run (see ``addons.protocols.Service``)."""
+"""Serves add-ons' requests from clients and other nodes to a live run (see ``addons.protocols.Service``)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Served:
-    """A request that is being served. ``clients``: those that made it."""
+class _ServiceRequest:
+    """A request in progress."""
 
     service: Service[Any, Any]
     ask: Any
@@ -37,11 +37,11 @@ class Services:
 
     def __init__(self, job: JobView) -> None:
         self._job = job
-        self._served: _Served | None = None
+        self._request: _ServiceRequest | None = None
         self._for_another: Incident[None] | None = None
 
     def ask(self, request: ControlRequest, client: Client) -> None:
-        """Begins to serve a request, or joins the one that is the same; refuses it while another one is served."""
+        """Begins a request, or joins an equal one in progress; refuses another one."""
         service = addons.service(request.command)
         if service is None:
             client.answer(ServiceAnswer(problem=f"this run has nothing that answers {request.command[:40]!r}"))
@@ -51,49 +51,49 @@ class Services:
         except (msgspec.DecodeError, RecursionError) as error:
             client.answer(ServiceAnswer(problem=str(error)))
             return
-        if self._served is None:
+        if self._request is None:
             working = Incident(service.name, lambda at: self._everywhere(service, ask, at))
-            self._served = _Served(service, ask, [], working)
-        elif (self._served.service.name, self._served.ask) != (service.name, ask):
-            client.answer(ServiceAnswer(problem=f"another {self._served.service.noun} of this run is in progress"))
+            self._request = _ServiceRequest(service, ask, [], working)
+        elif (self._request.service.name, self._request.ask) != (service.name, ask):
+            client.answer(ServiceAnswer(problem=f"another {self._request.service.noun} of this run is in progress"))
             return
-        self._served.clients.append(client)
+        self._request.clients.append(client)
 
     @property
     def busy(self) -> bool:
-        return self._served is not None and self._served.working.done
+        return self._request is not None and self._request.working.done
 
     def tick(self) -> None:
-        """Answers the clients as soon as the answer is there."""
-        if self._served is None or not self._served.working.done:
+        """Answers the clients once the request is done."""
+        if self._request is None or not self._request.working.done:
             return
-        served, self._served = self._served, None
+        request, self._request = self._request, None
         try:
-            part = served.working.result
-            gave_way = f"a bundle of this run was requested; {served.service.name} again once it is written"
+            part = request.working.result
+            gave_way = f"a bundle of this run was requested; {request.service.name} again once it is written"
             place = os.fspath(self._job.context.bundle_dir)
             answer = ServiceAnswer(problem=gave_way) if part is None else ServiceAnswer(part, place)
         except Exception as error:  # noqa: BLE001 - the client gets the reason, and the job continues
             answer = ServiceAnswer(problem=self._job.context.redactor.text(f"{type(error).__name__}: {error}"))
-        for client in served.clients:
+        for client in request.clients:
             client.answer(answer)
 
     def finish(self) -> None:
-        """Gives up what needs the job's ranks, as the job is being stopped."""
+        """Cancels what needs the job's ranks, as the job is being stopped."""
         self.yield_to_dump()
-        if self._served is not None:
-            for client in self._served.clients:
+        if self._request is not None:
+            for client in self._request.clients:
                 client.answer(ServiceAnswer(problem="the job is being stopped"))
-            self._served = None
+            self._request = None
 
     def yield_to_dump(self) -> None:
-        """Gives up what is being served, here and for other nodes, because all nodes are asked for a dump."""
-        for incident in (self._served.working if self._served is not None else None, self._for_another):
+        """Cancels requests of this node and other nodes, because all nodes are asked for a dump."""
+        for incident in (self._request.working if self._request is not None else None, self._for_another):
             if incident is not None:
                 incident.cancel()
 
     def for_another(self, round_: Round, question: NodeQuestion) -> Incident[None]:
-        """Serves another node that asks for this node's part."""
+        """Serves another node that needs this node's part."""
         name = f"{question.kind} for another node"
         self._for_another = Incident(name, lambda at: self._answer_node(round_, question, at))
         return self._for_another
@@ -113,7 +113,7 @@ class Services:
         rounds.answer_part(round_, service, part)
 
     def _everywhere(self, service: Service[Any, Any], ask: Any, at: Incident[Any]) -> Any:
-        """Returns what all nodes answer, as much of it as fits in an answer to a client."""
+        """Returns the merged answer of all nodes, reduced to fit in an answer to a client."""
         question = NodeQuestion(0, service.name, msgspec.msgpack.encode(ask))
         with self._job.council.rounds.asking(question) as answers:
             own = service.here(ask, self._job, at.cancelled)

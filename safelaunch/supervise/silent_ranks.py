@@ -1,4 +1,4 @@
-"""TODO."""
+"""Finds out what silent ranks do, by a look at these ranks alone, in a thread."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from safelaunch.capture.look import Look, RankLook, Target
 from safelaunch.supervise.looks import Looks, look_at, main_thread
 from safelaunch.system.task import BackgroundTask
 
-AGAIN_S = 30.0  # a rank that stays silent is looked at again after that
+AGAIN_S = 30.0  # between two looks at a silent rank
 
 
 @dataclass(frozen=True)
-class _Sight:
-    """``words``: what a rank did at ``at_s``, when its newest progress was from ``mark_s``."""
+class _Observation:
+    """One rank at the time of a look."""
 
     words: str
-    at_s: float
-    mark_s: float
+    at_s: float  # time of the look
+    mark_s: float  # the rank's newest progress by then
 
 
 class SilentRanks:
-    """What silent ranks do, by a look at these alone."""
+    """Looks at silent ranks on request."""
 
     def __init__(self, look: Callable[[Sequence[Target]], Looks] = lambda targets: look_at(targets, None)) -> None:
         self._look = look
-        self._seen: dict[int, _Sight] = {}
+        self._seen: dict[int, _Observation] = {}
         self._looking: tuple[BackgroundTask[Looks], Mapping[int, float]] | None = None
 
     @property
@@ -36,7 +36,7 @@ class SilentRanks:
         return self._looking is not None
 
     def ask(self, silent: Mapping[int, float], targets: Sequence[Target], now: float) -> None:
-        """Looks at those that were not seen yet. ``silent``: rank → the time of its newest progress."""
+        """Looks at new silent ranks, given the time of each rank's newest progress."""
         if self.busy:
             return
         new = {
@@ -49,7 +49,7 @@ class SilentRanks:
             self._looking = (BackgroundTask("silent ranks", lambda: self._look(wanted)), new)
 
     def words(self, rank: int, mark_s: float) -> str:
-        """What it does; empty where that is not known, or it has got on since."""
+        """Returns what the rank does; empty if unknown, or if it has made progress since."""
         self._take()
         sight = self._seen.get(rank)
         return sight.words if sight is not None and sight.mark_s == mark_s else ""
@@ -60,17 +60,19 @@ class SilentRanks:
         (task, marks), self._looking = self._looking, None
         try:
             look = task.result().taken[-1]
-        except Exception:  # noqa: BLE001 - what a rank does is not known then, and the watch goes on
+        except Exception:  # noqa: BLE001 - the watch continues without these words
             look = Look(0.0, 0.0)
         at_s = time.monotonic()
-        self._seen.update({rank: _Sight(activity_of(look.ranks.get(rank)), at_s, mark) for rank, mark in marks.items()})
+        self._seen.update(
+            {rank: _Observation(activity_of(look.ranks.get(rank)), at_s, mark) for rank, mark in marks.items()}
+        )
 
 
-_HELD = {"T": "is stopped", "t": "is stopped by a tracer", "D": "is blocked in the kernel (state D)"}
+_BLOCKED = {"T": "is stopped", "t": "is stopped by a tracer", "D": "is blocked in the kernel (state D)"}
 
 
 def activity_of(look: RankLook | None) -> str:
-    """``waits in all_reduce at train.py:18``; what keeps it from running comes first."""
+    """Describes a rank, for example ``waits in all_reduce at train.py:18``; what keeps it from running comes first."""
     from safelaunch.stacks.calls import torch_wait
     from safelaunch.stacks.frames import Stack, at, place, python_frames
 
@@ -80,7 +82,7 @@ def activity_of(look: RankLook | None) -> str:
     kernel = main.state.main_thread
     thread = main_thread(main)
     stack = Stack(python_frames(thread)) if thread is not None else Stack(())
-    blocked = _HELD.get(kernel.state, "") if kernel is not None else ""
+    blocked = _BLOCKED.get(kernel.state, "") if kernel is not None else ""
     if blocked:
         return f"{blocked}{at(stack.user_frame)}"
     if thread is None:

@@ -1,6 +1,7 @@
-"""The status of a live run; and what is found out only while somebody asks for it: what silent ranks do, GPU memory.
+"""Answers requests for the status of a live run.
 
-These take a moment, so threads do it: an answer has what is known by then, and the next one has the rest.
+GPU memory, silent ranks and the other nodes take a moment to read: an answer has what is known by then, and the next
+one has the rest.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from safelaunch.supervise.watch.quiet import UNKNOWN_S, is_quiet
 
 RATE_OVER_S = 10.0
 SAMPLE_EVERY_S = 2.0
-NEWEST = 64  # points of the history of a status
-AROUND_S, AROUND_OLD_S = 1.5, 10.0  # for the other nodes' lines in an answer, and how old they may be then
+NEWEST = 64  # points in a status's history
+SURVEY_S, SURVEY_AGE_S = 1.5, 10.0  # wait for the other nodes' lines; their greatest age in an answer
 
 
 class StatusRequests:
-    """Answers who asks for the status of a run. Call ``tick`` on each tick of the supervisor; nothing here blocks."""
+    """Answers clients. Call ``tick`` on each tick of the supervisor; nothing here blocks."""
 
     def __init__(self, job: Job, view: JobView) -> None:
         self._job = job
         self._watch, self._context, self._council = view.watch, view.context, view.council
-        self._asking: list[tuple[Client, float]] = []  # since when
+        self._asking: list[tuple[Client, float]] = []  # with the time of the request
         self._silent_ranks = SilentRanks()
         self._gpu_memory = GpuMemory()
         self._cwd = os.fspath(working_directory())
@@ -48,16 +49,16 @@ class StatusRequests:
         now = time.monotonic()
         self._gpu_memory.ask(now)
         self._silent_ranks.ask(self._silent_since(now), self._watch.targets(), now)
-        self._asking.append((client, now if self._council.request_survey() else now - AROUND_S))
+        self._asking.append((client, now if self._council.request_survey() else now - SURVEY_S))
         self.tick(now)
 
     def tick(self, now: float) -> None:
-        """Answers who asks for the status: at once, or as soon as the other nodes' lines and a look are there."""
+        """Answers each client at once, or as soon as the other nodes' lines and a look are there."""
         self._sample(now)
         waiting = []
         for client, since_s in self._asking:
             unknown = self._council.survey(since_s) is None or self._silent_ranks.busy
-            if unknown and now - since_s < AROUND_S:
+            if unknown and now - since_s < SURVEY_S:
                 waiting.append((client, since_s))
             else:
                 client.answer(self._context.redactor.tree(msgspec.to_builtins(self.status(now))))
@@ -76,7 +77,7 @@ class StatusRequests:
             self._samples.popleft()
 
     def status(self, now: float) -> RunStatus:
-        """The run's state at ``now`` (CLOCK_MONOTONIC, seconds)."""
+        """Returns the run's state at ``now`` (CLOCK_MONOTONIC, seconds)."""
         plan, settings = self._job.plan, self._job.plan.settings
         stepping = any(p.step is not None for p in self._watch.last_progress.values())
         threshold = self._watch.threshold() if stepping else self._watch.threshold_without_steps()
@@ -108,7 +109,7 @@ class StatusRequests:
             history=self._history(now),
             job=self._council.job,
             bundle_dir=os.fspath(self._context.bundle_dir),
-            nodes=[*(self._council.survey(now - AROUND_OLD_S) or ())],  # only answers to ``status`` ask for it
+            nodes=[*(self._council.survey(now - SURVEY_AGE_S) or ())],  # requested only by ``ask``
             alone=self._council.why_alone if self._watch.unseen and not self._council.is_covered else "",
         )
 
@@ -119,7 +120,7 @@ class StatusRequests:
         return [(round(max(0.0, now - at_ns / 1e9), 2), step) for at_ns, step in points[-NEWEST:]]
 
     def _silent_since(self, now: float) -> dict[int, float]:
-        """The ranks that are silent for longer than any step, and have not said so: rank → its newest progress."""
+        """Returns the time of the newest progress, by rank, for ranks that are silent for longer than any step."""
         usual_s = self._watch.usual_step_s
         pages = [page for page in self._watch.last_progress.values() if not (page.paused or page.phase)]
         ages = {page.rank: self._watch.age_s(page, now) for page in pages}
@@ -166,12 +167,12 @@ class StatusRequests:
         ]
 
 
-# The stages that a page names, in words for the user.
+# The stages in a rank's page, in the user's words.
 _STATES = {"started": "starting", "torch": "running", "exception": "failed"}
 
 
 def state_of(progress: Progress) -> str:
-    """What the rank is doing, by its page: ``starting``, ``running``, ``paused``, ``failed`` or ``exited``.
+    """Returns ``starting``, ``running``, ``paused``, ``failed`` or ``exited``, according to the rank's page.
 
     A rank without torch counts as running once it steps or names a phase.
     """
@@ -182,7 +183,7 @@ def state_of(progress: Progress) -> str:
 
 
 def rss_bytes(pid: int) -> int:
-    """The resident memory of a process; 0 if it is gone."""
+    """Returns the resident memory of a process; 0 if it is gone."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

@@ -22,17 +22,13 @@ ASK_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run directory and its supervisor (None: its owner file is missing or unreadable), and what that has answered.
-
-    ``supervisor`` is valid in its own pid namespace; ``alive``: some process, in any namespace, holds the directory.
-    ``status`` None: not asked, or no answer, for the reason in ``problem``.
-    """
+    """A run directory with its supervisor, and the supervisor's answer."""
 
     directory: Path
-    supervisor: ProcessId | None
-    status: RunStatus | None = None
-    problem: str = ""
-    alive: bool = True
+    supervisor: ProcessId | None  # in its pid namespace; None: the owner file is missing or unreadable
+    status: RunStatus | None = None  # None: not asked, or no answer
+    problem: str = ""  # reason why there is no answer
+    alive: bool = True  # a process in some namespace holds the directory
 
     @property
     def id(self) -> str:
@@ -40,23 +36,23 @@ class Run:
 
     @property
     def pid(self) -> int | None:
-        """The supervisor's pid."""
         return self.supervisor.pid if self.supervisor is not None else None
 
     @property
     def name(self) -> str:
-        """The run's name; empty if its supervisor does not answer."""
+        """The run's name; empty if its supervisor doesn't answer."""
         return self.status.name if self.status is not None else ""
 
     @property
     def label(self) -> str:
-        """``r4711 (train)``, or the id and the problem."""
+        """The id with the run's name, for example ``r4711 (train)``, or with the problem."""
         return f"{self.id} ({self.name or self.problem})"
 
 
 def roots(environ: Mapping[str, str], uid: int) -> tuple[Path, ...]:
-    """The directories that may contain this user's run directories: a run may have a different ``XDG_RUNTIME_DIR``, or
-    none. Directories that are not private to this user are left out.
+    """Returns the directories that might contain this user's run directories.
+
+    A run can have a different ``XDG_RUNTIME_DIR``, or none. Directories that are not private to this user are left out.
     """
     runtime = environ.get("XDG_RUNTIME_DIR")
     named = [Path(runtime) / "safelaunch"] if runtime else []
@@ -66,7 +62,7 @@ def roots(environ: Mapping[str, str], uid: int) -> tuple[Path, ...]:
 
 
 def find(places: Sequence[Path]) -> tuple[Run, ...]:
-    """Every run directory below ``places``, including those of dead runs, oldest first."""
+    """Returns every run directory below ``places``, including those left by killed runs, oldest first."""
     runs = [Run(entry, _owner(entry), alive=is_held(entry)) for place in places for entry in place.glob("r[0-9]*")]
     # Start times count from boot, so they give the supervisors' order.
     return tuple(sorted(runs, key=lambda item: (item.supervisor.start_ticks if item.supervisor else 0, item.id)))
@@ -81,7 +77,7 @@ def _owner(directory: Path) -> ProcessId | None:
 
 
 def look(places: Sequence[Path], *, deadline_s: float = STATUS_DEADLINE_S) -> tuple[Run, ...]:
-    """Every run below ``places`` with its status, asked in parallel, each for at most ``deadline_s`` seconds."""
+    """Returns every run below ``places`` with its status. Asks all at once, each for at most ``deadline_s`` seconds."""
     found = find(places)
     if not found:
         return ()
@@ -119,7 +115,10 @@ def _why_silent(directory: Path, supervisor: ProcessId, otherwise: str) -> str:
 
 
 def select(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
-    """The runs that ``word`` names: a run id (``r4711``), else a supervisor's pid, else a name; all for None."""
+    """Returns the runs that ``word`` names; all for None.
+
+    A run id (``r4711``) counts first, then a supervisor's pid, then a name.
+    """
     if word is None:
         return tuple(runs)
     for matches in (
@@ -133,12 +132,12 @@ def select(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
 
 
 def one_of_each_job(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Of the supervisors of one job on this node, any will do."""
+    """Returns one run of each job: any of a job's supervisors on this node will do."""
     return tuple({(run.status.job if run.status is not None else "") or run.id: run for run in runs}.values())
 
 
 def describe(runs: Sequence[Run]) -> str:
-    """The existing runs, for an error's last line."""
+    """Lists the existing runs, for an error's last line."""
     if not runs:
         return "You have no runs on this node."
     named = [f"{run.id} ({run.name} in {run.status.cwd})" if run.status is not None else run.label for run in runs]
@@ -146,5 +145,5 @@ def describe(runs: Sequence[Run]) -> str:
 
 
 def our_roots() -> tuple[Path, ...]:
-    """``roots`` for this process."""
+    """Returns ``roots`` for this process."""
     return roots(os.environ, os.getuid())

@@ -1,7 +1,7 @@
 """The protocol of a running supervisor: one JSON line each way over a unix socket in its private run directory.
 
 It answers ``{"command": "status"}`` at once, and ``{"command": "dump", "bundle_dir": ""}`` after writing the bundle.
-Other commands are those of add-ons: ``{"command": "record", "ask": {"duration_s": 10}}`` is answered after that time.
+Other commands belong to add-ons: ``{"command": "record", "ask": {"duration_s": 10}}`` is answered after that time.
 """
 
 from __future__ import annotations
@@ -32,62 +32,44 @@ _NULL = msgspec.Raw(b"null")
 
 
 class ControlRequest(msgspec.Struct, frozen=True):
-    """A client's request: ``status``, ``dump`` or the name of an add-on's service.
-
-    ``bundle_dir``: absolute; empty: the run's own. ``ask``: what the service is asked, in JSON.
-    """
+    """A client's request: ``status``, ``dump`` or the name of an add-on's service."""
 
     command: str
-    bundle_dir: str = ""
-    ask: msgspec.Raw = _NULL
+    bundle_dir: str = ""  # absolute; empty: the run's own
+    ask: msgspec.Raw = _NULL  # the service's request, in JSON
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """One rank in the watch's view. ``age_s``: since its last step, or since its start; None without a beacon.
-
-    ``rss_bytes``, ``gpu_bytes``: what it holds of the node's memory and of its GPUs', without its children; 0 if
-    unknown. ``doing``: where it is, if it has been silent for far longer than a step takes.
-    """
+    """One rank as the watch sees it."""
 
     rank: int
     pid: int
     state: str
     step: int | None = None
     steps_per_s: float | None = None
-    age_s: float | None = None
+    age_s: float | None = None  # since its last step, or its start; None without a beacon
     phase: str = ""
     signals: str = ""
-    rss_bytes: int = 0
+    rss_bytes: int = 0  # without its children; 0: unknown
     gpu_bytes: int = 0
-    doing: str = ""
+    doing: str = ""  # its position, if it has been silent for far longer than a step takes
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """One node of a job of several, as it says itself. ``step``: the lowest of its ranks.
-
-    ``state``: ``heard``, ``silent`` or ``ended``; ``doing``: ``watching``, ``suspecting``, ``stopping`` or ``ended``.
-    ``leads``: it leads the others; ``here``: this node.
-    """
+    """One node of a job with several, by its own report."""
 
     host: str
     ranks: str
-    step: int | None = None
-    state: str = "heard"
-    doing: str = ""
+    step: int | None = None  # lowest of its ranks
+    state: str = "heard"  # or ``silent``, ``ended``
+    doing: str = ""  # ``watching``, ``suspecting``, ``stopping`` or ``ended``
     leads: bool = False
-    here: bool = False
+    here: bool = False  # this node
     trouble: str = ""
 
 
 class RunStatus(msgspec.Struct, frozen=True):
-    """One run. ``threshold_s``: seconds without a step before it is suspected; ``threshold_why``: its origin.
-
-    ``usual_step_s``: 0 while it is not known. ``notes``: what slows the job down. ``early``: the newest early looks,
-    oldest first. ``wrong_results``: what monitors found. ``nodes``: all nodes of a job of several; ``alone``: why
-    they are not known. ``history``: how many seconds ago the slowest rank made which step, oldest first. ``job``: what
-    all supervisors of a job of several nodes have in common, and those of another job on this host have not.
-    ``bundle_dir``: where its bundles go.
-    """
+    """The status of one run."""
 
     run: str
     name: str
@@ -98,59 +80,58 @@ class RunStatus(msgspec.Struct, frozen=True):
     attempt: int
     world_size: int
     watch: str
-    threshold_s: float
-    threshold_why: str
+    threshold_s: float  # without a step before the job is suspected
+    threshold_why: str  # origin of the threshold
     ranks: list[RankStatus]
-    notes: list[str] = []
-    early: list[EarlyLook] = []
+    notes: list[str] = []  # about what slows the job down
+    early: list[EarlyLook] = []  # the newest, oldest first
     wrong_results: list[WrongResult] = msgspec.field(default_factory=list, name=WRONG_RESULTS_KEY)
-    nodes: list[NodeStatus] = []
-    alone: str = ""
-    usual_step_s: float = 0.0
-    history: list[tuple[float, int]] = []
-    job: str = ""
+    nodes: list[NodeStatus] = []  # if there are several
+    alone: str = ""  # reason why ``nodes`` is empty
+    usual_step_s: float = 0.0  # 0: unknown
+    history: list[tuple[float, int]] = []  # the slowest rank's steps, each with its age in seconds, oldest first
+    job: str = ""  # the same for all supervisors of a job on several nodes
     bundle_dir: str = ""
 
 
 class DumpAnswer(msgspec.Struct, frozen=True):
-    """The bundle of a live run. ``problem``: why it is in another place than requested, or why there is none."""
+    """The bundle of a live run."""
 
     bundle: str = ""
     summary: str = ""
-    problem: str = ""
+    problem: str = ""  # reason for another place than requested, or for no bundle
 
 
 class ServiceAnswer(msgspec.Struct, Generic[Part], frozen=True):
-    """An answer of an add-on's service. ``bundle_dir``: where the run keeps its bundles. ``problem``: why ``part`` is
-    missing.
-    """
+    """An answer of an add-on's service."""
 
     part: Part | None = None
-    bundle_dir: str = ""
-    problem: str = ""
+    bundle_dir: str = ""  # of the run's bundles
+    problem: str = ""  # reason why ``part`` is missing
 
 
 class Client:
-    """The server's side of one connection. No method waits for the client.
-
-    ``until_s``: the client's deadline (CLOCK_MONOTONIC) to send its request or read its answer; None while we work.
-    """
+    """The server's side of one connection. No method waits for the client."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._data = b""
         self._answer: memoryview | None = None
+        # The client's deadline to send its request or read its answer; None while the supervisor works on it.
         self.until_s: float | None = time.monotonic() + REQUEST_DEADLINE_S
         self.is_open = True
         connection.setblocking(False)
 
     @property
     def asks(self) -> bool:
-        """Whether its request has not arrived yet."""
+        """True until the request has arrived."""
         return self.until_s is not None and self._answer is None
 
     def read(self) -> ControlRequest | None:
-        """The request once its line is complete, None before. Raises OSError or ValueError if it can't arrive."""
+        """Returns the request once its line is complete, None before.
+
+        Raises OSError or ValueError if it can't arrive.
+        """
         try:
             chunk = self._connection.recv(4096)
         except BlockingIOError:
@@ -178,7 +159,7 @@ class Client:
         except BlockingIOError:
             return
         except OSError:
-            pass  # it was its question
+            pass  # the client has left
         self.close()
 
     def close(self) -> None:
@@ -270,7 +251,7 @@ def ask(path: Path, request: ControlRequest, *, deadline_s: float) -> bytes:
             connection.sendall(msgspec.json.encode(request) + b"\n")
             data = bytearray()
             while not data.endswith(b"\n") and len(data) < LARGEST_ANSWER:
-                connection.settimeout(max(end_s - time.monotonic(), 1e-3))  # the rest may arrive byte by byte
+                connection.settimeout(max(end_s - time.monotonic(), 1e-3))  # the rest can arrive byte by byte
                 chunk = connection.recv(65536)
                 if not chunk:
                     break

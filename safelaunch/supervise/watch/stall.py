@@ -1,9 +1,9 @@
-"""When has a job stopped making progress? A pure state machine over the ranks' marks.
+"""Detects when a job has stopped making progress: a state machine over the ranks' marks (pure).
 
-``tick`` is given the marks several times a second and says when to *suspect* a stall; the caller then looks closer
-(two samples of stacks and process states some seconds apart) and tells ``conclude`` what it found: is the job proved
-dead, does something work, or is neither known? ``ends_after_s`` is the table of what follows. The job is as far as its
-slowest stepping rank. Times are seconds of CLOCK_MONOTONIC.
+``tick`` gets the marks several times a second and says when to *suspect* a stall. The caller then takes a closer look
+(two samples of stacks and process states some seconds apart) and passes the condition of the job to ``conclude``.
+``ends_after_s`` is the table of what follows. The slowest stepping rank counts as the job's progress. Times are seconds
+of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -18,52 +18,45 @@ from msgspec.structs import replace
 
 from safelaunch.model import Answer, JobCondition
 
-# Between two ticks the supervisor itself was stopped or the machine suspended: what it missed is no stall.
+# After a longer gap between two ticks, the supervisor was stopped or the machine suspended: not a stall.
 CLOCK_GAP_S = 5.0
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """Thresholds in seconds. ``stall_given``, ``startup_given``, ``max_stall_given``: by the user.
-
-    ``max_stall_s``: applies only if the user has set it or the threshold.
-    ``proved_s``: of a job that an early look has proved dead, where the threshold is not the user's.
-    """
+    """Thresholds in seconds. ``*_given``: set by the user."""
 
     stall_s: float
     startup_s: float
-    max_stall_s: float
-    confirm_s: float = 2.0
+    max_stall_s: float  # applies only if the user set it or the threshold
+    confirm_s: float = 2.0  # between the two looks
     stall_given: bool = False
     startup_given: bool = False
     max_stall_given: bool = False
-    proved_s: float = math.inf
+    proved_s: float = math.inf  # if an early look proved the job dead, and the threshold is not the user's
 
     @property
     def has_one_limit(self) -> bool:
-        """Whether the user's threshold between steps holds before the first one, too."""
+        """True if the user's threshold between steps also applies before the first one."""
         return self.stall_given and self.startup_given and self.startup_s == self.stall_s
 
     def is_given(self, stall: Stall) -> bool:
-        """Whether the threshold that ``stall`` has passed is the user's."""
+        """Returns whether the threshold that ``stall`` has passed is the user's."""
         return self.startup_given if stall.before_first_step else self.stall_given
 
 
 def confirm_after_s(stall_s: float) -> float:
-    """How far apart the two looks lie: further where steps are slow."""
+    """Returns the time between the two looks: longer if steps are slow."""
     return min(10.0, max(2.0, 0.02 * stall_s))
 
 
 class ProgressMark(msgspec.Struct, frozen=True):
-    """One rank's progress: when it last stepped (None: never). ``exited``: its script has ended.
-
-    ``claimed_s``: when it started; of a job that marks no step, when it was last heard of.
-    """
+    """One rank's progress."""
 
     rank: int
-    claimed_s: float
+    claimed_s: float  # its start; in a job without steps, its latest sign of progress
     last_step_s: float | None = None
     step: int | None = None
-    exited: bool = False
+    exited: bool = False  # its script has ended
     paused: bool = False
     phase: str = ""
     phase_since_s: float = 0.0
@@ -78,38 +71,31 @@ class Status(Enum):
 
 
 class DetectorState(msgspec.Struct, frozen=True):
-    """``base_s``: marks older than this count as made then (start of the watch, or the clock started again).
-
-    ``covers``: pauses, and phases with a timeout of their own, that are under way: (rank, since).
-    ``excused``: there is nobody to judge just now.
-    """
+    """The state between two ticks."""
 
     status: Status = Status.WATCHING
-    base_s: float = 0.0
+    base_s: float = 0.0  # marks older than this count as made then
     last_tick_s: float = 0.0
     look_again_s: float = 0.0
-    mark_s: float = 0.0  # the slowest rank's mark that the present suspicion rests on
-    covers: frozenset[tuple[int, float]] = frozenset()
-    excused: bool = False
-    proved_mark_s: float = 0.0  # the slowest rank's mark since when an early look has proved the job dead
-    worked_s: float = 0.0  # when a look last saw the job work, an early one included
-    due_s: float = 0.0  # when the slowest rank is suspected unless it marks progress; 0: nobody is judged
+    mark_s: float = 0.0  # the slowest rank's mark at the start of the suspicion
+    covers: frozenset[tuple[int, float]] = frozenset()  # ranks in a pause or a phase with a timeout, since when
+    excused: bool = False  # no rank is judged now
+    proved_mark_s: float = 0.0  # the slowest rank's mark when an early look proved the job dead
+    worked_s: float = 0.0  # time of the last look, early ones included, that saw the job work
+    due_s: float = 0.0  # time of the next suspicion if the slowest rank makes no progress; 0: no rank is judged
 
 
 class Stall(msgspec.Struct, frozen=True):
-    """Why the job is suspected. ``ranks``: those whose mark is the oldest. ``before_first_step``: none has stepped.
+    """Reason for a suspicion."""
 
-    ``proved``: an early look has proved the job dead, which lowers the threshold.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # with the oldest mark
     mark_s: float
     stalled_s: float
     threshold_s: float
-    before_first_step: bool
+    before_first_step: bool  # of all ranks
     step: int | None = None
     phase: str = ""
-    proved: bool = False
+    proved: bool = False  # an early look proved the job dead, which lowers the threshold
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +105,14 @@ class StallEvent:
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The time limits of the groups in which ranks wait, as ages of the stall in seconds; None: none is known.
+    """The shortest timeout of the groups in which ranks wait, as an age of the stall in seconds."""
 
-    ``abort_s``: when the first of them is over, and torch aborts the job, or only ``raises`` an error, which the script
-    may handle.
-    """
-
-    abort_s: float | None = None
-    raises: bool = False
+    abort_s: float | None = None  # torch then aborts the job; None: unknown
+    raises: bool = False  # torch only raises an error, which the script can handle
 
     @property
     def before_abort_s(self) -> float | None:
-        """Shortly before then: the evidence has to be taken first."""
+        """Time shortly before, at which the evidence must be taken."""
         if self.abort_s is None:
             return None
         return max(0.0, self.abort_s - min(MOST_MARGIN_S, max(LEAST_MARGIN_S, MARGIN_PART * self.abort_s)))
@@ -141,24 +123,24 @@ LEAST_MARGIN_S, MOST_MARGIN_S, MARGIN_PART = 5.0, 60.0, 0.1
 
 
 def initial_state(now: float) -> DetectorState:
-    """The state at the beginning of an attempt."""
+    """Returns the state at the beginning of an attempt."""
     return DetectorState(base_s=now, last_tick_s=now)
 
 
 def slowest(marks: tuple[ProgressMark, ...], policy: Policy, base_s: float, now: float) -> Stall | None:
-    """How far behind the slowest rank is; None when there is nobody to judge (no rank yet, all done, one paused)."""
+    """Returns the stall of the slowest rank; None if no rank is judged (none yet, all done, one paused)."""
     live = [mark for mark in marks if not mark.exited]
     if not live or any(mark.paused for mark in live):
         return None
     stepping = [mark for mark in live if mark.last_step_s is not None]
     judged = stepping or live
     times = {mark.rank: _mark_s(mark, base_s) for mark in judged}
-    # Before the first step the latest arrival counts: ranks of one job may start far apart.
+    # Before the first step the latest arrival counts: ranks of one job can start far apart.
     slowest_s = min(times.values()) if stepping else max(times.values())
     slowest = [mark for mark in judged if times[mark.rank] == slowest_s]
     threshold = policy.stall_s if stepping else policy.startup_s
     threshold = max((mark.phase_timeout_s for mark in judged if mark.phase), default=0.0) or threshold
-    # For a rank that makes no steps, too, its peers wait as long as it has announced.
+    # The timeout of a rank without steps counts as well: its peers wait for it.
     threshold = max([threshold, *(mark.phase_timeout_s for mark in live if mark.phase)])
     return Stall(
         ranks=tuple(mark.rank for mark in (slowest if stepping else live)),
@@ -179,7 +161,7 @@ def _mark_s(mark: ProgressMark, base_s: float) -> float:
 def tick(
     state: DetectorState, marks: tuple[ProgressMark, ...], policy: Policy, now: float
 ) -> tuple[DetectorState, StallEvent | None]:
-    """One look at the marks. Emits ``suspect`` (take a closer look now), ``recovered`` or ``clock-restarted``."""
+    """Takes in the marks. Emits ``suspect`` (take a closer look now), ``recovered`` or ``clock-restarted``."""
     if now - state.last_tick_s > CLOCK_GAP_S and state.status is not Status.HUNG:
         return DetectorState(base_s=now, last_tick_s=now), StallEvent("clock-restarted")
     covers = frozenset((m.rank, m.phase_since_s) for m in marks if m.paused or (m.phase and m.phase_timeout_s))
@@ -192,7 +174,7 @@ def tick(
     if stall is None or (stall.mark_s > state.mark_s and state.status is not Status.WATCHING):
         if state.status is Status.UNDECIDED:
             return replace(state, status=Status.WATCHING), StallEvent("recovered", stall)
-        # While the closer look is under way its own conclusion decides.
+        # During a closer look, its conclusion decides.
         return state, None
     if state.status is Status.CONFIRMING or stall.stalled_s < stall.threshold_s or now < state.look_again_s:
         return state, None
@@ -200,26 +182,25 @@ def tick(
 
 
 def _if_proved(stall: Stall | None, state: DetectorState, policy: Policy) -> Stall | None:
-    """With the lower threshold, if an early look has proved the job dead: only a healthy job needs patience."""
+    # Only a healthy job needs patience.
     if stall is None or stall.mark_s != state.proved_mark_s or stall.phase or policy.is_given(stall):
         return stall
     return replace(stall, threshold_s=min(stall.threshold_s, policy.proved_s), proved=True)
 
 
 def _base_s(state: DetectorState, covers: frozenset[tuple[int, float]], policy: Policy, now: float) -> float:
-    """Starts the clock again when a long pause or timed phase has ended: its peers have waited for it all the while.
+    """Restarts the clock after a long pause or timed phase, during which the peers waited.
 
-    Those no longer than the plain threshold start nothing again: ranks that go in and out of them must not hide another
-    that is stuck.
+    Phases up to the plain threshold restart nothing: frequent short ones must not hide another rank that is stuck.
     """
     waited_s = max((now - since for _, since in state.covers - covers), default=0.0)
     return now if waited_s > policy.stall_s else state.base_s
 
 
 def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -> float | None:
-    """How long the job may go without progress before it is ended; None: for ever.
+    """Returns the longest time without progress before the job is ended; None if it is never ended.
 
-    A job is ended only if it is proved dead, or if the user has said so, or shortly before torch would end it.
+    A job is ended only if it is proved dead, if the user's limit says so, or shortly before torch would end it.
     """
     threshold_s = stall.threshold_s
     by_user = policy.is_given(stall)
@@ -233,15 +214,17 @@ def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -
 
 
 def idle_s(state: DetectorState, policy: Policy, stall: Stall, answer: Answer, now: float) -> float:
-    """How long the job has gone without progress. The user's threshold, without a proof, is that of a job that was not
-    seen to work either: on a starved machine, it may be between two looks only.
+    """Returns the time without progress.
+
+    Without a proof, a threshold of the user's also counts from when the job last worked: on a starved machine, it might
+    only be pausing between two looks.
     """
     worked = state.worked_s if answer == "unknown" and policy.is_given(stall) else 0.0
     return now - max(stall.mark_s, worked)
 
 
 def suspect_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -> float | None:
-    """When a bundle of the job that continues is due; None: never, as the user's threshold decides."""
+    """Returns when a bundle of the continuing job is due; None if never, as the user's threshold decides."""
     if policy.is_given(stall):
         return None
     if answer != "alive":
@@ -254,9 +237,9 @@ ALIVE_BUNDLE_S = 1800.0
 
 
 def next_look_after_s(policy: Policy, stall: Stall, now: float) -> float:
-    """Two looks and what they ask for take about a second of CPU, so they grow rarer as the wait grows longer.
+    """Returns the time until the next closer look, which costs about a second of CPU: longer after a longer wait.
 
-    They are at most a minute apart within the first two hours, and ten minutes later on.
+    It is at most a minute within the first two hours, and ten minutes later.
     """
     waited_s = now - stall.mark_s
     most_s = min(600.0, max(60.0, waited_s / 120))
@@ -266,8 +249,10 @@ def next_look_after_s(policy: Policy, stall: Stall, now: float) -> float:
 def conclude(
     state: DetectorState, stall: Stall, condition: JobCondition, policy: Policy, now: float, limits: Limits = UNLIMITED
 ) -> tuple[DetectorState, StallEvent | None]:
-    """What the closer look found. Emits ``hang``, ``undecided`` (each time; say it once), ``recovered`` or
-    ``clock-restarted``; nothing when the clock was started again while the look was under way.
+    """Takes in the job's condition by the closer look.
+
+    Emits ``hang``, ``undecided`` (each time; report it once), ``recovered`` or ``clock-restarted``; nothing if the
+    clock was restarted during the look.
     """
     if state.status is not Status.CONFIRMING:
         return state, None
@@ -275,7 +260,7 @@ def conclude(
         return replace(state, status=Status.WATCHING), StallEvent("recovered", stall)
     if condition == "stopped":
         return DetectorState(base_s=now, last_tick_s=now), StallEvent("clock-restarted", stall)
-    if stall.proved and condition != "dead":  # the ordinary threshold counts again
+    if stall.proved and condition != "dead":  # the plain threshold applies again
         return replace(state, status=Status.WATCHING, proved_mark_s=0.0), None
     state = replace(state, worked_s=now) if condition == "alive" else state
     limit, without_s = ends_after_s(policy, stall, condition, limits), idle_s(state, policy, stall, condition, now)
