@@ -51,6 +51,6 @@ def test_a_crash_that_comes_back_has_one_line_and_no_further_bundle(tmp_path: Pa
     (first, _) = result.bundles
     again = [line for line in result.said.splitlines() if line.startswith("the same failure as attempt 1")]
     assert [line.partition(":")[0] for line in again] == [f"the same failure as attempt 1 ({n} of 4)" for n in (2, 4)]
-    assert all(line.endswith(f"is {first.path}") for line in again)
+    assert all(str(first.path) in line for line in again)
     assert "raised ValueError: loss 1.5" in again[0] and "raised ValueError: loss 3.5" in again[1]
     assert result.said.count("the job crashed: ") == 2

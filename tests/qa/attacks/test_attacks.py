@@ -13,7 +13,9 @@ SAMPLE = 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("area", ["dumps", "bundles", "secrets", "strangers"])
+@pytest.mark.parametrize(
+    "area", ["dumps", "bundles", *(pytest.param(area, marks=pytest.mark.nightly) for area in ("secrets", "strangers"))]
+)
 def test_none_of_a_sample_falls(area: str, tmp_path: Path) -> None:
     found = [one for one in attacks(area, 4, seed=5) if "a job that" not in one.name]
     tried = list(islice(found, 0, None, max(1, len(found) // SAMPLE)))
