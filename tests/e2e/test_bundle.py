@@ -63,7 +63,7 @@ def leaks(bundle: Bundle) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("how", ["crashes", "hangs"])
+@pytest.mark.parametrize("how", ["crashes", pytest.param("hangs", marks=pytest.mark.nightly)])
 def test_no_secret_is_in_a_bundle(how: str, tmp_path: Path) -> None:
     words = ["--preset=hang-debug", "--stall-timeout=4", "--nproc-per-node=2", LEAKY, "--how", how, *ARGUMENTS]
     # PLANTED itself is no name of a secret: env.json would show what it holds, were it not for their values.

@@ -581,10 +581,8 @@ ERRORS = {
 }
 
 
-RARE_ERRORS = ("an unknown option", "a bad --nproc-per-node", "a module that is not there", "a syntax error")
-
-
-@pytest.mark.parametrize("what", some_nightly(ERRORS, RARE_ERRORS))
+@pytest.mark.nightly
+@pytest.mark.parametrize("what", ERRORS)
 def test_what_torchrun_rejects(twins: Twins, what: str) -> None:
     words, code = ERRORS[what]
     twins.file("x.py", "")
