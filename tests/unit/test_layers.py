@@ -64,13 +64,29 @@ PURE |= {
     f"supervise.cluster.{name}"
     for name in ("rendezvous", "messages", "codec", "exchange", "evidence", "merge", "election", "leader")
 }
-PURE |= {f"addons.sweep.{name}" for name in ("jobs", "spec", "sweep", "engine")}
-PURE |= {f"addons.reproduce.{name}" for name in ("fold", "program", "programs", "recorded", "text")}
+PURE |= {
+    f"addons.sweep.{name}" for name in ("jobs", "spec", "sweep", "lineup", "position", "engine", "scheduler", "view")
+}
+PURE |= {
+    f"addons.reproduce.{name}"
+    for name in (
+        "families",
+        "fewer_ranks",
+        "fold",
+        "gloo",
+        "hang",
+        "program",
+        "programs",
+        "rank_expressions",
+        "recorded",
+    )
+}
+PURE |= {f"addons.reproduce.{name}" for name in ("script_verdict", "tensor_sizes", "text")}
 PURE |= {
     f"addons.record.{name}"
     for name in ("comparison", "document", "page", "recording", "rows", "screen", "shares", "slowness", "speedscope")
 }
-PURE |= {"addons.consistency.compare"}
+PURE |= {"addons.consistency.compare", "addons.consistency.wire"}
 PURE |= {"cli.doctor_rules"}
 READS_THE_CLOCK = {"report.page", "addons.record.page", "report.sentences"}
 # Add-ons that import another one, which can't be deleted without them.
@@ -80,7 +96,7 @@ IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil"}
 NOT_OURS = ("cli/demos/", "job/launcher/", "supervise/cluster/store_program.py")
 # Third-party modules, and the modules that can import them.
 THIRD_PARTY = {
-    "torch": {"beacon.server", "beacon.rank", "addons.embed.launching", "beacon.probes"},
+    "torch": {"beacon.server", "beacon.rank", "addons.embed.launching", "addons.embed.request", "beacon.probes"},
     "yaml": {"settings.yamlfile"},
     "msgspec": {f"{name}.*" for name in ("model", "system", "capture", "stacks", "verdict", "report", "bundle")}
     | {f"{name}.*" for name in ("supervise", "cli", "addons")}
@@ -263,7 +279,10 @@ def test_package_part_does_not_import_its_package() -> None:
 
 def test_rank_code_imports_only_itself_and_standard_library() -> None:
     """The code runs in interpreters without safelaunch, and uses torch only if the script has loaded it."""
-    assert probes() == {f"addons.consistency.{name}" for name in ("probe", "replicas", "layout")} & MODULES.keys()
+    assert (
+        probes()
+        == {f"addons.consistency.{name}" for name in ("probe", "replicas", "fingerprints", "layout")} & MODULES.keys()
+    )
     for found in all_imports():
         if not within(found.by, in_ranks()):
             continue
@@ -331,7 +350,11 @@ def test_modules_outside_beacon_rebind_no_global() -> None:
 
 
 def test_supervisor_never_imports_torch() -> None:
-    beside = {"beacon.*", "addons.embed.launching"}  # in the ranks, and in the process that starts them
+    beside = {
+        "beacon.*",
+        "addons.embed.launching",
+        "addons.embed.request",
+    }  # in the ranks, and in the process that starts them
     assert {i.by for i in all_imports() if i.module == "torch"} <= {n for n in MODULES if within(n, beside)}
     assert {i.by for i in all_imports() if i.module == "addons.embed.launching"} == {"safelaunch"}, "for type checkers"
 

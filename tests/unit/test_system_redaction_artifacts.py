@@ -1,6 +1,4 @@
-"""No secret leaves: not in any file of a bundle, however the job has written it, and nothing is written past the place
-that decides.
-"""
+"""No file of a bundle contains a secret in any encoding, and nothing is written without redaction."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ PACKAGE = Path(safelaunch.__file__).parent
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_encoded_secret_is_in_no_artifact(part: int, tmp_path: Path) -> None:
-    """By the real writer; scripts/qa/attacks.py tries every encoding alone, too."""
+    """The real writer is used; scripts/qa/attacks.py also tries each encoding alone."""
     encodings = leaks.ENCODINGS[part::4]
     said = leaks.said(encodings)
     known = leaks.SECRETS
@@ -49,43 +47,45 @@ def test_secret_shape_is_in_no_artifact(tmp_path: Path) -> None:
     assert {name: found for name, data in files.items() if (found := leaks.leaks(data, leaks.SHAPES))} == {}
 
 
-# --- nothing past it --------------------------------------------------------------------------------------------------
+# --- output without redaction -----------------------------------------------------------------------------------------
 
-# What may write files or print, and why its words need not pass the one place that decides.
+# Modules that can write files or print, and why their text needs no further redaction.
 WRITERS = {
-    "bundle.staging": "every file of a bundle: it holds the redactor",
-    "system.files": "what its callers hand over: they are listed here",
-    "system.console": "every line that is shown: it holds the filter",
-    "bundle.copier": "copies what staging has written; its own words reach a pipe of ours",
-    "capture.gpu": "a program of its own, read through a pipe",
-    "leases.inventory": "a program of its own, read through a pipe",
-    "cli.help": "words of ours, before anything else is imported",
-    "addons.reproduce.command": "what has passed the filter",
-    "addons.record.command": "what the supervisor has cleaned",
-    "capture.command": "what a program of its own says on stderr, to read it back",
+    "bundle.staging": "every file of a bundle: it has the redactor",
+    "system.files": "data of its callers, which are listed here",
+    "system.console": "every displayed line: it has the filter",
+    "bundle.copier": "copies files that staging has written; its messages go through a pipe",
+    "capture.gpu": "a separate program, read through a pipe",
+    "leases.inventory": "a separate program, read through a pipe",
+    "cli.help": "own text, before anything else is imported",
+    "addons.reproduce.command": "filtered text",
+    "addons.record.command": "text that the supervisor has cleaned",
+    "capture.command": "stderr of a separate program, to read it back",
     "cli.gpus": "rich, with cells that have passed",
     "addons.sweep.screen": "rich, with cells that have passed",
     "cli.table": "rich, with cells that have passed",
     "cli": "an exit code",
     "addons.sweep.summary": "parameters and metrics, cleaned one by one",
     "addons.sweep.journal": "names and outcomes of jobs",
-    "addons.sweep.task": "ids and outcomes of jobs",
-    "addons.sweep.batch": "what a job runs with, in private files of the sweep",
+    "addons.sweep.attempt_files": "ids and outcomes of jobs",
+    "addons.sweep.batch": "command and environment of a job, in private files of the sweep",
     "addons.consistency.probe": "inside the ranks, into a page: digests and names of parameters",
     "addons.consistency.monitor": "names of parameters, in the run directory",
-    "job.paths": "whose a run directory is",
+    "job.paths": "owner of a run directory",
     "job.guardian": "pids for the guardian",
     "job.guarding": "wait statuses for the supervisor, its own name",
     "job.remains": "pids of the job",
     "job.controlgroup": "pids into the kernel's files",
-    "cli.diagnose": "what console has already passed, in the child that read it",
+    "cli.diagnose": "text that console has filtered, in the child that read it",
     "bundle.reading.guard": "a child's answer, through a pipe",
     "job.process": "an errno, and a go, through pipes",
-    "supervise.early": "early looks, already cleaned, for status",
-    "supervise.judge_process": "evidence, already cleaned, for a process of ours, and its answer through a pipe",
-    "leases.*": "locks and who holds them: a command line that redact_argv has cleaned",
-    "bundle.reading.locate": "unpacks somebody's bundle, and copies a run's pages, to read them",
-    "beacon.*": "inside the ranks: what they say, before anything is taken out",
+    "supervise.early": "cleaned early looks, for status",
+    "supervise.judge_process": "cleaned evidence for a child process, and its answer through a pipe",
+    "leases.*": "locks and their holders: a command line that redact_argv has cleaned",
+    "bundle.reading.archive": "unpacks a given bundle, to read it",
+    "bundle.reading.run_directory": "copies a run's pages, to read them",
+    "bundle.reading.locate": "saves standard input, to read it",
+    "beacon.*": "inside the ranks: their output, before redaction",
 }
 _PRINTS = {"print", "write_text", "write_bytes", "replace_file"}
 
@@ -94,7 +94,7 @@ def _writes(call: ast.Call) -> bool:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if name in _PRINTS:
         return True
-    if name == "write":  # of os, of a stream, of an open file
+    if name == "write":  # of os, a stream or an open file
         return not (isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in ("incident", "summary"))
     if name in ("open", "fdopen", "NamedTemporaryFile"):
         words = [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -123,11 +123,11 @@ def test_only_listed_modules_write_or_print() -> None:
     }
     assert {name: lines for name, lines in found.items() if name not in allowed} == {}
     present = {name for name in WRITERS if not name.endswith(".*") and not is_missing(name)}
-    assert present <= set(found), "this table is longer than it need be"
+    assert present <= set(found), "the table lists modules that write nothing"
 
 
 def test_staging_redacts_every_kind_of_artifact(tmp_path: Path) -> None:
-    """Each way into a bundle: a redactor that knows the secret is all that stands between."""
+    """Only a redactor that knows the secret protects each way into a bundle."""
     from safelaunch.bundle.staging import Staging
     from safelaunch.model import Artifact
 

@@ -1,4 +1,4 @@
-"""Reads what the beacons' consistency checks leave in the run directory; see ``layout`` for the files."""
+"""Reads the files that the ranks' consistency checks write to the run directory; see ``layout`` for their format."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ MOST_TENSORS = 1 << 20
 
 
 class About(msgspec.Struct, frozen=True):
-    """What a series is about. ``tensors``: name, and number of its group in ``groups``."""
+    """Description of a series."""
 
     key: str
     kind: str
     every: int
     rank: int
     groups: tuple[tuple[int, ...], ...]
+    # Name, and index in ``groups``.
     tensors: Annotated[
         tuple[tuple[str, Annotated[int, msgspec.Meta(ge=0)]], ...], msgspec.Meta(max_length=MOST_TENSORS)
     ]
@@ -32,11 +33,7 @@ class About(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The numbers of one rank's series at one position. Magnitudes are not finite where an element is not.
-
-    ``rounds``: of the steps up to ``position``, those for which the ranks had exchanged something (see ``layout``).
-    ``sentinel``: (step, largest local gradient) since the check before, oldest first; ``losses`` likewise.
-    """
+    """The numbers of one rank's series at one position. Magnitudes aren't finite if an element isn't."""
 
     rank: int
     about: About
@@ -44,27 +41,27 @@ class Check:
     prints: tuple[int, ...]
     sizes: tuple[float, ...]
     gradients: tuple[float, ...]
-    sentinel: tuple[tuple[int, float], ...] = ()
-    losses: tuple[tuple[int, float], ...] = ()
-    rounds: int = 0
+    sentinel: tuple[tuple[int, float], ...] = ()  # (step, largest local gradient) since the last check, oldest first
+    losses: tuple[tuple[int, float], ...] = ()  # (step, loss) likewise
+    rounds: int = 0  # steps up to ``position`` for which the ranks had exchanged something (see ``layout``)
 
     @property
     def moment(self) -> tuple[int, int]:
-        """What is the same on all ranks at one point of the training."""
+        """Identifies one point of the training on all ranks."""
         return self.rounds, self.position
 
 
 class Series:
     """The mapped file of one series.
 
-    Raises BlockingIOError while the rank makes it, and OSError or ValueError if it is damaged.
+    Raises BlockingIOError while the rank creates it, and OSError or ValueError if it is damaged.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             size = os.fstat(descriptor).st_size
-            if size < 8 * layout.CHECK_HEADER:  # the rank has created the file and not given it its size yet
+            if size < 8 * layout.CHECK_HEADER:  # the rank has created the file but not yet extended it
                 raise BlockingIOError(f"{path.name} is not ready")
             if size > LARGEST:
                 raise ValueError(f"{path.name} is too large")
@@ -88,7 +85,7 @@ class Series:
         self._before = 0
 
     def read(self) -> list[Check]:
-        """Returns the checks since the last call, oldest first. What was overwritten meanwhile is lost."""
+        """Returns the checks since the last call, oldest first. Overwritten checks are lost."""
         checks = []
         newest = max(self._words[self._begin + n * self._size] for n in range(self._slots)) // 2
         for number in range(max(self._next, newest - self._slots), newest):

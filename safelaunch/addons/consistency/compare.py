@@ -1,9 +1,7 @@
-"""Compares what the ranks' checks computed: replicas that differ, gradients and losses that went wrong. Pure.
+"""Compares the numbers in the ranks' checks to find diverged replicas and bad gradients or losses. Pure.
 
-Only tensors that are known to be replicated are compared: those of DDP, and those of DTensors along replicated
-dimensions. Each kind of finding is made once.
-
-On several nodes, checks travel to the one that compares those of all: typed, bounded, and no more than it needs.
+Only tensors that are known to be replicated are compared: DDP's, and DTensors along replicated dimensions. Each kind of
+finding is reported once.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from safelaunch.model import WrongResult, rank_words
 
 KEPT = 64  # positions of a series that wait for the last rank
 FEWEST_LOSSES = 20
-FAR_LOSS = 2.0  # times the median of the others, and beyond everything they saw
+FAR_LOSS = 2.0  # times the median of the other ranks, and above all their losses
 
 Side = tuple[int, ...]
 _Moment = tuple[int, int]
@@ -26,22 +24,22 @@ _FEW_NAMES = 3
 
 
 class Comparison:
-    """The comparison of one attempt. ``add`` what was read, then ask ``found``."""
+    """The comparison of one attempt. ``add`` checks, then call ``new_findings``."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, dict[_Moment, dict[int, Check]]] = {}
-        self._members: dict[str, set[int]] = {}  # by series, the ranks that have it
-        self._equal: dict[str, int] = {}  # by series, the last position at which all replicas agreed
+        self._members: dict[str, set[int]] = {}  # ranks, by series
+        self._equal: dict[str, int] = {}  # last position at which all replicas were equal, by series
         self._finite: dict[str, int] = {}
         self._losses: dict[int, list[tuple[int, float]]] = {}
         self._reported_topics: set[str] = set()
         self._checks = 0
-        self._compared: dict[tuple[Side, str], set[int]] = {}  # by group and tensor: the ranks whose bits met another's
+        self._compared: dict[tuple[Side, str], set[int]] = {}  # compared ranks, by group and tensor
         self._unknown: dict[str, None] = {}  # not known to be replicas, in the optimizer's order
 
     @property
     def report(self) -> str:
-        """What was compared and what was not, so that nobody takes that for checked; empty without a check."""
+        """Summary of what was compared and what wasn't; empty without a check."""
         if not self._checks:
             return ""
         replicated = {name for _, name in self._compared}
@@ -57,7 +55,7 @@ class Comparison:
         return "; ".join(parts)
 
     def _never(self) -> list[str]:
-        """The replicas that were never compared, with whom: another rank lacks them, or was never seen at that step."""
+        """Lists replicas that were never compared, with the ranks that lack them or weren't observed at that step."""
         by_ranks: dict[Side, dict[str, None]] = {}
         for (group, name), ranks in self._compared.items():
             if absent := tuple(rank for rank in group if rank not in ranks):
@@ -68,7 +66,7 @@ class Comparison:
         ]
 
     def add(self, checks: Iterable[Check]) -> None:
-        """Adds what one rank has computed."""
+        """Adds checks of one rank."""
         for check in checks:
             series = self._waiting.setdefault(check.about.key, {})
             self._members.setdefault(check.about.key, set()).add(check.rank)
@@ -80,9 +78,11 @@ class Comparison:
             del losses[:-FEWEST_LOSSES]
 
     def new_findings(self, here: Sequence[int], unix_s: float, *, last: bool = False) -> list[WrongResult]:
-        """What is new at the positions that all ranks have reached. ``here``: the ranks that this node sees.
+        """Returns new findings at the positions that all ranks have reached.
 
-        ``last``: the job has ended, so a position that some have reached is all there will be.
+        Args:
+            here: ranks that this node sees
+            last: the job has ended, so positions that only some ranks have reached are compared too
         """
         result = []
         for key, series in self._waiting.items():
@@ -129,7 +129,7 @@ class Comparison:
         return [*result, *([bad_loss] if bad_loss is not None else [])]
 
     def _far_losses(self, unix_s: float) -> list[WrongResult]:
-        """A rank whose recent losses are all far above everything that at least two others saw."""
+        """Finds a rank whose recent losses are all far above all losses of at least two others."""
         recent = {
             rank: [value for _, value in losses]
             for rank, losses in self._losses.items()
@@ -139,7 +139,7 @@ class Comparison:
             other_losses = [losses for other, losses in recent.items() if other != rank]
             if len(other_losses) < 2 or not all(math.isfinite(v) for losses in (values, *other_losses) for v in losses):
                 continue
-            from statistics import fmean, median  # few jobs tell their losses
+            from statistics import fmean, median  # few jobs report their losses
 
             level = median(fmean(losses) for losses in other_losses)
             if min(values) > max(max(losses) for losses in other_losses) and fmean(values) > FAR_LOSS * abs(level):
@@ -161,7 +161,7 @@ def _between(step: int, since: int) -> str:
 
 
 def _replicas(checks: Mapping[int, Check]) -> _Replicas:
-    """The fingerprints of each tensor by rank, for the group of ranks that hold a replica of it."""
+    """Returns the fingerprints by rank, for each tensor and group of ranks with a replica of it."""
     prints_of: _Replicas = {}
     for rank, check in sorted(checks.items()):
         about = check.about
@@ -202,7 +202,6 @@ def _diverged(kind: str, position: int, since: int, replicas: _Replicas, unix_s:
 
 
 def _sides(prints: Mapping[int, int]) -> tuple[Side, ...]:
-    """The ranks that agree, the most of them first."""
     by_print: dict[int, list[int]] = {}
     for rank, value in sorted(prints.items()):
         by_print.setdefault(value, []).append(rank)
@@ -210,13 +209,12 @@ def _sides(prints: Mapping[int, int]) -> tuple[Side, ...]:
 
 
 def _off(sides: tuple[Side, ...]) -> Side:
-    """The ranks that differ from a majority; empty if there is none."""
     everybody = sum(map(len, sides))
     return tuple(sorted(rank for side in sides[1:] for rank in side)) if 2 * len(sides[0]) > everybody else ()
 
 
 def _not_finite(position: int, since: int, checks: Mapping[int, Check], unix_s: float) -> WrongResult | None:
-    """A step was made with gradients that are not finite. The sentinels tell on which rank they were so first."""
+    """Finds a step with gradients that aren't finite. The sentinels show on which rank this happened first."""
     bad = {rank: _bad_names(check) for rank, check in checks.items()}
     if not any(bad.values()):
         return None
@@ -244,7 +242,7 @@ def _not_finite(position: int, since: int, checks: Mapping[int, Check], unix_s: 
 
 
 def _bad_names(check: Check) -> list[str]:
-    """The parameters whose gradient or value is not finite, in the model's order: backward goes the other way."""
+    # In the model's order: the backward pass goes the other way.
     pairs = zip(check.about.tensors, check.gradients, check.sizes, strict=True)
     return [name for (name, _), size, value in pairs if not (math.isfinite(size) and math.isfinite(value))]
 

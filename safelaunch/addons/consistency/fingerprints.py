@@ -7,22 +7,22 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-SQUARE = 1013904242  # even: x + SQUARE * x * x then takes no two words to the same one
+SQUARE = 1013904242  # even, so x + SQUARE * x * x maps no two words to the same one
 
 
-PIECE = 1 << 20  # elements that are mixed at once: bounds the memory that a check takes
+PIECE = 1 << 20  # elements that are mixed at once: bounds the memory of a check
 
 
-# On a CPU, they have to stay in its cache, and in memory that the process has had before: fresh pages from the kernel
-# cost several times what the arithmetic does.
+# On a CPU, a piece has to fit into the cache and into memory that the process already has: fresh pages from the kernel
+# cost several times more than the arithmetic.
 CPU_PIECE = 1 << 16
 
 
-LARGE = 4096  # elements: tensors that have more on average are summed one by one
+LARGE = 4096  # elements: tensors that are larger on average are summed one by one
 
 
 class Prints:
-    """Integer fingerprints of tensors: sums of their mixed bits, which neither order nor rounding changes."""
+    """Integer fingerprints of tensors: sums of their mixed bits, which don't depend on order or rounding."""
 
     def __init__(self, torch: Any, tensors: list[Any]) -> None:
         self._torch = torch
@@ -38,7 +38,7 @@ class Prints:
 
     def _add(self, pieces: list[tuple[int, int, int]], device: Any) -> None:
         batch: list[tuple[int, int, int]] = []
-        # The largest first: small ones between them would each be a batch of their own.
+        # Largest first: otherwise small pieces between them would each be a separate batch.
         for piece in (*sorted(pieces, key=lambda part: part[1] - part[2]), None):
             if piece is None or sum(end - begin for _, begin, end in batch) + piece[2] - piece[1] > _piece(device):
                 if batch:
@@ -75,7 +75,7 @@ class Prints:
         return result.index_add_(0, torch.cat(places), torch.cat(sums)) if sums else result
 
     def _sums(self, parts: list[Any], ends: Any) -> Any:
-        """The sum of each part's words, each word mixed: high bits into low ones, and these into high ones."""
+        """Returns the sum of each part's words, each mixed: high bits into low ones, and these into high ones."""
         torch = self._torch
         bits = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.int32)
         mixed = bits >> 15
@@ -84,7 +84,7 @@ class Prints:
         if len(parts) == 1:
             return mixed.sum(dtype=torch.int64).view(1)
         if len(parts) * LARGE < mixed.numel():
-            return torch.stack([one.sum(dtype=torch.int64) for one in mixed.split([len(part) for part in parts])])
+            return torch.stack([words.sum(dtype=torch.int64) for words in mixed.split([len(part) for part in parts])])
         return mixed.cumsum(0, dtype=torch.int64).index_select(0, ends).diff(prepend=ends.new_zeros(1))
 
 
@@ -93,7 +93,7 @@ def _piece(device: Any) -> int:
 
 
 def magnitudes(torch: Any, tensors: list[Any], device: Any) -> Any:
-    """A magnitude of each tensor: not finite exactly where one of its elements is not."""
+    """Returns a magnitude of each tensor, which is not finite exactly if one of its elements is not."""
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     floating = [
         n for n, tensor in enumerate(tensors) if tensor is not None and tensor.numel() and tensor.dtype in floats
@@ -111,14 +111,14 @@ def magnitudes(torch: Any, tensors: list[Any], device: Any) -> Any:
     results = [torch.zeros((), dtype=torch.float64, device=device)] * len(tensors)
     for numbers in by_device.values():
         norms = torch.stack(torch._foreach_norm([tensors[n].detach() for n in numbers], float("inf")))
-        # No index made of ``numbers``: its way to the device would wait for what runs there.
+        # Don't make an index of ``numbers``: its copy to the device would wait for running kernels.
         for number, norm in zip(numbers, on(norms, device).unbind(), strict=True):
             results[number] = norm
     return torch.stack(results)
 
 
 def _on_cpu(torch: Any, tensors: list[Any]) -> Any:
-    """Norms, which a CPU has several times sooner; where one overflows or is not finite, the largest magnitudes."""
+    """Returns norms, which a CPU computes several times faster, or the largest magnitudes if a norm isn't finite."""
     norm_list = torch._foreach_norm(tensors)
     alike = len({norm.dtype for norm in norm_list}) == 1
     norms = torch.stack(norm_list if alike else [norm.double() for norm in norm_list]).double()
@@ -129,5 +129,5 @@ def _on_cpu(torch: Any, tensors: list[Any]) -> Any:
 
 
 def on(numbers: Any, device: Any) -> Any:
-    """As float64 on ``device``, a CPU only where all tensors are on it: no copy waits for what a device has to do."""
+    """Copies to ``device`` as float64. It is a CPU only if all tensors are, so the copy doesn't wait for a device."""
     return numbers.double().to(device, non_blocking=True)

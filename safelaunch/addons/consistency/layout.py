@@ -1,13 +1,15 @@
-"""Files by which a rank hands its numbers to the supervisor: one for each series, of signed 64-bit words.
+"""Format of the files in which a rank passes its numbers to the supervisor: one per series, of signed 64-bit words.
 
-The header: CHECK_MAGIC (stored last), the length in bytes of the JSON that follows it, the number of slots and their
-size in words. The JSON, padded to whole words: ``key``, ``kind`` ("parameters" or "buffers"), ``every``, ``rank``,
-``groups`` (lists of ranks) and ``tensors``: name, number of its group of replicas. Then the slots, a ring: sequence
-number (odd while it is written), position (steps), CLOCK_MONOTONIC, count of losses, step of the first loss, rounds
-(the steps for which the ranks have exchanged something; position counts those since then, too), the rank's own count
-of steps, which numbers the sentinel's; and from word CHECK_SLOT on, per tensor its fingerprint, then per tensor its
-largest magnitude, then per tensor that of its gradient, CHECK_WINDOW largest magnitudes of the sentinel's local
-gradient by step, and the losses. All magnitudes and losses are float64.
+- Header: CHECK_MAGIC (stored last), the length in bytes of the JSON that follows it, the number of slots and their size
+  in words.
+- JSON, padded to whole words: ``key``, ``kind`` ("parameters" or "buffers"), ``every``, ``rank``, ``groups`` (lists of
+  ranks) and ``tensors`` (name, index of its group of replicas).
+- Slots, which form a ring: sequence number (odd while the slot is written), position (steps), CLOCK_MONOTONIC, number
+  of losses, step of the first loss, rounds (steps for which the ranks have exchanged something; position also counts
+  the steps since then), and the rank's own number of steps, which numbers the sentinel's.
+- From word CHECK_SLOT of a slot: each tensor's fingerprint, each tensor's largest magnitude, each gradient's largest
+  magnitude, CHECK_WINDOW largest magnitudes of the sentinel's local gradient by step, and the losses. Magnitudes and
+  losses are float64.
 """
 
 CHECK_MAGIC = 0x534146434B0001

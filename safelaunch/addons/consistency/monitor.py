@@ -1,4 +1,4 @@
-"""``--check-every``: reads the numbers that the ranks computed, compares them, and reports what is wrong.
+"""``--check-every``: reads the numbers that the ranks computed, compares them, and reports errors.
 
 On several nodes, the leader compares the checks of all nodes and publishes its findings.
 """
@@ -26,14 +26,14 @@ from safelaunch.system.files import replace_file
 EXIT_INCONSISTENT = 123
 TOPIC = "checks"
 POST_EVERY_S = 0.4
-MEET_S = 60.0  # for the nodes to meet, from the first check on; then each compares its own
+MEET_S = 60.0  # how long the nodes wait for each other after the first check; then each compares its own
 KEPT = 4096  # checks of this node that wait to be submitted
 Part = Literal["alone", "waits", "leads", "follows"]
 NOTHING_CHECKED = "the consistency checks had nothing to compare: no optimizer step was checked"
 
 
 class Consistency:
-    """The comparison of one run, and what ``--on-inconsistent`` does about a finding."""
+    """The comparison of one run, and the reaction to a finding (``--on-inconsistent``)."""
 
     name = "the consistency checks"
 
@@ -46,20 +46,20 @@ class Consistency:
         self._comparison = Comparison()
         self._series: dict[str, Series] = {}
         self._ignored: set[str] = set()
-        self._full: set[int] = set()  # the ranks that train more than is checked
+        self._full: set[int] = set()  # ranks that train more than is checked
         self._part: Part = "alone"
-        self._joint: Part = "waits"  # the same, where there are other nodes
+        self._joint: Part = "waits"  # part of this node if there are other nodes
         self._apart_since_s: float | None = None
         self._newest: list[Check] = []
         self._post_s, self._posted = 0.0, b""
         self._last_message = b""
-        self._stopped_for: str | None = None  # place of the bundle for which another node ends the job
+        self._stopped_for: str | None = None  # place of the bundle because of which another node ends the job
 
     def tick(self) -> None:
-        found = self._advance(last=False)
-        if found and self._action == "dump":
+        findings = self._advance(last=False)
+        if findings and self._action == "dump":
             self._job.actions.write_bundle(self._job.actions.show, False)
-        elif found and self._action == "stop":
+        elif findings and self._action == "stop":
             self._job.actions.write_bundle(self._stop, True)
         place = self._stopped_for
         if place is not None and not self._job.actions.is_ending():
@@ -67,9 +67,9 @@ class Consistency:
             self._job.actions.end(EXIT_INCONSISTENT, None)
 
     def finish(self, *, succeeded: bool) -> None:
-        """Compares what the ranks left. A job that failed or was stopped gets no further bundle."""
-        found = self._advance(last=True)
-        if found and self._action != "report" and succeeded:
+        """Compares the last checks. A job that failed or was stopped gets no further bundle."""
+        findings = self._advance(last=True)
+        if findings and self._action != "report" and succeeded:
             self._job.actions.write_last_bundle(self._stop if self._action == "stop" else self._job.actions.show)
 
     def _stop(self, report: Report) -> None:
@@ -98,7 +98,7 @@ class Consistency:
         return self._compare(last=last)
 
     def _part_now(self, now: float) -> Part:
-        """What this node does about the checks of all."""
+        """Returns this node's part in comparing the checks of all nodes."""
         if not (self._topic.has_others and self._watch.unseen):
             return "alone"
         leads = self._topic.leads
@@ -116,28 +116,26 @@ class Consistency:
             return
         self._post_s = now
         data = encode(self._newest, share_of(self._topic.nodes))
-        moments = sorted({one.moment for one in self._newest})[-MOST_POSITIONS:]
-        self._newest = [one for one in self._newest if one.moment in moments]
+        moments = sorted({check.moment for check in self._newest})[-MOST_POSITIONS:]
+        self._newest = [check for check in self._newest if check.moment in moments]
         self._topic.gather()
         if data not in (b"", self._posted):
             self._posted = data
             self._topic.submit(data)
 
     def _gather(self) -> list[Check]:
-        """What other nodes have submitted since the last call."""
-        found: list[Check] = []
+        checks: list[Check] = []
         for data in self._topic.gathered():
-            with suppress(BadMessage):  # a stranger's, or of another version
-                found += decode(data)
-        return found
+            with suppress(BadMessage):  # from an unrelated process, or another version
+                checks += decode(data)
+        return checks
 
     def _publish(self, *, stops: bool = False, place: str = "") -> None:
-        """Tells all nodes what has been found in the checks of all."""
-        found = SharedFindings(tuple(self._watch.wrong_results)[:MOST_FOUND], stops, place[:4096])
-        self._topic.publish(msgspec.msgpack.encode(found))
+        shared = SharedFindings(tuple(self._watch.wrong_results)[:MOST_FOUND], stops, place[:4096])
+        self._topic.publish(msgspec.msgpack.encode(shared))
 
     def _compare(self, *, last: bool) -> list[WrongResult]:
-        """What is new here: by this node's own comparison, or by that of the node which leads."""
+        """Returns new findings, from this node's own comparison or from the leader's."""
         if self._part == "follows":
             self._follow()
             if last and not self._watch.wrong_results:
@@ -149,13 +147,13 @@ class Consistency:
         if self._part == "leads":
             self._comparison.add(self._gather())
             here = tuple(range(self._watch.world_size))
-        found = self._comparison.new_findings(here, round(time.time(), 3), last=last)
-        self._note(found)
-        if found and self._part == "leads":
+        findings = self._comparison.new_findings(here, round(time.time(), 3), last=last)
+        self._note(findings)
+        if findings and self._part == "leads":
             self._publish()
         if last and not self._watch.wrong_results:
-            say(told + self._more if (told := self._comparison.report) else NOTHING_CHECKED)
-        return found
+            say(report + self._more if (report := self._comparison.report) else NOTHING_CHECKED)
+        return findings
 
     @property
     def _more(self) -> str:
@@ -163,30 +161,29 @@ class Consistency:
         return f"; NOT checked: later modules of {noun} {format_ranks(self._full)}" if self._full else ""
 
     def _follow(self) -> None:
-        """Takes what the node that leads has found, where that is new."""
+        """Takes over the leader's new findings."""
         data = self._topic.published
         if data in (b"", self._last_message):
             return
         self._last_message = data
         with suppress(BadMessage):
-            told = parse(data, SharedFindings)
-            self._note([one for one in told.found if one not in self._watch.wrong_results])
-            self._stopped_for = told.place if told.stops else None
+            shared = parse(data, SharedFindings)
+            self._note([finding for finding in shared.found if finding not in self._watch.wrong_results])
+            self._stopped_for = shared.place if shared.stops else None
 
-    def _note(self, found: list[WrongResult]) -> None:
-        for one in found:
-            say(f"wrong result: {one.words}")
-        self._watch.wrong_results += tuple(found)
-        if found:
+    def _note(self, findings: list[WrongResult]) -> None:
+        for finding in findings:
+            say(f"wrong result: {finding.words}")
+        self._watch.wrong_results += tuple(findings)
+        if findings:
             self._keep()
 
     def _keep(self) -> None:
-        """Leaves it in the run directory. A full disk costs only this."""
         with suppress(OSError):
             replace_file(self._job.run.wrong, msgspec.json.encode(self._watch.wrong_results))
 
     def _find(self) -> None:
-        """Maps the files of the ranks of this attempt."""
+        """Maps the check files of this attempt's ranks."""
         for rank, page in self._watch.roster.pages().items():
             for path in self._job.run.pages.glob(f"{page.name}{layout.CHECK_SUFFIX}*"):
                 if path.name in self._series or path.name in self._ignored:
@@ -202,6 +199,6 @@ class Consistency:
                 try:
                     self._series[path.name] = Series(path, rank)
                 except BlockingIOError:
-                    continue  # it is being made
+                    continue  # the rank is still creating it
                 except (OSError, ValueError, msgspec.DecodeError):
                     self._ignored.add(path.name)

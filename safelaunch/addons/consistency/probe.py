@@ -1,11 +1,11 @@
 """Fingerprints of parameters, gradients and buffers, for the supervisor to compare: ``--check-every N``.
 
-Behind every N-th step of an optimizer, a few numbers per tensor are computed on its device and copied to the host
-without waiting for them. A later step writes them to a file that the supervisor maps. No communication is added to the
-job, and no synchronisation. An error here switches the checks off; the job doesn't notice.
+After every N-th step of an optimizer, a few numbers per tensor are computed on its device and copied to the host
+asynchronously. A later step writes them to a file that the supervisor maps. The job gets no extra communication and no
+synchronization. An error here switches the checks off; the job doesn't notice.
 
-A series is what is checked together: an optimizer's parameters, or the BatchNorm buffers of a DDP module.
-``layout.CHECK_*`` describes its file.
+A series is a set of tensors that are checked together: an optimizer's parameters, or the BatchNorm buffers of a DDP
+module. ``layout.CHECK_*`` describes its file.
 """
 
 from __future__ import annotations
@@ -31,24 +31,29 @@ if TYPE_CHECKING:
 VARIABLE = layout.VARIABLE
 MOST_SERIES, FEW_SERIES = 64, 8
 LARGEST_FILE = 4 << 20
-MOST_COPIED = 16 << 10  # bytes of a sentinel's gradient, of which a copy is kept until the next check
+MOST_COPIED = 16 << 10  # bytes of a sentinel's gradient that is copied and kept until the next check
 
 _base = ""
 _every = 0
 _off = True
 _trackers: dict[int, _Tracker] = {}
 _owners: weakref.WeakKeyDictionary[Any, _Owner] = weakref.WeakKeyDictionary()  # by the module inside DDP
-_numbers: dict[str, int] = {}  # of these, by group
+_numbers: dict[str, int] = {}  # of owners, by group
 _made = 0
 _by_module: weakref.WeakKeyDictionary[Any, _Buffers] = weakref.WeakKeyDictionary()
-_steps_of: list[int] = []  # optimizers whose step is under way, the outermost first
+_steps_of: list[int] = []  # optimizers whose step is in progress, outermost first
 _losses: deque[tuple[int, Any]] = deque(maxlen=layout.CHECK_WINDOW)
 _loss_steps = 0
 _files = 0
 
 
 def install(base: str, value: str) -> None:
-    """Prepares the checks of this rank. ``base``: its page's path. ``value``: of ``VARIABLE``."""
+    """Prepares the checks of this rank.
+
+    Args:
+        base: path of its page
+        value: of ``VARIABLE``
+    """
     global _base, _every, _off
     if not (value.isdigit() and int(value)):
         return
@@ -79,7 +84,6 @@ def _fail() -> None:
 
 
 def _is_full() -> bool:
-    """Whether no further series has room, which the supervisor is told."""
     if _files < MOST_SERIES:
         return False
     _leave(layout.CHECK_FULL)
@@ -94,7 +98,6 @@ def _leave(suffix: str) -> None:
 
 
 def optimizer_steps(optimizer: Any, args: object, kwargs: object) -> None:
-    """torch's optimizer step pre hook."""
     if _off or sys.modules["torch"].compiler.is_compiling():
         return
     if _steps_of and not _is_under_way(_steps_of[-1]):
@@ -103,7 +106,7 @@ def optimizer_steps(optimizer: Any, args: object, kwargs: object) -> None:
 
 
 def _is_under_way(optimizer: int) -> bool:
-    """Whether the step whose hook calls this is part of that optimizer's."""
+    """Returns True if the step whose hook calls this is part of that optimizer's step."""
     frame: Any = sys._getframe(3)
     while frame is not None:
         if frame.f_code.co_name in ("wrapper", "step") and id(frame.f_locals.get("self")) == optimizer:
@@ -115,8 +118,7 @@ def _is_under_way(optimizer: int) -> bool:
 def optimizer_stepped(optimizer: Any, args: object, kwargs: object) -> None:
     """torch's optimizer step post hook.
 
-    An optimizer that another one steps is none to check: ZeRO's updates this rank's share, and then the ranks exchange
-    theirs.
+    Skips optimizers that are stepped by another optimizer (ZeRO).
     """
     torch = sys.modules["torch"]
     if _off or torch.compiler.is_compiling():
@@ -151,14 +153,14 @@ def _is_capturing(torch: Any) -> bool:
 
 
 class _Moment:
-    """When a check was made: ``position`` and ``rounds`` are the same on all ranks, ``steps`` are this rank's own."""
+    """The time of a check: ``position`` and ``rounds`` are the same on all ranks, ``steps`` are this rank's own."""
 
     def __init__(self, position: int, rounds: int, steps: int) -> None:
         self.position, self.rounds, self.steps = position, rounds, steps
 
 
 class _Series:
-    """The file of one series, and the numbers on their way to it."""
+    """The file of one series, and the numbers to be written to it."""
 
     def __init__(self, torch: Any, key: str, kind: str, tensors: list[replicas.Tensor]) -> None:
         self._torch = torch
@@ -171,7 +173,7 @@ class _Series:
         self._sizes = [local.numel() for local in self._locals]
         self.pending: deque[tuple[list[int], Any, Any]] = deque()
         self._slot = 0
-        # The port tells attempts of the job apart: torchrun takes another one for each.
+        # The port distinguishes attempts of the job: torchrun uses another one for each.
         self._words = self._create({"key": f"{key} {os.environ.get('MASTER_PORT', '')}", "kind": kind})
 
     def _create(self, about: dict[str, object]) -> memoryview:
@@ -182,7 +184,7 @@ class _Series:
         text = json.dumps(about).encode()
         self._begin = layout.CHECK_HEADER + (len(text) + 7) // 8
         self._size = layout.CHECK_SLOT + 3 * len(self.tensors) + 2 * layout.CHECK_WINDOW
-        most = 32 if _files < FEW_SERIES else 4  # many models one after the other
+        most = 32 if _files < FEW_SERIES else 4  # fewer if many models are trained one after the other
         slots = max(2, min(most, LARGEST_FILE // (8 * self._size)))
         self._slots = slots
         path = f"{_base}{layout.CHECK_SUFFIX}{_files}"
@@ -202,17 +204,16 @@ class _Series:
         return int(dist.get_rank()) if dist is not None and dist.is_available() and dist.is_initialized() else -1
 
     def holds(self, tensors: list[replicas.Tensor]) -> bool:
-        """Whether it is about these."""
         pairs = zip(self.tensors, tensors, strict=False)
         same = all((a.name, id(a.tensor), a.group) == (b.name, id(b.tensor), b.group) for a, b in pairs)
         return same and len(self.tensors) == len(tensors) and self.still_fits()
 
     def still_fits(self) -> bool:
-        """Whether the tensors still have the sizes for which the pieces were cut."""
+        """Returns True if the tensors still have the sizes for which the pieces were cut."""
         return [wrappers.local(tensor.tensor).numel() for tensor in self.tensors] == self._sizes
 
     def take(self, moment: _Moment, extra: Any = None, losses: Iterable[tuple[int, Any]] = ()) -> None:
-        """Computes the numbers of this moment. ``extra``: of ``CHECK_WINDOW`` steps, on the device."""
+        """Computes the numbers of this moment. ``extra`` is the window of the sentinel, on the device."""
         torch, device = self._torch, self._device
         with torch.no_grad():
             now = [wrappers.local(tensor.tensor.detach()) for tensor in self.tensors]
@@ -242,7 +243,7 @@ class _Series:
         self.write()
 
     def _losses_of(self, values: list[Any]) -> Any:
-        """On the device; those that are not there yet go there together."""
+        """Stacks the losses on the device; moves the ones from elsewhere there in one copy."""
         torch = self._torch
         on_device = [value if hasattr(value, "reshape") and value.device == self._device else None for value in values]
         here = [float(value) for value, tensor in zip(values, on_device, strict=True) if tensor is None]
@@ -282,9 +283,9 @@ def _word(number: int) -> bytes:
 class _Buffers:
     """The BatchNorm statistics of a DDP module.
 
-    They are equal only between the broadcast of buffers and the next forward pass. Where a whole stretch of steps has
-    had no broadcast although the module was in use, they are compared as they are. Without ``broadcast_buffers`` each
-    rank's are its own: no group is to keep them equal.
+    They are equal only between the broadcast of buffers and the next forward pass. If all steps since the last check
+    had no broadcast although the module was in use, they are compared as they are. Without ``broadcast_buffers``, no
+    group keeps them equal.
     """
 
     def __init__(self, torch: Any, ddp: Any, key: str) -> None:
@@ -321,27 +322,27 @@ class _Buffers:
         self._series.take(moment)
 
     def broadcast(self) -> None:
-        """DDP has just made the buffers equal."""
+        """Handles DDP's broadcast, which has just made the buffers equal."""
         self.synced = True
         if self.due is not None:
             moment, self.due = self.due, None
             self.take(moment)
 
     def is_unshared(self) -> bool:
-        """Whether the module was in use without a broadcast, by what DDP notes of its last forward pass.
+        """Returns True if the module was in use without a broadcast, according to DDP's notes of its last forward pass.
 
-        A module that nobody calls any more, for there is a newer DDP around the same one, promises nothing.
+        A module wrapped again by a newer DDP is no longer expected to stay equal.
         """
         ddp = self._ddp()
         if self.synced or ddp is None:
             return False
         will_broadcast = getattr(ddp, "modules_buffers", ()) and getattr(ddp, "require_forward_param_sync", False)
         if will_broadcast and _broadcasts(ddp):
-            return False  # its next forward pass would have had a broadcast, so there was none
+            return False  # its next forward pass would have had a broadcast, so it didn't run
         return not any(other_ddp.module is ddp.module and its.synced for other_ddp, its in _by_module.items())
 
     def checked(self, moment: _Moment) -> None:
-        """The parameters are checked at ``moment``: the buffers follow at the next broadcast."""
+        """Schedules a check of the buffers for the next broadcast, as the parameters are checked at ``moment``."""
         self.due, self.synced = moment, False
         if self._series is not None:
             self._series.write()
@@ -352,7 +353,7 @@ def _broadcasts(ddp: Any) -> bool:
 
 
 def _wrap_ddp(module: Any) -> None:
-    """Learns of DDP modules, of forward passes after which gradients are averaged, of broadcasts of buffers."""
+    """Hooks the creation of DDP modules, forward passes after which gradients are averaged, and buffer broadcasts."""
     kind = getattr(module, "DistributedDataParallel", None)
     if kind is None:
         return
@@ -378,8 +379,6 @@ def _wrap_ddp(module: Any) -> None:
 
 
 def _followed(original: Any, then: Callable[[Any], None]) -> Any:
-    """A method after which ``then`` is called."""
-
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
@@ -394,9 +393,9 @@ def _followed(original: Any, then: Callable[[Any], None]) -> Any:
 
 
 def _owner_of(torch: Any, ddp: Any, *, made: bool = False) -> _Owner:
-    """The owner of what is in a DDP module. All ranks of a group make theirs in one order, so a number tells which.
+    """Returns the owner of a DDP module's tensors. Its number is the same on all ranks of a group.
 
-    A copy of such a module is not made together.
+    They create their modules in the same order, but not copies of these, which are numbered separately.
     """
     inner = ddp.module
     if inner not in _owners:
@@ -408,7 +407,6 @@ def _owner_of(torch: Any, ddp: Any, *, made: bool = False) -> _Owner:
 
 
 def _by_names(tensors: list[replicas.Tensor]) -> str:
-    """The key of what no DDP module holds; numbered, for there may be several of the same names."""
     kind = _digest("\n".join(f"{tensor.name} {bool(tensor.group)}" for tensor in tensors))
     _numbers[kind] = number = _numbers.get(kind, -1) + 1
     return f"tensors {kind} {number}"
@@ -421,30 +419,30 @@ def _digest(text: str) -> str:
 
 
 class _Owner:
-    """What is checked together, by one clock: a DDP module, or what else an optimizer trains. ``key``: on all ranks.
+    """Tensors that are checked at the same steps: a DDP module's, or the others of an optimizer.
 
-    The clock of a DDP module counts the rounds: steps before which gradients were to be averaged, so that all its ranks
-    make them, whatever optimizers they use. Steps after that, which one rank may make alone, count from the last round.
+    A DDP module counts rounds: steps before which gradients were averaged, which all its ranks make whatever optimizers
+    they use. Steps after that, which a rank can make alone, count from the last round. ``key`` is equal on all ranks.
     """
 
     def __init__(self, torch: Any, key: str) -> None:
         self._torch, self.key = torch, key
         self._series: _Series | None = None
         self.ready = False  # a forward pass has announced that gradients will be averaged
-        self._rounds = self._since = self._steps = 0  # since: the last round; steps: all of this rank
+        self._rounds = self._since = self._steps = 0  # since: steps after the last round; steps: all of this rank
         self._leader: Any = None  # the optimizer whose steps count; another one in the same round is part of its step
         self.buffers: list[_Buffers] = []
-        self._so_far: list[Any] = []  # of the sentinel's local gradients in this step: copies, or their magnitude
-        self._copied: tuple[Any, int] | None = None  # type and bytes of the gradients of which copies are taken
-        self._window: Any = None  # of the last steps, by number
-        self._recent: deque[Any] = deque(maxlen=layout.CHECK_WINDOW)  # of the steps since the check before
+        self._so_far: list[Any] = []  # sentinel's local gradients in this step: copies, or their magnitude
+        self._copied: tuple[Any, int] | None = None  # type and size in bytes of gradients that are copied
+        self._window: Any = None  # largest gradients of the last steps, by number
+        self._recent: deque[Any] = deque(maxlen=layout.CHECK_WINDOW)  # gradients of the steps since the last check
 
     @property
     def on_cpu(self) -> bool:
         return self._series is not None and self._series.on_cpu
 
     def stepped(self, optimizer: Any) -> bool:
-        """Counts a step of ``optimizer``. Returns whether a check is due."""
+        """Counts a step of ``optimizer``. Returns True if a check is due."""
         leader = self._leader() if self._leader is not None else None
         if not self.ready and leader not in (None, optimizer):
             return False
@@ -460,7 +458,6 @@ class _Owner:
         return self._rounds + self._since == 1 or (self._rounds + self._since) % _every == 0
 
     def hold(self, tensors: list[replicas.Tensor], trained: set[int]) -> None:
-        """Checks these from now on."""
         tensors = [tensor for tensor in tensors if not tensor.tensor.is_meta]
         same = self._series is not None and self._series.holds(tensors)
         if same or not tensors or _is_full():
@@ -487,8 +484,8 @@ class _Owner:
     def _watch_sentinel(self, trained: list[replicas.Tensor]) -> None:
         """Watches the local gradient of one small parameter near the model's input, in every step.
 
-        What is not finite anywhere in a backward pass gets there, before the ranks' gradients are averaged: it tells
-        which rank was first, and in which step.
+        Any non-finite value of a backward pass gets there before the ranks' gradients are averaged, so it shows which
+        rank was first, and in which step.
         """
         torch = self._torch
         early = [tensor for tensor in trained if tensor.leaf.requires_grad and tensor.leaf.is_leaf][:4]
@@ -502,7 +499,6 @@ class _Owner:
         chosen.leaf.register_hook(_sentinel(torch, weakref.ref(self), weakref.ref(chosen.tensor)))
 
     def _filled_window(self) -> Any:
-        """The window, with the steps since the check before."""
         window, size = self._window, layout.CHECK_WINDOW
         if window is None or not self._recent:
             return window
@@ -516,7 +512,7 @@ class _Owner:
         return window
 
     def _largest(self, recent: list[list[Any]], window: Any) -> Any:
-        """The largest local gradient of each step, zero in one without."""
+        """Returns the largest local gradient of each step; zero if a step has none."""
         torch = self._torch
         if self._copied is None:
             zero = window.new_zeros(())
@@ -532,15 +528,15 @@ class _Owner:
         return torch.stack([step.amax() if len(step) else zero for step in largest.split(counts)])
 
     def on_gradient(self, gradient: Any, parameter: Callable[[], Any]) -> None:
-        """A backward pass has reached the sentinel. What the ones before left is void if ``parameter`` has no gradient.
+        """Notes the sentinel's gradient in a backward pass; drops earlier ones if ``parameter`` has no gradient.
 
-        On a CPU, a copy is taken, and looked at with those of the other steps: one kernel alone costs ten times that.
+        On a CPU, it only copies the gradient, to examine all steps together: one kernel costs ten times a copy.
         """
         if self._so_far and ((watched := parameter()) is None or watched.grad is None):
             self._so_far = []
         if self._copied is not None:
             _, size = self._copied
-            if gradient.is_contiguous() and gradient.nbytes == size:  # in this order: it may be sparse
+            if gradient.is_contiguous() and gradient.nbytes == size:  # in this order: it might be sparse
                 self._so_far.append(ctypes.string_at(gradient.data_ptr(), size))
             return
         largest = self._torch.linalg.vector_norm(gradient.detach(), float("inf"))
@@ -548,7 +544,7 @@ class _Owner:
 
 
 class _Tracker:
-    """The steps of one optimizer, and whose they are."""
+    """The steps of one optimizer, and the owners of its parameters."""
 
     def __init__(self, torch: Any, optimizer: Any) -> None:
         self._torch, self._optimizer = torch, weakref.ref(optimizer)
@@ -556,7 +552,7 @@ class _Tracker:
         self._rest = _Owner(torch, "")
         self._owners: list[_Owner] = []
         self._trained: list[int] = []
-        self._modules = -1  # how many DDP modules there were when the owners were looked for
+        self._modules = -1  # number of DDP modules when the owners were determined
 
     @property
     def on_cpu(self) -> bool:
@@ -575,8 +571,8 @@ class _Tracker:
             due = [
                 owner for owner in self._owners if owner in due or (owner not in before and owner.stepped(optimizer))
             ]
-        for one in due:
-            one.check()
+        for due_owner in due:
+            due_owner.check()
 
     def _is_same(self, optimizer: Any) -> bool:
         return self._trained == [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,7 +1,7 @@
-"""Which tensors a job trains, under which names, and which ranks hold a replica of each.
+"""Finds the tensors that a job trains, their names, and the ranks that have a replica of each.
 
-It knows DDP, DTensors, both kinds of FSDP, and DeepSpeed without ZeRO; what it does not know is replicated nowhere. An
-optimizer knows its parameters, but neither their names nor their modules: those are found among the objects of the
+It supports DDP, DTensors, both kinds of FSDP, and DeepSpeed without ZeRO; other tensors count as not replicated. An
+optimizer knows its parameters, but neither their names nor their modules: these are found among the objects of the
 process.
 """
 
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 
 class Tensor:
-    """One tensor of a series. ``group``: the ranks that hold a replica of it; empty if none is known to.
+    """One tensor of a series.
 
-    ``leaf``: the tensor on which a backward pass leaves this rank's own gradient.
+    Args:
+        group: ranks that have a replica of it; empty if unknown
+        leaf: tensor on which a backward pass leaves this rank's own gradient
     """
 
     def __init__(self, name: str, tensor: Any, group: tuple[int, ...], leaf: Any = None) -> None:
@@ -29,7 +31,7 @@ class Tensor:
 
 
 def _roots(modules: list[Any]) -> list[Any]:
-    """First those of DDP, wherever they are: they tell what is replicated. Then modules that are part of no other."""
+    # DDP modules come first, wherever they are: they define what is replicated.
     inner = {id(child) for module in modules for child in module._modules.values()}
     ddp = [module for module in modules if is_ddp(module)]
     return [*ddp, *(module for module in modules if id(module) not in inner and not is_ddp(module))]
@@ -40,7 +42,7 @@ def is_ddp(module: Any) -> bool:
 
 
 def ddp_group(ddp: Any) -> tuple[int, ...]:
-    """The ranks that DDP keeps equal; empty if a hook of the user's own may keep them apart, as local SGD does."""
+    """Returns the ranks that DDP keeps equal; empty if a user's hook might not, as in local SGD."""
     for hook, _ in getattr(ddp, "_comm_hooks", ()):
         ours = str(getattr(hook, "__module__", "")).startswith("torch.distributed.algorithms.ddp_comm_hooks")
         if not ours or getattr(hook, "__name__", "") in ("post_localSGD_hook", "noop_hook"):
@@ -49,17 +51,13 @@ def ddp_group(ddp: Any) -> tuple[int, ...]:
 
 
 def _engine_group(engine: Any, optimizer: Any) -> tuple[int, ...]:
-    """The ranks that a DeepSpeed engine keeps equal by averaging the gradients; 1-bit optimizers exchange their own.
-
-    Under ZeRO its parameters are not the optimizer's: that one trains this rank's share of a copy.
-    """
     group = getattr(engine, "seq_data_parallel_group", None)
     averages = getattr(engine, "enable_backward_allreduce", False) and not hasattr(optimizer, "deepspeed")
     return _ranks_of(group) if averages and group is not None else ()
 
 
 def _is_own(parameter: Any) -> bool:
-    """Whether DeepSpeed keeps it on some of the ranks only: of an expert, or of a base weight in shards."""
+    # On some ranks only: of an expert, or of a base weight in shards.
     return not getattr(parameter, "allreduce", True) or hasattr(parameter, "ds_optim_param")
 
 
@@ -70,7 +68,7 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def _dtensor_group(tensor: Any) -> tuple[int, ...]:
-    """The ranks that hold the same shard: those along the mesh's replicated dimensions."""
+    """Returns the ranks that hold the same shard: those along the mesh's replicated dimensions."""
     placements = getattr(tensor, "placements", None)
     if placements is None or not hasattr(tensor, "device_mesh"):
         return ()
@@ -88,7 +86,7 @@ def _dtensor_group(tensor: Any) -> tuple[int, ...]:
 
 
 def _fsdp1_group(module: Any) -> tuple[int, ...]:
-    """The ranks that hold the same shard: all under NO_SHARD, those of other nodes under HYBRID_SHARD."""
+    """Returns the ranks that hold the same shard: all under NO_SHARD, the ones on other nodes under HYBRID_SHARD."""
     strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
     group = None
     if strategy == "NO_SHARD":
@@ -99,7 +97,7 @@ def _fsdp1_group(module: Any) -> tuple[int, ...]:
 
 
 def _fsdp1_groups(modules: list[Any]) -> dict[int, tuple[int, ...]]:
-    """By parameter. An FSDP1 module inside another one has its own strategy, so the outer ones come first."""
+    """Returns groups by parameter. A nested FSDP1 module has its own strategy, so the outer ones come first."""
     groups = {}
     wrapped = [module for module in modules if wrappers.is_fsdp1(module)]
     for module in sorted(wrapped, key=lambda wrapper: -sum(1 for _ in wrapper.modules())):
@@ -109,7 +107,7 @@ def _fsdp1_groups(modules: list[Any]) -> dict[int, tuple[int, ...]]:
 
 
 def _leaves(modules: list[Any]) -> dict[int, Any]:
-    """By parameter of FSDP, the whole one that takes its place in a backward pass; private names, as torch 2.13 has."""
+    """Returns, by FSDP parameter, the whole one that replaces it in a backward pass; private names as in torch 2.13."""
     leaves: dict[int, Any] = {}
     for module in modules:
         state = getattr(module, "_get_fsdp_state", None)
@@ -125,15 +123,15 @@ def _fsdp2_leaves(state: Any) -> Iterator[tuple[int, Any]]:
     groups = getattr(state, "_fsdp_param_groups", None)
     for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
         for parameter in getattr(group, "fsdp_params", ()):
-            whole = getattr(parameter, "_unsharded_param", None)  # from the first all-gather on
+            whole = getattr(parameter, "_unsharded_param", None)  # set by the first all-gather
             if whole is not None:
                 yield id(parameter.sharded_param), whole
 
 
 def owned(optimizer: Any) -> list[tuple[Any, list[Tensor]]]:
-    """What is checked with an optimizer: each DDP module with its parameters, and with None what else it trains.
+    """Returns what to check with an optimizer: each DDP module with its parameters, and with None all others.
 
-    A DDP module's own parameters belong to it, frozen ones included: DDP makes them equal when it wraps the module.
+    A DDP module's own parameters belong to it, including frozen ones: DDP makes them equal when it wraps the module.
     """
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     wanted = {id(parameter) for parameter in trained}

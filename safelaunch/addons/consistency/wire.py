@@ -1,4 +1,4 @@
-"""Checks as nodes send them to the node that compares all: typed, bounded, and reduced to what it needs."""
+"""Encodes checks that nodes send to the comparing node: typed, bounded, and reduced to what it needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from safelaunch.model import WrongResult
 from safelaunch.supervise.cluster.codec import BadMessage, pack, parse, unpack
 from safelaunch.supervise.cluster.messages import MOST_RANKS, Message
 
-MOST_BYTES, LEAST_BYTES, MOST_OF_ALL = 256 << 10, 8 << 10, 16 << 20  # of one node; of all, whom one node reads
+# Bytes of one node, and of all nodes.
+MOST_BYTES, LEAST_BYTES, MOST_OF_ALL = 256 << 10, 8 << 10, 16 << 20
 
 
 MOST_POSITIONS = 32
@@ -49,7 +50,7 @@ class _About(Message, frozen=True):
 
 
 class _Check(Message, frozen=True):
-    """``about``, ``prints``: numbers in ``_Shared``. ``bad_since``: of the sentinel; -1: its gradients were finite."""
+    """A check, with indexes into ``_Shared``."""
 
     rank: _Rank
     position: _Count
@@ -57,7 +58,7 @@ class _Check(Message, frozen=True):
     prints: _Count
     bad_values: _Indexes = ()
     bad_gradients: _Indexes = ()
-    bad_since: _Since = -1
+    bad_since: _Since = -1  # step of the sentinel; -1 if its gradients were finite
     losses: Annotated[tuple[tuple[_Count, float], ...], Meta(max_length=64)] = ()
     rounds: _Count = 0
 
@@ -69,30 +70,30 @@ class _Shared(Message, frozen=True):
 
 
 class SharedFindings(Message, frozen=True):
-    """What is wrong in the checks of all nodes. ``stops``: the job is ended for it; ``place``: where the bundle is."""
+    """The leader's findings in the checks of all nodes."""
 
     found: Annotated[tuple[WrongResult, ...], Meta(max_length=MOST_FOUND)] = ()
-    stops: bool = False
-    place: Annotated[str, Meta(max_length=4096)] = ""
+    stops: bool = False  # the job is ended because of them
+    place: Annotated[str, Meta(max_length=4096)] = ""  # of the bundle
 
 
 def share_of(nodes: int) -> int:
-    """How many bytes each of so many nodes may send at a time."""
+    """Returns the number of bytes that each of ``nodes`` nodes can send at a time."""
     return max(LEAST_BYTES, min(MOST_BYTES, MOST_OF_ALL // max(nodes, 1)))
 
 
 def encode(checks: Iterable[Check], share: int) -> bytes:
-    """The newest checks of a node's ranks. Those of a rank that bears another number in its job stay here.
+    """Encodes the latest checks of a node's ranks, except ranks that have another number in their job.
 
-    Where tensors are too many, neighbours with the same replicas share one fingerprint, and a name that tells from
-    which to which.
+    If there are too many tensors, neighbors with the same replicas share one fingerprint, and a name with the first and
+    the last of them.
     """
     own_checks = [check for check in checks if check.about.rank in (check.rank, -1)]
     moments = sorted({check.moment for check in own_checks})[-MOST_POSITIONS:]
     width = 1
     while True:
         kept = set(moments)
-        chunks = pack(_packed([one for one in own_checks if one.moment in kept], width), share)
+        chunks = pack(_packed([check for check in own_checks if check.moment in kept], width), share)
         if chunks is not None:
             return b"".join(chunks)
         if len(moments) > 1:
@@ -104,7 +105,7 @@ def encode(checks: Iterable[Check], share: int) -> bytes:
 
 
 def decode(data: bytes) -> list[Check]:
-    """Raises BadMessage for what ``encode`` did not make."""
+    """Decodes what ``encode`` returned. Raises BadMessage for anything else."""
     message = parse(unpack([data]), _Shared)
     try:
         abouts = [
@@ -164,14 +165,13 @@ def _packed(checks: Sequence[Check], width: int) -> bytes:
 
 
 def _losses_to_send(losses: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """The newest ones, and the first that is not finite."""
     bad = next((loss for loss in losses if not math.isfinite(loss[1])), None)
     newest = tuple(losses[-32:])
     return newest if bad is None or bad in newest else (bad, *newest)
 
 
 def _runs(about: About, width: int) -> list[tuple[int, int]]:
-    """Neighbours with the same replicas, ``width`` of them at most: from, to."""
+    """Returns neighbors with the same replicas as (from, to), at most ``width`` of them each."""
     runs = []
     group: Callable[[int], int] = lambda number: about.tensors[number][1]  # noqa: E731
     for _, run in groupby(range(len(about.tensors)), group):
@@ -191,7 +191,7 @@ def _about(about: About, runs: Sequence[tuple[int, int]]) -> _About:
 
 
 def _mixed(prints: Sequence[int]) -> int:
-    """One fingerprint of several; of one, that one."""
+    """Combines several fingerprints into one."""
     if len(prints) == 1:
         return prints[0]
     mixed = 0

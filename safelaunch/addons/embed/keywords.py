@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def flags_of(options: Mapping[str, object]) -> tuple[tuple[str, str | None], ...]:
-    """The options as the command line's flags and values. What is unknown or wrong is found where those are.
+    """Converts options to command-line flags and values. Unknown and invalid ones are reported where these are parsed.
 
-    Raises DurationError for what should be a duration and is none.
+    Raises DurationError for an invalid duration.
     """
     flags: list[tuple[str, str | None]] = []
     for name, value in options.items():
@@ -41,7 +41,7 @@ def _is_switch(option: Option, value: object) -> bool:
 
 
 def _duration(name: str, option: Option, value: object) -> str:
-    """The value as the command line has it."""
+    """Returns the value as it is written on the command line."""
     try:
         text = value if isinstance(value, str) else f"{seconds_of(value):.15g}"
         option.parse(text)

@@ -1,8 +1,8 @@
-"""``safelaunch.launch``: torch's ``elastic_launch`` with the watchdog beside it.
+"""``safelaunch.launch``: torch's ``elastic_launch`` with the watchdog.
 
-The caller stays what it is under ``elastic_launch``: torch's agent, the parent of the ranks. The supervisor is another
-process beside it (``addons.embed.supervisor``). During the call, variables in ``os.environ`` start the beacon in
-the ranks, which inherit them; in a rank that is no new interpreter, ``beacon.entrypoint`` does.
+As under ``elastic_launch``, the caller is torch's agent and the parent of the ranks. The supervisor is a separate
+process (``addons.embed.supervisor``). During the call, variables in ``os.environ``, which the ranks inherit, start the
+beacon in them. If a rank is a fork of the caller, ``beacon.entrypoint`` starts it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ T = TypeVar("T")
 
 
 class HangError(SafelaunchError):
-    """The watchdog ended a hung job. ``verdict`` says who hung it and why; ``bundle`` is the evidence.
+    """The watchdog ended a hung job.
 
-    ``verdict`` is None only if it could not be had, ``bundle`` also where it could not be written.
+    ``verdict`` describes which rank caused the hang and why; it is None only if it is unavailable. ``bundle`` contains
+    the evidence; it is None if it couldn't be written.
     """
 
     exit_code = 124
@@ -51,10 +52,10 @@ class HangError(SafelaunchError):
 
 
 class Launch(Generic[T]):
-    """A job that is started by calling it, like torch's ``elastic_launch``. ``launch`` makes one.
+    """A job that is started by calling it, like torch's ``elastic_launch``. ``launch`` returns one.
 
-    After a call, ``verdict`` and ``bundle`` are those of the newest incident of the run, whether it hung, crashed, or
-    went on; None if there was none.
+    After a call, ``verdict`` and ``bundle`` belong to the latest incident of the run, whether it hung, crashed, or
+    continued. They are None if there was none.
     """
 
     def __init__(
@@ -70,10 +71,10 @@ class Launch(Generic[T]):
         self.bundle: Path | None = None
 
     def __call__(self, *args: Any) -> dict[int, T]:
-        """Runs the entrypoint on every rank of this node; returns what it returned, by global rank.
+        """Runs the entrypoint on every rank of this node; returns the results by global rank.
 
         Raises ChildFailedError if a rank fails, as ``elastic_launch`` does; HangError if the watchdog ended the job;
-        UsageError, before anything starts, for an option that is wrong.
+        UsageError, before anything starts, for an invalid option.
         """
         from torch.distributed.elastic.multiprocessing import api as workers
 
@@ -107,7 +108,6 @@ class Launch(Generic[T]):
 
 
 def _cause(error: BaseException) -> BaseException | None:
-    """What is shown as the cause of a HangError: that ranks which were ended failed, but not our own stop."""
     return None if isinstance(error, ranks.module("agent").Stopped) else error
 
 
@@ -118,27 +118,29 @@ def launch(config: LaunchConfig, entrypoint: str | None, **options: Unpack[Launc
 def launch(
     config: LaunchConfig, entrypoint: Callable[..., T] | str | None, **options: Unpack[LaunchOptions]
 ) -> Launch[Any]:
-    """Launches ``entrypoint`` on every rank, watched: use it in place of torch's ``elastic_launch``.
+    """Launches ``entrypoint`` on every rank and watches the job: use it in place of torch's ``elastic_launch``.
 
     ``results = safelaunch.launch(config, train)(arguments)`` takes torch's own ``LaunchConfig``, returns the same
     ``{rank: result}``, and raises the same ``ChildFailedError``. If the job hangs, the watchdog ends it, and
-    ``HangError`` says why.
+    ``HangError`` explains why. The environment, the configuration file and presets apply as on the command line.
 
-    ``entrypoint``: a function, or a program whose arguments are given to the call. ``options``: see ``Options``. The
-    environment, the configuration file and presets count as they do on the command line. Raises ValueError for a
-    keyword that should be a duration and is none.
+    Args:
+        config: torch's launch configuration
+        entrypoint: a function, or a program; the call passes the arguments
+        **options: see ``Options``
+
+    Raises ValueError for an invalid duration.
     """
     return Launch(config, entrypoint, flags_of(options))
 
 
 def _is_inside_a_run() -> bool:
-    """Whether a supervisor watches this process already, under ``safelaunch exec``: it sees these ranks as well."""
     return "SAFELAUNCH_RUN_DIR" in os.environ and Path(os.environ["SAFELAUNCH_RUN_DIR"]).is_dir()
 
 
 @contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for what this process starts meanwhile."""
+    """Sets variables for processes that are started within the context."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

@@ -1,8 +1,8 @@
-"""The supervisor of a job whose ranks another process starts: the caller of ``safelaunch.launch``.
+"""The supervisor of a job whose ranks are started by the caller of ``safelaunch.launch``.
 
-It is a process of its own, started by the caller, so that it shares neither GIL nor fate with it. It is no parent of
-the ranks: the caller tells it of them as torchrun's agent does, and it signals only those, and what is below them. If
-the caller is killed, it ends what the caller has left behind; if it is killed itself, the job continues unwatched.
+The caller starts it as a separate process, so that they share neither the GIL nor a crash. It isn't the parent of the
+ranks: the caller reports them as torchrun's agent does, and it signals only them and their descendants. If the caller
+is killed, it ends the ranks that are left; if it is killed itself, the job continues unwatched.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from safelaunch.system.errors import SafelaunchError, internal_error
 
 
 class CallersProcesses(JobProcesses):
-    """The ranks that the caller starts, and what is below them. ``agent`` is the caller, which is never signalled."""
+    """The ranks that the caller starts, and their descendants. ``agent`` is the caller, which is never signalled."""
 
     def __init__(self, caller: ProcessId, line: Connection, run: RunPaths, forwarder: Forwarder) -> None:
         super().__init__(caller, None)
@@ -56,7 +56,7 @@ class CallersProcesses(JobProcesses):
         self._status: int | None = None
 
     def ended(self) -> int | None:
-        """A wait status, once the caller has no rank left: of a failure or a success, or of the caller's own death."""
+        """Returns a wait status once the caller has no rank left: failure, success, or the caller's own death."""
         for message in self._line.received():
             if isinstance(message, Stopping):
                 self._forwarder.note_stop()
@@ -64,15 +64,15 @@ class CallersProcesses(JobProcesses):
                 self._status = int(message.failed) << 8
         if self._status is None and not (self._line.is_open and self.agent.is_alive()):
             self._status = signal.SIGKILL
-            self._forwarder.note_stop()  # what its ranks do now says nothing about them
+            self._forwarder.note_stop()  # what its ranks do from now on isn't evidence
         return self._status
 
     def ranks(self) -> tuple[ProcessId, ...]:
-        """Every rank of any attempt that is alive, as the caller has reported them, and everything below them."""
+        """Returns every live rank of any attempt, as the caller has reported them, and their descendants."""
         events = EventReader(self._run.agent_events).read()
         workers = {ProcessId(pid, ticks) for event in events for _, pid, ticks in event.workers.values()}
         alive = {worker for worker in workers if worker.is_alive()}
-        # A child outlives its rank in the set, and so does not escape.
+        # A child whose rank has ended stays in the set.
         self._known = {child for child in self._known if child.is_alive()} | alive
         self._known |= set(process.descendants([child.pid for child in self._known]))
         return tuple(self._known)
@@ -81,13 +81,13 @@ class CallersProcesses(JobProcesses):
         return self.ranks()
 
     def end_all(self, grace_s: float = GRACE_S) -> tuple[ProcessId, ...]:
-        """Tells the caller, whose launcher then ends its ranks; SIGTERM, grace, SIGKILL for what does not end."""
+        """Notifies the caller, whose launcher ends its ranks; sends SIGTERM, and SIGKILL after the grace period."""
         self._line.send(Stop())
         return process.end_all(None, self.all, grace_s=grace_s)
 
 
 def main() -> None:
-    """Supervises the job of the process at the other end of the socket, whose descriptor is the only argument."""
+    """Supervises the job of the process at the other end of the socket; the only argument is its descriptor."""
     from safelaunch.system.redaction.redact import redact_text
 
     redact.use(redact_text)
@@ -123,7 +123,7 @@ def _serve(request: LaunchRequest, line: Connection) -> None:
 
 
 def _planned(request: LaunchRequest) -> tuple[Plan, JobResources]:
-    """Raises SafelaunchError for options that are wrong and for resources that are not available."""
+    """Plans the job. Raises SafelaunchError for invalid options and unavailable resources."""
     environ = dict(os.environ)
     torch = TorchInstallation(request.python, Path(request.torch_package), request.torch_version)
     settings = from_the_start(resolve(request.own, environ, working_directory(), lambda: torch.version))
@@ -135,9 +135,9 @@ def _planned(request: LaunchRequest) -> tuple[Plan, JobResources]:
 
 
 def from_the_start(settings: Settings) -> Settings:
-    """With the keyword ``stall_timeout`` as the threshold before the first step, too, unless that has its own.
+    """Applies the keyword ``stall_timeout`` to the first step as well, unless the startup timeout is set.
 
-    A function may never step, as in a test. Its imports are done when it is called, so it needs no patience of its own.
+    A function might never call ``step``, as in a test. Its imports are done before the call, so it needs no extra time.
     """
     limit_given = settings.stall_timeout_s is not None and settings.origin("stall-timeout") == "command line"
     if not limit_given or settings.is_explicit("startup-timeout"):
@@ -147,12 +147,10 @@ def from_the_start(settings: Settings) -> Settings:
 
 
 def _changes(plan: Plan) -> dict[str, str]:
-    """What the caller's environment has not, or has otherwise."""
     return {name: value for name, value in plan.env.items() if os.environ.get(name) != value}
 
 
 def _wait_for_end(line: Connection) -> None:
-    """Holds the resources of a job that is not watched until it has ended."""
     while (message := line.wait()) is not None and not isinstance(message, RanksEnded):
         pass
 
@@ -160,13 +158,13 @@ def _wait_for_end(line: Connection) -> None:
 def _supervise(job: Job, line: Connection, resources: JobResources) -> Done:
     assert job.run is not None
     try:
-        from safelaunch.supervise.loop import Supervisor  # the caller imports, too, meanwhile
+        from safelaunch.supervise.loop import Supervisor  # imports in parallel with the caller
 
         forwarder = Forwarder(None)
         processes = CallersProcesses(job.agent, line, job.run, forwarder)
         supervisor = Supervisor(job, processes, resources.touch, forwarder)
         code = os.waitstatus_to_exitcode(supervisor.run())
-    except Exception as error:  # noqa: BLE001 - no fault of the watch may cost the job
+    except Exception as error:  # noqa: BLE001 - an error in the watch must not affect the job
         say(internal_error(error, "the watch", "The job continues, unwatched."))
         _wait_for_end(line)
         return Done()

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class SupervisorProcess:
-    """The supervisor's process, as the caller sees it."""
+    """The supervisor's process, seen from the caller."""
 
     def __init__(self, process: subprocess.Popen[bytes], line: Connection, ready: Ready) -> None:
         self._process = process
@@ -43,13 +43,13 @@ class SupervisorProcess:
 
     @classmethod
     def start(cls, request: LaunchRequest) -> SupervisorProcess | None:
-        """Starts it, and waits until the job may start; None if that is impossible, and the job goes unwatched.
+        """Starts it, and waits until the job can start. Returns None if that fails; the job then runs unwatched.
 
-        Raises what the supervisor raises: a UsageError.
+        Raises the supervisor's own error for invalid options.
         """
         ours, childs = socket.socketpair()
         try:
-            # In a session of its own: Ctrl-C is for the caller.
+            # In its own session: Ctrl-C is for the caller.
             process = subprocess.Popen(
                 [*interpreter("safelaunch.addons.embed.supervisor"), str(childs.fileno())],
                 pass_fds=[childs.fileno()],
@@ -76,12 +76,12 @@ class SupervisorProcess:
         return None
 
     def watched(self, entrypoint: Callable[..., T] | str | None) -> Callable[..., T] | str | None:
-        """What the ranks are to run: a program has the beacon by its environment."""
+        """Returns the entrypoint for the ranks. A program gets the beacon through its environment, not a wrapper."""
         return ranks.WatchedFunction(entrypoint, self.env) if self._run_dir and callable(entrypoint) else entrypoint
 
     @contextmanager
     def reported_to(self, workers: Any) -> Iterator[None]:
-        """Reports to it what torch's launcher does meanwhile; ``workers``: torch's module of worker processes."""
+        """Reports to it what torch's launcher does within the context; ``workers`` is torch's module of processes."""
         if not self._run_dir:
             yield
             return
@@ -106,13 +106,13 @@ class SupervisorProcess:
     def _send(self, message: Stopping | RanksEnded) -> None:
         self._line.send(message)
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGCHLD)  # wakes it
+            self._process.send_signal(signal.SIGCHLD)  # wakes it up
 
     def finish(self, *, failed: bool) -> Done:
-        """Tells it that no rank is left, and waits until everything is written."""
+        """Reports that no rank is left, and waits until everything is written."""
         self._send(RanksEnded(failed))
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGCONT)  # if somebody has stopped it, we would wait for ever
+            self._process.send_signal(signal.SIGCONT)  # if it is stopped, we would wait forever
         while self._done is None and (message := self._line.wait()) is not None:
             if isinstance(message, Done):
                 self._done = message
@@ -123,7 +123,8 @@ class SupervisorProcess:
         return self._done or Done()
 
     def _clean_up(self) -> None:
-        """After a supervisor that was killed, which is its own way to say nothing and to remove nothing."""
-        say(f"the supervisor of this job ended with {self._process.returncode} before it: the rest went unwatched")
+        say(
+            f"the supervisor of this job ended early with {self._process.returncode}: the rest of the job ran unwatched"
+        )
         if self._run_dir:
             rmtree(self._run_dir, ignore_errors=True)

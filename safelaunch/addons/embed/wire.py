@@ -1,4 +1,4 @@
-"""What the process that calls ``safelaunch.launch`` and its supervisor say to each other: a line of JSON each."""
+"""Messages between the caller of ``safelaunch.launch`` and its supervisor, one line of JSON each."""
 
 from __future__ import annotations
 
@@ -15,23 +15,16 @@ _T = TypeVar("_T")
 
 
 class LaunchRequest(msgspec.Struct, frozen=True, tag="request"):
-    """The job that the caller is about to start.
+    """The job that the caller is about to start."""
 
-    - ``own``: safelaunch's options, as on its command line
-    - ``torchrun``: what torchrun would be given for the same ``LaunchConfig``; ``script``: the entrypoint's name
-    - ``argv``: the caller's own command line
-    - ``torch_package``, ``torch_version``: the torch that the caller has imported
-    - ``pid``, ``start_ticks``: the caller's
-    """
-
-    own: tuple[tuple[str, str | None], ...]
-    torchrun: tuple[str, ...]
-    script: tuple[str, ...]
-    argv: tuple[str, ...]
+    own: tuple[tuple[str, str | None], ...]  # safelaunch's options, as on its command line
+    torchrun: tuple[str, ...]  # torchrun's options for the same ``LaunchConfig``
+    script: tuple[str, ...]  # entrypoint's name
+    argv: tuple[str, ...]  # caller's command line
     python: str
     torch_package: str
     torch_version: str
-    pid: int
+    pid: int  # caller's
     start_ticks: int
 
 
@@ -46,16 +39,16 @@ class RanksEnded(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """From the supervisor: the job may start with these variables. ``run_dir`` empty: it is not watched."""
+    """From the supervisor: the job can start with these variables."""
 
     env: dict[str, str]
-    run_dir: str = ""
+    run_dir: str = ""  # empty if the job isn't watched
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """From the supervisor: the job may not start. ``kind``: the name of the error."""
+    """From the supervisor: the job must not start."""
 
-    kind: str
+    kind: str  # name of the error
     message: str
     fix: str = ""
 
@@ -65,11 +58,11 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """From the supervisor, at its end. ``hung``: it has ended the job. ``verdict``, ``bundle``: the newest, if any."""
+    """From the supervisor, at its end."""
 
-    hung: bool = False
-    verdict: Verdict | None = None
-    bundle: str = ""
+    hung: bool = False  # the supervisor has ended the job
+    verdict: Verdict | None = None  # latest verdict
+    bundle: str = ""  # latest bundle
 
 
 FromCaller = LaunchRequest | Stopping | RanksEnded
@@ -77,7 +70,7 @@ FromSupervisor = Ready | Refused | Stop | Done
 
 
 class Connection:
-    """One end of the connection. ``other``: the type of what the other end says."""
+    """One end of the connection. ``other`` is the type of the other end's messages."""
 
     def __init__(self, end: socket.socket, other: Any) -> None:
         self._end = end
@@ -89,14 +82,14 @@ class Connection:
         return self._end.fileno()
 
     def send(self, message: FromCaller | FromSupervisor) -> None:
-        """Does nothing if nobody listens any more."""
+        """Sends a message; does nothing if the other end is gone."""
         try:
             self._end.sendall(msgspec.json.encode(message) + b"\n")
         except OSError:
             self.is_open = False
 
     def received(self) -> list[Any]:
-        """What has arrived; returns at once."""
+        """Returns the messages that have arrived, without waiting."""
         try:
             while self.is_open:
                 self._read(socket.MSG_DONTWAIT)
@@ -106,7 +99,7 @@ class Connection:
         return [from_json(line, self._other) for line in lines]
 
     def wait(self) -> Any:
-        """The next message, once it is there; None if the other end is gone."""
+        """Waits for the next message; returns None if the other end is gone."""
         while b"\n" not in self._rest:
             if not self.is_open:
                 return None

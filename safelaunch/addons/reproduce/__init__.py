@@ -1,9 +1,8 @@
-"""Recorded calls → a small script that hangs in the same way. Pure.
+"""Turns recorded calls into a small script that hangs in the same way. Pure.
 
-``recorded`` chooses the calls, ``programs`` makes a program of them and finds which of them nobody can have waited for,
-``fold`` finds what ranks and rounds have in common, and ``text`` writes it down.
-``program`` is its record, and leaves out ranks and elements. ``compared`` says whether a run of the script hangs as the
-job did.
+``recorded`` selects the calls, ``programs`` builds a ``Program`` from them, ``fewer_ranks`` and ``tensor_sizes`` reduce
+it, ``fold`` finds what ranks and iterations have in common, and ``text`` writes the script. ``hang`` compares a run of
+the script with the job.
 """
 
 from __future__ import annotations
@@ -34,38 +33,34 @@ if TYPE_CHECKING:
 __all__ = ["Extent", "Hang", "Reproduction", "ScriptOptions", "compare_run", "reproduction_of"]
 
 
-_MANY = 100_000  # entries of all ranks
+_MANY = 100_000  # record entries of all ranks
 LOST = (
-    "Older calls than the oldest that the records hold are lost: the script begins with these, and its own records hold"
-    " all, so a verdict on it may single out one of the ranks."
+    "Calls older than the records are lost: the script begins with the oldest recorded ones, and its own records are"
+    " complete, so a verdict on it might single out one of the ranks."
 )
-_TOO_LARGE = "Tensors are smaller, as some were too large for any machine; sizes that differ stay different."
+_TOO_LARGE = "Tensors are smaller: some were too large for one machine. Sizes that differ stay different."
 
 
 @dataclass(frozen=True)
 class ScriptOptions:
-    """What the script is to hold. ``fewest``: only as many ranks as still show it; ``shrink``: small tensors; ``name``:
-    what it will be called.
-    """
+    """Options of the script."""
 
     extent: Extent = field(default_factory=Extent)
-    fewest: bool = False
-    shrink: bool = False
-    name: str = "repro.py"
+    fewest: bool = False  # only as many ranks as still show the hang
+    shrink: bool = False  # small tensors
+    name: str = "repro.py"  # file name of the script
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """``text``: the script; ``command`` runs it. ``hang``: what to expect of it.
-    ``notes``: what is not as it was recorded. ``replays``: there is anything to replay.
-    """
+    """A script, and what to expect of it."""
 
     text: str
     world_size: int
-    command: str
+    command: str  # runs the script
     hang: Hang
-    notes: tuple[str, ...]
-    replays: bool
+    notes: tuple[str, ...]  # differences from the recording
+    replays: bool  # False if no call could be replayed
 
 
 def reproduction_of(evidence: Evidence, wish: ScriptOptions, read_source: ReadSource | None = None) -> Reproduction:
@@ -93,7 +88,7 @@ def reproduction_of(evidence: Evidence, wish: ScriptOptions, read_source: ReadSo
 
 
 def _program(facts: CaseFacts, extent: Extent) -> Program:
-    """With as few rounds before the parting as lead to the verdict that all of them do."""
+    """Builds the program with as few iterations before the divergence as lead to the same verdict as all of them."""
     program = program_of(facts, extent)
     size = sum(len(record.entries) for record in facts.alignment.records.values())
     if extent != Extent() or size > _MANY:

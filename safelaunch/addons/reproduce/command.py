@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from safelaunch.addons.reproduce import Extent, Reproduction, ScriptOptions, compare_run, reproduction_of
-from safelaunch.bundle.reading.guard import FoundEvidence
+from safelaunch.bundle.reading.evidence import FoundEvidence
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import working_directory
@@ -20,35 +20,37 @@ from safelaunch.system.printable import clean
 
 WRITTEN, DIFFERS = 0, 1
 _MOST_RANKS = 16  # of a script that is run here
-_TRIES = 2  # on a busy machine, a rank may not hand over its record in time
+_TRIES = 2  # on a busy machine, a rank might not deliver its record in time
 _PATIENCE_S = 240
 
 
 def main(argv: list[str]) -> int:
-    """Writes the script and runs it; returns 0, 1 if nothing in PATH can be replayed or the script does not hang as the
-    job did, 2 if PATH holds no evidence.
+    """Writes the script and runs it.
+
+    Returns 0, 1 if nothing in PATH can be replayed or the script doesn't hang as the job did, 2 if PATH contains no
+    evidence.
     """
     words = parser().parse_args(argv)
     wish = ScriptOptions(
         Extent(words.all, words.last), fewest=words.ranks, shrink=words.shrink, name=_name(words.output)
     )
-    found = _from(words.path, wish)
-    if not found.replays:
+    reproduction = _from(words.path, wish)
+    if not reproduction.replays:
         raise SafelaunchError(
             f"reproduce: {clean(words.path)} contains no torch.distributed calls that can be replayed."
         )
     if words.output is None:
-        show(found.text.removesuffix("\n"))
+        show(reproduction.text.removesuffix("\n"))
         return WRITTEN
-    _write(working_directory() / words.output, found.text)
-    for note in found.notes:
+    _write(working_directory() / words.output, reproduction.text)
+    for note in reproduction.notes:
         say(clean(note))
-    say(f"wrote {clean(words.output)}; run it with: {found.command}")
-    return _tried(found, working_directory() / words.output)
+    say(f"wrote {clean(words.output)}; run it with: {reproduction.command}")
+    return _tried(reproduction, working_directory() / words.output)
 
 
 def parser() -> Parser:
-    """The command line of ``safelaunch reproduce``."""
+    """Returns the parser for ``safelaunch reproduce``."""
     made = Parser(
         "reproduce",
         description=(
@@ -82,12 +84,12 @@ def _name(output: str | None) -> str:
 
 
 def _from(called: str, wish: ScriptOptions) -> Reproduction:
-    # Before the fork of the child, which would import them again.
+    # Import before the fork: otherwise the child would import them again.
     from safelaunch.capture.user_source import text_for_stranger
     from safelaunch.cli.diagnose import read_in_child
 
-    def work(found: FoundEvidence) -> Reproduction:
-        return reproduction_of(found.evidence, wish, text_for_stranger)
+    def work(evidence: FoundEvidence) -> Reproduction:
+        return reproduction_of(evidence.evidence, wish, text_for_stranger)
 
     return read_in_child([working_directory() / called], called, "reproduce", work)
 
@@ -100,12 +102,12 @@ def _write(path: Path, text: str) -> None:
 
 
 def _tried(made: Reproduction, script: Path) -> int:
-    """Runs the script, and says whether it hangs as the job did."""
+    """Runs the script, and reports if it hangs as the job did."""
     if importlib.util.find_spec("torch") is None:
         say("not run: torch is not installed here")
         return WRITTEN
     if made.world_size > _MOST_RANKS:
-        say(f"not run: {made.world_size} ranks are many for one machine; --ranks leaves out what it can")
+        say(f"not run: {made.world_size} ranks are too many for one machine; --ranks reduces them")
         return WRITTEN
     say("running it, to compare...")
     for _ in range(_TRIES):
@@ -120,13 +122,13 @@ def _tried(made: Reproduction, script: Path) -> int:
 
 
 def run(made: Reproduction, script: Path) -> list[str]:
-    """What a run of the script does otherwise than the job did."""
+    """Runs the script; returns its differences from the job."""
     from safelaunch.bundle.reading import locate
     from safelaunch.capture import user_source
 
     with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
         command = [*program(), "--stall-timeout=3", "--startup-timeout=4", f"--bundle-dir={scratch}/bundles"]
-        # A rank that spins is never still.
+        # A rank that spins never counts as still.
         command += ["--gpus=none", f"--max-stall={6 if 'busy-loop' in made.text else 60}"]
         command += [f"--nproc-per-node={made.world_size}", os.fspath(script)]
         environ = {name: text for name, text in os.environ.items() if not name.startswith(("SAFELAUNCH_", "PET_"))}

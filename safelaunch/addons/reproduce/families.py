@@ -12,8 +12,8 @@ Families = dict[str, list[tuple[int, ...]]]
 
 
 def with_group_families(program: Program) -> tuple[Program, Families]:
-    """The program with the names of families for those of groups, and each family's groups."""
-    # Rank → group → its place among the groups of this rank, in the order in which it first calls in them.
+    """Returns the program with family names in place of group names, and each family's groups."""
+    # Rank → group → its position among the groups of this rank, by its first call.
     firsts = {
         rank: dict.fromkeys(call.group for call in rank_program.calls) for rank, rank_program in program.ranks.items()
     }
@@ -25,7 +25,7 @@ def with_group_families(program: Program) -> tuple[Program, Families]:
     families: Families = {}
     name_of: dict[str, str] = {WORLD: WORLD}
     for names in parts.values():
-        alike: list[str] = []  # families
+        alike: list[str] = []
         for group in names:
             members = program.groups[group]
             apart = (family_name for family_name in alike if set(members).isdisjoint(chain(*families[family_name])))

@@ -14,7 +14,7 @@ PredictVerdict = Callable[[Program], tuple[str, list[int]]]  # cause and culprit
 
 
 def fewest_ranks(program: Program, culprits: Collection[int], predict: PredictVerdict) -> list[int]:
-    """As few of the ranks as let ``predict`` say the same. All, where it does not name the ``culprits``."""
+    """Returns as few ranks as lead to the same verdict, or all if ``predict`` doesn't name the ``culprits``."""
     every_rank, cause = sorted(program.ranks), predict(program)[0]
     kinds: dict[object, list[int]] = {}
     for rank in set(every_rank) - set(culprits):
@@ -35,13 +35,12 @@ def fewest_ranks(program: Program, culprits: Collection[int], predict: PredictVe
 
 
 def _kind(program: RankProgram) -> object:
-    """Ranks of one kind make the same last calls, each in groups of its own."""
     alike = [replace(call, group="", root=None, other_roots=(), peer=None, parts=()) for call in program.calls[-8:]]
     return program.end, program.before, tuple(alike)
 
 
 def restricted_to(program: Program, kept: Collection[int]) -> Program:
-    """The program of some of its ranks: with new numbers, in groups without the others."""
+    """Returns the program of some of its ranks, renumbered, with groups that contain only these."""
     number = {rank: place for place, rank in enumerate(sorted(kept))}
     fewer = _Renumbering({name: program.members(name) for name in (WORLD, *program.groups)}, number)
     groups = {name: ranks for name in program.groups if len(ranks := fewer.ranks(name)) > 1}
@@ -56,21 +55,21 @@ def restricted_to(program: Program, kept: Collection[int]) -> Program:
 
 @dataclass(frozen=True)
 class _Renumbering:
-    """``members``: of each group, as they were. ``number``: of each rank that stays, its new one."""
+    """Renumbers the ranks that stay."""
 
-    members: Mapping[str, Sequence[int]]
-    number: Mapping[int, int]
+    members: Mapping[str, Sequence[int]]  # of each group, before
+    number: Mapping[int, int]  # new number of each rank that stays
 
     def ranks(self, group: str) -> tuple[int, ...]:
         return tuple(self.number[rank] for rank in self.members[group] if rank in self.number)
 
-    def program(self, one: RankProgram) -> RankProgram:
-        calls = [self.call(call) for call in one.calls]
-        entries = tuple(left for call, left in zip(calls, one.entries, strict=False) if call is not None)
-        return replace(one, calls=tuple(filter(None, calls)), entries=entries)
+    def program(self, rank_program: RankProgram) -> RankProgram:
+        calls = [self.call(call) for call in rank_program.calls]
+        entries = tuple(left for call, left in zip(calls, rank_program.entries, strict=False) if call is not None)
+        return replace(rank_program, calls=tuple(filter(None, calls)), entries=entries)
 
     def call(self, call: ScriptCall) -> ScriptCall | None:
-        """None where nobody is left to make it with."""
+        """Returns the renumbered call; None if no rank is left to make it with."""
         parts = tuple(filter(None, map(self.call, call.parts)))
         peer = self.place(call.group, call.peer)
         if len(self.ranks(call.group)) < 2 or (peer is None and call.peer is not None) or len(parts) < bool(call.parts):
@@ -81,7 +80,7 @@ class _Renumbering:
         return replace(call, parts=parts, peer=peer, root=root, other_roots=other_roots)
 
     def place(self, group: str, place: int | None) -> int | None:
-        """What a place in the group is without the ranks that are left out."""
+        """Returns the new position of a group's member; None if that rank is left out."""
         if place is None or place >= len(self.members[group]):
             return None
         rank = self.members[group][place]

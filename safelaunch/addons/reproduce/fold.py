@@ -1,4 +1,4 @@
-"""The programs of many ranks as one, with branches, and what repeats in it as loops. Pure, of any hashable items."""
+"""Merges the programs of many ranks into one, with branches and loops. Pure; items can be any hashable objects."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 Item = Hashable
 RankSet = frozenset[int]
 _LONGEST_ROUND = 512
-_MOST_TO_ALIGN = 4000  # items of two sides
+_MOST_TO_ALIGN = 4000  # items of two programs
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """``item``, which ``ranks`` do. ``beyond``: those that do not come so far, so it is as good as theirs."""
+    """An item, and the ranks that execute it."""
 
     item: Any
     ranks: RankSet
-    beyond: RankSet = frozenset()
+    beyond: RankSet = frozenset()  # ranks that never reach it, so including them makes no difference
 
 
 @dataclass(frozen=True)
@@ -31,25 +31,25 @@ class RepeatedItems:
 
 @dataclass(frozen=True)
 class RankBranch:
-    """``sides``: what these ranks do; ``rest``: what all others do that come here, which may be nothing."""
+    """Alternatives for different ranks."""
 
     sides: tuple[tuple[RankSet, tuple[FoldNode, ...]], ...]
-    rest: tuple[FoldNode, ...] = ()
+    rest: tuple[FoldNode, ...] = ()  # for all other ranks that reach this node; possibly empty
 
 
 FoldNode = RankStep | RepeatedItems | RankBranch
 
 
 def merged(programs: Mapping[int, Sequence[Item]]) -> tuple[FoldNode, ...]:
-    """One program that does on each rank what ``programs`` says, in that order.
+    """Returns one program that executes on each rank its own one of ``programs``.
 
-    No rank comes back from its last item, so what follows it is as good as its own.
+    No rank returns from its last item, so it makes no difference what follows.
     """
     return tuple(_branched(_level(programs), frozenset(programs)))
 
 
 def done(nodes: Sequence[FoldNode], rank: int) -> Iterator[RankStep]:
-    """The steps that ``rank`` does, if it comes back from each."""
+    """Yields the steps that ``rank`` executes, if it returns from each."""
     for node in nodes:
         if isinstance(node, RankStep):
             yield node
@@ -67,7 +67,7 @@ def _level(programs: Mapping[int, Sequence[Item]]) -> list[RankStep | RepeatedIt
 
 
 def _aligned(programs: Mapping[int, Sequence[Item]]) -> list[RankStep]:
-    """All items, each with the ranks that do it there: in it, each rank's own stand in their order."""
+    """Aligns the programs: returns all items with the ranks that execute them, which keeps each rank's order."""
     sides: dict[tuple[Item, ...], list[int]] = {}
     for rank, items in programs.items():
         sides.setdefault(tuple(items), []).append(rank)
@@ -80,23 +80,22 @@ def _aligned(programs: Mapping[int, Sequence[Item]]) -> list[RankStep]:
 
 
 def _common(sides: Sequence[Sequence[Item]]) -> int:
-    """How many items they have in common at their begin."""
     first = min(sides, key=len, default=())
     return next((at for at, item in enumerate(first) if any(side[at] != item for side in sides)), len(first))
 
 
-def _with_side(found: list[RankStep], side: list[RankStep]) -> list[RankStep]:
-    if len(found) + len(side) > _MOST_TO_ALIGN:
-        return [*found, *side]
+def _with_side(main: list[RankStep], side: list[RankStep]) -> list[RankStep]:
+    if len(main) + len(side) > _MOST_TO_ALIGN:
+        return [*main, *side]
     numbers: dict[Item, int] = {}
-    codes, its = ([numbers.setdefault(step.item, len(numbers)) for step in steps] for steps in (found, side))
+    codes, its = ([numbers.setdefault(step.item, len(numbers)) for step in steps] for steps in (main, side))
     both: list[RankStep] = []
     for kind, a, b, c, d in SequenceMatcher(None, codes, its, autojunk=False).get_opcodes():
         if kind == "equal":
-            pairs = zip(found[a:b], side[c:d], strict=True)
+            pairs = zip(main[a:b], side[c:d], strict=True)
             both += [replace(step, ranks=step.ranks | other.ranks) for step, other in pairs]
         else:
-            both += [*side[c:d], *found[a:b]]
+            both += [*side[c:d], *main[a:b]]
     return both
 
 
@@ -108,7 +107,7 @@ def _with_the_stuck(steps: Sequence[RankStep]) -> list[RankStep]:
 
 
 def _folded(steps: Sequence[RankStep], codes: Sequence[int]) -> list[RankStep | RepeatedItems]:
-    """The steps, each run that repeats as a loop: at each place the round that covers most, the shortest of those."""
+    """Replaces repetitions by loops: at each position the shortest of the ones that cover most."""
     nodes: list[RankStep | RepeatedItems] = []
     at = 0
     while at < len(steps):
@@ -137,7 +136,7 @@ def _round_at(codes: Sequence[int], at: int) -> tuple[int, int]:
 
 
 def _ranks_of(node: FoldNode) -> tuple[RankSet, RankSet] | None:
-    """Who does it, and who does not come so far, where that is the same for all of it; else None."""
+    """Returns the ranks that execute the node, and those that never reach it; None if these differ within it."""
     if isinstance(node, RankStep):
         return node.ranks, node.beyond
     if isinstance(node, RankBranch):
@@ -147,7 +146,7 @@ def _ranks_of(node: FoldNode) -> tuple[RankSet, RankSet] | None:
 
 
 def _branched(level: Sequence[FoldNode], here: RankSet) -> Iterator[FoldNode]:
-    """The nodes with branches, for the ranks that come ``here``."""
+    """Yields the nodes with branches, for the ranks that reach them (``here``)."""
     parts: list[tuple[RankSet, tuple[FoldNode, ...]]] = []
     for who, nodes in groupby(level, key=_ranks_of):
         ranks, beyond = who or (here, here)

@@ -1,4 +1,4 @@
-"""What gloo on a CPU supports, and which rooted calls return although ranks are missing."""
+"""The calls and types that gloo on a CPU supports, and which rooted calls return although ranks are missing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 BARE = frozenset({"barrier", "monitored_barrier", "new_group"})  # without tensors
 
 
-# Function of torch.distributed → the names under which it is recorded, without the backend.
+# Function of torch.distributed → its names in records, without the backend.
 _RECORDED = {
     "all_reduce": "all_reduce allreduce allreduce_coalesced all_reduce_coalesced",
     "barrier": "barrier all_reduce_barrier",
@@ -31,7 +31,7 @@ _RECORDED = {
 FUNCTIONS = {name: function for function, names in _RECORDED.items() for name in names.split()}
 
 
-# The recorder's name of a type → torch's.
+# Type in records → type of torch.
 TYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Int": "int32", "Long": "int64",
     "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128",
@@ -39,9 +39,10 @@ TYPES = {
 
 
 def can_return(op: str, root: int, entered: Collection[int], place: int, size: int) -> bool:
-    """Whether a rank comes back from a rooted call that only ``entered`` are in. All ranks are places in the group.
+    """Returns True if a rank returns from a rooted call that only ``entered`` have made.
 
-    A send of gloo, of any size, waits for its receive. A broadcast goes down a binomial tree.
+    In gloo, a send of any size waits for its receive, and a broadcast uses a binomial tree. All ranks are positions in
+    the group.
     """
     if op in ("gather", "scatter") and place != root:
         return root in entered

@@ -1,6 +1,6 @@
-"""How a job hangs, and whether a run of the script hangs in the same way.
+"""Describes how a job hangs, and compares it with a run of the script.
 
-The script's conditions aren't those of the job's source. If the recorded calls don't distinguish some ranks, the script
+The script's conditions differ from the job's source. If the recorded calls don't distinguish some ranks, the script
 might treat them differently than the job did.
 """
 
@@ -21,11 +21,11 @@ from safelaunch.verdict.rank_state import CaseFacts
 
 @dataclass(frozen=True)
 class WaitPosition:
-    """What a rank waits in. ``op`` is empty where it waits for no peer; ``ranks``, ``peer``: None where not known."""
+    """The call in which a rank waits."""
 
-    op: str
-    ranks: tuple[int, ...] | None = None
-    peer: int | None = None
+    op: str  # empty if it waits for no peer
+    ranks: tuple[int, ...] | None = None  # None if unknown
+    peer: int | None = None  # None if unknown
 
     def differs(self, other: WaitPosition) -> bool:
         pairs = ((self.ranks, other.ranks), (self.peer, other.peer))
@@ -38,28 +38,26 @@ class WaitPosition:
 
 @dataclass(frozen=True)
 class Hang:
-    """How a job hangs, or how it ended. ``ranks``: those that were seen. ``bare``: by records of calls alone.
-    ``by_calls``: the culprits of the same cause without any source; None where the cause is then different.
-    """
+    """How a job hangs, or how it ended."""
 
     outcome: str
     cause: str
     culprits: tuple[int, ...]
-    ranks: Mapping[int, WaitPosition]
-    bare: bool = False
-    by_calls: frozenset[int] | None = None
+    ranks: Mapping[int, WaitPosition]  # observed ranks
+    bare: bool = False  # the evidence consists of call records alone
+    by_calls: frozenset[int] | None = None  # culprits according to calls alone; None if the cause then differs
 
     def names_like(self, other: Hang) -> bool:
-        """The same ranks, or some of those that neither job's calls tell apart."""
+        """Returns True if the culprits are the same, or can't be distinguished by the calls of either job."""
         if set(self.culprits) == set(other.culprits):
             return True
         tied = self.by_calls
         return tied is not None and tied == other.by_calls and tied.issuperset(self.culprits + other.culprits)
 
 
-# What makes a rank stand, by the cause of the replay, where it cannot be the recorded one.
+# Cause of the job → causes that its replay can have instead, if it can't reproduce the cause itself.
 _STAND_INS = {
-    "missing-from-collective": ("stuck-in-user-code",),  # here its stack says why
+    "missing-from-collective": ("stuck-in-user-code",),  # in the replay, the stack shows the reason
     "data-loading": ("stuck-in-user-code",),
     "uninterruptible-io": ("stuck-in-user-code",),
     "gil-held": ("stuck-in-user-code",),
@@ -69,7 +67,7 @@ _STAND_INS = {
 
 
 def hang_of(evidence: Evidence, kept: Sequence[int], read_source: ReadSource | None = None) -> Hang:
-    """With the numbers that the ``kept`` ranks have in a script of these alone."""
+    """Describes a hang, with the numbers that the ``kept`` ranks have in a script of only these."""
     verdict, facts = diagnose(evidence, read_source), CaseFacts.of(evidence, read_source)
     number = {rank: place for place, rank in enumerate(kept)}
     ranks = {number[rank]: _wait_position(facts, rank, number) for rank in facts.ranks if rank in number}
@@ -83,8 +81,9 @@ def _named(verdict: Verdict, number: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def compare_run(recorded: Hang, run: Evidence, read_source: ReadSource | None = None) -> tuple[list[str], Hang]:
-    """What a run of the script does otherwise, and how it hangs. Where records alone told of the job, the run's alone
-    may tell the same.
+    """Returns the run's differences from the job, and how it hangs.
+
+    If the job left only records, the run's records alone are compared too, and the closer result counts.
     """
     bare = tuple(
         RankEvidence(rank=rank.rank, host=rank.host, pid=rank.pid, flight_record=rank.flight_record)
@@ -107,9 +106,9 @@ def _wait_position(facts: CaseFacts, rank: int, number: Mapping[int, int]) -> Wa
 
 
 def differences(recorded: Hang, run: Hang) -> list[str]:
-    """What the run does otherwise, a sentence each; none where it hangs in the same way."""
+    """Returns the run's differences from the job, one sentence each; empty if it hangs in the same way."""
     sentences = []
-    crashes = {hang.outcome == "crash" for hang in (recorded, run)}  # a dump or an early look may show a hang as well
+    crashes = {hang.outcome == "crash" for hang in (recorded, run)}  # a dump or an early look can show a hang as well
     for rank, position in recorded.ranks.items():
         here = run.ranks.get(rank)
         if here is None:

@@ -1,7 +1,6 @@
-"""What the written script does: the groups it makes, and what each rank calls in them. The same hang with fewer ranks,
-and with smaller tensors; where gloo would not hang, with larger ones.
+"""The calls that the script makes: its groups, and what each rank calls in them.
 
-All ranks are counted from 0 without a gap. ``Call.root`` and ``Call.peer`` are ranks of the call's group.
+Ranks are numbered from 0 without gaps. ``ScriptCall.root`` and ``ScriptCall.peer`` are ranks of the call's group.
 """
 
 from __future__ import annotations
@@ -21,69 +20,56 @@ TRANSFERS = frozenset({"send", "recv"})
 
 @dataclass(frozen=True)
 class ScriptCall:
-    """One call of torch.distributed. ``op``: the function's name; ``batch`` for ``batch_isend_irecv`` of ``parts``.
+    """One call of torch.distributed."""
 
-    - ``sizes``: of the tensors that the rank gives, or, where only the root gives some (scatter), gets
-    - ``other_roots``: ranks of the world that name another root, and which
-    - ``peer``: None in a ``recv`` from any rank; ``named`` False: another one may have been meant
-    - ``waited_for`` False: the rank went on before the call was over
-    - ``site``: the user's line
-    """
-
-    op: str
+    op: str  # function, or ``batch`` for ``batch_isend_irecv`` of ``parts``
     group: str = WORLD
-    sizes: ElementCounts = ()
+    sizes: ElementCounts = ()  # of the rank's input tensors, or of its outputs if only the root has inputs (scatter)
     dtypes: tuple[str, ...] = ()
     root: int | None = None
-    other_roots: tuple[tuple[int, int], ...] = ()
-    peer: int | None = None
-    named: bool = True
+    other_roots: tuple[tuple[int, int], ...] = ()  # (rank of the world, root that it names instead)
+    peer: int | None = None  # None in a ``recv`` from any rank
+    named: bool = True  # False if another peer might have been meant
     tag: int = 0
-    waited_for: bool = True
-    site: Frame | None = None
+    waited_for: bool = True  # False if the rank continued before the call had finished
+    site: Frame | None = None  # user's line
     parts: tuple[ScriptCall, ...] = ()
 
 
-# What a rank does behind its last call. ``waits``: it does not come back from it.
+# What a rank does after its last call. "waits": it doesn't return from that call.
 Ending = Literal["waits", "waits for work", "stalls", "leaves", "raises", "exits", "is killed"]
 
 
 @dataclass(frozen=True)
 class ScriptEnd:
-    """``cause``: the catalogue's name of what it stands in. ``words``: the same for people. ``work``: which of its
-    calls that nobody has waited for is waited for at last, counted from the end (0: the last one).
-    """
+    """The end of a rank's program, after its calls."""
 
     kind: Ending
-    cause: str = ""
-    words: str = ""
+    cause: str = ""  # name in the catalog of causes
+    words: str = ""  # description of the cause
     site: Frame | None = None
     code: int = 0
-    work: int = 0
+    work: int = 0  # index from the end of the async call this rank finally waits on
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """``entries``: what each call has left in the record, as far as it has. ``before``: it stands before it joins
-    the job.
-    """
+    """The calls of one rank."""
 
     calls: tuple[ScriptCall, ...]
     end: ScriptEnd
-    before: bool = False
-    entries: tuple[tuple[Collective, ...], ...] = ()
+    before: bool = False  # it stalls before it joins the job
+    entries: tuple[tuple[Collective, ...], ...] = ()  # record entries of each call
 
 
 @dataclass(frozen=True)
 class Program:
-    """``groups``: name → ranks, without the default one, in the order in which they are made. ``makers``: of those that
-    not every rank has made, who has. ``notes``: what is not as it was recorded, a sentence each.
-    """
+    """The calls of all ranks."""
 
     ranks: Mapping[int, RankProgram]
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    makers: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # without the default group, in creation order
+    makers: Mapping[str, frozenset[int]] = field(default_factory=dict)  # creators of groups that not all ranks created
+    notes: tuple[str, ...] = ()  # differences from the recording, one sentence each
 
     @property
     def world_size(self) -> int:

@@ -1,4 +1,4 @@
-"""The evidence of a job → the program that its ranks ran, from a little before they parted to the hang."""
+"""Builds the program that a job's ranks ran, from shortly before they diverged to the hang."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from safelaunch.verdict.comparable import Block
 from safelaunch.verdict.phrases import ranks_word
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts
 
-Keys = Mapping[int, Sequence[Collection[Hashable]]]  # of each call of a rank: what it meets; none where not known
+Keys = Mapping[int, Sequence[Collection[Hashable]]]  # matching keys of each call of a rank; empty if unknown
 GroupRanks = Callable[[str], Sequence[int]]
 RankPrograms = Mapping[int, RankProgram]
 
 
 def pass_calls(programs: RankPrograms, keys: Keys, members: GroupRanks) -> tuple[dict[int, RankProgram], list[int]]:
-    """The programs with as few of the calls that are over left unwaited for as let each rank come to its end; and the
-    ranks that gloo lets come back from their last call, in which they were.
+    """Makes finished calls asynchronous until each rank reaches its end; returns the programs.
 
-    All calls of one line are alike: so they were in the job.
+    As few lines as possible are changed, but all calls of a line. Also returns the ranks that gloo lets return from the
+    last call, in which they were waiting.
     """
     left: set[object] = set()
     while True:
@@ -63,9 +63,9 @@ def _over(program: RankProgram, at: int) -> bool:
 
 
 def _played(programs: RankPrograms, keys: Keys, members: GroupRanks, left: Collection[object]) -> dict[int, int]:
-    """Rank → how many of its calls it comes back from."""
+    """Returns, by rank, the number of calls from which it returns."""
     expected = Counter(key for rank_keys in keys.values() for met in rank_keys for key in met)
-    inside: dict[Hashable, dict[int, object]] = defaultdict(dict)  # who is in it, with which operation and root
+    inside: dict[Hashable, dict[int, object]] = defaultdict(dict)  # ranks in each call, with their operation and root
     at = dict.fromkeys(programs, 0)
 
     def passes(rank: int) -> bool:
@@ -97,7 +97,7 @@ def _played(programs: RankPrograms, keys: Keys, members: GroupRanks, left: Colle
 
 
 def _unwaited(program: RankProgram, left: Collection[object]) -> RankProgram:
-    """``End.work`` counts the calls that nobody has waited for: it still tells the same one."""
+    """Makes these calls asynchronous, and keeps ``ScriptEnd.work`` on the same call."""
     calls = tuple(
         replace(call, waited_for=False) if _over(program, at) and _kind(call) in left else call
         for at, call in enumerate(program.calls)
@@ -111,18 +111,18 @@ def _unwaited(program: RankProgram, left: Collection[object]) -> RankProgram:
 
 
 _SCALAR = ((1,),)
-_MOST_ROOTS = 512  # that are tried
+_MOST_ROOTS = 512  # candidates to try
 _ENDS = {"rank-killed": "is killed", "rank-exception": "raises", "rank-exited": "exits", "uneven-batches": "leaves"}
 
 
 def program_of(facts: CaseFacts, extent: Extent) -> Program:
-    """Raises nothing: what cannot be replayed stands in the notes."""
+    """Builds the program of a job. Whatever can't be replayed is listed in its notes."""
     return _EntryReader(facts, extent).program()
 
 
 @dataclass(frozen=True)
 class _CallEntries:
-    """A call, and the entries that it left. A batch of sends and receives leaves several."""
+    """A call, and the entries that it left: several for a batch of sends and receives."""
 
     call: ScriptCall
     entries: tuple[Collective, ...]
@@ -133,7 +133,7 @@ class _CallEntries:
 
     @property
     def as_left(self) -> ScriptCall:
-        """What is not over, the rank went on behind."""
+        """The call, asynchronous if the rank continued before it had finished."""
         return self.call if self.over else replace(self.call, waited_for=False)
 
     def is_at(self, group: str | None, number: int | None) -> bool:
@@ -153,11 +153,9 @@ class _EntryReader:
         keys = {rank: self._keys(rank, program) for rank, program in ranks.items()}
         passing, stuck = pass_calls(ranks, keys, self._members)
         if ranks != passing:
-            self._note("Some calls that are over are not waited for: made one after the other, they would hang.")
+            self._note("Some finished calls are asynchronous here: made one after the other, they would hang.")
         if stuck:
-            self._note(
-                f"The last call of {ranks_word(stuck)} would return with gloo: there the script sleeps behind it."
-            )
+            self._note(f"The last call of {ranks_word(stuck)} would return with gloo: the script sleeps after it.")
         held_end = ScriptEnd("stalls", words="recorded in this call, from which gloo returns")
         ranks = {
             rank: replace(program, end=held_end) if rank in stuck else program for rank, program in passing.items()
@@ -177,7 +175,6 @@ class _EntryReader:
         return max([self._facts.evidence.world_size, *(rank + 1 for rank in self._facts.ranks)])
 
     def _is_default(self, group: str) -> bool:
-        """It is everybody's: under the name of the default group, or of the same ranks in the same order."""
         return group in ("0", "") or any(
             entry.entry.description == "default_pg" and entry.entry.group == group
             for calls in self._calls.values()
@@ -191,7 +188,7 @@ class _EntryReader:
         return tuple(sorted(next((ranks for ranks in recorded if ranks), ()) or self._facts.alignment.ranks_of(group)))
 
     def _makers(self) -> dict[str, frozenset[int]]:
-        """The groups that not every rank has made, and who has: torch names them by their number on each rank."""
+        """Returns the creators of groups that not every rank created: torch numbers groups on each rank."""
         made: dict[int, int] = {}
         for rank, rank_facts in self._facts.ranks.items():
             number = rank_facts.evidence.gil.groups_made
@@ -209,7 +206,9 @@ class _EntryReader:
         without = set(self._facts.ranks) - set(self._facts.alignment.records)
         for ranks, words in ((self._facts.unseen, "Not seen"), (without, "No recorded calls")):
             if ranks:
-                self._note(f"{words}: {ranks_word(ranks)}. There, the script makes the calls that the peers completed.")
+                self._note(
+                    f"{words}: {ranks_word(ranks)}. For these, the script makes the calls that their peers completed."
+                )
 
     def _rank(self, rank: int) -> RankProgram:
         rank_facts = self._facts.ranks.get(rank)
@@ -226,13 +225,13 @@ class _EntryReader:
         return RankProgram(_left(made), end, before=end.kind == "stalls" and alone and self._some_in_init)
 
     def _waiting(self, rank_facts: RankFacts, made: Sequence[_CallEntries]) -> RankProgram:
-        """Its own thread waits in the newest of its calls, in an earlier one, or in one that is not recorded."""
+        """Returns the program of a rank that waits in its latest call, in an earlier one, or in an unrecorded one."""
         assert rank_facts.wait is not None
         wait = rank_facts.wait
         at = next((n for n, call in enumerate(made) if call.is_at(wait.group, wait.seq)), None)
         if at is None and wait.kind == "p2p" and wait.op not in FUNCTIONS and not rank_facts.evidence.gil.posted:
             self._note(
-                f"Rank {rank_facts.rank} waits for {wait.op} that it began earlier: here for a receive from any rank."
+                f"Rank {rank_facts.rank} waits for an earlier {wait.op}: in the script, for a receive from any rank."
             )
             begun = ScriptCall("recv", WORLD, _SCALAR, waited_for=False)
             return RankProgram((*_left(made), begun), ScriptEnd("waits for work", site=wait.frame))
@@ -248,7 +247,7 @@ class _EntryReader:
         return any(rank.wait is not None and rank.wait.kind == "init" for rank in self._facts.ranks.values())
 
     def _made(self, rank: int, calls: Sequence[RecordedEntry]) -> list[_CallEntries]:
-        """In the order of the record. A batch of sends and receives is one call."""
+        """Converts entries to calls, in record order. A batch of sends and receives is one call."""
         result: list[_CallEntries] = []
         for (is_p2p, _), same in groupby(calls, key=_launch_of):
             together = list(same)
@@ -262,7 +261,7 @@ class _EntryReader:
         return result
 
     def _borrowed(self, rank: int) -> list[_CallEntries]:
-        """Of a rank without a record: what its peers cannot have completed without it, as one of them called it."""
+        """Returns calls that peers of a rank without a record can't have completed without it, as a peer made them."""
         over = {call.key for calls in self._calls.values() for call in calls if call.entry.completed}
         alignment = self._facts.alignment
         of_mine = {
@@ -276,8 +275,8 @@ class _EntryReader:
         peer = max(of_mine, key=lambda candidate: len(of_mine[candidate]), default=None)
         return [_CallEntries(self._call(peer, entry), ()) for entry in of_mine[peer]] if peer is not None else []
 
-    def _call(self, rank: int, one: RecordedEntry) -> ScriptCall:
-        entry = one.entry
+    def _call(self, rank: int, recorded: RecordedEntry) -> ScriptCall:
+        entry = recorded.entry
         functions = _functions_of(entry)
         op = min(functions, default="all_reduce")
         if len(functions) != 1:
@@ -290,18 +289,18 @@ class _EntryReader:
             site=self._facts.alignment.stack(rank, entry).user_frame,
         )
         if op in ROOTED:
-            root, other_roots = self._roots.of_all(one)
+            root, other_roots = self._roots.of_all(recorded)
             call = replace(call, root=root, other_roots=other_roots)
-        if one.transfer is not None:
+        if recorded.transfer is not None:
             ranks = self._facts.alignment.ranks_of(entry.group)
-            peer = one.transfer.peer
+            peer = recorded.transfer.peer
             call = replace(call, peer=sorted(ranks).index(peer) if peer in ranks else peer)
         return call
 
     def _sizes(self, op: str, entry: Collective) -> ElementCounts:
         if op in BARE:
             return ()
-        if op == "all_to_all":  # each rank may split its own way
+        if op == "all_to_all":  # each rank can split differently
             self._note("An all_to_all sends one element to each rank.")
             return ((len(self._members(entry.group)),),)
         sizes = self._with_defaults(entry.output_sizes if op == "scatter" else entry.input_sizes)
@@ -316,7 +315,7 @@ class _EntryReader:
         return sizes
 
     def _call_of_wait(self, rank_facts: RankFacts) -> Iterator[ScriptCall]:
-        """A call that only the rank's stack tells of: gloo records no send, and some torch nothing at all."""
+        """Yields a call that only the rank's stack shows: gloo records no sends, and some torch versions nothing."""
         wait = rank_facts.wait
         assert wait is not None
         if wait.kind == "init":
@@ -325,28 +324,29 @@ class _EntryReader:
         posted = rank_facts.evidence.gil.posted
         if posted and (op not in TRANSFERS or len(posted) > 1):
             parts = [ScriptCall("send" if p.sends else "recv", WORLD, _SCALAR, peer=p.peer, tag=p.tag) for p in posted]
-            self._note("Sends and receives of gloo are not recorded: those under way are read from the processes.")
+            self._note("gloo doesn't record sends and receives: pending ones are taken from the processes.")
             yield ScriptCall("batch", site=wait.frame, parts=tuple(parts))
         elif op in TRANSFERS:
-            self._note("Sends and receives of gloo are not recorded: those under way are read from the stacks.")
+            self._note("gloo doesn't record sends and receives: pending ones are taken from the stacks.")
             from_any = op == "recv" and wait.peer is None and wait.tag is not None
             if wait.peer is None and not from_any:
-                self._note(f"Rank {rank_facts.rank}: the peer of its {op} is not known.")
+                self._note(f"Rank {rank_facts.rank}: the peer of its {op} is unknown.")
             peer = wait.peer if wait.peer is not None or op == "recv" else (rank_facts.rank + 1) % self._world
             named = wait.peer is not None
             yield ScriptCall(op, WORLD, _SCALAR, peer=peer, named=named, tag=wait.tag or 0, site=wait.frame)
         elif op:
-            self._note(f"{op} of rank {rank_facts.rank} is not recorded: its group and sizes are not known.")
+            self._note(f"{op} of rank {rank_facts.rank} is not recorded: its group and sizes are unknown.")
             root = wait.source if wait.source is not None else wait.target
             root = root or 0 if op in ROOTED else None
             yield ScriptCall(op, WORLD, () if op in BARE else _SCALAR, root=root, site=wait.frame)
         else:
-            self._note(f"Rank {rank_facts.rank} waits in {wait.op}, which is not recorded: a barrier stands for it.")
+            self._note(
+                f"Rank {rank_facts.rank} waits in {wait.op}, which is not recorded: the script uses a barrier instead."
+            )
             yield ScriptCall("barrier", site=wait.frame)
 
 
 def _functions_of(entry: Collective) -> set[str]:
-    """What it stands for in torch.distributed; several for a block of several kinds, none where that is not known."""
     names = entry.ops if isinstance(entry, Block) else (op_name(entry).split(" ")[0],)
     return {FUNCTIONS[name] for name in names if name in FUNCTIONS}
 
@@ -355,9 +355,8 @@ def _left(made: Iterable[_CallEntries]) -> tuple[ScriptCall, ...]:
     return tuple(entries.as_left for entries in made)
 
 
-def _launch_of(one: RecordedEntry) -> tuple[bool, object]:
-    """Sends and receives that were launched together have one number."""
-    entry = one.entry
+def _launch_of(recorded: RecordedEntry) -> tuple[bool, object]:
+    entry = recorded.entry
     return (True, (entry.group, entry.p2p_seq)) if entry.is_p2p else (False, 0)
 
 
@@ -366,7 +365,7 @@ def _dtype(entry: Collective) -> str:
 
 
 def _end_of(rank_facts: RankFacts) -> ScriptEnd:
-    """What a rank does that waits for no peer."""
+    """Returns the end of a rank that waits for no peer."""
     condition, exit = rank_facts.condition, rank_facts.evidence.exit
     if condition is None:
         return ScriptEnd("stalls", "missing-from-collective", "it was ended before it was looked at", rank_facts.frame)
@@ -378,8 +377,10 @@ def _end_of(rank_facts: RankFacts) -> ScriptEnd:
 
 
 class _Roots:
-    """The root of each rooted collective, as a rank of its group: as the ranks' stacks name it, as the sizes of a
-    gather or scatter tell, else the one with which gloo keeps most of those waiting that wait, and lets the others go.
+    """The root of each rooted collective, as a rank of its group.
+
+    It is taken from the ranks' stacks, or from the sizes of a gather or scatter. Otherwise it is the root with which
+    gloo keeps most of the waiting ranks waiting and lets the others return.
     """
 
     def __init__(self, facts: CaseFacts, calls: Mapping[int, Sequence[RecordedEntry]]) -> None:
@@ -391,7 +392,7 @@ class _Roots:
                     self._there.setdefault(entry.key, {})[rank] = entry.entry
         self._assumed = self._deduced = False
         self._found: dict[object, tuple[int, tuple[tuple[int, int], ...]]] = {}
-        self._usual: dict[object, int] = {}  # the place of the root, by the line of a call that is not over
+        self._usual: dict[object, int] = {}  # position of the root, by the line of an unfinished call
         for rank, made in calls.items():
             for entry in made:
                 if entry.key in self._there and not entry.entry.completed:
@@ -399,12 +400,12 @@ class _Roots:
 
     def notes(self) -> Iterator[str]:
         if self._assumed:
-            yield "Roots are not recorded: of calls that are over, one is assumed."
+            yield "Roots are not recorded: for finished calls, one is assumed."
         if self._deduced:
-            yield "The root of a call that hangs is one that those who wait in it can wait for."
+            yield "The root of a hanging call is one that the waiting ranks could be waiting for."
 
     def of_all(self, entry: RecordedEntry) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """The root that most of those name who are in the call, and the others that are named, with who does."""
+        """Returns the root that most ranks in the call name, and the other ranks with the roots that they name."""
         if entry.key not in self._found:
             roots = {rank: self._place(rank, entry) for rank in self._there[entry.key]}
             usual, _ = Counter(roots.values()).most_common(1)[0]
@@ -412,12 +413,15 @@ class _Roots:
             self._found[entry.key] = (usual, other_roots)
         return self._found[entry.key]
 
-    def _place(self, rank: int, one: RecordedEntry) -> int:
-        entries, ranks = self._there[one.key], sorted(self._facts.alignment.ranks_of(one.entry.group))
+    def _place(self, rank: int, recorded: RecordedEntry) -> int:
+        entries, ranks = self._there[recorded.key], sorted(self._facts.alignment.ranks_of(recorded.entry.group))
         roots = {r: root for r in entries if (root := self._root_of_entry(r, entries[r])) is not None}
         if roots:
             votes = Counter(roots.values())
-            shows = op_name(one.entry) in ("gather", "scatter")  # its sizes would say if it were the rank itself
+            shows = op_name(recorded.entry) in (
+                "gather",
+                "scatter",
+            )  # its sizes would show if the rank itself were the root
             able = [root for root in votes if root != rank or not shows] or votes
             best = max(able, key=lambda root: (root in entries and entries[root].completed, votes[root], -root))
             self._deduced = self._deduced or rank not in roots
@@ -425,10 +429,10 @@ class _Roots:
             return ranks.index(root) if root in ranks else 0
         if set(entries) >= set(ranks) and all(entry.completed for entry in entries.values()):
             self._assumed = True
-            usual = self._usual.get(one.entry.frames, 0)
+            usual = self._usual.get(recorded.entry.frames, 0)
             return usual if usual < len(ranks) else 0
         self._deduced = True
-        op = min(_functions_of(one.entry), default="broadcast")
+        op = min(_functions_of(recorded.entry), default="broadcast")
         over = {place: entries[r].completed for place, r in enumerate(ranks) if r in entries}
         tries = range(min(len(ranks), _MOST_ROOTS))
         fits = [sum(can_return(op, root, over, p, len(ranks)) == done for p, done in over.items()) for root in tries]

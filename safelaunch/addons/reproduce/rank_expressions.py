@@ -7,7 +7,7 @@ from itertools import pairwise
 
 
 def condition(ranks: frozenset[int], world: int) -> str:
-    """Whether ``rank`` is one of these, of all ranks of the world."""
+    """Returns an expression that is true if ``rank`` is one of ``ranks``."""
     absent = frozenset(range(world)) - ranks
     if len(absent) == 1 and len(ranks) > 2:
         return f"rank != {min(absent)}"
@@ -27,7 +27,7 @@ def condition(ranks: frozenset[int], world: int) -> str:
 
 
 def _range(ordered: Sequence[int]) -> str:
-    """``range(0, 8, 2)`` where the numbers are evenly spaced and more than a few; else empty."""
+    """Returns e.g. ``range(0, 8, 2)`` for more than a few evenly spaced numbers; else ""."""
     if len(ordered) < 4:
         return ""
     step = ordered[1] - ordered[0]

@@ -1,6 +1,6 @@
-"""The recorded calls of all ranks, from a little before they part to the hang.
+"""Selects the recorded calls of all ranks, from shortly before they diverge to the hang.
 
-What is left out is left out on all members of its group, so the calls that remain meet as they did.
+A call is left out on all members of its group, so the remaining calls match as before.
 """
 
 from __future__ import annotations
@@ -16,32 +16,27 @@ from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.transfers import RecordedTransfer
 
 _LONGEST_ROUND = 256
-_FEW = 2  # calls before the parting in place of a round, where they do not repeat
+_FEW = 2  # calls to keep before the divergence if they don't repeat
 
-MatchKey = tuple[Hashable, ...]  # what a collective, or a send and its receive, have in common on all ranks
+MatchKey = tuple[Hashable, ...]  # identifies a collective, or a send and its receive, on all ranks
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How much to keep: all that is recorded, the ``last`` calls of each rank, or what shows how they part: from so
-    many ``rounds`` before.
-    """
+    """How much to keep: everything, the ``last`` calls of each rank, or some iterations before the divergence."""
 
     everything: bool = False
     last: int | None = None
-    rounds: int = 3
+    rounds: int = 3  # iterations
 
 
 @dataclass(frozen=True)
 class RecordedEntry:
-    """One entry, and what it meets: the group and number of a collective, the pair and place of a transfer.
-
-    ``place``: ascends by one from call to call on every side of the same ``meeting``.
-    """
+    """One entry, and what it matches."""
 
     entry: Collective
-    meeting: MatchKey
-    place: int
+    meeting: MatchKey  # group of a collective, or pair of a transfer
+    place: int  # number within ``meeting``, ascending by one from call to call on each side
     transfer: RecordedTransfer | None = None
 
     @property
@@ -50,15 +45,15 @@ class RecordedEntry:
 
 
 def recorded(facts: CaseFacts, extent: Extent) -> dict[int, list[RecordedEntry]]:
-    """Rank → its calls that are to be replayed, oldest first."""
+    """Returns, by rank, its calls to replay, oldest first."""
     every = {rank: _entries_of(facts, rank) for rank in sorted(facts.alignment.records)}
     begins = _together({rank: _begin(facts, calls, extent) for rank, calls in every.items()}, every)
     first: dict[MatchKey, int] = {}
     for rank, calls in every.items():
         for meeting, place in _first_kept(calls, begins[rank]).items():
             first[meeting] = min(place, first.get(meeting, place))
-    for rank, calls in every.items():  # what one side's ring has lost, nobody can replay
-        first_places = {call.meeting: call.place for call in reversed(calls)}  # the first of each
+    for rank, calls in every.items():  # a call that one side's ring has lost can't be replayed
+        first_places = {call.meeting: call.place for call in reversed(calls)}
         for meeting in first:
             first[meeting] = max(first[meeting], first_places.get(meeting) or _behind_lost(facts, rank, meeting))
     return {rank: [call for call in calls if call.place >= first[call.meeting]] for rank, calls in every.items()}
@@ -68,8 +63,8 @@ def _entries_of(facts: CaseFacts, rank: int) -> list[RecordedEntry]:
     record = facts.alignment.records[rank]
     transfers: dict[int, RecordedTransfer] = {}
     for group in {entry.group for entry in record.entries if entry.is_p2p}:
-        for one in facts.transfers.of(rank, group) or ():
-            transfers[one.entry.record_id] = one
+        for matched in facts.transfers.of(rank, group) or ():
+            transfers[matched.entry.record_id] = matched
     entries, counts = [], Counter[MatchKey]()
     for entry in record.entries:
         transfer = transfers.get(entry.record_id)
@@ -83,12 +78,11 @@ def _entries_of(facts: CaseFacts, rank: int) -> list[RecordedEntry]:
 
 
 def _can_be_counted(facts: CaseFacts, transfer: RecordedTransfer) -> bool:
-    """Which send meets which receive is known: by counting from the first, which neither ring has lost."""
     return facts.alignment.is_whole(transfer.sender) and facts.alignment.is_whole(transfer.receiver)
 
 
 def _begin(facts: CaseFacts, calls: Sequence[RecordedEntry], extent: Extent) -> int:
-    """The place in ``calls`` to begin with."""
+    """Returns the position in ``calls`` of the first call to keep."""
     if extent.everything:
         return 0
     if extent.last is not None:
@@ -103,7 +97,7 @@ def _begin(facts: CaseFacts, calls: Sequence[RecordedEntry], extent: Extent) -> 
 
 
 def _together(begins: Mapping[int, int], every: Mapping[int, Sequence[RecordedEntry]]) -> dict[int, int]:
-    """All begin with the newest call before each begin that all have made, else with their first."""
+    """Moves each begin to the latest earlier call that all ranks made, or to the first call if there is none."""
     places = {
         rank: {(entry.meeting, entry.place): at for at, entry in enumerate(calls)} for rank, calls in every.items()
     }
@@ -117,7 +111,7 @@ def _together(begins: Mapping[int, int], every: Mapping[int, Sequence[RecordedEn
 
 
 def _parted(facts: CaseFacts) -> dict[MatchKey, int]:
-    """Group → the first number under which its members made different calls, or one of them made none."""
+    """Returns, by group, the first number at which its members made different calls, or a member made none."""
     divergences: dict[MatchKey, int] = {}
     for group in facts.alignment.groups():
         parted = facts.histories.in_group(group).diverged_at
@@ -132,7 +126,7 @@ def _recording(facts: CaseFacts, group: str) -> list[int]:
 
 
 def _rounds_before(calls: Sequence[RecordedEntry], end: int, rounds: int) -> int:
-    """Where the last few whole rounds before ``end`` begin; the last few calls, where none repeat."""
+    """Returns the begin of the last few complete iterations before ``end``, or of the last few calls if none repeat."""
     codes = [(signature(call.entry), call.entry.group, call.entry.frames) for call in calls[:end]]
     for period in range(1, min(_LONGEST_ROUND, end // 2) + 1):
         if codes[end - period : end] == codes[end - 2 * period : end - period]:
@@ -144,7 +138,7 @@ def _rounds_before(calls: Sequence[RecordedEntry], end: int, rounds: int) -> int
 
 
 def _first_kept(calls: Sequence[RecordedEntry], begin: int) -> Mapping[MatchKey, int]:
-    """Meeting → the first place that is kept; behind the last one, where none is."""
+    """Returns, by meeting, the first place that is kept; past the last one if nothing is kept."""
     firsts: dict[MatchKey, int] = {}
     for at, entry in enumerate(calls):
         if at < begin:
@@ -155,9 +149,9 @@ def _first_kept(calls: Sequence[RecordedEntry], begin: int) -> Mapping[MatchKey,
 
 
 def _behind_lost(facts: CaseFacts, rank: int, meeting: MatchKey) -> int:
-    """The first number behind those that the ring of ``rank`` has lost, of a group of which it holds nothing.
+    """Returns the first number after the entries that the ring of ``rank`` has lost, in a group it has no entry of.
 
-    Where nothing tells the last one that it called, it is behind all that is over.
+    If nothing shows the last one that it called, that is after everything that has finished.
     """
     if len(meeting) > 1 or facts.alignment.is_whole(rank):
         return 0

@@ -16,14 +16,14 @@ ScriptComment = tuple[str, list[int]]  # cause and culprits
 
 
 def places_matter(program: Program, nodes: Sequence[FoldNode]) -> bool:
-    """Whether the lines of ``nodes`` lead to another verdict than one line for equal calls would."""
+    """Returns True if the verdict depends on the line from which equal calls are made."""
     steps = {rank: list(done(nodes, rank)) for rank in program.ranks}
     lines, items = ({r: [k(s) for s in made] for r, made in steps.items()} for k in (id, lambda step: step.item))
     return _verdict_at(program, lines) != _verdict_at(program, items)
 
 
 def records_verdict(program: Program) -> ScriptComment:
-    """By the records alone that the script leaves, if it makes equal calls from one line."""
+    """Returns the verdict on the script's records, if it makes equal calls from one line."""
     named, _ = with_group_families(program)
     return _verdict_at(named, {rank: rank_program.calls for rank, rank_program in named.ranks.items()})
 

@@ -8,7 +8,7 @@ from math import prod
 
 from safelaunch.addons.reproduce.program import ElementCounts, Program, ScriptCall
 
-MOST_ELEMENTS = 1 << 24  # of a tensor that is made as it was recorded
+MOST_ELEMENTS = 1 << 24  # of a tensor that keeps its recorded size
 
 
 def is_large(program: Program) -> bool:
@@ -16,7 +16,7 @@ def is_large(program: Program) -> bool:
 
 
 def with_small_tensors(program: Program) -> Program:
-    """Each tensor as small as can be. Numbers of elements that differ stay different."""
+    """Makes each tensor as small as possible. Element counts that differ stay different."""
     step = program.world_size if any(call.op in _DIVIDED for call in _every(program)) else 1
     small = {number: (place + 1) * step for place, number in enumerate(sorted(_numbers(program)))}
 
@@ -32,18 +32,20 @@ def with_small_tensors(program: Program) -> Program:
 _DIVIDED = frozenset({"reduce_scatter_tensor", "all_to_all"})
 
 
-_LARGER = "The tensors whose sizes differ have {} times as many elements: of so small ones, gloo may not notice it."
+_LARGER = "Tensors whose sizes differ have {} times as many elements: gloo might not notice it in small ones."
 
 
 ABORTS = (
-    "The sizes of an all_reduce differ: there gloo aborts, where other backends hang. The records of aborted ranks are"
-    " lost, so a verdict on this script may name more of the ranks, or fewer."
+    "The sizes of an all_reduce differ: gloo aborts then, and other backends hang. The records of aborted ranks are"
+    " lost, so a verdict on this script might name more or fewer of the ranks."
 )
 
 
 def with_sizes_that_gloo_checks(program: Program) -> Program:
-    """gloo aborts the rank of an ``all_reduce`` that gets a longer segment than its own. Where segments are of one
-    length, and some ranks only have fewer of them, ranks come back from the call. There are two segments a rank.
+    """Enlarges tensors so that gloo notices different sizes in an ``all_reduce``.
+
+    gloo aborts a rank that receives a longer segment than its own. If segments have the same length, and some ranks
+    only have fewer of them, ranks return from the call. Each rank has two segments.
     """
     for group in {call.group for call in _every(program)}:
         last = [rank.calls[-1] for rank in program.ranks.values() if rank.calls and rank.end.kind == "waits"]

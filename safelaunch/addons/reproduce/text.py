@@ -1,7 +1,7 @@
-"""A program as the text of a script that needs torch alone.
+"""Writes a program as a script that needs only torch.
 
-Names of files, groups and operations come from dumps, which may be anybody's: they stand in comments only, in ASCII and
-on one line. All else is written from numbers and from words of this module.
+Names of files, groups and operations come from dumps, which aren't trusted: they occur only in comments, in ASCII and
+on one line. Everything else consists of numbers and of words from this module.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from safelaunch.system.redaction.redact import redact_text
 _WIDTH = 118
 _INDENT = "    "
 _FOREVER = "time.sleep(86_400)"
-# Whoever reads this line in the output knows that the script does not do what was recorded.
+# If this line appears in the output, the script doesn't do what was recorded.
 _CAME_BACK = 'raise SystemExit(f"not as recorded: rank {rank} came back from its last call")'
-# How a rank stands that waits for nobody, where a line of the standard library stands so as well.
+# How to stall a rank that waits for no peer, if the standard library can stall in the same way.
 _STALLS = {
     "blocking-io": ("os.read(os.pipe()[0], 1)",),
     "lock-deadlock": ("lock = threading.Lock()", "lock.acquire()", "lock.acquire()"),
@@ -52,7 +52,12 @@ class Script:
 
 
 def script(program: Program, recorded: Sequence[str], name: str) -> Script:
-    """The whole script. ``recorded``: what was recorded, a paragraph each; ``name``: how the script is called."""
+    """Writes the whole script.
+
+    Args:
+        recorded: description of the recording, one item per paragraph
+        name: file name of the script
+    """
     named, families = with_group_families(program)
     items = {rank: _items(rank_program) for rank, rank_program in named.ranks.items()}
     dtypes = {dtype for rank in program.ranks.values() for call in _flat(rank) for dtype in call.dtypes}
@@ -62,7 +67,10 @@ def script(program: Program, recorded: Sequence[str], name: str) -> Script:
     listed = places_matter(named, nodes)
     body += writer.list_of_calls(nodes) if listed else writer.nodes(nodes, "")
     body.append(_CAME_BACK)
-    strange = (f"gloo has no {dtype[:40]}: float32 stands for it." for dtype in sorted(dtypes - {*TYPES, ""}))
+    strange = (
+        f"gloo doesn't support {dtype[:40]}: the script uses float32 instead."
+        for dtype in sorted(dtypes - {*TYPES, ""})
+    )
     notes = [*program.notes, *_difference_notes(program), *strange]
     command = f"safelaunch --startup-timeout=10 --nproc-per-node={program.world_size} {plain(quote(name))}"
     lines = [*_head(recorded, command, notes), "", *_imports(body), "", *body]
@@ -90,13 +98,13 @@ def _comment(text: str, hanging: str = "") -> list[str]:
 
 
 def plain(text: str) -> str:
-    """The text without secrets, in printable ASCII, on one line: nothing in it can end a comment."""
+    """Returns the text without secrets, in printable ASCII, on one line: nothing in it can end a comment."""
     flat = " ".join(redact_text(text).split())
     return "".join(c if " " <= c <= "~" else "?" for c in flat)
 
 
 NO_SENDS = (
-    "The calls are made, but gloo records no send and no receive: a verdict on this script may give the cause another"
+    "gloo doesn't record the sends and receives that the script makes: a verdict on it might give the cause another"
     " name, or name more or fewer ranks."
 )
 
@@ -104,7 +112,7 @@ NO_SENDS = (
 def _difference_notes(program: Program) -> Iterator[str]:
     for rank, rank_program in program.ranks.items():
         if rank_program.end.kind == "stalls" and rank_program.end.cause not in _STALLS:
-            yield f"Rank {rank} {rank_program.end.words} ({rank_program.end.cause}): here it is asleep."
+            yield f"Rank {rank} {rank_program.end.words} ({rank_program.end.cause}): here it sleeps."
     if any(entry.is_p2p for rank in program.ranks.values() for left in rank.entries for entry in left):
         yield NO_SENDS
 
@@ -116,7 +124,7 @@ def _imports(body: Sequence[str]) -> list[str]:
 
 
 def _initialization(program: Program) -> Iterator[str]:
-    """What comes before the groups: ranks that do not join, and the default group."""
+    """Yields the lines before the groups: ranks that don't join, and the default group."""
     late = {rank: rank_program for rank, rank_program in program.ranks.items() if rank_program.before}
     if late:
         yield 'rank = int(os.environ["RANK"])'
@@ -142,7 +150,7 @@ def _items(program: RankProgram) -> list[Item]:
 class _Writer:
     def __init__(self, program: Program, families: Families) -> None:
         self._program, self._families = program, families
-        self._names: Mapping[Item, str] = {}  # of the functions that make the calls, where there are any
+        self._names: Mapping[Item, str] = {}  # of the functions that make the calls, if any
 
     def groups(self) -> Iterator[str]:
         for name, groups in self._families.items():
@@ -181,9 +189,9 @@ class _Writer:
         return _ending(item) if isinstance(item, ScriptEnd) else self._call(item)
 
     def list_of_calls(self, nodes: Sequence[fold.FoldNode]) -> Iterator[str]:
-        """Each distinct call as a function; a list of these for each rank; and one line that makes them.
+        """Yields each distinct call as a function, a list of calls for each rank, and one line that makes them.
 
-        So equal calls are made from one place, whoever makes them.
+        So all ranks make equal calls from the same line.
         """
         distinct = dict.fromkeys(step.item for rank in self._program.ranks for step in fold.done(nodes, rank))
         names: dict[Item, str] = {item: f"call_{number}" for number, item in enumerate(distinct, 1)}
@@ -292,7 +300,6 @@ class _Writer:
 
 
 def _peer(call: ScriptCall) -> str:
-    """A rank of the world: a stack then tells whom the call waits for, where gloo records nothing of it."""
     return f"dist.get_global_rank({call.group}, {call.peer})" if call.group != WORLD else str(call.peer)
 
 
@@ -321,7 +328,7 @@ def _cause_comment(end: ScriptEnd) -> list[str]:
 
 
 def _site(frame: Frame | None) -> str:
-    """``train.py:61 (train)``."""
+    """Returns e.g. ``train.py:61 (train)``."""
     if frame is None or is_pseudo(frame.file):
         return ""
     function = short(frame.function)

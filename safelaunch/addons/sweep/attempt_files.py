@@ -68,17 +68,17 @@ class AttemptFiles:
     def _path(self, kind: str) -> Path:
         return self._stem.with_name(f"{self._stem.name}.{kind}")
 
-    def claim(self, mine: AttemptClaim) -> AttemptClaim | None:
+    def claim(self, own_claim: AttemptClaim) -> AttemptClaim | None:
         """Claims the attempt. Returns None if it is ours now, else the other task's claim. Raises OSError."""
-        path, beside = self._path("claim"), self._new_file("claim", mine)
+        path, beside = self._path("claim"), self._new_file("claim", own_claim)
         try:
             if _link(beside, path):
                 return None
             other = self.read_claim()
-            if other == mine:
+            if other == own_claim:
                 return None  # the answer to the link was lost, and the file server executed it twice
-            if other is None or not other.precedes(mine):
-                return other or mine
+            if other is None or not other.precedes(own_claim):
+                return other or own_claim
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)

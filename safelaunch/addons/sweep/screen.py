@@ -167,8 +167,8 @@ def many(number: int, what: str) -> str:
 def describe(jobs: Sequence[SweepJob], paths: SweepPaths, pool: SharePool, width: int) -> list[str]:
     """Describes for --dry-run every job as colaunch would start it."""
     lines = [f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}", ""]
-    for one in jobs:
-        job = one.with_ports([f"{{{name}}}" for name in port_names(one.ports)])
+    for sweep_job in jobs:
+        job = sweep_job.with_ports([f"{{{name}}}" for name in port_names(sweep_job.ports)])
         env = [f"{name}={value}" for name, value in job.env]
         lines.append(f"{job.name}  ({job.where})")
         lines += command_lines([clean(shlex.quote(word)) for word in (*env, "safelaunch", *job.words)], "  ", width)

@@ -212,14 +212,14 @@ def templates_of(root: YamlNode, metrics: tuple[str, ...] = ()) -> tuple[Templat
             f"{top['jobs'].where}: jobs must be a mapping from each job's name to its keys, not a list",
             "write e.g.  jobs: {train: {command: train.py --lr {lr}}}",
         )
-    found = []
+    templates = []
     for key, node in mapping_entries(top["jobs"], "jobs"):
         _check_name(key.text, key.where)
         own = {} if node.kind == "nothing" else _entries(node, OF_A_JOB, f"the job {key.text!r}")
-        found.append(_template(key.text, key.where, _merged(defaults, own), axes, metrics))
-    if not found:
+        templates.append(_template(key.text, key.where, _merged(defaults, own), axes, metrics))
+    if not templates:
         raise SpecError(f"{top['jobs'].where}: 'jobs' is empty")
-    return tuple(found)
+    return tuple(templates)
 
 
 def _entries(node: YamlNode, keys: tuple[str, ...], what: str) -> dict[str, YamlNode]:
@@ -364,19 +364,19 @@ def expand(templates: Sequence[Template], paths: SweepPaths, cwd: str) -> tuple[
     Args:
         cwd: working directory, absolute
     """
-    found: list[tuple[SweepJob, tuple[TemplateText, ...]]] = []
+    pairs: list[tuple[SweepJob, tuple[TemplateText, ...]]] = []
     for template in templates:
-        found += _jobs(template, paths, cwd)
-        if len(found) > MAX_JOBS:
+        pairs += _jobs(template, paths, cwd)
+        if len(pairs) > MAX_JOBS:
             raise SpecError(f"{template.job.where}: more than {MAX_JOBS} jobs", "split the sweep")
-    if not found:
+    if not pairs:
         raise SpecError("the sweep has no jobs")
-    _check_used(templates, [job for job, _ in found])
-    _check_names([job for job, _ in found])
+    _check_used(templates, [job for job, _ in pairs])
+    _check_names([job for job, _ in pairs])
     groups: dict[str, list[str]] = {}
-    for job, _ in found:
+    for job, _ in pairs:
         groups.setdefault(job.group, []).append(job.name)
-    jobs = tuple(replace(job, needs=_names_needed(texts, groups)) for job, texts in found)
+    jobs = tuple(replace(job, needs=_names_needed(texts, groups)) for job, texts in pairs)
     _check_order(jobs)
     return jobs
 

@@ -93,10 +93,10 @@ class Steps:
         for supervisor in supervisors:
             self._followed.setdefault(supervisor, _FollowedJob())
         if any(self._followed[supervisor].roster is None for supervisor in supervisors):
-            for found in discover.find(self._places()):
-                followed = self._followed.get(found.supervisor) if found.supervisor is not None else None
+            for job in discover.find(self._places()):
+                followed = self._followed.get(job.supervisor) if job.supervisor is not None else None
                 if followed is not None and followed.roster is None:
-                    run = RunPaths(found.directory)
+                    run = RunPaths(job.directory)
                     followed.roster, followed.run = Roster(run), run
         for supervisor in supervisors:
             self._followed[supervisor].look(now)

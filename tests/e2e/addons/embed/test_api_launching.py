@@ -108,7 +108,7 @@ def test_a_job_survives_its_supervisor(number: int, tmp_path: Path) -> None:
         result = job.wait()
         assert not list((job.runtime / "safelaunch").glob("r*"))
     assert told(result.stdout)["steady"]["results"] == {"0": 0, "1": 1}
-    assert ("the rest went unwatched" in result.stderr) is (number == signal.SIGKILL)
+    assert ("the rest of the job ran unwatched" in result.stderr) is (number == signal.SIGKILL)
     assert result.leftovers == ()
 
 

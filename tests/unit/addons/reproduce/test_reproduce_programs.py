@@ -184,7 +184,7 @@ def test_a_send_whose_peer_is_not_known_names_none_in_the_script_either() -> Non
     sender = rank_of(0, in_c10d("send", 20), flight=record(*past(3)), call=CallArguments(tag=0))
     made = reproduction_of(job(sender, waiting(1), waiting(2)), ALL)
     assert "dist.send(torch.zeros(1), group_dst=1)" in made.text
-    assert any("the peer of its send is not known" in note for note in made.notes)
+    assert any("the peer of its send is unknown" in note for note in made.notes)
 
 
 def test_the_root_of_a_broadcast_is_the_rank_that_gloo_keeps() -> None:

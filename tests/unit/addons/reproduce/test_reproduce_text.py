@@ -140,7 +140,7 @@ def test_types_that_gloo_lacks_have_a_stand_in(tmp_path: Path) -> None:
     pair[0].collective(state="scheduled", dtype="Float8_e4m3fn")
     pair[1].collective(state="scheduled", dtype="Long")
     text = of_dumps(tmp_path, pair)
-    assert "gloo has no Float8_e4m3fn: float32" in text and "gloo has no Long" not in text
+    assert "gloo doesn't support Float8_e4m3fn: the script uses float32" in text and "support Long" not in text
     assert [found.calls[0].tensors[0].dtype for found in replayed(text, 2).values()] == ["float32", "int64"]
 
 
