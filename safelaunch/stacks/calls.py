@@ -330,7 +330,7 @@ SLEEPS: Answers = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep"
 # The waits for other ranks that only C frames show: ``work.wait()``, ``store.get()`` on the user's own line.
 PEER_WAITS = {
     "p2p": TorchWait("p2p", "a send or receive"),
-    "store": TorchWait("store", "a key of the store"),
+    "store": TorchWait("store", "a store key"),
     "peers": TorchWait("collective", "a collective"),
 }
 
