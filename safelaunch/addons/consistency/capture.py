@@ -18,8 +18,6 @@ MOST_TENSORS = 1 << 20
 
 
 class About(msgspec.Struct, frozen=True):
-    """Description of a series."""
-
     key: str
     kind: str
     every: int

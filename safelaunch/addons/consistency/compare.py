@@ -55,7 +55,6 @@ class Comparison:
         return "; ".join(parts)
 
     def _never(self) -> list[str]:
-        """Lists replicas that were never compared, with the ranks that lack them or weren't observed at that step."""
         by_ranks: dict[Side, dict[str, None]] = {}
         for (group, name), ranks in self._compared.items():
             if absent := tuple(rank for rank in group if rank not in ranks):
@@ -66,7 +65,6 @@ class Comparison:
         ]
 
     def add(self, checks: Iterable[Check]) -> None:
-        """Adds checks of one rank."""
         for check in checks:
             series = self._waiting.setdefault(check.about.key, {})
             self._members.setdefault(check.about.key, set()).add(check.rank)
@@ -129,7 +127,6 @@ class Comparison:
         return [*result, *([bad_loss] if bad_loss is not None else [])]
 
     def _far_losses(self, unix_s: float) -> list[WrongResult]:
-        """Finds a rank whose recent losses are all far above all losses of at least two others."""
         recent = {
             rank: [value for _, value in losses]
             for rank, losses in self._losses.items()

@@ -98,7 +98,6 @@ class Consistency:
         return self._compare(last=last)
 
     def _part_now(self, now: float) -> Part:
-        """Returns this node's part in comparing the checks of all nodes."""
         if not (self._topic.has_others and self._watch.unseen):
             return "alone"
         leads = self._topic.leads
@@ -135,7 +134,6 @@ class Consistency:
         self._topic.publish(msgspec.msgpack.encode(shared))
 
     def _compare(self, *, last: bool) -> list[WrongResult]:
-        """Returns new findings, from this node's own comparison or from the leader's."""
         if self._part == "follows":
             self._follow()
             if last and not self._watch.wrong_results:
@@ -161,7 +159,6 @@ class Consistency:
         return f"; NOT checked: later modules of {noun} {format_ranks(self._full)}" if self._full else ""
 
     def _follow(self) -> None:
-        """Takes over the leader's new findings."""
         data = self._topic.published
         if data in (b"", self._last_message):
             return
@@ -183,7 +180,6 @@ class Consistency:
             replace_file(self._job.run.wrong, msgspec.json.encode(self._watch.wrong_results))
 
     def _find(self) -> None:
-        """Maps the check files of this attempt's ranks."""
         for rank, page in self._watch.roster.pages().items():
             for path in self._job.run.pages.glob(f"{page.name}{layout.CHECK_SUFFIX}*"):
                 if path.name in self._series or path.name in self._ignored:

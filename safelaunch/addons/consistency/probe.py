@@ -106,7 +106,6 @@ def optimizer_steps(optimizer: Any, args: object, kwargs: object) -> None:
 
 
 def _is_under_way(optimizer: int) -> bool:
-    """Returns True if the step whose hook calls this is part of that optimizer's step."""
     frame: Any = sys._getframe(3)
     while frame is not None:
         if frame.f_code.co_name in ("wrapper", "step") and id(frame.f_locals.get("self")) == optimizer:
@@ -209,7 +208,6 @@ class _Series:
         return same and len(self.tensors) == len(tensors) and self.still_fits()
 
     def still_fits(self) -> bool:
-        """Returns True if the tensors still have the sizes for which the pieces were cut."""
         return [wrappers.local(tensor.tensor).numel() for tensor in self.tensors] == self._sizes
 
     def take(self, moment: _Moment, extra: Any = None, losses: Iterable[tuple[int, Any]] = ()) -> None:
@@ -243,7 +241,6 @@ class _Series:
         self.write()
 
     def _losses_of(self, values: list[Any]) -> Any:
-        """Stacks the losses on the device; moves the ones from elsewhere there in one copy."""
         torch = self._torch
         on_device = [value if hasattr(value, "reshape") and value.device == self._device else None for value in values]
         here = [float(value) for value, tensor in zip(values, on_device, strict=True) if tensor is None]
@@ -322,7 +319,6 @@ class _Buffers:
         self._series.take(moment)
 
     def broadcast(self) -> None:
-        """Handles DDP's broadcast, which has just made the buffers equal."""
         self.synced = True
         if self.due is not None:
             moment, self.due = self.due, None
@@ -512,7 +508,6 @@ class _Owner:
         return window
 
     def _largest(self, recent: list[list[Any]], window: Any) -> Any:
-        """Returns the largest local gradient of each step; zero if a step has none."""
         torch = self._torch
         if self._copied is None:
             zero = window.new_zeros(())
@@ -544,8 +539,6 @@ class _Owner:
 
 
 class _Tracker:
-    """The steps of one optimizer, and the owners of its parameters."""
-
     def __init__(self, torch: Any, optimizer: Any) -> None:
         self._torch, self._optimizer = torch, weakref.ref(optimizer)
         weakref.finalize(optimizer, _trackers.pop, id(optimizer), None)

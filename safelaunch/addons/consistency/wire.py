@@ -50,8 +50,6 @@ class _About(Message, frozen=True):
 
 
 class _Check(Message, frozen=True):
-    """A check, with indexes into ``_Shared``."""
-
     rank: _Rank
     position: _Count
     about: _Count
@@ -70,15 +68,12 @@ class _Shared(Message, frozen=True):
 
 
 class SharedFindings(Message, frozen=True):
-    """The leader's findings in the checks of all nodes."""
-
     found: Annotated[tuple[WrongResult, ...], Meta(max_length=MOST_FOUND)] = ()
     stops: bool = False  # the job is ended because of them
     place: Annotated[str, Meta(max_length=4096)] = ""  # of the bundle
 
 
 def share_of(nodes: int) -> int:
-    """Returns the number of bytes that each of ``nodes`` nodes can send at a time."""
     return max(LEAST_BYTES, min(MOST_BYTES, MOST_OF_ALL // max(nodes, 1)))
 
 
@@ -171,7 +166,6 @@ def _losses_to_send(losses: Sequence[tuple[int, float]]) -> tuple[tuple[int, flo
 
 
 def _runs(about: About, width: int) -> list[tuple[int, int]]:
-    """Returns neighbors with the same replicas as (from, to), at most ``width`` of them each."""
     runs = []
     group: Callable[[int], int] = lambda number: about.tensors[number][1]  # noqa: E731
     for _, run in groupby(range(len(about.tensors)), group):
@@ -191,7 +185,6 @@ def _about(about: About, runs: Sequence[tuple[int, int]]) -> _About:
 
 
 def _mixed(prints: Sequence[int]) -> int:
-    """Combines several fingerprints into one."""
     if len(prints) == 1:
         return prints[0]
     mixed = 0

@@ -41,7 +41,6 @@ def _is_switch(option: Option, value: object) -> bool:
 
 
 def _duration(name: str, option: Option, value: object) -> str:
-    """Returns the value as it is written on the command line."""
     try:
         text = value if isinstance(value, str) else f"{seconds_of(value):.15g}"
         option.parse(text)

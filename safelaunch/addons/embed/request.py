@@ -43,7 +43,6 @@ def launch_request(
 
 
 def _script(entrypoint: object, args: tuple[Any, ...]) -> tuple[str, ...]:
-    """Returns the function's name, or the script and its arguments."""
     if not isinstance(entrypoint, str):
         return (str(getattr(entrypoint, "__name__", type(entrypoint).__name__)),)
     words = [entrypoint, *(str(arg) for arg in args)]

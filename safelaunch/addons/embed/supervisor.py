@@ -123,7 +123,6 @@ def _serve(request: LaunchRequest, line: Connection) -> None:
 
 
 def _planned(request: LaunchRequest) -> tuple[Plan, JobResources]:
-    """Plans the job. Raises SafelaunchError for invalid options and unavailable resources."""
     environ = dict(os.environ)
     torch = TorchInstallation(request.python, Path(request.torch_package), request.torch_version)
     settings = from_the_start(resolve(request.own, environ, working_directory(), lambda: torch.version))

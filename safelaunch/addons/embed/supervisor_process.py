@@ -31,8 +31,6 @@ T = TypeVar("T")
 
 
 class SupervisorProcess:
-    """The supervisor's process, seen from the caller."""
-
     def __init__(self, process: subprocess.Popen[bytes], line: Connection, ready: Ready) -> None:
         self._process = process
         self._line = line
@@ -109,7 +107,6 @@ class SupervisorProcess:
             self._process.send_signal(signal.SIGCHLD)  # wakes it up
 
     def finish(self, *, failed: bool) -> Done:
-        """Reports that no rank is left, and waits until everything is written."""
         self._send(RanksEnded(failed))
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)  # if it is stopped, we would wait forever

@@ -15,8 +15,6 @@ _T = TypeVar("_T")
 
 
 class LaunchRequest(msgspec.Struct, frozen=True, tag="request"):
-    """The job that the caller is about to start."""
-
     own: tuple[tuple[str, str | None], ...]  # safelaunch's options, as on its command line
     torchrun: tuple[str, ...]  # torchrun's options for the same ``LaunchConfig``
     script: tuple[str, ...]  # entrypoint's name
@@ -82,14 +80,12 @@ class Connection:
         return self._end.fileno()
 
     def send(self, message: FromCaller | FromSupervisor) -> None:
-        """Sends a message; does nothing if the other end is gone."""
         try:
             self._end.sendall(msgspec.json.encode(message) + b"\n")
         except OSError:
             self.is_open = False
 
     def received(self) -> list[Any]:
-        """Returns the messages that have arrived, without waiting."""
         try:
             while self.is_open:
                 self._read(socket.MSG_DONTWAIT)
@@ -99,7 +95,6 @@ class Connection:
         return [from_json(line, self._other) for line in lines]
 
     def wait(self) -> Any:
-        """Waits for the next message; returns None if the other end is gone."""
         while b"\n" not in self._rest:
             if not self.is_open:
                 return None

@@ -43,8 +43,6 @@ _TOO_LARGE = "Tensors are smaller: some were too large for one machine. Sizes th
 
 @dataclass(frozen=True)
 class ScriptOptions:
-    """Options of the script."""
-
     extent: Extent = field(default_factory=Extent)
     fewest: bool = False  # only as many ranks as still show the hang
     shrink: bool = False  # small tensors

@@ -50,7 +50,6 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """Returns the parser for ``safelaunch reproduce``."""
     made = Parser(
         "reproduce",
         description=(
@@ -102,7 +101,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def _tried(made: Reproduction, script: Path) -> int:
-    """Runs the script, and reports if it hangs as the job did."""
     if importlib.util.find_spec("torch") is None:
         say("not run: torch is not installed here")
         return WRITTEN

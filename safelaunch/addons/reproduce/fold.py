@@ -49,7 +49,6 @@ def merged(programs: Mapping[int, Sequence[Item]]) -> tuple[FoldNode, ...]:
 
 
 def done(nodes: Sequence[FoldNode], rank: int) -> Iterator[RankStep]:
-    """Yields the steps that ``rank`` executes, if it returns from each."""
     for node in nodes:
         if isinstance(node, RankStep):
             yield node

@@ -21,8 +21,6 @@ from safelaunch.verdict.rank_state import CaseFacts
 
 @dataclass(frozen=True)
 class WaitPosition:
-    """The call in which a rank waits."""
-
     op: str  # empty if it waits for no peer
     ranks: tuple[int, ...] | None = None  # None if unknown
     peer: int | None = None  # None if unknown

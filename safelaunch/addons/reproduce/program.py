@@ -42,8 +42,6 @@ Ending = Literal["waits", "waits for work", "stalls", "leaves", "raises", "exits
 
 @dataclass(frozen=True)
 class ScriptEnd:
-    """The end of a rank's program, after its calls."""
-
     kind: Ending
     cause: str = ""  # name in the catalog of causes
     words: str = ""  # description of the cause
@@ -54,8 +52,6 @@ class ScriptEnd:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """The calls of one rank."""
-
     calls: tuple[ScriptCall, ...]
     end: ScriptEnd
     before: bool = False  # it stalls before it joins the job
@@ -64,8 +60,6 @@ class RankProgram:
 
 @dataclass(frozen=True)
 class Program:
-    """The calls of all ranks."""
-
     ranks: Mapping[int, RankProgram]
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # without the default group, in creation order
     makers: Mapping[str, frozenset[int]] = field(default_factory=dict)  # creators of groups that not all ranks created

@@ -63,7 +63,6 @@ def _over(program: RankProgram, at: int) -> bool:
 
 
 def _played(programs: RankPrograms, keys: Keys, members: GroupRanks, left: Collection[object]) -> dict[int, int]:
-    """Returns, by rank, the number of calls from which it returns."""
     expected = Counter(key for rank_keys in keys.values() for met in rank_keys for key in met)
     inside: dict[Hashable, dict[int, object]] = defaultdict(dict)  # ranks in each call, with their operation and root
     at = dict.fromkeys(programs, 0)

@@ -27,7 +27,6 @@ def condition(ranks: frozenset[int], world: int) -> str:
 
 
 def _range(ordered: Sequence[int]) -> str:
-    """Returns e.g. ``range(0, 8, 2)`` for more than a few evenly spaced numbers; else ""."""
     if len(ordered) < 4:
         return ""
     step = ordered[1] - ordered[0]

@@ -32,8 +32,6 @@ class Extent:
 
 @dataclass(frozen=True)
 class RecordedEntry:
-    """One entry, and what it matches."""
-
     entry: Collective
     meeting: MatchKey  # group of a collective, or pair of a transfer
     place: int  # number within ``meeting``, ascending by one from call to call on each side
@@ -82,7 +80,6 @@ def _can_be_counted(facts: CaseFacts, transfer: RecordedTransfer) -> bool:
 
 
 def _begin(facts: CaseFacts, calls: Sequence[RecordedEntry], extent: Extent) -> int:
-    """Returns the position in ``calls`` of the first call to keep."""
     if extent.everything:
         return 0
     if extent.last is not None:

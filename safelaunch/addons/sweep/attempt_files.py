@@ -31,21 +31,16 @@ LARGEST = 1 << 16
 
 
 class AttemptClaim(msgspec.Struct, frozen=True):
-    """The task that runs an attempt."""
-
     name: str
     restart: int  # times the scheduler has requeued the submission
     host: str
     began_unix_s: float
 
     def precedes(self, other: AttemptClaim) -> bool:
-        """Returns True if ``other`` is the same submission after a requeue."""
         return self.name == other.name and self.restart < other.restart
 
 
 class TaskEnd(msgspec.Struct, frozen=True):
-    """How a task ended."""
-
     name: str
     restart: int
     exit_code: int
@@ -60,8 +55,6 @@ class TaskEnd(msgspec.Struct, frozen=True):
 
 
 class AttemptFiles:
-    """The files of one attempt, next to its log."""
-
     def __init__(self, directory: Path, attempt: int) -> None:
         self._stem = directory / f"attempt-{attempt}"
 
@@ -95,7 +88,6 @@ class AttemptFiles:
         return _read(self._path("end"), TaskEnd)
 
     def write_pace(self, pace: Pace) -> None:
-        """Writes the latest step. Raises OSError."""
         self._new_file("pace", pace, sync=False).replace(self._path("pace"))
 
     def read_pace(self) -> Pace:

@@ -37,8 +37,6 @@ AT_ONCE = 16  # submissions in one request
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Environment of a sweep."""
-
     paths: SweepPaths
     journal: Journal
     programs: SweepPrograms
@@ -324,7 +322,6 @@ class BatchEngine:
                 self._give_back(attempt, "cancelled", self._sweep.stopped)
 
     def _give_back(self, attempt: SubmittedAttempt, state: JobState, why: str) -> None:
-        """Handles a submission that never started and won't."""
         if state == "waiting":
             del self._attempts[attempt.job.name]
         else:

@@ -43,7 +43,6 @@ def script(name: str, job: SweepJob, attempt: int, paths: SweepPaths, programs: 
 
 
 def _started(job: SweepJob, paths: SweepPaths, programs: SweepPrograms, queue: Scheduler) -> list[str]:
-    """Returns the command that the task starts: safelaunch, once on each node."""
     words = job.arguments(os.fspath(paths.bundles(job.name)))
     if job.nodes == 1:
         return [*programs.safelaunch, *words]

@@ -161,7 +161,6 @@ def _on_this_node(
 
 
 def _through(queue: Scheduler, options: SweepOptions, jobs: Sequence[SweepJob], paths: SweepPaths) -> int:
-    """Runs the sweep through a scheduler, including jobs that it still has from earlier invocations."""
     try:
         queue.list()  # before the sweep writes anything
     except QueueError as error:
@@ -424,7 +423,6 @@ def _check_kind(words: argparse.Namespace, command: tuple[str, ...], *, has_comm
 
 
 def parser() -> Parser:
-    """Returns the parser for ``safelaunch colaunch`` up to ``--``."""
     result = Parser(
         "colaunch",
         after_dashes={*BY_FLAG, *torchrun.KNOWN},

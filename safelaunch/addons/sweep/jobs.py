@@ -25,7 +25,6 @@ _MARK = re.compile("\0([0-9]+)\0")
 
 
 def port_names(count: int) -> tuple[str, ...]:
-    """Returns the port placeholders of a job: ``port``, ``port2``, ``port3``, ..."""
     return tuple("port" if number == 1 else f"port{number}" for number in range(1, count + 1))
 
 
@@ -71,7 +70,6 @@ class SweepJob:
         return replace(self, words=tuple(map(filled, self.words)), env=env)
 
     def arguments(self, bundle_dir: str) -> tuple[str, ...]:
-        """Returns the arguments for ``safelaunch``. ``exec`` stays the first word."""
         own = ("--run-name", self.name, "--bundle-dir", bundle_dir)
         if self.words[:1] == ("exec",):
             return ("exec", *own, *self.words[1:])
@@ -80,8 +78,6 @@ class SweepJob:
 
 @dataclass(frozen=True, slots=True)
 class AttemptOutcome:
-    """How one attempt ended."""
-
     state: JobState
     exit_code: int | None = None  # as a shell shows it
     duration_s: float = 0.0
@@ -107,8 +103,6 @@ class Pace:
 
 @dataclass(slots=True)
 class Track:
-    """One job's progress through the sweep."""
-
     job: SweepJob
     state: JobState = "waiting"
     attempts: int = 0  # including earlier invocations

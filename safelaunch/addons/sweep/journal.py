@@ -40,8 +40,6 @@ NOBODY = ProcessId(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt of a job in the journal."""
-
     job: str
     number: int
     fingerprint: str
@@ -78,7 +76,6 @@ def parse(data: bytes, name: str) -> tuple[list[JournalRecord], int]:
 
 
 def attempts(records: Sequence[JournalRecord]) -> tuple[Attempt, ...]:
-    """Returns every attempt, in start order. Skips other records."""
     by_key: dict[tuple[str, int], Attempt] = {}
     for record in records:
         try:
@@ -101,8 +98,6 @@ def attempts(records: Sequence[JournalRecord]) -> tuple[Attempt, ...]:
 
 @dataclass(frozen=True, slots=True)
 class JournalHistory:
-    """The state of a sweep's jobs according to its journal."""
-
     before: Mapping[str, JobHistory]
     changed: tuple[str, ...] = ()  # jobs that were done but have changed since
     unfinished: tuple[Attempt, ...] = ()
@@ -191,7 +186,6 @@ class Journal:
         self._write({"event": "started", **words, "pid": process.pid, "start_ticks": process.start_ticks})
 
     def record_submission(self, job: SweepJob, attempt: int, name: str) -> None:
-        """Records an imminent submission under ``name``. Raises OSError if it can't be written."""
         words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint}
         self._write({"event": "handed", **words, "batch": name})
 
@@ -227,7 +221,6 @@ class Journal:
         self._length += len(line)
 
     def close(self) -> None:
-        """Releases the lock."""
         os.close(self._file)
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Waiting:
-    """A job whose dependencies are met."""
-
     name: str
     units: int
     overtaken: int = 0  # times another job overtook it while it was the head
@@ -22,8 +20,6 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A running job."""
-
     name: str
     units: int
     past: str = ""  # head with reserved room that this job overtook
@@ -31,8 +27,6 @@ class Running:
 
 @dataclass(slots=True)
 class Lineup:
-    """The waiting and running jobs, by units (slots or GPUs)."""
-
     capacity: int
     at_most: int  # jobs at a time
     waiting: list[Waiting] = field(default_factory=list)
@@ -43,11 +37,9 @@ class Lineup:
         return sum(job.units for job in self.running)
 
     def add(self, name: str, units: int) -> None:
-        """Adds a waiting job at the end."""
         self.waiting.append(Waiting(name, units))
 
     def end(self, name: str) -> None:
-        """Removes a running job."""
         self.running = [job for job in self.running if job.name != name]
 
     def next(self, free: int | None = None) -> str | None:

@@ -49,8 +49,6 @@ class _Unrecorded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SweepPlace:
-    """Environment of a sweep."""
-
     paths: SweepPaths
     pool: SharePool
     store: LeaseStore
@@ -140,7 +138,6 @@ class Local:
         active.process.send(signal.SIGKILL)
 
     def _enforce_limits(self) -> None:
-        """Ends jobs over their time limit, and kills those that don't end."""
         now = self._clock()
         if self._sweep.stopped:
             self._ask_to_end()
@@ -208,7 +205,6 @@ class Local:
             self._say(f"{job.name} waits for {self._place.pool.kind}s in use by others:\n{holders}")
 
     def _try_to_start(self, job: SweepJob) -> bool:
-        """Tries to start a job; returns False if it must be tried again."""
         share = self._place.pool.take(job)
         if share is None:
             return False

@@ -96,7 +96,6 @@ def _backwards(data: bytes) -> Iterator[str]:
 
 
 def value_of(text: str) -> Metric:
-    """Returns the text as a number if it is one. JSON has no infinities and no NaN, so these stay text."""
     try:
         number = float(text)
     except ValueError:

@@ -52,7 +52,6 @@ class SweepPaths:
         return self.jobs / name
 
     def log(self, name: str, attempt: int) -> Path:
-        """The file with an attempt's stdout and stderr."""
         return self.job(name) / f"attempt-{attempt}.log"
 
     def exit_file(self, name: str, attempt: int) -> Path:
@@ -63,7 +62,6 @@ class SweepPaths:
         return self.job(name) / "bundles"
 
     def bundles_of(self, name: str) -> set[str]:
-        """The paths of the job's published bundles."""
         try:
             with os.scandir(self.bundles(name)) as entries:
                 folders = [e.path for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
@@ -86,7 +84,6 @@ def verdict_of(bundle: str) -> tuple[str, str]:
 
 
 def summary_of(bundle: str) -> str:
-    """Returns the verdict's summary; empty without a readable verdict."""
     document = _verdict(bundle) if bundle else None
     return str(document.get("summary", "")) if document is not None else ""
 

@@ -23,8 +23,6 @@ PROGRAM = "safelaunch colaunch"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One job's share of the units."""
-
     units: tuple[int, ...] = ()  # numbers of its slots
     label: str = ""  # its units in words
     gpus: tuple[str, ...] = ()
@@ -163,7 +161,6 @@ def default_slots(cores: int, units: Sequence[int], at_most: int | None) -> int:
 
 
 def check_fits(needs: Mapping[str, int], pool: SharePool) -> None:
-    """Raises ResourceError for a job that could never start."""
     for name, units in needs.items():
         if units > pool.capacity:
             raise ResourceError(

@@ -16,8 +16,6 @@ AttemptStage = Literal["queued", "running", "ended", "absent", "hopeless", "unse
 
 @dataclass(frozen=True, slots=True)
 class AttemptPosition:
-    """How far an attempt has got."""
-
     # absent: the scheduler has no job for it, and no job has started; unsettled: it has ended, but its files might not
     # be visible here yet; hopeless: a job that it needs didn't succeed
     stage: AttemptStage

@@ -24,8 +24,6 @@ SUMMARY_EVERY_S = 2.0
 
 
 class Runner:
-    """Runs ``sweep`` on ``engine`` until its end or until it is stopped."""
-
     def __init__(
         self,
         sweep: Sweep,
@@ -83,7 +81,6 @@ class Runner:
         self._screen.show_end(f"{job.name}: {outcome.state} after {outcome.duration_s:.1f} s{code}{bundle}{again}")
 
     def _update_display(self) -> None:
-        """Updates the display. An error ends the display, not the jobs."""
         if not self._has_display:
             return
         try:
@@ -106,7 +103,6 @@ class Runner:
         self._summary_due_s = now + max(SUMMARY_EVERY_S, 20 * (self._clock() - now))
 
     def snapshot(self) -> Snapshot:
-        """Returns the current state of every job."""
         views = [
             JobStatus.of(track, self._live.get(name) if track.state == "running" else None)
             for name, track in self._sweep.tracks.items()

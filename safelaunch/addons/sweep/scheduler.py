@@ -20,8 +20,6 @@ class QueueError(SafelaunchError):
 
 @dataclass(frozen=True, slots=True)
 class SubmittedWork:
-    """A job to submit."""
-
     name: str  # unique: finds the job again in the scheduler's list
     job: SweepJob
     script: Path
@@ -31,8 +29,6 @@ class SubmittedWork:
 
 @dataclass(frozen=True, slots=True)
 class ListedJob:
-    """A job in the scheduler's list."""
-
     name: str
     number: str  # the scheduler's id
     stage: Literal["queued", "running", "ended"]

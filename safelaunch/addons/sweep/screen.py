@@ -138,7 +138,6 @@ def parameters(job: SweepJob) -> str:
 
 
 def typical_s(snapshot: Snapshot) -> dict[str, float]:
-    """Returns, by group, the median time that succeeded jobs took."""
     took: dict[str, list[float]] = {}
     for job in snapshot.jobs:
         if job.state == "succeeded" and job.outcome is not None:
@@ -160,12 +159,10 @@ def time_left_s(snapshot: Snapshot) -> float | None:
 
 
 def many(number: int, what: str) -> str:
-    """Returns e.g. ``1 job`` or ``2 jobs``."""
     return f"{number} {what}{'s' * (number != 1)}"
 
 
 def describe(jobs: Sequence[SweepJob], paths: SweepPaths, pool: SharePool, width: int) -> list[str]:
-    """Describes for --dry-run every job as colaunch would start it."""
     lines = [f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}", ""]
     for sweep_job in jobs:
         job = sweep_job.with_ports([f"{{{name}}}" for name in port_names(sweep_job.ports)])
@@ -329,7 +326,6 @@ class TerminalScreen:
 
 
 def picture(snapshot: Snapshot, height: int, width: int) -> Any:
-    """Renders as much of the table as fits, and a summary line."""
     from rich.console import Group
     from rich.text import Text
 

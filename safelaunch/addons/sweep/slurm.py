@@ -152,11 +152,9 @@ class SlurmJob:
         return {"SRUN_CPUS_PER_TASK": cores} if cores else {}
 
     def first_host(self) -> str:
-        """Returns the first node of the job; empty if Slurm doesn't report it."""
         return next(iter(_ask("scontrol", "show", "hostnames", self._environ["SLURM_JOB_NODELIST"]).split()), "")
 
     def why_ended(self) -> str:
-        """Returns Slurm's reason for ending the job."""
         text = _ask("scontrol", "show", "job", "-o", self._environ["SLURM_JOB_ID"])
         fields = dict(word.partition("=")[::2] for word in text.split())
         if int(fields.get("Restarts", "0")) > self.restart:

@@ -35,8 +35,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class JobCommand:
-    """A command and its environment."""
-
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: str
@@ -66,7 +64,6 @@ def spawn(command: JobCommand, tell: Callable[[ProcessId], None]) -> ProcessId:
 
 
 def _become(command: JobCommand, log: int, parent: int) -> NoReturn:
-    """Executes safelaunch, in the forked child."""
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
@@ -93,7 +90,6 @@ def exit_code_in(exit_file: Path) -> int | None:
 
 
 def is_held(log: Path) -> bool:
-    """Returns True if a process of the attempt that wrote ``log`` is still alive."""
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_CLOEXEC)
         try:

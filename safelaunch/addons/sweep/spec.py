@@ -88,7 +88,6 @@ class TemplateText:
     where: str  # where it is defined (``sweep.yaml:7``)
 
     def fields(self) -> frozenset[str]:
-        """Returns the names of its placeholders. Raises SpecError for a single brace."""
         names = set()
         for match in _TOKEN.finditer(self.text):
             if match.group() in "{}":
@@ -121,8 +120,6 @@ class TemplateText:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One parameter with its values, as written."""
-
     name: str
     values: tuple[str, ...]
     where: str
@@ -148,7 +145,6 @@ class Template:
 
 
 def axis(name: str, words: Sequence[str], where: str) -> Axis:
-    """Returns a parameter with its values; ``0..4`` means 0, 1, 2, 3, 4. Raises SpecError."""
     if not _PARAMETER.fullmatch(name):
         raise SpecError(f"{where}: {name!r} cannot be a parameter's name", "letters, digits, _ and -, a letter first")
     if name in BUILTIN:
@@ -313,7 +309,6 @@ def _number(keys: Mapping[str, YamlNode], name: str, parse: Callable[[str], T], 
 
 
 def _options(keys: Mapping[str, YamlNode]) -> tuple[TemplateText, ...]:
-    """Returns safelaunch's options of the job, as words."""
     words: list[TemplateText] = []
     if "preset" in keys:
         for node in texts_of(keys["preset"], "preset"):

@@ -29,8 +29,6 @@ RATE_OVER_S = 10.0
 
 @dataclass(slots=True)
 class _FollowedJob:
-    """A job under observation."""
-
     roster: Roster | None = None
     run: RunPaths | None = None
     samples: deque[tuple[float, int]] = field(default_factory=deque)  # recent (time, step), oldest first
@@ -112,7 +110,6 @@ class Steps:
         return Pace(followed.step, followed.steps_per_s, port, age_s, quiet, cause, followed.wrong)
 
     def last_of(self, supervisor: ProcessId) -> tuple[int | None, str]:
-        """Returns the last step of a job that has ended, and its first wrong result; forgets the job."""
         followed = self._followed.pop(supervisor, _FollowedJob())
         followed.look(self._clock())
         return followed.step, followed.wrong
@@ -125,7 +122,6 @@ def early_cause(path: Path) -> str:
 
 
 def wrong_cause(path: Path) -> str:
-    """Returns the first wrong result; empty without one."""
     lines = _listed(path, WrongResult)
     return lines[0].cause if lines else ""
 

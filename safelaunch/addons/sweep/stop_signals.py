@@ -45,7 +45,6 @@ class Signals:
         return taken
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for a signal, a child's end, or ``timeout_s`` seconds."""
         if self._taken:
             return
         if select.select([self._wake], [], [], timeout_s)[0]:

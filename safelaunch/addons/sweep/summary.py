@@ -48,7 +48,6 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def document(tracks: Iterable[Track]) -> dict[str, Any]:
-    """Returns ``{"jobs": [...]}``; missing values are null or empty."""
     result: dict[str, Any] = msgspec.to_builtins(Summary(tuple(_entry(track, track.outcome) for track in tracks)))
     return result
 
@@ -99,7 +98,6 @@ def _cell(value: object) -> str:
 
 
 def write_summary(tracks: Sequence[Track], paths: SweepPaths) -> None:
-    """Writes both files, each atomically. Raises OSError."""
     replace_file(paths.summary_json, json.dumps(document(tracks), indent=2) + "\n")
     write_csv(tracks, paths)
 

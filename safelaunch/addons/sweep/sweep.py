@@ -11,8 +11,6 @@ from safelaunch.addons.sweep.lineup import Lineup, Running
 
 @dataclass(frozen=True, slots=True)
 class JobHistory:
-    """A job's history from earlier invocations."""
-
     attempts: int = 0
     outcome: AttemptOutcome | None = None  # None if the job has to run again
     with_engine: bool = False  # its last attempt is still with the engine
@@ -20,8 +18,6 @@ class JobHistory:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Limits and options of a sweep."""
-
     capacity: int  # units
     at_most: int  # jobs at a time
     fail_fast: bool = False  # the first job that fails stops the others
@@ -93,7 +89,6 @@ class Sweep:
         self._settle()
 
     def stop(self, why: str) -> None:
-        """Starts no more jobs, and cancels those that have not started."""
         self.stopped = self.stopped or why
         self._queue.waiting.clear()
         for track in self.tracks.values():

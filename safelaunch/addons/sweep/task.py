@@ -48,7 +48,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def port_token(index: int) -> str:
-    """Returns the placeholder of a leased port in the command and the environment."""
     return f"@{{port-{index}}}"
 
 
@@ -71,7 +70,6 @@ class SchedulerJob(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the task; returns the exit code of the job's safelaunch."""
     words = _parser().parse_args(argv)
     environ = dict(os.environ)
     return SchedulerTask(words, environ, import_module(words.queue).SCHEDULER_JOB(environ)).run()
@@ -134,7 +132,6 @@ class SchedulerTask:
         return code
 
     def _write_end(self, end: TaskEnd) -> None:
-        """Writes the end, and retries while the disk refuses it."""
         deadline_s = time.monotonic() + LEAVE_FOR_S
         while True:
             try:
@@ -148,7 +145,6 @@ class SchedulerTask:
         self._signalled = True
 
     def _to_log(self) -> None:
-        """Redirects all output to the attempt's log."""
         path = self._paths.log(self._arguments.directory.name, self._arguments.attempt)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         sys.stdout.flush()
@@ -169,7 +165,6 @@ class SchedulerTask:
         return self._watch(child)
 
     def _values(self) -> dict[str, str]:
-        """Returns the values of the placeholders."""
         wanted = self._arguments.ports
         values = {JOB_ID: f"{self._arguments.name}.{self._scheduler_job.restart}"}
         if any(RENDEZVOUS_PORT in word for word in self._arguments.command):

@@ -12,8 +12,6 @@ from safelaunch.addons.sweep.jobs import AttemptOutcome, JobState, SweepJob, Tra
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One job at one moment."""
-
     job: SweepJob
     state: JobState
     attempts: int = 0
@@ -40,8 +38,6 @@ class JobStatus:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All jobs at one moment."""
-
     jobs: tuple[JobStatus, ...]
     stopped: str = ""  # why no more jobs start
 
