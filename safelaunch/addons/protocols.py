@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from safelaunch.bundle.reading.guard import FoundEvidence, ReadLimits
+    from safelaunch.bundle.reading.evidence import FoundEvidence
+    from safelaunch.bundle.reading.guard import ReadLimits
     from safelaunch.cli.parsing import Parser
     from safelaunch.supervise.respond import JobView
 

@@ -1,12 +1,12 @@
-"""A program that copies a staged bundle into the bundle directory, whole or not at all. Standard library only.
+"""Copies a staged bundle into the bundle directory, atomically. A program that uses only the standard library.
 
 ``copier.py STAGED DIRECTORY NAME KEEP`` writes the final path and a NUL byte to stdout as soon as the bundle is in
-place. Then, unless KEEP is 0, it removes all but the KEEP newest bundles. Problems with that, and with the link
+place. Then it removes all but the KEEP newest bundles, unless KEEP is 0. Problems with that, and with the link
 ``latest``, follow the NUL byte, one per line.
 
-It is a separate process, so that the supervisor can abandon it if the disk does not answer. It makes the directory its
-working directory: whatever others do to the name, the files go there. Others who may write there (a project's group)
-can still rename what they find, so at the end it checks what is at the names.
+It is a separate process, so that the supervisor can abandon it if the disk doesn't respond. It changes into the
+directory: if other users rename that, files still go there. Users with write access (a project's group) can also rename
+files, so at the end it checks what the names refer to.
 """
 
 import errno
@@ -29,16 +29,17 @@ LATEST = "latest"
 
 
 def main(staged: str, directory: str, name: str, keep: str, whole: str = "") -> int:
-    """Publishes one bundle; returns 1, with the reason on stderr, if that fails.
+    """Publishes one bundle. Returns 1, with the reason on stderr, if that fails.
 
-    ``whole``: the name of the bundle that this one is a part of; if that is in the directory, it becomes the latest.
+    Args:
+        whole: name of the bundle that this one is part of; if present, it becomes ``latest``
     """
     directory = os.path.abspath(directory)
     partial = f".{name}.{os.getpid()}-{time.time_ns()}.partial"
     written = -1
     parent = os.getppid()
     try:
-        staged = f"/proc/self/fd/{_open(staged)}"  # by its name, this process may not be able to reach it
+        staged = f"/proc/self/fd/{_open(staged)}"  # its name might not be accessible to this process
         _make_directory(directory)
         os.chdir(directory)
         if reason := why_unsafe(os.stat(".")):
@@ -76,7 +77,7 @@ def _make_directory(directory: str) -> None:
 
 
 def what_is_in_the_way(path: str) -> str:
-    """What ``path``, which is not a directory, is instead, and what to do about it."""
+    """Returns what ``path`` is instead of a directory, and what to do about it."""
     mode = os.lstat(path).st_mode
     if stat.S_ISLNK(mode) and not os.path.exists(path):
         target = os.readlink(path)
@@ -90,7 +91,7 @@ def what_is_in_the_way(path: str) -> str:
 
 
 def why_unsafe(directory: os.stat_result) -> str:
-    """Why any user could replace a bundle in this directory; empty if only its owner or a group can."""
+    """Returns why any user could replace a bundle in this directory; empty if only its owner or a group can."""
     if not directory.st_mode & stat.S_IWOTH:
         return ""
     if not directory.st_mode & stat.S_ISVTX:
@@ -101,7 +102,7 @@ def why_unsafe(directory: os.stat_result) -> str:
 
 
 def _owner_of_what_is_made() -> int:
-    """The owner of files that we create here: on some network disks, not us. Nobody can swap an open file."""
+    """Returns the owner of files created here, which some network disks change. An open file can't be swapped."""
     name = f".{os.getpid()}-{time.time_ns()}.owner"
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -111,11 +112,11 @@ def _owner_of_what_is_made() -> int:
         try:
             os.unlink(name)
         except OSError:
-            pass  # another user took it away; it was empty
+            pass  # another user moved it; it was empty
 
 
 def _open_new(name: str, uid: int) -> int:
-    """Opens a directory that we, ``uid``, just created. Raises OSError if somebody has replaced it."""
+    """Opens a directory that we just created as ``uid``. Raises OSError if it was replaced."""
     try:
         descriptor = _open(name)
     except OSError as error:
@@ -130,16 +131,16 @@ def _open(name: str) -> int:
     return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def _is(name: str, known: os.stat_result) -> bool:
+def _is(name: str, expected: os.stat_result) -> bool:
     try:
-        found = os.stat(name, follow_symlinks=False)
+        status = os.stat(name, follow_symlinks=False)
     except OSError:
         return False
-    return (found.st_dev, found.st_ino) == (known.st_dev, known.st_ino)
+    return (status.st_dev, status.st_ino) == (expected.st_dev, expected.st_ino)
 
 
 def _inside(directory: int, work: "Callable[[], None]") -> None:
-    """Runs ``what`` with the open directory as the working directory."""
+    """Runs ``work`` with the open directory as the working directory."""
     here = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fchdir(directory)
@@ -153,27 +154,27 @@ def _copy(staged: str, parent: int) -> None:
     """Copies ``staged`` into the working directory, private. Raises OSError if anything is missing."""
     os.chmod(".", 0o700)
     copy_tree(staged, ".")
-    if os.getppid() != parent:  # its staged files go with it, perhaps while we copied them
+    if os.getppid() != parent:  # the staged files disappear with it, perhaps during the copy
         raise OSError(None, "safelaunch was killed")
     if not _files(staged) or _files(".") != _files(staged):
         raise OSError(None, "the staged bundle was removed during the copy")
 
 
 def copy_tree(source: str, target: str) -> None:
-    """Copies the files below ``source`` into ``target``, private whatever the umask and ACLs.
+    """Copies the files below ``source`` into ``target``, private despite umask and ACLs.
 
     Raises the first OSError, whose text is one line.
     """
     for folder, folders, files in os.walk(source):
-        there = os.path.join(target, folder[len(source) + 1 :])
+        subfolder = os.path.join(target, folder[len(source) + 1 :])
         for name in folders:
-            made = os.path.join(there, name)
-            os.mkdir(made, 0o700)
-            os.chmod(made, 0o700)
+            destination = os.path.join(subfolder, name)
+            os.mkdir(destination, 0o700)
+            os.chmod(destination, 0o700)
         for name in files:
-            made = os.path.join(there, name)
-            shutil.copyfile(os.path.join(folder, name), made, follow_symlinks=False)
-            os.chmod(made, 0o600)
+            destination = os.path.join(subfolder, name)
+            shutil.copyfile(os.path.join(folder, name), destination, follow_symlinks=False)
+            os.chmod(destination, 0o600)
 
 
 def _remove_directory(name: str, descriptor: int) -> None:
@@ -195,16 +196,16 @@ def _remove_directory(name: str, descriptor: int) -> None:
 
 
 def _files(root: str) -> "list[str]":
-    """The files below ``root``, relative to it. Its own path is not used, because it may just be renamed."""
+    # Relative paths only: ``root`` might be renamed at this moment.
     return sorted(os.path.join(folder, file)[len(root) + 1 :] for folder, _, files in os.walk(root) for file in files)
 
 
 def _rename(partial: str, wanted: str) -> str:
-    """Renames to ``wanted``, or to ``wanted-2``, ... if another run has that name."""
+    """Renames to ``wanted``, or to ``wanted-2`` and so on if another run has that name."""
     for number in range(1, 1000):
         final = wanted if number == 1 else f"{wanted}-{number}"
         try:
-            os.mkdir(final, 0o700)  # reserves the name: rename can replace only an empty directory
+            os.mkdir(final, 0o700)  # reserves the name: rename can only replace an empty directory
         except FileExistsError:
             continue
         try:
@@ -221,36 +222,36 @@ def _rename(partial: str, wanted: str) -> str:
 
 
 def _link_latest(name: str) -> str:
-    """Makes the link ``latest``. Returns a line where that cannot be, or an empty string."""
+    """Makes the link ``latest``. Returns the problem as a line, or an empty string."""
     if os.path.lexists(LATEST) and not os.path.islink(LATEST) and not _is_set_aside(LATEST):
         return f"{LATEST} is not safelaunch's: there is no link to the newest bundle\n"
     partial = f".latest.{os.getpid()}-{time.time_ns()}"
     try:
         os.symlink(name, partial)
     except OSError:
-        return ""  # a disk without links: the bundle itself is in place
+        return ""  # the disk has no links, but the bundle is in place
     try:
         os.replace(partial, LATEST)
-    except OSError as error:  # another user's, and the directory's sticky bit protects it
+    except OSError as error:  # another user's file, protected by the directory's sticky bit
         os.unlink(partial)
         return f"no link to the newest bundle: {LATEST}: {error.strerror}\n"
     return ""
 
 
 def _is_set_aside(name: str) -> bool:
-    """Sets aside what another user has called so. A file or folder of this user stays; returns whether it went."""
+    """Moves another user's file of this name aside; keeps this user's. Returns whether the name is free."""
     owner = os.lstat(name).st_uid
     if owner == os.geteuid():
         return False
     try:
         os.rename(name, f"{name}.of-user-{owner}-{time.time_ns()}")
     except OSError:
-        return False  # the sticky bit protects it
+        return False  # protected by the sticky bit
     return True
 
 
 def is_ours_alone(directory: os.stat_result) -> bool:
-    """Whether nobody else can rename our files in it. If others can, any of our directories may have any name."""
+    """Returns whether only this user can rename files in it. Otherwise, any of our directories can have any name."""
     shared = directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not directory.st_mode & stat.S_ISVTX
     return directory.st_uid in (0, os.geteuid()) and not shared
 
@@ -268,7 +269,7 @@ def _remove_stale(directory: str) -> None:
                 continue
             shutil.rmtree(entry.path, ignore_errors=True)
         except FileNotFoundError:
-            continue  # our own copy has just ended: it is not a leftover
+            continue  # our own copy ended just now
 
 
 def _report(what: str, work: "Callable[[], None]") -> None:
@@ -283,7 +284,7 @@ def _report(what: str, work: "Callable[[], None]") -> None:
 
 
 def _remove_old(keep: int, just_written: str) -> None:
-    """Removes all but the ``keep`` newest bundles of this user, but never the new one or what ``LATEST`` leads to."""
+    """Removes all but the ``keep`` newest bundles of this user, but never the new one or the target of ``LATEST``."""
     names = sorted((name for name in os.listdir(".") if _is_bundle(name)), key=_age)
     spared = {just_written}
     if os.path.islink(LATEST):
@@ -294,7 +295,7 @@ def _remove_old(keep: int, just_written: str) -> None:
 
 
 def _is_bundle(name: str) -> bool:
-    """Whether it is a complete bundle of this user: a directory, not a link, with a bundle's name."""
+    """Returns whether it is a complete bundle of this user: a directory with a bundle's name, and not a link."""
     try:
         info = os.lstat(name)
         files = [os.lstat(os.path.join(name, file)) for file in WHOLE]
@@ -311,12 +312,12 @@ def _age(name: str) -> tuple[str, int]:
 
 
 def _remove(name: str) -> None:
-    """Removes a bundle; renames it first, so that nobody finds half of it."""
+    """Renames a bundle, so that no partial one is visible, and removes it."""
     doomed = f".{name}.{os.getpid()}-{time.time_ns()}.removed"
     try:
         bundle = _open(name)
     except FileNotFoundError:
-        return  # another run was faster
+        return  # another run removed it first
     try:
         if not _is_bundle(name) or not _is(name, os.fstat(bundle)):
             return

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from safelaunch.bundle.staging import check_directory
+from safelaunch.bundle.publication import check_directory
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
 from safelaunch.model import Verdict

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from safelaunch.bundle.reading.guard import FoundEvidence, Unreadable
+from safelaunch.bundle.reading.evidence import FoundEvidence
+from safelaunch.bundle.reading.files import Unreadable
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import seen_from_here, working_directory
 from safelaunch.model import Claim, Evidence, NextStep, ProofEdge, Verdict, format_ranks
@@ -217,7 +218,7 @@ def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callab
 
     try:
         with tempfile.TemporaryDirectory(prefix="safelaunch-") as scratch:
-            paths = [locate.saved(path, Path(scratch)) for path in paths]
+            paths = [locate.save_stdin(path, Path(scratch)) for path in paths]
             if len(paths) > 1:
                 return in_child(lambda: work(locate.read_files(paths)), locate.bounds_of(paths))
             folder = locate.folder_of(paths[0], Path(scratch))
@@ -313,13 +314,13 @@ def _files(verdict: Verdict, reading: FoundEvidence, names: Collection[str]) -> 
     """Returns the report, and the files for viewers."""
     if not names:
         return {}
-    from safelaunch.bundle.reading import bundles
+    from safelaunch.bundle.reading import report_header
     from safelaunch.capture import user_source
     from safelaunch.report import exports, page, template
     from safelaunch.system.redaction.redactor import Redactor
     from safelaunch.verdict.rank_state import CaseFacts
 
-    about = bundles.about_all(reading.bundles)
+    about = report_header.about_all(reading.bundles)
     redactor = Redactor()
     facts = CaseFacts.of(reading.evidence, user_source.text_for_stranger)
     made: dict[str, str] = {}

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from safelaunch import __version__
-from safelaunch.bundle.staging import check_directory
+from safelaunch.bundle.publication import check_directory
 from safelaunch.capture import gpu
 from safelaunch.capture.gather import gather
 from safelaunch.cli import doctor_node as node

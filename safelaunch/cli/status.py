@@ -241,7 +241,7 @@ def _newest_bundle(status: RunStatus) -> tuple[Path, _RunVerdict] | None:
 
 
 def _read(path: Path) -> _RunVerdict | None:
-    from safelaunch.bundle.reading.guard import Unreadable, read_limited
+    from safelaunch.bundle.reading.files import Unreadable, read_limited
 
     try:
         return from_json(read_limited(path, LARGEST_VERDICT), _RunVerdict)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from safelaunch import __version__
-from safelaunch.bundle.staging import owner_under_sudo
+from safelaunch.bundle.publication import owner_under_sudo
 from safelaunch.capture import collect, ptrace, stacks
 from safelaunch.capture.jobs import SERVER, FoundJob, command_of, name_of_user, packages_of
 from safelaunch.capture.look import Target

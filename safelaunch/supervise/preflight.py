@@ -23,7 +23,7 @@ def check(settings: Settings) -> None:
     """Raises UsageError if the key file or the bundle directory can't be used."""
     _check_key(settings)
     if settings.is_explicit("bundle-dir"):
-        from safelaunch.bundle.staging import check_directory
+        from safelaunch.bundle.publication import check_directory
 
         problem = check_directory(settings.bundle_dir)
         if problem:
@@ -113,7 +113,6 @@ def _source_of(script: str) -> ast.Module | None:
 
 
 def _holder_of(port: int) -> str:
-    """Describes the process that listens on a port of this node; empty if none does."""
     from safelaunch.capture import sockets
     from safelaunch.system import procstat
 

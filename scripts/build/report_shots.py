@@ -12,10 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from safelaunch.bundle.reading import bundles, locate
+from safelaunch.bundle.reading import locate, report_header
 from safelaunch.capture import user_source
-from safelaunch.report import page
-from safelaunch.report import template
+from safelaunch.report import page, template
 from safelaunch.verdict.diagnose import diagnose
 from tests.support import incidents
 from tests.support.browser import Browser, found
@@ -68,7 +67,7 @@ def _of_bundle(path: Path, out: Path) -> Path:
     root = path.resolve()
     evidence = locate.read(root).evidence
     verdict, begin = diagnose(evidence, read_source=user_source.text_for_stranger), time.process_time()
-    about = bundles.about(root)
+    about = report_header.about(root)
     text = template.render(page.content(verdict, evidence, read_source=user_source.text_for_stranger, about=about))
     return _written(out / f"{root.name}.html", text, begin)
 

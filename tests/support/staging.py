@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.bundle.staging import Keeping, Published, Staging, publish
+from safelaunch.bundle.publication import Publication, Retention, publish
+from safelaunch.bundle.staging import Staging
 from safelaunch.model import Artifact
 
 NAME = "train-20260101T000000Z-hang"
@@ -29,7 +30,7 @@ def staged(root: Path) -> Path:
     return begun(root).root
 
 
-def published(directory: Path, name: str = NAME, keeping: Keeping | None = None) -> Published:
+def published(directory: Path, name: str = NAME, keeping: Retention | None = None) -> Publication:
     source = staged(directory.parent / f"staged-{time.monotonic_ns()}")
     result = publish(source, directory, name, directory.parent / "fallback", keeping, deadline_s=30.0)
     assert not source.exists() or result.path == source

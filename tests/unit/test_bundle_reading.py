@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from safelaunch import addons
 from safelaunch.beacon import layout
 from safelaunch.bundle.reading import locate
-from safelaunch.bundle.reading.guard import Unreadable
+from safelaunch.bundle.reading.files import Unreadable
 from safelaunch.capture.flight_recorder import NCCL_ONLY
 from safelaunch.cli import main
 from safelaunch.model import (
@@ -123,8 +123,8 @@ def test_every_rank_field_reads_back(tmp_path: Path) -> None:
     assert {name for name in RankEvidence.__struct_fields__ if name not in RankFile.__struct_fields__} == ELSEWHERE
     defaults = RankFile()
     assert [name for name, value in RankFile.of(other).fields.items() if value == getattr(defaults, name)] == []
-    (found,) = locate.read(write_bundle(tmp_path / "b", job(other))).evidence.ranks
-    assert found == other
+    (rank_read,) = locate.read(write_bundle(tmp_path / "b", job(other))).evidence.ranks
+    assert rank_read == other
 
 
 def test_bundle_json_verdict_equals_live_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,11 +178,11 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_damaged_rank_file_loses_only_its_part_and_is_named(name: str, how: str, tmp_path: Path) -> None:
     root = write_bundle(tmp_path / "b", hang())
     DAMAGE[how](root / "ranks" / "2" / name)
-    found = locate.read(root)
-    verdict = diagnose(found.evidence)
+    contents = locate.read(root)
+    verdict = diagnose(contents.evidence)
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("stuck-in-user-code", [1])
     absent = how in ("gone", "a link to nowhere")
-    assert absent or any(f"ranks/2/{name}" in problem for problem in found.problems)
+    assert absent or any(f"ranks/2/{name}" in problem for problem in contents.problems)
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,9 @@ def test_damaged_rank_file_loses_only_its_part_and_is_named(name: str, how: str,
 def test_damaged_manifest_keeps_culprit_and_is_named(how: str, tmp_path: Path) -> None:
     root = write_bundle(tmp_path / "b", hang())
     DAMAGE[how](root / "manifest.json")
-    found = locate.read(root)
-    assert [c.rank for c in diagnose(found.evidence).culprits] == [1]
-    assert any("manifest.json" in problem for problem in found.problems)
+    contents = locate.read(root)
+    assert [c.rank for c in diagnose(contents.evidence).culprits] == [1]
+    assert any("manifest.json" in problem for problem in contents.problems)
 
 
 def test_flight_record_without_jobs_backend_is_ignored(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_flight_record_without_jobs_backend_is_ignored(tmp_path: Path) -> None:
         {"path": "ranks/2/flight_recorder.pickle", "how": "worker server", "duration_s": 0.0, "note": NCCL_ONLY}
     ]
     write_json(root / "manifest.json", manifest)
-    records = {one.rank: one.flight_record for one in locate.read(root).evidence.ranks}
+    records = {rank.rank: rank.flight_record for rank in locate.read(root).evidence.ranks}
     assert [rank for rank, record in records.items() if record is None] == [2]
 
 
@@ -215,16 +215,16 @@ def test_bundle_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
     root = write_bundle(tmp_path / "b", hang())
     (root / "ranks/2/flight_recorder.pickle").write_bytes(pickle.dumps({"version": "2.10", "entries": [Evil()]}))
-    found = locate.read(root)
+    contents = locate.read(root)
     assert not (tmp_path / "ran").exists()
-    assert any("which no dump does" in problem for problem in found.problems)
+    assert any("which no dump does" in problem for problem in contents.problems)
 
 
 # --- several nodes ----------------------------------------------------------------------------------------------------
 
 
 def nodes(tmp_path: Path, *parts: tuple[int, ...], world: int = 4) -> Path:
-    everybody = {one.rank: one for one in hang(world).ranks}
+    everybody = {rank.rank: rank for rank in hang(world).ranks}
     for number, ranks in enumerate(parts):
         missing = tuple(sorted(set(range(world)) - set(ranks)))
         part = job(*(everybody[r] for r in ranks), missing_ranks=missing, world=world)
@@ -275,7 +275,7 @@ def test_bundles_of_different_incidents_are_not_joined(tmp_path: Path, second: t
 
 def test_dumps_of_nodes_at_different_times_are_joined_without_steps(tmp_path: Path) -> None:
     whole = replace(
-        hang(), outcome="dump", ranks=tuple(replace(one, beacon=False, progress=None) for one in hang().ranks)
+        hang(), outcome="dump", ranks=tuple(replace(rank, beacon=False, progress=None) for rank in hang().ranks)
     )
     for number, at_s in enumerate((1000.0, 1900.0)):
         half = replace(whole, ranks=whole.ranks[2 * number : 2 * number + 2])
@@ -289,12 +289,12 @@ def test_node_bundles_with_shared_verdict_use_complete_one(tmp_path: Path) -> No
     """One bundle holds every rank, and the others add nothing."""
     folder = nodes(tmp_path, (0, 1), (0, 1, 2, 3), (2, 3))
     for number in range(3):
-        told = {"outcome": "hang", "bundle": {"host": "h", "path": "/b/train-node1", "whole": number == 1}}
-        (folder / f"train-node{number}" / "verdict.json").write_text(json.dumps(told))
-    found = locate.read(folder)
-    assert ([rank.rank for rank in found.evidence.ranks], found.files) == ([0, 1, 2, 3], {"": "train-node1/"})
-    told["bundle"] = {"host": "h", "path": "/b/another", "whole": False}
-    (folder / "train-node2" / "verdict.json").write_text(json.dumps(told))
+        verdict = {"outcome": "hang", "bundle": {"host": "h", "path": "/b/train-node1", "whole": number == 1}}
+        (folder / f"train-node{number}" / "verdict.json").write_text(json.dumps(verdict))
+    contents = locate.read(folder)
+    assert ([rank.rank for rank in contents.evidence.ranks], contents.files) == ([0, 1, 2, 3], {"": "train-node1/"})
+    verdict["bundle"] = {"host": "h", "path": "/b/another", "whole": False}
+    (folder / "train-node2" / "verdict.json").write_text(json.dumps(verdict))
     with pytest.raises(Unreadable, match="rank 0 is in train-node0 and in train-node1"):
         locate.read(folder)
 
@@ -306,11 +306,11 @@ def lost(number: int) -> RankEvidence:
     return rank(number, frames, more={"exception": RankException("RuntimeError", text, 200.0, frames, text)})
 
 
-def two_supervisors(root: Path, *others: RankEvidence) -> Path:
+def two_supervisors(root: Path, *ranks: RankEvidence) -> Path:
     """Supervisor of ranks 0-1 stopped its ranks because of a hang; then the other supervisor looked at its ranks."""
     first = job(waiting(0), waiting(1), missing_ranks=(2, 3), world=4, launched=LAUNCHED)
     write_bundle(root / "train-node0", first)
-    write_bundle(root / "train-node1", job(*others, outcome="crash", missing_ranks=(0, 1), world=4), "node2")
+    write_bundle(root / "train-node1", job(*ranks, outcome="crash", missing_ranks=(0, 1), world=4), "node2")
     return root
 
 
@@ -336,13 +336,13 @@ def test_ranks_stopped_by_other_supervisor_leave_no_culprit(tmp_path: Path, caps
 def test_own_failure_of_second_node_is_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = replace(lost(3), exception=RankException("ValueError", "bad sample", 100.0, (at(41),), "ValueError"))
     _, verdict = verdict_at(two_supervisors(tmp_path, lost(2), own), capsys)
-    assert (verdict["cause"], [one["rank"] for one in verdict["culprits"]]) == ("rank-exception", [3])
+    assert (verdict["cause"], [culprit["rank"] for culprit in verdict["culprits"]]) == ("rank-exception", [3])
 
 
 def test_sleeping_rank_on_second_node_is_culprit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asleep = rank(3, in_user(7, "load"), "sleep", flight=behind())
     _, verdict = verdict_at(two_supervisors(tmp_path, lost(2), asleep), capsys)
-    assert (verdict["cause"], [one["rank"] for one in verdict["culprits"]]) == ("stuck-in-user-code", [3])
+    assert (verdict["cause"], [culprit["rank"] for culprit in verdict["culprits"]]) == ("stuck-in-user-code", [3])
 
 
 def test_lost_connections_alone_are_no_proof_of_arrival() -> None:
@@ -356,9 +356,9 @@ def test_launch_record_reads_back_from_bundles(tmp_path: Path) -> None:
     assert locate.read(folder).evidence.launched == LAUNCHED
     assert locate.read(folder).evidence.stopped == (0, 1)
     (folder / "train-node0" / "launch.json").write_text('{"typed": 3}')
-    found = locate.read(folder)
-    assert found.evidence.launched is None
-    assert any("launch.json" in problem for problem in found.problems)
+    contents = locate.read(folder)
+    assert contents.evidence.launched is None
+    assert any("launch.json" in problem for problem in contents.problems)
 
 
 # --- plain dumps ------------------------------------------------------------------------------------------------------
@@ -422,8 +422,10 @@ def test_group_members_without_dump_are_missing_ranks(tmp_path: Path) -> None:
 def test_fuller_of_two_dumps_per_rank_is_used(tmp_path: Path) -> None:
     folder = dumps(tmp_path / "dumps", mismatching())
     dumps(folder, {n: record(entry("all_reduce", 4)) for n in range(4)}, "nccl_trace_rank_{}.json")
-    found = locate.read(folder)
-    assert all(one.flight_record is not None and len(one.flight_record.entries) == 4 for one in found.evidence.ranks)
+    contents = locate.read(folder)
+    assert all(
+        rank.flight_record is not None and len(rank.flight_record.entries) == 4 for rank in contents.evidence.ranks
+    )
 
 
 @pytest.mark.parametrize("newest", ["dump.{}.pkl", "nccl_trace_rank_{}"])
@@ -447,8 +449,8 @@ def test_dumps_with_different_names_per_node_are_joined(tmp_path: Path) -> None:
     flights = mismatching()
     dumps(tmp_path / "dumps", {n: flights[n] for n in (0, 1)}, "nccl_trace_rank_{}")
     folder = dumps(tmp_path / "dumps", {n: flights[n] for n in (2, 3)}, "dump.{}.pkl")
-    found = locate.read(folder)
-    assert [one.rank for one in found.evidence.ranks] == [0, 1, 2, 3] and found.problems == ()
+    contents = locate.read(folder)
+    assert [rank.rank for rank in contents.evidence.ranks] == [0, 1, 2, 3] and contents.problems == ()
 
 
 def test_fifo_among_dumps_does_not_block_reading(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.bundle.reading.bundles import about
+from safelaunch.bundle.reading.report_header import about
 from safelaunch.report.about import LaunchFacts, Link
 
 
@@ -34,10 +34,10 @@ def bundle(root: Path) -> Path:
 
 
 def test_about_has_launch_and_node_facts(tmp_path: Path) -> None:
-    found = about(bundle(tmp_path / "train-hang"))
-    assert (found.bundle, found.at_unix_s) == ("train-hang", 1.5e9)
-    assert (found.launch.run_name, found.launch.command) == ("train", ("torchrun", "x.py"))
-    (node,) = found.nodes
+    header = about(bundle(tmp_path / "train-hang"))
+    assert (header.bundle, header.at_unix_s) == ("train-hang", 1.5e9)
+    assert (header.launch.run_name, header.launch.command) == ("train", ("torchrun", "x.py"))
+    (node,) = header.nodes
     assert [gpu.name or gpu.error for gpu in node.gpus] == ["H100", "lost"]
     assert node.disks == (("/tmp", 0.75),) and node.versions == (("torch", "2.13"),)
     assert node.network == (
@@ -73,9 +73,9 @@ def test_about_leaves_out_damaged_files(tmp_path: Path, content: bytes) -> None:
     root = bundle(tmp_path / "one")
     for path in root.rglob("*.json"):
         path.write_bytes(content)
-    found = about(root)
-    assert found.launch == LaunchFacts() and [node.host for node in found.nodes] == ["a"]
-    assert found.nodes[0].gpus == ()
+    header = about(root)
+    assert header.launch == LaunchFacts() and [node.host for node in header.nodes] == ["a"]
+    assert header.nodes[0].gpus == ()
 
 
 def test_about_follows_no_links(tmp_path: Path) -> None:
@@ -85,5 +85,5 @@ def test_about_follows_no_links(tmp_path: Path) -> None:
     (root / "node/a/kernel_log.txt").unlink()
     (root / "node/a/kernel_log.txt").symlink_to(secret)
     (root / "node/b").symlink_to(tmp_path)
-    found = about(root)
-    assert [node.host for node in found.nodes] == ["a"] and found.nodes[0].kernel_log == ()
+    header = about(root)
+    assert [node.host for node in header.nodes] == ["a"] and header.nodes[0].kernel_log == ()

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from safelaunch.bundle.reading import guard
-from safelaunch.bundle.reading.guard import ReadLimits, TooMuch, Unreadable, in_child, parse_all
+from safelaunch.bundle.reading import parallel
+from safelaunch.bundle.reading.files import Unreadable
+from safelaunch.bundle.reading.guard import LimitExceeded, ReadLimits, in_child
+from safelaunch.bundle.reading.parallel import parse_all
 
 # --- parsing by several processes gives the same as parsing by one, even if a process dies ----------------------------
 
@@ -31,13 +33,13 @@ def _read_and_die(names: tuple[str, ...], paths: Sequence[Path]) -> Iterator[tup
         yield from read([path])
 
 
-def texts(found: Sequence[tuple[str, int] | str]) -> list[str]:
-    return [one if isinstance(one, str) else one[0] for one in found]
+def texts(results: Sequence[tuple[str, int] | str]) -> list[str]:
+    return [result if isinstance(result, str) else result[0] for result in results]
 
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    monkeypatch.setattr("safelaunch.bundle.reading.guard.os.sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr("safelaunch.bundle.reading.parallel.os.sched_getaffinity", lambda pid: {0, 1, 2})
     for number in range(100):
         (tmp_path / str(number)).write_text(f"text {number}")
     return [tmp_path / str(number) for number in range(100)]
@@ -46,32 +48,32 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 ALL = [f"text {number}" for number in range(100)]
 
 
-@pytest.mark.parametrize("worth_it_bytes", [0, 1 << 30])
-def test_parse_all_yields_files_in_order_from_child_processes(files: list[Path], worth_it_bytes: int) -> None:
-    found = list(parse_all(files, read, worth_it_bytes=worth_it_bytes))
-    assert texts(found) == ALL
-    assert os.getpid() not in {one[1] for one in found}
+@pytest.mark.parametrize("parallel_from_bytes", [0, 1 << 30])
+def test_parse_all_yields_files_in_order_from_child_processes(files: list[Path], parallel_from_bytes: int) -> None:
+    results = list(parse_all(files, read, parallel_from_bytes=parallel_from_bytes))
+    assert texts(results) == ALL
+    assert os.getpid() not in {result[1] for result in results}
 
 
-@pytest.mark.parametrize("worth_it_bytes", [0, 1 << 30])
-def test_parse_all_file_that_kills_reader_loses_only_itself(files: list[Path], worth_it_bytes: int) -> None:
-    found = list(parse_all(files, read_and_die_of("3", "70"), worth_it_bytes=worth_it_bytes))
+@pytest.mark.parametrize("parallel_from_bytes", [0, 1 << 30])
+def test_parse_all_file_that_kills_reader_loses_only_itself(files: list[Path], parallel_from_bytes: int) -> None:
+    results = list(parse_all(files, read_and_die_of("3", "70"), parallel_from_bytes=parallel_from_bytes))
     died = "reading it killed the reader (SIGSEGV)"
-    assert texts(found) == [died if number in (3, 70) else text for number, text in enumerate(ALL)]
+    assert texts(results) == [died if number in (3, 70) else text for number, text in enumerate(ALL)]
 
 
 def test_parse_all_stops_after_several_killed_readers(files: list[Path]) -> None:
-    found = texts(list(parse_all(files, read_and_die_of(*map(str, range(10, 20))))))
-    assert found[:10] == ALL[:10]
-    assert found[14:] == ["skipped, because 4 other files could not be read"] * 86
+    results = texts(list(parse_all(files, read_and_die_of(*map(str, range(10, 20))))))
+    assert results[:10] == ALL[:10]
+    assert results[14:] == ["skipped, because 4 other files could not be read"] * 86
 
 
 def test_parse_all_works_without_process_pool(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(guard, "ProcessPoolExecutor", refuse)
-    assert texts(list(parse_all(files, read, worth_it_bytes=0))) == ALL
+    monkeypatch.setattr(parallel, "ProcessPoolExecutor", refuse)
+    assert texts(list(parse_all(files, read, parallel_from_bytes=0))) == ALL
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------
@@ -104,7 +106,7 @@ def spins() -> object:
     ],
 )
 def test_in_child_reports_exceeded_limit_or_failure(work: Callable[[], object], why: str) -> None:
-    with pytest.raises(TooMuch, match=why):
+    with pytest.raises(LimitExceeded, match=why):
         in_child(work, ReadLimits(256 << 20, cpu_s=0 if work is spins else 20))
 
 

@@ -19,7 +19,8 @@ import pytest
 
 from safelaunch.beacon import layout
 from safelaunch.bundle.reading import locate
-from safelaunch.bundle.reading.guard import Unreadable
+from safelaunch.bundle.reading.archive import unpack
+from safelaunch.bundle.reading.files import Unreadable
 from safelaunch.cli import main
 from safelaunch.verdict.diagnose import diagnose
 from tests.support.bundles import (
@@ -47,19 +48,19 @@ def changed(file: Path, **fields: Any) -> None:
 def test_impossible_world_size_is_ignored_and_named(name: str, size: int, tmp_path: Path) -> None:
     root = write_bundle(tmp_path / "b", hang())
     changed(root / name, **{"job": {"world_size": size}} if name == "manifest.json" else {"world_size": size})
-    found = locate.read(root)
-    assert found.evidence.world_size == 4
-    assert any(name in problem for problem in found.problems)
-    assert [c.rank for c in diagnose(found.evidence).culprits] == [1]
+    contents = locate.read(root)
+    assert contents.evidence.world_size == 4
+    assert any(name in problem for problem in contents.problems)
+    assert [c.rank for c in diagnose(contents.evidence).culprits] == [1]
 
 
 @pytest.mark.parametrize("name", ["999999999999", "²", "٣", "007", "65536", "1e9", "9" * 250])
 def test_rank_folder_with_invalid_name_is_ignored_and_named(name: str, tmp_path: Path) -> None:
     root = write_bundle(tmp_path / "b", hang())
     (root / "ranks" / name).mkdir()
-    found = locate.read(root)
-    assert ([one.rank for one in found.evidence.ranks], found.evidence.world_size) == ([0, 1, 2, 3], 4)
-    assert found.problems == (f"ranks/{name}: the name is not a rank number",)
+    contents = locate.read(root)
+    assert ([rank.rank for rank in contents.evidence.ranks], contents.evidence.world_size) == ([0, 1, 2, 3], 4)
+    assert contents.problems == (f"ranks/{name}: the name is not a rank number",)
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -88,9 +89,9 @@ def test_dump_linked_from_outside_folder_is_not_read(tmp_path: Path) -> None:
     (folder / "nccl_trace_rank_2").symlink_to("../outside")
     (folder / "nccl_trace_rank_1").rename(folder / "moved")
     (folder / "nccl_trace_rank_1").symlink_to("moved")  # a link within the folder is as good as a file
-    found = locate.read(folder)
-    assert [one.rank for one in found.evidence.ranks] == [0, 1, 3]
-    assert found.problems == ("nccl_trace_rank_2: it is a link, and safelaunch follows no links here",)
+    contents = locate.read(folder)
+    assert [rank.rank for rank in contents.evidence.ranks] == [0, 1, 3]
+    assert contents.problems == ("nccl_trace_rank_2: it is a link, and safelaunch follows no links here",)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
@@ -128,8 +129,8 @@ def test_archive_header_of_gigabytes_exceeds_memory_limit(
     path = tmp_path / "b.tar.gz"
     path.write_bytes(gzip.compress(header("x", 3200 << 20, kind)) + ZEROS * 20)
     assert main(["diagnose", str(path)]) == 2
-    said = f"safelaunch: cannot diagnose {path}. Reading it takes more than 256 MB of memory.\n"
-    assert tuple(capfd.readouterr()) == ("", said)
+    message = f"safelaunch: cannot diagnose {path}. Reading it takes more than 256 MB of memory.\n"
+    assert tuple(capfd.readouterr()) == ("", message)
     assert not list(temporary.iterdir())
 
 
@@ -151,8 +152,8 @@ def test_archive_skipped_members_count_towards_size_limit(size: int, tmp_path: P
 def test_archive_beyond_limit_is_refused_before_unpacking(
     what: str, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locate, {"bytes": "MAX_UNPACKED_BYTES", "files": "MAX_UNPACKED_FILES",
-                                 "one file": "MAX_FILE_BYTES"}[what], 50)  # fmt: skip
+    limit = {"bytes": "MAX_UNPACKED_BYTES", "files": "MAX_UNPACKED_FILES", "one file": "MAX_FILE_BYTES"}[what]
+    monkeypatch.setattr(f"safelaunch.bundle.reading.archive.{limit}", 50)
     path = archive(
         tmp_path / "b.tar.gz", *((f"ranks/0/{n}", bytes(60 if what == "one file" else 1)) for n in range(60))
     )
@@ -160,7 +161,7 @@ def test_archive_beyond_limit_is_refused_before_unpacking(
         locate.read(path)
     assert not list(temporary.iterdir())
     with pytest.raises(Unreadable, match="larger than any bundle"):
-        locate._unpack(path, temporary)
+        unpack(path, temporary)
     assert not list(temporary.iterdir()), "it is rejected before a file is written"
 
 
@@ -171,8 +172,8 @@ def test_archive_with_impossible_names_is_still_read(tmp_path: Path, temporary: 
             info = tarfile.TarInfo(name)
             info.size = 1
             tar.addfile(info, io.BytesIO(b"x"))
-    found = locate.read(tmp_path / "b.tar.gz")
-    assert [c.rank for c in diagnose(found.evidence).culprits] == [1]
+    contents = locate.read(tmp_path / "b.tar.gz")
+    assert [c.rank for c in diagnose(contents.evidence).culprits] == [1]
     assert not list(temporary.iterdir())
 
 
@@ -188,10 +189,10 @@ def test_damaged_archive_reports_message_and_fix(
         damaged[damage] = b"\xff" * (damage.stop - damage.start)
         (tmp_path / "archive").write_bytes(damaged)
         code = main(["diagnose", str(tmp_path / "archive")])
-        said = capfd.readouterr().err
-        assert code in (0, 1, 2) and (code != 2 or said.count("\n") <= 2)
+        stderr = capfd.readouterr().err
+        assert code in (0, 1, 2) and (code != 2 or stderr.count("\n") <= 2)
         assert code != 2 or re.search(
-            "damaged or incomplete: copy it again|neither a directory nor|holds no bundle", said
+            "damaged or incomplete: copy it again|neither a directory nor|holds no bundle", stderr
         )
 
 

@@ -17,17 +17,16 @@ import msgspec
 import pytest
 
 from safelaunch.bundle import copier
-from safelaunch.bundle.staging import (
+from safelaunch.bundle.publication import (
     BundleOwner,
-    Keeping,
-    Published,
-    Staging,
+    Publication,
+    Retention,
     check_directory,
-    cut,
     name_of,
     owner_under_sudo,
     publish,
 )
+from safelaunch.bundle.staging import Staging, cut
 from safelaunch.model import Artifact, Culprit, EarlyLook, Place, Verdict
 from safelaunch.supervise.hooks import Notifier, variables, variables_of_look
 from safelaunch.supervise.hooks import run as run_command
@@ -47,8 +46,8 @@ def names(directory: Path) -> list[str]:
 
 def modes(root: Path) -> set[tuple[bool, int]]:
     """Returns (is a directory, permissions) of each file in a tree."""
-    found = [root, *root.rglob("*")]
-    return {(path.is_dir(), stat.S_IMODE(path.lstat().st_mode)) for path in found}
+    paths = [root, *root.rglob("*")]
+    return {(path.is_dir(), stat.S_IMODE(path.lstat().st_mode)) for path in paths}
 
 
 PRIVATE = {(True, 0o700), (False, 0o600)}
@@ -79,7 +78,7 @@ def of_nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         Path(scratch).chmod(0o755)
         shutil.copy(copier.__file__, scratch)
         monkeypatch.setattr(sys, "executable", python)
-        monkeypatch.setattr("safelaunch.bundle.staging.__file__", f"{scratch}/staging.py")
+        monkeypatch.setattr("safelaunch.bundle.publication.__file__", f"{scratch}/publication.py")
         home = Path(scratch, "home")
         home.mkdir()
         os.chown(home, NOBODY.uid, NOBODY.gid)
@@ -91,7 +90,7 @@ def test_bundle_under_sudo_belongs_to_user(of_nobody: Path, tmp_path: Path) -> N
     tmp_path.chmod(0o700)  # like the directory below which root assembles bundles
     source, place = staged(tmp_path / "staged"), of_nobody / "bundles"
     result = publish(source, place, NAME, tmp_path / "fallback", owner=NOBODY, deadline_s=30.0)
-    assert result == Published(place / NAME) and not source.exists()
+    assert result == Publication(place / NAME) and not source.exists()
     assert names(place) == ["latest", NAME] and modes(place / NAME) == PRIVATE
     assert {path.lstat().st_uid for path in (place, *place.rglob("*"))} == {NOBODY.uid}
 
@@ -101,7 +100,7 @@ def test_bundle_under_sudo_in_root_only_directory_belongs_to_root(of_nobody: Pat
     source, place = staged(tmp_path / "staged"), of_nobody.parent / "of-root"
     place.mkdir()
     result = publish(source, place, NAME, tmp_path / "fallback", owner=NOBODY, deadline_s=30.0)
-    assert result == Published(place / NAME)
+    assert result == Publication(place / NAME)
     assert {path.lstat().st_uid for path in place.rglob("*")} == {0}
 
 
@@ -124,7 +123,7 @@ def test_owner_under_sudo_is_never_root(
 
 def test_bundle_is_published_complete_and_private(tmp_path: Path) -> None:
     result = published(tmp_path / "new" / "bundles")
-    assert result == Published(tmp_path / "new/bundles" / NAME)
+    assert result == Publication(tmp_path / "new/bundles" / NAME)
     assert names(tmp_path / "new/bundles") == ["latest", NAME]
     assert (result.path / "ranks/0/stack.txt").read_text() == "Thread 1\n"
     assert (tmp_path / "new/bundles/latest").readlink() == Path(NAME)
@@ -137,7 +136,7 @@ def test_bundle_is_private_under_any_umask(mask: int, tmp_path: Path, umask: Non
     directory.mkdir()
     os.umask(mask)
     result = published(directory)
-    assert result == Published(directory / NAME)
+    assert result == Publication(directory / NAME)
     assert modes(result.path) == PRIVATE
 
 
@@ -188,7 +187,7 @@ def test_bundles_published_at_once_get_distinct_names(tmp_path: Path) -> None:
 
 def test_latest_is_complete_bundle_not_node_part(tmp_path: Path) -> None:
     directory, whole = tmp_path / "bundles", "a-20260101T000000Z-hang"
-    part = Keeping(whole=whole)
+    part = Retention(whole=whole)
     published(directory, "a-node2-20260101T000000Z-hang", part)
     assert (directory / "latest").readlink() == Path("a-node2-20260101T000000Z-hang"), "the whole is elsewhere"
     published(directory, whole)
@@ -207,8 +206,8 @@ def test_latest_is_replaced_atomically(tmp_path: Path) -> None:
     for second in range(1, 4):
         published(directory, f"a-2026010{second}T000000Z-hang")
     watching.send_signal(signal.SIGTERM)
-    seen = int(watching.communicate(timeout=120)[0].split()[-1])
-    assert seen > 100, "it looked too seldom to have seen anything"
+    looks = int(watching.communicate(timeout=120)[0].split()[-1])
+    assert looks > 100, "it looked too seldom to have seen anything"
     assert watching.returncode == 0, "latest was missing for a moment"
     assert (directory / "latest").readlink() == Path("a-20260103T000000Z-hang")
 
@@ -295,7 +294,7 @@ def test_partial_copy_of_killed_publisher_does_not_block_publishing(tmp_path: Pa
     left = directory / f".{NAME}.123-456.partial"
     left.mkdir(parents=True)
     (left / "verdict.json").write_text("half of")
-    assert published(directory, keeping=Keeping(newest=1)).path == directory / NAME
+    assert published(directory, keeping=Retention(newest=1)).path == directory / NAME
     assert (left / "verdict.json").read_text() == "half of"
 
 
@@ -465,7 +464,7 @@ def test_retention_keeps_newest_by_name(tmp_path: Path) -> None:
     for day in (2, 3, 4):
         path = bundle(directory, day, suffix="hang" if day % 2 else "crash")
         os.utime(path, (day, 100 - day))  # the name says how old it is, not the file system
-    result = published(directory, "eval-20260105T000000Z-dump", Keeping(newest=2))
+    result = published(directory, "eval-20260105T000000Z-dump", Retention(newest=2))
     assert result.note == ""
     assert names(directory) == ["eval-20260105T000000Z-dump", "latest", "train-20260104T000000Z-crash"]
 
@@ -484,7 +483,7 @@ def test_retention_orders_numbered_names(tmp_path: Path) -> None:
     directory.mkdir()
     for _ in range(12):
         published(directory, NAME)
-    published(directory, NAME, Keeping(newest=2))
+    published(directory, NAME, Retention(newest=2))
     assert names(directory) == ["latest", f"{NAME}-12", f"{NAME}-13"]
 
 
@@ -494,13 +493,13 @@ def test_retention_never_removes_new_bundle_or_latest(tmp_path: Path) -> None:
     directory.mkdir()
     for day in (10, 11):
         bundle(directory, day)
-    result = published(directory, "train-20260101T000000Z-hang", Keeping(newest=1))
+    result = published(directory, "train-20260101T000000Z-hang", Retention(newest=1))
     assert result.path.is_dir()
     assert names(directory) == ["latest", "train-20260101T000000Z-hang", "train-20260111T000000Z-hang"]
     # If latest is a folder of the user, only the new bundle is spared.
     (directory / "latest").unlink()
     (directory / "latest").mkdir()
-    published(directory, "train-20260103T000000Z-hang", Keeping(newest=1))
+    published(directory, "train-20260103T000000Z-hang", Retention(newest=1))
     kept = ["train-20260103T000000Z-hang", "train-20260111T000000Z-hang"]
     assert names(directory) == ["latest", *kept]
 
@@ -528,7 +527,7 @@ def test_retention_removes_only_bundles(tmp_path: Path) -> None:
     before = sorted(directory.rglob("*"))
     old = bundle(directory, 11)
     (old / "way-out").symlink_to(elsewhere)  # removing it must not go through the link
-    published(directory, "train-20260120T000000Z-hang", Keeping(newest=1))
+    published(directory, "train-20260120T000000Z-hang", Retention(newest=1))
     new = directory / "train-20260120T000000Z-hang"
     after = [path for path in sorted(directory.rglob("*")) if path != new and new not in path.parents]
     assert after == sorted([*before, directory / "latest"])
@@ -539,10 +538,10 @@ def test_retention_removes_only_bundles(tmp_path: Path) -> None:
 def test_retention_keeps_bundles_of_other_users(tmp_path: Path) -> None:
     directory = tmp_path / "bundles"
     directory.mkdir()
-    theirs = bundle(directory, 2)
-    os.chown(theirs, 12345, 12345)
-    published(directory, "train-20260105T000000Z-hang", Keeping(newest=1))
-    assert theirs.is_dir()
+    foreign = bundle(directory, 2)
+    os.chown(foreign, 12345, 12345)
+    published(directory, "train-20260105T000000Z-hang", Retention(newest=1))
+    assert foreign.is_dir()
 
 
 # --- limit for each artifact ------------------------------------------------------------------------------------------
@@ -578,18 +577,18 @@ def test_too_large_artifacts_are_cut_or_missing(tmp_path: Path) -> None:
     staging.add_json(Artifact("ranks/0/stack.json", "py-spy dump", 0.0), [lines])
     staging.add_json(Artifact("verdict.json", "safelaunch", 0.0), {"summary": lines})
     staging.add(Artifact("exact.txt", "test", 0.0), "x" * 100)
-    found = listed(staging)
+    artifacts = listed(staging)
     assert (tmp_path / "b/ranks/0/stack.txt").read_text() == lines[:99]
-    assert found["ranks/0/stack.txt"].note == "inexact; cut: the first 100 of 900 bytes"
-    assert found["ranks/0/stack.txt"].bytes == 99
+    assert artifacts["ranks/0/stack.txt"].note == "inexact; cut: the first 100 of 900 bytes"
+    assert artifacts["ranks/0/stack.txt"].bytes == 99
     assert (tmp_path / "b/ranks/0/log_tail.txt").read_text() == lines[-99:]
-    assert found["ranks/0/log_tail.txt"].note == "cut: the last 100 of 900 bytes"
+    assert artifacts["ranks/0/log_tail.txt"].note == "cut: the last 100 of 900 bytes"
     for name in ("ranks/0/flight_recorder.pickle", "ranks/0/stack.json"):
         assert not (tmp_path / "b" / name).exists()
-        assert found[name].missing.endswith("more than 100")
-        assert found[name].bytes == 0
+        assert artifacts[name].missing.endswith("more than 100")
+        assert artifacts[name].bytes == 0
     assert msgspec.json.decode((tmp_path / "b/verdict.json").read_bytes()) == {"summary": lines}
-    assert found["exact.txt"].note == ""
+    assert artifacts["exact.txt"].note == ""
 
 
 def test_job_files_are_staged_cut_or_missing(tmp_path: Path) -> None:
@@ -606,13 +605,13 @@ def test_job_files_are_staged_cut_or_missing(tmp_path: Path) -> None:
     for path in sorted(job.iterdir()):
         staging.add_file(Artifact(path.name, "written by the job", 0.0), path, dump="trace_rank" in path.name)
     staging.add_file(Artifact("gone", "written by the job", 0.0), job / "gone")
-    found = listed(staging)
+    artifacts = listed(staging)
     assert (tmp_path / "b/nccl.log").read_text().splitlines()[-1] == "the end"
     assert (tmp_path / "b/nccl.log").stat().st_size <= 100
-    assert found["nccl.log"].note == "cut: the last 100 of 908 bytes"
+    assert artifacts["nccl.log"].note == "cut: the last 100 of 908 bytes"
     assert (tmp_path / "b/short.log").read_text() == "fine \\xff\n"
     assert (tmp_path / "b/nccl_trace_rank_0").read_bytes() == (job / "nccl_trace_rank_0").read_bytes()
-    assert {name for name, artifact in found.items() if artifact.missing} == {
+    assert {name for name, artifact in artifacts.items() if artifact.missing} == {
         "nccl_trace_rank_1", "core", "fifo", "link", "gone",
     }  # fmt: skip
     assert names(tmp_path / "b") == ["nccl.log", "nccl_trace_rank_0", "short.log"]
@@ -660,11 +659,11 @@ VERDICT = Verdict(
 
 def tell(command: str, bundle: Path, *, deadline_s: float = 60.0) -> list[str]:
     """Returns the messages that the user gets when the command has ended."""
-    said: list[str] = []
-    notifier = Notifier(command, deadline_s=deadline_s, tell_user=said.append)
+    messages: list[str] = []
+    notifier = Notifier(command, deadline_s=deadline_s, tell_user=messages.append)
     notifier.tell(VERDICT, bundle, "train")
     until(lambda: not notifier.busy)
-    return said
+    return messages
 
 
 def test_on_bundle_command_gets_variables(tmp_path: Path) -> None:
@@ -702,19 +701,19 @@ def test_on_bundle_culprits_variable_is_empty_without_culprits() -> None:
     ],
 )
 def test_on_bundle_command_is_reported_only_if_it_fails(command: str, said: str, tmp_path: Path) -> None:
-    told = tell(command, tmp_path)
-    assert len(told) == bool(said)
-    assert not said or told[0].startswith(said)
+    messages = tell(command, tmp_path)
+    assert len(messages) == bool(said)
+    assert not said or messages[0].startswith(said)
 
 
 def test_on_bundle_command_past_deadline_is_killed_with_children(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     command = f"trap '' TERM; sleep 600 & echo $! $$ > {pids}; echo waiting; wait"
     for deadline_s in (0.5, 5.0, 40.0):  # a busy machine might take longer to start it
-        said = tell(command, tmp_path, deadline_s=deadline_s)
-        if said[0].endswith("waiting"):
+        messages = tell(command, tmp_path, deadline_s=deadline_s)
+        if messages[0].endswith("waiting"):
             break
-    assert said == [f"--on-bundle did not end within {deadline_s:g} s and was killed: waiting"]
+    assert messages == [f"--on-bundle did not end within {deadline_s:g} s and was killed: waiting"]
     killed = [int(pid) for pid in pids.read_text().split()]
     until(lambda: not any(map(runs, killed)))  # a process on a busy machine takes time to die
 
@@ -728,13 +727,13 @@ def runs(pid: int) -> bool:
 
 def test_on_suspect_command_gets_variables(tmp_path: Path) -> None:
     look = EarlyLook(1e9, 7.4, 0.048, "still", "rank 1 is asleep\0", "stuck-in-user-code", (Place(1), Place(3)))
-    said: list[str] = []
+    messages: list[str] = []
     notifier = Notifier(
-        f"env | grep ^SAFELAUNCH_ | sort > '{tmp_path}/env'; exit 3", option="--on-suspect", tell_user=said.append
+        f"env | grep ^SAFELAUNCH_ | sort > '{tmp_path}/env'; exit 3", option="--on-suspect", tell_user=messages.append
     )
     notifier.start(variables_of_look(look, "train"))
     until(lambda: not notifier.busy)
-    assert said == ["--on-suspect failed with exit code 3"]
+    assert messages == ["--on-suspect failed with exit code 3"]
     assert (tmp_path / "env").read_text().splitlines() == [
         "SAFELAUNCH_CAUSE=stuck-in-user-code",
         "SAFELAUNCH_QUIET_S=7",
@@ -746,14 +745,14 @@ def test_on_suspect_command_gets_variables(tmp_path: Path) -> None:
 
 
 def test_on_bundle_command_is_ended_when_job_stops(tmp_path: Path) -> None:
-    said: list[str] = []
-    notifier = Notifier("sleep 600", tell_user=said.append)
+    messages: list[str] = []
+    notifier = Notifier("sleep 600", tell_user=messages.append)
     notifier.tell(VERDICT, tmp_path, "train")
     notifier.end()
     assert not notifier.busy
     notifier.tell(VERDICT, tmp_path, "train")
     assert not notifier.busy
-    assert said == []
+    assert messages == []
 
 
 def test_on_bundle_command_has_no_blocked_signals(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.bundle import copier
-from safelaunch.bundle.staging import Published, check_directory, publish
+from safelaunch.bundle.publication import Publication, check_directory, publish
 from safelaunch.cli.run import check
 from safelaunch.model import Artifact
 from safelaunch.settings.options import Settings
@@ -78,7 +78,7 @@ def test_bundle_directory_replaceable_by_others_is_refused(
 def test_bundle_directory_can_be_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "bundles").symlink_to("real")
-    assert published(tmp_path / "bundles") == Published(tmp_path / "bundles" / NAME)
+    assert published(tmp_path / "bundles") == Publication(tmp_path / "bundles" / NAME)
     assert (tmp_path / "real" / NAME).is_dir()
 
 
@@ -134,8 +134,8 @@ def test_bundle_swapped_by_another_user_is_never_reported_as_ours(what: str, tmp
             if result.problem or what == "partial":  # a published bundle can be renamed by the group
                 assert (result.path / "ranks/0/stack.txt").read_text() == "Thread 1\n"
     for path in tmp_path.rglob("verdict.json"):
-        mine = path.stat().st_uid == os.getuid()
-        assert ("theirs" in path.read_text()) != mine, "nothing of ours was written where others are"
+        is_own = path.stat().st_uid == os.getuid()
+        assert ("theirs" in path.read_text()) != is_own, "nothing of ours was written where others are"
 
 
 @ROOT
@@ -161,11 +161,11 @@ def test_retention_spares_directory_swapped_for_bundle(tmp_path: Path, monkeypat
     real = copier._is_bundle
 
     def and_swaps(name: str) -> bool:
-        found = real(name)
+        answer = real(name)
         Path(name).rename("elsewhere")
         Path(name).mkdir()
         (Path(name) / "thesis.tex").write_text("years")
-        return found
+        return answer
 
     monkeypatch.setattr(copier, "_is_bundle", and_swaps)
     copier._remove(NAME)
@@ -227,8 +227,8 @@ def test_full_disks_are_reported_on_one_line(tmp_path: Path) -> None:
 @ROOT
 def test_bundle_directory_of_other_user_in_shared_one_is_refused(tmp_path: Path) -> None:
     shared = place(tmp_path / "shared", 0o1777)
-    theirs = place(shared / "bundles", 0o755, uid=STRANGER)
-    assert check_directory(theirs) == f"it belongs to user {STRANGER}, who may replace files in it"
+    foreign = place(shared / "bundles", 0o755, uid=STRANGER)
+    assert check_directory(foreign) == f"it belongs to user {STRANGER}, who may replace files in it"
     assert check_directory(place(tmp_path / "project", 0o2775, uid=STRANGER)) == ""
 
 

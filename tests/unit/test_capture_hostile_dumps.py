@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from safelaunch.bundle.reading import locate
-from safelaunch.bundle.reading.guard import ReadLimits, TooMuch, in_child
+from safelaunch.bundle.reading.guard import LimitExceeded, ReadLimits, in_child
 from safelaunch.capture.flight_dump import MAX_RANKS, parse_json, parse_pickle, record_of
 from safelaunch.model import Evidence, FlightRecord, RankEvidence
 from safelaunch.system.errors import CaptureError
@@ -98,7 +98,7 @@ def test_pickle_with_any_bytes_causes_no_internal_error(data: st.DataObject, dum
         return  # a memo of any size
     try:
         in_child(lambda: _read_and_judge(bytes(written)), ReadLimits(512 << 20, cpu_s=20))
-    except TooMuch as error:
+    except LimitExceeded as error:
         assert "internal error" not in error.message, error.message
 
 
@@ -240,7 +240,7 @@ def test_dump_that_kills_its_reader_loses_only_its_rank(what: str, tmp_path: Any
     folder = dumps(tmp_path / "dumps", mismatching())
     written = (folder / "nccl_trace_rank_3").read_bytes()
     (folder / "nccl_trace_rank_3").write_bytes(b"\x80\x02}" + b"X\x01\0\0\0x" + opcodes + b"s" + written[3:])
-    found = locate.read(folder)
-    assert [one.rank for one in found.evidence.ranks] == [0, 1, 2]
-    (problem,) = found.problems
+    contents = locate.read(folder)
+    assert [rank.rank for rank in contents.evidence.ranks] == [0, 1, 2]
+    (problem,) = contents.problems
     assert problem.startswith("nccl_trace_rank_3: ") and problem.endswith(reason)

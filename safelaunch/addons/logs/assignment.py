@@ -163,7 +163,7 @@ class RankAssignment:
     def _assign_unnamed(self, node: str | None, output: SpeakerOutput) -> None:
         """Assigns unnamed output of a node, or of the whole job, to ranks that failed there, if there is no choice.
 
-        torch's consistency check names the rank of the call.
+        torch's debug check names the rank of the call.
         """
         ends = {rank: end for rank, end in self.ends.items() if end.reporter == node}
         attributed = {rank for rank, output in self.outputs.items() if output.errors and rank not in self.labels}

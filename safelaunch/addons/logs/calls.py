@@ -174,7 +174,7 @@ class Calls:
         return tuple(range(job.world))
 
     def _note_mismatch(self, output: SpeakerOutput, entry: LogEntry) -> None:
-        """Records a mismatch that torch's consistency check logged. It can name several ranks."""
+        """Records a mismatch that torch's debug check logged. It can name several ranks."""
         message = entry.text[entry.text.index(_MISMATCH) :]
         ranks = [rank for rank in fingerprints(message) if rank < MAX_RANKS]
         if ranks and not isinstance(entry.speaker, int):

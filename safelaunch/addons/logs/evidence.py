@@ -13,7 +13,7 @@ from safelaunch.addons.logs.assignment import RankAssignment
 from safelaunch.addons.logs.calls import uneven_steps
 from safelaunch.addons.logs.collector import ReportCollector
 from safelaunch.addons.logs.records import DEFAULT, UNNAMED, LoggedJob, RankEnd, SpeakerOutput, was_terminated
-from safelaunch.bundle.reading.guard import FoundEvidence, ReportedError
+from safelaunch.bundle.reading.evidence import FoundEvidence, ReportedError
 from safelaunch.capture.last_words import parse_fatal
 from safelaunch.model import (
     UNKNOWN_SIZES,

@@ -12,7 +12,8 @@ from safelaunch.addons.logs.foreign_texts import reject_foreign_texts
 from safelaunch.addons.logs.lines import is_log, logs_in
 from safelaunch.addons.logs.reader import read_logs
 from safelaunch.addons.logs.stacks import SavedStacks
-from safelaunch.bundle.reading.guard import FoundEvidence, ReadLimits
+from safelaunch.bundle.reading.evidence import FoundEvidence
+from safelaunch.bundle.reading.guard import ReadLimits
 from safelaunch.model import RankEvidence
 
 _LOG_BYTES = 512 << 20

@@ -8,8 +8,9 @@ from itertools import islice
 from pathlib import Path
 
 from safelaunch.addons.logs.lines import looks_like_output, read_lines
-from safelaunch.bundle.reading.guard import STDIN, FoundEvidence, Unreadable
-from safelaunch.bundle.reading.locate import GIVE, holds_nothing
+from safelaunch.bundle.reading.evidence import FoundEvidence
+from safelaunch.bundle.reading.files import STDIN, Unreadable
+from safelaunch.bundle.reading.rejection import GIVE, holds_nothing
 
 _NO_OUTPUT = (
     "it is neither a bundle, nor Flight Recorder dumps, nor stacks, nor the log of a job: no line of it looks like the"
@@ -18,8 +19,6 @@ _NO_OUTPUT = (
 
 
 _LINES_LOOKED_AT, _COLUMNS_LOOKED_AT = 400, 400
-
-
 _EMPTY = "an empty file"
 
 

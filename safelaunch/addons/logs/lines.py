@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from safelaunch.bundle.reading.guard import STDIN
+from safelaunch.bundle.reading.files import STDIN
 
 MAX_RANKS = 1 << 16
 CHUNK_BYTES = 1 << 17
@@ -235,8 +235,6 @@ def looks_like_output(text: str) -> bool:
 
 
 TORCHRUN_TREE = re.compile(r"attempt_(?P<attempt>\d+)/(?P<rank>\d{1,6})/std(?:err|out)\.log$")
-
-
 _MARKS = " \t>|"
 
 

@@ -19,7 +19,8 @@ from safelaunch.addons.logs.speakers import (
     join_wrapped,
     speakers_by_file,
 )
-from safelaunch.bundle.reading.guard import FoundEvidence, Unreadable, cannot_be_read
+from safelaunch.bundle.reading.evidence import FoundEvidence
+from safelaunch.bundle.reading.files import Unreadable, cannot_be_read
 
 
 def read_logs(paths: Sequence[Path], root: Path | None = None) -> FoundEvidence:

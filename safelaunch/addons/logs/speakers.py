@@ -47,8 +47,6 @@ _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
 
 # Names of nodes and containers contain a number (pdsh, Docker Compose, GNU parallel); tasks are one (``srun -l``).
 _MARKS = (r":(?: |$)", r" *\|(?: |$)", r"\t")
-
-
 _HOST = re.compile(rf" {{0,6}}(?P<name>(?=[a-zA-Z._-]*\d)[\w.-]{{1,80}})(?P<mark>{'|'.join(_MARKS)})")
 
 
@@ -60,21 +58,13 @@ _C10D_RANK = re.compile(
 
 # A field in the format of a logger.
 _RANK_FIELD = re.compile(r".{0,100}?(?<![A-Za-z])[Rr](?:ank|ANK)[ =:_#-]?(?P<rank>\d{1,5})(?:/\d+)?(?= *[|\]>):,]| - )")
-
-
 _LOGGER = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b|\d\d:\d\d")
-
-
 _ERROR_LEVEL = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Error|EXCEPTION)\b")
 
 
 # A traceback that begins after an unknown prefix or an unfinished progress bar.
 _TRACEBACK_SUFFIX = re.compile(r".*\S(?P<space> ?)(?=Traceback \(most recent call last\):$)")
-
-
 _IN_NAME = re.compile(r"(?<![A-Za-z])(?<!lora[_-])[Rr]ank[_-]?(?P<rank>\d{1,6})(?![\dA-Za-z]|[_-]?lora)")
-
-
 _NUMBERED = re.compile(r"(?P<stem>.*[_-])t?(?P<rank>\d{1,6})\.(?:out|err|log|txt)(?:\.gz)?$")
 
 

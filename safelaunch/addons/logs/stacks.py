@@ -20,7 +20,8 @@ from msgspec import structs
 from safelaunch.addons.logs.lines import GZIP
 from safelaunch.addons.logs.speakers import speakers_by_file
 from safelaunch.addons.logs.stack_texts import MAIN, SavedProcess, processes_in
-from safelaunch.bundle.reading.guard import FoundEvidence, Unreadable, evidence_of, read_limited
+from safelaunch.bundle.reading.evidence import FoundEvidence, evidence_of
+from safelaunch.bundle.reading.files import Unreadable, read_limited
 from safelaunch.model import Frame, ProcessEvidence, RankEvidence, StackSample, Thread
 from safelaunch.stacks import calls
 

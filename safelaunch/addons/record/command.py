@@ -143,7 +143,7 @@ def _files(recorded: Any) -> dict[str, str]:
 
 def _write(directory: Path, run_name: str, at_unix_s: float, files: Mapping[str, str]) -> Path:
     """Writes the folder atomically, readable by this user only. Raises SafelaunchError."""
-    from safelaunch.bundle.staging import name_of
+    from safelaunch.bundle.publication import name_of
 
     target = directory / name_of(run_name, at_unix_s, "record")
     try:

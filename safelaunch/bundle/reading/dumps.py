@@ -1,4 +1,4 @@
-"""Reads a plain folder of Flight Recorder dumps, from any job and any launcher, as evidence."""
+"""Reads a folder of Flight Recorder dumps, from any job and launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safelaunch.bundle.reading.guard import FoundEvidence, Unreadable, evidence_of, parse_all, read_limited, within
+from safelaunch.bundle.reading.evidence import FoundEvidence, evidence_of
+from safelaunch.bundle.reading.files import Unreadable, read_limited, within
+from safelaunch.bundle.reading.parallel import parse_all
 from safelaunch.capture import flight_dump, flight_records
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.model import FlightRecord, RankEvidence
@@ -17,16 +19,16 @@ from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import is_dir, modified_ns
 
 MAX_FILES = 2 * MAX_RANKS
-# nccl_trace_rank_3, comm_lib_trace_rank_3, myjob-3.json, dump_rank3.pickle: any prefix, the rank, an ending.
+# Any prefix, the rank, an ending: nccl_trace_rank_3, comm_lib_trace_rank_3, myjob-3.json, dump_rank3.pickle.
 _NAME = re.compile(
     r"(?P<prefix>.*?)(?P<rank>[0-9]{1,6})(?:\.(?:json|pickle|pkl|bin|dump|txt))?", re.IGNORECASE | re.DOTALL
 )
 
 
 def read_dumps(folder: Path, root: Path) -> FoundEvidence | None:
-    """The dumps in ``folder``, below ``root``; None if no file in it is a Flight Recorder dump.
+    """Returns the dumps in ``folder``, which is below ``root``; None if it has none.
 
-    Other files are skipped silently, except those with a dump's name, which are problems.
+    Other files are skipped silently, but unreadable ones with a dump's name are problems.
     """
     failed: dict[str, str] = {}
     jobs: dict[str, dict[int, _DumpFile]] = {}  # by prefix
@@ -38,27 +40,29 @@ def read_dumps(folder: Path, root: Path) -> FoundEvidence | None:
         if isinstance(record, str):
             failed[path.name] = record
             continue
-        mine = jobs.setdefault(_prefix(path.name), {})
-        one = _DumpFile(path.name, record, modified_ns(path) / 1e9)
+        job_files = jobs.setdefault(_prefix(path.name), {})
+        dump = _DumpFile(path.name, record, modified_ns(path) / 1e9)
         rank = _rank_of(path.name)
-        if rank not in mine or one.quality > mine[rank].quality:
-            mine[rank] = one
+        if rank not in job_files or dump.quality > job_files[rank].quality:
+            job_files[rank] = dump
     if not jobs:
         return None
-    chosen, problems = _of_one_job(jobs, Counter(map(_prefix, failed)))
-    records = {rank: one.record for rank, one in chosen.items()}
-    files = {rank: one.name for rank, one in chosen.items()}
+    chosen, problems = _choose_job(jobs, Counter(map(_prefix, failed)))
+    records = {rank: dump.record for rank, dump in chosen.items()}
+    files = {rank: dump.name for rank, dump in chosen.items()}
     prefixes = {_prefix(name) for name in files.values()}
     broken = [name for name in failed if _prefix(name) in prefixes and _rank_of(name) not in records]
     problems += [f"{name}: {failed[name]}" for name in broken]
-    ranks = [RankEvidence(rank=rank, host="", pid=0, flight_record=one, beacon=False) for rank, one in records.items()]
+    ranks = [
+        RankEvidence(rank=rank, host="", pid=0, flight_record=record, beacon=False) for rank, record in records.items()
+    ]
     evidence = evidence_of("hang", ranks, _world(records, [_rank_of(name) for name in broken]))
     named = {f"ranks/{rank}/flight_recorder.json": name for rank, name in files.items()}
     return FoundEvidence(f"{len(records)} Flight Recorder dumps", evidence, tuple(problems), named)
 
 
 def _real(path: Path, root: Path) -> Path:
-    """The target of a link within ``root``; a link that leads out of it stays a link, which is never read."""
+    # A link that leads out of ``root`` stays a link, which is never read.
     try:
         return within(root, path) if path.is_symlink() else path
     except Unreadable:
@@ -66,7 +70,7 @@ def _real(path: Path, root: Path) -> Path:
 
 
 def parse_some(paths: Sequence[Path]) -> Iterator[FlightRecord | str]:
-    """The records in these files, or what is wrong with each. The content decides, not the name."""
+    """Yields the record of each file, or what is wrong with it. Contents decide, not names."""
     shared = flight_dump.DumpParts()
     for path in paths:
         try:
@@ -95,22 +99,25 @@ class _DumpFile:
         return frozenset(flight_records.backend_of(kind.op) for kind in kinds) - {""}
 
 
-CONTRADICTS = "its collectives are not numbered as torch does: some have no number, or that of an earlier one"
-TOGETHER_S = 600.0  # between the dumps of one rank's recorders
+CONTRADICTS = "its collectives aren't numbered as torch numbers them: some have no number or repeat an earlier one"
+TOGETHER_S = 600.0  # most time between dumps of a rank's recorders
 
 
-def _of_one_job(
+def _choose_job(
     jobs: dict[str, dict[int, _DumpFile]], failed: Mapping[str, int]
 ) -> tuple[dict[int, _DumpFile], list[str]]:
-    """The dumps by rank, and those that were skipped: another job's, or an earlier attempt's, with the same ranks.
+    """Returns the dumps of one job by rank, and notes about skipped dumps of the same ranks.
 
-    The prefix with the most files counts (``failed``: unreadable files per prefix), or the newest of several. Prefixes
-    with other ranks (one name per node) join it, and so do those of other backends, which have recorders of their own.
+    The prefix with the most files wins, then the newest. Prefixes with other ranks (a name per node) join it, and so do
+    recorders of other backends.
+
+    Args:
+        failed: number of unreadable files per prefix
     """
 
     def weight(prefix: str) -> tuple[int, float]:
         here = jobs[prefix]
-        return len(here) + failed.get(prefix, 0), max(one.modified for one in here.values())
+        return len(here) + failed.get(prefix, 0), max(dump.modified for dump in here.values())
 
     order = sorted(jobs, key=weight, reverse=True)
     chosen: dict[int, _DumpFile] = {}
@@ -118,10 +125,11 @@ def _of_one_job(
     for prefix in order:
         here = jobs[prefix]
         both = chosen.keys() & here.keys()
-        if both and all(_of_other_backends(chosen[rank], here[rank]) for rank in both):
-            chosen.update({rank: _together(chosen[rank], one) if rank in both else one for rank, one in here.items()})
+        if both and all(_has_other_backends(chosen[rank], here[rank]) for rank in both):
+            merged = {rank: _merge_recorders(chosen[rank], here[rank]) for rank in both}
+            chosen.update(here | merged)
         elif both:
-            names = sorted(one.name for one in here.values())
+            names = sorted(dump.name for dump in here.values())
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             passed_over.append(f"{names[0]}{more}: ignored, because other dumps here have the same ranks")
         else:
@@ -129,27 +137,27 @@ def _of_one_job(
     return dict(sorted(chosen.items())), passed_over
 
 
-def _of_other_backends(one: _DumpFile, other: _DumpFile) -> bool:
-    """Dumps of one rank from about one moment, of which none holds an operation of the other's backends."""
-    backends = one.backends & other.backends
-    return not backends and bool(one.backends and other.backends) and abs(one.modified - other.modified) < TOGETHER_S
+def _has_other_backends(first: _DumpFile, second: _DumpFile) -> bool:
+    backends = first.backends & second.backends
+    both = bool(first.backends and second.backends)
+    return both and not backends and abs(first.modified - second.modified) < TOGETHER_S
 
 
-def _together(one: _DumpFile, other: _DumpFile) -> _DumpFile:
-    return _DumpFile(one.name, flight_records.merged([one.record, other.record]), one.modified)
+def _merge_recorders(first: _DumpFile, second: _DumpFile) -> _DumpFile:
+    return _DumpFile(first.name, flight_records.merged([first.record, second.record]), first.modified)
 
 
 def _rank_of(name: str) -> int:
-    found = _NAME.fullmatch(name)
-    return int(found["rank"]) if found else -1
+    match = _NAME.fullmatch(name)
+    return int(match["rank"]) if match else -1
 
 
 def _prefix(name: str) -> str:
-    found = _NAME.fullmatch(name)
-    return found["prefix"] if found else name
+    match = _NAME.fullmatch(name)
+    return match["prefix"] if match else name
 
 
 def _world(records: dict[int, FlightRecord], broken: list[int]) -> int:
-    """The number of ranks according to the dumps: their own, their groups', and those of unreadable files."""
+    # Also counts members of groups, and unreadable files.
     named = [rank for record in records.values() for ranks in record.groups.values() for rank in ranks]
     return max([*records, *broken, *(rank for rank in named if 0 <= rank < MAX_RANKS)]) + 1

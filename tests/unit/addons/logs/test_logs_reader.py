@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 import safelaunch
-from safelaunch.addons.logs.lines import CHUNK_BYTES
 from safelaunch.addons.logs.assignment import UNNAMED_PROCESS
+from safelaunch.addons.logs.lines import CHUNK_BYTES
 from safelaunch.addons.logs.reader import read_logs
 from safelaunch.bundle.reading import locate
-from safelaunch.bundle.reading.guard import Unreadable
+from safelaunch.bundle.reading.files import Unreadable
 from safelaunch.cli.diagnose import main
 from safelaunch.model import Verdict
 from safelaunch.system.errors import UsageError

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from safelaunch.bundle.reading import locate
-from safelaunch.bundle.reading.guard import FoundEvidence, Unreadable
+from safelaunch.bundle.reading.evidence import FoundEvidence
+from safelaunch.bundle.reading.files import Unreadable
 from safelaunch.verdict.diagnose import diagnose
 from tests.support.paths import DATA
 
