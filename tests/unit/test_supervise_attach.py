@@ -1,4 +1,4 @@
-"""What moves in a job that nobody counts the steps of. The looks are built, not taken."""
+"""Movement in a job without steps, from constructed looks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ELSEWHERE = in_user("evaluate")
 
 @dataclass(frozen=True)
 class Main:
-    """A rank's main thread at two looks: its places, and what it got between them. ``seen`` False: no stack."""
+    """A rank's main thread at two looks: its places and its CPU time between them."""
 
     before: tuple[Frame, ...] = CALL
     after: tuple[Frame, ...] | None = None
@@ -90,14 +90,12 @@ def looks(*mains: Main) -> Looks:
         ([Main(), Main(LOOP, ELSEWHERE, slices=4, torn=True)], False, True),  # a mix of two moments tells no place
     ],
 )
-def test_what_moves_and_what_stands(mains: list[Main], moves: bool, stands: bool) -> None:
+def test_movement_of_two_looks_tells_moving_from_standing_ranks(mains: list[Main], moves: bool, stands: bool) -> None:
     moving, stood_s = movement(looks(*mains))
     assert (moving, stood_s) == (moves, pytest.approx(SECONDS - 0.1) if stands else 0.0)
 
 
-def test_a_dump_without_py_spy_is_refused_with_the_line_that_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dump_without_py_spy_fails_with_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setattr(site, "getuserbase", lambda: "/nowhere")
     monkeypatch.setenv("PATH", "/nowhere")

@@ -1,4 +1,4 @@
-"""What is told of a crash without a bundle."""
+"""Crashes that are reported without a bundle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TYPO = RankException("IndentationError", "unexpected indent (train.py, line 3)",
         ((None, None), (None, None), False),
     ],
 )
-def test_code_that_python_cannot_read(
+def test_unreadable_script_is_recognized_by_the_syntax_error_of_all_ranks(
     raised: tuple[RankException | None, ...], steps: tuple[int | None, ...], found: bool
 ) -> None:
     ranks = [

@@ -135,7 +135,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 @pytest.mark.parametrize(
     ("works", "entries", "seen"), [((1000,), ({}, {}), True), ((), ({}, {0: 5}), True), ((), ({}, {}), False)]
 )
-def test_an_early_look_that_sees_work_counts_for_the_users_threshold(
+def test_work_in_an_early_look_is_noted_by_the_watch(
     works: tuple[int, ...], entries: Any, seen: bool, job: Job
 ) -> None:
     job.works, job.entries = works, entries
@@ -143,7 +143,7 @@ def test_an_early_look_that_sees_work_counts_for_the_users_threshold(
     assert bool(job.watch.worked) is seen
 
 
-def test_what_an_early_look_saw_delays_only_a_threshold_of_the_user(tmp_path: Path) -> None:
+def test_noted_work_delays_the_users_threshold_but_not_a_proof(tmp_path: Path) -> None:
     policy = Policy(20.0, 20.0, 240.0, stall_given=True)
     watch = RealWatch(Roster(RunPaths(tmp_path)), policy, 0.0)
     watch.note_work(16.0)
@@ -152,7 +152,7 @@ def test_what_an_early_look_saw_delays_only_a_threshold_of_the_user(tmp_path: Pa
     assert idle_s(watch.state, policy, stall, "dead", 22.0) == 22.0
 
 
-def test_a_rank_that_stands_still_is_told_within_seconds_and_again_at_growing_distances(job: Job) -> None:
+def test_still_rank_is_reported_within_seconds_and_then_at_growing_intervals(job: Job) -> None:
     job.wait(60)
     assert len(job.said) == 3 and job.looks == 6
     assert job.said[0] == "quiet for 5 s (usual 0.05 s): rank 1 is asleep in train.py:7 (load)... watching"
@@ -165,7 +165,7 @@ def test_a_rank_that_stands_still_is_told_within_seconds_and_again_at_growing_di
     assert job.asked == [True] * 3
 
 
-def test_an_evaluation_is_told_once_and_the_command_is_not_run(job: Job) -> None:
+def test_evaluation_is_reported_once_and_runs_no_command(job: Job) -> None:
     job.works, job.word = (1000,), COMPUTES
     for _ in range(4):
         job.wait(30)
@@ -176,14 +176,14 @@ def test_an_evaluation_is_told_once_and_the_command_is_not_run(job: Job) -> None
     assert job.asked == [False] * 2, "a rank that computes is not asked for anything"
 
 
-def test_ranks_that_go_on_are_no_news(job: Job) -> None:
+def test_moving_ranks_are_not_reported(job: Job) -> None:
     job.entries = ({0: 4}, {0: 5})
     job.wait(60)
     assert job.looks
     assert (job.said, job.told, job.watch.early) == ([], [], ())
 
 
-def test_a_job_that_is_stopped_as_a_whole_is_no_news(job: Job) -> None:
+def test_suspended_job_is_not_reported(job: Job) -> None:
     stopped = looked_at(0, (), "stop")
     job.ranks = {0: stopped, 1: stopped}
     job.wait(60)
@@ -191,21 +191,21 @@ def test_a_job_that_is_stopped_as_a_whole_is_no_news(job: Job) -> None:
     assert (job.said, job.told, job.watch.early) == ([], [], ())
 
 
-def test_work_that_no_rank_of_this_job_does_is_no_news(job: Job) -> None:
+def test_work_outside_the_ranks_is_not_reported(job: Job) -> None:
     job.works = (7,)
     job.wait(60)
     assert job.said == []
 
 
 @pytest.mark.parametrize(("word", "lines"), [(ASLEEP, 2), (NOBODY, 0), (FirstWord(common=True), 0)])
-def test_before_the_usual_step_is_known_only_who_stands_out_is_told(job: Job, word: FirstWord, lines: int) -> None:
+def test_before_the_usual_step_is_known_only_outliers_are_reported(job: Job, word: FirstWord, lines: int) -> None:
     job.watch.stage, job.word = "start", word
     job.wait(60)
     assert len(job.said) == lines
     assert not lines or job.said[0].startswith("quiet for 10 s (no usual step known): rank 1 is asleep")
 
 
-def test_who_has_given_the_other_limit_is_told_which_one_counts_before_the_first_step(job: Job) -> None:
+def test_stall_timeout_alone_prints_that_startup_timeout_applies_before_the_first_step(job: Job) -> None:
     job.watch.stage, job.watch.policy = "start", Policy(5.0, 1800.0, 60.0, stall_given=True)
     job.wait(60)
     limit = "until then --startup-timeout (1800 s) applies, not --stall-timeout"
@@ -213,14 +213,14 @@ def test_who_has_given_the_other_limit_is_told_which_one_counts_before_the_first
 
 
 @pytest.mark.parametrize(("word", "lines"), [(ASLEEP, 3), (NOBODY, 0)])
-def test_a_node_among_others_tells_of_what_its_own_ranks_do(job: Job, word: FirstWord, lines: int) -> None:
+def test_one_of_several_nodes_reports_its_own_still_ranks(job: Job, word: FirstWord, lines: int) -> None:
     job.watch.unseen, job.word = (2, 3), word
     job.wait(60)
     assert len(job.said) == lines and len(job.watch.early) == 3
     assert all(", on this node: rank 1" in line for line in job.said[:1])
 
 
-def test_on_a_node_among_others_work_is_no_news(job: Job) -> None:
+def test_one_of_several_nodes_does_not_report_work(job: Job) -> None:
     job.watch.unseen, job.works, job.word = (2, 3), (1000,), COMPUTES
     job.wait(60)
     assert job.said == []
@@ -236,7 +236,7 @@ def test_on_a_node_among_others_work_is_no_news(job: Job) -> None:
         (True, (2, 3), replace(ASLEEP, proved=True), False),
     ],
 )
-def test_a_proof_needs_every_rank_and_no_line(
+def test_proof_needs_every_rank_and_prints_no_line(
     job: Job, seen: bool, unseen: tuple[int, ...], word: FirstWord, proved: bool
 ) -> None:
     job.ranks, job.watch.unseen, job.word, job.watch.stage = (
@@ -249,14 +249,14 @@ def test_a_proof_needs_every_rank_and_no_line(
     assert job.watch.proved_s == (job.watch.mark_s if proved else 0.0)
 
 
-def test_what_the_job_did_before_a_look_is_not_counted_at_the_next(job: Job) -> None:
+def test_quiet_counters_are_dropped_after_a_look(job: Job) -> None:
     """Else what a start has read would be work for as long as the job then waits."""
     job.works = (7,)
     job.wait(60)
     assert job.looks == 6 and job.watch.quiet_readings == 3
 
 
-def test_a_step_drops_the_look(job: Job) -> None:
+def test_step_cancels_the_look(job: Job) -> None:
     job.wait(60, until=lambda: job.looks)
     job.step()
     job.wait(4)
@@ -264,7 +264,7 @@ def test_a_step_drops_the_look(job: Job) -> None:
 
 
 @pytest.mark.parametrize("why", ["not free", "suspected", "due soon", "not judged"])
-def test_nothing_is_looked_at_early_where_others_look_or_nobody_is_judged(job: Job, why: str) -> None:
+def test_no_early_look_during_a_suspicion_or_without_a_judged_rank(job: Job, why: str) -> None:
     job.free = why != "not free"
     job.watch.judged = why != "not judged"
     job.watch.state.status = Status.UNDECIDED if why == "suspected" else Status.WATCHING
@@ -274,7 +274,7 @@ def test_nothing_is_looked_at_early_where_others_look_or_nobody_is_judged(job: J
     assert (job.looks, job.said) == (0, [])
 
 
-def test_another_attempt_begins_anew(job: Job) -> None:
+def test_new_attempt_resets_the_early_looks(job: Job) -> None:
     job.wait(60, until=lambda: job.said)
     job.watch.attempt, job.watch.early = (1, 2), ()
     job.step()
@@ -282,7 +282,7 @@ def test_another_attempt_begins_anew(job: Job) -> None:
     assert len(job.said) == 2 and "nothing has changed" not in job.said[1]
 
 
-def test_an_error_ends_the_early_looks_and_not_the_watch(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_ends_the_early_looks_but_not_the_watch(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no")
 
@@ -291,7 +291,7 @@ def test_an_error_ends_the_early_looks_and_not_the_watch(job: Job, monkeypatch: 
     assert job.said == ["an internal error ended the early looks (RuntimeError: no). Still watching."]
 
 
-def test_a_rank_whose_gil_is_taken_is_asked_nothing_that_needs_it() -> None:
+def test_rank_with_a_held_gil_gets_no_question_that_needs_it() -> None:
     def seen(*threads: Thread) -> Look:
         sample = Result(StackSample(7, 1.0, "py-spy", threads) if threads else None, "py-spy", 0.1)
         return Look(1.0, 1.1, {0: RankLook(0, ProcessLook(7, None, sample))})
@@ -306,8 +306,8 @@ def test_a_rank_whose_gil_is_taken_is_asked_nothing_that_needs_it() -> None:
 # --- the process that finds the words ---------------------------------------------------------------------------------
 
 
-def test_another_process_finds_the_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies in the working directory is nobody's to run."""
+def test_child_process_words_the_early_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules in the working directory must not be imported."""
     (tmp_path / "msgspec.py").write_text("raise SystemExit('a stranger')")
     monkeypatch.chdir(tmp_path)
     evidence = with_culprit(rank(1, in_user(7, "load"), "sleep", flight=behind()), 3)
@@ -319,7 +319,7 @@ def test_another_process_finds_the_words(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["msgspec.py"]
 
 
-def test_a_process_that_fails_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_child_process_returns_no_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_process, "DEADLINE_S", 0.01)
     begin = time.monotonic()
     assert judge_process.ask(with_culprit(rank(1), 2), None, tmp_path / "question").words == ""

@@ -34,7 +34,7 @@ def process(pid: int, frames: tuple[Frame, ...] = (), *, state: str = "S", kind:
 
 
 def looks(*ranks: RankLook, used_ms: dict[int, int] | None = None, entries: tuple[int, int] = (4, 4)) -> Looks:
-    """Two looks at ``ranks``, ten seconds apart; ``used_ms``: pid → CPU between them."""
+    """Two looks at ``ranks``, ten seconds apart, with the CPU time between them by pid."""
     look = Look(0.0, 0.1, {one.rank: one for one in ranks})
     mains = {one.rank: one.main.pid for one in ranks if one.main is not None}
 
@@ -62,16 +62,16 @@ def judged(taken: Looks, evidence: Evidence = TORN_APART, *, covers: bool = True
     return judge.judge(taken, evidence, Background(), covers=covers, mark_s=time.monotonic() - 60)
 
 
-def test_a_closed_set_of_waits_is_dead() -> None:
+def test_closed_set_of_waits_is_dead() -> None:
     assert judged(looks(*IN_CALL)).condition == "dead"
 
 
-def test_a_proof_counts_whatever_else_works() -> None:
+def test_proof_counts_despite_other_work() -> None:
     assert judged(looks(*IN_CALL, used_ms={1000: 9000})).condition == "dead"
 
 
 @pytest.mark.parametrize(("pid", "found"), [(1000, "alive"), (2000, "dead")])
-def test_bytes_that_arrive_at_a_rank_may_be_what_it_waits_for(pid: int, found: str) -> None:
+def test_arriving_bytes_prevent_a_proof(pid: int, found: str) -> None:
     """A peer that has sent them is elsewhere by then. What a child downloads is no message of a rank's."""
     taken = looks(RankLook(0, IN_CALL[0].main, (process(2000, in_user(8)),)), IN_CALL[1])
     (first, _), (last, _) = taken.counters
@@ -82,7 +82,7 @@ def test_bytes_that_arrive_at_a_rank_may_be_what_it_waits_for(pid: int, found: s
     assert judged(dataclasses.replace(taken, counters=((begin, begin), (end, end)))).condition == found
 
 
-def test_the_source_is_read_for_the_proof(tmp_path: Path) -> None:
+def test_proof_reads_the_source(tmp_path: Path) -> None:
     """``isend(...).wait()`` rests in c10d without a frame of it: what the line calls is all that tells."""
     script = tmp_path / "pipeline.py"
     script.write_text("import torch.distributed as dist\n\ndist.isend(tensor, 1).wait()\n")
@@ -99,11 +99,11 @@ def test_the_source_is_read_for_the_proof(tmp_path: Path) -> None:
     assert not judge.proves(job(sending, waiting(1)))
 
 
-def test_the_half_of_a_job_proves_nothing() -> None:
+def test_part_of_a_job_proves_nothing() -> None:
     assert judged(looks(*IN_CALL), covers=False).condition == "unknown"
 
 
-def test_calls_that_go_on_are_work() -> None:
+def test_new_collectives_are_work() -> None:
     assert judged(looks(*IN_CALL, entries=(4, 5))).condition == "alive"
 
 
@@ -144,7 +144,7 @@ def woken(pid: int, call: str, target: str, limit_s: float | None, times: int, *
         ("", EPOLL, None, 100, "unknown"),  # a call that could not be read
     ],
 )
-def test_a_main_thread_that_is_woken_more_often_than_its_wait_ends_receives(
+def test_main_thread_woken_more_often_than_its_time_limit_is_receiving(
     call: str, target: str, limit_s: float | None, times: int, found: str
 ) -> None:
     """The kernel counts no bytes of ``recv`` on Unix and UDP sockets, nor of ``splice``. Of pipes and TCP it does."""
@@ -159,12 +159,12 @@ def judged_twice(first: RankLook, second: RankLook, peer: RankLook = IN_CALL[1])
     return judged(taken, job(side(0, in_user(7)), waiting(1))).condition
 
 
-def test_a_wait_with_a_time_limit_of_its_socket_says_nothing_by_its_wake_ups() -> None:
+def test_wake_ups_of_a_socket_with_a_timeout_are_not_work() -> None:
     one, other = woken(1000, "recvfrom", UDP, None, 100, times_out=True)
     assert judged_twice(RankLook(0, one), RankLook(0, other)) == "unknown"
 
 
-def test_wake_ups_of_a_child_count_if_the_main_thread_waits_for_it_and_of_other_threads_on_unix_sockets_only() -> None:
+def test_wake_ups_count_for_awaited_children_and_for_other_threads_on_unix_sockets() -> None:
     one, other = woken(2000, "epoll_wait", EPOLL, None, 100)
     waits = process(1000, (Frame("/usr/lib/python3.11/subprocess.py", 1264, "Popen.wait"), *in_user(7)))
     assert judged_twice(RankLook(0, waits, (one,)), RankLook(0, waits, (other,))) == "alive"
@@ -178,14 +178,14 @@ def test_wake_ups_of_a_child_count_if_the_main_thread_waits_for_it_and_of_other_
     assert judge.work_in(looks(RankLook(0, ones[1])), Background()) == ()
 
 
-def test_the_main_threads_cpu_is_work_unless_it_waits_for_peers() -> None:
+def test_main_thread_cpu_is_work_unless_it_waits_for_peers() -> None:
     computing = RankLook(0, process(1000, in_user(7)))
     assert judged(looks(computing, used_ms={1000: 9000}), job(side(0, in_user(7)))).condition == "alive"
     spinning = looks(IN_CALL[0], used_ms={1000: 9000})
     assert judge.work_in(spinning, Background()) == ()
 
 
-def test_what_a_main_thread_waits_for_is_never_background() -> None:
+def test_awaited_process_is_never_background() -> None:
     child = process(2000, (at(9, "encode"),))
     main = process(1000, (Frame("/usr/lib/python3.11/subprocess.py", 1264, "Popen.wait"), *in_user(7)))
     taken = looks(RankLook(0, main, (child,)), used_ms={2000: 4000})
@@ -221,25 +221,25 @@ UNSEEN: dict[str, tuple[RankLook, str]] = {
 
 
 @pytest.mark.parametrize("case", UNSEEN)
-def test_missing_evidence_is_no_reason(case: str) -> None:
+def test_missing_evidence_is_unseen_not_dead(case: str) -> None:
     rank, words = UNSEEN[case]
     found = judged(looks(rank, IN_CALL[1]))
     assert (found.condition, words in found.unseen) == ("unseen", True), found
 
 
-def test_a_child_that_runs_no_python_lacks_nothing() -> None:
+def test_child_without_python_needs_no_stack() -> None:
     shell = process(2000, kind="absent")
     assert (
         judged(looks(RankLook(0, process(1000, in_user(7)), (shell,))), job(side(0, in_user(7)))).condition == "unknown"
     )
 
 
-def test_a_job_that_is_stopped_as_a_whole_is_not_judged() -> None:
+def test_suspended_job_is_stopped_not_judged() -> None:
     assert judged(looks(RankLook(0, STOPPED))).condition == "stopped"
     assert judged(looks(RankLook(0, STOPPED), IN_CALL[1])).condition == "unseen"
 
 
-def test_the_first_time_limit_of_a_group_in_which_a_rank_waits() -> None:
+def test_limit_is_the_first_timeout_of_a_group_that_a_rank_waits_in() -> None:
     now_ns = time.time_ns()
     call = replace(entry("all_reduce", 4, line=50), created_ns=now_ns - 50 * 10**9, timeout_ms=600_000)
     waits = waiting(0, flight=record(*past(3), call))

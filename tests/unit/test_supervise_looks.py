@@ -44,13 +44,13 @@ from tests.support.evidence import in_c10d, in_user, looked_at, process
         (in_c10d("all_reduce", 7), "futex", False),
     ],
 )
-def test_a_futex_below_the_users_line_is_unclear(frames: tuple[Frame, ...], kernel: str, unclear: bool) -> None:
+def test_futex_below_a_user_line_is_unclear(frames: tuple[Frame, ...], kernel: str, unclear: bool) -> None:
     """Also where a stack reader's stop has left ``restart_syscall`` in place of a wait with a time limit."""
     assert _is_unclear(looked_at(0, frames, kernel)) is unclear
 
 
-def test_c_frames_are_read_of_one_rank_of_each_stack_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the time ends before all are read, the others keep their stacks, with a note."""
+def test_c_frames_are_read_for_one_rank_of_each_stack_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are not read in time keep their stacks, with a note."""
     lines = {0: 7, 1: 7, 2: 7, 3: 7, 4: 9, 5: 7}
     last = Look(0.0, 1.0, {number: looked_at(number, in_user(line)) for number, line in lines.items()})
     asked: list[int] = []
@@ -76,8 +76,8 @@ def test_c_frames_are_read_of_one_rank_of_each_stack_first(monkeypatch: pytest.M
     assert main is not None and len(main.stacks) == len(main.states) == 1
 
 
-def test_a_process_that_is_late_costs_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank itself has been read when its children are not; who is late is there, as not seen."""
+def test_late_process_does_not_cost_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank itself is read before its children; a late process is listed without a state."""
     mine, child = os.getpid(), os.getpid() + 1
     monkeypatch.setattr(look.process, "descendants", lambda pids, table: [ProcessId(child, 1)])
     over = threading.Event()
@@ -97,8 +97,8 @@ def test_a_process_that_is_late_costs_no_other_one(monkeypatch: pytest.MonkeyPat
     assert found.is_late and describe_unseen(found.taken[-1], found) != ""
 
 
-def test_the_nodes_file_locks_are_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel lets nobody on the node lock a file while it writes them down."""
+def test_file_locks_are_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel blocks all file locks of the node while it lists them."""
     table = file_locks.parse("1: FLOCK  ADVISORY  WRITE 1 08:02:131 0 EOF\n")
     given = list[object]()
 
@@ -109,7 +109,7 @@ def test_the_nodes_file_locks_are_read_once_for_all_processes(monkeypatch: pytes
     monkeypatch.setattr(file_locks, "lock_table", lambda: table)
     monkeypatch.setattr(proc, "read_process", read_process)
     monkeypatch.setattr(stacks, "stack_of", lambda *_, **__: Result(None, "py-spy", 0.1, missing="no permission"))
-    with subprocess.Popen(["sleep", "1000"]) as child:  # a test's own process may itself wait for a file lock
+    with subprocess.Popen(["sleep", "1000"]) as child:  # the test process might itself wait for a file lock
         monkeypatch.setattr(look.process, "descendants", lambda pids, table: [ProcessId(child.pid, 1)] * 3)
         look_at(
             [Target(n, n, child.pid, proc.read_quick(child.pid).start_ticks) for n in (0, 1)], None, deadline_s=60.0
@@ -119,7 +119,7 @@ def test_the_nodes_file_locks_are_read_once_for_all_processes(monkeypatch: pytes
     assert all(one is table for one in given)
 
 
-def test_a_look_that_has_more_time_has_it_for_the_other_ends_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_look_gives_other_ends_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
     def with_ends(states: Sequence[ProcessState], pids: object, *, deadline_s: float) -> Sequence[ProcessState]:
@@ -132,7 +132,7 @@ def test_a_look_that_has_more_time_has_it_for_the_other_ends_as_well(monkeypatch
     assert given[0] == look.LEAST_ENDS_S and given[1] > 100.0
 
 
-def test_a_process_of_which_the_kernel_does_not_tell_in_time_is_late() -> None:
+def test_process_without_kernel_state_in_time_is_late() -> None:
     one = looked_at(0, in_user(7))
     assert one.main is not None and one.main.state is not None and not one.main.is_late
     silent = replace(
@@ -141,14 +141,14 @@ def test_a_process_of_which_the_kernel_does_not_tell_in_time_is_late() -> None:
     assert silent.is_late
 
 
-def test_a_supervisor_that_waits_for_a_core_knows_that_all_others_do() -> None:
+def test_starvation_is_measured_by_the_supervisors_own_waits() -> None:
     read = iter([(100, 100), (200, 1000), (200, 1000), (300, 1000)])
     starvation = Starvation(lambda: next(read))
     assert [starvation.factor() for _ in range(4)] == [2.0, MOST_PATIENCE, 1.0, 1.0]
     assert Starvation().factor() >= 1.0
 
 
-def test_who_was_late_is_looked_at_again_with_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_process_is_looked_at_again_with_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = looked_at(0, in_user(7)), looked_at(1, in_user(7))
     assert one.main is not None and two.main is not None
     slow = replace(two, main=replace(two.main, stack=Result(None, "py-spy", 3.0, missing="too slow", kind="timeout")))
@@ -167,7 +167,7 @@ def test_who_was_late_is_looked_at_again_with_more_time(monkeypatch: pytest.Monk
     assert main is not None and len(main.stacks) == 1
 
 
-def test_a_later_look_knows_what_the_ranks_have_by_then() -> None:
+def test_later_look_uses_the_newest_targets() -> None:
     """A rank that still imports torch at the first look has no worker server yet, and is asked for its record later."""
     before = Target(0, 0, os.getpid(), 0)
     now = Target(0, 0, os.getpid(), 0, socket=Path("/rank0.sock"))
@@ -178,7 +178,9 @@ def test_a_later_look_knows_what_the_ranks_have_by_then() -> None:
 
 
 @pytest.mark.parametrize(("before", "now", "rested_s"), [(5.0, 5.0, 30.0), (5.0, 5.1, 0.0), (None, 5.0, None)])
-def test_how_long_a_thread_has_rested(before: float | None, now: float, rested_s: float | None) -> None:
+def test_rest_time_of_a_thread_comes_from_two_counters(
+    before: float | None, now: float, rested_s: float | None
+) -> None:
     seen = process(1000, in_user(7))
     state = structs.replace(seen.states[-1], start_ticks=3)
     look_ = Look(0.0, 0.0, {0: RankLook(0, ProcessLook(1000, state, Result(None, "", 0.0)))})

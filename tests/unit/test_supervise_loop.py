@@ -1,4 +1,4 @@
-"""What the loop makes of the end of torchrun's agent."""
+"""Errors of torchrun's agent, as the supervisor reads them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.evidence import job, rank
         ("ValueError", "The number of nodes must be positive", False),
     ],
 )
-def test_which_errors_mean_that_nodes_did_not_come(error: str, message: str, expected: bool) -> None:
+def test_failed_rendezvous_is_recognized_by_torchruns_error(error: str, message: str, expected: bool) -> None:
     event = AgentEvent("raised", 0.0, error=error, message=message)
     assert is_failed_rendezvous(event) is expected
 
@@ -38,7 +38,7 @@ def test_which_errors_mean_that_nodes_did_not_come(error: str, message: str, exp
         ("/torch.rendezvous.none.1/torchelastic/agent/terminal_state/1", False),
     ],
 )
-def test_what_to_do_where_a_node_joined_late(keys: str, expected: bool) -> None:
+def test_late_join_error_gets_advice(keys: str, expected: bool) -> None:
     message = f"wait timeout after 60000ms, keys: {keys}"
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in advice_on(AgentEvent("raised", 0.0, message=message))) is expected
     lost = (f"torchrun itself failed: DistStoreError: {message}",)

@@ -21,7 +21,7 @@ SLOW = Note("rank 1", "rank 1 is slower than its peers: they waited for it 40% o
 
 
 class Watched:
-    """As much of a watch as is asked."""
+    """Stub of a watch."""
 
     def __init__(self, first_step_s: float | None) -> None:
         first_ns = int(first_step_s * 1e9) if first_step_s else 0
@@ -42,13 +42,13 @@ def run(health_: HealthPoller, now: float) -> None:
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Note, ...]]:
-    """What the next looks will find; each takes the first."""
+    """Notes that the next looks return, in order."""
     found: list[tuple[Note, ...]] = []
     monkeypatch.setattr(health, "find_notes", lambda targets, own: found.pop(0) if found else ())
     return found
 
 
-def test_a_note_comes_once_and_is_kept(looks: list[tuple[Note, ...]], capfd: pytest.CaptureFixture[str]) -> None:
+def test_note_is_printed_once_and_kept(looks: list[tuple[Note, ...]], capfd: pytest.CaptureFixture[str]) -> None:
     watch = Watched(first_step_s=100.0)
     one = HealthPoller(watch, list)  # type: ignore[arg-type]
     looks += [(SLOW,), (Note("rank 1", SLOW.words.replace("40%", "45%")),), ()]
@@ -78,13 +78,13 @@ def test_straggler_is_reported_with_the_next_step(
     assert said.endswith(f"(the job continues). To see where its time goes: safelaunch record {os.getpid()}\n")
 
 
-def test_nothing_is_asked_before_the_first_steps(looks: list[tuple[Note, ...]]) -> None:
+def test_no_question_before_the_first_steps(looks: list[tuple[Note, ...]]) -> None:
     looks += [(SLOW,)]
     run(HealthPoller(Watched(None), list), 1e6)  # type: ignore[arg-type]
     assert len(looks) == 1
 
 
-def test_another_attempt_begins_anew(looks: list[tuple[Note, ...]]) -> None:
+def test_new_attempt_resets_the_poller(looks: list[tuple[Note, ...]]) -> None:
     watch = Watched(first_step_s=100.0)
     one = HealthPoller(watch, list)  # type: ignore[arg-type]
     looks += [(SLOW,)]
@@ -98,13 +98,13 @@ def test_another_attempt_begins_anew(looks: list[tuple[Note, ...]]) -> None:
 
 
 def cpu(seconds: float, **threads: float) -> Counters:
-    """``threads``: milliseconds of CPU so far, by ``t`` and their number."""
+    # ``threads``: milliseconds of CPU by thread, as t1, t2, ...
     used = {int(name[1:]): CpuTime(ms) for name, ms in threads.items()}
     return Counters(seconds, int(100 * seconds), {(10, 1): ProcessCounters(10, threads=used)})
 
 
 def taught(*readings: tuple[Counters, float]) -> Background:
-    """What was learned from readings, each with the time of the newest step then."""
+    """Returns the background learned from readings, each with the time of the latest step."""
     newest = SimpleNamespace(since_s=0.0)
     watch = SimpleNamespace(
         background=Background(),
@@ -123,7 +123,7 @@ def taught(*readings: tuple[Counters, float]) -> Background:
     return watch.background
 
 
-def test_what_begins_behind_the_last_step_is_no_background() -> None:
+def test_window_after_the_last_step_is_not_learned() -> None:
     """A thread that computes from then on: the window in which it began had a step, too."""
     steps = ((cpu(0.0, t11=0), 0.0), (cpu(2.0, t11=100), 2.0), (cpu(4.0, t11=200, t12=1500), 2.5))
     learned = taught(*steps, (cpu(14.0, t11=200, t12=9000), 2.5))
@@ -133,7 +133,7 @@ def test_what_begins_behind_the_last_step_is_no_background() -> None:
     assert ("cpu", 10, 1, 12) in went_on.peaks
 
 
-def test_what_was_learned_before_the_quiet_is_kept() -> None:
+def test_background_from_before_the_quiet_time_is_kept() -> None:
     learned = taught((cpu(0.0, t11=0), 0.0), (cpu(2.0, t11=100), 2.0), (cpu(14.0, t11=100), 2.1))
     assert ("cpu", 10, 1, 11) in learned.peaks
 
@@ -157,7 +157,7 @@ def steps(delays: list[list[float]], *, buckets: int = 1, group: str = "0") -> d
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("buckets", [1, 5])
 @pytest.mark.parametrize("slow", [0, 1])
-def test_who_is_always_last_is_named(ranks: int, buckets: int, slow: int) -> None:
+def test_rank_that_is_always_last_is_the_straggler(ranks: int, buckets: int, slow: int) -> None:
     found = find_straggler(steps([[150.0 if rank == slow else 100.0 for rank in range(ranks)]] * 80, buckets=buckets))
     assert found is not None
     assert (found.rank, found.last) == (slow, 1.0)
@@ -165,29 +165,29 @@ def test_who_is_always_last_is_named(ranks: int, buckets: int, slow: int) -> Non
     assert found.words.startswith(f"rank {slow} is slower than its peers")
 
 
-def test_noise_is_no_straggler() -> None:
+def test_noise_gives_no_straggler() -> None:
     noise = random.Random(3)
     for _ in range(50):
         assert find_straggler(steps([[100 + noise.uniform(0, 60) for _ in range(4)] for _ in range(100)])) is None
 
 
-def test_always_last_by_a_hair_is_no_straggler() -> None:
+def test_last_by_microseconds_gives_no_straggler() -> None:
     assert find_straggler(steps([[100.0, 102.0]] * 100)) is None
 
 
-def test_one_long_evaluation_of_rank_0_is_no_straggler() -> None:
+def test_one_long_evaluation_gives_no_straggler() -> None:
     work = [[100.0, 100.5] for _ in range(100)]
     work[50][0] = 30_000.0
     assert find_straggler(steps(work)) is None
 
 
 @pytest.mark.parametrize("count", [0, 1, 19])
-def test_too_few_to_tell(count: int) -> None:
+def test_too_few_collectives_give_no_straggler(count: int) -> None:
     assert find_straggler(steps([[1000.0, 5000.0]] * 19) if count else {}) is None
     assert find_straggler({0: {("0", 1): 5}}) is None
 
 
-def test_the_slowest_of_a_group_of_its_own() -> None:
+def test_straggler_is_found_in_its_own_group() -> None:
     rows = steps([[100.0, 100.2]] * 90, group="rows")
     columns = steps([[100.0, 180.0]] * 90, group="columns")
     arrivals = {0: rows[0], 1: {**rows[1], **columns[0]}, 2: columns[1]}
@@ -195,7 +195,7 @@ def test_the_slowest_of_a_group_of_its_own() -> None:
     assert found is not None and found.rank == 2
 
 
-def test_windows_that_wrapped_at_different_points() -> None:
+def test_straggler_is_found_in_differently_wrapped_windows() -> None:
     arrivals = steps([[100.0, 160.0, 100.0]] * 100)
     arrivals[0] = {key: at for key, at in arrivals[0].items() if key[1] > 30}
     found = find_straggler(arrivals)
@@ -209,13 +209,13 @@ def gpu(index: int, *processes: tuple[int, int | None]) -> Gpu:
     return Gpu(index, processes=tuple(GpuProcess(pid, held) for pid, held in processes))
 
 
-def test_two_ranks_on_one_gpu() -> None:
+def test_two_ranks_on_one_gpu_give_a_note() -> None:
     gpus = [gpu(0, (100, 1 << 30), (101, 1 << 30)), gpu(1)]
     (note,) = health.notes_on_gpus(gpus, {0: 100, 1: 101}, {100, 101})
     assert note.words.startswith("ranks 0, 1 are on the same GPU 0")
 
 
-def test_a_strangers_memory_on_a_gpu_of_ours() -> None:
+def test_foreign_memory_on_a_used_gpu_gives_a_note() -> None:
     gpus = [gpu(0, (100, 1 << 30), (999, 3 << 30)), gpu(1, (998, 3 << 30)), gpu(2, (101, 5), (997, 1000))]
     (note,) = health.notes_on_gpus(gpus, {0: 100, 1: 101}, {100, 101, 102})
     assert note.words == "pid 999, not of this job, holds 3.0 GiB of GPU 0, which rank 0 uses"
@@ -229,5 +229,5 @@ def test_a_strangers_memory_on_a_gpu_of_ours() -> None:
         [gpu(0, (100, None), (5, None))],
     ],
 )
-def test_a_driver_that_says_little(gpus: list[Gpu]) -> None:
+def test_driver_without_process_facts_gives_no_note(gpus: list[Gpu]) -> None:
     assert health.notes_on_gpus(gpus, {0: 100}, {100}) == []

@@ -1,4 +1,4 @@
-"""What is said before a run about options that have no effect in it."""
+"""Warnings before a run about options without effect, and the cluster key."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ WATCHING = [("--pg-timeout", "30s"), ("--check-every", "5"), ("--run-name", "tri
         ([("--no-watch", None), ("--preset", "oom-debug")], {}, []),
     ],
 )
-def test_options_of_the_watch_without_it_are_named(
+def test_no_watch_names_the_options_without_effect(
     words: list[tuple[str, str | None]], environ: dict[str, str], said: list[str], tmp_path: Path
 ) -> None:
     assert without_effect(resolve(words, environ, tmp_path, lambda: "2.13.0")) == said
 
 
-def test_white_space_around_a_key_is_none_of_it(tmp_path: Path) -> None:
+def test_key_is_stripped_of_white_space(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("  0123456789abcdef\n")
     assert read_key(file) == b"0123456789abcdef"
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\n" * 100, b"x" * 5000])
-def test_what_is_no_key(tmp_path: Path, content: bytes) -> None:
+def test_key_of_a_wrong_length_is_rejected(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "key"
     file.write_bytes(content)
     with pytest.raises(BadKeyFile, match="16 to 4096 bytes"):
         read_key(file)
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_key_path_that_is_no_file_is_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(BadKeyFile, match="not a file"):
         read_key(tmp_path / "fifo")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from safelaunch.supervise.reminders import Reminder
 
 
-def test_a_reminder_comes_after_a_time_and_whenever_the_state_has_lasted_twice_as_long() -> None:
+def test_reminder_is_due_after_a_time_and_whenever_that_doubles() -> None:
     reminder = Reminder()
     said = [(now, reminder.is_first) for now in range(100, 300) if reminder.is_due(100.0, 10.0, float(now))]
     assert said == [(110, True), (120, False), (140, False), (180, False), (260, False)]
 
 
-def test_a_reminder_about_another_state_begins_anew() -> None:
+def test_reminder_restarts_for_a_new_state() -> None:
     reminder = Reminder()
     assert reminder.is_due(100.0, 10.0, 110.0)
     assert not reminder.is_due(None, 10.0, 111.0)

@@ -1,4 +1,4 @@
-"""What the supervisor's loop asks an incident in a thread, and how it is cancelled."""
+"""An incident in its thread: what the supervisor's loop asks it, and how it is cancelled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safelaunch.supervise.respond import Incident, JobView, look
 from tests.support.waiting import until
 
 
-def test_an_incident_needs_the_ranks_until_it_has_seen_them() -> None:
+def test_incident_needs_the_ranks_until_they_are_done() -> None:
     step, done = Event(), Event()
 
     def work(at: Incident[str]) -> str:
@@ -34,7 +34,7 @@ def test_an_incident_needs_the_ranks_until_it_has_seen_them() -> None:
     assert at.wait(30) and at.result == "report"
 
 
-def test_one_that_is_cancelled_needs_nothing_and_finds_nothing() -> None:
+def test_cancelled_incident_needs_no_ranks_and_has_no_result() -> None:
     never = Event()
     at: Incident[str] = Incident("test", lambda at: str(at.until(never.is_set)))
     at.cancel()
@@ -42,7 +42,7 @@ def test_one_that_is_cancelled_needs_nothing_and_finds_nothing() -> None:
     assert at.wait(30) and at.result is None
 
 
-def test_an_error_of_its_work_is_raised_where_its_result_is_taken() -> None:
+def test_error_in_the_work_is_raised_by_the_result() -> None:
     at: Incident[None] = Incident("test", lambda at: at.pause(1 / 0))
     assert at.wait(30) and not at.needs_ranks
     with pytest.raises(ZeroDivisionError):
@@ -59,7 +59,7 @@ def test_an_error_of_its_work_is_raised_where_its_result_is_taken() -> None:
     ],
     ids=["two", "cancelled", "no time for another", "crash"],
 )
-def test_how_often_the_ranks_are_looked_at(
+def test_kind_decides_the_number_of_looks(
     kind: IncidentKind, cancelled: bool, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[float] = []

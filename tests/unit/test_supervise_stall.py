@@ -98,14 +98,14 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         yield made
         made.case.abandon()
         for thread in threading.enumerate():
-            if thread.name == "closer look":  # it would go on in the next test
+            if thread.name == "closer look":  # it would continue in the next test
                 thread.join(60)
                 assert not thread.is_alive()
         rank.kill()
 
 
-def test_a_node_looks_and_votes_anew_in_every_incident(job: Job) -> None:
-    """The next incident may open before this node has seen how the last one ended."""
+def test_node_looks_and_votes_again_in_every_incident(job: Job) -> None:
+    """The next incident can begin before this node has seen the end of the last one."""
     job.tick(SUSPECTED)
     job.call(1)
     job.until(lambda: job.vote == (1, "unseen"))
@@ -113,7 +113,7 @@ def test_a_node_looks_and_votes_anew_in_every_incident(job: Job) -> None:
     job.until(lambda: job.vote == (2, "unseen"))
 
 
-def test_a_node_that_looks_for_another_keeps_its_vote_when_it_suspects_the_job_as_well(job: Job) -> None:
+def test_node_keeps_its_vote_when_it_suspects_the_job_as_well(job: Job) -> None:
     """Its ranks' marks are a moment younger: it is asked first, and its own suspicion comes while it looks."""
     job.call(1)
     job.tick()
@@ -122,22 +122,22 @@ def test_a_node_that_looks_for_another_keeps_its_vote_when_it_suspects_the_job_a
     assert job.council.channel.beat.doing == "watching", "it has not asked"
 
 
-def test_a_rank_that_has_said_that_it_will_be_quiet_is_not_looked_at(job: Job) -> None:
+def test_rank_in_a_timed_phase_is_not_looked_at_and_votes_paused(job: Job) -> None:
     job.watch.current_stall = lambda now: None  # type: ignore[method-assign]
     job.call(1)
     job.tick()
     assert job.vote == (1, "paused") and not job.case.looking
 
 
-def test_a_node_whose_clock_is_restarted_lets_the_others_begin_anew(job: Job) -> None:
-    """Without its evidence they would go by their own alone."""
+def test_restart_of_the_clock_votes_paused(job: Job) -> None:
+    """The other nodes would otherwise decide without its evidence."""
     job.call(1)
     job.until(lambda: job.case.looking)
     job.tick(Glance((), StallEvent("clock-restarted"), ()))
     assert job.vote == (1, "paused") and not job.case.looking
 
 
-def test_on_a_starved_machine_a_look_has_more_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_look_on_a_starved_machine_has_more_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
     def take(*_: object, deadline_s: float) -> Look:
@@ -151,7 +151,7 @@ def test_on_a_starved_machine_a_look_has_more_time(job: Job, monkeypatch: pytest
     assert given[0] == 18.0
 
 
-def test_a_node_that_is_alone_asks_nobody_and_is_answered_by_its_own_looks(job: Job) -> None:
+def test_single_node_decides_by_its_own_looks(job: Job) -> None:
     job.council.channel.view = PeerView(why="no store")
     job.tick(SUSPECTED)
     assert job.case.looking
@@ -159,18 +159,18 @@ def test_a_node_that_is_alone_asks_nobody_and_is_answered_by_its_own_looks(job: 
     assert job.council.channel.beat.vote == "" and not job.case.writing
 
 
-def test_ranks_that_were_started_anew_are_under_no_suspicion(job: Job) -> None:
+def test_restarted_ranks_are_not_suspected(job: Job) -> None:
     job.tick(SUSPECTED)
     job.tick()
     assert job.case.looking and job.council.channel.beat.doing == "suspecting"
     job.watch.attempt = (0, 2)
     job.tick()
     assert not job.case.looking and job.council.channel.beat.doing == "watching"
-    job.call(1)  # all look, those of the new round included
+    job.call(1)  # all look, including the ranks of the new round
     job.until(lambda: job.vote[0] == 1)
 
 
-def test_a_look_that_never_ends_is_given_up_and_taken_again_later(
+def test_look_that_never_ends_is_abandoned_and_repeated_later(
     job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     returns = threading.Event()
@@ -188,7 +188,7 @@ def test_a_look_that_never_ends_is_given_up_and_taken_again_later(
 
 @pytest.fixture
 def writing(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What becomes of the bundles that the job's supervisor collects: their outcomes."""
+    """Outcomes of the bundles that the job's supervisor collects."""
     found: list[str] = []
 
     def finish(_: Collected, agreement: Agreement) -> Report | None:
@@ -209,7 +209,7 @@ def collected(job: Job) -> Collected:
 
 @pytest.mark.parametrize("found", ["unknown", "dead"])
 @pytest.mark.parametrize("steps", [True, False])
-def test_a_rank_that_advances_while_its_evidence_is_collected_is_not_ended(
+def test_rank_that_advances_during_collection_is_not_ended(
     steps: bool,
     found: JobCondition,
     job: Job,
@@ -217,7 +217,7 @@ def test_a_rank_that_advances_while_its_evidence_is_collected_is_not_ended(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Not at the user's limit, and not by a proof, which it refutes."""
+    """Neither the user's limit nor a proof ends it: the step refutes both."""
 
     def collect(_: object) -> Collected:
         if steps:
@@ -233,10 +233,10 @@ def test_a_rank_that_advances_while_its_evidence_is_collected_is_not_ended(
 
 
 @pytest.mark.parametrize("proves", [True, False])
-def test_a_proof_that_the_whole_evidence_does_not_bear_out_ends_no_job(
+def test_proof_that_the_full_evidence_refutes_ends_no_job(
     proves: bool, job: Job, writing: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The bundle has more than the looks: C frames may show who else could end the wait."""
+    """The bundle has more evidence than the looks: C frames can show another thread that could end the wait."""
     job.watch.policy = replace(job.watch.policy, stall_given=False)  # else the user's word ends it
     monkeypatch.setattr("safelaunch.supervise.judge.proves", lambda _: proves)
     monkeypatch.setattr(job.case, "_collecting", lambda *_: lambda _: collected(job))
@@ -283,7 +283,7 @@ OVER = Judgement("unknown", limits=Limits(200.0), group="'0'")
         ),
     ],
 )
-def test_what_is_said_before_a_job_is_ended(
+def test_hang_message_names_ranks_and_reason(
     last_steps_s: tuple[float, ...], judged: Judgement, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks that meet in every step make their last one at nearly the same moment: that is no going on."""
@@ -294,7 +294,7 @@ def test_what_is_said_before_a_job_is_ended(
     assert said in " ".join(capfd.readouterr().err.split())
 
 
-def test_a_job_that_continues_is_reported_once_for_each_answer_and_every_hour(
+def test_continuing_job_is_reported_once_per_condition_and_every_hour(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """No default limit is announced: no rank waits in a group."""
@@ -308,7 +308,7 @@ def test_a_job_that_continues_is_reported_once_for_each_answer_and_every_hour(
     ]
 
 
-def test_a_threshold_of_the_user_is_said_to_count_from_the_last_work(capfd: pytest.CaptureFixture[str]) -> None:
+def test_waiting_message_counts_the_users_threshold_from_the_last_work(capfd: pytest.CaptureFixture[str]) -> None:
     policy = Policy(20.0, 1800.0, 240.0, stall_given=True)
     watch = SimpleNamespace(policy=policy, unseen=(), state=replace(initial_state(0.0), worked_s=16.0))
     saying(watch)._say_waiting(Stall((0,), 0.0, 20.0, 20.0, False, 61), Judgement("unknown"), 22.0)
@@ -317,9 +317,7 @@ def test_a_threshold_of_the_user_is_said_to_count_from_the_last_work(capfd: pyte
 
 
 @pytest.mark.parametrize(("policy", "ends"), [({}, False), ({"max_stall_given": True}, True)])
-def test_only_a_max_stall_of_the_user_says_to_all_nodes_that_a_job_without_a_proof_ends(
-    policy: dict[str, bool], ends: bool
-) -> None:
+def test_only_a_given_max_stall_ends_an_unproved_job_on_several_nodes(policy: dict[str, bool], ends: bool) -> None:
     """``_is_at_limit`` is what a node tells the leader, and what the evidence of all nodes is judged with."""
     policy_ = replace(Policy(60.0, 1800.0, 1800.0), **policy)
     watch = SimpleNamespace(policy=policy_, unseen=(1,), state=initial_state(0.0))
@@ -328,8 +326,8 @@ def test_only_a_max_stall_of_the_user_says_to_all_nodes_that_a_job_without_a_pro
         assert saying(watch)._is_at_limit(stall, Judgement(found)) is ends  # type: ignore[arg-type]
 
 
-def test_one_node_of_several_knows_of_its_own_evidence_only(capfd: pytest.CaptureFixture[str]) -> None:
-    """All nodes' evidence, which is merged next, may prove the hang that this one could not."""
+def test_hang_message_on_one_of_several_nodes_names_its_own_evidence(capfd: pytest.CaptureFixture[str]) -> None:
+    """The merged evidence of all nodes can still prove the hang."""
     pages = {0: SimpleNamespace(last_step_ns=int(40e9))}
     watch = SimpleNamespace(last_progress=pages, policy=Policy(60.0, 1800.0, 1800.0), unseen=(1,))
     saying(watch)._say_hang(Stall((0,), 40.0, 60.0, 60.0, False, 61), OVER, 100.0)

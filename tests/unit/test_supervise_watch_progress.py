@@ -1,4 +1,4 @@
-"""The watch over the ranks' pages: what it learns from them, which ranks it does not see, and ranks started anew."""
+"""The watch over the ranks' pages: learned thresholds, unseen ranks and restarts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wait(watch: Watch, now: float, seconds: float) -> Iterator[tuple[float, stal
             yield tick / 4, event
 
 
-def test_a_freeze_of_quick_steps_is_suspected_at_the_floor() -> None:
+def test_freeze_of_fast_steps_is_suspected_at_the_floor() -> None:
     watch, ranks = watched()
     now, events = train(watch, ranks, 100)
     assert events == []
@@ -41,7 +41,7 @@ def test_a_freeze_of_quick_steps_is_suspected_at_the_floor() -> None:
     assert "floor" in watch.threshold().why
 
 
-def test_steps_that_were_made_before_the_first_look_count() -> None:
+def test_steps_before_the_first_tick_count() -> None:
     """A quick job makes a hundred in the time between two looks."""
     watch, ranks = watched()
     for rank in (0, 1):
@@ -50,7 +50,7 @@ def test_steps_that_were_made_before_the_first_look_count() -> None:
     assert (event.kind, 4.9 <= delay_s <= 5.6) == ("suspect", True)
 
 
-def test_of_a_job_that_was_excused_they_do_not_count() -> None:
+def test_steps_of_an_excused_job_before_the_first_tick_do_not_count() -> None:
     watch, ranks = watched()
     for rank in (0, 1):
         ranks.step(rank, 100, 10.4, first_step_ns=int(10.1e9), paused=True)
@@ -58,21 +58,21 @@ def test_of_a_job_that_was_excused_they_do_not_count() -> None:
     assert not watch._step_rhythm.knows_enough
 
 
-def test_before_enough_steps_it_waits_for_ten_minutes() -> None:
+def test_threshold_before_enough_steps_is_ten_minutes() -> None:
     watch, ranks = watched()
     now, _ = train(watch, ranks, 10)
     delay_s, _ = next(wait(watch, now, 700))
     assert delay_s >= 599
 
 
-def test_slow_steps_raise_it() -> None:
+def test_slow_steps_raise_the_threshold() -> None:
     watch, ranks = watched()
     now, _ = train(watch, ranks, 60, length_s=4.0)
     delay_s, _ = next(wait(watch, now, 60))
     assert 9 <= delay_s <= 12, "2.5 x 4 s, and the bucket's width"
 
 
-def test_the_cap_comes_before_what_was_learned() -> None:
+def test_cap_overrides_the_learned_threshold() -> None:
     watch, ranks = watched()
     now, _ = train(watch, ranks, 60, length_s=4.0)
     watch.cap_s = 7.0
@@ -80,13 +80,13 @@ def test_the_cap_comes_before_what_was_learned() -> None:
     assert 6.5 <= delay_s <= 8
 
 
-def test_an_explicit_threshold_is_not_learned() -> None:
+def test_explicit_threshold_is_not_learned() -> None:
     watch, ranks = watched(None)
     now, _ = train(watch, ranks, 100)
     assert next(wait(watch, now, 700))[0] >= 599
 
 
-def test_a_pause_is_not_learned_and_ranks_may_count_differently() -> None:
+def test_pause_is_not_learned_although_ranks_count_differently() -> None:
     watch, ranks = watched()
     now, _ = train(watch, ranks, 60, behind=30)
     ranks.step(0, 60, now, paused=True)
@@ -97,7 +97,7 @@ def test_a_pause_is_not_learned_and_ranks_may_count_differently() -> None:
     assert watch.threshold().seconds == 5.0
 
 
-# --- one node of several, and ranks that torchrun started anew --------------------------------------------------------
+# --- one node of several, and restarted ranks -------------------------------------------------------------------------
 
 
 IMPATIENT = Policy(stall_s=5.0, startup_s=60.0, max_stall_s=60.0)
@@ -113,7 +113,7 @@ class Node:
         self._kept: list[object] = []
 
     def rank(self, rank: int, world: int, *, ticks: int = 100, last_step_s: float = 0.0, steps: int = 0) -> None:
-        """A rank's page; ``ticks``: when its process was started."""
+        """Creates a rank's page; ``ticks`` is the start time of its process."""
         name = layout.page_name(0, rank, os.getpid() if ticks == 100 else os.getpid() + ticks)
         mapped, words = page.create(os.fspath(self.run.pages / name))
         words[layout.PID] = int(name.rpartition("-")[2])
@@ -142,7 +142,7 @@ def node(tmp_path: Path) -> Node:
     [((0, 1), (0, 1), 2, ()), ((2, 3), (2, 3), 4, (0, 1)), ((1,), (1,), 4, (0, 2, 3)), ((0, 1), (0,), 2, ())],
     ids=["one node", "two nodes", "nodes of different size", "a rank without a beacon"],
 )
-def test_the_ranks_that_are_not_seen(
+def test_unseen_ranks_run_on_other_nodes(
     node: Node, workers: tuple[int, ...], pages: tuple[int, ...], world: int, unseen: tuple[int, ...]
 ) -> None:
     node.starts(*workers)
@@ -152,7 +152,7 @@ def test_the_ranks_that_are_not_seen(
     assert node.watch.unseen == unseen
 
 
-def test_ranks_started_anew_under_other_numbers_leave_none_behind(node: Node) -> None:
+def test_restart_with_new_numbers_leaves_no_old_rank(node: Node) -> None:
     """A node has joined: torchrun renumbers the ranks and starts them again, and its count of restarts stays 0."""
     node.starts(0, 1)
     node.rank(0, 2)
@@ -173,21 +173,23 @@ def test_ranks_started_anew_under_other_numbers_leave_none_behind(node: Node) ->
     [(0, 0.0, 50.0, 0.0), (11, 11.0, 20.0, 9.0), (11, 11.0, 12.5, 0.0), (3, 41.0, 81.0, 0.0)],
     ids=["no step", "long ago", "just now", "as long as a step takes"],
 )
-def test_how_long_a_job_had_been_quiet(node: Node, steps: int, last_step_s: float, now: float, quiet: float) -> None:
+def test_quiet_time_is_reported_only_if_unusual(
+    node: Node, steps: int, last_step_s: float, now: float, quiet: float
+) -> None:
     node.rank(0, 1, steps=steps, last_step_s=last_step_s)
     node.watch.tick(now)
     assert node.watch.quiet_s(now) == quiet
 
 
-def test_ranks_without_a_page_are_known_from_torchrun_and_raise_no_suspicion(node: Node) -> None:
-    """As where a rank is stopped before it has a page, or runs under ``python -I``."""
+def test_ranks_without_a_page_raise_no_suspicion(node: Node) -> None:
+    """A rank can be stopped before it has a page, or run under ``python -I``."""
     node.starts(1, world=2, pid=os.getpid())
     glances = [node.watch.tick(now) for now in (1.0, 100.0, 1000.0)]
     assert (node.watch.own_ranks, node.watch.unseen, node.watch.world_size) == ((1,), (0,), 2)
     assert [glance.event for glance in glances if glance.event and glance.event.kind == "suspect"] == []
 
 
-def test_where_others_suspect_the_job_a_rank_without_a_page_is_looked_at(node: Node) -> None:
+def test_current_stall_includes_ranks_without_a_page(node: Node) -> None:
     node.starts(1, world=2, pid=os.getpid())
     node.watch.tick(1.0)
     stall = node.watch.current_stall(80.0)
@@ -195,7 +197,7 @@ def test_where_others_suspect_the_job_a_rank_without_a_page_is_looked_at(node: N
     assert (stall.ranks, stall.stalled_s, stall.before_first_step) == ((1,), 79.0, True)
 
 
-def test_a_rank_without_a_page_that_has_ended_is_not_waited_for(node: Node) -> None:
+def test_current_stall_excludes_ended_ranks_without_a_page(node: Node) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     node.starts(1, world=2, pid=ended.pid)
@@ -203,7 +205,7 @@ def test_a_rank_without_a_page_that_has_ended_is_not_waited_for(node: Node) -> N
     assert node.watch.current_stall(80.0) is None
 
 
-def test_what_the_agent_failed_of_is_known_until_it_starts_ranks_again(node: Node) -> None:
+def test_agent_error_is_kept_until_the_next_start(node: Node) -> None:
     node.starts(0)
     node.says("failing", error="ConnectionError: the store is gone")
     node.says("closed")
@@ -214,21 +216,21 @@ def test_what_the_agent_failed_of_is_known_until_it_starts_ranks_again(node: Nod
     assert node.watch.roster.agent_error == ""
 
 
-def test_an_absurd_world_is_no_event(node: Node) -> None:
+def test_absurd_world_size_is_ignored(node: Node) -> None:
     node.starts(0, world=1 << 40)
     node.watch.tick(1.0)
     assert node.watch.world_size == 1
 
 
-def test_how_long_the_supervisor_itself_was_stopped_is_known_for_a_while(node: Node) -> None:
+def test_stop_of_the_supervisor_itself_is_remembered_for_a_while(node: Node) -> None:
     node.starts(0)
     for now in (1.0, 2.0, 45.0, 46.0):
         node.watch.tick(now)
     assert (node.watch.missed_s(46.0), node.watch.missed_s(100.0)) == (43.0, 0.0)
 
 
-def test_what_a_job_had_done_belongs_to_the_quiet_time_that_it_was_read_in(node: Node) -> None:
-    """Before the first step as well, where the newest collective is the newest sign of progress."""
+def test_quiet_counters_belong_to_their_quiet_time(node: Node) -> None:
+    """Also before the first step, when the newest collective is the latest progress."""
     node.starts(0, 1)
     node.rank(0, 2)
     node.rank(1, 2)
@@ -245,7 +247,7 @@ def test_what_a_job_had_done_belongs_to_the_quiet_time_that_it_was_read_in(node:
     assert node.watch.quiet is after
 
 
-def test_few_steps_are_all_kept() -> None:
+def test_strides_keep_all_of_few_steps() -> None:
     strides = Strides()
     for step in range(1, 20):
         strides.add(step * 1000, step)
@@ -253,7 +255,7 @@ def test_few_steps_are_all_kept() -> None:
     assert strides.points() == tuple((step * 1000, step) for step in range(1, 20))
 
 
-def test_a_long_run_stays_small_evenly_spread_and_ends_with_its_newest_step() -> None:
+def test_strides_of_a_long_run_are_few_and_evenly_spread() -> None:
     strides = Strides()
     for step in range(1, 100_001):
         strides.add(step, step)
@@ -265,11 +267,11 @@ def test_a_long_run_stays_small_evenly_spread_and_ends_with_its_newest_step() ->
     assert max(gaps) <= 2 * min(gaps)
 
 
-def test_nothing_seen() -> None:
+def test_strides_without_steps_are_empty() -> None:
     assert Strides().points() == ()
 
 
-def test_a_held_watch_suspects_nothing_until_then_and_something_afterwards() -> None:
+def test_held_watch_raises_suspicions_only_afterwards() -> None:
     watch, ranks = watched(None)
     ranks.step(0, 5, 10.0)
     ranks.step(1, 5, 10.0)
@@ -284,7 +286,7 @@ def test_a_held_watch_suspects_nothing_until_then_and_something_afterwards() -> 
     assert events == [(640, "suspect")]
 
 
-def test_ranks_whose_functions_have_returned_are_judged_once_all_have() -> None:
+def test_returned_functions_are_judged_once_all_have_returned() -> None:
     """Until then, one that has returned waits for the others; afterwards, its process should end."""
     watch, ranks = watched(None)
     for number in (0, 1):

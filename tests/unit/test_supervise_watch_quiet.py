@@ -64,31 +64,31 @@ def first_look(job: Job) -> float:
     ("longest_s", "after_s"),
     [(0.05, LEAST_S), (0.5, LEAST_S), (1.0, 8.0), (5.0, 40.0), (20.0, MOST_S), (60.0, OUTLASTS * 60)],
 )
-def test_it_comes_after_a_few_of_the_longest_steps(longest_s: float, after_s: float) -> None:
+def test_first_look_comes_after_a_few_of_the_longest_steps(longest_s: float, after_s: float) -> None:
     job = Job(longest_s)
     assert after_s <= first_look(job) <= after_s + TICK_S
 
 
 @pytest.mark.parametrize("stage", ["start", "first steps"])
-def test_without_a_usual_step_it_comes_a_little_later(stage: Stage) -> None:
+def test_first_look_without_a_usual_step_comes_later(stage: Stage) -> None:
     job = Job(stage=stage)
     assert UNKNOWN_S <= first_look(job) <= UNKNOWN_S + TICK_S
 
 
-def test_a_job_that_steps_is_never_looked_at() -> None:
+def test_stepping_job_is_never_looked_at() -> None:
     job = Job(1.0)
     for _ in range(1000):
         job.step()
         assert job.wait(1.0) == []
 
 
-def test_looks_at_one_spell_follow_at_growing_distances() -> None:
+def test_looks_at_one_spell_follow_at_growing_intervals() -> None:
     job = Job()
     first, second, third = job.wait(60)
     assert (first, second, third) == pytest.approx((LEAST_S, GROWTH * LEAST_S, GROWTH**2 * LEAST_S), abs=1.0)
 
 
-def test_an_evaluation_of_each_epoch_is_looked_at_once() -> None:
+def test_recurring_evaluation_is_looked_at_once() -> None:
     job = Job()
     lengths = [30.0, 32.0, 29.0, 40.0, 35.0]
     seen = []
@@ -100,7 +100,7 @@ def test_an_evaluation_of_each_epoch_is_looked_at_once() -> None:
     assert first_look(job) == pytest.approx(OUTLASTS * 40, abs=1.0), "a hang outlasts them"
 
 
-def test_a_spell_of_long_ago_is_forgotten() -> None:
+def test_old_spell_is_forgotten() -> None:
     job = Job()
     job.wait(100)
     job.step()
@@ -111,7 +111,7 @@ def test_a_spell_of_long_ago_is_forgotten() -> None:
     assert first_look(job) == pytest.approx(LEAST_S, abs=1.0)
 
 
-def test_how_long_a_start_takes_says_nothing_about_training() -> None:
+def test_length_of_a_start_is_not_learned() -> None:
     job = Job(stage="start")
     job.wait(50)
     job.stage = "first steps"
@@ -122,8 +122,8 @@ def test_how_long_a_start_takes_says_nothing_about_training() -> None:
     assert first_look(job) == pytest.approx(LEAST_S, abs=1.0)
 
 
-def test_quiet_that_was_announced_does_not_count() -> None:
-    """A pause, a phase with a timeout, nobody to judge: the peers' marks are as old as it lasted when it is over."""
+def test_announced_quiet_does_not_count() -> None:
+    """After a pause, a timed phase or a time without a judged rank, the peers' marks are as old as it lasted."""
     job = Job()
     assert job.wait(100, judged=False) == []
     begin_s = job.now
@@ -131,7 +131,7 @@ def test_quiet_that_was_announced_does_not_count() -> None:
     assert looks[0] - (begin_s - job.mark_s) == pytest.approx(LEAST_S, abs=1.0)
 
 
-def test_where_the_clock_was_started_again_no_spell_ended_by_itself() -> None:
+def test_restart_of_the_clock_ends_no_spell() -> None:
     job = Job()
     job.wait(60)
     job.step(made=False)
@@ -142,7 +142,7 @@ def test_where_the_clock_was_started_again_no_spell_ended_by_itself() -> None:
 
 
 @pytest.mark.parametrize("bounds", [BOUNDS, None])
-def test_the_usual_step_is_known_under_a_fixed_threshold_too(bounds: ThresholdBounds | None) -> None:
+def test_usual_step_is_known_under_a_fixed_threshold(bounds: ThresholdBounds | None) -> None:
     watch, ranks = watched(bounds)
     now, _ = train(watch, ranks, 100, 1.0)
     spell = watch.spell(now + 5.0)
@@ -150,7 +150,7 @@ def test_the_usual_step_is_known_under_a_fixed_threshold_too(bounds: ThresholdBo
     assert (spell.usual_s, spell.longest_s) == pytest.approx((1.0, 1.0), rel=0.11)
 
 
-def test_of_a_few_steps_the_mean_is_the_usual_one() -> None:
+def test_usual_step_of_few_steps_is_their_mean() -> None:
     watch, ranks = watched()
     train(watch, ranks, 2, 1.0)
     spell = watch.spell(20.0)
@@ -163,7 +163,7 @@ def test_of_a_few_steps_the_mean_is_the_usual_one() -> None:
     assert spell is not None and (spell.stage, spell.longest_s) == ("steps", pytest.approx(1.0, rel=0.11))
 
 
-def test_before_the_first_step() -> None:
+def test_spell_before_the_first_step_has_stage_start() -> None:
     watch, _ = watched()
     watch.tick(10.5)
     spell = watch.spell(20.0)
@@ -173,7 +173,7 @@ def test_before_the_first_step() -> None:
 @pytest.mark.parametrize(
     "fields", [{"paused": True}, {"phase": "eval", "phase_timeout_s": 60.0, "phase_since_ns": int(30e9)}]
 )
-def test_a_rank_that_has_said_so_may_be_quiet(fields: dict[str, Any]) -> None:
+def test_rank_in_a_pause_or_timed_phase_has_no_spell(fields: dict[str, Any]) -> None:
     watch, ranks = watched()
     now, _ = train(watch, ranks, 20, 1.0)
     ranks.step(0, 20, now, **fields)
@@ -187,7 +187,7 @@ def test_a_rank_that_has_said_so_may_be_quiet(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("usual_s", "longest_s", "quiet_s", "frozen"),
     [
-        (0.1, 0.2, 1.9, False),  # ten times the usual, and nobody would call that frozen
+        (0.1, 0.2, 1.9, False),  # ten usual steps, but too short to count as frozen
         (0.1, 0.2, 2.0, True),
         (1.0, 1.5, 9.9, False),
         (1.0, 1.5, 10.0, True),
@@ -196,7 +196,7 @@ def test_a_rank_that_has_said_so_may_be_quiet(fields: dict[str, Any]) -> None:
         (0.0, 0.0, 3600.0, False),  # nothing is usual yet
     ],
 )
-def test_when_a_job_counts_as_frozen(usual_s: float, longest_s: float, quiet_s: float, frozen: bool) -> None:
+def test_job_is_frozen_after_ten_usual_steps(usual_s: float, longest_s: float, quiet_s: float, frozen: bool) -> None:
     spell = Spell(1000.0, "steps", usual_s, longest_s)
     expected = quiet_s if frozen else 0.0
     assert quiet.frozen_s(None, spell, 1000.0 + quiet_s) == pytest.approx(expected)
@@ -204,7 +204,7 @@ def test_when_a_job_counts_as_frozen(usual_s: float, longest_s: float, quiet_s: 
     assert quiet.frozen_s(None, None, 1000.0 + quiet_s) == 0.0
 
 
-def test_an_evaluation_as_long_as_the_last_one_is_not_frozen() -> None:
+def test_evaluation_as_long_as_the_last_one_is_not_frozen() -> None:
     job = Job(longest_s=0.1)
     job.wait(20.0)
     assert quiet.frozen_s(job.quiet, job.spell(), job.now)
@@ -215,7 +215,7 @@ def test_an_evaluation_as_long_as_the_last_one_is_not_frozen() -> None:
     assert quiet.frozen_s(job.quiet, job.spell(), job.now)
 
 
-def test_time_that_a_rank_has_asked_for_is_not_counted() -> None:
+def test_announced_time_does_not_count_as_frozen() -> None:
     job = Job(longest_s=0.1)
     job.wait(20.0, judged=False)
     job.wait(1.0)

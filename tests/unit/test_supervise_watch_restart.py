@@ -20,11 +20,11 @@ def verdict(*culprits: tuple[int, int | None, int]) -> Verdict:
     return Verdict(1, "hang", "stuck-in-user-code", "high", "", named, "", (), (), (), ())
 
 
-def test_the_first_failure_is_worth_another_attempt() -> None:
+def test_first_failure_allows_another_attempt() -> None:
     assert why_give_up((), HANG) == ""
 
 
-def test_the_same_failure_again_is_not_and_the_reason_says_where() -> None:
+def test_repeated_failure_is_given_up_with_its_place() -> None:
     why = why_give_up((HANG,), HANG)
     assert "step 40" in why
     assert "/w/train.py:7" in why
@@ -40,20 +40,20 @@ def test_the_same_failure_again_is_not_and_the_reason_says_where() -> None:
         AttemptFailure("hang", "stuck-in-user-code", None, HANG.places),
     ],
 )
-def test_another_step_place_or_cause_is_another_failure(other: AttemptFailure) -> None:
+def test_other_step_place_or_cause_is_another_failure(other: AttemptFailure) -> None:
     assert why_give_up((HANG,), other) == ""
 
 
-def test_only_the_attempt_before_counts() -> None:
+def test_only_the_last_attempt_counts() -> None:
     other = AttemptFailure("hang", "blocking-io", 40, HANG.places)
     assert why_give_up((HANG, other), HANG) == ""
 
 
-def test_a_renumbered_rank_is_the_same_failure() -> None:
+def test_renumbered_rank_is_the_same_failure() -> None:
     assert failure_of(verdict((1, 40, 7)), (40, 40)) == failure_of(verdict((0, 40, 7)), (40, 40))
 
 
-def test_a_verdict_that_names_nobody_is_compared_by_the_slowest_step() -> None:
+def test_verdict_without_culprit_is_compared_by_the_slowest_step() -> None:
     assert failure_of(verdict(), (12, 11, 12)) == AttemptFailure("hang", "stuck-in-user-code", 11, frozenset())
     assert failure_of(verdict(), ()).step is None
 
@@ -71,14 +71,12 @@ def raised(kind: str, message: str) -> RankException:
         (verdict((1, 40, 7), (0, 40, 9)), "ValueError", False),
     ],
 )
-def test_failures_at_one_line_with_one_error_are_kin_whatever_step_and_message(
-    again: Verdict, kind: str, expected: bool
-) -> None:
+def test_failures_with_the_same_line_and_error_are_kin(again: Verdict, kind: str, expected: bool) -> None:
     first = kin_of(verdict((1, 40, 7)), job(rank(0), rank(1, more={"exception": raised("ValueError", "loss 1.5")})))
     second = kin_of(again, job(rank(0), rank(1, more={"exception": raised(kind, "loss 3.5")})))
     assert first is not None and (first == second) is expected
 
 
-def test_a_failure_without_a_line_has_no_kin() -> None:
+def test_failure_without_a_line_has_no_kin() -> None:
     culprit = Culprit(1, "node", 101, "main", None, 40, "")
     assert kin_of(Verdict(1, "crash", "rank-killed", "high", "", (culprit,), "", (), (), (), ()), job(rank(0))) is None

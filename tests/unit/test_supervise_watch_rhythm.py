@@ -1,4 +1,4 @@
-"""The learned threshold, by replaying histories of steps: nobody healthy is suspected twice, no freeze waits long."""
+"""The learned threshold on replayed histories: healthy jobs are suspected at most once, freezes soon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def replays() -> list[Replay]:
     return [replay(history) for history in EVERY]
 
 
-def test_there_are_enough_histories() -> None:
+def test_histories_are_enough() -> None:
     assert len(EVERY) >= 200
 
 
@@ -49,20 +49,20 @@ def test_recorded_jobs_are_never_suspected(history: History) -> None:
     assert max(history.gaps) < ThresholdBounds().floor_s
 
 
-def test_a_rhythm_is_known_after_its_second_beat(replays: list[Replay]) -> None:
+def test_rhythm_is_known_after_its_second_beat(replays: list[Replay]) -> None:
     """The first pauses are looked at (and let be: an evaluation computes); then they are expected."""
     for r in replays:
         if r.history.kind in ("evaluated", "long_evaluations"):
             assert len(r.suspected) <= 3, (r.history.kind, r.history.seed, r.suspected)
 
 
-def test_pauses_at_no_rhythm_are_suspected_a_few_times_and_then_known(replays: list[Replay]) -> None:
+def test_irregular_pauses_are_suspected_only_a_few_times(replays: list[Replay]) -> None:
     for r in replays:
         if r.history.kind in ("hiccups", "by_the_clock"):
             assert len(r.suspected) <= 6, (r.history.kind, r.history.seed, r.suspected)
 
 
-def test_one_accident_does_not_blind(replays: list[Replay]) -> None:
+def test_single_accident_does_not_blind_the_watch(replays: list[Replay]) -> None:
     for r in replays:
         if r.history.kind == "one_accident":
             assert len(r.suspected) == 1
@@ -71,7 +71,7 @@ def test_one_accident_does_not_blind(replays: list[Replay]) -> None:
             assert min(threshold(known, BOUNDS).seconds for known in anywhere) <= max(5.0, 3 * quantile_s(r.known))
 
 
-def test_a_freeze_is_suspected_soon() -> None:
+def test_freeze_is_suspected_soon() -> None:
     """At a random step: within three of the longest ordinary steps, or the floor, in the median."""
     delays = []
     for history in EVERY:
@@ -81,10 +81,10 @@ def test_a_freeze_is_suspected_soon() -> None:
         allowed = max(BOUNDS.floor_s, 3 * quantile_s(known))
         delays.append(threshold(known, BOUNDS).seconds / allowed)
     assert median(delays) <= 1.0
-    assert sum(delay > 1.0 for delay in delays) < 0.35 * len(delays), "only those that have long pauses of their own"
+    assert sum(delay > 1.0 for delay in delays) < 0.35 * len(delays), "only jobs with long pauses"
 
 
-def test_before_enough_is_known_the_initial_threshold_holds() -> None:
+def test_initial_threshold_applies_until_enough_steps_are_known() -> None:
     known = StepRhythm()
     for step in range(1, 8):
         known = learn(known, step, step * 100.0, step * 100.0 + 0.1)
@@ -112,7 +112,7 @@ def test_only_a_timeout_below_the_floor_caps_below_it(timeout_s: float, cap: flo
     assert cap_of(timeout_s, floor_s=60.0) == pytest.approx(cap)
 
 
-def test_what_was_excused_is_not_learned() -> None:
+def test_excused_time_is_not_learned() -> None:
     known = StepRhythm()
     for step in range(1, 50):
         known = learn(known, step, step * 1.0, step + 0.1)
@@ -121,7 +121,7 @@ def test_what_was_excused_is_not_learned() -> None:
     assert known.pauses == () and quantile_s(known) < 1.2
 
 
-def test_a_restart_counts_from_its_own_beginning() -> None:
+def test_restart_counts_from_its_own_beginning() -> None:
     known = StepRhythm()
     for step in range(1, 50):
         known = learn(known, step, step * 1.0, step + 0.1)
@@ -145,7 +145,7 @@ def beats(count: int, every_s: float = 15.0, longest_s: float = 0.0) -> Pulse:
 
 
 @pytest.mark.parametrize(("limits", "enough"), [(AUTO, LOOP_AFTER), (EXPLICIT, LOOP_AFTER_EXPLICIT)])
-def test_a_few_collectives_may_be_of_the_start(limits: PulseLimits, enough: int) -> None:
+def test_few_collectives_do_not_make_a_loop(limits: PulseLimits, enough: int) -> None:
     assert beats(enough - 1).threshold(limits, None).seconds == 1800.0
     assert beats(enough).threshold(limits, None).seconds < 1800.0
 
@@ -163,13 +163,13 @@ def test_a_few_collectives_may_be_of_the_start(limits: PulseLimits, enough: int)
         (EXPLICIT, 400.0, None, 30.0),
     ],
 )
-def test_the_threshold_follows_the_longest_wait(
+def test_pulse_threshold_follows_the_longest_wait(
     limits: PulseLimits, longest_s: float, cap_s: float | None, seconds: float
 ) -> None:
     assert beats(20, longest_s=longest_s).threshold(limits, cap_s).seconds == pytest.approx(seconds)
 
 
-def test_looks_that_find_nothing_new_are_no_beats() -> None:
+def test_looks_without_new_collectives_are_no_beats() -> None:
     one = beats(5)
     assert one.after_look({0: 4, 1: 4}, 1e6) is one
     assert one.after_look({}, 1e6) is one
@@ -181,7 +181,7 @@ def test_looks_are_as_rare_as_the_threshold_allows() -> None:
     assert PulseLimits(1800.0, 1.0, None).period_s == 0.5
 
 
-def test_the_watch_of_a_job_without_steps() -> None:
+def test_watch_of_a_job_without_steps_follows_its_collectives() -> None:
     ranks = Ranks(2)
     watch = Watch(ranks, POLICY, 10.0, ThresholdBounds(5.0))  # type: ignore[arg-type]
     now = 10.0
@@ -199,12 +199,12 @@ def test_the_watch_of_a_job_without_steps() -> None:
     assert event.stall.before_first_step and event.stall.threshold_s == 50.0
     watch.note_collectives({0: 99}, now + 4.0)
     found = watch.conclude(event.stall, "alive", now + 4.0)
-    assert found is not None and found.kind == "undecided", "nobody that computes is given up"
+    assert found is not None and found.kind == "undecided", "a computing rank must not be given up"
     recovered = watch.tick(now + 4.5).event
     assert recovered is not None and recovered.kind == "recovered"
 
 
-def test_another_attempt_begins_anew() -> None:
+def test_new_attempt_resets_the_pulse() -> None:
     ranks = Ranks(2)
     watch = Watch(ranks, POLICY, 10.0, ThresholdBounds(5.0))  # type: ignore[arg-type]
     watch.tick(10.0)
@@ -217,7 +217,7 @@ def test_another_attempt_begins_anew() -> None:
 
 
 class Watched:
-    """As much of a watch as is asked."""
+    """Stub of a watch."""
 
     has_pulse_only, pulse_period_s = True, 5.0
 
@@ -232,7 +232,7 @@ class Watched:
         self.heard.append(newest)
 
 
-def test_who_steps_is_not_asked_and_an_answer_from_an_ended_attempt_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pulse_poller_skips_stepping_jobs_and_old_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
     monkeypatch.setattr(pollers, "newest_entries", lambda targets: asked.append(1) or {0: len(asked)})
     watch = Watched()

@@ -1,4 +1,4 @@
-"""What counts as work between two readings of the counters. A window is ten seconds long where nothing else is said."""
+"""Work between two readings of the counters, in windows of ten seconds unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ NEW = using(key=(30, 1500), threads={30: CpuTime(900.0)}, io_bytes=1 << 20)
         ({RANK: IDLE[RANK]}, [("children", 10, None)]),
     ],
 )
-def test_without_any_step(after: Mapping[Any, ProcessCounters], expected: list[tuple[str, int, int | None]]) -> None:
+def test_work_without_background_is_all_above_the_floor(
+    after: Mapping[Any, ProcessCounters], expected: list[tuple[str, int, int | None]]
+) -> None:
     assert sorted(kinds(find_work(START, at(10.0, after), Background())), key=str) == sorted(expected, key=str)
 
 
@@ -100,7 +102,7 @@ LEARNED = learn(Background(), START, at(1.0, BUSY))
         (using(io_bytes=2 << 20, main_io_bytes=1 << 20), {"waiting": [10]}, [("io", 10, 10)]),
     ],
 )
-def test_beside_what_was_learned(
+def test_work_is_what_exceeds_the_learned_background(
     after: Mapping[Any, ProcessCounters], more: dict[str, Any], expected: list[tuple[str, int, int | None]]
 ) -> None:
     assert kinds(find_work(START, at(10.0, after), LEARNED, **more)) == expected
@@ -111,7 +113,7 @@ def test_beside_what_was_learned(
     [
         (using(key=CHILD, io_bytes=12_000), {"foreground": [20]}, [("io", 20, None)]),  # 6 kB/s
         (using(key=CHILD, io_bytes=3_000), {"foreground": [20]}, []),
-        (using(key=CHILD, io_bytes=12_000), {}, []),  # may be a burst, for which nobody waits
+        (using(key=CHILD, io_bytes=12_000), {}, []),  # possibly a burst that no rank waits for
         (using(io_bytes=12_000, main_io_bytes=12_000), {}, [("io", 10, 10)]),
         (using(io_bytes=12_000, main_io_bytes=12_000), {"waiting": [10]}, []),
         (using(io_bytes=3_000, main_io_bytes=3_000), {}, []),
@@ -119,19 +121,19 @@ def test_beside_what_was_learned(
         (using(key=CHILD, faults=200), {"foreground": [20]}, []),
     ],
 )
-def test_what_is_waited_for_counts_at_the_same_pace_in_a_window_of_two_seconds(
+def test_awaited_work_counts_at_the_same_pace_in_a_short_window(
     after: Mapping[Any, ProcessCounters], more: dict[str, Any], expected: list[tuple[str, int, int | None]]
 ) -> None:
     assert kinds(find_work(START, at(2.0, after), Background(), **more)) == expected
 
 
-def test_a_burst_of_a_second_may_fill_a_shorter_window() -> None:
+def test_background_burst_can_fill_a_short_window() -> None:
     after = cpu(THREAD, 500)
     assert find_work(START, at(0.6, after), Background()) != ()
     assert find_work(START, at(0.6, after), LEARNED) == ()
 
 
-def test_the_burst_in_which_a_job_opens_its_connections_hides_no_transfer() -> None:
+def test_burst_of_new_connections_hides_no_transfer() -> None:
     """One of 100 kB/s on a connection that was there before, or over new ones."""
     began = at(0.0, using(sockets={}))
     background = learn(Background(), began, at(1.5, using(sockets={7: 138_000, 8: 0})))
@@ -155,7 +157,7 @@ def test_the_burst_in_which_a_job_opens_its_connections_hides_no_transfer() -> N
     assert moved(2, s7=0, s8=0, **many) == [("network", 10, None)]
 
 
-def test_helpers_that_come_as_ever_are_background() -> None:
+def test_usual_helper_processes_are_background() -> None:
     """A health check every ten seconds, seen in one second of ten."""
     background, began = Background(), at(0.0, IDLE)
     for second in range(1, 31):
@@ -176,13 +178,13 @@ def test_helpers_that_come_as_ever_are_background() -> None:
     assert ("cpu", 2000, 30) in kinds(find_work(at(41.0, stays), at(51.0, later), background))
 
 
-def test_what_has_ended_is_forgotten() -> None:
+def test_ended_processes_are_forgotten() -> None:
     left = learn(LEARNED, at(1.0, BUSY), at(2.0, {RANK: BUSY[RANK]}))
     assert {what[1] for what in left.peaks} == {0, 10}
     assert (left.changes, left.seconds) == (1, 2.0)
 
 
-def test_the_ports_of_the_node_and_readings_without_time_between() -> None:
+def test_rdma_traffic_is_work_and_equal_readings_are_not() -> None:
     (work,) = find_work(START, at(10.0, IDLE, rdma_bytes=1 << 30), Background())
     assert (work.kind, work.words) == ("rdma", "the node's RDMA ports carry 107.4 MB/s")
     assert find_work(START, START, Background()) == () and learn(LEARNED, START, START) is LEARNED
@@ -199,5 +201,5 @@ def test_the_ports_of_the_node_and_readings_without_time_between() -> None:
         (ObservedWork(1, 1, None, "children", 0.25), "processes below 1 start or end, 0.25 per second"),
     ],
 )
-def test_words(work: ObservedWork, words: str) -> None:
+def test_work_is_described_in_words(work: ObservedWork, words: str) -> None:
     assert work.words == words
