@@ -98,7 +98,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class DraftBundle:
     """All evidence of an incident, in an unpublished bundle: call ``publishing.finish`` or ``discard``."""
 
     evidence: Evidence
@@ -108,7 +108,7 @@ class Collected:
     without_stacks: str = ""
     node: NodeFiles = field(default_factory=NodeFiles)
 
-    def with_facts(self, **facts: Any) -> Collected:
+    def with_facts(self, **facts: Any) -> DraftBundle:
         return replace(self, evidence=msgspec.structs.replace(self.evidence, **facts))
 
     def discard(self) -> None:
@@ -125,7 +125,7 @@ def take_evidence(
     on_ranks_done: Callable[[], object] = lambda: None,
     timeline: Timeline | None = None,
     patience: float = 1.0,
-) -> Collected:
+) -> DraftBundle:
     """Collects evidence that the looks don't have, and calls ``on_ranks_done`` once the ranks are no longer needed."""
     timeline = timeline or Timeline()
     # Outside the run directory if there is room: a cleaner that removes that directory would remove the bundle with it,
@@ -205,7 +205,7 @@ def take_evidence(
         versions=software(node_files.versions),
         gpus=node_files.gpus.uses(context.host) if node_files.gpus is not None else (),
     )
-    return Collected(evidence, staging, timeline, context, _without_stacks(looks), node_files)
+    return DraftBundle(evidence, staging, timeline, context, _without_stacks(looks), node_files)
 
 
 def _deaths_of(rank: RankEvidence, kernel_log: str) -> tuple[str, ...]:
@@ -213,7 +213,7 @@ def _deaths_of(rank: RankEvidence, kernel_log: str) -> tuple[str, ...]:
     return deaths_between(rank.pid, max(living), living, kernel_log) if living else ()
 
 
-def with_nccl(collected: Collected, *, spare: str) -> Collected:
+def with_nccl(collected: DraftBundle, *, spare: str) -> DraftBundle:
     """Adds the report of NCCL's RAS service, if a rank has loaded NCCL.
 
     Call it last: it takes up to ``nccl_ras.DEADLINE_S``, and must not cost other evidence.

@@ -18,13 +18,13 @@ from safelaunch.capture.pages import AgentEvent
 from safelaunch.model import GilTest, RankEvidence, RankException
 from safelaunch.supervise import collecting, publishing
 from safelaunch.supervise.cluster.exchange import PeerStatus
-from safelaunch.supervise.collecting import Collected, JobSnapshot
+from safelaunch.supervise.collecting import DraftBundle, JobSnapshot
 from safelaunch.supervise.kinds import CRASH
 from safelaunch.supervise.looks import Looks, ask_each
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Incident, JobView, look
 from safelaunch.supervise.watch.progress import Glance
-from safelaunch.supervise.watch.restart import Kin, kin_of
+from safelaunch.supervise.watch.restart import FailureKey, failure_key
 from safelaunch.system.console import say
 
 # All ranks and the agent wait for safelaunch during this time, for at most 3 s.
@@ -71,17 +71,17 @@ class CrashCase:
         self._open: list[tuple[_FailedAttempt, Incident[Report | None]]] = []  # without a bundle yet
         self._ended_for = ""  # reason for a restart without a failure here; printed when the new ranks start
         self._turn = threading.Lock()
-        self._written: dict[Kin, tuple[int, Report]] = {}  # first attempt (from 1) with each failure
+        self._written: dict[FailureKey, tuple[int, Report]] = {}  # first attempt (from 1) with each failure
 
     @property
     def busy(self) -> bool:
         return any(failure.exits_complete or not failure.ranks_released for failure, _ in self._open)
 
     @property
-    def begun(self) -> bool:
+    def has_failed(self) -> bool:
         return self._failure is not None
 
-    def begun_before(self, at_s: float) -> bool:
+    def failed_before(self, at_s: float) -> bool:
         return self._failure is not None and self._failure.begun_s < at_s
 
     @property
@@ -184,7 +184,7 @@ class CrashCase:
             failure.ranks_released = True
         agreed = self._agree(failure, looks, answers, at)
         failure.agent_released = True
-        at.until(lambda: failure.exits_complete)
+        at.wait_until(lambda: failure.exits_complete)
         with self._turn:
             return self._write(failure, looks, answers, agreed)
 
@@ -193,7 +193,7 @@ class CrashCase:
     ) -> Agreement:
         if self._job.is_whole or failure.attempt != self._watch.attempt:
             return Agreement()
-        at.until(lambda: failure.first_exit_known or failure.exits_complete)
+        at.wait_until(lambda: failure.first_exit_known or failure.exits_complete)
         context = self._job.context
         local = collecting.local_evidence(looks, self._snapshot(failure, answers), context)
         exits = {rank.rank: rank.exit.returncode for rank in local.ranks if rank.exit and rank.exit.before_close}
@@ -239,15 +239,15 @@ class CrashCase:
         for note in notes:
             say(note)
         report = publishing.finish(collected.with_facts(notes=(*collected.evidence.notes, *notes)), agreed)
-        if (kin := kin_of(report.verdict, report.evidence)) is not None and not report.published.lost:
-            self._written.setdefault(kin, (failure.attempt[0] + 1, report))
+        if (key := failure_key(report.verdict, report.evidence)) is not None and not report.published.lost:
+            self._written.setdefault(key, (failure.attempt[0] + 1, report))
         return report
 
-    def _earlier(self, failure: _FailedAttempt, collected: Collected) -> Report | None:
+    def _earlier(self, failure: _FailedAttempt, collected: DraftBundle) -> Report | None:
         context = self._job.context
         verdict = publishing.verdict_of(collected.evidence, context)
-        kin = kin_of(verdict, collected.evidence)
-        first, report = self._written.get(kin, (0, None)) if kin is not None else (0, None)
+        key = failure_key(verdict, collected.evidence)
+        first, report = self._written.get(key, (0, None)) if key is not None else (0, None)
         if report is None or not report.published.path.is_dir():
             return None
         number, many = failure.attempt[0] + 1, context.attempts

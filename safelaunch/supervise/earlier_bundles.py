@@ -32,7 +32,7 @@ _MOST_READ = 64
 _LARGEST_VERDICT = 4 << 20
 
 
-class _Blamed(msgspec.Struct):
+class _BlamedCulprit(msgspec.Struct):
     gpu: str = ""
 
 
@@ -40,9 +40,9 @@ class _NodeShape(msgspec.Struct):
     host: str = ""
 
 
-class _Earlier(msgspec.Struct):
+class _VerdictPart(msgspec.Struct):
     outcome: str = ""
-    culprits: tuple[_Blamed, ...] = ()
+    culprits: tuple[_BlamedCulprit, ...] = ()
     nodes: tuple[_NodeShape, ...] = ()
     bundle: BundlePlace | None = None
 
@@ -74,7 +74,7 @@ def _blamed(path: Path) -> Iterator[tuple[str, ...]]:
     from safelaunch.bundle.reading.files import Unreadable, read_limited
 
     try:
-        verdict = from_json(read_limited(path, _LARGEST_VERDICT), _Earlier)
+        verdict = from_json(read_limited(path, _LARGEST_VERDICT), _VerdictPart)
     except (Unreadable, msgspec.DecodeError, RecursionError):
         return  # another user's, or damaged
     if verdict.outcome in ("hang", "crash") and (verdict.bundle is None or verdict.bundle.whole):

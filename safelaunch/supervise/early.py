@@ -23,7 +23,7 @@ from safelaunch.supervise.kinds import EARLY_LOOK
 from safelaunch.supervise.looks import Looks
 from safelaunch.supervise.respond import Incident, JobView, look
 from safelaunch.supervise.watch import quiet
-from safelaunch.supervise.watch.quiet import Quiet, Spell
+from safelaunch.supervise.watch.quiet import QuietHistory, Spell
 from safelaunch.supervise.watch.stall import Status
 from safelaunch.system.console import say
 from safelaunch.system.errors import internal_error
@@ -50,7 +50,7 @@ class EarlyLooks:
     def __init__(self, job: JobView) -> None:
         self._job = job
         self._watch, self._context = job.watch, job.context
-        self._quiet = Quiet()
+        self._quiet = QuietHistory()
         self._attempt = self._watch.attempt
         self._under_way: Incident[_EarlyReport] | None = None
         self._spell: tuple[Spell, float] | None = None  # the quiet time that is looked at, and its start
@@ -58,7 +58,7 @@ class EarlyLooks:
         self._kept: tuple[EarlyLook, ...] = ()
 
     @property
-    def quiet(self) -> Quiet:
+    def quiet(self) -> QuietHistory:
         return self._quiet
 
     def advance(self, now: float, *, free: bool) -> None:
@@ -77,7 +77,7 @@ class EarlyLooks:
 
     def _advance(self, now: float, *, free: bool) -> None:
         if self._watch.attempt != self._attempt:
-            self._attempt, self._quiet = self._watch.attempt, Quiet()
+            self._attempt, self._quiet = self._watch.attempt, QuietHistory()
             self._keep()
         spell, before = self._watch.spell(now), self._quiet
         self._quiet = quiet.follow(before, spell, now)

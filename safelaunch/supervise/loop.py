@@ -359,8 +359,8 @@ class Supervisor:
         if self._stall.needs_ranks:
             self._say_wait(f"finishing the evidence first (up to {HOLD_S:g} s), then ending the ranks")
             return True
-        outlived = self._crash.begun and not self._crash.holds(now)  # a rank raised but hasn't exited
-        failed = self._crash.begun_before(now - SAME_SIGNAL_S) and self._crash.unfinished and not outlived
+        outlived = self._crash.has_failed and not self._crash.holds(now)  # a rank raised but hasn't exited
+        failed = self._crash.failed_before(now - SAME_SIGNAL_S) and self._crash.unfinished and not outlived
         if self._stall.writing or self._live.writing or failed:
             self._owes_hint = False
             say("stopping; the verdict follows; press Ctrl-C again to skip it")
@@ -388,7 +388,7 @@ class Supervisor:
 
     @property
     def _failed_before_stop(self) -> bool:
-        return self._crash.begun_before(self._stop_s - SAME_SIGNAL_S)
+        return self._crash.failed_before(self._stop_s - SAME_SIGNAL_S)
 
     def _on_stop(self, glance: Glance, now: float) -> None:
         interrupt = self._interrupt
@@ -396,7 +396,7 @@ class Supervisor:
         if self._forwarder.holding and not needs_ranks:
             self._forwarder.release()
         self._live.finish()
-        reports = [self._stall.written(now)]
+        reports = [self._stall.take_report(now)]
         if interrupt is not None:
             if not self._forwarder.holding:
                 interrupt.cancel()  # the ranks are being ended: later looks would mean nothing
@@ -559,7 +559,7 @@ class Supervisor:
             for rank, progress in self._watch.last_progress.items():
                 if progress.pid == self._job.agent.pid:
                     self._exit_events.setdefault(rank, RankExit(code, time.time()))
-            if code and self._watch.last_progress and not self._crash.begun:
+            if code and self._watch.last_progress and not self._crash.has_failed:
                 self._crash.begin()
         self._crash.on_end()
 

@@ -35,7 +35,7 @@ from safelaunch.model import (
 from safelaunch.supervise.cluster.exchange import PeerStatus
 from safelaunch.supervise.cluster.merge import PeerEvidence
 from safelaunch.supervise.cluster.messages import Action
-from safelaunch.supervise.collecting import Collected, Timeline, add_rank
+from safelaunch.supervise.collecting import DraftBundle, Timeline, add_rank
 from safelaunch.supervise.earlier_bundles import with_earlier_bundles
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.job_shape import job_entry
@@ -116,7 +116,7 @@ def verdict_of(evidence: Evidence, context: JobContext, source: Excerpts | None 
     return context.cleaned(_verdict(with_earlier_bundles(evidence, context.bundle_dir), source))
 
 
-def finish(collected: Collected, agreement: Agreement | None = None) -> Report:
+def finish(collected: DraftBundle, agreement: Agreement | None = None) -> Report:
     """Writes verdict and reports, and publishes the bundle under the nodes' agreement."""
     staging, context = collected.staging, collected.context
     agreed = agreement or Agreement()
@@ -198,7 +198,7 @@ def _add_files(files: Mapping[str, bytes], remote: Sequence[RankEvidence], stagi
 
 
 def _publish(
-    collected: Collected, verdict: Verdict, evidence: Evidence, context: JobContext, timeline: Timeline, name: str
+    collected: DraftBundle, verdict: Verdict, evidence: Evidence, context: JobContext, timeline: Timeline, name: str
 ) -> Publication:
     staging = collected.staging
     _finish(staging, verdict, evidence, context, timeline, collected.node)

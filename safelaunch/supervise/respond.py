@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from safelaunch.capture.counters import Counters
 from safelaunch.model import NodeEvidence
 from safelaunch.supervise import collecting, publishing
-from safelaunch.supervise.collecting import Collected, Exits, JobSnapshot, Timeline
+from safelaunch.supervise.collecting import DraftBundle, Exits, JobSnapshot, Timeline
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.judge import proves, work_in
@@ -81,7 +81,7 @@ class Incident(Generic[T]):
         if self.cancelled.wait(seconds):
             raise Cancelled
 
-    def until(self, reached: Callable[[], object]) -> None:
+    def wait_until(self, reached: Callable[[], object]) -> None:
         """Waits until ``reached`` returns true. Raises Cancelled."""
         while not reached():
             self.pause(STEP_S)
@@ -146,7 +146,7 @@ def observe(
     threshold: Threshold = NONE,
     timeline: Timeline | None = None,
     for_finding: bool = False,
-) -> Collected:
+) -> DraftBundle:
     """Takes evidence of a job that isn't suspected: a user requested it, or stops the job.
 
     Raises Cancelled, unless the kind has a budget: the samples taken so far are then used.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from safelaunch.model import JobCondition, format_ranks
 from safelaunch.supervise import collecting, judge, publishing
-from safelaunch.supervise.collecting import Collected, JobSnapshot, Timeline
+from safelaunch.supervise.collecting import DraftBundle, JobSnapshot, Timeline
 from safelaunch.supervise.council import OPEN_S, RoundOutcome
 from safelaunch.supervise.early import without_the_gil
 from safelaunch.supervise.judge import Judgement
@@ -143,7 +143,7 @@ class StallCase:
             self._on_look_done(self._suspicion, self._closer.result or _LookResult(), now)
         if self._watch.is_hung and not self.writing and self._suspect_bundle is not None:
             self._watch_again(now)
-        return self.written(now)
+        return self.take_report(now)
 
     def note_continues(self, report: Report) -> None:
         """Notes that the job hangs and isn't ended (``--on-stall dump``)."""
@@ -156,7 +156,7 @@ class StallCase:
             self.note_recovery(now)
             self._watch.reset(now)
 
-    def written(self, now: float) -> Report | None:
+    def take_report(self, now: float) -> Report | None:
         if self._writing is None or not self._writing.done:
             return None
         writing, self._writing = self._writing, None
@@ -398,7 +398,7 @@ class StallCase:
 
     def _collecting(
         self, suspicion: _Suspicion, looks: Looks, judgement: Judgement, kind: IncidentKind, now: float
-    ) -> Callable[[Incident[Report | None]], Collected]:
+    ) -> Callable[[Incident[Report | None]], DraftBundle]:
         self.attempt, self._written_of = self._watch.attempt, suspicion.stall.mark_s
         snapshot: JobSnapshot = self._job.snapshot()
         first, second = looks.taken[-2:]
@@ -406,7 +406,7 @@ class StallCase:
         timeline = timeline.plus("confirmed")
         stall_s, patience = now - suspicion.stall.mark_s, self._patience
 
-        def collect(writing: Incident[Report | None]) -> Collected:
+        def collect(writing: Incident[Report | None]) -> DraftBundle:
             collected = collecting.take_evidence(
                 kind,
                 looks,

@@ -36,7 +36,7 @@ def test_incident_needs_the_ranks_until_they_are_done() -> None:
 
 def test_cancelled_incident_needs_no_ranks_and_has_no_result() -> None:
     never = Event()
-    at: Incident[str] = Incident("test", lambda at: str(at.until(never.is_set)))
+    at: Incident[str] = Incident("test", lambda at: str(at.wait_until(never.is_set)))
     at.cancel()
     assert not at.needs_ranks
     assert at.wait(30) and at.result is None

@@ -26,7 +26,7 @@ from safelaunch.model import Evidence, JobCondition
 from safelaunch.settings.options import Settings
 from safelaunch.supervise.cluster.exchange import PeerView
 from safelaunch.supervise.cluster.messages import LeaderPage
-from safelaunch.supervise.collecting import Collected, Timeline
+from safelaunch.supervise.collecting import DraftBundle, Timeline
 from safelaunch.supervise.council import Council
 from safelaunch.supervise.job_context import JobContext
 from safelaunch.supervise.judge import Judgement
@@ -191,20 +191,20 @@ def writing(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Outcomes of the bundles that the job's supervisor collects."""
     found: list[str] = []
 
-    def finish(_: Collected, agreement: Agreement) -> Report | None:
+    def finish(_: DraftBundle, agreement: Agreement) -> Report | None:
         found.append(agreement.outcome or "")
         return None
 
     monkeypatch.setattr("safelaunch.supervise.collecting.with_nccl", lambda found, **_: found)
-    monkeypatch.setattr("safelaunch.supervise.collecting.Collected.discard", lambda _: found.append("discarded"))
+    monkeypatch.setattr("safelaunch.supervise.collecting.DraftBundle.discard", lambda _: found.append("discarded"))
     monkeypatch.setattr("safelaunch.supervise.publishing.finish", finish)
     job.council.channel.view = PeerView(why="one node")
     return found
 
 
-def collected(job: Job) -> Collected:
+def collected(job: Job) -> DraftBundle:
     evidence = Evidence("hang", 2, ())
-    return Collected(evidence, cast("Staging", None), Timeline(), cast("JobContext", None))
+    return DraftBundle(evidence, cast("Staging", None), Timeline(), cast("JobContext", None))
 
 
 @pytest.mark.parametrize("found", ["unknown", "dead"])
@@ -219,7 +219,7 @@ def test_rank_that_advances_during_collection_is_not_ended(
 ) -> None:
     """Neither the user's limit nor a proof ends it: the step refutes both."""
 
-    def collect(_: object) -> Collected:
+    def collect(_: object) -> DraftBundle:
         if steps:
             job.words[layout.LAST_STEP_NS] = time.monotonic_ns()
             job.watch.tick(time.monotonic())

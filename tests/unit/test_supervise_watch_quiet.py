@@ -14,7 +14,7 @@ from safelaunch.supervise.watch.quiet import (
     MOST_S,
     OUTLASTS,
     UNKNOWN_S,
-    Quiet,
+    QuietHistory,
     Spell,
     Stage,
 )
@@ -29,7 +29,7 @@ class Job:
 
     def __init__(self, longest_s: float = 0.1, stage: Stage = "steps") -> None:
         self.now = self.mark_s = 1000.0
-        self.quiet = Quiet()
+        self.quiet = QuietHistory()
         self.longest_s, self.stage = longest_s, stage
         self.looks: list[float] = []
         self.step()
@@ -200,7 +200,7 @@ def test_job_is_frozen_after_ten_usual_steps(usual_s: float, longest_s: float, q
     spell = Spell(1000.0, "steps", usual_s, longest_s)
     expected = quiet_s if frozen else 0.0
     assert quiet.frozen_s(None, spell, 1000.0 + quiet_s) == pytest.approx(expected)
-    assert quiet.frozen_s(Quiet("steps"), spell, 1000.0 + quiet_s) == pytest.approx(expected)
+    assert quiet.frozen_s(QuietHistory("steps"), spell, 1000.0 + quiet_s) == pytest.approx(expected)
     assert quiet.frozen_s(None, None, 1000.0 + quiet_s) == 0.0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from safelaunch.model import Culprit, Frame, RankException, Verdict
-from safelaunch.supervise.watch.restart import AttemptFailure, failure_of, kin_of, why_give_up
+from safelaunch.supervise.watch.restart import AttemptFailure, failure_key, failure_of, why_give_up
 from tests.support.evidence import job, rank
 
 HANG = AttemptFailure("hang", "stuck-in-user-code", 40, frozenset({("/w/train.py", 7)}))
@@ -72,11 +72,16 @@ def raised(kind: str, message: str) -> RankException:
     ],
 )
 def test_failures_with_the_same_line_and_error_are_kin(again: Verdict, kind: str, expected: bool) -> None:
-    first = kin_of(verdict((1, 40, 7)), job(rank(0), rank(1, more={"exception": raised("ValueError", "loss 1.5")})))
-    second = kin_of(again, job(rank(0), rank(1, more={"exception": raised(kind, "loss 3.5")})))
+    first = failure_key(
+        verdict((1, 40, 7)), job(rank(0), rank(1, more={"exception": raised("ValueError", "loss 1.5")}))
+    )
+    second = failure_key(again, job(rank(0), rank(1, more={"exception": raised(kind, "loss 3.5")})))
     assert first is not None and (first == second) is expected
 
 
 def test_failure_without_a_line_has_no_kin() -> None:
     culprit = Culprit(1, "node", 101, "main", None, 40, "")
-    assert kin_of(Verdict(1, "crash", "rank-killed", "high", "", (culprit,), "", (), (), (), ()), job(rank(0))) is None
+    assert (
+        failure_key(Verdict(1, "crash", "rank-killed", "high", "", (culprit,), "", (), (), (), ()), job(rank(0)))
+        is None
+    )

@@ -49,7 +49,7 @@ class EndedSpell:
 
 
 @dataclass(frozen=True, slots=True)
-class Quiet:
+class QuietHistory:
     """The present and the earlier quiet spells of a job."""
 
     stage: Stage = "start"
@@ -62,7 +62,7 @@ class Quiet:
     ended: tuple[EndedSpell, ...] = ()
 
 
-def follow(quiet: Quiet, spell: Spell | None, now: float) -> Quiet:
+def follow(quiet: QuietHistory, spell: Spell | None, now: float) -> QuietHistory:
     """Adds the present spell, None if no rank can be judged or one has announced a quiet time."""
     if spell is None:
         return replace(quiet, begin_s=0.0, looks=(), excused_s=now)
@@ -76,7 +76,7 @@ def follow(quiet: Quiet, spell: Spell | None, now: float) -> Quiet:
     return replace(quiet, begin_s=begin_s, looks=())
 
 
-def _remembering(quiet: Quiet, ended: EndedSpell) -> Quiet:
+def _remembering(quiet: QuietHistory, ended: EndedSpell) -> QuietHistory:
     # Keep the longest spells: the next one has to outlast them.
     if ended.lasted_s < LEAST_S:
         return quiet
@@ -89,24 +89,24 @@ def is_quiet(age_s: float, usual_s: float) -> bool:
     return bool(usual_s) and age_s > max(FEW_S, FEW_STEPS * usual_s)
 
 
-def is_due(quiet: Quiet, spell: Spell, now: float) -> bool:
+def is_due(quiet: QuietHistory, spell: Spell, now: float) -> bool:
     after_s = GROWTH * quiet.looks[-1] if quiet.looks else first_look_s(quiet, spell, now)
     return bool(quiet.begin_s) and now - quiet.begin_s >= after_s
 
 
-def first_look_s(quiet: Quiet, spell: Spell, now: float) -> float:
+def first_look_s(quiet: QuietHistory, spell: Spell, now: float) -> float:
     least_s = UNKNOWN_S
     if spell.stage == "steps":
         least_s = max(min(MOST_S, max(LEAST_S, TIMES_STEP * spell.longest_s)), OUTLASTS * spell.longest_s)
     return max(least_s, _outlasting_s(quiet, now))
 
 
-def _outlasting_s(quiet: Quiet, now: float) -> float:
+def _outlasting_s(quiet: QuietHistory, now: float) -> float:
     # A shorter spell might only repeat one that ended by itself.
     return OUTLASTS * max((spell.lasted_s for spell in quiet.ended if now - spell.at_s < FORGETS_S), default=0.0)
 
 
-def frozen_s(quiet: Quiet | None, spell: Spell | None, now: float) -> float:
+def frozen_s(quiet: QuietHistory | None, spell: Spell | None, now: float) -> float:
     """Returns how long the job has been frozen: no step for ten usual ones; 0 if it isn't, or that is unknown."""
     if spell is None or not spell.usual_s:
         return 0.0
@@ -117,5 +117,5 @@ def frozen_s(quiet: Quiet | None, spell: Spell | None, now: float) -> float:
     return now - begin_s if now - begin_s >= least_s else 0.0
 
 
-def with_look(quiet: Quiet, now: float) -> Quiet:
+def with_look(quiet: QuietHistory, now: float) -> QuietHistory:
     return replace(quiet, looks=(*quiet.looks, now - quiet.begin_s))

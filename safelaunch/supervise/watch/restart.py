@@ -36,7 +36,7 @@ def failure_of(verdict: Verdict, steps: tuple[int, ...]) -> AttemptFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class Kin:
+class FailureKey:
     """The facts that a failure shares with the same one of another attempt, at another step."""
 
     outcome: str
@@ -47,7 +47,7 @@ class Kin:
     """types of the culprits' exceptions"""
 
 
-def kin_of(verdict: Verdict, evidence: Evidence) -> Kin | None:
+def failure_key(verdict: Verdict, evidence: Evidence) -> FailureKey | None:
     """Returns the failure's identity; None without a line, because two such failures might differ."""
     if not verdict.culprits or any(culprit.frame is None for culprit in verdict.culprits):
         return None
@@ -66,7 +66,7 @@ def kin_of(verdict: Verdict, evidence: Evidence) -> Kin | None:
     raised = frozenset(
         rank.exception.type for rank in evidence.ranks if rank.exception is not None and rank.rank in named
     )
-    return Kin(verdict.outcome, verdict.cause, culprits, raised)
+    return FailureKey(verdict.outcome, verdict.cause, culprits, raised)
 
 
 def why_give_up(earlier: tuple[AttemptFailure, ...], new: AttemptFailure) -> str:

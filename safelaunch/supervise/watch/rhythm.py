@@ -159,7 +159,7 @@ def _uncapped(rhythm: StepRhythm, bounds: ThresholdBounds) -> Threshold:
     options = [(MARGIN * ordinary_s, f"{MARGIN:g} x its longest ordinary step ({duration(ordinary_s)})")]
     if rhythm.irregular_s:
         options.append((1.5 * rhythm.irregular_s, f"1.5 x a pause that came twice ({duration(rhythm.irregular_s)})"))
-    due = expected(rhythm, rhythm.last_step, rhythm.last_s)
+    due = due_pause(rhythm, rhythm.last_step, rhythm.last_s)
     if due is not None:
         options.append((1.5 * due[0], f"1.5 x the pause that is due here ({duration(due[0])}, {due[1]})"))
     seconds, why = max(options)
@@ -219,7 +219,7 @@ def _stands_out(rhythm: StepRhythm, seconds: float) -> bool:
 # --- pauses -----------------------------------------------------------------------------------------------------------
 
 
-def expected(rhythm: StepRhythm, step: int, at_s: float) -> tuple[float, str] | None:
+def due_pause(rhythm: StepRhythm, step: int, at_s: float) -> tuple[float, str] | None:
     """Returns the pause that is due after ``step`` at ``at_s``: its length, and the rhythm in words."""
     origin = Pause(rhythm.begun_step, rhythm.begun_s, 0.0)
     best: tuple[float, str] | None = None
@@ -229,13 +229,13 @@ def expected(rhythm: StepRhythm, step: int, at_s: float) -> tuple[float, str] | 
             continue
         if best is not None and lasted_s <= best[0]:
             continue
-        words = _returns(first, second, step, at_s, beats=1 if first is origin else 3)
+        words = _rhythm_words(first, second, step, at_s, beats=1 if first is origin else 3)
         if words:
             best = (lasted_s, words)
     return best
 
 
-def _returns(first: Pause, second: Pause, step: int, at_s: float, beats: int = 3) -> str:
+def _rhythm_words(first: Pause, second: Pause, step: int, at_s: float, beats: int = 3) -> str:
     """Describes the rhythm of two pauses if it is due again, after one period or a few missed ones; else "".
 
     One pause and the beginning of the job are weak evidence: only the next beat counts then (``beats`` 1).
@@ -259,7 +259,7 @@ def _second_irregular_s(rhythm: StepRhythm, pauses: tuple[Pause, ...]) -> float:
     irregular = []
     for number, pause in enumerate(pauses):
         before, after = pauses[:number], pauses[number + 1 :]
-        if expected(replace(rhythm, pauses=before), pause.step, pause.at_s) or _leads_on(pause, after):
+        if due_pause(replace(rhythm, pauses=before), pause.step, pause.at_s) or _leads_on(pause, after):
             continue
         irregular.append(pause.lasted_s)
     return sorted(irregular)[-2] if len(irregular) > 1 else 0.0
@@ -268,7 +268,7 @@ def _second_irregular_s(rhythm: StepRhythm, pauses: tuple[Pause, ...]) -> float:
 def _leads_on(pause: Pause, after: tuple[Pause, ...]) -> bool:
     # True if two later pauses continue a rhythm that began with this one.
     return any(
-        _returns(pause, second, third.step, third.at_s)
+        _rhythm_words(pause, second, third.step, third.at_s)
         for second, third in combinations(after, 2)
         if 1 / 3 <= pause.lasted_s / second.lasted_s <= 3
     )
