@@ -23,14 +23,14 @@ PACKAGE = Path(safelaunch.__file__).parent
 def test_encoded_secret_is_in_no_artifact(part: int, tmp_path: Path) -> None:
     """The real writer is used; scripts/qa/attacks.py also tries each encoding alone."""
     encodings = leaks.ENCODINGS[part::4]
-    said = leaks.said(encodings)
-    known = leaks.SECRETS
-    assert set(leaks.leaks(said.encode(), known)) == set(known), "the search finds them where they are"
-    written = leaks.write(said, tmp_path)
+    text = leaks.said(encodings)
+    secrets = leaks.SECRETS
+    assert set(leaks.leaks(text.encode(), secrets)) == set(secrets), "the search finds them where they are"
+    written = leaks.write(text, tmp_path)
     files = written.files()
     missing = json.loads(files["manifest.json"])["missing"]
     assert set(files) >= leaks.EXPECTED, missing
-    assert {name: found for name, data in files.items() if (found := leaks.leaks(data, known))} == {}
+    assert {name: leaked for name, data in files.items() if (leaked := leaks.leaks(data, secrets))} == {}
     assert b"[redacted]" in files["ranks/0/log_tail.txt"] and b"it is" in files["ranks/0/log_tail.txt"]
     assert b"/home/me/train.py" in files["ranks/0/stack.txt"] and b"rank 0" in files["(screen)"]
 
@@ -44,7 +44,7 @@ def test_secret_shape_is_in_no_artifact(tmp_path: Path) -> None:
         for shape in leaks.SHAPES.values()
     )
     files = leaks.write(text, tmp_path).files()
-    assert {name: found for name, data in files.items() if (found := leaks.leaks(data, leaks.SHAPES))} == {}
+    assert {name: leaked for name, data in files.items() if (leaked := leaks.leaks(data, leaks.SHAPES))} == {}
 
 
 # --- output without redaction -----------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def is_missing(module: str) -> bool:
 
 
 def test_only_listed_modules_write_or_print() -> None:
-    found = {}
+    leaked = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         inside = path.relative_to(PACKAGE)
         module = ".".join([*inside.parts[:-1], *([] if inside.stem == "__init__" else [inside.stem])])
@@ -117,13 +117,13 @@ def test_only_listed_modules_write_or_print() -> None:
             continue
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         if lines := [call.lineno for call in calls if _writes(call)]:
-            found[module] = lines
+            leaked[module] = lines
     allowed = {
-        name for name in found if name in WRITERS or any(name.startswith(w[:-1]) for w in WRITERS if w.endswith(".*"))
+        name for name in leaked if name in WRITERS or any(name.startswith(w[:-1]) for w in WRITERS if w.endswith(".*"))
     }
-    assert {name: lines for name, lines in found.items() if name not in allowed} == {}
+    assert {name: lines for name, lines in leaked.items() if name not in allowed} == {}
     present = {name for name in WRITERS if not name.endswith(".*") and not is_missing(name)}
-    assert present <= set(found), "the table lists modules that write nothing"
+    assert present <= set(leaked), "the table lists modules that write nothing"
 
 
 def test_staging_redacts_every_kind_of_artifact(tmp_path: Path) -> None:

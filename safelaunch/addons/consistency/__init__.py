@@ -21,6 +21,6 @@ def probe_values(settings: Settings) -> dict[str, str]:
 def monitors(job: MonitoredJob) -> tuple[Monitor, ...]:
     if not job.settings.check_every:
         return ()
-    from safelaunch.addons.consistency.monitor import Consistency
+    from safelaunch.addons.consistency.monitor import ConsistencyMonitor
 
-    return (Consistency(job),)
+    return (ConsistencyMonitor(job),)

@@ -17,7 +17,7 @@ LARGEST = 64 << 20
 MOST_TENSORS = 1 << 20
 
 
-class About(msgspec.Struct, frozen=True):
+class SeriesInfo(msgspec.Struct, frozen=True):
     key: str
     kind: str
     every: int
@@ -30,11 +30,11 @@ class About(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class SeriesCheck:
     """The numbers of one rank's series at one position. Magnitudes aren't finite if an element isn't."""
 
     rank: int
-    about: About
+    about: SeriesInfo
     position: int
     prints: tuple[int, ...]
     sizes: tuple[float, ...]
@@ -49,7 +49,7 @@ class Check:
         return self.rounds, self.position
 
 
-class Series:
+class SeriesReader:
     """The mapped file of one series.
 
     Raises BlockingIOError while the rank creates it, and OSError or ValueError if it is damaged.
@@ -70,7 +70,7 @@ class Series:
         if words[0] != layout.CHECK_MAGIC:
             raise BlockingIOError(f"{path.name} is not ready")
         begin, length = 8 * layout.CHECK_HEADER, words[layout.CHECK_LENGTH]
-        self.about = from_json(self._map[begin : begin + max(0, length)], About)
+        self.about = from_json(self._map[begin : begin + max(0, length)], SeriesInfo)
         self._begin = layout.CHECK_HEADER + (length + 7) // 8
         self._slots, self._size = words[layout.CHECK_SLOTS], words[layout.CHECK_SLOT_SIZE]
         least = layout.CHECK_SLOT + 3 * len(self.about.tensors) + layout.CHECK_WINDOW
@@ -82,7 +82,7 @@ class Series:
         self._next = 0
         self._before = 0
 
-    def read(self) -> list[Check]:
+    def read(self) -> list[SeriesCheck]:
         """Returns the checks since the last call, oldest first. Overwritten checks are lost."""
         checks = []
         newest = max(self._words[self._begin + n * self._size] for n in range(self._slots)) // 2
@@ -97,7 +97,7 @@ class Series:
         self._next = max(self._next, newest)
         return checks
 
-    def _parse(self, data: bytes) -> Check:
+    def _parse(self, data: bytes) -> SeriesCheck:
         whole, floats = memoryview(data).cast("q"), memoryview(data).cast("d")
         count, first = len(self.about.tensors), layout.CHECK_SLOT
         position, steps = whole[1], whole[6]
@@ -105,7 +105,7 @@ class Series:
         own = range(max(self._before + 1, steps - layout.CHECK_WINDOW + 1), steps + 1)
         at = first + 3 * count + layout.CHECK_WINDOW
         losses = floats[at : at + min(max(whole[3], 0), layout.CHECK_WINDOW)]
-        return Check(
+        return SeriesCheck(
             rank=self._rank,
             about=self.about,
             position=position,

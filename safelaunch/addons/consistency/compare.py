@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from safelaunch.addons.consistency.capture import Check
+from safelaunch.addons.consistency.capture import SeriesCheck
 from safelaunch.model import WrongResult, rank_words
 
 KEPT = 64  # positions of a series that wait for the last rank
@@ -18,7 +18,7 @@ FEWEST_LOSSES = 20
 FAR_LOSS = 2.0  # times the median of the other ranks, and above all their losses
 
 Side = tuple[int, ...]
-_Moment = tuple[int, int]
+_RoundPosition = tuple[int, int]
 _Replicas = dict[tuple[Side, str], dict[int, int]]
 _FEW_NAMES = 3
 
@@ -27,7 +27,7 @@ class Comparison:
     """The comparison of one attempt. ``add`` checks, then call ``new_findings``."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, dict[_Moment, dict[int, Check]]] = {}
+        self._waiting: dict[str, dict[_RoundPosition, dict[int, SeriesCheck]]] = {}
         self._members: dict[str, set[int]] = {}  # ranks, by series
         self._equal: dict[str, int] = {}  # last position at which all replicas were equal, by series
         self._finite: dict[str, int] = {}
@@ -64,7 +64,7 @@ class Comparison:
             for ranks, names in sorted(by_ranks.items())
         ]
 
-    def add(self, checks: Iterable[Check]) -> None:
+    def add(self, checks: Iterable[SeriesCheck]) -> None:
         for check in checks:
             series = self._waiting.setdefault(check.about.key, {})
             self._members.setdefault(check.about.key, set()).add(check.rank)
@@ -97,13 +97,13 @@ class Comparison:
         self._reported_topics.add(topic)
         return new
 
-    def _is_complete(self, key: str, moment: _Moment, here: Sequence[int]) -> bool:
+    def _is_complete(self, key: str, moment: _RoundPosition, here: Sequence[int]) -> bool:
         checks = self._waiting[key][moment]
         replicas = {rank for check in checks.values() for group in check.about.groups for rank in group}
         expected = (replicas or set(here)) | self._members[key]
         return set(checks) >= expected & set(here)
 
-    def _compare(self, key: str, position: int, checks: Mapping[int, Check], unix_s: float) -> list[WrongResult]:
+    def _compare(self, key: str, position: int, checks: Mapping[int, SeriesCheck], unix_s: float) -> list[WrongResult]:
         result = []
         self._checks += 1
         replicas = _replicas(checks)
@@ -157,7 +157,7 @@ def _between(step: int, since: int) -> str:
     return f"between steps {since} and {step}" if since and since + 1 < step else f"at step {step}"
 
 
-def _replicas(checks: Mapping[int, Check]) -> _Replicas:
+def _replicas(checks: Mapping[int, SeriesCheck]) -> _Replicas:
     """Returns the fingerprints by rank, for each tensor and group of ranks with a replica of it."""
     prints_of: _Replicas = {}
     for rank, check in sorted(checks.items()):
@@ -210,7 +210,7 @@ def _off(sides: tuple[Side, ...]) -> Side:
     return tuple(sorted(rank for side in sides[1:] for rank in side)) if 2 * len(sides[0]) > everybody else ()
 
 
-def _not_finite(position: int, since: int, checks: Mapping[int, Check], unix_s: float) -> WrongResult | None:
+def _not_finite(position: int, since: int, checks: Mapping[int, SeriesCheck], unix_s: float) -> WrongResult | None:
     """Finds a step with gradients that aren't finite. The sentinels show on which rank this happened first."""
     bad = {rank: _bad_names(check) for rank, check in checks.items()}
     if not any(bad.values()):
@@ -238,7 +238,7 @@ def _not_finite(position: int, since: int, checks: Mapping[int, Check], unix_s: 
     )
 
 
-def _bad_names(check: Check) -> list[str]:
+def _bad_names(check: SeriesCheck) -> list[str]:
     # In the model's order: the backward pass goes the other way.
     pairs = zip(check.about.tensors, check.gradients, check.sizes, strict=True)
     return [name for (name, _), size, value in pairs if not (math.isfinite(size) and math.isfinite(value))]
@@ -248,7 +248,7 @@ def _first_bad(steps: Iterable[tuple[int, float]]) -> int | None:
     return next((step for step, value in steps if not math.isfinite(value)), None)
 
 
-def _bad_loss(checks: Mapping[int, Check], unix_s: float) -> WrongResult | None:
+def _bad_loss(checks: Mapping[int, SeriesCheck], unix_s: float) -> WrongResult | None:
     starts = {rank: step for rank, check in checks.items() if (step := _first_bad(check.losses)) is not None}
     if not starts:
         return None

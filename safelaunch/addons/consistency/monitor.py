@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from safelaunch.addons.consistency import layout
-from safelaunch.addons.consistency.capture import Check, Series
+from safelaunch.addons.consistency.capture import SeriesCheck, SeriesReader
 from safelaunch.addons.consistency.compare import Comparison
 from safelaunch.addons.consistency.wire import MOST_FOUND, MOST_POSITIONS, SharedFindings, decode, encode, share_of
 from safelaunch.model import WrongResult, format_ranks
@@ -32,7 +32,7 @@ Part = Literal["alone", "waits", "leads", "follows"]
 NOTHING_CHECKED = "the consistency checks had nothing to compare: no optimizer step was checked"
 
 
-class Consistency:
+class ConsistencyMonitor:
     """The comparison of one run, and the reaction to a finding (``--on-inconsistent``)."""
 
     name = "the consistency checks"
@@ -44,13 +44,13 @@ class Consistency:
         self._topic = job.topic(TOPIC)
         self._attempt = self._watch.attempt
         self._comparison = Comparison()
-        self._series: dict[str, Series] = {}
+        self._series: dict[str, SeriesReader] = {}
         self._ignored: set[str] = set()
         self._full: set[int] = set()  # ranks that train more than is checked
         self._part: Part = "alone"
         self._joint: Part = "waits"  # part of this node if there are other nodes
         self._apart_since_s: float | None = None
-        self._newest: list[Check] = []
+        self._newest: list[SeriesCheck] = []
         self._post_s, self._posted = 0.0, b""
         self._last_message = b""
         self._stopped_for: str | None = None  # place of the bundle because of which another node ends the job
@@ -109,7 +109,7 @@ class Consistency:
             self._joint = self._joint if now - self._apart_since_s < MEET_S else "alone"
         return self._joint
 
-    def _submit(self, checks: Sequence[Check], now: float) -> None:
+    def _submit(self, checks: Sequence[SeriesCheck], now: float) -> None:
         self._newest = [*self._newest, *checks][-KEPT:]
         if now - self._post_s < POST_EVERY_S:
             return
@@ -122,8 +122,8 @@ class Consistency:
             self._posted = data
             self._topic.submit(data)
 
-    def _gather(self) -> list[Check]:
-        checks: list[Check] = []
+    def _gather(self) -> list[SeriesCheck]:
+        checks: list[SeriesCheck] = []
         for data in self._topic.gathered():
             with suppress(BadMessage):  # from an unrelated process, or another version
                 checks += decode(data)
@@ -193,7 +193,7 @@ class Consistency:
                     say(f"the consistency checks of rank {rank} have ended after an error in them; the job continues")
                     continue
                 try:
-                    self._series[path.name] = Series(path, rank)
+                    self._series[path.name] = SeriesReader(path, rank)
                 except BlockingIOError:
                     continue  # the rank is still creating it
                 except (OSError, ValueError, msgspec.DecodeError):

@@ -151,14 +151,14 @@ def _is_capturing(torch: Any) -> bool:
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
-class _Moment:
+class _CheckTime:
     """The time of a check: ``position`` and ``rounds`` are the same on all ranks, ``steps`` are this rank's own."""
 
     def __init__(self, position: int, rounds: int, steps: int) -> None:
         self.position, self.rounds, self.steps = position, rounds, steps
 
 
-class _Series:
+class _SeriesWriter:
     """The file of one series, and the numbers to be written to it."""
 
     def __init__(self, torch: Any, key: str, kind: str, tensors: list[replicas.Tensor]) -> None:
@@ -210,7 +210,7 @@ class _Series:
     def still_fits(self) -> bool:
         return [wrappers.local(tensor.tensor).numel() for tensor in self.tensors] == self._sizes
 
-    def take(self, moment: _Moment, extra: Any = None, losses: Iterable[tuple[int, Any]] = ()) -> None:
+    def take(self, moment: _CheckTime, extra: Any = None, losses: Iterable[tuple[int, Any]] = ()) -> None:
         """Computes the numbers of this moment. ``extra`` is the window of the sentinel, on the device."""
         torch, device = self._torch, self._device
         with torch.no_grad():
@@ -287,8 +287,8 @@ class _Buffers:
 
     def __init__(self, torch: Any, ddp: Any, key: str) -> None:
         self._torch, self._ddp, self._key = torch, weakref.ref(ddp), key
-        self._series: _Series | None = None
-        self.due: _Moment | None = None
+        self._series: _SeriesWriter | None = None
+        self.due: _CheckTime | None = None
         self.synced = True
 
     def _tensors(self, ddp: Any) -> list[replicas.Tensor]:
@@ -304,7 +304,7 @@ class _Buffers:
                         tensors.append(replicas.Tensor(wrappers.clean(name), buffer, group))
         return tensors
 
-    def take(self, moment: _Moment) -> None:
+    def take(self, moment: _CheckTime) -> None:
         ddp = self._ddp()
         tensors = self._tensors(ddp) if ddp is not None else []
         if not tensors:
@@ -314,7 +314,7 @@ class _Buffers:
         ]:
             if _is_full():
                 return
-            self._series = _Series(self._torch, f"buffers of {self._key}", "buffers", tensors)
+            self._series = _SeriesWriter(self._torch, f"buffers of {self._key}", "buffers", tensors)
         self._series.tensors = tensors
         self._series.take(moment)
 
@@ -337,7 +337,7 @@ class _Buffers:
             return False  # its next forward pass would have had a broadcast, so it didn't run
         return not any(other_ddp.module is ddp.module and its.synced for other_ddp, its in _by_module.items())
 
-    def checked(self, moment: _Moment) -> None:
+    def checked(self, moment: _CheckTime) -> None:
         """Schedules a check of the buffers for the next broadcast, as the parameters are checked at ``moment``."""
         self.due, self.synced = moment, False
         if self._series is not None:
@@ -423,7 +423,7 @@ class _Owner:
 
     def __init__(self, torch: Any, key: str) -> None:
         self._torch, self.key = torch, key
-        self._series: _Series | None = None
+        self._series: _SeriesWriter | None = None
         self.ready = False  # a forward pass has announced that gradients will be averaged
         self._rounds = self._since = self._steps = 0  # since: steps after the last round; steps: all of this rank
         self._leader: Any = None  # the optimizer whose steps count; another one in the same round is part of its step
@@ -458,7 +458,7 @@ class _Owner:
         same = self._series is not None and self._series.holds(tensors)
         if same or not tensors or _is_full():
             return
-        self._series = _Series(self._torch, self.key or _by_names(tensors), "parameters", tensors)
+        self._series = _SeriesWriter(self._torch, self.key or _by_names(tensors), "parameters", tensors)
         if self._window is None:
             self._watch_sentinel([tensor for tensor in tensors if id(tensor.tensor) in trained])
 
@@ -468,7 +468,7 @@ class _Owner:
     def check(self) -> None:
         if self._series is None:
             return
-        moment = _Moment(self._rounds + self._since, self._rounds, self._steps)
+        moment = _CheckTime(self._rounds + self._since, self._rounds, self._steps)
         losses = list(_losses)
         _losses.clear()
         self._series.take(moment, self._filled_window(), losses)

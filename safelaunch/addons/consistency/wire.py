@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from safelaunch.addons.consistency.capture import MOST_TENSORS, About, Check
+from safelaunch.addons.consistency.capture import MOST_TENSORS, SeriesCheck, SeriesInfo
 from safelaunch.model import WrongResult
 from safelaunch.supervise.cluster.codec import BadMessage, pack, parse, unpack
 from safelaunch.supervise.cluster.messages import MOST_RANKS, Message
@@ -41,7 +41,7 @@ _Name = Annotated[str, Meta(max_length=1000)]
 _Indexes = Annotated[tuple[_Count, ...], Meta(max_length=MOST_TENSORS)]
 
 
-class _About(Message, frozen=True):
+class _WireSeriesInfo(Message, frozen=True):
     key: _Name
     kind: Literal["parameters", "buffers"]
     every: _Count
@@ -49,7 +49,7 @@ class _About(Message, frozen=True):
     tensors: Annotated[tuple[tuple[_Name, _Count], ...], Meta(max_length=MOST_TENSORS)]
 
 
-class _Check(Message, frozen=True):
+class _WireCheck(Message, frozen=True):
     rank: _Rank
     position: _Count
     about: _Count
@@ -62,9 +62,9 @@ class _Check(Message, frozen=True):
 
 
 class _Shared(Message, frozen=True):
-    abouts: tuple[_About, ...]
+    abouts: tuple[_WireSeriesInfo, ...]
     prints: tuple[bytes, ...]
-    checks: tuple[_Check, ...]
+    checks: tuple[_WireCheck, ...]
 
 
 class SharedFindings(Message, frozen=True):
@@ -77,7 +77,7 @@ def share_of(nodes: int) -> int:
     return max(LEAST_BYTES, min(MOST_BYTES, MOST_OF_ALL // max(nodes, 1)))
 
 
-def encode(checks: Iterable[Check], share: int) -> bytes:
+def encode(checks: Iterable[SeriesCheck], share: int) -> bytes:
     """Encodes the latest checks of a node's ranks, except ranks that have another number in their job.
 
     If there are too many tensors, neighbors with the same replicas share one fingerprint, and a name with the first and
@@ -99,12 +99,12 @@ def encode(checks: Iterable[Check], share: int) -> bytes:
             width *= 4
 
 
-def decode(data: bytes) -> list[Check]:
+def decode(data: bytes) -> list[SeriesCheck]:
     """Decodes what ``encode`` returned. Raises BadMessage for anything else."""
     message = parse(unpack([data]), _Shared)
     try:
         abouts = [
-            About(about.key, about.kind, about.every, -1, about.groups, about.tensors) for about in message.abouts
+            SeriesInfo(about.key, about.kind, about.every, -1, about.groups, about.tensors) for about in message.abouts
         ]
         if any(group >= len(about.groups) for about in abouts for _, group in about.tensors):
             raise BadMessage("checks of an unknown group")
@@ -113,9 +113,9 @@ def decode(data: bytes) -> list[Check]:
         raise BadMessage(str(error)) from error
 
 
-def _check(wire_check: _Check, about: About, prints: bytes) -> Check:
+def _check(wire_check: _WireCheck, about: SeriesInfo, prints: bytes) -> SeriesCheck:
     count = len(about.tensors)
-    return Check(
+    return SeriesCheck(
         rank=wire_check.rank,
         about=about,
         position=wire_check.position,
@@ -135,8 +135,8 @@ def _magnitudes(count: int, bad: Sequence[int]) -> tuple[float, ...]:
     return tuple(magnitudes)
 
 
-def _packed(checks: Sequence[Check], width: int) -> bytes:
-    abouts: dict[_About, int] = {}
+def _packed(checks: Sequence[SeriesCheck], width: int) -> bytes:
+    abouts: dict[_WireSeriesInfo, int] = {}
     prints: dict[bytes, int] = {}
     travelling = []
     for check in checks:
@@ -144,7 +144,7 @@ def _packed(checks: Sequence[Check], width: int) -> bytes:
         values = [_mixed(check.prints[begin:end]) for begin, end in runs]
         data = struct.pack(f"<{len(values)}q", *values)
         travelling.append(
-            _Check(
+            _WireCheck(
                 rank=check.rank,
                 position=check.position,
                 about=abouts.setdefault(_about(check.about, runs), len(abouts)),
@@ -165,7 +165,7 @@ def _losses_to_send(losses: Sequence[tuple[int, float]]) -> tuple[tuple[int, flo
     return newest if bad is None or bad in newest else (bad, *newest)
 
 
-def _runs(about: About, width: int) -> list[tuple[int, int]]:
+def _runs(about: SeriesInfo, width: int) -> list[tuple[int, int]]:
     runs = []
     group: Callable[[int], int] = lambda number: about.tensors[number][1]  # noqa: E731
     for _, run in groupby(range(len(about.tensors)), group):
@@ -174,14 +174,14 @@ def _runs(about: About, width: int) -> list[tuple[int, int]]:
     return runs
 
 
-def _about(about: About, runs: Sequence[tuple[int, int]]) -> _About:
+def _about(about: SeriesInfo, runs: Sequence[tuple[int, int]]) -> _WireSeriesInfo:
     tensors = []
     for begin, end in runs:
         name, group = about.tensors[begin]
         last = about.tensors[end - 1][0]
         tensors.append((name[:400] if end == begin + 1 else f"{name[:400]} to {last[:400]}", group))
     kind: Literal["parameters", "buffers"] = "buffers" if about.kind == "buffers" else "parameters"
-    return _About(about.key, kind, about.every, about.groups, tuple(tensors))
+    return _WireSeriesInfo(about.key, kind, about.every, about.groups, tuple(tensors))
 
 
 def _mixed(prints: Sequence[int]) -> int:

@@ -35,13 +35,13 @@ with FakeTensorMode(), torch.no_grad():
     other, offloaded = torch.empty(7, device="cuda"), torch.empty(5)
     one.grad = torch.empty_like(one)
     tensors = [replicas.Tensor(name, each, (0, 1)) for name, each in (("a", offloaded), ("b", one), ("c", other))]
-    series = probe._Series(torch, "key", "parameters", tensors)
+    series = probe._SeriesWriter(torch, "key", "parameters", tensors)
     series._to_host = lambda numbers: (numbers, None)  # type: ignore[method-assign]  # pinned memory needs a driver
     series.write = lambda: None  # type: ignore[method-assign]  # there are no values
     assert series._device.type == "cuda"
     with Watching():
         series.take(
-            probe._Moment(1, 1, 1), torch.empty(1024, device="cuda"), [(1, torch.empty((), device="cuda")), (2, 0.5)]
+            probe._CheckTime(1, 1, 1), torch.empty(1024, device="cuda"), [(1, torch.empty((), device="cuda")), (2, 0.5)]
         )
     ((_, numbers, _),) = series.pending
     assert numbers.device.type == "cuda" and numbers.numel() == 3 * 3 + 1024 + 2, numbers.shape

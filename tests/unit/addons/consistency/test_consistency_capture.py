@@ -1,4 +1,4 @@
-"""Series of the consistency checks, as the beacons leave them."""
+"""Reading the series of checks that ranks write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.addons.consistency import layout
-from safelaunch.addons.consistency.capture import Series
+from safelaunch.addons.consistency.capture import SeriesReader
 
 # --- the files of the consistency checks, written here as the beacon writes them --------------------------------------
 
@@ -42,7 +42,7 @@ class File:
 
 def test_a_check_is_read_once(tmp_path: Path) -> None:
     file = File(tmp_path / "series")
-    series = Series(file.path, 1)
+    series = SeriesReader(file.path, 1)
     assert series.read() == []
     file.put(0, 1)
     file.put(1, 3)
@@ -55,7 +55,7 @@ def test_a_check_is_read_once(tmp_path: Path) -> None:
 
 def test_what_is_being_written_waits_and_what_was_overwritten_is_lost(tmp_path: Path) -> None:
     file = File(tmp_path / "series")
-    series = Series(file.path, 1)
+    series = SeriesReader(file.path, 1)
     for number in range(3):
         file.put(number, 3 * number + 3)
     assert [one.position for one in series.read()] == [6, 9]
@@ -72,11 +72,11 @@ def test_a_file_that_is_not_ready_or_damaged(tmp_path: Path) -> None:
     for begun in (b"", data[:16], bytes(8) + data[8:]):
         young.write_bytes(begun)
         with pytest.raises(BlockingIOError):
-            Series(young, 1)
+            SeriesReader(young, 1)
     for number, broken in enumerate((data[:-8], data[:16] + struct.pack("=q", 1 << 40) + data[24:])):
         path = tmp_path / f"broken{number}"
         path.write_bytes(broken)
         with pytest.raises(ValueError):
-            Series(path, 1)
+            SeriesReader(path, 1)
     with pytest.raises(ValueError):
-        Series(File(tmp_path / "group", {**ABOUT, "groups": []}).path, 1)
+        SeriesReader(File(tmp_path / "group", {**ABOUT, "groups": []}).path, 1)

@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from safelaunch.addons.consistency.capture import About, Check
+from safelaunch.addons.consistency.capture import SeriesCheck, SeriesInfo
 from safelaunch.addons.consistency.compare import KEPT, Comparison
 from safelaunch.addons.consistency.wire import MOST_POSITIONS, SharedFindings, decode, encode, share_of
 from safelaunch.model import WrongResult
@@ -30,21 +30,21 @@ def check(
     losses: tuple[float, ...] = (),
     sizes: tuple[float, ...] = (FINE, FINE, FINE),
     kind: str = "parameters",
-) -> Check:
-    about = About(f"{kind} of SGD", kind, 3, rank, (group,), tuple((name, 0) for name in NAMES))
+) -> SeriesCheck:
+    about = SeriesInfo(f"{kind} of SGD", kind, 3, rank, (group,), tuple((name, 0) for name in NAMES))
     steps = range(position - 2, position + 1)
     sentinel = tuple((step, math.nan if bad_since is not None and step >= bad_since else FINE) for step in steps)
     numbered = tuple((position + n, value) for n, value in enumerate(losses))
-    return Check(rank, about, position, prints, sizes, gradients, sentinel, numbered)
+    return SeriesCheck(rank, about, position, prints, sizes, gradients, sentinel, numbered)
 
 
-def found(*checks: Check, here: tuple[int, ...] = (0, 1, 2), last: bool = False) -> list[WrongResult]:
+def found(*checks: SeriesCheck, here: tuple[int, ...] = (0, 1, 2), last: bool = False) -> list[WrongResult]:
     comparison = Comparison()
     comparison.add(checks)
     return comparison.new_findings(here, 0.0, last=last)
 
 
-def at(position: int, prints: Mapping[int, tuple[int, ...]]) -> list[Check]:
+def at(position: int, prints: Mapping[int, tuple[int, ...]]) -> list[SeriesCheck]:
     return [check(rank, position, one) for rank, one in prints.items()]
 
 
@@ -122,11 +122,11 @@ def told(*groups: tuple[int, ...]) -> str:
     """What is said at the end of a job whose tensors have these replicas."""
     comparison = Comparison()
     for rank in (0, 1):
-        about = About(
+        about = SeriesInfo(
             "parameters of SGD", "parameters", 3, rank, groups, tuple((f"{n}.w", n) for n in range(len(groups)))
         )
         numbers = (FINE,) * len(groups)
-        comparison.add([Check(rank, about, 3, (1,) * len(groups), numbers, numbers, ((3, FINE),), ())])
+        comparison.add([SeriesCheck(rank, about, 3, (1,) * len(groups), numbers, numbers, ((3, FINE),), ())])
     comparison.new_findings((0, 1), 0.0, last=True)
     return comparison.report
 
@@ -140,10 +140,10 @@ def test_what_was_not_compared_is_said() -> None:
     assert Comparison().report == ""
 
 
-def named(rank: int, position: int, prints: Mapping[str, int], rounds: int = 0) -> Check:
-    about = About("module", "parameters", 3, rank, ((0, 1),), tuple((name, 0) for name in prints))
+def named(rank: int, position: int, prints: Mapping[str, int], rounds: int = 0) -> SeriesCheck:
+    about = SeriesInfo("module", "parameters", 3, rank, ((0, 1),), tuple((name, 0) for name in prints))
     fine = (FINE,) * len(prints)
-    return Check(rank, about, position, tuple(prints.values()), fine, fine, rounds=rounds)
+    return SeriesCheck(rank, about, position, tuple(prints.values()), fine, fine, rounds=rounds)
 
 
 def test_a_tensor_that_one_rank_alone_has_is_named_and_the_others_are_compared() -> None:
@@ -206,8 +206,8 @@ def test_the_halves_of_two_nodes_make_one_finding() -> None:
 
 
 def test_a_rank_of_another_number_in_its_job_stays_at_home() -> None:
-    about = About("key", "parameters", 3, 5, ((0, 5),), (("weight", 0),))
-    assert decode(encode([Check(0, about, 3, (1,), (1.0,), (1.0,))], share_of(2))) == []
+    about = SeriesInfo("key", "parameters", 3, 5, ((0, 5),), (("weight", 0),))
+    assert decode(encode([SeriesCheck(0, about, 3, (1,), (1.0,), (1.0,))], share_of(2))) == []
 
 
 def test_only_the_newest_positions_travel() -> None:
@@ -218,13 +218,13 @@ def test_only_the_newest_positions_travel() -> None:
 def test_where_tensors_are_too_many_neighbours_share_a_fingerprint() -> None:
     names = tuple(f"layers.{number}.weight" for number in range(9000))
     groups = ((0, 1), (0, 1, 2, 3))
-    about = About("key", "parameters", 3, -1, groups, tuple((name, n // 6000) for n, name in enumerate(names)))
+    about = SeriesInfo("key", "parameters", 3, -1, groups, tuple((name, n // 6000) for n, name in enumerate(names)))
     prints = tuple(hash((name, "bits")) >> 1 for name in names)
     fine = (1.0,) * len(names)
 
-    def arrived(rank: int, prints: tuple[int, ...], bad: int = -1) -> Check:
+    def arrived(rank: int, prints: tuple[int, ...], bad: int = -1) -> SeriesCheck:
         sizes = tuple(math.nan if n == bad else 1.0 for n in range(len(names)))
-        data = encode([Check(rank, about, 3, prints, sizes, fine)], share_of(2000))
+        data = encode([SeriesCheck(rank, about, 3, prints, sizes, fine)], share_of(2000))
         assert len(data) <= share_of(2000)
         (one,) = decode(data)
         return one

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from safelaunch.addons.consistency.monitor import EXIT_INCONSISTENT, Consistency
+from safelaunch.addons.consistency.monitor import EXIT_INCONSISTENT, ConsistencyMonitor
 from safelaunch.model import WrongResult
 
 FINDING = WrongResult("loss", 1.0, step=3, ranks=(1,), words="loss: rank 1 diverged")
@@ -41,13 +41,13 @@ class Supervisor:
 
 def monitor(
     monkeypatch: pytest.MonkeyPatch, supervisor: Supervisor, action: str, found: list[WrongResult]
-) -> Consistency:
+) -> ConsistencyMonitor:
     view = SimpleNamespace(watch=SimpleNamespace(attempt=(0, 0)), context=SimpleNamespace(host="node1"))
     job = SimpleNamespace(
         settings=SimpleNamespace(on_inconsistent=action), view=view, actions=supervisor, topic=lambda name: None
     )
-    monkeypatch.setattr(Consistency, "_advance", lambda self, *, last: found)
-    return Consistency(cast("Any", job))
+    monkeypatch.setattr(ConsistencyMonitor, "_advance", lambda self, *, last: found)
+    return ConsistencyMonitor(cast("Any", job))
 
 
 @pytest.mark.parametrize(
