@@ -71,7 +71,7 @@ def raised(number: int, kind: str, message: str, line: int = 41) -> RankEvidence
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_forward_pass_through_ddp_on_one_rank(world: int) -> None:
+def test_ddp_forward_on_one_rank_suggests_model_module(world: int) -> None:
     """Rank 0 evaluates, and DDP broadcasts its buffers; the others are in the next backward pass."""
     ranks = [stuck(n, "all_reduce", in_backward(4)) for n in range(world)]
     ranks[0] = stuck(0, "broadcast", in_ddp_forward(3))
@@ -80,20 +80,20 @@ def test_a_forward_pass_through_ddp_on_one_rank(world: int) -> None:
     assert not any("gate the side effect" in text for text in found)
 
 
-def test_a_barrier_on_one_rank_while_others_are_in_ddps_forward_pass() -> None:
+def test_barrier_against_ddp_forward_suggests_no_model_module() -> None:
     ranks = [stuck(n, "broadcast", in_ddp_forward(4)) for n in range(3)]
     ranks[1] = stuck(1, "barrier", in_c10d("barrier", 3))
     assert not any("`model.module`" in text for text in suggestions_on(job(*ranks)))
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_full_state_dict_on_one_rank(world: int) -> None:
+def test_full_state_dict_on_one_rank_is_advised_on_all(world: int) -> None:
     ranks = [stuck(n, "all_reduce", in_backward(50)) for n in range(world)]
     ranks[0] = stuck(0, "all_gather_into_tensor", in_full_state_dict(20))
     assert "Create the state dict, or call `full_tensor()`, on all ranks" in suggestions_on(job(*ranks))[0]
 
 
-def test_a_rank_that_left_a_call_out_is_not_told_to_gate_a_side_effect() -> None:
+def test_skipped_call_gets_no_side_effect_advice() -> None:
     """``if rank == 1: continue`` before the call: that rank is one call behind from there on."""
     source = "def train():\n    for batch in loader:\n        if rank == 1:\n            continue\n        reduce()\n"
     steps = "1@50 1@5 " * 4
@@ -108,13 +108,13 @@ def test_a_rank_that_left_a_call_out_is_not_told_to_gate_a_side_effect() -> None
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_an_exception_that_all_ranks_raised_alike(world: int) -> None:
+def test_exception_on_every_rank_gets_common_cause_advice(world: int) -> None:
     found = suggestions_on(job(*(raised(n, "ImportError", "no module") for n in range(world)), outcome="crash"))
     assert any("Every rank raised this exception" in text for text in found)
     assert not any("follow from it" in text for text in found)
 
 
-def test_an_exception_of_one_rank() -> None:
+def test_exception_on_one_rank_explains_other_errors() -> None:
     ranks = [raised(0, "ValueError", "bad sample"), waiting(1), waiting(2)]
     found = suggestions_on(job(*ranks, outcome="crash"))
     assert any("follow from it" in text for text in found)
@@ -133,13 +133,13 @@ def test_an_exception_of_one_rank() -> None:
         ("AcceleratorError", "CUDA error: device-side assert triggered", "--preset cuda-sync"),
     ],
 )
-def test_errors_that_torch_words_itself(kind: str, message: str, advice: str) -> None:
+def test_errors_worded_by_torch_get_specific_advice(kind: str, message: str, advice: str) -> None:
     ranks = [raised(n, kind, message) for n in range(2)]
     assert any(advice in text for text in suggestions_on(job(*ranks, outcome="crash")))
 
 
 @pytest.mark.parametrize("peers_in", ["ddp", "plain"])
-def test_uneven_loaders(peers_in: str) -> None:
+def test_uneven_loaders_suggest_model_join_only_under_ddp(peers_in: str) -> None:
     """``model.join()`` answers for DDP's collectives, and for no others."""
     frames = in_backward(50) if peers_in == "ddp" else in_c10d("all_reduce", 50)
     gone = rank(1, (), "zombie", page="exited", more={"exit": RankExit(0, 100.0)})
@@ -159,12 +159,12 @@ def given(
 
 
 @pytest.mark.parametrize(("kind", "fits"), [(ROOTS_DIFFER, False), (LEFT_OUT, True)])
-def test_a_root_under_a_condition_is_no_side_effect(kind: Advice, fits: bool) -> None:
+def test_conditional_root_gets_no_side_effect_advice(kind: Advice, fits: bool) -> None:
     assert kind in given("collective-mismatch", suggestions.GUARDED, kind)
     assert (suggestions.GUARDED in given("collective-mismatch", suggestions.GUARDED, kind)) is fits
 
 
-def test_advice_points_at_no_lines_where_no_stack_was_seen() -> None:
+def test_advice_without_stacks_names_no_lines() -> None:
     unseen = suggestions_on(job(rank(0, seen=False), rank(1, seen=False), launched=Launched(TYPED, (), "2.13.0")))
     assert any("`safelaunch doctor`" in text for text in unseen)
     assert not any("the line" in text for text in unseen)
@@ -172,7 +172,7 @@ def test_advice_points_at_no_lines_where_no_stack_was_seen() -> None:
     assert not any("`safelaunch doctor`" in text for text in seen)
 
 
-def test_every_sub_case_is_of_some_cause() -> None:
+def test_every_advice_belongs_to_a_cause() -> None:
     listed = {one for cause in CAUSES.values() for one in cause.advice}
     assert {one for one in vars(suggestions).values() if isinstance(one, Advice)} <= listed
 
@@ -180,7 +180,7 @@ def test_every_sub_case_is_of_some_cause() -> None:
 # --- presets ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_preset_is_not_advised_where_it_does_nothing() -> None:
+def test_advised_preset_works_in_its_torch_versions() -> None:
     """What a preset leaves out for a version of torch, advice to use it leaves out for that version, too."""
     for one in (advice for cause in CAUSES.values() for advice in cause.advice if advice.preset):
         preset = yaml.safe_load((find_builtin_dir() / f"{one.preset}.yaml").read_text())
@@ -190,7 +190,7 @@ def test_a_preset_is_not_advised_where_it_does_nothing() -> None:
 
 
 @pytest.mark.parametrize(("torch", "advised"), [("2.9.1", True), ("2.13.0+cpu", False), ("2.14", False), ("", False)])
-def test_desync_detail_is_advised_only_where_it_works(torch: str, advised: bool) -> None:
+def test_desync_detail_is_advised_only_for_supported_torch_versions(torch: str, advised: bool) -> None:
     found = [
         *given("rank-killed", *ABORTED, launched=Launched(torch=torch)),
         *given("collective-mismatch", doubts=(Doubt.NO_MAJORITY,), launched=Launched(torch=torch)),
@@ -199,7 +199,7 @@ def test_desync_detail_is_advised_only_where_it_works(torch: str, advised: bool)
     assert sum(one.preset == "desync-detail" for one in found) == (3 if advised else 0)
 
 
-def test_a_preset_that_the_run_had_is_not_advised() -> None:
+def test_preset_already_in_use_is_not_advised() -> None:
     for presets, advised in (((), True), (("cuda-sync",), False)):
         assert (
             any(one.preset == "cuda-sync" for one in given("gpu-kernel", launched=Launched(presets=presets))) is advised
@@ -215,7 +215,7 @@ def with_launch(launched: Launched, op: str = "nccl:all_reduce") -> Verdict:
     return diagnose(job(*ranks, launched=launched))
 
 
-def test_the_next_command_is_the_users_own_with_what_shows_more() -> None:
+def test_next_command_adds_a_preset_to_the_users_command() -> None:
     step = with_launch(Launched(TYPED, ("hang-debug",), "2.13.0")).next
     assert step is not None
     assert step.why == "To see what the transport does"
@@ -234,7 +234,7 @@ def test_the_next_command_is_the_users_own_with_what_shows_more() -> None:
         ),
     ],
 )
-def test_the_next_command_has_the_number_of_no_node(typed: tuple[str, ...], command: str) -> None:
+def test_next_command_contains_no_node_number(typed: tuple[str, ...], command: str) -> None:
     """The verdict of one node is shown on all of them."""
     step = with_launch(Launched(typed, (), "2.13.0")).next
     assert step is not None and step.command.endswith(command) and "nccl-debug" in step.command
@@ -254,5 +254,7 @@ def test_the_next_command_has_the_number_of_no_node(typed: tuple[str, ...], comm
         ((), (), ""),
     ],
 )
-def test_where_a_preset_goes(typed: tuple[str, ...], presets: tuple[str, ...], command: str) -> None:
+def test_rerun_command_contains_the_added_preset(
+    typed: tuple[str, ...], presets: tuple[str, ...], command: str
+) -> None:
     assert again(Launched(typed, presets), "more") == command

@@ -42,7 +42,7 @@ def ranks_that(made: dict[int, str], line: dict[int, int], among: dict[int, int]
     return [raised(n, text, line.get(n, 50)) for n, text in texts.items()]
 
 
-def test_what_is_no_such_error_tells_nothing() -> None:
+def test_unrelated_errors_yield_no_fingerprints() -> None:
     assert fingerprints("Connection closed by peer") == {}
     assert fingerprints("Detected mismatch between collectives on ranks.") == {}
     old = "Detected mismatch between collectives on ranks. Rank 2 is running inconsistent collective: "
@@ -52,7 +52,7 @@ def test_what_is_no_such_error_tells_nothing() -> None:
 # --- the crash of DETAIL itself ---------------------------------------------------------------------------------------
 
 
-def test_a_peer_that_only_the_errors_of_others_name_is_told_and_not_blamed() -> None:
+def test_peer_known_only_from_errors_is_reported_not_blamed() -> None:
     """The log of one rank, or of some: who was not seen may still be the odd one, or the others are."""
     made = {0: fingerprint("ALLREDUCE"), 1: fingerprint("BROADCAST"), 2: fingerprint("ALLREDUCE")}
     every = ranks_that(made, {})

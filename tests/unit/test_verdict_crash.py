@@ -91,7 +91,7 @@ CACHE = (Frame("/home/me/data.py", 12, "compute"), at(43, "step"), at(100, "<mod
         (DURING, "OSError", CACHE, True),  # the handler's own clean-up fails
     ],
 )
-def test_the_first_exception_of_a_chain_is_the_cause(
+def test_first_exception_of_a_chain_is_the_cause(
     words: str, kind: str, frames: tuple[Frame, ...], first: bool, printed: bool
 ) -> None:
     earlier = () if printed else (EarlierException(kind, "'x'", LOAD, words == FROM),)
@@ -127,7 +127,7 @@ def died(number: int, code: int, when: float = 100.0, **fields: Any) -> RankEvid
     ],
 )
 @pytest.mark.parametrize("of", ["rank", "worker"])
-def test_a_sigkill_and_the_memory(of: str, kills: MemoryKills, said: str, file: str) -> None:
+def test_sigkill_summary_reports_memory_evidence(of: str, kills: MemoryKills, said: str, file: str) -> None:
     worker = raised(1, "RuntimeError", "DataLoader worker (pid 32061) is killed by signal: Killed. ", 100.0)
     killed = replace(worker, memory_kills=kills) if of == "worker" else died(1, -9, memory_kills=kills)
     verdict = diagnose(job(terminated(0), killed, outcome="crash"))
@@ -138,7 +138,7 @@ def test_a_sigkill_and_the_memory(of: str, kills: MemoryKills, said: str, file: 
     assert not any("Fix the exception" in text for text in verdict.suggestions)
 
 
-def test_an_ordinary_traceback_has_no_remote_part() -> None:
+def test_ordinary_traceback_has_no_remote_frames() -> None:
     assert not of_worker("Traceback (most recent call last):\nValueError: x")[1].frames
 
 
@@ -161,9 +161,7 @@ PATIENCE = (
 
 @pytest.mark.parametrize("caller", ["while epochs:\n    train()\n", "if epochs:\n    train()\n"])
 @pytest.mark.parametrize(("line", "cause", "named"), [(46, "uneven-batches", [1]), (44, "collective-mismatch", [0, 1])])
-def test_who_was_aborted_behind_the_loop_of_its_peers_has_left_it(
-    line: int, cause: str, named: list[int], caller: str
-) -> None:
+def test_rank_aborted_after_its_peers_loop_has_left_it(line: int, cause: str, named: list[int], caller: str) -> None:
     aborted = _aborted(1, ALL_REDUCE, at(line), at(100, "<module>"))
     lost = raised(0, "RuntimeError", RESET, 101.0, frames=(ALL_REDUCE, at(45), at(100, "<module>")))
     verdict = diagnose(job(lost, aborted, outcome="crash"), script(PATIENCE + "\n" * 52 + caller))
@@ -188,7 +186,7 @@ def of_exec(*frames: Frame, typed: tuple[str, ...] = ("exec", "--", "accelerate"
 
 
 @pytest.mark.parametrize(("outer", "name"), [((BY_NAME,), "accelerate"), (BY_MODULE, "accelerate")])
-def test_an_error_of_the_launcher_is_no_ranks(outer: tuple[Frame, ...], name: str) -> None:
+def test_launcher_error_names_no_rank(outer: tuple[Frame, ...], name: str) -> None:
     verdict = of_exec(Frame(LAUNCH, 900, "simple_launcher"), *outer)
     assert (verdict.cause, verdict.culprits) == ("rank-exception", ())
     told = f"The launcher ({name}) raised ValueError: mpirun was not found at launch.py:900 (simple_launcher)"
@@ -213,7 +211,7 @@ def astray(number: int, message: str) -> RankEvidence:
 
 @pytest.mark.parametrize("message", NOT_REACHED)
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_a_rank_that_failed_at_another_address_than_its_peers_wait_at(message: str, culprit: int) -> None:
+def test_rank_with_a_differing_master_address_is_the_culprit(message: str, culprit: int) -> None:
     """As that of the attempt before: its peers have the new one."""
     ranks = [rank(n, in_init(12), "poll", step=None) for n in range(3)]
     ranks[culprit] = astray(culprit, message)
@@ -235,9 +233,7 @@ def test_a_rank_that_failed_at_another_address_than_its_peers_wait_at(message: s
         ((at(17, "close"), at(100, "<module>")), "sleep", "it is asleep in train.py:17 (close), while"),
     ],
 )
-def test_a_rank_that_raised_and_lives_is_named_with_what_keeps_it(
-    frames: tuple[Frame, ...], kernel: str, expected: str
-) -> None:
+def test_rank_alive_after_raising_is_named_with_reason(frames: tuple[Frame, ...], kernel: str, expected: str) -> None:
     error = RankException("IndexError", "list index out of range", 100.0, (at(23, "fit"), at(100, "<module>")))
     mine = rank(1, frames, kernel, more={"exception": error})
     verdict = diagnose(job(waiting(0), mine))

@@ -94,12 +94,12 @@ def test_update_writes_decisions_and_nothing_else(tmp_path: Path) -> None:
         ("  rank 0: in :7 | holds", "is not a part of a rank"),
     ],
 )
-def test_line_that_says_nothing_is_an_error_with_its_place(tmp_path: Path, line: str, problem: str) -> None:
+def test_meaningless_line_is_an_error_with_its_location(tmp_path: Path, line: str, problem: str) -> None:
     with pytest.raises(CaseError, match=rf"^stuck-in-user-code\.txt:3: .*{problem}"):
         written(tmp_path, f"\na case\n{line}\n").read()
 
 
-def test_renamed_field_is_mended_by_the_table_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renamed_field_is_mapped_to_its_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = written(tmp_path, "a case\n  rank 0: in :7 | old_name {message: Aborted, frames: ':9 load'}\n")
     monkeypatch.setitem(verdict_cases.RENAMED, "old_name", "fatal")
     [rank] = case.read().evidence.ranks
@@ -107,7 +107,7 @@ def test_renamed_field_is_mended_by_the_table_of_names(tmp_path: Path, monkeypat
     assert rank.fatal.frames == (at(9, "load"), MODULE)
 
 
-def test_stacks_are_chains_of_frames() -> None:
+def test_stack_text_is_parsed_into_frames() -> None:
     assert stack_in("all_reduce < :50") == in_c10d("all_reduce", 50)
     queue = at(171, "Queue.get", "/usr/lib/python3.11/queue.py")
     assert stack_in("python/queue.py:171 Queue.get < :7 load < .") == (queue, at(7, "load"))
@@ -115,7 +115,7 @@ def test_stacks_are_chains_of_frames() -> None:
     assert stack_in("none") == ()
 
 
-def test_calls_are_counted_by_group() -> None:
+def test_calls_are_numbered_per_group() -> None:
     calls = calls_in("[0@50 1@(:60 log)]x2 nccl:barrier:0@70#9/8,2~77* send:0@-{is_p2p: true}")
     assert [(call.group, call.seq, call.record_id) for call in calls] == [
         ("0", 1, 1),
@@ -132,7 +132,7 @@ def test_calls_are_counted_by_group() -> None:
     assert (send.op, send.is_p2p, send.p2p_seq, send.frames) == ("gloo:send", True, 10, ())
 
 
-def test_threads_take_what_follows_them(tmp_path: Path) -> None:
+def test_thread_owns_the_attributes_that_follow_it(tmp_path: Path) -> None:
     parts = "in :7 | ident 1 | thread saver in :8 save [pipe {inode: 1, ends: [7]}] | ident 2 | holds gil"
     main = written(tmp_path, f"a case\n  rank 0: {parts}\n").read().evidence.ranks[0].main
     assert main is not None

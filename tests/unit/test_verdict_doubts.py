@@ -13,7 +13,7 @@ from tests.support.evidence import behind, in_user, job, rank, waiting
     ("asleep", "world", "confidence"),
     [(1, 2, "high"), (1, 3, "high"), (2, 3, "medium"), (2, 4, "high"), (3, 4, "medium"), (1, 1, "high")],
 )
-def test_who_names_more_ranks_than_are_left_innocent_is_never_sure(asleep: int, world: int, confidence: str) -> None:
+def test_confidence_drops_if_culprits_outnumber_innocent_ranks(asleep: int, world: int, confidence: str) -> None:
     sleepers = [rank(n, in_user(7), "sleep", flight=behind()) for n in range(asleep)]
     verdict = diagnose(job(*sleepers, *(waiting(n) for n in range(asleep, world))))
     assert (verdict.confidence, [c.rank for c in verdict.culprits]) == (confidence, list(range(asleep)))
@@ -36,10 +36,10 @@ def test_who_names_more_ranks_than_are_left_innocent_is_never_sure(asleep: int, 
         ((Doubt.MORE_NAMED, Doubt.DAMAGED_RECORD, Doubt.MAY_END), "medium"),  # so does how many are named
     ],
 )
-def test_doubts_about_one_part_count_once_and_about_several_add_up(doubts: tuple[Doubt, ...], confidence: str) -> None:
+def test_doubts_add_up_only_across_parts(doubts: tuple[Doubt, ...], confidence: str) -> None:
     assert confidence_of(doubts) == confidence
 
 
-def test_every_doubt_has_a_reason_of_its_own() -> None:
+def test_every_doubt_has_a_unique_reason() -> None:
     assert len({doubt.why for doubt in Doubt}) == len(Doubt)
     assert all(doubt.why.endswith(".") and doubt.levels in (1, 2) for doubt in Doubt)

@@ -85,9 +85,7 @@ PEERS = [
 
 
 @pytest.mark.parametrize(("kind", "message", "file", "failure", "means"), PEERS)
-def test_an_error_that_reports_a_peer_blames_nobody_by_itself(
-    kind: str, message: str, file: str, failure: str, means: str
-) -> None:
+def test_peer_error_is_a_consequence_not_a_cause(kind: str, message: str, file: str, failure: str, means: str) -> None:
     exception = raised(kind, message, *filter(None, (file,)))
     found = failure_of(exception)
     assert found is not None
@@ -123,9 +121,7 @@ OWN = [
 
 
 @pytest.mark.parametrize(("kind", "message", "file", "failure", "means"), OWN)
-def test_a_failure_of_the_ranks_own_is_blamed_on_it(
-    kind: str, message: str, file: str, failure: str, means: str
-) -> None:
+def test_own_failure_blames_its_rank(kind: str, message: str, file: str, failure: str, means: str) -> None:
     exception = raised(kind, message, file)
     found = failure_of(exception)
     assert found is not None
@@ -167,7 +163,7 @@ def test_a_failure_of_the_ranks_own_is_blamed_on_it(
         (BACKEND, INTERNAL + "Attribute busid of node nic not found", (C10D,)),
     ],
 )  # fmt: skip
-def test_other_errors_are_the_ranks_own_and_get_no_explanation(kind: str, message: str, files: tuple[str, ...]) -> None:
+def test_unknown_errors_are_own_failures_without_explanation(kind: str, message: str, files: tuple[str, ...]) -> None:
     exception = raised(kind, message, *files)
     assert failure_of(exception) is None
     assert not is_consequence(exception)

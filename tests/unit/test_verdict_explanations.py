@@ -72,7 +72,9 @@ def skipping(*lines: str, peers: Sequence[str] = (), world: int = 3) -> Verdict:
         ("rank 1 stops early", "uneven-batches", 61, "`if patience.over(rank, loss)`"),
     ],
 )
-def test_what_a_rank_printed_as_it_skipped_a_batch(line: str, cause: str, at_line: int, way: str, world: int) -> None:
+def test_skip_message_of_a_rank_explains_its_missing_calls(
+    line: str, cause: str, at_line: int, way: str, world: int
+) -> None:
     verdict = skipping(line, world=world)
     assert (verdict.cause, [one.rank for one in verdict.culprits]) == (cause, [1])
     assert verdict.culprits[0].frame == at(at_line)
@@ -84,7 +86,7 @@ def test_what_a_rank_printed_as_it_skipped_a_batch(line: str, cause: str, at_lin
         assert not conditions, "another condition than the one at which it went on is no evidence"
 
 
-def test_what_its_peers_printed_as_well_explains_nothing() -> None:
+def test_message_also_printed_by_peers_explains_nothing() -> None:
     line = "skipping batch: CUDA out of memory"
     assert skipping(line, peers=["skipping batch: CUDA out of memory on another GPU"]).cause == "uneven-batches"
     assert skipping("something else").cause == "uneven-batches"
@@ -111,7 +113,7 @@ def at_steps(ranks: Sequence[RankEvidence], *steps: int) -> list[RankEvidence]:
     ],
 )
 @pytest.mark.parametrize("more_steps", [0, 1])
-def test_who_is_past_the_loop_may_have_skipped_calls_instead(body: str, why: str, more_steps: int) -> None:
+def test_skipped_calls_rank_past_the_loop_is_alternative(body: str, why: str, more_steps: int) -> None:
     source = "\n" * 45 + (
         "def train():\n"  # 46
         "    for batch in loader:\n"
@@ -135,7 +137,7 @@ def test_who_is_past_the_loop_may_have_skipped_calls_instead(body: str, why: str
 
 
 @pytest.mark.parametrize(("steps", "told"), [(20, "11 more steps"), (2, "7 fewer steps"), (8, ""), (10, "")])
-def test_more_or_fewer_steps_with_as_many_calls_are_told(steps: int, told: str) -> None:
+def test_differing_step_counts_with_equal_calls_are_reported(steps: int, told: str) -> None:
     ranks = [waits(n, [STEP] * 10) for n in range(4)]
     ranks[1] = waits(1, [*[STEP] * 9, ("all_gather", 60)])
     summary = diagnose(job(*at_steps(ranks, 9, steps, 9, 9))).summary

@@ -9,7 +9,7 @@ from tests.support.evidence import Frame, at, behind, in_user, job, rank, waitin
 BLOCKED = rank(1, in_user(41, "load"), "pipe", flight=behind())
 
 
-def test_of_one_node_of_several() -> None:
+def test_first_word_from_one_node_reports_its_own_ranks() -> None:
     """Whether anybody waits for what a rank does is not seen from here; what it does is."""
     found = first_word(job(waiting(0), BLOCKED, world=4, missing_ranks=(2, 3)))
     assert found.words.startswith("rank 1 is blocked in I/O at train.py:41 (load)")
@@ -18,12 +18,12 @@ def test_of_one_node_of_several() -> None:
     assert (victims.words, victims.places) == ("ranks 0-1 wait in all_reduce at train.py:50 (train)", ())
 
 
-def test_a_start_that_imports_is_as_common_as_any() -> None:
+def test_first_word_about_importing_rank_is_common() -> None:
     importing = (Frame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed"), *in_user(3))
     assert first_word(with_culprit(rank(1, importing, "pipe"), 2)).common
 
 
-def test_of_ranks_that_compute() -> None:
+def test_first_word_about_computing_ranks_names_their_lines() -> None:
     evidence = job(rank(0, in_user(33, "evaluate"), "run"), waiting(1), waiting(2))
     found = first_word_of_active(evidence, [0])
     assert (

@@ -11,7 +11,7 @@ OF_A_PROCESS = "2026-11-20 10:00:01 NVRM: Xid (PCI:0000:5e:00): 31, pid=41, name
 REPAIRED = "2026-11-20 10:00:02 NVRM: Xid (PCI:0000:3b:00): 63, pid=41, name=python, Row Remapper: remapped"
 
 
-def test_whose_gpu_the_driver_reports_an_error_of(tmp_path: Path) -> None:
+def test_driver_errors_are_matched_by_pid_and_gpu(tmp_path: Path) -> None:
     for place, uuid in (("0000:3b:00.0", "GPU-aa"), ("0000:5e:00.0", "GPU-bb")):
         (tmp_path / place).mkdir()
         (tmp_path / place / "information").write_text(f"Model: \t NVIDIA H100\nGPU UUID: \t {uuid}\n")

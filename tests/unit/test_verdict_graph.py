@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from safelaunch.model import FileLock, Frame, ProcessEvidence, RankEvidence
-from safelaunch.report.overview import row_of
+from safelaunch.report.rank_rows import row_of
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.graph import Edge, Graph
 from safelaunch.verdict.rank_state import CaseFacts
@@ -52,16 +52,16 @@ def graph(text: str) -> Graph:
         ("", []),
     ],
 )
-def test_every_wait_ends_somewhere_or_in_a_circle(edges: str, sinks: list[str]) -> None:
+def test_every_wait_leads_to_a_sink_or_cycle(edges: str, sinks: list[str]) -> None:
     assert ["".join(sorted(map(str, sink))) for sink in graph(edges).sinks] == sinks
 
 
 @pytest.mark.parametrize(("edges", "path"), [("a>b b>c", "bc"), ("b>c", ""), ("a>b b>a", "ba"), ("a>cb", "c")])
-def test_a_walk_ends_where_nobody_waits_or_a_circle_closes(edges: str, path: str) -> None:
+def test_path_ends_at_a_sink_or_closed_cycle(edges: str, path: str) -> None:
     assert "".join(str(edge.on[0]) for edge in graph(edges).path("a")) == path
 
 
-def test_long_chains_need_no_recursion() -> None:
+def test_long_wait_chain_needs_no_recursion() -> None:
     chain = Graph(Edge(n, (n + 1,), "call") for n in range(20_000))
     assert chain.sinks == ((20_000,),)
     assert len(chain.path(0)) == 20_000
@@ -92,7 +92,7 @@ SQLITE = (Frame("/usr/lib/libc.so.6", 0, "clock_nanosleep"), Frame("/usr/lib/lib
 
 
 @pytest.mark.parametrize("kernel", ["flock", "nap"])
-def test_a_lock_taken_before_init_process_group_and_kept_is_a_cycle(kernel: str) -> None:
+def test_lock_held_across_init_process_group_is_a_deadlock(kernel: str) -> None:
     """Rank 1 waits in init for rank 0, which waits for the lock of rank 1: the number of a process says nothing."""
     source = "\n" * 6 + "while True:\n    try: fcntl.flock(file, LOCK_EX | LOCK_NB)\n    except OSError: sleep(0.05)\n"
     waits = rank(0, in_user(9, "lock"), kernel)
@@ -112,7 +112,7 @@ def with_child(number: int, frames: tuple[Frame, ...], kernel: str) -> RankEvide
     return waiting(number, "barrier", line=23, children=[process(77, frames, kernel, role="child")])
 
 
-def test_a_lock_that_a_child_of_a_waiting_rank_holds() -> None:
+def test_lock_held_by_a_child_process_names_the_child() -> None:
     """The barrier is not what keeps the file locked: the child is named, with its line."""
     verdict = diagnose(job(asks_again(0, 77, SQLITE), with_child(1, in_user(31), "sleep"), asks_again(2, 77, SQLITE)))
     assert decided(verdict) == ("stuck-in-user-code", [(1, 31)], "high")
@@ -141,12 +141,12 @@ def joins(number: int, frames: tuple[Frame, ...] = JOIN, thread: tuple[Frame, ..
     return rank(number, frames, flight=side(number, PENDING), threads=[("sync", thread, "futex")])
 
 
-def test_the_overview_says_what_such_a_rank_waits_in() -> None:
+def test_overview_reports_wait_in_a_separate_thread() -> None:
     rows = [row_of(one) for one in CaseFacts.of(job(joins(0), joins(1))).ranks.values()]
     assert [row.doing for row in rows] == ["waits in all_reduce at train.py:31 (sync) in a separate thread"] * 2
 
 
-def test_the_lock_of_a_build_that_nobody_makes_is_told_with_its_file() -> None:
+def test_stale_extension_build_lock_is_reported_with_its_file() -> None:
     stack = (
         Frame(f"{SITE}/torch/utils/file_baton.py", 50, "FileBaton.wait"),
         Frame(f"{SITE}/torch/utils/cpp_extension.py", 1800, "_jit_compile"),

@@ -26,12 +26,12 @@ def in_mesh(number: int, *names: str) -> RankEvidence:
     return structs.replace(rank(number, in_user(7), "sleep"), gil=told)
 
 
-def test_the_dimensions_of_a_mesh_are_read_from_its_groups() -> None:
+def test_mesh_dimensions_are_read_from_its_groups() -> None:
     ranks = [in_mesh(n, "mesh_dp", "mesh_tp", "mesh_dp_tp") for n in WORLD]
     assert mesh(CaseFacts.of(job(*ranks))) == (("dp", 2), ("tp", 2)), "a flattened dimension comes after them"
 
 
-def test_groups_that_do_not_make_up_the_world_are_no_mesh_of_it() -> None:
+def test_groups_that_do_not_form_the_world_give_no_mesh() -> None:
     assert mesh(CaseFacts.of(job(*(in_mesh(n, "mesh_dp") for n in WORLD)))) == ()
     assert mesh(CaseFacts.of(job(*(in_mesh(n, "tensor", "pipeline") for n in WORLD)))) == ()
     differing = [in_mesh(n, "mesh_dp", f"mesh_{'tp' if n else 'pp'}") for n in WORLD]

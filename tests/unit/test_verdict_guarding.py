@@ -21,7 +21,7 @@ def verdict_of(source: str, *ranks: int, odd: int = 41, op: str = "all_gather", 
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_call_behind_a_condition_in_the_last_round_is_no_sign_of_fewer_batches(world: int) -> None:
+def test_conditional_call_in_last_round_is_not_uneven_batches(world: int) -> None:
     """The peers' loop has ended as it ought to; in no round would they have come to that call."""
     loop = "for step in range(9):\n    if rank == 1 and step == 8:\n        gather()\n"
     verdict = verdict_of(loop + "more()\n" * 9, 1, odd=42, world=world)
@@ -40,7 +40,7 @@ def test_a_call_behind_a_condition_in_the_last_round_is_no_sign_of_fewer_batches
     ],
 )
 @pytest.mark.parametrize("odd_ranks", [(1,), (0, 2, 3)])
-def test_what_decides_the_way_is_told_whatever_it_asks_for(
+def test_branch_condition_is_named_in_the_summary(
     source: str, odd: int, decides: str, odd_ranks: tuple[int, ...]
 ) -> None:
     whole = source if source.count("\n") > 8 else source + "step()\n" * 9
@@ -49,7 +49,7 @@ def test_what_decides_the_way_is_told_whatever_it_asks_for(
     assert ("Which way" in summary) == bool(decides)
 
 
-def test_frames_of_exceptions_have_no_names_of_classes() -> None:
+def test_frames_with_and_without_class_names_are_grouped_together() -> None:
     stacks = {0: (at(56, "fit"), MODULE), 1: (at(39, "_record"), MODULE), 2: (at(56, "Trainer.fit"), MODULE)}
     assert list(by_stack(stacks).items()) == [(stacks[0], [0, 2]), (stacks[1], [1])]
 
@@ -72,7 +72,7 @@ def train():
 @pytest.mark.parametrize(
     ("call", "group", "told"), [("save()", "0", True), ("log(Lazy(save))", "0", False), ("save()", "1", False)]
 )
-def test_who_is_in_a_later_round_after_as_many_calls_has_left_some_out(call: str, group: str, told: bool) -> None:
+def test_rank_in_a_later_round_with_equal_calls_skipped_some(call: str, group: str, told: bool) -> None:
     """Unless a library has called what waits there: under conditions of its own, as a level of logging. In another
     group it may have made as many calls as all.
     """
@@ -93,7 +93,7 @@ def test_who_is_in_a_later_round_after_as_many_calls_has_left_some_out(call: str
 
 
 @pytest.mark.parametrize(("op", "named"), [("recv", [1, 4, 6]), ("send", [1, 4, 6]), ("all_gather", [])])
-def test_who_waits_in_a_send_or_receive_has_decided_nothing(op: str, named: list[int]) -> None:
+def test_rank_waiting_in_send_or_receive_took_no_branch(op: str, named: list[int]) -> None:
     """A send or receive has its peer: that its ranks are no pattern says nothing."""
     ranks = [rank(n, in_c10d(op, 41)) if n in (1, 4, 6) else waiting(n, flight=None) for n in range(8)]
     facts = CaseFacts.of(job(*ranks))
@@ -128,7 +128,7 @@ HANDLERS = (
     [(3, "on_preempt", "a signal handler"), (6, "Saver.__del__", "a finalizer"), (8, "save", "")],
 )
 @pytest.mark.parametrize("world", [2, 3, 5])
-def test_a_call_that_no_line_of_the_program_makes(line: int, function: str, what: str, world: int) -> None:
+def test_call_from_a_handler_ignores_surrounding_conditions(line: int, function: str, what: str, world: int) -> None:
     """A condition around the line at which it came between keeps nobody from it."""
     others = [
         rank(n, (*in_c10d("all_reduce", 13)[:2], at(13, "<module>")), flight=record(*past(3), entry("all_reduce", 4)))

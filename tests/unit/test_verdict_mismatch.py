@@ -15,7 +15,7 @@ from tests.support.evidence import (
 )
 
 
-def test_the_same_number_of_elements_matches() -> None:
+def test_signature_compares_element_counts_not_shapes() -> None:
     assert signature(entry("all_reduce", 1, size=(4, 1))) == signature(entry("all_reduce", 1, size=(4,)))
     assert signature(entry("all_reduce", 1, size=(4, 2))) != signature(entry("all_reduce", 1, size=(4,)))
     assert signature(entry("gather", 1, size=(4,))) != signature(entry("gather", 1, size=(8,)))
@@ -23,7 +23,7 @@ def test_the_same_number_of_elements_matches() -> None:
     assert signature(entry("all_to_all", 1, size=(4,))) == signature(entry("all_to_all", 1, size=(8,)))
 
 
-def test_a_window_that_wrapped_does_not_mismatch() -> None:
+def test_wrapped_window_causes_no_mismatch() -> None:
     long, short = record(*past(3), entry("all_reduce", 4)), record(entry("all_reduce", 4))
     ranks = [rank(0, flight=long), rank(1, flight=short)]
     assert mismatch_at(Alignment(ranks, 2), "0", 4) is None
@@ -32,7 +32,7 @@ def test_a_window_that_wrapped_does_not_mismatch() -> None:
 # --- loops and history ------------------------------------------------------------------------------------------------
 
 
-def test_a_list_of_tensors_has_as_many_elements_as_one() -> None:
+def test_signature_of_tensor_list_equals_that_of_flat_tensor() -> None:
     listed = msgspec.structs.replace(entry("reduce_scatter", 4), input_sizes=((4,),) * 3, input_dtypes=("Float",) * 3)
     single = entry("_reduce_scatter_base", 4, size=(12,))
     assert signature(listed) == signature(single)

@@ -29,7 +29,7 @@ def ring(number: int, to: int | None = None, source: int | None = None) -> RankE
     return in_batch(number, SEND, Posted(77, sends=True, peer=to), Posted(77, sends=False, peer=source))
 
 
-def test_a_ring_whose_batches_fit_or_that_is_turned_by_all_names_no_wrong_neighbour() -> None:
+def test_consistent_send_ring_is_a_cycle_without_wrong_neighbour() -> None:
     assert named(diagnose(job(*map(ring, range(4)))))[0] == "p2p-cycle"
     turned = [ring(n, to=(n + 2) % 4) for n in range(4)]
     assert named(diagnose(job(*turned)))[0] == "p2p-cycle"

@@ -50,7 +50,7 @@ FOR_GOOD = {
 
 
 @pytest.mark.parametrize("how", FOR_GOOD)
-def test_who_will_not_go_on_is_named(how: str) -> None:
+def test_permanently_stuck_rank_is_the_culprit(how: str) -> None:
     evidence = node(waiting(2), FOR_GOOD[how])
     assert [culprit.rank for culprit in diagnose(evidence).culprits] == [3]
 

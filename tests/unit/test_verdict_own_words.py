@@ -19,7 +19,7 @@ LOG = """13:00:49.591 err| Exception in thread prefetch:
 
 
 @pytest.mark.parametrize("cut", range(0, len(LOG), 37))
-def test_a_log_that_is_cut_off_makes_nothing_up(cut: int) -> None:
+def test_truncated_log_yields_only_real_frames(cut: int) -> None:
     for text in (LOG[:cut], LOG[cut:]):
         for found in of_threads(text):
             assert all(frame.file in LOG for frame in found.frames)

@@ -81,7 +81,7 @@ def proof(evidence: Evidence | RankEvidence) -> tuple[ProofEdge, ...]:
         ("a:b b:a d:a d2:d,x", ("a", "b", "d", "d2")),
     ],
 )
-def test_who_never_goes_on(needs: str, never: Sequence[str]) -> None:
+def test_stuck_finds_every_node_that_never_continues(needs: str, never: Sequence[str]) -> None:
     """``"a:bc,d"``: a needs something of b or c, and something of d."""
     given_: dict[Node, list[Need]] = {}
     for word in needs.split():
@@ -92,7 +92,7 @@ def test_who_never_goes_on(needs: str, never: Sequence[str]) -> None:
     assert all(found.keys() >= need.givers and need in given_[node] for node, need in found.items())
 
 
-def test_long_circles_need_no_recursion() -> None:
+def test_long_cycle_needs_no_recursion() -> None:
     circle = {n: [Need(frozenset({(n + 1) % 20_000}))] for n in range(20_000)}
     assert len(stuck(circle)) == 20_000
     assert not stuck({**circle, 7: [Need(frozenset({"somebody"}))]})
@@ -638,7 +638,7 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
 
 
 @pytest.mark.parametrize("name", PROVED)
-def test_these_are_dead(name: str) -> None:
+def test_dead_job_is_proved_dead(name: str) -> None:
     edges = proof(PROVED[name])
     assert edges
     assert all(edge.why for edge in edges)
@@ -647,7 +647,7 @@ def test_these_are_dead(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_PROVED)
-def test_what_is_not_known_may_go_on(name: str) -> None:
+def test_job_with_unknown_state_is_not_proved_dead(name: str) -> None:
     assert not proof(NOT_PROVED[name])
 
 
@@ -672,7 +672,7 @@ def test_what_is_not_known_may_go_on(name: str) -> None:
         ("it runs", None),  # the verdict says that
     ],
 )
-def test_what_a_proof_lacks_is_named(name: str, free: str | None) -> None:
+def test_missing_part_of_a_proof_is_named(name: str, free: str | None) -> None:
     case = NOT_PROVED[name]
     found = examine(Case.of(case if isinstance(case, Evidence) else job(case, waiting(1)))).free
     assert (found.claim if found is not None else None) == free
@@ -694,7 +694,7 @@ def test_what_a_proof_lacks_is_named(name: str, free: str | None) -> None:
         ("poll", 30, None, True),
     ],
 )
-def test_a_time_limit_of_the_users_is_told_from_those_of_torch(
+def test_user_time_limit_is_distinguished_from_torch_time_limits(
     kind: str, left_s: float | None, rested_s: float | None, own: bool
 ) -> None:
     thread = SimpleNamespace(tid=7, rested_s=rested_s)
@@ -708,7 +708,7 @@ def test_a_time_limit_of_the_users_is_told_from_those_of_torch(
 
 
 @pytest.mark.parametrize("ends", [(1,), (1010,)], ids=["the agent's", "a rank's"])
-def test_anybody_may_set_a_key_of_a_store(ends: tuple[int, ...]) -> None:
+def test_wait_for_a_store_key_is_never_proved_dead(ends: tuple[int, ...]) -> None:
     peer = changed(waiting(1), with_native_thread, "libtorch_cpu.so", name="pt_tcpstore_uv")
     assert not proof(job(at_store_key(*ends), peer))
 
@@ -839,11 +839,11 @@ def explore(seeds: range) -> Counter[str]:
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-def test_a_job_that_is_proved_dead_never_moves(rng: random.Random) -> None:
+def test_job_proved_dead_never_moves(rng: random.Random) -> None:
     check(rng, Counter())
 
 
-def test_most_dead_jobs_are_proved() -> None:
+def test_at_least_nine_in_ten_dead_jobs_are_proved() -> None:
     """The same with plain seeds, which is quicker, and counts what is missed."""
     seen = explore(range(500))
     assert seen["dead"] > 50
@@ -853,6 +853,6 @@ def test_most_dead_jobs_are_proved() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(4))
-def test_ten_thousand_jobs(part: int) -> None:
+def test_proof_is_sound_for_ten_thousand_random_jobs(part: int) -> None:
     seen = explore(range(10_000 + 2500 * part, 12_500 + 2500 * part))
     assert seen["dead, proved"] >= 0.9 * seen["dead"], seen

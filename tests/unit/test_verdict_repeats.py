@@ -22,7 +22,7 @@ def stuck(gpu: str = "GPU-1", **more: object) -> Evidence:
     return job(structs.replace(rank(1, (SYNCHRONIZE, at(41), MODULE), "run"), gpu=gpu), *peers, **more)
 
 
-def test_a_gpu_that_the_last_bundles_blame() -> None:
+def test_gpu_blamed_in_recent_bundles_is_counted() -> None:
     verdict = diagnose(stuck(earlier=(("GPU-1",), (), ("GPU-2", "node7"), ("GPU-1",), ())))
     assert verdict.blamed_before == ("GPU-1 was named in 2 of the last 5 bundles here",)
     assert diagnose(stuck(earlier=(("GPU-1",),))).blamed_before == ("GPU-1 was named in the last bundle here",)
@@ -35,7 +35,7 @@ def bundle(directory: Path, second: int, outcome: str = "hang", **more: object) 
     return path
 
 
-def test_whom_the_last_bundles_blame(tmp_path: Path) -> None:
+def test_blamed_hardware_is_read_from_the_recent_bundles(tmp_path: Path) -> None:
     bundle(tmp_path, 0, culprits=[{"rank": 1, "gpu": "GPU-too-old"}])
     bundle(tmp_path, 1, "crash", culprits=[{"rank": 1, "gpu": "GPU-1"}, {"rank": 2}])
     bundle(tmp_path, 2, nodes=[{"host": "b", "ranks": "", "reason": ""}])

@@ -17,7 +17,7 @@ from safelaunch.verdict.waits import Case
 from tests.support.evidence import entry, in_c10d, in_user, job, past, rank, record, waiting
 
 
-def test_the_rules_conclude_the_catalogue_and_nothing_else() -> None:
+def test_rules_conclude_exactly_the_catalogued_causes() -> None:
     declared = {cause for rule in RULES for cause in rule.concludes}
     # No rule finds these: they say why, or where, what a rule found is so.
     assert declared == set(CAUSES) - {"swallowed-exception", "node-behind"}
@@ -25,19 +25,19 @@ def test_the_rules_conclude_the_catalogue_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_every_rule_says_in_a_sentence_what_it_is_about(rule) -> None:  # type: ignore[no-untyped-def]
+def test_every_rule_has_a_one_sentence_summary(rule) -> None:  # type: ignore[no-untyped-def]
     assert rule.summary.endswith((".", "?"))
     assert len(rule.summary) < 130
 
 
-def test_a_rule_that_concludes_what_it_does_not_declare_fails_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_with_an_undeclared_conclusion_fails_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     (last,) = RULES[-1:]
     monkeypatch.setattr(sys.modules[_conclude.__module__], "RULES", (replace(last, concludes=("group-order",)),))
     with pytest.raises(AssertionError, match="no_rank_stands_out concludes no-rank-stands-out"):
         _conclude(Case.of(job(waiting(0), waiting(1))))
 
 
-def test_a_rule_is_not_asked_where_what_it_needs_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_with_unmet_needs_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     last = replace(RULES[-1], needs=("a crash",))
     monkeypatch.setattr(sys.modules[_conclude.__module__], "RULES", (last, RULES[-1]))
     case = Case.of(job(waiting(0), waiting(1)))
@@ -48,7 +48,7 @@ def test_a_rule_is_not_asked_where_what_it_needs_is_not_there(monkeypatch: pytes
 # --- what was not seen is not ruled out -------------------------------------------------------------------------------
 
 
-def test_no_evidence_rules_nothing_out_and_says_nothing_of_where_ranks_are() -> None:
+def test_empty_evidence_rules_nothing_out() -> None:
     verdict = diagnose(Evidence("hang", 0, (), launched=Launched()))
     assert (verdict.cause, verdict.confidence, verdict.ruled_out) == ("no-rank-stands-out", "low", ())
     assert verdict.doubts == (Doubt.STATE_UNKNOWN.why,)
@@ -59,7 +59,7 @@ def test_no_evidence_rules_nothing_out_and_says_nothing_of_where_ranks_are() -> 
 
 
 @pytest.mark.parametrize("made", [3, 2])
-def test_the_work_grows_with_the_ranks_and_not_with_their_pairs(made: int) -> None:
+def test_diagnosis_cost_grows_linearly_with_ranks(made: int) -> None:
     """In calls of functions, which unlike seconds are the same each time. The last rank has made ``made`` groups."""
 
     def work(world: int) -> int:

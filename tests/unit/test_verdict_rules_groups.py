@@ -30,7 +30,9 @@ def making(number: int, made: int | None) -> RankEvidence:
         ((3, 3, 2, 2), [2, 3], "medium"),
     ],
 )
-def test_ranks_that_made_different_groups(made: tuple[int, ...], named: list[int], confidence: str) -> None:
+def test_differing_group_counts_are_a_collective_mismatch(
+    made: tuple[int, ...], named: list[int], confidence: str
+) -> None:
     verdict = diagnose(job(*(making(n, count) for n, count in enumerate(made))))
     assert (verdict.cause, [c.rank for c in verdict.culprits]) == ("collective-mismatch", named)
     assert verdict.confidence == confidence
@@ -53,7 +55,7 @@ ALONE, GATE, ORDER = (
         ("", ALONE),
     ],
 )
-def test_what_to_do_about_ranks_that_wait_in_two_groups(source: str, first: str) -> None:
+def test_group_order_advice_depends_on_the_source(source: str, first: str) -> None:
     two = {"0": (0, 1), "1": (0, 1)}
     ranks = [
         rank(n, in_c10d("all_reduce", line), flight=record(*calls_in(f"1@30 0@30 1@30 0@30 {last}*"), groups=two))

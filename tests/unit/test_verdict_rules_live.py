@@ -55,7 +55,7 @@ def told(*found: WrongResult, **job: object) -> Verdict:
         (replace(NAN, ranks=(0, 1, 2)), "non-finite-gradient", [], None),
     ],
 )
-def test_each_finding_has_its_cause_ranks_and_first_step(
+def test_wrong_result_gives_cause_ranks_and_first_step(
     found: WrongResult, cause: str, culprits: list[int], step: int | None
 ) -> None:
     verdict = told(found)
@@ -82,7 +82,7 @@ def looked_at(stall_s: float, *, moving: bool = True, computes: bool = True, **p
     return job(*ranks, outcome="dump", moving=moving, stall_s=stall_s)
 
 
-def test_the_usual_step_without_a_history() -> None:
+def test_usual_step_without_history_comes_from_step_counts() -> None:
     page = {"history": (), "optimizer_steps": (60,), "first_step_ns": STEP_NS, "last_step_ns": 60 * STEP_NS}
     assert rhythm_of(looked_at(41.0, **page)).usual_s == pytest.approx(0.1)
     resumed = {**page, "optimizer_steps": (), "step": 10_060}
@@ -90,7 +90,7 @@ def test_the_usual_step_without_a_history() -> None:
     assert is_stalled(looked_at(41.0, **resumed)), "and then the time alone counts"
 
 
-def test_no_page_at_all() -> None:
+def test_rhythm_without_a_beacon_page_is_empty() -> None:
     evidence = Evidence("dump", 1, (), moving=True, stall_s=0.0)
     assert (is_stalled(evidence), rhythm_of(evidence).words) == (False, "")
     assert Progress(0, 0, 1, 0, 1, 1, "torch").history == ()

@@ -21,7 +21,7 @@ from safelaunch.model import (
     Verdict,
 )
 from safelaunch.model.evidence import all_nodes
-from safelaunch.report.report import nccl_lines
+from safelaunch.report.sentences import nccl_lines
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.nccl_witness import nccl_states
 from tests.support.evidence import SITE, at, behind, in_c10d, in_user, job, rank, waiting
@@ -55,7 +55,7 @@ def said(verdict: Verdict) -> tuple[str, str, list[str]]:
 NO_ROUTE = replace(GONE, probe="no route", store="unreachable")
 
 
-def test_a_node_that_has_lost_its_own_way_to_the_others_names_itself() -> None:
+def test_node_without_a_network_route_is_at_fault() -> None:
     verdict = diagnose(half(waiting(0), waiting(1), nodes=(A, NO_ROUTE)))
     assert said(verdict) == ("node-unreachable", "medium", ["a:0-1"])
     assert (
@@ -72,7 +72,7 @@ def test_a_node_that_has_lost_its_own_way_to_the_others_names_itself() -> None:
     assert crash.nodes_at_fault == ()
 
 
-def test_what_a_third_node_could_not_reach_either() -> None:
+def test_node_without_route_is_named_among_three_nodes() -> None:
     c = NodeEvidence("c", 3, (4, 5), here=True)
     sides = (
         half(waiting(0), waiting(1), nodes=(A, NO_ROUTE, replace(c, here=False, silent_s=20.0, probe="no route"))),
@@ -85,7 +85,7 @@ def test_what_a_third_node_could_not_reach_either() -> None:
     assert said(verdict)[0::2] == ("node-unreachable", ["a:0-1"])
 
 
-def test_both_sides_of_a_partition_are_here() -> None:
+def test_partition_seen_from_both_sides_names_both_nodes() -> None:
     sides = (
         half(waiting(0), waiting(1)),
         half(waiting(2), waiting(3), nodes=(replace(B, here=True), replace(A, here=False, store="unreachable"))),
@@ -108,7 +108,7 @@ def behind_as_a_node(kernel: str, *numbers: int) -> Evidence:
 
 @pytest.mark.parametrize(("kernel", "confidence"), [("disk", "high"), ("stop", "high"), ("pipe", "medium")])
 @pytest.mark.parametrize("told", [False, True], ids=["by their hosts", "as the nodes say"])
-def test_all_ranks_of_one_node_are_named_as_the_node(kernel: str, confidence: str, told: bool) -> None:
+def test_culprits_filling_one_node_are_named_as_node(kernel: str, confidence: str, told: bool) -> None:
     evidence = behind_as_a_node(kernel, 2, 3)
     if told:
         evidence = replace(evidence, nodes=(A, B), ranks=tuple(replace(r, host="vm") for r in evidence.ranks))
@@ -122,7 +122,7 @@ def test_all_ranks_of_one_node_are_named_as_the_node(kernel: str, confidence: st
 
 
 @pytest.mark.parametrize(("apart_s", "confidence"), [(0.5, "medium"), (30.0, "high")])
-def test_which_of_two_nodes_failed_first_is_as_sure_as_their_clocks(apart_s: float, confidence: str) -> None:
+def test_first_failure_across_nodes_is_limited_by_clock_accuracy(apart_s: float, confidence: str) -> None:
     first, second = thrown_out(1, "ValueError", "a", -40.0), thrown_out(2, "KeyError", "b", -40.0 + apart_s)
     verdict = diagnose(half(thrown_out(0), first, second, thrown_out(3), nodes=(A, B), outcome="crash"))
     assert (verdict.cause, verdict.confidence, [c.rank for c in verdict.culprits]) == (
@@ -186,11 +186,13 @@ FOUR = job(seen(0, 10), seen(1, 11), world=4, missing_ranks=(2, 3))
         "the node that nobody saw may have the same pids",
     ],
 )  # fmt: skip
-def test_a_process_is_a_rank_only_where_it_can_be_no_other(evidence: Evidence, expected: dict[int, NcclState]) -> None:
+def test_nccl_process_is_matched_only_to_an_unambiguous_rank(
+    evidence: Evidence, expected: dict[int, NcclState]
+) -> None:
     assert nccl_states(evidence) == expected
 
 
-def test_the_report_counts_and_lists_what_does_not_answer() -> None:
+def test_nccl_report_lists_unresponsive_processes() -> None:
     witness = with_word(TWO, of(2, process(0, 10), process(1, 11, "dead"))).nccl
     assert nccl_lines(witness) == [
         "NCCL 2.29.7, of its processes: answers from 1, none from 0, 1 given up",

@@ -26,7 +26,7 @@ def made(text: str, *, frames: bool = True) -> tuple[Collective, ...]:
     return tuple(found)
 
 
-def test_threads_come_back_from_a_dump() -> None:
+def test_flight_record_threads_survive_a_json_dump() -> None:
     one = record(*made("a50 b9 a50*"))
     assert [entry.thread for entry in parse_json(to_json(one)).entries] == [MAIN, OTHER, MAIN]
     damaged = parse_json(to_json(one).replace(b'"7001"', b'"x"'))

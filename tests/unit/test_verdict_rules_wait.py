@@ -71,10 +71,10 @@ def for_file(number: int) -> RankEvidence:
     return naps(number, (6, "wait_for"), (12, "build"))
 
 
-def test_of_two_ranks_either_may_be_at_fault() -> None:
+def test_file_wait_between_two_ranks_names_both() -> None:
     assert decided(told(job(waiting(0), for_file(1)))) == ("stuck-in-user-code", [(0, 50), (1, 6)], "medium")
 
 
-def test_one_rank_that_polls_for_what_any_of_those_that_the_source_keeps_away_may_make() -> None:
+def test_polling_rank_with_several_possible_writers_is_culprit() -> None:
     verdict = told(job(naps(0, (6, "wait_for"), (23, "collect")), waiting(1), waiting(2), waiting(3)))
     assert decided(verdict) == ("stuck-in-user-code", [(0, 6)], "medium")

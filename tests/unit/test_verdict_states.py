@@ -78,7 +78,7 @@ def place_of(verdict: Verdict) -> tuple[str, int]:
         ((), "sleep", "stuck-in-user-code", "is asleep in"),
     ],
 )
-def test_a_lock_is_followed_to_the_thread_that_holds_it(
+def test_lock_wait_is_followed_to_the_holding_thread(
     inside: tuple[Frame, ...], kernel: str, cause: str, does: str
 ) -> None:
     holder = ("producer", (*inside, at(4, "Buffer.put"), THREAD), kernel)
@@ -90,7 +90,7 @@ def test_a_lock_is_followed_to_the_thread_that_holds_it(
     assert verdict.suggestions[0].startswith("Don't block while holding a lock")
 
 
-def test_a_join_with_the_lock_held_that_the_thread_needs() -> None:
+def test_join_while_holding_a_needed_lock_is_a_deadlock() -> None:
     verdict = locked(JOIN[0], at(18, "Buffer.close"), threads=[("t", (at(6, "Buffer.log"), THREAD), "futex")])
     assert place_of(verdict) == ("lock-deadlock", 18)
     assert "its thread 't' waits for a lock (`self.lock`) at train.py:6 (Buffer.log); its main thread has held it" in (
@@ -99,7 +99,7 @@ def test_a_join_with_the_lock_held_that_the_thread_needs() -> None:
     assert verdict.suggestions[0].startswith("Don't block while holding a lock")
 
 
-def test_a_lock_that_the_thread_has_taken_itself() -> None:
+def test_lock_already_taken_by_its_thread_is_a_deadlock() -> None:
     verdict = locked(at(30, "Other.swap"), threads=[])
     assert place_of(verdict) == ("lock-deadlock", 30)
     assert "which it already took at train.py:29" in verdict.summary

@@ -86,7 +86,7 @@ def made(data: st.DataObject, kind: str, layout: Layout, steps: int, layers: int
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), layout=LAYOUTS, steps=st.integers(4, 9), layers=st.integers(1, 3), stacks=st.booleans())
 @jobs
-def test_the_rank_and_the_call_are_named(
+def test_injected_fault_is_named_with_rank_and_call(
     kind: str, data: st.DataObject, layout: Layout, steps: int, layers: int, stacks: bool
 ) -> None:
     fault, calls, faulty, rest = made(data, kind, layout, steps, layers)
@@ -99,7 +99,7 @@ def test_the_rank_and_the_call_are_named(
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), layout=PIPELINES, steps=st.integers(4, 9), layers=st.integers(1, 3), stacks=st.booleans())
 @jobs
-def test_where_stages_send_to_each_other(
+def test_pipeline_fault_names_the_rank_and_its_group(
     kind: str, data: st.DataObject, layout: Layout, steps: int, layers: int, stacks: bool
 ) -> None:
     """No innocent rank is named without the one at fault, and the call is told where more than two ranks have its role.
@@ -125,7 +125,7 @@ def test_where_stages_send_to_each_other(
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), layout=LAYOUTS, steps=st.integers(4, 9), layers=st.integers(1, 3))
 @jobs
-def test_dumps_without_frames_accuse_nobody_wrongly(
+def test_dumps_without_frames_still_name_the_faulty_rank(
     kind: str, data: st.DataObject, layout: Layout, steps: int, layers: int
 ) -> None:
     """JSON dumps: calls are told by operation and size alone. The rank at fault is among those named, always."""
@@ -141,7 +141,7 @@ def test_dumps_without_frames_accuse_nobody_wrongly(
     data=st.data(), layout=LAYOUTS, steps=st.integers(4, 9), layers=st.integers(1, 3), ahead=st.sampled_from((2, 4, 8))
 )
 @jobs
-def test_where_cpus_run_ahead_of_their_devices(
+def test_cpus_ahead_of_devices_accuse_no_innocent_rank(
     kind: str, data: st.DataObject, layout: Layout, steps: int, layers: int, ahead: int
 ) -> None:
     """NCCL without timing: every rank has queued all that its peers wait in. Nobody is named wrongly; a call too many
@@ -153,7 +153,7 @@ def test_where_cpus_run_ahead_of_their_devices(
     assert not accuses_an_innocent(verdict, fault), (fault, calls[fault.index], verdict.summary)
 
 
-def test_the_same_evidence_has_the_same_verdict_to_the_word() -> None:
+def test_verdict_for_equal_evidence_is_deterministic() -> None:
     """Also where sets and dicts are walked in another order: every node of a job reaches the same document."""
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"
@@ -179,7 +179,7 @@ def test_the_same_evidence_has_the_same_verdict_to_the_word() -> None:
 
 
 @pytest.mark.parametrize("kind", ("extra", "skip"))
-def test_a_parting_behind_which_cpus_ran_ahead_is_named(kind: str) -> None:
+def test_divergence_is_named_although_cpus_ran_ahead(kind: str) -> None:
     layout = Layout(4, 2, 1)
     programs = schedule(layout, 8, 2)
     fault = Fault(kind, 5, 7)
@@ -191,7 +191,7 @@ def test_a_parting_behind_which_cpus_ran_ahead_is_named(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_largest_layout(kind: str) -> None:
+def test_fault_in_the_largest_layout_is_named(kind: str) -> None:
     programs = schedule(LARGEST, 6, 2)
     fault = Fault(kind, 300, 9)
     faulty = inject(programs, fault)
@@ -204,7 +204,7 @@ def test_the_largest_layout(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), layout=LAYOUTS, steps=st.integers(6, 12), layers=st.integers(1, 3), stacks=st.booleans())
 @jobs
-def test_a_window_that_lost_the_call_is_said_to_have(
+def test_window_that_lost_the_call_is_reported_as_missing(
     kind: str, data: st.DataObject, layout: Layout, steps: int, layers: int, stacks: bool
 ) -> None:
     """Rings wrap at a point of their own on each rank. What they still hold is named; what not, is not guessed."""

@@ -104,7 +104,7 @@ MISMATCHES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("odd", range(4))
 @pytest.mark.parametrize(("state", "usual", "other"), MISMATCHES)
-def test_operations_sizes_and_types_that_differ(
+def test_differing_operations_sizes_and_types_name_the_odd_rank(
     state: str, usual: dict[str, Any], other: dict[str, Any], odd: int, torchfrtrace: Analyse, tmp_path: Path
 ) -> None:
     folder = write(tmp_path, together(ranks(), odd, usual, other))
@@ -118,7 +118,7 @@ def test_operations_sizes_and_types_that_differ(
 
 
 @pytest.mark.parametrize("odd", range(4))
-def test_a_state_that_differs(odd: int, torchfrtrace: Analyse, tmp_path: Path) -> None:
+def test_differing_state_names_the_odd_gpu(odd: int, torchfrtrace: Analyse, tmp_path: Path) -> None:
     folder = write(tmp_path, together(ranks(), odd, {"state": "completed"}, {"state": "started"}))
     theirs, verdict = torchfrtrace(folder), ours(folder)
     assert "COLLECTIVE_STATE_MISMATCH" in theirs.states
@@ -128,7 +128,9 @@ def test_a_state_that_differs(odd: int, torchfrtrace: Analyse, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("output", "state"), [(4, "FULLY_MATCHED"), (3, "SIZE_OR_SYNTAX_MISMATCH")])
-def test_what_is_undecided_until_all_are_seen(output: int, state: str, torchfrtrace: Analyse, tmp_path: Path) -> None:
+def test_all_to_all_sizes_are_judged_over_all_ranks(
+    output: int, state: str, torchfrtrace: Analyse, tmp_path: Path
+) -> None:
     """all_to_all: sizes may differ; what is sent and what is expected have to be as much in all."""
     differs = {"op": "all_to_all", "output": (output,)}
     folder = write(tmp_path, together(ranks(), 1, {"op": "all_to_all"}, differs))
@@ -143,14 +145,16 @@ def test_what_is_undecided_until_all_are_seen(output: int, state: str, torchfrtr
         assert "#3 of group '0': together the ranks send 16 elements and expect 15" in verdict.summary
 
 
-def test_all_matched(torchfrtrace: Analyse, tmp_path: Path) -> None:
+def test_matching_dumps_name_no_rank(torchfrtrace: Analyse, tmp_path: Path) -> None:
     folder = write(tmp_path, ranks())
     assert torchfrtrace(folder) == Theirs({"FULLY_MATCHED"})
     assert (ours(folder).cause, named(ours(folder))) == ("no-rank-stands-out", [])
 
 
 @pytest.mark.parametrize("absent", [(1,), (0, 3), (2, 3)])
-def test_missing_ranks(absent: tuple[int, ...], torchfrtrace: Analyse, tmp_path: Path) -> None:
+def test_ranks_missing_from_a_collective_are_named(
+    absent: tuple[int, ...], torchfrtrace: Analyse, tmp_path: Path
+) -> None:
     recorders = ranks()
     for one in recorders:
         if one.rank not in absent:
@@ -162,7 +166,7 @@ def test_missing_ranks(absent: tuple[int, ...], torchfrtrace: Analyse, tmp_path:
     assert "all_reduce #2 of group '0'" in verdict.summary  # the last that they did, and where
 
 
-def test_dumps_that_are_not_there(torchfrtrace: Analyse, tmp_path: Path) -> None:
+def test_missing_dump_leaves_a_mismatch_without_culprits(torchfrtrace: Analyse, tmp_path: Path) -> None:
     folder = write(tmp_path, together(ranks(), 1, {}, {"op": "all_gather"})[:3])
     with pytest.raises(AssertionError, match="Missing dump files"):
         torchfrtrace(folder)
@@ -173,7 +177,7 @@ def test_dumps_that_are_not_there(torchfrtrace: Analyse, tmp_path: Path) -> None
     assert "#3 of group '0'" in verdict.summary
 
 
-def test_nothing_can_be_decided_while_dumps_are_not_there(torchfrtrace: Analyse, tmp_path: Path) -> None:
+def test_missing_dump_of_a_matching_call_leaves_it_undecided(torchfrtrace: Analyse, tmp_path: Path) -> None:
     folder = write(tmp_path, together(ranks(), 1, {}, {})[:3])
     assert "We cannot decide what's wrong" in torchfrtrace(folder, "--allow-incomplete-ranks").said
     verdict = ours(folder)
@@ -182,7 +186,7 @@ def test_nothing_can_be_decided_while_dumps_are_not_there(torchfrtrace: Analyse,
 
 
 @pytest.mark.parametrize("odd", range(4))
-def test_an_operation_within_a_block(odd: int, torchfrtrace: Analyse, tmp_path: Path) -> None:
+def test_differing_operation_in_a_coalesced_block_is_named(odd: int, torchfrtrace: Analyse, tmp_path: Path) -> None:
     recorders = ranks()
     for one in recorders:
         one.block([Op("all_reduce"), Op("all_reduce", (5,) if one.rank == odd else (4,))], "started")
@@ -192,7 +196,7 @@ def test_an_operation_within_a_block(odd: int, torchfrtrace: Analyse, tmp_path: 
     assert (verdict.cause, named(verdict)) == ("collective-mismatch", [odd])
 
 
-def test_a_send_and_a_receive(torchfrtrace: Analyse, tmp_path: Path) -> None:
+def test_unmatched_send_and_receive_name_their_ranks(torchfrtrace: Analyse, tmp_path: Path) -> None:
     recorders = ranks()
     recorders[0].send(1, "started")
     alone = write(tmp_path / "alone", recorders)
@@ -204,14 +208,14 @@ def test_a_send_and_a_receive(torchfrtrace: Analyse, tmp_path: Path) -> None:
     assert (ours(unequal).cause, named(ours(unequal))) == ("collective-mismatch", [0, 1])
 
 
-def test_a_ring_that_has_wrapped(torchfrtrace: Analyse, tmp_path: Path) -> None:
+def test_wrapped_ring_buffers_still_name_the_odd_rank(torchfrtrace: Analyse, tmp_path: Path) -> None:
     """They cut all windows to the same place; here each is read as far as it goes."""
     folder = write(tmp_path, together(ranks(past=40), 2, {}, {"op": "all_gather"}), window=10)
     assert torchfrtrace(folder).culprits == {2}
     assert named(ours(folder)) == [2]
 
 
-def test_every_state_of_theirs_has_its_counterpart(torchfrtrace: Analyse) -> None:
+def test_every_torchfrtrace_state_is_documented(torchfrtrace: Analyse) -> None:
     """A torch with another state shows here first, and then belongs into the table of the docs."""
     from torch.distributed.flight_recorder.components.types import MatchState
 

@@ -31,9 +31,7 @@ GENERATOR = "def read(n): yield n"
         ("", "range(9)", False),
     ],
 )
-def test_uneven_batches_tell_the_steps_the_loop_and_advice_for_its_dataset(
-    given: str, loop: str, iterable: bool
-) -> None:
+def test_uneven_batches_report_steps_loop_and_dataset_advice(given: str, loop: str, iterable: bool) -> None:
     source = SOURCE.format(given=given).replace("in loader", f"in {loop}").replace("for epoch in range(3):\n    ", "")
     source = source.replace("        all_reduce", "    all_reduce")
     line = next(n for n, text in enumerate(source.splitlines(), 1) if text.startswith("for "))
@@ -49,7 +47,7 @@ def test_uneven_batches_tell_the_steps_the_loop_and_advice_for_its_dataset(
     assert any("DistributedSampler" in text for text in verdict.suggestions) != iterable
 
 
-def test_a_rank_that_has_exited_has_left_the_outermost_loop_of_its_peers() -> None:
+def test_exited_rank_has_left_its_peers_outermost_loop() -> None:
     source = SOURCE.format(given="")
     ended = rank(1, seen=False, more={"exit": RankExit(0, 100.0)})
     peers = [structs.replace(waiting(n, line=4), exit=RankExit(-15, 105.0, before_close=False)) for n in (0, 2)]
@@ -63,7 +61,7 @@ def test_a_rank_that_has_exited_has_left_the_outermost_loop_of_its_peers() -> No
     assert any("iterable dataset" in text for text in verdict.suggestions)
 
 
-def test_nothing_is_said_of_a_loop_that_no_source_shows() -> None:
+def test_loop_without_source_is_not_reported() -> None:
     ranks = [rank(n, in_c10d("all_reduce", 3)) for n in range(2)]
     verdict = diagnose(job(*ranks, rank(2, (at(9),), "sleep")))
     assert [one.left for one in verdict.culprits] == [UNSET]

@@ -68,7 +68,7 @@ def words_of(verdict: Verdict) -> str:
 ALL = processes(0, 1, 2, 3)
 
 
-def test_a_process_whose_rank_is_unknown_is_named_by_its_pid() -> None:
+def test_process_of_unknown_rank_is_named_by_pid() -> None:
     verdict = diagnose(pasted(ALL, WAITS, WAITS, WAITS, LOADS))
     assert (verdict.cause, verdict.confidence, verdict.culprits) == ("data-loading", "medium", ())
     assert at_fault(verdict) == ["process 703"]
@@ -87,7 +87,7 @@ def test_a_process_whose_rank_is_unknown_is_named_by_its_pid() -> None:
         ((WAITS, WAITS), "whether there are others is not known"),
     ],
 )
-def test_what_shows_no_difference_blames_no_process(stacks: tuple[tuple[Frame, ...], ...], says: str) -> None:
+def test_identical_stacks_blame_no_process(stacks: tuple[tuple[Frame, ...], ...], says: str) -> None:
     evidence = pasted(processes(*range(len(stacks))), *stacks)
     for one in (evidence, replace(evidence, labels={})):
         verdict = diagnose(one)
@@ -97,13 +97,13 @@ def test_what_shows_no_difference_blames_no_process(stacks: tuple[tuple[Frame, .
     assert says in diagnose(evidence).summary
 
 
-def test_one_stack_of_a_known_rank_is_compared_with_none() -> None:
+def test_single_stack_is_compared_with_no_other() -> None:
     verdict = diagnose(pasted({}, WAITS))
     assert "No other rank was seen" in verdict.summary
     assert (verdict.confidence, verdict.processes) == ("low", msgspec.UNSET)
 
 
-def test_ranks_that_are_known_keep_their_numbers() -> None:
+def test_known_ranks_keep_their_numbers() -> None:
     verdict = diagnose(pasted({3: "worker-a"}, WAITS, WAITS, WAITS, LOADS))
     assert (verdict.victims, at_fault(verdict)) == ("0-2", ["worker-a"])
     assert verdict.summary.startswith("worker-a waits for its DataLoader") and "ranks 0-2 wait in" in verdict.summary
@@ -113,7 +113,7 @@ def test_ranks_that_are_known_keep_their_numbers() -> None:
     assert "rank 0" not in words_of(verdict)
 
 
-def test_a_process_that_raised_is_named_as_its_log_calls_it() -> None:
+def test_failed_process_is_named_by_its_log_label() -> None:
     evidence = Evidence("crash", 1, (failed(0, "bad"),), labels={0: "worker-2"}, printed=(), world_guessed=True)
     verdict = diagnose(evidence)
     assert (verdict.cause, at_fault(verdict)) == ("rank-exception", ["worker-2"])
@@ -124,14 +124,14 @@ def test_a_process_that_raised_is_named_as_its_log_calls_it() -> None:
     assert verdict.summary.startswith("(Worker pid=7) ")
 
 
-def test_a_process_without_a_part_in_it_leaves_the_verdict_as_it_is() -> None:
+def test_uninvolved_process_does_not_change_the_verdict() -> None:
     ranks = (failed(0, "bad"), RankEvidence(rank=1, host="", pid=0, beacon=False))
     evidence = Evidence("crash", 1, ranks[:1], printed=(0,), world_guessed=True)
     verdict = diagnose(replace(evidence, world_size=2, ranks=ranks, labels={1: "worker-2"}))
     assert verdict == diagnose(evidence)
 
 
-def test_the_page_calls_processes_by_their_labels() -> None:
+def test_page_shows_process_labels() -> None:
     evidence = pasted(ALL, WAITS, WAITS, WAITS, LOADS)
     data = page.content(diagnose(evidence), evidence)
     assert data["labels"] == {str(number): label for number, label in ALL.items()}
