@@ -1,4 +1,4 @@
-"""Supervisors that talk through a real store of torch's, in a process of its own."""
+"""Supervisors that exchange records through one of torch's stores, in a separate process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def serving() -> Iterator[tuple[subprocess.Popen[str], Address]]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[Address]:
-    """One store for all tests here: its process imports torch. Each test has keys of its own."""
+    """Serves one store for all tests, as its process imports torch. Each test has separate keys."""
     with serving() as (_, address):
         yield address
 
@@ -112,7 +112,7 @@ def found(one: Channel, round_: str) -> Submissions:
     return one.view.submissions.get(round_, NO_SUBMISSIONS)
 
 
-def test_what_one_node_asks_all_others_for(join: Callable[..., Channel]) -> None:
+def test_request_of_one_node_is_answered_by_all_others(join: Callable[..., Channel]) -> None:
     nodes = [join(0), join(1), join(2, 3)]
     until(covered(*nodes), "each other")
     for number, asks in enumerate(nodes):  # whether or not it leads
@@ -133,7 +133,7 @@ def test_what_one_node_asks_all_others_for(join: Callable[..., Channel]) -> None
         until(lambda: not any(one._outbox.submitted for one in nodes), "what is over to be removed")
 
 
-def test_the_leader_has_the_newest_checks_of_all_and_all_have_what_it_finds(join: Callable[..., Channel]) -> None:
+def test_topic_values_reach_the_leader_and_its_value_reaches_all(join: Callable[..., Channel]) -> None:
     first, second = join(0, 1, key=b"k" * 32), join(2, 3, key=b"k" * 32)
     until(covered(first, second), "both to be there")
     leader, other = (first, second) if first.view.leads else (second, first)
@@ -148,7 +148,7 @@ def test_the_leader_has_the_newest_checks_of_all_and_all_have_what_it_finds(join
     assert other.view.page is not None and other.view.page.topics == ("checks",) and not other.view.submissions
 
 
-def test_every_node_can_be_shown_on_each(join: Callable[..., Channel]) -> None:
+def test_survey_shows_every_node_on_each(join: Callable[..., Channel]) -> None:
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
     assert one.view.survey == (0.0, ())
@@ -166,14 +166,14 @@ def test_every_node_can_be_shown_on_each(join: Callable[..., Channel]) -> None:
 
 
 def again(one: Channel) -> tuple[NodeStatus, ...]:
-    """Every node, as known after now."""
+    """Returns every node by a new survey."""
     begin = time.monotonic()
     one.request_survey()
     until(lambda: one.view.survey[0] > begin, "the nodes")
     return one.view.survey[1]
 
 
-def test_the_host_of_the_store_stays_until_the_others_have_left(join: Callable[..., Channel]) -> None:
+def test_host_of_the_store_stays_until_the_others_have_left(join: Callable[..., Channel]) -> None:
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
     one._host = Host()  # type: ignore[assignment]
@@ -187,7 +187,7 @@ def test_the_host_of_the_store_stays_until_the_others_have_left(join: Callable[.
 
 
 class Host:
-    """Of a store that is another's, so that its end can be told from the channel's."""
+    """The host of a store that belongs to another process, so that its end is separate from the channel's."""
 
     has_started, closed, problem = True, False, ""
 
@@ -195,7 +195,7 @@ class Host:
         self.closed = True
 
 
-def test_one_that_says_goodbye_is_gone_at_once(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_that_leaves_is_gone_at_once(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (election, membership):
         monkeypatch.setattr(module, "SILENT_S", 1000.0)
     one, other = join(0, 1), join(2, 3)
@@ -205,9 +205,7 @@ def test_one_that_says_goodbye_is_gone_at_once(join: Callable[..., Channel], mon
     until(lambda: not covered(leader)(), "its absence")
 
 
-def test_the_leader_dies_in_the_middle_and_the_other_goes_on(
-    join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incident_ends_unseen_if_the_leader_dies(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (election, membership):
         monkeypatch.setattr(module, "SILENT_S", 4.0)
     monkeypatch.setattr(election, "PROVING_S", 1.0)
@@ -225,7 +223,7 @@ def test_the_leader_dies_in_the_middle_and_the_other_goes_on(
     assert {one.view.page.result for one in left if one.view.page} == {"unseen"}
 
 
-def test_without_a_store_each_is_alone_and_says_why(join: Callable[..., Channel]) -> None:
+def test_node_without_a_store_is_alone_and_reports_why(join: Callable[..., Channel]) -> None:
     with serving() as (process, address):
         one, other = join(0, 1, at=address), join(2, 3, at=address)
         until(covered(one, other), "each other")
@@ -234,7 +232,7 @@ def test_without_a_store_each_is_alone_and_says_why(join: Callable[..., Channel]
     assert "closed the connection" in one.view.why or "refused" in one.view.why or "reset" in one.view.why
 
 
-def test_garbage_in_the_store_costs_nothing_but_the_channel(
+def test_garbage_in_the_store_costs_only_the_channel(
     address: Address, prefix: str, join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (election, membership):
@@ -255,7 +253,7 @@ def test_garbage_in_the_store_costs_nothing_but_the_channel(
 
 @contextmanager
 def scribbling(address: Address, prefix: str, value: Callable[[int], bytes]) -> Iterator[None]:
-    """A stranger that writes ``value`` of a growing number over each page of the leader, soon after it."""
+    """Writes ``value`` of a growing number over each page of the leader, soon after it."""
     ended = threading.Event()
 
     def scribble() -> None:
@@ -278,7 +276,7 @@ def scribbling(address: Address, prefix: str, value: Callable[[int], bytes]) -> 
 @pytest.mark.parametrize(
     "size", [pytest.param(40, id="small"), pytest.param(5000, id="too large to compare", marks=pytest.mark.nightly)]
 )
-def test_a_stranger_cannot_separate_nodes_that_have_a_key(
+def test_foreign_pages_do_not_separate_nodes_with_a_key(
     address: Address,
     prefix: str,
     join: Callable[..., Channel],
@@ -291,7 +289,7 @@ def test_a_stranger_cannot_separate_nodes_that_have_a_key(
         one, other = join(0, 1, key=b"k"), join(2, 3, key=b"k")
         until(covered(one, other), "each other")
         first = next(node.view.page for node in (one, other) if node.view.page)
-        newer = first.epoch, first.count + 5  # on a busy machine the lead may change meanwhile, and the count with it
+        newer = first.epoch, first.count + 5  # on a busy machine the lead might change, and the count with it
         pages = lambda: [node.view.page for node in (one, other)]  # noqa: E731
         until(lambda: all(page and (page.epoch, page.count) > newer for page in pages()), "newer pages")
         until(
@@ -299,12 +297,12 @@ def test_a_stranger_cannot_separate_nodes_that_have_a_key(
         )
 
 
-def test_whose_connection_breaks_keeps_its_slot(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_survives_a_broken_connection(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "AGAIN_S", (1.0,))
     nodes = [join(0, key=b"k"), join(1, key=b"k"), join(2, 3, key=b"k")]
     until(covered(*nodes), "each other")
     slots = [node.view.slot for node in nodes]
-    for node in sorted(nodes, key=lambda node: node.view.leads):  # the leader last: it goes on leading
+    for node in sorted(nodes, key=lambda node: node.view.leads):  # the leader last: it continues to lead
         led = node.view.leads
         break_connection(node)
         until(lambda node=node: node.view.page is None, "the loss")  # type: ignore[misc]
@@ -320,7 +318,7 @@ def break_connection(node: Channel) -> None:
     node._membership._store._socket.shutdown(socket.SHUT_RDWR)
 
 
-def test_in_another_store_a_slot_is_nobodys(
+def test_slot_is_not_resumed_in_another_store(
     join: Callable[..., Channel], address: Address, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channels, "AGAIN_S", (1.0,))
@@ -334,7 +332,7 @@ def test_in_another_store_a_slot_is_nobodys(
     until(lambda: other.view.slot not in (0, before), "another slot")
 
 
-def test_what_an_old_connection_still_brings_is_known_to_be_old(join: Callable[..., Channel]) -> None:
+def test_late_messages_of_an_old_connection_are_ignored(join: Callable[..., Channel]) -> None:
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
     leader, follower = (one, other) if one.view.leads else (other, one)
@@ -346,7 +344,7 @@ def test_what_an_old_connection_still_brings_is_known_to_be_old(join: Callable[.
     assert session._decode_beats([follower.view.slot], [data])[follower.view.slot].doing == "watching"
 
 
-def test_slots_that_nobody_has_hide_no_other(join: Callable[..., Channel], address: Address, prefix: str) -> None:
+def test_unused_slots_hide_no_other(join: Callable[..., Channel], address: Address, prefix: str) -> None:
     store = StoreClient(address)
     store.add(f"{prefix}/n", 150, deadline_s=15.0)
     one = join(0, 1)
@@ -356,7 +354,7 @@ def test_slots_that_nobody_has_hide_no_other(join: Callable[..., Channel], addre
     store.close()
 
 
-def test_with_a_key_strangers_are_not_heard(join: Callable[..., Channel]) -> None:
+def test_messages_without_the_key_are_ignored(join: Callable[..., Channel]) -> None:
     one, other = join(0, 1, key=b"secret"), join(2, 3, key=b"secret")
     until(covered(one, other), "each other")
     stranger = join(0, 1)
@@ -366,10 +364,10 @@ def test_with_a_key_strangers_are_not_heard(join: Callable[..., Channel]) -> Non
     assert covered(one, other)() and (one.view.leads or other.view.leads)
 
 
-# --- a crash, and who is not heard ------------------------------------------------------------------------------------
+# --- a crash, and silent nodes ----------------------------------------------------------------------------------------
 
 
-def test_the_first_verdict_about_a_crash_is_everybodys(join: Callable[..., Channel]) -> None:
+def test_first_verdict_about_a_crash_counts_for_all(join: Callable[..., Channel]) -> None:
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
     one.submit("crash.1", [b"a" * 1000, b"b"])
@@ -388,12 +386,10 @@ def test_the_first_verdict_about_a_crash_is_everybodys(join: Callable[..., Chann
     other.submit("crash.2", [b"c"])
     until(lambda: one.view.page and one.view.page.failed, "the next one")
     other.decide("crash.2", verdicts[0])
-    until(lambda: one.view.decisions.get("crash.2") == verdicts[0], "its verdict, also where no rank has failed")
+    until(lambda: one.view.decisions.get("crash.2") == verdicts[0], "its verdict, even if no rank has failed")
 
 
-def test_who_is_not_heard_is_known_with_its_ranks(
-    join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_node_is_reported_with_its_ranks(join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(election, "QUIET_S", 1.0)
     monkeypatch.setattr(membership, "QUIET_S", 1.0)
     nodes = [join(0), join(1), join(2, 3)]

@@ -1,4 +1,4 @@
-"""The leader's decisions over replayed beats, and who becomes the leader."""
+"""The leader's decisions over replayed beats, and the election of the leader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def end_of(page: LeaderPage) -> tuple[str, str]:
 
 
 class Job:
-    """Some nodes of two ranks, and their leader. Time passes only where a test says so."""
+    """Some nodes of two ranks, and their leader. Time passes only if a test says so."""
 
     def __init__(self, nodes: int = 2) -> None:
         self.now = 100.0
@@ -57,14 +57,14 @@ class Job:
         return self.page()
 
 
-def test_nothing_happens_while_nobody_suspects() -> None:
+def test_no_incident_without_a_suspicion() -> None:
     job = Job()
     pages = [job.page() for _ in range(100)]
     assert {(page.phase, page.incident, page.covered, page.nodes) for page in pages} == {("idle", 0, True, 2)}
-    assert [page.count for page in pages] == list(range(1, 101)), "everybody can see that the leader lives"
+    assert [page.count for page in pages] == list(range(1, 101)), "every node can see that the leader lives"
 
 
-def test_a_suspicion_opens_one_incident_for_all_with_the_longest_window() -> None:
+def test_suspicions_open_one_incident_with_the_longest_window() -> None:
     job = Job(3).say(2, doing="suspecting", suspects=0, window_s=4.0).say(3, doing="suspecting", suspects=0)
     page = job.page()
     assert (page.phase, page.incident, page.window_s) == ("looking", 1, 4.0)
@@ -85,7 +85,7 @@ def test_a_suspicion_opens_one_incident_for_all_with_the_longest_window() -> Non
     ],
     ids=lambda value: "-".join(word or "none" for word in value) if isinstance(value, tuple) else value or "none",
 )
-def test_votes(votes: tuple[Vote, ...], phase: str, result: str) -> None:
+def test_votes_decide_the_phase_and_result(votes: tuple[Vote, ...], phase: str, result: str) -> None:
     assert end_of(Job(3).open().vote(*votes)) == (phase, result)
 
 
@@ -115,13 +115,13 @@ def test_each_pair_of_conditions_leads_to_one_decision(
     assert (page.result or page.phase) == expected
 
 
-def test_who_lives_and_does_not_vote_is_unknown_and_unknown_is_not_still() -> None:
+def test_missing_vote_leaves_each_node_to_decide_alone() -> None:
     job = Job(3).open()
     assert job.vote("unknown", "", "unknown").phase == "looking"
     assert end_of(job.page(LOOKS_S + 3.0)) == ("idle", "unseen")
 
 
-def test_a_node_that_falls_silent_meanwhile_is_unknown() -> None:
+def test_node_that_falls_silent_leaves_each_to_decide_alone() -> None:
     job = Job(3).open()
     del job.beats[2]
     page = job.vote("unknown", "unknown")
@@ -129,20 +129,20 @@ def test_a_node_that_falls_silent_meanwhile_is_unknown() -> None:
 
 
 @pytest.mark.parametrize("missing", [2, 3])
-def test_no_incident_where_a_rank_of_the_job_is_under_no_supervisor(missing: int) -> None:
+def test_no_incident_if_a_rank_has_no_supervisor(missing: int) -> None:
     job = Job(3).say(1, doing="suspecting", suspects=0)
     del job.beats[missing]
     assert [job.page().phase for _ in range(3)] == ["idle"] * 3
 
 
-def test_at_max_stall_something_that_computes_is_waited_for_no_longer_but_a_pause_is() -> None:
+def test_limit_ends_the_wait_for_work_but_not_for_a_pause() -> None:
     assert Job(3).open().say(2, at_limit=True).vote("unknown", "alive", "unseen").phase == "collecting"
     assert Job(3).open(at_limit=True).vote("unknown", "alive", "unseen").result == "alive", "another one's limit"
     assert end_of(Job(3).open(at_limit=True).vote("unknown", "paused", "unknown")) == ("idle", "paused")
 
 
-def test_the_limit_of_one_node_is_not_that_of_a_node_that_says_nothing() -> None:
-    """Its limit may be --stall-timeout, which holds where every rank of the job was seen; alone it is --max-stall."""
+def test_limit_counts_only_for_the_node_that_reports_it() -> None:
+    """Together with the other nodes, its limit might be --stall-timeout; alone, it is --max-stall."""
     job = Job(3).open().say(1, at_limit=True).say(3, at_limit=True)
     assert job.vote("unknown", "", "unknown").phase == "looking"
     assert job.page(LOOKS_S + 3.0).result == "unseen"
@@ -151,14 +151,14 @@ def test_the_limit_of_one_node_is_not_that_of_a_node_that_says_nothing() -> None
     assert job.vote("unknown", "unknown").result == "unseen"
 
 
-def test_what_moves_while_the_evidence_is_taken_ends_the_incident() -> None:
+def test_progress_during_the_collection_ends_the_incident() -> None:
     job = Job().open()
     assert job.vote("unknown", "unknown").phase == "collecting"
     job.say(2, vote="moving")
     assert end_of(job.page()) == ("idle", "alive")
 
 
-def test_what_moves_before_anybody_has_acted_voids_the_decision() -> None:
+def test_progress_before_any_action_voids_the_decision() -> None:
     job = Job().open()
     job.vote("unknown", "unknown")
     job.decided = True
@@ -167,12 +167,12 @@ def test_what_moves_before_anybody_has_acted_voids_the_decision() -> None:
     assert end_of(job.page()) == ("idle", "moving")
 
 
-def test_a_node_that_is_told_to_stop_ends_it() -> None:
+def test_stop_of_a_node_ends_the_incident() -> None:
     job = Job().open().say(2, doing="stopping")
     assert job.vote("unknown", "unknown").phase == "idle"
 
 
-def test_the_way_to_a_decision() -> None:
+def test_incident_phases_lead_to_an_agreement() -> None:
     job = Job().open()
     assert job.vote("unknown", "unknown").phase == "collecting"
     assert job.page().phase == "collecting"
@@ -185,7 +185,7 @@ def test_the_way_to_a_decision() -> None:
     assert job.page().phase == "agreed"
 
 
-def test_nobody_waits_for_an_agreement_that_does_not_come() -> None:
+def test_missing_acknowledgements_are_awaited_for_a_limited_time() -> None:
     job = Job().open()
     job.vote("unknown", "unknown")
     job.decided = True
@@ -196,16 +196,16 @@ def test_nobody_waits_for_an_agreement_that_does_not_come() -> None:
     assert stuck.page(EVIDENCE_S + DECIDE_S + 0.1).phase == "decided", "its own part of the work failed"
 
 
-def test_a_suspicion_of_before_the_last_incident_opens_no_other() -> None:
+def test_suspicion_from_before_the_last_incident_opens_no_other() -> None:
     job = Job().open()
     assert job.vote("unknown", "alive").phase == "idle"
-    assert job.page().phase == "idle", "the node has not heard of the outcome yet"
+    assert job.page().phase == "idle", "the node has not read the outcome yet"
     job.say(1, suspects=1)
     page = job.page()
     assert (page.phase, page.incident) == ("looking", 2)
 
 
-def test_another_leader_goes_on_where_the_first_one_was() -> None:
+def test_next_leader_continues_the_incident() -> None:
     job = Job().open()
     job.leader = Leader(replace(job.leader.page, leader=2, epoch=1), job.now)
     assert job.vote("unknown", "unknown").phase == "collecting"
@@ -228,14 +228,14 @@ def test_another_leader_goes_on_where_the_first_one_was() -> None:
         ([], False),
     ],
 )
-def test_whether_all_ranks_are_seen(beats: list[tuple[tuple[int, ...], int]], expected: bool) -> None:
+def test_ranks_are_covered_if_every_rank_beats(beats: list[tuple[tuple[int, ...], int]], expected: bool) -> None:
     assert covers([Beat("i", 1, ranks, world) for ranks, world in beats]) is expected
 
 
-# --- who is heard, who leads ------------------------------------------------------------------------------------------
+# --- liveness and succession ------------------------------------------------------------------------------------------
 
 
-def test_a_node_is_heard_while_its_count_moves_whatever_its_clock_says() -> None:
+def test_node_responds_while_its_count_changes() -> None:
     liveness = Liveness()
     for second in range(60):
         liveness.observe({1: ("a", second), 2: ("b", min(second, 10)), 3: ("c", 5)}, float(second))
@@ -243,14 +243,14 @@ def test_a_node_is_heard_while_its_count_moves_whatever_its_clock_says() -> None
     assert set(liveness.proven) == {1, 2}
 
 
-def test_one_that_has_started_anew_is_heard_although_it_counts_from_the_beginning() -> None:
+def test_new_incarnation_responds_although_its_count_restarts() -> None:
     liveness = Liveness()
     liveness.observe({1: ("a", 900)}, 0.0)
     liveness.observe({1: ("b", 1)}, 4.0)
     assert liveness.silent_s(1, 5.0) == 1.0
 
 
-def test_nobody_was_silent_while_we_were_stopped_ourselves() -> None:
+def test_own_stop_makes_no_node_silent() -> None:
     liveness = Liveness()
     liveness.observe({1: ("a", 1)}, 0.0)
     liveness.observe({1: ("a", 1)}, 1000.0)
@@ -261,7 +261,7 @@ def test_nobody_was_silent_while_we_were_stopped_ourselves() -> None:
 
 
 def after_the_leaders_death(slot: int, living: set[int]) -> float | None:
-    """When ``slot`` takes over, in seconds; None: not within a minute."""
+    """Returns when ``slot`` takes over, in seconds; None: not within a minute."""
     succession = Succession()
     for half in range(120):
         now = half / 2
@@ -273,7 +273,7 @@ def after_the_leaders_death(slot: int, living: set[int]) -> float | None:
     return None
 
 
-def test_the_lowest_that_lives_takes_over_and_no_other() -> None:
+def test_lowest_living_slot_alone_takes_over() -> None:
     assert after_the_leaders_death(2, {2, 3, 4}) is not None
     assert after_the_leaders_death(3, {2, 3, 4}) is None
     assert after_the_leaders_death(3, {3, 4}) is not None
@@ -281,7 +281,7 @@ def test_the_lowest_that_lives_takes_over_and_no_other() -> None:
     assert when is not None and SILENT_S <= when <= SILENT_S + 10.0
 
 
-def test_who_takes_over_knows_that_the_one_before_is_silent() -> None:
+def test_new_leader_counts_the_old_one_as_silent() -> None:
     succession = Succession()
     for half in range(60):
         now = half / 2
@@ -296,12 +296,12 @@ def test_who_takes_over_knows_that_the_one_before_is_silent() -> None:
     assert liveness.silent_s(1, now + 1) == 0.0, "it is heard again"
 
 
-def test_nobody_takes_over_from_a_leader_that_is_heard() -> None:
+def test_no_takeover_while_the_leader_responds() -> None:
     succession = Succession()
     assert not any(succession.is_orphaned(LeaderPage(leader=1, count=half), half / 2) for half in range(200))
 
 
-def test_who_is_next_in_line_is_due_at_once_and_everybody_else_later() -> None:
+def test_next_in_line_are_due_at_once_and_others_later() -> None:
     job = Job(nodes=20)
     page = job.page()
     assert page.line == (2, 3, 4, 5)
@@ -313,12 +313,12 @@ def test_who_is_next_in_line_is_due_at_once_and_everybody_else_later() -> None:
     assert all(succession.is_due(slot, page, now + LINE_S) for slot in range(1, 21))
 
 
-# --- another round of the rendezvous ----------------------------------------------------------------------------------
+# --- restarts ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", [{"attempt": (0, 2)}, {"restarting": True}, {"restarting": True, "ranks": ()}])
 @pytest.mark.parametrize("slot", [1, 2])
-def test_another_round_voids_an_incident_until_somebody_may_have_acted(slot: int, change: dict[str, Any]) -> None:
+def test_restart_voids_an_incident_before_any_action(slot: int, change: dict[str, Any]) -> None:
     for phase in ("looking", "collecting", "decided", "agreed"):
         job = Job().open()
         if phase != "looking":
@@ -340,7 +340,7 @@ def test_another_round_voids_an_incident_until_somebody_may_have_acted(slot: int
 # --- crashes ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_tells_who_fails_until_there_is_a_verdict() -> None:
+def test_page_names_failing_nodes_until_there_is_a_verdict() -> None:
     job = Job(nodes=3).say(2, submitted=(("hang.7", 3), ("crash.1", 1)))
     assert (job.page().failed, job.page().crash) == ((2,), 0)
     job.say(2, decided="crash.1")
@@ -350,11 +350,11 @@ def test_the_page_tells_who_fails_until_there_is_a_verdict() -> None:
 
 
 @pytest.mark.parametrize("decided", ["crash.7", "hang.1", ""])
-def test_a_number_out_of_order_is_no_verdict(decided: str) -> None:
+def test_decision_with_a_wrong_number_is_ignored(decided: str) -> None:
     assert Job().say(1, decided=decided).page().crash == 0
 
 
-def test_the_page_has_what_is_asked_of_all() -> None:
+def test_page_carries_open_questions() -> None:
     job = Job(nodes=3).say(2, asks=NodeQuestion(5)).say(3, asks=NodeQuestion(1, "record", b"10 s"))
     assert job.page().questions == {"ask.2.5": NodeQuestion(5), "ask.3.1": NodeQuestion(1, "record", b"10 s")}
     job.say(2, asks=None)

@@ -1,4 +1,4 @@
-"""Nodes whose words cannot be read for a moment: in a store of a dictionary, by a clock of the test."""
+"""Nodes whose records are unreadable for a moment: a store in a dictionary, and a clock of the test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PREFIX = "safelaunch/1/test"
 
 
 class Job:
-    """Nodes of two ranks each; the first one leads. ``beats``: what each says."""
+    """Nodes of two ranks each; the first one leads."""
 
     def __init__(self, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.store = 100.0, DictStore()
@@ -37,7 +37,7 @@ class Job:
         self.beats[node] = replace(self.beats[node], **changes)
 
     def round(self, *without: int) -> list[PeerView]:
-        """All but these nodes speak once."""
+        """Runs a round of all nodes but these."""
         self.now += 0.5
         living = [number for number in range(len(self.sessions)) if number not in without]
         return [self.sessions[number].round(Outbox(self.beats[number])) for number in living]
@@ -48,7 +48,7 @@ class Job:
         assert all(one.page is not None and one.page.covered for one in seen)
 
     def look(self, window_s: float = 2.0) -> None:
-        """All are called to look."""
+        """Opens an incident that all nodes join."""
         self.say(0, doing="suspecting", suspects=0, window_s=window_s)
         self.round()
         self.round()
@@ -57,7 +57,7 @@ class Job:
         assert {one.page.phase for one in self.round() if one.page} == {"looking"}
 
 
-def test_the_limit_of_one_node_ends_nothing_while_anothers_word_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_ends_nothing_while_another_beat_is_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(2, monkeypatch)
     job.meet()
     job.look()
@@ -71,7 +71,7 @@ def test_the_limit_of_one_node_ends_nothing_while_anothers_word_cannot_be_read(m
     assert [(one.page.phase, one.page.result) for one in seen if one.page] == [("idle", "alive")] * 2
 
 
-def test_one_whose_words_stay_unreadable_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_with_unreadable_beats_becomes_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(2, monkeypatch)
     job.meet()
     job.store.damages = lambda key: key == f"{PREFIX}/b/2"
@@ -80,10 +80,10 @@ def test_one_whose_words_stay_unreadable_is_not_heard(monkeypatch: pytest.Monkey
     assert leader.page is not None and leader.page.silent == (2,) and not leader.page.covered
 
 
-def test_who_takes_over_while_a_lower_ones_word_cannot_be_read_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_leader_opens_another_incident_if_a_beat_was_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(3, monkeypatch)
     job.meet()
-    for _ in range(int(2 * SILENT_S) + 6):  # the others are heard, the leader isn't
+    for _ in range(int(2 * SILENT_S) + 6):  # the others respond, the leader doesn't
         job.round(0)
     job.store.damages = lambda key: key == f"{PREFIX}/b/2"
     job.round(0)
@@ -93,8 +93,8 @@ def test_who_takes_over_while_a_lower_ones_word_cannot_be_read_asks_again(monkey
     assert second.leads and not third.leads
 
 
-def test_one_that_ends_first_is_neither_silent_nor_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it ends while all are called to look, and the other one has reached its limit."""
+def test_node_that_ends_first_is_neither_silent_nor_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it ends during an incident, and the other one has reached its limit."""
     job = Job(2, monkeypatch)
     job.meet()
     job.look()
@@ -110,9 +110,7 @@ def test_one_that_ends_first_is_neither_silent_nor_judged(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_healthy_job_stays_covered_whatever_is_unreadable_for_moments(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_healthy_job_stays_covered_despite_unreadable_moments(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     job, chance = Job(3, monkeypatch), random.Random(seed)
     job.meet()
     job.store.damages = lambda key: chance.random() < 0.3

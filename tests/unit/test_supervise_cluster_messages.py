@@ -1,4 +1,4 @@
-"""What supervisors tell each other, and what anybody who reaches the store could tell them."""
+"""Records between supervisors, and what a foreign process could write to the store."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PLAIN, SIGNED = Codec("run"), Codec("run", b"a key of the job")
 
 
 @pytest.mark.parametrize("codec", [PLAIN, SIGNED], ids=["plain", "signed"])
-def test_what_is_written_is_read(codec: Codec) -> None:
+def test_message_survives_encoding(codec: Codec) -> None:
     verdict = Verdict(1, "hang", "busy-loop", "low", "", (), "", (), (), (), ())
     for message in (
         BEAT,
@@ -73,18 +73,18 @@ def test_what_is_written_is_read(codec: Codec) -> None:
         Beat("a", 1, decided="hang"),
     ],
 )
-def test_values_out_of_bounds_are_no_message(wrong: Beat) -> None:
+def test_values_out_of_bounds_are_refused(wrong: Beat) -> None:
     with pytest.raises(BadMessage):
         PLAIN.decode("b/1", PLAIN.encode("b/1", wrong), Beat)
 
 
-def test_a_message_of_another_version_is_none() -> None:
+def test_message_of_another_version_is_refused() -> None:
     for body in ([7, 1, 9], ["v1", 7, 1, 9]):
         with pytest.raises(BadMessage):
             PLAIN.decode("head", PLAIN.seal("head", msgspec.msgpack.encode(body)), LeaderPage)
 
 
-def test_one_kind_is_not_taken_for_another() -> None:
+def test_record_of_another_kind_is_refused() -> None:
     with pytest.raises(BadMessage):
         PLAIN.decode("head", PLAIN.encode("head", BEAT), LeaderPage)
 
@@ -115,14 +115,14 @@ def test_damaged_messages_are_refused_or_within_bounds() -> None:
         assert 0 <= found.count < 1 << 48 and len(found.ranks) <= 4096
 
 
-def test_what_is_too_large_or_too_deep_is_refused() -> None:
+def test_too_large_or_too_deep_messages_are_refused() -> None:
     with pytest.raises(BadMessage):
         PLAIN.decode("b/1", b"\x91" * (MOST_MESSAGE + 1), Beat)
     with pytest.raises(BadMessage):
         PLAIN.decode("b/1", b"\x91" * 100_000, Beat)
 
 
-def test_a_signed_message_counts_only_where_it_was_written() -> None:
+def test_signature_is_valid_only_for_its_key() -> None:
     data = SIGNED.encode("b/1", BEAT)
     for codec, place in (
         (SIGNED, "b/2"),
@@ -138,7 +138,7 @@ def test_a_signed_message_counts_only_where_it_was_written() -> None:
 # --- evidence ---------------------------------------------------------------------------------------------------------
 
 
-def test_chunks_are_put_together_again() -> None:
+def test_chunks_are_reassembled() -> None:
     data = random.Random(1).randbytes(3 * CHUNK_BYTES)
     chunks = pack(data)
     assert chunks is not None and len(chunks) == 4
@@ -152,12 +152,12 @@ def test_chunks_are_put_together_again() -> None:
     [[], [b""], [b"garbage"], [zlib.compress(b"x" * 1000)[:-3]], [zlib.compress(b"x"), b"more"]],
     ids=["none", "empty", "garbage", "cut", "more"],
 )
-def test_what_was_never_packed_is_refused(chunks: list[bytes]) -> None:
+def test_data_that_was_never_packed_is_refused(chunks: list[bytes]) -> None:
     with pytest.raises(BadMessage):
         unpack(chunks)
 
 
-def test_a_bomb_is_refused_before_it_goes_off() -> None:
+def test_compression_bomb_is_refused_within_memory() -> None:
     engine = zlib.compressobj()
     small = b"".join(engine.compress(bytes(1 << 20)) for _ in range(256)) + engine.flush()
     with pytest.raises(BadMessage):
@@ -188,19 +188,19 @@ def node(*ranks: int, world: int = 4, count: int = 50) -> Evidence:
     return Evidence("hang", world, sides, tuple(set(range(world)) - set(ranks)), stall_s=float(ranks[0]))
 
 
-def test_evidence_travels() -> None:
+def test_evidence_survives_the_wire() -> None:
     sent = node(2, 3)
     found = unpack_evidence(condense(sent))[0]
     assert found.ranks[0].flight_record == sent.ranks[0].flight_record
     assert found.ranks[1].log_tail == "x" * MOST_LOG
-    assert (found.world_size, found.missing_ranks, found.stall_s) == (4, (), 2.0)  # which is for the leader to know
+    assert (found.world_size, found.missing_ranks, found.stall_s) == (4, (), 2.0)  # the leader adds the missing ranks
 
 
 @pytest.mark.parametrize(
     "members",
     [(), (5,), (0, 1), (5, 2), tuple(range(4096)), tuple(range(3, 4096, 8)), (0, 1, 2, 8, 9, 10, 7), (4, 4, 4)],
 )
-def test_the_members_of_a_group_travel_once_and_short(members: tuple[int, ...]) -> None:
+def test_group_members_are_sent_once_and_compactly(members: tuple[int, ...]) -> None:
     sent = node(2, 3)
     ranks = tuple(
         replace(rank, flight_record=replace(rank.flight_record, groups={"7": members}))
@@ -216,12 +216,12 @@ def test_the_members_of_a_group_travel_once_and_short(members: tuple[int, ...]) 
     assert all(found is groups[0] for found in groups), "the leader keeps it once"
 
 
-def test_a_group_of_more_ranks_than_there_can_be_is_refused() -> None:
+def test_group_of_too_many_ranks_is_refused() -> None:
     with pytest.raises(BadMessage):
         SharedColumns().members(((0, 1, 65_536), (0, 1, 1)))
 
 
-def test_the_evidence_of_a_crowd_has_room() -> None:
+def test_evidence_of_many_nodes_fits_its_share() -> None:
     assert (share_of(2), share_of(0)) == (MOST_CHUNKS * CHUNK_BYTES, MOST_CHUNKS * CHUNK_BYTES)
     assert 1024 * share_of(1024) <= MOST_EVIDENCE
     noise = random.Random(1).randbytes(LEAST_SHARE // 2).hex()
@@ -231,14 +231,14 @@ def test_the_evidence_of_a_crowd_has_room() -> None:
     assert unpack_evidence(small)[1] == {}
 
 
-def test_of_long_records_the_newest_entries_travel() -> None:
+def test_long_records_are_cut_to_the_newest_entries() -> None:
     found = unpack_evidence(condense(node(0, count=9000)))[0]
     assert found.ranks[0].flight_record is not None
     entries = found.ranks[0].flight_record.entries
     assert (len(entries), entries[0].seq, entries[-1].seq) == (4096, 9000 - 4096, 8999)
 
 
-def test_of_a_history_of_steps_some_travel_and_the_newest_with_them() -> None:
+def test_long_step_history_is_thinned_and_keeps_the_newest() -> None:
     sent = node(0)
     history = tuple((step * 1000, step) for step in range(1, 101))
     paged = Progress(sent.ranks[0].rank, 0, 4, 0, 10, 5, "torch", 100, history=history)
@@ -249,7 +249,7 @@ def test_of_a_history_of_steps_some_travel_and_the_newest_with_them() -> None:
     assert set(found.history) <= set(history)
 
 
-def test_the_evidence_of_all_nodes_is_one() -> None:
+def test_evidence_of_all_nodes_is_merged() -> None:
     whole = merge(node(0, 1), [node(2, 3), node(1, 2)])
     assert [rank.rank for rank in whole.ranks] == [0, 1, 2, 3]
     assert (whole.missing_ranks, whole.stall_s) == ((), 2.0)
@@ -276,14 +276,14 @@ def test_evidence_that_does_not_fit_together_is_refused() -> None:
             unpack_evidence(chunks)
 
 
-def test_times_of_failures_travel_as_ages_so_that_no_clock_does() -> None:
+def test_times_of_failures_travel_as_ages() -> None:
     lost = RankEvidence(rank=3, host="b", pid=1, exception=RankException("E", "x", 1000.0), exit=RankExit(1, 1002.0))
     (rank,) = with_relative_times(replace(node(2), ranks=(lost,)), 1010.0).ranks
     assert rank.exception is not None and rank.exit is not None
     assert (rank.exception.time_unix_s, rank.exit.time_unix_s) == (-10.0, -8.0)
 
 
-def test_of_each_node_its_own_word_counts_and_beside_it_that_it_was_not_heard() -> None:
+def test_nodes_own_report_counts_together_with_its_silence() -> None:
     a, b = NodeEvidence("a", 1, (0,), here=True), NodeEvidence("b", 2, (1,), here=True)
     heard, gone = replace(b, here=False, ranks=()), replace(b, here=False, silent_s=20.0)
     third = NodeEvidence("c", 3, (2,), silent_s=5.0)
@@ -307,7 +307,7 @@ def test_of_each_node_its_own_word_counts_and_beside_it_that_it_was_not_heard() 
         ("node/a/x\n", False),
     ],
 )
-def test_files_of_another_node_lead_nowhere_else(name: str, fits: bool) -> None:
+def test_files_of_other_nodes_stay_inside_the_bundle(name: str, fits: bool) -> None:
     chunks = condense(node(2), {name: b"x"})
     if fits:
         assert unpack_evidence(chunks)[1] == {name: b"x"}
@@ -316,7 +316,7 @@ def test_files_of_another_node_lead_nowhere_else(name: str, fits: bool) -> None:
         unpack_evidence(chunks)
 
 
-def test_files_travel_only_where_they_fit() -> None:
+def test_files_travel_only_if_they_fit() -> None:
     large = {f"node/a/{number}.json": random.Random(number).randbytes(1 << 20) for number in range(9)}
     evidence, files = unpack_evidence(condense(node(2), large))
     assert (len(evidence.ranks), files) == (1, {})

@@ -1,4 +1,4 @@
-"""Where the supervisors of a job meet, from torchrun's options in all their spellings."""
+"""The store that a job's supervisors share, for all spellings of torchrun's options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ def command_of(*words: str) -> CommandLine:
 
 
 def found(words: tuple[str, ...] | None, environ: dict[str, str], named: str | None = None) -> str:
-    """``words``: torchrun's, or None under exec. The store's address, ``to start`` it or not, or why not."""
+    """Returns the store's address, with ``to start`` if needed, or the reason for no store.
+
+    Args:
+        words: torchrun's arguments, or None under exec.
+    """
     where = meeting(None if words is None else command_of(*words), environ, named)
     if isinstance(where, SharedStore):
         return f"{where.address}{', to start' if where.to_start else ''}"
@@ -27,7 +31,7 @@ def found(words: tuple[str, ...] | None, environ: dict[str, str], named: str | N
 
 
 def check(said: str, expected: str) -> None:
-    """``expected``: all of it, or after ``...`` what is said among more."""
+    """Compares with all of ``expected``, or, after ``...``, with a part."""
     if expected.startswith("..."):
         assert expected[3:] in said
     else:
@@ -51,7 +55,7 @@ def check(said: str, expected: str) -> None:
         ((*C10D, "--rdzv-endpoint=fd00::1"), {}, "[fd00::1]:29400"),
         ((), {"PET_NNODES": "2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "n1:7"}, "n1:7"),
         (("--nnodes=3",), {"PET_NNODES": "1", "PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "5"}, "n1:5"),
-        # A port of the scheduler is left alone where torchrun has a store.
+        # A port from the scheduler is ignored if torchrun has a store.
         ((*C10D, "--rdzv-endpoint=n5:29400"), {**STEP, "SLURM_STEP_RESV_PORTS": "12000"}, "n5:29400"),
         (ETCD, {}, "...--rdzv-backend=etcd-v2"),
         ((*C10D, "--rdzv-conf=timeout=9,store_type=file", "--rdzv-endpoint=/tmp/x"), {}, "...store_type=file"),
@@ -60,7 +64,7 @@ def check(said: str, expected: str) -> None:
         ((*C10D, "--rdzv-endpoint=n1:http"), {}, "...endpoint 'n1:http'"),
     ],
 )
-def test_the_store_of_torchrun(words: tuple[str, ...], environ: dict[str, str], expected: str) -> None:
+def test_torchruns_store_is_found(words: tuple[str, ...], environ: dict[str, str], expected: str) -> None:
     check(found(words, environ), expected)
 
 
@@ -78,7 +82,7 @@ def test_the_store_of_torchrun(words: tuple[str, ...], environ: dict[str, str], 
         (None, None, {**STEP, "SLURM_STEP_RESV_PORTS": "12000-12003"}, "n1:12003, to start"),
         (None, None, {**STEP, "SLURM_STEP_RESV_PORTS": "12000"}, "n1:12000, to start"),
         (None, None, {**STEP, "SLURM_STEP_RESV_PORTS": ""}, "...torchrun does not start this job"),
-        # One that is named goes before torchrun's.
+        # A named store takes precedence over torchrun's.
         (ETCD, "29700", STEP, "n1:29700, to start"),
         (ETCD, "n3:29700", {}, "n3:29700, to start"),
         (ETCD, None, {**STEP, "SLURM_STEP_RESV_PORTS": "12000"}, "n1:12000, to start"),
@@ -86,30 +90,30 @@ def test_the_store_of_torchrun(words: tuple[str, ...], environ: dict[str, str], 
         ((), "29700", STEP, "one node"),
     ],
 )
-def test_a_store_that_is_to_be_started(
+def test_store_to_start_is_chosen_from_the_environment(
     words: tuple[str, ...] | None, named: str | None, environ: dict[str, str], expected: str
 ) -> None:
     check(found(words, environ, named), expected)
 
 
-def test_a_command_that_exec_starts_is_no_torchrun() -> None:
+def test_command_under_exec_has_no_torchrun_options() -> None:
     where = meeting(CommandLine((), (), ("bash", "run.sh"), program="bash"), {})
     assert isinstance(where, NoRendezvous)
     assert "torchrun does not start this job" in where.why
 
 
-def test_the_nodes_of_a_step_are_not_those_of_the_job() -> None:
+def test_nodes_of_a_step_take_precedence_over_the_jobs() -> None:
     assert hosts_of({"SLURM_JOB_NODELIST": "n[1-8]", "SLURM_STEP_NODELIST": "n[3-4]"}) == ("n3", "n4")
 
 
-def test_steps_do_not_meet() -> None:
+def test_slurm_steps_use_separate_stores() -> None:
     steps = [{**STEP, "SLURM_STEP_ID": number} for number in ("0", "1", "0")]
     one, other, again = (meeting(None, step, "n1:29700") for step in steps)
     assert isinstance(one, SharedStore)
     assert one == again != other
 
 
-def test_jobs_that_share_a_store_do_not_meet() -> None:
+def test_jobs_on_a_shared_store_use_separate_keys() -> None:
     words = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:7")
     one, other, again = (meeting(command_of(*words, f"--rdzv-id={name}"), {}) for name in ("a", "b", "a"))
     assert isinstance(one, SharedStore)
@@ -125,9 +129,7 @@ def test_jobs_that_share_a_store_do_not_meet() -> None:
         (("--nnodes=2:4", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:7", "--node-rank=1"), 2, None),
     ],
 )
-def test_how_many_nodes_are_awaited_and_which_one_this_is(
-    words: tuple[str, ...], nodes: int, node_rank: int | None
-) -> None:
+def test_node_count_and_node_rank_are_read(words: tuple[str, ...], nodes: int, node_rank: int | None) -> None:
     where = meeting(command_of(*words), {})
     assert isinstance(where, SharedStore)
     assert (where.nodes, where.node_rank) == (nodes, node_rank)
@@ -146,10 +148,10 @@ def test_how_many_nodes_are_awaited_and_which_one_this_is(
         ("n[a-b]", ("n",)),
     ],
 )
-def test_all_hosts_of_a_list(text: str, hosts: tuple[str, ...]) -> None:
+def test_slurm_host_list_is_expanded(text: str, hosts: tuple[str, ...]) -> None:
     assert hosts_of({"SLURM_STEP_NODELIST": text}) == hosts
 
 
 @pytest.mark.slow
-def test_a_list_of_hosts_is_bounded() -> None:
+def test_expanded_host_list_is_bounded() -> None:
     assert len(hosts_of({"SLURM_JOB_NODELIST": "n[1-999999999][1-999999999]"})) == MOST_HOSTS

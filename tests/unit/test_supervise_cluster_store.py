@@ -1,4 +1,4 @@
-"""The store's client: against torch's own servers, and against servers that do not answer as they should."""
+"""The store's client, with torch's own servers, and with servers that misbehave."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def store(server: subprocess.Popen[str]) -> Iterator[StoreClient]:
 
 
 @pytest.mark.torch
-def test_what_torch_stores_is_read_and_the_other_way_round(store: StoreClient, server: subprocess.Popen[str]) -> None:
+def test_values_are_exchanged_with_torch(store: StoreClient, server: subprocess.Popen[str]) -> None:
     assert store.get("from torch", deadline_s=30) == b"a value"
     store.set("from us", b"another", deadline_s=30)
     assert server.stdin is not None
@@ -61,7 +61,7 @@ def test_what_torch_stores_is_read_and_the_other_way_round(store: StoreClient, s
 
 
 @pytest.mark.torch
-def test_every_operation(store: StoreClient) -> None:
+def test_store_operations_return_torch_compatible_results(store: StoreClient) -> None:
     assert store.get("none", deadline_s=30) is None
     assert [store.add("number", 2, deadline_s=30), store.add("number", -1, deadline_s=30)] == [2, 1]
     assert store.compare_set("once", b"", b"first", deadline_s=30) == b"first"
@@ -84,7 +84,7 @@ def test_every_operation(store: StoreClient) -> None:
 
 
 @pytest.mark.torch
-def test_large_values_and_what_is_too_large(store: StoreClient) -> None:
+def test_largest_value_is_stored_and_larger_ones_are_refused(store: StoreClient) -> None:
     large = bytes(range(256)) * (LARGEST_VALUE // 256)
     store.set("large", large, deadline_s=30)
     assert store.get("large", deadline_s=30) == large
@@ -98,7 +98,7 @@ def test_large_values_and_what_is_too_large(store: StoreClient) -> None:
     assert store.get("large", deadline_s=30) == large  # nothing was sent of them
 
 
-# --- servers that are none --------------------------------------------------------------------------------------------
+# --- other servers ----------------------------------------------------------------------------------------------------
 
 Serve = Callable[[socket.socket], None]
 PING = 5 + 1  # bytes before the nonce of the handshake
@@ -138,19 +138,19 @@ def test_ras_without_listener_is_reported() -> None:
         StoreClient(Address("127.0.0.1", port), deadline_s=5)
 
 
-def test_one_that_says_nothing_is_left_in_time(serving: Callable[[Serve], Address]) -> None:
+def test_silent_server_is_left_in_time(serving: Callable[[Serve], Address]) -> None:
     begin = time.monotonic()
     with pytest.raises(NodeStoreError, match="no answer in time"):
         StoreClient(serving(lambda connection: None), deadline_s=0.2)
     assert time.monotonic() - begin < 60
 
 
-def test_another_program_is_told_from_a_store(serving: Callable[[Serve], Address]) -> None:
+def test_another_program_is_not_taken_for_a_store(serving: Callable[[Serve], Address]) -> None:
     with pytest.raises(NodeStoreError, match="no TCPStore"):
         StoreClient(serving(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")), deadline_s=60)
 
 
-def test_after_a_time_out_no_old_answer_is_taken_for_a_new_one(serving: Callable[[Serve], Address]) -> None:
+def test_old_answer_after_a_timeout_is_not_taken_for_a_new_one(serving: Callable[[Serve], Address]) -> None:
     client = StoreClient(serving(greeted), deadline_s=60)
     with pytest.raises(NodeStoreError, match="no answer in time"):
         client.add("n", 1, deadline_s=0.1)
@@ -159,7 +159,7 @@ def test_after_a_time_out_no_old_answer_is_taken_for_a_new_one(serving: Callable
 
 
 @pytest.mark.parametrize("length", [-1, 1 << 62])
-def test_an_answer_of_an_impossible_length(serving: Callable[[Serve], Address], length: int) -> None:
+def test_answer_of_impossible_length_is_an_error(serving: Callable[[Serve], Address], length: int) -> None:
     def serve(connection: socket.socket) -> None:
         greeted(connection)
         connection.recv(64)
@@ -169,7 +169,7 @@ def test_an_answer_of_an_impossible_length(serving: Callable[[Serve], Address], 
         StoreClient(serving(serve), deadline_s=60).compare_set("k", b"", b"v", deadline_s=60)
 
 
-def test_one_that_closes_in_the_middle(serving: Callable[[Serve], Address]) -> None:
+def test_server_that_closes_during_an_answer(serving: Callable[[Serve], Address]) -> None:
     def serve(connection: socket.socket) -> None:
         greeted(connection)
         connection.recv(64)
@@ -180,7 +180,7 @@ def test_one_that_closes_in_the_middle(serving: Callable[[Serve], Address]) -> N
         StoreClient(serving(serve), deadline_s=60).compare_set("k", b"", b"v", deadline_s=60)
 
 
-def test_one_that_reads_nothing_does_not_hold_us_up(serving: Callable[[Serve], Address]) -> None:
+def test_server_that_reads_nothing_does_not_block(serving: Callable[[Serve], Address]) -> None:
     client = StoreClient(serving(greeted), deadline_s=60)
     with pytest.raises(NodeStoreError, match="no answer in time"):
         client.set("k", b"v" * LARGEST_VALUE, deadline_s=0.3)

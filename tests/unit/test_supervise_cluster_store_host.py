@@ -1,4 +1,4 @@
-"""The helper that has the store: it starts on its host alone, once, and ends with whoever started it."""
+"""The helper that serves the store: it starts once, on its host alone, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def port() -> int:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("host", [pytest.param("127.0.0.1", marks=pytest.mark.nightly), "localhost"])
-def test_of_two_on_one_host_the_first_starts_it(make: Callable[..., StoreHost], host: str) -> None:
+def test_first_supervisor_on_a_host_starts_the_store(make: Callable[..., StoreHost], host: str) -> None:
     number = port()
     one, other = make(host, number), make(host, number)
     assert [one.has_started, other.has_started] == [True, False]
@@ -69,20 +69,20 @@ def test_of_two_on_one_host_the_first_starts_it(make: Callable[..., StoreHost], 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("stopped", [False, True])
-def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path, stopped: bool) -> None:
+def test_store_ends_with_a_killed_parent(tmp_path: Path, stopped: bool) -> None:
     words = [sys.executable, "-c", PARENT, str(port()), str(tmp_path / "log")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         helper = process.identify(int(parent.stdout.readline()))
         assert helper is not None and helper.is_alive()
-        if not stopped:  # else it has not even begun to import torch
+        if not stopped:  # else it has not begun to import torch
             StoreClient(Address("127.0.0.1", int(words[3])), deadline_s=STARTS_S).close()
         parent.send_signal(signal.SIGKILL)
     until(lambda: not helper.is_alive(), "its end")
 
 
 @pytest.mark.torch
-def test_a_signal_to_every_process_of_the_job_leaves_it_alone(make: Callable[..., StoreHost]) -> None:
+def test_store_host_survives_signals_to_the_whole_job(make: Callable[..., StoreHost]) -> None:
     one = make("127.0.0.1", port())
     for number in process.FORWARDED:
         os.kill(one._pid, number)
@@ -92,7 +92,7 @@ def test_a_signal_to_every_process_of_the_job_leaves_it_alone(make: Callable[...
 
 
 @pytest.mark.torch
-def test_one_that_is_stopped_does_not_hold_the_end_up(make: Callable[..., StoreHost]) -> None:
+def test_stopped_store_does_not_delay_the_end(make: Callable[..., StoreHost]) -> None:
     one = make("127.0.0.1", port())
     helper = process.identify(one._pid)
     assert helper is not None
@@ -101,7 +101,7 @@ def test_one_that_is_stopped_does_not_hold_the_end_up(make: Callable[..., StoreH
     assert not helper.is_alive()
 
 
-def test_an_interpreter_without_torch_says_so(make: Callable[..., StoreHost], tmp_path: Path) -> None:
+def test_interpreter_without_torch_is_reported(make: Callable[..., StoreHost], tmp_path: Path) -> None:
     without = tmp_path / "python"
     without.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
     without.chmod(0o700)
@@ -110,13 +110,13 @@ def test_an_interpreter_without_torch_says_so(make: Callable[..., StoreHost], tm
     assert "No module named 'torch'" in one.problem
 
 
-def test_an_interpreter_that_does_not_exist(make: Callable[..., StoreHost]) -> None:
+def test_nonexistent_interpreter_is_reported(make: Callable[..., StoreHost]) -> None:
     one = make("127.0.0.1", port(), "/nonexistent/python")
     assert not one.has_started
     assert "No such file" in one.problem
 
 
-def test_elsewhere_nothing_is_started(make: Callable[..., StoreHost]) -> None:
-    assert not make("192.0.2.1", port()).has_started  # a documentation address: nobody's
+def test_other_hosts_start_no_store(make: Callable[..., StoreHost]) -> None:
+    assert not make("192.0.2.1", port()).has_started  # a documentation address
     assert is_this_host("127.0.0.1") and is_this_host("localhost")
     assert not is_this_host("host.invalid")

@@ -1,4 +1,4 @@
-"""Which runs there are on this node, by their directories."""
+"""Discovery of runs on this node by their directories."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from safelaunch.supervise.control.discover import look
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_a_run_that_has_not_named_its_owner_yet_lives_while_somebody_holds_its_directory(
-    tmp_path: Path, held: bool
-) -> None:
+def test_run_without_an_owner_file_is_alive_while_its_directory_is_held(tmp_path: Path, held: bool) -> None:
     run = tmp_path / "r4711"
     run.mkdir(mode=0o700)
     descriptor = os.open(run, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The supervisor's end of the control socket: nobody who half asks, or does not listen, holds up anybody else."""
+"""The supervisor's end of the control socket: slow or incomplete clients block no other client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BIG = "x" * (4 << 20)  # more than a socket holds
 
 
 class Answering:
-    """A server that is polled as the supervisor does it, and how long the slowest poll took."""
+    """A server that is polled as in a supervisor, and the time of its slowest poll."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,7 +81,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("said", SAID.values(), ids=SAID)
-def test_who_asks_nothing_or_half_is_in_nobodys_way(said: bytes, answering: Answering) -> None:
+def test_incomplete_requests_block_no_other_client(said: bytes, answering: Answering) -> None:
     clients = [answering.connected(said) for _ in range(3)]
     assert answering.status() == "status"
     for client in clients:
@@ -89,7 +89,7 @@ def test_who_asks_nothing_or_half_is_in_nobodys_way(said: bytes, answering: Answ
     assert answering.status() == "status"
 
 
-def test_who_finds_the_socket_finds_a_listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_has_a_listener_once_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
     listen = socket.socket.listen
 
@@ -102,13 +102,13 @@ def test_who_finds_the_socket_finds_a_listener(tmp_path: Path, monkeypatch: pyte
     assert found == [False] and (tmp_path / "control").exists()
 
 
-def test_who_says_nothing_is_dropped(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_client_is_dropped(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "REQUEST_DEADLINE_S", 0.2)
     with answering.connected() as silent, answering.connected(b'{"comm') as half:
         assert silent.recv(1) == half.recv(1) == b""
 
 
-def test_who_does_not_read_the_answer_is_dropped_and_keeps_nobody_waiting(
+def test_client_that_reads_nothing_is_dropped_and_blocks_no_other(
     answering: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "ANSWER_DEADLINE_S", 0.5)
@@ -120,12 +120,12 @@ def test_who_does_not_read_the_answer_is_dropped_and_keeps_nobody_waiting(
     with slow:
         while slow.recv(1 << 20):
             pass  # what had been sent before it was dropped
-    assert threading.active_count() <= threads, "nobody waits for them in a thread"
+    assert threading.active_count() <= threads, "no thread waits for them"
     for client in deaf:
         client.close()
 
 
-def test_who_reads_slowly_gets_all_of_it(answering: Answering) -> None:
+def test_slow_reader_gets_the_whole_answer(answering: Answering) -> None:
     with answering.connected(b'{"command": "much"}\n') as client:
         data = b""
         while chunk := client.recv(200_000):
@@ -134,7 +134,7 @@ def test_who_reads_slowly_gets_all_of_it(answering: Answering) -> None:
     assert len(json.loads(data)["much"]) == len(BIG)
 
 
-def test_many_that_say_nothing_make_room(answering: Answering) -> None:
+def test_many_silent_clients_make_room(answering: Answering) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     crowd = [answering.connected() for _ in range(3 * control.MOST_CLIENTS)]
     assert answering.status() == "status"
@@ -145,7 +145,7 @@ def test_many_that_say_nothing_make_room(answering: Answering) -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 2 * len(crowd)
 
 
-def test_who_waits_for_a_dump_is_not_dropped(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_waits_for_a_dump_is_not_dropped(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
     with answering.connected(b'{"command": "dump"}\n') as patient:
         while not answering.kept:
             time.sleep(0.01)
@@ -160,8 +160,8 @@ def test_who_waits_for_a_dump_is_not_dropped(answering: Answering, monkeypatch: 
             client.close()
 
 
-def test_who_asks_while_the_queue_is_full_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a moment in which the supervisor was busy: the kernel takes no more connections then."""
+def test_client_is_answered_after_a_full_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the supervisor was busy for a moment, the kernel accepts no more connections."""
     monkeypatch.chdir(tmp_path)
     server = Server(Path("control"))
     crowd = []
@@ -187,7 +187,7 @@ def test_who_asks_while_the_queue_is_full_is_answered(tmp_path: Path, monkeypatc
         client.close()
 
 
-def test_an_answer_that_comes_by_drops_has_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_that_trickles_in_has_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     over = threading.Event()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:

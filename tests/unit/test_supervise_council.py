@@ -1,4 +1,4 @@
-"""What a supervisor makes of what the others say: a suspicion, an incident's outcome, what a person is told."""
+"""A supervisor's part in a council: a suspicion, an incident's result, and notices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from safelaunch.supervise.watch.stall import Policy
 
 @pytest.fixture
 def node(tmp_path: Path) -> Council:
-    """Its channel is not started: a test says what has been heard (``say``)."""
+    """A council whose channel is not started: a test says what it has read (``say``)."""
     plan = Plan((), {}, (), "train", tmp_path, None, Settings(), True, (), command=CommandLine((), (), ("train.py",)))
     about = JobContext("train", tmp_path, tmp_path / "bundles", tmp_path, {}, host="here")
     made = Council(plan, about, Watch(Roster(RunPaths(tmp_path)), Policy(5.0, 60.0, 60.0), 0.0))
@@ -44,7 +44,7 @@ def say(node: Council, *, page: dict[str, Any] | None = None, **changes: Any) ->
     node.channel.view = dataclasses.replace(seen, page=replace(seen.page, **(page or {})), **changes)
 
 
-def test_nobody_is_asked_where_a_rank_is_not_seen_or_the_leader_not_heard(node: Council) -> None:
+def test_no_incident_is_requested_without_coverage_or_leader(node: Council) -> None:
     assert node.suspect(2.0)
     assert (node.channel.beat.doing, node.channel.beat.suspects) == ("suspecting", 0)
     say(node, silent_s=SILENT_S)
@@ -59,7 +59,7 @@ def test_nobody_is_asked_where_a_rank_is_not_seen_or_the_leader_not_heard(node: 
     assert (node.is_covered, node.why_alone) == (False, "no store at h:1: refused")
 
 
-def test_a_call_is_answered_once_and_answers_what_was_asked_while_it_was_open(node: Council) -> None:
+def test_incident_is_joined_once_and_answers_the_own_suspicion(node: Council) -> None:
     assert node.pending_call() is None
     say(node, page={"phase": "looking", "incident": 3})
     call = node.pending_call()
@@ -83,12 +83,12 @@ def test_a_call_is_answered_once_and_answers_what_was_asked_while_it_was_open(no
         ({"incident": 2, "phase": "idle"}, "alone"),
     ],
 )
-def test_the_outcome(node: Council, page: dict[str, Any], outcome: RoundOutcome | None) -> None:
+def test_outcome_follows_from_the_leaders_page(node: Council, page: dict[str, Any], outcome: RoundOutcome | None) -> None:
     say(node, page=page)
     assert node.outcome(3) == outcome
 
 
-def test_a_leader_that_is_not_heard_is_given_time_to_be_followed(node: Council) -> None:
+def test_silent_leader_is_awaited_until_a_successor_can_lead(node: Council) -> None:
     say(node, page={"incident": 3, "phase": "looking"}, silent_s=SILENT_S + 1)
     assert node.outcome(3) is None
     say(node, silent_s=SILENT_S + SUCCEED_S)
@@ -96,14 +96,14 @@ def test_a_leader_that_is_not_heard_is_given_time_to_be_followed(node: Council) 
 
 
 @pytest.mark.parametrize("result", ["alive", "moving"])
-def test_an_incident_that_was_over_before_this_node_looked(node: Council, result: VoteResult) -> None:
+def test_incident_that_ended_before_the_look_gives_its_result(node: Council, result: VoteResult) -> None:
     node.suspect(2.0)
     assert node.outcome(0) is None
     say(node, page={"incident": 1, "phase": "idle", "result": result})
     assert node.outcome(0) == result
 
 
-def test_what_is_known_of_all_nodes_has_to_be_new(node: Council) -> None:
+def test_survey_must_be_new(node: Council) -> None:
     here = NodeStatus("here", "0-1", 7, doing="watching", here=True)
     say(node, survey=(5.0, (here,)))
     assert node.request_survey()
@@ -112,7 +112,7 @@ def test_what_is_known_of_all_nodes_has_to_be_new(node: Council) -> None:
     assert not node.request_survey()
 
 
-def test_one_node_queries_nccl_for_all_and_ranks_live_until_the_nodes_have_agreed(node: Council) -> None:
+def test_leader_queries_nccl_and_ranks_live_until_agreement(node: Council) -> None:
     assert not node.queries_nccl and node.why_ranks_must_live == "the nodes have yet to agree"
     say(node, leads=True)
     assert node.queries_nccl
@@ -120,12 +120,12 @@ def test_one_node_queries_nccl_for_all_and_ranks_live_until_the_nodes_have_agree
     assert node.queries_nccl and node.why_ranks_must_live == "", "alone, each asks, and ends its ranks"
 
 
-# --- what a person is told --------------------------------------------------------------------------------------------
+# --- notices ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def notices() -> NodeNotices:
-    """Of the first of three nodes."""
+    """The notices of the first of three nodes."""
     channel = Channel(NodeCard("", "here", 1, "0.1", "2.13", node_rank=0))
     return NodeNotices(SharedStore(Address("h", 1), "x", nodes=3), channel, ("here", "gone", "there"))
 
@@ -140,11 +140,11 @@ SILENT = PeerView(LeaderPage(leader=1, silent=(2,)), why="")
 LOST = PeerView(why="it has closed the connection", lost="closed")
 
 
-def test_what_becomes_of_the_others_is_told_once(notices: NodeNotices, capfd: pytest.CaptureFixture[str]) -> None:
+def test_changes_of_other_nodes_are_reported_once(notices: NodeNotices, capfd: pytest.CaptureFixture[str]) -> None:
     changes(notices, COVERED, 0)
     changes(notices, SILENT, 1, 2)
     changes(notices, LOST, *range(3, 20))
-    assert notices.apart, "a crash that comes later is told of it too"
+    assert notices.apart, "a later crash knows it, too"
     changes(notices, COVERED, 20, 21, 22)
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 3
@@ -152,17 +152,19 @@ def test_what_becomes_of_the_others_is_told_once(notices: NodeNotices, capfd: py
     assert "is restored" in said[2]
 
 
-def test_whose_ranks_have_ended_misses_nobody(notices: NodeNotices, capfd: pytest.CaptureFixture[str]) -> None:
-    """At a healthy end, the store goes with the node that has it, and the others' torchruns end later."""
+def test_node_whose_ranks_ended_reports_no_lost_contact(
+    notices: NodeNotices, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At a healthy end, the store ends with its node, and the others' torchruns end later."""
     changes(notices, COVERED, 0)
     changes(notices, SILENT, 1, ending=True)
     changes(notices, LOST, *range(2, 60), ending=True)
     assert capfd.readouterr().err == ""
-    changes(notices, LOST, *range(60, 70))  # torchrun has started ranks anew
+    changes(notices, LOST, *range(60, 70))  # torchrun has restarted the ranks
     assert capfd.readouterr().err.count("lost contact with the other nodes") == 1
 
 
-def test_nodes_of_another_torch_are_told_of_once(notices: NodeNotices, capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_torch_version_is_reported_once(notices: NodeNotices, capfd: pytest.CaptureFixture[str]) -> None:
     changes(notices, dataclasses.replace(COVERED, nodes=(NodeCard("b", "there", 1, "0.1", "2.9"),)), 0, 1, 2)
     assert capfd.readouterr().err.splitlines() == ["safelaunch: torch differs between nodes: 2.13 here, 2.9 on there"]
 
@@ -177,7 +179,7 @@ def come(notices: NodeNotices, number: int, *nodes: NodeCard, seconds: range) ->
 THERE = NodeCard("b", "there.lan", 1, "0.1", "2.13", node_rank=2)
 
 
-def test_who_has_come_to_a_rendezvous_is_told_and_known_after_the_others_have_left(
+def test_incomplete_rendezvous_is_reported_and_remembered(
     notices: NodeNotices, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert notices.rendezvous is None
@@ -197,15 +199,13 @@ def test_who_has_come_to_a_rendezvous_is_told_and_known_after_the_others_have_le
 
 
 @pytest.mark.parametrize("hosts", [(), ("here", "there")])
-def test_a_list_of_other_hosts_than_the_jobs_names_nobody(notices: NodeNotices, hosts: tuple[str, ...]) -> None:
+def test_list_of_other_hosts_names_no_missing_one(notices: NodeNotices, hosts: tuple[str, ...]) -> None:
     notices._hosts = hosts
     come(notices, 2, THERE, seconds=range(3))
     assert notices.rendezvous is not None and notices.rendezvous.absent_hosts == ()
 
 
-def test_a_rendezvous_that_somebody_stops_elsewhere_has_failed_for_no_other_reason(
-    node: Council, notices: NodeNotices
-) -> None:
+def test_rendezvous_stopped_on_another_node_is_not_incomplete(node: Council, notices: NodeNotices) -> None:
     node._notices = notices
     come(notices, 2, THERE, seconds=range(3))
     assert node.rendezvous is not None

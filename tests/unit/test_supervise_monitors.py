@@ -46,7 +46,7 @@ def test_monitors_are_ticked_and_finished(monkeypatch: pytest.MonkeyPatch) -> No
     assert monitor.calls == ["tick", True]
 
 
-def test_a_monitor_that_fails_is_reported_once_and_costs_no_other(
+def test_failing_monitor_is_reported_once_and_others_continue(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     failing, other = Recording(fails_at=2), Recording()
@@ -88,11 +88,11 @@ class Council:
     ],
     ids=["the leader", "the leader has no such topic yet", "a follower", "another topic", "not every rank is seen"],
 )
-def test_a_topic_is_led_if_every_rank_is_seen_and_the_leader_gathers_it(council: Council, is_led: bool) -> None:
+def test_topic_is_led_if_leader_gathers_every_rank(council: Council, is_led: bool) -> None:
     assert Topic("numbers", cast("Any", council)).is_led is is_led
 
 
-def test_each_value_of_a_topic_is_an_edition_and_is_read_once() -> None:
+def test_topic_value_is_read_once_per_edition() -> None:
     council = Council(leads=True)
     topic = Topic("numbers", cast("Any", council))
     topic.gather()

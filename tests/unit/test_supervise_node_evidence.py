@@ -1,4 +1,4 @@
-"""What a supervisor knows of the nodes of its job, as evidence."""
+"""The nodes of a job as evidence."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def told(found: PeerView, store: Lost = "") -> NodeEvidence:
     return others[0]
 
 
-def test_a_node_that_is_heard() -> None:
+def test_responding_node_reports_its_ranks_and_versions() -> None:
     versions = {"torch": "2.9", "safelaunch": "0.1", "script": "abc"}
     assert told(seen()) == NodeEvidence("there", 2, (2, 3), last="watching", **versions)
     assert told(seen(replace(BEAT, submitted=(("crash.1", 2),), trouble="oh"))).last == "failing"
 
 
-def test_a_silent_one_is_asked_whether_its_host_answers() -> None:
+def test_host_of_a_silent_node_is_probed() -> None:
     found = told(seen(silent_s=20.04))
     assert (found.silent_s, found.probe, found.is_gone) == (20.0, "answers", True)
 
@@ -66,10 +66,10 @@ def test_a_silent_one_is_asked_whether_its_host_answers() -> None:
         ("192.0.2.1", None, "no route"),  # the address is gone
     ],
 )
-def test_a_node_without_a_link_asks_nobody(
+def test_node_without_a_link_probes_no_host(
     own: str, flags: int | None, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another route may lead to somebody who answers."""
+    """Another route might lead to another host that answers."""
 
     def ioctl(of: socket.socket, what: int, request: bytes) -> bytes:
         got = as_it_is(of, what, request)
@@ -81,12 +81,12 @@ def test_a_node_without_a_link_asks_nobody(
 
 
 @pytest.mark.parametrize("doing", ["stopping", "ended"])
-def test_one_that_has_said_goodbye_is_not(doing: Any) -> None:
+def test_node_that_left_is_not_probed(doing: Any) -> None:
     found = told(seen(replace(BEAT, doing=doing), 20.0))
     assert (found.last, found.probe, found.is_gone) == (doing, "", False)
 
 
-def test_the_store_that_was_lost_is_of_the_node_that_hosts_it() -> None:
+def test_lost_store_belongs_to_its_host() -> None:
     assert told(seen(page=None), "closed").store == "closed"
     assert told(seen(page=None)).store == "", "it ended with this node's own agent"
     elsewhere = Peer(3, replace(THERE, host="third", hosts=False))
@@ -95,14 +95,14 @@ def test_the_store_that_was_lost_is_of_the_node_that_hosts_it() -> None:
     assert told(seen(page=None, others=(also,)), "closed").store == "", "either may"
 
 
-def test_a_probe_takes_addresses_alone_and_a_refusal_for_an_answer() -> None:
+def test_probe_needs_an_address_and_counts_a_refusal_as_an_answer() -> None:
     assert probe("127.0.0.1", free_port(), deadline_s=2.0) == "answers"
     with socket.create_server(("127.0.0.1", 0)) as listening:
         assert probe("127.0.0.1", listening.getsockname()[1], deadline_s=2.0) == "answers"
     assert probe("localhost", 1, deadline_s=2.0) == probe("", 1, deadline_s=2.0) == ""
 
 
-def test_how_an_agent_is() -> None:
+def test_agent_state_follows_its_process() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         until(lambda: agent_state(process.pid) == "running")
         os.kill(process.pid, signal.SIGSTOP)
@@ -112,7 +112,7 @@ def test_how_an_agent_is() -> None:
     assert agent_state(process.pid) == "gone"
 
 
-def test_scripts_are_told_apart(tmp_path: Path) -> None:
+def test_digests_distinguish_scripts(tmp_path: Path) -> None:
     one, other = tmp_path / "a.py", tmp_path / "b.py"
     one.write_text("x = 1")
     other.write_text("x = 2")

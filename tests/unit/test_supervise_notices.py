@@ -1,4 +1,4 @@
-"""What is said once about how well a job can be watched."""
+"""One-time notices about how well a job can be watched."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALONE: Any = SimpleNamespace(is_covered=False, why_alone="no answer", others="")
 
 
 def watching(*workers: Worker, **known: Any) -> Any:
-    """As much of a watch as is asked."""
+    """The part of a watch that notices use."""
     roster = SimpleNamespace(workers={one.rank: one for one in workers}, pages=known.pop("pages", dict))
     plain = {"last_progress": {}, "without_beacon": tuple, "unseen": (), "world_size": 2}
     return SimpleNamespace(roster=roster, **{**plain, **known})
@@ -58,7 +58,7 @@ def said(
     return capfd.readouterr().err
 
 
-def test_a_job_without_steps_is_told_what_it_is_watched_by(capfd: pytest.CaptureFixture[str]) -> None:
+def test_job_without_steps_gets_a_notice_about_other_signals(capfd: pytest.CaptureFixture[str]) -> None:
     text = said(capfd, FRESH)
     assert text.count("no step seen") == 1
     assert "collectives, CPU, I/O and stacks" in text and "100 s (--startup-timeout)" in text
@@ -68,25 +68,25 @@ def test_a_job_without_steps_is_told_what_it_is_watched_by(capfd: pytest.Capture
 
 
 @pytest.mark.parametrize("marks", [{"step": 3}, {"paused": True}, {"phase": "eval"}])
-def test_a_job_that_marks_something_is_not(capfd: pytest.CaptureFixture[str], marks: dict[str, Any]) -> None:
+def test_job_with_marks_gets_no_notice(capfd: pytest.CaptureFixture[str], marks: dict[str, Any]) -> None:
     assert said(capfd, Progress(0, 0, 1, 0, 10, 1, "torch", **marks)) == ""
 
 
-def test_one_limit_for_steps_and_without_them_needs_no_word(capfd: pytest.CaptureFixture[str]) -> None:
+def test_single_limit_needs_no_notice(capfd: pytest.CaptureFixture[str]) -> None:
     both = Policy(100.0, 100.0, 1200.0, stall_given=True, startup_given=True)
     assert said(capfd, FRESH, policy=both) == ""
 
 
-def test_a_job_that_cannot_be_watched_is_told_loudly(capfd: pytest.CaptureFixture[str]) -> None:
+def test_unwatched_job_gets_a_loud_notice(capfd: pytest.CaptureFixture[str]) -> None:
     text = said(capfd, None, beacon=False)
     assert text.count("CANNOT WATCH") == 1 and "rank 0 (pid 10, python -I)" in text and "no step" not in text
 
 
-def test_a_rank_that_is_only_slow_to_start_is_not_said_to_be_unwatched(capfd: pytest.CaptureFixture[str]) -> None:
+def test_slow_start_gets_no_notice(capfd: pytest.CaptureFixture[str]) -> None:
     assert said(capfd, None, beacon=False, why="") == ""
 
 
-def test_a_beacon_that_appears_after_all_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+def test_late_beacon_corrects_the_notice(capfd: pytest.CaptureFixture[str]) -> None:
     workers = [Worker(rank, rank, 10 + rank, 0) for rank in range(2)]
     watch = watching(*workers)
     watch.without_beacon = lambda: [one for one in workers if one.rank not in watch.last_progress]
@@ -103,16 +103,14 @@ def test_a_beacon_that_appears_after_all_is_said(capfd: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("covered", [True, False])
-def test_a_node_without_any_beacon_is_looked_at_with_the_others(
-    capfd: pytest.CaptureFixture[str], covered: bool
-) -> None:
+def test_node_without_beacons_is_watched_with_the_others(capfd: pytest.CaptureFixture[str], covered: bool) -> None:
     others = SimpleNamespace(is_covered=covered, others="1 other node (b)", why_alone="no answer")
     text = said(capfd, None, beacon=False, unseen=(1,), council=others)
     assert ("when another node suspects the job" in text, "CANNOT WATCH" in text) == (covered, not covered)
 
 
 @pytest.mark.parametrize(("by_torchrun", "progress", "told"), [(False, None, 1), (False, FRESH, 0), (True, None, 0)])
-def test_a_command_without_ranks_is_told_that_it_is_not_watched(
+def test_command_without_ranks_gets_a_notice(
     capfd: pytest.CaptureFixture[str], by_torchrun: bool, progress: Progress | None, told: int
 ) -> None:
     watch = watching(last_progress={0: progress} if progress else {})
@@ -123,7 +121,7 @@ def test_a_command_without_ranks_is_told_that_it_is_not_watched(
 
 
 def told_of_nodes(capfd: pytest.CaptureFixture[str], *unseen: tuple[int, ...], by_agent: bool = True) -> list[str]:
-    """What is said of other nodes while the ranks not seen are ``unseen``, one tick after another, of a world of 4."""
+    """Returns the notices about other nodes if the unseen ranks are ``unseen`` in each tick, of a world of 4."""
     workers = [Worker(0, 0, 10, 0)] if by_agent else []
     watch = watching(*workers, last_progress={0: FRESH}, world_size=4)
     notices = Notices(watch, Policy(60.0, 1e6, 1800.0), 0.0, ALONE)
@@ -132,7 +130,7 @@ def told_of_nodes(capfd: pytest.CaptureFixture[str], *unseen: tuple[int, ...], b
     return [line.partition(";")[0] for line in capfd.readouterr().err.splitlines()]
 
 
-def test_which_ranks_are_watched_is_told_once_and_again_when_it_changes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_watched_ranks_are_reported_once_and_after_a_change(capfd: pytest.CaptureFixture[str]) -> None:
     assert told_of_nodes(capfd, (), (), ()) == []
     assert told_of_nodes(capfd, (0, 1), (0, 1), (0, 1)) == ["safelaunch: watching ranks 2-3 of 4"]
     assert told_of_nodes(capfd, (0, 1), (0, 1), (0, 1, 3)) == [
@@ -149,7 +147,7 @@ def test_ranks_on_another_device_than_their_own_are_named() -> None:
     assert text.startswith("ranks 9-10 compute on cuda:0, which is not the device of the rank's LOCAL_RANK")
 
 
-def test_what_a_rank_notes_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_contract_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_contract(tmp_path / "page") is None
     monkeypatch.setattr(contract, "_batch", lambda: 16)
     monkeypatch.setattr(contract, "_device", lambda: None)

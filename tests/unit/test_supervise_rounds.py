@@ -1,4 +1,4 @@
-"""What nodes make of a hang, a crash or a question together: real channels that meet in a store of this process."""
+"""Common decisions of nodes about a hang, a crash or a request: real channels that meet in a store of this process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Job:
         return self.store
 
     def meet(self, number: int = 2) -> tuple[Rounds, ...]:
-        """So many nodes, the one that leads first."""
+        """Starts nodes, and returns them with the leader first."""
         for one in range(number):
             channel = Channel(NodeCard("", f"host{one}", 1, "0.1", "2.13"))
             channel.update(ranks=(2 * one, 2 * one + 1), world=2 * number)
@@ -67,7 +67,7 @@ class Job:
         return tuple(self.nodes)
 
     def collects(self) -> None:
-        """All have voted that nothing moves."""
+        """Lets all nodes vote that nothing moves."""
         self.channels[0].update(doing="suspecting", suspects=0)
         until(lambda: all(one.view.page and one.view.page.incident for one in self.channels), "the call")
         for channel in self.channels:
@@ -75,7 +75,7 @@ class Job:
         until(lambda: {one.view.page and one.view.page.phase for one in self.channels} == {"collecting"}, "the votes")
 
     def lose(self) -> None:
-        """The store ends."""
+        """Ends the store."""
         self.is_lost = True
 
         def closed(*_: object, **__: object) -> Any:
@@ -130,7 +130,7 @@ def test_evidence_that_cannot_be_read_is_noted(job: Job) -> None:
     assert "could not be read (slot 2" in agreed.others.notes[0] and not agreed.verdict.bundle.whole
 
 
-def test_a_job_that_moves_after_all_is_no_incident(job: Job) -> None:
+def test_job_that_moves_after_all_gets_no_verdict(job: Job) -> None:
     leader, other = job.meet()
     job.collects()
     moved = Event()
@@ -148,7 +148,7 @@ def test_a_job_that_moves_after_all_is_no_incident(job: Job) -> None:
 
 
 @pytest.mark.parametrize(("overdue", "action", "outcome"), [(True, "kill", "hang"), (False, "dump", "suspect")])
-def test_where_the_others_are_lost_a_node_judges_alone(job: Job, overdue: bool, action: str, outcome: str) -> None:
+def test_node_that_lost_the_others_judges_alone(job: Job, overdue: bool, action: str, outcome: str) -> None:
     leader, _ = job.meet()
     job.collects()
     job.lose()
@@ -158,7 +158,7 @@ def test_where_the_others_are_lost_a_node_judges_alone(job: Job, overdue: bool, 
 
 
 @pytest.mark.parametrize(("overdue", "outcome"), [(True, "hang"), (False, "suspect")])
-def test_a_rank_whose_evidence_has_not_come_is_unseen(job: Job, overdue: bool, outcome: str) -> None:
+def test_rank_without_evidence_is_unseen(job: Job, overdue: bool, outcome: str) -> None:
     leader, _ = job.meet()
     job.collects()
     job.channels[1].submit("hang.1", [b"garbage"])
@@ -166,7 +166,7 @@ def test_a_rank_whose_evidence_has_not_come_is_unseen(job: Job, overdue: bool, o
     assert agreed is not None and (agreed.answer, agreed.outcome) == ("unseen", outcome)
 
 
-def test_nobody_acts_upon_what_another_round_of_ranks_makes_void(job: Job) -> None:
+def test_no_action_after_a_restart_voids_the_decision(job: Job) -> None:
     leader, other = job.meet()
     job.collects()
     led, waiting = Event(), Event()
@@ -195,7 +195,7 @@ def crashed(*ranks: int, raises: str = "Connection closed by peer") -> Evidence:
     return Evidence("crash", 4, sides, tuple(set(range(4)) - set(ranks)))
 
 
-def test_who_failed_first_judges_what_all_know(job: Job, tmp_path: Path) -> None:
+def test_node_that_failed_first_judges_the_evidence_of_all(job: Job, tmp_path: Path) -> None:
     leader, other = job.meet()
     other.report_trouble("rank 2 raised")
     theirs, own = at_once(
@@ -211,14 +211,14 @@ def test_who_failed_first_judges_what_all_know(job: Job, tmp_path: Path) -> None
     until(lambda: all(one.page and one.page.crash == 1 for one in job.nodes), "its number")
 
 
-def test_where_nobody_failed_on_its_own_account_the_nodes_agree_all_the_same(job: Job) -> None:
+def test_nodes_agree_without_a_root_failure(job: Job) -> None:
     leader, _ = job.meet()
     agreed = leader.decide_crash(crashed(0, 1))
     assert agreed.verdict is not None and agreed.verdict.culprits == ()
     assert agreed.verdict.bundle and not agreed.verdict.bundle.whole, "it lacks ranks 2-3"
 
 
-def test_a_failure_of_ones_own_that_the_others_have_not_heard_of_is_judged_here(job: Job) -> None:
+def test_root_failure_unknown_to_the_others_is_judged_here(job: Job) -> None:
     leader, other = job.meet()
     assert leader.decide_crash(crashed(0, 1)).verdict is not None
     other.report_trouble("rank 2 raised")
@@ -228,7 +228,7 @@ def test_a_failure_of_ones_own_that_the_others_have_not_heard_of_is_judged_here(
 @pytest.mark.parametrize(
     ("own", "also", "excused"), [("", "", True), ("rank 1 raised", "", False), ("", "rank 5 raised", False)]
 )
-def test_ranks_that_lost_those_of_a_node_that_starts_anew_have_not_failed(
+def test_ranks_that_lost_peers_on_a_restarting_node_have_not_failed(
     job: Job, own: str, also: str, excused: bool
 ) -> None:
     first, second, third = job.meet(3)
@@ -237,19 +237,19 @@ def test_ranks_that_lost_those_of_a_node_that_starts_anew_have_not_failed(
         if text:
             rounds.report_trouble(text)
     until(lambda: job.channels[0].view.status.restarting, "the word of the second")
-    until(lambda: bool(job.channels[0].view.status.troubles) is bool(also), "that of the third")
+    until(lambda: bool(job.channels[0].view.status.troubles) is bool(also), "the third's evidence")
     first.decide_crash(replace(crashed(0, 1), world_size=6))
     assert ("crash.1" in job.channels[0].view.decisions) is not excused
 
 
-def test_a_node_that_is_stopped_ends_the_search(job: Job) -> None:
+def test_stop_of_a_node_ends_the_round(job: Job) -> None:
     leader, _ = job.meet()
     job.channels[1].update(doing="stopping")
     until(lambda: job.channels[0].view.status.stopping, "the word")
     assert leader.decide_crash(crashed(0, 1)) == Agreement(status=PeerStatus(stopping=True))
 
 
-def test_who_has_met_nobody_or_lost_them_judges_alone(job: Job) -> None:
+def test_node_without_contact_judges_its_crash_alone(job: Job) -> None:
     about = JobContext("train", job.place, job.place, job.place, {}, host="here")
     alone = Rounds(Channel(NodeCard("", "here", 1, "0.1", "2.13")), about, lambda: (), "kill")
     assert alone.decide_crash(crashed(0, 1)) == Agreement()
@@ -258,7 +258,7 @@ def test_who_has_met_nobody_or_lost_them_judges_alone(job: Job) -> None:
     assert leader.decide_crash(crashed(0, 1)).verdict is None
 
 
-def test_a_crash_of_an_earlier_attempt_is_not_taken_for_this_one(job: Job) -> None:
+def test_crash_of_an_earlier_attempt_is_ignored(job: Job) -> None:
     leader, other = job.meet()
     assert leader.decide_crash(crashed(0, 1)).verdict is not None
     until(lambda: other.page and other.page.crash == 1, "its number")
@@ -293,9 +293,7 @@ OF_A_CHECKPOINT = RankException(
         ({}, {}, ""),
     ],
 )
-def test_what_failed_here_on_its_own_account(
-    exits: dict[int, int], exceptions: dict[int, RankException], said: str
-) -> None:
+def test_root_failure_of_this_node(exits: dict[int, int], exceptions: dict[int, RankException], said: str) -> None:
     found = own_failure("here", exits, exceptions)
     assert found.startswith(said) and bool(found) is bool(said)
 
@@ -308,15 +306,15 @@ def test_what_failed_here_on_its_own_account(
         (PeerStatus(quiet=2), "2 nodes no longer respond"),
     ],
 )
-def test_what_the_others_say_is_noted(status: PeerStatus, note: str) -> None:
+def test_status_of_the_others_is_noted(status: PeerStatus, note: str) -> None:
     (found,) = peer_notes(status)
     assert found.startswith(note)
 
 
-# --- what somebody asks for -------------------------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_one_node_asks_for_all_answer_once(job: Job) -> None:
+def test_request_is_answered_once_by_all(job: Job) -> None:
     leader, other, third = job.meet(3)
     for asks in (leader, other):  # each question is a new one
         others = [one for one in job.nodes if one is not asks]
@@ -334,7 +332,7 @@ def test_what_one_node_asks_for_all_answer_once(job: Job) -> None:
     assert third.page is not None and not third.has_pending_dump
 
 
-def test_a_dump_comes_before_a_recording_and_not_too_soon_after_another_question(job: Job) -> None:
+def test_dump_comes_first_and_questions_are_spaced(job: Job) -> None:
     leader, other, third = job.meet(3)
     recording = NodeQuestion(0, "record", b"10 s")
     with leader.asking(recording), other.asking(NodeQuestion()):
@@ -378,7 +376,7 @@ def test_parts_of_a_service_are_read_and_unusable_ones_are_noted(job: Job) -> No
     assert len(notes) == 3 and all(note.startswith("a node's count could not be read (slot ") for note in notes)
 
 
-def test_who_stops_waits_for_nobody_and_one_question_of_a_node_waits_for_the_other(job: Job) -> None:
+def test_stop_ends_the_wait_and_questions_of_a_node_are_sequential(job: Job) -> None:
     leader, _ = job.meet()
     stop, second = Event(), threading.Event()
     stop.set()
@@ -396,7 +394,7 @@ def test_who_stops_waits_for_nobody_and_one_question_of_a_node_waits_for_the_oth
     thread.join()
 
 
-def test_where_nobody_is_heard_nobody_is_asked(job: Job) -> None:
+def test_node_that_is_alone_asks_no_other(job: Job) -> None:
     (alone,) = job.meet(1)
     with alone.asking(NodeQuestion()) as answers:
         assert answers(Event()).is_complete and job.channels[0].beat.asks is None
@@ -422,7 +420,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_small_travels_and_of_a_log_the_end(root: Path) -> None:
+def test_small_files_and_ends_of_logs_travel(root: Path) -> None:
     found = small_files(root, records=True)
     recorders = {f"ranks/{rank}/flight_recorder.pickle" for rank in (3, 4)}
     assert set(found) == {"node/a/resources.json", "node/a/kernel_log.txt", *recorders}
@@ -432,12 +430,12 @@ def test_what_is_small_travels_and_of_a_log_the_end(root: Path) -> None:
     assert small_files(root / "none", records=True) == {}
 
 
-def test_recorders_travel_as_long_as_there_is_room(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorders_travel_within_the_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submissions, "MOST_PICKLES", 15)
     assert [name for name in small_files(root, records=True) if "pickle" in name] == ["ranks/3/flight_recorder.pickle"]
 
 
-def test_nodes_of_one_host_name_are_kept_apart() -> None:
+def test_nodes_with_the_same_host_name_are_kept_apart() -> None:
     assert distinct_name("node/a/x.json", 2, {"a"}) == "node/a-2/x.json"
     assert distinct_name("node/b/x.json", 2, {"a"}) == "node/b/x.json"
     assert distinct_name("ranks/1/flight_recorder.pickle", 2, {"a", "1"}) == "ranks/1/flight_recorder.pickle"

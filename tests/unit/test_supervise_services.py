@@ -98,13 +98,13 @@ def test_equal_requests_share_an_answer_and_another_one_is_refused(services: Ser
         ("frames", 3, "this run has nothing that answers 'frames'"),
     ],
 )
-def test_a_request_that_nothing_can_serve_is_answered_at_once(
+def test_unservable_request_is_answered_at_once(
     command: str, count: object, problem: str, services: Services, files: OpenFiles
 ) -> None:
     assert ask(services, count, command).value == ServiceAnswer(problem=problem)
 
 
-def test_a_failure_is_answered_without_secrets(services: Services, files: OpenFiles) -> None:
+def test_failure_answer_contains_no_secrets(services: Services, files: OpenFiles) -> None:
     files.go.set()
     client = ask(services, -1)
     until(lambda: services.busy, "the failure")
@@ -112,7 +112,7 @@ def test_a_failure_is_answered_without_secrets(services: Services, files: OpenFi
     assert client.value == ServiceAnswer(problem="ValueError: a [redacted] count")
 
 
-def test_a_service_gives_way_to_a_dump_and_ends_with_the_job(services: Services, files: OpenFiles) -> None:
+def test_service_yields_to_a_dump_and_ends_with_the_job(services: Services, files: OpenFiles) -> None:
     client = ask(services, 3)
     services.yield_to_dump()
     until(lambda: services.busy, "the end")

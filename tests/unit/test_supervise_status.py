@@ -1,4 +1,4 @@
-"""What a status tells only because somebody asks: looks at silent ranks, and the memory that NVML reports."""
+"""Parts of a status that are read on request: looks at silent ranks, and GPU memory by NVML."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TARGETS = tuple(Target(rank, rank, 1000 + rank, 1) for rank in range(3))
         (None, "not seen"),
     ],
 )
-def test_what_a_silent_rank_does(seen: RankLook | None, words: str) -> None:
+def test_activity_of_a_silent_rank_is_described(seen: RankLook | None, words: str) -> None:
     assert activity_of(seen) == words
 
 
@@ -56,14 +56,14 @@ def test_only_silent_ranks_are_looked_at_once_until_they_move() -> None:
     ask({1: 5.0})
     ask({1: 5.0})
     assert asked == [[1]] and silent.words(1, 5.0) == "train.py:7 (train)"
-    assert silent.words(1, 6.0) == "", "it has got on since"
+    assert silent.words(1, 6.0) == "", "it has made progress since"
     ask({1: 5.0, 2: 4.0})
     assert asked == [[1], [2]]
     ask({1: 5.0}, later_s=AGAIN_S + 1)
     assert asked[-1] == [1]
 
 
-def test_a_look_that_fails_costs_only_its_words() -> None:
+def test_failed_look_leaves_only_its_description_empty() -> None:
     def fails(targets: Sequence[Target]) -> Looks:
         raise OSError("no")
 
@@ -74,7 +74,7 @@ def test_a_look_that_fails_costs_only_its_words() -> None:
     assert silent.words(1, 5.0) == "not seen"
 
 
-def test_the_memory_of_all_gpus_by_process(node: stub.Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_is_summed_per_process(node: stub.Node, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in node.environ.items():
         monkeypatch.setenv(name, value)
     node.write(f"process 0 {os.getpid()} 1000", f"process 3 {os.getpid()} 500", "process 3 4711 7", gpus=4)
@@ -82,7 +82,7 @@ def test_the_memory_of_all_gpus_by_process(node: stub.Node, monkeypatch: pytest.
     assert (found[os.getpid()], found[4711]) == (1500, 7)
 
 
-def test_a_node_without_gpus_is_asked_once(tmp_path: Path) -> None:
+def test_node_without_gpus_is_queried_once(tmp_path: Path) -> None:
     asked = []
 
     def ask() -> Result[Gpus]:
@@ -98,6 +98,6 @@ def test_a_node_without_gpus_is_asked_once(tmp_path: Path) -> None:
     assert asked == [1]
 
 
-def test_processes_without_a_number_count_for_nothing() -> None:
+def test_processes_without_a_size_count_as_zero() -> None:
     found = Gpus(gpus=(Gpu(0, error="lost"), Gpu(processes=(GpuProcess(1),))))
     assert memory_by_process(Result(found, "NVML", 0.0)) == {1: 0}

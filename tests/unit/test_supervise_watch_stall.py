@@ -1,4 +1,4 @@
-"""The stall detector, fed with histories. No clock runs here: times are numbers in the test."""
+"""The stall detector over histories. No clock runs here: times are numbers in the test."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rank(number: int, stepped: float | None = None, *, claimed: float = 0.0, **m
 
 @dataclass
 class Replay:
-    """Plays a job: ``marks`` at each tick, and what a closer look would see; collects events with their times."""
+    """Plays a job: ``marks`` at each tick, and ``found`` by closer looks. Collects events with their times."""
 
     marks: Callable[[float], Sequence[ProgressMark]]
     found: Callable[[float], JobCondition] = lambda now: "dead"
@@ -105,13 +105,13 @@ def phase(name: str, since: float, timeout_s: float = 0.0) -> dict[str, Any]:
 
 
 def suspected(at: float) -> list[tuple[float, str]]:
-    """And found dead."""
+    """Returns the events of a suspicion that finds the job dead."""
     return [(at, "suspect"), (at + 2.0, "hang")]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A history, played to ``until_s``, and all events that it leads to."""
+    """A history, played to ``until_s``, and all its events."""
 
     marks: Callable[[float], Sequence[ProgressMark]]
     until_s: float
@@ -124,20 +124,20 @@ CASES = {
     "slow steps below the threshold": Case(lambda now: [rank(0, stepping(now, 29.5))], 600, []),
     "nobody has come": Case(lambda now: [], 2000, []),
     "a hang is said once": Case(lambda now: [rank(0, 10.0)], 5000, suspected(40.0)),
-    # Its evidence is being collected: there is no way back that would not lie in the bundle.
+    # Its evidence is being collected, so the verdict stays.
     "moves after the verdict": Case(lambda now: [rank(0, 10.0 if now < 50 else now)], 100, suspected(40.0)),
     # Before the first step.
     "the latest arrival": Case(
         lambda now: [rank(0, claimed=1.0), *([rank(1, claimed=60.0)] if now >= 60 else [])], 200, suspected(160.0)
     ),
     "the first step": Case(lambda now: [rank(0, stepping(now, 1.0, first=90.0, until=90.0))], 130, suspected(120.0)),
-    "an evaluator beside the trainers": Case(lambda now: [rank(0), rank(1, stepping(now, 1.0))], 2000, []),
+    "an evaluator next to trainers": Case(lambda now: [rank(0), rank(1, stepping(now, 1.0))], 2000, []),
     "no step at all": Case(lambda now: [rank(0)], 200, suspected(100.0)),
-    # Who is not judged.
+    # Ranks that are not judged.
     "one has exited": Case(lambda now: [rank(0, 10.0, exited=True), rank(1, stepping(now, 1.0))], 600, []),
     "all have exited": Case(lambda now: [rank(0, 10.0, exited=True), rank(1, exited=True)], 2000, []),
     "a peer has exited": Case(lambda now: [rank(0, 10.0, exited=True), rank(1, 12.0)], 60, suspected(42.0)),
-    # One rank waits for its user's input; its peers wait for it, and are not blamed for that when it goes on.
+    # One rank waits for its user's input; its peers wait for it, and are not blamed when it continues.
     "a pause of one": Case(lambda now: [paused(0, 15, 500, now), rank(1, 10.0)], 540, suspected(530.0)),
     "a pause during the look": Case(
         lambda now: [paused(0, 41, 600, now), rank(1, 10.0)],
@@ -191,7 +191,7 @@ CASES = {
         60,
         suspected(15.0),
     ),
-    # A suspended job (kill -STOP, a frozen cgroup): when it goes on, it has its whole threshold again.
+    # A suspended job (kill -STOP, a frozen cgroup): when it continues, it has its whole threshold again.
     "all are stopped": Case(
         lambda now: [rank(0, 10.0)],
         80,
@@ -215,12 +215,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_becomes_of_a_job(case: str) -> None:
+def test_outcome_of_a_job_follows_its_progress(case: str) -> None:
     one = CASES[case]
     assert Replay(one.marks, one.found).until(one.until_s) == one.events
 
 
-def test_the_slowest_rank_is_suspected_while_its_peers_go_on() -> None:
+def test_slowest_rank_is_suspected_while_its_peers_step() -> None:
     """Rank 2 stops at 40 s; a collective is far away: measured from rank 2."""
     job = Replay(lambda now: [rank(r, stepping(now, 1.0, until=40 if r == 2 else 1e9)) for r in range(4)])
     assert job.until(80) == suspected(70.0)
@@ -229,7 +229,7 @@ def test_the_slowest_rank_is_suspected_while_its_peers_go_on() -> None:
     assert (stall.before_first_step, stall.step) == (False, 7)
 
 
-def test_ranks_that_stand_equally_long_are_suspected_together() -> None:
+def test_ranks_with_equal_marks_are_suspected_together() -> None:
     job = Replay(lambda now: [rank(r, stepping(now, 1.0, until=20 if r != 3 else 25)) for r in range(4)])
     job.until(60)
     assert job.stalls[0].ranks == (0, 1, 2)
@@ -239,14 +239,14 @@ def test_ranks_that_stand_equally_long_are_suspected_together() -> None:
     assert (stall.before_first_step, stall.ranks, stall.threshold_s, stall.step) == (True, (0, 1), 100.0, None)
 
 
-def test_the_suspicion_comes_within_a_tick_of_the_threshold() -> None:
+def test_suspicion_is_raised_within_a_tick_of_the_threshold() -> None:
     job = Replay(lambda now: [rank(0, stepping(now, 0.1, until=33.33))])
     (at, kind), *_ = job.until(80)
     assert kind == "suspect"
     assert 0 <= at - (33.3 + POLICY.stall_s) <= TICK_S + 1e-6
 
 
-def test_a_never_stepped_rank_that_works_is_given_up_at_the_users_limit_alone() -> None:
+def test_working_rank_without_steps_ends_only_at_the_user_limit() -> None:
     job = Replay(lambda now: [rank(0)], lambda now: "alive")
     job.until(20_000)
     assert set(job.kinds) == {"suspect", "undecided"} and len(job.events) > 300
@@ -255,8 +255,8 @@ def test_a_never_stepped_rank_that_works_is_given_up_at_the_users_limit_alone() 
     assert job.events[-1] == (360.0, "hang")
 
 
-def test_the_users_threshold_counts_from_when_the_job_was_last_seen_to_work() -> None:
-    """On a starved machine it may get to its work between two looks only."""
+def test_user_threshold_counts_from_the_last_observed_work() -> None:
+    """On a starved machine, it might work only between two looks."""
     job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive" if now < 60 else "unknown", GIVEN)
     worked = [at for at, kind in job.until(400) if kind == "undecided" and at < 60]
     assert job.events[-1][1] == "hang"
@@ -267,7 +267,7 @@ def test_the_users_threshold_counts_from_when_the_job_was_last_seen_to_work() ->
 
 
 def test_short_pauses_do_not_hide_another_ranks_hang() -> None:
-    """Rank 0 pauses briefly again and again, and steps between; rank 1 stands."""
+    """Rank 0 pauses briefly and often, and steps between; rank 1 is stuck."""
 
     def marks(now: float) -> list[ProgressMark]:
         since = now // 10 * 10
@@ -282,8 +282,8 @@ def test_short_pauses_do_not_hide_another_ranks_hang() -> None:
 # --- the clock --------------------------------------------------------------------------------------------------------
 
 
-def test_a_gap_in_our_own_clock_starts_it_again() -> None:
-    """The supervisor was stopped (Ctrl-Z, a debugger) for an hour: what it missed is no stall."""
+def test_gap_between_ticks_restarts_the_clock() -> None:
+    """The supervisor was stopped (Ctrl-Z, a debugger) for an hour, which is not a stall."""
     job = Replay(lambda now: [rank(0, 10.0)])
     job.until(20)
     job.step(3600.0)
@@ -292,14 +292,14 @@ def test_a_gap_in_our_own_clock_starts_it_again() -> None:
     assert job.until(3660)[1] == (3650.0, "suspect")
 
 
-def test_the_longest_tick_is_no_gap() -> None:
+def test_longest_tick_is_no_clock_gap() -> None:
     job = Replay(lambda now: [rank(0, 10.0)])
     job.until(39.75)
     job.step(CLOCK_GAP_S)
     assert job.kinds == ["suspect"]
 
 
-def test_a_gap_during_a_closer_look_makes_the_look_worthless_and_one_after_the_verdict_changes_nothing() -> None:
+def test_clock_gap_discards_a_look_but_no_hang() -> None:
     job = Replay(lambda now: [rank(0, 10.0)])
     job.until(41)
     assert job.kinds == ["suspect"]
@@ -312,7 +312,7 @@ def test_a_gap_during_a_closer_look_makes_the_look_worthless_and_one_after_the_v
     assert (job.kinds[-1], job.state.status) == ("hang", Status.HUNG)
 
 
-def test_a_new_attempt_starts_the_clock() -> None:
+def test_new_attempt_starts_the_clock() -> None:
     """Marks older than the start of the watch count as made then."""
     state = initial_state(START_S + 100)
     assert tick(state, (rank(0, 10.0),), POLICY, START_S + 100.25)[1] is None
@@ -324,14 +324,14 @@ def test_a_new_attempt_starts_the_clock() -> None:
 # --- the conclusion ---------------------------------------------------------------------------------------------------
 
 
-def test_undecided_until_max_stall() -> None:
+def test_working_job_is_undecided_until_max_stall() -> None:
     job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive", GIVEN)
     job.until(400)
     assert job.events[-1] == (370.0, "hang"), "360 s after the last step, exactly"
     assert set(job.kinds[:-1]) == {"suspect", "undecided"}
 
 
-def test_a_job_whose_ranks_poll_for_hours_is_never_ended_by_a_default() -> None:
+def test_job_that_polls_for_hours_is_never_ended_by_default() -> None:
     job = Replay(lambda now: [rank(0, 10.0)], lambda now: "unknown", AUTO)
     job.until(24 * 3600)
     looks = [at for at, kind in job.events if kind == "suspect"]
@@ -340,7 +340,7 @@ def test_a_job_whose_ranks_poll_for_hours_is_never_ended_by_a_default() -> None:
     assert sum(at > 20 * 3600 for at in looks) < 30
 
 
-def test_looks_grow_no_denser_than_a_quarter_of_the_threshold_and_at_most_a_minute_apart() -> None:
+def test_looks_follow_within_a_minute_or_a_quarter_threshold() -> None:
     job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive", replace(GIVEN, stall_s=600.0, max_stall_s=7200.0))
     job.until(7000)
     looks = [at for at, kind in job.events if kind == "suspect"]
@@ -365,7 +365,7 @@ CONCLUSIONS: dict[str, tuple[Stall, JobCondition, float, Policy, str, Status]] =
 
 
 @pytest.mark.parametrize("case", CONCLUSIONS)
-def test_conclusions(case: str) -> None:
+def test_conclusion_follows_from_the_answer(case: str) -> None:
     stall, found, now, policy, kind, status = CONCLUSIONS[case]
     state = DetectorState(Status.CONFIRMING, START_S, START_S + now, mark_s=stall.mark_s)
     after, event = conclude(state, stall, found, policy, START_S + now)
@@ -411,7 +411,7 @@ TABLE: dict[str, tuple[Policy, bool, Answer, Limits, float | None, float | None]
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_what_follows_from_an_answer(case: str) -> None:
+def test_limit_depends_on_the_answer(case: str) -> None:
     policy, before_first_step, answer, limits, ends_s, bundle_s = TABLE[case]
     threshold_s = policy.startup_s if before_first_step else policy.stall_s
     stall = Stall((0,), START_S, threshold_s, threshold_s, before_first_step=before_first_step)
@@ -433,19 +433,19 @@ PROOFS: dict[str, tuple[Policy, list[ProgressMark], JobCondition, list[tuple[flo
 
 
 @pytest.mark.parametrize("case", PROOFS)
-def test_a_proof_of_an_early_look_lowers_the_threshold_while_it_holds(case: str) -> None:
+def test_early_proof_lowers_the_threshold_while_it_holds(case: str) -> None:
     policy, marks, found, events = PROOFS[case]
     job = Replay(lambda now: marks, lambda now: found, policy, replace(initial_state(START_S), proved_mark_s=START_S))
     assert job.until(32.5)[: len(events)] == events
 
 
-def test_the_last_look_before_the_limit_is_timed_to_decide() -> None:
+def test_last_look_before_the_limit_leaves_time_to_decide() -> None:
     state = DetectorState(Status.CONFIRMING, START_S, START_S + 355, mark_s=START_S)
     after, _ = conclude(state, STALL, "alive", GIVEN, START_S + 355)
     assert after.look_again_s == START_S + 360 - POLICY.confirm_s
 
 
-def test_it_says_when_the_slowest_rank_will_be_suspected() -> None:
+def test_next_suspicion_is_due_from_the_slowest_rank() -> None:
     state = initial_state(START_S)
     marks = (rank(0, 3.0), rank(1, 2.0))
     state, event = tick(state, marks, POLICY, START_S + 4.0)

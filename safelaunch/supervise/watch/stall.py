@@ -189,10 +189,8 @@ def _if_proved(stall: Stall | None, state: DetectorState, policy: Policy) -> Sta
 
 
 def _base_s(state: DetectorState, covers: frozenset[tuple[int, float]], policy: Policy, now: float) -> float:
-    """Restarts the clock after a long pause or timed phase, during which the peers waited.
-
-    Phases up to the plain threshold restart nothing: frequent short ones must not hide another rank that is stuck.
-    """
+    # Restarts the clock after a long pause or timed phase, during which the peers waited. Phases up to the plain threshold
+    # restart nothing: frequent short ones must not hide another rank that is stuck.
     waited_s = max((now - since for _, since in state.covers - covers), default=0.0)
     return now if waited_s > policy.stall_s else state.base_s
 
