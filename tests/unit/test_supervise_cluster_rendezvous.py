@@ -106,14 +106,14 @@ def test_nodes_of_a_step_take_precedence_over_the_jobs() -> None:
     assert hosts_of({"SLURM_JOB_NODELIST": "n[1-8]", "SLURM_STEP_NODELIST": "n[3-4]"}) == ("n3", "n4")
 
 
-def test_slurm_steps_use_separate_stores() -> None:
+def test_slurm_steps_get_separate_rendezvous() -> None:
     steps = [{**STEP, "SLURM_STEP_ID": number} for number in ("0", "1", "0")]
     one, other, again = (meeting(None, step, "n1:29700") for step in steps)
     assert isinstance(one, SharedStore)
     assert one == again != other
 
 
-def test_jobs_on_a_shared_store_use_separate_keys() -> None:
+def test_jobs_with_different_rdzv_ids_stay_separate() -> None:
     words = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:7")
     one, other, again = (meeting(command_of(*words, f"--rdzv-id={name}"), {}) for name in ("a", "b", "a"))
     assert isinstance(one, SharedStore)

@@ -83,7 +83,9 @@ def test_incident_is_joined_once_and_answers_the_own_suspicion(node: Council) ->
         ({"incident": 2, "phase": "idle"}, "alone"),
     ],
 )
-def test_outcome_follows_from_the_leaders_page(node: Council, page: dict[str, Any], outcome: RoundOutcome | None) -> None:
+def test_outcome_follows_from_the_leaders_page(
+    node: Council, page: dict[str, Any], outcome: RoundOutcome | None
+) -> None:
     say(node, page=page)
     assert node.outcome(3) == outcome
 

@@ -121,7 +121,7 @@ def test_one_node_judges_the_evidence_of_all_and_the_others_take_its_verdict(job
     until(lambda: not any(key.split("/")[3] == "e" for key in job.store.kept), "the evidence to be removed")
 
 
-def test_evidence_that_cannot_be_read_is_noted(job: Job) -> None:
+def test_unreadable_evidence_is_noted(job: Job) -> None:
     leader, _ = job.meet()
     job.collects()
     job.channels[1].submit("hang.1", [b"garbage"])
@@ -130,7 +130,7 @@ def test_evidence_that_cannot_be_read_is_noted(job: Job) -> None:
     assert "could not be read (slot 2" in agreed.others.notes[0] and not agreed.verdict.bundle.whole
 
 
-def test_job_that_moves_after_all_gets_no_verdict(job: Job) -> None:
+def test_job_that_resumes_gets_no_verdict(job: Job) -> None:
     leader, other = job.meet()
     job.collects()
     moved = Event()

@@ -71,7 +71,7 @@ def raised(kind: str, message: str) -> RankException:
         (verdict((1, 40, 7), (0, 40, 9)), "ValueError", False),
     ],
 )
-def test_failures_with_the_same_line_and_error_are_kin(again: Verdict, kind: str, expected: bool) -> None:
+def test_failures_with_the_same_line_and_error_are_related(again: Verdict, kind: str, expected: bool) -> None:
     first = failure_key(
         verdict((1, 40, 7)), job(rank(0), rank(1, more={"exception": raised("ValueError", "loss 1.5")}))
     )
@@ -79,7 +79,7 @@ def test_failures_with_the_same_line_and_error_are_kin(again: Verdict, kind: str
     assert first is not None and (first == second) is expected
 
 
-def test_failure_without_a_line_has_no_kin() -> None:
+def test_failure_without_a_line_is_related_to_none() -> None:
     culprit = Culprit(1, "node", 101, "main", None, 40, "")
     assert (
         failure_key(Verdict(1, "crash", "rank-killed", "high", "", (culprit,), "", (), (), (), ()), job(rank(0)))

@@ -27,7 +27,7 @@ def replays() -> list[Replay]:
     return [replay(history) for history in EVERY]
 
 
-def test_histories_are_enough() -> None:
+def test_recorded_histories_contain_enough_steps() -> None:
     assert len(EVERY) >= 200
 
 
@@ -56,13 +56,13 @@ def test_rhythm_is_known_after_its_second_beat(replays: list[Replay]) -> None:
             assert len(r.suspected) <= 3, (r.history.kind, r.history.seed, r.suspected)
 
 
-def test_irregular_pauses_are_suspected_only_a_few_times(replays: list[Replay]) -> None:
+def test_irregular_pauses_are_rarely_suspected(replays: list[Replay]) -> None:
     for r in replays:
         if r.history.kind in ("hiccups", "by_the_clock"):
             assert len(r.suspected) <= 6, (r.history.kind, r.history.seed, r.suspected)
 
 
-def test_single_accident_does_not_blind_the_watch(replays: list[Replay]) -> None:
+def test_single_long_pause_does_not_blind_the_watch(replays: list[Replay]) -> None:
     for r in replays:
         if r.history.kind == "one_accident":
             assert len(r.suspected) == 1
@@ -91,7 +91,7 @@ def test_initial_threshold_applies_until_enough_steps_are_known() -> None:
         assert threshold(known, BOUNDS).seconds == BOUNDS.initial_s
 
 
-def test_floor_ceiling_and_cap() -> None:
+def test_learned_threshold_respects_floor_ceiling_and_cap() -> None:
     known = StepRhythm()
     for step in range(1, 100):
         known = learn(known, step, step * 1000.0, step * 1000.0 + 0.1)
@@ -176,7 +176,7 @@ def test_looks_without_new_collectives_are_no_beats() -> None:
     assert one.after_look({1: 5}, 1e6).beats == 6
 
 
-def test_looks_are_as_rare_as_the_threshold_allows() -> None:
+def test_pulse_period_depends_on_the_threshold() -> None:
     assert AUTO.period_s == 15.0 and EXPLICIT.period_s == 30.0 / 8
     assert PulseLimits(1800.0, 1.0, None).period_s == 0.5
 

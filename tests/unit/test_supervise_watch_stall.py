@@ -215,7 +215,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_outcome_of_a_job_follows_its_progress(case: str) -> None:
+def test_replayed_job_gives_expected_events(case: str) -> None:
     one = CASES[case]
     assert Replay(one.marks, one.found).until(one.until_s) == one.events
 
@@ -340,7 +340,7 @@ def test_job_that_polls_for_hours_is_never_ended_by_default() -> None:
     assert sum(at > 20 * 3600 for at in looks) < 30
 
 
-def test_looks_follow_within_a_minute_or_a_quarter_threshold() -> None:
+def test_looks_at_a_working_job_are_a_minute_apart() -> None:
     job = Replay(lambda now: [rank(0, 10.0)], lambda now: "alive", replace(GIVEN, stall_s=600.0, max_stall_s=7200.0))
     job.until(7000)
     looks = [at for at, kind in job.events if kind == "suspect"]
