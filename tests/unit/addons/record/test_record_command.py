@@ -27,7 +27,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[ServiceAnswe
     return given
 
 
-def test_the_verdict_is_shown_and_the_folder_is_private(
+def test_record_shows_the_verdict_and_creates_private_folder(
     answer: list[ServiceAnswer[Recording]], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["record", "--compare", str(DATA / "healthy.json")]) == 0
@@ -47,18 +47,20 @@ def test_the_verdict_is_shown_and_the_folder_is_private(
 
 
 @pytest.mark.parametrize("text", ["90", "90s", "1.5m"])
-def test_the_duration_may_have_a_unit(text: str) -> None:
+def test_record_duration_accepts_units(text: str) -> None:
     assert record.parser().parse_args(["--duration", text]).duration == 90.0
 
 
-def test_programs_read_the_verdict(answer: list[ServiceAnswer[Recording]], capfd: pytest.CaptureFixture[str]) -> None:
+def test_record_json_contains_the_findings(
+    answer: list[ServiceAnswer[Recording]], capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["record", "--json"]) == 0
     document = json.loads(capfd.readouterr().out)
     assert document["findings"][0]["kind"] == "late-rank" and document["findings"][0]["ranks"] == [1]
     assert [one["rank"] for one in document["ranks"]] == [0, 1]
 
 
-def test_two_who_ask_at_once_each_get_a_folder(
+def test_simultaneous_recordings_get_separate_folders(
     answer: list[ServiceAnswer[Recording]], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert [main(["record"]), main(["record"])] == [0, 0]
@@ -67,7 +69,7 @@ def test_two_who_ask_at_once_each_get_a_folder(
     assert len(list((tmp_path / "bundles").iterdir())) == 2, "nothing unfinished is left"
 
 
-def test_where_no_rank_could_be_sampled_nothing_is_written(
+def test_record_without_samples_writes_nothing(
     answer: list[ServiceAnswer[Recording]], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     whole = recorded("straggler")
@@ -84,7 +86,7 @@ def test_where_no_rank_could_be_sampled_nothing_is_written(
     "words",
     [["nope"], ["--duration", "0"], ["--duration", "1e9"], ["--ranks", "3-1"], ["--compare", "none"], ["--rat"]],
 )
-def test_what_cannot_be_recorded_is_a_mistake_of_the_command_line(
+def test_record_with_invalid_arguments_exits_2(
     answer: list[ServiceAnswer[Recording]], words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["record", *words]) == 2

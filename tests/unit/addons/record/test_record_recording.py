@@ -12,7 +12,7 @@ from safelaunch.model.words import ranks_in
 from tests.unit.addons.record.recordings import AUGMENT, BACKWARD, FORWARD, recorded, recording
 
 
-def test_recordings_of_several_nodes_are_one() -> None:
+def test_recordings_of_several_nodes_are_merged() -> None:
     first, second = recording({FORWARD: 0.5, BACKWARD: 0.5}), recording({AUGMENT: 0.5, BACKWARD: 0.5})
     second = replace(second, ranks=[replace(one, rank=one.rank + 1) for one in second.ranks], rate_hz=5.0)
     whole = merge([first, second, second])
@@ -22,7 +22,7 @@ def test_recordings_of_several_nodes_are_one() -> None:
     assert [dict(one.kinds) for one in times] == [{"forward": 0.5, "backward": 0.5}, {"script": 0.5, "backward": 0.5}]
 
 
-def test_a_recording_that_is_too_large_loses_what_matters_least_first() -> None:
+def test_oversized_recording_loses_the_least_important_stacks() -> None:
     whole = recorded("loader")
     sizes = [10_000_000, 5000, 3000, 1000, 10]
     found = [shrink(whole, lambda one, most=size: len(msgspec.json.encode(one)) <= most) for size in sizes]  # type: ignore[misc]
@@ -36,23 +36,23 @@ def test_a_recording_that_is_too_large_loses_what_matters_least_first() -> None:
     "bad",
     ['{"stacks": [[3]]}', '{"ranks": [{"rank": 0, "main": {"pid": 1, "threads": [{"stacks": [[9, 1.0]]}]}}]}', "[]"],
 )
-def test_what_leads_nowhere_is_no_recording(bad: str) -> None:
+def test_recording_with_invalid_references_is_refused(bad: str) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode(bad.encode())
 
 
-def test_a_recording_is_read_as_it_was_written() -> None:
+def test_recording_survives_encoding() -> None:
     one = recorded("gil")
     assert decode(msgspec.json.encode(one)) == one
     assert decode(b"{}") == Recording()
 
 
 @pytest.mark.parametrize(("text", "ranks"), [("", ()), ("0-2,5", (0, 1, 2, 5)), ("3", (3,)), ("1,0-1", (0, 1))])
-def test_ranks_are_written_as_ranges(text: str, ranks: tuple[int, ...]) -> None:
+def test_rank_ranges_are_parsed(text: str, ranks: tuple[int, ...]) -> None:
     assert ranks_in(text) == ranks
 
 
 @pytest.mark.parametrize("text", ["x", "1-", "-1", "3-1", "0-70000", "1,,2", "0-999999999999"])
-def test_what_is_no_range_of_ranks_is_refused(text: str) -> None:
+def test_invalid_rank_range_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no"):
         ranks_in(text)

@@ -35,7 +35,7 @@ def weight(branches: list[dict[str, Any]]) -> int:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("width", [40, 80, 140])
-def test_the_screen_begins_with_the_verdict_and_fits(name: str, width: int) -> None:
+def test_record_screen_starts_with_the_verdict_and_fits(name: str, width: int) -> None:
     shown = of(recorded(name), recorded("healthy"))
     lines = screen(shown, width).split("\n")
     assert shown.slowness.headline.startswith(lines[0])
@@ -43,7 +43,7 @@ def test_the_screen_begins_with_the_verdict_and_fits(name: str, width: int) -> N
     assert any(line.split()[:1] == ["rank"] for line in lines)
 
 
-def test_ranks_that_are_alike_share_a_row_where_there_are_many() -> None:
+def test_similar_ranks_share_a_row_in_large_jobs() -> None:
     late = {FORWARD: 0.2, BACKWARD: 0.2, AUGMENT: 0.6}
     lines = screen(of(recording(*[WAITS] * 300, late, *[WAITS] * 211)), 120).split("\n")
     assert [line.split()[0] for line in lines if line.split()[:1] in (["0-299,301-511"], ["300"])] == [
@@ -53,7 +53,7 @@ def test_ranks_that_are_alike_share_a_row_where_there_are_many() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_flame_graph_has_all_of_the_time(name: str) -> None:
+def test_flame_graph_contains_the_whole_time(name: str) -> None:
     tree = content(of(recorded(name)))["tree"]
     assert weight(tree) == pytest.approx(10_000, rel=0.02)
     stack = list(tree)
@@ -64,7 +64,7 @@ def test_the_flame_graph_has_all_of_the_time(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_speedscope_can_draw_the_file(name: str) -> None:
+def test_speedscope_profile_is_consistent(name: str) -> None:
     one = recorded(name)
     scope = speedscope(one)
     for profile in scope["profiles"]:
@@ -73,7 +73,7 @@ def test_speedscope_can_draw_the_file(name: str) -> None:
         assert all(number < len(scope["shared"]["frames"]) for sample in profile["samples"] for number in sample)
 
 
-def test_names_that_are_hostile_are_text() -> None:
+def test_hostile_names_are_escaped_in_reports() -> None:
     bad = "</script><img src=x onerror=alert(1)>\x1b[31m```"
     one = recording({(Frame(f"/x/{bad}.py", 3, bad),): 1.0})
     one = replace(one, name=bad, command=[bad], notes=[bad])
@@ -84,7 +84,7 @@ def test_names_that_are_hostile_are_text() -> None:
 
 
 @pytest.mark.skipif(found() is None, reason="no Chromium on this machine")
-def test_the_page_draws_itself_without_errors(tmp_path: Path) -> None:
+def test_record_page_renders_without_errors(tmp_path: Path) -> None:
     path = tmp_path / "record.html"
     path.write_text(template.render(content(of(recorded("straggler"), recorded("healthy"))), script()))
     program = found()
@@ -98,11 +98,11 @@ def test_the_page_draws_itself_without_errors(tmp_path: Path) -> None:
         assert browser.value("document.querySelectorAll('.flame button.culprit').length") > 0
 
 
-def test_the_data_of_a_page_is_json() -> None:
+def test_record_page_data_is_json() -> None:
     json.dumps(content(of(recorded("loader"))))
 
 
-def test_lines_of_one_function_are_told_apart() -> None:
+def test_lines_of_one_function_are_distinguished() -> None:
     """All of a script is one function: most of its time is in a line, not all."""
     outer, other = AUGMENT[:-1], AUGMENT[-1]
     second = (*outer, replace(other, line=other.line + 1))

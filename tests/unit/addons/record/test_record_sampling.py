@@ -40,7 +40,7 @@ def taken(*processes: subprocess.Popen[bytes], folder: Path, py_spy: str | None 
     return sample(asked, StackNumbering(), folder, duration_s=1.0, rate_hz=20, py_spy=py_spy)
 
 
-def test_a_trace_is_read_with_its_times_and_threads() -> None:
+def test_chrome_trace_is_read_with_times_and_threads() -> None:
     threads = from_trace((DATA / "gil.chrometrace.json").read_bytes())
     names = {one.name for one in threads.values()}
     assert {"MainThread", "prefetch"} <= names
@@ -50,7 +50,7 @@ def test_a_trace_is_read_with_its_times_and_threads() -> None:
     assert {stack[-1].function for stack in prefetch.seconds} == {"tokenize"}
 
 
-def test_folded_stacks_are_read_whatever_stands_in_a_name() -> None:
+def test_folded_stacks_with_unusual_names_are_read() -> None:
     text = (
         "thread (7): main; a;f (/x/a (1).py:3);g (/x/b.py:4) 5\n"
         "thread (0x7f): ;f (/x/a.py:3) 2\nnonsense\nthread (8): t 3\n"
@@ -62,7 +62,7 @@ def test_folded_stacks_are_read_whatever_stands_in_a_name() -> None:
     assert seconds == pytest.approx(0.5)
 
 
-def test_a_thread_is_the_main_one_by_its_number_or_by_its_name() -> None:
+def test_main_thread_is_recognized_by_number_or_name() -> None:
     found = from_folded(b"thread (0x7): MainThread;f (/x/a.py:3) 2\nthread (0x9): t;f (/x/a.py:3) 2\n", 0.1)
     assert [(one.name, one.main) for one in records_of(4711, {"all": found}, StackNumbering())] == [
         ("MainThread", True),
@@ -71,12 +71,12 @@ def test_a_thread_is_the_main_one_by_its_number_or_by_its_name() -> None:
 
 
 @pytest.mark.parametrize(("passes", "cpus", "rate"), [(6, 2, 6), (24, 96, 20), (56, 32, 10), (700, 2, 1)])
-def test_the_rate_is_what_the_node_can_afford(passes: int, cpus: int, rate: int) -> None:
+def test_sampling_rate_stays_within_the_cpu_share(passes: int, cpus: int, rate: int) -> None:
     assert rate_for(passes, cpus) == rate
     assert rate == 1 or passes * rate * sampling.SAMPLE_CPU_S <= 1.1 * sampling.SHARE * cpus
 
 
-def test_processes_that_cannot_be_sampled_cost_only_themselves(
+def test_process_that_cannot_be_sampled_does_not_affect_others(
     spinning: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     gone = subprocess.Popen(["true"])
@@ -95,14 +95,14 @@ def test_processes_that_cannot_be_sampled_cost_only_themselves(
     assert list(tmp_path.iterdir()) == [], "nothing is left"
 
 
-def test_a_stopped_process_is_sampled_and_stays_stopped(spinning: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_stopped_process_is_sampled_and_stays_stopped(spinning: subprocess.Popen[bytes], tmp_path: Path) -> None:
     os.kill(spinning.pid, signal.SIGSTOP)
     (seen,) = taken(spinning, folder=tmp_path)
     assert seen.threads and not seen.threads[0].active
     assert Path(f"/proc/{spinning.pid}/stat").read_text().split()[2] == "T"
 
 
-def test_a_py_spy_that_is_missing_or_hangs_is_the_reason(
+def test_missing_or_hanging_py_spy_is_reported(
     spinning: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "PATIENCE_S", 0.2)
@@ -115,7 +115,7 @@ def test_a_py_spy_that_is_missing_or_hangs_is_the_reason(
     assert "cannot start" in seen.problem
 
 
-def test_helpers_that_run_together_can_be_given_up(tmp_path: Path) -> None:
+def test_concurrent_helpers_can_be_abandoned(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
     slow, quick = command.run_together([["sleep", "60"], ["false"]], tmp_path, deadline_s=30.0, stop=stop)
@@ -123,7 +123,7 @@ def test_helpers_that_run_together_can_be_given_up(tmp_path: Path) -> None:
     assert quick.timed_out or quick.returncode == 1
 
 
-def test_helpers_that_run_together_end_with_their_supervisor(tmp_path: Path) -> None:
+def test_concurrent_helpers_end_with_their_supervisor(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(command.run_together, [["sleep", "60"], ["sleep", "60"]], tmp_path, deadline_s=60.0)
         while not asked.done():  # they may just be starting
@@ -133,7 +133,7 @@ def test_helpers_that_run_together_end_with_their_supervisor(tmp_path: Path) -> 
     assert [one.returncode for one in slow] == [-9, -9]
 
 
-def test_no_helper_starts_once_the_supervisor_ends(tmp_path: Path) -> None:
+def test_helper_does_not_start_once_the_supervisor_ends(tmp_path: Path) -> None:
     reports = command.HelperReports()
     begun: list[int] = []
     reports.send_to(begun.append)

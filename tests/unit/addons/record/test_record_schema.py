@@ -16,7 +16,7 @@ from tests.support.documents import check
 from tests.unit.addons.record.recordings import recorded
 
 
-def test_the_document_of_a_recording_is_valid() -> None:
+def test_recording_document_matches_its_schema() -> None:
     straggler = recorded("straggler")
     found = document(RecordingReport(straggler, verdict_of(straggler)), "r1", "/folder")
     printed = json.loads(json_text(msgspec.to_builtins(found)))

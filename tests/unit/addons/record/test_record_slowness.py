@@ -43,7 +43,9 @@ LOADS = {LOADER: 0.5, FORWARD: 0.3, BACKWARD: 0.2}
         ([{AUGMENT: 0.4, FORWARD: 0.6}] * 2, ["script"], (0, 1)),
     ],
 )
-def test_what_stands_out(ranks: list[dict[Stack, float]], kinds: list[str], blamed: tuple[int, ...]) -> None:
+def test_slowness_findings_name_kind_and_ranks(
+    ranks: list[dict[Stack, float]], kinds: list[str], blamed: tuple[int, ...]
+) -> None:
     found = verdict_of(recording(*ranks))
     assert [one.kind for one in found.findings] == kinds
     assert not kinds or found.findings[0].ranks == blamed
@@ -65,13 +67,13 @@ def test_what_stands_out(ranks: list[dict[Stack, float]], kinds: list[str], blam
         ),
     ],
 )
-def test_the_headline_is_what_takes_most_of_the_jobs_time(ranks: list[dict[Stack, float]], kinds: list[str]) -> None:
+def test_headline_is_the_most_expensive_finding(ranks: list[dict[Stack, float]], kinds: list[str]) -> None:
     found = verdict_of(recording(*ranks))
     assert [one.kind for one in found.findings] == kinds
     assert found.headline == found.findings[0].text
 
 
-def test_the_line_that_takes_a_late_ranks_time_is_named() -> None:
+def test_slow_line_of_a_late_rank_is_named() -> None:
     (finding,) = verdict_of(recording(WAITS, WAITS, LATE, WAITS)).findings
     assert finding.text == (
         "Ranks 0-1,3 wait 60% of the time, mostly in all_reduce at train.py:41, for rank 2, which waits 10%: "
@@ -80,7 +82,7 @@ def test_the_line_that_takes_a_late_ranks_time_is_named() -> None:
     assert finding.frame is not None and finding.frame.line == 12
 
 
-def test_stages_that_wait_for_each_other_alike_are_a_pipelines() -> None:
+def test_equal_waits_in_receives_suggest_micro_batches() -> None:
     recv = (*ALL_REDUCE[:2], replace(ALL_REDUCE[2], function="recv"))
     (finding,) = verdict_of(recording(*[{recv: 0.6, FORWARD: 0.2, BACKWARD: 0.2}] * 4)).findings
     assert (finding.kind, "micro-batches" in finding.advice) == ("communication", True)
@@ -88,13 +90,13 @@ def test_stages_that_wait_for_each_other_alike_are_a_pipelines() -> None:
     assert "micro-batches" not in finding.advice
 
 
-def test_a_difference_within_the_scatter_of_few_samples_is_none() -> None:
+def test_difference_within_sampling_noise_gives_no_finding() -> None:
     ranks = [{ALL_REDUCE: 0.25, FORWARD: 0.75}, {ALL_REDUCE: 0.10, FORWARD: 0.90}]
     assert verdict_of(recording(*ranks, rate_hz=2)).findings == ()
     assert verdict_of(recording(*ranks, rate_hz=200)).findings[0].ranks == (1,)
 
 
-def test_in_a_backward_only_what_is_off_the_cpu_is_a_wait() -> None:
+def test_backward_time_counts_as_wait_only_off_cpu() -> None:
     ranks = [{BACKWARD: 0.9, FORWARD: 0.1}, {BACKWARD: 0.1, AUGMENT: 0.9}]
     found = verdict_of(recording(*ranks, active={BACKWARD: 0.1}))
     assert [one.kind for one in found.findings] == ["late-rank"] and found.findings[0].ranks == (1,)
@@ -102,19 +104,19 @@ def test_in_a_backward_only_what_is_off_the_cpu_is_a_wait() -> None:
     assert verdict_of(recording(*[{BACKWARD: 0.9, FORWARD: 0.1}] * 2)).findings == ()
 
 
-def test_a_thread_that_holds_the_gil_is_why_its_rank_is_late() -> None:
+def test_gil_holder_explains_its_late_rank() -> None:
     held = recording(LATE, WAITS, gil=[{FORWARD: 0.1}, {FORWARD: 0.1}], holders=[{OTHER: 0.8}, {}])
     (finding,) = verdict_of(held).findings
     assert finding.ranks == (0,) and "its thread 'prefetch' holds the GIL 80% of the time at data.py:30" in finding.text
 
 
 @pytest.mark.parametrize(("share", "found"), [(0.1, []), (0.8, ["gil"])])
-def test_the_gil_is_scarce_only_where_it_is_held_for_long(share: float, found: list[str]) -> None:
+def test_gil_finding_needs_a_long_hold(share: float, found: list[str]) -> None:
     held = recording(EVEN, EVEN, gil=[{FORWARD: 0.1}] * 2, holders=[{OTHER: share}] * 2)
     assert [one.kind for one in verdict_of(held).findings] == found
 
 
-def test_what_could_not_be_sampled_is_said_with_its_reason() -> None:
+def test_unsampled_ranks_are_reported_with_their_reason() -> None:
     whole = recording(EVEN, EVEN)
     gone = [RankRecord(2, missing="the process has ended"), RankRecord(3, missing="the process has ended")]
     found = verdict_of(replace(whole, ranks=[*whole.ranks, *gone]))
@@ -123,7 +125,7 @@ def test_what_could_not_be_sampled_is_said_with_its_reason() -> None:
     assert verdict_of(Recording(ranks=gone)).headline == "No rank could be sampled."
 
 
-def test_who_may_wait_for_a_rank_that_was_not_seen_is_said_to() -> None:
+def test_possible_wait_for_an_unsampled_rank_is_reported() -> None:
     whole = recording(WAITS, WAITS)
     (finding,) = verdict_of(
         replace(whole, ranks=[*whole.ranks, RankRecord(2, missing="it is stopped by a signal")])
@@ -144,13 +146,13 @@ def test_who_may_wait_for_a_rank_that_was_not_seen_is_said_to() -> None:
         ("gil", "late-rank", (0,), "its thread 'prefetch' holds the GIL 80% of the time at gil.py:10 (tokenize)"),
     ],
 )
-def test_what_stands_out_in_a_real_job(name: str, kind: str, ranks: tuple[int, ...], words: str) -> None:
+def test_recorded_job_gives_its_expected_finding(name: str, kind: str, ranks: tuple[int, ...], words: str) -> None:
     found = verdict_of(recorded(name))
     assert (found.findings[0].kind, found.findings[0].ranks) == (kind, ranks)
     assert words in found.headline
 
 
-def test_nothing_stands_out_in_a_real_job_that_is_even() -> None:
+def test_recorded_even_job_gives_no_finding() -> None:
     assert verdict_of(recorded("healthy")).headline.startswith("Nothing stands out: ")
 
 
@@ -159,7 +161,7 @@ def test_nothing_stands_out_in_a_real_job_that_is_even() -> None:
 BEFORE = recording(*[{FORWARD: 0.5, BACKWARD: 0.5}] * 2, steps=100)  # 0.1 s each
 
 
-def test_what_grew_is_told_by_the_seconds_of_a_step() -> None:
+def test_growth_is_reported_in_seconds_per_step() -> None:
     # 0.2 s a step: forward and backward take as long as before, though their shares are half of what they were.
     now = recording(*[{FORWARD: 0.25, BACKWARD: 0.25, AUGMENT: 0.5}] * 2, steps=50)
     found = compare(BEFORE, now)
@@ -169,7 +171,7 @@ def test_what_grew_is_told_by_the_seconds_of_a_step() -> None:
     )
 
 
-def test_where_a_rank_is_late_its_own_lines_are_compared() -> None:
+def test_growth_of_a_late_rank_compares_its_own_lines() -> None:
     """Else each of the others would wait longer by as much, and they are more."""
     late = {FORWARD: 0.25, BACKWARD: 0.25, AUGMENT: 0.5}
     others = {FORWARD: 0.25, BACKWARD: 0.25, ALL_REDUCE: 0.5}
@@ -180,12 +182,12 @@ def test_where_a_rank_is_late_its_own_lines_are_compared() -> None:
     assert [one.place.function for one in found.changes] == ["augment"]
 
 
-def test_without_steps_shares_are_compared() -> None:
+def test_growth_without_steps_compares_time_shares() -> None:
     found = compare(recording({FORWARD: 1.0}), recording({FORWARD: 0.6, AUGMENT: 0.4}))
     assert [(one.place.function, round(one.more, 2)) for one in found.changes] == [("augment", 0.4), ("<module>", -0.4)]
     assert "script at data.py:12 (augment), 40% more" in found.text
 
 
-def test_the_same_again_has_not_grown() -> None:
+def test_equal_recordings_show_no_growth() -> None:
     assert compare(BEFORE, BEFORE).changes == ()
     assert compare(BEFORE, BEFORE).text.endswith("no line takes noticeably longer.")
