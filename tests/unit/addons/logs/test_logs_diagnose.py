@@ -54,7 +54,7 @@ def with_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_shown", [False, True], ids=["no launch line", "launch line"])
-def test_diagnose_of_a_log_that_may_still_hang_says_what_to_do(
+def test_diagnose_of_a_possibly_hanging_log_suggests_next_steps(
     is_shown: bool, here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (here / "job.log").write_text(HEALTHY)
@@ -71,7 +71,7 @@ def test_diagnose_of_a_log_that_may_still_hang_says_what_to_do(
 
 
 @pytest.mark.parametrize("is_shown", [False, True], ids=["no launch line", "launch line"])
-def test_diagnose_of_a_log_with_a_verdict_ends_with_the_job_under_safelaunch(
+def test_diagnose_of_a_failed_log_ends_with_safelaunch_command(
     is_shown: bool, here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (here / "job.log").write_text(RAISED)
@@ -87,9 +87,7 @@ def test_diagnose_of_a_log_with_a_verdict_ends_with_the_job_under_safelaunch(
     assert json.loads(capfd.readouterr().out)["next"]["command"] == (TYPED if is_shown else ANY)
 
 
-def test_diagnose_of_a_log_that_shows_what_happened_without_a_rank_says_how_to_run_the_job(
-    here: Path, capfd: Capture
-) -> None:
+def test_diagnose_without_a_rank_ends_with_safelaunch_command(here: Path, capfd: Capture) -> None:
     (here / "job.log").write_text("NCCL error: unhandled system error\nncclSystemError: System call failed.\n")
     assert main(["diagnose", "job.log"]) == 0
     lines = capfd.readouterr().err.splitlines()
@@ -121,7 +119,7 @@ HOW_TO = "# Train\n\nRun `torchrun train.py`; it prints `epoch 1 loss 0.3`. If i
         ("job.log", "\n\n \n", "It is empty."),
     ],
 )  # fmt: skip
-def test_a_file_that_no_job_has_printed_is_named_for_what_it_is(
+def test_diagnose_of_another_file_names_its_type(
     name: str, content: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / name
@@ -140,7 +138,7 @@ def test_a_file_that_no_job_has_printed_is_named_for_what_it_is(
         ({}, " It is an empty folder."),
     ],
 )
-def test_folder_without_evidence_lists_its_contents(
+def test_diagnose_of_folder_without_evidence_lists_its_contents(
     files: dict[str, str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, text in files.items():
@@ -150,7 +148,7 @@ def test_folder_without_evidence_lists_its_contents(
     assert first.endswith(said) and rest == GIVE
 
 
-def test_a_markdown_file_with_a_jobs_traceback_in_it_is_read(tmp_path: Path) -> None:
+def test_markdown_file_with_a_traceback_is_read(tmp_path: Path) -> None:
     """Reports are pasted into Markdown: what can be judged is judged, whatever the file is called."""
     text = f'{HOW_TO}\n[rank1]: Traceback (most recent call last):\n[rank1]:   File "train.py", line 7, in main\n'
     (tmp_path / "report.md").write_text(f"{text}[rank1]:     raise ValueError()\n[rank1]: ValueError: no sample\n")

@@ -125,7 +125,7 @@ def frame_of(verdict: Verdict) -> int | None:
 
 @pytest.mark.parametrize("dress", DRESSES)
 @pytest.mark.parametrize("name", CAUSES)
-def test_who_failed_under_any_launcher(name: str, dress: str, tmp_path: Path) -> None:
+def test_failed_rank_is_named_under_any_launcher(name: str, dress: str, tmp_path: Path) -> None:
     text = DRESSES[dress]((LOGS / f"{name}.log").read_text().splitlines())
     verdict = verdict_of(text, tmp_path)
     known = {"ray": "RayTrainWorker pid=901, ip=10.0.0.1", "kubectl": "pod/train-worker-1/pytorch"}
@@ -139,13 +139,13 @@ def test_who_failed_under_any_launcher(name: str, dress: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
-def test_two_bytes_a_character(encoding: str, tmp_path: Path) -> None:
+def test_utf_16_log_is_read(encoding: str, tmp_path: Path) -> None:
     mark = "\ufeff" if encoding == "utf-16-le" else ""
     text = mark + (LOGS / "raise.log").read_text()
     assert named(verdict_of(text, tmp_path, encoding=encoding)) == ("rank-exception", [1])
 
 
-def test_packed_and_from_standard_input_and_several(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_compressed_piped_and_multiple_logs_are_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     packed = tmp_path / "job.log.gz"
     packed.write_bytes(gzip.compress((LOGS / "kill.log").read_bytes()))
     assert main([str(packed)]) == 0
@@ -186,7 +186,7 @@ _STEPS = "".join(f"step {at} loss {at / 7}\n" for at in range(3))
         (_STEPS, "ValueError: bad\n", "".join(f"{'n' * at} is new\n" for at in range(30)), []),
     ],
 )
-def test_a_message_of_several_lines_is_no_sign_that_the_script_goes_on(
+def test_multiline_error_message_is_not_later_output(
     before: str, message: str, after: str, culprits: list[int | str], tmp_path: Path
 ) -> None:
     path = log_of(before + HEAD.replace("ValueError: bad\n", message) + after, tmp_path)
@@ -222,14 +222,16 @@ _LAUNCHED = (
     ids=["no head", "one line", "launcher's", "launcher's alone", "a stack", "retried", "passed on by Ray",
          "goes on", "empty line", "of spawn", "ignored", "captured"],
 )  # fmt: skip
-def test_what_people_cut_out_of_a_log(text: str, culprits: list[int | str], line: int | None, tmp_path: Path) -> None:
+def test_log_excerpt_gives_the_failed_rank(
+    text: str, culprits: list[int | str], line: int | None, tmp_path: Path
+) -> None:
     path = log_of(text, tmp_path)
     verdict = diagnose(locate.read(path).evidence)
     assert at_fault(verdict) == culprits
     assert not culprits or frame_of(verdict) == line
 
 
-def test_an_assertion_of_a_kernel_is_told_once(tmp_path: Path) -> None:
+def test_repeated_kernel_assertion_is_reported_once(tmp_path: Path) -> None:
     path = tmp_path / "job.log"
     text = "../aten/Indexing.cu:1284: select: block: [1,0,0], thread: [{},0,0] Assertion `at < size` failed.\n"
     path.write_text("".join(text.format(at) for at in range(64)))
@@ -238,7 +240,7 @@ def test_an_assertion_of_a_kernel_is_told_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [30, 2000])
 @pytest.mark.parametrize("name", ["job.log.gz", "bundle.tar.gz"])
-def test_a_damaged_packed_file(name: str, at: int, tmp_path: Path) -> None:
+def test_damaged_compressed_file_is_an_error(name: str, at: int, tmp_path: Path) -> None:
     packed = bytearray(gzip.compress(b"".join(b"step %d loss 0.5\n" % n for n in range(9999))))
     packed[at : at + 100] = b"\xff" * 100
     (tmp_path / name).write_bytes(packed)
@@ -258,7 +260,7 @@ def test_a_damaged_packed_file(name: str, at: int, tmp_path: Path) -> None:
     ],
     ids=["healthy", "chatty", "caught", "time limit"],
 )  # fmt: skip
-def test_nobody_is_blamed(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_log_without_a_failure_blames_no_rank(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = log_of(text, tmp_path)
     code = main([str(path)])
     shown = capfd.readouterr()
@@ -280,7 +282,7 @@ PASSWD = "root:x:0:0:root:/root:/bin/bash\ngames:x:5:60:games:/usr/games:/usr/sb
         "numpy==1.26.4\npyyaml>=6\n",
     ],
 )
-def test_a_text_that_no_job_has_printed_is_no_log(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_text_without_job_output_is_not_a_log(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """On the command line, from Python, alone or in a folder."""
     path = log_of(text, tmp_path)
     for words in ([str(path)], [str(path), "--json"], [str(path), str(path)]):
@@ -292,7 +294,7 @@ def test_a_text_that_no_job_has_printed_is_no_log(text: str, tmp_path: Path, cap
     assert not capfd.readouterr().out
 
 
-def test_python_says_so_as_well(tmp_path: Path) -> None:
+def test_python_api_rejects_a_file_without_job_output(tmp_path: Path) -> None:
     with pytest.raises(safelaunch.UsageError, match="nor the log of a job"):
         safelaunch.diagnose(log_of(PASSWD, tmp_path))
 
@@ -320,15 +322,13 @@ def test_python_says_so_as_well(tmp_path: Path) -> None:
         "Using 8 GPUs on cuda:0",
     ],
 )
-def test_one_line_that_a_job_may_have_printed_makes_a_log(
-    line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_single_job_line_makes_a_text_a_log(line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = log_of(PASSWD + line + "\n" + PASSWD, tmp_path)
     assert main([str(path)]) in (0, 1)
     assert "nor the log of a job" not in capfd.readouterr().err
 
 
-def test_a_launcher_that_kills_its_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_repeated_launcher_kill_lines_are_shown_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "job.log"
     lines = [f"[2026-11-25 10:00:00,000] [INFO] [launch.py:428:sigkill_handler] Killing subprocess {n}" for n in (7, 8)]
     path.write_text("\n".join(lines))
@@ -337,20 +337,22 @@ def test_a_launcher_that_kills_its_processes(tmp_path: Path, capfd: pytest.Captu
 
 
 @pytest.mark.parametrize(("known", "said"), [("", "2 of at least 8 ranks"), ("world_size=8\n", "2 of 8 ranks")])
-def test_how_many_ranks_there_were(known: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rank_count_is_reported_exact_or_at_least(
+    known: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = log_of(known + "\n".join(summary({7: 1, 6: 1})), tmp_path)
     assert main([str(path)]) == 0
     assert said in capfd.readouterr().err
 
 
-def test_what_ended_before_a_restart_did_not_end_the_job(tmp_path: Path) -> None:
+def test_failure_before_a_restart_is_not_the_cause(tmp_path: Path) -> None:
     first, second = ((LOGS / f"{name}.log").read_text() for name in ("raise", "kill"))
     again = "I1126 torch/distributed/elastic/agent/server/api.py:900] [default] Worker group FAILED. "
     again += "1/2 attempts left; will restart worker group\n"
     assert named(verdict_of(first + again + second, tmp_path)) == ("rank-killed", [1])
 
 
-def test_a_large_log_is_read_in_pieces(tmp_path: Path) -> None:
+def test_large_log_is_read_in_chunks(tmp_path: Path) -> None:
     filler = "".join(f"step {at} loss {at / 7:.6f}\n" for at in range(60_000))
     assert len(filler) > CHUNK_BYTES
     found = read_logs([log_of(filler + (LOGS / "raise.log").read_text() + filler[:5000], tmp_path)])
@@ -358,7 +360,7 @@ def test_a_large_log_is_read_in_pieces(tmp_path: Path) -> None:
     assert named(diagnose(found.evidence)) == ("rank-exception", [1])
 
 
-def test_archives_and_pictures_are_no_logs(tmp_path: Path) -> None:
+def test_image_file_is_not_a_log(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     with pytest.raises(Unreadable):
         locate.read(tmp_path / "a.log")
@@ -416,13 +418,13 @@ def all_of(calls: Sequence[list[str]], codes: dict[int, int] = ABORTED) -> str:
 
 
 @pytest.mark.parametrize("said", [watchdog, in_old_words])
-def test_who_did_not_come(said: Callable[[int, int], list[str]], tmp_path: Path) -> None:
+def test_watchdog_timeouts_name_the_missing_rank(said: Callable[[int, int], list[str]], tmp_path: Path) -> None:
     verdict = verdict_of(all_of([said(rank, 31) for rank in (0, 1, 3)], {0: -6, 1: -6, 3: -6, 2: -15}), tmp_path)
     assert (*named(verdict), verdict.confidence) == ("missing-from-collective", [2], "low")
     assert "all_reduce #31" in verdict.summary
 
 
-def test_who_called_something_else_and_where(tmp_path: Path) -> None:
+def test_watchdog_timeouts_name_the_mismatched_call_and_line(tmp_path: Path) -> None:
     calls = [watchdog(rank, 31, "BROADCAST" if rank == 2 else "ALLREDUCE") for rank in range(4)]
     calls[2] += ["Stack trace of the timed-out collective operation: "]
     library = "/usr/lib/python3.10/site-packages/torch/distributed"
@@ -433,27 +435,27 @@ def test_who_called_something_else_and_where(tmp_path: Path) -> None:
     assert verdict.culprits[0].frame.line == 88
 
 
-def test_who_is_still_in_what_its_peers_have_completed(tmp_path: Path) -> None:
+def test_rank_behind_its_peers_in_the_log_is_gpu_kernel(tmp_path: Path) -> None:
     verdict = verdict_of(all_of([watchdog(rank, 30 if rank == 1 else 31) for rank in range(4)]), tmp_path)
     assert named(verdict) == ("gpu-kernel", [1])
 
 
-def test_waits_in_two_groups_lead_to_one_rank(tmp_path: Path) -> None:
+def test_timeouts_in_two_groups_name_the_common_rank(tmp_path: Path) -> None:
     calls = [watchdog(3, 7, "ALLGATHER", group="2(tp)", place=1), watchdog(0, 31), watchdog(1, 31)]
     assert named(verdict_of(all_of(calls, {0: -6, 1: -6, 3: -6, 2: -15}), tmp_path))[1] == [2]
 
 
-def test_all_in_one_call(tmp_path: Path) -> None:
+def test_log_with_all_ranks_in_one_call_names_none(tmp_path: Path) -> None:
     assert named(verdict_of(all_of([watchdog(rank, 31) for rank in range(4)]), tmp_path)) == ("no-rank-stands-out", [])
 
 
-def test_tasks_of_slurm(tmp_path: Path) -> None:
+def test_slurm_out_of_memory_task_is_the_killed_rank(tmp_path: Path) -> None:
     text = "".join(f"{rank}: step 1\n" for rank in range(4))
     text += "srun: error: node3: task 2: Out Of Memory\nsrun: error: node3: tasks 0-1,3: Terminated\n"
     assert named(verdict_of(text, tmp_path)) == ("rank-killed", [2])
 
 
-def test_deepspeed_does_not_say_which_process_ended(tmp_path: Path) -> None:
+def test_deepspeed_exit_line_names_no_rank(tmp_path: Path) -> None:
     """It names the command of its last process, whichever has failed."""
     ended = (
         "[2026-11-25 10:00:07,123] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 123\n"
@@ -488,19 +490,19 @@ HEAD = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 41,
         (HEAD.replace("ValueError: bad", "KeyboardInterrupt"), []),
     ],
 )  # fmt: skip
-def test_lines_as_people_have_them(text: str, culprits: list[int | str], tmp_path: Path) -> None:
+def test_common_log_line_format_is_understood(text: str, culprits: list[int | str], tmp_path: Path) -> None:
     path = tmp_path / "seed_42.log"
     path.write_text(text)
     assert at_fault(diagnose(locate.read(path).evidence)) == culprits
 
 
-def test_a_monitored_barrier_names_who_is_missing(tmp_path: Path) -> None:
+def test_monitored_barrier_error_names_the_missing_ranks(tmp_path: Path) -> None:
     error = "RuntimeError: [Rank 0]: Ranks 2, 3 failed to pass monitoredBarrier in 2000000 ms"
     verdict = verdict_of(HEAD.replace("ValueError: bad", error), tmp_path)
     assert named(verdict) == ("missing-from-collective", [2, 3])
 
 
-def test_the_watchdog_reports_an_error_of_the_device(tmp_path: Path) -> None:
+def test_cuda_error_from_the_watchdog_names_its_rank(tmp_path: Path) -> None:
     head = "[rank3]:[E512 10:11:12.1 ProcessGroupNCCL.cpp:1895] [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group"
     text = f"{head} watchdog thread terminated with exception: CUDA error: an illegal memory access was encountered\n"
     verdict = verdict_of(text + "\n".join(summary({3: -6})), tmp_path)
@@ -508,7 +510,7 @@ def test_the_watchdog_reports_an_error_of_the_device(tmp_path: Path) -> None:
     assert "illegal memory access" in verdict.summary
 
 
-def test_one_process_is_not_two_ranks(tmp_path: Path) -> None:
+def test_local_rank_and_rank_of_one_process_are_merged(tmp_path: Path) -> None:
     """torchrun names the local rank first, and the rank in its summary."""
     first = "E1126 api.py:874] failed (exitcode: 1) local_rank: 2 (pid: 106) of binary: /usr/bin/python3\n"
     assert named(verdict_of(first + "\n".join(summary({6: 1})), tmp_path)) == ("rank-exited", [6])
@@ -523,7 +525,7 @@ def test_one_process_is_not_two_ranks(tmp_path: Path) -> None:
         ([summary({0: 1}, {0: 51}), summary({4: 1})], [4]),
     ],
 )
-def test_who_ended_first_by_the_seconds_of_summaries(
+def test_earliest_failure_time_in_summaries_names_the_culprit(
     summaries: list[list[str]], named_ranks: list[int], tmp_path: Path
 ) -> None:
     verdict = verdict_of("\n".join(chain(*summaries)) + "\n", tmp_path)
@@ -541,14 +543,14 @@ def at_of(lines: list[str], rank: int) -> int:
 @pytest.mark.parametrize(
     "said", ["train.py: error: unrecognized arguments: --local-rank=1", "Error: No such option: --lr"]
 )
-def test_options_that_the_script_refused(said: str, tmp_path: Path) -> None:
+def test_rejected_script_options_give_advice(said: str, tmp_path: Path) -> None:
     end = "E1126 api.py:874] failed (exitcode: 2) local_rank: 0 (pid: 106) of binary: /usr/bin/python3"
     verdict = verdict_of(f"usage: train.py [-h]\n{said}\n{end}\n", tmp_path)
     assert named(verdict) == ("rank-exited", [0]) and said in verdict.summary
     assert verdict.suggestions[0].startswith("The script rejected its options")
 
 
-def test_a_guess_is_never_sure(tmp_path: Path) -> None:
+def test_guessed_rank_is_never_high_confidence(tmp_path: Path) -> None:
     """Two errors that nobody has signed, of two ranks."""
     tracebacks = "".join(
         f'Traceback (most recent call last):\n  File "/home/me/train.py", line {line}, in f\nValueError: {line}\n\n'
@@ -558,7 +560,7 @@ def test_a_guess_is_never_sure(tmp_path: Path) -> None:
     assert verdict.confidence != "high"
 
 
-def test_any_garbage_is_read(tmp_path: Path) -> None:
+def test_corrupted_log_is_read_without_an_error(tmp_path: Path) -> None:
     dice = random.Random(7)
     text = (LOGS / "op-detail.log").read_bytes() + "\n".join(all_of([watchdog(1, 3)]).splitlines()).encode()
     path = tmp_path / "job.log"
@@ -571,7 +573,7 @@ def test_any_garbage_is_read(tmp_path: Path) -> None:
         diagnose(read_logs([path]).evidence)
 
 
-def test_watchdogs_that_name_their_group_later_or_no_rank(tmp_path: Path) -> None:
+def test_old_watchdog_formats_are_understood(tmp_path: Path) -> None:
     """As torch 2.4 and 1.13 have it, here behind a progress bar."""
 
     def timeout(rank: int, seq: int) -> str:
@@ -596,7 +598,7 @@ def test_watchdogs_that_name_their_group_later_or_no_rank(tmp_path: Path) -> Non
     assert verdict.missing == ("ranks not seen: 2",)
 
 
-def test_children_of_spawn(tmp_path: Path) -> None:
+def test_spawn_failure_names_the_child_rank(tmp_path: Path) -> None:
     text = """Traceback (most recent call last):
   File "/home/me/train.py", line 50, in <module>
     mp.spawn(main, nprocs=2)
@@ -619,7 +621,7 @@ ValueError: bad
     assert named(verdict_of(ended, tmp_path)) == ("rank-killed", [1])
 
 
-def test_the_traceback_in_the_summary(tmp_path: Path) -> None:
+def test_traceback_in_the_torchrun_summary_is_read(tmp_path: Path) -> None:
     lines = summary({1: 1, 0: -15})
     at = lines.index("  exitcode  : 1 (pid: 101)")
     lines[at + 1 : at + 1] = [
@@ -636,7 +638,7 @@ def test_the_traceback_in_the_summary(tmp_path: Path) -> None:
     assert (*named(verdict), verdict.culprits[0].frame.line) == ("rank-exception", [1], 41)  # type: ignore[union-attr]
 
 
-def test_a_traceback_in_a_box(tmp_path: Path) -> None:
+def test_rich_traceback_is_read(tmp_path: Path) -> None:
     text = """╭─────────────── Traceback (most recent call last) ───────────────╮
 │ /home/me/train.py:50 in <module>                                │
 │                                                                 │
@@ -667,7 +669,7 @@ Extension modules: numpy, torch._C (total: 20)
 
 
 @pytest.mark.parametrize(("prefix", "rank"), [("[rank3]: ", 3), ("", "?")])
-def test_a_log_that_ends_with_what_faulthandler_prints(tmp_path: Path, prefix: str, rank: int | str) -> None:
+def test_log_ending_with_faulthandler_output_names_the_crash(tmp_path: Path, prefix: str, rank: int | str) -> None:
     path = log_of("".join(prefix + line for line in CRASH.splitlines(keepends=True)), tmp_path)
     verdict = diagnose(read_logs([path]).evidence)
     assert (*named(verdict), frame_of(verdict)) == ("rank-killed", [rank], 12)
@@ -675,12 +677,12 @@ def test_a_log_that_ends_with_what_faulthandler_prints(tmp_path: Path, prefix: s
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_who_goes_on_after_a_crash_was_not_the_one_that_crashed(tmp_path: Path, goes_on: bool) -> None:
+def test_output_after_a_crash_dump_clears_the_rank(tmp_path: Path, goes_on: bool) -> None:
     path = log_of("world_size: 2\n" + CRASH + "epoch 4\nepoch 5\n" * goes_on, tmp_path)
     assert bool(read_logs([path]).evidence.ranks) != goes_on
 
 
-def test_the_stack_of_the_one_that_a_launcher_saw_crash(tmp_path: Path) -> None:
+def test_crash_stack_belongs_to_the_rank_the_launcher_reports(tmp_path: Path) -> None:
     path = tmp_path / "job.log"
     ended = "E1126 torch/elastic/multiprocessing/api.py:9] failed (exitcode: -11) local_rank: 1 (pid: 77) of binary: py"
     path.write_text(CRASH + ended + "\n")
@@ -820,7 +822,7 @@ FIELD: dict[str, tuple[list[str], str, list[int], int | None]] = {
 
 
 @pytest.mark.parametrize("name", FIELD)
-def test_cause_before_effect(name: str, tmp_path: Path) -> None:
+def test_field_log_gives_cause_rank_and_line(name: str, tmp_path: Path) -> None:
     lines, cause, ranks, line = FIELD[name]
     verdict = verdict_of("\n".join(lines), tmp_path)
     assert named(verdict) == (cause, ranks), verdict.summary
@@ -830,7 +832,7 @@ def test_cause_before_effect(name: str, tmp_path: Path) -> None:
         assert (verdict.processes_at_fault[0].host, verdict.confidence) == ("node-3", "medium")
 
 
-def test_a_pod_is_no_rank(tmp_path: Path) -> None:
+def test_pod_number_is_not_a_rank(tmp_path: Path) -> None:
     lines = in_turn(*(on(f"[pod/w-{at}/t] ", own() if at == 10 else lost()) for at in (10, 2, 0)))
     verdict = verdict_of("\n".join(lines), tmp_path)
     assert (at_fault(verdict), verdict.confidence) == (["pod/w-10/t"], "medium")
@@ -863,7 +865,9 @@ def of_node(first: int, prefix: str, own_rank: int, *, ends: bool = True) -> lis
         ("n{node}: ", "<{rank}/8> ", False, True),
     ],
 )  # fmt: skip
-def test_ranks_of_several_nodes(outer: str, prefix: str, ends: bool, sure: bool, tmp_path: Path) -> None:
+def test_local_ranks_of_several_nodes_are_resolved(
+    outer: str, prefix: str, ends: bool, sure: bool, tmp_path: Path
+) -> None:
     """Under ``srun -l`` a torchrun on each, or with a prefix of its ``--log-line-prefix-template``."""
     nodes = [on(outer.format(node=at), of_node(4 * at, prefix, 5, ends=ends)) for at in range(2)]
     verdict = verdict_of("\n".join(in_turn(*nodes) if outer else chain(*nodes)), tmp_path)
@@ -875,7 +879,7 @@ def test_ranks_of_several_nodes(outer: str, prefix: str, ends: bool, sure: bool,
     ("number", "told"),
     [("1", "torchrun got SIGHUP, which a terminal sends"), ("Signals.SIGTERM", "got SIGTERM, which a scheduler")],
 )
-def test_a_job_that_somebody_has_ended(number: str, told: str, tmp_path: Path) -> None:
+def test_job_ended_by_a_signal_blames_no_rank(number: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / "job.log"
     path.write_text(
         "W1126 12:00:00 torch/distributed/elastic/multiprocessing/api.py:900] Sending process 42 closing signal\n"
@@ -886,7 +890,7 @@ def test_a_job_that_somebody_has_ended(number: str, told: str, tmp_path: Path) -
     assert (found.evidence.ranks, told in found.remarks[0]) == ((), True)
 
 
-def test_a_task_of_slurm_that_is_a_launcher_is_no_rank(tmp_path: Path) -> None:
+def test_slurm_task_of_a_launcher_is_not_a_rank(tmp_path: Path) -> None:
     ended = ["srun: error: n3: task 1: Exited with exit code 1", "srun: error: n2: task 0: Terminated"]
     lines = [*of_node(0, "[rank{rank}]: ", 5), *of_node(4, "[rank{rank}]: ", 5), *ended]
     found = read_logs([log_of("\n".join(lines), tmp_path)])
@@ -896,7 +900,7 @@ def test_a_task_of_slurm_that_is_a_launcher_is_no_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [HEAD, CRASH])
-def test_what_a_rank_prints_into_another_file_does_not_come_after_its_end(end: str, tmp_path: Path) -> None:
+def test_output_in_another_file_is_not_after_the_end(end: str, tmp_path: Path) -> None:
     """As torchrun's ``--redirects`` has it."""
     for rank in range(2):
         folder = tmp_path / "attempt_0" / str(rank)
@@ -920,7 +924,7 @@ def by_nccl(rank: int, *, world: int = 4, of: int = 4) -> list[str]:
 
 
 @pytest.mark.parametrize("of", [4, 2])
-def test_nccl_says_whose_its_lines_are(of: int, tmp_path: Path) -> None:
+def test_nccl_warning_is_assigned_to_its_rank(of: int, tmp_path: Path) -> None:
     began = [*chain(*(by_nccl(rank, of=of) for rank in range(4))), *STEPS]
     warning = [f"gpu-1:102:102 [2] enqueue.cc:1446 {ECC}", "gpu-1:102:102 [2] NCCL INFO group.cc:418 -> 1"]
     raised = [on(f"[rank{rank}]: ", lost(SYSTEM)) for rank in range(4)]
@@ -932,7 +936,7 @@ def test_nccl_says_whose_its_lines_are(of: int, tmp_path: Path) -> None:
     assert verdict.culprits == ()
 
 
-def test_two_processes_of_one_place_in_a_group_are_not_told_apart(tmp_path: Path) -> None:
+def test_ambiguous_nccl_process_blames_no_rank(tmp_path: Path) -> None:
     lines = [*chain(*(by_nccl(rank, world=0, of=2) for rank in range(4))), f"gpu-1:102:102 [2] enqueue.cc:1446 {ECC}"]
     lines += chain(*(on(f"[rank{rank}]: ", lost(SYSTEM)) for rank in range(4)))
     assert verdict_of("\n".join(lines), tmp_path).culprits == ()
@@ -960,7 +964,7 @@ SHUTDOWN = 'One or more rank (marked by "!") is stalled for longer than 120 seco
     ],
 )
 @pytest.mark.parametrize("prefix", ["[1,0]<stderr>:", ""])
-def test_horovod_says_who_has_not_submitted(
+def test_horovod_stall_warning_names_the_missing_ranks(
     lines: list[str], cause: str, ranks: list[int], prefix: str, tmp_path: Path
 ) -> None:
     text = "\n".join([*STEPS, *on(prefix, [STALL, *lines])])
@@ -988,7 +992,7 @@ FAULT = [line for line in CRASH.splitlines()[1:] if line]
         (FAULT, CUT, "rank-killed", "SIGSEGV at train.py:12"),
     ],
 )
-def test_a_worker_that_ray_has_lost(before: list[str], how: str, cause: str, said: str, tmp_path: Path) -> None:
+def test_dead_ray_worker_is_the_culprit(before: list[str], how: str, cause: str, said: str, tmp_path: Path) -> None:
     place = (
         "(TorchTrainer pid=800) - (node_id=d742, ip=10.0.0.1, pid=90{0}) world_rank={0}, local_rank={0}, node_rank=0"
     )
@@ -1002,7 +1006,7 @@ def test_a_worker_that_ray_has_lost(before: list[str], how: str, cause: str, sai
     assert (*named(verdict), verdict.victims) == (cause, [2], "0-1,3") and said in verdict.summary
 
 
-def test_what_nccl_calls_invalid_is_a_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nccl_invalid_usage_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     error = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268\nncclInvalidUsage: invalid usage"
     told = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4000"
     path = log_of("\n".join([*lost(error), "Last error:", told]), tmp_path)
@@ -1035,7 +1039,7 @@ LEFT = "slurmstepd: error: *** STEP 4.0 ON n3 CANCELLED AT 2026-05-05T10:00:00 D
         ),
     ],
 )  # fmt: skip
-def test_no_rank_is_named(
+def test_failure_without_a_known_rank_is_reported_without_verdict(
     lines: list[str], said: str, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = log_of("\n".join(lines), tmp_path)
@@ -1108,7 +1112,7 @@ STEP_LINES = [f"[rank{rank}] train: {step:>4}/900 loss=2.8" for step in (10, 20)
          "a pod of two ranks", "PALS", "a shell", "Ray's memory", "the old launcher", "Slurm's node", "cut off",
          "a port", "a store", "clients", "an old watchdog", "a rank of a group", "all alike", "two of two"],
 )  # fmt: skip
-def test_whose_failure_it_is(lines: list[str], cause: str, fault: list[int | str], tmp_path: Path) -> None:
+def test_failure_is_assigned_to_its_rank(lines: list[str], cause: str, fault: list[int | str], tmp_path: Path) -> None:
     verdict = verdict_of("\n".join(lines), tmp_path)
     assert named(verdict) == (cause, fault), verdict.summary
 
@@ -1124,7 +1128,7 @@ def test_whose_failure_it_is(lines: list[str], cause: str, fault: list[int | str
         (["ERROR upload failed", "Training completed."], "worked on"),
     ],
 )
-def test_what_is_not_understood_is_shown(
+def test_unrecognized_error_lines_are_shown(
     lines: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = log_of("\n".join(lines), tmp_path)
@@ -1134,13 +1138,13 @@ def test_what_is_not_understood_is_shown(
     assert ("nothing wrong seen" in shown.err) == (said == "nothing wrong seen")
 
 
-def test_an_effect_is_shown_after_what_it_came_from(tmp_path: Path) -> None:
+def test_consequences_are_shown_after_causes(tmp_path: Path) -> None:
     lines = ["ERROR launcher: a child was Terminated", *(f"ERROR {'abcdefg'[at] * 3}: no" for at in range(7))]
     summary_lines = read_logs([log_of("\n".join(lines), tmp_path)]).summary
     assert len(summary_lines) == 6 and "Terminated" not in " ".join(summary_lines)
 
 
-def test_silent_ranks_are_never_said_to_have_arrived(tmp_path: Path) -> None:
+def test_silent_ranks_are_reported_unseen_not_arrived(tmp_path: Path) -> None:
     closing = [f"W1 api.py:9] Sending process {pid} closing signal SIGTERM" for pid in (101, 102, 103)]
     verdict = verdict_of("\n".join([*watchdog(0, 31)[:1], *summary({0: -6}), *closing]), tmp_path)
     assert "ranks 1-3 were not seen" in verdict.summary and verdict.world_size in (0, 4)
@@ -1148,7 +1152,7 @@ def test_silent_ranks_are_never_said_to_have_arrived(tmp_path: Path) -> None:
     assert not any("transport" in one for one in verdict.suggestions)
 
 
-def test_lines_that_a_terminal_has_wrapped(tmp_path: Path) -> None:
+def test_terminal_wrapped_lines_are_rejoined(tmp_path: Path) -> None:
     wrapped = [
         part for r in (1, 2) for text in watchdog(r, 4) for part in text.replace(": WorkN", ": Work\nN").split("\n")
     ]
@@ -1157,13 +1161,13 @@ def test_lines_that_a_terminal_has_wrapped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quote", ["    ", "> ", "\t", "> > "])
-def test_a_pasted_log(quote: str, tmp_path: Path) -> None:
+def test_quoted_log_is_read(quote: str, tmp_path: Path) -> None:
     lines = (LOGS / "raise.log").read_text().splitlines()
     assert named(verdict_of("\n".join(quote + line for line in lines), tmp_path)) == ("rank-exception", [1])
 
 
 @pytest.mark.parametrize("loud", ["ERROR upload failed, try {}", "val_error {}"])
-def test_lines_that_are_everywhere_do_not_hide_the_last_one(loud: str, tmp_path: Path) -> None:
+def test_frequent_error_lines_do_not_hide_the_failure(loud: str, tmp_path: Path) -> None:
     text = "".join(f"{loud.format(at)} of 9\nstep {at} loss 0.5\n" for at in range(80_000))
     assert len(text) > 2 * CHUNK_BYTES
     verdict = verdict_of(text + "\n".join(on("[rank3]: ", own())), tmp_path)
@@ -1206,25 +1210,25 @@ IB = "NET/IB : Got completion from peer 10.4.0.23<41190> with status=12 opcode=0
     ids=["a signal", "steps", "launch configurations", "spawned on two machines", "a node's launch line",
          "behind in one group", "NCCL's own", "InfiniBand", "a worker with its rank", "attempts", "put down"],
 )  # fmt: skip
-def test_what_ended_it_and_whose_number_it_is(
+def test_log_gives_cause_and_rank_for_each_numbering(
     lines: list[str], cause: str, fault: list[int | str], tmp_path: Path
 ) -> None:
     verdict = verdict_of("\n".join(lines), tmp_path)
     assert named(verdict) == (cause, fault), verdict.summary
 
 
-def test_a_local_rank_alone_is_never_sure(tmp_path: Path) -> None:
+def test_local_rank_alone_limits_the_confidence(tmp_path: Path) -> None:
     verdict = verdict_of("\n".join([*own(), LOCAL_END.format(1)]), tmp_path)
     assert (named(verdict), verdict.confidence) == (("rank-exception", [1]), "medium")
 
 
-def test_a_launcher_that_saw_another_rank_end_first(tmp_path: Path) -> None:
+def test_first_end_seen_by_launcher_limits_the_confidence(tmp_path: Path) -> None:
     lines = [*on("[rank2]: ", own()), *on("[rank0]: ", own(line=43)), *summary({0: 1, 2: 1}, {2: 4})]
     verdict = verdict_of("\n".join(lines), tmp_path)
     assert (at_fault(verdict), verdict.confidence) == ([2], "medium")
 
 
-def test_nodes_in_files_of_their_own(tmp_path: Path) -> None:
+def test_log_file_per_node_gives_the_global_rank(tmp_path: Path) -> None:
     """Each launcher counts its own processes from 0."""
     for node, raised in ((0, lost()), (1, own())):
         lines = [*on("[default1]:", raised), LOCAL_END.format(1), *summary({2 * node + 1: 1})]
@@ -1237,14 +1241,14 @@ def test_nodes_in_files_of_their_own(tmp_path: Path) -> None:
     ("name", "rank"),
     [("rank3.log", 3), ("attempt_0-rank1-stderr.log", 1), ("lora_rank8.log", None), ("rank16-lora.log", None)],
 )
-def test_the_rank_in_a_file_name(name: str, rank: int | None, tmp_path: Path) -> None:
+def test_rank_is_read_from_the_log_file_name(name: str, rank: int | None, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text("\n".join(own()))
     culprits = [one.rank for one in diagnose(read_logs([path]).evidence).culprits]
     assert culprits == ([rank] if rank is not None else [])
 
 
-def test_secrets_of_a_log_are_in_no_file(tmp_path: Path) -> None:
+def test_secrets_in_a_log_are_never_written(tmp_path: Path) -> None:
     """Also where the page holds them as JSON."""
     path = log_of(
         "\n".join(own("ValueError: {'api_key': 'sk-abcdefghijklmnop', 'password': 'hunter22hunter'}")), tmp_path
@@ -1256,7 +1260,7 @@ def test_secrets_of_a_log_are_in_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", ["65535", "65536", "999999999", "1000000000000000000"])
-def test_numbers_that_are_no_ranks_take_no_memory(number: str, tmp_path: Path) -> None:
+def test_implausible_rank_numbers_are_ignored(number: str, tmp_path: Path) -> None:
     """As a mutated log has them: each message that gives a rank, with such a number."""
     lines = [*on(f"[default{number}]:", own()), *on(f"[rank{number}]: ", own()), *summary({1: 1}), LOCAL_END.format(1)]
     lines += [f'{{"rank": {number}, "msg": "step"}}', f"n1: rank {number} died from signal 9", f"{number}: step 1"]

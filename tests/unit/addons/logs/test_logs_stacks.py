@@ -83,7 +83,7 @@ def named(text: str, path: Path) -> tuple[list[int], list[str]]:
 STUCK = ("lock-deadlock", [(1, 6)])
 
 
-def test_a_file_for_each_rank(tmp_path: Path) -> None:
+def test_stack_file_per_rank_is_read(tmp_path: Path) -> None:
     for rank in (2, 1, 0):
         (tmp_path / f"stack_rank{rank}.txt").write_text(spied(100 + rank, STANDS if rank == 1 else WAITS))
     found = locate.read(tmp_path)
@@ -91,7 +91,7 @@ def test_a_file_for_each_rank(tmp_path: Path) -> None:
     assert (found.files["ranks/1/stack.txt"], found.remarks) == ("stack_rank1.txt", ())
 
 
-def test_a_process_has_the_rank_that_the_text_gives_it(tmp_path: Path) -> None:
+def test_stack_rank_is_read_from_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "pasted.txt"
     words = ((100, 2, WAITS), (101, 1, STANDS), (102, 0, WAITS))
     path.write_text(
@@ -142,12 +142,14 @@ RANK_1, PID_101 = ([1], list[str]()), (list[int](), ["process 101"])
         (handled_by_three(), ([], ["stack 2"])),
     ],
 )  # fmt: skip
-def test_who_a_process_is(text: str, expected: tuple[list[int], list[str]], tmp_path: Path) -> None:
+def test_stack_process_is_identified_from_the_text(
+    text: str, expected: tuple[list[int], list[str]], tmp_path: Path
+) -> None:
     assert named(text, tmp_path / "pasted.txt") == expected
 
 
 @pytest.mark.parametrize("quote", ["", "    ", "> ", "> > ", ">", "| ", "\t"])
-def test_quoted_or_on_standard_input_a_text_is_read_alike(quote: str, tmp_path: Path) -> None:
+def test_quoted_or_piped_stacks_are_read_the_same(quote: str, tmp_path: Path) -> None:
     text = "This is what I see:\n\n" + spied_three("--- rank {} ---\n")
     text = "".join(f"{quote}{line}\n" if line else f"{quote.rstrip()}\n" for line in text.splitlines())
     assert named(text, tmp_path / "pasted.txt") == RANK_1
@@ -156,7 +158,7 @@ def test_quoted_or_on_standard_input_a_text_is_read_alike(quote: str, tmp_path: 
     assert [one["rank"] for one in json.loads(piped.stdout)["culprits"]] == [1]
 
 
-def test_a_text_that_lost_its_indentation(tmp_path: Path) -> None:
+def test_stacks_without_indentation_are_read(tmp_path: Path) -> None:
     text = "\n".join(line.strip() for line in spied_three().splitlines())
     assert named(text, tmp_path / "pasted.txt") == PID_101
 
@@ -165,7 +167,7 @@ SAVED = DATA / "stacks"
 
 
 @pytest.mark.parametrize("path", sorted(SAVED.iterdir()), ids=lambda path: path.stem)
-def test_what_each_tool_prints_of_one_kind_of_job(path: Path) -> None:
+def test_stacks_of_every_tool_give_the_same_verdict(path: Path) -> None:
     """Three ranks, of which one is in ``load_shard``; each has a DataLoader worker, and torchrun is their parent."""
     found = locate.read(path)
     verdict = diagnose(found.evidence)
@@ -176,7 +178,7 @@ def test_what_each_tool_prints_of_one_kind_of_job(path: Path) -> None:
     assert "wait in all_reduce at hang.py:14" in verdict.summary
 
 
-def test_processes_that_are_no_ranks_are_left_out() -> None:
+def test_stacks_of_other_processes_are_excluded() -> None:
     found = locate.read(SAVED / "py-spy-every-process.txt")
     assert found.remarks == (
         "not compared: 1 process (torchrun's agent: 5449)",
@@ -185,7 +187,7 @@ def test_processes_that_are_no_ranks_are_left_out() -> None:
     assert (found.evidence.world_size, found.evidence.world_guessed) == (3, False)
 
 
-def test_workers_belong_to_the_parent_that_the_text_names() -> None:
+def test_dataloader_workers_are_assigned_to_their_parent() -> None:
     found = locate.read(SAVED / "py-spy-subprocesses.txt")
     assert [[child.role for child in one.children] for one in found.evidence.ranks] == [["dataloader worker"]] * 3
 
@@ -198,7 +200,7 @@ WORKS = (
 )
 
 
-def test_a_worker_without_a_parent_belongs_to_the_one_process_that_waits_for_its_own(tmp_path: Path) -> None:
+def test_worker_without_parent_belongs_to_the_waiting_process(tmp_path: Path) -> None:
     path = tmp_path / "pasted.txt"
     path.write_text(spied(100, WAITS) + spied(101, LOADS) + spied(102, WORKS))
     verdict = diagnose(locate.read(path).evidence)
@@ -209,7 +211,7 @@ def test_a_worker_without_a_parent_belongs_to_the_one_process_that_waits_for_its
 CUT = "\n".join(spied_three().splitlines()[5:-6])
 
 
-def test_a_text_that_is_cut_at_both_ends(tmp_path: Path) -> None:
+def test_stacks_cut_at_both_ends_are_read(tmp_path: Path) -> None:
     assert CUT.startswith("    main (train.py:10)"), "the first stack has lost its innermost frame"
     assert named(CUT, tmp_path / "pasted.txt") == PID_101
     path = tmp_path / "pasted.txt"
@@ -218,7 +220,7 @@ def test_a_text_that_is_cut_at_both_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", ["", "--- rank 0 ---\n"])
-def test_one_stack_is_compared_with_none(rank: str, tmp_path: Path) -> None:
+def test_single_saved_stack_is_not_compared(rank: str, tmp_path: Path) -> None:
     path = tmp_path / "pasted.txt"
     path.write_text(rank + spied(100, WAITS))
     verdict = diagnose(locate.read(path).evidence)
@@ -228,7 +230,7 @@ def test_one_stack_is_compared_with_none(rank: str, tmp_path: Path) -> None:
     assert "safelaunch dump --all" in verdict.suggestions[0]
 
 
-def test_a_server_that_runs_has_not_ended_its_script(tmp_path: Path) -> None:
+def test_stack_without_a_module_frame_is_still_running(tmp_path: Path) -> None:
     path = tmp_path / "pasted.txt"
     path.write_text("\n".join(line for line in spied(100, STANDS).splitlines() if "<module>" not in line))
     assert "ended" not in diagnose(locate.read(path).evidence).summary
@@ -238,7 +240,7 @@ def test_a_server_that_runs_has_not_ended_its_script(tmp_path: Path) -> None:
     ("world", "says"), [("", "every rank that was seen"), ("WORLD_SIZE=2\n", "every rank has arrived"),
                         ("WORLD_SIZE=3\n", "rank 2 was not seen")]
 )  # fmt: skip
-def test_all_have_arrived_only_where_the_number_of_ranks_is_known(world: str, says: str, tmp_path: Path) -> None:
+def test_all_arrived_is_reported_only_with_known_world_size(world: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "pasted.txt"
     path.write_text("".join(f"RANK={rank}\n{world}{spied(100 + rank, WAITS)}" for rank in range(2)))
     verdict = diagnose(locate.read(path).evidence)
@@ -246,14 +248,14 @@ def test_all_have_arrived_only_where_the_number_of_ranks_is_known(world: str, sa
     assert any("suspect the transport" in one for one in verdict.suggestions) == (world == "WORLD_SIZE=2\n")
 
 
-def test_several_dumps_of_one_process_are_one_process(tmp_path: Path) -> None:
+def test_repeated_dumps_of_a_process_are_merged(tmp_path: Path) -> None:
     path = tmp_path / "pasted.txt"
     path.write_text(spied(100, STANDS) + spied(100, WAITS) + "".join(handled(WAITS) for _ in range(3)))
     found = locate.read(path)
     assert [len(one.main.stacks) for one in found.evidence.ranks if one.main is not None] == [2, 3]
 
 
-def test_samples_that_differ_show_the_calls_that_most_of_them_share(tmp_path: Path) -> None:
+def test_differing_samples_show_their_common_calls(tmp_path: Path) -> None:
     stack = "<module> (train.py:12);main (train.py:9);load (data.py:6)"
     path = tmp_path / "raw.txt"
     path.write_text(f"{stack};a (data.py:1) 30\n{stack};b (data.py:2) 30\n{stack};c (data.py:3) 30\n")
@@ -262,7 +264,7 @@ def test_samples_that_differ_show_the_calls_that_most_of_them_share(tmp_path: Pa
     assert one.main.stacks[0].threads[0].frames[0].function == "load"
 
 
-def test_stacks_without_python_lines_are_said_to_be_such(tmp_path: Path) -> None:
+def test_stacks_without_python_lines_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "bt.txt"
     frames = "#0  0x00007f in futex_wait () from /lib/libc.so.6\n#1  Py_RunMain () at main.c:680\n"
     path.write_text(f'Thread 1 (Thread 0x7f0 (LWP 31) "python"):\n{frames}')
@@ -271,7 +273,7 @@ def test_stacks_without_python_lines_are_said_to_be_such(tmp_path: Path) -> None
     assert found.remarks == ("not compared: 1 process (without Python lines, which py-spy shows: 31)",)
 
 
-def test_a_process_that_a_log_does_not_name_keeps_its_label_beside_the_stacks_of_a_rank(tmp_path: Path) -> None:
+def test_labelled_log_process_stays_separate_from_ranked_stacks(tmp_path: Path) -> None:
     lines = ("Traceback (most recent call last):", '  File "train.py", line 9, in f', "RuntimeError: bad")
     (tmp_path / "job.log").write_text("".join(f"(Worker pid=77) {line}\n" for line in lines))
     (tmp_path / "stack_rank0.txt").write_text(spied(100, WAITS))
@@ -291,7 +293,7 @@ def test_a_process_that_a_log_does_not_name_keeps_its_label_beside_the_stacks_of
         (("__next__", "torch/utils/data/dataloader.py", 7), True),
     ],
 )
-def test_a_loader_without_workers_is_claimed_only_if_its_frames_are_there(
+def test_loader_without_workers_is_reported_only_with_frames(
     caller: tuple[str, str, int], says: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "pasted.txt"
@@ -299,20 +301,20 @@ def test_a_loader_without_workers_is_claimed_only_if_its_frames_are_there(
     assert ("a DataLoader without workers" in diagnose(locate.read(path).evidence).summary) == says
 
 
-def test_a_compressed_file(tmp_path: Path) -> None:
+def test_compressed_stack_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "stacks.txt.gz"
     path.write_bytes(gzip.compress(spied_three("--- rank {} ---\n").encode()))
     assert told(locate.read(path)) == STUCK
 
 
-def test_processes_of_one_pid_in_several_files_are_several(tmp_path: Path) -> None:
+def test_equal_pids_in_different_files_stay_separate(tmp_path: Path) -> None:
     for number, stack in enumerate((WAITS, STANDS, WAITS)):
         (tmp_path / f"{'abc'[number]}.txt").write_text(spied(7, stack))
     verdict = diagnose(locate.read(tmp_path).evidence)
     assert [one.label for one in verdict.processes_at_fault] == ["process 7 in b.txt"]
 
 
-def test_the_json_of_py_spy(tmp_path: Path) -> None:
+def test_py_spy_json_is_read(tmp_path: Path) -> None:
     for rank in range(3):
         frames = [
             {"name": name, "filename": f"{LIBRARY}/distributed_c10d.py" if "c10d" in file else file, "line": line}
@@ -323,18 +325,18 @@ def test_the_json_of_py_spy(tmp_path: Path) -> None:
     assert told(locate.read(tmp_path)) == STUCK
 
 
-def test_what_faulthandler_prints(tmp_path: Path) -> None:
+def test_faulthandler_stacks_are_read(tmp_path: Path) -> None:
     path = tmp_path / "job.log"
     assert named("step 3\n" + handled_by_three(), path) == ([], ["stack 2"])
 
 
-def test_where_a_process_ended_is_no_place_where_it_stands(tmp_path: Path) -> None:
+def test_fatal_error_stack_is_a_crash_not_a_hang(tmp_path: Path) -> None:
     path = tmp_path / "job.log"
     path.write_text(handled(STANDS, head="Fatal Python error: Segmentation fault\n"))
     assert told(locate.read(path))[0] == "rank-killed"
 
 
-def test_the_threads_beside_the_one_that_ended_a_process(tmp_path: Path) -> None:
+def test_other_threads_of_a_crash_dump_are_ignored(tmp_path: Path) -> None:
     script = "import ctypes, threading as t; one = t.Thread(target=ctypes.string_at, args=[0]); one.start(); one.join()"
     ended = subprocess.run([sys.executable, "-X", "faulthandler", "-c", script], stderr=subprocess.PIPE, text=True)
     assert ended.returncode == -signal.SIGSEGV
@@ -345,7 +347,7 @@ def test_the_threads_beside_the_one_that_ended_a_process(tmp_path: Path) -> None
     assert named(ended.stderr + handled_by_three(), path) == ([], ["stack 2"])
 
 
-def test_beside_a_log_only_stacks_that_name_their_rank_count(tmp_path: Path) -> None:
+def test_stacks_next_to_a_log_need_a_rank(tmp_path: Path) -> None:
     lines = ("Traceback (most recent call last):", '  File "train.py", line 9, in f', "RuntimeError: bad")
     (tmp_path / "job.log").write_text("".join(f"[rank0]: {line}\n" for line in lines))
     (tmp_path / "pasted.txt").write_text(spied(100, STANDS))
@@ -357,7 +359,7 @@ def test_beside_a_log_only_stacks_that_name_their_rank_count(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["[]", "[1]", '[{"frames": 3}]', "Process 1: x\nThread 5 (idle)\n    no frame\n"])
-def test_none(text: str, tmp_path: Path) -> None:
+def test_text_without_stacks_is_rejected(text: str, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text(text)
     with pytest.raises(Unreadable, match="neither a bundle, nor Flight Recorder dumps, nor stacks, nor the log"):
