@@ -94,7 +94,6 @@ class Council:
         return StoreHost(store.address, plan.torch.python, log, helper_reports.started)
 
     def close(self, *, at_once: bool = False) -> None:
-        """Leaves the job; takes seconds, unless ``at_once``."""
         self.channel.close(at_once=at_once)
 
     @property
@@ -135,7 +134,6 @@ class Council:
         return f"{number} other {word} ({', '.join(hosts)}{more})" if hosts else f"{number} other {word}"
 
     def tick(self, now: float, *, stopping: bool = False) -> None:
-        """Reports this node's state to the others, and changes among the others to the user."""
         if not self.channel.is_started:
             return
         watch = self._watch
@@ -171,7 +169,7 @@ class Council:
             self._store = view.lost
 
     def final_status(self) -> PeerStatus:
-        """Returns what the others report about the end of this node's ranks; waits a few seconds for it."""
+        """Returns the others' status, after a few seconds if it says nothing about the end of this node's ranks."""
         until = time.monotonic() + LAST_STATUS_S
         while True:
             view = self._seen
@@ -208,14 +206,12 @@ class Council:
         return self._notices.rendezvous if not self._seen.status.stopping else None
 
     def request_survey(self) -> bool:
-        """Requests a survey of all nodes. Returns False if this node is alone."""
         if self._seen.page is None:
             return False
         self.channel.request_survey()
         return True
 
     def survey(self, since_s: float) -> tuple[NodeStatus, ...] | None:
-        """Returns all nodes' own reports, if they were read after ``since_s``."""
         at_s, nodes = self._seen.survey
         return nodes if at_s > since_s else None
 
@@ -235,7 +231,7 @@ class Council:
 
     @property
     def queries_nccl(self) -> bool:
-        """True if this node queries NCCL for all nodes: it leads, or is alone."""
+        """True on one node of the job: the leader, or a node that is alone."""
         return self._page is None or self._seen.leads
 
     @property
@@ -246,7 +242,6 @@ class Council:
         return "the nodes have yet to agree" if self._page is not None else ""
 
     def withdraw(self) -> None:
-        """Ends this node's suspicion."""
         self.channel.update(doing="watching", at_limit=False)
 
     def pending_call(self) -> LeaderPage | None:
@@ -255,7 +250,6 @@ class Council:
         return page if page is not None and page.phase == "looking" and page.incident > self._joined else None
 
     def join_call(self) -> LeaderPage | None:
-        """Joins that incident. Returns its page."""
         call = self.pending_call()
         if call is not None:
             self._joined = call.incident

@@ -19,10 +19,9 @@ class GpuMemory:
         self._ask = ask
         self._bytes: dict[int, int] = {}
         self._asking: BackgroundTask[Result[Gpus]] | None = None
-        self._next_s: float | None = 0.0  # None: no driver
+        self._next_s: float | None = 0.0
 
     def ask(self, now: float) -> None:
-        """Queries the driver, unless it has just answered or is missing."""
         self._take()
         if self._asking is None and self._next_s is not None and now >= self._next_s:
             self._next_s = now + GPUS_EVERY_S
@@ -44,7 +43,6 @@ class GpuMemory:
 
 
 def memory_by_process(answer: Result[Gpus]) -> dict[int, int]:
-    """Returns bytes by pid. Raises ValueError if there are no GPUs."""
     if answer.value is None:
         raise ValueError(answer.missing)
     sizes: dict[int, int] = {}

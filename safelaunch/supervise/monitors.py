@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MonitorActions:
-    """Actions of the supervisor for a monitor."""
-
     write_bundle: Callable[[Callable[[Report], None], bool], None]
     """Writes a bundle and passes its report to the function, which ends the job if the flag is set."""
     write_last_bundle: Callable[[Callable[[Report], None]], None]
@@ -43,8 +41,6 @@ class MonitorActions:
 
 @dataclass(frozen=True, slots=True)
 class MonitoredJob:
-    """A running job, as its monitors see it."""
-
     settings: Settings
     run: RunPaths
     view: JobView
@@ -67,7 +63,6 @@ class Topic:
 
     @property
     def has_others(self) -> bool:
-        """True if supervisors of other nodes might take part."""
         return self._channel.is_started
 
     @property
@@ -85,11 +80,9 @@ class Topic:
         return node_count(self._council.rounds.page)
 
     def gather(self) -> None:
-        """Reads the values of other nodes if this node leads."""
         self._channel.gather(self._name)
 
     def submit(self, data: bytes) -> None:
-        """Replaces this node's value."""
         self._edition += 1
         self._channel.submit(f"{self._name}.{self._edition}", [data])
 
@@ -104,12 +97,10 @@ class Topic:
         return values
 
     def publish(self, data: bytes) -> None:
-        """Replaces the leader's value, which all nodes read."""
         self._channel.publish(self._name, data)
 
     @property
     def published(self) -> bytes:
-        """The leader's value; empty if there is none."""
         return self._channel.view.published.get(self._name, b"")
 
 

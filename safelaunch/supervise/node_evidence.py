@@ -103,7 +103,6 @@ def _has_link(address: str) -> bool:
 
 
 def agent_state(pid: int) -> AgentState:
-    """Returns the state of the torchrun agent."""
     try:
         letter = procstat.parse(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")).state
     except FileNotFoundError:

@@ -20,10 +20,7 @@ LOST_S = 3.0  # without a connection before a notice: the job might just be endi
 
 
 class NodeNotices:
-    """Prints notices about the other nodes."""
-
     def __init__(self, store: SharedStore, channel: Channel, hosts: Sequence[str] = ()) -> None:
-        """Takes the store and, in ``hosts``, the hosts that the scheduler assigned to the job."""
         self._store = store
         self._hosts = hosts
         self._channel = channel

@@ -52,7 +52,6 @@ class Notices:
         self._unseen_s: float | None = None
 
     def tick(self, now: float) -> None:
-        """Prints what is due at ``now`` (CLOCK_MONOTONIC, seconds)."""
         if now >= self._beacons_due_s and self._watch.roster.workers:
             self._beacons_due_s = now + BEACON_AGAIN_S
             self._say_without_beacon()
@@ -73,7 +72,6 @@ class Notices:
             self._say_without_steps()
 
     def _report_other_nodes(self, now: float) -> None:
-        """Prints which ranks are on this node once that is known, and again when a node joins or leaves."""
         all_there = self._watch.roster.workers or now >= self._claimed_by_s
         unseen = self._watch.unseen if all_there and self._watch.last_progress else ()
         if not unseen:
@@ -127,7 +125,6 @@ class Notices:
             say(f"a beacon has appeared in {rank_words(appeared)}: safelaunch watches it")
 
     def _say_without_steps(self) -> None:
-        """Prints what is watched instead of steps, unless the job steps, pauses or names its phases."""
         progress = self._watch.last_progress.values()
         if any(p.step is not None or p.paused or p.phase for p in progress):
             return

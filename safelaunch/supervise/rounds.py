@@ -83,13 +83,12 @@ class Rounds:
     """This node's part in all rounds.
 
     ``decide_hang``, ``all_agree``, ``decide_crash`` and the result of ``asking`` wait for the others; all else returns
-    at once.
+    at once. ``action`` is what this node wants if the job hangs.
     """
 
     def __init__(
         self, channel: Channel, context: JobContext, nodes: Callable[[], tuple[NodeEvidence, ...]], action: Action
     ) -> None:
-        """Takes the function that lists all ``nodes``, and the ``action`` that this node wants if the job hangs."""
         self._channel = channel
         self._context = context
         self._nodes = nodes
@@ -102,7 +101,6 @@ class Rounds:
 
     @property
     def page(self) -> LeaderPage | None:
-        """The leader's page, if the leader responds."""
         view = self._channel.view
         return view.page if view.silent_s < SILENT_S else None
 
@@ -159,9 +157,8 @@ class Rounds:
     def all_agree(self, incident: int, moves: Callable[[], bool] = lambda: False) -> bool:
         """Waits until all nodes know the decision; no node acts before. Returns False if it is void.
 
-        It is void if torchrun has begun another round, or a rank moves. One node's action ends ranks on other nodes,
-        which torchrun might restart, so only earlier restarts make it void. Waiting also keeps the store, and the
-        ranks' own, alive for the others.
+        It is void if torchrun restarts ranks, or a rank moves. One node's action ends ranks on other nodes, and perhaps
+        the store, so all must know the decision first.
         """
         until = time.monotonic() + AGREED_S
         while time.monotonic() < until:
@@ -176,12 +173,10 @@ class Rounds:
     # --- a crash ----------------------------------------------------------------------------------------------------
 
     def note(self, page: LeaderPage | None) -> None:
-        """Takes in the leader's page, on each tick."""
         if self._past is None and page is not None:
             self._past = page.crash
 
     def report_trouble(self, text: str) -> None:
-        """Reports this node's root failure to the others; the first one counts."""
         if not self._channel.beat.trouble:
             self._channel.update(trouble=text[:LONGEST_TEXT])
 
@@ -190,7 +185,6 @@ class Rounds:
         return bool(self._channel.beat.trouble)
 
     def reset(self) -> None:
-        """Starts over, as the ranks have been restarted."""
         self._past = None
         self._channel.update(trouble="", restarting=False)
         self._channel.withdraw("crash")
@@ -205,10 +199,9 @@ class Rounds:
         return f"on another node, {troubles[0]}" if troubles else "nodes have joined or left"
 
     def decide_crash(self, local: Evidence) -> Agreement:
-        """Returns the common verdict about a failure of ranks on this node. Takes a little more than ``CRASH_S``.
+        """Returns the common verdict about a failure of ranks on this node; takes a little more than ``CRASH_S``.
 
-        A node with a root failure judges the evidence of all; if there is none, the leader does. The first verdict that
-        is stored counts for all.
+        A node with a root failure judges, or the leader if there is none. The first verdict that is stored counts.
         """
         if self._past is None:
             return Agreement()
@@ -287,7 +280,6 @@ class Rounds:
         return None
 
     def _judge(self, own: Evidence, submissions: Submissions, course: _Course) -> _SharedVerdict:
-        """Judges the evidence of all nodes."""
         peers = read_evidence(submissions, self._context.host)
         whole = course.with_answer(peers.with_own(own))
         verdict = verdict_of(whole, self._context)
@@ -357,7 +349,6 @@ class Rounds:
 
     @property
     def has_pending_dump(self) -> bool:
-        """True if another node asks for a dump in which this one has not taken part yet."""
         return any(question.kind == "dump" for question in self._new().values())
 
     def next_question(self, now: float) -> tuple[Round, NodeQuestion] | None:
@@ -375,7 +366,6 @@ class Rounds:
         return {round_: what for round_, what in page.questions.items() if round_ not in self._answered} if page else {}
 
     def answer(self, round_: Round, evidence: Evidence) -> None:
-        """Submits this node's evidence for another node's request."""
         own = self._context.cleaned(evidence)
         self._channel.submit(round_, condense(own, share=share_of(node_count(self.page))))
 
@@ -392,8 +382,8 @@ class Rounds:
 def with_answer(evidence: Evidence, *, overdue: bool) -> Evidence:
     """Adds the common answer and outcome: proved dead, or the answer of the node that knows the least.
 
-    Without a proof, the job ends only if a node with the common answer says so. If a rank is missing, whose supervisor
-    might have been stopped, it ends only once it is ``overdue``.
+    Without a proof, the job ends only if a node with that answer says so; with a rank missing, only once it is
+    ``overdue``.
     """
     if evidence.answer in (None, "unknown") and proves(evidence):
         return replace(evidence, answer="dead", outcome="hang")

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class _ServiceRequest:
-    """A request in progress."""
-
     service: Service[Any, Any]
     ask: Any
     clients: list[Client]
@@ -64,7 +62,6 @@ class Services:
         return self._request is not None and self._request.working.done
 
     def tick(self) -> None:
-        """Answers the clients once the request is done."""
         if self._request is None or not self._request.working.done:
             return
         request, self._request = self._request, None
@@ -79,7 +76,6 @@ class Services:
             client.answer(answer)
 
     def finish(self) -> None:
-        """Cancels what needs the job's ranks, as the job is being stopped."""
         self.yield_to_dump()
         if self._request is not None:
             for client in self._request.clients:
@@ -93,7 +89,6 @@ class Services:
                 incident.cancel()
 
     def for_another(self, round_: Round, question: NodeQuestion) -> Incident[None]:
-        """Serves another node that needs this node's part."""
         name = f"{question.kind} for another node"
         self._for_another = Incident(name, lambda at: self._answer_node(round_, question, at))
         return self._for_another

@@ -23,8 +23,6 @@ class _Observation:
 
 
 class SilentRanks:
-    """Looks at silent ranks on request."""
-
     def __init__(self, look: Callable[[Sequence[Target]], Looks] = lambda targets: look_at(targets, None)) -> None:
         self._look = look
         self._seen: dict[int, _Observation] = {}

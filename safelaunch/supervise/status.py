@@ -34,7 +34,7 @@ class StatusRequests:
     def __init__(self, job: Job, view: JobView) -> None:
         self._job = job
         self._watch, self._context, self._council = view.watch, view.context, view.council
-        self._asking: list[tuple[Client, float]] = []  # with the time of the request
+        self._asking: list[tuple[Client, float]] = []
         self._silent_ranks = SilentRanks()
         self._gpu_memory = GpuMemory()
         self._cwd = os.fspath(working_directory())
@@ -65,7 +65,6 @@ class StatusRequests:
         self._asking = waiting
 
     def _sample(self, now: float) -> None:
-        """Records the steps of the last seconds, for the rate."""
         if self._watch.roster.attempt != self._attempt:
             self._attempt = self._watch.roster.attempt
             self._samples.clear()
@@ -77,7 +76,6 @@ class StatusRequests:
             self._samples.popleft()
 
     def status(self, now: float) -> RunStatus:
-        """Returns the run's state at ``now`` (CLOCK_MONOTONIC, seconds)."""
         plan, settings = self._job.plan, self._job.plan.settings
         stepping = any(p.step is not None for p in self._watch.last_progress.values())
         threshold = self._watch.threshold() if stepping else self._watch.threshold_without_steps()
@@ -120,7 +118,6 @@ class StatusRequests:
         return [(round(max(0.0, now - at_ns / 1e9), 2), step) for at_ns, step in points[-NEWEST:]]
 
     def _silent_since(self, now: float) -> dict[int, float]:
-        """Returns the time of the newest progress, by rank, for ranks that are silent for longer than any step."""
         usual_s = self._watch.usual_step_s
         pages = [page for page in self._watch.last_progress.values() if not (page.paused or page.phase)]
         ages = {page.rank: self._watch.age_s(page, now) for page in pages}
@@ -183,7 +180,6 @@ def state_of(progress: Progress) -> str:
 
 
 def rss_bytes(pid: int) -> int:
-    """Returns the resident memory of a process; 0 if it is gone."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

@@ -54,7 +54,6 @@ class Channel:
         return self._thread is not None
 
     def start(self, shared: SharedStore, key: bytes = b"", host: StoreHost | None = None) -> None:
-        """Starts the thread, and the store on ``host`` if torchrun has none."""
         self._host = host
         self._thread = threading.Thread(target=self._run, args=(shared, key), name="cluster", daemon=True)
         self._thread.start()
@@ -78,21 +77,18 @@ class Channel:
         return self._host is not None and self._host.has_started
 
     def update(self, **changes: Any) -> None:
-        """Changes fields of this node's beat, and sends it soon."""
         self._change(lambda outbox: replace(outbox, beat=structs.replace(outbox.beat, **changes)))
 
     @property
     def beat(self) -> Beat:
-        """This node's beat."""
         return self._outbox.beat
 
     def set_step(self, step: int) -> None:
-        """Sets the lowest step of this node's ranks, which can wait for the next beat."""
+        """Sets this node's lowest step; it travels with the next beat."""
         with self._lock:
             self._outbox = replace(self._outbox, beat=structs.replace(self._outbox.beat, step=step))
 
     def request_survey(self) -> None:
-        """Requests ``view.survey`` for the next round."""
         self._change(lambda outbox: replace(outbox, wants_survey=True))
 
     def submit(self, round_: Round, chunks: list[bytes]) -> None:
@@ -101,7 +97,7 @@ class Channel:
         self._change(lambda outbox: replace(outbox, submitted={**outbox.submitted, **submission}))
 
     def withdraw(self, what: str) -> None:
-        """Removes this node's evidence for a round or a kind, and stops reading the others'."""
+        """Removes this node's submission for a round or a kind, and stops reading the others'."""
 
         def without(outbox: Outbox) -> Outbox:
             kept = {
@@ -120,11 +116,9 @@ class Channel:
         self._change(lambda outbox: replace(outbox, gathers=outbox.gathers | {round_}))
 
     def decide(self, round_: Round, decision: Decision) -> None:
-        """Submits a decision about a round; the first one that is stored counts (``view.decisions``)."""
         self._change(lambda outbox: replace(outbox, decisions={**outbox.decisions, round_: decision}))
 
     def publish(self, topic: str, data: bytes) -> None:
-        """Replaces the leader's value of a topic, which all nodes read from ``view.published``."""
         self._change(lambda outbox: replace(outbox, published={**outbox.published, topic: data}))
 
     def _change(self, change: Callable[[Outbox], Outbox]) -> None:

@@ -38,13 +38,11 @@ class Liveness:
         return now - self._moved[slot][1] if slot in self._moved else 0.0
 
     def mark_silent(self, slot: int, now: float) -> None:
-        """Marks a slot as not responding until its count changes."""
         if slot in self._moved:
             self._moved[slot] = (self._moved[slot][0], now - SILENT_S)
 
     @property
     def proven(self) -> Collection[int]:
-        """Slots whose count has changed."""
         return self._proven
 
 
@@ -71,7 +69,6 @@ class Succession:
         return slot in (page.leader, *page.line) or now - self._since_s >= LINE_S
 
     def liveness(self, leader: int, now: float) -> Liveness:
-        """Returns what was observed about all nodes while the leader didn't respond."""
         nodes = self._others or Liveness()
         nodes.mark_silent(leader, now)
         return nodes

@@ -43,7 +43,7 @@ Runs = tuple[tuple[_WireRank, _Positive, _Positive], ...]
 
 
 class _PackedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A Flight Recorder by column: each kind of entry once, and numbers for each entry."""
+    """A Flight Recorder by column."""
 
     version: str
     kinds: tuple[Collective, ...]
@@ -68,8 +68,6 @@ class _Travelling(msgspec.Struct, frozen=True):
 
 
 class SharedColumns:
-    """Kinds of entries and members of groups, kept once for the evidence of all nodes."""
-
     def __init__(self) -> None:
         self.kinds = Kinds()
         self._members: dict[Runs, tuple[int, ...]] = {}
@@ -176,7 +174,6 @@ def _runs(members: tuple[int, ...]) -> Runs:
 
 
 def _columns(record: FlightRecord, most: int, groups: dict[tuple[int, ...], int]) -> _PackedRecord:
-    """Packs a record. Adds the members of its groups to ``groups``, numbered."""
     entries = Entries.of(record.entries)
     begin = max(0, len(entries) - most)
     used = sorted(set(entries.kind_of[begin:]))

@@ -12,8 +12,6 @@ from safelaunch.supervise.control.protocol import NodeStatus
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """The other nodes' own reports about themselves."""
-
     stopping: bool = False  # a user or a scheduler stops the job there
     troubles: tuple[str, ...] = ()  # root failures
     quiet: int = 0  # number of nodes that haven't responded for a few seconds
@@ -23,8 +21,6 @@ class PeerStatus:
 
 @dataclass(frozen=True, slots=True)
 class Submissions:
-    """The other nodes' submissions for a round, by slot."""
-
     chunks: Mapping[int, list[bytes]] = field(default_factory=dict)
     rounds: Mapping[int, Round] = field(default_factory=dict)  # for a kind with editions, the newest that was read
     missing: int = 1  # number of nodes with ranks that might still submit
@@ -39,8 +35,6 @@ NO_SUBMISSIONS = Submissions()
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another node, as far as this one knows it."""
-
     slot: int
     node: NodeCard
     beat: Beat | None = None  # the latest

@@ -23,12 +23,10 @@ ACKNOWLEDGE_S = 5.0  # for all nodes to acknowledge a decision; then the leader 
 
 @dataclass(frozen=True, slots=True)
 class LeaderInput:
-    """The nodes' state, by which the leader decides."""
-
     responsive: Mapping[int, Beat]  # by slot
     silent: tuple[int, ...] = ()
     decided: bool = False  # the leader has stored its decision about the newest incident
-    quiet: tuple[int, ...] = ()  # slots that haven't responded for ``QUIET_S``
+    quiet: tuple[int, ...] = ()
     latest: Mapping[int, Beat] = field(default_factory=dict)  # the latest beat of every slot
 
 
@@ -41,7 +39,6 @@ class Leader:
         self._began: dict[int, tuple[int, int]] | None = None  # each node's attempt at the start of the incident
 
     def next(self, inputs: LeaderInput, now: float) -> LeaderPage:
-        """Returns the page to write now."""
         page = replace(
             self.page,
             count=self.page.count + 1,

@@ -1,9 +1,8 @@
 """A supervisor's membership in its job: in each round, its beat goes up and the leader's page comes down.
 
-``Channel`` runs it in a thread. Store keys, below the job's prefix: ``n`` counts the slots; ``m/SLOT`` is a node's card
-and ``b/SLOT`` its beat; ``head`` is the leader's page; ``members`` holds cards and beats that the leader passes on;
-``e/ROUND/SLOT`` is a node's evidence for a round; ``d/ROUND`` is the decision, of which the first one counts;
-``p/TOPIC`` is the leader's value of a topic.
+Store keys, below the job's prefix: ``n`` counts the slots; ``m/SLOT`` is a node's card and ``b/SLOT`` its beat;
+``head`` is the leader's page; ``members`` holds cards and beats that the leader passes on; ``e/ROUND/SLOT`` is
+evidence; ``d/ROUND`` is a decision, of which the first one counts; ``p/TOPIC`` is the leader's value of a topic.
 """
 
 from __future__ import annotations
@@ -63,14 +62,14 @@ class Membership:
         self._count = 0
         self._liveness = Liveness()
         self._succession = Succession()
-        self._unreadable = Liveness()  # of a page under another key or version
+        self._unreadable = Liveness()
         self._unreadable_s: tuple[float, float] | None = None  # the first and the latest since a readable one
         self._leader: Leader | None = None
         self._page_bytes = b""
         self._slots: set[int] = set()  # whose beats have been seen
         self._newest: dict[int, Beat] = {}
-        self._asked_up_to = 0  # last slot that was checked for a first beat
-        self._cards: dict[int, NodeCard] = {}  # by slot; written once
+        self._asked_up_to = 0
+        self._cards: dict[int, NodeCard] = {}
         self._nodes: dict[int, NodeCard] = {}
         self._members: dict[int, tuple[NodeCard, Beat]] = {}
         self._members_bytes, self._edition = b"", 0
@@ -87,10 +86,10 @@ class Membership:
         self._write(f"m/{self._slot}", self._written)
 
     def resume(self, store: StoreClient) -> bool:
-        """Continues over another connection, under the same slot; False if that is impossible.
+        """Continues over another connection, under the same slot; False if the store or this host has another address.
 
-        It is impossible if the store is another one, or this host has moved. A slot belongs to the incarnation that is
-        written there. Counts only grow, so late messages of the old connection are recognized as old.
+        A slot belongs to the incarnation that is written there. Counts only grow, so late messages of the old
+        connection are recognized.
         """
         address, is_local = store.own_address, store.is_local
         if (address, is_local) != (self._node.address, self._node.hosts):
@@ -186,7 +185,6 @@ class Membership:
     def _gather(
         self, wanted: frozenset[str], beats: Mapping[int, Beat], responsive: Mapping[int, Beat], now: float
     ) -> dict[str, Submissions]:
-        """Reads the others' submissions for ``FETCH_S``."""
         self._submissions = {topic: self._submissions.get(topic, {}) for topic in wanted}
         for topic, received in self._submissions.items():
             most = MOST_HALVES if topic.startswith("crash.") else len(beats)
@@ -309,7 +307,6 @@ class Membership:
         return PeerStatus(bool(stopping), troubles, sum(slot != self._slot for slot in page.quiet), restarting=anew)
 
     def _read_published(self, page: LeaderPage) -> None:
-        """Reads the leader's values that changed. If one can't be read, the previous value stays."""
         for topic, edition in page.published:
             edition_read, data = self._published.get(topic, (0, b""))
             if edition != edition_read:
@@ -332,7 +329,6 @@ class Membership:
                 self._nodes[slot] = node
 
     def _peers(self, page: LeaderPage, now: float) -> tuple[Peer, ...]:
-        """Returns the other nodes that the leader reports."""
         quiet = {*page.quiet, *page.silent}
         if now - self._page_s >= QUIET_S:
             quiet.add(page.leader)
@@ -383,7 +379,7 @@ class Membership:
         return known_s >= SILENT_S
 
     def _replace_page(self, data: bytes) -> bytes:
-        """Stores ``data`` if the page is still the one that was read last. Returns what is stored then."""
+        """Stores ``data`` if the page is unchanged. Returns what is stored then."""
         head = f"{self._prefix}/head"
         if len(self._page_bytes) <= LARGEST_VALUE:
             return self._store.compare_set(head, self._page_bytes, data, deadline_s=STORE_ANSWER_S)
@@ -446,7 +442,6 @@ class Membership:
         return page, beats, responsive
 
     def _publish(self, page: LeaderPage, outbox: Outbox) -> LeaderPage:
-        """Writes the values that changed. Returns the page with their editions and this node's topics."""
         editions = dict(page.published)
         for topic, data in outbox.published.items():
             if data != self._published.get(topic, (0, b""))[1]:
@@ -457,7 +452,6 @@ class Membership:
         return structs.replace(page, topics=topics, published=tuple(sorted(editions.items()))[:MOST_TOPICS])
 
     def _publish_members(self, page: LeaderPage, beats: Mapping[int, Beat]) -> LeaderPage:
-        """Writes ``NodesBySlot`` if it changed. Returns the page with its edition."""
         says = (*page.silent, *page.stopping, *(slot for slot, _ in page.troubles), *page.failed, *page.quiet)
         named = sorted(beats.keys() - set(page.silent))[: MOST_NAMED + 1]
         most = CROWD_MEMBERS if page.nodes > CROWD else MOST_MEMBERS

@@ -46,12 +46,10 @@ _WireSlots = Annotated[tuple[_WireCount, ...], Meta(max_length=4096)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag="v3"):
-    """Base of all records. The tag is the protocol's version; a record with another tag can't be read."""
+    """Base of all records. The tag is the protocol's version."""
 
 
 class NodeCard(Message, frozen=True):
-    """A supervisor's identity; written once."""
-
     incarnation: _WireName  # random, new with each membership
     host: _WireName
     pid: _WireCount
@@ -100,13 +98,10 @@ class Beat(Message, frozen=True):
     asks: NodeQuestion | None = None
 
     def round_of(self, kind: QuestionKind) -> Round:
-        """Returns the newest round of this kind for which the node's evidence is in the store, or an empty string."""
         return next((round_ for round_, _ in self.submitted if round_.startswith(f"{kind}.")), "")
 
 
 class LeaderPage(Message, frozen=True):
-    """The leader's report to all nodes. Nodes are named by slot."""
-
     leader: _WireCount
     epoch: _WireCount = 0  # leadership term
     count: _WireCount = 0  # grows with each page
@@ -133,11 +128,9 @@ class LeaderPage(Message, frozen=True):
 
     @property
     def questions(self) -> dict[Round, NodeQuestion]:
-        """Open questions by the round in which they are answered."""
         return {ask_round(slot, question): question for slot, question in self.asked}
 
     def is_over(self, round_: Round) -> bool:
-        """Returns whether the evidence of this round is no longer needed."""
         if round_.startswith("hang."):
             return round_ != f"hang.{self.incident}" or self.phase in ("idle", "agreed")
         return round_.startswith("ask.") and round_ not in self.questions
@@ -148,7 +141,6 @@ def ask_round(slot: int, question: NodeQuestion) -> Round:
 
 
 def node_count(page: LeaderPage | None) -> int:
-    """Returns the number of nodes that take part; 1 if this node is alone."""
     return page.nodes if page is not None else 1
 
 
@@ -162,8 +154,6 @@ class NodesBySlot(Message, frozen=True):
 
 
 class Decision(Message, frozen=True):
-    """The common decision about a round."""
-
     verdict: Verdict
     action: Action
     host: _WireName  # with ``path``, the place of the merged bundle

@@ -32,8 +32,6 @@ class SharedStore:
 
 @dataclass(frozen=True, slots=True)
 class NoRendezvous:
-    """The supervisors have no common store."""
-
     why: str = ""  # a clause; empty for a job on one node
 
 
@@ -156,7 +154,6 @@ def hosts_of(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> list[str]:
-    """Expands ``001-003,7`` to 001, 002, 003, 7."""
     numbers: list[str] = []
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")

@@ -80,7 +80,6 @@ class StoreClient:
 
     @property
     def is_local(self) -> bool:
-        """True if the server runs on this host, judging by addresses. Raises nothing."""
         try:
             return bool(self._socket.getsockname()[0] == self._socket.getpeername()[0])
         except OSError:
@@ -88,14 +87,13 @@ class StoreClient:
 
     @property
     def own_address(self) -> str:
-        """This host's address as the server sees it; empty if unknown."""
         try:
             return str(self._socket.getsockname()[0])
         except OSError:
             return ""
 
     def set(self, key: str, value: bytes, *, deadline_s: float) -> None:
-        """Stores ``value``; returns once the server has it. Raises ValueTooLarge."""
+        """Returns once the server has the value. Raises ValueTooLarge."""
         self._deadline = time.monotonic() + deadline_s
         nonce = os.urandom(4)  # the server doesn't answer SET, but the PING after it
         if self._ask(bytes([_SET]) + _key(key) + _value(value) + bytes([_PING]) + nonce, 4) != nonce:
@@ -122,24 +120,21 @@ class StoreClient:
         return self._bytes()
 
     def read(self, key: str, *, deadline_s: float) -> bytes:
-        """Returns the value of a key that existed before and is never deleted, without a check."""
+        """Reads a key that exists."""
         self._deadline = time.monotonic() + deadline_s
         self._send(bytes([_GET]) + _key(key))
         return self._bytes()
 
     def exchange(self, key: str, value: bytes, wanted: str, *, deadline_s: float) -> bytes:
-        """Stores ``value`` and reads ``wanted``, in one round trip."""
         self._deadline = time.monotonic() + deadline_s
         self._send(bytes([_SET]) + _key(key) + _value(value) + bytes([_GET]) + _key(wanted))
         return self._bytes()
 
     def has(self, keys: Sequence[str], *, deadline_s: float) -> bool:
-        """Returns whether all of these keys exist."""
         self._deadline = time.monotonic() + deadline_s
         return self._has(keys)
 
     def read_all(self, keys: Sequence[str], *, deadline_s: float) -> list[bytes]:
-        """Reads many keys, without a check."""
         self._deadline = time.monotonic() + deadline_s
         if not keys:
             return []
@@ -147,19 +142,17 @@ class StoreClient:
         return [self._bytes() for _ in keys]
 
     def get_all(self, keys: Sequence[str], *, deadline_s: float) -> list[bytes] | None:
-        """Returns the values of ``keys``; None if one is missing."""
+        """Returns the values, or None if a key is missing."""
         self._deadline = time.monotonic() + deadline_s
         if keys and not self._has(keys):
             return None
         return self.read_all(keys, deadline_s=self._deadline - time.monotonic())
 
     def add(self, key: str, amount: int, *, deadline_s: float) -> int:
-        """Adds to a number, 0 if nothing is stored, and returns the sum."""
         self._deadline = time.monotonic() + deadline_s
         return _number(self._ask(bytes([_ADD]) + _key(key) + struct.pack("<q", amount), 8))
 
     def delete(self, key: str, *, deadline_s: float) -> bool:
-        """Returns whether there was something to delete."""
         self._deadline = time.monotonic() + deadline_s
         return _number(self._ask(bytes([_DELETE]) + _key(key), 8)) > 0
 

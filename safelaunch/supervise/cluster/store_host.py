@@ -42,7 +42,7 @@ class StoreHost:
         return self._pid != 0
 
     def start(self) -> None:
-        """Starts the store if this is its host and the port is free. May take as long as resolving a name."""
+        """Starts the store if this is its host and the port is free. May resolve a name."""
         if self.has_started or not is_this_host(self.address.host):
             return
         try:
@@ -84,7 +84,6 @@ class StoreHost:
 
     @property
     def problem(self) -> str:
-        """Reason why the store that was started here no longer runs, as a clause; empty as long as it runs."""
         if self._pid and not self._ended:
             self._ended = process.reap(self._pid) is not None
         if not self._ended:

@@ -40,7 +40,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run's name; empty if its supervisor doesn't answer."""
         return self.status.name if self.status is not None else ""
 
     @property
@@ -62,7 +61,7 @@ def roots(environ: Mapping[str, str], uid: int) -> tuple[Path, ...]:
 
 
 def find(places: Sequence[Path]) -> tuple[Run, ...]:
-    """Returns every run directory below ``places``, including those left by killed runs, oldest first."""
+    """Returns every run directory, including those left by killed runs, oldest first."""
     runs = [Run(entry, _owner(entry), alive=is_held(entry)) for place in places for entry in place.glob("r[0-9]*")]
     # Start times count from boot, so they give the supervisors' order.
     return tuple(sorted(runs, key=lambda item: (item.supervisor.start_ticks if item.supervisor else 0, item.id)))
@@ -132,12 +131,11 @@ def select(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
 
 
 def one_of_each_job(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Returns one run of each job: any of a job's supervisors on this node will do."""
+    """Returns one run of each job: any supervisor will do."""
     return tuple({(run.status.job if run.status is not None else "") or run.id: run for run in runs}.values())
 
 
 def describe(runs: Sequence[Run]) -> str:
-    """Lists the existing runs, for an error's last line."""
     if not runs:
         return "You have no runs on this node."
     named = [f"{run.id} ({run.name} in {run.status.cwd})" if run.status is not None else run.label for run in runs]
@@ -145,5 +143,4 @@ def describe(runs: Sequence[Run]) -> str:
 
 
 def our_roots() -> tuple[Path, ...]:
-    """Returns ``roots`` for this process."""
     return roots(os.environ, os.getuid())

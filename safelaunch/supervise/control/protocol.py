@@ -81,7 +81,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     world_size: int
     watch: str
     threshold_s: float  # without a step before the job is suspected
-    threshold_why: str  # origin of the threshold
+    threshold_why: str
     ranks: list[RankStatus]
     notes: list[str] = []  # about what slows the job down
     early: list[EarlyLook] = []  # the newest, oldest first
@@ -103,11 +103,11 @@ class DumpAnswer(msgspec.Struct, frozen=True):
 
 
 class ServiceAnswer(msgspec.Struct, Generic[Part], frozen=True):
-    """An answer of an add-on's service."""
+    """The answer of an add-on's service."""
 
     part: Part | None = None
     bundle_dir: str = ""  # of the run's bundles
-    problem: str = ""  # reason why ``part`` is missing
+    problem: str = ""
 
 
 class Client:
@@ -124,7 +124,6 @@ class Client:
 
     @property
     def asks(self) -> bool:
-        """True until the request has arrived."""
         return self.until_s is not None and self._answer is None
 
     def read(self) -> ControlRequest | None:
@@ -146,13 +145,11 @@ class Client:
         return request
 
     def answer(self, value: object) -> None:
-        """Sends one JSON line and closes: at once if the client reads, else in parts with each poll."""
         self._answer = memoryview(msgspec.json.encode(value) + b"\n")
         self.until_s = time.monotonic() + ANSWER_DEADLINE_S
         self.send()
 
     def send(self) -> None:
-        """Sends as much of the answer as the client reads now; closes after the end."""
         try:
             while self._answer:
                 self._answer = self._answer[self._connection.send(self._answer) :]
@@ -204,7 +201,6 @@ class Server:
         self._clients = [client for client in self._clients if client.is_open]
 
     def close(self) -> None:
-        """Closes the socket and all connections."""
         self._listener.close()
         for client in self._clients:
             client.close()

@@ -36,22 +36,17 @@ class Policy(msgspec.Struct, frozen=True):
 
     @property
     def has_one_limit(self) -> bool:
-        """True if the user's threshold between steps also applies before the first one."""
         return self.stall_given and self.startup_given and self.startup_s == self.stall_s
 
     def is_given(self, stall: Stall) -> bool:
-        """Returns whether the threshold that ``stall`` has passed is the user's."""
         return self.startup_given if stall.before_first_step else self.stall_given
 
 
 def confirm_after_s(stall_s: float) -> float:
-    """Returns the time between the two looks: longer if steps are slow."""
     return min(10.0, max(2.0, 0.02 * stall_s))
 
 
 class ProgressMark(msgspec.Struct, frozen=True):
-    """One rank's progress."""
-
     rank: int
     claimed_s: float  # its start; in a job without steps, its latest sign of progress
     last_step_s: float | None = None
@@ -71,8 +66,6 @@ class Status(Enum):
 
 
 class DetectorState(msgspec.Struct, frozen=True):
-    """The state between two ticks."""
-
     status: Status = Status.WATCHING
     base_s: float = 0.0  # marks older than this count as made then
     last_tick_s: float = 0.0
@@ -112,7 +105,6 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def before_abort_s(self) -> float | None:
-        """Time shortly before, at which the evidence must be taken."""
         if self.abort_s is None:
             return None
         return max(0.0, self.abort_s - min(MOST_MARGIN_S, max(LEAST_MARGIN_S, MARGIN_PART * self.abort_s)))
@@ -123,7 +115,6 @@ LEAST_MARGIN_S, MOST_MARGIN_S, MARGIN_PART = 5.0, 60.0, 0.1
 
 
 def initial_state(now: float) -> DetectorState:
-    """Returns the state at the beginning of an attempt."""
     return DetectorState(base_s=now, last_tick_s=now)
 
 
@@ -189,8 +180,8 @@ def _if_proved(stall: Stall | None, state: DetectorState, policy: Policy) -> Sta
 
 
 def _base_s(state: DetectorState, covers: frozenset[tuple[int, float]], policy: Policy, now: float) -> float:
-    # Restarts the clock after a long pause or timed phase, during which the peers waited. Phases up to the plain threshold
-    # restart nothing: frequent short ones must not hide another rank that is stuck.
+    # Restarts the clock after a long pause or timed phase, during which the peers waited. Short ones restart nothing:
+    # they must not hide another rank that is stuck.
     waited_s = max((now - since for _, since in state.covers - covers), default=0.0)
     return now if waited_s > policy.stall_s else state.base_s
 
@@ -212,11 +203,8 @@ def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -
 
 
 def idle_s(state: DetectorState, policy: Policy, stall: Stall, answer: Answer, now: float) -> float:
-    """Returns the time without progress.
-
-    Without a proof, a threshold of the user's also counts from when the job last worked: on a starved machine, it might
-    only be pausing between two looks.
-    """
+    # Without a proof, the user's threshold counts from the last work as well: on a starved machine, a job might be idle
+    # during the looks only.
     worked = state.worked_s if answer == "unknown" and policy.is_given(stall) else 0.0
     return now - max(stall.mark_s, worked)
 
