@@ -18,18 +18,18 @@ class SignalException(Exception):
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The longest times that the agent waits for an acknowledgement."""
-    found: list[float] = []
-    monkeypatch.setattr(agent.page, "wait_for_ack", lambda words, pid, hold_s: found.append(hold_s))
-    return found
+    holds: list[float] = []
+    monkeypatch.setattr(agent.page, "wait_for_ack", lambda words, pid, hold_s: holds.append(hold_s))
+    return holds
 
 
 @pytest.fixture(autouse=True)
 def events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Events that the agent has reported to the supervisor."""
-    found: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     monkeypatch.setattr(agent, "_words", memoryview(bytearray(layout.SIZE)).cast("Q"))
-    monkeypatch.setattr(agent, "_append_event", lambda event, **values: found.append({"event": event, **values}))
-    return found
+    monkeypatch.setattr(agent, "_append_event", lambda event, **values: reported.append({"event": event, **values}))
+    return reported
 
 
 def context(world: int, *, code: int | None = 0) -> Any:

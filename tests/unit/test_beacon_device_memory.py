@@ -41,12 +41,12 @@ def torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         memory_stats=lambda device: {"allocated_bytes.all.current": 110, "reserved_bytes.all.current": 126},
         current_device=lambda: 0,
     )
-    found = SimpleNamespace(cuda=cuda)
-    monkeypatch.setitem(sys.modules, "torch", found)  # type: ignore[arg-type]
+    torch_module = SimpleNamespace(cuda=cuda)
+    monkeypatch.setitem(sys.modules, "torch", torch_module)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "torch.nn", SimpleNamespace(Module=type("Module", (), {})))  # type: ignore[arg-type]
     for name, value in (("_base", ""), ("_observed", 0), ("_stale", False)):
         monkeypatch.setattr(device_memory, name, value)
-    return found
+    return torch_module
 
 
 def noted(base: Path) -> DeviceMemory:
@@ -55,11 +55,11 @@ def noted(base: Path) -> DeviceMemory:
 
 def test_device_memory_blocks_are_grouped_by_allocation_stack(torch: SimpleNamespace, tmp_path: Path) -> None:
     device_memory.raised(str(tmp_path / "page"), OutOfMemoryError("CUDA out of memory. Tried ... GPU 0 has a total"))
-    found = noted(tmp_path / "page")
-    assert [(block.size, block.count, block.frames[0].line) for block in found.blocks] == [(60, 2, 0), (50, 1, 1)]
-    assert (found.device, found.largest, found.largest_free) == (0, 50, 9)
-    assert (found.allocated, found.reserved, found.at_allocation, found.snapshot) == (110, 126, False, False)
-    assert all(len(block.frames) == device_memory.MOST_FRAMES for block in found.blocks)
+    record = noted(tmp_path / "page")
+    assert [(block.size, block.count, block.frames[0].line) for block in record.blocks] == [(60, 2, 0), (50, 1, 1)]
+    assert (record.device, record.largest, record.largest_free) == (0, 50, 9)
+    assert (record.allocated, record.reserved, record.at_allocation, record.snapshot) == (110, 126, False, False)
+    assert all(len(block.frames) == device_memory.MOST_FRAMES for block in record.blocks)
 
 
 def test_device_memory_blocks_without_history_are_grouped_by_size(torch: SimpleNamespace, tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_device_memory_keeps_snapshot_of_failed_allocation(torch: SimpleNamespac
     device_memory._allocation_failed(0, 40, 200, 5)
     torch.cuda.memory_snapshot = list
     device_memory.raised(str(page), OutOfMemoryError("GPU 0"))
-    found = noted(page)
-    assert (found.asked, found.at_allocation, found.snapshot, len(found.blocks)) == (40, True, True, 2)
+    record = noted(page)
+    assert (record.asked, record.at_allocation, record.snapshot, len(record.blocks)) == (40, True, True, 2)
     for asked in range(1, 20):
         device_memory._allocation_failed(0, asked, 200, 5)
     assert noted(page).asked == device_memory.MOST_SNAPSHOTS - 1

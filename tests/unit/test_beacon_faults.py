@@ -100,12 +100,15 @@ def test_earlier_exceptions_are_recorded_oldest_first() -> None:
         except RuntimeError as error:
             return error
 
-    told = [(one["type"], one["message"], one["explicit"]) for one in faults._earlier(outermost(None))]
-    assert told == [("KeyError", "'x'", False), ("ValueError", "implicit", True)]
+    earlier = faults._earlier(outermost(None))
+    assert [(record["type"], record["message"], record["explicit"]) for record in earlier] == [
+        ("KeyError", "'x'", False),
+        ("ValueError", "implicit", True),
+    ]
     assert faults._earlier(outermost(None, suppressed=True)) == []
     circle = OSError("its own cause")
     circle.__cause__ = error = outermost(circle)
-    assert [one["type"] for one in faults._earlier(error)] == ["OSError"]
+    assert [record["type"] for record in faults._earlier(error)] == ["OSError"]
     for number in range(200):
         nested = ValueError(number)
         nested.__cause__, error = error, nested

@@ -44,10 +44,10 @@ class Token:
     pass
 
 
-def rests(go: SimpleQueue[None], there: threading.Event, number: int, token: object) -> None:
+def rests(go: SimpleQueue[None], started: threading.Event, number: int, token: object) -> None:
     key = f"key/{number}"  # noqa: F841 - read from outside
     huge = 10**5000  # noqa: F841
-    there.set()
+    started.set()
     go.get()
 
 
@@ -60,10 +60,10 @@ def rests_with_its_own_locals(go: SimpleQueue[None], there: threading.Event, see
 
 @contextmanager
 def resting(target: Any, *args: object) -> Iterator[threading.Thread]:
-    go, there = SimpleQueue[None](), threading.Event()
-    thread = threading.Thread(target=target, args=(go, there, *args), name="rests")
+    go, started = SimpleQueue[None](), threading.Event()
+    thread = threading.Thread(target=target, args=(go, started, *args), name="rests")
     thread.start()
-    there.wait()
+    started.wait()
     try:
         yield thread
     finally:
@@ -73,21 +73,21 @@ def resting(target: Any, *args: object) -> Iterator[threading.Thread]:
 
 def stack_of(thread: threading.Thread) -> dict[str, Any]:
     threads: Any = beacon.snapshot()["threads"]
-    return next(one for one in threads if one["thread_id"] == thread.ident)
+    return next(stack for stack in threads if stack["thread_id"] == thread.ident)
 
 
 def test_stack_has_thread_function_line_and_native_id() -> None:
     with resting(rests, 7, None) as thread:
         stack = stack_of(thread)
-        told: Any = beacon.snapshot()
+        answer: Any = beacon.snapshot()
 
-    frame = next(one for one in stack["frames"] if one["name"] == "rests")
+    frame = next(entry for entry in stack["frames"] if entry["name"] == "rests")
     assert (frame["filename"], frame["line"]) == (__file__, rests.__code__.co_firstlineno + 4)
-    shown = {one["name"]: one["repr"] for one in frame["locals"]}
+    shown = {variable["name"]: variable["repr"] for variable in frame["locals"]}
     assert shown == {"number": "7", "key": "'key/7'"}
     assert (stack["thread_name"], stack["os_thread_id"]) == ("rests", thread.native_id)
-    mine = next(one for one in told["threads"] if one["thread_id"] == threading.get_ident())
-    assert mine["os_thread_id"] == threading.get_native_id()
+    own = next(thread_stack for thread_stack in answer["threads"] if thread_stack["thread_id"] == threading.get_ident())
+    assert own["os_thread_id"] == threading.get_native_id()
 
 
 def test_stack_capture_keeps_no_script_object_alive() -> None:
@@ -101,10 +101,10 @@ def test_stack_capture_keeps_no_script_object_alive() -> None:
 
 
 def test_stack_capture_leaves_locals_dict_of_function_unchanged() -> None:
-    seen: list[dict[str, Any]] = []
-    with resting(rests_with_its_own_locals, seen) as thread:
+    results: list[dict[str, Any]] = []
+    with resting(rests_with_its_own_locals, results) as thread:
         stack_of(thread)
-    assert set(seen[0]) >= {"go", "there", "seen"}
+    assert set(results[0]) >= {"go", "there", "seen"}
 
 
 def test_system_calls_are_reported_for_each_thread() -> None:
@@ -127,16 +127,16 @@ def test_beacon_thread_answers_if_server_takes_no_handlers(tmp_path: Path, monke
     number = 0x1234567
     with (
         resting(rests, number, None) as thread,
-        inside.asked(socket_path, os.getpid(), page, deadline_s=30.0) as told,
+        inside.asked(socket_path, os.getpid(), page, deadline_s=30.0) as answer,
     ):
-        assert told.stack.value is not None, told.stack.missing
-        stack = next(one for one in told.stack.value.threads if one.ident == thread.ident)
+        assert answer.stack.value is not None, answer.stack.missing
+        stack = next(thread_stack for thread_stack in answer.stack.value.threads if thread_stack.ident == thread.ident)
         assert (stack.os_tid, stack.name) == (thread.native_id, "rests")
         assert [frame.function for frame in stack.frames if frame.file == __file__] == ["rests"]
-        assert told.own.of("syscall", thread.native_id or 0)
-        assert len(ProcessMemory(os.getpid(), told.own.memory).read(id(number), 8)) == 8
-    assert told.stack.value.how == inside.HOW
-    descriptor = told.own.memory
+        assert answer.own.of("syscall", thread.native_id or 0)
+        assert len(ProcessMemory(os.getpid(), answer.own.memory).read(id(number), 8)) == 8
+    assert answer.stack.value.how == inside.HOW
+    descriptor = answer.own.memory
     with pytest.raises(OSError):
         os.fstat(descriptor)
 
@@ -147,5 +147,5 @@ def test_unanswered_question_is_missing_stack(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.bind(os.fspath(tmp_path / "0-0-1.stk"))
         silent.listen(1)
-        with inside.asked(tmp_path / "0-0-1.sock", os.getpid(), Page(), deadline_s=0.05) as told:
-            assert (told.stack.value, told.stack.kind) == (None, "timeout")
+        with inside.asked(tmp_path / "0-0-1.sock", os.getpid(), Page(), deadline_s=0.05) as answer:
+            assert (answer.stack.value, answer.stack.kind) == (None, "timeout")

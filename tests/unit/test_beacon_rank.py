@@ -78,5 +78,5 @@ STEP = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
     ],
 )
 def test_task_reads_rank_from_scheduler_variables(env: dict[str, str], expected: tuple[str, str, str]) -> None:
-    found = rank.task(env)
-    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == expected
+    task = rank.task(env)
+    assert (task["RANK"], task["WORLD_SIZE"], task["LOCAL_RANK"]) == expected

@@ -64,11 +64,11 @@ def exchange(ops: list[P2POp], waiting: Waiting) -> None:
 
 
 def test_batch_of_sends_of_waiting_thread_is_reported(c10d: types.ModuleType) -> None:
-    with Waiting([P2POp(isend, 2), P2POp(irecv, 0, tag=7)]) as one:
-        told = json.loads(gil_answer.as_json())["posted"]
-        assert told == [
-            {"thread": one.thread.ident, "sends": True, "peer": 2, "tag": 0},
-            {"thread": one.thread.ident, "sends": False, "peer": 0, "tag": 7},
+    with Waiting([P2POp(isend, 2), P2POp(irecv, 0, tag=7)]) as waiting:
+        answer = json.loads(gil_answer.as_json())["posted"]
+        assert answer == [
+            {"thread": waiting.thread.ident, "sends": True, "peer": 2, "tag": 0},
+            {"thread": waiting.thread.ident, "sends": False, "peer": 0, "tag": 7},
         ]
 
 
@@ -97,7 +97,7 @@ def wait_for(ops: list[P2POp], work: Work, waiting: Waiting) -> None:
 def test_batch_reports_only_direction_being_waited_for(c10d: types.ModuleType, work: Work, peers: list[int]) -> None:
     c10d.Work = Work  # type: ignore[attr-defined]
     with Waiting([P2POp(isend, 2), P2POp(irecv, 0)], work):
-        assert [one["peer"] for one in json.loads(gil_answer.as_json())["posted"]] == peers
+        assert [operation["peer"] for operation in json.loads(gil_answer.as_json())["posted"]] == peers
 
 
 def test_batch_of_other_objects_is_not_reported(c10d: types.ModuleType) -> None:
@@ -107,8 +107,8 @@ def test_batch_of_other_objects_is_not_reported(c10d: types.ModuleType) -> None:
 
 def test_batch_with_invalid_peer_loses_only_itself(c10d: types.ModuleType) -> None:
     with Waiting([P2POp(isend, "secret")]):  # type: ignore[arg-type]
-        told = json.loads(gil_answer.as_json())
-        assert "posted" not in told and "handling" in told
+        answer = json.loads(gil_answer.as_json())
+        assert "posted" not in answer and "handling" in answer
 
 
 def test_rank_without_torch_reports_no_batch() -> None:
@@ -169,17 +169,17 @@ def test_batch_size_lookup_keeps_variables_of_debugged_function(monkeypatch: pyt
     module = types.ModuleType("torch.utils.data.dataloader")
     module.DataLoader = Loader  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    go, there, found = threading.Event(), threading.Event(), list[object]()
+    go, reached, results = threading.Event(), threading.Event(), list[object]()
 
     def train() -> None:
         DataLoader = module.DataLoader
         loader = DataLoader()
         count = 5
-        found.extend((loader.batch_size, count))
+        results.extend((loader.batch_size, count))
 
     def trace(frame: types.FrameType, event: str, _: object) -> object:
         if frame.f_code is train.__code__ and "count" in frame.f_locals:
-            there.set()
+            reached.set()
             go.wait()
         return trace if frame.f_code is train.__code__ else None
 
@@ -189,11 +189,11 @@ def test_batch_size_lookup_keeps_variables_of_debugged_function(monkeypatch: pyt
 
     thread = threading.Thread(target=debugged)
     thread.start()
-    there.wait()
+    reached.wait()
     gil_answer._batches()
     go.set()
     thread.join()
-    assert found == [7, 5]
+    assert results == [7, 5]
 
 
 class Group:

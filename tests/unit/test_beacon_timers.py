@@ -40,17 +40,17 @@ def test_timer_set_by_fork_is_recorded(call: str, noted: bool) -> None:
 
 
 def blocked(tid: int) -> int:
-    found = re.search(r"^SigBlk:\s*(\w+)", Path(f"/proc/self/task/{tid}/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1], 16)
+    match = re.search(r"^SigBlk:\s*(\w+)", Path(f"/proc/self/task/{tid}/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1], 16)
 
 
 def test_beacon_threads_block_script_signals() -> None:
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(blocked(threading.get_native_id())))
+    masks: list[int] = []
+    thread = threading.Thread(target=lambda: masks.append(blocked(threading.get_native_id())))
     before = blocked(threading.get_native_id())
     signals.without(thread.start)
     thread.join()
-    assert all(found[0] >> number - 1 & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM))
-    assert not any(found[0] >> number - 1 & 1 for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))
+    assert all(masks[0] >> number - 1 & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM))
+    assert not any(masks[0] >> number - 1 & 1 for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))
     assert blocked(threading.get_native_id()) == before

@@ -533,7 +533,7 @@ def test_single_dump_asks_for_folder_of_all_dumps(
     ("names", "said"),
     [(["a.md", "b.md", "c.md", "d.md"], ", only a.md, b.md, c.md and 1 more."), ([], " It is an empty folder.")],
 )
-def test_folder_without_evidence_lists_its_contents(
+def test_diagnose_of_folder_without_evidence_lists_its_contents(
     names: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name in names:

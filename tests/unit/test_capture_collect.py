@@ -33,8 +33,8 @@ def look(how: str) -> Look:
 
 def chosen(*hows: str) -> int | None:
     looks = [look(how) for how in hows]
-    found = most_telling(looks, 0)
-    return next((n for n, one in enumerate(looks) if one.ranks.get(0) is found), None) if found else None
+    choice = most_telling(looks, 0)
+    return next((n for n, look in enumerate(looks) if look.ranks.get(0) is choice), None) if choice else None
 
 
 def test_most_telling_look_is_newest_with_stack() -> None:
@@ -104,25 +104,27 @@ def test_late_rank_evidence_and_files_match(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(collect, "ask_server", lambda target: (GilTest(), capture))
     listed = Slow()
     ended = RankExit(1, 5.0)
-    known = {0: collect.RankBasics(pid=7, exit=ended)}
+    basics = {0: collect.RankBasics(pid=7, exit=ended)}
     target = Target(0, 0, 7, 5, socket=tmp_path / "socket")
-    (found,) = collect.ranks((target,), (look("stack"),), known, tmp_path, "node1", listed)
+    (evidence,) = collect.ranks((target,), (look("stack"),), basics, tmp_path, "node1", listed)
     over.set()
     threads[0].join(60)
-    assert found.main is not None and found.main.stacks and found.exit == ended
+    assert evidence.main is not None and evidence.main.stacks and evidence.exit == ended
     assert listed.missing["ranks/0"] == "not collected within 10 s"
     assert listed.missing["ranks/0/stack.txt"] == "" and "ranks/0/log_tail.txt" not in listed.found
-    assert (found.flight_record is record) == ("ranks/0/flight_recorder.json" in listed.found) == (slow != "stack.txt")
+    assert (
+        (evidence.flight_record is record) == ("ranks/0/flight_recorder.json" in listed.found) == (slow != "stack.txt")
+    )
 
 
 def test_rank_collection_deadline_grows_with_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
+    deadlines: list[float] = []
 
     def none(calls: list[Callable[[], object]], *, deadline_s: float) -> list[object]:
-        given.append(deadline_s)
+        deadlines.append(deadline_s)
         return [None]
 
     monkeypatch.setattr(collect, "gather", none)
     for patience in (1.0, 3.0):
         collect.ranks((Target(0, 0, 7, 5),), (look("stack"),), {}, tmp_path, "node1", Listed(), patience=patience)
-    assert given == [10.0, 30.0]
+    assert deadlines == [10.0, 30.0]

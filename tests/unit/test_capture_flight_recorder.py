@@ -26,9 +26,9 @@ from tests.support.sample_dumps import GLOO, GLOO_ENTRY, NCCL, as_json
 
 def test_flight_status_uses_group_number_of_rank() -> None:
     """The second group of this rank is called "4"; the group called "2" has other members."""
-    mine = {**GLOO_ENTRY, "pg_id": 2, "process_group": ("4", "undefined")}
+    own_entry = {**GLOO_ENTRY, "pg_id": 2, "process_group": ("4", "undefined")}
     numbers = {"last_enqueued_collective": 9, "last_started_collective": -1, "last_completed_collective": 8}
-    dump = {**GLOO, "entries": [GLOO_ENTRY, mine], "pg_status": {"0": numbers, "2": numbers, "3": numbers}}
+    dump = {**GLOO, "entries": [GLOO_ENTRY, own_entry], "pg_status": {"0": numbers, "2": numbers, "3": numbers}}
     status = GroupStatus(9, -1, 8)
     assert parse_pickle(pickle.dumps(dump)).status == {"0": status, "4": status}  # the name of number 3 is unknown
 
@@ -203,10 +203,10 @@ def test_recorders_of_each_backend_are_merged(monkeypatch: pytest.MonkeyPatch, p
 
     Older ones answer with gloo's record and list none.
     """
-    mine = Hooked(0, {"0": (0, 1)}, "my-own_2").collective().collective(state="scheduled")
-    answers = {"fr_trace_json": as_json({"pg_status": {}, **GLOO}), "fr_trace_json?backend=my-own_2": mine.json()}
+    own_record = Hooked(0, {"0": (0, 1)}, "my-own_2").collective().collective(state="scheduled")
+    answers = {"fr_trace_json": as_json({"pg_status": {}, **GLOO}), "fr_trace_json?backend=my-own_2": own_record.json()}
     answers["safelaunch_flight_record"] = pickle.dumps(GLOO)
-    answers["safelaunch_flight_record_my-own_2"] = pickle.dumps(mine.dump())
+    answers["safelaunch_flight_record_my-own_2"] = pickle.dumps(own_record.dump())
     listed = ["fr_trace_json", "fr_dump_file", "safelaunch_flight_record", "safelaunch_flight_record_a b?c=d"]
     for more, ops in ((["safelaunch_flight_record_my-own_2"], 4), ([], 2)):
         served(monkeypatch, answers, json.dumps(listed + more).encode())
@@ -290,19 +290,19 @@ def keep(page: Path, monkeypatch: pytest.MonkeyPatch, **recorders: dict[str, Any
 def test_flight_record_is_kept_at_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "0-1-4711"
     keep(page, monkeypatch, fr=GLOO)
-    found = kept_at_exit(page)
-    assert found is not None and found.record.value is not None and found.json.value is not None
-    assert found.record.value == parse_pickle(pickle.dumps(GLOO))
-    assert parse_json(found.json.value) == found.record.value
+    flight = kept_at_exit(page)
+    assert flight is not None and flight.record.value is not None and flight.json.value is not None
+    assert flight.record.value == parse_pickle(pickle.dumps(GLOO))
+    assert parse_json(flight.json.value) == flight.record.value
     assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
 
 
 def test_two_recorders_kept_at_exit_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "0-1-4711"
     keep(page, monkeypatch, fr=GLOO, nccl=NCCL)
-    found = kept_at_exit(page)
-    assert found is not None and found.record.value is not None
-    assert len(found.record.value.entries) == len(GLOO["entries"]) + len(NCCL["entries"])
+    flight = kept_at_exit(page)
+    assert flight is not None and flight.record.value is not None
+    assert len(flight.record.value.entries) == len(GLOO["entries"]) + len(NCCL["entries"])
 
 
 def test_flight_record_of_each_backend_is_kept_at_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,9 +314,9 @@ def test_flight_record_of_each_backend_is_kept_at_exit(tmp_path: Path, monkeypat
     page = tmp_path / "0-1-4711"
     server.keep_flight_record(f"{page}{layout.FLIGHT_SUFFIX}")
     (tmp_path / "0-1-4711.flight-fr-broken.partial").write_bytes(b"")
-    found = kept_at_exit(page)
-    assert found is not None and found.record.value is not None
-    assert {flight_records.backend_of(e.op) for e in found.record.value.entries} == {"gloo", "nccl2", "relay"}
+    flight = kept_at_exit(page)
+    assert flight is not None and flight.record.value is not None
+    assert {flight_records.backend_of(e.op) for e in flight.record.value.entries} == {"gloo", "nccl2", "relay"}
 
 
 @pytest.mark.parametrize("what", ["nothing", "no torch", "no entries", "a broken file"])

@@ -36,7 +36,7 @@ def found(processes: Mapping[int, JobProcess], torch: set[int] | None = None) ->
 
 
 def pids(job: FoundJob) -> dict[int, int]:
-    return {rank: one.process.pid for rank, one in job.ranks.items()}
+    return {rank: rank_process.process.pid for rank, rank_process in job.ranks.items()}
 
 
 TWO = table(
@@ -147,7 +147,7 @@ def test_job_of_parent_of_several_jobs_is_refused() -> None:
 
 
 def test_job_of_ignores_distant_or_other_users_job() -> None:
-    seen = table(
+    processes = table(
         process(1, 0),
         JobProcess(60, 1, start_ticks=60, user=0, env={}),  # sshd
         process(70, 60, user=7),
@@ -156,11 +156,11 @@ def test_job_of_ignores_distant_or_other_users_job() -> None:
         process(101, TORCHRUN, rank_env(0), user=7),
         process(102, TORCHRUN, rank_env(1), user=7),
     )
-    (job,) = found(seen)
-    assert job_of(SHELL, seen, [job]) is job_of(TORCHRUN, seen, [job]) is job
+    (job,) = found(processes)
+    assert job_of(SHELL, processes, [job]) is job_of(TORCHRUN, processes, [job]) is job
     for pid in (1, 60):
         with pytest.raises(UsageError, match=rf"process {pid} \(init, of root\) is neither a rank nor a job") as no:
-            job_of(pid, seen, [job], lambda pid: "init, of root")
+            job_of(pid, processes, [job], lambda pid: "init, of root")
         assert no.value.fix == "Name a rank of a job below it: 101."
     alone = table(process(1, 0), process(101, 1, rank_env(0)))
     with pytest.raises(UsageError, match="process 1 is neither"):
@@ -176,11 +176,11 @@ def test_spawned_processes_are_ranks_in_start_order() -> None:
         process(401, 400),  # alone
         process(402, 101, rank_env(0)),
     )
-    seen = with_spawned(several, lambda pid: pid in (301, 302, 303, 401, 402))
-    (job, other) = found(seen)
+    processes = with_spawned(several, lambda pid: pid in (301, 302, 303, 401, 402))
+    (job, other) = found(processes)
     assert (pids(job), job.world_size, job.agent) == ({0: 301, 1: 302, 2: 303}, 3, 300)
-    assert pids(other) == {0: 402} and job_of(304, seen, [job]) is job_of(300, seen, [job]) is job
-    assert seen[304] == several[304] and seen[401] == several[401]
+    assert pids(other) == {0: 402} and job_of(304, processes, [job]) is job_of(300, processes, [job]) is job
+    assert processes[304] == several[304] and processes[401] == several[401]
 
 
 def test_connected_process_not_spawned_by_python_is_no_rank() -> None:

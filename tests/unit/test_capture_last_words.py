@@ -58,8 +58,8 @@ def test_fatal_error_after_sigterm_stacks_is_found() -> None:
 @pytest.mark.parametrize("length", range(0, len(TWO_THREADS), 7))
 def test_truncated_fault_text_adds_no_frames(length: int) -> None:
     """Only frames that are in the text are returned."""
-    found = parse_fatal(TWO_THREADS[:length])
-    assert found is None or all(frame.file in TWO_THREADS[:length] for frame in found.frames)
+    fatal = parse_fatal(TWO_THREADS[:length])
+    assert fatal is None or all(frame.file in TWO_THREADS[:length] for frame in fatal.frames)
 
 
 def test_fault_text_of_running_python_is_parsed(tmp_path: Path) -> None:
@@ -183,16 +183,16 @@ def test_caught_exceptions_are_recorded(tmp_path: Path) -> None:
     script.write_text(CATCHING)
     environment = {**os.environ, "PYTHONPATH": str(Path(safelaunch.__file__).parents[1])}
     subprocess.run([sys.executable, script, notes, "100"], env=environment, check=True)
-    found = parse_caught(notes.read_bytes())
-    assert [one.type for one in found] == ["ValueError"] * 63 + ["RuntimeError"]
-    assert found[-1].message == "a tab, and a line"
-    assert (found[-1].raised.line, found[-1].raised.function) == (7, "fails")
-    assert (Path(found[-1].caught.file), found[-1].caught.function) == (script, "<module>")
-    assert found[-1].caught.line == 32
+    caught = parse_caught(notes.read_bytes())
+    assert [exception.type for exception in caught] == ["ValueError"] * 63 + ["RuntimeError"]
+    assert caught[-1].message == "a tab, and a line"
+    assert (caught[-1].raised.line, caught[-1].raised.function) == (7, "fails")
+    assert (Path(caught[-1].caught.file), caught[-1].caught.function) == (script, "<module>")
+    assert caught[-1].caught.line == 32
     # too many exceptions: recording has stopped
     busy = tmp_path / "busy"
     subprocess.run([sys.executable, script, busy, "100000"], env=environment, check=True)
-    assert "RuntimeError" not in {one.type for one in parse_caught(busy.read_bytes())}
+    assert "RuntimeError" not in {exception.type for exception in parse_caught(busy.read_bytes())}
 
 
 def test_caught_exceptions_need_sys_monitoring(tmp_path: Path) -> None:
@@ -207,8 +207,8 @@ def test_caught_exceptions_need_sys_monitoring(tmp_path: Path) -> None:
 def test_damaged_caught_exception_slot_is_skipped(slot: bytes) -> None:
     good = b"1500000000\tE\tm\t2\tf\tF\t3\tg\tG"
     size = SLOT_BYTES
-    (one,) = parse_caught(slot.ljust(size, b"\0") + good.ljust(size, b"\0"))
-    assert one == CaughtException("E", "m", 1.5, Frame("F", 2, "f"), Frame("G", 3, "g"))
+    (exception,) = parse_caught(slot.ljust(size, b"\0") + good.ljust(size, b"\0"))
+    assert exception == CaughtException("E", "m", 1.5, Frame("F", 2, "f"), Frame("G", 3, "g"))
 
 
 def test_deaths_between_pids_are_found_in_kernel_log() -> None:
@@ -221,8 +221,8 @@ def test_deaths_between_pids_are_found_in_kernel_log() -> None:
         "2026-11-22 16:00:05 usb 1-1: new device [145]: high-speed\n"
         "2026-11-22 16:00:06 python[200]: segfault at 0 ip 00007f\n"
     )
-    found = deaths_between(100, 200, {150}, log)
-    assert [line.split()[1] for line in found] == ["16:00:01", "16:00:02", "16:00:03"], "150 lives: it is another one"
+    deaths = deaths_between(100, 200, {150}, log)
+    assert [line.split()[1] for line in deaths] == ["16:00:01", "16:00:02", "16:00:03"], "150 lives: it is another one"
     assert deaths_between(100, 200, (), "") == ()
     assert len(deaths_between(0, 10**6, (), log, most=2)) == 2
     assert all(len(line) <= 200 for line in deaths_between(0, 10, (), "python[5]: segfault at " + "x" * 999))
@@ -231,12 +231,12 @@ def test_deaths_between_pids_are_found_in_kernel_log() -> None:
 def test_output_files_of_ranks_are_read_at_their_ends(tmp_path: Path) -> None:
     ranks = [subprocess.Popen(["sleep", "60"], stdout=out, stderr=err) for out, err in _files_of_three(tmp_path)]
     try:
-        found = ends_of_files(dict(enumerate(process.pid for process in ranks)))
+        ends = ends_of_files(dict(enumerate(process.pid for process in ranks)))
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    assert {who: [one.value for one in several] for who, several in found.items()} == {
+    assert {who: [result.value for result in several] for who, several in ends.items()} == {
         (0, 1): ["both\n"],
         (1,): ["of rank 1\n"],
         (2,): ["x" * 9 + "\n" + "y" * (TAIL_BYTES - 20) + "\n"],  # whole lines at the end, each in its last state

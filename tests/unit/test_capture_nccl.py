@@ -36,30 +36,30 @@ SAID = (
 @pytest.mark.parametrize("version", ["2.28.7", "2.28.9", "2.29.2", "2.30.4"])
 def test_ras_json_of_each_version_parses_to_same_processes(version: str) -> None:
     """Up to 2.28.9, the comma in front of each rank is missing."""
-    found = parse(as_json(SICK, version=version), "node/a/nccl_ras.txt")
-    assert found.communicators == (NcclCommunicator(3, SAID),)
-    assert (found.version, found.file) == (version, "node/a/nccl_ras.txt")
+    answer = parse(as_json(SICK, version=version), "node/a/nccl_ras.txt")
+    assert answer.communicators == (NcclCommunicator(3, SAID),)
+    assert (answer.version, answer.file) == (version, "node/a/nccl_ras.txt")
 
 
 def test_ras_communicators_keep_their_sizes() -> None:
-    found = parse(as_json(SICK, version="2.28.9", sizes=(3, 2)))
-    assert [(communicator.size, len(communicator.processes)) for communicator in found.communicators] == [
+    answer = parse(as_json(SICK, version="2.28.9", sizes=(3, 2)))
+    assert [(communicator.size, len(communicator.processes)) for communicator in answer.communicators] == [
         (3, 3),
         (2, 2),
     ]
 
 
 def test_ras_process_that_left_communicator_counts_as_answering() -> None:
-    found = parse(as_json((Process(0, 100), Process(1, 101, state="left"))))
-    assert [process.state for process in found.communicators[0].processes] == ["answers", "answers"]
+    answer = parse(as_json((Process(0, 100), Process(1, 101, state="left"))))
+    assert [process.state for process in answer.communicators[0].processes] == ["answers", "answers"]
 
 
 def test_ras_text_names_only_failing_processes() -> None:
     """Processes listed under a communicator repeat those listed above it."""
-    found = parse(as_text(SICK))
-    assert found.version == "2.28.3"
-    assert found.communicators == ()
-    assert {(process.pid, process.gpu, process.state) for process in found.processes} == {
+    answer = parse(as_text(SICK))
+    assert answer.version == "2.28.3"
+    assert answer.communicators == ()
+    assert {(process.pid, process.gpu, process.state) for process in answer.processes} == {
         (101, 1, "unresponsive"),
         (102, 2, "dead"),
     }
@@ -155,15 +155,15 @@ def library(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def services(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Service]]:
     """Services of a test. The rank's environment points to the port of the first one."""
-    found: list[Service] = []
+    servers: list[Service] = []
 
     def environment(pid: int) -> Result[dict[str, str]]:
-        return Result({"NCCL_RAS_ADDR": f"localhost:{found[0].port}"}, "", 0.0)
+        return Result({"NCCL_RAS_ADDR": f"localhost:{servers[0].port}"}, "", 0.0)
 
     monkeypatch.setattr(nccl_ras, "environment_of", environment)
     monkeypatch.setattr(nccl_ras, "HANDSHAKE_S", 60.0)
-    yield found
-    for service in found:
+    yield servers
+    for service in servers:
         service.close()
 
 
@@ -320,18 +320,18 @@ def test_nccl_warnings_are_grouped_by_process_without_repeats() -> None:
 
 
 def test_nccl_warnings_beyond_limit_keep_first_and_last() -> None:
-    (found,) = warnings_in("".join(f"a:1:1 [0] x.cc:1 NCCL WARN number {n}\n" for n in range(1000))).values()
-    assert len(found) == MAX_WARNINGS and (found[0], found[-1]) == ("number 0", "number 999")
+    (warnings,) = warnings_in("".join(f"a:1:1 [0] x.cc:1 NCCL WARN number {n}\n" for n in range(1000))).values()
+    assert len(warnings) == MAX_WARNINGS and (warnings[0], warnings[-1]) == ("number 0", "number 999")
 
 
 def test_nccl_log_is_matched_to_processes_by_name_or_content(tmp_path: Path) -> None:
     assert path_of("/logs/%h.%p.txt", "node1", 71) == Path("/logs/node1.71.txt")
     assert path_of("%h-100%%-%p.%x", "node1.cluster.example.com", 71) == Path("node1-100%-71.%x")
-    one = tmp_path / "nccl.node1.71.log"
-    one.write_text(LOG)
-    found = logs_of([one, tmp_path / "missing"], "node/node1", [71, 73])
-    assert set(found) == {71, 73}
-    assert found[73].file == "node/node1/nccl.node1.71.log"
+    log = tmp_path / "nccl.node1.71.log"
+    log.write_text(LOG)
+    logs = logs_of([log, tmp_path / "missing"], "node/node1", [71, 73])
+    assert set(logs) == {71, 73}
+    assert logs[73].file == "node/node1/nccl.node1.71.log"
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory", "binary"])

@@ -111,10 +111,10 @@ def test_waits_across_communicators_lead_to_culprit(layout: Format, split: bool,
 def test_groups_entered_in_different_order_name_both_ranks(layout: Format, tmp_path: Path) -> None:
     groups = {"0": (0, 1), "1": (0, 1)}
     recorders = [Recorder(n, groups, layout) for n in range(2)]
-    for one, order in zip(recorders, ("01", "10"), strict=True):
-        one.collective(group=order[0]).collective(group=order[1])
-        one.collective("all_reduce", "started", group=order[0], line=50)
-        one.collective("all_reduce", "scheduled", group=order[1], line=51)
+    for recorder, order in zip(recorders, ("01", "10"), strict=True):
+        recorder.collective(group=order[0]).collective(group=order[1])
+        recorder.collective("all_reduce", "started", group=order[0], line=50)
+        recorder.collective("all_reduce", "scheduled", group=order[1], line=51)
     assert named(verdict_of(tmp_path / "d", recorders)) == ("group-order", [0, 1])
 
 
@@ -127,14 +127,14 @@ def two_stages(layout: Format, steps: int = 4) -> list[Recorder]:
     return recorders
 
 
-def step(one: Recorder, *states: State, left_out: bool = False) -> None:
+def step(recorder: Recorder, *states: State, left_out: bool = False) -> None:
     """Makes the calls of a step, the last of them in these states."""
-    data, pipe = ("1" if one.rank < 2 else "2"), ("3" if one.rank % 2 == 0 else "4")
-    calls = [(data, 41)] * (1 if one.rank < 2 else 2) + [(pipe, 52), (pipe, 63), ("0", 40)]
+    data, pipe = ("1" if recorder.rank < 2 else "2"), ("3" if recorder.rank % 2 == 0 else "4")
+    calls = [(data, 41)] * (1 if recorder.rank < 2 else 2) + [(pipe, 52), (pipe, 63), ("0", 40)]
     calls = calls[left_out:]
     done: list[State] = ["completed"] * (len(calls) - len(states))
     for (group, line), state in zip(calls, (*done, *states), strict=True):
-        one.collective(state=state, group=group, line=line)
+        recorder.collective(state=state, group=group, line=line)
 
 
 @by_format
@@ -210,9 +210,9 @@ def test_skipped_call_in_regular_pattern_is_no_order_change(layout: Format, tmp_
 @with_frames
 def test_opposite_group_orders_name_both_ranks_with_doubt(layout: Format, as_json: bool, tmp_path: Path) -> None:
     recorders = [Recorder(n, {"0": (0, 1), "1": (0, 1)}, layout) for n in range(2)]
-    for one, order in zip(recorders, ("01", "10"), strict=True):
-        one.collective(group="0", line=10).collective(group="1", line=11)
-        one.collective(state="started", group=order[0], line=50 + int(order[0]))
+    for recorder, order in zip(recorders, ("01", "10"), strict=True):
+        recorder.collective(group="0", line=10).collective(group="1", line=11)
+        recorder.collective(state="started", group=order[0], line=50 + int(order[0]))
     verdict = verdict_of(tmp_path / "d", recorders, as_json=as_json)
     assert named(verdict) == ("group-order", [0, 1])
     assert verdict.confidence == "medium" and Doubt.WHOSE_ORDER.why in verdict.doubts
@@ -333,7 +333,7 @@ def test_wrapped_recorders_with_different_windows_are_aligned(
                 recorder.collective(group="2")
     case = CASES[name]
     if name == "a device that has begun nothing":
-        all_but(3, recorders, lambda one: one.collective(state="started"))
+        all_but(3, recorders, lambda recorder: recorder.collective(state="started"))
         recorders[3].collective(state="scheduled")
     else:
         for recorder in recorders:  # the case expects four earlier calls
@@ -411,9 +411,9 @@ def test_queued_mismatch_ahead_of_devices_is_ignored(layout: Format, tmp_path: P
 
 @by_format
 def test_batch_members_share_its_state(layout: Format) -> None:
-    one = Recorder(0, WORLD, layout).collective()
-    one.batch([Op("send", peer=1), Op("recv", peer=1)]).collective().batch([Op("send", peer=2)], "started")
-    record = with_blocks_merged(parse_pickle(write_one(one)))
+    recorder = Recorder(0, WORLD, layout).collective()
+    recorder.batch([Op("send", peer=1), Op("recv", peer=1)]).collective().batch([Op("send", peer=2)], "started")
+    record = with_blocks_merged(parse_pickle(write_one(recorder)))
     assert [(e.op, e.completed) for e in record.entries] == [
         ("nccl:all_reduce", True),
         ("nccl:send 0->1", True),
@@ -427,9 +427,9 @@ def test_batch_members_share_its_state(layout: Format) -> None:
 
 @by_format
 def test_coalesced_block_is_merged_into_single_call(layout: Format) -> None:
-    one = Recorder(0, WORLD, layout).collective()
-    one.block([Op("all_reduce"), Op("all_reduce", (8,)), Op("broadcast")], "started")
-    *_, entry = with_blocks_merged(parse_pickle(write_one(one))).entries
+    recorder = Recorder(0, WORLD, layout).collective()
+    recorder.block([Op("all_reduce"), Op("all_reduce", (8,)), Op("broadcast")], "started")
+    *_, entry = with_blocks_merged(parse_pickle(write_one(recorder))).entries
     assert (entry.completed, entry.started, entry.is_p2p) == (False, True, False)
     if layout.blocks:
         assert isinstance(entry, Block)
@@ -458,15 +458,15 @@ def test_record_beginning_with_sends_is_no_contradiction(layout: Format, window:
 
 @pytest.mark.parametrize("window", range(1, 8))
 def test_window_starting_inside_block_skips_block(window: int) -> None:
-    one = Recorder(0, WORLD).collective()
-    one.block([Op("all_reduce"), Op("all_reduce", (8,)), Op("broadcast")])
-    one.batch([Op("send", peer=1), Op("send", peer=2)]).collective()
-    record = parse_pickle(write_one(one, window))
+    recorder = Recorder(0, WORLD).collective()
+    recorder.block([Op("all_reduce"), Op("all_reduce", (8,)), Op("broadcast")])
+    recorder.batch([Op("send", peer=1), Op("send", peer=2)]).collective()
+    record = parse_pickle(write_one(recorder, window))
     alignment = Alignment([RankEvidence(rank=0, host="", pid=0, flight_record=record)], 4)
     entries = [alignment.entry(0, "0", number) for number in range(5)]
-    found = {entry.seq: entry.op for entry in entries if entry is not None}
+    ops = {entry.seq: entry.op for entry in entries if entry is not None}
     block = {2: "nccl:coalesced 2 x all_reduce, broadcast"} if window > 7 else {}
-    assert found == {**block, 3: "nccl:all_reduce"}
+    assert ops == {**block, 3: "nccl:all_reduce"}
 
 
 def test_record_without_blocks_is_unchanged() -> None:
@@ -478,10 +478,12 @@ def test_record_without_blocks_is_unchanged() -> None:
 def test_nccl_json_equals_pickle_without_frames(layout: Format) -> None:
     from msgspec.structs import replace
 
-    one = Recorder(1, GRID, layout).collective().collective(group="4").send(0, "timed out")
-    one.batch([Op("recv", peer=0)]).block([Op("all_reduce")], "started")
-    pickled = parse_pickle(write_one(one))
-    assert parse_json(one.json()) == replace(pickled, entries=tuple(replace(e, frames=()) for e in pickled.entries))
+    recorder = Recorder(1, GRID, layout).collective().collective(group="4").send(0, "timed out")
+    recorder.batch([Op("recv", peer=0)]).block([Op("all_reduce")], "started")
+    pickled = parse_pickle(write_one(recorder))
+    assert parse_json(recorder.json()) == replace(
+        pickled, entries=tuple(replace(e, frames=()) for e in pickled.entries)
+    )
     assert (pickled.version, pickled.groups["4"]) == (layout.version, (1, 3))
     assert pickled.entries[2].completed is False  # retired, but its device hasn't reported the end
 
@@ -489,9 +491,9 @@ def test_nccl_json_equals_pickle_without_frames(layout: Format) -> None:
 @pytest.mark.parametrize(("backend", "completed"), [("gloo", True), ("nccl", False), ("xccl", False)])
 def test_retired_call_is_completed_only_for_gloo(backend: str, completed: bool) -> None:
     """gloo has no events, so a retired call has completed."""
-    one = Recorder(0, WORLD).collective(state="timed out")
-    one.entries[0]["profiling_name"] = f"{backend}:all_reduce"
-    assert parse_pickle(write_one(one)).entries[0].completed is completed
+    recorder = Recorder(0, WORLD).collective(state="timed out")
+    recorder.entries[0]["profiling_name"] = f"{backend}:all_reduce"
+    assert parse_pickle(write_one(recorder)).entries[0].completed is completed
 
 
 # --- recorders of each backend, and torchcomms ------------------------------------------------------------------------
@@ -499,11 +501,11 @@ def test_retired_call_is_completed_only_for_gloo(backend: str, completed: bool) 
 
 def hooked(*, past: int = 4, world: int = 4, **of_recorder: Any) -> list[Recorder]:
     """Returns ranks whose ``nccl2`` has completed ``past`` all_reduces of all ranks."""
-    found: list[Recorder] = [Hooked(rank, {"0": range(world)}, **of_recorder) for rank in range(world)]
-    for one in found:
+    recorders: list[Recorder] = [Hooked(rank, {"0": range(world)}, **of_recorder) for rank in range(world)]
+    for recorder in recorders:
         for _ in range(past):
-            one.collective()
-    return found
+            recorder.collective()
+    return recorders
 
 
 TELL_WITHOUT_STARTS = (
@@ -534,8 +536,8 @@ def test_nccl2_device_without_start_events_names_no_culprit(tmp_path: Path) -> N
 
 
 def test_nccl2_sends_are_completed_by_later_calls() -> None:
-    one = Hooked(0, WORLD).batch([Op("send", peer=1), Op("recv", peer=1)]).collective().send(2, "scheduled")
-    record = parse_pickle(write_one(one))
+    recorder = Hooked(0, WORLD).batch([Op("send", peer=1), Op("recv", peer=1)]).collective().send(2, "scheduled")
+    record = parse_pickle(write_one(recorder))
     alignment = Alignment([RankEvidence(rank=0, host="", pid=0, flight_record=record)], 4)
     assert [entry.op for entry in alignment.pending(0)] == ["nccl2:send 0->2"]
 
@@ -545,20 +547,20 @@ def test_early_retired_call_is_completed_when_all_ranks_passed_it() -> None:
     calls, world = {0: 3, 1: 3, 2: 2}, {"0": range(5), "1": (0, 1, 2)}
     ranks = []
     for rank in range(4):
-        one = Hooked(rank, world, "relay", early=True)
+        recorder = Hooked(rank, world, "relay", early=True)
         for _ in range(calls.get(rank, 0)):
-            one.collective().collective(group="1")
+            recorder.collective().collective(group="1")
         ranks.append(
-            RankEvidence(rank=rank, host="", pid=0, flight_record=parse_pickle(write_one(one.send(1).recv(1))))
+            RankEvidence(rank=rank, host="", pid=0, flight_record=parse_pickle(write_one(recorder.send(1).recv(1))))
         )
     alignment = Alignment(ranks, 5)
-    found = {
+    pending = {
         rank: [(e.group, e.seq) for e in alignment.records[rank].entries if not e.completed and not e.is_p2p]
         for rank in range(4)
     }
     all_open = [("0", 1), ("0", 2), ("0", 3)]  # not even the first has completed: rank 3 never joined it
-    assert sorted(found[0]) == sorted(found[1]) == [*all_open, ("1", 3)]
-    assert sorted(found[2]) == all_open[:2] and found[3] == []
+    assert sorted(pending[0]) == sorted(pending[1]) == [*all_open, ("1", 3)]
+    assert sorted(pending[2]) == all_open[:2] and pending[3] == []
     assert [entry.op for entry in alignment.transfers(0, "0") if not entry.completed] == ["relay:recv 0<-1"]
 
 
@@ -582,12 +584,12 @@ def test_dumps_of_each_backend_are_compared_separately(odd: int | None, tmp_path
     folder = write(tmp_path / "d", recorders)
     for path in write(tmp_path / "cpu", cpus).iterdir():
         path.rename(folder / path.name.replace("nccl", "gloo"))
-    found = locate.read(folder)
-    assert found.problems == ()
-    ops = {entry.op for rank in found.evidence.ranks for entry in rank.flight_record.entries}  # type: ignore[union-attr]
+    contents = locate.read(folder)
+    assert contents.problems == ()
+    ops = {entry.op for rank in contents.evidence.ranks for entry in rank.flight_record.entries}  # type: ignore[union-attr]
     assert {"gloo:broadcast", "nccl2:all_reduce"} <= ops
     cause = "collective-mismatch" if odd is not None else "no-rank-stands-out"
-    verdict = diagnose(found.evidence)
+    verdict = diagnose(contents.evidence)
     assert named(verdict) == (cause, [] if odd is None else [odd]), verdict.summary
 
 
@@ -595,8 +597,8 @@ def test_dumps_of_same_backend_under_two_names_are_not_joined(tmp_path: Path) ->
     folder = write(tmp_path / "d", hooked())
     for path in write(tmp_path / "e", hooked(past=9)).iterdir():
         path.rename(folder / f"other_{path.name}")
-    found = locate.read(folder)
-    assert [problem for problem in found.problems if "other dumps here have the same ranks" in problem]
+    contents = locate.read(folder)
+    assert [problem for problem in contents.problems if "other dumps here have the same ranks" in problem]
 
 
 def test_merged_records_have_unique_ids_and_known_groups() -> None:
@@ -627,8 +629,8 @@ def test_torchcomms_numbers_across_groups_are_aligned(tmp_path: Path) -> None:
     assert [culprit.rank for culprit in late.culprits] in ([], [3])
 
 
-def write_one(one: Recorder, window: int = 2000) -> bytes:
-    return pickle.dumps(one.dump(window), protocol=2)
+def write_one(recorder: Recorder, window: int = 2000) -> bytes:
+    return pickle.dumps(recorder.dump(window), protocol=2)
 
 
 # --- dumps that are damaged or contradict each other ------------------------------------------------------------------
@@ -668,7 +670,7 @@ DAMAGES = (_no_names, _scalars, _another_config, _doubled, _lost, _no_numbers)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda one: one.__name__.strip("_"))
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__.strip("_"))
 @pytest.mark.parametrize("make", [hooked, lambda: ranks(NEWEST)], ids=["nccl2", "nccl"])
 @pytest.mark.parametrize("absentee", [None, 1])
 def test_damaged_dump_names_no_innocent_rank(
@@ -718,16 +720,16 @@ def _of_pairs(stuck: Sequence[int], missing: Sequence[int]) -> list[Recorder]:
         missing: Ranks that make no further calls.
     """
     groups = {"0": range(8), **{name: (2 * at, 2 * at + 1) for at, name in enumerate(TENSOR)}}
-    found = [Pending(rank, groups, timing=False) for rank in range(8)]
-    for one in found:
-        mine = TENSOR[one.rank // 2]
-        over = 5 if one.rank in stuck else 9 if one.rank ^ 1 in (*stuck, *missing) else 7
-        for number in range(9 if one.rank in missing else 12):
-            ends = number < 9 if one.rank in missing else number < over
-            one.collective(group=mine, state="completed" if ends else "scheduled")
-        if one.rank not in missing:
-            one.collective(state="scheduled")
-    return found
+    recorders = [Pending(rank, groups, timing=False) for rank in range(8)]
+    for recorder in recorders:
+        group = TENSOR[recorder.rank // 2]
+        over = 5 if recorder.rank in stuck else 9 if recorder.rank ^ 1 in (*stuck, *missing) else 7
+        for number in range(9 if recorder.rank in missing else 12):
+            ends = number < 9 if recorder.rank in missing else number < over
+            recorder.collective(group=group, state="completed" if ends else "scheduled")
+        if recorder.rank not in missing:
+            recorder.collective(state="scheduled")
+    return recorders
 
 
 def test_calls_pending_after_peers_completed_them_name_gpu_kernel(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ STEPPED = Claim("stepped and left", 1, torch=True, steps=9, exit=5)
         ((STEPPED, Claim("beside it", 4, torch=True)), "stepped and left"),
         ((STEPPED, Claim("upload of the results", 6)), "stepped and left"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "+".join(one.name for one in value),
+    ids=lambda value: value if isinstance(value, str) else "+".join(claim.name for claim in value),
 )
 def test_rank_page_is_of_process_that_trains(tmp_path: Path, claims: tuple[Claim, ...], rank: str) -> None:
     run = RunPaths(tmp_path)

@@ -91,8 +91,8 @@ BYTES = """\
 @pytest.mark.parametrize(("pid", "inode", "holder"), [(4002, 77, 4001), (4003, 77, 4001), (4000, 77, 0), (4004, 78, 0)])
 def test_blocking_file_lock_is_found_by_byte_range(pid: int, inode: int, holder: int) -> None:
     """Several processes can lock different bytes of one file. The holder of the last lock is in another container."""
-    found = file_locks._blocking_lock(BYTES, pid, (0x08, 2, inode))
-    assert (found.pid if found is not None else 0) == holder
+    lock = file_locks._blocking_lock(BYTES, pid, (0x08, 2, inode))
+    assert (lock.pid if lock is not None else 0) == holder
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,9 @@ def test_native_thread_is_attributed_to_its_library(tmp_path: Path) -> None:
         until, threads = time.monotonic() + 60, []
         while not threads:
             assert time.monotonic() < until
-            seen = proc.read_process(process.pid).threads
-            threads = [one for one in seen if one.tid != process.pid and one.libraries == (str(library),)]
+            all_threads = proc.read_process(process.pid).threads
+            threads = [
+                thread for thread in all_threads if thread.tid != process.pid and thread.libraries == (str(library),)
+            ]
         process.communicate(b"")
     assert [thread.rests_in for thread in threads] == ["libown.so"]

@@ -32,22 +32,22 @@ def test_late_source_writes_nothing_more_into_bundle(tmp_path: Path) -> None:
     gather_into(staging, {"late": late}, deadline_s=0.2)
     over.set()
     assert ended.wait(60)
-    listed = {one.path: one.missing for one in staging.close()}
+    listed = {artifact.path: artifact.missing for artifact in staging.close()}
     assert listed == {"early.txt": "", "late": "not collected within 0.2 s"}
     assert not (staging.root / "late.txt").exists()
 
 
 def test_file_group_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    staging, told = Staging(tmp_path / "bundle"), list[str]()
+    staging, finished = Staging(tmp_path / "bundle"), list[str]()
     outer = Gate(staging)
     inner = Gate(outer)
     step = FileGroup(inner)
     step.add(named("one.txt"), "1")
     assert not (staging.root / "one.txt").exists()
-    step.done(lambda: told.append("one"))
+    step.done(lambda: finished.append("one"))
     step.add(named("two.txt"), "2")
     outer.close()
     with pytest.raises(Late):
-        step.done(lambda: told.append("two"))
-    assert told == ["one"]
+        step.done(lambda: finished.append("two"))
+    assert finished == ["one"]
     assert [path.name for path in staging.root.iterdir()] == ["one.txt"]

@@ -51,9 +51,9 @@ def waiting(pid: int, *calls: str) -> ProcessState:
 
 
 def ends(state: ProcessState, *pids: int, deadline_s: float = 60.0) -> tuple[OtherEnd, ...] | None:
-    (told,) = with_ends([state], pids, deadline_s=deadline_s)
-    assert told.main_thread is not None
-    return told.main_thread.ends
+    (process,) = with_ends([state], pids, deadline_s=deadline_s)
+    assert process.main_thread is not None
+    return process.main_thread.ends
 
 
 @pytest.fixture
@@ -78,23 +78,23 @@ def test_pipe_reader_ends_are_its_writers(pipe: tuple[int, int]) -> None:
     with started(READS, reading) as reader, started(SLEEPS, writing) as writer, started(SLEEPS, reading) as other:
         waiting(writer, "clock_nanosleep", "select")
         state = waiting(reader, "read")
-        found = ends(state, reader, writer, other, os.getpid())
-    assert found is not None and [one.pid for one in found] == [writer, os.getpid()]
-    assert all(one.name for one in found)
+        holders = ends(state, reader, writer, other, os.getpid())
+    assert holders is not None and [end.pid for end in holders] == [writer, os.getpid()]
+    assert all(end.name for end in holders)
 
 
 def test_pipe_writer_ends_are_its_readers(pipe: tuple[int, int]) -> None:
     _, writing = pipe
     with started(WRITES, writing) as writer, started(SLEEPS, writing) as other:
         state = waiting(writer, "write")
-        found = ends(state, other, writer, os.getpid())
-    assert found is not None and [one.pid for one in found] == [os.getpid()]
+        holders = ends(state, other, writer, os.getpid())
+    assert holders is not None and [end.pid for end in holders] == [os.getpid()]
 
 
 def test_tcp_connection_ends_are_peer_process(connection: tuple[socket.socket, socket.socket]) -> None:
     with started(RECEIVES, connection[0].fileno()) as reader, started(SLEEPS) as other:
-        found = ends(waiting(reader, "recvfrom"), reader, other, os.getpid())
-    assert found is not None and [one.pid for one in found] == [os.getpid()]
+        holders = ends(waiting(reader, "recvfrom"), reader, other, os.getpid())
+    assert holders is not None and [end.pid for end in holders] == [os.getpid()]
 
 
 def test_socket_pair_ends_are_peer_processes() -> None:
@@ -104,8 +104,8 @@ def test_socket_pair_ends_are_peer_processes() -> None:
         pytest.skip("this kernel does not tell about Unix sockets (sock_diag)")
     with near, far, started(READS, near.fileno()) as reader, started(SLEEPS, far.fileno()) as other:
         waiting(other, "clock_nanosleep", "select")
-        found = ends(waiting(reader, "read"), reader, other, os.getpid())
-    assert found is not None and [one.pid for one in found] == [other, os.getpid()]
+        holders = ends(waiting(reader, "read"), reader, other, os.getpid())
+    assert holders is not None and [end.pid for end in holders] == [other, os.getpid()]
 
 
 def test_unconnected_socket_has_no_peer() -> None:
@@ -119,9 +119,9 @@ def test_unconnected_socket_has_no_peer() -> None:
 
 
 def closed(reader: int, *pids: int) -> bool:
-    (told,) = with_ends([waiting(reader, "read")], pids, deadline_s=60.0)
-    assert told.main_thread is not None
-    return told.main_thread.ends_closed
+    (process,) = with_ends([waiting(reader, "read")], pids, deadline_s=60.0)
+    assert process.main_thread is not None
+    return process.main_thread.ends_closed
 
 
 def until_ended(pid: int) -> None:
@@ -138,9 +138,13 @@ def nothing_else_unread(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("this kernel does not tell about Unix sockets (sock_diag)")
 
     def told() -> dict[int, sock_diag.UnixSocket]:
-        mine = {target for _, target in sockets.descriptors(os.getpid())}
+        own_targets = {target for _, target in sockets.descriptors(os.getpid())}
         each = (real() or {}).items()
-        return {inode: one for inode, one in each if f"socket:[{inode}]" in mine or not one.unread}
+        return {
+            inode: unix_socket
+            for inode, unix_socket in each
+            if f"socket:[{inode}]" in own_targets or not unix_socket.unread
+        }
 
     monkeypatch.setattr(descriptor_holders, "unix_sockets", told)
 
@@ -156,8 +160,8 @@ def test_pipe_ends_are_closed_if_all_holders_are_known(pipe: tuple[int, int], mo
             os.kill(child, 9)
             until_ended(child)
             states = [waiting(reader, "read"), proc.read_process(child)]  # the job's own, not reaped
-            told, _ = with_ends(states, [os.getpid()])
-            assert told.main_thread is not None and told.main_thread.ends_closed
+            process, _ = with_ends(states, [os.getpid()])
+            assert process.main_thread is not None and process.main_thread.ends_closed
         far.close()
         near.close()
         assert closed(reader, os.getpid()), "no process has the other end"
@@ -191,10 +195,10 @@ def test_pipe_ends_are_open_while_descriptor_is_in_flight(
             socket.send_fds(near, [b"x"], [pipe[1]])
             near.close()
             assert not closed(reader, os.getpid()), "the connection is not accepted yet"
-            there, _ = broker.accept()
-            with there:
+            accepted_connection, _ = broker.accept()
+            with accepted_connection:
                 assert not closed(reader, os.getpid()), "the message is not read yet"
-                for fd in socket.recv_fds(there, 1, 1)[1]:
+                for fd in socket.recv_fds(accepted_connection, 1, 1)[1]:
                     os.close(fd)
                 assert closed(reader, os.getpid())
 
@@ -205,8 +209,8 @@ def test_pipe_ends_of_splice_are_its_writers(pipe: tuple[int, int]) -> None:
     )
     with started(code, pipe[0]) as reader, started(SLEEPS, pipe[1]) as writer:
         waiting(writer, "clock_nanosleep", "select")
-        found = ends(waiting(reader, "splice"), reader, writer)
-    assert found is not None and [one.pid for one in found] == [writer]
+        holders = ends(waiting(reader, "splice"), reader, writer)
+    assert holders is not None and [end.pid for end in holders] == [writer]
 
 
 def test_pipe_ends_are_open_if_process_is_unreadable(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +242,8 @@ def test_socket_sharers_are_other_holders() -> None:
     with near, far, started(READS, near.fileno()) as reader, started(SLEEPS, near.fileno()) as other:
         near.close()
         waiting(other, "clock_nanosleep", "select")
-        (told,) = with_ends([waiting(reader, "read")], [reader, other, os.getpid()], deadline_s=60.0)
-    assert told.main_thread is not None and told.main_thread.lock_sharers == (other,)
+        (process,) = with_ends([waiting(reader, "read")], [reader, other, os.getpid()], deadline_s=60.0)
+    assert process.main_thread is not None and process.main_thread.lock_sharers == (other,)
 
 
 def test_pipe_ends_after_deadline_are_unknown(pipe: tuple[int, int]) -> None:
@@ -252,9 +256,9 @@ def test_connection_ends_in_job_are_found_after_deadline(connection: tuple[socke
     near, far = connection
     with started(RECEIVES, near.fileno()) as reader, started(SLEEPS, far.fileno()) as serving:
         states = [waiting(reader, "recvfrom"), waiting(serving, "clock_nanosleep", "select")]
-        told, _ = with_ends(states, [reader, serving, os.getpid()], deadline_s=-1.0)
-    assert told.main_thread is not None and told.main_thread.ends is not None
-    assert [end.pid for end in told.main_thread.ends] == [serving]
+        process, _ = with_ends(states, [reader, serving, os.getpid()], deadline_s=-1.0)
+    assert process.main_thread is not None and process.main_thread.ends is not None
+    assert [end.pid for end in process.main_thread.ends] == [serving]
 
 
 def test_connection_end_found_before_deadline_is_kept(
@@ -265,8 +269,8 @@ def test_connection_end_found_before_deadline_is_kept(
         clock = iter((0.0, 0.0, 100.0))  # the beginning, before the first process, before the second
         fake = SimpleNamespace(monotonic=lambda: next(clock), thread_time=lambda: 0.0)
         monkeypatch.setattr(descriptor_holders, "time", fake)
-        found = ends(state, os.getpid(), reader)
-        assert found is not None and [one.pid for one in found] == [os.getpid()]
+        holders = ends(state, os.getpid(), reader)
+        assert holders is not None and [end.pid for end in holders] == [os.getpid()]
 
 
 def test_thread_without_descriptor_wait_causes_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,12 +312,12 @@ def test_semaphore_ends_are_job_processes_that_mapped_it() -> None:
         try:
             thread = ThreadState(7, "python", "S", syscall_name="futex", futex_file=mapped)
             state = ProcessState(7, 1, 5, 0.0, "python", (), "S", (thread,))
-            (told,) = with_ends([state], [os.getpid(), pid, stranger.pid])
+            (process,) = with_ends([state], [os.getpid(), pid, stranger.pid])
         finally:
             os.kill(pid, 9)
             os.waitpid(pid, 0)
             stranger.kill()
-    assert {end.pid for end in told.threads[0].ends or ()} == {os.getpid(), pid}
+    assert {end.pid for end in process.threads[0].ends or ()} == {os.getpid(), pid}
 
 
 @pytest.mark.parametrize(("context", "is_named"), [("fork", False), ("spawn", True)])
@@ -334,12 +338,12 @@ def test_semaphore_opened_by_name_has_same_file(context: str, is_named: bool) ->
             waiting(pid, "futex")
             waiting(opener.pid, "clock_nanosleep", "select")
             state = proc.read_process(pid)
-            (told,) = with_ends([state], [os.getpid(), pid, opener.pid])
+            (process,) = with_ends([state], [os.getpid(), pid, opener.pid])
         finally:
             os.kill(pid, 9)
             os.waitpid(pid, 0)
             opener.kill()
-    (waiter,) = (thread for thread in told.threads if thread.tid == pid)
+    (waiter,) = (thread for thread in process.threads if thread.tid == pid)
     assert waiter.futex_file == mapped
     assert {end.pid for end in waiter.ends or ()} == {os.getpid(), pid, *([opener.pid] if is_named else [])}
     assert waiter.fd_target.endswith(" (deleted)") is not is_named
@@ -350,7 +354,7 @@ def test_semaphore_opened_by_name_has_same_file(context: str, is_named: bool) ->
 def test_listener_is_chosen_by_address() -> None:
     line = "   0: {}:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 {} 1 0 100 0 0 10 0\n"
     at = {"0100007F": 20, "0200007F": 21}
-    table = TABLE.splitlines()[0] + "\n" + "".join(line.format(*one) for one in at.items())
+    table = TABLE.splitlines()[0] + "\n" + "".join(line.format(*row) for row in at.items())
     assert sockets._listener(table, "0200007F:1F90") == 21
     assert sockets._listener(table, "0300007F:1F90") is None
     assert sockets._listener(table + line.format("00000000", 22), "0300007F:1F90") == 22

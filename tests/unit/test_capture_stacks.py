@@ -94,8 +94,8 @@ def test_stack_capture_does_not_cut_write_short() -> None:
         assert writer.stdout is not None
         try:
             before = wait_for_write(writer.pid)
-            found = stacks.stack_of(writer.pid, state=before, deadline_s=20)
-            assert found.value is not None
+            stack = stacks.stack_of(writer.pid, state=before, deadline_s=20)
+            assert stack.value is not None
             assert len(writer.stdout.read()) == 300_000
         finally:
             writer.kill()
@@ -201,8 +201,8 @@ def test_find_py_spy_uses_option_or_names_installation(monkeypatch: pytest.Monke
 def in_call(
     name: str, *variables: tuple[str, str | None], file: str = "/x/torch/distributed/distributed_c10d.py"
 ) -> dict[str, object]:
-    held = [{"name": name, "addr": 1, "arg": True, "repr": shown} for name, shown in variables]
-    return {"name": name, "filename": file, "line": 3, "locals": held}
+    local_variables = [{"name": name, "addr": 1, "arg": True, "repr": shown} for name, shown in variables]
+    return {"name": name, "filename": file, "line": 3, "locals": local_variables}
 
 
 def call_of(*frames: dict[str, object]) -> CallArguments | None:

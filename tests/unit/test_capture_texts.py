@@ -122,10 +122,10 @@ def test_gpu_query_leaves_unsupported_values_empty() -> None:
         )
     )
     assert document.driver == "550.54"
-    (found,) = document.gpus
-    assert (found.uuid, found.power_w, found.memory_total_bytes) == ("GPU-0", 70.5, 2)
-    assert found.processes == (GpuProcess(NOBODY, 1 << 30),)
-    assert found.name is None
+    (first_gpu,) = document.gpus
+    assert (first_gpu.uuid, first_gpu.power_w, first_gpu.memory_total_bytes) == ("GPU-0", 70.5, 2)
+    assert first_gpu.processes == (GpuProcess(NOBODY, 1 << 30),)
+    assert first_gpu.name is None
     (written,) = json.loads(msgspec.json.encode(document))["gpus"]
     assert written["name"] is None and written["processes"] == [{"pid": NOBODY, "memory_bytes": 1 << 30}]
 
@@ -190,13 +190,13 @@ def test_versions_of_other_installation_are_read(tmp_path: Path) -> None:
         info = tmp_path / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
-    found = node.versions([str(tmp_path), "/opt/x/lib/python3.12/site-packages"]).value
-    assert found is not None
+    versions = node.versions([str(tmp_path), "/opt/x/lib/python3.12/site-packages"]).value
+    assert versions is not None
     expected = {"torch": "2.9.1", "torch_cuda": "12.8", "torch_git": "abc", "nvidia-nccl-cu12": "2.27.5"}
-    assert expected.items() <= found.items()
-    assert found["python"] == "3.12"
-    assert "torch_hip" not in found
-    assert "deepspeed" not in found
+    assert expected.items() <= versions.items()
+    assert versions["python"] == "3.12"
+    assert "torch_hip" not in versions
+    assert "deepspeed" not in versions
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

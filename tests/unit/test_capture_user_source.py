@@ -135,9 +135,9 @@ class Kept:
     [((), ()), ((7,), (5, 6, 7)), ((12,), (10, 11, 12)), ((1, 15), (1, 15, 16)), ((3, 99), ())],
 )
 def test_excerpt_has_enclosing_statements_of_lines(lines: tuple[int, ...], kept: tuple[int, ...]) -> None:
-    found = excerpts.excerpt(MODULE, set(lines)).split("\n")
+    excerpt_lines = excerpts.excerpt(MODULE, set(lines)).split("\n")
     whole = MODULE.split("\n")
-    assert {number: line for number, line in enumerate(found, 1) if line} == {n: whole[n - 1] for n in kept}
+    assert {number: line for number, line in enumerate(excerpt_lines, 1) if line} == {n: whole[n - 1] for n in kept}
 
 
 ALIASES = """import torch.distributed as dist
@@ -152,8 +152,8 @@ if r == last and is_writer:
 
 def test_excerpt_has_assignments_of_rank_names() -> None:
     """Otherwise the verdict can't evaluate the condition."""
-    found = excerpts.excerpt(ALIASES, {7}).split("\n")
-    assert [number for number, line in enumerate(found, 1) if line] == [2, 3, 4, 6, 7]
+    excerpt_lines = excerpts.excerpt(ALIASES, {7}).split("\n")
+    assert [number for number, line in enumerate(excerpt_lines, 1) if line] == [2, 3, 4, 6, 7]
     assert excerpts.excerpt(ALIASES, set()) == ""
 
 

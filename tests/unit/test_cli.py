@@ -102,10 +102,10 @@ def codes_of(here: Path, shell: str = '"$@"', **environ: str) -> tuple[dict[str,
         stdin=subprocess.DEVNULL,
         timeout=240,
     )
-    said = (done.stdout + done.stderr).decode("utf-8", "replace")
-    assert (here / "codes").is_file(), said
+    printed = (done.stdout + done.stderr).decode("utf-8", "replace")
+    assert (here / "codes").is_file(), printed
     codes: dict[str, int] = json.loads((here / "codes").read_text())
-    return codes, said
+    return codes, printed
 
 
 @pytest.mark.slow
@@ -115,10 +115,10 @@ def codes_of(here: Path, shell: str = '"$@"', **environ: str) -> tuple[dict[str,
     ids=["C", "POSIX", "latin-1", "ascii"],
 )
 def test_every_command_works_with_any_encoding(environ: dict[str, str], here: Path) -> None:
-    codes, said = codes_of(here, **environ)
-    assert "Traceback" not in said and "Exception" not in said, said
+    codes, printed = codes_of(here, **environ)
+    assert "Traceback" not in printed and "Exception" not in printed, printed
     assert codes == {" ".join(words): code for words, code in EXPECTED}
-    assert "Rank 2 waits in all_gather" in said
+    assert "Rank 2 waits in all_gather" in printed
 
 
 @pytest.mark.slow
@@ -128,6 +128,6 @@ def test_every_command_works_with_any_encoding(environ: dict[str, str], here: Pa
     ids=["stdout closed", "stderr closed", "all closed", "stdout full", "stderr full", "pipe broken"],
 )
 def test_every_command_tolerates_unusable_streams(shell: str, here: Path) -> None:
-    codes, said = codes_of(here, shell)
-    assert "Traceback" not in said and "Exception" not in said, said
+    codes, printed = codes_of(here, shell)
+    assert "Traceback" not in printed and "Exception" not in printed, printed
     assert set(codes.values()) <= {0, 1, 2}, codes

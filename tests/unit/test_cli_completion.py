@@ -65,16 +65,16 @@ def test_bash_completion_offers_expected_words(shell: Path) -> None:
             echo "${{COMPREPLY[*]}}"
         }}
         {lines}"""
-    found = output_of(["bash", "--norc", "-c", code], shell).splitlines()
-    assert {line: set(words.split()) for (line, _), words in zip(CASES, found, strict=True)} == dict(CASES)
+    offers = output_of(["bash", "--norc", "-c", code], shell).splitlines()
+    assert {line: set(words.split()) for (line, _), words in zip(CASES, offers, strict=True)} == dict(CASES)
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
 def test_fish_completion_offers_expected_words(shell: Path) -> None:
     lines = "\n".join(f"echo (complete -C '{line}' | string split -f1 \\t)" for line, _ in CASES)
     code = f"safelaunch completion fish | source\n{lines}"
-    found = output_of(["fish", "--no-config", "-c", code], shell).splitlines()
-    offered = {line: set(words.split()) for (line, _), words in zip(CASES, found, strict=True)}
+    offers = output_of(["fish", "--no-config", "-c", code], shell).splitlines()
+    offered = {line: set(words.split()) for (line, _), words in zip(CASES, offers, strict=True)}
     assert offered == {**dict(CASES), "safelaunch --preset ": PRESETS | {"train.py", "bin/"}}, "a preset may be a file"
 
 

@@ -37,9 +37,9 @@ def contents(root: Path) -> dict[str, tuple[bytes, int]]:
 
 def data_of(page: Path) -> dict[str, Any]:
     """Returns the data of a page."""
-    found = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page.read_text(), re.S)
-    assert found is not None
-    document: dict[str, Any] = json.loads(found[1])
+    match = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page.read_text(), re.S)
+    assert match is not None
+    document: dict[str, Any] = json.loads(match[1])
     return document
 
 
@@ -77,7 +77,7 @@ def test_diagnose_output_folder_has_all_reports(kind: Any, here: Path, capfd: Ca
     assert main(["diagnose", str(path), "-o", "out/there"]) == 0
     shown = capfd.readouterr()
     out = here / "out" / "there"
-    assert sorted(one.name for one in out.iterdir()) == sorted(FILES)
+    assert sorted(path.name for path in out.iterdir()) == sorted(FILES)
     assert all(f"safelaunch: written: {out / name}" in shown.err for name in FILES)
     assert {name: value for name, value in contents(here).items() if not name.startswith("out/")} == before
     _, verdict = verdict_at(path, capfd)
@@ -118,7 +118,7 @@ def test_diagnose_html_writes_only_page(here: Path, capfd: Capture) -> None:
     assert json.loads(capfd.readouterr().out)["cause"] == "collective-mismatch"
     assert data_of(here / "page.html")["head"]["cause"] == "collective-mismatch"
     assert stat.S_IMODE((here / "page.html").stat().st_mode) == 0o600, "evidence is its owner's"
-    assert sorted(one.name for one in here.iterdir()) == ["bundle", "page.html"]
+    assert sorted(path.name for path in here.iterdir()) == ["bundle", "page.html"]
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,9 @@ def test_call_table_is_filtered_by_options(
     words: list[str], ranks: set[int], numbers: set[int], here: Path, capfd: Capture
 ) -> None:
     assert main(["diagnose", str(folder(here)), "--json", *words]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert {rank for one in found for rank in one["ranks"]} == ranks
-    assert {one["number"] for one in found} == numbers
+    document = json.loads(capfd.readouterr().out)
+    assert {rank for call in document for rank in call["ranks"]} == ranks
+    assert {call["number"] for call in document} == numbers
 
 
 def test_call_table_reports_omitted_calls_and_ranks(here: Path, capfd: Capture) -> None:

@@ -241,8 +241,8 @@ def test_doctor_disk_kind_comes_from_deepest_mount() -> None:
         "/dev/a / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\n"
         "tmpfs /data/fast\\040one tmpfs rw 0 0\n/dev/b /da xfs rw 0 0\n"
     )
-    found = {path: node.kind(Path(path), mounts) for path in ("/", "/data/a", "/data/fast one/x", "/database")}
-    assert found == {"/": "ext4", "/data/a": "nfs4", "/data/fast one/x": "tmpfs", "/database": "ext4"}
+    kinds = {path: node.kind(Path(path), mounts) for path in ("/", "/data/a", "/data/fast one/x", "/database")}
+    assert kinds == {"/": "ext4", "/data/a": "nfs4", "/data/fast one/x": "tmpfs", "/database": "ext4"}
 
 
 # --- torch ------------------------------------------------------------------------------------------------------------
@@ -359,9 +359,9 @@ def test_doctor_text_with_colour_has_same_words() -> None:
 
 
 def test_doctor_json_has_result_and_checks() -> None:
-    found = msgspec.to_builtins(doctor.document(CHECKS))
-    assert (found["schema"], found["result"]) == (1, "failed")
-    assert set(found["checks"][0]) == {"name", "result", "detail", "fix"}
+    document = msgspec.to_builtins(doctor.document(CHECKS))
+    assert (document["schema"], document["result"]) == (1, "failed")
+    assert set(document["checks"][0]) == {"name", "result", "detail", "fix"}
 
 
 @pytest.mark.parametrize(("checks", "code"), [(CHECKS, 1), ((warning("a", "b", "c"),), 0)])
@@ -435,11 +435,11 @@ def test_doctor_denied_py_spy_fails_stack_check(tmp_path: Path, monkeypatch: pyt
 def test_doctor_runs_all_checks_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """The examination is real, including torch and py-spy."""
     code = doctor.main(["--json"])
-    found = json.loads(capsys.readouterr().out)
-    results = {check["name"]: check["result"] for check in found["checks"]}
+    document = json.loads(capsys.readouterr().out)
+    results = {check["name"]: check["result"] for check in document["checks"]}
     assert code == int("failed" in results.values())
     assert {"py-spy", "reading stacks", "torch", "import torch", "worker server", "Flight Recorder"} <= set(results)
     assert {"beacon", "run directory", "socket paths", "/dev/shm", "ports", "host name"} <= set(results)
     for name in ("py-spy", "torch", "import torch", "beacon", "worker server", "run directory", "ports"):
-        assert results[name] == "ok", found
-    assert not [check for check in found["checks"] if check["detail"].startswith("the check ")]
+        assert results[name] == "ok", document
+    assert not [check for check in document["checks"] if check["detail"].startswith("the check ")]

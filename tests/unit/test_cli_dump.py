@@ -88,9 +88,9 @@ def test_dump_all_continues_after_denied_job(
     node(rank(7, 29500), rank(8, 29501))
     monkeypatch.setattr(attaching, "attach", refused((7,), looked_at))
     assert cli.main(["dump", "--all"]) == 1
-    said = capfd.readouterr().err
+    stderr = capfd.readouterr().err
     assert sorted(looked_at) == [7, 8]
-    assert BY_YAMA in said and "8 is refused for another reason." in said
+    assert BY_YAMA in stderr and "8 is refused for another reason." in stderr
 
 
 def test_dump_without_job_prints_command_for_other_users(
@@ -98,9 +98,9 @@ def test_dump_without_job_prints_command_for_other_users(
 ) -> None:
     node(JobProcess(7, 1, user=0, env=None))
     assert cli.main(["dump", "--all"]) == 1
-    said = capfd.readouterr().err
-    assert "no job was found" in said and "Processes of other users were not searched." in said
-    assert said.endswith("safelaunch:     sudo /venv/bin/safelaunch dump --all\n")
+    stderr = capfd.readouterr().err
+    assert "no job was found" in stderr and "Processes of other users were not searched." in stderr
+    assert stderr.endswith("safelaunch:     sudo /venv/bin/safelaunch dump --all\n")
     for process, rights in (
         (JobProcess(7, 1, env={}), NORMAL_USER),
         (JobProcess(7, 1, user=0, env=None), replace(NORMAL_USER, capable=True, root=True)),
@@ -115,9 +115,9 @@ def test_dump_of_other_users_process_prints_command_as_root(
 ) -> None:
     node(JobProcess(7, 1, user=0, env=None))
     assert cli.main(["dump", "--pid", "7"]) == 1
-    said = capfd.readouterr().err
-    assert "cannot read the environment of process 7: it belongs to root." in said
-    assert said.endswith("safelaunch:     sudo /venv/bin/safelaunch dump --pid 7\n")
+    stderr = capfd.readouterr().err
+    assert "cannot read the environment of process 7: it belongs to root." in stderr
+    assert stderr.endswith("safelaunch:     sudo /venv/bin/safelaunch dump --pid 7\n")
 
 
 def test_dump_command_in_container_has_bundle_directory(

@@ -28,7 +28,7 @@ def test_explain_text_has_meaning_evidence_example_and_advice(name: str, width: 
     assert all(len(flat(part)) > 20 for part in (meaning, evidence, example, advice))
     assert flat(CAUSES[name].evidence) == flat(evidence)
     assert flat(example) in flat(inspect.getdoc(CAUSES[name]) or "")
-    assert all(f"- {one.shown}" in flat(advice) for one in CAUSES[name].advice)
+    assert all(f"- {item.shown}" in flat(advice) for item in CAUSES[name].advice)
     assert not re.search(r"```|\]\(", text), "markup that only a page shows"
     assert all(len(line) <= width for line in lines if " " in line.strip())
 
@@ -59,9 +59,9 @@ def test_explain_prints_named_cause(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_explain_of_unknown_cause_names_nearest(name: str, nearest: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", name]) == 2
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert said.err == (
+    output = capfd.readouterr()
+    assert output.out == ""
+    assert output.err == (
         f"safelaunch: explain: there is no cause '{name}'{nearest}\n"
         "safelaunch:   To list the causes: safelaunch explain\n"
     )

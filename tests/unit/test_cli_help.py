@@ -98,18 +98,18 @@ def test_command_over_several_lines_is_valid_shell() -> None:
 @pytest.mark.parametrize("width", [60, 80])
 @pytest.mark.parametrize("words", [["presets"], ["diagnose", "--help"], ["demo", "--help"], ["--dry-run", __file__]])
 def test_output_on_terminal_breaks_no_word(words: list[str], width: int) -> None:
-    ours, theirs = pty.openpty()
+    master, slave = pty.openpty()
     try:
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-        done = subprocess.Popen([*program(), *words], stdin=subprocess.DEVNULL, stdout=theirs)
-        os.close(theirs)
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+        done = subprocess.Popen([*program(), *words], stdin=subprocess.DEVNULL, stdout=slave)
+        os.close(slave)
         shown = b""
         with suppress(OSError):  # a terminal signals its end by an error
-            while data := os.read(ours, 65536):
+            while data := os.read(master, 65536):
                 shown += data
         assert done.wait(120) == 0
     finally:
-        os.close(ours)
+        os.close(master)
     lines = shown.decode().replace("\r\n", "\n").splitlines()
     assert len(lines) > 5
     assert not [line for line in lines if len(line) > width and " " in line.strip()], "only a word may be longer"

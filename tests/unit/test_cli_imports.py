@@ -40,8 +40,8 @@ def test_job_without_dependency_runs_under_plain_torchrun(
     cli.main(["--stall-timeout=5", "--nproc-per-node=2", "--preset", "hang-debug", str(script), "--preset", "mine"])
     (argv,) = ran
     assert argv[1].endswith("torchrun") and argv[2:] == ["--nproc-per-node=2", str(script), "--preset", "mine"]
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "not watching this job" in said and "running plain torchrun" in said
+    stderr = capfd.readouterr().err
+    assert stderr.count("\n") == 1 and "not watching this job" in stderr and "running plain torchrun" in stderr
 
 
 @pytest.mark.parametrize("words", [["presets"], ["status"], ["gpus"], ["dump", "--pid=1"], ["diagnose", "job.log"]])

@@ -104,10 +104,10 @@ def test_run_warns_of_nccl_that_torch_lacks(
     here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (here / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group('nccl')\n")
-    for there in (False, True):
-        monkeypatch.setattr(torchrun, "has_nccl", lambda package, there=there: there)
+    for has_nccl in (False, True):
+        monkeypatch.setattr(torchrun, "has_nccl", lambda package, has_nccl=has_nccl: has_nccl)
         code, lines = said("--dry-run train.py", capfd)
-        assert code == 0 and ["initializes NCCL" in line for line in lines] == [True] * (not there)
+        assert code == 0 and ["initializes NCCL" in line for line in lines] == [True] * (not has_nccl)
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("", 1), ("0", 0)])
@@ -118,9 +118,9 @@ def test_exec_of_distributed_script_without_rank_warns(
     monkeypatch.delenv("RANK", raising=False)
     if rank:
         monkeypatch.setenv("RANK", rank)
-    code, found = said("exec --dry-run -- python train.py", capfd)
-    assert code == 0 and len(found) == lines
-    assert all("safelaunch --nproc-per-node=N train.py" in line for line in found)
+    code, warnings = said("exec --dry-run -- python train.py", capfd)
+    assert code == 0 and len(warnings) == lines
+    assert all("safelaunch --nproc-per-node=N train.py" in line for line in warnings)
 
 
 @pytest.mark.parametrize(

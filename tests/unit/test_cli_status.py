@@ -43,12 +43,12 @@ def test_status_lists_nodes_of_job() -> None:
 
 
 def test_status_says_why_other_nodes_are_unknown() -> None:
-    said = status.details(run_status(rank(0), alone="no store at n1:29700: refused"))
-    assert said[-1] == "the state of the other nodes is unknown: no store at n1:29700: refused"
+    details = status.details(run_status(rank(0), alone="no store at n1:29700: refused"))
+    assert details[-1] == "the state of the other nodes is unknown: no store at n1:29700: refused"
 
 
-def cell(found: RunStatus, number: int, column: str) -> str:
-    return rows(found)[number].cells[COLUMNS.index(column)]
+def cell(record: RunStatus, number: int, column: str) -> str:
+    return rows(record)[number].cells[COLUMNS.index(column)]
 
 
 @pytest.mark.parametrize(
@@ -87,15 +87,15 @@ def test_status_rank_state_follows_progress(page: dict[str, Any], state: str) ->
     ],
 )
 def test_status_row_marks_slow_or_late_rank(other: RankStatus, mood: str, note: str) -> None:
-    found = run_status(rank(0), other)
-    assert rows(found)[1].mood == mood
-    assert cell(found, 1, "note") == note
-    assert rows(found)[0].mood == "good"
+    record = run_status(rank(0), other)
+    assert rows(record)[1].mood == mood
+    assert cell(record, 1, "note") == note
+    assert rows(record)[0].mood == "good"
 
 
 def test_status_unknown_values_are_dashes() -> None:
-    found = run_status(RankStatus(0, 100, "no beacon"))
-    assert rows(found)[0].cells == ("0", "100", "no beacon", "-", "-", "-", "-", "-", "-")
+    record = run_status(RankStatus(0, 100, "no beacon"))
+    assert rows(record)[0].cells == ("0", "100", "no beacon", "-", "-", "-", "-", "-", "-")
 
 
 def test_status_rows_are_in_rank_order() -> None:
@@ -176,17 +176,17 @@ def test_status_headline_has_attempt_and_world_size() -> None:
 
 def test_status_removes_escape_sequences_of_job() -> None:
     evil = "\x1b[2J\x1b]0;title\x07evil\r\n"
-    found = run_status(rank(0, phase=evil, signals=evil), name=evil, cwd=evil, command=[evil], threshold_why=evil)
-    shown = status.text([run(10, found), run(11, problem=evil)], 1000.0)
+    record = run_status(rank(0, phase=evil, signals=evil), name=evil, cwd=evil, command=[evil], threshold_why=evil)
+    shown = status.text([run(10, record), run(11, problem=evil)], 1000.0)
     assert "evil" in shown and not [char for char in shown if ord(char) < 32 and char != "\n"]
 
 
 def test_status_json_has_every_run_and_field() -> None:
     answering, silent = run(10, run_status(rank(0))), run(11, problem="gone", alive=False)
-    found = json.loads(json.dumps([status.document(item) for item in (answering, silent)]))
-    assert found[0]["ranks"][0]["step"] == 60 and found[0]["threshold_s"] == 600.0
-    assert set(RunStatus.__struct_encode_fields__) | {"directory", "alive", "problem"} == set(found[0])
-    assert found[1] == {
+    document = json.loads(json.dumps([status.document(item) for item in (answering, silent)]))
+    assert document[0]["ranks"][0]["step"] == 60 and document[0]["threshold_s"] == 600.0
+    assert set(RunStatus.__struct_encode_fields__) | {"directory", "alive", "problem"} == set(document[0])
+    assert document[1] == {
         "run": "r11",
         "supervisor_pid": 11,
         "directory": "/tmp/s/r11",
@@ -228,8 +228,8 @@ def test_status_notes_name_of_several_runs(capfd: pytest.CaptureFixture[str]) ->
     assert "2 runs are called 'train': r10, r12" in capfd.readouterr().err
 
 
-def in_directory(pid: int, cwd: Path | str, **known: object) -> Run:
-    return run(pid, msgspec.structs.replace(run_status(rank(0)), cwd=str(cwd), **known))
+def in_directory(pid: int, cwd: Path | str, **fields: object) -> Run:
+    return run(pid, msgspec.structs.replace(run_status(rank(0)), cwd=str(cwd), **fields))
 
 
 def test_dump_chooses_run_of_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,10 +311,10 @@ def test_discover_reports_run_directories_of_ended_supervisors(tmp_path: Path) -
     directory(tmp_path, "r2", "")
     directory(tmp_path, "r3", "not numbers\n")
     (tmp_path / "bundles").mkdir()
-    found = {item.id: item for item in discover.look([tmp_path])}
-    assert set(found) == {"r1", "r2", "r3"}
-    assert not any(item.alive for item in found.values())
-    assert "gone" in found["r1"].problem and "no owner" in found["r2"].problem
+    runs = {item.id: item for item in discover.look([tmp_path])}
+    assert set(runs) == {"r1", "r2", "r3"}
+    assert not any(item.alive for item in runs.values())
+    assert "gone" in runs["r1"].problem and "no owner" in runs["r2"].problem
     assert discover.look([tmp_path / "nothing"]) == ()
 
 
@@ -381,8 +381,8 @@ def test_status_without_runs_is_one_line_and_exits_0(
 def left(directory: Path, name: str, **verdict: object) -> Path:
     bundle = directory / name
     bundle.mkdir(parents=True)
-    known = {"run": "train", "time": "1970-01-01T00:20:00Z", "cause": "busy-loop", "summary": "Rank 1 spins."}
-    (bundle / "verdict.json").write_text(json.dumps({**known, **verdict}))
+    fields = {"run": "train", "time": "1970-01-01T00:20:00Z", "cause": "busy-loop", "summary": "Rank 1 spins."}
+    (bundle / "verdict.json").write_text(json.dumps({**fields, **verdict}))
     return bundle
 
 

@@ -58,8 +58,8 @@ def test_status_screen_run_has_second_line_if_it_fits(height: int, lines: int) -
 def test_status_removes_escape_sequences_of_job() -> None:
     evil = "\x1b[2J\x1b]0;title\x07evil\r\n"
     ranks = [screens.rank(0, phase=evil, state=evil)]
-    known = {"name": evil, "threshold_why": evil, "notes": [evil], "alone": evil, "watch": evil}
-    text = "\n".join(line.text for line in screen((screens.run(1, ranks, **known),), 0.0, 200, 50))
+    fields = {"name": evil, "threshold_why": evil, "notes": [evil], "alone": evil, "watch": evil}
+    text = "\n".join(line.text for line in screen((screens.run(1, ranks, **fields),), 0.0, 200, 50))
     assert "evil" in text and not [char for char in text if ord(char) < 32 and char != "\n"]
 
 
@@ -121,7 +121,7 @@ def until_shown(master: int, *wanted: bytes) -> bytes:
     """Returns the terminal's output up to the last of ``wanted``."""
     shown = b""
     deadline = time.monotonic() + 60
-    while not all(one in shown for one in wanted):
+    while not all(text in shown for text in wanted):
         ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))
         assert ready, shown
         shown += os.read(master, 65536)

@@ -146,10 +146,10 @@ def accepted(words: list[str]) -> tuple[str, list[str]] | None:
     """Returns torchrun's script and arguments, or None if it rejects the line (or shows its help)."""
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
-            found = parser().parse_args(words)
+            parsed = parser().parse_args(words)
         except SystemExit:
             return None
-    return found.training_script, found.training_script_args
+    return parsed.training_script, parsed.training_script_args
 
 
 def agree(words: list[str], own: list[tuple[int, list[str]]] = []) -> bool:  # noqa: B006
@@ -164,17 +164,17 @@ def agree(words: list[str], own: list[tuple[int, list[str]]] = []) -> bool:  # n
     mixed = list(words)
     for position, ours in sorted(own, key=lambda item: -item[0]):
         mixed[position:position] = ours
-    found = split(mixed, OWN, table())
+    line = split(mixed, OWN, table())
     script, arguments = judged
-    assert [*found.torchrun, *found.script] == words
-    assert found.script[0] == script
-    assert all(meant for _, meant in options_given(found.torchrun, table())), "an option that torchrun accepts"
+    assert [*line.torchrun, *line.script] == words
+    assert line.script[0] == script
+    assert all(meant for _, meant in options_given(line.torchrun, table())), "an option that torchrun accepts"
     # Whether argparse drops a "--" after the script depends on the version; torchrun sees it in any case.
-    assert [w for w in found.script[1:] if w != "--"] == [w for w in arguments if w != "--"]
+    assert [w for w in line.script[1:] if w != "--"] == [w for w in arguments if w != "--"]
     if "--" not in words:
-        assert list(found.script[1:]) == arguments
+        assert list(line.script[1:]) == arguments
     expected = [word.partition("=")[0] for _, ours in sorted(own, key=lambda item: item[0]) for word in ours[:1]]
-    assert [name for name, _ in found.own] == expected
+    assert [name for name, _ in line.own] == expected
     return True
 
 

@@ -108,12 +108,12 @@ def test_guardian_killed_before_job_start_is_replaced(tmp_path: Path, wait: str)
 def test_guardian_ends_all_descendants_if_supervisor_is_killed(tmp_path: Path) -> None:
     """The supervisor is killed right when the job has started processes that were not recorded yet."""
     shell = f"exec 9> {tmp_path}/held; setsid sh -c 'trap \"\" TERM; sleep 3600 & sleep 3600' & sleep 3600"
-    held = os.fspath(tmp_path / "held")
-    after = f"while not os.path.exists({held!r}) or os.kill(os.getpid(), 9): pass"
+    path = os.fspath(tmp_path / "held")
+    after = f"while not os.path.exists({path!r}) or os.kill(os.getpid(), 9): pass"
     done = supervise(tmp_path, shell, after=after)
     assert done.returncode == -signal.SIGKILL
     until(lambda: not list((tmp_path / "runs").glob("r*")))
-    assert not [one for one in Path("/proc").glob("[0-9]*/fd/9") if _target(one) == held]
+    assert not [link for link in Path("/proc").glob("[0-9]*/fd/9") if _target(link) == path]
 
 
 def _target(link: Path) -> str:
@@ -141,23 +141,23 @@ def sleepers() -> Iterator[Callable[..., ProcessId]]:
         words = ["sh", "-c", way]
         child = subprocess.Popen(words, env={"PATH": os.environ["PATH"], **env}, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
-        found = process.identify(int(child.stdout.readline()))
+        process_id = process.identify(int(child.stdout.readline()))
         child.stdout.close()
         if orphan:
             child.wait()
-        assert found is not None
-        started.append((found, child))
-        until(lambda: _name(found) == "sleep")
-        return found
+        assert process_id is not None
+        started.append((process_id, child))
+        until(lambda: _name(process_id) == "sleep")
+        return process_id
 
     yield start
-    for one, child in started:
-        one.send(signal.SIGKILL)
+    for process_id, child in started:
+        process_id.send(signal.SIGKILL)
         child.wait(30)
 
 
-def _name(one: ProcessId) -> str:
-    return Path(f"/proc/{one.pid}/comm").read_text().strip()
+def _name(process_id: ProcessId) -> str:
+    return Path(f"/proc/{process_id.pid}/comm").read_text().strip()
 
 
 def test_remains_exclude_processes_with_single_sign_of_job(run: RunPaths, sleepers: Callable[..., ProcessId]) -> None:
@@ -170,12 +170,12 @@ def test_remains_exclude_processes_with_single_sign_of_job(run: RunPaths, sleepe
     of_another = sleepers(orphan=True, SAFELAUNCH_RUN_DIR=f"{run.root}x")
     unmarked = sleepers(orphan=True)
     marked = sleepers(orphan=True, **mark)
-    told = sleepers(orphan=True)
+    recorded = sleepers(orphan=True)
     remains = Remains(run)
-    remains.add([told])
-    found = remains.find()
-    assert {agent, marked, told} <= found
-    assert not found & {before, with_a_parent, of_another, unmarked}
+    remains.add([recorded])
+    members = remains.find()
+    assert {agent, marked, recorded} <= members
+    assert not members & {before, with_a_parent, of_another, unmarked}
 
 
 def test_remains_include_session_of_living_agent(run: RunPaths, sleepers: Callable[..., ProcessId]) -> None:

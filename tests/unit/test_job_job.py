@@ -38,7 +38,7 @@ def test_orphans_are_adopted_after_first_guardian_ended() -> None:
         guardian.adopts_orphans = False
         processes.look_for_orphans()
         processes.look_for_orphans()
-        assert [one.pid for one in guardian.adopted] == [orphan.pid], "only once"
+        assert [process_id.pid for process_id in guardian.adopted] == [orphan.pid], "only once"
         orphan.kill()
 
 
@@ -82,10 +82,10 @@ INT, TERM, QUIT, USR1 = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.S
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    found: list[tuple[str, int]] = []
-    monkeypatch.setattr(os, "killpg", lambda pid, signum: found.append((GROUP, signum)))
-    monkeypatch.setattr(os, "kill", lambda pid, signum: found.append((ALONE, signum)))
-    return found
+    signals: list[tuple[str, int]] = []
+    monkeypatch.setattr(os, "killpg", lambda pid, signum: signals.append((GROUP, signum)))
+    monkeypatch.setattr(os, "kill", lambda pid, signum: signals.append((ALONE, signum)))
+    return signals
 
 
 def test_signals_are_forwarded_to_process_or_group(sent: list[tuple[str, int]]) -> None:

@@ -57,9 +57,9 @@ def test_held_run_directory_is_not_swept_for_any_owner(root: Path) -> None:
     run = create_run(root, os.getpid(), UID)
     run.owner.write_text("999999999 1\n")
     assert (sweep(root), is_held(run.root), run.root.exists()) == (0, True, True)
-    assert [found.alive for found in discover.find([root])] == [True]
+    assert [live_run.alive for live_run in discover.find([root])] == [True]
     dies(run)
-    assert [found.alive for found in discover.find([root])] == [False]
+    assert [live_run.alive for live_run in discover.find([root])] == [False]
     assert (sweep(root), run.root.exists()) == (1, False)
 
 
@@ -146,8 +146,8 @@ def test_unfinished_bundle_in_use_is_not_swept(tmp_path: Path) -> None:
 def test_run_discards_only_its_unfinished_bundles(tmp: Path) -> None:
     """The bundles belong to r47 in this pid namespace, to r47 in another one, and to r47-1."""
     place = private(run_root({}, UID)) / "bundles"
-    (one, own), (other, foreign), (third, later) = (assembling(place, run) for run in ("r47", "r47", "r47-1"))
-    one.discard()
+    (first, own), (other, foreign), (third, later) = (assembling(place, run) for run in ("r47", "r47", "r47-1"))
+    first.discard()
     assert [path.exists() for path in (own, foreign, later)] == [False, True, True]
     discard_unfinished("r47")  # as its guardian does if the run has been killed
     assert foreign.exists() and later.exists()
@@ -185,16 +185,16 @@ TAKEN: dict[str, Callable[[Path], object]] = {
 def test_run_root_with_taken_name_gets_random_suffix(what: str, tmp: Path) -> None:
     """Other users can't predict its name, but discovery finds it."""
     {**TAKEN, "another user's": foreign}[what](tmp / f"safelaunch-{UID}")
-    found = run_root({}, UID)
-    assert found.parent == tmp and found.name.startswith(f"safelaunch-{UID}-") and len(found.name) > 18
-    assert stat.S_IMODE(found.stat().st_mode) == 0o700
-    assert run_root({}, UID) == found, "one for all"
-    assert found in discover.roots({}, UID)
-    run = create_run(found, os.getpid(), UID)
-    assert [one.id for one in discover.find(discover.roots({}, UID))] == [run.root.name]
+    own_root = run_root({}, UID)
+    assert own_root.parent == tmp and own_root.name.startswith(f"safelaunch-{UID}-") and len(own_root.name) > 18
+    assert stat.S_IMODE(own_root.stat().st_mode) == 0o700
+    assert run_root({}, UID) == own_root, "one for all"
+    assert own_root in discover.roots({}, UID)
+    run = create_run(own_root, os.getpid(), UID)
+    assert [live_run.id for live_run in discover.find(discover.roots({}, UID))] == [run.root.name]
     (tmp / f"safelaunch-{UID}").rename(tmp / "gone")
     assert run_root({}, UID).name == f"safelaunch-{UID}"
-    assert [one.id for one in discover.find(discover.roots({}, UID))] == [run.root.name]
+    assert [live_run.id for live_run in discover.find(discover.roots({}, UID))] == [run.root.name]
     dies(run)
 
 

@@ -51,9 +51,9 @@ def python(source: str) -> subprocess.CompletedProcess[str]:
 
 
 def who(child: subprocess.Popen[str]) -> ProcessId:
-    found = identify(child.pid)
-    assert found is not None
-    return found
+    identity = identify(child.pid)
+    assert identity is not None
+    return identity
 
 
 def line(child: subprocess.Popen[str]) -> list[int]:
@@ -186,9 +186,9 @@ TREE = """
 def test_descendants_list_parents_first(run: Run) -> None:
     top = run(TREE)
     other, parent, grandchild = line(top)
-    found = [p.pid for p in descendants([top.pid])]
-    assert sorted(found) == sorted([other, parent, grandchild])
-    assert found.index(parent) < found.index(grandchild)
+    pids = [p.pid for p in descendants([top.pid])]
+    assert sorted(pids) == sorted([other, parent, grandchild])
+    assert pids.index(parent) < pids.index(grandchild)
     assert [p.pid for p in descendants([parent])] == [grandchild]
     assert [p.pid for p in descendants([parent, top.pid])].count(grandchild) == 1
     assert {p.pid for p in descendants([top.pid], exclude=[parent])} == {other}
@@ -230,9 +230,9 @@ STUBBORN = """
 
 
 def everyone(pids: list[int]) -> list[ProcessId]:
-    found = [identify(pid) for pid in pids]
-    assert all(found)
-    return [one for one in found if one is not None]
+    identities = [identify(pid) for pid in pids]
+    assert all(identities)
+    return [identity for identity in identities if identity is not None]
 
 
 @pytest.mark.parametrize("on_term", ["signal.SIG_DFL", "signal.SIG_IGN"], ids=["agent obeys", "agent is deaf, too"])
@@ -290,16 +290,16 @@ def test_end_all_ends_processes_started_during_it(run: Run) -> None:
     """)
     line(top)
     agent = who(top)
-    seen: set[ProcessId] = set()
+    recorded: set[ProcessId] = set()
 
     def find() -> tuple[ProcessId, ...]:
-        found = descendants([agent.pid])
-        seen.update(found)
-        return found
+        members = descendants([agent.pid])
+        recorded.update(members)
+        return members
 
     assert end_all(agent, find, grace_s=1.0) == ()
-    assert seen, "it started one"
-    assert not any(p.is_alive() for p in [agent, *seen])
+    assert recorded, "it started one"
+    assert not any(p.is_alive() for p in [agent, *recorded])
 
 
 def test_end_all_returns_unkillable_process() -> None:

@@ -104,8 +104,8 @@ def test_torchrun_missing_source_uses_known_options(tmp_path: Path) -> None:
 def test_torch_of_running_interpreter_is_found() -> None:
     import torch
 
-    found = torchrun.find({})
-    assert found == torchrun.TorchInstallation(sys.executable, Path(torch.__file__).parent, torch.__version__)
+    installation = torchrun.find({})
+    assert installation == torchrun.TorchInstallation(sys.executable, Path(torch.__file__).parent, torch.__version__)
 
 
 @pytest.fixture
@@ -133,7 +133,9 @@ def test_torch_of_torchrun_on_path_is_found(tmp_path: Path, head: str, monkeypat
     python.symlink_to(sys.executable)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     package = Path(torch.__file__).parent
-    monkeypatch.setattr(torchrun, "_ask_for_torch", lambda found: package if found == os.fspath(python) else None)
+    monkeypatch.setattr(
+        torchrun, "_ask_for_torch", lambda interpreter: package if interpreter == os.fspath(python) else None
+    )
     script = tmp_path / "torchrun"
     script.write_text(head.format(python=python, name=python.name) + "from torch.distributed.run import main\n")
     script.chmod(0o755)
@@ -193,12 +195,12 @@ def test_torch_of_active_environment_precedes_own(
 ) -> None:
     monkeypatch.setattr(torchrun, "_is_tool", lambda: bool(record))
     places = {name: word if name in BASE else elsewhere.named(word) for name, word in active.items()}
-    found = torchrun.find({"PATH": "/nowhere", **places})
+    installation = torchrun.find({"PATH": "/nowhere", **places})
     wanted = of_tool if record else of_plain
-    assert Path(found.python).parents[1] == Path(elsewhere.named(wanted))
+    assert Path(installation.python).parents[1] == Path(elsewhere.named(wanted))
     is_plainly_ours = wanted == OWN and (active.get("VIRTUAL_ENV") == OWN or not (record or "bare" in active.values()))
-    assert bool(found.note) != is_plainly_ours, "an unexpected interpreter is noted"
-    assert "\n" not in found.note
+    assert bool(installation.note) != is_plainly_ours, "an unexpected interpreter is noted"
+    assert "\n" not in installation.note
 
 
 @pytest.mark.parametrize("record", ["pipx_metadata.json", "uv-receipt.toml"])

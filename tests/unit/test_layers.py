@@ -120,13 +120,13 @@ class Import:
 
 def modules() -> dict[str, Path]:
     """Returns paths by dotted name below safelaunch (``capture.proc``); the package itself is ``safelaunch``."""
-    found = {}
+    paths = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         inside = path.relative_to(PACKAGE)
         if not inside.as_posix().startswith(NOT_OURS):
             parts = [*inside.parts[:-1], *([] if inside.stem == "__init__" else [inside.stem])]
-            found[".".join(parts) or "safelaunch"] = path
-    return found
+            paths[".".join(parts) or "safelaunch"] = path
+    return paths
 
 
 MODULES = modules()
@@ -166,7 +166,7 @@ def resolved(by: str, module: str, late: bool, typing: bool) -> Import:
 
 @cache
 def all_imports() -> list[Import]:
-    return [found for name in MODULES for found in imports_of(name)]
+    return [imported for name in MODULES for imported in imports_of(name)]
 
 
 def within(name: str, group: set[str]) -> bool:
@@ -183,12 +183,12 @@ def top(name: str) -> str:
 @cache
 def probes() -> frozenset[str]:
     """Returns modules of add-ons that ranks load: each ``probe``, and the modules of its add-on that it uses."""
-    found: set[str] = set()
+    names: set[str] = set()
     new = {name for name in MODULES if name.startswith("addons.") and name.endswith(".probe")}
     while new:
-        found |= new
-        new = {i.module for i in all_imports() if i.by in new and i.module.startswith("addons.")} - found
-    return frozenset(found)
+        names |= new
+        new = {i.module for i in all_imports() if i.by in new and i.module.startswith("addons.")} - names
+    return frozenset(names)
 
 
 def in_ranks() -> set[str]:
@@ -201,17 +201,17 @@ def layer(name: str) -> int:
 
 def test_import_parser_finds_known_imports() -> None:
     """Otherwise the tests below could pass without finding anything."""
-    seen = {(found.by, found.module) for found in all_imports()}
+    pairs = {(imported.by, imported.module) for imported in all_imports()}
     assert {
         ("supervise.watch.stall", "dataclasses"),
         ("capture.pages", "beacon.layout"),
         ("cli.run", "job.plan"),
-    } <= seen
+    } <= pairs
     assert {
         ("beacon.rank", "beacon.marks"),
         ("settings.yamlfile", "yaml"),
         ("supervise.watch.progress", "supervise.watch.stall"),
-    } <= seen
+    } <= pairs
     assert Import("supervise.run", "supervise.loop", ours=True, late=True) in all_imports()
     assert len(MODULES) > 50
 
@@ -224,9 +224,9 @@ def is_addon(name: str) -> bool:
     return name.startswith("addons.") and name != "addons.protocols"
 
 
-def is_typing(found: Import) -> bool:
+def is_typing(imported: Import) -> bool:
     """Returns whether only a type checker reads it: for the protocols, and for the names of the public package."""
-    return found.typing and found.by in ("addons.protocols", "addons", "safelaunch")
+    return imported.typing and imported.by in ("addons.protocols", "addons", "safelaunch")
 
 
 def test_imports_point_to_lower_layers() -> None:
@@ -283,15 +283,15 @@ def test_rank_code_imports_only_itself_and_standard_library() -> None:
         probes()
         == {f"addons.consistency.{name}" for name in ("probe", "replicas", "fingerprints", "layout")} & MODULES.keys()
     )
-    for found in all_imports():
-        if not within(found.by, in_ranks()):
+    for imported in all_imports():
+        if not within(imported.by, in_ranks()):
             continue
-        if found.ours:
-            assert within(found.module, in_ranks()), found
-        elif found.module == "torch":
-            assert found.late, found
+        if imported.ours:
+            assert within(imported.module, in_ranks()), imported
+        elif imported.module == "torch":
+            assert imported.late, imported
         else:
-            assert found.module in sys.stdlib_module_names or found.module == "sitecustomize", found
+            assert imported.module in sys.stdlib_module_names or imported.module == "sitecustomize", imported
 
 
 def test_probe_uses_relative_imports() -> None:
@@ -323,8 +323,8 @@ def test_third_party_modules_are_imported_only_where_allowed() -> None:
 
 def test_third_party_modules_are_all_declared() -> None:
     foreign = {(i.by, i.module) for i in all_imports() if not i.ours and i.module not in sys.stdlib_module_names}
-    known = {*THIRD_PARTY, "sitecustomize", "typing_extensions", "tomllib", "_safelaunch_beacon"}
-    assert not {(by, module) for by, module in foreign if module not in known}
+    declared = {*THIRD_PARTY, "sitecustomize", "typing_extensions", "tomllib", "_safelaunch_beacon"}
+    assert not {(by, module) for by, module in foreign if module not in declared}
 
 
 def rebound_globals(name: str) -> Iterator[str]:
@@ -346,7 +346,7 @@ def rebound_globals(name: str) -> Iterator[str]:
 
 def test_modules_outside_beacon_rebind_no_global() -> None:
     assert len([*rebound_globals("beacon.marks"), *rebound_globals("beacon.rank")]) == 6, "it sees both kinds"
-    assert not [found for name in MODULES if not within(name, in_ranks()) for found in rebound_globals(name)]
+    assert not [rebound for name in MODULES if not within(name, in_ranks()) for rebound in rebound_globals(name)]
 
 
 def test_supervisor_never_imports_torch() -> None:
@@ -428,9 +428,9 @@ def seen_by(tmp_path: Path, when: str, *words: str) -> set[str]:
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    seen = {line.partition(".")[0] for line in (tmp_path / "seen").read_text().splitlines()}
-    assert "safelaunch" in seen
-    return seen
+    pairs = {line.partition(".")[0] for line in (tmp_path / "seen").read_text().splitlines()}
+    assert "safelaunch" in pairs
+    return pairs
 
 
 def test_dry_run_without_presets_imports_nothing_heavy(tmp_path: Path) -> None:

@@ -103,9 +103,9 @@ def test_gpu_wish_has_count_and_candidates(
 def test_wish_for_unavailable_gpu_names_available_ones(
     request_: str, environ: dict[str, str], gpus: tuple[LeasableGpu, ...], words: str
 ) -> None:
-    found = Inventory(gpus, missing="" if gpus else "nothing found")
+    inventory = Inventory(gpus, missing="" if gpus else "nothing found")
     with pytest.raises(ResourceError) as raised:
-        wish_of(request_, 1, pool_of(environ, gpus), found)
+        wish_of(request_, 1, pool_of(environ, gpus), inventory)
     assert words in str(raised.value)
 
 
@@ -123,5 +123,5 @@ def test_wish_for_unavailable_gpu_names_available_ones(
     ],
 )
 def test_gpu_use_without_lease_is_described(gpu: LeasableGpu, expected: str) -> None:
-    found = users_of(gpu)
-    assert found.startswith(expected) and bool(found) == bool(expected)
+    users = users_of(gpu)
+    assert users.startswith(expected) and bool(users) == bool(expected)

@@ -67,8 +67,8 @@ def would_take(store: LeaseStore, wanted: GpuRequest, survey: Survey) -> tuple[L
     return claim(store, wanted, survey).foresee()
 
 
-def still(found: Inventory) -> Survey:
-    return Survey(found, lambda: found, lambda: 0.0)
+def still(node_inventory: Inventory) -> Survey:
+    return Survey(node_inventory, lambda: node_inventory, lambda: 0.0)
 
 
 # --- NVML -------------------------------------------------------------------------------------------------------------
@@ -80,12 +80,12 @@ def see(node: stub.Node, deadline_s: float = 20.0) -> Inventory:
 
 def test_inventory_lists_gpus_with_processes(node: stub.Node) -> None:
     node.write(f"process 2 4711 {3 * stub.GIB}", "process 2 4712 7", used=[6])
-    found = see(node)
-    assert [gpu.uuid for gpu in found.gpus] == [stub.uuid(n) for n in range(8)]
-    assert found.gpus[2].processes == (GpuUser(4711, 3 * stub.GIB), GpuUser(4712, 7))
+    listing = see(node)
+    assert [gpu.uuid for gpu in listing.gpus] == [stub.uuid(n) for n in range(8)]
+    assert listing.gpus[2].processes == (GpuUser(4711, 3 * stub.GIB), GpuUser(4712, 7))
     # The driver's own reservation (600 MiB in the stand-in) doesn't count as used.
-    assert [gpu.memory_used_bytes for gpu in found.gpus[5:7]] == [4 << 20, 10 * stub.GIB]
-    assert not found.missing
+    assert [gpu.memory_used_bytes for gpu in listing.gpus[5:7]] == [4 << 20, 10 * stub.GIB]
+    assert not listing.missing
 
 
 def test_inventory_lists_mig_instances_instead_of_gpu(node: stub.Node) -> None:
@@ -95,9 +95,13 @@ def test_inventory_lists_mig_instances_instead_of_gpu(node: stub.Node) -> None:
         "migprocess 1 3 99 5",
         gpus=2,
     )
-    found = see(node)
-    assert [(gpu.label, gpu.parent) for gpu in found.gpus] == [("0", ""), ("1.0", stub.uuid(1)), ("1.3", stub.uuid(1))]
-    assert found.gpus[2].uuid == stub.mig_uuid(1, 3) and found.gpus[2].processes == (GpuUser(99, 5),)
+    listing = see(node)
+    assert [(gpu.label, gpu.parent) for gpu in listing.gpus] == [
+        ("0", ""),
+        ("1.0", stub.uuid(1)),
+        ("1.3", stub.uuid(1)),
+    ]
+    assert listing.gpus[2].uuid == stub.mig_uuid(1, 3) and listing.gpus[2].processes == (GpuUser(99, 5),)
 
 
 @pytest.mark.parametrize(
@@ -112,18 +116,18 @@ def test_inventory_lists_mig_instances_instead_of_gpu(node: stub.Node) -> None:
 def test_inventory_of_failing_driver_is_missing(node: stub.Node, line: str, words: str) -> None:
     node.write(line)
     begin = time.monotonic()
-    found = see(node, deadline_s=1.0 if line.startswith("hang") else 20.0)
-    assert words in found.missing and not found.gpus
+    listing = see(node, deadline_s=1.0 if line.startswith("hang") else 20.0)
+    assert words in listing.missing and not listing.gpus
     assert time.monotonic() - begin < 60
 
 
 def test_gpu_with_error_is_not_free(node: stub.Node) -> None:
     node.write("fail nvmlDeviceGetHandleByIndex_v2 15 1", "fail nvmlDeviceGetMemoryInfo_v2 3",
                "fail nvmlDeviceGetMigMode 3", "fail nvmlDeviceGetP2PStatus 3", gpus=2)  # fmt: skip
-    found = see(node)
-    assert found.gpus[1].error == "GPU is lost"
-    assert found.gpus[0].memory_used_bytes == (604 << 20), "without version 2 of the question it is in there"
-    assert would_take(LeaseStore("/nonexistent/leases"), wish("2", found=found), still(found)) is None
+    listing = see(node)
+    assert listing.gpus[1].error == "GPU is lost"
+    assert listing.gpus[0].memory_used_bytes == (604 << 20), "without version 2 of the question it is in there"
+    assert would_take(LeaseStore("/nonexistent/leases"), wish("2", found=listing), still(listing)) is None
 
 
 def test_inventory_without_driver_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,10 +170,10 @@ def test_gpu_used_without_lease_is_taken_only_if_named(store: LeaseStore) -> Non
 
 def test_wait_ends_when_lease_is_released(store: LeaseStore) -> None:
     taken = take(store, wish("all"), still(FOUR), Patience())
-    clock, said = Clock(at2=taken.lease.release), list[str]()
-    waited = take(store, wish("3"), still(FOUR), clock.patience(said=said))
+    clock, messages = Clock(at2=taken.lease.release), list[str]()
+    waited = take(store, wish("3"), still(FOUR), clock.patience(said=messages))
     assert waited.visible == "GPU-0,GPU-1,GPU-2" and 2 <= clock.now < 2.5
-    assert said[0].startswith("waiting for 3 of 4 GPUs (--gpus 3)") and "leased by pid" in said[0]
+    assert messages[0].startswith("waiting for 3 of 4 GPUs (--gpus 3)") and "leased by pid" in messages[0]
     assert store.waiting() == []
     waited.lease.release()
 
@@ -236,15 +240,15 @@ def test_gpus_marks_processes_left_behind_by_ended_run(node: stub.Node) -> None:
         env = {"SAFELAUNCH_SUPERVISOR_PID": str(number)} if number else {}
         sleeps[name] = subprocess.Popen(["sleep", "600"], env={**os.environ, **env})
     try:
-        found = {name: look(process.pid).left_over for name, process in sleeps.items()}
-        assert found == {"left": True, "of a run": False, "of nobody": False}
+        left_over = {name: look(process.pid).left_over for name, process in sleeps.items()}
+        assert left_over == {"left": True, "of a run": False, "of nobody": False}
         node.write(f"process 6 {sleeps['left'].pid} {stub.GIB}")
         shown = subprocess.run(
             [sys.executable, "-m", "safelaunch", "gpus", "--json"],
             env={**os.environ, **node.environ}, capture_output=True, check=True,
         )  # fmt: skip
         document = json.loads(shown.stdout)
-        assert [one["state"] for one in document["gpus"]] == ["free"] * 6 + ["left behind", "free"]
+        assert [gpu["state"] for gpu in document["gpus"]] == ["free"] * 6 + ["left behind", "free"]
         assert document["gpus"][6]["processes"][0]["command"] == "sleep 600"
     finally:
         for process in sleeps.values():
@@ -293,9 +297,9 @@ def test_gpu_table_on_narrow_terminal_cuts_names_not_numbers() -> None:
     from rich.console import Console
 
     gpu = LeasableGpu("0", "GPU-0", "NVIDIA H100 80GB HBM3", memory_used_bytes=10 << 30, memory_total_bytes=80 << 30)
-    held = {"GPU-0": LeaseHolder(4194304, 1, "", "train.py --lr 1e-3 " + "x" * 60, time.time(), 0)}
+    leases = {"GPU-0": LeaseHolder(4194304, 1, "", "train.py --lr 1e-3 " + "x" * 60, time.time(), 0)}
     console = Console(file=io.StringIO(), width=80)
-    console.print(gpus.picture(gpus.rows([gpu], held, {}), 80))
+    console.print(gpus.picture(gpus.rows([gpu], leases, {}), 80))
     header, line = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert header.split() == list(gpus.COLUMNS) and len(line) <= 80
     assert "10.0/80 GiB" in line and "leased" in line and "4194304" in line and "train.py --" in line

@@ -22,15 +22,15 @@ def store(tmp_path: Path) -> LeaseStore:
 
 
 def serve(port: int, *, reuse: bool = True, family: socket.AddressFamily = socket.AF_INET) -> socket.socket:
-    one = socket.socket(family, socket.SOCK_STREAM)
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+    server = socket.socket(family, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
     try:
-        one.bind(("", port))
-        one.listen()
+        server.bind(("", port))
+        server.listen()
     except OSError:
-        one.close()
+        server.close()
         raise
-    return one
+    return server
 
 
 @pytest.mark.parametrize(
@@ -46,34 +46,34 @@ def serve(port: int, *, reuse: bool = True, family: socket.AddressFamily = socke
 def test_candidate_ports_avoid_ephemeral_and_reserved_ranges(
     ephemeral: str, reserved: str, first: int, without: set[int]
 ) -> None:
-    found = list(ports.candidates(ephemeral, reserved))
-    outside = found[: found.index(1024) + 1] if 1024 in found else found
-    assert found[0] == first
+    candidates = list(ports.candidates(ephemeral, reserved))
+    outside = candidates[: candidates.index(1024) + 1] if 1024 in candidates else candidates
+    assert candidates[0] == first
     assert not set(outside) & without
-    assert len(set(found)) == len(found) and max(found) <= 65535
+    assert len(set(candidates)) == len(candidates) and max(candidates) <= 65535
 
 
 def test_candidate_ports_exist_if_all_are_ephemeral() -> None:
-    found = list(ports.candidates("1024 65535", ""))
-    assert found[0] == 20000 and 29500 not in found
+    candidates = list(ports.candidates("1024 65535", ""))
+    assert candidates[0] == 20000 and 29500 not in candidates
 
 
 def test_leased_port_is_reserved_and_can_be_served(store: LeaseStore) -> None:
-    mine = ports.take(store, 2, ABOUT)
-    theirs = ports.take(store, 2, ABOUT)
-    assert len({*mine.ports, *theirs.ports}) == 4
+    leased_ports = ports.take(store, 2, ABOUT)
+    other_ports = ports.take(store, 2, ABOUT)
+    assert len({*leased_ports.ports, *other_ports.ports}) == 4
     low, high = (int(word) for word in Path(ports.EPHEMERAL).read_text().split())
-    assert not [port for port in mine.ports if low <= port <= high]
+    assert not [port for port in leased_ports.ports if low <= port <= high]
     with pytest.raises(OSError, match="Address already in use"):
-        serve(mine.ports[0], reuse=False)
+        serve(leased_ports.ports[0], reuse=False)
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
-            with serve(mine.ports[0], family=family), pytest.raises(OSError, match="Address already in use"):
-                serve(mine.ports[0], family=family)
+            with serve(leased_ports.ports[0], family=family), pytest.raises(OSError, match="Address already in use"):
+                serve(leased_ports.ports[0], family=family)
         except OSError as error:
             assert family == socket.AF_INET6 and error.errno == 97, "only a kernel without IPv6 is an excuse"
-    mine.release(), theirs.release()
-    assert store.look([ports.port_key(port) for port in (*mine.ports, *theirs.ports)]) == {}
+    leased_ports.release(), other_ports.release()
+    assert store.look([ports.port_key(port) for port in (*leased_ports.ports, *other_ports.ports)]) == {}
 
 
 @pytest.mark.parametrize("leased", [True, False])
@@ -86,11 +86,11 @@ def test_ports_of_separate_lease_directories_do_not_collide(tmp_path: Path, leas
 
 
 def test_leased_port_is_listening_only_while_served(store: LeaseStore) -> None:
-    mine = ports.take(store, 1, ABOUT)
-    assert mine.ports[0] not in ports.listening()
-    with serve(mine.ports[0]):
-        assert mine.ports[0] in ports.listening()
-    mine.release()
+    leased_ports = ports.take(store, 1, ABOUT)
+    assert leased_ports.ports[0] not in ports.listening()
+    with serve(leased_ports.ports[0]):
+        assert leased_ports.ports[0] in ports.listening()
+    leased_ports.release()
 
 
 def test_port_served_without_lease_is_skipped(store: LeaseStore) -> None:

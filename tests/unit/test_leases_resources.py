@@ -93,14 +93,14 @@ def old_torch(tmp_path: Path) -> TorchInstallation:
 def test_older_torchrun_gets_leased_port(tmp_path: Path, words: str, environ: dict[str, str], leased: bool) -> None:
     environ = {**environ, "SAFELAUNCH_LEASE_DIR": os.fspath(tmp_path / "leases")}
     torch = old_torch(tmp_path)
-    given = resources.gather(command(words), Settings(gpus="none"), environ, torch)
-    assert (given.ports is not None) == leased
-    if given.ports is not None:
-        assert given.command.torchrun[0] == f"--master-port={given.ports.ports[0]}"
-        assert len(given.descriptors) == 1
+    allocation = resources.gather(command(words), Settings(gpus="none"), environ, torch)
+    assert (allocation.ports is not None) == leased
+    if allocation.ports is not None:
+        assert allocation.command.torchrun[0] == f"--master-port={allocation.ports.ports[0]}"
+        assert len(allocation.descriptors) == 1
     else:
-        assert given.command.torchrun == tuple(words.split())
-    given.release()
+        assert allocation.command.torchrun == tuple(words.split())
+    allocation.release()
 
 
 def test_installed_torchrun_port_behaviour_is_recognized() -> None:
@@ -112,14 +112,14 @@ def test_installed_torchrun_port_behaviour_is_recognized() -> None:
 
 def test_master_port_auto_is_leased(tmp_path: Path) -> None:
     environ = {"SAFELAUNCH_LEASE_DIR": os.fspath(tmp_path / "leases")}
-    given = resources.gather(command("--master-port auto"), Settings(gpus="none"), environ, old_torch(tmp_path))
+    allocation = resources.gather(command("--master-port auto"), Settings(gpus="none"), environ, old_torch(tmp_path))
     other = resources.gather(
         command("--master-port=auto"), Settings(gpus="none"), environ, TorchInstallation("python", tmp_path, "")
     )
-    assert given.ports is not None and other.ports is not None
-    assert given.command.torchrun == ("--master-port", str(given.ports.ports[0]))
-    assert given.ports.ports != other.ports.ports
-    given.release(), other.release()
+    assert allocation.ports is not None and other.ports is not None
+    assert allocation.command.torchrun == ("--master-port", str(allocation.ports.ports[0]))
+    assert allocation.ports.ports != other.ports.ports
+    allocation.release(), other.release()
 
 
 def test_master_port_auto_without_lease_directory_is_free_port(
@@ -129,18 +129,18 @@ def test_master_port_auto_without_lease_directory_is_free_port(
     (tmp_path / "leases").write_text("no directory")
     environ = {"SAFELAUNCH_LEASE_DIR": os.fspath(tmp_path / "leases")}
     torch = TorchInstallation("python", tmp_path, "")
-    one, other = (
+    first, other = (
         resources.gather(command("--master-port=auto"), Settings(gpus="none"), environ, torch) for _ in range(2)
     )
-    assert one.port is not None and one.command.torchrun == (f"--master-port={one.port}",)
-    assert one.port != other.port and one.descriptors == ()
+    assert first.port is not None and first.command.torchrun == (f"--master-port={first.port}",)
+    assert first.port != other.port and first.descriptors == ()
     line = capfd.readouterr().err.splitlines()[0]
-    assert line.startswith(f"safelaunch: master port {one.port} is free but not leased")
+    assert line.startswith(f"safelaunch: master port {first.port} is free but not leased")
     assert "no leases can be taken" in line
-    again = resources.with_another_port(one, Settings(gpus="none"), environ)
+    again = resources.with_another_port(first, Settings(gpus="none"), environ)
     assert again.port is not None and again.port != other.port
-    for given in (other, again):
-        given.release()
+    for allocation in (other, again):
+        allocation.release()
 
 
 def test_master_port_auto_on_several_nodes_is_usage_error(tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ def test_master_port_auto_on_several_nodes_is_usage_error(tmp_path: Path) -> Non
 @pytest.mark.parametrize("gpus", [None, "all"])
 def test_gpus_are_not_leased_without_driver(monkeypatch: pytest.MonkeyPatch, gpus: str | None) -> None:
     monkeypatch.setattr(resources, "has_driver", lambda environ: False)
-    given = resources.gather(command("--nproc-per-node=2"), Settings(gpus=gpus, wait=True), {}, None)
-    assert given == resources.JobResources(command("--nproc-per-node=2"))
+    allocation = resources.gather(command("--nproc-per-node=2"), Settings(gpus=gpus, wait=True), {}, None)
+    assert allocation == resources.JobResources(command("--nproc-per-node=2"))
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_driver_is_queried_only_if_gpus_matter(
 
     monkeypatch.setattr(resources, "has_driver", lambda environ: True)
     monkeypatch.setattr("safelaunch.leases.inventory.inventory", inventory)
-    given = resources.gather(replace(command(words), program=program), Settings(), environ, None)
-    assert bool(questions) == asked and given.lease is None
+    allocation = resources.gather(replace(command(words), program=program), Settings(), environ, None)
+    assert bool(questions) == asked and allocation.lease is None
 
 
 def test_gpus_none_hides_gpus_and_leases_nothing() -> None:
@@ -198,8 +198,8 @@ def test_run_inside_run_leases_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         "SAFELAUNCH_LEASES": "/a:/b",
         "CUDA_VISIBLE_DEVICES": "1",
     }
-    given = resources.gather(command("--nproc-per-node=2"), Settings(), environ, None)
-    assert (given.lease, given.visible_gpus, given.rank_locks) == (None, None, ("/a", "/b"))
+    allocation = resources.gather(command("--nproc-per-node=2"), Settings(), environ, None)
+    assert (allocation.lease, allocation.visible_gpus, allocation.rank_locks) == (None, None, ("/a", "/b"))
 
 
 EIGHT = tuple(LeasableGpu(str(number), f"GPU-{number}") for number in range(8))

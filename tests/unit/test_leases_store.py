@@ -38,7 +38,7 @@ def about(command: str = "train.py") -> LeaseHolder:
 
 
 def all_of(*keys: str) -> Callable[[Mapping[str, LeaseHolder]], Sequence[str] | None]:
-    return lambda held: None if held else keys
+    return lambda leases: None if leases else keys
 
 
 def take(store: LeaseStore, *keys: str) -> Lease | None:
@@ -108,12 +108,12 @@ def end(pid: int) -> None:
 def test_leased_key_is_taken_until_released(store: LeaseStore) -> None:
     lease = taken(store, A)
     assert lease.keys == (A,)
-    held = store.look([A, B])
-    assert list(held) == [A]
-    assert (held[A].pid, held[A].command, held[A].by, held[A].uid) == (
+    leases = store.look([A, B])
+    assert list(leases) == [A]
+    assert (leases[A].pid, leases[A].command, leases[A].by, leases[A].uid) == (
         os.getpid(), "train.py", "supervisor", os.getuid(),
     )  # fmt: skip
-    assert held[A].since_unix_s > 1e9
+    assert leases[A].since_unix_s > 1e9
     assert take(store, A) is None
     assert take(store, A, B) is None, "all or nothing"
     assert B not in store.look([B])
@@ -143,7 +143,7 @@ def test_lease_directory_is_shared_under_any_umask(store: LeaseStore) -> None:
 
 def test_lease_of_killed_holder_is_free(store: LeaseStore) -> None:
     with elsewhere(lambda: take(store, A, B)) as pid:
-        assert {one.pid for one in store.look([A, B]).values()} == {pid}
+        assert {lease_holder.pid for lease_holder in store.look([A, B]).values()} == {pid}
         end(pid)
         assert store.look([A, B]) == {}
 
@@ -168,12 +168,12 @@ def test_lease_release_frees_inherited_locks(store: LeaseStore) -> None:
 def test_lease_is_held_by_ranks_after_supervisor(store: LeaseStore) -> None:
     lease = taken(store, A)
     paths = os.pathsep.join(lease.rank_files)
-    with elsewhere(lambda: (lease.forget(), beacon.hold(paths))) as one:
+    with elsewhere(lambda: (lease.forget(), beacon.hold(paths))) as rank:
         with elsewhere(lambda: (lease.forget(), beacon.hold(paths))) as other:
             lease.release()
             assert store.look([A])[A].by == "ranks"
             assert take(store, A) is None
-            end(one)
+            end(rank)
             assert store.look([A])[A].by == "ranks"
             end(other)
         assert store.look([A]) == {}
@@ -367,15 +367,15 @@ def test_lease_directory_link_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
      b'{"pid": 1e300, "since_unix_s": NaN, "command": "\\u001b[31mred\\u0007"}'],
 )  # fmt: skip
 def test_lease_file_content_is_sanitized(said: bytes) -> None:
-    found = decode(said, 0)
-    assert (found.pid, found.since_unix_s, found.uid) == (0, 0.0, 0)
-    assert found.command.isprintable()
+    holder = decode(said, 0)
+    assert (holder.pid, holder.since_unix_s, holder.uid) == (0, 0.0, 0)
+    assert holder.command.isprintable()
 
 
 def test_lease_holder_survives_round_trip() -> None:
-    one = LeaseHolder(7, 9, "name", "train.py --x 'ä\n'", 12.5, 3)
-    assert one.encode().startswith(MAGIC)
-    assert decode(one.encode(), 3) == LeaseHolder(7, 9, "name", "train.py --x 'ä '", 12.5, 3)
+    holder = LeaseHolder(7, 9, "name", "train.py --x 'ä\n'", 12.5, 3)
+    assert holder.encode().startswith(MAGIC)
+    assert decode(holder.encode(), 3) == LeaseHolder(7, 9, "name", "train.py --x 'ä '", 12.5, 3)
 
 
 # --- gate -------------------------------------------------------------------------------------------------------------
@@ -384,8 +384,8 @@ def test_lease_holder_survives_round_trip() -> None:
 def test_lease_gate_that_stays_locked_is_bypassed(store: LeaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call waits for the gate, the next one doesn't."""
     monkeypatch.setattr(store_module, "GATE_DEADLINE_S", 0.05)
-    said: list[str] = []
-    store = LeaseStore(store.directory, said.append)
+    messages: list[str] = []
+    store = LeaseStore(store.directory, messages.append)
     lease = taken(store, A)
     gate = os.open(store.directory, os.O_RDONLY)
     fcntl.flock(gate, fcntl.LOCK_EX)
@@ -394,7 +394,11 @@ def test_lease_gate_that_stays_locked_is_bypassed(store: LeaseStore, monkeypatch
     assert take(store, A) is None
     other = taken(store, B)
     assert set(store.look([A, B])) == {A, B}
-    assert len(said) == 1 and f"fuser {store.directory} shows it" in said[0] and "continuing without it" in said[0]
+    assert (
+        len(messages) == 1
+        and f"fuser {store.directory} shows it" in messages[0]
+        and "continuing without it" in messages[0]
+    )
     os.close(gate)
     lease.release(), other.release()
 
@@ -408,22 +412,22 @@ def test_lease_without_gate_is_never_held_twice(store: LeaseStore, monkeypatch: 
     fcntl.flock(gate, fcntl.LOCK_EX)
 
     def compete() -> list[int]:
-        found = [0, 0]
+        counts = [0, 0]
         own = LeaseStore(store.directory, lambda text: None)
-        while sum(found) < 50:
+        while sum(counts) < 50:
             lease = take(own, A, B)
             if lease is None:
                 continue
             witness = os.open(f"{store.directory}/../witness", os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(witness, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found[0] += 1
+                counts[0] += 1
             except BlockingIOError:
-                found[1] += 1
+                counts[1] += 1
             time.sleep(0.0005)
             os.close(witness)
             lease.release()
-        return found
+        return counts
 
     read, write = os.pipe()
     pids = []
@@ -482,18 +486,18 @@ def test_lease_queue_is_first_come_first_served(store: LeaseStore) -> None:
     lease = taken(store, A)
     first = store.queue([A, B], 1, about("first"))
     second = store.queue([A, B], 1, about("second"))
-    assert [one.command for one in store.waiting()] == ["first", "second"]
+    assert [waiter.command for waiter in store.waiting()] == ["first", "second"]
     lease.release()
     late = store.attempt([A], all_of(A), about())
     assert late.lease is None and late.ahead is not None and late.ahead.command == "first"
     assert store.attempt([A], all_of(A), about(), second).lease is None
-    mine = store.attempt([A], all_of(A), about(), first).lease
-    assert mine is not None
-    assert [one.command for one in store.waiting()] == ["second"]
-    mine.release()
-    mine = store.attempt([A], all_of(A), about(), second).lease
-    assert mine is not None and store.waiting() == []
-    mine.release()
+    queued_lease = store.attempt([A], all_of(A), about(), first).lease
+    assert queued_lease is not None
+    assert [waiter.command for waiter in store.waiting()] == ["second"]
+    queued_lease.release()
+    queued_lease = store.attempt([A], all_of(A), about(), second).lease
+    assert queued_lease is not None and store.waiting() == []
+    queued_lease.release()
     assert not list(Path(store.directory).glob("ticket.*"))
 
 
@@ -502,17 +506,17 @@ def test_waiter_reserves_only_the_key_it_needs(store: LeaseStore) -> None:
     lease = taken(store, A)
     ticket = store.queue([A], 1, about("wants A"))
 
-    def any_of(held: Mapping[str, LeaseHolder]) -> Sequence[str] | None:
-        return next(([key] for key in (A, B) if key not in held), None)
+    def any_of(leases: Mapping[str, LeaseHolder]) -> Sequence[str] | None:
+        return next(([key] for key in (A, B) if key not in leases), None)
 
     other = store.attempt([A, B], any_of, about()).lease
     assert other is not None and other.keys == (B,)
     lease.release()
     promised = store.attempt([A, B], any_of, about())
     assert promised.lease is None and (promised.held[A].by, promised.held[A].command) == ("waiter", "wants A")
-    mine = store.attempt([A], all_of(A), about(), ticket).lease
-    assert mine is not None
-    mine.release(), other.release()
+    queued_lease = store.attempt([A], all_of(A), about(), ticket).lease
+    assert queued_lease is not None
+    queued_lease.release(), other.release()
 
 
 def test_lease_of_other_key_does_not_wait_for_queue(store: LeaseStore) -> None:

@@ -61,8 +61,8 @@ def place(store: LeaseStore) -> Path:
 
 
 def take(store: LeaseStore, *keys: str) -> Lease | None:
-    def pick(held: Mapping[str, LeaseHolder]) -> Sequence[str] | None:
-        return None if held else keys
+    def pick(leases: Mapping[str, LeaseHolder]) -> Sequence[str] | None:
+        return None if leases else keys
 
     return store.attempt(keys, pick, ourselves("", "mine.py")).lease
 
@@ -70,9 +70,9 @@ def take(store: LeaseStore, *keys: str) -> Lease | None:
 def is_stalled(store: LeaseStore, said: Said) -> None:
     """Checks that everything can be queried and B can be leased, with at most one message and no terminal sequences."""
     begin = time.monotonic()
-    held, waiting = store.look([A, B]), store.waiting()
-    shown = [holder.lease_words(one) for one in (*held.values(), *waiting)]
-    rows = command.rows([LeasableGpu("0", A), LeasableGpu("1", B)], held, {})
+    leases, waiting = store.look([A, B]), store.waiting()
+    shown = [holder.lease_words(lease_holder) for lease_holder in (*leases.values(), *waiting)]
+    rows = command.rows([LeasableGpu("0", A), LeasableGpu("1", B)], leases, {})
     shown += [*command.as_table(rows).lines(), *map(command.waiting_line, waiting)]
     assert len(said) <= 1 and all(line.isprintable() for line in (*said, *shown))
     lease = take(store, B)
@@ -105,7 +105,7 @@ def test_lease_file_with_hostile_name_does_not_block(name: str, store: LeaseStor
     with stranger(lambda: strangers.locked(place(store) / name, text)):
         is_stalled(store, said)
         # The file has a name of A, so some user has A; the kernel knows which one.
-        assert {one.uid for one in store.look([A]).values()} <= {STRANGER}
+        assert {lease_holder.uid for lease_holder in store.look([A]).values()} <= {STRANGER}
 
 
 @pytest.mark.parametrize("what", strangers.things())
@@ -139,21 +139,21 @@ def test_queue_entries_per_user_are_limited(store: LeaseStore, said: Said) -> No
         return [strangers.locked(place(store) / f"ticket.{n:020d}.1", text) for n in range(MOST_EACH + 50)]
 
     with stranger(flood):
-        mine = store.queue([A, B], 1, ourselves("", "mine.py"))
-        assert [one.command for one in store.waiting()] == ["theirs.py"] * MOST_EACH + ["mine.py"]
+        ticket = store.queue([A, B], 1, ourselves("", "mine.py"))
+        assert [waiter.command for waiter in store.waiting()] == ["theirs.py"] * MOST_EACH + ["mine.py"]
         assert len(said) == 1 and "more than" in said[0]
-        store.leave(mine)
+        store.leave(ticket)
 
 
 def test_lease_files_changing_during_read_are_sanitized(store: LeaseStore, said: Said) -> None:
-    held: list[int] = []
+    descriptors: list[int] = []
 
     def plant() -> None:
-        held.append(strangers.locked(place(store) / TICKET, strangers.encoded(words(count=float("inf")))))
-        held.append(strangers.locked(place(store) / f"{A}.{STRANGER}-3", b""))
+        descriptors.append(strangers.locked(place(store) / TICKET, strangers.encoded(words(count=float("inf")))))
+        descriptors.append(strangers.locked(place(store) / f"{A}.{STRANGER}-3", b""))
 
     def rewrite() -> None:
-        for fd in held:
+        for fd in descriptors:
             os.truncate(fd, 0)
             os.pwrite(fd, strangers.encoded(words(command="\x1b[2J" * 100)), os.getpid() % 7)
             os.truncate(fd, 1 << 30)
@@ -161,8 +161,8 @@ def test_lease_files_changing_during_read_are_sanitized(store: LeaseStore, said:
     with stranger(plant, again=rewrite):
         for _ in range(20):
             held_by, _ = store.look([A, B]), store.waiting()
-            assert [one.uid for one in held_by.values()] == [STRANGER]
-            assert all(holder.lease_words(one).isprintable() for one in held_by.values())
+            assert [lease_holder.uid for lease_holder in held_by.values()] == [STRANGER]
+            assert all(holder.lease_words(lease_holder).isprintable() for lease_holder in held_by.values())
 
 
 # --- locks ------------------------------------------------------------------------------------------------------------
@@ -221,11 +221,14 @@ def test_lease_holder_text_comes_only_from_its_own_file(store: LeaseStore) -> No
 
 @ROOT
 def test_holder_that_claims_own_pid_is_still_shown(store: LeaseStore) -> None:
-    found = Inventory((LeasableGpu("0", A),))
+    inventory = Inventory((LeasableGpu("0", A),))
     text = strangers.encoded(words(pid=os.getpid()))
     with stranger(lambda: strangers.locked(place(store) / f"{A}.{STRANGER}", text)):
         claim = LeaseRequest(
-            store, GpuRequest(found.gpus, 1, "--gpus 1"), ourselves("", ""), Survey(found, lambda: found, lambda: 0.0)
+            store,
+            GpuRequest(inventory.gpus, 1, "--gpus 1"),
+            ourselves("", ""),
+            Survey(inventory, lambda: inventory, lambda: 0.0),
         )
         assert claim.advance() is None
         assert "theirs.py" in gpus.table(claim, {os.getpid()})
@@ -269,11 +272,11 @@ def test_thousands_of_ports_leased_by_other_user_are_skipped(store: LeaseStore, 
     def lease() -> list[int]:
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-        found = []
+        descriptors = []
         with suppress(OSError):  # as many as the limit allows
             for port in wanted:
-                found.append(strangers.locked(place(store) / f"port-{port}.{STRANGER}"))
-        return found
+                descriptors.append(strangers.locked(place(store) / f"port-{port}.{STRANGER}"))
+        return descriptors
 
     with stranger(lease):
         begin = time.monotonic()
@@ -292,9 +295,9 @@ def test_process_with_invalid_supervisor_pid_is_not_left_over(number: str) -> No
     )
     assert process.stdout is not None
     process.stdout.readline()
-    found = look(process.pid)
+    user = look(process.pid)
     process.communicate(b"\n")
-    assert found.command and not found.left_over
+    assert user.command and not user.left_over
 
 
 @ROOT

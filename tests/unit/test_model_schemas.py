@@ -35,14 +35,14 @@ def test_schemas_match_records() -> None:
 @pytest.mark.parametrize("name", incidents.ALL)
 def test_every_verdict_matches_schema(name: str) -> None:
     verdict = incidents.ALL[name]().verdict
-    found = json.loads(msgspec.json.encode(verdict))
-    check("verdict.json", found)
+    document = json.loads(msgspec.json.encode(verdict))
+    check("verdict.json", document)
     check("verdict.json", json.loads(json_text(msgspec.to_builtins(verdict))))
     with pytest.raises(ValidationError):
-        check("verdict.json", {**found, "confidence": "certain"})
+        check("verdict.json", {**document, "confidence": "certain"})
     with pytest.raises(ValidationError):
-        check("verdict.json", {key: value for key, value in found.items() if key != "culprits"})
-    check("verdict.json", {**found, "added_by_a_newer_version": 1})
+        check("verdict.json", {key: value for key, value in document.items() if key != "culprits"})
+    check("verdict.json", {**document, "added_by_a_newer_version": 1})
 
 
 def test_verdict_of_several_nodes_matches_schema() -> None:
@@ -72,7 +72,7 @@ CALLS = calls.table(CaseFacts.of(incidents.hang(4).evidence), calls.Selection(la
 @pytest.mark.parametrize(
     ("name", "found", "needed"),
     [
-        ("status.json", [status.document(one) for one in RUNS], "directory"),
+        ("status.json", [status.document(item) for item in RUNS], "directory"),
         ("dump.json", dump.Document(run="r1", name="trial", bundle="/b", summary="slow"), "run"),
         ("gpus.json", gpus.document(GPUS, [HOLDER], ""), "gpus"),
         ("doctor.json", doctor.document((ok("torch", "2.13"), failed("py-spy", "gone", "Install it."))), "checks"),
@@ -82,8 +82,8 @@ CALLS = calls.table(CaseFacts.of(incidents.hang(4).evidence), calls.Selection(la
 def test_command_json_output_matches_schema(name: str, found: object, needed: str) -> None:
     printed = json.loads(json_text(msgspec.to_builtins(found)))
     check(name, printed)
-    for one in printed if isinstance(printed, list) else [printed]:
-        del one[needed]
+    for item in printed if isinstance(printed, list) else [printed]:
+        del item[needed]
     with pytest.raises(ValidationError):
         check(name, printed)
 

@@ -208,7 +208,7 @@ def test_every_cause_has_advice() -> None:
     assert all(cause.advice for cause in CAUSES.values())
 
 
-@pytest.mark.parametrize("advice", sorted({one.text for cause in CAUSES.values() for one in cause.advice}))
+@pytest.mark.parametrize("advice", sorted({item.text for cause in CAUSES.values() for item in cause.advice}))
 def test_screen_shows_each_advice_in_full(advice: str) -> None:
     verdict = replace(diagnose(sleeping()), suggestions=(advice,))
     shown = screen.screen(verdict, bundle_path=BUNDLE, width=80)
@@ -232,9 +232,9 @@ def test_screen_omits_claims_rather_than_cutting_them(width: int) -> None:
     flat = [line.removeprefix("safelaunch: ").strip() for line in lines]
     shown = flat[flat.index("evidence:") + 1 : next(n for n, line in enumerate(flat) if line.startswith("blocked"))]
     assert shown and not any("…" in line for line in shown)
-    told = " ".join(shown)
+    shown_text = " ".join(shown)
     claims = sentences.merged_claims(verdict.evidence, verdict.summary)
-    assert sum(f"{text} [{', '.join(files)}]" in " ".join(told.split()) for text, files in claims) >= 1
+    assert sum(f"{text} [{', '.join(files)}]" in " ".join(shown_text.split()) for text, files in claims) >= 1
 
 
 def test_same_claim_of_several_ranks_is_merged() -> None:
@@ -276,7 +276,7 @@ def test_markdown_has_all_sections() -> None:
     assert "time.sleep(3600)" in text
     assert "loss 0.1" in text
     assert "<details><summary>ranks 0,2-3</summary>" in text  # merged stacks
-    assert "table_open" in {one.type for one in MarkdownIt("commonmark").enable("table").parse(text)}
+    assert "table_open" in {token.type for token in MarkdownIt("commonmark").enable("table").parse(text)}
     assert "| 1 | node1 | 1010 | 60 | S clock_nanosleep | is asleep in train.py:7 (load) |" in text
     assert "no answer within 2 s" in text
     assert "`safelaunch explain stuck-in-user-code` explains the cause." in text.splitlines()
@@ -321,10 +321,10 @@ def test_markdown_shows_job_text_unchanged_without_markup(first: str) -> None:
         assert inline.children is not None and {child.type for child in inline.children} <= {"text", "code_inline"}, (
             text
         )
-        told = "".join(child.content for child in inline.children)
-        assert re.sub("[`' ]", "", told) == re.sub("[`' ]", "", text)
+        shown_text = "".join(child.content for child in inline.children)
+        assert re.sub("[`' ]", "", shown_text) == re.sub("[`' ]", "", text)
         row = reader.parse(f"| x | y |\n|---|---|\n| {markdown.in_cell(text)} | end |\n")
-        assert [one.content for one in row if one.type == "inline"][-1] == "end", text
+        assert [token.content for token in row if token.type == "inline"][-1] == "end", text
 
 
 def test_markdown_names_and_arrows_need_no_escapes() -> None:
@@ -378,5 +378,5 @@ def test_reports_note_terminal_sequences_in_output(log: str, raw: bool) -> None:
     assert "The end of its output" in made and "\x1b" not in made and "\x9b" not in made
     assert ("terminal sequences raw" in made) == raw
     data = page.content(verdict, evidence)
-    assert [("raw" in one) for one in data["ranks"] if "log" in one] == [raw]
+    assert [("raw" in row) for row in data["ranks"] if "log" in row] == [raw]
     assert "\x1b" not in template.render(data) and "\x9b" not in template.render(data)

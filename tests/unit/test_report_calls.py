@@ -42,29 +42,29 @@ def test_calls_table_selects_ranks_and_groups() -> None:
     evidence = job(of(0, ("all_reduce", 1, "0"), ("all_reduce", 1, "tp")), of(1, ("all_reduce", 1, "0")))
     assert slots(evidence, groups=frozenset({"tp"})) == [("tp", 1)]
     assert slots(evidence, ranks=frozenset({1})) == [("0", 1)]
-    found = table(CaseFacts.of(evidence), Selection(ranks=frozenset({1, 5})))
-    assert (found.unrecorded, found.more) == ((5,), False)
+    calls_table = table(CaseFacts.of(evidence), Selection(ranks=frozenset({1, 5})))
+    assert (calls_table.unrecorded, calls_table.more) == ((5,), False)
 
 
 def test_calls_table_shows_last_calls_of_each_rank() -> None:
     evidence = job(of(0, *(("all_reduce", n, "0") for n in range(1, 6))), of(1, ("all_reduce", 1, "0")))
-    found = table(CaseFacts.of(evidence), Selection(last=2))
-    assert [row.slot[2] for row in found.rows] == [1, 4, 5] and found.more
+    calls_table = table(CaseFacts.of(evidence), Selection(last=2))
+    assert [row.slot[2] for row in calls_table.rows] == [1, 4, 5] and calls_table.more
     assert not table(CaseFacts.of(evidence), Selection(last=5)).more
     assert len(table(CaseFacts.of(evidence), Selection()).rows) == 5
 
 
 def test_calls_table_names_absent_ranks() -> None:
     evidence = job(of(0, ("all_reduce", 1, "0"), ("all_reduce", 2, "0")), of(1, ("all_reduce", 1, "0")), rank(2))
-    found = table(CaseFacts.of(evidence), Selection())
-    assert [row.absent for row in found.rows] == [(), (1,)]
-    assert lines(found)[-1].split("  ")[-1].split() == ["1"] and NOT_CALLED in lines(found)[-1]
+    calls_table = table(CaseFacts.of(evidence), Selection())
+    assert [row.absent for row in calls_table.rows] == [(), (1,)]
+    assert lines(calls_table)[-1].split("  ")[-1].split() == ["1"] and NOT_CALLED in lines(calls_table)[-1]
 
 
 def test_calls_table_of_wrapped_record_names_no_absent_rank() -> None:
-    mine = of(0, ("all_reduce", 1, "tp"))
+    caller = of(0, ("all_reduce", 1, "tp"))
     for first, absent in ((0, (1,)), (899, ())):
-        evidence = job(mine, of(1, ("all_reduce", 900, "0"), first=first))
+        evidence = job(caller, of(1, ("all_reduce", 900, "0"), first=first))
         assert [row.absent for row in table(CaseFacts.of(evidence), Selection(groups=frozenset({"tp"}))).rows] == [
             absent
         ]
@@ -88,14 +88,14 @@ def test_calls_table_with_conflicting_orders_loses_no_call() -> None:
 
 def test_calls_table_has_row_for_each_coalesced_call() -> None:
     same = (("all_reduce", 1, "0"), ("all_reduce", 1, "0"))
-    found = table(CaseFacts.of(job(of(0, *same), of(1, *same))), Selection())
-    assert [row.slot for row in found.rows] == [("0", False, 1, 0), ("0", False, 1, 1)]
+    calls_table = table(CaseFacts.of(job(of(0, *same), of(1, *same))), Selection())
+    assert [row.slot for row in calls_table.rows] == [("0", False, 1, 0), ("0", False, 1, 1)]
 
 
 def test_calls_table_json_has_ranks_and_state() -> None:
     evidence = incidents.hang(4).evidence
     last = document(table(CaseFacts.of(evidence), Selection(last=1)))
-    assert [(one["op"], one["number"], one["ranks"], one["state"]) for one in last] == [
+    assert [(row["op"], row["number"], row["ranks"], row["state"]) for row in last] == [
         ("all_gather", 75, [0], "pending"),
         ("all_reduce", 75, [1, 2, 3], "pending"),
     ]

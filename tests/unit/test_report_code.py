@@ -85,17 +85,17 @@ def test_source_excerpt_stops_at_function_bounds() -> None:
 def test_source_sides_with_same_stack_show_callers_once() -> None:
     stack = (at(6, "broadcast_from"), at(21, "main"), at(27, "<module>"))
     ranks = [rank(n, (*in_c10d("broadcast", 6)[:2], *stack), flight=record(entry("broadcast", 1))) for n in range(3)]
-    at_fault, others = sides(job(*ranks), culprit(0, 6, "broadcast_from"))
+    at_fault, peers = sides(job(*ranks), culprit(0, 6, "broadcast_from"))
     assert [place.frame.line for place in at_fault.places] == [6, 21, 27]
-    assert [place.frame.line for place in others.places] == [6]
-    assert [frame.line for frame in others.callers] == [21, 27]
+    assert [place.frame.line for place in peers.places] == [6]
+    assert [frame.line for frame in peers.callers] == [21, 27]
 
 
 def test_source_side_shows_script_line_that_differs_from_peers() -> None:
-    one = rank(0, (at(29, "<module>"),), "sleep")
+    stopped = rank(0, (at(29, "<module>"),), "sleep")
     inside = rank(0, (at(6, "broadcast_from"), at(29, "<module>")), "sleep")
     other = rank(1, (at(22, "main"), at(27, "<module>")), "sleep")
-    assert [place.frame.line for place in sides(job(one, other), culprit(0, 29, "<module>"))[0].places] == [29]
+    assert [place.frame.line for place in sides(job(stopped, other), culprit(0, 29, "<module>"))[0].places] == [29]
     assert [place.frame.line for place in sides(job(inside, other), culprit(0, 6))[0].places] == [6, 29]
 
 
@@ -141,8 +141,8 @@ def test_source_side_states_shared_reason_once() -> None:
     evidence = job(*(rank(n, in_user(7), "sleep") for n in range(3)), waiting(3))
     both = [culprit(n, 7, reason=f"Rank {n} polls at train.py:7.") for n in range(3)]
     assert sides(evidence, *both)[0].does == "Each of ranks 0-2 polls at train.py:7."
-    others = [replace(one, reason=f"Rank {one.rank} polls {one.rank}.") for one in both]
-    assert sides(evidence, *others)[0].does == "Rank 0 polls 0. Rank 1 polls 1. Rank 2 polls 2."
+    culprits = [replace(item, reason=f"Rank {item.rank} polls {item.rank}.") for item in both]
+    assert sides(evidence, *culprits)[0].does == "Rank 0 polls 0. Rank 1 polls 1. Rank 2 polls 2."
 
 
 def test_source_side_separates_ranks_by_group() -> None:

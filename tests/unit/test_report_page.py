@@ -78,8 +78,10 @@ def page_of(evidence: Evidence, about: ReportHeader | None = None) -> str:
 
 @cache
 def incident_page(name: str) -> dict[str, Any]:
-    one = incidents.ALL[name]()
-    return page.content(one.verdict, one.evidence, one.artifacts, read_source=incidents.read_source, about=one.about)
+    incident = incidents.ALL[name]()
+    return page.content(
+        incident.verdict, incident.evidence, incident.artifacts, read_source=incidents.read_source, about=incident.about
+    )
 
 
 @cache
@@ -103,11 +105,11 @@ def marked(side: dict[str, Any], mark: str) -> list[str]:
 def test_page_code_shows_guard_of_each_side(name: str) -> None:
     made = incident_page(name)
     world = made["head"]["facts"]
-    culprit, *others = made["code"]
+    culprit, *peers = made["code"]
     assert ("world size" in dict(world)) and culprit["r"] == "0" and culprit["c"]
     assert marked(culprit, "here")[0].startswith("dist.all_gather(")
-    assert marked(others[0], "here") == ["dist.all_reduce(loss)"]
-    for side in (culprit, others[0]):
+    assert marked(peers[0], "here") == ["dist.all_reduce(loss)"]
+    for side in (culprit, peers[0]):
         assert "if step % 25 == 0 and rank == 0:" in marked(side, "guard")
         assert "if batch is None:" in marked(side, "way")  # an early way out of the loop
         assert any(text.startswith("for step, batch in") for text in marked(side, "guard"))  # depends on the rank
@@ -198,7 +200,7 @@ def test_page_lane_shows_calls_of_its_ranks() -> None:
     """The same holds if records are plain tuples, each of which gets its own table of kinds."""
     sizes = range(1, 41)
     entries = [record(*past(2), entry("all_reduce", 3, line=50, size=(size,))) for size in sizes]
-    evidence = job(*(waiting(rank, seq=3, flight=one) for rank, one in enumerate(entries)))
+    evidence = job(*(waiting(rank, seq=3, flight=flight) for rank, flight in enumerate(entries)))
     made = page.content(diagnose(evidence), evidence)["timeline"]
     shown = {int(lane["r"]): [made["kinds"][kind][2] for kind in lane["k"]] for lane in made["lanes"]}
     assert shown == {rank: ["4", "4", str(size)] for rank, size in enumerate(sizes)}
@@ -220,9 +222,9 @@ def test_page_keeps_lane_of_culprit_without_record() -> None:
 
 def test_page_timeline_diverges_in_groups_of_culprits() -> None:
     groups = {"0": (0, 1, 2), "1": (1, 2), "2": (1, 2)}
-    mine = {n: entry("all_reduce", 1, done=False, group=str(n)) for n in (1, 2)}
+    own_calls = {n: entry("all_reduce", 1, done=False, group=str(n)) for n in (1, 2)}
     ranks = [waiting(0, flight=record(*past(3), entry("all_reduce", 4), groups=groups))]
-    ranks += [waiting(n, flight=record(*past(3), mine[n], groups=groups)) for n in (1, 2)]
+    ranks += [waiting(n, flight=record(*past(3), own_calls[n], groups=groups)) for n in (1, 2)]
     evidence = job(*ranks)
     verdict = diagnose(evidence)
     assert (verdict.cause, [culprit.rank for culprit in verdict.culprits]) == ("group-order", [1, 2])
@@ -242,8 +244,8 @@ def test_page_timeline_diverges_at_shared_call_with_different_argument() -> None
 
 
 def test_page_steps_of_single_step_are_text(draw: Show) -> None:
-    one = progress(0, 5)
-    ranks = [replace(rank(0, in_user(7), "sleep"), progress=replace(one, last_step_ns=10**9)), waiting(1)]
+    rank_progress = progress(0, 5)
+    ranks = [replace(rank(0, in_user(7), "sleep"), progress=replace(rank_progress, last_step_ns=10**9)), waiting(1)]
     opened = draw(page_of(job(*ranks, threshold_s=2.0)))
     assert "Rank 0: step 5" in opened.text("#steps") and not opened.texts("#steps svg")
     assert opened.errors == []
@@ -259,9 +261,9 @@ def test_page_of_thousands_of_ranks_is_small() -> None:
 
 
 def data_of(text: str) -> str:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found is not None
-    return found[1]
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert match is not None
+    return match[1]
 
 
 def test_page_loads_nothing_and_runs_only_its_script() -> None:
@@ -286,7 +288,7 @@ def test_page_of_crash_shows_only_user_frames() -> None:
     assert not [frame for frame in made["frames"] if "safelaunch" in frame[0]]
     culprit = made["code"][0]
     assert marked(culprit, "here") == ["loss = model(batch).pow(2).mean()"]
-    failed = next(one for one in made["ranks"] if one["r"] == 1)
+    failed = next(row for row in made["ranks"] if row["r"] == 1)
     assert failed["trace"][-1].startswith("RuntimeError: mat1") and failed["raised"].startswith("RuntimeError")
     assert made["frames"][made["stacks"][failed["st"]][0]][2] == "forward"
 
@@ -316,26 +318,29 @@ def test_page_groups_agree_with_rank_waits(name: str, timing: bool, tmp_path: Pa
     facts = CaseFacts.of(evidence)
     (group,) = page.content(diagnose(evidence), evidence, facts=facts)["groups"]["rows"]
     assert all(completed <= entered for _, _, entered, completed, _ in group["at"])
-    for number, one in facts.ranks.items():
+    for number, facts_of_rank in facts.ranks.items():
         ((_, _, entered, completed, does),) = [at for at in group["at"] if number in parse_ranks(at[0])]
-        if one.wait is not None:
-            assert (entered, does.startswith(f"waits in {one.wait.op}")) == (one.wait.seq, True) and completed < entered
-        elif one.condition is not None and "has queued" in one.condition.reason:
+        if facts_of_rank.wait is not None:
+            assert (entered, does.startswith(f"waits in {facts_of_rank.wait.op}")) == (
+                facts_of_rank.wait.seq,
+                True,
+            ) and completed < entered
+        elif facts_of_rank.condition is not None and "has queued" in facts_of_rank.condition.reason:
             assert does.startswith("has queued") and entered == completed
 
 
 def test_reports_of_plain_dumps_omit_empty_columns() -> None:
     made = incident_page("dumps")
     assert {row["state"] for row in made["rows"]} == {""}
-    one = incidents.ALL["dumps"]()
-    text = markdown.markdown(one.verdict, one.evidence, ())
+    incident = incidents.ALL["dumps"]()
+    text = markdown.markdown(incident.verdict, incident.evidence, ())
     assert "| rank | doing | at |" in text and "not seen" not in text and "## Stacks" not in text
 
 
 def test_page_redacts_source_lines() -> None:
-    one = incidents.hang(2)
-    said = lambda text: text.replace("all_reduce", "REDACTED")  # noqa: E731
-    made = page.content(one.verdict, one.evidence, read_source=incidents.read_source, said=said)
+    incident = incidents.hang(2)
+    redact = lambda text: text.replace("all_reduce", "REDACTED")  # noqa: E731
+    made = page.content(incident.verdict, incident.evidence, read_source=incidents.read_source, said=redact)
     assert "dist.REDACTED(loss)" in marked(made["code"][1], "here")
 
 
@@ -388,12 +393,12 @@ def test_host_names_are_folded_like_slurm(hosts: list[str], words: str) -> None:
 
 def test_page_head_names_ranks_on_wrong_gpu() -> None:
     assert "share" not in dict(incident_page("four")["head"]["facts"]).get("devices", "")
-    one = incidents.hang(2)
-    (node,) = one.about.nodes
+    incident = incidents.hang(2)
+    (node,) = incident.about.nodes
     crowded = (Gpu(0, "A100", processes=(GpuProcess(1000), GpuProcess(1010))), Gpu(1, "A100"))
-    about = dataclasses.replace(one.about, nodes=(dataclasses.replace(node, gpus=crowded),))
-    ranks = tuple(replace(rank, gpu=str(rank.rank)) for rank in one.evidence.ranks)
-    facts = page.content(one.verdict, replace(one.evidence, ranks=ranks), about=about)["head"]["facts"]
+    about = dataclasses.replace(incident.about, nodes=(dataclasses.replace(node, gpus=crowded),))
+    ranks = tuple(replace(rank, gpu=str(rank.rank)) for rank in incident.evidence.ranks)
+    facts = page.content(incident.verdict, replace(incident.evidence, ranks=ranks), about=about)["head"]["facts"]
     words = dict(facts)["devices"]
     assert words.endswith("; ranks 0-1 share GPU 0; rank 1 has memory on GPU 0 and was given GPU 1")
     assert words.startswith("local rank 0: GPU 0, 1: GPU 1")
@@ -406,9 +411,9 @@ def test_page_rows_differing_only_in_numbers_are_merged() -> None:
     (folded,) = alike(rows, ())
     assert folded.ranks == (0, 1, 2, 3) and folded.doing == "waits for pid …, … s"
     assert (folded.state, folded.step) == ("R (2), S futex (2)", "5")
-    assert [one.doing for one in alike(rows, {0})] == ["waits for pid 100, 3.0 s", "waits for pid …, … s"]
+    assert [row.doing for row in alike(rows, {0})] == ["waits for pid 100, 3.0 s", "waits for pid …, … s"]
     many = [dataclasses.replace(rows[0], rank=n, step=n) for n in range(200)]
-    assert [one.step for one in alike(many, ())] == ["0 to 199"]
+    assert [row.step for row in alike(many, ())] == ["0 to 199"]
 
 
 # --- in Chromium ------------------------------------------------------------------------------------------------------
@@ -457,8 +462,8 @@ def test_page_step_axis_is_broken_where_scale_changes(draw: Show) -> None:
     """Steps keep half of the width even if nothing has moved for long; until then the scale is constant."""
     for stood_s, words in ((600.0, "from here on, time is drawn 25 times denser"), (5.0, "")):
         history = tuple((int((1000 - stood_s - 24 + step / 2.5) * 1e9), step) for step in range(61))
-        one = replace(progress(0), step=60, history=history, last_step_ns=history[-1][0])
-        ranks = [replace(waiting(n), progress=one) for n in range(2)]
+        rank_progress = replace(progress(0), step=60, history=history, last_step_ns=history[-1][0])
+        ranks = [replace(waiting(n), progress=rank_progress) for n in range(2)]
         opened = draw(page_of(job(*map(incidents.late, ranks), threshold_s=2.0)))
         assert opened.value("document.querySelectorAll('#steps .break').length") == bool(words)
         assert words in opened.value("document.querySelector('#steps').textContent")
@@ -503,15 +508,15 @@ def test_page_of_hang_has_summary_facts_code_and_links(show: Show) -> None:
 
 def test_page_timeline_works_by_keyboard(show: Show) -> None:
     opened = show("four")
-    said = "#timeline-said"
+    status = "#timeline-said"
     opened.focus("#timeline canvas")
     opened.press("End")
-    assert opened.text(said).startswith("all_gather of Float 1 · #75, default_pg · rank 0 · train.py:12 (evaluate)")
-    assert "pending for 30.0 s" in opened.text(said) and "here the ranks part" in opened.text(said)
+    assert opened.text(status).startswith("all_gather of Float 1 · #75, default_pg · rank 0 · train.py:12 (evaluate)")
+    assert "pending for 30.0 s" in opened.text(status) and "here the ranks part" in opened.text(status)
     opened.press("ArrowDown")
-    assert opened.text(said).startswith("all_reduce of Float 1 · #75")
+    assert opened.text(status).startswith("all_reduce of Float 1 · #75")
     opened.press("ArrowLeft", "+", "+", "-", "0", "Home")
-    assert "#1, " in opened.text(said)
+    assert "#1, " in opened.text(status)
     picture = "document.querySelector('#timeline canvas').toDataURL()"
     before = opened.value(picture)
     opened.focus("[data-by='time']")
@@ -613,7 +618,7 @@ def palettes() -> list[dict[str, str]]:
     return colours
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(first: str, other: str) -> float:
     """Returns the contrast as WCAG 2 defines it."""
 
     def luminance(colour: str) -> float:
@@ -621,7 +626,7 @@ def contrast(one: str, other: str) -> float:
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    dark, light = sorted((luminance(one), luminance(other)))
+    dark, light = sorted((luminance(first), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
 
 
@@ -671,7 +676,7 @@ def test_page_tab_order_follows_reading_order(show: Show) -> None:
     opened = show("four")
     opened.press("Tab")
     assert opened.value("document.activeElement.className") == "skip"
-    seen = []
+    sections = []
     for _ in range(200):
         opened.press("Tab")
         top = opened.value(
@@ -680,10 +685,10 @@ def test_page_tab_order_follows_reading_order(show: Show) -> None:
         )
         if top is None:
             break
-        seen.append(top[0])
-    order = list(dict.fromkeys(seen))
+        sections.append(top[0])
+    order = list(dict.fromkeys(sections))
     assert order == ["nav", "code", "run", "timeline", "stacks", "ranks", "nodes", "evidence", "files"]
-    assert seen == sorted(seen, key=order.index)  # each section once
+    assert sections == sorted(sections, key=order.index)  # each section once
 
 
 def test_page_tables_on_phone_show_whole_words(show: Show) -> None:

@@ -205,12 +205,12 @@ def test_terminal_safe_redacts_secret_split_by_colour(monkeypatch: pytest.Monkey
     ],
 )
 def test_colour_on_terminal_follows_environment(environ: dict[str, str], colored: bool) -> None:
-    ours, theirs = pty.openpty()
+    master, slave = pty.openpty()
     try:
-        assert display(theirs, environ).color is colored
+        assert display(slave, environ).color is colored
     finally:
-        os.close(ours)
-        os.close(theirs)
+        os.close(master)
+        os.close(slave)
 
 
 @pytest.mark.parametrize(("environ", "colored"), [({"TERM": "xterm"}, False), ({"FORCE_COLOR": "1"}, True)])
@@ -229,13 +229,13 @@ def test_display_width_comes_from_terminal(width: int) -> None:
     import struct
     import termios
 
-    ours, theirs = pty.openpty()
+    master, slave = pty.openpty()
     try:
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-        assert display(theirs, {"COLUMNS": "99"}).width == max(width, console.NARROWEST)
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+        assert display(slave, {"COLUMNS": "99"}).width == max(width, console.NARROWEST)
     finally:
-        os.close(ours)
-        os.close(theirs)
+        os.close(master)
+        os.close(slave)
 
 
 LONG = "/home/me/experiments/of/a/long/name/safelaunch-bundles/train-20261122T022137Z-hang"

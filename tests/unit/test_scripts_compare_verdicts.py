@@ -32,17 +32,17 @@ VERDICT: dict[str, Any] = {
     ],
 )  # fmt: skip
 def test_verdict_difference_has_gravest_level(changed: dict[str, Any], level: str, fields: dict[str, Any]) -> None:
-    found = compare_verdicts.difference(KEY, {"verdict": VERDICT}, {"verdict": {**VERDICT, **changed}})
-    assert found is not None
-    assert (found.level, found.fields) == (level, fields)
+    difference = compare_verdicts.difference(KEY, {"verdict": VERDICT}, {"verdict": {**VERDICT, **changed}})
+    assert difference is not None
+    assert (difference.level, difference.fields) == (level, fields)
 
 
 @pytest.mark.parametrize(
     "other", [{"raised": "KeyError: 3"}, {"verdict": VERDICT, "exit": 1}, {"verdict": VERDICT, "lost": True}]
 )
 def test_failed_or_lossy_verdict_is_decision_difference(other: dict[str, Any]) -> None:
-    found = compare_verdicts.difference(KEY, {"verdict": VERDICT}, other)
-    assert found is not None and found.level == "decision"
+    difference = compare_verdicts.difference(KEY, {"verdict": VERDICT}, other)
+    assert difference is not None and difference.level == "decision"
 
 
 def test_tally_counts_cases_missing_in_other_version() -> None:
@@ -71,5 +71,7 @@ def test_unknown_evidence_field_is_reported_as_lost() -> None:
 def test_corpus_is_reproducible_by_seed() -> None:
     first, again = (list(verdict_corpus.synthetic_jobs(6, seed)) for seed in (3, 3))
     assert [name for name, *_ in first] == [name for name, *_ in again]
-    assert [msgspec.json.encode(one) for *_, one in first] == [msgspec.json.encode(one) for *_, one in again]
+    assert [msgspec.json.encode(evidence) for *_, evidence in first] == [
+        msgspec.json.encode(evidence) for *_, evidence in again
+    ]
     assert [name for name, *_ in verdict_corpus.synthetic_jobs(6, 4)] != [name for name, *_ in first]

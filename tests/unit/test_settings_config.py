@@ -344,7 +344,7 @@ def test_named_toml_config_is_read(tmp_path: Path, text: str, line: int) -> None
     (tmp_path / "other.toml").write_text(text)
     settings = settle(tmp_path, "--config=other.toml")
     assert (settings.stall_timeout_s, settings.origin("stall-timeout")) == (90.0, f"other.toml:{line}")
-    assert [(one.name, one.value) for one in settings.env] == [("A", "1")]
+    assert [(variable.name, variable.value) for variable in settings.env] == [("A", "1")]
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,9 @@ def test_config_file_writable_by_others_is_ignored_once(
     settings = found(tmp_path)
     assert settings.stall_timeout_s == (None if reason else 7.0)
     assert bool(settings.env) == (name == CONFIG_FILE and not reason)
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) == bool(reason)
-    assert not reason or (f"ignoring {name}, because {reason}" in said[0] and f"--config {name}" in said[0])
+    stderr = capfd.readouterr().err.splitlines()
+    assert len(stderr) == bool(reason)
+    assert not reason or (f"ignoring {name}, because {reason}" in stderr[0] and f"--config {name}" in stderr[0])
     found(tmp_path)
     assert capfd.readouterr().err == "", "it is said once"
     assert found(tmp_path, ("--config", name)).stall_timeout_s == 7.0, "named, it is read"

@@ -78,9 +78,9 @@ def test_preset_paths_are_in_run_directory(name: str) -> None:
 
 
 def test_hang_debug_enables_flight_recorder_and_timeout_dumps() -> None:
-    found = values(["hang-debug"], Path())
-    assert int(found["TORCH_FR_BUFFER_SIZE"]) >= 2000
-    assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    variables = values(["hang-debug"], Path())
+    assert int(variables["TORCH_FR_BUFFER_SIZE"]) >= 2000
+    assert variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_hang_debug_enables_flight_recorder_and_timeout_dumps() -> None:
 )
 def test_desync_detail_is_idle_if_ddp_would_fail(version: str | None, idle: tuple[str, ...]) -> None:
     """The start notes a preset that has nothing to set."""
-    found = load_presets(["desync-detail"], cwd=Path(), torch_version=version)
-    assert found.idle == idle
-    assert ("TORCH_DISTRIBUTED_DEBUG" in {setting.name for setting in found.env}) is not bool(idle)
+    composition = load_presets(["desync-detail"], cwd=Path(), torch_version=version)
+    assert composition.idle == idle
+    assert ("TORCH_DISTRIBUTED_DEBUG" in {setting.name for setting in composition.env}) is not bool(idle)
     assert load_presets(["hang-debug", "production"], cwd=Path(), torch_version=version).idle == ()
 
 
@@ -119,9 +119,9 @@ def test_presets_keep_nccl_output_off_console(name: str) -> None:
     ],
 )
 def test_presets_set_names_of_installed_torch(version: str | None, expected: set[str], absent: set[str]) -> None:
-    found = names(["hang-debug"], version)
-    assert expected <= found
-    assert not absent & found
+    variables = names(["hang-debug"], version)
+    assert expected <= variables
+    assert not absent & variables
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,9 @@ def test_preset_file_extends_shipped_and_relative_presets(tmp_path: Path) -> Non
     (tmp_path / "sub").mkdir()
     write(tmp_path / "sub", base="env: {A: {value: sub, why: w}}")
     write(tmp_path / "sub", my="extends: [hang-debug, ./base.yaml]")
-    found = values(["sub/my.yaml"], tmp_path)
-    assert found["A"] == "sub"
-    assert set(found) >= NEW_NAMES
+    variables = values(["sub/my.yaml"], tmp_path)
+    assert variables["A"] == "sub"
+    assert set(variables) >= NEW_NAMES
 
 
 def test_preset_cycle_is_named(tmp_path: Path) -> None:
@@ -400,9 +400,9 @@ def test_presets_list_is_same_as_presets(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_presets_json_lists_names_and_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [entry["name"] for entry in found] == SHIPPED
-    assert all(entry["description"] for entry in found)
+    document = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in document] == SHIPPED
+    assert all(entry["description"] for entry in document)
 
 
 def test_presets_show_lists_variables_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,11 +38,11 @@ def average():
 """
 
 
-def ways(one: Sequence[Frame], other: Sequence[Frame], source: str, what: str = "text") -> list[list[object]]:
+def ways(stack: Sequence[Frame], other: Sequence[Frame], source: str, what: str = "text") -> list[list[object]]:
     """Returns the text or another property of the conditions on each way alone."""
-    found = diverging_stacks(one, other, lambda path: source)
-    assert found is not None
-    return [[getattr(each, what) for each in way] for way in found.ways]
+    divergence = diverging_stacks(stack, other, lambda path: source)
+    assert divergence is not None
+    return [[getattr(each, what) for each in way] for way in divergence.ways]
 
 
 LOOP = (at(4, "train"), MODULE)
@@ -177,9 +177,9 @@ SYNC, GRADS = (at(3, "sync"), at(17, "<module>")), (at(6, "mean"), at(14, "grads
 def test_common_loop_of_both_stacks_is_found(
     one: tuple[Frame, ...], other: tuple[Frame, ...], head: str | None
 ) -> None:
-    found = common_loop(one, other, lambda path: ITEMS)
-    assert (found and found[0].words) == head
-    assert found is None or found[1][-1].line in (3, 14)
+    source_loop = common_loop(one, other, lambda path: ITEMS)
+    assert (source_loop and source_loop[0].words) == head
+    assert source_loop is None or source_loop[1][-1].line in (3, 14)
 
 
 def test_cached_function_is_diverging_condition() -> None:
@@ -224,14 +224,14 @@ def test_loop_in_function_that_peer_returned_from_is_found(
     read = lambda path: RETURNED  # noqa: E731
     assert loop_returned_from(*stacks, read) == loop
     again = [(*stack, at(14, "<module>")) for stack in stacks]
-    found = loop_returned_from(*again, lambda path: RETURNED + "while True:\n    run()\n")
-    assert found == (loop and SourceLoop(10, True, MODULE))
+    source_loop = loop_returned_from(*again, lambda path: RETURNED + "while True:\n    run()\n")
+    assert source_loop == (loop and SourceLoop(10, True, MODULE))
 
 
 def test_return_inside_loop_counts_as_its_break() -> None:
     source = RETURNED.replace("        reduce(x)\n", "        reduce(x)\n        if over:\n            return\n")
-    found = loop_returned_from((at(4, "run"),), (at(11, "evaluate"), at(3, "run")), lambda path: source)
-    assert found is not None and (found.line, found.breaks) == (10, ("`if over` at line 12",))
+    source_loop = loop_returned_from((at(4, "run"),), (at(11, "evaluate"), at(3, "run")), lambda path: source)
+    assert source_loop is not None and (source_loop.line, source_loop.breaks) == (10, ("`if over` at line 12",))
 
 
 @pytest.mark.parametrize(("given", "by_round"), [("step", True), ("n=step", True), ("loss", False)])
@@ -275,8 +275,8 @@ def test_left_loop_is_found(ahead: int, behind: int, loop: int | None) -> None:
 )
 def test_left_loop_inside_loop_is_enclosed(source: str, ahead: int, behind: int, caller: int | None) -> None:
     callers = (at(caller, "<module>"),) if caller else ()
-    found = loop_left((at(ahead, "f"), *callers), (at(behind, "f"), *callers), lambda path: source)
-    assert found is not None and found.enclosed
+    source_loop = loop_left((at(ahead, "f"), *callers), (at(behind, "f"), *callers), lambda path: source)
+    assert source_loop is not None and source_loop.enclosed
 
 
 def test_left_loop_needs_source() -> None:
@@ -314,8 +314,8 @@ def train(loader, log):
 
 
 def of_line(number: int) -> WayOut | None:
-    found = ways_out([Frame("/train.py", 20, "train")], lambda path: PRINTS)
-    return next((one for one in found if one.frame.line == number), None)
+    statements = ways_out([Frame("/train.py", 20, "train")], lambda path: PRINTS)
+    return next((way_out for way_out in statements if way_out.frame.line == number), None)
 
 
 @pytest.mark.parametrize(
@@ -364,15 +364,15 @@ main(args)
 
 def test_only_conditions_that_can_differ_between_ranks_are_quoted() -> None:
     inside, peer = (at(10, "main"), at(12, "<module>")), (at(11, "main"), at(12, "<module>"))
-    found = diverging_stacks(inside, peer, lambda path: SAME)
-    assert found is not None
-    told = [one.text for one in found.ways[0] if not one.by_round]
-    assert told == ["if val_loss < best and lr > 3e-3"]
+    divergence = diverging_stacks(inside, peer, lambda path: SAME)
+    assert divergence is not None
+    texts = [guard.text for guard in divergence.ways[0] if not guard.by_round]
+    assert texts == ["if val_loss < best and lr > 3e-3"]
     by_hand = SAME.replace("eval_interval = 10", "eval_interval = pick()").replace(
         "main(args)", "main(args, every=pick())"
     )
-    found = diverging_stacks(inside, peer, lambda path: by_hand)
-    assert found is not None and len([one for one in found.ways[0] if not one.by_round]) == 3
+    divergence = diverging_stacks(inside, peer, lambda path: by_hand)
+    assert divergence is not None and len([guard for guard in divergence.ways[0] if not guard.by_round]) == 3
 
 
 def test_loop_breaks_list_only_conditions_that_can_differ() -> None:
@@ -391,5 +391,5 @@ barrier()
 def test_condition_on_rank_and_counter_is_not_by_round() -> None:
     source = "best = 1.0\nfor step in range(100):\n    if step == 45 and (0.5 if RANK == 1 else 2.0) < best:\n"
     source += "        gather()\n    step()\n"
-    found = diverging_stacks((at(4, "<module>"),), (at(5, "<module>"),), lambda path: source)
-    assert found is not None and [one.by_round for one in found.ways[0]] == [False]
+    divergence = diverging_stacks((at(4, "<module>"),), (at(5, "<module>"),), lambda path: source)
+    assert divergence is not None and [guard.by_round for guard in divergence.ways[0]] == [False]

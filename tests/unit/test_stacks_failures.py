@@ -91,16 +91,16 @@ COMPLETION = "NET/IB : Got completion from peer 10.5.0.34<33956> with "
     ],
 )
 def test_failure_message_is_classified(message: str, kind: str, own: bool, means: str) -> None:
-    found = failure(message)
-    assert found is not None
-    assert (found.kind, found.own) == (kind, own)
-    assert means in found.means
+    cause = failure(message)
+    assert cause is not None
+    assert (cause.kind, cause.own) == (kind, own)
+    assert means in cause.means
 
 
 def test_failure_uses_last_error_over_general_message() -> None:
     general = "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5\nLast error:\n"
-    found = failure(general + "Error while creating shared memory segment /dev/shm/nccl-x, error: No space left")
-    assert found is not None and found.kind == "nccl-shm"
+    cause = failure(general + "Error while creating shared memory segment /dev/shm/nccl-x, error: No space left")
+    assert cause is not None and cause.kind == "nccl-shm"
 
 
 @pytest.mark.parametrize("message", ["", "loss is not finite", "CUDA out of memory. Tried to allocate 2.00 GiB."])
@@ -112,10 +112,10 @@ def test_first_failure_prefers_own_error_over_peer_errors() -> None:
     peer = "socketProgress: Connection closed by remote peer node2<42830>"
     own = "Cuda failure 700 'an illegal memory access was encountered'"
     ending = "Cuda failure 'driver shutting down'"
-    found = first_failure(["Failed to open libibverbs.so[.1]", peer, own, ending])
-    assert found is not None and (found.text, found.kind) == (own, "nccl-cuda")
-    found = first_failure([ending, peer])
-    assert found is not None and found.text == peer
+    cause = first_failure(["Failed to open libibverbs.so[.1]", peer, own, ending])
+    assert cause is not None and (cause.text, cause.kind) == (own, "nccl-cuda")
+    cause = first_failure([ending, peer])
+    assert cause is not None and cause.text == peer
     assert first_failure(["Failed to open libibverbs.so[.1]", ending]) is None
 
 
@@ -125,24 +125,24 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def test_memory_shortage_sizes_are_parsed() -> None:
-    found = shortage(OUT_OF_MEMORY)
-    assert found is not None
-    assert (found.device, found.asked, found.total, found.free) == (1, 2 * GIB, 79 * GIB, 512 * MIB)
-    assert (found.own, found.allocated, found.unused) == (73 * GIB + 512 * MIB, 66 * GIB, 6 * GIB)
-    assert found.others == ((4711, 5 * GIB),)
-    assert found.is_fragmented
+    memory = shortage(OUT_OF_MEMORY)
+    assert memory is not None
+    assert (memory.device, memory.asked, memory.total, memory.free) == (1, 2 * GIB, 79 * GIB, 512 * MIB)
+    assert (memory.own, memory.allocated, memory.unused) == (73 * GIB + 512 * MIB, 66 * GIB, 6 * GIB)
+    assert memory.others == ((4711, 5 * GIB),)
+    assert memory.is_fragmented
 
 
 def test_memory_shortage_without_sizes_leaves_them_unknown() -> None:
-    found = shortage("HIP out of memory. Tried to allocate 20.00 MiB.")
-    assert found is not None
-    assert (found.device, found.asked, found.own, found.others) == (-1, 20 * MIB, None, ())
-    assert not found.is_fragmented
+    memory = shortage("HIP out of memory. Tried to allocate 20.00 MiB.")
+    assert memory is not None
+    assert (memory.device, memory.asked, memory.own, memory.others) == (-1, 20 * MIB, None, ())
+    assert not memory.is_fragmented
 
 
 def test_memory_shortage_with_zero_bytes_free_is_parsed() -> None:
-    found = shortage(OUT_OF_MEMORY.replace("512.00 MiB is free", "0 bytes is free").replace("capacity", "capacty"))
-    assert found is not None and (found.free, found.total) == (0, 79 * GIB)
+    memory = shortage(OUT_OF_MEMORY.replace("512.00 MiB is free", "0 bytes is free").replace("capacity", "capacty"))
+    assert memory is not None and (memory.free, memory.total) == (0, 79 * GIB)
 
 
 @pytest.mark.parametrize("message", ["", "CUDA out of memory", "DefaultCPUAllocator: can't allocate memory"])
@@ -180,9 +180,9 @@ def test_memory_shortage_ignores_other_messages(message: str) -> None:
     ],
 )
 def test_abort_message_is_found_in_log(log: str, words: str, means: str) -> None:
-    found = last_abort(f"loss 0.5\n{log}")
-    assert found is not None
-    assert words in found.words and means in found.means
+    abort = last_abort(f"loss 0.5\n{log}")
+    assert abort is not None
+    assert words in abort.words and means in abort.means
 
 
 @pytest.mark.parametrize(

@@ -191,8 +191,8 @@ def test_kernel_wait_has_kind_of_system_call(kernel: str, kind: str) -> None:
 
 
 def seen(at_s: float, call: str = "", wchan: str = "", letter: str = "S", **thread: Any) -> ProcessState:
-    one = ThreadState(10, "python", letter, wchan, syscall_name=call, **thread)
-    return ProcessState(10, 1, 5, at_s, "python", (), letter, (one,))
+    thread_state = ThreadState(10, "python", letter, wchan, syscall_name=call, **thread)
+    return ProcessState(10, 1, 5, at_s, "python", (), letter, (thread_state,))
 
 
 SLEEP, POLL, FUTEX = "hrtimer_nanosleep", "poll_schedule_timeout", "futex_do_wait"

@@ -43,10 +43,10 @@ def line_of(source: str, mark: str = "# here") -> int:
 
 def admitted(source: str, world: int = 4) -> list[int] | None:
     """Returns the ranks that reach the marked line, or None if the source doesn't tell."""
-    found = guards(source, line_of(source))
+    conditions = guards(source, line_of(source))
     ranks = []
     for rank in range(world):
-        answers = [guard.admits(Whereabouts(rank, rank % 2, world)) for guard in found]
+        answers = [guard.admits(Whereabouts(rank, rank % 2, world)) for guard in conditions]
         if False not in answers and None in answers:
             return None
         if False not in answers:
@@ -56,15 +56,15 @@ def admitted(source: str, world: int = 4) -> list[int] | None:
 
 @pytest.mark.parametrize(("line", "asks"), CONDITIONS.items())
 def test_guard_is_condition_on_rank(line: str, asks: bool) -> None:
-    found = guards(f"def f():\n    {line}\n        call()\n", 3)
-    assert [(guard.line, f"{guard.text}:") for guard in found] == ([(2, line)] if asks else [])
+    conditions = guards(f"def f():\n    {line}\n        call()\n", 3)
+    assert [(guard.line, f"{guard.text}:") for guard in conditions] == ([(2, line)] if asks else [])
 
 
 def test_guards_list_innermost_first_and_callers() -> None:
     source = "if rank == 0:\n    if is_main_process:\n        call()\nelse:\n    other()\ncall()\n"
-    found = guards_of((at(3), at(6)), lambda path: source)
-    assert [guard.words for guard in found] == ["if is_main_process (train.py:2)", "if rank == 0 (train.py:1)"]
-    assert guards_of((at(6), at(3)), lambda path: source) == found
+    conditions = guards_of((at(3), at(6)), lambda path: source)
+    assert [guard.words for guard in conditions] == ["if is_main_process (train.py:2)", "if rank == 0 (train.py:1)"]
+    assert guards_of((at(6), at(3)), lambda path: source) == conditions
     (other,) = guards_of((at(5),), lambda path: source)
     assert (other.text, other.taken) == ("else of if rank == 0", False)
     for text in ("not python {", None, ""):

@@ -40,14 +40,14 @@ def poll(text: str, *functions: str, asleep: bool = True) -> Poll | None:
     ],
 )
 def test_poll_loop_condition_has_kind(test: str, of: str) -> None:
-    found = poll(f"while {test}:\n    log('waiting')\n    time.sleep(1)  # 1")
-    assert found is not None
-    assert (found.line, found.of, found.text) == (1, of, f"while {test}")
-    assert found.words == f"`while {test}` (train.py:1)"
+    target = poll(f"while {test}:\n    log('waiting')\n    time.sleep(1)  # 1")
+    assert target is not None
+    assert (target.line, target.of, target.text) == (1, of, f"while {test}")
+    assert target.words == f"`while {test}` (train.py:1)"
 
 
 def test_poll_in_for_loop_uses_returning_branch() -> None:
-    found = poll(
+    target = poll(
         """
         def wait_for(path):
             for _ in range(10_000):
@@ -56,13 +56,13 @@ def test_poll_in_for_loop_uses_returning_branch() -> None:
                 time.sleep(0.2)  # 1
         """
     )
-    assert found is not None and (found.line, found.text, found.of) == (3, "if os.path.exists(path)", "file")
+    assert target is not None and (target.line, target.text, target.of) == (3, "if os.path.exists(path)", "file")
 
 
 @pytest.mark.parametrize("where", ["handler", "after"])
 def test_poll_recognizes_retried_attempt(where: str) -> None:
     sleep = "time.sleep(1)  # 1"
-    found = poll(
+    target = poll(
         f"""
         def fetch(url):
             while True:
@@ -74,11 +74,11 @@ def test_poll_recognizes_retried_attempt(where: str) -> None:
                 {sleep if where == "after" else "pass"}
         """
     )
-    assert found is not None and (found.line, found.text, found.of) == (4, "urlopen(url)", "attempt")
+    assert target is not None and (target.line, target.text, target.of) == (4, "urlopen(url)", "attempt")
 
 
 def test_poll_recognizes_sleep_in_called_function() -> None:
-    found = poll(
+    target = poll(
         """
         def pause():
             time.sleep(0.5)  # 1
@@ -88,7 +88,7 @@ def test_poll_recognizes_sleep_in_called_function() -> None:
                 pause()  # 2
         """
     )
-    assert found is not None and (found.line, found.of) == (5, "file")
+    assert target is not None and (target.line, target.of) == (5, "file")
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def key_of(line: str, **values: str) -> StoreKey | None:
     ],
 )
 def test_store_key_and_value_are_read_from_line(line: str, text: str, value: str) -> None:
-    found = key_of(line, **LOCALS)
-    assert found is not None and (found.text, found.value) == (text, value)
+    key = key_of(line, **LOCALS)
+    assert key is not None and (key.text, key.value) == (text, value)
     unknown = key_of(line)
     assert unknown is not None and unknown.text == text
 
@@ -164,8 +164,8 @@ def test_line_without_store_wait_has_no_key(line: str) -> None:
     ],
 )
 def test_store_key_lists_lines_that_set_it(setter: str, set_at: tuple[int, ...]) -> None:
-    found = key_of(f'store.get(f"export/{{step}}")\ndef write(store, number):\n    {setter}')
-    assert found is not None and tuple(frame.line for frame in found.set_at) == set_at
+    key = key_of(f'store.get(f"export/{{step}}")\ndef write(store, number):\n    {setter}')
+    assert key is not None and tuple(frame.line for frame in key.set_at) == set_at
 
 
 # --- locks, and receivers of calls ------------------------------------------------------------------------------------
@@ -259,6 +259,8 @@ def of_others(ops, group, given):
 def test_value_is_traced_to_named_calls_only() -> None:
     names = ("isend", "irecv", "batch_isend_irecv")
     waits = [number for number, line in enumerate(GIVEN.splitlines(), 1) if "wait(" in line]
-    found = [line for line in waits if is_result_of(Frame("/x.py", line, "f"), names, lambda path: GIVEN)]
-    assert found == [line for line in waits if line <= GIVEN.splitlines().index("def of_others(ops, group, given):")]
+    result_lines = [line for line in waits if is_result_of(Frame("/x.py", line, "f"), names, lambda path: GIVEN)]
+    assert result_lines == [
+        line for line in waits if line <= GIVEN.splitlines().index("def of_others(ops, group, given):")
+    ]
     assert not is_result_of(Frame("/x.py", 2, "f"), names, lambda path: None)

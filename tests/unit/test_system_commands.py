@@ -47,8 +47,8 @@ def test_as_root_passes_user_base_of_user_installation(python: Path, monkeypatch
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/sudo")
     monkeypatch.setattr(site, "getusersitepackages", lambda: os.fspath(packages))
     monkeypatch.setattr(site, "getuserbase", lambda: "/home/me/.local")
-    found = commands.as_root(["dump"])
-    assert found == ["sudo", "env", "PYTHONUSERBASE=/home/me/.local", str(python), "-m", "safelaunch", "dump"]
+    words = commands.as_root(["dump"])
+    assert words == ["sudo", "env", "PYTHONUSERBASE=/home/me/.local", str(python), "-m", "safelaunch", "dump"]
 
 
 @pytest.mark.parametrize(

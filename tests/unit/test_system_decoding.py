@@ -71,11 +71,11 @@ def test_product_decodes_only_through_decoding_module() -> None:
     own = {f"msgspec.{form}.{name}" for form in ("json", "msgpack") for name in ("decode", "Decoder")} | {
         "msgspec.convert"
     }
-    found = [
+    calls = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in sorted(PACKAGE.rglob("*.py"))
         if path != Path(decoding.__file__)
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in own
     ]
-    assert found == []
+    assert calls == []

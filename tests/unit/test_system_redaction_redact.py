@@ -328,8 +328,8 @@ def test_redacting_twice_changes_nothing(secret: str) -> None:
 @pytest.mark.parametrize("secret", [r"d&-VZ\fD7x", r"#\F9$}<\"OIJ7", "/e4[o)T7&#47;x", "100%41&amp;\\n-x"])
 def test_secret_with_escapes_or_slashes_is_redacted(secret: str) -> None:
     redactor = Redactor(secret_values({"DB_PASSWORD": secret}, []))
-    for said in (secret, html.escape(secret), quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1]):
-        assert redactor.text(f"it is {said} now") == f"it is {REDACTED} now", said
+    for form in (secret, html.escape(secret), quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1]):
+        assert redactor.text(f"it is {form} now") == f"it is {REDACTED} now", form
 
 
 def test_secret_inside_base64_is_redacted() -> None:
