@@ -133,7 +133,7 @@ def test_request_of_one_node_is_answered_by_all_others(join: Callable[..., Chann
         until(lambda: not any(one._outbox.submitted for one in nodes), "what is over to be removed")
 
 
-def test_topic_values_reach_the_leader_and_its_value_reaches_all(join: Callable[..., Channel]) -> None:
+def test_topic_values_reach_leader_and_its_value_all_nodes(join: Callable[..., Channel]) -> None:
     first, second = join(0, 1, key=b"k" * 32), join(2, 3, key=b"k" * 32)
     until(covered(first, second), "both to be there")
     leader, other = (first, second) if first.view.leads else (second, first)
@@ -173,7 +173,7 @@ def again(one: Channel) -> tuple[NodeStatus, ...]:
     return one.view.survey[1]
 
 
-def test_host_of_the_store_stays_until_the_others_have_left(join: Callable[..., Channel]) -> None:
+def test_store_host_stays_until_the_others_left(join: Callable[..., Channel]) -> None:
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
     one._host = Host()  # type: ignore[assignment]

@@ -135,7 +135,7 @@ def test_no_incident_if_a_rank_has_no_supervisor(missing: int) -> None:
     assert [job.page().phase for _ in range(3)] == ["idle"] * 3
 
 
-def test_limit_ends_the_wait_for_work_but_not_for_a_pause() -> None:
+def test_limit_ends_the_wait_for_work_not_for_pauses() -> None:
     assert Job(3).open().say(2, at_limit=True).vote("unknown", "alive", "unseen").phase == "collecting"
     assert Job(3).open(at_limit=True).vote("unknown", "alive", "unseen").result == "alive", "another one's limit"
     assert end_of(Job(3).open(at_limit=True).vote("unknown", "paused", "unknown")) == ("idle", "paused")
@@ -301,7 +301,7 @@ def test_no_takeover_while_the_leader_responds() -> None:
     assert not any(succession.is_orphaned(LeaderPage(leader=1, count=half), half / 2) for half in range(200))
 
 
-def test_next_in_line_are_due_at_once_and_others_later() -> None:
+def test_next_leaders_are_due_at_once_others_later() -> None:
     job = Job(nodes=20)
     page = job.page()
     assert page.line == (2, 3, 4, 5)

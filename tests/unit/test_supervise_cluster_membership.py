@@ -80,7 +80,7 @@ def test_node_with_unreadable_beats_becomes_silent(monkeypatch: pytest.MonkeyPat
     assert leader.page is not None and leader.page.silent == (2,) and not leader.page.covered
 
 
-def test_new_leader_opens_another_incident_if_a_beat_was_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_leader_reopens_incident_after_an_unreadable_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(3, monkeypatch)
     job.meet()
     for _ in range(int(2 * SILENT_S) + 6):  # the others respond, the leader doesn't

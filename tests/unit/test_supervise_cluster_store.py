@@ -150,7 +150,7 @@ def test_another_program_is_not_taken_for_a_store(serving: Callable[[Serve], Add
         StoreClient(serving(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")), deadline_s=60)
 
 
-def test_old_answer_after_a_timeout_is_not_taken_for_a_new_one(serving: Callable[[Serve], Address]) -> None:
+def test_late_answer_after_a_timeout_is_discarded(serving: Callable[[Serve], Address]) -> None:
     client = StoreClient(serving(greeted), deadline_s=60)
     with pytest.raises(NodeStoreError, match="no answer in time"):
         client.add("n", 1, deadline_s=0.1)

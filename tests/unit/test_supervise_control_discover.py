@@ -12,7 +12,7 @@ from safelaunch.supervise.control.discover import look
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_run_without_an_owner_file_is_alive_while_its_directory_is_held(tmp_path: Path, held: bool) -> None:
+def test_run_without_owner_file_is_alive_while_directory_locked(tmp_path: Path, held: bool) -> None:
     run = tmp_path / "r4711"
     run.mkdir(mode=0o700)
     descriptor = os.open(run, os.O_RDONLY)

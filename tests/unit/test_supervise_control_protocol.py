@@ -108,7 +108,7 @@ def test_silent_client_is_dropped(answering: Answering, monkeypatch: pytest.Monk
         assert silent.recv(1) == half.recv(1) == b""
 
 
-def test_client_that_reads_nothing_is_dropped_and_blocks_no_other(
+def test_client_that_never_reads_is_dropped_without_blocking(
     answering: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "ANSWER_DEADLINE_S", 0.5)

@@ -24,7 +24,7 @@ TYPO = RankException("IndentationError", "unexpected indent (train.py, line 3)",
         ((None, None), (None, None), False),
     ],
 )
-def test_unreadable_script_is_recognized_by_the_syntax_error_of_all_ranks(
+def test_syntax_error_on_all_ranks_means_unreadable_script(
     raised: tuple[RankException | None, ...], steps: tuple[int | None, ...], found: bool
 ) -> None:
     ranks = [

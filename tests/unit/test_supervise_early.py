@@ -135,15 +135,13 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 @pytest.mark.parametrize(
     ("works", "entries", "seen"), [((1000,), ({}, {}), True), ((), ({}, {0: 5}), True), ((), ({}, {}), False)]
 )
-def test_work_in_an_early_look_is_noted_by_the_watch(
-    works: tuple[int, ...], entries: Any, seen: bool, job: Job
-) -> None:
+def test_work_in_an_early_look_is_noted(works: tuple[int, ...], entries: Any, seen: bool, job: Job) -> None:
     job.works, job.entries = works, entries
     job.wait(12)
     assert bool(job.watch.worked) is seen
 
 
-def test_noted_work_delays_the_users_threshold_but_not_a_proof(tmp_path: Path) -> None:
+def test_noted_work_delays_user_threshold_but_no_proof(tmp_path: Path) -> None:
     policy = Policy(20.0, 20.0, 240.0, stall_given=True)
     watch = RealWatch(Roster(RunPaths(tmp_path)), policy, 0.0)
     watch.note_work(16.0)
@@ -152,7 +150,7 @@ def test_noted_work_delays_the_users_threshold_but_not_a_proof(tmp_path: Path) -
     assert idle_s(watch.state, policy, stall, "dead", 22.0) == 22.0
 
 
-def test_still_rank_is_reported_within_seconds_and_then_at_growing_intervals(job: Job) -> None:
+def test_still_rank_is_reported_early_and_at_growing_intervals(job: Job) -> None:
     job.wait(60)
     assert len(job.said) == 3 and job.looks == 6
     assert job.said[0] == "quiet for 5 s (usual 0.05 s): rank 1 is asleep in train.py:7 (load)... watching"
@@ -198,14 +196,14 @@ def test_work_outside_the_ranks_is_not_reported(job: Job) -> None:
 
 
 @pytest.mark.parametrize(("word", "lines"), [(ASLEEP, 2), (NOBODY, 0), (FirstWord(common=True), 0)])
-def test_before_the_usual_step_is_known_only_outliers_are_reported(job: Job, word: FirstWord, lines: int) -> None:
+def test_only_outliers_are_reported_without_a_usual_step(job: Job, word: FirstWord, lines: int) -> None:
     job.watch.stage, job.word = "start", word
     job.wait(60)
     assert len(job.said) == lines
     assert not lines or job.said[0].startswith("quiet for 10 s (no usual step known): rank 1 is asleep")
 
 
-def test_stall_timeout_alone_prints_that_startup_timeout_applies_before_the_first_step(job: Job) -> None:
+def test_stall_timeout_alone_prints_that_startup_timeout_applies(job: Job) -> None:
     job.watch.stage, job.watch.policy = "start", Policy(5.0, 1800.0, 60.0, stall_given=True)
     job.wait(60)
     limit = "until then --startup-timeout (1800 s) applies, not --stall-timeout"
@@ -264,7 +262,7 @@ def test_step_cancels_the_look(job: Job) -> None:
 
 
 @pytest.mark.parametrize("why", ["not free", "suspected", "due soon", "not judged"])
-def test_no_early_look_during_a_suspicion_or_without_a_judged_rank(job: Job, why: str) -> None:
+def test_early_look_is_skipped_during_suspicion_or_without_rank(job: Job, why: str) -> None:
     job.free = why != "not free"
     job.watch.judged = why != "not judged"
     job.watch.state.status = Status.UNDECIDED if why == "suspected" else Status.WATCHING
@@ -291,7 +289,7 @@ def test_error_ends_the_early_looks_but_not_the_watch(job: Job, monkeypatch: pyt
     assert job.said == ["an internal error ended the early looks (RuntimeError: no). Still watching."]
 
 
-def test_rank_with_a_held_gil_gets_no_question_that_needs_it() -> None:
+def test_rank_with_held_gil_gets_no_gil_question() -> None:
     def seen(*threads: Thread) -> Look:
         sample = Result(StackSample(7, 1.0, "py-spy", threads) if threads else None, "py-spy", 0.1)
         return Look(1.0, 1.1, {0: RankLook(0, ProcessLook(7, None, sample))})

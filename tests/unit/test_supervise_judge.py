@@ -144,7 +144,7 @@ def woken(pid: int, call: str, target: str, limit_s: float | None, times: int, *
         ("", EPOLL, None, 100, "unknown"),  # a call that could not be read
     ],
 )
-def test_main_thread_woken_more_often_than_its_time_limit_is_receiving(
+def test_frequently_woken_main_thread_is_receiving(
     call: str, target: str, limit_s: float | None, times: int, found: str
 ) -> None:
     """The kernel counts no bytes of ``recv`` on Unix and UDP sockets, nor of ``splice``. Of pipes and TCP it does."""
@@ -159,12 +159,12 @@ def judged_twice(first: RankLook, second: RankLook, peer: RankLook = IN_CALL[1])
     return judged(taken, job(side(0, in_user(7)), waiting(1))).condition
 
 
-def test_wake_ups_of_a_socket_with_a_timeout_are_not_work() -> None:
+def test_wake_ups_from_socket_timeouts_are_not_work() -> None:
     one, other = woken(1000, "recvfrom", UDP, None, 100, times_out=True)
     assert judged_twice(RankLook(0, one), RankLook(0, other)) == "unknown"
 
 
-def test_wake_ups_count_for_awaited_children_and_for_other_threads_on_unix_sockets() -> None:
+def test_wake_ups_of_awaited_children_and_unix_sockets_count() -> None:
     one, other = woken(2000, "epoll_wait", EPOLL, None, 100)
     waits = process(1000, (Frame("/usr/lib/python3.11/subprocess.py", 1264, "Popen.wait"), *in_user(7)))
     assert judged_twice(RankLook(0, waits, (one,)), RankLook(0, waits, (other,))) == "alive"
@@ -178,7 +178,7 @@ def test_wake_ups_count_for_awaited_children_and_for_other_threads_on_unix_socke
     assert judge.work_in(looks(RankLook(0, ones[1])), Background()) == ()
 
 
-def test_main_thread_cpu_is_work_unless_it_waits_for_peers() -> None:
+def test_main_thread_cpu_is_work_unless_awaiting_peers() -> None:
     computing = RankLook(0, process(1000, in_user(7)))
     assert judged(looks(computing, used_ms={1000: 9000}), job(side(0, in_user(7)))).condition == "alive"
     spinning = looks(IN_CALL[0], used_ms={1000: 9000})
@@ -239,7 +239,7 @@ def test_suspended_job_is_stopped_not_judged() -> None:
     assert judged(looks(RankLook(0, STOPPED), IN_CALL[1])).condition == "unseen"
 
 
-def test_limit_is_the_first_timeout_of_a_group_that_a_rank_waits_in() -> None:
+def test_limit_is_the_first_timeout_of_awaited_groups() -> None:
     now_ns = time.time_ns()
     call = replace(entry("all_reduce", 4, line=50), created_ns=now_ns - 50 * 10**9, timeout_ms=600_000)
     waits = waiting(0, flight=record(*past(3), call))

@@ -49,7 +49,7 @@ def test_futex_below_a_user_line_is_unclear(frames: tuple[Frame, ...], kernel: s
     assert _is_unclear(looked_at(0, frames, kernel)) is unclear
 
 
-def test_c_frames_are_read_for_one_rank_of_each_stack_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c_frames_are_read_first_for_distinct_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are not read in time keep their stacks, with a note."""
     lines = {0: 7, 1: 7, 2: 7, 3: 7, 4: 9, 5: 7}
     last = Look(0.0, 1.0, {number: looked_at(number, in_user(line)) for number, line in lines.items()})
@@ -210,7 +210,7 @@ class Answers:
     ("state", "owes", "asks"),
     [("S", False, True), ("D", False, True), ("T", False, False), ("t", False, False), ("S", True, False)],
 )
-def test_rank_is_asked_for_stacks_unless_stopped_or_still_owing_an_answer(
+def test_rank_is_queried_for_stacks_unless_stopped_or_pending(
     state: str, owes: bool, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = looked_at(0, in_user(7)).main

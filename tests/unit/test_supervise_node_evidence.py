@@ -95,7 +95,7 @@ def test_lost_store_belongs_to_its_host() -> None:
     assert told(seen(page=None, others=(also,)), "closed").store == "", "either may"
 
 
-def test_probe_needs_an_address_and_counts_a_refusal_as_an_answer() -> None:
+def test_probe_needs_an_address_and_accepts_a_refusal() -> None:
     assert probe("127.0.0.1", free_port(), deadline_s=2.0) == "answers"
     with socket.create_server(("127.0.0.1", 0)) as listening:
         assert probe("127.0.0.1", listening.getsockname()[1], deadline_s=2.0) == "answers"

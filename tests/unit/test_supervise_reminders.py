@@ -5,7 +5,7 @@ from __future__ import annotations
 from safelaunch.supervise.reminders import Reminder
 
 
-def test_reminder_is_due_after_a_time_and_whenever_that_doubles() -> None:
+def test_reminder_is_due_at_doubling_intervals() -> None:
     reminder = Reminder()
     said = [(now, reminder.is_first) for now in range(100, 300) if reminder.is_due(100.0, 10.0, float(now))]
     assert said == [(110, True), (120, False), (140, False), (180, False), (260, False)]

@@ -107,7 +107,7 @@ def half(*ranks: int, ends: bool = True) -> Evidence:
 # --- a hang -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_node_judges_the_evidence_of_all_and_the_others_take_its_verdict(job: Job, tmp_path: Path) -> None:
+def test_verdict_of_one_node_is_adopted_by_the_others(job: Job, tmp_path: Path) -> None:
     leader, other = job.meet()
     job.collects()
     led, followed = at_once(lambda: leader.decide_hang(1, half(0, 1)), lambda: other.decide_hang(1, half(2, 3)))
@@ -228,9 +228,7 @@ def test_root_failure_unknown_to_the_others_is_judged_here(job: Job) -> None:
 @pytest.mark.parametrize(
     ("own", "also", "excused"), [("", "", True), ("rank 1 raised", "", False), ("", "rank 5 raised", False)]
 )
-def test_ranks_that_lost_peers_on_a_restarting_node_have_not_failed(
-    job: Job, own: str, also: str, excused: bool
-) -> None:
+def test_ranks_with_peers_on_restarting_node_have_not_failed(job: Job, own: str, also: str, excused: bool) -> None:
     first, second, third = job.meet(3)
     second.announce_restart()
     for rounds, text in ((first, own), (third, also)):
@@ -362,7 +360,7 @@ class OpenFiles:
         return part if fits(part) else {}
 
 
-def test_parts_of_a_service_are_read_and_unusable_ones_are_noted(job: Job) -> None:
+def test_service_parts_are_read_and_unusable_ones_noted(job: Job) -> None:
     leader, *others = job.meet(5)
     with leader.asking(NodeQuestion(0, "files", b"1")) as answers:
         until(lambda: all(one.page and one.page.asked for one in job.nodes), "the question")
@@ -376,7 +374,7 @@ def test_parts_of_a_service_are_read_and_unusable_ones_are_noted(job: Job) -> No
     assert len(notes) == 3 and all(note.startswith("a node's count could not be read (slot ") for note in notes)
 
 
-def test_stop_ends_the_wait_and_questions_of_a_node_are_sequential(job: Job) -> None:
+def test_stop_ends_the_wait_and_questions_stay_sequential(job: Job) -> None:
     leader, _ = job.meet()
     stop, second = Event(), threading.Event()
     stop.set()

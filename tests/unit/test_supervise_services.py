@@ -80,7 +80,7 @@ def ask(services: Services, count: object, command: str = "files") -> Asking:
     return client
 
 
-def test_equal_requests_share_an_answer_and_another_one_is_refused(services: Services, files: OpenFiles) -> None:
+def test_equal_requests_share_an_answer_others_are_refused(services: Services, files: OpenFiles) -> None:
     first, same, other = ask(services, 3), ask(services, 3), ask(services, 4)
     assert other.value == ServiceAnswer(problem="another count of this run is in progress")
     services.tick()
@@ -112,7 +112,7 @@ def test_failure_answer_contains_no_secrets(services: Services, files: OpenFiles
     assert client.value == ServiceAnswer(problem="ValueError: a [redacted] count")
 
 
-def test_service_yields_to_a_dump_and_ends_with_the_job(services: Services, files: OpenFiles) -> None:
+def test_service_yields_to_dump_and_ends_with_job(services: Services, files: OpenFiles) -> None:
     client = ask(services, 3)
     services.yield_to_dump()
     until(lambda: services.busy, "the end")

@@ -113,7 +113,7 @@ def test_node_looks_and_votes_again_in_every_incident(job: Job) -> None:
     job.until(lambda: job.vote == (2, "unseen"))
 
 
-def test_node_keeps_its_vote_when_it_suspects_the_job_as_well(job: Job) -> None:
+def test_node_that_also_suspects_keeps_its_vote(job: Job) -> None:
     """Its ranks' marks are a moment younger: it is asked first, and its own suspicion comes while it looks."""
     job.call(1)
     job.tick()
@@ -122,7 +122,7 @@ def test_node_keeps_its_vote_when_it_suspects_the_job_as_well(job: Job) -> None:
     assert job.council.channel.beat.doing == "watching", "it has not asked"
 
 
-def test_rank_in_a_timed_phase_is_not_looked_at_and_votes_paused(job: Job) -> None:
+def test_rank_in_a_timed_phase_votes_paused_without_look(job: Job) -> None:
     job.watch.current_stall = lambda now: None  # type: ignore[method-assign]
     job.call(1)
     job.tick()
@@ -294,7 +294,7 @@ def test_hang_message_names_ranks_and_reason(
     assert said in " ".join(capfd.readouterr().err.split())
 
 
-def test_continuing_job_is_reported_once_per_condition_and_every_hour(
+def test_continuing_job_is_reported_per_condition_and_hourly(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """No default limit is announced: no rank waits in a group."""
@@ -308,7 +308,7 @@ def test_continuing_job_is_reported_once_per_condition_and_every_hour(
     ]
 
 
-def test_waiting_message_counts_the_users_threshold_from_the_last_work(capfd: pytest.CaptureFixture[str]) -> None:
+def test_waiting_message_counts_user_threshold_from_last_work(capfd: pytest.CaptureFixture[str]) -> None:
     policy = Policy(20.0, 1800.0, 240.0, stall_given=True)
     watch = SimpleNamespace(policy=policy, unseen=(), state=replace(initial_state(0.0), worked_s=16.0))
     saying(watch)._say_waiting(Stall((0,), 0.0, 20.0, 20.0, False, 61), Judgement("unknown"), 22.0)
@@ -317,7 +317,7 @@ def test_waiting_message_counts_the_users_threshold_from_the_last_work(capfd: py
 
 
 @pytest.mark.parametrize(("policy", "ends"), [({}, False), ({"max_stall_given": True}, True)])
-def test_only_a_given_max_stall_ends_an_unproved_job_on_several_nodes(policy: dict[str, bool], ends: bool) -> None:
+def test_only_explicit_max_stall_ends_unproved_multi_node_job(policy: dict[str, bool], ends: bool) -> None:
     """``_is_at_limit`` is what a node tells the leader, and what the evidence of all nodes is judged with."""
     policy_ = replace(Policy(60.0, 1800.0, 1800.0), **policy)
     watch = SimpleNamespace(policy=policy_, unseen=(1,), state=initial_state(0.0))
@@ -326,7 +326,7 @@ def test_only_a_given_max_stall_ends_an_unproved_job_on_several_nodes(policy: di
         assert saying(watch)._is_at_limit(stall, Judgement(found)) is ends  # type: ignore[arg-type]
 
 
-def test_hang_message_on_one_of_several_nodes_names_its_own_evidence(capfd: pytest.CaptureFixture[str]) -> None:
+def test_hang_message_on_one_node_names_its_evidence(capfd: pytest.CaptureFixture[str]) -> None:
     """The merged evidence of all nodes can still prove the hang."""
     pages = {0: SimpleNamespace(last_step_ns=int(40e9))}
     watch = SimpleNamespace(last_progress=pages, policy=Policy(60.0, 1800.0, 1800.0), unseen=(1,))

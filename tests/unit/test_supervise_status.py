@@ -35,7 +35,7 @@ def test_activity_of_a_silent_rank_is_described(seen: RankLook | None, words: st
     assert activity_of(seen) == words
 
 
-def test_only_silent_ranks_are_looked_at_once_until_they_move() -> None:
+def test_silent_rank_is_looked_at_once_until_it_moves() -> None:
     asked: list[list[int]] = []
 
     def ask_ranks(targets: Sequence[Target]) -> Looks:

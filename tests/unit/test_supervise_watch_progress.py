@@ -50,7 +50,7 @@ def test_steps_before_the_first_tick_count() -> None:
     assert (event.kind, 4.9 <= delay_s <= 5.6) == ("suspect", True)
 
 
-def test_steps_of_an_excused_job_before_the_first_tick_do_not_count() -> None:
+def test_steps_of_excused_job_before_first_tick_are_ignored() -> None:
     watch, ranks = watched()
     for rank in (0, 1):
         ranks.step(rank, 100, 10.4, first_step_ns=int(10.1e9), paused=True)
@@ -222,7 +222,7 @@ def test_absurd_world_size_is_ignored(node: Node) -> None:
     assert node.watch.world_size == 1
 
 
-def test_stop_of_the_supervisor_itself_is_remembered_for_a_while(node: Node) -> None:
+def test_stop_of_supervisor_itself_is_remembered_briefly(node: Node) -> None:
     node.starts(0)
     for now in (1.0, 2.0, 45.0, 46.0):
         node.watch.tick(now)
@@ -255,7 +255,7 @@ def test_strides_keep_all_of_few_steps() -> None:
     assert strides.points() == tuple((step * 1000, step) for step in range(1, 20))
 
 
-def test_strides_of_a_long_run_are_few_and_evenly_spread() -> None:
+def test_strides_of_long_run_are_few_and_even() -> None:
     strides = Strides()
     for step in range(1, 100_001):
         strides.add(step, step)

@@ -64,7 +64,7 @@ def first_look(job: Job) -> float:
     ("longest_s", "after_s"),
     [(0.05, LEAST_S), (0.5, LEAST_S), (1.0, 8.0), (5.0, 40.0), (20.0, MOST_S), (60.0, OUTLASTS * 60)],
 )
-def test_first_look_comes_after_a_few_of_the_longest_steps(longest_s: float, after_s: float) -> None:
+def test_first_look_comes_after_a_few_longest_steps(longest_s: float, after_s: float) -> None:
     job = Job(longest_s)
     assert after_s <= first_look(job) <= after_s + TICK_S
 
@@ -173,7 +173,7 @@ def test_spell_before_the_first_step_has_stage_start() -> None:
 @pytest.mark.parametrize(
     "fields", [{"paused": True}, {"phase": "eval", "phase_timeout_s": 60.0, "phase_since_ns": int(30e9)}]
 )
-def test_rank_in_a_pause_or_timed_phase_has_no_spell(fields: dict[str, Any]) -> None:
+def test_paused_or_timed_rank_has_no_quiet_spell(fields: dict[str, Any]) -> None:
     watch, ranks = watched()
     now, _ = train(watch, ranks, 20, 1.0)
     ranks.step(0, 20, now, **fields)
@@ -204,7 +204,7 @@ def test_job_is_frozen_after_ten_usual_steps(usual_s: float, longest_s: float, q
     assert quiet.frozen_s(None, None, 1000.0 + quiet_s) == 0.0
 
 
-def test_evaluation_as_long_as_the_last_one_is_not_frozen() -> None:
+def test_evaluation_of_usual_length_is_not_frozen() -> None:
     job = Job(longest_s=0.1)
     job.wait(20.0)
     assert quiet.frozen_s(job.quiet, job.spell(), job.now)

@@ -246,7 +246,7 @@ def test_suspicion_is_raised_within_a_tick_of_the_threshold() -> None:
     assert 0 <= at - (33.3 + POLICY.stall_s) <= TICK_S + 1e-6
 
 
-def test_working_rank_without_steps_ends_only_at_the_user_limit() -> None:
+def test_working_rank_without_steps_ends_at_user_limit() -> None:
     job = Replay(lambda now: [rank(0)], lambda now: "alive")
     job.until(20_000)
     assert set(job.kinds) == {"suspect", "undecided"} and len(job.events) > 300
@@ -331,7 +331,7 @@ def test_working_job_is_undecided_until_max_stall() -> None:
     assert set(job.kinds[:-1]) == {"suspect", "undecided"}
 
 
-def test_job_that_polls_for_hours_is_never_ended_by_default() -> None:
+def test_job_polling_for_hours_never_ends_by_default() -> None:
     job = Replay(lambda now: [rank(0, 10.0)], lambda now: "unknown", AUTO)
     job.until(24 * 3600)
     looks = [at for at, kind in job.events if kind == "suspect"]

@@ -121,7 +121,7 @@ def test_work_is_what_exceeds_the_learned_background(
         (using(key=CHILD, faults=200), {"foreground": [20]}, []),
     ],
 )
-def test_awaited_work_counts_at_the_same_pace_in_a_short_window(
+def test_awaited_work_counts_proportionally_in_a_short_window(
     after: Mapping[Any, ProcessCounters], more: dict[str, Any], expected: list[tuple[str, int, int | None]]
 ) -> None:
     assert kinds(find_work(START, at(2.0, after), Background(), **more)) == expected

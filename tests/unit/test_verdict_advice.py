@@ -87,7 +87,7 @@ def test_barrier_against_ddp_forward_suggests_no_model_module() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_full_state_dict_on_one_rank_is_advised_on_all(world: int) -> None:
+def test_full_state_dict_on_one_rank_gets_advice(world: int) -> None:
     ranks = [stuck(n, "all_reduce", in_backward(50)) for n in range(world)]
     ranks[0] = stuck(0, "all_gather_into_tensor", in_full_state_dict(20))
     assert "Create the state dict, or call `full_tensor()`, on all ranks" in suggestions_on(job(*ranks))[0]

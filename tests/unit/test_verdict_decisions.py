@@ -40,7 +40,7 @@ def test_case_is_decided_as_recorded(case: CaseText) -> None:
     check(case)
 
 
-def test_files_are_named_after_causes_and_cases_have_unique_names() -> None:
+def test_case_files_match_causes_and_names_are_unique() -> None:
     assert {case.path.stem for case in CASES} <= CAUSES.keys()
     names = [case.name for case in CASES]
     assert sorted(names) == sorted(set(names))

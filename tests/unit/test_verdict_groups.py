@@ -31,7 +31,7 @@ def test_mesh_dimensions_are_read_from_its_groups() -> None:
     assert mesh(CaseFacts.of(job(*ranks))) == (("dp", 2), ("tp", 2)), "a flattened dimension comes after them"
 
 
-def test_groups_that_do_not_form_the_world_give_no_mesh() -> None:
+def test_groups_not_forming_the_world_give_no_mesh() -> None:
     assert mesh(CaseFacts.of(job(*(in_mesh(n, "mesh_dp") for n in WORLD)))) == ()
     assert mesh(CaseFacts.of(job(*(in_mesh(n, "tensor", "pipeline") for n in WORLD)))) == ()
     differing = [in_mesh(n, "mesh_dp", f"mesh_{'tp' if n else 'pp'}") for n in WORLD]

@@ -72,7 +72,7 @@ def train():
 @pytest.mark.parametrize(
     ("call", "group", "told"), [("save()", "0", True), ("log(Lazy(save))", "0", False), ("save()", "1", False)]
 )
-def test_rank_in_a_later_round_with_equal_calls_skipped_some(call: str, group: str, told: bool) -> None:
+def test_rank_in_later_round_with_equal_calls_skipped_some(call: str, group: str, told: bool) -> None:
     """Unless a library has called what waits there: under conditions of its own, as a level of logging. In another
     group it may have made as many calls as all.
     """

@@ -35,7 +35,7 @@ def test_catalogue_counts_the_cases_with_each_sentence() -> None:
     assert twice == [[numbers.replace("1", "2"), sentence] for numbers, sentence in once]
 
 
-def test_catalogue_differs_if_a_sentence_differs_or_another_case_has_it() -> None:
+def test_catalogue_depends_on_sentences_and_their_cases() -> None:
     case, other = (one.read().verdict for one in all_cases()[:2])
     changed = msgspec.structs.replace(case, summary="It hangs at line 7.")
     before = catalogue([("one", case), ("two", other)])
@@ -43,7 +43,7 @@ def test_catalogue_differs_if_a_sentence_differs_or_another_case_has_it() -> Non
     assert catalogue([("one", case), ("two", case)]) != before
 
 
-def test_templates_are_the_same_for_other_ranks_places_and_calls() -> None:
+def test_templates_ignore_ranks_places_and_calls() -> None:
     one = verdict_wording.templates_of("Ranks 0-2 wait in all_reduce at train.py:50 (train); rank 3 is asleep.")
     assert one == verdict_wording.templates_of("Rank 7 waits in barrier #3 at data.py:9 (load); ranks 3,5 are asleep.")
     assert len(one) == 2

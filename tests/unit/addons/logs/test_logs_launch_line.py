@@ -137,7 +137,7 @@ def test_line_without_a_launch_gives_nothing(line: str) -> None:
         (["step 1", "step 2"], ""),
     ],
 )  # fmt: skip
-def test_best_launch_is_the_first_launcher_or_the_last_script(lines: list[str], shown: str) -> None:
+def test_best_launch_is_first_launcher_or_last_script(lines: list[str], shown: str) -> None:
     launch: tuple[str, ...] = ()
     for line in lines:
         launch = best_launch(launch, line)

@@ -435,7 +435,7 @@ def test_watchdog_timeouts_name_the_mismatched_call_and_line(tmp_path: Path) -> 
     assert verdict.culprits[0].frame.line == 88
 
 
-def test_rank_behind_its_peers_in_the_log_is_gpu_kernel(tmp_path: Path) -> None:
+def test_rank_behind_its_peers_in_log_is_gpu_kernel(tmp_path: Path) -> None:
     verdict = verdict_of(all_of([watchdog(rank, 30 if rank == 1 else 31) for rank in range(4)]), tmp_path)
     assert named(verdict) == ("gpu-kernel", [1])
 
