@@ -40,7 +40,7 @@ class File:
             file.write(numbers)
 
 
-def test_a_check_is_read_once(tmp_path: Path) -> None:
+def test_series_check_is_read_once(tmp_path: Path) -> None:
     file = File(tmp_path / "series")
     series = SeriesReader(file.path, 1)
     assert series.read() == []
@@ -53,7 +53,7 @@ def test_a_check_is_read_once(tmp_path: Path) -> None:
     assert series.read() == []
 
 
-def test_what_is_being_written_waits_and_what_was_overwritten_is_lost(tmp_path: Path) -> None:
+def test_unfinished_slot_waits_and_overwritten_slot_is_lost(tmp_path: Path) -> None:
     file = File(tmp_path / "series")
     series = SeriesReader(file.path, 1)
     for number in range(3):
@@ -65,7 +65,7 @@ def test_what_is_being_written_waits_and_what_was_overwritten_is_lost(tmp_path: 
     assert [one.position for one in series.read()] == [12]
 
 
-def test_a_file_that_is_not_ready_or_damaged(tmp_path: Path) -> None:
+def test_unready_or_damaged_file_raises(tmp_path: Path) -> None:
     File(tmp_path / "fine")
     data = (tmp_path / "fine").read_bytes()
     young = tmp_path / "young"

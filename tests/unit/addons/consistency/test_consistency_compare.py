@@ -1,4 +1,4 @@
-"""What the comparison says of numbers that ranks have left, as a table of cases."""
+"""Findings of the comparison, as a table of cases."""
 
 from __future__ import annotations
 
@@ -51,38 +51,38 @@ def at(position: int, prints: Mapping[int, tuple[int, ...]]) -> list[SeriesCheck
 SAME = (1, 2, 3)
 
 
-def test_replicas_that_agree_say_nothing() -> None:
+def test_equal_replicas_give_no_finding() -> None:
     assert not found(*at(3, {0: SAME, 1: SAME, 2: SAME}), *at(6, {0: (4, 5, 6), 1: (4, 5, 6), 2: (4, 5, 6)}))
 
 
-def test_the_rank_that_differs_from_the_majority_is_named_with_the_first_parameter() -> None:
+def test_diverged_rank_is_named_with_first_parameter() -> None:
     (one,) = found(*at(3, {0: SAME, 1: SAME, 2: SAME}), *at(6, {0: SAME, 1: SAME, 2: (1, 9, 9)}))
     assert (one.kind, one.step, one.since_step, one.parameter) == ("replicas-diverged", 6, 3, "0.bias")
     assert (one.ranks, one.sides, one.count, one.total) == ((2,), ((0, 1), (2,)), 2, 3)
     assert "between steps 3 and 6: rank 2 differs from the others in 2 of 3 parameters" in one.words
 
 
-def test_two_ranks_have_no_majority() -> None:
+def test_two_diverged_ranks_have_no_culprit() -> None:
     checks = [check(rank, 1, (rank, 2, 3), group=(0, 1)) for rank in (0, 1)]
     (one,) = found(*checks, here=(0, 1))
     assert (one.ranks, one.sides) == ((), ((0,), (1,)))
     assert "at step 1: rank 0 against rank 1 in 0.weight" in one.words
 
 
-def test_nothing_is_claimed_without_a_group_or_of_ranks_outside_it() -> None:
+def test_tensors_without_group_are_not_compared() -> None:
     assert not found(*(check(rank, 3, (rank, 2, 3), group=()) for rank in range(3)))
     shards = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
     checks = [check(rank, 3, (rank % 2, 2, 3), group=group) for rank, group in shards.items()]
     assert not found(*checks, here=(0, 1, 2, 3))
 
 
-def test_a_position_waits_for_the_last_rank_until_the_job_has_ended() -> None:
+def test_position_waits_for_last_rank_until_job_end() -> None:
     apart = [check(0, 3), check(1, 3, (9, 2, 3))]
     assert not found(*apart)
     assert found(*apart, last=True)
 
 
-def test_each_finding_is_made_once_and_buffers_apart_from_parameters() -> None:
+def test_finding_is_reported_once_for_parameters_and_buffers() -> None:
     comparison = Comparison()
     for position in (3, 6):
         comparison.add(at(position, {0: SAME, 1: SAME, 2: (9, 9, 9)}))
@@ -91,13 +91,13 @@ def test_each_finding_is_made_once_and_buffers_apart_from_parameters() -> None:
         assert said == (["parameters", "buffers"] if position == 3 else [])
 
 
-def test_values_that_are_not_finite_are_no_divergence() -> None:
+def test_non_finite_values_are_no_divergence() -> None:
     nan = (math.nan,) * 3
     checks = [check(rank, 3, (rank, rank, rank), gradients=nan, sizes=nan) for rank in range(3)]
     assert [one.kind for one in found(*checks)] == ["non-finite-gradient"]
 
 
-def test_the_rank_whose_own_gradient_was_first_is_named_although_all_share_the_average() -> None:
+def test_non_finite_gradient_names_rank_where_it_began() -> None:
     nan = (FINE, math.nan, math.nan)
     since = {0: 6, 1: 5, 2: 6}
     (one,) = found(*(check(rank, 6, gradients=nan, bad_since=step) for rank, step in since.items()))
@@ -105,11 +105,11 @@ def test_the_rank_whose_own_gradient_was_first_is_named_although_all_share_the_a
     assert "one rank diverged" in one.words
 
 
-def test_an_overflow_of_a_step_that_was_skipped_is_none() -> None:
+def test_overflow_in_skipped_step_gives_no_finding() -> None:
     assert not found(*(check(rank, 6, bad_since=5 if rank == 1 else None) for rank in range(3)))
 
 
-def test_a_loss_far_above_all_others_or_not_finite() -> None:
+def test_loss_far_above_others_or_non_finite_is_found() -> None:
     usual, far = (1.0, 1.2) * 10, (5.0, 6.0) * 10
     (one,) = found(*(check(rank, 3, losses=far if rank == 1 else usual) for rank in range(3)))
     assert (one.kind, one.ranks) == ("loss", (1,))
@@ -119,7 +119,7 @@ def test_a_loss_far_above_all_others_or_not_finite() -> None:
 
 
 def told(*groups: tuple[int, ...]) -> str:
-    """What is said at the end of a job whose tensors have these replicas."""
+    """Returns the final report on a job whose tensors have these replicas."""
     comparison = Comparison()
     for rank in (0, 1):
         about = SeriesInfo(
@@ -131,7 +131,7 @@ def told(*groups: tuple[int, ...]) -> str:
     return comparison.report
 
 
-def test_what_was_not_compared_is_said() -> None:
+def test_report_lists_uncompared_tensors() -> None:
     assert told((0, 1)) == "nothing inconsistent: 1 check, 1 tensor compared"
     assert told((0, 1), ()).endswith("1 tensor compared; 1 not known to be replicated: 1.w")
     assert told((0, 1), (), (), (), ()).endswith("; 4 not known to be replicated: 1.w, 2.w, 3.w, ...")
@@ -146,7 +146,7 @@ def named(rank: int, position: int, prints: Mapping[str, int], rounds: int = 0) 
     return SeriesCheck(rank, about, position, tuple(prints.values()), fine, fine, rounds=rounds)
 
 
-def test_a_tensor_that_one_rank_alone_has_is_named_and_the_others_are_compared() -> None:
+def test_tensor_on_one_rank_is_reported_and_others_compared() -> None:
     comparison = Comparison()
     comparison.add([named(0, 3, {"w": 1, "b": 2}), named(1, 3, {"adapter": 9, "w": 1, "b": 2})])
     assert not comparison.new_findings((0, 1), 0.0)
@@ -158,20 +158,20 @@ def test_a_tensor_that_one_rank_alone_has_is_named_and_the_others_are_compared()
     assert [one.parameter for one in comparison.new_findings((0, 1), 0.0)] == ["b"]
 
 
-def test_replicas_that_never_met_are_no_word_of_health() -> None:
+def test_replicas_never_compared_give_no_clean_report() -> None:
     comparison = Comparison()
     comparison.add([named(0, 3, {"w": 1}), named(1, 3, {"v": 1})])
     comparison.new_findings((0, 1), 0.0, last=True)
     assert comparison.report == "nothing compared: 1 check, 0 tensors compared; NOT compared between ranks 0-1: w, v"
 
 
-def test_only_what_was_computed_at_the_same_moment_is_compared() -> None:
+def test_checks_of_different_moments_are_not_compared() -> None:
     alone = [named(0, 3, {"w": 1}, rounds=2), named(1, 3, {"w": 2}, rounds=3)]
     assert not found(*alone, here=(0, 1), last=True)
     assert found(*alone, named(0, 3, {"w": 1}, rounds=3), here=(0, 1), last=True)
 
 
-def test_a_position_for_which_one_rank_never_comes_is_compared_among_the_others_in_the_end() -> None:
+def test_position_missing_one_rank_is_compared_at_end() -> None:
     comparison = Comparison()
     comparison.add([check(rank, 3, (rank, 2, 3)) for rank in (0, 1)])
     assert not comparison.new_findings((0, 1, 2), 0.0)
@@ -182,7 +182,7 @@ def test_a_position_for_which_one_rank_never_comes_is_compared_among_the_others_
 of_four = partial(check, group=(0, 1, 2, 3))
 
 
-def test_what_tells_a_difference_arrives() -> None:
+def test_encoded_checks_keep_differences() -> None:
     sent = [
         of_four(0, 3, (1, -2, 3)),
         of_four(1, 3, (1, 9, 3)),
@@ -195,7 +195,7 @@ def test_what_tells_a_difference_arrives() -> None:
     assert third.sentinel[0][0] == 6 and third.losses == ((6, 0.5), (7, math.inf))
 
 
-def test_the_halves_of_two_nodes_make_one_finding() -> None:
+def test_checks_of_two_nodes_give_one_finding() -> None:
     comparison = Comparison()
     comparison.add([of_four(rank, position) for rank in (0, 1) for position in (3, 6)])
     there = [of_four(2, 3), of_four(3, 3), of_four(2, 6), of_four(3, 6, (1, 2, 7))]
@@ -205,17 +205,17 @@ def test_the_halves_of_two_nodes_make_one_finding() -> None:
     assert found.parameter == "2.weight"
 
 
-def test_a_rank_of_another_number_in_its_job_stays_at_home() -> None:
+def test_rank_with_other_number_is_not_sent() -> None:
     about = SeriesInfo("key", "parameters", 3, 5, ((0, 5),), (("weight", 0),))
     assert decode(encode([SeriesCheck(0, about, 3, (1,), (1.0,), (1.0,))], share_of(2))) == []
 
 
-def test_only_the_newest_positions_travel() -> None:
+def test_only_latest_positions_are_sent() -> None:
     found = decode(encode([of_four(0, position) for position in range(3, 303, 3)], share_of(2)))
     assert [one.position for one in found] == list(range(303 - 3 * MOST_POSITIONS, 303, 3))
 
 
-def test_where_tensors_are_too_many_neighbours_share_a_fingerprint() -> None:
+def test_too_many_tensors_share_fingerprints() -> None:
     names = tuple(f"layers.{number}.weight" for number in range(9000))
     groups = ((0, 1), (0, 1, 2, 3))
     about = SeriesInfo("key", "parameters", 3, -1, groups, tuple((name, n // 6000) for n, name in enumerate(names)))
@@ -239,12 +239,12 @@ def test_where_tensors_are_too_many_neighbours_share_a_fingerprint() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"x" * 50, b"".join(pack(b"\x93\x90\x90\x91\x94\x00\x00\x05\x00") or [])])
-def test_what_a_stranger_wrote_is_refused(data: bytes) -> None:
+def test_foreign_data_is_rejected(data: bytes) -> None:
     with pytest.raises(BadMessage):
         decode(data)
 
 
-def test_findings_travel_back() -> None:
+def test_shared_findings_survive_encoding() -> None:
     found = SharedFindings((WrongResult("loss", 1.0, step=3, ranks=(1,), words="loss: ..."),), True, "node1: /bundle")
     assert parse(msgspec.msgpack.encode(found), SharedFindings) == found
     with pytest.raises(BadMessage):

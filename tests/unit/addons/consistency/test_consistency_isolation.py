@@ -23,7 +23,7 @@ print(json.dumps([probe.__name__, probe.marks is marks, addon_probes.load("consi
 """
 
 
-def test_a_probe_uses_the_beacon_of_its_rank_and_no_other_code_of_ours() -> None:
+def test_probe_imports_only_the_ranks_beacon() -> None:
     done = subprocess.run([sys.executable, "-S", "-c", ALONE], cwd="/", capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert json.loads(done.stdout) == ["_safelaunch_beacon.addons.consistency.probe", True, True, []]

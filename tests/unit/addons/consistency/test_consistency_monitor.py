@@ -58,7 +58,9 @@ def monitor(
         ("stop", [("bundle", True), "shown", (EXIT_INCONSISTENT, True)]),
     ],
 )
-def test_a_finding_in_a_running_job(monkeypatch: pytest.MonkeyPatch, action: str, done: list[object]) -> None:
+def test_finding_in_running_job_triggers_action(
+    monkeypatch: pytest.MonkeyPatch, action: str, done: list[object]
+) -> None:
     supervisor = Supervisor()
     monitor(monkeypatch, supervisor, action, [FINDING]).tick()
     assert supervisor.done == done
@@ -73,7 +75,7 @@ def test_a_finding_in_a_running_job(monkeypatch: pytest.MonkeyPatch, action: str
         ("stop", False, []),
     ],
 )
-def test_a_finding_in_the_last_checks(
+def test_finding_in_last_checks_triggers_action(
     monkeypatch: pytest.MonkeyPatch, action: str, succeeded: bool, done: list[object]
 ) -> None:
     supervisor = Supervisor()
@@ -81,13 +83,15 @@ def test_a_finding_in_the_last_checks(
     assert supervisor.done == done
 
 
-def test_a_job_that_is_ending_for_another_reason_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ending_job_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = Supervisor(ending=True)
     monitor(monkeypatch, supervisor, "stop", [FINDING]).tick()
     assert supervisor.done == [("bundle", True), "shown"]
 
 
-def test_another_node_ends_the_job_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_request_of_other_node_ends_job_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     supervisor = Supervisor()
     following = monitor(monkeypatch, supervisor, "stop", [])
     following._stopped_for = "node2: /bundles/two"
@@ -97,7 +101,7 @@ def test_another_node_ends_the_job_once(monkeypatch: pytest.MonkeyPatch, capfd: 
     assert "the bundle is on node2: /bundles/two" in " ".join(capfd.readouterr().err.replace("safelaunch:", "").split())
 
 
-def test_no_finding_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_finding_triggers_no_action(monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = Supervisor()
     monitor(monkeypatch, supervisor, "stop", []).tick()
     assert supervisor.done == []

@@ -32,11 +32,11 @@ def rounds(owner: probe._Owner, count: int, *optimizers: Optimizer) -> list[bool
     return due
 
 
-def test_the_first_round_and_every_third_is_checked(owner: probe._Owner) -> None:
+def test_first_and_every_third_round_are_checked(owner: probe._Owner) -> None:
     assert rounds(owner, 6, Optimizer()) == [True, False, True, False, False, True]
 
 
-def test_steps_of_one_rank_alone_do_not_move_its_rounds(owner: probe._Owner) -> None:
+def test_steps_of_one_rank_do_not_count_as_rounds(owner: probe._Owner) -> None:
     warm, own = Optimizer(), Optimizer()
     for _ in range(5):
         owner.stepped(warm)
@@ -45,13 +45,13 @@ def test_steps_of_one_rank_alone_do_not_move_its_rounds(owner: probe._Owner) -> 
     assert rounds(owner, 1, own) == [True]
 
 
-def test_steps_without_a_round_are_checked_as_often(owner: probe._Owner) -> None:
+def test_steps_without_rounds_are_checked_equally_often(owner: probe._Owner) -> None:
     one = Optimizer()
     rounds(owner, 1, one)
     assert [owner.stepped(one) for _ in range(5)] == [False, True, False, False, True]
 
 
-def test_optimizers_that_share_a_round_make_one_step(owner: probe._Owner) -> None:
+def test_optimizers_in_same_round_count_as_one_step(owner: probe._Owner) -> None:
     one, other = Optimizer(), Optimizer()
     assert rounds(owner, 3, one, other) == [True, False, True]
     owner.ready = True
@@ -59,7 +59,7 @@ def test_optimizers_that_share_a_round_make_one_step(owner: probe._Owner) -> Non
     assert rounds(owner, 2, one, other) == [False, True]
 
 
-def test_an_optimizer_takes_over_from_one_that_is_gone(owner: probe._Owner) -> None:
+def test_next_optimizer_counts_after_leader_is_gone(owner: probe._Owner) -> None:
     def before() -> None:
         owner.stepped(Optimizer())
 
@@ -77,9 +77,7 @@ class DistributedDataParallel:
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_batchnorm_buffers_that_ddp_does_not_broadcast_are_named_and_not_compared(
-    monkeypatch: pytest.MonkeyPatch, broadcast: bool
-) -> None:
+def test_batchnorm_buffers_without_broadcast_are_not_compared(monkeypatch: pytest.MonkeyPatch, broadcast: bool) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     ddp, optimizer = DistributedDataParallel(net, broadcast), torch.optim.SGD(net.parameters())
     owner = probe._Owner(torch, "module of 0,1 0")
@@ -104,7 +102,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
 
 @pytest.mark.parametrize("averages", [True, False])
-def test_deepspeed_keeps_equal_what_it_averages_but_experts(monkeypatch: pytest.MonkeyPatch, averages: bool) -> None:
+def test_deepspeed_replicas_exclude_experts(monkeypatch: pytest.MonkeyPatch, averages: bool) -> None:
     monkeypatch.setattr(replicas, "_ranks_of", lambda group: group)
     monkeypatch.setattr(DeepSpeedEngine, "enable_backward_allreduce", averages)
     engine = DeepSpeedEngine(torch.nn.Linear(2, 2))

@@ -14,13 +14,13 @@ from safelaunch.settings.config import resolve
 
 
 @pytest.mark.parametrize("given", [300, 300.0, "300", "5m"], ids=repr)
-def test_a_keyword_takes_the_durations_that_an_option_takes(given: Any, tmp_path: Path) -> None:
+def test_keyword_accepts_durations_of_option(given: Any, tmp_path: Path) -> None:
     settings = resolve(flags_of({"stall_timeout": given}), {}, tmp_path, lambda: None)
     assert settings.stall_timeout_s == 300.0
 
 
 @pytest.mark.parametrize("name", ["stall_timeout", "stall_floor", "max_stall", "startup_timeout", "pg_timeout", "wait"])
-def test_a_keyword_of_launch_raises_at_the_call(name: str) -> None:
+def test_invalid_keyword_raises_at_call(name: str) -> None:
     for given in ("soon", -1, float("nan"), timedelta(0)):
         with pytest.raises(ValueError, match=f"{name}: .* is not .*, or a timedelta") as raised:
             safelaunch.launch(None, "train.py", **{name: given})  # type: ignore[call-overload]
@@ -39,5 +39,5 @@ def test_a_keyword_of_launch_raises_at_the_call(name: str) -> None:
         ({"wait": timedelta(seconds=1.5)}, [("--wait", "1.5")]),
     ],
 )
-def test_keywords_of_launch_become_words(options: dict[str, Any], words: list[tuple[str, str | None]]) -> None:
+def test_keywords_become_flags(options: dict[str, Any], words: list[tuple[str, str | None]]) -> None:
     assert list(flags_of(options)) == words

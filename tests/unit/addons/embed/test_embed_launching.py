@@ -37,7 +37,7 @@ print(launch is safelaunch.launch, callable(probes.memory), callable(schemas.pat
 """
 
 
-def test_the_names_are_there_and_cost_nothing_until_they_are_used() -> None:
+def test_public_names_are_imported_lazily() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
     new, ours, *rest = done.stdout.splitlines()
     dear = {"typing", "msgspec", "json", "subprocess", "dataclasses", "inspect", "pathlib", "re", "importlib", "torch"}
@@ -47,20 +47,20 @@ def test_the_names_are_there_and_cost_nothing_until_they_are_used() -> None:
     assert rest[2:] == ["a fake", "True True True False"], "they can be replaced in tests"
 
 
-def test_every_name_of_the_package_is_there() -> None:
+def test_public_names_all_exist() -> None:
     assert set(safelaunch.__all__) <= set(dir(safelaunch))
     assert all(getattr(safelaunch, name) is not None for name in safelaunch.__all__)
     with pytest.raises(AttributeError, match="no attribute 'lunch'"):
         _ = safelaunch.lunch
 
 
-def test_the_keywords_are_the_options() -> None:
+def test_keywords_match_options() -> None:
     flags = {flag for flag, _ in flags_of(dict.fromkeys(LaunchOptions.__annotations__, "1"))}
     flags |= {flag for flag, _ in flags_of({"watch": False})}
     assert flags == {option.flag for option in OWN_OPTIONS if "run" in option.commands} - {"--dry-run"}
 
 
-def test_options_become_words() -> None:
+def test_options_become_flags() -> None:
     options = {
         "preset": ["hang-debug", Path("mine.yaml")],
         "stall_timeout": 90,
@@ -89,7 +89,7 @@ def test_options_become_words() -> None:
         ({}, 1800.0, "default"),
     ],
 )
-def test_one_number_counts_before_the_first_step_too(
+def test_stall_timeout_keyword_applies_before_first_step(
     words: dict[str, object], startup_s: float, origin: str, tmp_path: Path
 ) -> None:
     settings = from_the_start(resolve(flags_of(words), {}, tmp_path, lambda: None))
@@ -97,13 +97,13 @@ def test_one_number_counts_before_the_first_step_too(
     assert policy_of(settings).has_one_limit == (startup_s == 4.0)
 
 
-def test_a_number_of_the_environment_leaves_the_start_alone(tmp_path: Path) -> None:
-    """It is the command line's as well, where the start is torchrun's and imports."""
+def test_stall_timeout_variable_does_not_change_startup_timeout(tmp_path: Path) -> None:
+    """The variable also applies to the command line, which needs time for torchrun and imports."""
     settings = from_the_start(resolve((), {"SAFELAUNCH_STALL_TIMEOUT": "4"}, tmp_path, lambda: None))
     assert (settings.stall_timeout_s, settings.startup_timeout_s) == (4.0, 1800.0)
 
 
-def test_a_hang_error_says_where_the_evidence_is_and_travels() -> None:
+def test_hang_error_names_bundle_and_can_be_pickled() -> None:
     verdict = incidents.ALL["two"]().verdict if "two" in incidents.ALL else next(iter(incidents.ALL.values()))().verdict
     error = pickle.loads(pickle.dumps(safelaunch.HangError(verdict, Path("/bundles/one"))))
     assert (error.verdict, error.bundle) == (verdict, Path("/bundles/one"))
@@ -112,12 +112,12 @@ def test_a_hang_error_says_where_the_evidence_is_and_travels() -> None:
     assert "hung" in str(safelaunch.HangError())
 
 
-def test_a_path_without_evidence_is_an_error(tmp_path: Path) -> None:
+def test_path_without_evidence_raises(tmp_path: Path) -> None:
     with pytest.raises(safelaunch.UsageError, match="does not exist"):
         safelaunch.diagnose(tmp_path / "nothing")
 
 
-def test_the_two_sides_understand_each_other() -> None:
+def test_messages_arrive_on_both_sides() -> None:
     ours, theirs = socket.socketpair()
     caller, supervisor = Connection(ours, FromSupervisor), Connection(theirs, FromCaller)
     assert caller.received() == []
@@ -133,5 +133,5 @@ def test_the_two_sides_understand_each_other() -> None:
     assert caller.received() == [Done(hung=True)], "the last words of one that is gone"
     assert not caller.is_open
     assert caller.wait() is None
-    caller.send(Stopping())  # to nobody
+    caller.send(Stopping())  # the other end is gone
     caller.close()

@@ -24,7 +24,7 @@ def dumps(tmp_path: Path) -> Path:
     return write(folder, found)
 
 
-def test_the_script_goes_to_standard_output(dumps: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_script_goes_to_standard_output(dumps: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", str(dumps)]) == 0
     out, _ = capfd.readouterr()
     compile(out, "repro.py", "exec")
@@ -33,14 +33,14 @@ def test_the_script_goes_to_standard_output(dumps: Path, capfd: pytest.CaptureFi
 
 @pytest.fixture
 def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What each run of the script will do otherwise, the next one first."""
+    """Differences that each run of the script will have, next run first."""
     found: list[list[str]] = []
     monkeypatch.setattr(reproduce, "run", lambda *_: found.pop(0))
     monkeypatch.setattr(reproduce.importlib.util, "find_spec", lambda _: object())
     return found
 
 
-def test_a_script_that_hangs_otherwise_is_told(
+def test_script_that_hangs_differently_is_reported(
     dumps: Path, tmp_path: Path, outcomes: list[list[str]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     outcomes += [["rank 0 was not seen"], ["rank 0 was in barrier, and is in all_reduce"]]
@@ -49,12 +49,12 @@ def test_a_script_that_hangs_otherwise_is_told(
     assert outcomes == []
 
 
-def test_a_run_is_repeated_once(dumps: Path, tmp_path: Path, outcomes: list[list[str]]) -> None:
+def test_different_run_is_repeated_once(dumps: Path, tmp_path: Path, outcomes: list[list[str]]) -> None:
     outcomes += [["rank 0 was not seen"], []]
     assert main(["reproduce", str(dumps), "-o", str(tmp_path / "repro.py")]) == 0
 
 
-def test_or_into_a_file(
+def test_script_goes_to_output_file(
     dumps: Path, tmp_path: Path, outcomes: list[list[str]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     outcomes.append([])
@@ -82,7 +82,7 @@ def long(tmp_path: Path) -> Path:
 
 
 def made(capfd: pytest.CaptureFixture[str], path: Path, world: int, *words: str) -> dict[int, Rank]:
-    """What the ranks of the script call."""
+    """Returns the calls of the script's ranks."""
     assert main(["reproduce", str(path), *words]) == 0
     text = capfd.readouterr().out
     assert f"--nproc-per-node={world} " in text
@@ -98,21 +98,19 @@ def made(capfd: pytest.CaptureFixture[str], path: Path, world: int, *words: str)
         (("--ranks",), [6, 7]),
     ],
 )
-def test_as_many_calls_and_ranks_as_wanted(
+def test_last_and_ranks_limit_script(
     words: tuple[str, ...], calls: list[int], long: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert [len(rank.calls) for rank in made(capfd, long, len(calls), *words).values()] == calls
 
 
-def test_small_tensors(long: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_shrink_makes_tensors_small(long: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sizes = {call.tensors[0].shape for call in made(capfd, long, 4, "--shrink", "--all")[1].calls}
     assert len(sizes) == 30, "those that differ stay different"
     assert max(size for (size,) in sizes) <= 30
 
 
-def test_sends_are_made_and_the_head_says_that_gloo_records_none(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_sends_are_replayed_and_header_notes_missing_records(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = [Recorder(number, {"0": (0, 1)}) for number in range(2)]
     found[0].send(1).collective(state="started")
     found[1].recv(0)
@@ -124,16 +122,16 @@ def test_sends_are_made_and_the_head_says_that_gloo_records_none(
     assert [call.op for call in replayed(text, 2)[1].calls] == ["recv"]
 
 
-def test_nothing_to_replay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bundle_without_calls_gives_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", str(write(tmp_path, [Recorder(0, {"0": (0,)})]))]) == 1
     assert "no torch.distributed calls" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--last", "0"], ["--last", "x"], ["--all", "--last", "3"], ["--rank"], []])
-def test_what_it_does_not_know(words: list[str], tmp_path: Path) -> None:
+def test_unknown_path_gives_error(words: list[str], tmp_path: Path) -> None:
     assert main(["reproduce", str(tmp_path / "absent"), *words]) == 2
 
 
-def test_a_file_that_cannot_be_written(dumps: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_output_gives_error(dumps: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", str(dumps), "-o", str(tmp_path)]) == 2
     assert "cannot be written" in capfd.readouterr().err

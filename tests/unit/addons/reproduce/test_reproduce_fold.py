@@ -1,4 +1,4 @@
-"""Programs as branches and loops: each rank does what it did before, and what is alike stands once."""
+"""Programs as branches and loops: each rank does the same as before, and equal code occurs once."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ items = st.lists(st.sampled_from("abcd"), max_size=12)
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(items, st.integers(0, 4), items), min_size=1, max_size=5))
-def test_each_rank_does_its_own(parts: list[tuple[list[str], int, list[str]]]) -> None:
+def test_folded_program_keeps_each_ranks_steps(parts: list[tuple[list[str], int, list[str]]]) -> None:
     check({rank: [*first, *(times * ROUND), *last] for rank, (first, times, last) in enumerate(parts)})
 
 
-def test_ranks_that_are_alike_do_it_once() -> None:
+def test_equal_ranks_share_one_loop() -> None:
     nodes = check(dict.fromkeys(range(512), 100 * ROUND))
     (loop,) = nodes
     assert isinstance(loop, RepeatedItems)
     assert (loop.times, len(loop.body)) == (100, 3)
 
 
-def test_one_more_call_is_a_branch() -> None:
+def test_additional_call_becomes_branch() -> None:
     nodes = check({0: [*ROUND, "x", *ROUND], 1: 2 * ROUND, 2: 2 * ROUND})
     assert [node.sides for node in nodes if isinstance(node, RankBranch)] == [
         ((frozenset({0}), (RankStep("x", frozenset({0})),)),)
     ]
 
 
-def test_a_call_left_out_in_a_round_is_a_branch_between_loops() -> None:
+def test_call_missing_in_one_round_becomes_branch_between_loops() -> None:
     programs = dict.fromkeys(range(4), 5 * ROUND)
     programs[2] = [*(2 * ROUND), "b", "c", *(2 * ROUND)]
     nodes = check(programs)

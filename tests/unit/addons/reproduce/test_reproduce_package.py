@@ -1,4 +1,4 @@
-"""Whether a run of the script hangs as the job did."""
+"""Comparing how the script and the job hang."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ JOB = Hang(
 )
 
 
-def test_the_same() -> None:
+def test_equal_hangs_have_no_differences() -> None:
     assert differences(JOB, JOB) == []
 
 
-def test_what_is_not_known_differs_from_nothing() -> None:
+def test_unknown_group_or_peer_is_no_difference() -> None:
     assert (
         differences(JOB, replace(JOB, ranks={**JOB.ranks, 0: WaitPosition("all_reduce"), 1: WaitPosition("recv")}))
         == []
@@ -38,17 +38,17 @@ def test_what_is_not_known_differs_from_nothing() -> None:
         ({2: WaitPosition("recv", None, 0)}, "rank 2 was in no call"),
     ],
 )
-def test_another_call(ranks: dict[int, WaitPosition], words: str) -> None:
+def test_other_call_is_a_difference(ranks: dict[int, WaitPosition], words: str) -> None:
     (told,) = differences(JOB, replace(JOB, ranks={**JOB.ranks, **ranks}))
     assert words in told
 
 
-def test_a_rank_that_was_not_seen_proves_nothing() -> None:
+def test_unobserved_rank_is_a_difference() -> None:
     ranks = {rank: one for rank, one in JOB.ranks.items() if rank != 1}
     assert differences(JOB, replace(JOB, ranks=ranks)) == ["rank 1 was not seen in the run"]
 
 
-def test_another_verdict() -> None:
+def test_other_verdict_is_a_difference() -> None:
     (told,) = differences(JOB, replace(JOB, culprits=(0, 1)))
     assert told == "the verdict on the run is collective-mismatch (ranks 0-1), and was collective-mismatch (rank 1)"
     assert len(differences(JOB, replace(JOB, cause="group-order"))) == 1
@@ -57,20 +57,22 @@ def test_another_verdict() -> None:
 @pytest.mark.parametrize(
     ("recorded", "run", "alike"),
     [
-        ({0, 1}, {0, 1}, True),  # by calls alone, either may be at fault: the conditions in either source chose
+        ({0, 1}, {0, 1}, True),  # calls alone don't distinguish them: a condition in each source chose
         ({1}, {0, 1}, False),
         ({1}, {1}, False),
         ({0, 1}, None, False),
         (None, None, False),
     ],
 )
-def test_ranks_that_the_calls_do_not_tell_apart(recorded: set[int] | None, run: set[int] | None, alike: bool) -> None:
+def test_culprits_indistinguishable_by_calls_are_equal(
+    recorded: set[int] | None, run: set[int] | None, alike: bool
+) -> None:
     tied = [None if one is None else frozenset(one) for one in (recorded, run)]
     other = replace(JOB, culprits=(0,), by_calls=tied[1])
     assert (differences(replace(JOB, by_calls=tied[0]), other) == []) is alike
 
 
-def test_the_calls_alone_do_not_tell_one_rank_from_one() -> None:
+def test_rank_chosen_by_other_condition_is_no_difference() -> None:
     """The job's condition let rank 0 alone into its call, the script's lets rank 1 alone into the other one."""
     both = job(rank(0, in_c10d("barrier", 41)), waiting(1, flight=None))
     hangs = [
@@ -81,9 +83,9 @@ def test_the_calls_alone_do_not_tell_one_rank_from_one() -> None:
     assert differences(*hangs) == []
 
 
-def test_a_crash_is_no_hang() -> None:
+def test_crash_is_a_difference_from_hang() -> None:
     assert "ends in a crash" in differences(JOB, replace(JOB, outcome="crash", ranks={}))[0]
 
 
-def test_a_dump_of_a_hang_shows_a_hang() -> None:
+def test_dump_of_hang_counts_as_hang() -> None:
     assert differences(replace(JOB, outcome="dump"), JOB) == []

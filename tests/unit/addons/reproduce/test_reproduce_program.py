@@ -22,7 +22,7 @@ FEWEST = ScriptOptions(Extent(), fewest=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_fewer_ranks_lead_to_the_same_verdict(kind: str) -> None:
+def test_reduced_program_has_same_verdict(kind: str) -> None:
     for seed, variant in enumerate(("plain", "no stacks", "sends, no stacks")):
         evidence = generated(kind, variant, (4, 2, 2), seed)
         if evidence is None:
@@ -36,18 +36,18 @@ def test_fewer_ranks_lead_to_the_same_verdict(kind: str) -> None:
         assert set(made.hang.culprits) <= set(ranks)
 
 
-def test_one_absent_rank_of_many_needs_one_peer() -> None:
+def test_absent_rank_is_reproduced_with_one_peer() -> None:
     evidence = generated("stop", "plain", (8, 8, 1), 1)
     assert evidence is not None
     assert reproduction_of(evidence, FEWEST).world_size == 2
 
 
-def test_the_head_says_who_the_ranks_were(tmp_path: Path) -> None:
+def test_header_lists_original_ranks(tmp_path: Path) -> None:
     text = reproduction_of(absent(tmp_path, 3), FEWEST).text
     assert "# Ranks are renumbered: 0 was 0, 1 was 3." in text
 
 
-def test_transfers_name_their_peers_by_new_numbers(tmp_path: Path) -> None:
+def test_transfers_in_reduced_program_have_renumbered_peers(tmp_path: Path) -> None:
     ring = [Recorder(number, {"0": (0, 1, 2, 3)}) for number in range(4)]
     for one in ring:
         one.collective()
@@ -73,14 +73,14 @@ def absent(folder: Path, odd: int) -> Evidence:
     return locate.read(write(folder, found)).evidence
 
 
-def test_smaller_tensors_differ_where_they_differed(tmp_path: Path) -> None:
+def test_shrunk_tensors_keep_size_differences(tmp_path: Path) -> None:
     text = reproduction_of(absent(tmp_path, 3), ScriptOptions(Extent(everything=True), shrink=True)).text
     sizes = [one.tensors[0].shape for one in replayed(text, 4)[0].calls]
     assert sizes == [(2,), (1,), (2,)]
 
 
-def test_tensors_that_gloo_would_not_compare_are_larger(tmp_path: Path) -> None:
-    """Where their segments are as long, a rank of gloo comes back from the call."""
+def test_tensors_too_small_for_gloo_are_enlarged(tmp_path: Path) -> None:
+    """With segments of equal length, a gloo rank would return from the call."""
     found = [Recorder(number, {"0": (0, 1, 2, 3)}) for number in range(4)]
     for one in found:
         one.collective(size=(5,)).collective(size=(1,)).collective(size=(2 if one.rank == 3 else 1,), state="started")

@@ -1,5 +1,6 @@
-"""What a written script calls on each rank is what that rank has recorded, in that order; completed calls that would
-wait for each other are made without waiting for them; and each rank stands where it stood.
+"""The script makes each rank's recorded calls in order, and each rank stalls where it stalled.
+
+Finished calls that would wait for each other are asynchronous.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def called(one: Called) -> tuple[object, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_rank_makes_its_recorded_calls(kind: str, variant: str) -> None:
+def test_script_makes_recorded_calls_on_each_rank(kind: str, variant: str) -> None:
     for seed, layout in enumerate(LAYOUTS):
         evidence = generated(kind, variant, layout, seed)
         if evidence is None or ("sends" in variant and layout[2] == 1):
@@ -64,7 +65,7 @@ def test_each_rank_makes_its_recorded_calls(kind: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_rank_that_stands_stands_behind_its_last_call(variant: str) -> None:
+def test_stalled_rank_stalls_after_its_last_call(variant: str) -> None:
     evidence = generated("stop", variant, (4, 1, 1) if "sends" not in variant else (2, 2, 2), 1)
     assert evidence is not None
     (odd,) = {one.rank for one in diagnose(evidence).culprits}
@@ -76,7 +77,7 @@ def test_a_rank_that_stands_stands_behind_its_last_call(variant: str) -> None:
 
 
 @pytest.mark.parametrize("extent", EXTENTS)
-def test_what_meets_is_kept_or_left_out_on_all_members(extent: Extent) -> None:
+def test_matching_calls_are_kept_or_left_out_together(extent: Extent) -> None:
     for seed in range(12):
         evidence = generated("stop", "window, no stacks" if seed % 2 else "no stacks", (2, 2, 2), seed)
         assert evidence is not None
@@ -98,7 +99,7 @@ def script_of_dumps(folder: Path, *ranks: Recorder) -> str:
     return reproduction_of(locate.read(write(folder, ranks)).evidence, ALL).text
 
 
-def test_ranks_that_both_send_first_do_not_wait_for_it(tmp_path: Path) -> None:
+def test_finished_sends_of_both_ranks_are_asynchronous(tmp_path: Path) -> None:
     pair = [Recorder(number, GROUPS) for number in range(2)]
     for one in pair:
         one.send(1 - one.rank).recv(1 - one.rank)
@@ -108,7 +109,7 @@ def test_ranks_that_both_send_first_do_not_wait_for_it(tmp_path: Path) -> None:
     assert "dist.recv(" in text
 
 
-def test_ranks_that_send_in_turn_wait(tmp_path: Path) -> None:
+def test_alternating_sends_are_synchronous(tmp_path: Path) -> None:
     pair = [Recorder(number, GROUPS) for number in range(2)]
     pair[0].send(1).recv(1).collective(state="started")
     pair[1].recv(0).send(0)
@@ -117,8 +118,8 @@ def test_ranks_that_send_in_turn_wait(tmp_path: Path) -> None:
     assert "isend" not in text
 
 
-def test_groups_that_ranks_have_called_in_different_orders(tmp_path: Path) -> None:
-    """Of two threads or two streams, say: it is over on all ranks."""
+def test_groups_called_in_different_orders_are_asynchronous(tmp_path: Path) -> None:
+    """Two threads or streams could have made them: the calls have finished on all ranks."""
     pair = [Recorder(number, GROUPS) for number in range(2)]
     for one, order in zip(pair, (("0", "1"), ("1", "0")), strict=True):
         for group in order:
@@ -127,7 +128,7 @@ def test_groups_that_ranks_have_called_in_different_orders(tmp_path: Path) -> No
     assert "async_op=True" in script_of_dumps(tmp_path, *pair)
 
 
-def test_the_order_that_hangs_stays(tmp_path: Path) -> None:
+def test_order_that_hangs_is_kept(tmp_path: Path) -> None:
     pair = [Recorder(number, GROUPS) for number in range(2)]
     for one, order in zip(pair, (("0", "1"), ("1", "0")), strict=True):
         one.collective().collective(group=order[0], state="started")
@@ -141,7 +142,7 @@ def script_of(evidence: Evidence) -> str:
     return reproduction_of(evidence, ALL).text
 
 
-def test_groups_that_only_their_members_made_are_made_by_these() -> None:
+def test_groups_created_by_members_only_are_created_so() -> None:
     """Ranks 0 and 1 have made one more: now each waits in a group of another name than rank 2."""
 
     def made(number: int, count: int, groups: dict[str, tuple[int, ...]]) -> GilTest:
@@ -157,20 +158,20 @@ def test_groups_that_only_their_members_made_are_made_by_these() -> None:
     assert text.count("dist.new_group(") == 2
 
 
-def test_a_receive_from_any_rank_names_none() -> None:
+def test_receive_from_any_rank_names_no_peer() -> None:
     frames = in_c10d("recv", 20)
     receiver = rank_of(0, frames, flight=record(*past(3)), call=CallArguments(tag=0))
     text = script_of(job(receiver, waiting(1), waiting(2)))
     assert "dist.recv(torch.zeros(1))" in text
 
 
-def test_a_receive_from_one_rank_names_it() -> None:
+def test_receive_from_one_rank_names_peer() -> None:
     receiver = rank_of(0, in_c10d("recv", 20), flight=record(*past(3)), call=CallArguments(src=2, tag=0))
     text = script_of(job(receiver, waiting(1), waiting(2)))
     assert "dist.recv(torch.zeros(1), src=2)" in text
 
 
-def test_a_wait_for_a_transfer_that_was_begun_earlier_is_one_here() -> None:
+def test_wait_for_earlier_transfer_is_kept() -> None:
     """gloo records none, and the stack shows only ``work.wait()``: a barrier would be another call."""
     waits = rank_of(0, in_user(20), flight=record(*past(3)))
     source = "\n" * 19 + "work.wait()\n"
@@ -179,16 +180,16 @@ def test_a_wait_for_a_transfer_that_was_begun_earlier_is_one_here() -> None:
     assert "works[-1].wait()" in text
 
 
-def test_a_send_whose_peer_is_not_known_names_none_in_the_script_either() -> None:
-    """As ``group_dst``, it shows the watchdog as little as the recorded one did."""
+def test_send_to_unknown_peer_names_no_peer() -> None:
+    """``group_dst`` reveals as little to the watchdog as the recorded call did."""
     sender = rank_of(0, in_c10d("send", 20), flight=record(*past(3)), call=CallArguments(tag=0))
     made = reproduction_of(job(sender, waiting(1), waiting(2)), ALL)
     assert "dist.send(torch.zeros(1), group_dst=1)" in made.text
     assert any("the peer of its send is unknown" in note for note in made.notes)
 
 
-def test_the_root_of_a_broadcast_is_the_rank_that_gloo_keeps() -> None:
-    """Of five, the last: rank 2 has left one out. The root waits for rank 2, and rank 1 has what it needs."""
+def test_unrecorded_broadcast_root_fits_waiting_ranks() -> None:
+    """Rank 2 skipped the last of five broadcasts. The root waits for rank 2, and rank 1 has what it needs."""
     made = ("broadcast:0@7x4 broadcast:0@7*", "broadcast:0@7x5 0@9*", "broadcast:0@7x4 0@9*")
     frames = (in_c10d("broadcast", 7), in_c10d("all_reduce", 9), in_c10d("all_reduce", 9))
     ranks = [rank_of(n, frames[n], flight=record(*calls_in(text))) for n, text in enumerate(made)]
@@ -196,23 +197,23 @@ def test_the_root_of_a_broadcast_is_the_rank_that_gloo_keeps() -> None:
     assert [one.root for one in found[0].calls if one.op == "broadcast"] == [0, 0, 0, 0, 0]
 
 
-def test_a_rank_that_gloo_lets_go_does_not_fall_into_the_others_branch() -> None:
-    """Another backend may hold all ranks in a gather; with gloo, one that has given its part goes on."""
+def test_rank_returning_from_gather_stalls_in_own_branch() -> None:
+    """Other backends can hold all ranks in a gather; with gloo, a rank that has sent its part continues."""
     to_first = {"call": CallArguments(dst=0)}
     made = reproduction_of(job(waiting(0, "gather", **to_first), waiting(1, "gather", **to_first), waiting(2)), ALL)
     assert replayed(made.text, 3)[1].ended == "sleep"
     assert any("The last call of rank 1 would return with gloo" in note for note in made.notes)
 
 
-def test_ranks_that_gather_to_different_ones_do_not_meet() -> None:
+def test_gathers_to_different_roots_do_not_match() -> None:
     """Rank 1 is one round ahead: rank 0, to which it gives its part, gathers to rank 2."""
     ranks = [waiting(n, "gather", call=CallArguments(dst=0 if n == 1 else 2)) for n in range(3)]
     notes = reproduction_of(job(*ranks), ALL).notes
     assert any("The last call of rank 0 would return" in note for note in notes), "rank 1 would not"
 
 
-def test_calls_of_a_second_thread_are_made_in_the_recorded_order() -> None:
-    """The main thread waits for one that is in a call: behind calls of its own, which were made at once."""
+def test_calls_of_second_thread_keep_recorded_order() -> None:
+    """The main thread waits for a call of the second thread, after calls that it made asynchronously itself."""
     groups = {"0": (0, 1), "1": (0, 1)}
     flight = record(*calls_in("0@50x2 all_gather:1@30* 0@50"), groups=groups)
     one = rank_of(0, in_c10d("all_gather", 30), flight=flight)
@@ -227,8 +228,8 @@ def test_calls_of_a_second_thread_are_made_in_the_recorded_order() -> None:
     assert "works[-1].wait()" in text
 
 
-def test_who_comes_back_from_a_rooted_call_of_gloo() -> None:
-    """As seen with torch 2.13 and three ranks."""
+def test_ranks_return_from_rooted_gloo_call_as_measured() -> None:
+    """Measured with torch 2.13 and three ranks."""
     seen = {
         ("broadcast", 0, (0, 1)): {1}, ("broadcast", 0, (0, 2)): {2}, ("broadcast", 0, (1, 2)): set(),
         ("broadcast", 0, (0, 1, 2)): {0, 1, 2}, ("scatter", 0, (0, 1)): {1}, ("gather", 0, (0, 1)): {1},
@@ -238,7 +239,7 @@ def test_who_comes_back_from_a_rooted_call_of_gloo() -> None:
         assert {place for place in entered if can_return(op, root, entered, place, 3)} == back, (op, entered)
 
 
-def test_the_script_says_so_when_a_rank_comes_back() -> None:
+def test_script_reports_rank_that_returns() -> None:
     text = script_of(job(waiting(0), waiting(1), rank_of(2, in_user(7), "sleep", flight=record(*past(3)))))
     assert text.rstrip().splitlines()[-1].startswith('raise SystemExit(f"not as recorded: rank {rank} ')
     assert replayed(text, 3)[2].ended == "sleep"

@@ -55,7 +55,7 @@ def hang(name: str, frame_file: str = "/home/me/train.py", op: str = "all_reduce
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_names_of_strangers_stay_in_comments(name: str) -> None:
+def test_untrusted_names_stay_in_comments(name: str) -> None:
     found = reproduction_of(hang(name, f"/home/{name}.py", name), ScriptOptions(name=name))
     assert found.text.isascii()
     known = {
@@ -78,13 +78,13 @@ def test_names_of_strangers_stay_in_comments(name: str) -> None:
         assert not isinstance(node, ast.Constant) or not isinstance(node.value, str) or node.value in WORDS
 
 
-def test_the_users_lines_stand_beside_the_calls() -> None:
+def test_calls_have_user_line_as_comment() -> None:
     text = reproduction_of(hang("tp"), ALL).text
     assert "dist.all_reduce(torch.zeros(4)" in text
     assert "# train.py:7 (tp)" in text
 
 
-def test_plain_text_has_one_line_of_ascii() -> None:
+def test_plain_text_is_one_line_of_ascii() -> None:
     assert plain("a\n\x85b\u2028é") == "a b ?"
 
 
@@ -100,7 +100,7 @@ def test_plain_text_has_one_line_of_ascii() -> None:
         ({0, 3}, 8, "rank in (0, 3)"),
     ],
 )
-def test_conditions_on_ranks(ranks: set[int], world: int, words: str) -> None:
+def test_rank_conditions_are_short(ranks: set[int], world: int, words: str) -> None:
     assert condition(frozenset(ranks), world) == words
     for number in range(world):
         scope: dict[str, bool] = {}
@@ -111,7 +111,7 @@ def test_conditions_on_ranks(ranks: set[int], world: int, words: str) -> None:
 # --- NCCL's records, from dumps alone ---------------------------------------------------------------------------------
 
 
-def test_a_batch_of_sends_is_one_call(tmp_path: Path) -> None:
+def test_batch_of_sends_is_one_call(tmp_path: Path) -> None:
     ring = recorders(3)
     for one in ring:
         after, before = (one.rank + 1) % 3, (one.rank - 1) % 3
@@ -126,7 +126,7 @@ def test_a_batch_of_sends_is_one_call(tmp_path: Path) -> None:
         ]
 
 
-def test_a_block_of_collectives_is_one_call(tmp_path: Path) -> None:
+def test_coalesced_collectives_are_one_call(tmp_path: Path) -> None:
     pair = recorders(2)
     for one in pair:
         one.block([Op("all_reduce", (4,)), Op("all_reduce", (6,))])
@@ -135,7 +135,7 @@ def test_a_block_of_collectives_is_one_call(tmp_path: Path) -> None:
     assert replayed(text, 2)[0].calls[0].tensors == (Tensor((4,), "float32"), Tensor((6,), "float32"))
 
 
-def test_types_that_gloo_lacks_have_a_stand_in(tmp_path: Path) -> None:
+def test_types_unsupported_by_gloo_are_replaced(tmp_path: Path) -> None:
     pair = recorders(2)
     pair[0].collective(state="scheduled", dtype="Float8_e4m3fn")
     pair[1].collective(state="scheduled", dtype="Long")
@@ -144,7 +144,7 @@ def test_types_that_gloo_lacks_have_a_stand_in(tmp_path: Path) -> None:
     assert [found.calls[0].tensors[0].dtype for found in replayed(text, 2).values()] == ["float32", "int64"]
 
 
-def test_a_call_behind_one_that_hangs_is_made_at_once(tmp_path: Path) -> None:
+def test_call_after_hanging_one_is_asynchronous(tmp_path: Path) -> None:
     """The CPU queues calls for the device, which waits in the first of them."""
     pair = recorders(2)
     pair[0].collective(state="started").collective(state="scheduled", size=(5,)).collective(
@@ -155,7 +155,7 @@ def test_a_call_behind_one_that_hangs_is_made_at_once(tmp_path: Path) -> None:
     assert found[1].ended == "sleep"
 
 
-def test_groups_that_play_the_same_part_have_one_name(tmp_path: Path) -> None:
+def test_groups_with_same_role_share_name(tmp_path: Path) -> None:
     groups = {"1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}
     grid = recorders(4, groups)
     for one in grid:
@@ -170,7 +170,7 @@ def test_groups_that_play_the_same_part_have_one_name(tmp_path: Path) -> None:
     assert [one.ranks for one in replayed(text, 4)[2].calls[:2]] == [(2, 3), (0, 2)]
 
 
-def test_a_root_that_is_not_known_is_one_that_ranks_wait_for(tmp_path: Path) -> None:
+def test_unknown_root_fits_waiting_ranks(tmp_path: Path) -> None:
     trio = recorders(3)
     for one in trio[:2]:
         one.collective("broadcast", state="started")
@@ -178,7 +178,7 @@ def test_a_root_that_is_not_known_is_one_that_ranks_wait_for(tmp_path: Path) -> 
     assert {found[number].calls[0].root for number in (0, 1)} == {2}
 
 
-def test_tensors_that_no_machine_holds_are_smaller(tmp_path: Path) -> None:
+def test_tensors_too_large_for_machine_are_shrunk(tmp_path: Path) -> None:
     pair = recorders(2)
     pair[0].collective(state="scheduled", size=(1 << 40,))
     pair[1].collective(state="scheduled", size=(1 << 41,))
@@ -188,7 +188,7 @@ def test_tensors_that_no_machine_holds_are_smaller(tmp_path: Path) -> None:
     assert sizes == {(4,), (8,)}
 
 
-def test_a_block_of_broadcasts_has_a_root(tmp_path: Path) -> None:
+def test_coalesced_broadcasts_have_root(tmp_path: Path) -> None:
     pair = recorders(2)
     for one in pair:
         one.block([Op("broadcast", (4,)), Op("broadcast", (6,))])
@@ -200,7 +200,7 @@ def test_a_block_of_broadcasts_has_a_root(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_damaged_dumps_lead_to_a_script_all_the_same(seed: int, tmp_path: Path) -> None:
+def test_damaged_dumps_still_give_script(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)
     values = [
         "\n import os",

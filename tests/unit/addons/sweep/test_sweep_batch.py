@@ -61,14 +61,14 @@ def script_of(one: SweepJob, programs: SweepPrograms = PROGRAMS) -> str:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts(name: str) -> None:
+def test_batch_script_matches_golden_file(name: str) -> None:
     one = SCRIPTS[name]
     work = SubmittedWork("train.0123456789-5", one, Path("PLACE"), Path("100%"), ("12", "13") if one.needs else ())
     golden.compare(f"sbatch_scripts/{name}.sh", f"# {' '.join(SLURM.submit_command(work))}\n{script_of(one)}")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_says_the_same_to_a_shell(name: str, tmp_path: Path) -> None:
+def test_script_run_by_shell_keeps_values(name: str, tmp_path: Path) -> None:
     """With the task replaced by a program that shows its words: no value of a job is read by the shell."""
     show, one = tmp_path / "show", SCRIPTS[name]
     show.write_text(f"#!{sys.executable}\nimport os, sys\nprint(ascii([sys.argv[1:], os.environ.get('NAME')]))\n")
@@ -80,7 +80,7 @@ def test_a_script_says_the_same_to_a_shell(name: str, tmp_path: Path) -> None:
     assert ascii(one.words[-1]) in said or one.ports
 
 
-def test_the_name_of_a_submission_is_one_that_squeue_gives_back() -> None:
+def test_submission_name_survives_squeue() -> None:
     assert work_name("", "1f", 3) == "colaunch.1f-3"
     assert re.fullmatch(r"[A-Za-z0-9._-]{1,60}", work_name("é|" * 60, "1f", 3))
 
@@ -102,13 +102,13 @@ def words(text: str) -> tuple[str, ...]:
         ("rm -rf", "long form"),
     ],
 )
-def test_words_that_are_refused(word: str, says: str) -> None:
+def test_sbatch_option_of_engine_is_rejected(word: str, says: str) -> None:
     with pytest.raises(SpecError, match=says) as error:
         words(f"\nsbatch: '{word}'")
     assert str(error.value).startswith("s.yaml:2: ")
 
 
-def test_what_the_file_asks_slurm_for() -> None:
+def test_slurm_keys_become_sbatch_options() -> None:
     found = words("{time: 90, partition: 'a,b', sbatch: [--mem=4G, --exclusive, --time-min=5]}")
     assert found == ("--time=90", "--partition=a,b", "--mem=4G", "--exclusive", "--time-min=5")
     assert words("sbatch: []") == ()
@@ -117,7 +117,7 @@ def test_what_the_file_asks_slurm_for() -> None:
 # --- what squeue lists ------------------------------------------------------------------------------------------------
 
 
-def test_lines_of_squeue() -> None:
+def test_squeue_lines_are_parsed() -> None:
     text = (
         "12|RUNNING|n[1-2]|None|a.1f-1\n13|PENDING||Priority|x|y\nwhat\n14|CANCELLED||DependencyNeverSatisfied|b\n"
         "15|COMPLETING|n1|None|c\n"
@@ -130,7 +130,7 @@ def test_lines_of_squeue() -> None:
     ]
 
 
-def test_what_of_the_environment_reaches_sbatch() -> None:
+def test_sbatch_environment_has_no_variables_of_surrounding_job() -> None:
     given = {"PATH": "/bin", "SLURM_JOB_ID": "7", "SLURM_CONF": "/c", "SBATCH_JOB_NAME": "x", "SBATCH_PARTITION": "p",
              "CUDA_VISIBLE_DEVICES": "3", "SQUEUE_FORMAT": "%i"}  # fmt: skip
     assert slurm.clean(given) == {"PATH": "/bin", "SLURM_CONF": "/c", "SBATCH_PARTITION": "p"}
@@ -146,7 +146,7 @@ def test_what_of_the_environment_reaches_sbatch() -> None:
         ("Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size)", 0, 1),
     ],
 )
-def test_what_an_error_of_slurms_means(text: str, passing: int, full: int) -> None:
+def test_slurm_error_is_classified(text: str, passing: int, full: int) -> None:
     error = slurm.slurm_error(text)
     assert (error.passing, error.full) == (bool(passing), bool(full))
 
@@ -154,7 +154,7 @@ def test_what_an_error_of_slurms_means(text: str, passing: int, full: int) -> No
 # --- claims -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_claim_wins_and_the_same_job_comes_back(tmp_path: Path) -> None:
+def test_claim_of_two_tasks_one_wins_and_requeue_takes_over(tmp_path: Path) -> None:
     files = AttemptFiles(tmp_path, 1)
     first, other = AttemptClaim("x-1", 0, "n1", 1.0), AttemptClaim("x-2", 0, "n2", 2.0)
     assert files.claim(first) is None
@@ -165,12 +165,12 @@ def test_one_claim_wins_and_the_same_job_comes_back(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["attempt-1.claim"]
 
 
-def test_a_disk_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_on_disk_without_links_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def link(*places: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", link)
-    test_one_claim_wins_and_the_same_job_comes_back(tmp_path)
+    test_claim_of_two_tasks_one_wins_and_requeue_takes_over(tmp_path)
 
 
 def run_task(place: Path, name: str, *command: str, restart: int = 0, options: Sequence[str] = ()) -> int:
@@ -180,7 +180,7 @@ def run_task(place: Path, name: str, *command: str, restart: int = 0, options: S
     return subprocess.run(words, env=env, capture_output=True).returncode
 
 
-def test_a_task_runs_once_and_leaves_its_end(tmp_path: Path) -> None:
+def test_task_started_twice_runs_once_and_writes_end(tmp_path: Path) -> None:
     place = tmp_path / "jobs" / "a"
     place.mkdir(parents=True)
     shell = ("/bin/sh", "-c", "echo ran >> ran; echo out; exit 3")
@@ -195,7 +195,7 @@ def test_a_task_runs_once_and_leaves_its_end(tmp_path: Path) -> None:
     assert (place / "attempt-1.log").read_text() == "out\nout\n"
 
 
-def test_a_task_over_its_time_and_one_that_cannot_start(tmp_path: Path) -> None:
+def test_task_over_time_limit_or_unstartable_writes_end(tmp_path: Path) -> None:
     place = tmp_path / "jobs" / "a"
     place.mkdir(parents=True)
     assert run_task(place, "12", "/bin/sleep", "600", options=["--timeout", "0.1"]) == 143
@@ -229,7 +229,7 @@ def listed(state: str, name: str = "a", reason: str = "None", number: str = "12"
         ([listed("PENDING")], None, None, "queued"),
         ([listed("RUNNING")], None, None, "running"),
         ([listed("RUNNING")], CLAIM, None, "running"),
-        ([listed("RUNNING")], CLAIM, END, "ended"),  # Slurm has yet to hear of it
+        ([listed("RUNNING")], CLAIM, END, "ended"),  # Slurm doesn't list it as ended yet
         ([listed("RUNNING")], CLAIM, replace_end(exit_code=3), "ended"),
         ([listed("COMPLETING")], CLAIM, SIGNALLED, "running"),
         ([listed("PENDING", reason="BeginTime")], CLAIM, SIGNALLED, "queued"),  # preempted: it comes back
@@ -248,7 +248,9 @@ def listed(state: str, name: str = "a", reason: str = "None", number: str = "12"
         ([listed("PENDING", "b")], CLAIM, END, "ended"),
     ],
 )
-def test_how_a_job_stands(jobs: list[ListedJob], claim: AttemptClaim | None, end: TaskEnd | None, stands: str) -> None:
+def test_attempt_position_follows_scheduler_claim_and_end(
+    jobs: list[ListedJob], claim: AttemptClaim | None, end: TaskEnd | None, stands: str
+) -> None:
     assert judge(jobs, claim, end).stage == stands
 
 
@@ -280,17 +282,19 @@ def ended(code: int | None, state: str = "", **more: Any) -> AttemptPosition:
         (ended(None), "", ("failed", "lost")),
     ],
 )
-def test_what_an_end_means(standing: AttemptPosition, verdict: str, expected: tuple[str, str]) -> None:
+def test_end_of_attempt_gives_state_and_cause(
+    standing: AttemptPosition, verdict: str, expected: tuple[str, str]
+) -> None:
     assert final_state(standing, verdict, SLURM, asked_by_us=False, claimed=True) == expected
 
 
-def test_what_we_cancelled_is_cancelled() -> None:
+def test_attempt_cancelled_by_us_is_cancelled() -> None:
     for code, state in ((143, "cancelled"), (0, "succeeded")):
         found = ended(code, "CANCELLED", signalled=True)
         assert final_state(found, "", SLURM, asked_by_us=True, claimed=True) == (state, "")
 
 
-def test_a_job_whose_task_never_began() -> None:
+def test_attempt_without_claim_has_failed() -> None:
     never = final_state(ended(None, "FAILED"), "", SLURM, asked_by_us=False, claimed=False)
     assert never == ("failed", "never began")
 
@@ -298,7 +302,7 @@ def test_a_job_whose_task_never_began() -> None:
 # --- the journal ------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_handed_over_is_known_again(tmp_path: Path) -> None:
+def test_resume_adopts_submitted_attempts(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     a, b, gone = job("a"), job("b"), job("gone")
     journal.record_launch(3, "1f")
@@ -313,7 +317,7 @@ def test_what_was_handed_over_is_known_again(tmp_path: Path) -> None:
     assert [each.job for each in others] == ["b", "gone"]
 
 
-def test_a_local_attempt_is_none_of_slurms() -> None:
+def test_resume_does_not_adopt_local_attempts() -> None:
     past = Past("a", 1, job().fingerprint, ProcessId(1, 1))
     assert adopt(history([past], [job()]), [job()])[1:] == ({}, [])
 
@@ -377,7 +381,7 @@ class Scene:
         return [track.state for track in self.sweep.tracks.values()]
 
 
-def test_jobs_are_written_down_before_sbatch_and_needs_become_dependencies(tmp_path: Path) -> None:
+def test_submission_is_recorded_first_and_needs_become_dependencies(tmp_path: Path) -> None:
     scene = Scene(tmp_path, job("a"), job("b"), job("c", needs=("a", "b")))
     scene.turn()
     assert scene.slurm.asked == [("colaunch.1f-1",), ("colaunch.1f-2",), ("colaunch.1f-3", "101", "102")]
@@ -386,7 +390,7 @@ def test_jobs_are_written_down_before_sbatch_and_needs_become_dependencies(tmp_p
     assert all((scene.paths.batch_script(name).stat().st_mode & 0o777) == 0o600 for name in names)
 
 
-def test_an_unclear_answer_is_looked_up_before_the_job_is_submitted_again(tmp_path: Path) -> None:
+def test_unclear_answer_is_looked_up_before_resubmission(tmp_path: Path) -> None:
     scene = Scene(tmp_path, job("a"))
     scene.slurm.errors = ["Socket timed out on send/recv operation"]
     scene.slurm.jobs = [ListedJob("colaunch.1f-1", "7", "queued")]
@@ -401,7 +405,7 @@ def test_an_unclear_answer_is_looked_up_before_the_job_is_submitted_again(tmp_pa
     assert scene.sweep.tracks["a"].attempts == 1, "the same attempt, which only one of both can claim"
 
 
-def test_a_refusal_fails_the_job_alone(tmp_path: Path) -> None:
+def test_refused_submission_fails_only_its_job(tmp_path: Path) -> None:
     scene = Scene(tmp_path, job("a"), job("b"))
     scene.slurm.errors = ["Batch job submission failed: Invalid partition name specified"]
     scene.slurm.jobs = [ListedJob("colaunch.1f-2", "102", "queued")]
@@ -410,7 +414,7 @@ def test_a_refusal_fails_the_job_alone(tmp_path: Path) -> None:
     assert any("Invalid partition" in text for text in scene.said)
 
 
-def test_what_exceeds_a_limit_is_submitted_later(tmp_path: Path) -> None:
+def test_job_limit_reached_delays_submission(tmp_path: Path) -> None:
     scene = Scene(tmp_path, *(job(f"a{number}") for number in range(4)))
     scene.slurm.errors = ["Job violates accounting/QOS policy (job submit limit)"]
     scene.slurm.jobs = [ListedJob(f"colaunch.1f-{number}", str(number), "queued") for number in range(1, 5)]
@@ -421,7 +425,7 @@ def test_what_exceeds_a_limit_is_submitted_later(tmp_path: Path) -> None:
     assert sum("job limit is reached" in text for text in scene.said) == 1
 
 
-def test_silence_is_said_once_and_loses_nothing(tmp_path: Path) -> None:
+def test_unavailable_scheduler_is_reported_once_and_loses_no_job(tmp_path: Path) -> None:
     scene = Scene(tmp_path, job("a"))
     scene.turn()
     scene.slurm.jobs = [ListedJob("colaunch.1f-1", "101", "queued")]
@@ -432,7 +436,7 @@ def test_silence_is_said_once_and_loses_nothing(tmp_path: Path) -> None:
     assert sum("responds again" in text for text in scene.said) == 1
 
 
-def test_a_submission_that_waits_for_an_attempt_that_another_runs_is_withdrawn(tmp_path: Path) -> None:
+def test_duplicate_submission_of_running_attempt_is_cancelled(tmp_path: Path) -> None:
     scene = Scene(tmp_path, job("a"))
     scene.turn()
     given = scene.engine._attempts["a"]
@@ -443,7 +447,7 @@ def test_a_submission_that_waits_for_an_attempt_that_another_runs_is_withdrawn(t
     assert set(scene.slurm.asked[1:]) == {("scancel", "102")}
 
 
-def test_a_stop_cancels_what_is_there_once(tmp_path: Path) -> None:
+def test_stop_cancels_each_job_once(tmp_path: Path) -> None:
     scene = Scene(tmp_path, job("a"))
     scene.turn()
     scene.slurm.jobs = [ListedJob("colaunch.1f-1", "101", "queued", reason="Priority")]
@@ -459,7 +463,7 @@ def test_a_stop_cancels_what_is_there_once(tmp_path: Path) -> None:
     assert scene.states() == ["cancelled"] and not scene.engine.unfinished
 
 
-def test_another_engine_is_a_queue_and_what_a_job_of_it_sees(tmp_path: Path) -> None:
+def test_other_scheduler_needs_only_queue_and_job_view(tmp_path: Path) -> None:
     """Real processes: two jobs, one that needs both, and one that fails and is tried again."""
     jobs = [replace(job(name), cwd=os.fspath(tmp_path), gpus=0) for name in "ab"]
     jobs += [replace(jobs[0], name="c", needs=("a", "b")), replace(jobs[0], name="d", retries=1)]

@@ -44,7 +44,7 @@ def journal_of_three(path: Path) -> None:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_journal_reads_back_its_records(tmp_path: Path) -> None:
     path = tmp_path / "s" / "journal.jsonl"
     journal_of_three(path)
     found = attempts(parse(path.read_bytes(), "")[0])
@@ -59,12 +59,10 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert found[0].fingerprint == JOBS[0].fingerprint
 
 
-def test_killed_at_any_byte_nothing_is_lost_and_nothing_done_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For every length of the file: it opens, the sweep goes on from it to its end, and the records are whole lines.
+def test_journal_cut_at_any_byte_loses_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every length, the file opens, the sweep continues to its end, and all records are whole lines.
 
-    What a process has written another one reads, on the disk or not: thousands of fsyncs would only take time.
+    Written data is readable whether it is on the disk or not, so thousands of fsyncs would only take time.
     """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     whole = tmp_path / "whole"
@@ -100,7 +98,7 @@ def test_killed_at_any_byte_nothing_is_lost_and_nothing_done_is_repeated(
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 40, b'{"event": "sta', b"\xff\xfe", b"[1]", b"7"])
-def test_a_torn_end_of_any_kind_is_cut_off(tmp_path: Path, tail: bytes) -> None:
+def test_journal_with_torn_last_line_is_cut(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "j"
     journal_of_three(path)
     before = path.read_bytes()
@@ -112,7 +110,7 @@ def test_a_torn_end_of_any_kind_is_cut_off(tmp_path: Path, tail: bytes) -> None:
     assert len(parse(path.read_bytes(), "")[0]) == before.count(b"\n") + 1
 
 
-def test_a_whole_last_line_without_its_newline_counts(tmp_path: Path) -> None:
+def test_journal_line_without_newline_counts(tmp_path: Path) -> None:
     path = tmp_path / "j"
     journal_of_three(path)
     before = path.read_bytes()
@@ -121,7 +119,7 @@ def test_a_whole_last_line_without_its_newline_counts(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_damage_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
+def test_journal_damaged_in_the_middle_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "j"
     journal_of_three(path)
     lines = path.read_bytes().split(b"\n")
@@ -131,8 +129,8 @@ def test_damage_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
         Journal(path)
 
 
-def test_a_last_line_may_be_torn_in_its_middle_too(tmp_path: Path) -> None:
-    """After a power failure its second page may be there without its first: it was never acted upon."""
+def test_journal_line_torn_in_its_middle_is_cut(tmp_path: Path) -> None:
+    """After a power failure, the second page might exist without the first: it was never acted upon."""
     path = tmp_path / "j"
     path.write_bytes(b'{"event": "begun", "pid": 1}\n\0\0\0"}\n')
     journal = Journal(path)
@@ -141,7 +139,7 @@ def test_a_last_line_may_be_torn_in_its_middle_too(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"event": "begun", "pid": 1}\n'
 
 
-def test_a_sweep_is_run_by_one_colaunch_at_a_time(tmp_path: Path) -> None:
+def test_journal_in_use_is_rejected(tmp_path: Path) -> None:
     first = Journal(tmp_path / "j")
     first.record_launch(1)
     with pytest.raises(UsageError, match=f"another safelaunch colaunch runs this sweep \\(pid {os.getpid()}\\)"):
@@ -150,7 +148,7 @@ def test_a_sweep_is_run_by_one_colaunch_at_a_time(tmp_path: Path) -> None:
     Journal(tmp_path / "j").close()
 
 
-def test_a_journal_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_journal_that_is_a_link_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "j").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="cannot write the sweep there"):
         Journal(tmp_path / "j")
@@ -158,7 +156,7 @@ def test_a_journal_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written", [0, 10])
-def test_on_a_full_disk_an_end_is_kept_until_there_is_room_and_nothing_starts(
+def test_journal_on_full_disk_keeps_ends_and_allows_no_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
 ) -> None:
     path = tmp_path / "j"
@@ -177,7 +175,7 @@ def test_on_a_full_disk_an_end_is_kept_until_there_is_room_and_nothing_starts(
     assert not journal.catch_up()
     with pytest.raises(OSError, match="earlier records"):
         journal.record_start(JOBS[1], 1, GONE)
-    assert path.read_bytes() == before, "nothing may stand behind half a line"
+    assert path.read_bytes() == before, "nothing must follow half a line"
     monkeypatch.setattr(module.os, "write", real)
     journal.record_start(JOBS[1], 1, GONE)
     journal.close()
@@ -185,7 +183,7 @@ def test_on_a_full_disk_an_end_is_kept_until_there_is_room_and_nothing_starts(
     assert [(each.job, each.outcome) for each in found] == [("a", DONE), ("b", None)]
 
 
-def test_records_of_another_kind_or_version_are_passed_over() -> None:
+def test_journal_records_of_other_versions_are_skipped() -> None:
     started = {"event": "started", "job": "a", "attempt": 1, "fingerprint": "f", "pid": 1, "start_ticks": 2}
     ended = {"event": "ended", "job": "a", "attempt": 1, "state": "glorious", "exit_code": 0}
     found = attempts([{"event": "new"}, {"job": "a"}, started, ended, {**ended, "attempt": "x"}, {**ended, "job": "b"}])
@@ -195,9 +193,7 @@ def test_records_of_another_kind_or_version_are_passed_over() -> None:
 @pytest.mark.parametrize(
     ("left", "state"), [("0\n", "succeeded"), ("1\n", None), ("0", None), ("", None), (None, None)]
 )
-def test_a_job_that_succeeded_while_colaunch_was_killed_left_word(
-    tmp_path: Path, left: str | None, state: str | None
-) -> None:
+def test_success_while_colaunch_was_killed_is_recovered(tmp_path: Path, left: str | None, state: str | None) -> None:
     paths = SweepPaths(tmp_path)
     paths.job("a").mkdir(parents=True)
     paths.log("a", 1).write_text("loss=0.5\n")
@@ -223,7 +219,7 @@ def attempt(name: str, number: int, state: str | None, fingerprint: str = "") ->
     return Attempt(name, number, fingerprint or job.fingerprint, GONE, ended)
 
 
-def test_only_the_same_work_that_succeeded_is_done() -> None:
+def test_history_counts_only_success_of_same_work() -> None:
     known = history(
         [
             attempt("a", 1, "failed"),
@@ -243,14 +239,14 @@ def test_only_the_same_work_that_succeeded_is_done() -> None:
     assert known.done == 1
 
 
-def test_a_job_that_has_changed_back_is_done() -> None:
+def test_history_counts_job_that_changed_back() -> None:
     known = history([attempt("a", 1, "succeeded"), attempt("a", 2, "failed", "another")], JOBS)
     assert known.done == 1
     assert known.changed == ()
 
 
 class Clock:
-    """Time that passes only in sleep, and what happens meanwhile."""
+    """A clock that advances only in ``sleep``, with events at given times."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -262,14 +258,14 @@ class Clock:
         self.now += seconds
 
 
-def test_nobody_waits_for_attempts_of_which_nothing_lives(tmp_path: Path) -> None:
+def test_remains_without_processes_need_no_wait(tmp_path: Path) -> None:
     said: list[str] = []
     clock = Clock()
     wait_for_remains([attempt("a", 1, None)], SweepPaths(tmp_path), said.append, clock=clock, sleep=clock.sleep)
     assert (said, clock.now) == ([], 0.0)
 
 
-def test_a_log_that_somebody_of_the_job_still_holds_is_waited_for(tmp_path: Path) -> None:
+def test_remains_wait_while_log_is_locked(tmp_path: Path) -> None:
     import fcntl
 
     paths = SweepPaths(tmp_path)
@@ -295,8 +291,8 @@ def test_a_log_that_somebody_of_the_job_still_holds_is_waited_for(tmp_path: Path
         os.close(holder)
 
 
-def test_a_process_is_known_by_its_start_time(tmp_path: Path) -> None:
-    """Our own pid, but another start time: it is somebody else's by now, and is neither waited for nor signalled."""
+def test_remains_ignore_reused_pid(tmp_path: Path) -> None:
+    """Our own pid with another start time belongs to another process, which is neither waited for nor signalled."""
     ours = identify(os.getpid())
     assert ours is not None
     other = Attempt("a", 1, "f", ProcessId(ours.pid, ours.start_ticks - 1))

@@ -34,7 +34,7 @@ from tests.support.waiting import until
 
 
 class Notes:
-    """A screen that keeps what it is told."""
+    """A screen that keeps its notes."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -87,7 +87,7 @@ def test_jobs_run_and_are_recorded(tmp_path: Path) -> None:
     assert scene.pool.free() == 2
 
 
-def test_what_cannot_be_executed_fails_and_the_others_go_on(tmp_path: Path) -> None:
+def test_job_that_cannot_execute_fails_and_others_continue(tmp_path: Path) -> None:
     scene = Scene(tmp_path, "a", "b")
     scene.sweep.tracks["a"].job = replace(scene.sweep.tracks["a"].job, cwd="/nowhere")
     assert scene.run() == ["failed", "succeeded"]
@@ -96,9 +96,7 @@ def test_what_cannot_be_executed_fails_and_the_others_go_on(tmp_path: Path) -> N
     assert "a could not be started: No such file or directory" in scene.screen.notes
 
 
-def test_a_journal_on_a_full_disk_holds_jobs_back_and_loses_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_delays_starts_and_loses_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(tmp_path, "a", "b", "c", script="echo $$ >> ran", slots=1)
     real, refused = Journal.record_start, []
 
@@ -118,7 +116,7 @@ def test_a_journal_on_a_full_disk_holds_jobs_back_and_loses_none(
     assert {track.attempts for track in scene.sweep.tracks.values()} == {1}
 
 
-def test_no_process_to_be_had_is_nobodys_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_failure_delays_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(tmp_path, "a", "b")
     real, refused = local.spawn, []
 
@@ -133,8 +131,8 @@ def test_no_process_to_be_had_is_nobodys_fault(tmp_path: Path, monkeypatch: pyte
     assert sorted(scene.recorded()) == [("a", 1, "succeeded"), ("b", 1, "succeeded")]
 
 
-def test_a_share_that_is_gone_when_it_is_taken_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with leases: another user of the node was faster."""
+def test_lost_share_delays_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user of the node was faster."""
     scene = Scene(tmp_path, "a", "b")
     real, refused = scene.pool.take, []
 
@@ -150,7 +148,7 @@ def test_a_share_that_is_gone_when_it_is_taken_is_waited_for(tmp_path: Path, mon
     assert scene.pool.free() == 2
 
 
-def test_a_fault_of_the_screen_costs_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_screen_error_affects_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(tmp_path, "a", "b", "c", slots=1)
 
     def show(snapshot: Callable[[], Snapshot]) -> None:
@@ -164,7 +162,7 @@ def test_a_fault_of_the_screen_costs_no_job(tmp_path: Path, monkeypatch: pytest.
     )
 
 
-def test_a_process_that_is_not_told_to_go_never_runs(tmp_path: Path) -> None:
+def test_spawn_refused_by_journal_never_runs(tmp_path: Path) -> None:
     command = JobCommand(("/bin/sh", "-c", "touch ran"), {}, os.fspath(tmp_path), tmp_path / "log")
 
     def refuse(process: ProcessId) -> None:
@@ -177,7 +175,7 @@ def test_a_process_that_is_not_told_to_go_never_runs(tmp_path: Path) -> None:
     assert not is_held(tmp_path / "log")
 
 
-def test_a_log_is_held_while_anything_of_the_job_lives(tmp_path: Path) -> None:
+def test_log_is_locked_while_job_process_lives(tmp_path: Path) -> None:
     """The first process ends; what it has started in the background still has the log as its stdout."""
     script = "read x < gate & exit 0"
     os.mkfifo(tmp_path / "gate")
@@ -195,7 +193,7 @@ def test_a_log_is_held_while_anything_of_the_job_lives(tmp_path: Path) -> None:
     assert not is_held(tmp_path / "log")
 
 
-def test_a_child_starts_with_default_signals(tmp_path: Path) -> None:
+def test_child_starts_with_default_signals(tmp_path: Path) -> None:
     script = "grep -E 'SigIgn|SigBlk' /proc/self/status"
     with Signals():
         process = spawn(
@@ -230,7 +228,7 @@ def log_of(scene: Scene, name: str) -> list[str]:
 HELD = 'echo $CUDA_VISIBLE_DEVICES; for f in /proc/self/fd/*; do readlink $f; done | grep -c "^$LEASES/GPU"; '
 
 
-def test_a_job_holds_its_own_gpus_and_none_of_another(tmp_path: Path, node: stub.Node) -> None:
+def test_job_leases_only_its_own_gpus(tmp_path: Path, node: stub.Node) -> None:
     scene = Scene(tmp_path, "a", "b", "none", "late", script=HELD + "until [ -e gate ]; do sleep 0.02; done")
     store = on_gpus(scene, node, 5, 3, 0, 8)
     scene.place = replace(scene.place, environ={**os.environ, "LEASES": store.directory})
@@ -250,11 +248,11 @@ def test_a_job_holds_its_own_gpus_and_none_of_another(tmp_path: Path, node: stub
     assert len(a[0].split(",")) == 5 and not set(a[0].split(",")) & set(b[0].split(","))
     assert [a[1], b[1], none, late[1]] == ["5", "3", ["", "0"], "8"]
     assert store.look(everything) == {} and store.waiting() == []
-    assert not [note for note in scene.screen.notes if "waits" in note], "its own jobs are nobody to wait for"
+    assert not [note for note in scene.screen.notes if "waits" in note], "it must not wait for its own jobs"
 
 
-def test_the_time_that_a_job_waits_for_gpus_is_not_its_own(tmp_path: Path, node: stub.Node) -> None:
-    """All GPUs are leased to somebody else for 1000 s; the job may take 60."""
+def test_time_limit_excludes_wait_for_gpus(tmp_path: Path, node: stub.Node) -> None:
+    """All GPUs are leased to another user for 1000 s; the job's limit is 60 s."""
     scene = Scene(tmp_path, "a")
     store = on_gpus(scene, node, 2)
     track = scene.sweep.tracks["a"]
@@ -280,7 +278,7 @@ def test_the_time_that_a_job_waits_for_gpus_is_not_its_own(tmp_path: Path, node:
     assert waits.startswith("a waits for GPUs in use by others:\n  GPU 0    leased by pid 1 ") and "their.py" in waits
 
 
-def test_the_end_of_a_job_is_recorded_before_the_start_on_its_gpus(
+def test_end_is_recorded_before_next_start_on_same_gpus(
     tmp_path: Path, node: stub.Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``a`` and ``b`` end at almost the same time; the GPUs of ``a`` come first, but ``b`` is reaped first."""
@@ -307,7 +305,7 @@ def test_the_end_of_a_job_is_recorded_before_the_start_on_its_gpus(
             held -= gpus
 
 
-def test_gpus_of_a_job_that_is_killed_at_its_start_go_to_the_next(tmp_path: Path, node: stub.Node) -> None:
+def test_gpus_of_job_killed_at_start_are_freed(tmp_path: Path, node: stub.Node) -> None:
     scene = Scene(tmp_path, "a", "b")
     on_gpus(scene, node, 8, 8)
     scene.place = replace(scene.place, program=("/bin/sh", "-c", "case $2 in a) kill -9 $$;; esac", "sh"))
@@ -315,7 +313,7 @@ def test_gpus_of_a_job_that_is_killed_at_its_start_go_to_the_next(tmp_path: Path
 
 
 @pytest.mark.parametrize("moment", ["taken", "forked", "started"])
-def test_killed_at_any_moment_it_leaves_no_lease_and_no_job(tmp_path: Path, node: stub.Node, moment: str) -> None:
+def test_colaunch_killed_at_any_moment_leaves_no_lease_and_no_job(tmp_path: Path, node: stub.Node, moment: str) -> None:
     """``kill -9`` of colaunch between taking GPUs for a job and seeing it run."""
     job = SweepJob("a", ("t.py",), "", gpus=2, cwd=os.fspath(tmp_path))
     keys = [stub.uuid(n) for n in range(8)]
@@ -351,7 +349,7 @@ def test_killed_at_any_moment_it_leaves_no_lease_and_no_job(tmp_path: Path, node
     assert (tmp_path / "ran").exists() == (moment == "started")
 
 
-def test_ports_are_its_own_and_its_numbers_stand_where_they_are_wanted(tmp_path: Path) -> None:
+def test_job_ports_are_leased_and_filled_in(tmp_path: Path) -> None:
     met = tmp_path / "met"  # where each job waits for the other: one that has ended has given its ports back
     met.mkdir()
     both = f"touch {met}/$$; until [ $(ls {met} | wc -l) -eq 2 ]; do sleep 0.02; done"

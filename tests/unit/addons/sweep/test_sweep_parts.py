@@ -49,7 +49,7 @@ def job(name: str = "a", *words: str, **more: object) -> SweepJob:
     return SweepJob(name, words or ("t.py",), "sweep.yaml:3", **more)  # type: ignore[arg-type]
 
 
-def test_what_check_every_has_found_is_read_from_the_run_directory(tmp_path: Path) -> None:
+def test_wrong_result_is_read_from_run_directory(tmp_path: Path) -> None:
     assert wrong_cause(tmp_path / "wrong.json") == ""
     (tmp_path / "wrong.json").write_text("[{")
     assert wrong_cause(tmp_path / "wrong.json") == ""
@@ -71,17 +71,17 @@ def test_what_check_every_has_found_is_read_from_the_run_directory(tmp_path: Pat
         ("(?P<a>.) (?P<b>.)", ("a", "b")),
     ],
 )
-def test_a_pattern_names_its_metrics(pattern: str, names: tuple[str, ...]) -> None:
+def test_metric_pattern_gives_metric_names(pattern: str, names: tuple[str, ...]) -> None:
     assert metrics.check_pattern(pattern) == names
 
 
 @pytest.mark.parametrize("pattern", ["(", "loss", "([0-9]+)", "a=(.) b=(.)", "=(.)"])
-def test_a_pattern_without_a_name_or_a_value_is_refused(pattern: str) -> None:
+def test_metric_pattern_without_name_or_value_is_rejected(pattern: str) -> None:
     with pytest.raises(UsageError, match="metric"):
         metrics.check_pattern(pattern)
 
 
-def test_the_last_value_counts_also_behind_a_progress_bar(tmp_path: Path) -> None:
+def test_metric_last_value_counts_even_after_progress_bar(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"loss=9\nstep 1 loss=3\rstep 2 loss=2.5 acc=1e-2\xff\nloss=nan\nloss=2 loss=1.25\nacc=none")
     assert metrics.from_log(log, ["loss=([0-9.]+)", "acc=(\\S+)"]) == {"loss": 1.25, "acc": "none"}
@@ -89,9 +89,7 @@ def test_the_last_value_counts_also_behind_a_progress_bar(tmp_path: Path) -> Non
     assert metrics.from_log(tmp_path / "none", ["loss=(.)"]) == {}
 
 
-def test_a_pattern_that_takes_for_ever_is_given_up_and_costs_the_others_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metric_pattern_that_never_ends_is_given_up_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Doubling with each digit: 40 of them would take hours."""
     log = tmp_path / "job" / "attempt-1.log"
     log.parent.mkdir()
@@ -107,7 +105,7 @@ def test_a_pattern_that_takes_for_ever_is_given_up_and_costs_the_others_nothing(
     ]
 
 
-def test_infinities_and_nan_stay_text_for_json_has_none() -> None:
+def test_metric_infinity_and_nan_stay_text() -> None:
     found = metrics.from_lines(["a=nan b=inf c=-1e400 d=7"], ["a=(\\S+)", "b=(\\S+)", "c=(\\S+)", "d=(\\S+)"])
     assert found == {"a": "nan", "b": "inf", "c": "-1e400", "d": 7.0}
 
@@ -119,11 +117,11 @@ def test_infinities_and_nan_stay_text_for_json_has_none() -> None:
     ("cores", "units", "at_most", "slots"),
     [(64, [1] * 10, None, 10), (8, [1] * 10, None, 8), (64, [1] * 10, 2, 2), (2, [4, 1], None, 4), (8, [1], None, 1)],
 )
-def test_the_default_number_of_slots(cores: int, units: list[int], at_most: int | None, slots: int) -> None:
+def test_default_slots_fit_jobs_and_cores(cores: int, units: list[int], at_most: int | None, slots: int) -> None:
     assert default_slots(cores, units, at_most) == slots
 
 
-def test_slots_are_given_once_and_come_back() -> None:
+def test_slots_are_assigned_once_and_released() -> None:
     pool = CpuSlots(3, 6)
     first, second = pool.take(job(gpus=2)), pool.take(job(gpus=0))
     assert first == Share((0, 1), "0-1", cores=4)
@@ -135,7 +133,7 @@ def test_slots_are_given_once_and_come_back() -> None:
     assert shared is not None and shared.cores == 1, "more slots than cores share them"
 
 
-def test_gpus_are_given_once_and_a_job_sees_only_its_own(node: stub.Node) -> None:
+def test_gpus_are_assigned_once_and_visible_to_their_job_only(node: stub.Node) -> None:
     pool = GpuPool({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "1,2,5"})
     assert (pool.kind, pool.capacity, pool.units(2), pool.free()) == ("GPU", 3, 2, 3)
     first, none = pool.take(job(gpus=2)), pool.take(job(gpus=0))
@@ -147,7 +145,7 @@ def test_gpus_are_given_once_and_a_job_sees_only_its_own(node: stub.Node) -> Non
     assert LeaseStore(os.fspath(node.lease_dir)).look(first.gpus) == {}
 
 
-def test_gpus_that_others_have_are_waited_for_at_one_place(node: stub.Node) -> None:
+def test_gpus_in_use_by_others_are_queued_for_once(node: stub.Node) -> None:
     node.write(used=[5])
     here = GpuPool({**os.environ, **node.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert (here.capacity, here.free()) == (4, 3)
@@ -172,8 +170,8 @@ def test_gpus_that_others_have_are_waited_for_at_one_place(node: stub.Node) -> N
     taken.lease.release(), small.lease.release()
 
 
-def test_the_pool_does_not_wait_for_the_driver(node: stub.Node) -> None:
-    """It is asked again when a job has ended; until it has answered nobody knows what is free."""
+def test_pool_never_waits_for_driver(node: stub.Node) -> None:
+    """It is asked again when a job has ended; until it answers, the free GPUs are unknown."""
     node.write(used=[0], gpus=2)
     here = GpuPool({**os.environ, **node.environ})
     assert here.free() == 1
@@ -190,7 +188,7 @@ def test_the_pool_does_not_wait_for_the_driver(node: stub.Node) -> None:
     here.leave()
 
 
-def test_a_job_that_never_fits_is_refused_before_anything_starts() -> None:
+def test_job_that_never_fits_is_rejected_at_start() -> None:
     with pytest.raises(UsageError, match="the job big needs 4 slots, but this node has 2"):
         check_fits({"big": 4}, CpuSlots(2, 2))
 
@@ -198,7 +196,7 @@ def test_a_job_that_never_fits_is_refused_before_anything_starts() -> None:
 @pytest.mark.parametrize(
     ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 3, 9], "0,2-3,9"), ([5, 4], "4-5")]
 )
-def test_numbers_are_shown_as_ranges(numbers: list[int], text: str) -> None:
+def test_unit_numbers_are_shown_as_ranges(numbers: list[int], text: str) -> None:
     assert format_ranks(numbers) == text
 
 
@@ -206,7 +204,7 @@ def test_numbers_are_shown_as_ranges(numbers: list[int], text: str) -> None:
     ("visible", "chosen"),
     [(None, ["GPU-0", "GPU-1", "GPU-2"]), ("2,0", ["GPU-2", "GPU-0"]), ("GPU-1", ["GPU-1"]), ("1", ["GPU-1"])],
 )
-def test_the_pool_is_what_cuda_visible_devices_leaves(
+def test_pool_respects_cuda_visible_devices(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, chosen: list[str]
 ) -> None:
     found = Inventory(tuple(LeasableGpu(str(number), f"GPU-{number}") for number in range(3)))
@@ -221,7 +219,7 @@ def test_the_pool_is_what_cuda_visible_devices_leaves(
     pool.release(share)
 
 
-def test_without_gpus_or_with_slots_the_pool_is_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_without_gpus_consists_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "inventory", lambda environ: Inventory(missing="no NVIDIA driver on this node"))
     assert make_pool([job()], None, None, {}).kind == "slot"
     assert make_pool([job()], 3, None, {}).capacity == 3
@@ -242,7 +240,7 @@ def test_without_gpus_or_with_slots_the_pool_is_the_cores(monkeypatch: pytest.Mo
         ("--nproc-per-node=0 t.py", 1),
     ],
 )
-def test_the_ranks_of_a_job(words: str, count: int) -> None:
+def test_rank_count_is_read_from_command(words: str, count: int) -> None:
     assert ranks(words.split()) == count
     assert threads(words.split(), 8) == 8 // count
     assert threads(words.split(), 1) == 1
@@ -270,15 +268,15 @@ def test_the_ranks_of_a_job(words: str, count: int) -> None:
         (1, "", "timed-out", "timed-out"),
     ],
 )
-def test_the_state_of_a_job_that_has_ended(code: int, verdict: str, by_us: str | None, state: str) -> None:
+def test_attempt_state_follows_code_and_verdict(code: int, verdict: str, by_us: str | None, state: str) -> None:
     assert state_of(code, verdict, by_us) == state  # type: ignore[arg-type]
 
 
-def test_exit_codes_are_a_shells() -> None:
+def test_exit_code_is_as_a_shell_shows_it() -> None:
     assert [exit_code(status) for status in (0, 256, 124 << 8, signal.SIGKILL)] == [0, 1, 124, 137]
 
 
-def test_the_bundle_of_an_attempt_is_the_one_that_is_new(tmp_path: Path) -> None:
+def test_bundle_of_attempt_is_the_new_one(tmp_path: Path) -> None:
     paths = SweepPaths(tmp_path)
     for name in ("a-20260101T000000Z-crash", "a-20260102T000000Z-hang", ".hidden", "unfinished"):
         (paths.bundles("a") / name).mkdir(parents=True)
@@ -306,14 +304,14 @@ def test_the_bundle_of_an_attempt_is_the_one_that_is_new(tmp_path: Path) -> None
         ([("exited", 9), ("exited", 8)], 8),
     ],
 )
-def test_a_job_is_as_far_as_its_slowest_stepping_rank(ranks: list[tuple[str, int | None]], step: int | None) -> None:
+def test_job_step_follows_slowest_stepping_rank(ranks: list[tuple[str, int | None]], step: int | None) -> None:
     assert slowest([Progress(n, n, 4, 0, 10, 1, state, step=at) for n, (state, at) in enumerate(ranks)]) == step
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def test_the_one_liner_is_parsed() -> None:
+def test_grid_command_line_is_parsed() -> None:
     found = parse(
         ["--grid", "a=1,2", "--grid", "b=0..1", "--gpus-per-job", "2", "--timeout", "2h", "--", "t.py", "--", "{a}"]
     )
@@ -335,7 +333,7 @@ def test_the_one_liner_is_parsed() -> None:
         ("--metric loss -- t.py", "metric 'loss'"),
     ],
 )
-def test_a_wrong_command_line_is_an_error_of_ours(words: str, said: str) -> None:
+def test_invalid_command_line_raises_usage_error(words: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         parse(words.split())
 
@@ -352,7 +350,7 @@ def test_a_wrong_command_line_is_an_error_of_ours(words: str, said: str) -> None
         ("--timeout -1", "argument --timeout"),
     ],
 )
-def test_what_argparse_rejects(words: str, said: str) -> None:
+def test_invalid_option_exits_with_two(words: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         parse([*words.split(), "--", "t.py"])
 
@@ -373,14 +371,14 @@ def test_what_argparse_rejects(words: str, said: str) -> None:
         (("exec", "--run-name", "x", "--", "t.py"), "--run-name cannot be given here"),
     ],
 )
-def test_what_safelaunch_would_reject_is_said_before_anything_starts(words: tuple[str, ...], said: str) -> None:
+def test_job_rejected_by_safelaunch_is_reported_at_start(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(UsageError) as caught:
         check_jobs([job("a", *words)], "slot", dict(os.environ))
     assert caught.value.message.startswith("sweep.yaml:3: job a: ")
     assert said in str(caught.value)
 
 
-def test_what_the_environment_or_a_configuration_file_says_of_gpus_is_in_the_way(tmp_path: Path) -> None:
+def test_gpus_set_in_environment_or_configuration_are_rejected(tmp_path: Path) -> None:
     one = job("a", cwd=str(tmp_path))
     with pytest.raises(UsageError, match=r"job a: gpus is set \(environment SAFELAUNCH_GPUS\)"):
         check_jobs([one], "slot", {**os.environ, "SAFELAUNCH_GPUS": "1"})
@@ -389,7 +387,7 @@ def test_what_the_environment_or_a_configuration_file_says_of_gpus_is_in_the_way
         check_jobs([one], "slot", dict(os.environ))
 
 
-def test_what_safelaunch_takes_passes_the_script_may_have_options_like_ours(tmp_path: Path) -> None:
+def test_valid_job_with_similar_script_options_is_accepted(tmp_path: Path) -> None:
     good = [
         job("a", "--stall-timeout", "9", "--nproc-per-node=2", "t.py", "--run-name", "x", cwd=str(tmp_path)),
         job("b", "exec", "--", "python", "t.py", "--gpus", "3", cwd=str(tmp_path)),
@@ -397,7 +395,7 @@ def test_what_safelaunch_takes_passes_the_script_may_have_options_like_ours(tmp_
     check_jobs(good, "slot", dict(os.environ))
 
 
-def test_a_working_directory_that_is_not_there_and_gpus_set_by_hand(tmp_path: Path) -> None:
+def test_missing_directory_or_visible_devices_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="directory /nowhere does not exist"):
         check_jobs([job(cwd="/nowhere")], "slot", dict(os.environ))
     by_hand = job(env=(("CUDA_VISIBLE_DEVICES", "0"),), cwd=str(tmp_path))
@@ -425,7 +423,7 @@ def live(
     return RunningAttempt(elapsed_s=elapsed_s, pace=Pace(step, steps_per_s, **more), **own)  # type: ignore[arg-type]
 
 
-def test_the_row_of_a_running_job() -> None:
+def test_row_of_running_job_shows_progress() -> None:
     known = live(40, 2.0, 20.0, on="0-1", ports="29401,20000", age_s=0.4)
     running = view("running", live=known, attempts=2)
     row = dict(zip(COLUMNS, cells(running, 60.0), strict=True))
@@ -445,7 +443,7 @@ def test_the_row_of_a_running_job() -> None:
     }
 
 
-def test_a_job_that_is_quiet_has_no_rate_and_no_estimate_from_before() -> None:
+def test_row_of_quiet_job_has_no_rate_and_no_estimate() -> None:
     still = live(40, 1.84, 70.0, age_s=42.0, quiet=True, cause="data-loading")
     row = dict(zip(COLUMNS, cells(view("running", live=still), 120.0), strict=True))
     shown = [row[name] for name in ("state", "cause", "rate", "age", "estimate")]
@@ -456,7 +454,7 @@ def test_a_job_that_is_quiet_has_no_rate_and_no_estimate_from_before() -> None:
     assert headline(Snapshot((quiet, view("running", "b")))).startswith("0 of 2 done, 2 running (1 quiet)")
 
 
-def test_the_row_of_a_job_that_has_ended_and_of_one_that_has_not_begun() -> None:
+def test_row_of_ended_or_waiting_job_is_complete() -> None:
     hung = view("hung", outcome=AttemptOutcome("hung", 124, 90.0, 7, bundle="/b/a-hang", cause="busy-loop"))
     assert cells(hung, 60.0)[2:] == ("hung", "-", "-", "busy-loop", "7", "-", "-", "-", "1m30s", "-")
     wrong = {"wrong": "replicas-diverged"}
@@ -466,7 +464,7 @@ def test_the_row_of_a_job_that_has_ended_and_of_one_that_has_not_begun() -> None
     assert cells(view("waiting"), None)[2:] == ("waiting", *"---------")
 
 
-def test_the_headline_counts_and_estimates() -> None:
+def test_headline_has_counts_and_estimate() -> None:
     jobs = (
         view("succeeded", "a", outcome=DONE),
         view("running", "b", live(elapsed_s=20.0)),
@@ -480,14 +478,14 @@ def test_the_headline_counts_and_estimates() -> None:
     assert time_left_s(Snapshot(jobs[1:])) is None
 
 
-def test_where_there_is_no_room_for_all_the_interesting_ones_are_shown() -> None:
+def test_table_without_room_shows_most_important_jobs() -> None:
     states = ["succeeded", "waiting", "running", "failed", "succeeded", "running"]
     snapshot = Snapshot(tuple(view(state, f"j{n}") for n, state in enumerate(states)))
     assert [shown.job.name for shown in choose(snapshot, 3)] == ["j2", "j3", "j5"]
     assert len(choose(snapshot, 99)) == 6
 
 
-def test_the_table_for_a_terminal_fits_and_says_what_it_leaves_out() -> None:
+def test_table_fits_terminal_and_reports_omissions() -> None:
     import io
 
     from rich.console import Console
@@ -510,7 +508,7 @@ def columns(rows: list[tuple[str, ...]], width: int) -> tuple[str, ...]:
     return TextTable(COLUMNS, rows, less_wanted=_LESS_WANTED).fitted(width).columns
 
 
-def test_a_narrow_terminal_has_fewer_columns_not_shorter_words() -> None:
+def test_table_on_narrow_terminal_drops_columns() -> None:
     running = view("running", "lr-1e-3_seed-1", live(400, 49.4, 6.0, on="0-3", ports="20001", age_s=0.1))
     rows = [cells(each, 60.0) for each in (running, view("hung", "lr-3e-4_seed-1", outcome=HUNG))]
     assert columns(rows, 160) == COLUMNS
@@ -520,14 +518,14 @@ def test_a_narrow_terminal_has_fewer_columns_not_shorter_words() -> None:
     assert columns([quiet], 50) == ("job", "parameters", "state", "on", "elapsed"), "empty ones go first"
 
 
-def test_a_waiting_job_shows_why_the_scheduler_lets_it_wait() -> None:
+def test_row_of_waiting_job_shows_scheduler_reason() -> None:
     queued = view("running", "j", live(queued_for="Resources"))
     assert (queued.state, queued.why, cause(queued)) == ("waiting", "queued", "Resources")
     assert queued.so_far == AttemptOutcome("waiting")
     assert cause(view("waiting", "j")) == "-"
 
 
-def test_the_paths_of_bundles_stand_whole_below_the_table() -> None:
+def test_bundle_paths_are_shown_whole_below_table() -> None:
     jobs = [view("hung", f"j{number}", outcome=HUNG) for number in range(9)]
     assert bundles(jobs[:1], 9, PurePath("/w")) == ["j0: collective-mismatch", f"  {HUNG.bundle.removeprefix('/w/')}"]
     assert bundles(jobs[:1], 9, PurePath("/elsewhere"))[1] == f"  {HUNG.bundle}"
@@ -539,7 +537,7 @@ def test_the_paths_of_bundles_stand_whole_below_the_table() -> None:
 
 
 def sweep_on_screen() -> Snapshot:
-    """One of each kind, as a screen may find them."""
+    """One job in each state."""
     names = [f"lr-{lr}_seed-{seed}" for lr, seed in (("1e-3", 0), ("1e-3", 1), ("3e-4", 0), ("3e-4", 1), ("1e-4", 0))]
     bundle = f"{Path.cwd()}/safelaunch-sweeps/sweep/jobs/{names[2]}/bundles/{names[2]}-20261122T191239Z-hang"
     hung = AttemptOutcome("hung", 124, 90.0, 7, bundle=bundle, cause="collective-mismatch", metrics={"loss": 3.5})
@@ -556,7 +554,7 @@ def sweep_on_screen() -> Snapshot:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_table_on_a_terminal(width: int) -> None:
+def test_table_on_terminal_matches_golden_file(width: int) -> None:
     import io
 
     from rich.console import Console
@@ -567,7 +565,7 @@ def test_the_table_on_a_terminal(width: int) -> None:
     golden.compare(f"colaunch_table/{width}.txt", shown)
 
 
-def test_a_dry_run_shows_every_job_whole(tmp_path: Path) -> None:
+def test_dry_run_shows_every_job_whole(tmp_path: Path) -> None:
     shown = describe(
         [job("a", "t.py", "a b", env=(("X", "1 2"),), needs=("b",), timeout_s=60.0, retries=2)],
         SweepPaths(tmp_path),
@@ -591,7 +589,7 @@ def tracks() -> list[Track]:
     ]
 
 
-def test_the_summary_has_exactly_these_keys(tmp_path: Path) -> None:
+def test_summary_has_exactly_these_keys(tmp_path: Path) -> None:
     summary.write_summary(tracks(), SweepPaths(tmp_path))
     document = json.loads((tmp_path / "summary.json").read_text())
     assert list(document) == ["jobs"]
@@ -614,7 +612,7 @@ def test_the_summary_has_exactly_these_keys(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["summary.csv", "summary.json"]
 
 
-def test_the_csv_has_a_column_for_each_parameter_and_metric(tmp_path: Path) -> None:
+def test_csv_has_column_for_each_parameter_and_metric(tmp_path: Path) -> None:
     summary.write_summary(tracks(), SweepPaths(tmp_path))
     with (tmp_path / "summary.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -628,7 +626,7 @@ def test_the_csv_has_a_column_for_each_parameter_and_metric(tmp_path: Path) -> N
     assert (rows[2]["exit_code"], rows[2]["loss"]) == ("", "")
 
 
-def test_while_it_runs_the_csv_has_what_is_known_so_far(tmp_path: Path) -> None:
+def test_csv_of_running_sweep_has_current_values(tmp_path: Path) -> None:
     begun = Track(job("d"), "running", 1, 1)
     known = AttemptOutcome("running", None, 12.5, 40, ("GPU-3",), metrics={"loss": 0.75})
     summary.write_csv([*tracks(), begun], SweepPaths(tmp_path), {"d": known})
@@ -639,13 +637,13 @@ def test_while_it_runs_the_csv_has_what_is_known_so_far(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["summary.csv"]
 
 
-def test_the_table_at_the_end_names_causes_where_there_are_any() -> None:
+def test_final_table_names_causes() -> None:
     lines = summary_lines([*tracks(), Track(job("d"), "hung", 1, 1, HUNG)])
     assert lines[0].split()[:4] == ["job", "parameters", "state", "cause"]
     assert lines[4].split()[2:5] == ["hung", "collective-mismatch", "124"]
 
 
-def test_the_table_at_the_end_gives_one_line_of_reason_for_each_failed_job(tmp_path: Path) -> None:
+def test_final_table_gives_reason_for_each_failed_job(tmp_path: Path) -> None:
     bundle = tmp_path / "bundles" / "x"
     bundle.mkdir(parents=True)
     summary = "Rank 1 raised ValueError: loss is NaN at train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9."
@@ -669,7 +667,7 @@ def test_the_table_at_the_end_gives_one_line_of_reason_for_each_failed_job(tmp_p
     assert max(map(len, short)) <= 80
 
 
-def test_the_table_at_the_end() -> None:
+def test_final_table_matches_golden_file() -> None:
     lines = summary_lines(tracks())
     assert lines[0].split() == [
         "job",

@@ -13,7 +13,7 @@ from safelaunch.addons.sweep.summary import document
 from tests.support.documents import check
 
 
-def test_the_summary_of_a_sweep_is_valid() -> None:
+def test_summary_is_valid_by_schema() -> None:
     ended = AttemptOutcome("hung", 124, 61.5, 40, ("GPU-1",), "/bundles/one", {"loss": 0.5, "note": "late"})
     tracks = [_track("waiting", None), _track("hung", ended)]
     found = json.loads(json.dumps(document(tracks)))

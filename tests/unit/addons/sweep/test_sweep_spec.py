@@ -62,7 +62,7 @@ def grid(*words: str, command: str = "train.py") -> tuple[SweepJob, ...]:
         ("{warm-up}", {"warm-up"}, "3"),
     ],
 )
-def test_placeholders_are_found_and_filled_in_once(text: str, fields: set[str], filled: str) -> None:
+def test_placeholders_are_filled_in_once(text: str, fields: set[str], filled: str) -> None:
     """The value of seed is itself spelled like a placeholder: values are never looked into."""
     found = TemplateText(text, "here")
     assert found.fields() == fields
@@ -70,7 +70,7 @@ def test_placeholders_are_found_and_filled_in_once(text: str, fields: set[str], 
 
 
 @pytest.mark.parametrize("text", ["{", "}", "{lr", "lr}", "{1}", "{}", "{lr:3}", '{"a": 1}', "{{}", "{l r}"])
-def test_a_single_brace_is_an_error_that_says_how_to_write_one(text: str) -> None:
+def test_single_brace_is_rejected_with_hint(text: str) -> None:
     with pytest.raises(UsageError, match=r"a single '[{}]' in") as caught:
         TemplateText(text, "sweep.yaml:3").fields()
     assert str(caught.value).startswith("sweep.yaml:3: ")
@@ -92,7 +92,7 @@ def test_a_single_brace_is_an_error_that_says_how_to_write_one(text: str) -> Non
         ("v=1.5..2", "v", ("1.5..2",)),
     ],
 )
-def test_a_grid_word_names_a_parameter_and_its_values(word: str, name: str, values: tuple[str, ...]) -> None:
+def test_grid_word_is_parsed_to_parameter_and_values(word: str, name: str, values: tuple[str, ...]) -> None:
     found = parse_grid(word)
     assert (found.name, found.values, found.where) == (name, values, f"--grid {word}")
 
@@ -111,31 +111,31 @@ def test_a_grid_word_names_a_parameter_and_its_values(word: str, name: str, valu
         ("name=a", "built-in placeholder"),
     ],
 )
-def test_a_wrong_grid_word_is_named(word: str, said: str) -> None:
+def test_invalid_grid_word_is_named(word: str, said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         parse_grid(word)
     assert str(caught.value).startswith(f"--grid {word}: ")
 
 
-def test_the_one_liner_gives_a_job_for_every_combination() -> None:
+def test_grid_gives_job_for_every_combination() -> None:
     found = grid("lr=1e-3,3e-4", "seed=0..1", command="--nproc-per-node=1 train.py --lr {lr} --seed {seed}")
     assert [job.name for job in found] == ["lr-1e-3_seed-0", "lr-1e-3_seed-1", "lr-3e-4_seed-0", "lr-3e-4_seed-1"]
     assert found[2].words == ("--nproc-per-node=1", "train.py", "--lr", "3e-4", "--seed", "0")
     assert found[2].params == (("lr", "3e-4"), ("seed", "0"))
 
 
-def test_without_a_parameter_there_is_one_job() -> None:
+def test_grid_without_parameter_gives_one_job() -> None:
     assert [job.name for job in grid(command="train.py")] == ["job"]
 
 
-def test_a_parameter_that_nothing_uses_is_an_error_and_so_is_an_unknown_one() -> None:
+def test_unused_or_unknown_parameter_is_rejected() -> None:
     with pytest.raises(UsageError, match="--grid seed=0: the parameter 'seed' is not used"):
         grid("seed=0", command="train.py")
     with pytest.raises(UsageError, match=r"unknown placeholder \{sed\}.*did you mean 'seed'"):
         grid("seed=0", command="train.py {sed} {seed}")
 
 
-def test_too_many_combinations_are_refused_before_they_are_made() -> None:
+def test_too_many_combinations_are_rejected_early() -> None:
     with pytest.raises(UsageError, match="1000000 combinations"):
         grid("a=0..99", "b=0..99", "c=0..99", command="t.py {a} {b} {c}")
 
@@ -168,7 +168,7 @@ jobs:
 """
 
 
-def test_the_whole_of_a_file() -> None:
+def test_complete_file_is_parsed() -> None:
     found = jobs(WHOLE)
     trained = ["train_lr-1e-3_seed-0", "train_lr-1e-3_seed-1", "train_lr-3e-4_seed-0", "train_lr-3e-4_seed-1"]
     assert list(found) == ["prepare", *trained, "report"]
@@ -189,7 +189,7 @@ def test_the_whole_of_a_file() -> None:
     assert found["report"].words[-1] == "/s"
 
 
-def test_what_safelaunch_is_given_begins_with_the_name_and_the_bundle_directory() -> None:
+def test_arguments_begin_with_name_and_bundle_directory() -> None:
     found = jobs(WHOLE)
     assert found["prepare"].arguments("/b")[:6] == (
         "exec",
@@ -209,7 +209,7 @@ jobs: {m: {ports: 2, command: 't.py {port2} {{port}} {p}', env: {TB: 'a{port}:{p
 """
 
 
-def test_ports_are_filled_in_when_they_are_known() -> None:
+def test_ports_are_filled_in_once_known() -> None:
     one, other = jobs(PORTS).values()
     assert one.ports == 2 and one.fingerprint != other.fingerprint
     given = one.with_ports((20000, 20001))
@@ -228,35 +228,35 @@ def test_ports_are_filled_in_when_they_are_known() -> None:
         ("jobs: {m: {ports: x, command: 't.py {port}'}}", "ports: 'x' is not a whole number"),
     ],
 )
-def test_ports_that_are_not_right(text: str, message: str) -> None:
+def test_invalid_ports_are_rejected(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         jobs(text)
 
 
-def test_without_ports_port_is_a_parameter_like_any_other() -> None:
+def test_port_without_ports_is_ordinary_parameter() -> None:
     assert list(jobs("{matrix: {port: 1}, jobs: {m: {command: 't.py {port}'}}}")) == ["m_port-1"]
 
 
-def test_a_matrix_and_defaults_alone_are_a_sweep() -> None:
+def test_file_with_matrix_and_defaults_is_enough() -> None:
     assert list(jobs("defaults: {command: 't.py {a}'}\nmatrix: {a: [x, y]}")) == ["a-x", "a-y"]
 
 
-def test_values_stay_as_they_are_written() -> None:
+def test_values_keep_their_text() -> None:
     found = jobs("defaults: {command: 't.py {a}'}\nmatrix: {a: [1e-3, 010, 1.0, true, 'on', 1:30, 2024-01-01]}")
     assert [job.words[1] for job in found.values()] == ["1e-3", "010", "1.0", "true", "on", "1:30", "2024-01-01"]
 
 
-def test_a_value_with_blanks_stays_one_word() -> None:
+def test_value_with_blanks_stays_one_word() -> None:
     found = jobs("defaults: {command: 't.py {a}'}\nmatrix: {a: ['x y']}")
     assert found["a-x-y"].words == ("t.py", "x y")
 
 
-def test_what_the_command_line_adds_comes_to_every_job() -> None:
+def test_metrics_of_command_line_apply_to_every_job() -> None:
     found = jobs("jobs: {a: {command: t.py, metric: 'x=(.)'}}", ("y=(.)",))
     assert found["a"].metrics == ("x=(.)", "y=(.)")
 
 
-def test_the_fingerprint_is_of_the_work_not_of_its_limits() -> None:
+def test_fingerprint_ignores_limits() -> None:
     def of(text: str) -> str:
         return jobs(f"jobs: {{a: {text}}}")["a"].fingerprint
 
@@ -278,14 +278,14 @@ PAGE = ROOT / "docs" / "sweeps.md"
     ],
     ids=["docs", "help", "module"],
 )
-def test_the_examples_that_users_are_given_are_right(text: str, count: int) -> None:
+def test_documented_examples_are_valid(text: str, count: int) -> None:
     assert len(jobs(text)) == count
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_names_are_file_names_and_told_apart() -> None:
+def test_job_names_are_distinct_file_names() -> None:
     found = jobs("{matrix: {p: [a/b, 'a b', ../c, 'é']}, jobs: {m: {command: 't.py {p}'}}}")
     names = list(found)
     assert len(set(names)) == 4
@@ -294,19 +294,19 @@ def test_names_are_file_names_and_told_apart() -> None:
     assert names[2] == "m_p-..-c"
 
 
-def test_a_long_name_is_cut_and_stays_unique() -> None:
+def test_long_job_name_is_cut_and_stays_unique() -> None:
     values = ", ".join(f"{'x' * 80}{number}" for number in range(3))
     names = list(jobs(f"{{matrix: {{p: [{values}]}}, jobs: {{m: {{command: 't.py {{p}}'}}}}}}"))
     assert len(set(names)) == 3
     assert {len(name) for name in names} == {64}
 
 
-def test_a_name_of_ones_own() -> None:
+def test_custom_job_name_is_used() -> None:
     found = jobs("{matrix: {a: [1, 2]}, jobs: {m: {name: 'run{a}', command: 't.py {a}'}}}")
     assert list(found) == ["run1", "run2"]
 
 
-def test_derived_names() -> None:
+def test_job_names_are_derived_from_parameters() -> None:
     assert derive("", ()) == "job"
     assert derive("train", ()) == "train"
     assert derive("", (("lr", "-1"),)) == "lr--1"
@@ -363,7 +363,7 @@ def test_derived_names() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(text: str, said: str) -> None:
+def test_invalid_file_is_reported_with_line(text: str, said: str) -> None:
     message = error_of(text).message
     assert said in message
     assert message.startswith("sweep.yaml:") or "no 'command'" in message
@@ -379,11 +379,11 @@ def test_what_is_wrong_is_said_with_its_place(text: str, said: str) -> None:
         ("{job_dir: [1]}", "built-in placeholder"),
     ],
 )
-def test_a_wrong_matrix(matrix: str, said: str) -> None:
+def test_invalid_matrix_is_rejected(matrix: str, said: str) -> None:
     assert said in error_of(f"{{matrix: {matrix}, jobs: {{j: {{command: 't.py {{a}}'}}}}}}").message
 
 
-def test_needs_may_name_one_job_of_a_group_by_its_parameters() -> None:
+def test_needs_can_name_one_job_of_a_group() -> None:
     text = """
 matrix: {s: 0..2}
 jobs:
@@ -393,7 +393,7 @@ jobs:
     assert [jobs(text)[f"test-{seed}"].needs for seed in range(3)] == [("train-0",), ("train-1",), ("train-2",)]
 
 
-def test_a_matrix_changes_its_first_parameter_slowest() -> None:
+def test_matrix_changes_first_parameter_slowest() -> None:
     axes = [axis("a", ["1", "2"], ""), axis("b", ["x", "y"], "")]
     assert [dict(params) for params in combinations(axes)] == [
         {"a": "1", "b": "x"},

@@ -1,4 +1,4 @@
-"""Which job starts next: always within the capacity, nobody starved, and everything ends."""
+"""Choice of the next job: always within the capacity, without starvation, until all have ended."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ended(found: Lineup, name: str) -> Lineup:
 
 
 def choose(sweep: Sweep) -> list[SweepJob]:
-    """Starts all that may start now."""
+    """Starts all jobs that can start now."""
     chosen = []
     while (one := sweep.next()) is not None:
         sweep.mark_started(one)
@@ -65,17 +65,17 @@ def choose(sweep: Sweep) -> list[SweepJob]:
         (queue(4, 2, 2), 9, "ab"),
     ],
 )
-def test_what_fits_starts_in_its_order(found: Lineup, free: int | None, names: str) -> None:
+def test_jobs_that_fit_start_in_order(found: Lineup, free: int | None, names: str) -> None:
     assert started(found, free) == names
 
 
-def test_what_has_ended_leaves_its_room() -> None:
+def test_ended_job_frees_its_units() -> None:
     found = queue(2, 1, 1, 1)
     assert (started(found), started(found)) == ("ab", "")
     assert started(ended(found, "a")) == "c"
 
 
-def test_nothing_is_kept_idle_for_what_others_keep_from_starting() -> None:
+def test_no_units_stay_idle_for_job_blocked_by_others() -> None:
     """Four GPUs, others use two of them: the job that wants three is overtaken until they are through."""
     found = queue(4, 3, *[1] * 12)
     for _ in range(5):
@@ -88,7 +88,7 @@ def test_nothing_is_kept_idle_for_what_others_keep_from_starting() -> None:
     assert started(found, 3) == "a"
 
 
-def test_room_is_kept_for_a_large_job_that_was_overtaken_often() -> None:
+def test_overtaken_large_job_gets_room_reserved() -> None:
     """Two slots, a job that wants both, and small ones without end: after two it is its turn."""
     found = queue(2, 1, 2, *[1] * 8)
     order = started(found)
@@ -98,7 +98,7 @@ def test_room_is_kept_for_a_large_job_that_was_overtaken_often() -> None:
     assert len(order) == 10
 
 
-def test_what_the_large_job_leaves_over_is_used_meanwhile() -> None:
+def test_units_beyond_reservation_stay_in_use() -> None:
     """Four slots, one job runs long, a job that wants three waits: the fourth slot is for small ones all the time."""
     found = queue(4, 2, 3, *[1] * 10)
     assert started(found) == "acd"
@@ -116,13 +116,13 @@ def test_what_the_large_job_leaves_over_is_used_meanwhile() -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job of a simulated sweep. ``ends``: the state of each attempt, the last for all that follow."""
+    """A job of a simulated sweep."""
 
     units: int
     seconds: int
     needs: tuple[int, ...]
     retries: int
-    ends: tuple[JobState, ...]
+    ends: tuple[JobState, ...]  # state of each attempt; the last one repeats
 
 
 @st.composite
@@ -144,7 +144,7 @@ def plans(draw: st.DrawFn) -> tuple[int, list[Plan]]:
 
 @dataclass
 class Simulation:
-    """Runs a sweep on a clock of its own, checking at every moment what must hold."""
+    """Runs a sweep on a simulated clock, and checks the invariants at every moment."""
 
     capacity: int
     plans: list[Plan]
@@ -187,7 +187,7 @@ class Simulation:
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(plans(), st.integers(1, 9))
-def test_every_job_comes_to_an_end_within_the_capacity(planned: tuple[int, list[Plan]], at_most: int) -> None:
+def test_simulated_sweep_ends_within_capacity(planned: tuple[int, list[Plan]], at_most: int) -> None:
     simulation = Simulation(*planned, at_most=at_most)
     simulation.run()
     assert simulation.sweep.finished
@@ -206,8 +206,8 @@ def test_every_job_comes_to_an_end_within_the_capacity(planned: tuple[int, list[
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 6), st.data())
-def test_nobody_is_starved(capacity: int, data: st.DataObject) -> None:
-    """Small jobs come for ever; a large one is overtaken a bounded number of times, and all before it are, too."""
+def test_large_job_never_starves(capacity: int, data: st.DataObject) -> None:
+    """Small jobs arrive forever; a large one and its predecessors are overtaken a bounded number of times."""
     found = Lineup(capacity, 99)
     size = data.draw(st.integers(1, capacity))
     for number in range(data.draw(st.integers(0, capacity))):
@@ -230,7 +230,7 @@ def test_nobody_is_starved(capacity: int, data: st.DataObject) -> None:
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(plans(), st.integers(0, 20))
-def test_after_a_stop_nothing_starts_and_all_ends(planned: tuple[int, list[Plan]], at: int) -> None:
+def test_stopped_sweep_starts_nothing_and_ends(planned: tuple[int, list[Plan]], at: int) -> None:
     simulation = Simulation(*planned)
     begun: set[str] = set()
     for _ in range(at):
@@ -249,7 +249,7 @@ def test_after_a_stop_nothing_starts_and_all_ends(planned: tuple[int, list[Plan]
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(plans())
-def test_with_fail_fast_nothing_starts_after_a_failure(planned: tuple[int, list[Plan]]) -> None:
+def test_fail_fast_starts_nothing_after_failure(planned: tuple[int, list[Plan]]) -> None:
     simulation = Simulation(*planned, fail_fast=True)
     simulation.run()
     assert simulation.sweep.finished
@@ -268,7 +268,7 @@ def states(sweep: Sweep) -> dict[str, str]:
     return {name: track.state for name, track in sweep.tracks.items()}
 
 
-def test_a_failed_need_skips_all_that_depends_on_it() -> None:
+def test_failed_dependency_skips_dependents() -> None:
     sweep = Sweep([job("c", "b"), job("b", "a"), job("a"), job("d")], Rules(2, 9))
     assert [each.name for each in choose(sweep)] == ["a", "d"]
     sweep.mark_ended("a", AttemptOutcome("hung", 124))
@@ -277,7 +277,7 @@ def test_a_failed_need_skips_all_that_depends_on_it() -> None:
     assert sweep.tracks["c"].why == "needs b, which was skipped"
 
 
-def test_what_succeeded_before_is_not_run_again_and_counts_for_its_dependents() -> None:
+def test_earlier_success_is_not_repeated_and_satisfies_dependents() -> None:
     done = AttemptOutcome("succeeded", 0)
     sweep = Sweep([job("a"), job("b", "a"), job("c")], Rules(4, 9), {"a": JobHistory(2, done), "c": JobHistory(1)})
     assert [each.name for each in choose(sweep)] == ["b", "c"]
@@ -285,7 +285,7 @@ def test_what_succeeded_before_is_not_run_again_and_counts_for_its_dependents() 
     assert sweep.tracks["a"].outcome is done
 
 
-def test_earlier_invocations_do_not_use_up_the_retries() -> None:
+def test_retries_ignore_earlier_invocations() -> None:
     sweep = Sweep([job("a", retries=1)], Rules(1, 9), {"a": JobHistory(5)})
     for expected in ("waiting", "failed"):
         choose(sweep)
@@ -294,14 +294,14 @@ def test_earlier_invocations_do_not_use_up_the_retries() -> None:
     assert sweep.tracks["a"].attempts == 7
 
 
-def test_a_job_that_could_not_be_started_has_not_been_tried() -> None:
+def test_job_put_back_counts_no_try() -> None:
     sweep = Sweep([job("a"), job("b")], Rules(1, 9))
     assert sweep.next() is not None
     assert (sweep.tracks["a"].state, sweep.tracks["a"].attempts) == ("waiting", 0)
     assert [each.name for each in choose(sweep)] == ["a"]
 
 
-def test_a_stop_reaches_a_job_that_waits_and_one_that_would_be_tried_again() -> None:
+def test_stop_cancels_waiting_and_retrying_jobs() -> None:
     sweep = Sweep([replace(job("a"), retries=3), job("b")], Rules(1, 9))
     choose(sweep)
     sweep.stop("stopped by SIGINT")
