@@ -17,7 +17,7 @@ import pytest
 from safelaunch.capture import counters, sock_diag
 from safelaunch.capture.counters import Counters
 from safelaunch.job.process import identify
-from safelaunch.supervise.watch.work import Background, ObservedWork, found, learn
+from safelaunch.supervise.watch.work import Background, ObservedWork, find_work, learn
 
 PATIENCE_S = 90.0
 # Each does its work at each line it reads, and says when it has begun.
@@ -104,7 +104,7 @@ def until(
     """The work since now, as soon as it has what is wanted."""
     before = counters.read([process.pid])
     end = time.monotonic() + PATIENCE_S
-    while not wanted(work := found(before, counters.read([process.pid], before), Background())):
+    while not wanted(work := find_work(before, counters.read([process.pid], before), Background())):
         assert time.monotonic() < end, work
         time.sleep(0.2)
     return work
@@ -130,7 +130,7 @@ def test_answers_of_the_worker_server_are_no_work(start: Start) -> None:
     (one,) = end.processes.values()
     assert set(one.servers) == {server}
     assert server not in one.threads
-    assert found(begin, end, Background()) == ()
+    assert find_work(begin, end, Background()) == ()
 
 
 def test_a_process_that_writes_or_touches_memory(start: Start) -> None:
@@ -155,7 +155,7 @@ def test_what_a_connection_carries(start: Start, family: str) -> None:
             assert sum(len(one.sockets) for one in before.processes.values()) == 1
             connection.sendall(bytes(100_000))
             end = time.monotonic() + PATIENCE_S
-            while not has("network")(work := found(before, counters.read([process.pid], before), Background())):
+            while not has("network")(work := find_work(before, counters.read([process.pid], before), Background())):
                 assert time.monotonic() < end
             (one,) = (one for one in work if one.kind == "network")
             assert (one.pid, one.tid) == (process.pid, None)
@@ -177,7 +177,7 @@ def test_children_and_their_children(start: Start) -> None:
     assert {one.rank for one in after.processes.values()} == {process.pid}
     started = identify(child)
     assert started is not None and (child, started.start_ticks) in after.processes
-    assert has("children")(found(before, after, Background()))
+    assert has("children")(find_work(before, after, Background()))
 
 
 def test_the_same_children_where_the_kernel_names_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_a_process_at_rest_does_no_work_and_is_learned(start: Start) -> None:
     before = counters.read([process.pid])
     time.sleep(1.0)
     after = counters.read([process.pid], before)
-    assert found(before, after, Background()) == ()
+    assert find_work(before, after, Background()) == ()
     assert learn(Background(), before, after).seconds >= 1.0
 
 

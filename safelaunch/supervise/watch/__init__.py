@@ -1,1 +1,1 @@
-"""When has a job stopped making progress? Pure, except for ``job``, which reads the pages of the ranks."""
+"""Detects when a job has stopped making progress. Pure, except for ``progress``, which reads the ranks' pages."""
