@@ -15,7 +15,7 @@ from safelaunch.supervise.cluster.rendezvous import SharedStore
 from safelaunch.system.console import say
 
 RENDEZVOUS_S = 30.0
-MOST_HOSTS = 64
+MOST_NAMED_HOSTS = 64
 LOST_S = 3.0  # without a connection before a notice: the job might just be ending
 
 
@@ -74,8 +74,8 @@ class NodeNotices:
         self._waiting = Rendezvous(
             wanted,
             joined,
-            tuple(node.host for node in nodes)[:MOST_HOSTS],
-            tuple(rank for rank in range(wanted) if rank not in ranks)[:MOST_HOSTS] if is_complete else (),
+            tuple(node.host for node in nodes)[:MOST_NAMED_HOSTS],
+            tuple(rank for rank in range(wanted) if rank not in ranks)[:MOST_NAMED_HOSTS] if is_complete else (),
             _absent(self._hosts, nodes) if joined == len(nodes) and len(self._hosts) == wanted else (),
             waited_s,
             "" if page is not None else self._channel.view.why,
@@ -116,12 +116,12 @@ class NodeNotices:
     def _compare(self, nodes: tuple[NodeCard, ...]) -> None:
         """Prints differences between nodes: NCCL and pickles of two versions rarely match."""
         own = self._channel.node
-        for other in nodes if nodes != self._compared else ():
+        for node in nodes if nodes != self._compared else ():
             for what in ("torch", "safelaunch", "script"):
-                here, theirs = getattr(own, what), getattr(other, what)
-                text = f"{what} differs between nodes: {here} here, {theirs} on {other.host}"
-                text = f"the script on {other.host} differs from the one here" if what == "script" else text
-                if here != theirs and here and theirs and text not in self._printed:
+                ours, theirs = getattr(own, what), getattr(node, what)
+                text = f"{what} differs between nodes: {ours} here, {theirs} on {node.host}"
+                text = f"the script on {node.host} differs from the one here" if what == "script" else text
+                if ours != theirs and ours and theirs and text not in self._printed:
                     self._printed.add(text)
                     say(text)
         self._compared = nodes
@@ -129,4 +129,4 @@ class NodeNotices:
 
 def _absent(hosts: Sequence[str], nodes: Sequence[NodeCard]) -> tuple[str, ...]:
     come = {node.host.partition(".")[0] for node in nodes}
-    return tuple(host for host in hosts if host.partition(".")[0] not in come)[:MOST_HOSTS]
+    return tuple(host for host in hosts if host.partition(".")[0] not in come)[:MOST_NAMED_HOSTS]

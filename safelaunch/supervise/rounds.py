@@ -27,6 +27,7 @@ from safelaunch.supervise.cluster.election import SILENT_S
 from safelaunch.supervise.cluster.evidence import condense
 from safelaunch.supervise.cluster.exchange import NO_SUBMISSIONS, PeerStatus, PeerView, Submissions
 from safelaunch.supervise.cluster.leader import ACKNOWLEDGE_S, EVIDENCE_S
+from safelaunch.supervise.cluster.membership import CROWD
 from safelaunch.supervise.cluster.merge import with_relative_times
 from safelaunch.supervise.cluster.messages import (
     LONGEST_TEXT,
@@ -53,7 +54,6 @@ CRASH_S = 4.0  # torchrun's agents, one of which has the store, are held for 6 s
 HEAR_S = 2.5  # for the evidence of other failing nodes
 EFFECTS_S = 2.8  # for a node to report a root failure
 HOSTS_S = 1.0  # for the others to read the verdict, if this node's agent hosts the store
-CROWD = 64  # nodes; beyond, only the leader reads all submissions
 PEERS_ANSWER_S = 30.0  # for the answers of other nodes to a question
 ASKED_EVERY_S = 5.0  # between two questions from other nodes
 

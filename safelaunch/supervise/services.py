@@ -42,7 +42,7 @@ class Services:
         """Begins a request, or joins an equal one in progress; refuses another one."""
         service = addons.service(request.command)
         if service is None:
-            client.answer(ServiceAnswer(problem=f"this run has nothing that answers {request.command[:40]!r}"))
+            client.answer(ServiceAnswer(problem=f"this run has no add-on for {request.command[:40]!r}"))
             return
         try:
             ask = from_json(bytes(request.ask), service.ask)

@@ -95,7 +95,7 @@ def test_equal_requests_share_an_answer_others_are_refused(services: Services, f
     ("command", "count", "problem"),
     [
         ("files", "many", "Expected `int`, got `str`"),
-        ("frames", 3, "this run has nothing that answers 'frames'"),
+        ("frames", 3, "this run has no add-on for 'frames'"),
     ],
 )
 def test_unservable_request_is_answered_at_once(

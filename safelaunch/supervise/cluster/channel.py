@@ -160,7 +160,7 @@ class Channel:
                     decisions=before.decisions,
                 )
             except Exception as error:  # noqa: BLE001 - our own error costs only the channel
-                self.view = PeerView(why=f"a fault of safelaunch's own ({type(error).__name__}: {error})")
+                self.view = PeerView(why=f"an internal error of safelaunch ({type(error).__name__}: {error})")
                 return
             tries = 0 if met else tries + 1
             pause_s = FIRST_TRIES_S if self._begins(has_met) else AGAIN_S[min(tries, len(AGAIN_S) - 1)]

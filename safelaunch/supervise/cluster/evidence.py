@@ -25,7 +25,7 @@ from safelaunch.model import (
 )
 from safelaunch.model.entries import Entries, Kinds
 from safelaunch.supervise.cluster.codec import MOST_OF_NODE, BadMessage, pack, parse, unpack
-from safelaunch.supervise.cluster.messages import MOST_RANKS
+from safelaunch.supervise.cluster.messages import MOST_RANKS, WireRank
 
 MOST_ENTRIES = 4096  # of a rank
 MOST_LOG = 8 << 10  # characters
@@ -37,9 +37,8 @@ MOST_FILES, LARGEST_FILE = 4096, 1 << 20
 _FILE = re.compile(r"node/[\w.-]{1,255}/\w[\w.-]{0,100}|ranks/\d{1,5}/flight_recorder\.pickle", re.ASCII)
 
 
-_WireRank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
-Runs = tuple[tuple[_WireRank, _Positive, _Positive], ...]
+Runs = tuple[tuple[WireRank, _Positive, _Positive], ...]
 
 
 class _PackedRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -34,7 +34,7 @@ VoteResult = Literal["", "moving", "alive", "unseen", "stopped", "paused"]
 """Reason for closing an incident without a verdict. ``unseen``: not every rank's node voted, so each decides alone."""
 
 _WireCount = Annotated[int, Meta(ge=0, lt=1 << 48)]
-_WireRank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+WireRank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
 _WireName = Annotated[str, Meta(max_length=255)]
 Round = Annotated[str, Meta(max_length=64, pattern=r"^([a-z]+(\.[0-9]+)+)?$")]
 """Subject of evidence and of a decision: ``hang.3``, ``crash.1``, ``ask.SLOT.NUMBER``, ``TOPIC.EDITION``."""
@@ -74,7 +74,7 @@ class Beat(Message, frozen=True):
 
     incarnation: _WireName
     count: _WireCount  # grows with each beat
-    ranks: Annotated[tuple[_WireRank, ...], Meta(max_length=4096)] = ()  # that this node sees
+    ranks: Annotated[tuple[WireRank, ...], Meta(max_length=4096)] = ()  # that this node sees
     world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
     attempt: tuple[_WireCount, _WireCount] = (0, 0)  # torchrun's restarts; how often it started the workers
     doing: Doing = "watching"
