@@ -19,7 +19,7 @@ LINES = 500
 
 
 def run(scratch: Path, spec: str, *words: str, **more: Any) -> tuple[Sweep, Result]:
-    """A sweep to its end; nothing of it may be left."""
+    """Runs a sweep to its end; no process of it must be left."""
     with Sweep(scratch, spec, *words, **more) as sweep:
         result = sweep.wait()
     assert result.leftovers == ()
@@ -27,7 +27,7 @@ def run(scratch: Path, spec: str, *words: str, **more: Any) -> tuple[Sweep, Resu
 
 
 def whole(log: str, name: str) -> bool:
-    """Whether every line is there, once and untorn."""
+    """Returns True if every line occurs once and complete."""
     numbers = [
         int(match[1]) for match in re.finditer(rf"^{re.escape(name)} line (\d+) of {LINES} loss=\d+$", log, re.M)
     ]
@@ -51,7 +51,7 @@ jobs:
 """
 
 
-def test_every_kind_of_job_at_once(tmp_path: Path) -> None:
+def test_jobs_of_every_kind_run_together(tmp_path: Path) -> None:
     sweep, result = run(tmp_path, ALL_KINDS, "--slots", "2", env={"OMP_NUM_THREADS": None})
     assert result.code == 1, result.stderr
     assert sweep.states() == {
@@ -78,7 +78,7 @@ def test_every_kind_of_job_at_once(tmp_path: Path) -> None:
     assert sweep.marks("twice") == {}
 
 
-def test_each_slot_has_a_thread_for_each_of_its_cores(tmp_path: Path) -> None:
+def test_slot_has_thread_for_each_core(tmp_path: Path) -> None:
     spec = f"jobs: {{a: {{command: '{SWEPT} a ok 0.5'}}, b: {{command: '{SWEPT} b ok 0.5'}}}}"
     sweep, result = run(tmp_path, spec, "--slots", "2", env={"OMP_NUM_THREADS": None})
     assert result.code == 0, result.stderr
@@ -86,13 +86,13 @@ def test_each_slot_has_a_thread_for_each_of_its_cores(tmp_path: Path) -> None:
     assert [re.findall(r"^threads (\d+)$", sweep.log(name), re.M) for name in ("a", "b")] == [[each], [each]]
 
 
-def test_threads_that_the_user_has_set_stay(tmp_path: Path) -> None:
+def test_thread_count_set_by_user_is_kept(tmp_path: Path) -> None:
     spec = f"jobs: {{a: {{command: '{SWEPT} a ok 0', env: {{OMP_NUM_THREADS: 5}}}}, b: {{command: '{SWEPT} b ok 0'}}}}"
     sweep, _ = run(tmp_path, spec, env={"OMP_NUM_THREADS": "3"})
     assert [re.findall(r"threads (\d+)", sweep.log(name)) for name in ("a", "b")] == [["5"], ["3"]]
 
 
-def test_a_hung_job_and_one_that_takes_too_long_disturb_nobody(tmp_path: Path) -> None:
+def test_hung_or_slow_job_does_not_affect_others(tmp_path: Path) -> None:
     spec = f"""
 defaults: {{stall-timeout: 2}}
 jobs:
@@ -125,7 +125,7 @@ jobs:
     assert sweep.marks("left") == {"long": 1}
 
 
-def test_a_job_that_asks_for_more_than_there_is_is_refused(tmp_path: Path) -> None:
+def test_job_larger_than_node_is_rejected(tmp_path: Path) -> None:
     sweep, result = run(tmp_path, f"jobs: {{a: {{gpus: 3, command: '{SWEPT} a ok 0'}}}}", "--slots", "2")
     assert result.code == 2
     assert "the job a needs 3 slots, but this node has 2" in result.said
@@ -139,7 +139,7 @@ def until_running(sweep: Sweep, count: int, done: int = 0) -> None:
     sweep.until(lambda: len(sweep.marks("begun")) >= count and len(sweep.recorded()) >= done, f"{count} jobs")
 
 
-def test_one_interrupt_lets_running_jobs_end_and_resume_runs_the_rest(tmp_path: Path) -> None:
+def test_first_interrupt_ends_jobs_and_resume_runs_the_rest(tmp_path: Path) -> None:
     spec = several("polite", "{name}.go")
     for name in ("j0", "j1"):
         (tmp_path / f"{name}.go").touch()
@@ -168,7 +168,7 @@ def test_one_interrupt_lets_running_jobs_end_and_resume_runs_the_rest(tmp_path: 
     assert (result.code, nothing.marks("begun")) == (0, again.marks("begun"))
 
 
-def test_a_second_interrupt_kills(tmp_path: Path) -> None:
+def test_second_interrupt_kills_jobs(tmp_path: Path) -> None:
     with Sweep(tmp_path, several("stubborn", 600, 2), "--slots", "2") as sweep:
         until_running(sweep, 2)
         sweep.process.send_signal(signal.SIGTERM)
@@ -181,7 +181,7 @@ def test_a_second_interrupt_kills(tmp_path: Path) -> None:
     assert set(sweep.states().values()) == {"cancelled"}
 
 
-def test_killed_it_leaves_no_job_behind_and_resume_repeats_none_that_is_done(tmp_path: Path) -> None:
+def test_killed_colaunch_leaves_no_job_and_resume_repeats_no_success(tmp_path: Path) -> None:
     spec = several("ok", 1.5)
     with Sweep(tmp_path, spec, "--slots", "2") as sweep:
         until_running(sweep, 4, done=2)
@@ -200,7 +200,7 @@ def test_killed_it_leaves_no_job_behind_and_resume_repeats_none_that_is_done(tmp
     assert already and int(already[1]) >= len(done), "one may have ended after the last record"
 
 
-def test_killed_with_a_job_that_will_not_end_resume_waits_for_it(tmp_path: Path) -> None:
+def test_resume_waits_for_stubborn_job_of_killed_colaunch(tmp_path: Path) -> None:
     """The job ignores the SIGTERM that it is sent at colaunch's death, and ends well: so it is not run again."""
     spec = several("stubborn", "go", 1)
     with Sweep(tmp_path, spec) as sweep:
@@ -219,11 +219,11 @@ def test_killed_with_a_job_that_will_not_end_resume_waits_for_it(tmp_path: Path)
     assert "1 of 1 jobs have already succeeded" in result.said
 
 
-def test_two_at_once_on_the_same_sweep(tmp_path: Path) -> None:
+def test_second_colaunch_on_same_sweep_is_rejected(tmp_path: Path) -> None:
     with Sweep(tmp_path, several("polite", 600, 1)) as sweep:
         until_running(sweep, 1)
         pid = int((tmp_path / "marks" / "j0.begun").read_text())
-        # What the terminal sends to the foreground group reaches jobs through colaunch alone.
+        # Signals from the terminal reach jobs only through colaunch.
         assert os.getsid(pid) != os.getsid(sweep.process.pid)
         refused = run(tmp_path, several("polite", 600, 1), "--resume")[1]
         assert refused.code == 2
@@ -233,7 +233,7 @@ def test_two_at_once_on_the_same_sweep(tmp_path: Path) -> None:
     assert sweep.marks("begun") == {"j0": 1}
 
 
-def test_killed_its_jobs_are_asked_to_end_at_once(tmp_path: Path) -> None:
+def test_killed_colaunch_signals_its_jobs_at_once(tmp_path: Path) -> None:
     with Sweep(tmp_path, several("polite", 600, 2), "--slots", "2") as sweep:
         until_running(sweep, 2)
         sweep.process.kill()
@@ -242,7 +242,7 @@ def test_killed_its_jobs_are_asked_to_end_at_once(tmp_path: Path) -> None:
         assert sweep.marks("left") == {"j0": 1, "j1": 1}
 
 
-def test_in_a_terminal_there_is_a_table_and_a_stopped_terminal_stops_no_job(tmp_path: Path) -> None:
+def test_terminal_shows_table_and_stopped_terminal_stops_no_job(tmp_path: Path) -> None:
     """Ctrl-S while it runs: all jobs run to their end, and the summary is written; then Ctrl-Q shows the rest."""
     master, slave = os.openpty()
     words = ["--slots", "1", "--sweep-dir", "s", "--grid", "n=1..4", "--", "exec", "--"]

@@ -1,4 +1,4 @@
-"""Sweeps on a node of eight GPUs (the stand-in for NVML), beside others who use them, with leases and without."""
+"""Sweeps on a node with eight GPUs (the NVML stub) that other users share, with leases and without."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def leases(node: stub.Node) -> LeaseStore:
     return LeaseStore(os.fspath(node.lease_dir))
 
 
-def test_beside_others_nobody_gets_what_another_has_and_everybody_gets_his_turn(
-    node: stub.Node, tmp_path: Path
-) -> None:
+def test_gpus_shared_with_other_users_are_never_shared_and_all_get_a_turn(node: stub.Node, tmp_path: Path) -> None:
     """Two sweeps and two single runs that wait, for eight GPUs of which one is used without a lease."""
     node.write(used=[7])
     spec = using(tmp_path, 0.4, 1, 4, 1, 2, 6, 1)
@@ -60,7 +58,7 @@ def test_beside_others_nobody_gets_what_another_has_and_everybody_gets_his_turn(
     assert [result.leftovers for result in results] == [(), ()]
 
 
-def test_a_killed_job_keeps_its_gpus_until_its_rank_is_gone(node: stub.Node, tmp_path: Path) -> None:
+def test_killed_job_keeps_gpus_until_its_rank_ends(node: stub.Node, tmp_path: Path) -> None:
     """``kill -9`` of a job's safelaunch: the next job has the GPUs when nothing uses them any more, not before."""
     spec = using(tmp_path, "go", 8, 8)
     with Sweep(tmp_path, spec, env={**node.environ, **AS_A_RANK}) as sweep:
@@ -80,8 +78,8 @@ def test_a_killed_job_keeps_its_gpus_until_its_rank_is_gone(node: stub.Node, tmp
     assert (result.code, result.leftovers, leases(node).look(EVERYTHING)) == (1, (), {})
 
 
-def test_who_holds_what_a_job_waits_for_is_named(node: stub.Node, tmp_path: Path) -> None:
-    """All GPUs are leased to somebody for a while; then the job succeeds."""
+def test_holders_of_awaited_gpus_are_named(node: stub.Node, tmp_path: Path) -> None:
+    """All GPUs are leased to another user for a while; then the job succeeds."""
     theirs = leases(node).attempt(EVERYTHING, lambda held: EVERYTHING, ourselves("", "their.py")).lease
     assert theirs is not None
     spec = f"jobs: {{a: {{gpus: 2, command: '{SWEPT} a ok 0.2'}}}}"
@@ -96,7 +94,7 @@ def test_who_holds_what_a_job_waits_for_is_named(node: stub.Node, tmp_path: Path
     assert f"GPU 0    leased by pid {os.getpid()}" in result.stderr and "their.py" in result.stderr
 
 
-def test_a_hung_job_frees_its_gpus_for_the_next(node: stub.Node, tmp_path: Path) -> None:
+def test_hung_job_frees_its_gpus(node: stub.Node, tmp_path: Path) -> None:
     spec = f"""
 defaults: {{gpus: 8, stall-timeout: 2}}
 jobs:
@@ -109,7 +107,7 @@ jobs:
     assert (result.code, result.leftovers, leases(node).look(EVERYTHING)) == (1, (), {})
 
 
-def test_where_no_lease_can_be_taken_nothing_is_started(node: stub.Node, tmp_path: Path) -> None:
+def test_unusable_lease_directory_starts_nothing(node: stub.Node, tmp_path: Path) -> None:
     node.lease_dir.write_text("in the way")
     with Sweep(tmp_path, several("ok", 0, 1), env=node.environ) as sweep:
         result = sweep.wait()
@@ -117,7 +115,7 @@ def test_where_no_lease_can_be_taken_nothing_is_started(node: stub.Node, tmp_pat
     assert not (tmp_path / "s").exists()
 
 
-def test_a_job_has_ports_of_its_own(node: stub.Node, tmp_path: Path) -> None:
+def test_jobs_have_separate_ports(node: stub.Node, tmp_path: Path) -> None:
     """Two services with fixed ports in each of three jobs at once."""
     serve = (
         "import http.server, sys, threading, time, os\n"
@@ -147,7 +145,7 @@ jobs:
 
 
 @pytest.mark.torch
-def test_the_table_shows_the_port_that_torchrun_chose(node: stub.Node, tmp_path: Path) -> None:
+def test_table_shows_port_chosen_by_torchrun(node: stub.Node, tmp_path: Path) -> None:
     """In a terminal of 160 columns, with a GPU, and one more port that was leased for the job."""
     script = tmp_path / "script.py"
     script.write_text(

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch
 REPLICAS = PROGRAMS / "replicas.py"
 
 
-def test_a_flipped_bit_ends_the_job_with_a_bundle_that_names_rank_step_and_parameter(tmp_path: Path) -> None:
+def test_flipped_bit_ends_job_with_rank_step_and_parameter_in_bundle(tmp_path: Path) -> None:
     own = ["--check-every=3", "--on-inconsistent=stop", "--nproc-per-node=3"]
     with Job([*own, REPLICAS, "bit-flip", "100000"], tmp_path) as job:
         result = job.wait()
@@ -42,14 +42,14 @@ def test_a_flipped_bit_ends_the_job_with_a_bundle_that_names_rank_step_and_param
 
 
 @pytest.mark.nightly
-def test_a_loss_that_goes_its_own_way_is_found(tmp_path: Path) -> None:
+def test_diverging_loss_is_found(tmp_path: Path) -> None:
     with Job(["--check-every=3", "--nproc-per-node=3", REPLICAS, "loss", "60"], tmp_path) as job:
         result = job.wait()
     assert result.code == 0 and "loss: rank 1 diverged" in result.stderr, result.stderr
 
 
 @pytest.mark.nightly
-def test_a_finding_in_the_last_checks_gets_its_bundle_and_exit_code(tmp_path: Path) -> None:
+def test_finding_in_last_checks_gets_bundle_and_exit_code(tmp_path: Path) -> None:
     own = ["--check-every=3", "--on-inconsistent=stop", "--nproc-per-node=3"]
     with Job([*own, PROGRAMS / "replicas_more.py", "ends-apart", "9"], tmp_path) as job:
         result = job.wait()
@@ -61,7 +61,7 @@ def test_a_finding_in_the_last_checks_gets_its_bundle_and_exit_code(tmp_path: Pa
 
 
 @pytest.mark.nightly
-def test_probes_return_records_and_print_once_without_numpy(tmp_path: Path) -> None:
+def test_probes_without_numpy_return_records_and_print_once(tmp_path: Path) -> None:
     with Job(["--nproc-per-node=2", PROGRAMS / "probing.py"], tmp_path) as job:
         result = job.wait()
     assert result.code == 0, result.stderr
@@ -69,7 +69,7 @@ def test_probes_return_records_and_print_once_without_numpy(tmp_path: Path) -> N
 
 
 @pytest.mark.nightly
-def test_replicas_on_two_nodes_are_compared_and_both_nodes_end_for_it(tmp_path: Path) -> None:
+def test_diverged_replicas_on_two_nodes_end_both_nodes(tmp_path: Path) -> None:
     own = ["--check-every=3", "--on-inconsistent=stop"]
     with TwoNodes(tmp_path, own, [REPLICAS, "hsdp-flip", "100000"]) as nodes:
         results = [job.wait() for job in nodes.jobs]
@@ -83,7 +83,7 @@ def test_replicas_on_two_nodes_are_compared_and_both_nodes_end_for_it(tmp_path: 
 
 
 @pytest.mark.nightly
-def test_a_nan_that_began_on_another_node_is_traced_there(tmp_path: Path) -> None:
+def test_nan_from_another_node_is_traced_there(tmp_path: Path) -> None:
     with TwoNodes(tmp_path, ["--check-every=3", "--on-inconsistent=dump"], [REPLICAS, "nan", "100000"]) as nodes:
         one, other = nodes.jobs
         for job in nodes.jobs:
@@ -95,7 +95,7 @@ def test_a_nan_that_began_on_another_node_is_traced_there(tmp_path: Path) -> Non
 
 
 @pytest.mark.nightly
-def test_a_check_on_a_gpu_never_waits_for_it() -> None:
+def test_check_on_gpu_never_waits() -> None:
     done = subprocess.run(
         [sys.executable, PROGRAMS / "without_waiting.py"], capture_output=True, text=True, check=False
     )

@@ -25,19 +25,19 @@ def caller(scratch: Path, *words: str) -> Job:
 
 
 def told(stdout: str) -> dict[str, Any]:
-    """What the program printed of each launch, by name."""
+    """Returns the program's output for each launch, by name."""
     return {line["name"]: line for line in map(json.loads, filter(None, stdout.splitlines()))}
 
 
 @pytest.mark.nightly
-def test_a_launch_returns_what_elastic_launch_returns_and_tells_of_a_hang(tmp_path: Path) -> None:
+def test_launch_returns_results_and_reports_hang(tmp_path: Path) -> None:
     """One process launches six times, as a notebook does."""
     with caller(tmp_path, "several") as job:
         result = job.wait()
     launches = told(result.stdout)
     assert launches["results"]["results"] == {"0": 30, "1": 31}
     assert launches["results"]["newest"] is None
-    # The failure is the one that torch reports, and the bundle tells of it beside.
+    # The failure is the one that torch reports, and the bundle contains it as well.
     assert launches["failed"]["failed"] == launches["plain"]["failed"]
     assert "no such sample" in launches["failed"]["failed"][-1]
     crash, hang, stepless = result.bundles
@@ -64,7 +64,7 @@ def test_a_launch_returns_what_elastic_launch_returns_and_tells_of_a_hang(tmp_pa
 @pytest.mark.parametrize(
     "method", ["spawn", *(pytest.param(method, marks=pytest.mark.nightly) for method in ("fork", "forkserver"))]
 )
-def test_a_function_that_returns_early_is_named(tmp_path: Path, method: str) -> None:
+def test_function_that_returns_early_is_named(tmp_path: Path, method: str) -> None:
     with caller(tmp_path, "leave", method) as job:
         result = job.wait()
     launch = told(result.stdout)["leave"]
@@ -74,7 +74,7 @@ def test_a_function_that_returns_early_is_named(tmp_path: Path, method: str) -> 
 
 
 @pytest.mark.nightly
-def test_a_rank_that_outlives_its_function_is_a_hang(tmp_path: Path) -> None:
+def test_rank_that_outlives_its_function_hangs_the_job(tmp_path: Path) -> None:
     with caller(tmp_path, "outlives") as job:
         result = job.wait()
     launch = told(result.stdout)["outlives"]
@@ -87,7 +87,7 @@ def stepping(job: Job) -> None:
 
 
 @pytest.mark.nightly
-def test_an_interrupt_blames_nobody(tmp_path: Path) -> None:
+def test_interrupt_blames_no_rank(tmp_path: Path) -> None:
     with caller(tmp_path, "steady") as job:
         stepping(job)
         job.process.send_signal(signal.SIGINT)
@@ -99,7 +99,7 @@ def test_an_interrupt_blames_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_job_survives_its_supervisor(number: int, tmp_path: Path) -> None:
+def test_job_survives_its_supervisor(number: int, tmp_path: Path) -> None:
     with caller(tmp_path, "steady") as job:
         stepping(job)
         supervisor = int(next((job.runtime / "safelaunch").glob("r*/owner")).read_text().split()[0])
@@ -113,7 +113,7 @@ def test_a_job_survives_its_supervisor(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_caller_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+def test_killed_caller_leaves_no_process(tmp_path: Path) -> None:
     with caller(tmp_path, "steady") as job:
         stepping(job)
         job.process.kill()

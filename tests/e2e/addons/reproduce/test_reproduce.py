@@ -1,4 +1,4 @@
-"""What ``safelaunch reproduce`` writes hangs for real, with the verdict that it was written from.
+"""Scripts of ``safelaunch reproduce`` really hang, with the verdict from which they were written.
 
 ``scripts/qa/reproductions.py`` does this for all classes.
 """
@@ -22,9 +22,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
         pytest.param("skip", (2, 2, 1), id="a call skipped in one of several groups", marks=pytest.mark.nightly),
     ],
 )
-def test_dumps_of_nccl_lead_to_a_script_that_hangs_alike(
-    kind: str, layout: tuple[int, int, int], tmp_path: Path
-) -> None:
+def test_nccl_dumps_give_script_with_same_hang(kind: str, layout: tuple[int, int, int], tmp_path: Path) -> None:
     source = tmp_path / "dumps"
     source.mkdir()
     evidence = reproducing.of_dumps((kind, "no stacks", "0"), source, layout)
@@ -34,7 +32,7 @@ def test_dumps_of_nccl_lead_to_a_script_that_hangs_alike(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["left-out", "thread-behind"])
-def test_a_bundle_leads_to_a_script_that_hangs_alike(name: str, tmp_path: Path) -> None:
+def test_bundle_gives_script_with_same_hang(name: str, tmp_path: Path) -> None:
     source, replayed = tmp_path / "source", tmp_path / "replayed"
     source.mkdir()
     replayed.mkdir()

@@ -29,7 +29,7 @@ jobs: {{j: {{name: "j{{seed}}"}}}}
 """
 
 
-def test_a_sweep_that_is_killed_is_completed_by_resume(tmp_path: Path) -> None:
+def test_killed_sweep_is_completed_by_resume(tmp_path: Path) -> None:
     count = 30
     with Sweep(tmp_path, spec(count), "--slots", "4") as sweep:
         sweep.until(lambda: len(sweep.recorded()) >= count // 3, "a third of the jobs", 400)
@@ -56,7 +56,7 @@ def test_a_sweep_that_is_killed_is_completed_by_resume(tmp_path: Path) -> None:
         assert len(found) == len(expected)
         assert set(found) == expected
         assert entry["metrics"] == {"val_loss": pytest.approx(4 - 4 * 0.1 * 0.1 * STEPS)}
-        assert entry["last_step"] in (STEPS, None)  # None: it ended while nobody watched, and left its exit code only
+        assert entry["last_step"] in (STEPS, None)  # None: it ended unwatched, and left only its exit code
     for path in (tmp_path / "s" / "jobs").rglob("attempt-*.log"):
         assert "Address already in use" not in path.read_text()
     with (tmp_path / "s" / "summary.csv").open(newline="") as file:

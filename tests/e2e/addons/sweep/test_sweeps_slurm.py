@@ -15,11 +15,11 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(300),
     pytest.mark.xdist_group("slurm"),
-    pytest.mark.skipif(bool(slurm.why_not()), reason=f"no Slurm of its own: {slurm.why_not()}"),
+    pytest.mark.skipif(bool(slurm.why_not()), reason=f"no private Slurm: {slurm.why_not()}"),
 ]
 
 
-def test_a_sweep_whose_colaunch_is_killed_right_after_sbatch() -> None:
+def test_sweep_killed_right_after_sbatch_is_completed() -> None:
     """Four jobs, a dependency, ``kill -9`` before the job's number is known, and ``--resume``: every job runs once."""
     done = subprocess.run(
         [sys.executable, "-m", "scripts.qa.slurm", "--only", "kill_after"],
