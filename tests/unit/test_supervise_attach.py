@@ -90,7 +90,7 @@ def looks(*mains: Main) -> Looks:
         ([Main(), Main(LOOP, ELSEWHERE, slices=4, torn=True)], False, True),  # a mix of two moments tells no place
     ],
 )
-def test_movement_of_two_looks_tells_moving_from_standing_ranks(mains: list[Main], moves: bool, stands: bool) -> None:
+def test_two_looks_distinguish_moving_from_still_ranks(mains: list[Main], moves: bool, stands: bool) -> None:
     moving, stood_s = movement(looks(*mains))
     assert (moving, stood_s) == (moves, pytest.approx(SECONDS - 0.1) if stands else 0.0)
 

@@ -84,7 +84,7 @@ def phase(*nodes: Channel) -> set[str]:
     return {one.view.page.phase if one.view.page else "alone" for one in nodes}
 
 
-def test_two_nodes_from_a_suspicion_to_a_decision(join: Callable[..., Channel]) -> None:
+def test_two_nodes_reach_a_decision_after_a_suspicion(join: Callable[..., Channel]) -> None:
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
     until(lambda: [node.host for node in (*one.view.nodes, *other.view.nodes)] == ["host2", "host0"], "names")
@@ -133,7 +133,7 @@ def test_request_of_one_node_is_answered_by_all_others(join: Callable[..., Chann
         until(lambda: not any(one._outbox.submitted for one in nodes), "what is over to be removed")
 
 
-def test_topic_values_reach_leader_and_its_value_all_nodes(join: Callable[..., Channel]) -> None:
+def test_topic_values_are_exchanged_through_the_leader(join: Callable[..., Channel]) -> None:
     first, second = join(0, 1, key=b"k" * 32), join(2, 3, key=b"k" * 32)
     until(covered(first, second), "both to be there")
     leader, other = (first, second) if first.view.leads else (second, first)
@@ -148,7 +148,7 @@ def test_topic_values_reach_leader_and_its_value_all_nodes(join: Callable[..., C
     assert other.view.page is not None and other.view.page.topics == ("checks",) and not other.view.submissions
 
 
-def test_survey_shows_every_node_on_each(join: Callable[..., Channel]) -> None:
+def test_survey_on_each_node_lists_every_node(join: Callable[..., Channel]) -> None:
     one, other = join(0, 1), join(2, 3)
     until(covered(one, other), "each other")
     assert one.view.survey == (0.0, ())
@@ -232,7 +232,7 @@ def test_node_without_a_store_is_alone_and_reports_why(join: Callable[..., Chann
     assert "closed the connection" in one.view.why or "refused" in one.view.why or "reset" in one.view.why
 
 
-def test_garbage_in_the_store_costs_only_the_channel(
+def test_garbage_in_the_store_ends_only_the_channel(
     address: Address, prefix: str, join: Callable[..., Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (election, membership):
@@ -344,7 +344,7 @@ def test_late_messages_of_an_old_connection_are_ignored(join: Callable[..., Chan
     assert session._decode_beats([follower.view.slot], [data])[follower.view.slot].doing == "watching"
 
 
-def test_unused_slots_hide_no_other(join: Callable[..., Channel], address: Address, prefix: str) -> None:
+def test_unused_slots_do_not_hide_used_ones(join: Callable[..., Channel], address: Address, prefix: str) -> None:
     store = StoreClient(address)
     store.add(f"{prefix}/n", 150, deadline_s=15.0)
     one = join(0, 1)

@@ -57,7 +57,7 @@ class Job:
         return self.page()
 
 
-def test_no_incident_without_a_suspicion() -> None:
+def test_incident_is_not_opened_without_a_suspicion() -> None:
     job = Job()
     pages = [job.page() for _ in range(100)]
     assert {(page.phase, page.incident, page.covered, page.nodes) for page in pages} == {("idle", 0, True, 2)}
@@ -129,7 +129,7 @@ def test_node_that_falls_silent_leaves_each_to_decide_alone() -> None:
 
 
 @pytest.mark.parametrize("missing", [2, 3])
-def test_no_incident_if_a_rank_has_no_supervisor(missing: int) -> None:
+def test_incident_is_not_opened_with_an_unsupervised_rank(missing: int) -> None:
     job = Job(3).say(1, doing="suspecting", suspects=0)
     del job.beats[missing]
     assert [job.page().phase for _ in range(3)] == ["idle"] * 3
@@ -196,7 +196,7 @@ def test_missing_acknowledgements_are_awaited_for_a_limited_time() -> None:
     assert stuck.page(EVIDENCE_S + DECIDE_S + 0.1).phase == "decided", "its own part of the work failed"
 
 
-def test_suspicion_from_before_the_last_incident_opens_no_other() -> None:
+def test_suspicion_before_the_last_incident_is_ignored() -> None:
     job = Job().open()
     assert job.vote("unknown", "alive").phase == "idle"
     assert job.page().phase == "idle", "the node has not read the outcome yet"
@@ -250,7 +250,7 @@ def test_new_incarnation_responds_although_its_count_restarts() -> None:
     assert liveness.silent_s(1, 5.0) == 1.0
 
 
-def test_own_stop_makes_no_node_silent() -> None:
+def test_own_suspension_does_not_make_nodes_silent() -> None:
     liveness = Liveness()
     liveness.observe({1: ("a", 1)}, 0.0)
     liveness.observe({1: ("a", 1)}, 1000.0)
@@ -296,7 +296,7 @@ def test_new_leader_counts_the_old_one_as_silent() -> None:
     assert liveness.silent_s(1, now + 1) == 0.0, "it is heard again"
 
 
-def test_no_takeover_while_the_leader_responds() -> None:
+def test_takeover_is_refused_while_the_leader_responds() -> None:
     succession = Succession()
     assert not any(succession.is_orphaned(LeaderPage(leader=1, count=half), half / 2) for half in range(200))
 

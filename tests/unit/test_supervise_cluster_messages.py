@@ -257,7 +257,7 @@ def test_evidence_of_all_nodes_is_merged() -> None:
     assert [rank.rank for rank in merge(node(0, 1), [node(9, world=16)]).ranks] == [0, 1], "a rank of no such job"
 
 
-def test_evidence_that_does_not_fit_together_is_refused() -> None:
+def test_contradictory_evidence_is_refused() -> None:
     good = msgspec.msgpack.decode(unpack(condense(node(2, 3))))
     for damage in (
         lambda e: e["records"][2]["kind_of"].append(0),
@@ -276,7 +276,7 @@ def test_evidence_that_does_not_fit_together_is_refused() -> None:
             unpack_evidence(chunks)
 
 
-def test_times_of_failures_travel_as_ages() -> None:
+def test_failure_times_are_sent_as_ages() -> None:
     lost = RankEvidence(rank=3, host="b", pid=1, exception=RankException("E", "x", 1000.0), exit=RankExit(1, 1002.0))
     (rank,) = with_relative_times(replace(node(2), ranks=(lost,)), 1010.0).ranks
     assert rank.exception is not None and rank.exit is not None
@@ -316,7 +316,7 @@ def test_files_of_other_nodes_stay_inside_the_bundle(name: str, fits: bool) -> N
         unpack_evidence(chunks)
 
 
-def test_files_travel_only_if_they_fit() -> None:
+def test_files_are_sent_only_if_they_fit() -> None:
     large = {f"node/a/{number}.json": random.Random(number).randbytes(1 << 20) for number in range(9)}
     evidence, files = unpack_evidence(condense(node(2), large))
     assert (len(evidence.ranks), files) == (1, {})

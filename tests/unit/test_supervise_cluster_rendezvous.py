@@ -106,7 +106,7 @@ def test_nodes_of_a_step_take_precedence_over_the_jobs() -> None:
     assert hosts_of({"SLURM_JOB_NODELIST": "n[1-8]", "SLURM_STEP_NODELIST": "n[3-4]"}) == ("n3", "n4")
 
 
-def test_slurm_steps_get_separate_rendezvous() -> None:
+def test_slurm_steps_get_separate_rendezvous_keys() -> None:
     steps = [{**STEP, "SLURM_STEP_ID": number} for number in ("0", "1", "0")]
     one, other, again = (meeting(None, step, "n1:29700") for step in steps)
     assert isinstance(one, SharedStore)

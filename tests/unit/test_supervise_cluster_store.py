@@ -138,14 +138,14 @@ def test_ras_without_listener_is_reported() -> None:
         StoreClient(Address("127.0.0.1", port), deadline_s=5)
 
 
-def test_silent_server_is_left_in_time(serving: Callable[[Serve], Address]) -> None:
+def test_silent_server_is_abandoned_in_time(serving: Callable[[Serve], Address]) -> None:
     begin = time.monotonic()
     with pytest.raises(NodeStoreError, match="no answer in time"):
         StoreClient(serving(lambda connection: None), deadline_s=0.2)
     assert time.monotonic() - begin < 60
 
 
-def test_another_program_is_not_taken_for_a_store(serving: Callable[[Serve], Address]) -> None:
+def test_foreign_server_is_not_mistaken_for_a_store(serving: Callable[[Serve], Address]) -> None:
     with pytest.raises(NodeStoreError, match="no TCPStore"):
         StoreClient(serving(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")), deadline_s=60)
 
@@ -169,7 +169,7 @@ def test_answer_of_impossible_length_is_an_error(serving: Callable[[Serve], Addr
         StoreClient(serving(serve), deadline_s=60).compare_set("k", b"", b"v", deadline_s=60)
 
 
-def test_server_that_closes_during_an_answer(serving: Callable[[Serve], Address]) -> None:
+def test_server_that_closes_during_an_answer_is_reported(serving: Callable[[Serve], Address]) -> None:
     def serve(connection: socket.socket) -> None:
         greeted(connection)
         connection.recv(64)

@@ -69,7 +69,7 @@ def test_first_supervisor_on_a_host_starts_the_store(make: Callable[..., StoreHo
 
 @pytest.mark.torch
 @pytest.mark.parametrize("stopped", [False, True])
-def test_store_ends_with_a_killed_parent(tmp_path: Path, stopped: bool) -> None:
+def test_store_ends_if_its_parent_is_killed(tmp_path: Path, stopped: bool) -> None:
     words = [sys.executable, "-c", PARENT, str(port()), str(tmp_path / "log")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

@@ -134,7 +134,7 @@ def test_slow_reader_gets_the_whole_answer(answering: Answering) -> None:
     assert len(json.loads(data)["much"]) == len(BIG)
 
 
-def test_many_silent_clients_make_room(answering: Answering) -> None:
+def test_silent_clients_make_room_for_new_ones(answering: Answering) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     crowd = [answering.connected() for _ in range(3 * control.MOST_CLIENTS)]
     assert answering.status() == "status"

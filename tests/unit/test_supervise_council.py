@@ -44,7 +44,7 @@ def say(node: Council, *, page: dict[str, Any] | None = None, **changes: Any) ->
     node.channel.view = dataclasses.replace(seen, page=replace(seen.page, **(page or {})), **changes)
 
 
-def test_no_incident_is_requested_without_coverage_or_leader(node: Council) -> None:
+def test_incident_is_not_requested_without_coverage_or_leader(node: Council) -> None:
     assert node.suspect(2.0)
     assert (node.channel.beat.doing, node.channel.beat.suspects) == ("suspecting", 0)
     say(node, silent_s=SILENT_S)
@@ -59,7 +59,7 @@ def test_no_incident_is_requested_without_coverage_or_leader(node: Council) -> N
     assert (node.is_covered, node.why_alone) == (False, "no store at h:1: refused")
 
 
-def test_incident_is_joined_once_and_answers_the_own_suspicion(node: Council) -> None:
+def test_incident_is_joined_once_and_answers_own_suspicion(node: Council) -> None:
     assert node.pending_call() is None
     say(node, page={"phase": "looking", "incident": 3})
     call = node.pending_call()
@@ -105,7 +105,7 @@ def test_incident_that_ended_before_the_look_gives_its_result(node: Council, res
     assert node.outcome(0) == result
 
 
-def test_survey_must_be_new(node: Council) -> None:
+def test_survey_older_than_the_request_is_ignored(node: Council) -> None:
     here = NodeStatus("here", "0-1", 7, doing="watching", here=True)
     say(node, survey=(5.0, (here,)))
     assert node.request_survey()
@@ -201,7 +201,7 @@ def test_incomplete_rendezvous_is_reported_and_remembered(
 
 
 @pytest.mark.parametrize("hosts", [(), ("here", "there")])
-def test_list_of_other_hosts_names_no_missing_one(notices: NodeNotices, hosts: tuple[str, ...]) -> None:
+def test_mismatched_host_list_names_no_absent_host(notices: NodeNotices, hosts: tuple[str, ...]) -> None:
     notices._hosts = hosts
     come(notices, 2, THERE, seconds=range(3))
     assert notices.rendezvous is not None and notices.rendezvous.absent_hosts == ()

@@ -304,7 +304,7 @@ def test_rank_with_held_gil_gets_no_gil_question() -> None:
 # --- the process that finds the words ---------------------------------------------------------------------------------
 
 
-def test_child_process_words_the_early_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_process_writes_the_early_look_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules in the working directory must not be imported."""
     (tmp_path / "msgspec.py").write_text("raise SystemExit('a stranger')")
     monkeypatch.chdir(tmp_path)
@@ -317,7 +317,7 @@ def test_child_process_words_the_early_look(tmp_path: Path, monkeypatch: pytest.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["msgspec.py"]
 
 
-def test_failed_child_process_returns_no_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_child_process_returns_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_process, "DEADLINE_S", 0.01)
     begin = time.monotonic()
     assert judge_process.ask(with_culprit(rank(1), 2), None, tmp_path / "question").words == ""

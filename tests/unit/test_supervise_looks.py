@@ -76,7 +76,7 @@ def test_c_frames_are_read_first_for_distinct_stacks(monkeypatch: pytest.MonkeyP
     assert main is not None and len(main.stacks) == len(main.states) == 1
 
 
-def test_late_process_does_not_cost_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_process_does_not_affect_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank itself is read before its children; a late process is listed without a state."""
     mine, child = os.getpid(), os.getpid() + 1
     monkeypatch.setattr(look.process, "descendants", lambda pids, table: [ProcessId(child, 1)])

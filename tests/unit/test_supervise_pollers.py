@@ -78,7 +78,7 @@ def test_straggler_is_reported_with_the_next_step(
     assert said.endswith(f"(the job continues). To see where its time goes: safelaunch record {os.getpid()}\n")
 
 
-def test_no_question_before_the_first_steps(looks: list[tuple[Note, ...]]) -> None:
+def test_poller_asks_nothing_before_the_first_steps(looks: list[tuple[Note, ...]]) -> None:
     looks += [(SLOW,)]
     run(HealthPoller(Watched(None), list), 1e6)  # type: ignore[arg-type]
     assert len(looks) == 1
@@ -171,7 +171,7 @@ def test_noise_gives_no_straggler() -> None:
         assert find_straggler(steps([[100 + noise.uniform(0, 60) for _ in range(4)] for _ in range(100)])) is None
 
 
-def test_last_by_microseconds_gives_no_straggler() -> None:
+def test_microsecond_delays_give_no_straggler() -> None:
     assert find_straggler(steps([[100.0, 102.0]] * 100)) is None
 
 

@@ -27,7 +27,7 @@ WATCHING = [("--pg-timeout", "30s"), ("--check-every", "5"), ("--run-name", "tri
         ([("--no-watch", None), ("--preset", "oom-debug")], {}, []),
     ],
 )
-def test_no_watch_names_the_options_without_effect(
+def test_no_watch_option_names_options_without_effect(
     words: list[tuple[str, str | None]], environ: dict[str, str], said: list[str], tmp_path: Path
 ) -> None:
     assert without_effect(resolve(words, environ, tmp_path, lambda: "2.13.0")) == said

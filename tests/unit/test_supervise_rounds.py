@@ -166,7 +166,7 @@ def test_rank_without_evidence_is_unseen(job: Job, overdue: bool, outcome: str) 
     assert agreed is not None and (agreed.answer, agreed.outcome) == ("unseen", outcome)
 
 
-def test_no_action_after_a_restart_voids_the_decision(job: Job) -> None:
+def test_restart_before_the_action_voids_the_decision(job: Job) -> None:
     leader, other = job.meet()
     job.collects()
     led, waiting = Event(), Event()
@@ -291,7 +291,9 @@ OF_A_CHECKPOINT = RankException(
         ({}, {}, ""),
     ],
 )
-def test_root_failure_of_this_node(exits: dict[int, int], exceptions: dict[int, RankException], said: str) -> None:
+def test_root_failure_of_this_node_is_described(
+    exits: dict[int, int], exceptions: dict[int, RankException], said: str
+) -> None:
     found = own_failure("here", exits, exceptions)
     assert found.startswith(said) and bool(found) is bool(said)
 
@@ -392,7 +394,7 @@ def test_stop_ends_the_wait_and_questions_stay_sequential(job: Job) -> None:
     thread.join()
 
 
-def test_node_that_is_alone_asks_no_other(job: Job) -> None:
+def test_lone_node_queries_no_other(job: Job) -> None:
     (alone,) = job.meet(1)
     with alone.asking(NodeQuestion()) as answers:
         assert answers(Event()).is_complete and job.channels[0].beat.asks is None
@@ -418,7 +420,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_small_files_and_ends_of_logs_travel(root: Path) -> None:
+def test_small_files_and_log_tails_are_sent(root: Path) -> None:
     found = small_files(root, records=True)
     recorders = {f"ranks/{rank}/flight_recorder.pickle" for rank in (3, 4)}
     assert set(found) == {"node/a/resources.json", "node/a/kernel_log.txt", *recorders}
@@ -428,7 +430,7 @@ def test_small_files_and_ends_of_logs_travel(root: Path) -> None:
     assert small_files(root / "none", records=True) == {}
 
 
-def test_recorders_travel_within_the_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorder_dumps_are_sent_within_the_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submissions, "MOST_PICKLES", 15)
     assert [name for name in small_files(root, records=True) if "pickle" in name] == ["ranks/3/flight_recorder.pickle"]
 

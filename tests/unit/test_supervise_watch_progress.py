@@ -271,7 +271,7 @@ def test_strides_without_steps_are_empty() -> None:
     assert Strides().points() == ()
 
 
-def test_held_watch_raises_suspicions_only_afterwards() -> None:
+def test_held_watch_raises_suspicions_only_after_the_hold() -> None:
     watch, ranks = watched(None)
     ranks.step(0, 5, 10.0)
     ranks.step(1, 5, 10.0)

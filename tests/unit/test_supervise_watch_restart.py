@@ -40,7 +40,7 @@ def test_repeated_failure_is_given_up_with_its_place() -> None:
         AttemptFailure("hang", "stuck-in-user-code", None, HANG.places),
     ],
 )
-def test_other_step_place_or_cause_is_another_failure(other: AttemptFailure) -> None:
+def test_different_step_place_or_cause_is_another_failure(other: AttemptFailure) -> None:
     assert why_give_up((HANG,), other) == ""
 
 
@@ -53,7 +53,7 @@ def test_renumbered_rank_is_the_same_failure() -> None:
     assert failure_of(verdict((1, 40, 7)), (40, 40)) == failure_of(verdict((0, 40, 7)), (40, 40))
 
 
-def test_verdict_without_culprit_is_compared_by_the_slowest_step() -> None:
+def test_verdict_without_culprit_is_compared_by_slowest_step() -> None:
     assert failure_of(verdict(), (12, 11, 12)) == AttemptFailure("hang", "stuck-in-user-code", 11, frozenset())
     assert failure_of(verdict(), ()).step is None
 

@@ -108,7 +108,7 @@ def test_learned_threshold_respects_floor_ceiling_and_cap() -> None:
     ("timeout_s", "cap"),
     [(1800.0, 1260.0), (600.0, 420.0), (86.0, 60.2), (70.0, 60.0), (60.0, 60.0), (15.0, 10.5)],
 )
-def test_only_a_timeout_below_the_floor_caps_below_it(timeout_s: float, cap: float) -> None:
+def test_threshold_below_the_floor_needs_a_shorter_timeout(timeout_s: float, cap: float) -> None:
     assert cap_of(timeout_s, floor_s=60.0) == pytest.approx(cap)
 
 
@@ -181,7 +181,7 @@ def test_pulse_period_depends_on_the_threshold() -> None:
     assert PulseLimits(1800.0, 1.0, None).period_s == 0.5
 
 
-def test_watch_of_a_job_without_steps_follows_its_collectives() -> None:
+def test_watch_without_steps_follows_the_collectives() -> None:
     ranks = Ranks(2)
     watch = Watch(ranks, POLICY, 10.0, ThresholdBounds(5.0))  # type: ignore[arg-type]
     now = 10.0

@@ -32,7 +32,7 @@ def test_wrapped_window_causes_no_mismatch() -> None:
 # --- loops and history ------------------------------------------------------------------------------------------------
 
 
-def test_signature_of_tensor_list_equals_that_of_flat_tensor() -> None:
+def test_signature_of_tensor_list_equals_flat_tensor_signature() -> None:
     listed = msgspec.structs.replace(entry("reduce_scatter", 4), input_sizes=((4,),) * 3, input_dtypes=("Float",) * 3)
     single = entry("_reduce_scatter_base", 4, size=(12,))
     assert signature(listed) == signature(single)

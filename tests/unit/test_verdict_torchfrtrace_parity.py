@@ -118,7 +118,7 @@ def test_differing_operations_sizes_and_types_name_the_odd_rank(
 
 
 @pytest.mark.parametrize("odd", range(4))
-def test_differing_state_names_the_odd_gpu(odd: int, torchfrtrace: Analyse, tmp_path: Path) -> None:
+def test_differing_state_names_the_odd_rank(odd: int, torchfrtrace: Analyse, tmp_path: Path) -> None:
     folder = write(tmp_path, together(ranks(), odd, {"state": "completed"}, {"state": "started"}))
     theirs, verdict = torchfrtrace(folder), ours(folder)
     assert "COLLECTIVE_STATE_MISMATCH" in theirs.states
