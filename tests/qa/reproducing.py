@@ -1,7 +1,7 @@
-"""Runs what ``safelaunch reproduce`` writes, and compares its verdict with the one that it was written from.
+"""Runs scripts of ``safelaunch reproduce``, and compares their verdicts with the original ones.
 
-The sources are the zoo's classes that hang at calls of torch.distributed, and jobs of ``tests/support/synthetic.py``,
-as their dumps alone tell of them.
+The sources are the zoo's classes that hang in calls of torch.distributed, and the dumps of jobs from
+``tests/support/synthetic.py``.
 """
 
 from __future__ import annotations
@@ -41,19 +41,17 @@ Case = tuple[str, ...]  # a class of the zoo, or kind, variant and seed of a gen
 
 @dataclass(frozen=True)
 class Replay:
-    """One reproduction. ``recorded`` and ``found``: cause and ranks at fault. ``why_not``: empty where they agree.
-
-    ``in_part``: the verdict differs, but each rank stands at the same call, and the head of the script says why: with
-    sends, NCCL's records of them have decided, and gloo makes none; with sizes that differ, gloo aborts ranks, whose
-    records are lost; where rings have wrapped, what they have lost is what the verdict was in doubt about.
-    """
+    """One reproduction: cause and ranks at fault in the recording and in the run of the script."""
 
     name: str
     recorded: tuple[str, tuple[int, ...]]
     found: tuple[str, tuple[int, ...]]
     ranks: int
     lines: int
-    why_not: str = ""
+    why_not: str = ""  # empty if they agree
+    # The verdict differs, but each rank stalls at the same call, and the header explains why: NCCL's records of
+    # sends were decisive, and gloo has none; gloo aborts ranks if sizes differ, so their records are lost; or the
+    # verdict depended on calls that the rings have lost.
     in_part: str = ""
 
 
@@ -72,7 +70,7 @@ def layout_of(case: Case) -> tuple[int, int, int]:
 
 
 def on_paper(case: Case, layout: Sequence[int] = ()) -> Evidence | None:
-    """The evidence of a generated job. None where the fault makes no difference."""
+    """Returns the evidence of a generated job; None if the fault makes no difference."""
     from scripts.research import verdict_corpus
     from tests.support import synthetic
 
@@ -92,25 +90,25 @@ def of_dumps(case: Case, scratch: Path, layout: Sequence[int] = ()) -> Evidence:
     return locate.read(scratch).evidence
 
 
-def replay(name: str, evidence: Evidence, scratch: Path, wish: ScriptOptions = ScriptOptions()) -> Replay:  # noqa: B008 - frozen
+def replay(name: str, evidence: Evidence, scratch: Path, options: ScriptOptions = ScriptOptions()) -> Replay:  # noqa: B008 - frozen
     """Writes the script, runs it and compares the verdicts.
 
-    A replay that a rank's record or stack is missing of says little: where it differs, it is run again, once. On a busy
-    machine, a rank may not hand over its record in time, and other ranks stand out without it.
+    If the replay differs and a rank's record or stack is missing, it is run once more: on a busy machine, a rank might
+    not deliver its record in time, and other ranks stand out without it.
     """
     begun = scratch / "first"
     begun.mkdir()
-    found, complete = _replay(name, evidence, begun, wish)
+    found, complete = _replay(name, evidence, begun, options)
     if complete or not (found.why_not or found.in_part):
         return found
     again = scratch / "again"
     again.mkdir()
-    return _replay(name, evidence, again, wish)[0]
+    return _replay(name, evidence, again, options)[0]
 
 
-def _replay(name: str, evidence: Evidence, scratch: Path, wish: ScriptOptions) -> tuple[Replay, bool]:
+def _replay(name: str, evidence: Evidence, scratch: Path, options: ScriptOptions) -> tuple[Replay, bool]:
     """The replay, and whether its evidence is complete."""
-    made = reproduction_of(evidence, wish, user_source.text)
+    made = reproduction_of(evidence, options, user_source.text)
     script = scratch / "repro.py"
     script.write_text(made.text)
     limit = "--max-stall=6" if "busy-loop" in made.text else "--max-stall=60"
@@ -137,7 +135,7 @@ def different_calls(recorded: Hang, found: Hang) -> bool:
 
 
 def is_said(made: Reproduction, found: Sequence[int]) -> bool:
-    """Whether the head of the script says why its verdict may name such ranks."""
+    """Returns True if the script's header explains why its verdict names these ranks."""
     more, fewer = set(made.hang.culprits) <= set(found), set(found) <= set(made.hang.culprits)
     fewer = bool(found) and fewer
     return NO_SENDS in made.notes or (ABORTS in made.notes and (more or fewer)) or (LOST in made.notes and fewer)

@@ -61,20 +61,20 @@ class Reproduction:
     replays: bool  # False if no call could be replayed
 
 
-def reproduction_of(evidence: Evidence, wish: ScriptOptions, read_source: ReadSource | None = None) -> Reproduction:
+def reproduction_of(evidence: Evidence, options: ScriptOptions, read_source: ReadSource | None = None) -> Reproduction:
     verdict = diagnose(evidence, read_source)
     culprits = list(dict.fromkeys(culprit.rank for culprit in verdict.culprits))
-    program = _program(CaseFacts.of(evidence, read_source), wish.extent)
-    kept = fewest_ranks(program, culprits, records_verdict) if wish.fewest else list(program.ranks)
+    program = _program(CaseFacts.of(evidence, read_source), options.extent)
+    kept = fewest_ranks(program, culprits, records_verdict) if options.fewest else list(program.ranks)
     program, culprits = restricted_to(program, kept), [kept.index(rank) for rank in culprits]
     if is_large(program):
         program = replace(program, notes=(*program.notes, _TOO_LARGE))
-    if wish.shrink or is_large(program):
+    if options.shrink or is_large(program):
         program = with_small_tensors(program)
     program = with_sizes_that_gloo_checks(program)
     if any(text.startswith("calls before ") for text in verdict.missing):
         program = replace(program, notes=(*program.notes, LOST))
-    written = script(program, _recorded(verdict, kept), wish.name)
+    written = script(program, _recorded(verdict, kept), options.name)
     return Reproduction(
         text=written.text,
         world_size=program.world_size,

@@ -31,10 +31,10 @@ def main(argv: list[str]) -> int:
     evidence.
     """
     words = parser().parse_args(argv)
-    wish = ScriptOptions(
+    options = ScriptOptions(
         Extent(words.all, words.last), fewest=words.ranks, shrink=words.shrink, name=_name(words.output)
     )
-    reproduction = _from(words.path, wish)
+    reproduction = _from(words.path, options)
     if not reproduction.replays:
         raise SafelaunchError(
             f"reproduce: {clean(words.path)} contains no torch.distributed calls that can be replayed."
@@ -82,13 +82,13 @@ def _name(output: str | None) -> str:
     return Path(output).name if output is not None else "repro.py"
 
 
-def _from(called: str, wish: ScriptOptions) -> Reproduction:
+def _from(called: str, options: ScriptOptions) -> Reproduction:
     # Import before the fork: otherwise the child would import them again.
     from safelaunch.capture.user_source import text_for_stranger
     from safelaunch.cli.diagnose import read_in_child
 
     def work(evidence: FoundEvidence) -> Reproduction:
-        return reproduction_of(evidence.evidence, wish, text_for_stranger)
+        return reproduction_of(evidence.evidence, options, text_for_stranger)
 
     return read_in_child([working_directory() / called], called, "reproduce", work)
 

@@ -34,8 +34,8 @@ HOSTILE = (
 )
 
 
-def of_dumps(folder: Path, recorders: list[Recorder], wish: ScriptOptions = ALL) -> str:
-    return reproduction_of(locate.read(write(folder, recorders)).evidence, wish).text
+def of_dumps(folder: Path, recorders: list[Recorder], options: ScriptOptions = ALL) -> str:
+    return reproduction_of(locate.read(write(folder, recorders)).evidence, options).text
 
 
 def recorders(world: int, groups: dict[str, tuple[int, ...]] | None = None) -> list[Recorder]:
@@ -226,8 +226,8 @@ def test_damaged_dumps_still_give_script(seed: int, tmp_path: Path) -> None:
             entry = dice.choice(one.entries)
             entry[dice.choice(list(entry))] = dice.choice(values)
     evidence = locate.read(write(tmp_path, four, as_json=True)).evidence
-    for wish in (ScriptOptions(), ALL, ScriptOptions(Extent(last=2), fewest=True, shrink=True)):
-        tree = ast.parse(reproduction_of(evidence, wish).text)
+    for options in (ScriptOptions(), ALL, ScriptOptions(Extent(last=2), fewest=True, shrink=True)):
+        tree = ast.parse(reproduction_of(evidence, options).text)
         texts = {
             node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
