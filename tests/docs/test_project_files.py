@@ -167,3 +167,14 @@ def test_the_demo_installs_only_what_it_runs(tmp_path: Path) -> None:
     assert venv == f"python -m venv {tmp_path / 'venv'}"
     assert install.endswith(" torch==2.13.0 -e .[torch]") and " -q" not in install, "pip shows its progress"
     assert demos == ["safelaunch demo lock"] * 2
+
+
+def test_contributing_names_only_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    files = listed or [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*")]
+    named = set(re.findall(r"`([\w./]+\.(?:py|sh|js|yml|txt))`", text))
+    assert len(named) > 50
+    assert not {
+        name for name in named if "NAME" not in name and not any(f"/{file}".endswith(f"/{name}") for file in files)
+    }
