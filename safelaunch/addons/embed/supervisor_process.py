@@ -45,12 +45,12 @@ class SupervisorProcess:
 
         Raises the supervisor's own error for invalid options.
         """
-        ours, childs = socket.socketpair()
+        ours, child_end = socket.socketpair()
         try:
             # In its own session: Ctrl-C is for the caller.
             process = subprocess.Popen(
-                [*interpreter("safelaunch.addons.embed.supervisor"), str(childs.fileno())],
-                pass_fds=[childs.fileno()],
+                [*interpreter("safelaunch.addons.embed.supervisor"), str(child_end.fileno())],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -59,7 +59,7 @@ class SupervisorProcess:
             say(f"cannot watch this job: no supervisor could be started ({error.strerror or error})")
             return None
         finally:
-            childs.close()
+            child_end.close()
         line = Connection(ours, FromSupervisor)
         line.send(request)
         answer = line.wait()
