@@ -34,12 +34,12 @@ class Notifier:
         *,
         option: str = "--on-bundle",
         deadline_s: float = DEADLINE_S,
-        tell_user: Callable[[str], None] = say,
+        report: Callable[[str], None] = say,
     ) -> None:
         self._command = command
         self._option = option
         self._deadline_s = deadline_s
-        self._say = tell_user
+        self._say = report
         self._under_way: list[BackgroundTask[None]] = []
         self._ended = False
 
@@ -51,7 +51,7 @@ class Notifier:
     def busy(self) -> bool:
         return any(not task.done for task in self._under_way)
 
-    def tell(self, verdict: Verdict, bundle: Path, run_name: str) -> None:
+    def notify(self, verdict: Verdict, bundle: Path, run_name: str) -> None:
         self.start(variables(verdict, bundle, run_name))
 
     def start(self, variables: Mapping[str, str]) -> None:

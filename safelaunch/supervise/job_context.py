@@ -68,8 +68,8 @@ def job_context(job: Job) -> JobContext:
         launch=_launch(job, redactor),
         redactor=redactor,
         keeping=Retention(settings.keep_bundles),
-        notifier=Notifier(settings.on_bundle, tell_user=lambda text: say(redactor.said(text))),
-        suspects=Notifier(settings.on_suspect, option="--on-suspect", tell_user=lambda text: say(redactor.said(text))),
+        notifier=Notifier(settings.on_bundle, report=lambda text: say(redactor.said(text))),
+        suspects=Notifier(settings.on_suspect, option="--on-suspect", report=lambda text: say(redactor.said(text))),
         script=tuple(plan.script),
         attempts=1 + (most_restarts(plan.command, plan.env) if plan.command is not None else 0),
     )

@@ -149,7 +149,7 @@ def finish(collected: DraftBundle, agreement: Agreement | None = None) -> Report
     if published.note:
         say(published.note)
     if not published.lost:
-        context.notifier.tell(verdict, published.path, context.run_name)
+        context.notifier.notify(verdict, published.path, context.run_name)
     return Report(verdict, evidence, published, collected.without_stacks, agreed.action, agreed.step)
 
 

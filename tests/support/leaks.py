@@ -298,7 +298,7 @@ def write(text: str, scratch: Path) -> Written:
     told: dict[str, str] = {}
 
     class Notifier(onbundle.Notifier):
-        def tell(self, verdict: Any, bundle: Path, run_name: str) -> None:
+        def notify(self, verdict: Any, bundle: Path, run_name: str) -> None:
             told["on-bundle"] = "\n".join(onbundle.variables(verdict, bundle, run_name).values())
 
     about = JobContext(

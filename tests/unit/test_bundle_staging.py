@@ -660,8 +660,8 @@ VERDICT = Verdict(
 def tell(command: str, bundle: Path, *, deadline_s: float = 60.0) -> list[str]:
     """Returns the messages that the user gets when the command has ended."""
     messages: list[str] = []
-    notifier = Notifier(command, deadline_s=deadline_s, tell_user=messages.append)
-    notifier.tell(VERDICT, bundle, "train")
+    notifier = Notifier(command, deadline_s=deadline_s, report=messages.append)
+    notifier.notify(VERDICT, bundle, "train")
     until(lambda: not notifier.busy)
     return messages
 
@@ -729,7 +729,7 @@ def test_on_suspect_command_gets_variables(tmp_path: Path) -> None:
     look = EarlyLook(1e9, 7.4, 0.048, "still", "rank 1 is asleep\0", "stuck-in-user-code", (Place(1), Place(3)))
     messages: list[str] = []
     notifier = Notifier(
-        f"env | grep ^SAFELAUNCH_ | sort > '{tmp_path}/env'; exit 3", option="--on-suspect", tell_user=messages.append
+        f"env | grep ^SAFELAUNCH_ | sort > '{tmp_path}/env'; exit 3", option="--on-suspect", report=messages.append
     )
     notifier.start(variables_of_look(look, "train"))
     until(lambda: not notifier.busy)
@@ -746,11 +746,11 @@ def test_on_suspect_command_gets_variables(tmp_path: Path) -> None:
 
 def test_on_bundle_command_is_ended_when_job_stops(tmp_path: Path) -> None:
     messages: list[str] = []
-    notifier = Notifier("sleep 600", tell_user=messages.append)
-    notifier.tell(VERDICT, tmp_path, "train")
+    notifier = Notifier("sleep 600", report=messages.append)
+    notifier.notify(VERDICT, tmp_path, "train")
     notifier.end()
     assert not notifier.busy
-    notifier.tell(VERDICT, tmp_path, "train")
+    notifier.notify(VERDICT, tmp_path, "train")
     assert not notifier.busy
     assert messages == []
 
