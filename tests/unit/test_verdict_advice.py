@@ -94,7 +94,7 @@ def test_full_state_dict_on_one_rank_gets_advice(world: int) -> None:
 
 
 def test_skipped_call_gets_no_side_effect_advice() -> None:
-    """``if rank == 1: continue`` before the call: that rank is one call behind from there on."""
+    """``if rank == 1: continue`` before the call: from there on, that rank lags by one call."""
     source = "def train():\n    for batch in loader:\n        if rank == 1:\n            continue\n        reduce()\n"
     steps = "1@50 1@5 " * 4
     ranks = [rank(n, in_c10d("all_reduce", 50), flight=record(*calls_in(steps + "1@50*"))) for n in range(3)]
@@ -181,7 +181,7 @@ def test_every_advice_belongs_to_a_cause() -> None:
 
 
 def test_advised_preset_works_in_its_torch_versions() -> None:
-    """What a preset leaves out for a version of torch, advice to use it leaves out for that version, too."""
+    """Advice for a preset is limited to the torch versions that the preset supports."""
     for one in (advice for cause in CAUSES.values() for advice in cause.advice if advice.preset):
         preset = yaml.safe_load((find_builtin_dir() / f"{one.preset}.yaml").read_text())
         limits = {setting.get("torch", "") for setting in preset["env"].values()}

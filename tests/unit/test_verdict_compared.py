@@ -1,4 +1,4 @@
-"""Under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch compares calls itself, and all ranks raise: who was the odd one?"""
+"""Under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch compares calls itself, and all ranks raise: which one was odd?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fingerprint(op: str, sizes: str = "[4]") -> str:
 
 
 def message(mine: tuple[int, str], theirs: tuple[int, str]) -> str:
-    """As torch 2.13 words it. ``mine``: who raises it, and its call."""
+    """Returns the error as torch 2.13 words it, from the rank and call ``mine``."""
     return (
         f"Detected mismatch between collectives on ranks. Rank {mine[0]} is running collective: {mine[1]}, but Rank"
         f" {theirs[0]} is running collective: {theirs[1]}.Collectives differ in the following aspects:   Op type"
@@ -35,7 +35,12 @@ def raised(number: int, text: str, line: int, **fields: Any) -> RankEvidence:
 
 
 def ranks_that(made: dict[int, str], line: dict[int, int], among: dict[int, int] | None = None) -> list[RankEvidence]:
-    """``made``: rank → its call. ``among``: its number in the group; each names itself and the first that differs."""
+    """Returns ranks whose errors name their own call and the first one that differs.
+
+    Args:
+        made: The call of each rank.
+        among: The number of each rank in the group.
+    """
     number = among or {n: n for n in made}
     other = {n: next(m for m in made if made[m] != made[n]) for n in made}
     texts = {n: message((number[n], made[n]), (number[other[n]], made[other[n]])) for n in made}
@@ -53,7 +58,7 @@ def test_unrelated_errors_yield_no_fingerprints() -> None:
 
 
 def test_peer_known_only_from_errors_is_reported_not_blamed() -> None:
-    """The log of one rank, or of some: who was not seen may still be the odd one, or the others are."""
+    """With only some logs, the odd rank might be an unseen one."""
     made = {0: fingerprint("ALLREDUCE"), 1: fingerprint("BROADCAST"), 2: fingerprint("ALLREDUCE")}
     every = ranks_that(made, {})
     for seen, words in (([0], "Rank 0 called ALLREDUCE [4] at"), ([0, 2], "Rank 1 called BROADCAST [4] while ranks")):

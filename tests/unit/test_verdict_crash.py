@@ -165,7 +165,7 @@ def test_rank_aborted_after_its_peers_loop_has_left_it(line: int, cause: str, na
     aborted = _aborted(1, ALL_REDUCE, at(line), at(100, "<module>"))
     lost = raised(0, "RuntimeError", RESET, 101.0, frames=(ALL_REDUCE, at(45), at(100, "<module>")))
     verdict = diagnose(job(lost, aborted, outcome="crash"), script(PATIENCE + "\n" * 52 + caller))
-    named = [0, 1] if "while" in caller else named  # in a loop around it, either may be a round behind
+    named = [0, 1] if "while" in caller else named  # in a loop around it, either rank might lag by a round
     assert (verdict.cause, [one.rank for one in verdict.culprits]) == (cause, named), verdict.summary
     assert ("Rank 1 has left the loop at train.py:41" in verdict.summary) == (line == 46)
     if line == 46:
@@ -212,7 +212,7 @@ def astray(number: int, message: str) -> RankEvidence:
 @pytest.mark.parametrize("message", NOT_REACHED)
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_rank_with_a_differing_master_address_is_the_culprit(message: str, culprit: int) -> None:
-    """As that of the attempt before: its peers have the new one."""
+    """It uses the address of the previous attempt; its peers have the new one."""
     ranks = [rank(n, in_init(12), "poll", step=None) for n in range(3)]
     ranks[culprit] = astray(culprit, message)
     verdict = diagnose(job(*ranks, outcome="crash"))
@@ -221,7 +221,7 @@ def test_rank_with_a_differing_master_address_is_the_culprit(message: str, culpr
     assert any(one.startswith("Print `MASTER_ADDR`") for one in verdict.suggestions)
     assert verdict.confidence == "high"
     looking = [rank(n, (MAKES_STORE, *in_init(12)), "poll", step=None) if n != culprit else ranks[n] for n in range(3)]
-    assert diagnose(job(*looking, outcome="crash")).confidence == "medium"  # they may not reach a store either
+    assert diagnose(job(*looking, outcome="crash")).confidence == "medium"  # they might not reach a store either
 
 
 @pytest.mark.parametrize(

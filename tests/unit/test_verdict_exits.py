@@ -1,6 +1,6 @@
 """Errors as gloo, c10d, TCPStore, NCCL and scripts word them: a rank's own failure, a peer's, or neither.
 
-The messages are those that people report. What the error means is told or left out, and never told wrongly.
+The messages are those that people report. The explanation of an error is correct or absent, never wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An exception that a rank caught explains that it is behind, where it lies at the point at which the ranks parted."""
+"""A caught exception explains a rank's lag if it was raised at the point of divergence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECOND = 1_000_000_000
 
 
 def waits(number: int, calls: Sequence[tuple[str, int]], *exceptions: CaughtException) -> RankEvidence:
-    """``calls``: (operation, line) from number 1 on; it waits in the last one."""
+    """Returns a rank that made ``calls``, as (operation, line) from number 1, and waits in the last one."""
     entries: list[Collective] = [
         msgspec.structs.replace(entry(op, seq, done=seq < len(calls), line=line), created_ns=seq * SECOND)
         for seq, (op, line) in enumerate(calls, 1)
@@ -56,7 +56,7 @@ def with_log(one: RankEvidence, *lines: str) -> RankEvidence:
 
 
 def skipping(*lines: str, peers: Sequence[str] = (), world: int = 3) -> Verdict:
-    """Rank 1 has left the loop one round earlier; ``lines`` are its output, ``peers`` that of the others."""
+    """Rank 1 has left the loop one round earlier; ``lines`` are its output, ``peers`` the others' output."""
     calls = [("all_reduce", 50), ("all_reduce", 60)] * 5
     ranks = [with_log(waits(n, calls), "step 1", *peers) for n in range(world)]
     ranks[1] = with_log(waits(1, [*calls[:-2], ("barrier", 61)]), "step 1", *lines)
@@ -83,7 +83,7 @@ def test_skip_message_of_a_rank_explains_its_missing_calls(
     if cause != "uneven-batches":
         assert verdict.confidence == "medium"
         conditions = [claim.claim for claim in verdict.evidence if "under `if" in claim.claim]
-        assert not conditions, "another condition than the one at which it went on is no evidence"
+        assert not conditions, "only the condition at which the rank continued is evidence"
 
 
 def test_message_also_printed_by_peers_explains_nothing() -> None:

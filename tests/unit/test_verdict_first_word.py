@@ -10,7 +10,7 @@ BLOCKED = rank(1, in_user(41, "load"), "pipe", flight=behind())
 
 
 def test_first_word_from_one_node_reports_its_own_ranks() -> None:
-    """Whether anybody waits for what a rank does is not seen from here; what it does is."""
+    """One node sees what its ranks do, but not if other ranks wait for them."""
     found = first_word(job(waiting(0), BLOCKED, world=4, missing_ranks=(2, 3)))
     assert found.words.startswith("rank 1 is blocked in I/O at train.py:41 (load)")
     assert (found.cause, found.places, found.common) == ("blocking-io", (Place(1, at(41, "load")),), False)

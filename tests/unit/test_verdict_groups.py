@@ -1,4 +1,4 @@
-"""Whom the blame reaches beside the rank: its groups and its GPU."""
+"""The groups and the GPU that are blamed together with a rank."""
 
 from __future__ import annotations
 

@@ -73,9 +73,7 @@ def train():
     ("call", "group", "told"), [("save()", "0", True), ("log(Lazy(save))", "0", False), ("save()", "1", False)]
 )
 def test_rank_in_later_round_with_equal_calls_skipped_some(call: str, group: str, told: bool) -> None:
-    """Unless a library has called what waits there: under conditions of its own, as a level of logging. In another
-    group it may have made as many calls as all.
-    """
+    """Doesn't apply if a library made the call, under its own conditions, or if the call is in another group."""
     read = script(ROUNDS.replace("        save()\n", f"        {call}\n"))
     *waits, module = in_c10d("barrier", 41, "save")
     groups = {"0": (0, 1, 2), "1": (0, 1, 2)}
@@ -104,7 +102,7 @@ def test_rank_waiting_in_send_or_receive_took_no_branch(op: str, named: list[int
     assert (Doubt.MAY_BE_OWED in finding.doubts) is bool(named)
 
 
-# --- beside the course of the program ---------------------------------------------------------------------------------
+# --- outside the program's main flow ----------------------------------------------------------------------------------
 
 HANDLERS = (
     "import signal\n"
@@ -129,7 +127,7 @@ HANDLERS = (
 )
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_call_from_a_handler_ignores_surrounding_conditions(line: int, function: str, what: str, world: int) -> None:
-    """A condition around the line at which it came between keeps nobody from it."""
+    """A condition around the interrupted line doesn't keep other ranks from the call."""
     others = [
         rank(n, (*in_c10d("all_reduce", 13)[:2], at(13, "<module>")), flight=record(*past(3), entry("all_reduce", 4)))
         for n in range(world)

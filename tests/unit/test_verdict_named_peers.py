@@ -1,4 +1,4 @@
-"""What the arguments of a call under way tell: whom a send or receive waits for, and the root of a broadcast.
+"""Peers and roots read from the arguments of a pending call: sends, receives and broadcasts.
 
 gloo records neither. The stack reader sees them as local variables of c10d's own frames.
 """
@@ -18,7 +18,7 @@ RECV, SEND = (Frame("libtorch_cpu.so", 0, f"c10d::ProcessGroupGloo::{name}::wait
 
 
 def in_batch(number: int, native: Frame | None, *posted: Posted) -> RankEvidence:
-    """In ``work.wait()`` on the user's own line. No recorder of gloo's tells of the batch."""
+    """In ``work.wait()`` on the user's own line. gloo records no batch."""
     gil = GilTest(ping=True, python=True, posted=posted)
     here = in_user(33, "exchange")
     return rank(number, here, "futex", flight=record(*past(3)), gil=gil, native=[native] if native else [], ident=77)

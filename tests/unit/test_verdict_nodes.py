@@ -1,4 +1,4 @@
-"""One node of several: its ranks 2-3 of 4 are seen. Who of them is at fault, whatever the others may be doing?"""
+"""One node of several: its ranks 2-3 of 4 are seen. Which of them is at fault, regardless of the others?"""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ FOR_GOOD = {
     "D state": third(in_user(7), "disk"),
     "stopped": third(in_user(7), "stop"),
     "left the loop": third(in_user(7), "sleep", page="exited"),
-    "a lock, beside a deadlocked thread": third(LOCK, "futex", threads=[("saver", LOCK, "futex")]),
-    "asleep beside a thread that logs": third(in_user(7), "sleep", threads=[("logger", in_user(80), "nap")]),
+    "a lock, and a deadlocked thread": third(LOCK, "futex", threads=[("saver", LOCK, "futex")]),
+    "asleep, and a thread that logs": third(in_user(7), "sleep", threads=[("logger", in_user(80), "nap")]),
     "a loader worker asleep": third(in_loader(30), "poll", **stuck_worker("sleep")),
 }
 

@@ -1,4 +1,4 @@
-"""What ranks at fault say of the reason themselves: an exception that is being handled, a thread that has died."""
+"""Reasons that ranks at fault report themselves: an exception being handled, a dead thread."""
 
 from __future__ import annotations
 

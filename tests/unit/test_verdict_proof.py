@@ -59,15 +59,15 @@ def proof(evidence: Evidence | RankEvidence) -> tuple[ProofEdge, ...]:
     return examine(Case.of(evidence if isinstance(evidence, Evidence) else job(evidence, waiting(1)))).proof
 
 
-# --- who goes on ------------------------------------------------------------------------------------------------------
+# --- nodes that continue ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("needs", "never"),
     [
         ("", ""),
-        ("a:b", ""),  # b has no entry: it may act
-        ("a:", "a"),  # nobody can
+        ("a:b", ""),  # b has no entry: it can act
+        ("a:", "a"),  # no node can help
         ("a:a", "a"),
         ("a:b b:a", "ab"),
         ("a:b b:c c:a", "abc"),
@@ -142,7 +142,7 @@ def with_states(one: ProcessEvidence, **fields: Any) -> ProcessEvidence:
 
 
 def saver(kernel: str) -> list[tuple[str, tuple[Frame, ...], str]]:
-    """A thread beside the main one."""
+    """Returns a thread in addition to the main one."""
     return [("saver", (at(41, "save"), Frame(f"{STDLIB}/threading.py", 982, "Thread.run")), kernel)]
 
 
@@ -153,7 +153,7 @@ def in_lock(number: int, *, flight: Any = None, **fields: Any) -> RankEvidence:
 
 
 def beside_the_beacon() -> RankEvidence:
-    """As ``in_lock``, with a thread of the beacon that waits to be asked for stacks."""
+    """Extends ``in_lock`` by a beacon thread that waits for stack requests."""
     listener = ("", (Frame("/env/_safelaunch_beacon/inside.py", 75, "_serve"),), "poll")
     one = rank(0, in_user(40), flight=behind(), threads=[*saver("futex"), listener])
     return changed(changed(one, with_kernel, rests_in="lock"), with_kernel, 1, rests_in="lock")
@@ -177,7 +177,7 @@ def in_transfer(number: int, op: str, peer: int | None, **fields: Any) -> RankEv
 
 
 def at_pipe(*ends: int, ends_closed: bool = True, **fields: Any) -> RankEvidence:
-    """Of those who have the other end, process 1500 is a child that waits as well."""
+    """Returns a rank that reads from a pipe; process 1500, if among ``ends``, is a child that waits as well."""
     children = [reader(1000, 1500)] if 1500 in ends else []
     one = rank(0, in_user(40), "pipe", flight=behind(), children=children)
     return changed(one, with_kernel, inode=1, ends=tuple(map(OtherEnd, ends)), ends_closed=ends_closed, **fields)
@@ -217,7 +217,7 @@ def at_file_lock(holder: int, *, ends_closed: bool = True) -> RankEvidence:
 
 
 def at_store_key(*ends: int) -> RankEvidence:
-    """``ends``: who has the other end of its connection."""
+    """Returns a rank that waits for a store key; ``ends`` hold the other end of its connection."""
     one = rank(0, in_user(30), "pipe", flight=behind())
     target = {"fd_target": "tcp 10.0.0.1:29500", "inode": 1, "wchan": "wait_woken", "syscall_name": "recvfrom"}
     return changed(one, with_kernel, ends=tuple(map(OtherEnd, ends)), ends_closed=True, **target)
@@ -258,7 +258,7 @@ def in_broadcast(number: int, root: int | None) -> RankEvidence:
 
 
 def with_side_thread(number: int, kernel: str = "sleep", *, file: str = "", **fields: Any) -> RankEvidence:
-    """A rank in a collective of group ``a``, and a thread beside it: the user's, or a library's ``file``."""
+    """Returns a rank in a collective of group ``a`` with a side thread of the user or of library ``file``."""
     calls = (*past(8), structs.replace(entry("all_reduce", 1, group="a", line=50), record_id=9))
     flight = record(*(structs.replace(call, thread=1) for call in calls), groups=TWO)
     threads = [("side", (Frame(file, 9, "run"),), kernel)] if file else saver(kernel)
@@ -267,7 +267,7 @@ def with_side_thread(number: int, kernel: str = "sleep", *, file: str = "", **fi
 
 
 def of_two_calls(number: int, first: str, *, lines: bool = True) -> RankEvidence:
-    """In collective 5, while number 4, which it did not wait for, is not over either."""
+    """Returns a rank in collective 5 that didn't wait for collective 4, which is still pending."""
     calls = (entry(first, 4, line=49 if lines else 0), entry("all_reduce", 5, line=50 if lines else 0))
     one = rank(number, in_c10d("all_reduce", 50), flight=record(*past(3), *calls))
     return numbered(structs.replace(one, flight_record=record(*(structs.replace(c, thread=1) for c in calls))))
@@ -322,8 +322,8 @@ PROVED: dict[str, Evidence | RankEvidence] = {
     "a receive of what a rank in a collective would send": in_transfer(0, "recv", 1),
     "locks, and a peer in a collective": in_lock(0),
     "locks, and a thread of the beacon": beside_the_beacon(),
-    "a queue that nobody fills": in_library(QUEUE),
-    "an event that nobody sets": in_library(EVENT),
+    "a queue that is never filled": in_library(QUEUE),
+    "an event that is never set": in_library(EVENT),
     "a child that waits for its parent": with_child(reader(1000, 1500)),
     "a peer that has ended": job(waiting(0), gone(1)),
     "a semaphore that only the rank has mapped": shared_with(1000),
@@ -332,9 +332,7 @@ PROVED: dict[str, Evidence | RankEvidence] = {
     "a connection to itself": at_pipe(1000, fd_target="unix socket:[1] (unnamed)"),
     "a pipe that a child has open as well as the rank": setting_no_timers(at_pipe(1000, 1500)),
     "a pipe that only a child has open which sets no timers": setting_no_timers(at_pipe(1500)),
-    "a signal ends no call of c10d": job(
-        changed(waiting(0), with_states, handles_signals=True), waiting(1, "all_gather")
-    ),
+    "a signal ends no c10d call": job(changed(waiting(0), with_states, handles_signals=True), waiting(1, "all_gather")),
     "an event, and children that wait as well, whose ends would be handled": changed(
         in_library(EVENT, children=[with_states(reader(1000, 1500), ppid=1000)]), with_states, handles_child_ends=True
     ),
@@ -366,7 +364,7 @@ PROVED: dict[str, Evidence | RankEvidence] = {
 
 
 def moved(**fields: Any) -> Evidence:
-    """The same as the first of those that are proved, but for the main thread of rank 0."""
+    """Returns the first proved job with another main thread of rank 0."""
     return job(changed(WAITS[0], with_kernel, **fields), WAITS[1])
 
 
@@ -403,11 +401,11 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
         handles_child_ends=True,
     ),
     "a signal may end the wait for a lock": changed(in_lock(0), with_states, handles_signals=True),
-    "a pipe to itself, of which somebody out of sight may have an end": at_pipe(1000, ends_closed=False),
-    "a pipe to a child, of which somebody out of sight may have an end": at_pipe(1000, 1500, ends_closed=False),
+    "a pipe to itself with a possibly unseen end": at_pipe(1000, ends_closed=False),
+    "a pipe to a child with a possibly unseen end": at_pipe(1000, 1500, ends_closed=False),
     "a socket that a stranger may shut down": at_pipe(1000, lock_sharers=(77,)),
-    "a pipe to itself, and a thread beside": changed(at_pipe(1000), with_native_thread, "libstranger.so"),
-    "a child, and a thread beside that may end it": changed(
+    "a pipe to itself, and another thread": changed(at_pipe(1000), with_native_thread, "libstranger.so"),
+    "a child, and a thread that can end it": changed(
         rank(
             *(0, in_user(40), "wait4"),
             flight=behind(),
@@ -435,11 +433,11 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
         at_pipe(1000, 1500), with_native_thread, "libtorch_prefetch.so"
     ),
     "a pipe to another program": at_pipe(1000, 1500, 77),
-    "a pipe, and nobody looked who has it": rank(0, in_user(40), "pipe", flight=behind()),
+    "a pipe with unknown ends": rank(0, in_user(40), "pipe", flight=behind()),
     "a child that sleeps": with_child(process(1500, in_user(60), "sleep", role="child")),
     "a child that was not seen": structs.replace(with_child(reader(1000)), children=()),
-    "a thread of an unknown library beside an event": in_library(EVENT, threads=[("worker", (), "futex")]),
-    "a thread beside a queue": in_library(QUEUE, threads=[("feeder", in_user(7), "sleep")]),
+    "an event, and a thread of an unknown library": in_library(EVENT, threads=[("worker", (), "futex")]),
+    "a queue, and another thread": in_library(QUEUE, threads=[("feeder", in_user(7), "sleep")]),
     "the holder of a lock may be asleep": changed(in_lock(0), with_kernel, 1, **KERNEL["sleep"]),
     "a group with unknown members": job(in_group(0, "a", {}), in_group(1, "a", {}, "all_gather")),
     "all have entered": waiting(0),
@@ -492,7 +490,7 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
         ),
         WAITS[1],
     ),
-    "the same, where nobody knows what it rests in": job(UNPICKLING, WAITS[1]),
+    "the same in an unknown wait": job(UNPICKLING, WAITS[1]),
     "SIGTERM may set an event": changed(
         in_library(EVENT, gil=GilTest(True, True, handlers=(15,))), with_states, handles_termination=True
     ),
@@ -528,8 +526,8 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
         in_transfer(0, "recv", 1, groups={"0": (0, 1), "weights": (0, 1)}), in_transfer(1, "recv", 0)
     ),
     "a receive in a group that counts its members anew": in_transfer(0, "recv", 1, groups={"0": (0, 1), "weights": ()}),
-    "a receive, and groups that are not told": in_transfer(0, "recv", 1, groups={}),
-    "different calls, in groups of their own with outsiders": job(
+    "a receive, and unreported groups": in_transfer(0, "recv", 1, groups={}),
+    "different calls in separate groups with outsiders": job(
         *(
             rank(
                 n,
@@ -562,7 +560,7 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
     "a receive with a time limit of the user's": job(
         changed(in_transfer(0, "recv", 1), with_kernel, ends_s=90.0), in_transfer(1, "recv", 0)
     ),
-    "a call in a group with a time limit of its own": job(
+    "a call in a group with its own time limit": job(
         *(
             waiting(n, flight=record(*past(3), structs.replace(entry(op, 4), timeout_ms=100_000)))
             for n, op in enumerate(("all_reduce", "all_gather"))
@@ -587,9 +585,9 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
             threads=saver("sleep"),
         ),
     ),
-    "a connection with a time limit of its own": changed(at_pipe(1000, 1500), with_kernel, times_out=True),
-    "a lock on a file that may be under way to somebody": job(waiting(0), at_file_lock(1000, ends_closed=False)),
-    "a call that a group of a backend in Python may end": job(
+    "a connection with its own time limit": changed(at_pipe(1000, 1500), with_kernel, times_out=True),
+    "a lock on a file possibly being sent": job(waiting(0), at_file_lock(1000, ends_closed=False)),
+    "a call that a Python backend can end": job(
         waiting(0, gil=GilTest(foreign_backend=True)), waiting(1, "all_gather")
     ),
     "a lock on a file that an orphan has open": job(
@@ -598,15 +596,15 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
     "a new native thread that may call back": job(
         in_transfer(0, "recv", 1), changed(in_transfer(1, "recv", 0), with_native_thread)
     ),
-    "a native thread that hears from outside": job(
+    "a native thread with outside input": job(
         changed(with_side_thread(0, "futex"), with_native_thread, syscall_name="recvfrom"),
         in_group(1, "b", TWO),
     ),
     "a semaphore with a public name": changed(
         in_library(SHARED), with_kernel, rests_in="_multiprocessing.so", fd_target="/dev/shm/sem.ours"
     ),
-    "a send to somebody, and a receive": job(in_transfer(0, "send", None), in_transfer(1, "recv", 0)),
-    "a thread asleep that may send": job(in_transfer(0, "recv", 1), with_side_thread(1)),
+    "a send to an unknown peer, and a receive": job(in_transfer(0, "send", None), in_transfer(1, "recv", 0)),
+    "a sleeping thread that can send": job(in_transfer(0, "recv", 1), with_side_thread(1)),
     "a batch that may have sent": job(
         in_transfer(0, "recv", 1),
         in_transfer(1, "recv", 0, gil=GilTest(posted=(Posted(1, sends=True, peer=0), Posted(1, sends=False, peer=0)))),
@@ -685,7 +683,7 @@ def test_missing_part_of_a_proof_is_named(name: str, free: str | None) -> None:
         ("lock", 1738, 10, False),  # gloo's
         ("lock", 3500, None, False),  # by then, unknown jobs are ended as well
         ("lock", 600, 10, True),
-        ("lock", 1620, None, True),  # nobody knows for how long it has waited
+        ("lock", 1620, None, True),  # the length of the wait is unknown
         ("lock", 100, 1750, False),
         ("poll", 1799, 10, False),
         ("poll", 595, 10, False),  # of NCCL's groups, or 600 seconds of the user's
@@ -717,7 +715,7 @@ def test_wait_for_a_store_key_is_never_proved_dead(ends: tuple[int, ...]) -> Non
 
 
 def made(rng: random.Random) -> Job:
-    """Ranks that run one script of collectives, each with changes, and side threads with programs of their own."""
+    """Ranks that run one script of collectives, each with changes, and side threads with separate programs."""
     world, has_others = rng.randint(2, 5), rng.random() < 0.5
     groups = {"all": tuple(range(world))}
     for name in ("g", "h")[: rng.randint(0, 2)]:
@@ -797,13 +795,13 @@ def _sight(rng: random.Random) -> Sight:
 
 
 def in_proof(edges: tuple[ProofEdge, ...]) -> set[tuple[int, int]]:
-    """(rank, thread) of those that the proof says wait."""
+    """Returns (rank, thread) of all waiting threads in the proof."""
     named = (re.findall(r"thread (\d+) of process \d+ of rank (\d+)", edge.who) for edge in edges)
     return {(int(of), int(tid) - pid_of(int(of))) for each in named for tid, of in each}
 
 
 def check(rng: random.Random, seen: Counter[str]) -> None:
-    """Looks at one job at some moment; where it is proved dead, nothing that the proof names may move from there on."""
+    """Checks that nothing named by a proof moves after the job is proved dead at a random moment."""
     played, sight = made(rng), _sight(rng)
     slow = rng.choice(((), ("end", "pass"), ("wake",), ("end", "pass", "wake")))
     slow += rng.choice(((), ("alarm", "signal", "stranger")))

@@ -1,4 +1,4 @@
-"""Process groups that not all ranks have made, and what the ranks themselves tell of groups."""
+"""Process groups that not all ranks created, and groups as the ranks report them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ALONE, GATE, ORDER = (
     ("source", "first"),
     [
         ("if rank == 0:\n    save()\n", GATE),
-        ("if rank == 0:\n    tp()\nelse:\n" + "    dp()\n" * 10, ALONE),  # in its branch, each may call the other next
+        ("if rank == 0:\n    tp()\nelse:\n" + "    dp()\n" * 10, ALONE),  # in its branch, each can call the other next
         ("", ALONE),
     ],
 )

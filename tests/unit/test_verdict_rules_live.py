@@ -1,4 +1,4 @@
-"""What a verdict makes of wrong results that --check-every has found."""
+"""Verdicts on wrong results found by --check-every."""
 
 from __future__ import annotations
 

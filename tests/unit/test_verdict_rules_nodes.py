@@ -1,4 +1,4 @@
-"""What only several nodes can show: a node that is gone, cut off, without its launcher, or behind as a whole."""
+"""Faults that only several nodes show: a node that is gone, cut off, without launcher, or lagging."""
 
 from __future__ import annotations
 
@@ -179,11 +179,11 @@ FOUR = job(seen(0, 10), seen(1, 11), world=4, missing_ranks=(2, 3))
                    of(1, process(0, 10)), of(1, process(0, 10, "dead", "10.0.0.2"))), {}),
     ],
     ids=[
-        "nothing asked", "numbered by the communicator of all", "a rank that nobody saw, by its number",
+        "nothing asked", "numbered by the communicator of all", "an unseen rank, by its number",
         "another order", "no pid agrees", "numbers beyond the world", "by pid, in smaller communicators",
-        "text: by pid", "text: another process", "text: it may be of the node that nobody saw",
-        "text: a pid of two nodes", "text: a pid of one node", "pids of two nodes alike",
-        "the node that nobody saw may have the same pids",
+        "text: by pid", "text: another process", "text: possibly of the unseen node",
+        "text: a pid of two nodes", "text: a pid of one node", "equal pids on two nodes",
+        "the unseen node might have the same pids",
     ],
 )  # fmt: skip
 def test_nccl_process_is_matched_only_to_an_unambiguous_rank(

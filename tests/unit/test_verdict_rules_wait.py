@@ -1,4 +1,4 @@
-"""Ranks that wait for each other beside c10d: at a connection, for a file that one was to make, for polled work."""
+"""Ranks that wait for each other outside c10d: at a connection, for a missing file, for polled work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ POLLS = dedent(
 
 
 def naps(number: int, *lines: tuple[int, str], flight: object = None) -> RankEvidence:
-    """Asleep for a moment in each of two looks."""
+    """Returns a rank that naps in each of two looks."""
     frames = (*(at(line, function) for line, function in lines), MODULE)
     one = rank(number, frames, "nap", flight=flight or behind())
     assert one.main is not None

@@ -1,4 +1,4 @@
-"""A rank that holds up its peers by its own doing: cause, rank and line, wherever in the job it is."""
+"""A rank that blocks its peers by itself: cause, rank and line, at any place in the job."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Beside torch's own analyser (``torchfrtrace``) on the same folders: the same answer or a better one, for each of its
-match states.
-"""
+"""Comparison with torch's own analyser (``torchfrtrace``): an equal or better answer for each of its match states."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from tests.support.nccl_formats import Op, Recorder, write
 
 @dataclass
 class Theirs:
-    """What torchfrtrace found: match states and the ranks that it holds for the culprits; ``said``: its log."""
+    """Result of torchfrtrace: match states, the ranks that it blames, and its log."""
 
     states: set[str] = field(default_factory=set)
     culprits: set[int] = field(default_factory=set)
@@ -131,7 +129,7 @@ def test_differing_state_names_the_odd_rank(odd: int, torchfrtrace: Analyse, tmp
 def test_all_to_all_sizes_are_judged_over_all_ranks(
     output: int, state: str, torchfrtrace: Analyse, tmp_path: Path
 ) -> None:
-    """all_to_all: sizes may differ; what is sent and what is expected have to be as much in all."""
+    """all_to_all: sizes can differ, but the totals sent and expected have to be equal."""
     differs = {"op": "all_to_all", "output": (output,)}
     folder = write(tmp_path, together(ranks(), 1, {"op": "all_to_all"}, differs))
     theirs, verdict = torchfrtrace(folder), ours(folder)

@@ -1,7 +1,7 @@
 """Logs of any job as evidence: whose each line is under any launcher, and what the verdict on them says.
 
 The logs in ``tests/data/logs`` are what torchrun of torch 2.13 printed of jobs whose rank 1 failed or did not come.
-Those of NCCL are in the words of torch's sources.
+NCCL messages are worded as in torch's sources.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ _STEPS = "".join(f"step {at} loss {at / 7}\n" for at in range(3))
     [
         ("", _CUDA, "", ["?"]),
         (_STEPS, _OF_SEVERAL_LINES, "", ["?"]),
-        (_STEPS, _OF_SEVERAL_LINES, "step 3 loss 0.5\n", []),  # it has caught it, and goes on as before
+        (_STEPS, _OF_SEVERAL_LINES, "step 3 loss 0.5\n", []),  # the script caught it and continues
         (_STEPS, "ValueError: bad\n", "".join(f"{'n' * at} is new\n" for at in range(30)), []),
     ],
 )
@@ -378,7 +378,7 @@ def watchdog(
     group: str = "0(default_pg)",
     place: int | None = None,
 ) -> list[str]:
-    """As torch 2.5 and later have it."""
+    """Returns a watchdog timeout as torch 2.5 and later print it."""
     whose = f"[PG ID {group[0]} PG GUID {group} Rank {rank if place is None else place}]"
     head = f"[rank{rank}]:[E1125 10:00:00.123456789 ProcessGroupNCCL.cpp:616] {whose}"
     work = f"WorkNCCL(SeqNum={seq}, OpType={op}, NumelIn=1048576, NumelOut=1048576, Timeout(ms)=600000)"
@@ -389,14 +389,14 @@ def watchdog(
 
 
 def in_old_words(rank: int, seq: int, op: str = "ALLREDUCE") -> list[str]:
-    """As torch 2.1 has it."""
+    """Returns a watchdog timeout as torch 2.1 prints it."""
     work = f"WorkNCCL(SeqNum={seq}, OpType={op}, NumelIn=1, NumelOut=1, Timeout(ms)=600000)"
     text = f"[Rank {rank}] Watchdog caught collective operation timeout: {work} ran for 600012 milliseconds"
     return [f"[rank{rank}]:[E ProcessGroupNCCL.cpp:475] {text} before timing out."]
 
 
 def summary(codes: dict[int, int], later_s: dict[int, int] | None = None) -> list[str]:
-    """torchrun's, where the first one counts as the root cause; ``later_s``: who was seen later than that."""
+    """Returns torchrun's summary, in which the first failure counts as the root cause."""
     blocks = [
         [
             f"  time      : 2026-11-25_10:00:{5 + (later_s or {}).get(rank, 0):02}",
@@ -519,9 +519,9 @@ def test_local_rank_and_rank_of_one_process_are_merged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("summaries", "named_ranks"),
     [
-        ([summary({0: -7, 1: -7})], [0, 1]),  # in the same second: of its own signal neither died of the other's end
+        ([summary({0: -7, 1: -7})], [0, 1]),  # in the same second: both died of their own signal
         ([summary({0: 1, 1: 1}, {1: 2})], [0]),
-        ([summary({0: 1, 1: 1, 2: -11})], [2]),  # who exits may have lost its peer
+        ([summary({0: 1, 1: 1, 2: -11})], [2]),  # a rank that exits might have lost its peer
         ([summary({0: 1}, {0: 51}), summary({4: 1})], [4]),
     ],
 )
@@ -536,7 +536,7 @@ def test_earliest_failure_time_in_summaries_names_the_culprit(
 
 
 def at_of(lines: list[str], rank: int) -> int:
-    """Where the summary has a rank's exit code."""
+    """Returns the index of the summary line with the rank's exit code."""
     return next(at for at, line in enumerate(lines) if line.endswith(f"(pid: {100 + rank})"))
 
 
@@ -551,7 +551,7 @@ def test_rejected_script_options_give_advice(said: str, tmp_path: Path) -> None:
 
 
 def test_guessed_rank_is_never_high_confidence(tmp_path: Path) -> None:
-    """Two errors that nobody has signed, of two ranks."""
+    """Two errors of two ranks without a rank prefix."""
     tracebacks = "".join(
         f'Traceback (most recent call last):\n  File "/home/me/train.py", line {line}, in f\nValueError: {line}\n\n'
         for line in (3, 4)
@@ -574,7 +574,7 @@ def test_corrupted_log_is_read_without_an_error(tmp_path: Path) -> None:
 
 
 def test_old_watchdog_formats_are_understood(tmp_path: Path) -> None:
-    """As torch 2.4 and 1.13 have it, here behind a progress bar."""
+    """The formats of torch 2.4 and 1.13, after a progress bar."""
 
     def timeout(rank: int, seq: int) -> str:
         work = f"WorkNCCL(SeqNum={seq}, OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1800012 milliseconds"
@@ -840,9 +840,7 @@ def test_pod_number_is_not_a_rank(tmp_path: Path) -> None:
 
 
 def of_node(first: int, prefix: str, own_rank: int, *, ends: bool = True) -> list[str]:
-    """What torchrun and its four ranks print, of which rank ``own_rank`` fails by itself. ``prefix`` may contain fields
-    for the rank and local rank.
-    """
+    """Returns the output of torchrun and its four ranks, of which ``own_rank`` fails by itself."""
     ranks = range(first, first + 4)
     tracebacks = {rank: own() if rank == own_rank else lost() for rank in ranks}
     said = [on(prefix.format(rank=r, local=r - first), STEPS, lines) for r, lines in tracebacks.items()]
@@ -901,7 +899,7 @@ def test_slurm_task_of_a_launcher_is_not_a_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", [HEAD, CRASH])
 def test_output_in_another_file_is_not_after_the_end(end: str, tmp_path: Path) -> None:
-    """As torchrun's ``--redirects`` has it."""
+    """The folder layout of torchrun's ``--redirects``."""
     for rank in range(2):
         folder = tmp_path / "attempt_0" / str(rank)
         folder.mkdir(parents=True)
@@ -1053,7 +1051,7 @@ def test_failure_without_a_known_rank_is_reported_without_verdict(
 
 
 def positions(rank: int, queued: int, done: int) -> str:
-    """As a rank prints them that only hears of a timeout."""
+    """Returns the lines of a rank that only reports another rank's timeout."""
     head = f"[rank{rank}]:[E1017 02:40:10.5 ProcessGroupNCCL.cpp:1987] [PG ID 0 PG GUID 0(default_pg) Rank {rank}]"
     why = "due to a collective timeout from this local rank and we will try our best to dump the debug info."
     return (
@@ -1261,7 +1259,7 @@ def test_secrets_in_a_log_are_never_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", ["65535", "65536", "999999999", "1000000000000000000"])
 def test_implausible_rank_numbers_are_ignored(number: str, tmp_path: Path) -> None:
-    """As a mutated log has them: each message that gives a rank, with such a number."""
+    """Every kind of message that names a rank, with a corrupted number."""
     lines = [*on(f"[default{number}]:", own()), *on(f"[rank{number}]: ", own()), *summary({1: 1}), LOCAL_END.format(1)]
     lines += [f'{{"rank": {number}, "msg": "step"}}', f"n1: rank {number} died from signal 9", f"{number}: step 1"]
     lines += [f"(Worker pid=7, ip=10.0.0.1) - (ip=10.0.0.1, pid=7) world_rank={number}", f"world_size={number}"]

@@ -25,7 +25,7 @@ SCRIPT = ("<module>", "train.py", 12)
 
 
 def spied(pid: int, frames: tuple[tuple[str, str, int], ...], *, command: str = "python train.py") -> str:
-    """As ``py-spy dump`` of a rank and a helper thread of its prints them."""
+    """Returns ``py-spy dump`` output for a rank with one helper thread."""
     lines = [f"Process {pid}: {command}", "Python v3.11.7 (/usr/bin/python3.11)", ""]
     for tid, name, stack in ((pid, "MainThread", (*frames, SCRIPT)), (pid + 1, "Thread-1 (pump)", IDLE)):
         lines += [
@@ -40,7 +40,7 @@ def whole(file: str) -> str:
 
 
 def handled(frames: tuple[tuple[str, str, int], ...], *, number: int = 0, head: str = "") -> str:
-    """As faulthandler prints it at a signal: the newest thread first, the one that got the signal last."""
+    """Returns faulthandler's output at a signal: newest thread first, the signalled thread last."""
     lines = [head] if head else []
     for word, stack in (("Thread", IDLE), ("Current thread", (*frames, SCRIPT))):
         lines.append(f"{word} 0x00007f9b1281{number:04x} (most recent call first):")
@@ -49,7 +49,7 @@ def handled(frames: tuple[tuple[str, str, int], ...], *, number: int = 0, head: 
 
 
 def handled_by_three(prefix: str = "") -> str:
-    """Of three processes, the second of which is elsewhere."""
+    """Returns the stacks of three processes; the second one differs."""
     texts = [handled(STANDS if number == 1 else WAITS, number=number) for number in range(3)]
     return "".join(
         f"{prefix.format(number)}{line}\n" for number, text in enumerate(texts) for line in text.splitlines()

@@ -1,4 +1,4 @@
-"""Recordings for tests: made by hand, and those of real jobs in ``tests/data/recordings``."""
+"""Recordings for tests: synthetic ones, and recordings of real jobs in ``tests/data/recordings``."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_concurrent_helpers_can_be_abandoned(tmp_path: Path) -> None:
 def test_concurrent_helpers_end_with_their_supervisor(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(command.run_together, [["sleep", "60"], ["sleep", "60"]], tmp_path, deadline_s=60.0)
-        while not asked.done():  # they may just be starting
+        while not asked.done():  # they might just be starting
             command.helper_reports.end_all()
             time.sleep(0.01)
         slow = asked.result()

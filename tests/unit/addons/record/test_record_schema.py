@@ -1,4 +1,4 @@
-"""What ``safelaunch record --json`` prints is what its JSON Schema says."""
+"""The output of ``safelaunch record --json`` matches its JSON Schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the samples of all ranks tell: by tables, and by recordings of real jobs."""
+"""Findings from the samples of all ranks: by tables, and by recordings of real jobs."""
 
 from __future__ import annotations
 
