@@ -141,13 +141,13 @@ def _is(name: str, expected: os.stat_result) -> bool:
 
 def _inside(directory: int, work: "Callable[[], None]") -> None:
     """Runs ``work`` with the open directory as the working directory."""
-    here = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    previous = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fchdir(directory)
         work()
     finally:
-        os.fchdir(here)
-        os.close(here)
+        os.fchdir(previous)
+        os.close(previous)
 
 
 def _copy(staged: str, parent: int) -> None:

@@ -63,13 +63,13 @@ class RankAssignment:
             {rank: end for rank, end in job.ends.items() if rank in _RANKS},
         )
         nodes = job.nodes()
-        named = sorted(
+        by_name = sorted(
             ((name, output) for name, output in job.outputs.items() if isinstance(name, str)), key=_natural_key
         )
-        for name, output in named:
+        for name, output in by_name:
             if name not in nodes:
                 assignment._assign_output(name, output)
-        for name, output in named:
+        for name, output in by_name:
             if name in nodes:
                 assignment._assign_unnamed(name, output)
         if (unnamed := job.outputs.get(None)) is not None:
@@ -111,8 +111,8 @@ class RankAssignment:
     def _label(self, name: str, output: SpeakerOutput) -> int:
         if name in self.labels.values() and name.startswith("a process"):
             name = f"another{name[1:]}"
-        taken = {*self.outputs, *self.ends, *self.job.absent}
-        number = next(number for number in self._numbers if number not in taken)
+        used = {*self.outputs, *self.ends, *self.job.absent}
+        number = next(number for number in self._numbers if number not in used)
         self.labels[number], self.outputs[number] = name, output
         return number
 
@@ -152,6 +152,7 @@ class RankAssignment:
                 )
 
     def _drop_duplicates(self) -> None:
+        # Exceptions without a rank come from processes that a launcher lists by rank.
         if any(self.outputs[number].errors for number in self.labels):
             for rank in [rank for rank, end in self.ends.items() if end.code == 1 or not _failed(end)]:
                 if rank not in self.outputs:
@@ -168,23 +169,25 @@ class RankAssignment:
         ends = {rank: end for rank, end in self.ends.items() if end.reporter == node}
         attributed = {rank for rank, output in self.outputs.items() if output.errors and rank not in self.labels}
         failed = sorted(rank for rank, end in ends.items() if end.code == 1 and rank not in attributed)
-        alone = not ends and (node is not None or not (self.job.ends or attributed))
-        if ends or alone or all(is_consequence(self.outputs[rank].errors[-1][1]) for rank in attributed):
-            self._assign_crashes(node, output, ends, alone=alone)
-            self._assign_errors(node, output, failed, alone=not ends)
+        no_other_source = not ends and (node is not None or not (self.job.ends or attributed))
+        if ends or no_other_source or all(is_consequence(self.outputs[rank].errors[-1][1]) for rank in attributed):
+            self._assign_crashes(node, output, ends, no_other_source=no_other_source)
+            self._assign_errors(node, output, failed, no_other_source=not ends)
 
     def _assign_crashes(
-        self, node: str | None, output: SpeakerOutput, ends: dict[int, RankEnd], *, alone: bool
+        self, node: str | None, output: SpeakerOutput, ends: dict[int, RankEnd], *, no_other_source: bool
     ) -> None:
         crashed = [rank for rank, end in ends.items() if end.code < 0 and end.root]
         if len(crashed) == len(output.crashes) == 1:
             rank_output = self.outputs.setdefault(crashed[0], SpeakerOutput(output.crashes[0].line, node=node or ""))
             rank_output.crashes += output.crashes
-        elif alone and output.final_crash(has_failed=node in self.job.failed_speakers):
+        elif no_other_source and output.final_crash(has_failed=node in self.job.failed_speakers):
             number = self._label(_node_label(node), SpeakerOutput(output.crashes[-1].line, node=node or ""))
             self.outputs[number].crashes += output.crashes
 
-    def _assign_errors(self, node: str | None, output: SpeakerOutput, failed: list[int], *, alone: bool) -> None:
+    def _assign_errors(
+        self, node: str | None, output: SpeakerOutput, failed: list[int], *, no_other_source: bool
+    ) -> None:
         distinct = {(error.type, error.message, error.frames): (traceback, error) for traceback, error in output.errors}
         compared = {
             next(iter(compared_ranks)): pair
@@ -198,10 +201,10 @@ class RankAssignment:
         errors = [pair for pair in reversed(distinct.values()) if pair not in compared.values()]
         causes = [pair for pair in errors if not is_consequence(pair[1])]
         effects = [pair for pair in errors if is_consequence(pair[1])]
-        if alone and not output.final_error(has_failed=node in self.job.failed_speakers):
+        if no_other_source and not output.final_error(has_failed=node in self.job.failed_speakers):
             return
         if not failed:
-            for pair in (_distinct(causes) or effects[:1])[: _MOST_UNNAMED if alone else 0]:
+            for pair in (_distinct(causes) or effects[:1])[: _MOST_UNNAMED if no_other_source else 0]:
                 self._assign(self._label(_node_label(node), SpeakerOutput(pair[0].line, node=node or "")), pair, node)
             return
         alike = [error for _, error in output.errors if not is_consequence(error)]
@@ -279,5 +282,5 @@ def _distinct(errors: Sequence[_RaisedError]) -> list[_RaisedError]:
     return sorted(whole, key=lambda pair: pair[0].line.number)
 
 
-def _natural_key(named: tuple[str, SpeakerOutput]) -> str:
-    return re.sub(r"\d+", lambda number: number[0].zfill(20), named[0])
+def _natural_key(item: tuple[str, SpeakerOutput]) -> str:
+    return re.sub(r"\d+", lambda number: number[0].zfill(20), item[0])

@@ -121,14 +121,14 @@ class Calls:
             output.hosts.add(match["prefix"] or match["host"])
         if "ode failure" in text and (match := _NODE_FAILED.search(text)):
             job.failed_hosts.setdefault(match["host"], line)
-        _, warns, words = text.partition("NCCL WARN ")
+        _, warns, message = text.partition("NCCL WARN ")
         if warns and (match := _CLOSED_BY.search(text)):
             job.closed_by.setdefault(match["host"], line)
-        words = text if output.before.startswith("Last error:") else words
-        if words and len(job.nccl_messages) < MOST_WARNINGS:
-            job.nccl_messages.append((line, words))
+        message = text if output.before.startswith("Last error:") else message
+        if message and len(job.nccl_messages) < MOST_WARNINGS:
+            job.nccl_messages.append((line, message))
         if warns and len(output.warnings) < MOST_WARNINGS:
-            output.warnings.append((line, words.strip()))
+            output.warnings.append((line, message.strip()))
 
     def read_progress(self, output: SpeakerOutput, entry: LogEntry, *, from_script: bool) -> None:
         """Reads the step number in any line.
@@ -137,8 +137,8 @@ class Calls:
             from_script: the script itself printed the line
         """
         self._since_stalled += from_script
-        if entry.speaker is not None and (made := _STEP.search(entry.text)):
-            word, number = (made["word"] or "%").lower(), int(made["number"] or made["done"])
+        if entry.speaker is not None and (match := _STEP.search(entry.text)):
+            word, number = (match["word"] or "%").lower(), int(match["number"] or match["done"])
             output.steps[word] = max(number, output.steps.get(word, 0))
 
     def note_absent(self, message: str) -> None:
@@ -242,9 +242,11 @@ def uneven_steps(ranks: dict[int, SpeakerOutput], named_ranks: Collection[int], 
     if not counts:
         return {}
     word = counts.most_common(1)[0][0]
-    made = {rank: ranks[rank].steps.get(word, -1) for rank in named_ranks if rank in ranks and not ranks[rank].errors}
-    last = max(made.values(), default=-1)
-    ahead = [rank for rank, number in made.items() if number == last]
-    if len(ahead) < 2 or len(ahead) == len(made) or 2 * len(ahead) <= max(len(made), world):
+    last_steps = {
+        rank: ranks[rank].steps.get(word, -1) for rank in named_ranks if rank in ranks and not ranks[rank].errors
+    }
+    last = max(last_steps.values(), default=-1)
+    ahead = [rank for rank, number in last_steps.items() if number == last]
+    if len(ahead) < 2 or len(ahead) == len(last_steps) or 2 * len(ahead) <= max(len(last_steps), world):
         return {}
-    return {rank: number if number >= 0 else None for rank, number in made.items()}
+    return {rank: number if number >= 0 else None for rank, number in last_steps.items()}

@@ -156,8 +156,8 @@ class ReportCollector:
         for rank, inner in tracebacks.gathered(error.message).items():
             if rank < MAX_RANKS and rank != traceback.entry.speaker:  # the speaker reports another rank's exception
                 rank_output = job.process(rank, traceback.line)
-                kind, _, words = inner.message.partition(": ")
-                gathered = RankException(kind, words, error.time_unix_s, inner.frames)
+                kind, _, message = inner.message.partition(": ")
+                gathered = RankException(kind, message, error.time_unix_s, inner.frames)
                 rank_output.errors = rank_output.errors or [(traceback, gathered)]
         if not output.timed_out:
             output.note(traceback, error)

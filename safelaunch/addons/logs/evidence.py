@@ -153,13 +153,15 @@ def _failed(rank: RankEvidence) -> bool:
 
 def _name_groups(ranks: Mapping[int, SpeakerOutput]) -> None:
     """Gives unnamed groups the name of the only group with a call like theirs, or else of the default group."""
-    named = [(name, report) for rank in ranks.values() for name, report in rank.groups.items() if name != UNNAMED]
+    named_reports = [
+        (name, report) for rank in ranks.values() for name, report in rank.groups.items() if name != UNNAMED
+    ]
     for output in ranks.values():
         unnamed = output.groups.pop(UNNAMED, None)
         if unnamed is not None:
             like = {
                 name
-                for name, report in named
+                for name, report in named_reports
                 if (report.op, report.size) == (unnamed.op, unnamed.size) or not report.op
             }
             output.groups.setdefault(like.pop() if len(like) == 1 else DEFAULT, unnamed)
@@ -257,8 +259,8 @@ def _rank_evidence(
         pid, host = end.pid, end.host or host
     error_text = f"{exception.message}\n{exception.text}" if exception is not None else ""  # perhaps of a worker
     killed = (
-        words
-        for killed_pid, words in job.kills.items()
+        kernel_line
+        for killed_pid, kernel_line in job.kills.items()
         if (killed_pid == pid and end is not None) or f"(pid {killed_pid})" in error_text
     )
     kills = MemoryKills(kernel_line=next(killed, ""))

@@ -48,10 +48,10 @@ class Texts:
 def _read_texts(paths: Sequence[Path], root: Path | None = None) -> FoundEvidence:
     """Returns the combined evidence of logs and saved stacks."""
     saved = SavedStacks.of(paths, root)
-    rest = [path for path in paths if path not in saved.whole]
-    if not rest and (alone := saved.evidence()) is not None:
-        return alone
-    printed = read_logs(rest, root)
+    logs = [path for path in paths if path not in saved.whole]
+    if not logs and (stacks_only := saved.evidence()) is not None:
+        return stacks_only
+    printed = read_logs(logs, root)
     stacks = saved.evidence(only_named=bool(printed.evidence.ranks))
     if stacks is None and not (printed.evidence.ranks or printed.remarks):
         reject_foreign_texts(paths, root, printed)
@@ -61,12 +61,12 @@ def _read_texts(paths: Sequence[Path], root: Path | None = None) -> FoundEvidenc
 
 
 def _join(
-    first: FoundEvidence, second: FoundEvidence, both: Callable[[RankEvidence, RankEvidence], RankEvidence]
+    first: FoundEvidence, second: FoundEvidence, merge_rank: Callable[[RankEvidence, RankEvidence], RankEvidence]
 ) -> FoundEvidence:
     """Merges evidence about the same job. ``both`` merges a rank that is in ``first`` and ``second``."""
     ranks = {rank.rank: rank for rank in first.evidence.ranks if rank.rank not in first.evidence.labels}
     for rank in second.evidence.ranks:
-        ranks[rank.rank] = both(ranks[rank.rank], rank) if rank.rank in ranks else rank
+        ranks[rank.rank] = merge_rank(ranks[rank.rank], rank) if rank.rank in ranks else rank
     world = max(first.evidence.world_size, second.evidence.world_size)
     labels, files = {}, {**first.files, **second.files}
     for rank in (rank for rank in first.evidence.ranks if rank.rank in first.evidence.labels):

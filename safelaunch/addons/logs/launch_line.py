@@ -102,15 +102,15 @@ def _translated(words: Sequence[str], name: str, in_srun: bool) -> tuple[str, ..
         in_srun: srun starts the command once per task
     """
     options = next((n for n, word in enumerate(words[1:], 1) if not word.startswith("-") or word == "-m"), len(words))
-    of_python, rest = name.startswith("python"), words[options:]
-    module = rest[1] if of_python and rest[:1] == ["-m"] and len(rest) > 1 else ""
-    script = rest[0].rpartition("/")[2] if of_python and rest else ""
+    of_python, arguments = name.startswith("python"), words[options:]
+    module = arguments[1] if of_python and arguments[:1] == ["-m"] and len(arguments) > 1 else ""
+    script = arguments[0].rpartition("/")[2] if of_python and arguments else ""
     if name == "safelaunch":
         return tuple(words) if _names_a_script(words[1:]) and re.match(r"-|exec$|.*\.py$", words[1]) else ()
     if name == "torchrun" or script == "torchrun":
-        return _torchrun_command(words[1:] if name == "torchrun" else rest[1:])
-    if module == "torch.distributed.run" or (module == "torch.distributed.launch" and {*rest} & {*_USE_ENV}):
-        return _torchrun_command([word for word in rest[2:] if word not in _USE_ENV])
+        return _torchrun_command(words[1:] if name == "torchrun" else arguments[1:])
+    if module == "torch.distributed.run" or (module == "torch.distributed.launch" and {*arguments} & {*_USE_ENV}):
+        return _torchrun_command([word for word in arguments[2:] if word not in _USE_ENV])
     starts = _is_job(module, script) if of_python else _names_a_script(words[1:])
     if not starts:
         return ()
@@ -131,5 +131,5 @@ def _names_a_script(words: Sequence[str]) -> bool:
 
 def _torchrun_command(words: Sequence[str]) -> tuple[str, ...]:
     command = split(words, {}, KNOWN)
-    other = command.has_flag("-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path")
-    return ("safelaunch", *words) if command.script and (other or command.script[0].endswith(".py")) else ()
+    is_program = command.has_flag("-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path")
+    return ("safelaunch", *words) if command.script and (is_program or command.script[0].endswith(".py")) else ()

@@ -166,19 +166,19 @@ _FORMS = re.compile(
 def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
     """Yields blocks of whole lines, each with True if it is the last one. The last block is never a short one."""
     decode: Callable[[bytes], bytes]
-    decode, pending, rest = bytes, b"", b""
+    decode, pending, unfinished = bytes, b"", b""
     if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # type: ignore[attr-defined]
         wide = codecs.getincrementaldecoder("utf-16")("replace")
         decode = lambda data: wide.decode(data).encode()  # noqa: E731
     while data := file.read(CHUNK_BYTES):
-        whole = rest + decode(data)
+        whole = unfinished + decode(data)
         end = whole.rfind(b"\n") + 1
-        rest = whole[end:][-MOST_LINE:]
+        unfinished = whole[end:][-MOST_LINE:]
         if len(data) == CHUNK_BYTES and pending:
             yield pending, False
             pending = b""
         pending += whole[:end]
-    yield pending + rest, True
+    yield pending + unfinished, True
 
 
 def _clean(line: bytes) -> str:

@@ -80,14 +80,14 @@ class SpeakerOutput:
         self.errors = [*self.errors[-_MOST_TRACEBACKS:], (traceback, error)]
         self.after = LinesAfter.of(traceback.lines[-1], self.tail)
 
-    def absorb(self, other: SpeakerOutput) -> None:
+    def absorb(self, output: SpeakerOutput) -> None:
         """Merges output of the same process under another prefix."""
-        if other.errors:
-            self.errors, self.after = [*self.errors, *other.errors], other.after
-        self.tail.extend(other.tail)
-        self.crashes += other.crashes
-        self.warnings += other.warnings
-        self.hosts |= other.hosts
+        if output.errors:
+            self.errors, self.after = [*self.errors, *output.errors], output.after
+        self.tail.extend(output.tail)
+        self.crashes += output.crashes
+        self.warnings += output.warnings
+        self.hosts |= output.hosts
 
     def restart(self) -> None:
         """Drops failures that didn't end the job."""

@@ -102,10 +102,10 @@ class PrefixParser:
         if self.hosts is not None and (host := self.hosts.match(text)):
             speaker, worth, text = (host["name"], -1, text[host.end() :]) if speaker is None else (speaker, 0, text)
         for _ in range(6):
-            taken = False
+            has_prefix = False
             if text[:1] in "[(0123456789RFMSTWabcdefghijklmnopqrstuvwxyz" or text.startswith("  | "):
                 if match := _TIME.match(text):
-                    text, taken, timed = text[match.end() :], True, True
+                    text, has_prefix, timed = text[match.end() :], True, True
                 for pattern, value in _PREFIXES:
                     if match := pattern.match(text):
                         number = match.groupdict().get("rank")
@@ -115,18 +115,18 @@ class PrefixParser:
                         if (value > worth or speaker is None) and (isinstance(name, str) or name < MAX_RANKS):
                             label = speaker if isinstance(speaker, str) else label
                             speaker, worth = name, value
-                        text, taken = text[match.end() :], True
+                        text, has_prefix = text[match.end() :], True
                         break
-            if not taken and (behind := _TRACEBACK_SUFFIX.match(text)):
+            if not has_prefix and (behind := _TRACEBACK_SUFFIX.match(text)):
                 self.template = self.template or _template(behind[0], ahead)
-            if not taken and self.template is not None and (match := self.template.match(text)):
+            if not has_prefix and self.template is not None and (match := self.template.match(text)):
                 number = match.groupdict().get("rank")
                 template_name = int(number) if number else None if _LOGGER.search(match[0]) else match[0].strip(" :")
                 speaker, worth = (template_name, 2) if worth < 2 and template_name is not None else (speaker, worth)
-                text, taken = text[match.end() :], True
-            elif not taken and behind is not None and not behind["space"]:
-                text, taken = text[behind.end() :], True
-            if not taken:
+                text, has_prefix = text[match.end() :], True
+            elif not has_prefix and behind is not None and not behind["space"]:
+                text, has_prefix = text[behind.end() :], True
+            if not has_prefix:
                 break
         if not isinstance(speaker, int) and (rank_prefix := _C10D_RANK.match(text)):
             label, speaker = speaker or "", int(rank_prefix["rank"])
@@ -211,11 +211,15 @@ def host_pattern(lines: Sequence[str]) -> re.Pattern[str] | None:
     It also matches names that differ only in their numbers. The launcher's first lines might lack one.
     """
     matches = [_HOST.match(line) for line in lines if line.strip()]
-    named = [match for match in dropwhile(lambda match: match is None, matches) if match is not None]
-    names = {match["name"] for match in named}
+    matches_from_first = [match for match in dropwhile(lambda match: match is None, matches) if match is not None]
+    names = {match["name"] for match in matches_from_first}
     tasks = len(names) > 1 and names == {str(task) for task in range(len(names))}
-    if len(named) < max(3, (2 - tasks) * len(names), 0.8 * (len(matches) - matches.index(named[0]) if named else 0)):
+    if len(matches_from_first) < max(
+        3,
+        (2 - tasks) * len(names),
+        0.8 * (len(matches) - matches.index(matches_from_first[0]) if matches_from_first else 0),
+    ):
         return None
-    shapes = {re.sub(r"\d+", r"\\d+", re.escape(match["name"])) for match in named}
-    marks = {next(mark for mark in _MARKS if re.match(mark, match["mark"])) for match in named}
+    shapes = {re.sub(r"\d+", r"\\d+", re.escape(match["name"])) for match in matches_from_first}
+    marks = {next(mark for mark in _MARKS if re.match(mark, match["mark"])) for match in matches_from_first}
     return re.compile(rf" {{0,6}}(?P<name>{'|'.join(sorted(shapes))})(?:{'|'.join(sorted(marks))})")

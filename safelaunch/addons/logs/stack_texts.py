@@ -132,10 +132,10 @@ def processes_in(text: str) -> tuple[list[SavedProcess], float]:
     lines = [_LINE_NUMBER.sub("", line) for line in _COLOURS.sub("", text).splitlines()]
     streams: dict[str, list[str]] = {}
     for line in lines:
-        who, rest = _split_prefix(_QUOTE.sub("", line))
-        streams.setdefault(who, []).append(rest)
-    readers = {who: _StackReader(who) for who in streams}
-    processes = [process for who, stream in streams.items() for process in readers[who].read(stream)]
+        prefix, rest = _split_prefix(_QUOTE.sub("", line))
+        streams.setdefault(prefix, []).append(rest)
+    readers = {prefix: _StackReader(prefix) for prefix in streams}
+    processes = [process for prefix, stream in streams.items() for process in readers[prefix].read(stream)]
     filled = sum(1 for line in lines if line.strip())
     return processes, sum(reader.used for reader in readers.values()) / max(filled, 1)
 
@@ -295,8 +295,8 @@ def _frame(raw: str, style: re.Pattern[str]) -> Frame | None:
         return Frame(fields.get("library") or "??", 0, fields["native"])
     file, line = fields["file"], fields["line"]
     if line is None or raw.startswith("(C)"):
-        named = re.search(r"\.so|^python|\.(?:c|cc|cpp|h|S)$", file)
-        return Frame(file if named else "??", 0, fields["function"]) if line or named or file == "?" else None
+        is_named = re.search(r"\.so|^python|\.(?:c|cc|cpp|h|S)$", file)
+        return Frame(file if is_named else "??", 0, fields["function"]) if line or is_named or file == "?" else None
     return Frame(_library_path(file), int(line), fields["function"])
 
 
@@ -304,11 +304,11 @@ def _split_processes(process: SavedProcess) -> Iterator[SavedProcess]:
     """Yields processes with one main thread each. py-spy prints it first, other tools last."""
     groups: list[list[SavedThread]] = [[]]
     first = any(thread.name == MAIN or not thread.has_innermost for thread in process.threads[:1])
-    for one in process.threads:
+    for candidate in process.threads:
         full = any(member.is_main or not member.has_innermost for member in groups[-1])
-        if full and (one.is_main or not first):
+        if full and (candidate.is_main or not first):
             groups.append([])
-        groups[-1].append(one)
+        groups[-1].append(candidate)
     if len(groups) > 1 and all(
         thread.frames and thread.frames[-1].function.endswith(_BOOTSTRAP) for thread in groups[-1]
     ):

@@ -285,7 +285,7 @@ def _world(stacks: Iterable[_Stack]) -> int:
 def _labels(processes: Sequence[_Stack]) -> list[str]:
     """Labels processes: ``process 7``, ``process 7 (engine::scheduler)``, ``process 1 of worker-2``, ``stack 3``."""
     pids = Counter(process.process.pid for process in processes)
-    labels = [_label(process, alone=pids[process.process.pid] == 1) for process in processes]
+    labels = [_label(process, is_only=pids[process.process.pid] == 1) for process in processes]
     counts = Counter(labels)
     return [
         label if label and counts[label] == 1 else f"{label or 'stack'} {number}"
@@ -293,15 +293,15 @@ def _labels(processes: Sequence[_Stack]) -> list[str]:
     ]
 
 
-def _label(stack: _Stack, *, alone: bool) -> str:
+def _label(stack: _Stack, *, is_only: bool) -> str:
     process = stack.process
     title = process.command if _TITLE.match(process.command) else ""
     if not process.pid:
         return stack.host or title
-    if stack.host and (not alone or process.pid == 1):
+    if stack.host and (not is_only or process.pid == 1):
         return f"process {process.pid} of {stack.host}"
     title = f" ({title})" if title else ""
-    return f"process {process.pid}{title}" if alone else f"process {process.pid}{title} in {stack.file}"
+    return f"process {process.pid}{title}" if is_only else f"process {process.pid}{title} in {stack.file}"
 
 
 def _host(process: SavedProcess) -> str:
@@ -319,8 +319,8 @@ def _host(process: SavedProcess) -> str:
             return prompt[1]
         if len(words) == 1 and re.fullmatch(r"[A-Za-z][\w.-]*", words[0]) and "=" not in hint.strip("= "):
             return words[0]
-        if named := re.fullmatch(r"(?:host|node|pod)[ :=]+([\w.-]+)", " ".join(words), re.IGNORECASE):
-            return named[1]
+        if match := re.fullmatch(r"(?:host|node|pod)[ :=]+([\w.-]+)", " ".join(words), re.IGNORECASE):
+            return match[1]
     return process.speaker.rstrip(":| ")
 
 

@@ -128,9 +128,9 @@ class OpenTraceback:
         error = (BARE if self.cut else _ERROR).match(parsed.message) or _NAME.match(parsed.message)
         if error is None:
             return None
-        rest = self.lines[self.lines.index(parsed.message, begin) + 1 : end]
+        rest_lines = self.lines[self.lines.index(parsed.message, begin) + 1 : end]
         message = "\n".join(
-            [error["message"] or "", *takewhile(lambda line: not line.startswith(tracebacks.CHAIN), rest)]
+            [error["message"] or "", *takewhile(lambda line: not line.startswith(tracebacks.CHAIN), rest_lines)]
         ).strip()
         return RankException(error["type"], message, at_s, parsed.frames, "\n".join(self.lines[:end]))
 

@@ -20,8 +20,6 @@ from safelaunch.model import Frame, rank_words
 from safelaunch.stacks.frames import basename
 
 LEAST = 0.05  # smallest change that counts, as a share of the earlier step
-
-
 GROWTH_SIGMAS = 3.0
 
 

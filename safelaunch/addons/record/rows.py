@@ -49,14 +49,14 @@ def _by_line(times: Sequence[RankTime], location: CodeLocation) -> list[tuple[Co
     """Returns a function's lines. Shares are scaled to work alone: some of a backward's samples can be waits."""
     rank_lines = [time.lines.get(location, {}) for time in times]
     lines = {
-        line: mean([here.get(line, 0.0) for here in rank_lines])
-        for line in {line for here in rank_lines for line in here}
+        line: mean([shares.get(line, 0.0) for shares in rank_lines])
+        for line in {line for shares in rank_lines for line in shares}
     }
     if not location.file or not any(lines.values()):
         return _by_function(times, location)
     part = place_share(times, location) / sum(lines.values())
     ranks = {
-        line: format_ranks([t.rank for t, here in zip(times, rank_lines, strict=True) if line in here])
+        line: format_ranks([t.rank for t, shares in zip(times, rank_lines, strict=True) if line in shares])
         for line in lines
     }
     return [

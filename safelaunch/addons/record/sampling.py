@@ -96,7 +96,7 @@ def sample(
         stop: ends the sampling early
     """
     jobs = [(number, name) for number, process in enumerate(processes) for name in process.passes]
-    begun = [identify(process.pid) for process in processes]
+    identities = [identify(process.pid) for process in processes]
     with tempfile.TemporaryDirectory(prefix="record-", dir=folder) as scratch:
         paths = {(number, name): Path(scratch) / f"{number}-{name}" for number, name in jobs}
         try:
@@ -109,7 +109,7 @@ def sample(
         output_of = dict(zip(jobs, outputs, strict=True))
         records = []
         for at, process in enumerate(processes):
-            was = begun[at]
+            was = identities[at]
             if was is None or was.start_ticks != process.start_ticks:
                 records.append(ProcessRecord(process.pid, process.role, problem="the process has ended"))
                 continue
@@ -123,9 +123,9 @@ def sample(
 
 def argv(spy: str, pid: int, name: str, path: Path, duration_s: float, rate_hz: int) -> list[str]:
     """Returns the command of one pass."""
-    words = [spy, "record", "--pid", str(pid), "--output", os.fspath(path), "--threads", "--full-filenames"]
+    command_line = [spy, "record", "--pid", str(pid), "--output", os.fspath(path), "--threads", "--full-filenames"]
     return [
-        *words,
+        *command_line,
         "--nonblocking",
         "--duration",
         str(max(1, round(duration_s))),
@@ -255,10 +255,10 @@ def from_folded(data: bytes, apart_s: float) -> Threads:
     for text in data.decode("utf-8", "replace").splitlines():
         stack, _, count = text.rpartition(" ")
         parts = stack.split(";")
-        named = _NAMED.fullmatch(parts[0])
+        match = _NAMED.fullmatch(parts[0])
         frames = tuple(_folded_frame(part) for part in parts[1:])[:DEEPEST]
-        if named is not None and count.isdecimal() and frames:
-            thread = threads.setdefault(_tid(named["tid"]), ThreadSamples(named["name"] or ""))
+        if match is not None and count.isdecimal() and frames:
+            thread = threads.setdefault(_tid(match["tid"]), ThreadSamples(match["name"] or ""))
             thread.seconds[frames] = thread.seconds.get(frames, 0.0) + int(count) * apart_s
     return threads
 

@@ -61,9 +61,9 @@ def _table(slowness: Slowness, width: int) -> list[str]:
     kinds = [kind for kind in KINDS if any(time.kinds.get(kind, 0.0) >= 0.005 for time in times)]
     while True:
         rows = [["rank", "waits", *kinds]]
-        for these in members:
-            shares = [mean([rank_time.waits for rank_time in these]), *(share_of(these, kind) for kind in kinds)]
-            rows.append([format_ranks([rank_time.rank for rank_time in these]), *map(percent, shares)])
+        for group in members:
+            shares = [mean([rank_time.waits for rank_time in group]), *(share_of(group, kind) for kind in kinds)]
+            rows.append([format_ranks([rank_time.rank for rank_time in group]), *map(percent, shares)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         if not kinds or sum(widths) + 2 * len(widths) <= width:
             break

@@ -112,7 +112,12 @@ def _code_roots(job: JobView) -> tuple[str, ...]:
 def _choose(targets: list[Target], children: Mapping[int, list[SampleTarget]]) -> list[SampleTarget]:
     # Child processes fill what is left of the node's share, one of each rank in turn.
     mains = [SampleTarget(target.pid, target.start_ticks) for target in targets]
-    rounds = [of[at] for at in range(sampling.MOST_CHILDREN) for of in children.values() if at < len(of)]
+    rounds = [
+        rank_children[at]
+        for at in range(sampling.MOST_CHILDREN)
+        for rank_children in children.values()
+        if at < len(rank_children)
+    ]
     return [*mains, *rounds[: max(0, sampling.MOST_PROCESSES - len(mains))]]
 
 

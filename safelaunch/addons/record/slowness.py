@@ -219,9 +219,10 @@ def _loading(times: Sequence[RankTime], workers: WorkerTime | None) -> TimeFindi
         (place for time in times for place in time.places if place.kind == "data loading"),
         key=lambda location: place_share(times, location),
     )
-    here = [time for time in times if time.kinds.get("data loading", 0.0) >= LOADING / 2]
-    share, frame = share_of(here, "data loading"), frame_of(times, most)
-    text = f"{capital(_ranks(here))} {_verb(here, 'spends', 'spend')} {percent(share)} of the time {_in(most, frame)}"
+    loading = [time for time in times if time.kinds.get("data loading", 0.0) >= LOADING / 2]
+    share, frame = share_of(loading, "data loading"), frame_of(times, most)
+    spend = _verb(loading, "spends", "spend")
+    text = f"{capital(_ranks(loading))} {spend} {percent(share)} of the time {_in(most, frame)}"
     advice = "Load with worker processes (num_workers), or make the dataset cheaper."
     if workers is not None:
         busy = 1 - workers.idle
@@ -231,7 +232,7 @@ def _loading(times: Sequence[RankTime], workers: WorkerTime | None) -> TimeFindi
             if busy > 0.5
             else "The workers are mostly idle: look at collate_fn, at the size of what they send, and at pin_memory."
         )
-    return TimeFinding("data-loading", share, tuple(time.rank for time in here), f"{text}.", frame, advice)
+    return TimeFinding("data-loading", share, tuple(time.rank for time in loading), f"{text}.", frame, advice)
 
 
 def _holder(times: Sequence[RankTime]) -> GilHolder | None:

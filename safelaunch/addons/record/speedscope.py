@@ -24,10 +24,15 @@ def speedscope(recording: Recording) -> dict[str, Any]:
     for rank in recording.ranks:
         for process in (rank.main, *rank.children):
             for thread in process.threads if process is not None else ():
-                who = thread.name if process is rank.main else f"{process.role} {process.pid}" if process else ""
+                thread_name = (
+                    thread.name if process is rank.main else f"{process.role} {process.pid}" if process else ""
+                )
                 for number, seconds in thread.stacks:
                     stack = recording.stacks[number]
-                    key = (*(len(frames) + titles[text] for text in (f"rank {rank.rank}", who or "thread")), *stack)
+                    key = (
+                        *(len(frames) + titles[text] for text in (f"rank {rank.rank}", thread_name or "thread")),
+                        *stack,
+                    )
                     everything[key] = everything.get(key, 0.0) + seconds
                     if process is rank.main and thread.main:
                         main_key = (key[0], *key[2:])

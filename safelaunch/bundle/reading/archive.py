@@ -36,7 +36,7 @@ def unpack(archive: Path, scratch: Path) -> None:
         if isinstance(error, OSError) and error.errno is not None:
             raise Unreadable(f"it cannot be unpacked in {scratch.parent.parent}: {error.strerror}") from error
         if opened or isinstance(error, EOFError):
-            raise Unreadable("the archive is damaged or incomplete: copy it again from where it was written") from error
+            raise Unreadable("the archive is damaged or incomplete: copy it again from its source") from error
         what = f"it is neither a directory nor a bundle's archive (.tar.gz){missing_reader()}"
         raise Unreadable(what, GIVE) from error
 

@@ -94,7 +94,7 @@ class BundleFolder:
 
     def numbers(self) -> list[int]:
         """Returns the ranks that have a folder."""
-        found = []
+        ranks = []
         for path in sorted((self.root / "ranks").iterdir()):
             if not path.name[:1].isdigit() or not is_dir(path):
                 continue
@@ -103,8 +103,8 @@ class BundleFolder:
             elif path.is_symlink():
                 self.problems.append(f"ranks/{path.name}: {LINK}")
             else:
-                found.append(int(path.name))
-        return sorted(found)
+                ranks.append(int(path.name))
+        return sorted(ranks)
 
     def hosts(self) -> list[str]:
         """Returns the nodes that have a folder."""

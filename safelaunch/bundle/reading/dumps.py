@@ -51,14 +51,14 @@ def read_dumps(folder: Path, root: Path) -> FoundEvidence | None:
     records = {rank: dump.record for rank, dump in chosen.items()}
     files = {rank: dump.name for rank, dump in chosen.items()}
     prefixes = {_prefix(name) for name in files.values()}
-    broken = [name for name in failed if _prefix(name) in prefixes and _rank_of(name) not in records]
-    problems += [f"{name}: {failed[name]}" for name in broken]
+    unreadable = [name for name in failed if _prefix(name) in prefixes and _rank_of(name) not in records]
+    problems += [f"{name}: {failed[name]}" for name in unreadable]
     ranks = [
         RankEvidence(rank=rank, host="", pid=0, flight_record=record, beacon=False) for rank, record in records.items()
     ]
-    evidence = evidence_of("hang", ranks, _world(records, [_rank_of(name) for name in broken]))
-    named = {f"ranks/{rank}/flight_recorder.json": name for rank, name in files.items()}
-    return FoundEvidence(f"{len(records)} Flight Recorder dumps", evidence, tuple(problems), named)
+    evidence = evidence_of("hang", ranks, _world(records, [_rank_of(name) for name in unreadable]))
+    sources = {f"ranks/{rank}/flight_recorder.json": name for rank, name in files.items()}
+    return FoundEvidence(f"{len(records)} Flight Recorder dumps", evidence, tuple(problems), sources)
 
 
 def _real(path: Path, root: Path) -> Path:
@@ -116,31 +116,31 @@ def _choose_job(
     """
 
     def weight(prefix: str) -> tuple[int, float]:
-        here = jobs[prefix]
-        return len(here) + failed.get(prefix, 0), max(dump.modified for dump in here.values())
+        job_dumps = jobs[prefix]
+        return len(job_dumps) + failed.get(prefix, 0), max(dump.modified for dump in job_dumps.values())
 
     order = sorted(jobs, key=weight, reverse=True)
     chosen: dict[int, _DumpFile] = {}
-    passed_over = []
+    skipped = []
     for prefix in order:
-        here = jobs[prefix]
-        both = chosen.keys() & here.keys()
-        if both and all(_has_other_backends(chosen[rank], here[rank]) for rank in both):
-            merged = {rank: _merge_recorders(chosen[rank], here[rank]) for rank in both}
-            chosen.update(here | merged)
-        elif both:
-            names = sorted(dump.name for dump in here.values())
+        job_dumps = jobs[prefix]
+        common = chosen.keys() & job_dumps.keys()
+        if common and all(_has_other_backends(chosen[rank], job_dumps[rank]) for rank in common):
+            merged = {rank: _merge_recorders(chosen[rank], job_dumps[rank]) for rank in common}
+            chosen.update(job_dumps | merged)
+        elif common:
+            names = sorted(dump.name for dump in job_dumps.values())
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            passed_over.append(f"{names[0]}{more}: ignored, because other dumps here have the same ranks")
+            skipped.append(f"{names[0]}{more}: ignored, because other dumps here have the same ranks")
         else:
-            chosen.update(here)
-    return dict(sorted(chosen.items())), passed_over
+            chosen.update(job_dumps)
+    return dict(sorted(chosen.items())), skipped
 
 
 def _has_other_backends(first: _DumpFile, second: _DumpFile) -> bool:
     backends = first.backends & second.backends
-    both = bool(first.backends and second.backends)
-    return both and not backends and abs(first.modified - second.modified) < TOGETHER_S
+    both_known = bool(first.backends and second.backends)
+    return both_known and not backends and abs(first.modified - second.modified) < TOGETHER_S
 
 
 def _merge_recorders(first: _DumpFile, second: _DumpFile) -> _DumpFile:
@@ -157,7 +157,7 @@ def _prefix(name: str) -> str:
     return match["prefix"] if match else name
 
 
-def _world(records: dict[int, FlightRecord], broken: list[int]) -> int:
+def _world(records: dict[int, FlightRecord], unreadable: list[int]) -> int:
     # Also counts members of groups, and unreadable files.
-    named = [rank for record in records.values() for ranks in record.groups.values() for rank in ranks]
-    return max([*records, *broken, *(rank for rank in named if 0 <= rank < MAX_RANKS)]) + 1
+    members = [rank for record in records.values() for ranks in record.groups.values() for rank in ranks]
+    return max([*records, *unreadable, *(rank for rank in members if 0 <= rank < MAX_RANKS)]) + 1

@@ -124,9 +124,9 @@ def _run_child(work: Callable[[], Iterable[_T]], bounds: ReadLimits, descriptor:
 
 
 def _send(write: Callable[[memoryview], int], data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[write(rest) :]
+    unsent = memoryview(data)
+    while unsent:
+        unsent = unsent[write(unsent) :]
 
 
 def _fault(error: Exception) -> str:

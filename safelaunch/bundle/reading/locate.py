@@ -53,7 +53,7 @@ def save_stdin(path: Path, scratch: Path) -> Path:
         with path.open("rb") as source, (scratch / "stdin").open("wb") as target:
             while data := source.read(CHUNK_BYTES):
                 if target.tell() + len(data) > limit:
-                    raise Unreadable(f"it is longer than {limit} bytes: save it as a file, and name that")
+                    raise Unreadable(f"it is longer than {limit} bytes: save it as a file, and name that file")
                 target.write(data)
     except OSError as error:
         raise cannot_be_read(error) from error
@@ -122,7 +122,7 @@ def read_files(paths: Sequence[Path]) -> FoundEvidence:
     """Returns the evidence in files of one job. Raises Unreadable."""
     reader = _reader_of(*paths)
     if reader is None:
-        raise Unreadable(f"of several paths, each has to be a log{missing_reader()}")
+        raise Unreadable(f"of several paths, each must be a log{missing_reader()}")
     return reader.read(paths)
 
 
@@ -134,10 +134,12 @@ def _read_folder(folder: Path, scratch: Path) -> FoundEvidence:
     inside = sorted(
         path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_symlink() and is_bundle(path)
     )
-    alone = inside[0] if len(inside) == 1 else complete_bundle(inside)
-    if alone is not None:
-        evidence = read_bundle(alone)
-        return replace(evidence, what=f"the bundle {alone.name}", files={"": f"{alone.name}/"}, bundles=(alone,))
+    only_bundle = inside[0] if len(inside) == 1 else complete_bundle(inside)
+    if only_bundle is not None:
+        evidence = read_bundle(only_bundle)
+        return replace(
+            evidence, what=f"the bundle {only_bundle.name}", files={"": f"{only_bundle.name}/"}, bundles=(only_bundle,)
+        )
     if inside:
         merged = merge([read_bundle(path) for path in inside], [path.name for path in inside])
         return replace(merged, bundles=tuple(inside))

@@ -28,8 +28,8 @@ def merge(bundles: Sequence[FoundEvidence], names: Sequence[str]) -> FoundEviden
     different incidents (the job continued in between).
     """
     bundle_of_rank: dict[int, str] = {}
-    for found, name in zip(bundles, names, strict=True):
-        for rank in found.evidence.ranks:
+    for evidence_of_node, name in zip(bundles, names, strict=True):
+        for rank in evidence_of_node.evidence.ranks:
             if rank.rank in bundle_of_rank:
                 raise Unreadable(
                     f"rank {rank.rank} is in {bundle_of_rank[rank.rank]} and in {name}: name one of these bundles"
@@ -37,7 +37,9 @@ def merge(bundles: Sequence[FoundEvidence], names: Sequence[str]) -> FoundEviden
             bundle_of_rank[rank.rank] = name
     worlds = {bundle.evidence.world_size for bundle in bundles}
     if len(worlds) > 1:
-        raise Unreadable(f"it holds jobs of {' and '.join(map(str, sorted(worlds)))} ranks: name one of the bundles")
+        raise Unreadable(
+            f"it has bundles of jobs with {' and '.join(map(str, sorted(worlds)))} ranks: name one of them"
+        )
     _check_same_incident(bundles, names)
     world = worlds.pop()
     first = bundles[0].evidence
@@ -47,8 +49,8 @@ def merge(bundles: Sequence[FoundEvidence], names: Sequence[str]) -> FoundEviden
     stopped = _hung_ranks(bundles) if outcomes >= {"hang", "crash"} else ()
     outcome = "hang" if stopped else outcome
     ranks = sorted((rank for bundle in bundles for rank in bundle.evidence.ranks), key=lambda rank: rank.rank)
-    named = list(zip(names, bundles, strict=True))
-    asked, witness = next(((name, f.evidence.nccl) for name, f in named if f.evidence.nccl is not None), ("", None))
+    by_name = list(zip(names, bundles, strict=True))
+    asked, witness = next(((name, f.evidence.nccl) for name, f in by_name if f.evidence.nccl is not None), ("", None))
     evidence = msgspec.structs.replace(
         first,
         outcome=outcome,
@@ -65,12 +67,12 @@ def merge(bundles: Sequence[FoundEvidence], names: Sequence[str]) -> FoundEviden
         stopped=stopped,
         gpus=tuple(gpu for bundle in bundles for gpu in bundle.evidence.gpus),
     )
-    problems = [f"{name}/{text}" for name, bundle in named for text in bundle.problems]
-    with_nodes = next((name for name, bundle in named if bundle.evidence.nodes), "")
+    problems = [f"{name}/{text}" for name, bundle in by_name for text in bundle.problems]
+    with_nodes = next((name for name, bundle in by_name if bundle.evidence.nodes), "")
     files = {"nodes.json": f"{with_nodes}/nodes.json"} if with_nodes else {}
     files |= {"early.json": f"{names[0]}/early.json"} if first.early else {}
-    wrong = next((name for name, bundle in named if bundle.evidence.wrong_results), "")
-    files |= {WRONG_RESULTS_FILE: f"{wrong}/{WRONG_RESULTS_FILE}"} if wrong else {}
+    with_wrong_results = next((name for name, bundle in by_name if bundle.evidence.wrong_results), "")
+    files |= {WRONG_RESULTS_FILE: f"{with_wrong_results}/{WRONG_RESULTS_FILE}"} if with_wrong_results else {}
     files |= {witness.file: f"{asked}/{witness.file}"} if witness is not None else {}
     files |= {f"ranks/{number}/": f"{name}/ranks/{number}/" for number, name in bundle_of_rank.items()}
     return FoundEvidence(f"{len(bundles)} bundles of one job", evidence, tuple(problems), files)

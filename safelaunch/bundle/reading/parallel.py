@@ -34,10 +34,10 @@ def parse_all(
     """
     parts = [paths[begin : begin + _FILES_AT_ONCE] for begin in range(0, len(paths), _FILES_AT_ONCE)]
     processes = min(len(os.sched_getaffinity(0)), len(parts), MOST_PROCESSES)
-    alone = _SequentialReader(parse)
+    sequential = _SequentialReader(parse)
     if processes < 2 or sum(map(_size, paths)) < parallel_from_bytes:
         for part in parts:
-            yield from alone.read(part)
+            yield from sequential.read(part)
         return
     while parts:
         done = 0
@@ -46,7 +46,7 @@ def parse_all(
                 done += 1
                 yield from values
         except (OSError, MemoryError, BrokenProcessPool):
-            yield from alone.read(parts[done])  # one of the parts in progress; the pool rereads the others
+            yield from sequential.read(parts[done])  # one of the parts in progress; the pool rereads the others
             done += 1
         parts = parts[done:]
 

@@ -77,9 +77,9 @@ def read_run(root: Path, scratch: Path) -> FoundEvidence:
     return FoundEvidence("a run directory", evidence, tuple(problems), files)
 
 
-def _copy(source_run: RunPaths, here: RunPaths) -> Iterator[str]:
+def _copy(source_run: RunPaths, copied_run: RunPaths) -> Iterator[str]:
     """Copies pages, their companions and the agent's events. Yields what it skips."""
-    here.pages.mkdir(parents=True)
+    copied_run.pages.mkdir(parents=True)
     within(source_run.root, source_run.pages)
     names = [source_run.agent_events, source_run.agent_page, *sorted(source_run.pages.iterdir())]
     remaining = MAX_PAGES_BYTES
@@ -95,7 +95,7 @@ def _copy(source_run: RunPaths, here: RunPaths) -> Iterator[str]:
             yield f"{source.relative_to(source_run.root)}: {error.message}"
             continue
         remaining -= len(data)
-        (here.root / source.relative_to(source_run.root)).write_bytes(data)
+        (copied_run.root / source.relative_to(source_run.root)).write_bytes(data)
 
 
 def _exits(events: list[AgentEvent]) -> dict[int, RankExit]:
