@@ -71,7 +71,7 @@ def test_a_supervisor_that_is_killed_is_told_of(tmp_path: Path) -> None:
         killed.process.kill()
         result = left.wait()
     assert result.code not in (0, 124), result.stderr
-    assert "gone without a word" in result.said or "no longer be reached" in result.said, result.said
+    assert "gone without reporting a failure" in result.said or "no longer be reached" in result.said, result.said
     assert (result.verdict["outcome"], result.verdict["culprits"]) == ("crash", []), result.said
 
 
