@@ -77,16 +77,16 @@ def test_started_event_has_world_size_and_workers(events: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "errors"),
     [(ConnectionError("the store is gone"), ["ConnectionError: the store is gone"]), (SignalException(), [])],
-    ids=["fails itself", "is told to stop"],
+    ids=["fails itself", "is stopped"],
 )
 def test_failing_agent_reports_its_error_and_waits(
-    waits: list[float], events: list[dict[str, Any]], error: Exception, told: list[str]
+    waits: list[float], events: list[dict[str, Any]], error: Exception, errors: list[str]
 ) -> None:
     try:
         raise error
     except Exception:
         context(2, code=None).close(15)
-    assert [event["error"] for event in events if event["event"] == "failing"] == told
-    assert waits == [layout.AGENT_HOLD_S] * len(told)
+    assert [event["error"] for event in events if event["event"] == "failing"] == errors
+    assert waits == [layout.AGENT_HOLD_S] * len(errors)

@@ -35,15 +35,15 @@ BAD: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "seconds"), GOOD)
-def test_duration_is_converted_to_seconds(given: Any, seconds: float) -> None:
-    assert seconds_of(given) == seconds
+@pytest.mark.parametrize(("duration", "seconds"), GOOD)
+def test_duration_is_converted_to_seconds(duration: Any, seconds: float) -> None:
+    assert seconds_of(duration) == seconds
 
 
-@pytest.mark.parametrize("given", BAD, ids=repr)
-def test_invalid_duration_raises_value_error(given: Any) -> None:
+@pytest.mark.parametrize("duration", BAD, ids=repr)
+def test_invalid_duration_raises_value_error(duration: Any) -> None:
     with pytest.raises(ValueError, match="is not a duration: a positive number of seconds, 90s, 10m, 2h"):
-        seconds_of(given)
+        seconds_of(duration)
 
 
 def _from_file(value: Any, place: Path) -> Settings:
@@ -59,9 +59,9 @@ PLACES: dict[str, Callable[[Any, Path], Settings]] = {
 
 
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("given", [300, 300.0, "300", "5m"], ids=repr)
-def test_option_accepts_duration_from_any_source(where: str, given: Any, tmp_path: Path) -> None:
-    assert PLACES[where](given, tmp_path).stall_timeout_s == 300.0
+@pytest.mark.parametrize("duration", [300, 300.0, "300", "5m"], ids=repr)
+def test_option_accepts_duration_from_any_source(where: str, duration: Any, tmp_path: Path) -> None:
+    assert PLACES[where](duration, tmp_path).stall_timeout_s == 300.0
 
 
 @pytest.fixture(params=["outside a run", "inside a run"])
@@ -78,17 +78,17 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
     return entered
 
 
-@pytest.mark.parametrize(("given", "seconds"), [*GOOD, (None, 0.0), (0, 0.0), (0.0, 0.0)])
-def test_phase_accepts_any_duration(given: Any, seconds: float, place: Any) -> None:
-    with safelaunch.phase("eval", timeout=given):
+@pytest.mark.parametrize(("duration", "seconds"), [*GOOD, (None, 0.0), (0, 0.0), (0.0, 0.0)])
+def test_phase_accepts_any_duration(duration: Any, seconds: float, place: Any) -> None:
+    with safelaunch.phase("eval", timeout=duration):
         pass
     assert place in (None, [seconds])
 
 
-@pytest.mark.parametrize("given", BAD, ids=repr)
-def test_phase_with_invalid_timeout_raises_when_called(given: Any, place: Any) -> None:
+@pytest.mark.parametrize("duration", BAD, ids=repr)
+def test_phase_with_invalid_timeout_raises_when_called(duration: Any, place: Any) -> None:
     with pytest.raises(ValueError, match="is not a duration"):
-        safelaunch.phase("eval", timeout=given)
+        safelaunch.phase("eval", timeout=duration)
     assert place in (None, [])
 
 

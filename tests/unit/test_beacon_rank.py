@@ -30,13 +30,13 @@ def c10d() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("given", "without", "explicit"), [("", TORCHS, SCRIPTS), ("5", OURS, SCRIPTS), ("5!", OURS, OURS)]
+    ("option", "without", "explicit"), [("", TORCHS, SCRIPTS), ("5", OURS, SCRIPTS), ("5!", OURS, OURS)]
 )
 def test_group_timeout_replaces_default_or_explicit_timeout(
-    given: str, without: timedelta, explicit: timedelta
+    option: str, without: timedelta, explicit: timedelta
 ) -> None:
     module = c10d()
-    group_timeout.apply(module, given)
+    group_timeout.apply(module, option)
     assert [module.init_process_group(), module.new_group([0, 1])] == [without] * 2
     assert module.init_process_group("gloo", "env://", SCRIPTS) == explicit
     assert module.init_process_group("gloo", timeout=SCRIPTS) == explicit
