@@ -54,16 +54,12 @@ REMOVE_DEADLINE_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Rule for keeping bundles in the directory."""
-
     newest: int = 0  # number of bundles; 0: all
     whole: str = ""  # name of the bundle with all ranks, if this one has only its node's
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Result of publishing a bundle."""
-
     path: Path
     problem: str = ""  # why it isn't in the requested directory
     note: str = ""  # other failures
@@ -71,7 +67,6 @@ class Publication:
 
     @property
     def shown(self) -> str:
-        """Path as shown to users."""
         return "lost" if self.lost else str(self.path)
 
 

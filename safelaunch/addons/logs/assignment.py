@@ -30,8 +30,6 @@ _RANKS = range(MAX_RANKS)
 
 @dataclass
 class RankAssignment:
-    """Output and end of each rank."""
-
     job: LoggedJob
     outputs: dict[int, SpeakerOutput] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)

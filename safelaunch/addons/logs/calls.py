@@ -72,8 +72,6 @@ _STEP = re.compile(
 
 
 class Calls:
-    """Collects libraries' reports about calls."""
-
     def __init__(self, job: LoggedJob) -> None:
         self.job = job
         self._stack: WatchdogReport | None = None  # the following lines might be the stack of its call

@@ -31,15 +31,12 @@ _RAY_TASK_ERROR = re.compile(
 
 
 class ReportCollector:
-    """Collects the reports in a job's output."""
-
     def __init__(self) -> None:
         self.job = LoggedJob()
         self.launchers = Launchers(self.job)
         self.calls = Calls(self.job)
 
     def read_line(self, entry: LogEntry) -> None:
-        """Reads the next line."""
         output, text = self.job.process(entry.speaker, entry.line), entry.text
         output.last = entry.line
         if not (entry.line.may_report or output.traceback or output.crashes):
@@ -95,7 +92,6 @@ class ReportCollector:
         return from_script
 
     def _begin_traceback(self, output: SpeakerOutput, entry: LogEntry) -> OpenTraceback | None:
-        """Returns the traceback that begins with this line, if any."""
         if self.launchers.cancelled:
             return None
         text, traceback = entry.text, None
@@ -120,7 +116,6 @@ class ReportCollector:
         return traceback
 
     def _close(self, output: SpeakerOutput, *, at_end: bool = False) -> None:
-        """Closes the open traceback, and records its exception."""
         traceback, output.traceback = output.traceback, None
         error = traceback.exception(traceback.line.number * 1e-3, cut_off=at_end) if traceback is not None else None
         if traceback is None or error is None:
@@ -163,7 +158,6 @@ class ReportCollector:
             output.note(traceback, error)
 
     def _note_report(self, output: SpeakerOutput, entry: LogEntry) -> None:
-        """Passes on a line that might report an error."""
         text = entry.text
         if last_abort(text) is not None or "watchdog got stuck" in text or options_refused(text):
             output.abort_line = entry.line

@@ -72,8 +72,6 @@ _FINISHED = re.compile(
 
 @dataclass
 class ErrorLine:
-    """A line that reports an error."""
-
     kind: str
     text: str
     line: LogLine
@@ -108,8 +106,6 @@ class ErrorLine:
 
 @dataclass
 class ErrorLines:
-    """Collects the error lines of a log."""
-
     by_shape: dict[str, ErrorLine] = field(default_factory=dict)  # by text without numbers
     _end: LogLine | None = None  # line that reports the end of the work
 

@@ -46,7 +46,6 @@ class Texts:
 
 
 def _read_texts(paths: Sequence[Path], root: Path | None = None) -> FoundEvidence:
-    """Returns the combined evidence of logs and saved stacks."""
     saved = SavedStacks.of(paths, root)
     logs = [path for path in paths if path not in saved.whole]
     if not logs and (stacks_only := saved.evidence()) is not None:

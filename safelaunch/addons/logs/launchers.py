@@ -115,8 +115,6 @@ _RAY_DEAD = re.compile(
 
 
 class Launchers:
-    """Collects reports about the end of processes."""
-
     def __init__(self, job: LoggedJob) -> None:
         self.job = job
         self.cancelled = False  # from outside, before any failure: later reports are effects
@@ -282,7 +280,6 @@ class Launchers:
         return bool(asked or self.job.files or self._tasks) or world > len(stopped)
 
     def _read_torch(self, entry: LogEntry) -> None:
-        """Reads reports of torchrun, torch.multiprocessing and DeepSpeed."""
         text, line, job = entry.text, entry.line, self.job
         if match := _EXIT.search(text):
             finish = RankEnd(int(match["code"]), line, int(match["pid"]), root=True, reporter=entry.speaker)
@@ -375,7 +372,6 @@ class Launchers:
 
 
 def exception_line(error: RankException) -> str:
-    """Returns the line that Python prints for an exception."""
     return f"{error.type}: {error.message}" if error.message else error.type
 
 

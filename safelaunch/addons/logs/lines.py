@@ -44,8 +44,6 @@ _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07")
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line of a log."""
-
     file: str
     number: int
     text: str
@@ -227,7 +225,6 @@ _OUTPUT = re.compile(
 
 
 def looks_like_output(text: str) -> bool:
-    """Returns whether a job might have printed this line."""
     return _OUTPUT.search(text) is not None
 
 

@@ -40,8 +40,6 @@ class WatchdogReport:
 
 @dataclass
 class SpeakerOutput:
-    """Relevant output of one speaker."""
-
     first: LogLine
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_TAIL))
     errors: list[tuple[OpenTraceback, RankException]] = field(default_factory=list)
@@ -115,8 +113,6 @@ class SpeakerOutput:
 
 @dataclass
 class RankEnd:
-    """How a rank ended, as its launcher reports it."""
-
     code: int
     line: LogLine
     pid: int = 0
@@ -129,8 +125,6 @@ class RankEnd:
 
 @dataclass
 class LoggedJob:
-    """Everything that a job's output reports."""
-
     outputs: dict[Speaker | None, SpeakerOutput] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)
     unplaced: dict[str, RankEnd] = field(default_factory=dict)  # ends of processes without a rank, by their label

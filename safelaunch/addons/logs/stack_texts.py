@@ -34,8 +34,6 @@ _QUOTE = re.compile(r"^\s*(?:[>|] ?)+")
 
 @dataclass
 class SavedThread:
-    """A thread in a saved stack."""
-
     name: str = ""
     tid: int = 0
     active: bool = False
@@ -51,8 +49,6 @@ class SavedThread:
 
 @dataclass
 class SavedProcess:
-    """A process in a saved stack."""
-
     pid: int = 0
     command: str = ""
     hints: list[str] = field(default_factory=list)  # lines before it that might identify it
@@ -220,7 +216,6 @@ class _StackReader:
         self._process = self._open = None
 
     def _take(self, line: str, indent: int) -> bool:
-        """Returns whether the line belongs to a stack."""
         if line[0] in _FIRST and self._begins(line):
             self._indent = indent
         elif not self._adds(line):

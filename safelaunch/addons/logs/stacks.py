@@ -52,9 +52,7 @@ NATIVE = "without Python lines, which py-spy shows"
 
 
 @dataclass
-class _Stack:
-    """A process and what is known about it."""
-
+class _ProcessStack:
     process: SavedProcess
     file: str
     kind: str = ""
@@ -62,7 +60,7 @@ class _Stack:
     host: str = ""
     titled: bool = False
     samples: list[StackSample] = field(default_factory=list)  # from several dumps, oldest first
-    children: list[_Stack] = field(default_factory=list)
+    children: list[_ProcessStack] = field(default_factory=list)
 
     @property
     def frames(self) -> tuple[Frame, ...]:
@@ -76,14 +74,12 @@ class _Stack:
 
 @dataclass(frozen=True)
 class SavedStacks:
-    """Stacks found in files."""
-
-    processes: tuple[_Stack, ...]
+    processes: tuple[_ProcessStack, ...]
     whole: frozenset[Path]  # files that contain little besides stacks
 
     @classmethod
     def of(cls, paths: Sequence[Path], root: Path | None = None) -> SavedStacks:
-        stacks: dict[object, _Stack] = {}
+        stacks: dict[object, _ProcessStack] = {}
         speakers = speakers_by_file([path.name for path in paths])
         whole = []
         for path in paths:
@@ -111,7 +107,7 @@ class SavedStacks:
 _MOSTLY = 0.5
 
 
-def _stack_evidence(stacks: Sequence[_Stack], *, only_named: bool) -> FoundEvidence | None:
+def _stack_evidence(stacks: Sequence[_ProcessStack], *, only_named: bool) -> FoundEvidence | None:
     ranks, left_out = _ranks_among(stacks)
     world = _world(stacks)
     _assign_ranks(ranks)
@@ -138,12 +134,12 @@ def _stack_evidence(stacks: Sequence[_Stack], *, only_named: bool) -> FoundEvide
     return FoundEvidence(what, evidence, files=files, remarks=tuple(_remarks(left_out)))
 
 
-def _evidence(rank: int, stack: _Stack) -> RankEvidence:
+def _evidence(rank: int, stack: _ProcessStack) -> RankEvidence:
     children = tuple(child.evidence for child in stack.children)
     return RankEvidence(rank=rank, host="", pid=stack.process.pid, main=stack.evidence, children=children, beacon=False)
 
 
-def _identify(processes: Sequence[SavedProcess], name: str, rank: int | None) -> Iterator[tuple[object, _Stack]]:
+def _identify(processes: Sequence[SavedProcess], name: str, rank: int | None) -> Iterator[tuple[object, _ProcessStack]]:
     """Yields the processes of a file with a key that identifies each. ``rank`` comes from the file name."""
     host = ""
     for at, process in enumerate(processes):
@@ -156,7 +152,7 @@ def _identify(processes: Sequence[SavedProcess], name: str, rank: int | None) ->
             stack_rank = _rank(process) if rank is None else rank
             yield (
                 (name, host, stack_rank, process.pid or tid or -at),
-                _Stack(process, name, _kind(process), stack_rank, host),
+                _ProcessStack(process, name, _kind(process), stack_rank, host),
             )
 
 
@@ -213,7 +209,7 @@ def _kind(process: SavedProcess) -> str:
     return next((kind for kind, mark in _HELPERS if mark.on(frames)), "")
 
 
-def _ranks_among(stacks: Sequence[_Stack]) -> tuple[list[_Stack], list[_Stack]]:
+def _ranks_among(stacks: Sequence[_ProcessStack]) -> tuple[list[_ProcessStack], list[_ProcessStack]]:
     """Returns possible ranks, with their workers, and the remaining processes.
 
     A worker with an unknown parent belongs to the only process that waits for its workers, if there is just one.
@@ -232,7 +228,6 @@ def _ranks_among(stacks: Sequence[_Stack]) -> tuple[list[_Stack], list[_Stack]]:
 
 
 def _rank(process: SavedProcess) -> int | None:
-    """Returns the rank that the text gives."""
     numbers = [_first(_RANK, text) for text in (process.speaker, *reversed(process.hints))]
     numbers.append(_first(_RANK if _TITLE.match(process.command) else _RANK_OPTION, process.command))
     if rank := next(filter(None, numbers), ""):
@@ -241,7 +236,7 @@ def _rank(process: SavedProcess) -> int | None:
     return int(speaker[1] or speaker[2]) if speaker is not None else None
 
 
-def _assign_ranks(ranks: Iterable[_Stack]) -> None:
+def _assign_ranks(ranks: Iterable[_ProcessStack]) -> None:
     """Assigns ranks from titles' dimensions if each has one number, or from unique local ranks.
 
     A rank that two processes share is dropped.
@@ -272,7 +267,7 @@ def _local_rank(process: SavedProcess) -> int | None:
     return int(number) if number else None
 
 
-def _world(stacks: Iterable[_Stack]) -> int:
+def _world(stacks: Iterable[_ProcessStack]) -> int:
     texts = [text for stack in stacks for text in (stack.process.command, *stack.process.hints)]
     return max(
         (int(number) for text in texts if (number := _first(_WORLD, text) or _first(_PER_NODE, text))), default=0
@@ -282,7 +277,7 @@ def _world(stacks: Iterable[_Stack]) -> int:
 # --- what they are called ---------------------------------------------------------------------------------------------
 
 
-def _labels(processes: Sequence[_Stack]) -> list[str]:
+def _labels(processes: Sequence[_ProcessStack]) -> list[str]:
     """Labels processes: ``process 7``, ``process 7 (engine::scheduler)``, ``process 1 of worker-2``, ``stack 3``."""
     pids = Counter(process.process.pid for process in processes)
     labels = [_label(process, is_only=pids[process.process.pid] == 1) for process in processes]
@@ -293,7 +288,7 @@ def _labels(processes: Sequence[_Stack]) -> list[str]:
     ]
 
 
-def _label(stack: _Stack, *, is_only: bool) -> str:
+def _label(stack: _ProcessStack, *, is_only: bool) -> str:
     process = stack.process
     title = process.command if _TITLE.match(process.command) else ""
     if not process.pid:
@@ -324,8 +319,7 @@ def _host(process: SavedProcess) -> str:
     return process.speaker.rstrip(":| ")
 
 
-def _remarks(left_out: Sequence[_Stack]) -> Iterator[str]:
-    """Names processes that weren't compared."""
+def _remarks(left_out: Sequence[_ProcessStack]) -> Iterator[str]:
     kinds: dict[str, list[int]] = {}
     for stack in left_out:
         kinds.setdefault(stack.kind or "of unknown rank", []).append(stack.process.pid)

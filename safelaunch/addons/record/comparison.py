@@ -39,8 +39,6 @@ class Change:
 
 @dataclass(frozen=True)
 class StepTimeChange:
-    """Changes since an earlier recording."""
-
     before_s: float  # seconds per step; 0.0 if unknown, so changes are shares
     now_s: float
     changes: tuple[Change, ...]  # largest first
@@ -58,7 +56,6 @@ class StepTimeChange:
 
     @property
     def text(self) -> str:
-        """The comparison as a sentence."""
         if self.by_step:
             sentence = f"A step takes {self.amount(self.now_s)} (was {self.amount(self.before_s)})"
         else:

@@ -18,8 +18,6 @@ LONGEST_S = 300.0
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """A request for samples."""
-
     duration_s: Annotated[float, Meta(ge=1.0, le=LONGEST_S)]
     ranks: Annotated[str, Meta(max_length=4096)] = ""  # like ``0-3,5``; empty: all
 
@@ -38,8 +36,6 @@ class ThreadRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A rank's main process, or one of its children."""
-
     pid: int
     role: str = "main"
     threads: list[ThreadRecord] = []
@@ -48,8 +44,6 @@ class ProcessRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RankRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One rank."""
-
     rank: int
     host: str = ""
     main: ProcessRecord | None = None
@@ -59,8 +53,6 @@ class RankRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Recording(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All ranks of a run."""
-
     run: str = ""
     name: str = ""
     at_unix_s: float = 0.0

@@ -23,8 +23,6 @@ MOST_ROWS = 60
 
 @dataclass(frozen=True)
 class RecordingReport:
-    """A recording with its analysis."""
-
     recording: Recording
     slowness: Slowness
     compared: StepTimeChange | None = None  # changes since an earlier recording

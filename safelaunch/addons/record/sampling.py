@@ -122,7 +122,6 @@ def sample(
 
 
 def argv(spy: str, pid: int, name: str, path: Path, duration_s: float, rate_hz: int) -> list[str]:
-    """Returns the command of one pass."""
     command_line = [spy, "record", "--pid", str(pid), "--output", os.fspath(path), "--threads", "--full-filenames"]
     return [
         *command_line,

@@ -50,8 +50,6 @@ _BY_FRAME: tuple[tuple[TimeKind, str, frozenset[str]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Activity of a thread in one sample."""
-
     kind: TimeKind
     what: str  # for example, the name of a collective
     frame: Frame | None  # innermost frame of the user's code
@@ -131,8 +129,6 @@ class RankTime:
 
 @dataclass(frozen=True)
 class WorkerTime:
-    """The loader workers of all ranks."""
-
     count: int
     idle: float  # share of time waiting for the next index
     frame: Frame | None  # most frequent position
@@ -158,7 +154,6 @@ class StackIndex:
 
 
 def times_of(recording: Recording, stacks: StackIndex | None = None) -> list[RankTime]:
-    """Returns the times of ranks that have samples."""
     stacks = stacks or StackIndex(recording)
     times = [_rank(rank, recording, stacks) for rank in recording.ranks if not rank.missing]
     return [time for time in times if time is not None]

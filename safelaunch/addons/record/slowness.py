@@ -57,8 +57,6 @@ class TimeFinding:
 
 @dataclass(frozen=True)
 class Slowness:
-    """Verdict about a recording."""
-
     headline: str  # verdict in one sentence
     findings: tuple[TimeFinding, ...]  # largest first
     times: tuple[RankTime, ...]

@@ -19,8 +19,6 @@ class ReportedError:
 
 @dataclass(frozen=True)
 class FoundEvidence:
-    """The evidence at a path."""
-
     what: str
     """kind of evidence, as text (``a bundle``)"""
 

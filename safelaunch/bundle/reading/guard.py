@@ -29,8 +29,6 @@ _SMALL_FILE_BYTES = 1 << 20  # semaphores are files too
 
 @dataclass(frozen=True)
 class ReadLimits:
-    """Limits for a child process."""
-
     memory_bytes: int  # additional address space
     cpu_s: int
     file_bytes: int = _SMALL_FILE_BYTES  # size of any file that it writes

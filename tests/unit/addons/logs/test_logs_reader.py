@@ -519,7 +519,7 @@ def test_local_rank_and_rank_of_one_process_are_merged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("summaries", "named_ranks"),
     [
-        ([summary({0: -7, 1: -7})], [0, 1]),  # in the same second: both died of their own signal
+        ([summary({0: -7, 1: -7})], [0, 1]),  # in the same second: a fatal signal ended both
         ([summary({0: 1, 1: 1}, {1: 2})], [0]),
         ([summary({0: 1, 1: 1, 2: -11})], [2]),  # a rank that exits might have lost its peer
         ([summary({0: 1}, {0: 51}), summary({4: 1})], [4]),
