@@ -53,7 +53,8 @@ def raised(kind: str, message: str, *files: str) -> RankException:
 PEERS = [
     ("RuntimeError", f"[{GLOO}/unbound_buffer.cc:136] Timed out waiting 1800000ms for send operation to complete", C10D,
      "peer-late", "no peer matched this send within the group's timeout (1800000 ms)"),
-    ("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete", "", "peer-late", "matched this recv"),
+    ("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete", "", "peer-late",
+     "matched this recv"),
     ("RuntimeError", "Application timeout caused pair closure", "", "peer-late", "an earlier call over the same"),
     ("RuntimeError", f"[{GLOO}/pair.cc:534] Connection closed by peer [127.0.0.1]:10895", "", "socket", "a peer ended"),
     ("RuntimeError", f"[{GLOO}/pair.cc:589] Read error [192.168.70.92]:25266: Connection reset by peer", BACKWARD,
@@ -80,7 +81,8 @@ PEERS = [
     (BACKEND, SYSTEM, C10D, "nccl-system", "a system call of NCCL failed"),
     (BACKEND, INTERNAL + "Net : Connection closed by remote peer node2<47861>", C10D, "socket", "a peer ended"),
     (BACKEND, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=40402014, OpType=_ALLGATHER_BASE,"
-     " NumelIn=513, Timeout(ms)=1800000) ran for 1800046 milliseconds before timing out.", "", "peer-late", "didn't finish"),
+     " NumelIn=513, Timeout(ms)=1800000) ran for 1800046 milliseconds before timing out.", "", "peer-late",
+     "didn't finish"),
 ]  # fmt: skip
 
 

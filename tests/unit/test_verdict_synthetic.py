@@ -43,9 +43,8 @@ def tells(verdict: Verdict, group: str, numbers: set[int]) -> bool:
 def names(verdict: Verdict, fault: Fault, calls: list[Call], layout: Layout) -> bool:
     """The rank at fault, and its call. A circle has no end to name: all its members are, and with them that rank.
 
-    Of two members that did not meet, either may be wrong. Which one of equal calls in a row was left out nobody can
-    tell; and where the ranks stand still in a circle before they have made two calls more, which one at all: then it
-    is the call of that group in which they wait.
+    Of two mismatched members, either can be wrong. It is unknown which of several equal calls in a row was skipped.
+    If the ranks stop in a cycle within two calls, the call is the one of that group in which they wait.
     """
     ranks, here = [culprit.rank for culprit in verdict.culprits], calls[fault.index]
     met = layout.world if fault.kind == "skip" else len(layout.groups()[here.group])
