@@ -494,7 +494,7 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
     "SIGTERM may set an event": changed(
         in_library(EVENT, gil=GilTest(True, True, handlers=(15,))), with_states, handles_termination=True
     ),
-    "SIGTERM may be the user's, where the rank does not answer": changed(
+    "SIGTERM may be the user's if the rank does not respond": changed(
         in_library(EVENT), with_states, handles_termination=True
     ),
     "two groups of one name that have met at two stores": job(
@@ -525,7 +525,7 @@ NOT_PROVED: dict[str, Evidence | RankEvidence] = {
     "a receive in a group that the peer does not list": job(
         in_transfer(0, "recv", 1, groups={"0": (0, 1), "weights": (0, 1)}), in_transfer(1, "recv", 0)
     ),
-    "a receive in a group that counts its members anew": in_transfer(0, "recv", 1, groups={"0": (0, 1), "weights": ()}),
+    "a receive in a group that renumbers its members": in_transfer(0, "recv", 1, groups={"0": (0, 1), "weights": ()}),
     "a receive, and unreported groups": in_transfer(0, "recv", 1, groups={}),
     "different calls in separate groups with outsiders": job(
         *(

@@ -44,7 +44,7 @@ def names(verdict: Verdict, fault: Fault, calls: list[Call], layout: Layout) -> 
     """The rank at fault, and its call. A circle has no end to name: all its members are, and with them that rank.
 
     Of two mismatched members, either can be wrong. It is unknown which of several equal calls in a row was skipped.
-    If the ranks stop in a cycle within two calls, the call is the one of that group in which they wait.
+    If the ranks stop in a cycle within two calls, the call in which they wait in that group counts.
     """
     ranks, here = [culprit.rank for culprit in verdict.culprits], calls[fault.index]
     met = layout.world if fault.kind == "skip" else len(layout.groups()[here.group])
