@@ -512,7 +512,7 @@ def test_page_timeline_works_by_keyboard(show: Show) -> None:
     opened.focus("#timeline canvas")
     opened.press("End")
     assert opened.text(status).startswith("all_gather of Float 1 · #75, default_pg · rank 0 · train.py:12 (evaluate)")
-    assert "pending for 30.0 s" in opened.text(status) and "here the ranks part" in opened.text(status)
+    assert "pending for 30.0 s" in opened.text(status) and "here the ranks diverge" in opened.text(status)
     opened.press("ArrowDown")
     assert opened.text(status).startswith("all_reduce of Float 1 · #75")
     opened.press("ArrowLeft", "+", "+", "-", "0", "Home")

@@ -254,7 +254,7 @@ function timeline() {
     const lasts = what === "done" ? (cell.lasts ? `the next call of the rank came ${duration(cell.lasts)} later` : "completed")
       : what === "queued" ? "queued, not begun" : `pending for ${duration(cell.lasts)} when the evidence was taken`;
     return [[`${data.ops[op]}${of}`, `#${cell.number}${label ? `, ${label}${count > 1 ? " (one of several)" : ""}` : ""}`],
-      [ranksWord(cell.lane.r, cell.lane.n), frameText(frame)], [lasts, cell.part ? "here the ranks part" : ""]];
+      [ranksWord(cell.lane.r, cell.lane.n), frameText(frame)], [lasts, cell.part ? "here the ranks diverge" : ""]];
   }
   const text = (cell) => words(cell).map((line) => line.filter(Boolean).join(" · ")).join(" · ");
   function at(event) {
@@ -344,7 +344,7 @@ function timeline() {
     press("‹", "Earlier", () => pan(-.4)), press("›", "Later", () => pan(.4)), press("End", "Show the end", () => { reset(false); draw(); })],
   h("div", { class: "card lanes" }, labels, canvas), said,
   h("div", { class: "legend" }, data.ops.map((op, at) => { const box = h("i", {}); box.style.background = `var(--op${Math.min(at, 7)})`; return h("span", {}, box, op); }),
-    data.kinds.some((kind) => kind[5] !== "done") ? h("span", {}, "hatched: pending") : "", data.part ? h("span", { class: "bad" }, "red: where the ranks part") : ""), more,
+    data.kinds.some((kind) => kind[5] !== "done") ? h("span", {}, "hatched: pending") : "", data.part ? h("span", { class: "bad" }, "red: where the ranks diverge") : ""), more,
   data.left_out[0] ? h("p", { class: "dim" }, `${plural(data.left_out[0], "more lane")} (${plural(data.left_out[1], "rank")})${page.head.bundle ? " in timeline.perfetto.json" : ""}`) : "");
   colours(); again();
   new ResizeObserver(() => draw()).observe(canvas);
