@@ -104,6 +104,15 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         rank.kill()
 
 
+@pytest.mark.parametrize("condition", ["dead", "alive", "unknown", "unseen", "moving", "stopped"])
+def test_node_votes_with_the_condition_it_found(
+    condition: JobCondition, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job.case, "_judge", lambda *_: Judgement(condition))
+    job.call(1)
+    job.until(lambda: job.vote == (1, condition))
+
+
 def test_node_looks_and_votes_again_in_every_incident(job: Job) -> None:
     """The next incident can begin before this node has seen the end of the last one."""
     job.tick(SUSPECTED)
