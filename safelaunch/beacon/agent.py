@@ -223,7 +223,7 @@ def _closed(context: Any) -> None:
 @log.guarded
 def _goodbye(context: Any) -> None:
     # The supervisor has to tell other nodes that the job stops here: the store that they read might be this process's.
-    # torchrun closes its workers with SIGTERM at every end; only the exception being raised shows a request to stop.
+    # torchrun sends its workers SIGTERM whenever it exits; only a SignalException in flight shows a request to stop.
     stopped = type(sys.exc_info()[1]).__name__ == "SignalException"
     env = _env(context)
     if stopped and env.get("WORLD_SIZE", "") != env.get("LOCAL_WORLD_SIZE", ""):  # other nodes have ranks

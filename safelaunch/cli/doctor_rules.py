@@ -42,7 +42,7 @@ def failed(name: str, detail: str, fix: str = "") -> Check:
     return Check(name, "failed", detail, fix)
 
 
-# --- whether stacks can be read, by trials and the kernel's settings --------------------------------------------------
+# --- whether stacks can be read, judged by trials and the kernel's settings -------------------------------------------
 
 
 Container = Literal["host", "docker", "podman", "kubernetes", "apptainer"]

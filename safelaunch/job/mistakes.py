@@ -11,7 +11,12 @@ from safelaunch.job.argv import CommandLine, is_given, is_one_node, of_torchrun
 
 RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 _STARTERS = {"Process", "spawn", "start_processes", "Popen", "fork", "mp", "multiprocessing", "subprocess"}
-_FROM_ELSEWHERE = {"rank", "world_size", "store", "init_method"}  # arguments that replace the variables
+_FROM_ELSEWHERE = {
+    "rank",
+    "world_size",
+    "store",
+    "init_method",
+}  # arguments of ``init_process_group`` that replace these variables
 
 
 def nodes_never_meet(command: CommandLine, options: Collection[str], environ: Mapping[str, str]) -> str:

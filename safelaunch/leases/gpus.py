@@ -46,7 +46,7 @@ class Survey:
         self._old_s = clock() + FRESH_S
 
     def refresh(self) -> bool:
-        """Asks again if the last answer is too old; a failure keeps it. Returns False if there is no answer yet."""
+        """Queries again if the last answer is too old; a failure keeps the old one. Returns False without one."""
         if self._clock() > self._old_s:
             inventory = self._query()
             if inventory is None:

@@ -300,5 +300,5 @@ def port_key(port: int) -> str:
 
 
 def base_of(key: str) -> str:
-    """Returns a thing's file name without the user. Replaces the slashes in MIG UUIDs of older drivers."""
+    """Returns the part of a lease's file name that comes from its key; slashes in old MIG UUIDs become ``_``."""
     return _OTHER.sub("_", key)

@@ -506,7 +506,7 @@ class Settings:
 
     @property
     def effective_max_stall_s(self) -> float | None:
-        """The given value; else 12 times an explicit stall timeout; else None: no default ends a job."""
+        """The given value; else 12 times an explicit stall timeout; else None, because no job is ended by default."""
         if self.max_stall_s is not None:
             return self.max_stall_s
         if self.stall_timeout_s is not None:
@@ -604,7 +604,7 @@ def entries(rows: Iterable[tuple[str, str]], width: int, column: int = 28) -> st
 
 
 def wrapped(text: str, width: int, indent: str = "  ") -> str:
-    """One paragraph, without breaking a word."""
+    """Returns the text as one paragraph, wrapped between words."""
     import textwrap  # needed for help only
 
     return textwrap.fill(

@@ -151,7 +151,7 @@ def read_bytes(path: Path, name: str) -> bytes:
 
 
 def read_with_owner(path: Path, name: str) -> tuple[bytes, os.stat_result]:
-    """Like ``read_bytes``, with the owner of that very file, which is opened once."""
+    """Like ``read_bytes``; also returns the status of the file, taken from the same open descriptor."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
@@ -171,7 +171,7 @@ def read_with_owner(path: Path, name: str) -> tuple[bytes, os.stat_result]:
 
 
 def decode(data: bytes, name: str) -> str:
-    """UTF-8 text, with or without a byte order mark. Raises PresetError with the line of the first wrong byte."""
+    """Decodes UTF-8, with or without a byte order mark. Raises PresetError with the line of the first invalid byte."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

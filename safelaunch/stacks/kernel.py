@@ -159,10 +159,9 @@ WAKES = 8  # between two samples; reading its stack wakes a sleeping thread once
 
 
 def _again(samples: list[tuple[float, ThreadState]]) -> bool:
-    """Returns whether the thread polls: the sleep in one sample ended before a later sample that shows it asleep.
+    """Returns whether the thread polls: a later sample shows it asleep although the first sleep had ended by then.
 
-    If the other sample shows it awake, or doesn't show how long it sleeps, it polls if it ran many times in between and
-    its sleeps are short.
+    Without such a sample, many short sleeps in between count.
     """
     asleep = [(at_s, thread.ends_s) for at_s, thread in samples if kind_of(thread) in ("sleep", "select")]
     first = next((ends_s for _, ends_s in asleep if ends_s), None)

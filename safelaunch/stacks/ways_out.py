@@ -87,7 +87,7 @@ def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) ->
 
 @dataclass(frozen=True)
 class _Around:
-    """The surroundings of a block."""
+    """The function, loop and ``try`` that enclose a block."""
 
     frame: Frame
     end: int  # last line of the function

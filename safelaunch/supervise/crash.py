@@ -118,7 +118,7 @@ class CrashCase:
             failure.first_exit_known = True
             failure.due_s = time.monotonic() + CLOSE_S
         elif event.event == "closed" and not self._first_exit_known and any(event.exits.values()):
-            # The agent would have reported a failure. A rank that lost its peers can still have raised an exception.
+            # Had a rank failed, the agent would have reported it: a restart. A rank can have raised for lost peers.
             self._ended_for = self._ended_for or self._rounds.announce_restart()
         elif event.event == "closed":
             self.on_end()

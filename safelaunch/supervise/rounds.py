@@ -47,7 +47,7 @@ from safelaunch.supervise.submissions import Part, read_evidence, small_files
 if TYPE_CHECKING:
     from safelaunch.addons.protocols import Service
 
-SETTLE_S = 75.0  # from a node's evidence of a hang to the leader's decision
+SETTLE_S = 75.0  # limit from a node's evidence of a hang to the leader's decision
 AGREED_S = ACKNOWLEDGE_S + 4.0  # a node waits longer than the leader, whose page takes some rounds to arrive
 FEW = 16  # nodes; up to here, whole Flight Recorders travel
 CRASH_S = 4.0  # torchrun's agents, one of which has the store, are held for 6 s, including the look at the ranks

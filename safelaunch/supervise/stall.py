@@ -251,7 +251,7 @@ class StallCase:
         self._patience = self._starvation.factor()
         look_s = min(MOST_LOOK_S, self._look_s * self._patience)
         kind = replace(HANG, look_s=look_s, between_s=suspicion.window_s)
-        # Only a vote needs the network: a node's table of connections can be long.
+        # The tables of connections, which can be long, are read only if nodes vote.
         looks = look(
             kind,
             self._job,

@@ -86,9 +86,9 @@ def _exception_in_text(exception: RankException, part: tracebacks.ParsedTracebac
 
 
 def with_gathered_errors(evidence: Evidence) -> Evidence:
-    """Gives each failed rank its own exception, if all ranks raised one error that collects those.
+    """Replaces an error that collects the exceptions of several ranks by the rank's own exception.
 
-    Its rank numbers are numbers in a group. Unless all ranks raised it, they might mean any rank.
+    The numbers in it are numbers in a group. So unless all ranks raised it, the first exception replaces it.
     """
     errors = {
         rank.rank: (rank.exception, inner)

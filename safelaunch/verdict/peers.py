@@ -42,7 +42,7 @@ class PeerWait:
 
     @classmethod
     def unnumbered(cls, kind: str, op: str, frame: Frame | None, claim: Claim, where: str = "") -> PeerWait:
-        """Returns a wait without group and number. ``where`` replaces the words for the frame."""
+        """Returns a wait without a group or number. ``where`` replaces the description of the frame."""
         return cls(kind, op, None, None, (op,), frame, where or f"{op} at {fr.place(frame)}", (claim,))
 
     @property

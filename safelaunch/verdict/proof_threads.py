@@ -77,7 +77,7 @@ class ImportedTorch:
     def owns_thread(self, thread: ThreadState) -> bool:
         """Returns whether a native thread runs nothing but torch and the libraries below it.
 
-        Python's library can be on its stack: torch's callbacks have Python frames, or leave only traces.
+        Python's library can be on its stack, because callbacks of torch run Python; leftover addresses count too.
         """
         if not _BELOW_TORCH.fullmatch(thread.rests_in) or not thread.libraries:
             return False

@@ -63,7 +63,7 @@ def _in_communication(rank: RankEvidence) -> bool:
 
 
 def _aborted_by_gloo(facts: CaseFacts, state: RankFacts) -> bool:
-    """Returns whether gloo aborted the rank in a c10d call, not torch at the end of its script."""
+    """Returns whether gloo aborted the rank during a c10d call, as opposed to torch at the end of its script."""
     if facts.evidence.printed is not None:
         return is_aborted(state.evidence) and "gloo::EnforceNotMet" in state.evidence.log_tail
     if aborted_in(state.evidence) is None or (state.evidence.progress and state.evidence.progress.state == "exited"):

@@ -70,9 +70,9 @@ def called_past_the_end(case: Case) -> Ruling:
 
 
 def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
-    """Returns members of a group that ended as scripts do, and members that wait in its calls.
+    """Returns members of a group that reached the end of their script, and members that wait in its calls.
 
-    Empty if more wait than ended, or if another rank is held up on its own.
+    Both are empty if more wait than ended, or if another rank is held up on its own.
     """
     own = conditions(case)
     if any(

@@ -342,7 +342,7 @@ class LeftLoop:
     loop: SourceLoop
     round: Literal["whole", "short", ""]  # see :meth:`.Aligned.round_before`
     of_a_step: bool = False  # runs several times in each step, so it isn't the loop over batches
-    skips: str = ""  # how a round can pass without these calls, in words
+    skips: str = ""  # how an iteration can skip these calls, in words
     more_steps: int = 0  # steps that ``ahead`` made more, with as many calls
 
     @property

@@ -114,9 +114,9 @@ def diverging_frame(stack: Sequence[Frame], other: Identity) -> Frame | None:
 
 
 def _replaced(history: CallHistory, reference: CallHistory, diverged_at: int) -> tuple[int, bool] | None:
-    """Returns how many later calls differ under the same numbers, and if both end in the same call.
+    """Returns how many later calls with equal numbers differ, and whether both histories end in the same call.
 
-    If few differ, neither is ahead: one rank made another call there. Identical calls agree under any shift.
+    None if too many differ. If few do, neither is ahead: one rank made another call. Equal calls agree under any shift.
     """
     overlap = history.overlap(diverged_at, reference, diverged_at)
     if overlap <= 0:

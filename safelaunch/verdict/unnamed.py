@@ -62,7 +62,7 @@ def without_invented_ranks(facts: CaseFacts, finding: Finding, verdict: Verdict)
 
 
 def numbered(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Adds a culprit for each process at fault, for code that marks processes by the numbers in the evidence."""
+    """Adds processes at fault without a known rank as culprits, under their stand-in numbers in the evidence."""
     at_fault = {process.label: process for process in verdict.processes_at_fault}
     processes = ((rank, at_fault[label]) for rank, label in evidence.labels.items() if label in at_fault)
     culprits = (

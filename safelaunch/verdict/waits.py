@@ -117,7 +117,7 @@ def _class_of(facts: CaseFacts, ranks: tuple[int, ...]) -> Waiters:
 
 
 def _holders(facts: CaseFacts) -> Iterator[tuple[int, AwaitedHolder]]:
-    """Yields what ranks wait for outside calls, by the kernel or the source."""
+    """Yields what ranks wait for outside collective calls, according to the kernel or the source code."""
     places: dict[fr.Spot, set[int]] = {}
     for rank, rank_facts in facts.ranks.items():
         if rank_facts.condition is not None and rank_facts.condition.frame is not None:
@@ -155,9 +155,9 @@ def _polls(own: Condition) -> bool:
 
 
 def _missing_rank(facts: CaseFacts, own: Condition, places: Mapping[fr.Spot, Set[int]]) -> AwaitedHolder | None:
-    """Returns the only rank that doesn't wait or poll at this line.
+    """Returns the one rank that isn't at this line while all others wait or poll there, if it waits for its peers.
 
-    If it waits for its peers, it has passed that line or never reaches it.
+    It has passed the line, or will never reach it.
     """
     if own.frame is None or not (own.key is not None or _polls(own)):
         return None

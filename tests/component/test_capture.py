@@ -673,7 +673,7 @@ def test_an_answer_that_is_none(
     thread.join(PATIENCE_S)
 
 
-def test_a_server_that_accepts_nothing(listener: tuple[str, socket.socket], tmp_path: Path) -> None:
+def test_request_to_server_that_accepts_nothing_times_out(listener: tuple[str, socket.socket], tmp_path: Path) -> None:
     path, _ = listener
     for _ in range(4):  # fills the queue: then connecting itself fails
         with pytest.raises(worker_server.Unanswered) as caught:

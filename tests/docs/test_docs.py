@@ -298,7 +298,7 @@ def test_every_exit_code_has_its_row() -> None:
     assert all(f"| {code} | {text} |" in TEXTS["docs/options.md"] for code, text in EXIT_CODES.items())
 
 
-def test_which_subcommands_take_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_demo_and_dump_lists_only_documented_options(capsys: pytest.CaptureFixture[str]) -> None:
     """As ``docs/options.md`` says it in its beginning."""
     assert all({"run", "exec"} <= option.commands for option in OWN_OPTIONS)
     for command, taken in (("demo", {"--preset", "--bundle-dir"}), ("dump", {"--bundle-dir"})):
@@ -320,7 +320,7 @@ def test_option_help_names_defaults() -> None:
     assert f"[./{settings.bundle_dir}]" in BY_NAME["bundle-dir"].help
 
 
-def test_the_options_in_the_readme_are_options() -> None:
+def test_readme_table_lists_only_existing_options() -> None:
     rows = table("README.md", "## Options")
     known = {shown(option) for option in OWN_OPTIONS}
     assert len(rows) == 7

@@ -83,7 +83,7 @@ def test_comment_has_the_listed_findings(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", DOCSTRINGS)
-def test_docstring_has_the_listed_findings(text: str) -> None:
+def test_sample_docstring_yields_its_expected_findings(text: str) -> None:
     assert patterns("safelaunch/x.py", f'def f(rank, names):\n    """{text}"""\n') == DOCSTRINGS[text]
 
 

@@ -31,7 +31,7 @@ class SeriesInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SeriesCheck:
-    """The numbers of one rank's series at one position. Magnitudes aren't finite if an element isn't."""
+    """The fingerprints and magnitudes of one rank's tensors at one position; not finite if an element isn't."""
 
     rank: int
     about: SeriesInfo

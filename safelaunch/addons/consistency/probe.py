@@ -430,7 +430,7 @@ class _Owner:
         self.buffers: list[_Buffers] = []
         self._so_far: list[Any] = []  # sentinel's local gradients in this step: copies, or their magnitude
         self._copied: tuple[Any, int] | None = None  # type and size in bytes of gradients that are copied
-        self._window: Any = None  # largest gradients of the last steps, by number
+        self._window: Any = None  # largest gradients of the last steps, by step modulo its length
         self._recent: deque[Any] = deque(maxlen=layout.CHECK_WINDOW)  # gradients of the steps since the last check
 
     @property

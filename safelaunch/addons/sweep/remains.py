@@ -15,7 +15,7 @@ from safelaunch.job import process
 from safelaunch.job.process import ProcessId
 from safelaunch.system.errors import SafelaunchError
 
-REMAINS_KILL_S = 45.0  # a job got SIGTERM when its colaunch was killed; torchrun can take 30 s
+REMAINS_KILL_S = 45.0  # jobs get SIGTERM when colaunch is killed; torchrun can take 30 s to exit
 
 
 REMAINS_GIVE_UP_S = 65.0

@@ -74,7 +74,7 @@ class Sweep:
         self._settle()
 
     def mark_ended(self, name: str, outcome: AttemptOutcome) -> None:
-        """Reports the end of an attempt: the job is done, or waits for its next attempt."""
+        """Records the end of an attempt, and queues the job again if it is to be retried."""
         track = self.tracks[name]
         track.outcome = outcome
         self._queue.end(name)

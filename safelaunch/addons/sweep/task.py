@@ -214,7 +214,7 @@ class SchedulerTask:
                     shown_s = self._look(process, now, shown_s)
 
     def _look(self, child: ProcessId, now: float, shown_s: float) -> float:
-        """Follows the job's steps, and writes the latest one periodically; returns when it last did."""
+        """Follows the job's steps, and writes the latest one periodically; returns the time of the last write."""
         self._supervisor = self._supervisor or self._find_supervisor(child)
         pace = self._pace()
         if pace.step is None or now - shown_s < PACE_EVERY_S:

@@ -151,7 +151,7 @@ def _is_printable(text: str) -> bool:
 
 
 def by_rule(text: str) -> Iterator[Span]:
-    """Yields the parts of ``text``, read as it is, that look like a secret, in time proportional to its length."""
+    """Yields the parts of ``text`` that look like a secret without decoding it, in time proportional to its length."""
     yield from shapes_in(text)
     if "://" in text:
         yield from _found(URL_PASSWORD, text)

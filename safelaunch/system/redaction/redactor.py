@@ -271,7 +271,7 @@ def _counts(text: str, begin: int, end: int) -> bool:
 
 
 def same_or(item: Any, clean: Callable[[Any], Any]) -> Any:
-    """Cleans the parts of lists, tuples and dicts; returns other values, and those without changes, themselves."""
+    """Cleans the parts of lists, tuples and dicts; returns the same object if nothing changes."""
     if isinstance(item, dict):
         pairs = {
             key if _is_number(key) else clean(key): entry

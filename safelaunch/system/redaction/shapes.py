@@ -185,7 +185,7 @@ _SECRET_PAIRS = re.compile(
 _PIN = re.compile(r"(?:.*_)?(?:sim)?pin(?:_?(?:codes?|numbers?|nr|no|\d))?|(?:.*_)?(?:cvv|ssn)")
 _SHORT_PASSWORD = re.compile(r"(?:db|root|user|my|admin|smtp|mail|ftp|bind|ldap|mysql|pg|u)(?:pass|pw)")
 _LAST_MAYBE = {"pat", "sig", "sas", "salt", "key", "keys", "api", "sk", "tok"}
-# Tokens of a language model are counted and printed; these belong to a service.
+# ``*_tokens`` usually counts the tokens of a language model; these names hold credentials of a service.
 _OF_A_SERVICE = re.compile(
     r"(?:.*_)?(?:api|access|auth|refresh|bearer|secret|service|deploy|json|hf|hub|huggingface|github|gitlab|gh|gl|git|slack"
     r"|discord|telegram|openai|anthropic|wandb|npm|pypi|aws|gcp|azure|kube|vault|jwt|csrf|oauth)(?:_.*)?_tokens"

@@ -898,7 +898,7 @@ def test_slurm_task_of_a_launcher_is_not_a_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [HEAD, CRASH])
-def test_output_in_another_file_is_not_after_the_end(end: str, tmp_path: Path) -> None:
+def test_stdout_of_failed_rank_in_separate_file_does_not_clear_it(end: str, tmp_path: Path) -> None:
     """The folder layout of torchrun's ``--redirects``."""
     for rank in range(2):
         folder = tmp_path / "attempt_0" / str(rank)
