@@ -6,13 +6,12 @@ A copy takes less than 0.1 s. On a loaded machine it would end before a test cou
 import os
 from pathlib import Path
 
-from safelaunch.bundle import copier, staging
+from safelaunch.bundle import copier, publication
 from safelaunch.cli import entry
 
 os.environ["THE_COPIER"] = copier.__file__
-staging.__file__ = os.fspath(
-    Path(__file__).parent / "held" / "publishing.py"
-)  # safelaunch looks for the copier next to it
+# safelaunch looks for the copier next to this file.
+publication.__file__ = os.fspath(Path(__file__).parent / "held" / "publication.py")
 
 if __name__ == "__main__":
     entry()
