@@ -24,7 +24,8 @@ _FIX = re.compile("safelaunch:   ")
 class Told:
     """The result of one ``diagnose``: exit code (negative for a signal), output, and files left in TMPDIR.
 
-    ``cpu_s`` is the CPU time: a limit on clock time would depend on the machine's load.
+    ``cpu_s`` is the CPU time: a limit on clock time would depend on the machine's load. ``peak_mb`` excludes the memory
+    that the fork inherits, which grows with the number of tests that its process has run.
     """
 
     code: int
@@ -73,6 +74,7 @@ def diagnosed(path: Path, scratch: Path, *words: str) -> Told:
     out, err = scratch / "out", scratch / "err"
     temporary = scratch / "tmp"
     temporary.mkdir()
+    inherited_mb = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / (1 << 20)
     child = os.fork()
     if not child:
         _run(["diagnose", str(path), *(words or ("--json",))], out, err, temporary)
@@ -80,7 +82,7 @@ def diagnosed(path: Path, scratch: Path, *words: str) -> Told:
     code = os.waitstatus_to_exitcode(status)
     texts = (file.read_bytes().decode("utf-8", "replace") if file.exists() else "" for file in (out, err))
     left = tuple(path.name for path in temporary.iterdir())
-    return Told(code, *texts, used.ru_maxrss / 1024, used.ru_utime + used.ru_stime, left)
+    return Told(code, *texts, used.ru_maxrss / 1024 - inherited_mb, used.ru_utime + used.ru_stime, left)
 
 
 def _run(argv: list[str], out: Path, err: Path, temporary: Path) -> None:
