@@ -84,9 +84,11 @@ def public(name: str) -> Any:
 
 def hooks(name: str) -> Iterator[Callable[..., Any]]:
     """Yields the hook's functions in the present add-ons."""
-    for addon in HOOKS[name]:
-        if is_present(addon):
-            yield getattr(import_module(f"{__name__}.{addon}"), name)
+    yield from _hooks_by_addon(name).values()
+
+
+def _hooks_by_addon(name: str) -> dict[str, Callable[..., Any]]:
+    return {addon: getattr(import_module(f"{__name__}.{addon}"), name) for addon in HOOKS[name] if is_present(addon)}
 
 
 def readers() -> Iterator[Reader]:
@@ -106,6 +108,5 @@ def monitors(job: MonitoredJob) -> list[Monitor]:
 
 def probe_values(settings: Settings) -> dict[str, Mapping[str, str]]:
     """Returns the variables of each present add-on's probe, which the ranks load (see ``protocols.Probe``)."""
-    present = [addon for addon in HOOKS["probe_values"] if is_present(addon)]
-    values = dict(zip(present, (values_of(settings) for values_of in hooks("probe_values")), strict=True))
+    values = {addon: values_of(settings) for addon, values_of in _hooks_by_addon("probe_values").items()}
     return {addon: variables for addon, variables in values.items() if variables}
