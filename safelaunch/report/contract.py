@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from safelaunch.model import Evidence, RankEvidence, rank_words
 
 MOST = 8
-
-
 NO_SUCH_DEVICE = "invalid device ordinal"
 
 

@@ -51,18 +51,12 @@ from safelaunch.verdict.gpu_memory import shortage_of
 from safelaunch.verdict.rank_state import CaseFacts
 
 _LOG_LINES = 15
-
-
 _STACK_GROUPS = 40
-
-
 _MEMORY_FRAMES = 6
 
 
 # A word that Markdown or a tracker could read as markup; in the middle of a word, an underscore is none.
 _MARKUP = re.compile(r"[\\*<~$]|(?<![^\W_])_|_(?![^\W_])|\][(\[:]|&#?\w+;|(?<!\w)[#@]\w")
-
-
 _FIRST = re.compile(r"(?:[-+=|#]+|\d{1,9}[.)])$|[>\[]")  # and at the start of a paragraph or item
 
 

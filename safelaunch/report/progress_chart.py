@@ -8,11 +8,7 @@ from typing import Any
 from safelaunch.model import Evidence, RankEvidence, format_ranks
 
 MOST_LINES = 24
-
-
 MOST_POINTS = 160
-
-
 _FEW = 3
 
 

@@ -40,8 +40,6 @@ from safelaunch.system.printable import clean
 from safelaunch.verdict.exceptions import has_lost_a_peer
 
 MAX_LINES = 22
-
-
 TextStyle = Literal["", "title", "strong", "condition", "command"]
 _SGR: Mapping[TextStyle, str] = {"title": "1;31", "strong": "1", "condition": "33", "command": "1;36"}
 

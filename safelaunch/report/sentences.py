@@ -24,8 +24,6 @@ from safelaunch.verdict.device_mesh import mesh
 from safelaunch.verdict.rank_state import CaseFacts
 
 _NCCL_LINES = 16
-
-
 OUTCOMES = {
     "hang": "the job hangs",
     "suspect": "the job may be hung",

@@ -12,8 +12,6 @@ from safelaunch.verdict.rank_state import CaseFacts, child_views, view_of
 from safelaunch.verdict.thread_view import View
 
 ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) -> that line of the source, if readable
-
-
 MAX_FRAMES = 40
 
 

@@ -6,14 +6,8 @@ import re
 from dataclasses import dataclass
 
 _MOST_LINES = 60
-
-
 _HEAP = "the heap had been corrupted by native code that wrote past its memory or freed it twice"
-
-
 _OUT_OF_MEMORY = "the out-of-memory killer killed a process of the job"
-
-
 _NO_ROOM = "there was no memory left to allocate"
 
 

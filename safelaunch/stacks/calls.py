@@ -140,8 +140,6 @@ _TORCH, _DISTRIBUTED = LibraryCall(("/torch/",)), LibraryCall(("/torch/distribut
 _BACKWARD = LibraryCall(("torch/autograd/graph.py", "torch/autograd/__init__.py"))
 _QUEUES = LibraryCall(("multiprocessing/queues.py",))
 _SHUTDOWN = LibraryCall(("/threading.py", "<frozen threading>"), frozenset({"_shutdown"}))
-
-
 Purpose = Literal[
     "", "state-dict", "sync-batchnorm", "fsdp-forward", "fsdp-backward", "ddp-forward", "ddp-constructor", "gradients"
 ]
@@ -321,8 +319,6 @@ _LOCK_SYMBOLS = ("PyThread_acquire_lock", "lock_PyThread_acquire", "PyMutex_Lock
 _PEER_SYMBOLS = ("c10d::", "gloo::", "nccl", "ProcessGroup")
 _STORE_SYMBOLS = ("TCPStore", "FileStore", "PrefixStore")
 _P2P_SYMBOLS = ("RecvWork", "SendWork")
-
-
 Answers = tuple[tuple[str, tuple[str, ...]], ...]  # each with the symbols that show it; the first match counts
 WAITS: Answers = (("p2p", _P2P_SYMBOLS), ("store", _STORE_SYMBOLS), ("peers", _PEER_SYMBOLS), ("lock", _LOCK_SYMBOLS))
 TRANSFERS: Answers = (("send", ("SendWork",)), ("recv", ("RecvWork",)))

@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 
 _SIZE = r"(?P<{}>\d+(?:\.\d+)?) ?(?P<{}_unit>bytes|KiB|MiB|GiB)"
-
-
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -16,8 +14,6 @@ def _pattern(before: str, name: str, after: str = "") -> re.Pattern[str]:
 
 
 _DEVICE = re.compile(r"\bGPU (?P<number>\d+)\b")
-
-
 _SIZES = {
     "asked": _pattern(r"Tried to allocate ", "asked"),
     "total": _pattern(r"total capaci?ty of ", "total"),
@@ -26,8 +22,6 @@ _SIZES = {
     "allocated": _pattern(r"Of the allocated memory ", "allocated", " is allocated by PyTorch"),
     "unused": _pattern(r"and ", "unused", " is reserved by PyTorch but unallocated"),
 }
-
-
 _OTHER = _pattern(r"Process (?P<pid>\d+) has ", "of", " memory in use")
 
 

@@ -36,8 +36,6 @@ _LOCKED_BY = ", locked by pid "
 WRITES = frozenset({"write", "writev", "pwrite64", "pwritev", "send", "sendto", "sendmsg", "sendmmsg", "sendfile"})
 
 BUSY_SHARE = 0.2  # of a core, between the samples; cores can be shared, waits use under 0.02
-
-
 _NOT_SEEN = ThreadState(tid=0, name="", state="")
 
 

@@ -14,14 +14,8 @@ _RANK = re.compile(
     r"|^(?:get_)?coordinate$|^is_(?:first|last)(?:_stage)?$|^on_(?:main|local_main|last)_process$",
     re.IGNORECASE,
 )
-
-
 WORLD_SIZE = re.compile(r"^_?(?:get_)?world_size$|^num_(?:processes|replicas|ranks)$", re.IGNORECASE)
-
-
 MAX_STEPS = 6  # from a name to the name that it stands for
-
-
 _CASTS = frozenset({"int", "str", "bool", "get", "getenv"})
 
 

@@ -13,11 +13,7 @@ from safelaunch.stacks import source as src
 from safelaunch.stacks.rank_names import WORLD_SIZE, identifiers
 
 _GLOBAL = re.compile(r"^_?(?:get_)?(?:(?:global|world|dist|my)_)?rank$|^process_index$", re.IGNORECASE)
-
-
 _LOCAL = re.compile(r"^_?(?:get_)?local_(?:rank|process_index)$", re.IGNORECASE)
-
-
 _MAIN = re.compile(
     r"^is_(?:main|master)(?:_process|_rank)?$|^is_(?:global|world_process)_zero$|^rank_?(?:0|zero)$"
     r"|^is_rank_?(?:0|zero)$|^is_world_main$",
@@ -50,8 +46,6 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.In: lambda item, other: item in other,
     ast.NotIn: lambda item, other: item not in other,
 }
-
-
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -26,8 +26,6 @@ class Located(Protocol):
 
 LOOPS = (ast.For, ast.While, ast.AsyncFor)
 AnyLoop = ast.For | ast.While | ast.AsyncFor
-
-
 _LINES = "lines"  # attribute added to each node: the lines of its file
 
 

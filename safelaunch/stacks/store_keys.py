@@ -15,8 +15,6 @@ from safelaunch.stacks import source as src
 from safelaunch.stacks.source import ReadSource
 
 _WAITS = frozenset({"get", "wait"})
-
-
 _SETS = frozenset({"set", "add", "append", "compare_set"})
 
 

@@ -21,14 +21,8 @@ if TYPE_CHECKING:
 
 
 LATEST_BUNDLES = 5
-
-
 RECALL_DEADLINE_S = 3.0  # the disk of the bundle directory might not respond
-
-
 _MOST_READ = 64
-
-
 _LARGEST_VERDICT = 4 << 20
 
 

@@ -22,8 +22,6 @@ from safelaunch.verdict.phrases import capital, ranks_do, ranks_word
 from safelaunch.verdict.rank_state import CaseFacts
 
 _ABOUT_LOOP = {Doubt.ROUND_UNKNOWN, Doubt.HABIT_ALONE}  # the finding already speaks of the loop around the ranks
-
-
 RankSide = tuple[Sequence[Frame], Sequence[int]]  # the user's frames, innermost first, and the ranks with them
 
 

@@ -408,15 +408,11 @@ COMMUNICATION = (
     *(Advice(text, when=_failed_by(kind)) for kind, text in BY_FAILURE.items()),
     Advice("To have NCCL say which call failed", when=_failed_by("nccl-system"), preset="nccl-debug"),
 )
-
-
 ITERABLE = _sub_case(
     "The loop reads an iterable dataset, which no sampler divides: split its items by rank "
     "(`itertools.islice(items, rank, None, world_size)`), and end the loop on all ranks after the smallest number of "
     "batches that any rank has (an `all_reduce` (MIN) before the loop)."
 )
-
-
 LAST_LINES = Advice(
     "Look at what that rank printed last: code 1 mostly means an exception whose traceback isn't in this log, and "
     "code 2 wrong options.",

@@ -8,16 +8,12 @@ if TYPE_CHECKING:
 
 
 SQUARE = 1013904242  # even, so x + SQUARE * x * x maps no two words to the same one
-
-
 PIECE = 1 << 20  # elements that are mixed at once: bounds the memory of a check
 
 
 # On a CPU, a piece has to fit into the cache and into memory that the process already has: fresh pages from the kernel
 # cost several times more than the arithmetic.
 CPU_PIECE = 1 << 16
-
-
 LARGE = 4096  # elements: tensors that are larger on average are summed one by one
 
 

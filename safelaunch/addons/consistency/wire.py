@@ -18,26 +18,12 @@ from safelaunch.supervise.cluster.messages import MOST_RANKS, Message
 
 # Bytes of one node, and of all nodes.
 MOST_BYTES, LEAST_BYTES, MOST_OF_ALL = 256 << 10, 8 << 10, 16 << 20
-
-
 MOST_POSITIONS = 32
-
-
 MOST_FOUND = 16
-
-
 _Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
-
-
 _Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
-
-
 _Since = Annotated[int, Meta(ge=-1, lt=1 << 48)]
-
-
 _Name = Annotated[str, Meta(max_length=1000)]
-
-
 _Indexes = Annotated[tuple[_Count, ...], Meta(max_length=MOST_TENSORS)]
 
 

@@ -187,14 +187,10 @@ def _groups(ranks: Mapping[int, SpeakerOutput]) -> dict[str, tuple[int, ...]]:
 
 
 _FEW_FRAMES = 3
-
-
 _ONLY_C = (
     "its stacks show only C functions, no lines of Python: take them with `py-spy dump --pid PID`, or with gdb's "
     "`py-bt`"
 )
-
-
 _CLOCKS_S = 60.0  # how much the clocks of two nodes can differ
 
 

@@ -16,12 +16,8 @@ _NO_OUTPUT = (
     "it is neither a bundle, nor Flight Recorder dumps, nor stacks, nor the log of a job: no line of it looks like the"
     " output of a launcher, torch, Python or a training script"
 )
-
-
 _LINES_LOOKED_AT, _COLUMNS_LOOKED_AT = 400, 400
 _EMPTY = "an empty file"
-
-
 _KINDS = {
     ".md": "Markdown", ".rst": "reStructuredText", ".html": "HTML", ".csv": "a table", ".json": "JSON", ".toml": "TOML",
     ".yaml": "YAML", ".yml": "YAML", ".py": "Python source", ".ipynb": "a notebook", ".sh": "a shell script",

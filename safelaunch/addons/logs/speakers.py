@@ -16,18 +16,12 @@ from itertools import dropwhile
 from safelaunch.addons.logs.lines import MAX_RANKS, TORCHRUN_TREE, LogLine
 
 Speaker = int | str  # rank, or the name of a process, container, task or node
-
-
 LOCAL = " local rank "  # joins the name of a node and a local rank
-
-
 _TIME = re.compile(
     r"(?:  \| )?\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?"
     r"(?: (?:stderr|stdout) [FP]| \|)? ?"
     r"|\d\d:\d\d:\d\d[.,]\d+ |[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}(?=\[)"
 )
-
-
 _TORCH_RANK = re.compile(r".{0,120}?\[rank(?P<rank>\d{1,6})\]: ?")  # after any other prefixes
 
 
@@ -170,8 +164,6 @@ def _template(prefix: str, ahead: Iterable[LogLine | None]) -> re.Pattern[str] |
 _CUT_LINE = re.compile(
     r".*ProcessGroup\w+\.cpp:\d+\](?:(?: \[[^\]]*\])?|.*operation timeout: (?!.*ran for \d+ milliseconds).*)$"
 )
-
-
 _REST_OF_LINE = re.compile(r"[ \w(][^\[]")
 
 

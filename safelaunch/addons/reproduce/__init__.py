@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     _COMMAND: Command = command
 
 __all__ = ["Extent", "Hang", "Reproduction", "ScriptOptions", "compare_run", "reproduction_of"]
-
-
 _MANY = 100_000  # record entries of all ranks
 LOST = (
     "Calls older than the records are lost: the script begins with the oldest recorded ones, and its own records are"

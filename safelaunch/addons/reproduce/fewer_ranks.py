@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from safelaunch.addons.reproduce.program import WORLD, Program, RankProgram, ScriptCall
 
 _MOST_OF_A_KIND = 4
-
-
 PredictVerdict = Callable[[Program], tuple[str, list[int]]]  # cause and culprits
 
 

@@ -26,8 +26,6 @@ _RECORDED = {
     "recv": "recv irecv recv_object_list",
     "new_group": "new_group",
 }
-
-
 FUNCTIONS = {name: function for function, names in _RECORDED.items() for name in names.split()}
 
 

@@ -30,11 +30,7 @@ def with_small_tensors(program: Program) -> Program:
 
 
 _DIVIDED = frozenset({"reduce_scatter_tensor", "all_to_all"})
-
-
 _LARGER = "Tensors whose sizes differ have {} times as many elements: gloo might not notice it in small ones."
-
-
 ABORTS = (
     "The sizes of an all_reduce differ: gloo aborts then, and other backends hang. The records of aborted ranks are"
     " lost, so a verdict on this script might name more or fewer of the ranks."

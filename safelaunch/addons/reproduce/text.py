@@ -39,8 +39,6 @@ _STALLS = {
     "": (_FOREVER,),
 }
 _MODULES = ("os", "signal", "sys", "threading", "time")
-
-
 Item = ScriptCall | ScriptEnd
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-
 LARGEST = 1 << 16
 
 

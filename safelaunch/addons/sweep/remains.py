@@ -16,8 +16,6 @@ from safelaunch.job.process import ProcessId
 from safelaunch.system.errors import SafelaunchError
 
 REMAINS_KILL_S = 45.0  # jobs get SIGTERM when colaunch is killed; torchrun can take 30 s to exit
-
-
 REMAINS_GIVE_UP_S = 65.0
 
 

@@ -59,8 +59,6 @@ OURS = {
     "hold": "colaunch would wait for it forever",
     **{key: f"use the key '{key}'" for key in KEYS[:-1]},
 }
-
-
 _MEANINGS = {
     "TIMEOUT": Meaning("timed-out", "time limit", asked=True),
     "DEADLINE": Meaning("timed-out", "deadline", asked=True),

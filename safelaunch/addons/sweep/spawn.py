@@ -25,11 +25,7 @@ from safelaunch.job.process import ProcessId, fork
 from safelaunch.system.files import text_of, try_lock
 
 PR_SET_PDEATHSIG = 1
-
-
 EXIT_FILE = "SAFELAUNCH_EXIT_FILE"
-
-
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 

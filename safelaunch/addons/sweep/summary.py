@@ -16,8 +16,6 @@ from safelaunch.system.files import replace_file
 from safelaunch.system.redaction.redact import redact_env
 
 NOTHING_RUNS: Mapping[str, AttemptOutcome] = {}
-
-
 FIXED = ("state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "bundle", "cause")
 
 

@@ -15,8 +15,6 @@ from safelaunch.bundle.reading.guard import LimitExceeded, ReadLimits, all_in_ch
 
 _T = TypeVar("_T")
 _Parse = Callable[[Sequence[Path]], Iterable[_T]]
-
-
 MOST_PROCESSES = 16
 PARALLEL_FROM_BYTES = 8 << 20  # below this, starting processes takes longer than reading
 MOST_FAILURES = 4  # such files are no accident, and each can take seconds

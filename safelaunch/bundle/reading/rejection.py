@@ -16,8 +16,6 @@ _NOTHING = (
     "it holds no bundle, no run directory, no log, no stacks and no Flight Recorder dumps (files whose names end in a"
     " rank number: nccl_trace_rank_0, comm_lib_trace_rank_0, dump_0.json)"
 )
-
-
 GIVE = (
     "Name a job's output, its stacks, its Flight Recorder dumps or a bundle. While the job hangs, `safelaunch dump"
     " --all` on its node needs no file."
@@ -31,8 +29,6 @@ def missing_reader() -> str:
 
 
 _NAMES_SHOWN = 3
-
-
 _MAGIC = {
     b"PK\x03\x04": "a zip archive, such as a checkpoint",
     b"\x7fELF": "a program",
