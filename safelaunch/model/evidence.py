@@ -1,4 +1,4 @@
-"""The records of a job: its nodes, early looks, wrong results, all the evidence of an incident; and the verdict.
+"""Records of a job, its nodes and its verdict.
 
 Times are seconds of ``CLOCK_MONOTONIC`` unless a name says otherwise.
 """
@@ -14,52 +14,51 @@ from safelaunch.model.ranks import Frame, RankEvidence, Record
 
 # --- a node -----------------------------------------------------------------------------------------------------------
 
-# State of a node's agent for its own supervisor: it runs, a signal has stopped it, or it is gone. "": unknown.
+# State of a node's torchrun agent, for this node's supervisor. "stopped": by a signal. "": unknown.
 AgentState = Literal["", "running", "stopped", "gone"]
-# How a lost store responds to a new connection: refused, accepted without an answer, no packet at all. "": not lost.
+# How a lost store responds to a new connection: refuses it, accepts it without answering, or sends no packet. "": not
+# lost.
 Lost = Literal["", "closed", "silent", "unreachable"]
-# Result of a connection to a node, tried when the evidence was collected. "no route": this node has no address or route
-# to try it from, which says nothing about the other node. "": not tried.
+# Result of connecting to a node when the evidence was collected. "no route": this node couldn't try, for lack of an
+# address or route. "": not tried.
 ServerProbe = Literal["", "answers", "no answer", "no route"]
 
 
 class NodeEvidence(Record, frozen=True):
-    """One node of the job: what its supervisor reports, or what the others know of a node that reports nothing."""
+    """One node of the job, as its supervisor reports it, or as other nodes see it if its supervisor is silent."""
 
     host: str
     slot: int = 0
-    ranks: tuple[int, ...] = ()  # ranks under its supervisor, as last reported
-    here: bool = False  # this evidence is from that node
+    ranks: tuple[int, ...] = ()  # as last reported
+    here: bool = False  # the evidence was collected on this node
     silent_s: float = 0.0  # time since its supervisor last responded; 0: it responds, or did until its end
-    last: Literal["", "watching", "failing", "stopping", "ended"] = ""  # last state that it reported
-    trouble: str = ""  # failure there that is independent of the other nodes
+    last: Literal["", "watching", "failing", "stopping", "ended"] = ""  # last reported state
+    trouble: str = ""  # failure that is independent of the other nodes
     agent: AgentState = ""
-    agent_error: str = ""  # failure of its torchrun agent itself, not of a rank; known for this node only
-    missed_s: float = 0.0  # time for which its supervisor was stopped until a moment before; known for this node only
-    store: Lost = ""  # how the store of torchrun's agents, which it hosts, was lost
+    agent_error: str = ""  # failure of the torchrun agent itself, not of a rank; this node only
+    missed_s: float = 0.0  # how long its supervisor was stopped until a moment ago; this node only
+    store: Lost = ""  # how the agents' store, which this node hosts, was lost
     probe: ServerProbe = ""
     torch: str = ""
     safelaunch: str = ""
-    script: str = ""  # digest of the script
+    script: str = ""  # digest
 
     @property
     def is_gone(self) -> bool:
-        """Whether it no longer responds, without having said why."""
+        """True if the node no longer responds and gave no reason."""
         return bool(self.silent_s or self.store) and not self.trouble and self.last in ("", "watching")
 
 
 class GpuProcess(Record, frozen=True):
-    """A process that uses memory of a GPU."""
-
     pid: int = 0
-    size: int | None = msgspec.field(default=None, name="memory_bytes")  # None if the driver doesn't report it
-    name: str = ""  # empty without such a process here: its pid is of another container
+    size: int | None = msgspec.field(default=None, name="memory_bytes")  # None: not reported by the driver
+    name: str = ""  # empty if the pid belongs to another container
 
 
 class Gpu(Record, frozen=True, omit_defaults=False):
-    """A GPU of a node. None: the GPU doesn't report it."""
+    """A GPU of a node. None: the GPU doesn't report the value."""
 
-    index: int = -1  # NVML's number
+    index: int = -1  # NVML index
     name: str | None = None
     utilisation_percent: float | None = None
     memory_used_bytes: float | None = None
@@ -68,99 +67,93 @@ class Gpu(Record, frozen=True, omit_defaults=False):
     power_w: float | None = None
     ecc_errors: float | None = None  # uncorrected, since the driver was loaded
     processes: tuple[GpuProcess, ...] | None = None
-    error: str = ""  # reason why it can't be queried
+    error: str = ""  # reason why the query failed
     uuid: str | None = None
     sm_clock_mhz: float | None = None
 
 
 class Gpus(Record, frozen=True):
-    """``gpus.json``: the driver's answer."""
+    """Contents of ``gpus.json``: the driver's answer."""
 
     driver: str | None = None
     cuda_driver: int | None = None
     gpus: tuple[Gpu, ...] = ()
-    missing: str = ""  # reason why there is none
+    missing: str = ""  # reason why there is no answer
     installed: bool = True  # the driver's Python package is installed
 
     def uses(self, host: str) -> tuple[GpuUse, ...]:
-        """Returns the processes that use memory of each GPU."""
         return tuple(GpuUse(host, one.index, one.uuid or "", one.processes) for one in self.gpus if one.processes)
 
 
 class GpuUse(Record, frozen=True):
-    """The processes that use memory of a GPU of the node ``host``."""
+    """Processes that use the memory of one GPU of ``host``."""
 
     host: str
-    index: int  # NVML's number
+    index: int  # NVML index
     uuid: str = ""
     processes: tuple[GpuProcess, ...] = ()
 
 
 class Resources(Record, frozen=True, omit_defaults=False):
-    """``resources.json``: the resources of a node, and the cgroup and limits of one of its ranks."""
+    """Contents of ``resources.json``: a node's resources, and the cgroup and limits of one of its ranks."""
 
     cpus: int | None = None
     load: tuple[float, ...] = ()
     memory_bytes: dict[str, int] = msgspec.field(default_factory=dict)
     cgroup: dict[str, str] = msgspec.field(default_factory=dict)
     limits: dict[str, str] = msgspec.field(default_factory=dict)
-    # Interface, or port of an InfiniBand device (``mlx5_0/1``) -> state, speed, MTU, and error counters that aren't 0.
+    # Interface or InfiniBand port (``mlx5_0/1``) -> state, speed, MTU, and error counters that aren't 0.
     network: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
-    disks: dict[str, dict[str, Any]] = msgspec.field(
-        default_factory=dict
-    )  # place -> total, used, free bytes, or reason
-    out_of_memory_kills: dict[str, Any] = msgspec.field(
-        default_factory=dict
-    )  # kernel's counts ``at_start`` and ``now``
+    # Path -> total, used and free bytes, or a reason.
+    disks: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    # The kernel's counts ``at_start`` and ``now``.
+    out_of_memory_kills: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class NodeFiles(Record, frozen=True):
-    """The files of ``node/<host>/``: each field is one, a text (``.txt``) or a record (``.json``), by its type.
+    """Files of ``node/<host>/``, one for each field: a text (``.txt``) or a record (``.json``).
 
-    ``capture.node.sources`` collects them; this list says what is written and, in a hang, sent to other nodes.
+    ``capture.node.sources`` collects them. In a hang, they are also sent to other nodes.
     """
 
     gpus: Gpus | None = None
     nvidia_smi: str = ""
     kernel_log: str = ""
-    pressure: str = ""  # how long tasks have waited for CPU, memory and I/O, according to the kernel
+    pressure: str = ""  # kernel's figures of how long tasks waited for CPU, memory and I/O
     versions: dict[str, str] = msgspec.field(default_factory=dict)
     resources: Resources | None = None
     env: dict[str, str] = msgspec.field(default_factory=dict)  # of a rank at its start
 
 
 def node_file(field: str) -> str:
-    """Returns the file name of a field of :class:`NodeFiles`."""
     return f"{field}.txt" if NodeFiles.__annotations__[field] == "str" else f"{field}.json"
 
 
 class Rendezvous(Record, frozen=True):
     """A rendezvous that failed before any rank was started."""
 
-    wanted: int  # number of nodes that torchrun waited for
-    come: int  # number of nodes that joined
-    hosts: tuple[str, ...] = ()  # hosts of the first few of them
-    absent_ranks: tuple[int, ...] = ()  # node ranks that didn't join, as far as command line and scheduler show
+    wanted: int  # nodes that torchrun waited for
+    come: int  # nodes that joined
+    hosts: tuple[str, ...] = ()  # first few hosts that joined
+    absent_ranks: tuple[int, ...] = ()  # node ranks that didn't join, if the command line or the scheduler shows them
     absent_hosts: tuple[str, ...] = ()
     waited_s: float = 0.0
     store: str = ""  # reason why the rendezvous store doesn't respond; empty if it does
-    error: str = ""  # torchrun's error
+    error: str = ""  # as printed by torchrun
 
 
 # --- NCCL's RAS service -----------------------------------------------------------------------------------------------
 
 
-# State of a process according to NCCL's RAS service: it responded, it didn't in time, or NCCL considers it dead.
+# State according to NCCL's RAS service. "unresponsive": no answer in time. "dead": NCCL considers it dead.
 NcclState = Literal["answers", "unresponsive", "dead"]
 
 
 class NcclProcess(Record, frozen=True):
-    """A process in an answer of NCCL's RAS service."""
-
-    host: str  # an address, or ``unknown``
+    host: str  # address, or ``unknown``
     pid: int
     rank: int = -1  # in its communicator; -1: not given
-    gpu: int = -1  # NVML's number
+    gpu: int = -1  # NVML index
     state: NcclState = "answers"
 
 
@@ -170,11 +163,11 @@ class NcclCommunicator(Record, frozen=True):
 
 
 class NcclWitness(Record, frozen=True):
-    """The answer of NCCL's RAS service at the stall."""
+    """The answer of NCCL's RAS service during the stall."""
 
     version: str
     communicators: tuple[NcclCommunicator, ...] = ()
-    processes: tuple[NcclProcess, ...] = ()  # outside any communicator
+    processes: tuple[NcclProcess, ...] = ()  # in no communicator
     file: str = ""  # the answer in the bundle
 
 
@@ -189,13 +182,13 @@ class Place(Record, frozen=True):
 
 
 class FirstWord(Record, frozen=True):
-    """The activity of a quiet job's ranks."""
+    """What the ranks of a quiet job are doing."""
 
     words: str = ""  # a clause; empty if there is nothing to report
-    cause: str = ""  # the cause that a verdict would name
-    places: tuple[Place, ...] = ()  # the ranks that stand out
+    cause: str = ""  # as a verdict would name it
+    places: tuple[Place, ...] = ()  # ranks that stand out
     common: bool = False  # many healthy starts look like this
-    proved: bool = False  # the job is dead
+    proved: bool = False  # the job is proved dead
 
 
 class EarlyLook(Record, frozen=True):
@@ -203,11 +196,11 @@ class EarlyLook(Record, frozen=True):
 
     unix_s: float
     quiet_s: float  # time since the last progress
-    usual_s: float = 0.0  # the usual time of a step; 0: unknown
+    usual_s: float = 0.0  # usual time of a step; 0: unknown
     movement: Literal["still", "active"] = "still"  # ``active``: something computed, read or wrote between two looks
-    words: str = ""  # what the ranks did, in a clause
-    cause: str = ""  # the cause that a verdict would name
-    places: tuple[Place, ...] = ()  # the ranks that a verdict would name
+    words: str = ""  # what the ranks did, as a clause
+    cause: str = ""  # as a verdict would name it
+    places: tuple[Place, ...] = ()  # ranks that a verdict would name
     said: bool = False  # it was printed
     lasted_s: float = 0.0  # duration of the quiet if it ended by itself; 0: it continues
 
@@ -221,18 +214,17 @@ class WrongResult(Record, frozen=True):
 
     kind: Literal["replicas-diverged", "non-finite-gradient", "loss"]
     unix_s: float
-    step: int  # first optimizer step at which it was seen
+    step: int  # first optimizer step with the wrong result
     since_step: int = 0  # last step known to be right; 0: none
-    parameter: str = ""  # first by name that shows it; for a gradient, the first in the backward pass
-    count: int = 0  # number of parameters that show it
+    parameter: str = ""  # first affected parameter: by name, or for a gradient in the order of the backward pass
+    count: int = 0  # affected parameters
     total: int = 0
-    ranks: tuple[int, ...] = ()  # ranks that differ; empty if no side has the majority
-    sides: tuple[tuple[int, ...], ...] = ()  # groups of ranks that agree with one another
-    words: str = ""  # all of this, in a sentence
+    ranks: tuple[int, ...] = ()  # ranks that differ; empty without a majority
+    sides: tuple[tuple[int, ...], ...] = ()  # groups of ranks that agree with each other
+    words: str = ""  # all of this in a sentence
 
     @property
     def cause(self) -> str:
-        """The cause in a verdict."""
         return "loss-diverged" if self.kind == "loss" else self.kind
 
 
@@ -240,28 +232,28 @@ Outcome = Literal["hang", "suspect", "crash", "dump"]
 """``suspect``: the job might hang, and continued."""
 
 Answer = Literal["dead", "alive", "unknown", "unseen"]
-"""State of a job that makes no step. ``dead``: proved. ``alive``: something works. ``unknown``: neither, though
-everything was seen. ``unseen``: something wasn't, or a process is stopped."""
+"""State of a job that makes no step. ``dead``: proved. ``alive``: something works. ``unknown``: neither is shown,
+although everything was seen. ``unseen``: something wasn't seen, or a process is stopped."""
 
 JobCondition = Answer | Literal["moving", "stopped"]
-"""What two looks at a job show. ``moving``: a rank marked progress. ``stopped``: every rank is stopped by a signal."""
+"""Result of two looks at a job. ``moving``: a rank marked progress. ``stopped``: a signal stopped every rank."""
 
 
 class Launched(Record, frozen=True):
-    """How safelaunch started a job. Empty: unknown."""
+    """How safelaunch started a job. Empty fields: unknown."""
 
-    typed: tuple[str, ...] = ()  # what the user typed after ``safelaunch``, without secrets
+    typed: tuple[str, ...] = ()  # typed after ``safelaunch``, without secrets
     presets: tuple[str, ...] = ()  # presets in force, of any origin
-    torch: str = ""  # its version
+    torch: str = ""  # version
     distributed_debug: str = ""  # the job's ``TORCH_DISTRIBUTED_DEBUG``
     run_name: str = ""
     host: str = ""
-    command: tuple[str, ...] = ()  # what ran, without secrets
+    command: tuple[str, ...] = ()  # the command that ran, without secrets
     safelaunch: str = ""
 
     @property
     def as_typed(self) -> tuple[str, ...]:
-        """Returns the command line as the user knows it; what ran, if nothing was typed."""
+        """Returns the command line that the user typed, or the one that ran if nothing was typed."""
         return ("safelaunch", *self.typed) if self.typed else self.command
 
 
@@ -271,47 +263,47 @@ class Evidence(Record, frozen=True):
     outcome: Outcome
     world_size: int
     ranks: tuple[RankEvidence, ...]
-    missing_ranks: tuple[int, ...] = ()  # ranks of the world that weren't found
-    stall_s: float = 0.0  # how long the slowest rank had made no progress at the capture
-    threshold_s: float = 0.0  # the time without a step that raised the suspicion; 0: something else did
+    missing_ranks: tuple[int, ...] = ()  # ranks that weren't found
+    stall_s: float = 0.0  # time since the slowest rank's last progress, at the capture
+    threshold_s: float = 0.0  # time without a step that raised the suspicion; 0: something else did
     threshold_why: str = ""
-    moving: bool = False  # some rank progressed, or computed, between the confirmation samples
-    for_finding: bool = False  # requested by a monitor for its finding, so that steps don't matter
-    notes: tuple[str, ...] = ()  # what slowed the job down: a straggler, a shared GPU
-    nodes: tuple[NodeEvidence, ...] = ()  # of a job on several nodes, as far as they are known
+    moving: bool = False  # some rank progressed or computed between the confirmation samples
+    for_finding: bool = False  # a monitor requested the evidence for its finding, so steps don't matter
+    notes: tuple[str, ...] = ()  # causes of slowness: a straggler, a shared GPU
+    nodes: tuple[NodeEvidence, ...] = ()  # only for a job on several nodes
     nccl: NcclWitness | None = None
     rendezvous: Rendezvous | None = None
-    early: tuple[EarlyLook, ...] = ()  # the newest ones of this node, oldest first
+    early: tuple[EarlyLook, ...] = ()  # newest ones of this node, oldest first
     wrong_results: tuple[WrongResult, ...] = msgspec.field(default=(), name=WRONG_RESULTS_KEY)  # in order of time
-    launched: Launched | None = None  # None for a job that safelaunch didn't start
-    stopped: tuple[int, ...] = ()  # ranks that their own supervisor stopped before the others were looked at
-    gpus: tuple[GpuUse, ...] = ()  # of the nodes whose driver was queried
-    earlier: tuple[tuple[str, ...], ...] | None = None  # the GPUs and hosts that each of the last bundles blames
-    answer: Answer | None = None  # of the watch, if it made looks
+    launched: Launched | None = None  # None: safelaunch didn't start the job
+    stopped: tuple[int, ...] = ()  # ranks that their own supervisor stopped before the others were sampled
+    gpus: tuple[GpuUse, ...] = ()  # of nodes with a queried driver
+    earlier: tuple[tuple[str, ...], ...] | None = None  # GPUs and hosts that each of the last bundles blames
+    answer: Answer | None = None  # of the watch, if it sampled the ranks
     work: tuple[str, ...] = ()  # what worked between the last two looks, in words
-    ends: bool = False  # the time has come to end the job without a proof
-    # Of evidence that consists of printed lines alone: the ranks whose lines are known to be theirs.
+    ends: bool = False  # the time to end the job without a proof has come
+    # Only if the evidence consists of printed lines: ranks with lines that are known to be theirs.
     printed: tuple[int, ...] | None = None
-    # Name in the text (``process 688514``, ``worker-2``) of each process of unknown rank, by its number in ``ranks``.
+    # Processes of unknown rank: number in ``ranks`` -> name in the text (``process 688514``, ``worker-2``).
     labels: dict[int, str] = msgspec.field(default_factory=dict)
-    world_guessed: bool = False  # nothing shows the number of ranks: ``world_size`` is the least that it can be
-    may_be_caught: bool = False  # processes printed more after their exception, as a process that continues does
-    time: str = ""  # when it was collected (UTC, ISO 8601)
-    versions: dict[str, str] = msgspec.field(default_factory=dict)  # of the job's software, on one of its nodes
+    world_guessed: bool = False  # nothing shows the number of ranks, so ``world_size`` is a minimum
+    may_be_caught: bool = False  # processes printed more after their exception, so they might have caught it
+    time: str = ""  # of the collection: UTC, ISO 8601
+    versions: dict[str, str] = msgspec.field(default_factory=dict)  # of the job's software, on one node
 
 
 _OF_THE_MACHINE = frozenset({"system", "kernel", "machine", "python_executable", "torch_git"})
 
 
 def software(versions: Mapping[str, str]) -> dict[str, str]:
-    """Returns the versions of Python, torch and what belongs to it, out of all in ``versions.json``."""
+    """Returns the versions in ``versions.json`` of Python, torch and related packages."""
     return {name: version for name, version in versions.items() if name not in _OF_THE_MACHINE}
 
 
 def all_nodes(halves: Sequence[Evidence]) -> tuple[NodeEvidence, ...]:
-    """Merges the nodes of several pieces of evidence, each of which has one node's own view and its view of others.
+    """Merges the nodes of several pieces of evidence. Each piece has one node's own view and its view of the others.
 
-    A node whose own view is missing is described by the piece that knows most about it.
+    If no piece has a node's own view, the piece that knows most describes it.
     """
     every = [node for half in halves for node in half.nodes]
     kept = {node.slot or node.host: node for node in every if node.here}
@@ -336,9 +328,9 @@ class Artifact(Record, frozen=True):
     """One file of a bundle, or the reason why it is missing."""
 
     path: str  # relative to the bundle
-    how: str  # the source (``py-spy dump --json``)
+    how: str  # source, e.g. ``py-spy dump --json``
     duration_s: float
-    missing: str = ""  # the reason; empty if the file exists
+    missing: str = ""  # reason; empty if the file exists
     bytes: int = 0
     note: str = ""
 
@@ -399,7 +391,7 @@ class NodeAtFault(Record, frozen=True, omit_defaults=False):
     """A node that is at fault as a whole."""
 
     host: str
-    ranks: str  # its ranks, as ranges; empty if unknown
+    ranks: str  # as ranges; empty if unknown
     reason: str
 
 
@@ -415,15 +407,15 @@ class BundlePlace(Record, frozen=True, omit_defaults=False):
 
     host: str
     path: str
-    whole: bool  # it is this bundle, and holds every rank
+    whole: bool  # it is this bundle, which holds every rank
 
 
 class ProofEdge(Record, frozen=True, omit_defaults=False):
     """A wait in a proof."""
 
     who: str
-    waits_for: tuple[str, ...]  # any one of them could end the wait, and all of them wait in turn; empty: nothing can
-    why: str  # what has to happen, and can't
+    waits_for: tuple[str, ...]  # each could end the wait, and each waits itself; empty: nothing can end it
+    why: str  # what would have to happen, and can't
     file: str  # file of the bundle that shows it
 
 
@@ -485,7 +477,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     """the job's command line as it was typed, without secrets"""
 
     def on_record(self, evidence: Evidence) -> Verdict:
-        """Returns the verdict with what identifies the job and the moment."""
+        """Returns the verdict with the fields that identify the job and the moment."""
         launched = evidence.launched or Launched()
         known = {"torch": launched.torch, "safelaunch": launched.safelaunch}
         return msgspec.structs.replace(
@@ -511,7 +503,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
 
 
 class Moment(Record, frozen=True):
-    """When a stage of an incident was reached, on both clocks."""
+    """Time at which a stage of an incident was reached, on both clocks."""
 
     stage: str = ""
     unix_s: float = 0.0
@@ -519,7 +511,7 @@ class Moment(Record, frozen=True):
 
 
 class Watched(Record, frozen=True, omit_defaults=False):
-    """The knowledge of the watch; see the fields of :class:`Evidence`."""
+    """The watch's knowledge; see the same fields of :class:`Evidence`."""
 
     stalled_s: float = 0.0
     threshold_s: float = 0.0
@@ -544,16 +536,14 @@ class JobShape(Record, frozen=True, omit_defaults=False):
     for_finding: bool = False
     mesh: dict[str, int] = msgspec.field(default_factory=dict)
     groups: dict[str, GroupMembers] = msgspec.field(default_factory=dict)
-    devices: dict[str, str] = msgspec.field(default_factory=dict)  # the GPU that the variables give it
-    computes_on: dict[str, int] = msgspec.field(default_factory=dict)  # the GPU that it was seen to use
+    devices: dict[str, str] = msgspec.field(default_factory=dict)  # GPU according to the environment variables
+    computes_on: dict[str, int] = msgspec.field(default_factory=dict)  # GPU that it was seen to use
     batch: dict[str, int] = msgspec.field(default_factory=dict)
-    global_batch_if_data_parallel: int | None = None  # None unless all ranks were seen with one batch
+    global_batch_if_data_parallel: int | None = None  # None unless all ranks were seen with the same batch size
     batches: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)  # of each DataLoader
 
 
 class Manifest(Record, frozen=True, omit_defaults=False):
-    """``manifest.json``."""
-
     schema: int = 1
     host: str = ""
     written_unix_s: float = 0.0
@@ -568,5 +558,5 @@ class Manifest(Record, frozen=True, omit_defaults=False):
 
     @property
     def taken(self) -> tuple[float, float]:
-        """Returns the Unix seconds of the last progress and of the writing; zeros if unknown."""
+        """Returns the Unix times, in seconds, of the last progress and of the writing; zeros if unknown."""
         return (self.timeline[0].unix_s, self.written_unix_s) if self.timeline else (0.0, 0.0)

@@ -5,7 +5,7 @@ Where ranks wait now is only a consequence; these rules name the call at which t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from safelaunch.model import Claim, Collective, Frame
@@ -22,7 +22,7 @@ from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.own_words import is_outside_normal_flow
 from safelaunch.verdict.phrases import apart, capital, ranks_wait, ranks_word, wait_words
 from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
-from safelaunch.verdict.waits import Case, same_op
+from safelaunch.verdict.waits import Case, Waiters, same_op
 
 
 def diverged_earlier(case: Case) -> Ruling:
@@ -367,17 +367,24 @@ def new_call_between_groups(case: Case) -> Ruling:
 
 
 def _minority(case: Case) -> list[int]:
-    # Groups with different members have no majority: each pair has its own order.
+    # Groups with different members have no majority, because each pair has its own order; nor has a transfer, which
+    # only two ranks make.
     members = {frozenset(case.alignment.members(group)[0]) for group in case.waits.groups_of_cycle}
     most = max((waiters.ranks for waiters in case.waits.cycle), key=len)
-    if len(members) != 1 or 2 * len(most) <= len(next(iter(members))):
+    if case.waits.transfers_of_cycle or len(members) != 1 or 2 * len(most) <= len(next(iter(members))):
         return []
     return [rank for rank in case.waits.ranks_in_cycle if rank not in most]
 
 
+def _parties(case: Case, waiters: Waiters) -> Collection[int]:
+    if waiters.wait.kind == "p2p":
+        return {*waiters.ranks, *waiters.blockers}
+    return case.alignment.members(str(waiters.wait.group))[0]
+
+
 def group_order(case: Case) -> Ruling:
     """Ranks entered several groups in different orders, and nothing shows that one of them skipped a call."""
-    ranks, groups = case.waits.ranks_in_cycle, case.waits.groups_of_cycle
+    ranks = case.waits.ranks_in_cycle
     words, known_of_all = [], True
     for waiters in case.waits.cycle:
         members, complete = case.alignment.members(str(waiters.wait.group))
@@ -390,9 +397,9 @@ def group_order(case: Case) -> Ruling:
     aside = [rank for rank in ranks if is_outside_normal_flow(case, rank)]
     aside = aside if len(aside) < len(ranks) else []
     fewer = changed or aside or (_minority(case) if known_of_all else [])
-    if known_of_all:  # a rank in only one of the groups had no order to choose
-        of_several = [r for r in ranks if sum(r in case.alignment.members(g)[0] for g in groups) > 1]
-        ranks = of_several or ranks
+    if known_of_all:  # a rank that takes part in only one of the calls had no order to choose
+        parties = {(w.wait.group, w.wait.kind, w.wait.peer): _parties(case, w) for w in case.waits.cycle}
+        ranks = [rank for rank in ranks if sum(rank in each for each in parties.values()) > 1] or ranks
     ranks = fewer or ranks
     alone, lines = (
         all(len(waiters.ranks) == 1 for waiters in case.waits.cycle),

@@ -27,7 +27,7 @@ def test_refused_tracing_is_announced_and_the_hang_is_proved_from_inside(tmp_pat
         result = job.wait()
 
     assert zoo.judge(specimen, 1, result) == []
-    assert result.verdict["proof"]
+    assert result.verdict["proof"], result.verdict
     assert result.stderr.count(LINE) == 1
     assert "safelaunch doctor" in result.stderr.partition(LINE)[2].partition("\n")[0]
     assert "no stack could be read" not in result.stderr

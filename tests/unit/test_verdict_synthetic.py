@@ -120,6 +120,15 @@ def test_pipeline_fault_names_the_rank_and_its_group(
         assert tells(verdict, here.group, alike(calls, fault.index)), (fault, here, verdict.summary, verdict.evidence)
 
 
+def test_ranks_in_a_collective_are_no_majority_against_a_transfer() -> None:
+    layout, fault = Layout(1, 1, 3), Fault("swap", 1, 12)
+    faulty = inject(schedule(layout, 4, 1, sends=True), fault)
+    assert faulty is not None
+    verdict = diagnose(evidence_of(layout, faulty, play(layout, faulty), stacks=False))
+    assert (verdict.cause, verdict.confidence) == ("group-order", "medium")
+    assert [culprit.rank for culprit in verdict.culprits] == [0, 1]  # rank 2 takes part in the collective alone
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), layout=LAYOUTS, steps=st.integers(4, 9), layers=st.integers(1, 3))
