@@ -1,1 +1,1 @@
-"""Reads a stack, a system call, an error message or a line of source."""
+"""Interprets stacks, system calls, error messages and lines of source, without I/O."""

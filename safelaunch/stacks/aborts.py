@@ -1,4 +1,4 @@
-"""The last words of an aborted process, from the C++ runtime, glibc, Python and the out-of-memory killer."""
+"""Recognizes the final message of an aborted process: of the C++ runtime, glibc, Python or the out-of-memory killer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ _NO_ROOM = "there was no memory left to allocate"
 
 @dataclass(frozen=True)
 class Abort:
-    """A message and its meaning."""
-
-    words: str  # as written, in one line
-    means: str = ""  # explanation for readers who don't know the message; can be empty
+    words: str  # message, on one line
+    means: str = ""  # explanation, unless the message needs none
 
 
-# The first match of a line wins; ``{...}`` is a group of the pattern.
+# The first match wins; ``{...}`` is a named group of the pattern.
 _ABORTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), means)
     for pattern, means in (
@@ -50,10 +48,10 @@ _ABORTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def last_abort(log: str) -> Abort | None:
-    """Returns the last such message at the end of a process's output; None without one."""
+    """Returns the last known message at the end of a process's output, or None."""
     lines = [line.strip() for line in log.splitlines()[-_MOST_LINES:]]
     for before, line in reversed([*zip(["", *lines], lines, strict=False)]):
-        # The line before it has the type of the C++ exception.
+        # The preceding line has the type of the C++ exception.
         words = f"{before} {line}" if line.startswith("what(): ") and before.startswith("terminate called") else line
         for pattern, means in _ABORTS:
             if hit := pattern.search(words):
@@ -61,11 +59,11 @@ def last_abort(log: str) -> Abort | None:
     return None
 
 
-# The lines of argparse and click.
+# Error lines of argparse and click.
 _OPTIONS = re.compile(r"(?:\S+: error|Error): \S")
 
 
 def options_refused(log: str) -> str:
-    """Returns the last line at the end of a process's output about an error in its command; "" without one."""
+    """Returns the last line that rejects the command's options; "" without one."""
     lines = [line.strip() for line in log.splitlines()[-_MOST_LINES:]]
     return next((line for line in reversed(lines) if _OPTIONS.match(line)), "")

@@ -1,6 +1,6 @@
-"""The waits in library frames inside the user's line: for peers, a DataLoader, a lock, a subprocess.
+"""Recognizes the library calls in which a thread waits: for peers, a DataLoader, a lock or a subprocess.
 
-Recognized by file and function of torch and the standard library, never by anything in the user's program.
+Files and functions of torch and the standard library decide, never anything in the user's program.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from safelaunch.stacks.frames import Stack, is_native, normal, own_part, short
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """A call of a library, recognized by the end of its file's path, or a folder in it, and by its function.
-
-    Without ``functions``, any function of these files.
-    """
+    """Functions in library files, or in folders of them; any function if ``functions`` is empty."""
 
     files: tuple[str, ...]
     functions: frozenset[str] = frozenset()
 
     @cached_property
     def _whole(self) -> tuple[str, ...]:
-        # From the beginning of a name on: ``megatorch/distributed`` isn't ``torch/distributed``.
+        # Whole path components: ``megatorch/distributed`` isn't ``torch/distributed``.
         return tuple(file if file.startswith(("/", "<")) else f"/{file}" for file in self.files)
 
     @cached_property
@@ -35,7 +32,7 @@ class LibraryCall:
         return tuple(file for file in self._whole if file.endswith("/"))
 
     def fits(self, path: str, function: str) -> bool:
-        """Returns whether a frame, with a normal path and a short function, is such a call."""
+        """Returns whether a frame with this normal path and short function matches."""
         if self.functions and function not in self.functions:
             return False
         return path.endswith(self._whole) or (bool(self._folders) and any(folder in path for folder in self._folders))
@@ -53,11 +50,11 @@ _C10D_FILES = (
     "/torch/distributed/rendezvous.py",
     "/torch/distributed/constants.py",
 )
-C10D = LibraryCall(_C10D_FILES)  # active, whatever it calls inside: ``wait_tensor`` of a DTensor rests in an operator
+C10D = LibraryCall(_C10D_FILES)  # active whatever it calls inside: a DTensor's ``wait_tensor`` blocks in an operator
 _C10D_NOISE = frozenset({"wrapper", "inner", "_time_logger", "_exception_logger"})
 _INIT_FUNCTIONS = frozenset({"init_process_group", "_init_process_group", "rendezvous", "_create_c10d_store"})
 _NEW_GROUP = frozenset({"new_group", "_new_group_with_tag", "_new_process_group_helper", "split_group"})
-MAKES_GROUPS = _INIT_FUNCTIONS | _NEW_GROUP  # inside these, the innermost frame can be any library's
+MAKES_GROUPS = _INIT_FUNCTIONS | _NEW_GROUP  # inside these, the innermost frame can be in any library
 _P2P = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv"})
 _TEARDOWN = frozenset({"destroy_process_group", "_shutdown_backend"})
 _RUNNERS = frozenset({"_run_code", "_run_module_code", "_run_module_as_main", "_bootstrap", "run_path", "run_module"})
@@ -65,19 +62,16 @@ _RUNNERS = frozenset({"_run_code", "_run_module_code", "_run_module_as_main", "_
 
 @dataclass(frozen=True)
 class TorchWait:
-    """A wait for other ranks on a stack. ``op`` is the public function nearest to the user's line."""
-
     kind: str  # "init" | "collective" | "p2p" | "teardown"
-    op: str
+    op: str  # public function nearest to the user's line
 
 
 def torch_wait(stack: Stack) -> TorchWait | None:
-    """Returns the c10d call in which these frames wait for other ranks, or None.
+    """Returns the c10d call in which a thread waits for other ranks, or None.
 
-    The innermost Python frame has to be in c10d itself: then the thread is inside a C++ collective, rendezvous or
-    store call that this frame made. (A collective on the stack with, say, a pickle frame inside it is computing.)
-    ``init_process_group`` and ``new_group`` keep frames of the store and of the rendezvous handlers inside them, so
-    for these two, the innermost frame can be any library's.
+    The innermost Python frame must be in c10d: then the thread is inside a C++ collective, rendezvous or store call.
+    (With another frame innermost, such as pickle's, a collective is still computing.) ``init_process_group`` and
+    ``new_group`` call into store and rendezvous code, so for them any innermost frame counts.
     """
     inner = stack.called
     names = [short(f.function) for f in inner if "/torch/" in normal(f.file)]
@@ -103,12 +97,12 @@ def torch_wait(stack: Stack) -> TorchWait | None:
 
 
 def makes_store(stack: Stack) -> bool:
-    """Returns whether a thread is in the constructor of the rendezvous store, hosting it or connecting to it."""
+    """Returns whether a thread is creating the rendezvous store, as its host or as a client."""
     return bool(stack.called) and short(stack.called[0].function) == "_create_c10d_store"
 
 
 def passes_objects(stack: Stack) -> bool:
-    """Returns whether it is ``broadcast_object_list`` or similar: one collective for sizes, one for objects."""
+    """Returns whether it is ``broadcast_object_list`` or similar: one collective for sizes, then one for objects."""
     return any(normal(f.file).endswith(_C10D_FILES[0]) and "_object" in short(f.function) for f in stack.called)
 
 
@@ -116,20 +110,18 @@ _MESSAGES = ("multiprocessing/queues.py", "multiprocessing/connection.py")
 
 RPC = LibraryCall(("/torch/distributed/rpc/",))  # waits for another rank's answer (``rpc_sync``, ``to_here``)
 ANSWERS_RPC = LibraryCall(("torch/distributed/rpc/internal.py",), frozenset({"_run_function"}))
-FUTURE = LibraryCall(("/torch/futures/",))  # of a c10d or RPC call, or set by other code
-FILE_LOCK = LibraryCall(("/filelock/",), frozenset({"acquire"}))  # polls the lock, sleeping in between
+FUTURE = LibraryCall(("/torch/futures/",))  # result of a c10d or RPC call, or set by other code
+FILE_LOCK = LibraryCall(("/filelock/",), frozenset({"acquire"}))  # polls the lock and sleeps between attempts
 BUILD = LibraryCall(("torch/utils/file_baton.py",), frozenset({"wait"}))  # another process builds a C++ extension
-REPLACED = LibraryCall(
-    ("multiprocessing/pool.py",), frozenset({"_maintain_pool"})
-)  # forked in place of one that had ended
+REPLACED = LibraryCall(("multiprocessing/pool.py",), frozenset({"_maintain_pool"}))  # forked for an ended worker
 CHILD = LibraryCall(("/subprocess.py", "multiprocessing/popen_fork.py", "multiprocessing/popen_spawn_posix.py"))
 MESSAGE = LibraryCall(_MESSAGES, frozenset({"get", "recv", "recv_bytes", "recv_bytes_into", "poll", "wait"}))
 TAKES_ITEM = LibraryCall(("/queue.py", "multiprocessing/queues.py"), frozenset({"get"}))
-FEEDS_QUEUE = LibraryCall(("multiprocessing/queues.py",), frozenset({"_feed"}))  # thread that writes the queue's items
+FEEDS_QUEUE = LibraryCall(
+    ("multiprocessing/queues.py",), frozenset({"_feed"})
+)  # the thread that writes the queue's items
 EVENT_LOOP = LibraryCall(("/asyncio/",))
-RUNS_LOOP = LibraryCall(("/asyncio/base_events.py",), frozenset({"_run_once"}))  # in a callback or coroutine
-POOL = LibraryCall(("/concurrent/futures/thread.py", "/multiprocessing/pool.py"))
-# Waits for DataLoader workers (doesn't run the dataset itself, as with ``num_workers=0``).
+FEEDS_QUEUE = LibraryCall(("multiprocessing/queues.py",), frozenset({"_feed"}))  # thread that writes a queue's items
 LOADER_WAIT = LibraryCall(
     ("torch/utils/data/dataloader.py",),
     frozenset({"_try_get_data", "_get_data", "_next_data", "_try_put_index", "_shutdown_workers"}),
@@ -144,7 +136,7 @@ Purpose = Literal[
     "", "state-dict", "sync-batchnorm", "fsdp-forward", "fsdp-backward", "ddp-forward", "ddp-constructor", "gradients"
 ]
 _FSDP, _DDP = ("torch/distributed/fsdp/",), ("torch/nn/parallel/distributed.py",)
-# The first row that matches a frame counts.
+# The first row that matches a frame wins.
 _PURPOSES: tuple[tuple[Purpose, LibraryCall], ...] = (
     (
         "state-dict",
@@ -167,18 +159,18 @@ _PURPOSES: tuple[tuple[Purpose, LibraryCall], ...] = (
 
 
 def purpose(stack: Stack) -> Purpose:
-    """Returns why torch makes the collective that the user's line led to; empty if the user called it."""
+    """Returns why torch makes this collective; empty if the user called it."""
     inner = [(normal(frame.file), short(frame.function)) for frame in stack.called]
     return next((reason for reason, mark in _PURPOSES for call in inner if mark.fits(*call)), "")
 
 
 def in_torch(stack: Stack) -> bool:
-    """Returns whether the innermost frame is torch's (a backward pass, an optimizer, a collective's wrapper)."""
+    """Returns whether the innermost frame is torch's: a backward pass, an optimizer, a collective's wrapper."""
     return _TORCH.on(stack.called[:1]) and not LOADER_WAIT.on(stack.called)
 
 
 def in_distributed(stack: Stack) -> Frame | None:
-    """Returns the innermost frame if it belongs to torch.distributed, for instance a pipeline's schedule."""
+    """Returns the innermost frame if it belongs to torch.distributed, such as a pipeline schedule."""
     inside = _DISTRIBUTED.on(stack.called[:1]) and not RPC.on(stack.called)
     return stack.called[0] if inside else None
 
@@ -189,28 +181,28 @@ def in_backward(stack: Stack) -> bool:
 
 
 def loader_on_stack(frames: Sequence[Frame]) -> bool:
-    """Returns whether the dataset's code runs in this process, called by a DataLoader without workers."""
+    """Returns whether a DataLoader without workers runs the dataset's code in this process."""
     return _LOADER.on(own_part(frames))
 
 
 def without_workers(frames: Sequence[Frame]) -> bool:
-    """Returns whether a DataLoader runs the dataset in this process; a worker's stack that is cut can look the same."""
+    """Returns whether a DataLoader runs the dataset in this process; a truncated worker stack can look the same."""
     return _DATALOADER.on(own_part(frames))
 
 
 def worker_idle(frames: Sequence[Frame]) -> bool:
-    """Returns whether a DataLoader worker waits for the next index, so that no process waits for it."""
+    """Returns whether a DataLoader worker is idle, so no process waits for it."""
     return LOADER_WORKER.on(frames) and _QUEUES.on(frames[:8])
 
 
 def leaving(frames: Sequence[Frame], *, cut: bool = False) -> str:
-    """Returns why these frames of a main thread mean that its script has ended; empty if they don't.
+    """Returns how the main thread shows that its script has ended; empty if it still runs.
 
-    ``threading._shutdown`` joins the threads that are left. Exit handlers are called by the interpreter itself: under
-    them there is no ``<module>`` and none of ``runpy``'s frames, which every running script has.
+    ``threading._shutdown`` joins the remaining threads. The interpreter itself calls exit handlers: outside them there
+    is no ``<module>`` frame and none of ``runpy``'s, which every running script has.
 
     Args:
-        cut: The outermost frames might be missing, so that a missing ``<module>`` means nothing.
+        cut: The outermost frames might be missing, so a missing ``<module>`` means nothing.
     """
     if _SHUTDOWN.on(frames):
         return "its script has ended and the interpreter waits for the remaining threads"
@@ -221,14 +213,12 @@ def leaving(frames: Sequence[Frame], *, cut: bool = False) -> str:
 
 @dataclass(frozen=True)
 class LockWait:
-    """A wait for a lock of this process."""
-
     what: str
-    # What can end it. ``work``: a thread or future that runs to its end; ``signal``: a queue, event or condition that a
-    # thread sets; ``lock``: the holder.
+    # Event that ends it. ``work``: a thread or future finishes; ``signal``: a thread sets a queue, event or condition;
+    # ``lock``: the holder releases it.
     on: Literal["work", "signal", "lock"] = "lock"
-    own: bool = False  # the source shows that the thread has taken it itself
-    shared: bool = False  # a lock of ``multiprocessing`` (its barrier is ``threading.Barrier`` with such a lock)
+    own: bool = False  # by the source, the thread itself holds it
+    shared: bool = False  # a ``multiprocessing`` lock (its barrier is ``threading.Barrier`` with such a lock)
 
     @property
     def by_processes(self) -> bool:
@@ -241,12 +231,12 @@ class LockWait:
 
     @property
     def of_future(self) -> bool:
-        """True if a pool's thread or an event loop ends it, rather than the end of a user's thread."""
+        """True if a pool thread or an event loop ends the wait, rather than the end of a user's thread."""
         return self.on == "work" and self.what != "Thread.join"
 
     @property
     def of_items(self) -> bool:
-        """True for a queue's ``join()``, which ends after ``task_done()`` for each item."""
+        """True for a queue's ``join()``, which returns after ``task_done()`` for each item."""
         return self.what.endswith("Queue.join)")
 
 
@@ -274,7 +264,7 @@ _LOCK_CALLS: tuple[tuple[str, frozenset[str], LockWait], ...] = (
 
 
 def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
-    """Returns the lock, thread or queue that the library frames inside the user's line wait for.
+    """Returns the lock, thread or queue that these library frames wait for.
 
     The frame nearest to the user's line decides: ``Future.result`` waits on a Condition, but *for* the future.
     """
@@ -287,19 +277,17 @@ def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
 
 @dataclass(frozen=True)
 class Awaited:
-    """Ends of a thread's edges in the graph of waits."""
+    """The ranks, threads and processes that a thread waits for."""
 
-    peers: TorchWait | None = (
-        None  # c10d call that waits for other ranks; they end the wait, whatever else is on the stack
-    )
-    threads: bool = False  # the end of a thread of its process, or torch's threads under ``backward()``
-    # Its children: DataLoader ``workers``; one ``child``, to its end; a sender of a ``message``; ``any`` of a pool, an
-    # executor, or an event loop.
+    peers: TorchWait | None = None  # c10d call that waits for other ranks; they end it, whatever else is on the stack
+    threads: bool = False  # the end of a thread, or torch's threads under ``backward()``
+    # Child processes: DataLoader ``workers``; one ``child``'s end; the sender of a ``message``; ``any`` child of a
+    # pool, executor or event loop.
     processes: Literal["", "workers", "child", "message", "any"] = ""
 
 
 def awaited(stack: Stack, kind: str = "") -> Awaited:
-    """Reads it from a thread's Python frames, and from the ``kind`` of its system call (:mod:`.kernel`)."""
+    """Returns what a thread waits for, from its Python frames and the ``kind`` of its system call (:mod:`.kernel`)."""
     peers = torch_wait(stack)
     if peers is not None:
         return Awaited(peers)
@@ -319,11 +307,11 @@ _LOCK_SYMBOLS = ("PyThread_acquire_lock", "lock_PyThread_acquire", "PyMutex_Lock
 _PEER_SYMBOLS = ("c10d::", "gloo::", "nccl", "ProcessGroup")
 _STORE_SYMBOLS = ("TCPStore", "FileStore", "PrefixStore")
 _P2P_SYMBOLS = ("RecvWork", "SendWork")
-Answers = tuple[tuple[str, tuple[str, ...]], ...]  # each with the symbols that show it; the first match counts
+Answers = tuple[tuple[str, tuple[str, ...]], ...]  # each with the symbols that show it; the first match wins
 WAITS: Answers = (("p2p", _P2P_SYMBOLS), ("store", _STORE_SYMBOLS), ("peers", _PEER_SYMBOLS), ("lock", _LOCK_SYMBOLS))
 TRANSFERS: Answers = (("send", ("SendWork",)), ("recv", ("RecvWork",)))
 SLEEPS: Answers = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep")))  # sqlite polls for a lock
-# The waits for other ranks that only C frames show: ``work.wait()``, ``store.get()`` on the user's own line.
+# Waits for other ranks that only C frames show: ``work.wait()`` or ``store.get()`` on the user's line.
 PEER_WAITS = {
     "p2p": TorchWait("p2p", "a send or receive"),
     "store": TorchWait("store", "a store key"),
@@ -332,10 +320,10 @@ PEER_WAITS = {
 
 
 def native(samples: Iterable[StackSample], os_tid: int | None, answers: Answers) -> str:
-    """Returns which of ``answers`` the C frames inside a thread's innermost Python frame show; empty without a sample.
+    """Returns which of ``answers`` the C frames inside a thread's innermost Python frame show, or "".
 
-    ``with lock:`` and ``work.wait()`` look the same without it: both are C functions called from the user's own line,
-    and both rest in ``futex``.
+    Python frames can't distinguish ``with lock:`` from ``work.wait()``: both are C functions called on the user's line,
+    and both block in ``futex``.
     """
     for frames in _native_frames(samples, os_tid):
         for answer, symbols in answers:
@@ -362,7 +350,7 @@ _DRIVER_LIBRARIES = ("libcuda.so", "libcudart", "libamdhip", "libhsa-runtime")
 
 
 def device_wait(stack: Stack, samples: Iterable[StackSample], os_tid: int | None) -> str:
-    """Returns ``a synchronize`` of torch, or the driver's call by name; empty if the thread is elsewhere."""
+    """Returns ``a synchronize`` of torch, or the name of the driver call; empty without either."""
     if _SYNCHRONIZE.on(stack.called[:2]):
         return "a synchronize"
     called = (_driver_call(frame) for frames in _native_frames(samples, os_tid) for frame in frames)
@@ -370,7 +358,7 @@ def device_wait(stack: Stack, samples: Iterable[StackSample], os_tid: int | None
 
 
 def _driver_call(frame: Frame) -> str:
-    # The driver or the runtime; not the futexes and locks of libc.
+    # Symbols of the driver or runtime, not libc's futexes and locks.
     if any(call in frame.function for call in _DRIVER_CALLS):
         return frame.function.partition("(")[0]
     return "the driver" if any(library in frame.file for library in _DRIVER_LIBRARIES) else ""

@@ -1,4 +1,4 @@
-"""The conditions by which one rank reached a line and another didn't, whatever they depend on. Pure."""
+"""Finds the conditions by which one rank reached a line and another didn't."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ _ENDS = (ast.Return, ast.Break, ast.Raise)
 
 @dataclass(frozen=True)
 class DivergingStacks:
-    """Two stacks of the user's frames, from the function on in which they diverge."""
+    """Two stacks of user frames, from the function in which they diverge."""
 
     stacks: tuple[Sequence[Frame], ...]  # outermost frame first
-    ways: tuple[list[Guard], ...]  # for each stack, the conditions that only its lines depend on, outermost first
+    ways: tuple[list[Guard], ...]  # for each stack, the conditions that only its lines have, outermost first
 
 
 def diverging_stacks(first: Sequence[Frame], other: Sequence[Frame], read_source: ReadSource) -> DivergingStacks | None:
-    """Returns where two stacks, innermost frame first, diverge.
+    """Returns where two stacks diverge; None if there is no such place or a source file is missing.
 
-    That is in a function of both, or in two calls that one line makes by their names: ``update(fill())``. Returns None
-    for other stacks, and if a source is missing.
+    They diverge in a function that both are in, or in two functions that one line calls by name: ``update(fill())``.
+
+    Args:
+        first: Innermost frame first, as ``other``.
+        other: Stack of the other rank.
+        read_source: Reads a source file.
     """
     stacks = below_divergence(first, other) or _below_shared_line(first, other, read_source)
     if not stacks or any(not read_source(frame.file) for stack in stacks for frame in stack):
@@ -46,8 +50,8 @@ def diverging_stacks(first: Sequence[Frame], other: Sequence[Frame], read_source
 
 
 def _leads_to(guard: Guard, target: Frame, read_source: ReadSource) -> bool:
-    # After a ``continue``, a rank doesn't reach ``target`` if the loop makes the same call for its next item and
-    # doesn't contain that line.
+    # A rank that took ``continue`` doesn't reach ``target`` if the loop then makes the same call for its next item, and
+    # ``target`` is outside the loop.
     if not guard.text.endswith(": continue"):
         return True
     loops = src.loops_at(Frame(guard.file, guard.line, ""), read_source)
@@ -55,13 +59,13 @@ def _leads_to(guard: Guard, target: Frame, read_source: ReadSource) -> bool:
 
 
 def shared_depth(first: Sequence[Frame], other: Sequence[Frame]) -> int:
-    """Returns how many of their outermost frames are at the same lines."""
+    """Returns how many outermost frames of both stacks are at the same lines."""
     pairs = zip(reversed(first), reversed(other), strict=False)
     return len(list(takewhile(lambda pair: spot(pair[0]) == spot(pair[1]), pairs)))
 
 
 def below_divergence(first: Sequence[Frame], other: Sequence[Frame]) -> tuple[Sequence[Frame], ...]:
-    """Returns both stacks, outermost first, from the function of both in which they diverge; else nothing."""
+    """Returns both stacks, outermost first, from the function in which they diverge; empty without one."""
     stacks = _below(first, other)
     return stacks if stacks and spot(stacks[0][0])[:2] == spot(stacks[1][0])[:2] else ()
 
@@ -82,7 +86,7 @@ def _below(first: Sequence[Frame], other: Sequence[Frame]) -> tuple[Sequence[Fra
 def _conditions_on(stack: Sequence[Frame], callers: Sequence[Frame], read_source: ReadSource) -> Iterator[Guard]:
     """Yields the conditions on a stack below its ``callers``, both outermost first.
 
-    A counter of rounds still is one in a function that gets it as an argument.
+    A counter of rounds that is passed as an argument counts as one in the called function, too.
     """
     counters, whole = frozenset[str](), [*callers, *stack]
     for depth, (frame, into) in enumerate(zip_longest(whole, whole[1:])):
@@ -94,7 +98,7 @@ def _conditions_on(stack: Sequence[Frame], callers: Sequence[Frame], read_source
 
 
 def _passed(frame: Frame, into: Frame, names: frozenset[str], read_source: ReadSource) -> Iterator[str]:
-    """Yields the parameters of the called function that get one of ``names``, or the same value on all ranks."""
+    """Yields the called function's parameters that receive one of ``names``, or a value that is equal on all ranks."""
     function = src.scope_at(into, read_source)
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return

@@ -1,4 +1,4 @@
-"""The loop that two diverging ranks are in, or that one of them has left. Pure."""
+"""Finds the loop that two diverging ranks are in, or that one of them has left."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def common_loop(
 ) -> tuple[Guard, Sequence[Frame]] | None:
     """Returns the head of a loop in which both stacks are at the same line, and the stack below that line.
 
-    Both must call there what the loop yields (``for part in parts: part(m)``), or the same function with it. Stacks are
-    innermost first.
+    On that line, both must call what the loop yields (``for part in parts: part(m)``), or call the same function with
+    it. Stacks are innermost first.
     """
     same = first[::-1][: shared_depth(first, other)]
     alike = len(same) == len(first) == len(other)
@@ -43,8 +43,8 @@ def _loops_with_names(frame: Frame, read_source: ReadSource) -> Iterator[tuple[G
 def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> src.SourceLoop | None:
     """Returns the loop that ``behind`` is in and ``ahead`` has left, in the same function, or None.
 
-    Stacks are innermost first. The function in which they diverge is at two lines: one inside the loop, one after its
-    end. A collective under ``if rank == 0`` in the loop has both lines inside.
+    Stacks are innermost first. In the function in which they diverge, one is inside the loop and the other after its
+    end. (With a collective under ``if rank == 0`` in the loop, both are inside.)
     """
     stacks = below_divergence(ahead, behind)
     if not stacks:
@@ -62,7 +62,7 @@ def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: Read
 def _left(
     loop: src.AnyLoop, inside: Frame, enclosed: bool, ends: tuple[type[ast.stmt], ...], read_source: ReadSource
 ) -> src.SourceLoop:
-    """Returns the loop with its early ends: statements under a condition that can differ between ranks."""
+    """Returns the loop with its early exits under conditions that can differ between ranks."""
     names = names_at(inside, read_source)
     counters = {*round_counters(src.scope_at(inside, read_source))}
     ifs = src.ifs_with(
@@ -76,7 +76,7 @@ def loop_returned_from(
 ) -> src.SourceLoop | None:
     """Returns the loop that ``behind`` is in, in a function from which ``ahead`` has returned.
 
-    ``ahead`` must be after that call, and every condition on the call must hold there as well.
+    ``ahead`` must be after the call of that function, and every condition on that call must hold there, too.
     """
     inner = below_divergence(ahead, behind)
     if not inner:

@@ -1,4 +1,4 @@
-"""Errors of communication libraries, of CUDA and of device meshes, recognized by the fixed words of these libraries.
+"""Recognizes errors of communication libraries, CUDA and device meshes by their fixed words.
 
 An error is either the rank's ``own``, or it reports the failure of a peer or of the connection to it.
 """
@@ -18,12 +18,10 @@ FailureKind = Literal[
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """The meaning of an error."""
-
     kind: FailureKind
-    means: str  # in a clause
-    own: bool  # this rank itself failed, independent of its peers
-    text: str  # the error
+    means: str  # as a clause
+    own: bool  # this rank failed independently of its peers
+    text: str  # error message
 
     @property
     def general(self) -> bool:
@@ -34,7 +32,7 @@ _IN_THE_LOG = "NCCL's log has the call"
 _DEFAULTS = {"peer": "a peer", "what": "the driver refused it"}
 
 
-# Kind, own, pattern, meaning. The first match wins; ``{...}`` is a group of the pattern.
+# Kind, own, pattern, meaning. The first match wins; ``{...}`` is a named group of the pattern.
 _KINDS: tuple[tuple[FailureKind, bool, str, str], ...] = (
     (
         "one-gpu",
@@ -185,7 +183,7 @@ _KINDS: tuple[tuple[FailureKind, bool, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A call as torch compares it among the ranks (``TORCH_DISTRIBUTED_DEBUG=DETAIL``)."""
+    """A call as torch compares it between ranks (``TORCH_DISTRIBUTED_DEBUG=DETAIL``)."""
 
     op: str
     sizes: str
@@ -194,7 +192,6 @@ class Fingerprint:
 
     @property
     def words(self) -> str:
-        """Returns ``BROADCAST [4]``."""
         return f"{self.op} {self.sizes}".strip()
 
 
@@ -205,14 +202,14 @@ _FIELDS = ("OpType", "TensorShape", "TensorDtypes", "SequenceNumber")
 def fingerprints(message: str) -> dict[int, Fingerprint]:
     """Returns the calls in an error about calls that don't match, by rank in the group.
 
-    The rank that raised the error comes first, then one of its peers.
+    The rank that raised the error comes first, then a peer.
     """
     if not message.startswith("Detected mismatch between collectives"):
         return {}
     _, *parts = _FINGERPRINT.split(message)
     calls = {}
     for rank, text in zip(parts[::2], parts[1::2], strict=True):
-        # For a barrier, torch 2.13 writes the fields without a separator: "SequenceNumber=31OpType=BARRIER".
+        # For a barrier, torch 2.13 omits the separator: "SequenceNumber=31OpType=BARRIER".
         matches = (re.search(rf"(?<![A-Za-z]){name}=(\[[^\]]*\]|\d+|\w+)", text) for name in _FIELDS)
         calls[int(rank)] = Fingerprint(*(hit[1] if hit is not None else "" for hit in matches))
     return calls
@@ -228,6 +225,6 @@ def failure(text: str) -> KnownFailure | None:
 
 
 def first_failure(messages: Iterable[str]) -> KnownFailure | None:
-    """Returns the first of a process's warnings that is its own failure, else the first failure."""
+    """Returns the first warning that shows a failure of the process's own, else the first failure."""
     failures = [match for text in messages if (match := failure(text)) is not None and match.kind != "nccl-ending"]
     return next((match for match in failures if match.own), failures[0] if failures else None)

@@ -1,7 +1,7 @@
 """Attributes a frame to the user's code, a library, the interpreter or safelaunch.
 
-Frames are innermost first. Function names come in two spellings: py-spy on Python 3.11 and newer prints the qualified
-name (``Thread.join``), older versions and the Flight Recorder the bare one; :func:`short` makes them comparable.
+Frames are innermost first. py-spy on Python 3.11 and newer prints qualified function names (``Thread.join``); older
+versions and the Flight Recorder print bare ones. :func:`short` makes them comparable.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import PurePosixPath
 from safelaunch.model import Frame, RankEvidence, Thread
 
 _LIBRARY_DIR = re.compile(r"/(?:site-packages|dist-packages)/|/lib(?:64)?/python3(?:\.\d+)?t?/|/lib/python3\d*\.zip/")
-_INTERPRETER = re.compile(r"python[\d.]*[td]*")  # its C frames, if it has no debug information
+_INTERPRETER = re.compile(r"python[\d.]*[td]*")  # file of its C frames if it has no debug information
 _PSEUDO_FILE = re.compile(r"^<[^>]*>")
-# Written by torch while it runs: by inductor below the hash of the compiled code, and by `torch.distributed.nn`.
+# Files that torch writes at run time: inductor's under a hash of the compiled code, and `torch.distributed.nn`'s.
 _GENERATED = re.compile(
     r"/([a-z2-7]{2})/c\1[a-z2-7]{49}\.py$|/torchinductor_[^/]*/|/_remote_module_(?:non_)?scriptable\.py$"
 )
-# Libraries that people also run from source: torch, and frameworks that call their users' code. Parts of paths that no
-# project of a user has.
+# Libraries that people also run from source: torch, and frameworks that call user code. No user project has these path
+# components.
 _FROM_SOURCE = re.compile(
     r"/torch/(?:_[a-z]\w*[/.]|(?:amp|autograd|fx|optim|multiprocessing|nn/(?:modules|parallel|utils)|utils/data)/"
     r"|distributed/(?:_\w+|algorithms|checkpoint|elastic|fsdp|nn|optim|pipelining|rpc|tensor)/"
@@ -36,7 +36,7 @@ _BOOTSTRAP = ("/runpy.py", "/torch/distributed/run.py", "/multiprocessing/spawn.
 
 
 def short(function: str) -> str:
-    """Returns ``join`` for ``Thread.join``, ``wrapper`` for ``_log.<locals>.wrapper``; ``<module>`` stays."""
+    """Returns ``join`` for ``Thread.join``, and ``wrapper`` for ``_log.<locals>.wrapper``; keeps ``<module>``."""
     return function if function.startswith("<") else function.rsplit(".", 1)[-1]
 
 
@@ -44,7 +44,7 @@ Spot = tuple[str, str, int]
 
 
 def spot(frame: Frame) -> Spot:
-    """Returns file, function and line, equal for stacks and for exceptions and records, which have no class names."""
+    """Returns file, function and line, comparable with exceptions and records, which have no class names."""
     return frame.file, short(frame.function), frame.line
 
 
@@ -58,7 +58,7 @@ def basename(path: str) -> str:
 
 
 def same_line(first: Frame | None, other: Frame | None) -> bool:
-    # Function names can differ: recorded frames have no class names.
+    # Recorded frames have no class names.
     return first is not None and other is not None and (first.file, first.line) == (other.file, other.line)
 
 
@@ -73,7 +73,7 @@ def place(frame: Frame | None) -> str:
 
 
 def at(frame: Frame | None) -> str:
-    """Returns `` at train.py:41 (log_metric)``, to follow other words; empty without a frame."""
+    """Returns `` at train.py:41 (log_metric)``, which follows other words; empty without a frame."""
     return f" at {place(frame)}" if frame is not None else ""
 
 
@@ -81,7 +81,7 @@ def at(frame: Frame | None) -> str:
 
 
 def is_demo(path: str) -> bool:
-    """Returns whether it is a demo script, which is part of the package but counts as the user's program."""
+    """Returns whether it is a demo script: part of the package, but treated as the user's program."""
     return _OUR_DEMOS in normal(path)
 
 
@@ -95,9 +95,9 @@ def is_ours(path: str) -> bool:
 
 
 def is_native(frame: Frame) -> bool:
-    """Returns whether it is a C or C++ frame of a ``--native`` sample, or of a Flight Recorder with C++ stacks.
+    """Returns whether it is a C or C++ frame, from a ``--native`` sample or a Flight Recorder with C++ stacks.
 
-    Its file is a shared object, a C source, the interpreter itself, or nothing.
+    Its file is a shared object, a C source, the interpreter or unknown.
     """
     name = basename(frame.file)
     if name == "??" or _INTERPRETER.fullmatch(name):
@@ -108,9 +108,9 @@ def is_native(frame: Frame) -> bool:
 def is_library(path: str, code_roots: Sequence[str] = ()) -> bool:
     """Returns whether it is library code: the standard library, an installed package, torch or a framework from source.
 
-    Decides by the path's components and by the roots that the rank reported. A checkout inside
-    ``.../lib/python3.11/site-packages`` counts as installed; an editable install of any other package doesn't, because
-    its files lie where the user works. Code that torch has generated counts as a library, too.
+    The path's components and the roots that the rank reported decide. A checkout inside
+    ``.../lib/python3.11/site-packages`` counts as installed. An editable install of any other package doesn't: its
+    files are in the user's working directory. Code generated by torch counts as a library.
     """
     path = normal(path)
     if is_demo(path):
@@ -121,7 +121,7 @@ def is_library(path: str, code_roots: Sequence[str] = ()) -> bool:
 
 
 def is_of_framework(path: str) -> bool:
-    """Returns whether it is a package that calls torch or user code, but not torch or the standard library itself."""
+    """Returns whether it is a package that calls torch or user code, other than torch and the standard library."""
     path = normal(path)
     return "/torch/" not in path and ("-packages/" in path or _FROM_SOURCE.search(path) is not None)
 
@@ -133,10 +133,9 @@ def is_user(frame: Frame, code_roots: tuple[str, ...] = ()) -> bool:
 
 
 def own_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Returns the frames of a forked child that are its own.
+    """Returns the frames that belong to a forked child.
 
-    A forked worker's stack continues into the frames that its parent had at the fork. Everything outside
-    ``multiprocessing``'s bootstrap belongs to the parent's past, not to what this process does.
+    Outside ``multiprocessing``'s bootstrap, its stack continues with the frames that its parent had at the fork.
     """
     for index, frame in enumerate(frames):
         if short(frame.function) == "_bootstrap" and normal(frame.file).endswith("multiprocessing/process.py"):
@@ -146,12 +145,10 @@ def own_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 @dataclass(frozen=True)
 class Stack:
-    """The frames of a thread or of a recorded call, and the user's code in them."""
+    """The frames of a thread or recorded call, and the user's code in them."""
 
     frames: tuple[Frame, ...]  # innermost first
-    code_roots: tuple[
-        str, ...
-    ] = ()  # directories of the standard library and installed packages, as the rank names them
+    code_roots: tuple[str, ...] = ()  # the rank's directories of the standard library and installed packages
 
     @cached_property
     def _own(self) -> tuple[Frame, ...]:
@@ -159,11 +156,10 @@ class Stack:
 
     @cached_property
     def user_frame(self) -> Frame | None:
-        """The innermost frame of the user's own code.
+        """The innermost frame in user code.
 
-        If no file of the stack is the user's, two things can be: code from the command line (``python -c``,
-        ``<string>``), and an installed module started with ``-m``, the package of the outermost frame that isn't a
-        launcher's.
+        If no file is the user's, the user's code is either from the command line (``python -c``, ``<string>``) or an
+        installed module started with ``-m``: the package of the outermost frame outside launchers.
         """
         typed = (frame for frame in self._own if frame.file in ("<string>", "<stdin>"))
         return next(self._users(), None) or next(typed, None) or _installed_main(self._own)
@@ -174,7 +170,6 @@ class Stack:
 
     @cached_property
     def called(self) -> tuple[Frame, ...]:
-        """The library frames inside the user's innermost frame; all frames without a user frame."""
         return self._own if self.user_frame is None else self._own[: self._own.index(self.user_frame)]
 
     def _users(self) -> Iterator[Frame]:
@@ -182,12 +177,11 @@ class Stack:
 
 
 def stack_of(rank: RankEvidence, frames: Sequence[Frame]) -> Stack:
-    """Returns ``frames`` of a process of ``rank``, or of a call that it recorded, as a stack."""
     return Stack(tuple(frames), rank.code_roots)
 
 
 def program_of(stack: Stack) -> str:
-    """Returns the installed program that runs, by its name or with ``-m``; empty if user code runs in it."""
+    """Returns the installed program that runs, by name or with ``-m``; empty if user code runs in it."""
     outer = [f for f in stack.frames if not is_pseudo(f.file) and not normal(f.file).endswith(_BOOTSTRAP)]
     if len(outer) < 2 or outer[-1].function != "<module>":
         return ""

@@ -1,4 +1,4 @@
-"""The error of torch's CUDA allocator: how much memory a GPU had left."""
+"""Reads torch's CUDA out-of-memory error: how much memory a GPU had left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZES = {
     "total": _pattern(r"total capaci?ty of ", "total"),
     "free": _pattern(r"of which ", "free", " is free"),
     "own": _pattern(r"this process has ", "own", " memory in use"),
-    "allocated": _pattern(r"Of the allocated memory ", "allocated", " is allocated by PyTorch"),
+    "allocated": _pattern(r"Of the allocated memory ", "allocated", " is allocated by PyTorch"),  # english: ok
     "unused": _pattern(r"and ", "unused", " is reserved by PyTorch but unallocated"),
 }
 _OTHER = _pattern(r"Process (?P<pid>\d+) has ", "of", " memory in use")
@@ -27,22 +27,22 @@ _OTHER = _pattern(r"Process (?P<pid>\d+) has ", "of", " memory in use")
 
 @dataclass(frozen=True)
 class Shortage:
-    """Sizes in bytes; None if the error doesn't give them."""
+    """Sizes in bytes, None if the error doesn't give them."""
 
-    device: int  # the rank's own number of the GPU; -1: unknown
+    device: int  # number of the GPU as the rank counts them; -1: unknown
     asked: int | None
     total: int | None
     free: int | None
-    own: int | None  # used by the process, including CUDA's part
+    own: int | None  # used by the process, including CUDA itself
     allocated: int | None  # in tensors
-    unused: int | None  # reserved from the GPU, but in no tensor
-    # Pid and use of other processes. In a container, whose pids differ, the process itself might be among them: then
-    # they are left out, and ``own`` is None.
+    unused: int | None  # reserved from the GPU, but not used by tensors
+    # Pid and usage of other processes. In a container, whose pids differ, the process itself might be among them. Then
+    # ``others`` is empty and ``own`` is None.
     others: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_fragmented(self) -> bool:
-        """True if the memory that torch has reserved but not used would have been enough."""
+        """True if the memory that torch had reserved but not used would have sufficed."""
         return bool(self.asked and self.unused and self.unused >= self.asked)
 
 

@@ -1,8 +1,8 @@
-"""The conditions on the rank that decide whether a line is reached: ``if rank == 0:``, its ``else``, an early return.
+"""Finds the conditions on the rank that decide whether a line is reached: an ``if``, its ``else``, an early return.
 
-Read from the source of the user's frames. A guard is a hint and never a verdict by itself: ``if rank == 0: save();
-barrier()`` with a ``barrier()`` in the ``else`` is no fault. If a condition depends on the rank alone, it is evaluated
-for each rank: then the source shows which ranks reach that line.
+They are read from the source of the user's frames. A guard is a hint, never a verdict by itself: ``if rank == 0:
+save(); barrier()`` with a ``barrier()`` in the ``else`` is correct. A condition on the rank alone is evaluated for each
+rank, which shows the ranks that reach the line.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _DECORATORS = re.compile(r"rank_?zero|main_process|on_(?:main|last)|rank_?0|mast
 
 @dataclass(frozen=True)
 class Guard:
-    """A condition or a loop before a line: the line is reached only if ``text``, at ``line``, is ``taken``.
+    """A condition or loop head before a line: the line is reached only if ``text``, at ``line``, is ``taken``.
 
-    A cache and the ``except`` of an exception count as conditions, too.
+    The decorator of a cache and the ``except`` of an exception count as conditions, too.
     """
 
     file: str
@@ -38,13 +38,12 @@ class Guard:
     names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
     other_branch_calls: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     depends_on_rank: bool = field(default=False, compare=False)  # it depends on the process: ranks can diverge here
-    loop: bool = field(default=False, compare=False)  # it is the head of a ``for`` loop
-    by_round: bool = False  # it depends on the number of the round alone, so that it is equal on all ranks
-    again: bool = False  # it repeats what failed
+    loop: bool = field(default=False, compare=False)  # head of a ``for`` loop
+    by_round: bool = False  # it depends on the number of the round alone, so it is equal on all ranks
+    again: bool = False  # it retries what failed
 
     @property
     def words(self) -> str:
-        """Returns ``if rank == 0 (train.py:14)``."""
         return f"{self.text} ({basename(self.file)}:{self.line})"
 
     def admits(self, whereabouts: Whereabouts) -> bool | None:
@@ -58,10 +57,10 @@ class Guard:
 
 
 def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, ...]:
-    """Returns the guards of all lines of ``stack`` (the user's frames, innermost first), the innermost guard first.
+    """Returns the guards of all lines of ``stack`` (user frames, innermost first), the innermost guard first.
 
-    If both branches of an ``if`` call the function that the stack goes into, it keeps no rank away. Frames outside a
-    signal handler haven't called it, so their guards don't count.
+    An ``if`` with branches that both call the stack's next function is no guard. Frames outside a signal handler didn't
+    call it, so their guards don't count.
     """
     blocking = []
     for frame, into in zip(stack, (None, *stack), strict=False):
@@ -79,7 +78,7 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
 
 
 def way_to(frame: Frame, read_source: ReadSource) -> tuple[Guard, ...]:
-    """Returns all conditions and loops around the line of ``frame``, in the order of their lines."""
+    """Returns all conditions and loops around the line of ``frame``, in line order."""
     return _way(read_source(frame.file) or "", frame.file, frame.line)
 
 
@@ -123,11 +122,11 @@ def _loops(scope: ast.AST, file: str, line: int, names: Mapping[str, ast.expr]) 
             yield Guard(file, loop.lineno, shown, taken=True, depends_on_rank=asks, loop=True)
 
 
-_Met = tuple[int, str, bool, "ast.expr | None"]  # line, text, whether it was taken, and test of a condition
+_Met = tuple[int, str, bool, "ast.expr | None"]  # line, text, whether it was taken, test of a condition
 
 
 def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Met]:
-    """Yields the conditions that were met before ``line`` was reached, from outside to inside."""
+    """Yields the conditions met before ``line``, from outside to inside."""
     for decorator in getattr(scope, "decorator_list", []):
         if any(_DECORATORS.search(name) for name in identifiers(decorator)):
             yield decorator.lineno, f"@{src.text_of(decorator)}", True, None
@@ -143,7 +142,7 @@ def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Met]:
 
 
 def _left_before(statement: ast.stmt) -> Iterator[_Met]:
-    """Yields the condition of ``if rank != 0: return`` before the line, which only the other ranks pass."""
+    """Yields the condition of ``if rank != 0: return``, which only the other ranks pass."""
     if not isinstance(statement, ast.If):
         return
     head = f"if {src.text_of(statement.test)}"
@@ -181,7 +180,7 @@ def _within_expression(value: ast.expr | None) -> Iterator[_Met]:
 
 
 def _inner_block(statement: ast.stmt, line: int) -> Sequence[ast.stmt] | None:
-    """Returns the block of ``statement`` that holds ``line``; None without blocks, or in another function."""
+    """Returns the block of ``statement`` that holds ``line``; None if there is none or another function holds it."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         return None
     blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
@@ -191,7 +190,7 @@ def _inner_block(statement: ast.stmt, line: int) -> Sequence[ast.stmt] | None:
 
 
 def _assigned(scope: ast.AST) -> dict[str, ast.expr]:
-    # A name that is assigned twice stands for no expression.
+    # A name that is assigned twice has no definite expression.
     assigned: dict[str, ast.expr | None] = {}
     for node in _statements(scope):
         for name, value in _pairs(node):
@@ -200,7 +199,7 @@ def _assigned(scope: ast.AST) -> dict[str, ast.expr]:
 
 
 def _statements(scope: ast.AST) -> Iterator[ast.AST]:
-    # Without the bodies of its functions and classes.
+    # Skips the bodies of functions and classes.
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
@@ -229,7 +228,7 @@ def _targets(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, as
 
 
 def assignments_of_the_rank(module: ast.Module) -> list[ast.stmt]:
-    """Returns the module's assignments of values that depend on rank or world size: ``r = dist.get_rank()``."""
+    """Returns the module's assignments that depend on rank or world size: ``r = dist.get_rank()``."""
     names = _assigned(module)
     values = {statement: [value for _, value in _pairs(statement) if value is not None] for statement in module.body}
     return [

@@ -1,4 +1,4 @@
-"""The wait of a thread as the kernel shows it, comparable between samples, Python versions and architectures."""
+"""Classifies a thread's wait as the kernel shows it, comparable across samples, Python versions and architectures."""
 
 from __future__ import annotations
 
@@ -35,31 +35,28 @@ _LOCKS = frozenset({"flock", "fcntl"})
 _LOCKED_BY = ", locked by pid "
 WRITES = frozenset({"write", "writev", "pwrite64", "pwritev", "send", "sendto", "sendmsg", "sendmmsg", "sendfile"})
 
-BUSY_SHARE = 0.2  # of a core, between the samples; cores can be shared, waits use under 0.02
+BUSY_SHARE = 0.2  # share of a core between the samples; cores can be shared, waits use under 0.02
 _NOT_SEEN = ThreadState(tid=0, name="", state="")
 
 
 @dataclass(frozen=True)
 class KernelWait:
-    """A thread's wait in the kernel."""
-
     kind: str  # running | sleep | lock | child | select | poll | io | disk | stopped | dead | unknown
     call: str = ""  # system call or wait channel, as shown to users
-    cpu_share: float | None = None  # of one core between the first and last sample; None with one sample
-    left_s: float | None = None  # time after the last sample until the call ends by itself; None without a limit
-    # Holders of the other end of its pipe or connection in the last sample; None if unknown.
+    cpu_share: float | None = None  # share of one core between the first and last sample; None with one sample
+    left_s: float | None = None  # time from the last sample until the call times out; None without a timeout
+    # Processes with the other end of its pipe or connection in the last sample; None if unknown.
     ends: tuple[OtherEnd, ...] | None = None
     again: bool = False  # it sleeps repeatedly
     thread: ThreadState = _NOT_SEEN  # sample that shows the wait, if any
 
     @property
     def wanted_lock(self) -> str:
-        """File on which it waits for a lock."""
         return self.thread.fd_target.partition(_LOCKED_BY)[0] if self.call in _LOCKS else ""
 
     @property
     def lock_holder(self) -> str:
-        """Process that has locked that file, as the kernel reports it: ``pid 71 (python, since ...)``."""
+        """Process that holds that lock, as the kernel reports it: ``pid 71 (python, since ...)``."""
         return "".join(self.thread.fd_target.partition(_LOCKED_BY)[1:]).removeprefix(", locked by ")
 
     @property
@@ -71,14 +68,14 @@ class KernelWait:
         return self.kind == "running" or (self.cpu_share is not None and self.cpu_share >= BUSY_SHARE)
 
 
-POLL_S = 2.0  # longest pause between two polls of a file lock; sqlite pauses for at most 0.1 s
+POLL_S = 2.0  # longest pause between two attempts to lock a file; sqlite pauses for at most 0.1 s
 
 
 def polled_lock(process: ProcessEvidence, wait: KernelWait) -> FileLock | None:
-    """Returns the one file lock that the main thread might be polling.
+    """Returns the file lock that the main thread might be polling, if exactly one qualifies.
 
-    Another process holds it in each sample in which the thread sleeps, the process has the file open, and the sleeps
-    are short.
+    The process has the file open, another process holds the lock in each sample in which the thread sleeps, and the
+    sleeps are short.
     """
     if wait.kind not in ("sleep", "select") or wait.left_s is None or wait.left_s > POLL_S:
         return None
@@ -88,7 +85,7 @@ def polled_lock(process: ProcessEvidence, wait: KernelWait) -> FileLock | None:
 
 
 def thread_samples(process: ProcessEvidence, tid: int | None = None) -> list[tuple[float, ThreadState]]:
-    """Returns (time, state) of one thread, the main thread by default, oldest first."""
+    """Returns (time, state) samples of one thread, the main thread by default, oldest first."""
     samples = []
     for state in process.states:
         wanted = (state.leads or state.pid) if tid is None else tid
@@ -97,9 +94,9 @@ def thread_samples(process: ProcessEvidence, tid: int | None = None) -> list[tup
 
 
 def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
-    """Returns what thread ``tid`` (by default the main thread) waits for.
+    """Returns what a thread waits for, the main thread by default.
 
-    A state must last: D or T in one of several samples is a passing moment, and a thread that used CPU time between the
+    A state must last. One sample in state D or T among several is ignored, and a thread that used CPU time between the
     samples is running, whatever each sample shows.
     """
     samples = thread_samples(process, tid)
@@ -135,15 +132,15 @@ def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
 
 
 def _newest_wait(samples: list[tuple[float, ThreadState]]) -> ThreadState | None:
-    # A stack reader that stopped the process leaves ``restart_syscall`` as the call, and only the wait channel is still
-    # right: then earlier samples of the same wait name the call.
+    # If a stack reader stopped the process, the call is ``restart_syscall`` and only the wait channel is right. Earlier
+    # samples of the same wait name the call.
     telling = [thread for _, thread in samples if kind_of(thread) != "unknown"]
     same = list(takewhile(lambda thread: _channel_kind(thread) == _channel_kind(telling[-1]), reversed(telling)))
     return next((thread for thread in same if thread.syscall_name), same[0] if same else None)
 
 
 def _channel_kind(thread: ThreadState) -> str:
-    # Select and poll wait in the same channel.
+    # Select and poll share a wait channel.
     kind = kind_of(thread)
     return "poll" if kind == "select" else kind
 
@@ -153,11 +150,11 @@ def _ends(waiting: ThreadState, samples: list[tuple[float, ThreadState]]) -> tup
     return next((ends for ends in same if ends is not None), None)
 
 
-WAKES = 8  # between two samples; reading its stack wakes a sleeping thread once or twice
+WAKES = 8  # between two samples; reading a sleeping thread's stack wakes it once or twice
 
 
 def _again(samples: list[tuple[float, ThreadState]]) -> bool:
-    """Returns whether the thread polls: a later sample shows it asleep although the first sleep had ended by then.
+    """Returns whether the thread sleeps repeatedly: it is asleep in a sample after its first sleep must have ended.
 
     Without such a sample, many short sleeps in between count.
     """
@@ -171,7 +168,7 @@ def _again(samples: list[tuple[float, ThreadState]]) -> bool:
 
 
 def _left_s(samples: list[tuple[float, ThreadState]]) -> float | None:
-    # The first sample is right: a limit that counts from the call's beginning is counted from the time of the sample.
+    # Later samples can be wrong: a relative timeout is counted from the time of the sample.
     ends_s = next((thread.ends_s for _, thread in samples if thread.ends_s is not None), None)
     return None if ends_s is None else max(0.0, ends_s - samples[-1][0])
 

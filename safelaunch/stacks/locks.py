@@ -1,4 +1,4 @@
-"""The locks that a source line takes, and those that are held there. Pure."""
+"""Finds the locks that a source line takes, and the locks held there."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from safelaunch.stacks.source import ReadSource
 
 @dataclass(frozen=True)
 class LockTaken:
-    """A lock that a line takes."""
-
-    name: str  # as written
-    held_at: int = 0  # line of the same function that took it before
+    name: str  # as in the source
+    held_at: int = 0  # earlier line of the same function that took it
 
 
 def lock_at(frame: Frame, read_source: ReadSource) -> LockTaken | None:
-    """Returns the lock that the line takes by ``with`` or ``acquire()``; None without one, and for several."""
+    """Returns the lock that the line takes by ``with`` or ``acquire()``; None for none or several."""
     scope = src.scope_at(frame, read_source)
     taken = list(_takings(scope))
     here = [name for (line, _), name in taken if line == frame.line]
@@ -31,22 +29,20 @@ def lock_at(frame: Frame, read_source: ReadSource) -> LockTaken | None:
     stored = [name for name in ast.walk(scope) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)]
     root = here[0].partition(".")[0].partition("[")[0]
     if any(name.id == root and held_at <= name.lineno <= frame.line for name in stored):
-        held_at = 0  # the name might stand for another lock by then
+        held_at = 0  # the name might mean another lock by then
     return LockTaken(here[0], held_at)
 
 
 @dataclass(frozen=True)
 class LockHeld:
-    """A lock that is held at the line of ``frame``."""
-
     name: str
-    line: int  # line of the frame's function that took it
+    line: int  # line of that function that took it
     frame: Frame
 
     def is_that(self, taken: LockTaken, at: Frame) -> bool:
-        """Returns whether, by its name, it can be the lock that a thread takes ``at`` another line.
+        """Returns whether, by name, it can be the lock that another thread takes ``at`` its line.
 
-        ``self.lock`` is another lock in another class, ``lock`` in another file.
+        ``self.lock`` is another lock in another class, and ``lock`` in another file.
         """
         (owner, name), (other_owner, other_name) = _parts(self.name), _parts(taken.name)
         if name != other_name:
@@ -60,16 +56,16 @@ class LockHeld:
 
 
 def _parts(lock: str) -> tuple[str, str]:
-    # ``b`` and ``lock`` for ``a.b.lock``
+    # Returns ``b`` and ``lock`` for ``a.b.lock``.
     owner, _, name = lock.rpartition(".")
     owner = owner.rpartition(".")[2]
     return "self" if owner == "cls" else owner, name
 
 
 def locks_held(stack: Sequence[Frame], read_source: ReadSource) -> tuple[LockHeld, ...]:
-    """Returns the locks held at the lines of ``stack`` (the user's frames, innermost first).
+    """Returns the locks held at the lines of ``stack`` (user frames, innermost first).
 
-    A lock on which the innermost line calls ``wait()`` is released during the wait.
+    If the innermost line calls ``wait()`` on a lock, that lock is released during the wait.
     """
     locks = []
     for depth, frame in enumerate(stack):
@@ -87,9 +83,9 @@ def _waited_on(scope: ast.AST, line: int) -> set[str]:
 
 
 def _takings(scope: ast.AST) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yields, for each lock taken, its line, the last line at which it is certainly held, and the lock as written.
+    """Yields, for each lock taken, its line, the last line at which it is certainly held, and its source text.
 
-    After ``acquire()``, that is the line before the first ``release()`` in the same block.
+    After ``acquire()``, the last line is the one before the first ``release()`` in the same block.
     """
     for block in _blocks(scope):
         for number, statement in enumerate(block):

@@ -1,6 +1,6 @@
-"""The condition that a loop around a thread's innermost line polls, by its source. Pure.
+"""Finds the condition that a loop around a thread's innermost line polls, in its source.
 
-A stack shows only the sleep in ``while not os.path.exists(flag): time.sleep(1)``; the loop's condition shows the file.
+In ``while not os.path.exists(flag): time.sleep(1)``, a stack shows only the sleep; the condition shows the file.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from safelaunch.stacks import source as src
 from safelaunch.stacks.frames import basename
 from safelaunch.stacks.source import ReadSource
 
-# A file; a pending c10d call; a child process; a key of c10d's store; a repeated call that raises each time.
+# A file, a pending c10d call, a child process, a c10d store key, or a call repeated while it raises.
 WaitKind = Literal["file", "work", "process", "key", "attempt", ""]
 
-# Functions of the standard library and of torch that check for these.
+# Functions of the standard library and torch that check these.
 _ASKS: tuple[tuple[WaitKind, frozenset[str]], ...] = (
     ("work", frozenset({"is_completed", "is_success", "test"})),
     ("process", frozenset({"poll", "is_alive", "exitcode", "returncode"})),
@@ -40,13 +40,11 @@ _LoopNode = ast.While | ast.For
 
 @dataclass(frozen=True)
 class Poll:
-    """A condition or call that a loop repeats."""
-
     file: str
     line: int
-    text: str  # as written
+    text: str  # as in the source
     of: WaitKind  # as far as names show
-    made_at: tuple[Frame, ...] = ()  # for a file: lines of the same function that do something else with it
+    made_at: tuple[Frame, ...] = ()  # for a file: other lines of the same function that use it
 
     @property
     def words(self) -> str:
@@ -55,15 +53,14 @@ class Poll:
 
     @property
     def tries_a_lock(self) -> bool:
-        """True if it calls a function of the standard library that locks a file."""
         return _LOCKS_A_FILE.search(self.text) is not None
 
 
 def poll_at(stack: Sequence[Frame], read_source: ReadSource, *, asleep: bool = True) -> Poll | None:
-    """Returns the poll in whose loop the innermost user frame is; None if the source shows none.
+    """Returns the poll whose loop contains the innermost user frame, or None.
 
     Args:
-        stack: The user's frames, innermost first.
+        stack: User frames, innermost first.
         read_source: Reads a source file.
         asleep: Whether the thread sleeps, in the loop or in a function that the loop calls.
     """
@@ -89,7 +86,7 @@ def _in_source(text: str, file: str, line: int, sleeping: bool) -> Poll | Litera
 
 
 def _of_loop(loop: _LoopNode, file: str, line: int, tree: ast.Module) -> Poll | None:
-    """Returns the loop's condition, the condition of the branch that leaves it, or the call that it tries."""
+    """Returns the loop's condition, the condition of the branch that leaves it, or the call that it retries."""
     asks = isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant)
     for part in (loop,) if asks else loop.body:
         if isinstance(part, ast.While) or (isinstance(part, ast.If) and _leaves(part.body)):

@@ -1,4 +1,4 @@
-"""Recognizes expressions that depend on the rank by the names in them. Pure."""
+"""Recognizes expressions that depend on the rank by the names in them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Iterator, Mapping
 
 from safelaunch.stacks import source as src
 
-# Names in torch, accelerate, transformers, Lightning and DeepSpeed that identify the process.
+# Names by which torch, accelerate, transformers, Lightning and DeepSpeed identify the process.
 _RANK = re.compile(
     r"(?:^|_)rank(?:_|0?$)|^is_(?:local_|world_)?(?:main|master)|(?:global|process)_zero$|process_index"
     r"|^(?:get_)?coordinate$|^is_(?:first|last)(?:_stage)?$|^on_(?:main|local_main|last)_process$",
     re.IGNORECASE,
 )
 WORLD_SIZE = re.compile(r"^_?(?:get_)?world_size$|^num_(?:processes|replicas|ranks)$", re.IGNORECASE)
-MAX_STEPS = 6  # from a name to the name that it stands for
+MAX_STEPS = 6  # from a name to its definition
 _CASTS = frozenset({"int", "str", "bool", "get", "getenv"})
 
 
 def depends_on_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int = MAX_STEPS) -> bool:
-    """Returns whether the condition depends on the process: it contains the rank, or a name that stands for the rank.
+    """Returns whether the condition contains the rank, or a name that stands for it.
 
-    The result of a function of the rank doesn't count.
+    The result of a function called with the rank doesn't count.
     """
     words = list(identifiers(test))
     if any(_RANK.search(word) for word in words):
@@ -32,7 +32,7 @@ def depends_on_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int = 
 
 
 def _plain(value: ast.expr) -> ast.expr | None:
-    # If a value is computed from arguments, only the function counts: its name can contain the rank.
+    # For a value computed from arguments, only the function's name counts: it can contain the rank.
     calls = [call for call in ast.walk(value) if isinstance(call, ast.Call) and (call.args or call.keywords)]
     if all(_CASTS.intersection(src.names_in(call.func)) for call in calls):
         return value
@@ -40,7 +40,7 @@ def _plain(value: ast.expr) -> ast.expr | None:
 
 
 def identifiers(node: ast.AST) -> Iterator[str]:
-    """Yields each name in ``node``, and the names of rank variables that are looked up as strings."""
+    """Yields each name in ``node``, and rank variables that are looked up as strings."""
     yield from src.names_in(node)
     for part in ast.walk(node):
         if isinstance(part, ast.Constant) and part.value in ("RANK", "LOCAL_RANK"):

@@ -1,4 +1,4 @@
-"""The value of a condition on one rank, from its source alone. Pure."""
+"""Evaluates a condition for one rank, from its source alone."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ _MAIN = re.compile(
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """The values that a condition on the rank can use."""
-
     rank: int
     local_rank: int
     world_size: int
 
 
 class UnknownValueError(Exception):
-    """The source alone doesn't determine the value."""
+    """The value can't be determined from the source alone."""
 
 
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
@@ -56,7 +54,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def value_on_rank(node: ast.expr, whereabouts: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
-    """Returns the value of an expression over ranks and constants. Raises ``UnknownValueError`` for any other."""
+    """Returns the value of an expression of ranks and constants; raises UnknownValueError for any other."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
@@ -78,7 +76,7 @@ def _unknown() -> Any:
 
 
 def _either(node: ast.BoolOp, whereabouts: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> bool:
-    """Evaluates ``and``, false if one part is false, whatever the others; and ``or`` accordingly."""
+    """Evaluates ``and`` (false if one part is false, even if others are unknown) and ``or`` accordingly."""
     decisive, unknown = isinstance(node.op, ast.Or), False
     for part in node.values:
         try:
@@ -109,7 +107,7 @@ def _computed(node: ast.BinOp, whereabouts: Whereabouts, names: Mapping[str, ast
 
 
 def _named(node: ast.expr, whereabouts: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
-    """Evaluates a name or a call that gives the rank, or a name that stands for such an expression."""
+    """Evaluates a name or call that gives the rank, or a name that stands for such an expression."""
     if isinstance(node, ast.Name) and steps and node.id in names:
         return value_on_rank(names[node.id], whereabouts, names, steps - 1)
     if isinstance(node, ast.Call):

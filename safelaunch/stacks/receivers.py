@@ -1,4 +1,4 @@
-"""The object whose method a line calls. Pure."""
+"""Examines the object on which a line calls a method."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safelaunch.stacks.source import ReadSource
 
 
 def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
-    """Returns whether the line calls this method without arguments, and nothing else except for its object."""
+    """Returns whether the line calls this method without arguments, and otherwise only computes its object."""
     here = src.calls_at(frame, read_source)
     if not here or not isinstance(here[0].func, ast.Attribute):
         return False
@@ -20,10 +20,10 @@ def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
 
 
 def is_result_of(frame: Frame, names: Collection[str], read_source: ReadSource) -> bool:
-    """Returns whether only calls of these functions can have returned the object whose method the line calls.
+    """Returns whether only these functions can have returned the object on which the line calls a method.
 
-    ``f(x).wait()`` shows it, and ``work.wait()`` if the function binds ``work`` only to results of ``f``, or to items
-    of a list of them.
+    ``f(x).wait()`` shows it. So does ``work.wait()`` if the function binds ``work`` only to results of ``f``, or to
+    items of a list of them.
     """
     called = [call.func.value for call in src.calls_at(frame, read_source) if isinstance(call.func, ast.Attribute)]
     return called != [] and _is_of(called[0], names, src.scope_at(frame, read_source), frozenset())
@@ -46,13 +46,13 @@ def _is_of(node: ast.AST, names: Collection[str], scope: ast.AST, asked: frozens
     if not isinstance(node, ast.Name):
         return False
     if node.id in asked:
-        return True  # it is being examined already
+        return True  # already being examined
     values = _values(node.id, scope)
     return bool(values) and all(_is_of(value, names, scope, asked | {node.id}) for value in values)
 
 
 def _values(name: str, scope: ast.AST) -> list[ast.expr]:
-    """Returns what the function binds a variable to, or adds to its list; empty if that isn't plain."""
+    """Returns what the function binds a variable to or adds to its list; empty if that isn't clear."""
     bound, values = 0, list[ast.expr]()
     for part in ast.walk(scope):
         if isinstance(part, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.comprehension)):

@@ -1,4 +1,4 @@
-"""Recognizes the parts of a condition that have the same value on all ranks. Pure."""
+"""Recognizes the parts of a condition that have the same value on all ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from safelaunch.stacks.rank_names import depends_on_rank
 _COUNTING = frozenset({"range", "trange", "enumerate", "count"})
 _SETTINGS = frozenset({"args", "cfg", "config", "conf", "opt", "opts", "hparams", "params", "settings", "flags"})
 _CASTS = frozenset({"int", "float", "bool", "str", "min", "max", "round", "abs"})
-_MOST_STEPS = 6  # of names that stand for names
+_MOST_STEPS = 6  # from a name to its definition
 
 
 def is_same_on_ranks(value: ast.expr, names: Mapping[str, ast.expr], steps: int = _MOST_STEPS) -> bool:
-    """Returns whether all ranks compute the same value: from constants, settings, and names that stand for these."""
+    """Returns whether all ranks compute the same value: from constants, settings, and names defined by these."""
     if not steps or depends_on_rank(value, names):
         return False
     calls = [*src.calls_in(value)]

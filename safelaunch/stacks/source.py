@@ -1,4 +1,4 @@
-"""The surroundings of a line in its source file: its function, the calls on it, the loops around it."""
+"""Finds the function, calls and loops around a source line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_SOURCE: ReadSource = lambda path: None  # noqa: E731
 
 
 class Located(Protocol):
-    """A frame, or a condition."""
+    """A frame or a condition."""
 
     @property
     def file(self) -> str: ...
@@ -26,12 +26,12 @@ class Located(Protocol):
 
 LOOPS = (ast.For, ast.While, ast.AsyncFor)
 AnyLoop = ast.For | ast.While | ast.AsyncFor
-_LINES = "lines"  # attribute added to each node: the lines of its file
+_LINES = "lines"  # attribute of each node: the lines of its file
 
 
 @lru_cache(64)
 def tree_of(text: str) -> ast.Module:
-    """Parses a source file; an empty module if it isn't Python."""
+    """Parses a source file; returns an empty module if it isn't Python."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -43,12 +43,11 @@ def tree_of(text: str) -> ast.Module:
 
 
 def tree_in(path: str, read_source: ReadSource) -> ast.Module:
-    """Returns the file's tree; an empty module if it can't be read."""
+    """Returns the file's tree; an empty module if the file can't be read."""
     return tree_of(read_source(path) or "")
 
 
 def scope_at(frame: Located, read_source: ReadSource) -> ast.AST:
-    """Returns the innermost function (or the module) that contains the line."""
     return scope_of(tree_in(frame.file, read_source), frame.line)
 
 
@@ -69,12 +68,11 @@ def end_of(node: ast.stmt | ast.expr | ast.ExceptHandler) -> int:
 
 
 def holds(block: Sequence[ast.stmt], line: int) -> bool:
-    """Returns whether ``line`` is in the block, decorators included."""
+    """Returns whether the block contains ``line``; decorators count."""
     return bool(block) and begin_of(block[0]) <= line <= end_of(block[-1])
 
 
 def begin_of(statement: ast.stmt) -> int:
-    """Returns the first line, including decorators."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(decorator.lineno for decorator in decorators)])
 
@@ -84,7 +82,7 @@ def calls_in(node: ast.AST) -> Iterator[ast.Call]:
 
 
 def runs_aside(frame: Frame, read_source: ReadSource) -> str:
-    """Returns what Python calls this function as at any line, such as a finalizer; empty if a line calls it."""
+    """Returns ``a finalizer`` or ``a signal handler`` if Python can call this function at any line, else ""."""
     name = short(frame.function)
     if name == "__del__":
         return "a finalizer"
@@ -92,7 +90,6 @@ def runs_aside(frame: Frame, read_source: ReadSource) -> str:
 
 
 def handler_of(frame: Frame, read_source: ReadSource) -> ast.ExceptHandler | None:
-    """Returns the ``except`` whose body contains the line."""
     nodes = ast.walk(tree_in(frame.file, read_source))
     handlers = (node for node in nodes if isinstance(node, ast.ExceptHandler))
     return next((handler for handler in handlers if handler.lineno < frame.line <= end_of(handler)), None)
@@ -124,19 +121,16 @@ def names_called_at(frame: Frame, read_source: ReadSource) -> set[str]:
 
 @dataclass(frozen=True)
 class SourceLoop:
-    """A loop around a line."""
-
     line: int  # first line
-    # It is in another loop, of its function or of a caller: a rank that is past it can be a round behind or ahead.
+    # It is in another loop of its function or a caller, so a rank past it can be a round behind or ahead.
     enclosed: bool
-    inside: Frame = field(compare=False)  # frame that is in it
+    inside: Frame = field(compare=False)  # frame in the loop
     # Conditions, in words, of each ``break``, or ``return`` to where another rank is, that ends it early.
     breaks: tuple[str, ...] = field(default=(), compare=False)
     end: int = field(default=0, compare=False)  # last line
 
     @property
     def place(self) -> str:
-        """Returns ``train.py:21``."""
         return f"{basename(self.inside.file)}:{self.line}"
 
     def has(self, place: Located) -> bool:
@@ -144,7 +138,7 @@ class SourceLoop:
 
 
 def ifs_with(ends: tuple[type[ast.stmt], ...], loop: AnyLoop, may: Callable[[ast.expr], bool]) -> tuple[str, ...]:
-    """Returns in words each ``if`` in the loop with such a statement and a condition that ``may`` accepts."""
+    """Returns in words each ``if`` in the loop with one of ``ends`` in its body and a condition that ``may`` accepts."""
     ifs = [part for part in ast.walk(loop) if isinstance(part, ast.If) and any(isinstance(s, ends) for s in part.body)]
     ifs = [branch for branch in ifs if may(branch.test)]
     return tuple(
@@ -159,13 +153,12 @@ def loops_at(frame: Frame, read_source: ReadSource) -> list[SourceLoop]:
 
 
 def loops_around(scope: ast.AST, line: int) -> list[AnyLoop]:
-    """Returns the loops in ``scope`` that contain ``line``, outermost first."""
     nodes = (node for node in ast.walk(scope) if isinstance(node, LOOPS) and spans(node, line))
     return sorted(nodes, key=lambda loop: loop.lineno)
 
 
 def attempts_of(loop: AnyLoop) -> list[ast.Try]:
-    """Returns each ``try`` that ends the loop when it succeeds: the loop repeats the same thing after a failure."""
+    """Returns each ``try`` that ends the loop when it succeeds: after a failure, the loop retries it."""
     tries = (statement for statement in loop.body if isinstance(statement, ast.Try))
     return [attempt for attempt in tries if isinstance((attempt.orelse or attempt.body)[-1], (ast.Return, ast.Break))]
 
@@ -184,7 +177,7 @@ def _written(node: ast.expr | ast.stmt) -> str:
     lines: Sequence[str] = vars(node).get(_LINES, ())[node.lineno - 1 : end_of(node)]
     if not lines or node.end_col_offset is None:
         return ""
-    # Columns count bytes.
+    # Column offsets count bytes.
     first, last = lines[0].encode()[node.col_offset :].decode(), lines[-1].encode()[: node.end_col_offset].decode()
     if len(lines) == 1:
         return lines[0].encode()[node.col_offset : node.end_col_offset].decode()

@@ -1,6 +1,6 @@
-"""The key of c10d's store that a line waits for, and the lines that set it. Pure.
+"""Finds the c10d store key that a line waits for, and the lines that set it.
 
-Store calls have no Python frames: only the source names the key.
+Store calls have no Python frames, so only the source shows the key.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ _SETS = frozenset({"set", "add", "append", "compare_set"})
 
 @dataclass(frozen=True)
 class StoreKey:
-    """A key that a line waits for."""
-
-    text: str  # as written
-    value: str = ""  # with the values of its variables, if known
-    set_at: tuple[Frame, ...] = ()  # lines of the same file that set it
+    text: str  # as in the source
+    value: str = ""  # with its variables' values, if known
+    set_at: tuple[Frame, ...] = ()  # lines of the same file that set the key
 
     @property
     def words(self) -> str:
@@ -38,7 +36,7 @@ def store_key_at(frame: Frame, read_source: ReadSource, values: Mapping[str, str
     Args:
         frame: Frame at the line.
         read_source: Reads a source file.
-        values: Local variables, as Python writes their values.
+        values: Local variables and the ``repr`` of their values.
     """
     match = _key_in_source(read_source(frame.file) or "", frame.file, frame.line)
     if match is None:
@@ -73,7 +71,7 @@ def _is_store(value: ast.expr) -> bool:
 
 
 def _keys(call: ast.Call, functions: frozenset[str], stores: Set[str]) -> Iterator[ast.expr]:
-    """Yields the first argument if it is such a store call; of a list with one key, that key."""
+    """Yields the first argument if this is such a store call; for a list with one key, that key."""
     function = call.func
     if not (isinstance(function, ast.Attribute) and function.attr in functions and call.args):
         return
@@ -83,14 +81,14 @@ def _keys(call: ast.Call, functions: frozenset[str], stores: Set[str]) -> Iterat
 
 
 def _shape(key: ast.expr) -> str:
-    # Equal for keys that differ only in the names of their variables.
+    # Equal for keys that differ only in variable names.
     if isinstance(key, ast.JoinedStr):
         return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in key.values)
     return str(key.value) if isinstance(key, ast.Constant) else ast.dump(key)
 
 
 def _value(key: ast.expr, values: Mapping[str, str]) -> str | None:
-    """Returns the key's value; None if it takes more than the values of names."""
+    """Returns the key's value; None if names' values don't determine it."""
     if isinstance(key, ast.Constant):
         return str(key.value)
     if isinstance(key, ast.Name):

@@ -1,4 +1,4 @@
-"""Tracebacks in a rank's output: of worker processes, and of threads that an exception ended."""
+"""Parses tracebacks in a rank's output: of worker processes, and of threads that an exception ended."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ _PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} (?:err|out)\| ")  # in ``log_tail.
 
 @dataclass(frozen=True)
 class ParsedTraceback:
-    """A traceback read from text."""
-
     frames: tuple[Frame, ...]  # innermost first
     message: str  # last line, with the exception's type
-    thread: str = ""  # thread that it ended
+    thread: str = ""  # thread that the exception ended
 
 
 def parse(lines: Iterable[str]) -> ParsedTraceback | None:
-    """Returns the first traceback in these lines, or None."""
     frames: list[Frame] = []
     for line in lines:
         match = _FRAME.match(line)
@@ -34,7 +31,7 @@ def parse(lines: Iterable[str]) -> ParsedTraceback | None:
     return ParsedTraceback(tuple(reversed(frames)), "") if frames else None
 
 
-# Lines between an exception and the one that followed from it.
+# Lines between an exception and the next one in its chain.
 CHAIN = (
     "The above exception was the direct cause of the following exception",
     "During handling of the above exception, another exception occurred",
@@ -43,7 +40,7 @@ _CHAINED = re.compile(rf"^({'|'.join(CHAIN)}):$", re.MULTILINE)
 
 
 def earlier(text: str) -> list[EarlierException]:
-    """Returns the exceptions that led to this one, as a traceback prints them, first to last."""
+    """Returns the earlier exceptions that a traceback prints, first to last."""
     parts = _CHAINED.split(text)
     read = ((parse(part.splitlines()), words == CHAIN[0]) for part, words in zip(parts[::2], parts[1::2], strict=False))
     exceptions = [(part, *part.message.partition(": ")[::2], explicit) for part, explicit in read if part is not None]
@@ -55,7 +52,7 @@ _OF_A_RANK = re.compile(rf"^{re.escape(GATHERED)}(\d{{1,9}})\)$", re.MULTILINE)
 
 
 def gathered(message: str) -> dict[int, ParsedTraceback]:
-    """Returns what each rank of the group raised, from an error that every rank raises for those that failed."""
+    """Returns each rank's exception from an error that every rank of the group raises for the ranks that failed."""
     _, *parts = _OF_A_RANK.split(message)
     read = ((int(rank), parse(text.splitlines())) for rank, text in zip(parts[::2], parts[1::2], strict=True))
     return {rank: traceback for rank, traceback in read if traceback is not None and traceback.message}
@@ -72,7 +69,7 @@ _OF_A_WORKER = (
 
 
 def of_worker(text: str) -> tuple[str, ParsedTraceback]:
-    """Returns the worker process named in a rank's error, and what it raised; without frames if there is none."""
+    """Returns the worker process named in a rank's error, and its traceback, without frames if there is none."""
     begin = next(filter(None, (pattern.search(text) for pattern in _OF_A_WORKER)), None)
     inner = parse(text[begin.end() :].splitlines()) if begin is not None else None
     who = f"dataloader worker{begin['number'] or ''}" if begin is not None and begin["who"] else "worker process"
@@ -80,7 +77,6 @@ def of_worker(text: str) -> tuple[str, ParsedTraceback]:
 
 
 def lines_of(log_tail: str) -> list[str]:
-    """Returns a rank's output without its time stamps."""
     return [_PREFIX.sub("", line) for line in log_tail.splitlines()]
 
 

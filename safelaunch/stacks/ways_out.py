@@ -1,4 +1,4 @@
-"""Statements by which code skips the lines below, and what it prints as it does. Pure.
+"""Finds statements by which code skips the lines below, and the text that it prints then.
 
 ``print("loss is nan, skipping batch"); continue`` explains why a rank didn't reach the lines below in the loop.
 """
@@ -16,17 +16,15 @@ from safelaunch.stacks.frames import basename
 from safelaunch.stacks.source import ReadSource, except_words
 
 _FIELD = re.compile(r"%(?:\(\w+\))?[-+ #0-9.]*[a-zA-Z]|\{[^{}]*\}")
-_LEAST = 6  # letters, so that a text identifies its statement
+_LEAST = 6  # letters; a shorter text wouldn't identify its statement
 
 
 @dataclass(frozen=True)
 class WayOut:
-    """A statement after which the code continues elsewhere."""
-
     frame: Frame
-    parts: tuple[str, ...]  # literal parts of the text that it prints, if any
+    parts: tuple[str, ...]  # literal parts of the printed text, if any
     goes: str  # ``continue``, ``break``, ``return``, or "behind the `try`"
-    after: str  # the ``except`` or ``if`` around it
+    after: str  # the enclosing ``except`` or ``if``
     skips: tuple[range, ...]  # lines
 
     @property
@@ -69,6 +67,7 @@ def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) ->
     Args:
         frames: The stack of the call, innermost first; the last frame is in the loop.
         begin: First line of the loop. Ways to leave it don't count.
+        read_source: Reads a source file.
     """
     scope = src.scope_at(frames[-1], read_source)
     loops = src.loops_around(scope, frames[-1].line)
@@ -92,7 +91,7 @@ class _Around:
     frame: Frame
     end: int  # last line of the function
     loop: ast.stmt | None = None
-    trial: range | None = None  # lines of the ``try`` whose handler this is
+    trial: range | None = None  # lines of the ``try`` to which this handler belongs
     after: str = ""
 
 
