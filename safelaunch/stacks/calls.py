@@ -117,11 +117,11 @@ REPLACED = LibraryCall(("multiprocessing/pool.py",), frozenset({"_maintain_pool"
 CHILD = LibraryCall(("/subprocess.py", "multiprocessing/popen_fork.py", "multiprocessing/popen_spawn_posix.py"))
 MESSAGE = LibraryCall(_MESSAGES, frozenset({"get", "recv", "recv_bytes", "recv_bytes_into", "poll", "wait"}))
 TAKES_ITEM = LibraryCall(("/queue.py", "multiprocessing/queues.py"), frozenset({"get"}))
-FEEDS_QUEUE = LibraryCall(
-    ("multiprocessing/queues.py",), frozenset({"_feed"})
-)  # the thread that writes the queue's items
-EVENT_LOOP = LibraryCall(("/asyncio/",))
 FEEDS_QUEUE = LibraryCall(("multiprocessing/queues.py",), frozenset({"_feed"}))  # thread that writes a queue's items
+EVENT_LOOP = LibraryCall(("/asyncio/",))
+RUNS_LOOP = LibraryCall(("/asyncio/base_events.py",), frozenset({"_run_once"}))  # in a callback or coroutine
+POOL = LibraryCall(("/concurrent/futures/thread.py", "/multiprocessing/pool.py"))
+# Waits for DataLoader workers. With ``num_workers=0``, the DataLoader runs the dataset itself and these don't match.
 LOADER_WAIT = LibraryCall(
     ("torch/utils/data/dataloader.py",),
     frozenset({"_try_get_data", "_get_data", "_next_data", "_try_put_index", "_shutdown_workers"}),

@@ -138,7 +138,7 @@ class SourceLoop:
 
 
 def ifs_with(ends: tuple[type[ast.stmt], ...], loop: AnyLoop, may: Callable[[ast.expr], bool]) -> tuple[str, ...]:
-    """Returns in words each ``if`` in the loop with one of ``ends`` in its body and a condition that ``may`` accepts."""
+    """Returns in words each ``if`` in the loop with one of ``ends`` in its body and a condition ``may`` accepts."""
     ifs = [part for part in ast.walk(loop) if isinstance(part, ast.If) and any(isinstance(s, ends) for s in part.body)]
     ifs = [branch for branch in ifs if may(branch.test)]
     return tuple(
