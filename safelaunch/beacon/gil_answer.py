@@ -1,6 +1,6 @@
-"""The answer of a rank's Python to ``safelaunch_gil``: facts that only this interpreter knows.
+"""Answers ``safelaunch_gil`` in a rank's Python, with facts that only this interpreter knows.
 
-That it answers at all shows that no thread holds the GIL.
+Any answer shows that no thread holds the GIL.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_c_handlers: dict[int, bytes] = {}  # for the signals that Python and the beacon handle themselves
+_c_handlers: dict[int, bytes] = {}  # signals that Python and the beacon handle themselves
 _ARGS: Any = vars(BaseException)["args"]
 _TRACEBACK: Any = vars(BaseException)["__traceback__"]
 MOST_EXCEPTIONS = 16
@@ -30,7 +30,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def as_json() -> bytes:
-    """Returns the answer. An error here must not reach C++: only the fact that it answers matters."""
+    """Returns the answer. No error must reach C++, and any answer is better than none."""
     try:
         import contextlib
         import json
@@ -55,12 +55,11 @@ def as_json() -> bytes:
 
 
 def _world() -> Any:
-    # c10d's process groups; None before they exist.
     return getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
 
 
 def _groups() -> tuple[dict[str, list[int]], int | None]:
-    """Returns each process group's global ranks by its name, in group order; and how many groups this rank created."""
+    """Returns each process group's global ranks by name, in group order; and how many groups this rank created."""
     world = _world()
     if world is None:
         return {}, None
@@ -69,14 +68,14 @@ def _groups() -> tuple[dict[str, list[int]], int | None]:
     for group, members in list(world.pg_group_ranks.items()):
         left -= len(members)
         if group in names and left >= 0:
-            # A group with processes of other jobs can have its own numbers: they aren't ranks of this job.
+            # A group with processes of other jobs can have its own numbers, which aren't ranks of this job.
             is_of_the_job = not rank.isdecimal() or members.get(int(rank)) == group.rank()
             groups[str(names[group])] = sorted(members, key=members.__getitem__) if is_of_the_job else []
     return groups, int(world.group_count)
 
 
 def _descriptions() -> dict[str, str]:
-    # For example, ``mesh_tp`` for the dimension ``tp`` of a DeviceMesh.
+    # ``mesh_tp``, for example, for dimension ``tp`` of a DeviceMesh
     world = _world()
     names = dict(world.pg_names) if world is not None else {}
     descriptions = {str(name): getattr(group, "group_desc", "") for group, name in names.items()}
@@ -84,7 +83,7 @@ def _descriptions() -> dict[str, str]:
 
 
 def _stores() -> dict[str, str]:
-    """Returns the address of each process group's store, by which its ranks found each other.
+    """Returns the address of each process group's rendezvous store.
 
     Groups with the same name and ranks are different groups if their stores differ.
     """
@@ -99,7 +98,7 @@ def _stores() -> dict[str, str]:
             addresses[str(world.pg_names[group])] = f"{host}:{port}"
         elif type(path) is str:
             addresses[str(world.pg_names[group])] = f"{socket.gethostname()}:{os.path.abspath(path)}"
-        else:  # of another kind: it can't be compared with another rank's
+        else:  # of another kind, so it can't be compared with another rank's
             addresses[str(world.pg_names[group])] = f"{socket.gethostname()}:{os.getpid()}"
     return addresses
 
@@ -139,7 +138,7 @@ def _torch_directories() -> list[str]:
 
 
 def _foreign_backend() -> bool:
-    """Returns whether a process group has a backend that isn't torch's: nothing is known about the end of its calls."""
+    """Returns whether a process group has a backend that isn't torch's, so the end of its calls is unknown."""
     world = _world()
     own = sys.modules.get("torch._C._distributed_c10d")
     for group in list(world.pg_names) if world is not None else ():
@@ -152,7 +151,7 @@ def _foreign_backend() -> bool:
 def _handled_exceptions() -> list[dict[str, object]]:
     """Returns the exception that each thread is handling, in an ``except`` or a ``finally``, without running its code.
 
-    A main thread in ``sys.excepthook`` or an exit handler is handling the exception that ended its script.
+    In ``sys.excepthook`` or an exit handler, the main thread is handling the exception that ended its script.
     """
     current: Any = getattr(sys, "_current_exceptions", dict)()
     main = threading.main_thread().ident
@@ -171,7 +170,7 @@ def _handled_exceptions() -> list[dict[str, object]]:
 
 
 def _runs_script(frame: Any) -> bool:
-    # Only a running script has a frame of a module or of runpy as its outermost one.
+    # A running script has a frame of a module or of runpy as its outermost one.
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
     return frame is None or frame.f_code.co_name in ("<module>", "_run_module_as_main")
@@ -190,7 +189,7 @@ def _posted() -> list[dict[str, object]]:
     """Returns the sends and receives (``P2POp``) of each thread's current batch, from its innermost function with some.
 
     If a variable of that function shows that the thread waits for a send, receives are left out, and vice versa. gloo
-    records neither, and a rank that waits for one has no c10d frame on its stack.
+    records neither sends nor receives, and a rank that waits for one has no c10d frame on its stack.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "P2POp", None)
     posted: list[dict[str, object]] = []
@@ -206,7 +205,7 @@ def _sends(op: Any) -> bool:
 
 
 def _ops_of(frame: Any, kind: type) -> list[Any]:
-    """Returns the operations in the variables of a function that names the makers of batches; of no other function."""
+    """Returns the operations in a function's variables if the function names ``P2POp`` or ``batch_isend_irecv``."""
     if not {"P2POp", "batch_isend_irecv"}.intersection(frame.f_code.co_names):
         return []
 
@@ -221,7 +220,7 @@ def _ops_of(frame: Any, kind: type) -> list[Any]:
 
 
 def _waited_for(variables: Any, ops: list[Any]) -> list[Any]:
-    """Returns the operations with the direction of the one being waited for: ``for work in works: work.wait()``."""
+    """Returns the operations with the direction of the work being waited for (``for work in works: work.wait()``)."""
     kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "Work", None)
     works = [value for value in list(variables.values()) if kind is not None and type(value) is kind]
     if len(works) != 1 or works[0].is_completed():
@@ -229,13 +228,13 @@ def _waited_for(variables: Any, ops: list[Any]) -> list[Any]:
     try:
         works[0]._source_rank()
         sends = False
-    except RuntimeError:  # only a receive has one
+    except RuntimeError:  # only a receive has a source rank
         sends = True
     return [op for op in ops if _sends(op) is sends] or ops
 
 
 def _batches() -> dict[str, int]:
-    """Returns the batch size of each DataLoader by its variable, in the script and in functions that create one."""
+    """Returns the batch size of each DataLoader by variable, in the script and in functions that create one."""
     kind: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "DataLoader", None)
     script = sys.modules.get("__main__")
     if kind is None or script is None:

@@ -1,12 +1,12 @@
 """Copies a staged bundle into the bundle directory, atomically. A program that uses only the standard library.
 
 ``copier.py STAGED DIRECTORY NAME KEEP`` writes the final path and a NUL byte to stdout as soon as the bundle is in
-place. Then it removes all but the KEEP newest bundles, unless KEEP is 0. Problems with that, and with the link
-``latest``, follow the NUL byte, one per line.
+place. Then it removes all but the KEEP newest bundles, unless KEEP is 0, and writes problems with that and with the
+link ``latest``, one per line.
 
 It is a separate process, so that the supervisor can abandon it if the disk doesn't respond. It changes into the
-directory: if other users rename that, files still go there. Users with write access (a project's group) can also rename
-files, so at the end it checks what the names refer to.
+directory, so renaming the directory doesn't redirect its files. Users with write access (a project's group) can also
+rename files, so at the end it checks what the names refer to.
 """
 
 import errno
@@ -32,14 +32,14 @@ def main(staged: str, directory: str, name: str, keep: str, whole: str = "") -> 
     """Publishes one bundle. Returns 1, with the reason on stderr, if that fails.
 
     Args:
-        whole: name of the bundle that this one is part of; if present, it becomes ``latest``
+        whole: Bundle that this one is part of; if present, it becomes ``latest``.
     """
     directory = os.path.abspath(directory)
     partial = f".{name}.{os.getpid()}-{time.time_ns()}.partial"
     written = -1
     parent = os.getppid()
     try:
-        staged = f"/proc/self/fd/{_open(staged)}"  # its name might not be accessible to this process
+        staged = f"/proc/self/fd/{_open(staged)}"  # this process might have no access to it by name
         _make_directory(directory)
         os.chdir(directory)
         if reason := why_unsafe(os.stat(".")):
@@ -112,7 +112,7 @@ def _owner_of_what_is_made() -> int:
         try:
             os.unlink(name)
         except OSError:
-            pass  # another user moved it; it was empty
+            pass  # another user moved the empty file
 
 
 def _open_new(name: str, uid: int) -> int:
@@ -140,7 +140,6 @@ def _is(name: str, expected: os.stat_result) -> bool:
 
 
 def _inside(directory: int, work: "Callable[[], None]") -> None:
-    """Runs ``work`` with the open directory as the working directory."""
     previous = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fchdir(directory)
@@ -154,7 +153,7 @@ def _copy(staged: str, parent: int) -> None:
     """Copies ``staged`` into the working directory, private. Raises OSError if anything is missing."""
     os.chmod(".", 0o700)
     copy_tree(staged, ".")
-    if os.getppid() != parent:  # the staged files disappear with it, perhaps during the copy
+    if os.getppid() != parent:  # then the staged files disappear, perhaps during the copy
         raise OSError(None, "safelaunch was killed")
     if not _files(staged) or _files(".") != _files(staged):
         raise OSError(None, "the staged bundle was removed during the copy")
@@ -163,7 +162,7 @@ def _copy(staged: str, parent: int) -> None:
 def copy_tree(source: str, target: str) -> None:
     """Copies the files below ``source`` into ``target``, private despite umask and ACLs.
 
-    Raises the first OSError, whose text is one line.
+    Raises the first OSError, with a one-line text.
     """
     for folder, folders, files in os.walk(source):
         subfolder = os.path.join(target, folder[len(source) + 1 :])
@@ -178,7 +177,7 @@ def copy_tree(source: str, target: str) -> None:
 
 
 def _remove_directory(name: str, descriptor: int) -> None:
-    """Empties the open directory, and removes its name if that still refers to it. Best effort."""
+    """Empties the open directory, and removes its name if it still refers to it. Best effort."""
 
     def empty() -> None:
         for entry in list(os.scandir(".")):
@@ -196,12 +195,12 @@ def _remove_directory(name: str, descriptor: int) -> None:
 
 
 def _files(root: str) -> "list[str]":
-    # Relative paths only: ``root`` might be renamed at this moment.
+    # relative paths, because ``root`` might be renamed now
     return sorted(os.path.join(folder, file)[len(root) + 1 :] for folder, _, files in os.walk(root) for file in files)
 
 
 def _rename(partial: str, wanted: str) -> str:
-    """Renames to ``wanted``, or to ``wanted-2`` and so on if another run has that name."""
+    """Renames to ``wanted``, or to ``wanted-2`` and so on if the name is taken."""
     for number in range(1, 1000):
         final = wanted if number == 1 else f"{wanted}-{number}"
         try:
@@ -222,7 +221,7 @@ def _rename(partial: str, wanted: str) -> str:
 
 
 def _link_latest(name: str) -> str:
-    """Makes the link ``latest``. Returns the problem as a line, or an empty string."""
+    """Links ``latest`` to the bundle. Returns the problem as a line, or an empty string."""
     if os.path.lexists(LATEST) and not os.path.islink(LATEST) and not _is_set_aside(LATEST):
         return f"{LATEST} is not safelaunch's: there is no link to the newest bundle\n"
     partial = f".latest.{os.getpid()}-{time.time_ns()}"
@@ -232,14 +231,14 @@ def _link_latest(name: str) -> str:
         return ""  # the disk has no links, but the bundle is in place
     try:
         os.replace(partial, LATEST)
-    except OSError as error:  # another user's file, protected by the directory's sticky bit
+    except OSError as error:  # another user's file, protected by the sticky bit
         os.unlink(partial)
         return f"no link to the newest bundle: {LATEST}: {error.strerror}\n"
     return ""
 
 
 def _is_set_aside(name: str) -> bool:
-    """Moves another user's file of this name aside; keeps this user's. Returns whether the name is free."""
+    """Moves another user's file aside. Returns whether the name is free; a file of this user isn't moved."""
     owner = os.lstat(name).st_uid
     if owner == os.geteuid():
         return False
@@ -251,7 +250,7 @@ def _is_set_aside(name: str) -> bool:
 
 
 def is_ours_alone(directory: os.stat_result) -> bool:
-    """Returns whether only this user can rename files in it. Otherwise, any of our directories can have any name."""
+    """Returns whether only this user can rename files in it. If not, any of our directories can have any name."""
     shared = directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not directory.st_mode & stat.S_ISVTX
     return directory.st_uid in (0, os.geteuid()) and not shared
 
@@ -269,7 +268,7 @@ def _remove_stale(directory: str) -> None:
                 continue
             shutil.rmtree(entry.path, ignore_errors=True)
         except FileNotFoundError:
-            continue  # our own copy ended just now
+            continue  # our own copy just ended
 
 
 def _report(what: str, work: "Callable[[], None]") -> None:
@@ -295,7 +294,7 @@ def _remove_old(keep: int, just_written: str) -> None:
 
 
 def _is_bundle(name: str) -> bool:
-    """Returns whether it is a complete bundle of this user: a directory with a bundle's name, and not a link."""
+    """Returns whether it is a complete bundle of this user, and not a link to one."""
     try:
         info = os.lstat(name)
         files = [os.lstat(os.path.join(name, file)) for file in WHOLE]
@@ -312,7 +311,7 @@ def _age(name: str) -> tuple[str, int]:
 
 
 def _remove(name: str) -> None:
-    """Renames a bundle, so that no partial one is visible, and removes it."""
+    """Removes a bundle under another name, so that no incomplete bundle is visible."""
     doomed = f".{name}.{os.getpid()}-{time.time_ns()}.removed"
     try:
         bundle = _open(name)

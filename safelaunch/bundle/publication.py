@@ -28,7 +28,7 @@ from safelaunch.bundle.staging import make_private
 from safelaunch.model import Outcome
 from safelaunch.system.files import is_dir, lexists
 
-ENOUGH_BYTES = 64 << 20  # mostly for Flight Recorder dumps with frames of a node's ranks
+ENOUGH_BYTES = 64 << 20  # mostly for Flight Recorder dumps with frames, of a node's ranks
 
 
 def roomier_directory(wanted: Path, alternative: Path, *, enough_bytes: int = ENOUGH_BYTES) -> Path:
@@ -54,8 +54,8 @@ REMOVE_DEADLINE_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    newest: int = 0  # number of bundles; 0: all
-    whole: str = ""  # name of the bundle with all ranks, if this one has only its node's
+    newest: int = 0  # bundles to keep; 0: all
+    whole: str = ""  # bundle with all ranks, if this one has only its node's
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,6 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class BundleOwner:
-    """A user, with the groups of its processes."""
-
     uid: int
     gid: int
     groups: tuple[int, ...] = ()
@@ -92,7 +90,6 @@ def owner_under_sudo(environ: Mapping[str, str]) -> BundleOwner | None:
 
 
 def name_of(run_name: str, unix_s: float, outcome: Outcome | Literal["record"]) -> str:
-    """Returns ``<run-name>-<UTC time>-<hang|suspect|crash|dump|record>``."""
     return f"{run_name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(unix_s))}-{outcome}"
 
 
@@ -112,11 +109,12 @@ def publish(
     retention.
 
     Args:
-        owner: user to copy as, so that the copy belongs to it and root doesn't write where other users can rename
-            files; root copies if that fails
+        owner: User to copy as, so that root doesn't write where other users can rename files. Root copies if that fails.
     """
     problem = ""
-    for user in (owner, None) if owner is not None else (None,):  # the owner might lack access there, or to our Python
+    for user in (
+        (owner, None) if owner is not None else (None,)
+    ):  # the owner might lack access to the directory, or to our Python
         published, problem = _copy_bundle(staged, directory, name, keeping or Retention(), user, deadline_s)
         if published is not None:
             shutil.rmtree(staged, ignore_errors=True)
@@ -127,14 +125,13 @@ def publish(
 def _copy_bundle(
     staged: Path, directory: Path, name: str, keeping: Retention, owner: BundleOwner | None, deadline_s: float
 ) -> tuple[Publication | None, str]:
-    """Returns the published copy, or None and the reason."""
     helper = [sys.executable, "-I", "-S", os.fspath(Path(__file__).parent / "copier.py")]
     limits = [str(keeping.newest)]
     limits += [keeping.whole] if keeping.whole else []
     try:
         process = subprocess.Popen(
             [*helper, ".", os.fspath(directory.absolute()), name, *limits],
-            cwd=staged,  # the owner can't reach it by name, because a parent directory is private
+            cwd=staged,  # a private parent directory hides the path from the owner
             **_user_arguments(owner, staged),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -157,7 +154,7 @@ def _copy_bundle(
 
 
 def _user_arguments(owner: BundleOwner | None, staged: Path) -> dict[str, Any]:
-    """Gives the staged files to ``owner``, and returns the arguments of ``Popen`` that start a process as that user."""
+    """Gives the staged files to ``owner``. Returns the arguments of ``Popen`` that start a process as that user."""
     if owner is None:
         return {}
     for folder, _, files in os.walk(staged):
@@ -176,9 +173,9 @@ def _abandon(process: subprocess.Popen[bytes]) -> None:
 
 
 def _remove_partial(directory: Path, name: str, pid: int) -> None:
-    """Removes what a killed copy left, in a thread, because the disk might not respond.
+    """Removes the remains of a killed copy, in a thread, because the disk might not respond.
 
-    It does nothing if other users can rename files there: any of our files could have that name.
+    Does nothing if other users can rename files there, because any of our files could then have that name.
     """
 
     def remove() -> None:
@@ -242,10 +239,10 @@ def _why_unsafe(directory: Path) -> str:
 
 
 def check_directory(directory: Path) -> str:
-    """Returns why a bundle can't be written to ``directory``; otherwise empty. Leaves nothing behind.
+    """Returns why a bundle can't be written to ``directory``; otherwise empty.
 
-    It tries a write, because to root, and on the kernel's file systems, every directory looks writable. It gives up
-    after ``CHECK_DEADLINE_S`` seconds.
+    Tries a write, because every directory looks writable to root and on the kernel's file systems. Gives up after
+    ``CHECK_DEADLINE_S`` seconds.
     """
     problems: list[str] = []
     thread = threading.Thread(target=lambda: problems.append(_try_directory(directory)), daemon=True)

@@ -25,7 +25,7 @@ _TAILS = ("log_tail.txt", "kernel_log.txt", ".log")
 
 
 def make_private(directory: Path) -> None:
-    """Creates a directory and its missing parents, all with mode 0700. Raises OSError."""
+    """Creates a directory and its missing parents with mode 0700. Raises OSError."""
     if not directory.parent.exists():
         make_private(directory.parent)  # mkdir(parents=True) would leave them open to other users
     _mkdir(directory)
@@ -36,7 +36,7 @@ def _mkdir(directory: Path) -> None:
         directory.mkdir(mode=DIRECTORY_MODE)
     except FileExistsError:
         return
-    directory.chmod(DIRECTORY_MODE)  # independent of the umask
+    directory.chmod(DIRECTORY_MODE)
 
 
 def rewrite(path: Path, value: object) -> None:
@@ -51,7 +51,7 @@ def _document(value: object) -> bytes:
 class Staging(Sink):
     """A bundle in progress. Writes each file when it arrives, and lists all artifacts.
 
-    Every file goes through ``redactor``. Artifacts over ``limit_bytes`` are cut if they are text (logs keep their end,
+    Every file goes through ``redactor``. An artifact over ``limit_bytes`` is cut if it is text (logs keep their end,
     other text its beginning), and otherwise left out. Files that a late thread adds after ``close`` are dropped.
     """
 
@@ -79,7 +79,7 @@ class Staging(Sink):
         return self._whole(artifact, _document(self.redactor.tree(msgspec.to_builtins(value))))
 
     def add_report(self, artifact: Artifact, text: str | None) -> None:
-        """Adds a report, which contains only redacted evidence. A search for assignments would damage it."""
+        """Adds a report. It has only redacted evidence, in which a search for assignments would do damage."""
         content = self.redactor.markup(text).encode("utf-8", "backslashreplace") if text is not None else None
         self.put((artifact, content))
 
@@ -112,7 +112,7 @@ class Staging(Sink):
             self.artifacts.append(Artifact("manifest.json", OURS, 0.0, problem))
 
     def _write(self, path: str, content: bytes) -> str:
-        """Writes a file below the root. Returns why that failed; otherwise an empty string."""
+        """Writes a file below the root. Returns why that failed, or an empty string."""
         target = self.root / path
         try:
             if not self.root.is_dir():
@@ -135,7 +135,7 @@ class Staging(Sink):
             return self._settled()
 
     def close(self) -> tuple[Artifact, ...]:
-        """Works like ``settle``; afterwards, only the manifest can follow."""
+        """Settles, and then accepts only the manifest."""
         with self._writing:
             self._closed = True
             return self._settled()
@@ -170,7 +170,7 @@ class Staging(Sink):
             self.artifacts.append(self._listed(artifact))
 
     def _listed(self, artifact: Artifact) -> Artifact:
-        # The reason for a missing artifact can quote anything.
+        # the reason can quote anything
         text = self.redactor.text
         return msgspec.structs.replace(artifact, missing=text(artifact.missing), note=text(artifact.note))
 

@@ -1,19 +1,20 @@
 """Parses Flight Recorder dumps (c10d's record of a rank's last collectives), versions 2.0 to 2.10.
 
-torch 2.15 makes ``nccl2`` the default backend. Each backend then has its own recorder, in the same format
-(pytorch#192233), so a rank can have several dumps: :func:`~.flight_records.merged`. Starts are never noticed there.
-Ends are, except those of a backend in Python, whose calls are retired as they are made (``verdict/comparable.py``).
-
-A dump has two forms: JSON from the worker server, which needs no GIL and has no frames, and a pickle with frames. Both
-are untrusted. The unpickler knows no classes, and no value is hashed, shown or compared before its type and size are
-known. A value that c10d wouldn't write counts as unknown, and ``FlightRecord.damaged`` names it: a verdict from such a
-record is less certain.
+A dump is JSON from the worker server, which needs no GIL and has no frames, or a pickle with frames. Both are
+untrusted. The unpickler knows no classes, and a value is hashed, shown or compared only after a check of its type and
+size. A value that c10d wouldn't write counts as unknown, and ``FlightRecord.damaged`` names its field, which makes a
+verdict less certain.
 
 A pickle with a hostile *structure* can still kill the process that reads it, because reading hashes a dictionary's
 keys. So a child process reads strangers' files (``bundle/reading/guard.py``).
 
-gloo differs (torch 2.13): ``state`` always stays ``"scheduled"`` (``retired`` says more), ``pg_config`` has the key
-``""`` instead of ``"0"``, and the numbers in ``pg_status`` are strings in the JSON.
+torch 2.15 makes ``nccl2`` the default backend. Each backend then has its own recorder in the same format
+(pytorch#192233), so a rank can have several dumps (:func:`~.flight_records.merged`). Those recorders never notice
+starts. They notice ends, except for a backend in Python: its calls are retired as they are made
+(``verdict/comparable.py``).
+
+gloo differs (torch 2.13): ``state`` stays ``"scheduled"`` (``retired`` shows the end), ``pg_config`` has the key ``""``
+instead of ``"0"``, and the numbers in ``pg_status`` are strings in the JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from safelaunch.model.entries import Entries, Kinds, Same, packed, positions
 from safelaunch.system.decoding import load_pickle
 from safelaunch.system.errors import CaptureError
 
-# Backends that ask the device if an operation has finished. One retired without that has timed out.
+# Backends that ask the device if an operation has finished. If an entry is retired without that, it has timed out.
 _WITH_EVENTS = ("nccl:", "nccl2:", "ncclx:", "rccl:", "rcclx:", "xccl:", "mccl:", "hccl:")
 
 MAX_DUMP_BYTES = 256 << 20
@@ -62,7 +63,7 @@ _TEXTS_OR_NONE = frozenset({str, type(None)})
 
 
 class DumpParts:
-    """Parts that a job's dumps share, stored once: kinds of entry, stacks, members of groups."""
+    """Parts that a job's dumps share, stored once."""
 
     def __init__(self) -> None:
         self.kinds = Kinds()
@@ -71,23 +72,23 @@ class DumpParts:
 
 
 def parse_json(data: bytes, shared: DumpParts | None = None) -> FlightRecord:
-    """Parses a dump of handler ``fr_trace_json`` or ``dump_nccl_trace_json``. Raises ``CaptureError``."""
+    """Parses the output of handler ``fr_trace_json`` or ``dump_nccl_trace_json``. Raises ``CaptureError``."""
     _check_size(data)
     try:
         dump = json.loads(data)
-    except (ValueError, RecursionError) as error:  # also a number of more than 4300 digits
+    except (ValueError, RecursionError) as error:  # or a number of more than 4300 digits
         raise CaptureError(f"Flight Recorder JSON is damaged: {error}") from error
     return record_of(dump, shared)
 
 
 def parse_pickle(data: bytes, shared: DumpParts | None = None) -> FlightRecord:
-    """Parses a dump from ``_dump_fr_trace()`` or NCCL. Raises ``CaptureError``."""
+    """Parses a dump of ``_dump_fr_trace()`` or NCCL. Raises ``CaptureError``."""
     _check_size(data)
     return record_of(load_pickle(data), shared)
 
 
 def to_json(record: FlightRecord) -> bytes:
-    """Writes a dump from which ``parse_json`` makes the same record."""
+    """Formats a dump that ``parse_json`` converts to the same record."""
     groups = {name: {"name": name, "ranks": json.dumps(list(ranks))} for name, ranks in record.groups.items()}
     status = {
         name: {
@@ -105,7 +106,7 @@ def to_json(record: FlightRecord) -> bytes:
 
 
 def _entry(entry: Collective, *, timed: bool) -> dict[str, object]:
-    """Formats an entry as c10d does; the group's name replaces its running number. ``timed``: starts are noticed."""
+    """Formats an entry as c10d does, with the group's name instead of its running number."""
     noticed = entry.started is True and (timed or entry.state == "scheduled")
     return {
         "state": entry.state,
@@ -130,9 +131,12 @@ def _entry(entry: Collective, *, timed: bool) -> dict[str, object]:
 
 
 def record_of(dump: object, shared: DumpParts | None = None) -> FlightRecord:
-    """Converts a decoded dump. Missing keys, and values of another type, keep their defaults.
+    """Converts a decoded dump. Missing keys and values of another type keep their defaults.
 
-    ``shared`` comes from the job's other dumps. Raises ``CaptureError`` if it isn't a Flight Recorder dump.
+    Raises ``CaptureError`` if it isn't a Flight Recorder dump.
+
+    Args:
+        shared: Parts of the job's other dumps.
     """
     if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list) or not _marks(dump):
         raise CaptureError("not a Flight Recorder dump: it has no version and no entries")
@@ -151,12 +155,12 @@ def record_of(dump: object, shared: DumpParts | None = None) -> FlightRecord:
         groups=_groups(dump.get("pg_config"), shared.ranks, damaged),
         status=_status(dump.get("pg_status"), decoder.names_by_id, damaged),
         damaged=tuple(sorted(damaged)),
-        library=text_of(dump.get("nccl_version")) or text_of(dump.get("comm_lib_version")),  # the name since torch 2.9
+        library=text_of(dump.get("nccl_version")) or text_of(dump.get("comm_lib_version")),  # name since torch 2.9
     )
 
 
 def _without_doubles(entries: Entries, damaged: set[str]) -> Entries:
-    """Drops repeated entries: each has a distinct ``record_id``."""
+    """Drops entries with a repeated ``record_id``."""
     numbers = entries.record_ids
     if isinstance(numbers, (range, Same)) or len(set(numbers)) == len(numbers):
         return entries
@@ -173,13 +177,13 @@ _EntryRow = tuple[Any, ...]
 
 
 class _Decoder:
-    """Decodes the entries of one dump. A training loop repeats the same ones.
+    """Decodes the entries of one dump, most of which repeat in every iteration of a training loop.
 
-    An entry's row decides its kind. A known row might begin another iteration of the loop: the rows after it are
-    compared in bulk with those that followed last time, and looked up only where they differ. Only new rows are
-    decoded. Comparing is cheap, because c10d's pickler shares the frames' dictionaries between entries, and identical
-    objects are equal. It is safe, because an unchecked value is compared only with a checked one, or with one equal to
-    it, so it never recurses deeper than that one.
+    Only a row that is new is decoded. If a row is known, another iteration might begin there: the following rows are
+    compared in bulk with the rows that followed last time, and looked up only if they differ. Comparing is cheap,
+    because c10d's pickler shares the frames' dictionaries between entries, and identical objects are equal. It is safe,
+    because an unchecked value is compared only with a checked value or its equal, so the recursion is never deeper than
+    that value.
     """
 
     def __init__(self, entries: list[dict[Any, Any]], shared: DumpParts, damaged: set[str]) -> None:
@@ -195,7 +199,7 @@ class _Decoder:
             self.names_by_id.update(_names(groups, columns[KEYS.index("pg_id")]))
         self._values = dict(zip(_NUMBERS, columns[len(KEYS) :], strict=True))
         self._rows: list[_EntryRow] = []
-        self._numbers: list[int] = []  # each row's kind, as a number in the shared kinds
+        self._numbers: list[int] = []  # kind of each row, as a number in the shared kinds
         self._row_by_key: dict[Hashable, int] = {}
 
     def entries(self) -> Entries:
@@ -227,8 +231,8 @@ class _Decoder:
         return row_of
 
     def _repeat(self, row_of: list[int], period: int) -> None:
-        """Appends to ``row_of`` the following entries that equal those ``period`` entries before."""
-        most = 16  # entries compared at once, doubled each time: in an irregular program the first one differs
+        """Appends to ``row_of`` the entries that equal the entries ``period`` positions earlier."""
+        most = 16  # compared at once, doubled each time: in an irregular program the first entry differs
         while len(row_of) < len(self._entries):
             now = len(row_of)
             most = min(2 * most, 4096, len(self._entries) - now)
@@ -266,7 +270,7 @@ class _Decoder:
 
     def _kind(self, row: _EntryRow) -> Collective:
         state, retired, op, group, pg_id, is_p2p, timeout_ms, in_sizes, in_types, out_sizes, out_types, frames = row
-        # An entry without a group name belongs to the group that other entries name for its number.
+        # An entry without a group name belongs to the group with its number in other entries.
         pair = group if isinstance(group, (list, tuple)) else (self.names_by_id.get(text_of(pg_id), pg_id), "")
         if pair is group and pair and (name := text_of(pair[0])):
             self.names_by_id[text_of(pg_id)] = name
@@ -293,10 +297,10 @@ class _Decoder:
         )
 
     def _kinds_with_starts(self, row_of: list[int]) -> array[int] | None:
-        """Returns the kind of each entry with ``started`` set if the device reported its start; None if none does.
+        """Returns the kind of each entry, with ``started`` set if the device reported starts; None if it reported none.
 
-        gloo never reports. Neither does an NCCL entry retired unnoticed, nor a record without any noticed start
-        (TORCH_NCCL_ENABLE_TIMING is off).
+        gloo never reports starts. NCCL doesn't for an entry that is retired unnoticed, nor with
+        TORCH_NCCL_ENABLE_TIMING off.
         """
         starts = self._values["time_discovered_started_ns"]
         if not _NUMBERS_OR_NONE.issuperset(map(type, starts)):
@@ -319,7 +323,7 @@ class _Decoder:
         return numbers
 
     def _counts(self, name: str) -> Sequence[int]:
-        """Returns a column of numbers from 0; replaces impossible ones by 0."""
+        """Returns a column of numbers from 0, with impossible ones replaced by 0."""
         values = packed(self._numbers_in(name))
         ends = (values[0], values[-1]) if isinstance(values, (range, Same)) and values else values
         if min(ends, default=0) >= 0 and max(ends, default=0) < _MAX_COUNT:
@@ -328,7 +332,7 @@ class _Decoder:
         return [value if 0 <= value < _MAX_COUNT else 0 for value in values]
 
     def _threads(self) -> Sequence[int]:
-        """Returns the thread that made each call, often the same for all; older versions don't record it."""
+        """Returns the calling thread of each entry, often the same for all; empty in older versions."""
         values = self._values["thread_id"]
         first = values[0] if values else None
         if type(first) is str and values.count(first) == len(values) and (number := _thread(first)) is not None:
@@ -346,7 +350,7 @@ class _Decoder:
         values = self._values[name]
         try:
             return array("q", values)
-        except (TypeError, OverflowError):  # missing in some entries, or not written by c10d
+        except (TypeError, OverflowError):  # missing in some entries, or not from c10d
             former = _FORMER_NAMES.get(name, name)
             pairs = zip(values, self._entries, strict=True)
             values = tuple(entry.get(former) if value is None else value for value, entry in pairs)
@@ -360,10 +364,12 @@ def _thread(text: str) -> int | None:
 
 
 def _columns_of(entries: list[dict[Any, Any]]) -> list[tuple[Any, ...]]:
-    """Returns the values under ``KEYS`` and ``_NUMBERS``, entry by entry; None for a missing one."""
+    """Returns the values under ``KEYS`` and ``_NUMBERS``, entry by entry; None for a missing value."""
     if not entries:
         return [()] * (len(KEYS) + len(_NUMBERS))
-    own = {key: key for key in entries[0] if type(key) is str}  # the dump's own objects: identical ones compare fast
+    own = {
+        key: key for key in entries[0] if type(key) is str
+    }  # the dump's own objects, because identical ones compare fast
     keys = [own.get(key, key) for key in (*KEYS, *_NUMBERS)]
     try:
         return list(zip(*map(itemgetter(*keys), entries), strict=True))
@@ -382,7 +388,7 @@ def _names(groups: Sequence[object], ids: Sequence[object]) -> dict[str, str]:
 def _key_of(row: _EntryRow) -> tuple[_EntryRow, _EntryRow, _EntryRow] | None:
     """Returns a key that is equal for equal rows; None if a value isn't a text, a number or a short list of them.
 
-    Frames are compared by identity, because the dump keeps them alive.
+    Frames are compared by identity; the dump keeps them alive.
     """
     state, retired, op, group, pg_id, is_p2p, timeout_ms, in_sizes, in_types, out_sizes, out_types, frames = row
     lists = (group, in_types, out_types, in_sizes, out_sizes, frames)
@@ -401,7 +407,7 @@ def _key_of(row: _EntryRow) -> tuple[_EntryRow, _EntryRow, _EntryRow] | None:
 
 
 def _groups(config: object, ranks_by_text: dict[str, tuple[int, ...]], damaged: set[str]) -> dict[str, tuple[int, ...]]:
-    """Reads ``pg_config``. ``ranks_by_text`` is shared by all dumps, because thousands of ranks have the same text."""
+    """Reads ``pg_config``. All dumps share ``ranks_by_text``, because thousands of ranks have the same text."""
     groups: dict[str, tuple[int, ...]] = {}
     by_list: dict[int, tuple[int, ...] | None] = {}  # a pickle can refer to one list many times
     for key, value in _pairs("pg_config", config, damaged):
@@ -426,7 +432,6 @@ def _pairs(name: str, table: object, damaged: set[str]) -> list[tuple[Any, Any]]
 
 
 def _ranks(ranks: object) -> tuple[int, ...] | None:
-    """Decodes a group's ranks; None if it isn't a list of ranks."""
     if ranks is None:
         return ()
     if isinstance(ranks, str):
@@ -440,9 +445,9 @@ def _ranks(ranks: object) -> tuple[int, ...] | None:
 
 
 def _status(status: object, names: dict[str, str], damaged: set[str]) -> dict[str, GroupStatus]:
-    """Reads the status by group name. A ``pg_id`` is the rank's own number of the group, different on each rank.
+    """Reads ``pg_status`` by group name.
 
-    A group without an entry has only that number, which identifies nothing.
+    A ``pg_id`` is the rank's own number of a group, so a group without an entry can't be identified.
     """
     by_name = {}
     for key, value in _pairs("pg_status", status, damaged):

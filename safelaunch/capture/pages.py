@@ -1,4 +1,4 @@
-"""Files that the beacons write to the run directory: progress pages, agent events and notes."""
+"""Reads the files that beacons write to the run directory: progress pages, agent events and notes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from safelaunch.system.decoding import from_json
 _T = TypeVar("_T")
 
 LARGEST_WORLD = 1 << 20
-MAX_BYTES = 1 << 20  # read of a note
+MAX_BYTES = 1 << 20  # of a note
 MTIME_TICK_NS = 100_000_000  # the kernel's coarse clock ticks at least every 10 ms
 
 
 class _PageField:
-    """A word of a page, as an attribute."""
-
     def __init__(self, at: int) -> None:
         self._at = at
 
@@ -34,14 +32,14 @@ class _PageField:
 
 
 class ProgressPage:
-    """The mapped progress page of a rank or the agent. Raises OSError or ValueError if the file is not a whole page."""
+    """The mapped progress page of a rank or the agent. Raises OSError or ValueError if the file isn't a whole page."""
 
     pid = _PageField(layout.PID)
     start_ticks = _PageField(layout.START_TICKS)
     rank = _PageField(layout.RANK)
     kind = _PageField(layout.KIND)  # EXPLICIT, IMPLICIT or LAUNCHER
     claimed_ns = _PageField(layout.CLAIMED_NS)
-    exited_ns = _PageField(layout.EXIT_NS)  # time its process left the interpreter; 0 if it runs or was killed
+    exited_ns = _PageField(layout.EXIT_NS)  # when its process left the interpreter; 0 if it runs or was killed
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -62,14 +60,14 @@ class ProgressPage:
 
     @property
     def intact(self) -> bool:
-        """True if the constant words still have their values. Otherwise the page was overwritten and is worthless."""
+        """True if the constant words are unchanged. If not, the page was overwritten and is worthless."""
         words = self._words
         named = self._named
         return words[layout.READY] == layout.MAGIC and (named is None or words[layout.PID] == named[2])
 
     @property
     def named(self) -> tuple[int, int, int]:
-        """(attempt, rank, pid) from the file name; (-1, -1, -1) if the name has another form."""
+        """(attempt, rank, pid) from the file name; (-1, -1, -1) for another form of name."""
         return self._named or (-1, -1, -1)
 
     @property
@@ -78,47 +76,45 @@ class ProgressPage:
 
     @property
     def steps(self) -> bool:
-        """True if its process has marked a step."""
         return bool(self._words[layout.LAST_STEP_NS] or self._words[layout.USER_STEPS])
 
     @property
     def has_torch(self) -> bool:
-        """True if its process has imported torch.distributed."""
         return self.server_up or layout.TORCH <= self._words[layout.STATE] < layout.EXITED
 
     def acknowledge(self) -> None:
-        """Notifies a waiting rank (or the agent) that the supervisor has looked at its peers."""
+        """Notifies a waiting rank or the agent that the supervisor has looked at its peers."""
         self._words[layout.ACK] = 1
 
     def begin_question(self) -> bool:
         """Announces a request to a handler that needs the GIL. Returns False if the rank is exiting.
 
-        It announces first, then reads the state. An exiting rank does the reverse, so at least one of them sees the
-        other.
+        The request is announced before the state is read. An exiting rank does the reverse, so at least one side sees
+        the other.
         """
         with self._asking:
             self._words[layout.ASKED] += 1
-        time.sleep(0.001)  # both sides write, then read the other's word: let the stores arrive
+        time.sleep(0.001)  # let both sides' stores arrive
         if self._words[layout.STATE] != layout.EXITED:
             return True
         self.withdraw_question()
         return False
 
     def withdraw_question(self) -> None:
-        """Undoes ``begin_question`` for a request that never reached a handler.
+        """Undoes ``begin_question`` for a request that reached no handler.
 
-        A request that timed out stays announced, because its handler might still be waiting for the GIL.
+        After a timeout the request stays announced, because its handler might still be waiting for the GIL.
         """
         with self._asking:
             self._words[layout.ASKED] -= 1
 
     @property
     def owes_answer(self) -> bool:
-        """True if a handler might still be waiting for the GIL: an earlier request has no answer yet."""
+        """True if an earlier request has no answer yet, so its handler might still be waiting for the GIL."""
         return self._words[layout.ANSWERED] < self._words[layout.ASKED]
 
     def announce_end(self) -> None:
-        """Notifies the agent that safelaunch sends the next SIGTERM, so that it prints no traceback."""
+        """Notifies the agent that the next SIGTERM comes from safelaunch and needs no traceback."""
         self._words[layout.ENDING] = 1
 
     @property
@@ -126,12 +122,12 @@ class ProgressPage:
         return self._words[layout.ACK] != 0
 
     def marks(self) -> tuple[int, int, int, int]:
-        """Returns the words that show progress, for a cheap poll: (last step ns, user steps, state, last mark ns)."""
+        """Returns the words that show progress: (last step ns, user steps, state, last mark ns)."""
         w = self._words
         return w[layout.LAST_STEP_NS], w[layout.USER_STEPS], w[layout.STATE], w[layout.MARKED_NS]
 
     def read(self) -> Progress:
-        """Reads the whole page. Bounds every value, because a damaged page can hold anything."""
+        """Reads the whole page, with every value bounded, because a damaged page can hold anything."""
         w = self._words
         state = w[layout.STATE]
         optimizers = min(w[layout.OPTIMIZERS], layout.MAX_OPTIMIZERS)
@@ -167,8 +163,6 @@ class ProgressPage:
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """A rank's process as the agent started it."""
-
     rank: int
     local_rank: int
     pid: int
@@ -176,7 +170,7 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class AgentEvent(msgspec.Struct, frozen=True):
-    """A line of ``agent.events`` (described in ``beacon/agent.py``). ``world_size`` is 0 if unknown."""
+    """A line of ``agent.events`` (see ``beacon/agent.py``). ``world_size`` is 0 if unknown."""
 
     event: str
     time_unix_s: float
@@ -190,7 +184,7 @@ class AgentEvent(msgspec.Struct, frozen=True):
 
 
 class EventReader:
-    """Follows ``agent.events``, reading whole lines."""
+    """Reads ``agent.events`` line by line as it grows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -198,7 +192,7 @@ class EventReader:
         self._offset = 0
 
     def read(self) -> list[AgentEvent]:
-        """Returns the events since the last call. Skips lines that can't be decoded."""
+        """Returns the events since the last call. Skips damaged lines."""
         try:
             if os.stat(self._name).st_size <= self._offset:  # noqa: PTH116 - several times a second
                 return []
@@ -214,12 +208,11 @@ class EventReader:
             try:
                 events.append(from_json(line, AgentEvent))
             except (msgspec.DecodeError, RecursionError):
-                continue  # the beacon couldn't finish this line (disk full); later lines might be whole
+                continue  # the beacon couldn't finish this line (full disk), but can have written whole ones since
         return events
 
 
 def bytes_of(path: Path) -> bytes:
-    """Returns the first ``MAX_BYTES`` of a rank's file; empty if it can't be read."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_BYTES)
@@ -250,27 +243,26 @@ class Meta(msgspec.Struct, frozen=True):
 
 
 def read_meta(path: Path) -> Meta:
-    """Reads a ``.meta`` file. Returns an empty ``Meta`` if there is none."""
     return read_note(path, Meta) or Meta()
 
 
 class RankContract(msgspec.Struct, frozen=True):
     """Facts about a rank's work, which its beacon records at the first step; None if unknown."""
 
-    batch: _PageNumber | None = None  # batch size of its DataLoader
-    device: _PageNumber | None = None  # number of its current CUDA device, if it has several
+    batch: _PageNumber | None = None  # of its DataLoader
+    device: _PageNumber | None = None  # its current CUDA device, if it has several
 
 
 def read_contract(base: Path) -> RankContract | None:
-    """Reads the note next to page ``base``; None before the rank's first step."""
+    """Reads the contract of page ``base``; None before the rank's first step."""
     return read_note(base.with_name(base.name + layout.CONTRACT_SUFFIX), RankContract)
 
 
 class Roster:
-    """The ranks of the newest attempt, from the pages that their beacons claimed and from the agent's events.
+    """The ranks of the newest attempt, from their beacons' pages and the agent's events.
 
     ``attempt`` is TORCHELASTIC_RESTART_COUNT; ``starts`` counts the times torchrun started its workers. On several
-    nodes they differ: if a node joins or leaves, torchrun restarts the workers under other ranks and the same attempt.
+    nodes they differ: if a node joins or leaves, torchrun restarts the workers with other ranks and the same attempt.
     """
 
     def __init__(self, run: RunPaths) -> None:
@@ -284,14 +276,14 @@ class Roster:
         self.workers: dict[int, Worker] = {}
         self.attempt = 0
         self.starts = 0
-        self._oldest_ticks = 0  # start time of the oldest current worker
+        self._oldest_ticks = 0  # of the oldest current worker
         self.master_port = ""
         self.world_size = 0  # as torchrun set it for its workers
         self.agent_error = ""  # the agent's own failure
         self.agent_page: ProgressPage | None = None
 
     def refresh(self) -> list[AgentEvent]:
-        """Looks for new pages and reads agent events, which it returns."""
+        """Finds new pages, and returns new agent events."""
         events = self._events.read()
         for event in events:
             if event.event == "started":
@@ -320,12 +312,12 @@ class Roster:
                 self._damaged.append(rank)
 
     def damaged(self) -> tuple[int, ...]:
-        """Returns the ranks whose pages turned out to be damaged since the last call."""
+        """Returns the ranks with pages that were found damaged since the last call."""
         damaged, self._damaged = self._damaged, []
         return tuple(damaged)
 
     def _find_pages(self) -> None:
-        """Reads the directory only if a file appeared or disappeared, or if a page wasn't ready yet."""
+        """Reads the directory only if a file appeared or disappeared, or if a page wasn't ready."""
         try:
             changed_ns = os.stat(self._directory).st_mtime_ns  # noqa: PTH116 - several times a second
             if changed_ns == self._seen_ns:
@@ -333,7 +325,7 @@ class Roster:
             names = {entry.name for entry in os.scandir(self._directory)}
         except OSError:
             return
-        # Two changes can fall into one tick of the file system's clock: read again after a recent one.
+        # Two changes can fall into one tick of the file system's clock, so read again after a recent change.
         settled = time.time_ns() - changed_ns > MTIME_TICK_NS
         self._seen_ns = changed_ns if settled else 0
         for name in names - self._pages.keys() - self._ignored:
@@ -357,10 +349,10 @@ class Roster:
     def pages(self) -> dict[int, ProgressPage]:
         """Returns one page per rank of the newest attempt.
 
-        Several processes can claim one rank, for example if a shell first runs a helper. The order of preference: a
-        process that marks steps, one with its rank in its environment, one that imported torch, one that hasn't
-        exited, the worker itself, the latest claim. If any rank's number comes from its environment, processes
-        without one are ignored unless they mark steps.
+        Several processes can claim a rank, for example if a shell first runs a helper. Preferred are, in this order: a
+        process that marks steps, one with the rank in its environment, one that imported torch, one that hasn't exited,
+        the worker itself, the latest claim. If some process has a rank in its environment, those without one count only
+        if they mark steps.
         """
         claims: dict[int, list[ProgressPage]] = {}
         for page in self._pages.values():

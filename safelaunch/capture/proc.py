@@ -1,7 +1,7 @@
-"""The kernel's view of a process: ``/proc/<pid>``, read directly (proc(5)).
+"""Reads the kernel's view of a process from ``/proc/<pid>`` (proc(5)).
 
-It works for processes that respond to nothing else: stopped, frozen, in D state, or zombies. Files behind locks that a
-stuck process might hold forever (``cmdline``, ``syscall``, ``io``) are read within a deadline.
+This works even if the process is stopped, frozen, in D state, or a zombie. Files that need a lock (``cmdline``,
+``syscall``, ``io``) are read within a deadline, because a stuck process might hold it forever.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MAX_THREADS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Facts that a process reported about itself; others need the right to trace it."""
+    """Facts that a process reported about itself. Other processes need the right to trace it."""
 
-    calls: Mapping[int, str]  # its threads' syscall files
-    waits: Mapping[int, str]  # their wchan files
-    memory: int = -1  # descriptor of its memory; -1 if there is none
+    calls: Mapping[int, str]  # threads' ``syscall`` files
+    waits: Mapping[int, str]  # threads' ``wchan`` files
+    memory: int = -1  # descriptor of its memory; -1 without one
 
     def of(self, name: str, tid: int) -> str:
         """Returns a thread's file ``name``; empty if the process didn't report it, or the kernel has none."""
@@ -55,7 +55,7 @@ NOTHING = Own({}, {})
 
 
 def parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
-    """Parses ``/proc/<pid>/syscall`` into number and arguments; None if it runs, or blocks outside a call."""
+    """Parses ``/proc/<pid>/syscall`` into number and arguments; None if the thread is in no system call."""
     fields = text.split()
     if len(fields) < 7 or fields[0] in ("running", "-1"):
         return None
@@ -63,7 +63,7 @@ def parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
 
 
 def parse_io(text: str) -> tuple[int, int] | None:
-    """Parses ``rchar`` and ``wchar`` of ``/proc/<pid>/io`` in bytes, or None."""
+    """Parses ``rchar`` and ``wchar`` of ``/proc/<pid>/io``."""
     counts = [int(n) for n in re.findall(r"^[rw]char: (\d+)$", text, re.MULTILINE)]
     return (counts[0], counts[1]) if len(counts) == 2 else None
 
@@ -81,12 +81,12 @@ def read_process(
 ) -> ProcessState:
     """Reads the current state of a process and its threads within ``deadline_s`` seconds.
 
-    The result's ``note`` names what is missing: files without permission (another user's process) or without an answer.
-    Raises ``CaptureError`` only if the process doesn't exist.
+    The result's ``note`` names the files that weren't readable or didn't respond. Raises ``CaptureError`` only if the
+    process doesn't exist.
 
     Args:
         pid: The process.
-        deadline_s: The limit for all of it.
+        deadline_s: The limit for the whole read.
         locks: The node's file locks, if they have been read.
         own: Facts that the process reported about itself.
     """
@@ -102,14 +102,14 @@ def read_process(
     except Exception as error:  # noqa: BLE001 - the boundary: everything read so far still counts
         return structs.replace(quick, note=f"details of /proc/{pid}: {type(error).__name__}: {error}")
     threads = threads or quick.threads
-    letter = next((t.state for t in threads if t.tid == pid), quick.state)  # read at the same moment as the rest
+    letter = next((t.state for t in threads if t.tid == pid), quick.state)  # from the same moment as the rest
     return structs.replace(
         quick, state=letter, threads=threads, cmdline=cmdline, locks=file_locks, note="; ".join(notes)
     )
 
 
 def read_quick(pid: int) -> ProcessState:
-    """Reads states, names, CPU time and memory, which never blocks and is open to any user.
+    """Reads states, names, CPU time and memory. Never blocks, and needs no rights.
 
     Raises ``CaptureError`` if the process doesn't exist.
     """
@@ -137,22 +137,22 @@ def read_quick(pid: int) -> ProcessState:
 
 
 def is_fork(pid: int, page_name: str) -> bool:
-    """True if a child runs its rank's program, whose page it then has mapped, and has no POSIX timer."""
+    """True if a child runs its rank's program, which maps the rank's page, and has no POSIX timer."""
     try:
         timers = _text(Path(f"/proc/{pid}/timers"))
         return not timers and f"/pages/{page_name}\n" in _text(Path(f"/proc/{pid}/maps")) + "\n"
-    except OSError:  # it has ended, is another user's, or the kernel doesn't show timers
+    except OSError:  # it has ended, belongs to another user, or the kernel doesn't show timers
         return False
 
 
 def state_letter(pid: int) -> str:
-    """Returns the state of the process (R S D T t Z X); ``""`` if it is gone."""
+    """Returns the state of the process (R S D T t Z X); empty if it is gone."""
     stat = procstat.read(pid)
     return stat.state if stat is not None else ""
 
 
 def orphans(pid: int, table: process.ProcessTable) -> list[ProcessId]:
-    """Returns processes of the session led by ``pid`` (ranks under torchrun lead one) whose parents have ended."""
+    """Returns processes of the session led by ``pid`` (as ranks under torchrun do) with ended parents."""
     if _session(pid) != pid:
         return []
     family = {pid, *(descendant.pid for descendant in process.descendants([pid], table=table))}
@@ -173,8 +173,9 @@ def _session(pid: int) -> int:
 def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) -> str:
     """Returns the role of a rank's child: ``dataloader worker``, ``resource tracker``, ``forkserver`` or ``child``.
 
-    The stack identifies a loader's worker (``_worker_loop`` of ``torch/utils/data/_utils/worker.py``) for every start
-    method. The command line, which forked children share, identifies the helpers of multiprocessing.
+    The stack identifies a DataLoader's worker for every start method: ``_worker_loop`` of
+    ``torch/utils/data/_utils/worker.py``. The command line, which forked children share, identifies multiprocessing's
+    helpers.
     """
     frames = [frame for sample in stacks for thread in sample.threads for frame in thread.frames]
     if any(f.function == "_worker_loop" and f.file.endswith("utils/data/_utils/worker.py") for f in frames):
@@ -191,7 +192,7 @@ def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) ->
 def _details(
     pid: int, letter: str, locks: Sequence[file_locks.LockRow] | None, own: Own
 ) -> tuple[tuple[ThreadState, ...], tuple[str, ...], tuple[FileLock, ...], list[str]]:
-    """Reads threads, command line, file locks and notes: the part that can block."""
+    """Reads what can block: threads, command line, file locks; returns notes as well."""
     notes: list[str] = []
     denied: set[str] = set()
     memory = ProcessMemory(pid, own.memory)
@@ -217,7 +218,7 @@ def _details(
 def _locks(
     pid: int, threads: tuple[ThreadState, ...], node_locks: Sequence[file_locks.LockRow] | None
 ) -> tuple[FileLock, ...]:
-    """Includes other processes' locks only if the main thread sleeps: it might be polling for one."""
+    """Includes other processes' locks only if the main thread sleeps, so that it might be polling for a lock."""
     asleep = any(thread.tid == pid and kind_of(thread) in ("sleep", "select") for thread in threads)
     try:
         return file_locks.locks_of(pid, of_others=asleep, table=node_locks)
@@ -265,7 +266,7 @@ def _full_thread(
                 return text
             denied.add(name)
         except OSError:
-            pass  # the kernel was built without it, or the thread just ended
+            pass  # not supported by this kernel, or the thread just ended
         return ""
 
     text = optional("syscall")
@@ -299,7 +300,7 @@ def _full_thread(
 
 
 def _with_target(thread: ThreadState, pid: int, arguments: tuple[int, ...], memory: ProcessMemory) -> ThreadState:
-    """Adds what its call works on: a descriptor or a path."""
+    """Adds the descriptor or path that the thread's call uses."""
     name, fd = thread.syscall_name, None
     if name in waits.FD_FIRST:
         fd = arguments[0] & 0xFFFFFFFF
@@ -335,14 +336,14 @@ def _text(path: Path) -> str:
 
 
 class Scheduled(NamedTuple):
-    """A thread's scheduling. Equal ``marks`` at two moments mean that it hasn't run in between."""
+    """A thread's scheduling. Equal ``marks`` at two moments mean that it hasn't run between them."""
 
     runs: bool
     marks: tuple[int | str, ...]
 
 
 def scheduled(pid: int) -> dict[int, Scheduled]:
-    """Returns when each thread last ran; empty if the process is gone. Open to any user, and never blocks."""
+    """Returns the scheduling of each thread; empty if the process is gone. Never blocks, and needs no rights."""
     by_tid: dict[int, Scheduled] = {}
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/task").iterdir():
@@ -353,7 +354,7 @@ def scheduled(pid: int) -> dict[int, Scheduled]:
 
 
 def tids_inside(pid: int) -> dict[int, int]:
-    """Maps thread ids in a container's pid namespace to those here; empty without a namespace."""
+    """Maps thread ids in a container's pid namespace to ids here; empty without a namespace."""
     tids: dict[int, int] = {}
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/task").iterdir():
@@ -372,11 +373,11 @@ def _slices(pid: int, tid: int) -> str:
     return ""
 
 
-_TID_AT = {"x86_64": 720, "aarch64": 208}  # in glibc's struct pthread, which pthread_self() points at
+_TID_AT = {"x86_64": 720, "aarch64": 208}  # offset in glibc's struct pthread, which pthread_self() points to
 
 
 def tid_of(memory: ProcessMemory, ident: int, tids: Collection[int]) -> int | None:
-    """Returns the kernel's id, one of ``tids``, of a thread for which Python knows ``pthread_self()``."""
+    """Returns the kernel id, one of ``tids``, of the thread with ``pthread_self()`` equal to ``ident``."""
     at = _TID_AT.get(platform.machine())
     data = memory.read(ident + at, 4) if at and ident else b""
     tid = int.from_bytes(data, sys.byteorder)

@@ -1,9 +1,9 @@
 """Reads the stacks of a process from outside, with py-spy (``py-spy dump --json``).
 
-A process that might be healthy is never stopped for it (``--nonblocking``). A ptrace stop ends ``recv`` with a timeout,
+A process that might be healthy is never stopped (``--nonblocking``). A ptrace stop ends ``recv`` with a timeout,
 ``semop``, ``epoll_wait`` and ``sigtimedwait`` with EINTR, which C code often treats as an error. It also shortens a
-write to a full pipe, and unbuffered Python (``python -u``, as torchrun starts ranks) drops the rest. The price: the
-stack of a thread that runs during the read can mix two moments. The scheduler's counters show which threads ran.
+write to a full pipe, and unbuffered Python (``python -u``, as torchrun starts ranks) drops the rest. The price: if a
+thread runs during the read, its stack can mix two moments. The scheduler's counters show which threads ran.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from safelaunch.system.printable import clean
 
 DEADLINE_S = 3.0
 VERSION_S = 3.0
-READS = 3  # attempts if threads run during the read
+READS = 3  # if threads run during the read
 
 
 class _SpyLocal(msgspec.Struct):
@@ -73,7 +73,7 @@ _VALUE = re.compile(r"-?\d{1,18}|'[^'\\]{0,120}'|\"[^\"\\]{0,120}\"")
 def find_py_spy(path: str | None = None) -> str:
     """Returns ``path``, else the py-spy installed with this safelaunch, else the one on ``PATH``.
 
-    Raises ``CaptureError`` if there is none.
+    Raises ``CaptureError`` if none exists.
     """
     if path:
         return path
@@ -87,7 +87,7 @@ def find_py_spy(path: str | None = None) -> str:
 
 
 def parse(data: bytes, *, pid: int, at_s: float, how: str, native: bool = False) -> StackSample:
-    """Parses the output of ``py-spy dump --json``. Raises ``CaptureError`` for anything else."""
+    """Parses the output of ``py-spy dump --json``. Raises ``CaptureError``."""
     try:
         threads = from_json(data, list[_SpyThread])
     except msgspec.DecodeError as error:
@@ -116,7 +116,7 @@ def parse(data: bytes, *, pid: int, at_s: float, how: str, native: bool = False)
 
 
 def _arguments(frames: Iterable[_SpyFrame]) -> CallArguments | None:
-    """Returns the ranks and tag in the innermost c10d call. All other local variables are dropped here."""
+    """Returns the ranks and tag in the innermost c10d call, and drops all other local variables."""
     frame = next((frame for frame in frames if frame.filename.endswith(_C10D)), None)
     values = {
         local.name: int(local.repr)
@@ -127,7 +127,7 @@ def _arguments(frames: Iterable[_SpyFrame]) -> CallArguments | None:
 
 
 def _names_of_key(frames: Sequence[_SpyFrame]) -> tuple[tuple[str, str], ...]:
-    """Returns the numbers and strings that the innermost line uses in its wait for a store key."""
+    """Returns the numbers and strings in the innermost line, if it waits for a store key."""
     inner = next((frame for frame in frames if frame.filename.endswith(".py")), None)
     if inner is None or not inner.locals or is_library(inner.filename):
         return ()
@@ -143,7 +143,7 @@ def _names_of_key(frames: Sequence[_SpyFrame]) -> tuple[tuple[str, str], ...]:
 def _lock_file(frames: Iterable[_SpyFrame]) -> str:
     """Returns the file that library ``filelock`` polls, or the lock file of a build of torch's C++ extensions.
 
-    ``filelock`` has the file open only during each attempt.
+    ``filelock`` opens the file only for each attempt, so descriptors don't show it.
     """
     for frame in frames:
         if "/filelock/" in frame.filename:
@@ -169,9 +169,9 @@ def dump(
 ) -> Result[StackSample]:
     """Runs py-spy once on ``pid``, for at most ``deadline_s`` seconds; never raises.
 
-    If a killed py-spy leaves its target stopped, the target is resumed. ``native`` adds C frames, unless
-    ``nonblocking``. Local variables are requested because they show the peer of a send or receive, at no measurable
-    cost. py-spy reads them less reliably than frames, so if it fails they are omitted.
+    If py-spy is killed and leaves the process stopped, the process is resumed. ``native`` adds C frames, unless
+    ``nonblocking``. Local variables show the peer of a send or receive, at no measurable cost. py-spy reads them less
+    reliably than frames, so they are omitted if that fails.
     """
     native = native and not nonblocking
     options = ["--nonblocking"] * nonblocking + ["--native"] * native
@@ -198,7 +198,7 @@ def dump(
 
 
 def _with_tids_here(sample: StackSample) -> StackSample:
-    """Renumbers the threads of a process in a container: on Python 3.11+, py-spy reports the numbers from inside it."""
+    """Replaces the thread ids of a process in a container, because py-spy on Python 3.11+ reports the inner ones."""
     inside = proc.tids_inside(sample.pid)
     if not inside:
         return sample
@@ -218,7 +218,7 @@ def stack_of(
 ) -> Result[StackSample]:
     """Reads the stacks of ``pid`` without stopping it, for at most ``deadline_s`` seconds; never raises.
 
-    ``state`` is an earlier view of the process, which shows if its pid was reused. See :func:`settled`.
+    ``state`` is an earlier view of the process, which shows if its pid was reused.
     """
     begin = time.monotonic()
     until = begin + deadline_s
@@ -234,7 +234,7 @@ def stack_of(
 
 
 def settled(pid: int, until: float, read: Callable[[], Result[StackSample]]) -> Result[StackSample]:
-    """Reads the stacks of ``pid`` up to ``READS`` times, until no thread that now sleeps ran during the read.
+    """Reads the stacks of ``pid`` up to ``READS`` times, until no thread that sleeps now ran during the read.
 
     Keeps each thread's first untorn stack.
     """
@@ -254,11 +254,11 @@ def settled(pid: int, until: float, read: Callable[[], Result[StackSample]]) -> 
             again = any(
                 thread.torn and (thread.os_tid is None or thread.os_tid in asleep)
                 for thread in merged
-                if not all(is_ours(frame.file) for frame in thread.frames)  # the thread that answers runs
+                if not all(is_ours(frame.file) for frame in thread.frames)  # the answering thread runs
             )
         else:
             best = best or result
-            again = not result.kind and quiet != set(after)  # otherwise a torn read isn't why it failed
+            again = not result.kind and quiet != set(after)  # otherwise, threads that ran don't explain the failure
         if not again or time.monotonic() >= until:
             break
     assert best is not None
@@ -266,7 +266,6 @@ def settled(pid: int, until: float, read: Callable[[], Result[StackSample]]) -> 
 
 
 def _with_schedule(thread: Thread, pid: int, threads: Mapping[int, proc.Scheduled], quiet: Collection[int]) -> Thread:
-    """Adds the kernel id, which nonblocking py-spy finds only on Python 3.11+, and sets ``torn``."""
     tid = thread.os_tid
     if tid is None and (tid := proc.tid_of(ProcessMemory(pid), thread.ident, threads)) is not None:
         thread = msgspec.structs.replace(thread, os_tid=tid, active=threads[tid].runs)
@@ -285,7 +284,7 @@ def with_c_frames_of(pid: int, state: ProcessState | None = None, *, deadline_s:
 
 
 def _alive(pid: int, state: ProcessState | None) -> ProcessState:
-    """Returns the process's present state; raises ``CaptureError`` if it ended or isn't the one in ``state``."""
+    """Returns the current state; raises ``CaptureError`` if the process ended or isn't the one in ``state``."""
     now = proc.read_quick(pid)
     if state is not None and state.start_ticks != now.start_ticks:
         raise CaptureError(f"process {pid} is gone, and another process has its pid")
@@ -297,7 +296,7 @@ def _alive(pid: int, state: ProcessState | None) -> ProcessState:
 def why_nonblocking(now: ProcessState, before: ProcessState | None = None) -> str:
     """Returns the reason why py-spy must not stop this process, or ``""``.
 
-    D state counts only if an earlier look saw it too; system calls are known only from that look.
+    D state counts only if ``before`` shows it too. Only ``before`` has system calls.
     """
     if now.state in "Tt":
         return "the process is stopped"
@@ -314,7 +313,7 @@ def why_nonblocking(now: ProcessState, before: ProcessState | None = None) -> st
 
 
 def to_text(sample: StackSample | None, state: ProcessState | None = None, *, missing: str = "") -> str:
-    """Formats ``stack.txt``: the process, then each thread with its kernel state and frames, innermost first."""
+    """Formats ``stack.txt``: the process, then each thread with its kernel state and frames."""
     lines: list[str] = []
     if state is not None:
         lines.append(f"Process {state.pid}: {' '.join(state.cmdline) or state.name}")
@@ -365,7 +364,7 @@ def _frame(frame: Frame) -> str:
 
 
 def _resume(pid: int, begun: ProcessId | None, patience_s: float = 0.3) -> str:
-    """Ensures that a killed tracer doesn't leave its target stopped; returns what it did, in words.
+    """Resumes a process that a killed tracer left stopped; returns a note for people.
 
     The kernel detaches a dead tracer's targets and resumes them. If a stop by the tracer remains, SIGCONT ends it.
     """
@@ -393,7 +392,7 @@ def refusal(pid: int) -> str:
         return f"{py_spy} doesn't work ({summary(version.stderr) or 'no version'})"
     if may_read(pid):
         return ""
-    read = dump(pid, nonblocking=True)  # the program file might have rights that this process lacks
+    read = dump(pid, nonblocking=True)  # py-spy might have capabilities that this process lacks
     if read.value is not None or read.kind == "timeout":
         return ""
     return reason_of(explain("permission denied", tracing_facts(pid)))

@@ -182,7 +182,7 @@ class Place(Record, frozen=True):
 
 
 class FirstWord(Record, frozen=True):
-    """What the ranks of a quiet job are doing."""
+    """The activity of a quiet job's ranks."""
 
     words: str = ""  # a clause; empty if there is nothing to report
     cause: str = ""  # as a verdict would name it

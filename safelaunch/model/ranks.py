@@ -1,4 +1,4 @@
-"""The records of one rank: its processes and their stacks, its Flight Recorder, its beacon's reports, and its end.
+"""Records of one rank: its processes and stacks, its Flight Recorder, its beacon's reports, and its end.
 
 Stack frames are ordered innermost first. Times are seconds of ``CLOCK_MONOTONIC`` unless a name says otherwise.
 """
@@ -14,7 +14,7 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Base of every record. Decoding ignores the unknown keys of newer versions and checks the types of known ones."""
+    """Base of every record. Decoding ignores the unknown keys of newer versions and checks types."""
 
 
 # --- stacks -----------------------------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ class Frame(Record, frozen=True):
 
 
 class CallArguments(Record, frozen=True):
-    """The peers that an active c10d call names, by rank in the world or in its group. None: not given or not seen."""
+    """Peers that an active c10d call names, by rank in the world or in its group. None: not given or not seen."""
 
     src: int | None = None
     dst: int | None = None
@@ -39,36 +39,31 @@ class CallArguments(Record, frozen=True):
 
 
 class Thread(Record, frozen=True):
-    """One thread as a stack reader saw it."""
-
-    frames: tuple[Frame, ...]  # innermost first
+    frames: tuple[Frame, ...]
     name: str = ""
     os_tid: int | None = None
     active: bool = False  # on a CPU, or runnable
     owns_gil: bool = False
-    ident: int = 0  # ``Thread.ident``, which the Flight Recorder writes as well; 0: unknown
-    call: CallArguments | None = None  # arguments of the innermost frame in ``torch.distributed.distributed_c10d``
-    # If the innermost line waits for a store key of c10d: the local variables on it, with their values as Python prints
-    # them.
+    ident: int = 0  # ``Thread.ident``, as in the Flight Recorder; 0: unknown
+    call: CallArguments | None = None  # of the innermost frame in ``torch.distributed.distributed_c10d``
+    # If the innermost line waits for a c10d store key: the local variables on that line, and their values as printed.
     names: tuple[tuple[str, str], ...] = ()
-    lock_file: str = ""  # file that ``filelock`` waits for, or that locks a build of torch's extensions
-    torn: bool = False  # it ran while it was read, so its frames might be of two moments
-    cut: bool = False  # read from a text that might lack its outermost frames
+    lock_file: str = ""  # file that ``filelock`` waits for, or lock file of a build of torch's extensions
+    torn: bool = False  # it ran during the read, so its frames might be of two moments
+    cut: bool = False  # from a text that might lack the outermost frames
 
 
 class StackSample(Record, frozen=True):
-    """All threads of one process at one moment."""
-
     pid: int
     at_s: float
     how: str  # the reader, e.g. ``py-spy --nonblocking``
     threads: tuple[Thread, ...]
     native: bool = False
-    leads: int = 0  # kernel id of the thread that runs the script; 0: the process's first thread
+    leads: int = 0  # kernel id of the thread that runs the script; 0: the first thread
 
     @property
     def main_thread(self) -> Thread | None:
-        """Returns the thread that runs the script: by its kernel id, else the one named MainThread, else None."""
+        """Returns the thread that runs the script: by kernel id, else by the name MainThread, else None."""
         for thread in self.threads:
             if thread.os_tid == (self.leads or self.pid):
                 return thread
@@ -81,7 +76,7 @@ class StackSample(Record, frozen=True):
 class OtherEnd(Record, frozen=True):
     """A process at the other end of a pipe or connection.
 
-    If a thread waits to write to a pipe, that is a process that can read from it, and vice versa.
+    If a thread waits to write to a pipe, it is a process that can read from the pipe, and vice versa.
     """
 
     pid: int
@@ -89,45 +84,45 @@ class OtherEnd(Record, frozen=True):
 
 
 class ThreadState(Record, frozen=True):
-    """One kernel thread from ``/proc/<pid>/task/<tid>``."""
+    """A kernel thread, from ``/proc/<pid>/task/<tid>``."""
 
     tid: int
     name: str
-    state: str  # the letter in ``stat`` (R S D T t Z X)
+    state: str  # letter in ``stat`` (R S D T t Z X)
     wchan: str = ""
-    syscall: int | None = None  # the x86-64 or aarch64 number; None if the thread runs or the number is unreadable
-    syscall_name: str = ""  # if it matters (read, write, futex, ...)
+    syscall: int | None = None  # number on x86-64 or aarch64; None if the thread runs or the number is unreadable
+    syscall_name: str = ""  # only if it matters (read, write, futex, ...)
     fd: int | None = None  # first argument of a call that takes a descriptor
-    fd_target: str = ""  # target of the descriptor (``pipe:[123]``, a path, ...)
-    cpu_ms: int = 0  # user and system time so far
-    io_bytes: int | None = None  # bytes read and written so far (rchar + wchar), without ``recv`` and ``send``
-    written_bytes: int | None = None  # the written part of them
-    queued_ms: int | None = None  # time spent runnable but waiting for a core; None if the kernel doesn't report it
-    slices: int | None = None  # number of times it was given a core; None if the kernel doesn't report it
+    fd_target: str = ""  # ``pipe:[123]``, a path, ...
+    cpu_ms: int = 0  # user and system time
+    io_bytes: int | None = None  # read and written so far (rchar + wchar), without ``recv`` and ``send``
+    written_bytes: int | None = None  # written part of ``io_bytes``
+    queued_ms: int | None = None  # time spent runnable but waiting for a core; None: not reported
+    slices: int | None = None  # times that it was given a core; None: not reported
     ends_s: float | None = None  # latest time at which the call times out; None without a readable timeout
-    locked_by: int | None = None  # process that holds the file lock that the call waits for
-    lock_sharers: tuple[int, ...] = ()  # further processes with that lock, or with the socket that the call is on
-    times_out: bool = False  # the call's socket has a timeout (SO_RCVTIMEO), or its timeout is unreadable
-    inode: int | None = None  # of the pipe or socket behind ``fd``
-    ends: tuple[OtherEnd, ...] | None = None  # processes at its other end, this one included; None: not looked for
-    ends_closed: bool = False  # descriptors show that no invisible process has such an end, or the lock
-    child: int | None = None  # process for whose end the call waits
+    locked_by: int | None = None  # holder of the file lock that the call waits for
+    lock_sharers: tuple[int, ...] = ()  # further processes with that lock, or with the call's socket
+    times_out: bool = False  # the call's socket has a timeout (SO_RCVTIMEO), or the timeout is unreadable
+    inode: int | None = None  # of the pipe or socket at ``fd``
+    ends: tuple[OtherEnd, ...] | None = None  # processes at its other end, this one included; None: not searched
+    ends_closed: bool = False  # descriptors show that no invisible process has that end, or the lock
+    child: int | None = None  # process that the call waits for to exit
     rests_in: str = ""  # owner of its wait: a Python ``lock``, ``gil``, or a file (``libtorch_cpu.so``)
-    libraries: tuple[str, ...] = ()  # files in its native stack unless it rests in a Python lock; ``?``: incomplete
+    libraries: tuple[str, ...] = ()  # files in its native stack, unless it waits for a Python lock; ``?``: incomplete
     futex_file: str = ""  # device and inode of the mapped file with its futex, if other processes can wake it
     rested_s: float | None = None  # time without running since an earlier look, by its counters; None: unknown
 
 
 class FileLock(Record, frozen=True):
-    """An exclusive lock on a file that some process has open, or waits for."""
+    """An exclusive lock on a file that some process has open or waits for."""
 
     path: str
-    pid: int  # the holder, possibly that process itself
+    pid: int  # holder, possibly the process that has the file open
     program: str = ""  # what another holder runs and since when, in brackets
 
 
 class ProcessState(Record, frozen=True):
-    """One process at one moment. ``pid`` and ``start_ticks`` (field 22 of ``stat``) together identify a process."""
+    """A process at one moment. ``pid`` and ``start_ticks`` (field 22 of ``stat``) identify it."""
 
     pid: int
     ppid: int
@@ -138,16 +133,16 @@ class ProcessState(Record, frozen=True):
     state: str
     threads: tuple[ThreadState, ...] = ()
     rss_bytes: int = 0
-    frozen: bool = False  # its cgroup is frozen
+    frozen: bool = False  # by its cgroup
     throttled_ms: int = 0  # time for which CPU limits have throttled its cgroups so far
-    # Locks that it holds and, while its main thread sleeps as if it retried a lock, others' locks on its open files.
+    # Locks that it holds. While its main thread sleeps as if it retried a lock: also others' locks on its open files.
     locks: tuple[FileLock, ...] = ()
     wait_status: int = 0  # of a zombie; 0 if it exited cleanly, or if the status isn't visible
     handles_signals: bool = False  # a timer or another process can end its main thread's wait (SIGALRM, SIGUSR1)
     handles_termination: bool = False  # so can SIGTERM, with a handler other than the beacon's or torch's
     handles_child_ends: bool = False  # so can the end of a child (SIGCHLD)
     is_fork: bool = False  # a child that runs its rank's program (it maps the rank's page) and has no POSIX timer
-    note: str = ""  # why a field above is missing
+    note: str = ""  # reason why a field above is missing
     leads: int = 0  # as in ``StackSample``
 
     @property
@@ -156,9 +151,9 @@ class ProcessState(Record, frozen=True):
 
 
 class ProcessEvidence(Record, frozen=True):
-    """All samples of one process: its states and stacks, oldest first."""
+    """Samples of one process, oldest first."""
 
-    role: str  # ``main`` for the rank itself, ``dataloader worker``, or ``child`` for any other child
+    role: str  # ``main`` for the rank itself, ``dataloader worker``, or ``child``
     states: tuple[ProcessState, ...] = ()
     stacks: tuple[StackSample, ...] = ()
 
@@ -170,22 +165,22 @@ class ProcessEvidence(Record, frozen=True):
 # --- Flight Recorder --------------------------------------------------------------------------------------------------
 
 
-UNKNOWN_SIZES = ((-1,),)  # if the record has no readable sizes
+UNKNOWN_SIZES = ((-1,),)  # no readable sizes in the record
 
 
 class Collective(Record, frozen=True):
-    """One Flight Recorder entry."""
+    """A Flight Recorder entry."""
 
-    group: str  # name of the process group in the entry (``"0"``, ...)
-    seq: int  # the group's sequence number of collectives
-    op: str  # operation with its backend prefix (``gloo:all_reduce``)
-    # ``state == "completed"``, or ``retired`` if the backend uses no device. An NCCL entry that is retired but not
-    # completed has timed out.
+    group: str  # name of the process group (``"0"``, ...)
+    seq: int  # sequence number among the group's collectives
+    op: str  # with its backend as a prefix (``gloo:all_reduce``)
+    # ``state == "completed"``, or ``retired`` if the backend uses no device. A retired but not completed NCCL entry has
+    # timed out.
     completed: bool
     state: str = ""
     description: str = ""
     is_p2p: bool = False
-    p2p_seq: int = 0  # the group's sequence number of sends and receives
+    p2p_seq: int = 0  # sequence number among the group's sends and receives
     record_id: int = 0
     input_sizes: tuple[tuple[int, ...], ...] = ()  # as recorded, outermost tensor list first
     input_dtypes: tuple[str, ...] = ()
@@ -194,17 +189,17 @@ class Collective(Record, frozen=True):
     created_ns: int = 0  # CLOCK_REALTIME
     started: bool | None = None
     timeout_ms: int = 0  # 0: unknown
-    frames: tuple[Frame, ...] = ()  # innermost first; empty in dumps without stacks
+    frames: tuple[Frame, ...] = ()  # empty in dumps without stacks
     thread: int = 0  # ``Thread.ident`` of the caller; 0: unknown
 
     @property
     def by_gloo(self) -> bool:
-        """Returns whether its backend uses no device, so that the caller waits in the call or in its ``Work``."""
+        """True if its backend uses no device, so that the caller waits in the call or in its ``Work``."""
         return self.op.startswith("gloo:")
 
 
 class GroupStatus(Record, frozen=True):
-    """Last sequence numbers of one process group on one rank. -1: the backend doesn't report it."""
+    """Last sequence numbers of one process group on one rank. -1: not reported by the backend."""
 
     last_enqueued: int = -1
     last_started: int = -1
@@ -212,21 +207,19 @@ class GroupStatus(Record, frozen=True):
 
 
 class FlightRecord(Record, frozen=True):
-    """One rank's Flight Recorder."""
-
     version: str
     entries: Sequence[Collective] = ()  # oldest first: a tuple or a :class:`~safelaunch.model.entries.Entries`
     groups: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)  # name -> global ranks, if listed
     status: dict[str, GroupStatus] = msgspec.field(default_factory=dict)
     damaged: tuple[str, ...] = ()  # fields with values that no torch writes; they keep their defaults
-    library: str = ""  # version of NCCL, as NCCL gives it
+    library: str = ""  # NCCL's version, as NCCL prints it
 
 
 # --- a rank -----------------------------------------------------------------------------------------------------------
 
 
 class Progress(Record, frozen=True):
-    """A rank's progress page. ``*_ns`` are CLOCK_MONOTONIC of its host; 0: never."""
+    """A rank's progress page. ``*_ns``: CLOCK_MONOTONIC of its host; 0: never."""
 
     rank: int
     local_rank: int
@@ -242,61 +235,57 @@ class Progress(Record, frozen=True):
     last_step_ns: int = 0
     phase: str = ""
     phase_since_ns: int = 0
-    marked_ns: int = 0  # when a phase or a pause last began or ended
+    marked_ns: int = 0  # last time at which a phase or a pause began or ended
     phase_timeout_s: float = 0.0
     paused: bool = False
     exception_ns: int = 0
     exit_ns: int = 0
-    returned_ns: int = 0  # its function returned, and the process lives on to pass the result (``safelaunch.launch``)
+    returned_ns: int = 0  # its function returned; the process lives on to pass the result (``safelaunch.launch``)
     sets_timers: bool = True  # it, or a process forked from it, might have set a timer (``alarm``) that ends it
     history: tuple[tuple[int, int], ...] = ()  # some steps, oldest first: time of the mark, and number
 
     def mean_step_s(self, steps: int) -> float:
-        """Returns the mean seconds of the first ``steps``, except the very first, with which the clock begins."""
+        """Returns the mean seconds of the first ``steps``, except the very first, which starts the clock."""
         return (self.last_step_ns - self.first_step_ns) / 1e9 / max(1, steps - 1)
 
 
 class EarlierException(Record, frozen=True):
-    """An exception that led to a later one."""
-
     type: str
     message: str
-    frames: tuple[Frame, ...] = ()  # innermost first, from the line that raised it to the handler's
+    frames: tuple[Frame, ...] = ()  # from the line that raised it to the handler's
     explicit: bool = False  # the later one was raised ``from`` it, rather than while it was being handled
 
 
 class RankException(Record, frozen=True):
-    """The first uncaught exception of a rank, recorded by its beacon."""
+    """First uncaught exception of a rank, as its beacon recorded it."""
 
     type: str
     message: str
     time_unix_s: float
-    frames: tuple[Frame, ...] = ()  # innermost first
-    text: str = ""  # the traceback as printed
-    earlier: tuple[EarlierException, ...] = ()  # exceptions that led to it, the first one first
+    frames: tuple[Frame, ...] = ()
+    text: str = ""  # traceback as printed
+    earlier: tuple[EarlierException, ...] = ()  # exceptions that led to it, in order
 
 
 class CaughtException(Record, frozen=True):
-    """An exception that the user's own code caught."""
-
     type: str
-    message: str  # empty unless its first argument is a string
+    message: str  # empty unless the first argument is a string
     time_unix_s: float
-    raised: Frame  # innermost user frame of its traceback
+    raised: Frame  # innermost user frame of the traceback
     caught: Frame  # line of the handler
 
 
 class FatalError(Record, frozen=True):
-    """The report of faulthandler at a fatal signal."""
+    """faulthandler's report of a fatal signal."""
 
-    message: str  # its name for the signal (``Segmentation fault``)
-    # Frames, innermost first, of the thread that received the signal, or of the main thread if that one runs no Python.
+    message: str  # faulthandler's name for the signal (``Segmentation fault``)
+    # Of the thread that received the signal, or of the main thread if the receiver runs no Python.
     frames: tuple[Frame, ...] = ()
-    threads: tuple[tuple[Frame, ...], ...] = ()  # the frames of every thread that runs Python
+    threads: tuple[tuple[Frame, ...], ...] = ()  # frames of every thread that runs Python
 
 
 class ExitCall(Record, frozen=True):
-    """The last call of ``sys.exit`` or ``os._exit`` (``function``), with the caller's frames, innermost first."""
+    """The last call of ``sys.exit`` or ``os._exit``, with the caller's frames."""
 
     function: str
     code: int
@@ -304,58 +293,58 @@ class ExitCall(Record, frozen=True):
 
 
 class MemoryKills(Record, frozen=True):
-    """Signs that the kernel's out-of-memory killer was active while the job ran."""
+    """Signs that the kernel's out-of-memory killer was active during the job."""
 
-    kernel_line: str = ""  # line of the kernel log that names this process
-    cgroup: int | None = None  # processes killed in the job's cgroup; None: the kernel doesn't count them
+    kernel_line: str = ""  # of the kernel log, about this process
+    cgroup: int | None = None  # processes killed in the job's cgroup; None: not counted by the kernel
     node: int | None = None  # processes killed on this node
 
 
 class RankExit(Record, frozen=True):
-    """How a rank's process ended, from the torchrun agent that reaped it."""
+    """End of a rank's process, as reported by the torchrun agent that reaped it."""
 
-    returncode: int  # as in ``subprocess``: a negative value is a signal number
+    returncode: int  # as in ``subprocess``: negative for a signal
     time_unix_s: float  # when the agent noticed
     before_close: bool = True  # it ended before the agent began to stop the others, so the agent isn't the cause
-    file: str = "launch.json"  # file of the bundle with this information
+    file: str = "launch.json"  # source in the bundle
 
 
 class Allocations(Record, frozen=True):
-    """Live blocks of GPU memory that were allocated at the same place."""
+    """Live blocks of GPU memory that the same place allocated."""
 
-    size: int  # bytes in total
+    size: int  # total bytes
     count: int
-    frames: tuple[Frame, ...] = ()  # innermost first; empty without a history: then the blocks have the same size
+    frames: tuple[Frame, ...] = ()  # empty without a history: then the blocks have the same size
 
 
 class DeviceMemory(Record, frozen=True):
-    """The memory of a GPU at the moment when a rank ran out of it, in bytes. None: unknown."""
+    """Memory of a GPU when a rank ran out of it, in bytes. None: unknown."""
 
-    device: int = -1  # the rank's own number of the GPU
+    device: int = -1  # the rank's number of the GPU
     asked: int | None = None  # size of the failed allocation
     total: int | None = None
     free: int | None = None
     allocated: int | None = None  # in tensors
     reserved: int | None = None  # by torch
     peak: int | None = None  # maximum of ``allocated``
-    retries: int | None = None  # number of times torch had to release its cache to continue
-    largest: int | None = None  # largest live block
-    largest_free: int | None = None  # largest reserved piece without a tensor
-    blocks: tuple[Allocations, ...] = ()  # by place, the largest first
-    sharded: int | None = None  # of partly sharded models: this rank's shards; None for other models
-    whole: int | None = None  # parameters of such models that aren't sharded
-    whole_names: tuple[str, ...] = ()  # the largest of these parameters
-    at_allocation: bool = False  # taken when the allocation failed, not when the exception had ended the script
+    retries: int | None = None  # times that torch released its cache to continue
+    largest: int | None = None  # live block
+    largest_free: int | None = None  # reserved piece without a tensor
+    blocks: tuple[Allocations, ...] = ()  # by place, largest first
+    sharded: int | None = None  # this rank's shards of partly sharded models; None for other models
+    whole: int | None = None  # unsharded parameters of partly sharded models
+    whole_names: tuple[str, ...] = ()  # largest unsharded parameters
+    at_allocation: bool = False  # taken when the allocation failed, rather than when the exception had ended the script
     snapshot: bool = False  # the allocator's snapshot was written, too
 
 
 class HandledException(Record, frozen=True):
-    """An exception that a thread is handling: it is in an ``except`` or a ``finally``."""
+    """An exception that a thread is handling, in an ``except`` or a ``finally``."""
 
     thread: int  # ``Thread.ident``
     type: str
-    message: str = ""  # empty unless its first argument is a string
-    frames: tuple[Frame, ...] = ()  # innermost first
+    message: str = ""  # empty unless the first argument is a string
+    frames: tuple[Frame, ...] = ()
 
 
 class Posted(Record, frozen=True):
@@ -368,35 +357,34 @@ class Posted(Record, frozen=True):
 
 
 class NcclLog(Record, frozen=True):
-    """The warnings of NCCL in a process, oldest first."""
+    """NCCL's warnings in a process, oldest first."""
 
-    file: str  # its log in the bundle
+    file: str  # log in the bundle
     warnings: tuple[str, ...] = ()
 
 
 class GilTest(Record, frozen=True):
-    """Answers of a rank's worker server to a request without the GIL and to one that needs it.
+    """Answers of a rank's worker server to two requests, only one of which needs the GIL.
 
-    ``ping`` True and ``python`` False mean that a thread holds the GIL. The other fields are what the Python handler
-    reported.
+    ``ping`` True and ``python`` False mean that a thread holds the GIL. The Python handler reports the other fields.
     """
 
-    ping: bool | None = None  # needs no GIL; None: not sent, or the server wasn't up
-    python: bool | None = None  # a Python handler, which needs the GIL
+    ping: bool | None = None  # without the GIL; None: not sent, or the server wasn't up
+    python: bool | None = None  # with the GIL
     handling: tuple[HandledException, ...] = ()
-    groups: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)  # name -> ranks, of the rank's groups
-    groups_made: int | None = None  # groups that the rank created, including those that it isn't in
+    groups: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)  # the rank's groups: name -> ranks
+    groups_made: int | None = None  # groups that the rank created, including groups without it
     posted: tuple[Posted, ...] = ()
     batches: dict[str, int] = msgspec.field(default_factory=dict)  # variable of a DataLoader -> batch size
     called: dict[str, str] = msgspec.field(default_factory=dict)  # group -> description, in order of creation
     foreign_backend: bool = False  # some group has a backend that isn't torch's
-    stores: dict[str, str] = msgspec.field(default_factory=dict)  # group -> address of the store of its rendezvous
-    handlers: tuple[int, ...] | None = None  # signals for which the script has a handler
-    torch: tuple[str, ...] = ()  # directory of the imported torch, as frames and as the kernel name it
+    stores: dict[str, str] = msgspec.field(default_factory=dict)  # group -> address of its rendezvous store
+    handlers: tuple[int, ...] | None = None  # signals with a handler of the script
+    torch: tuple[str, ...] = ()  # directory of the imported torch: as frames name it, and as the kernel does
 
 
 class RankFile(Record, frozen=True, kw_only=True):
-    """``ranks/<rank>/rank.json``: the parts of a rank's evidence that no other file of the bundle holds."""
+    """Contents of ``ranks/<rank>/rank.json``: evidence that no other file of the bundle holds."""
 
     host: str = ""
     pid: int = 0
@@ -405,14 +393,14 @@ class RankFile(Record, frozen=True, kw_only=True):
     exit: RankExit | None = None
     fatal: FatalError | None = None
     memory_kills: MemoryKills = MemoryKills()
-    deaths: tuple[str, ...] = ()  # lines of the kernel log about processes that might have been its children
-    gpu_errors: tuple[str, ...] = ()  # lines of the kernel log about errors (Xid) of its GPU, or of its work on one
+    deaths: tuple[str, ...] = ()  # kernel log lines about processes that might have been its children
+    gpu_errors: tuple[str, ...] = ()  # kernel log lines about errors (Xid) of its GPU, or of its work on a GPU
     beacon: bool = True  # False: the rank runs without safelaunch's sitecustomize (python -I, a cleared PYTHONPATH)
-    code_roots: tuple[str, ...] = ()  # directories of the standard library and installed packages in the rank
-    gpu: str = ""  # number or UUID of its device, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK
+    code_roots: tuple[str, ...] = ()  # the rank's directories of the standard library and installed packages
+    gpu: str = ""  # number or UUID, by its CUDA_VISIBLE_DEVICES and LOCAL_RANK
     nccl_log: NcclLog | None = None
-    batch: int | None = None  # size of the batch from its DataLoader at the first step
-    device: int | None = None  # CUDA device on which it computed then, if it had a choice
+    batch: int | None = None  # size of its DataLoader's batch at the first step
+    device: int | None = None  # CUDA device on which it computed at the first step, if it had a choice
 
     @staticmethod
     def of(rank: RankEvidence) -> RankFile:
@@ -420,12 +408,11 @@ class RankFile(Record, frozen=True, kw_only=True):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Returns all fields by name, which :class:`RankEvidence` has as well."""
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
 
 class RankEvidence(RankFile, frozen=True, kw_only=True):
-    """Everything collected from one rank. Any part can be missing, for a reason that the manifest gives."""
+    """Everything collected from one rank. Any part can be missing; the manifest gives the reason."""
 
     rank: int
     host: str
@@ -436,12 +423,12 @@ class RankEvidence(RankFile, frozen=True, kw_only=True):
     flight_record: FlightRecord | None = None
     exception: RankException | None = None
     exit_call: ExitCall | None = None
-    caught: tuple[CaughtException, ...] = ()  # the newest ones, oldest first; Python 3.12+
-    log_tail: str = ""  # the end of the rank's output, decoded
+    caught: tuple[CaughtException, ...] = ()  # newest ones, oldest first; Python 3.12+
+    log_tail: str = ""  # end of the rank's output
     device_memory: DeviceMemory | None = None
 
 
-# The further records of a rank in ``ranks/<rank>/``: the name of each file is its field's.
+# Further records in ``ranks/<rank>/``, in files named like the fields.
 OWN_RECORDS: dict[str, Any] = {
     "exception": RankException,
     "exit_call": ExitCall,
@@ -451,7 +438,7 @@ OWN_RECORDS: dict[str, Any] = {
 
 
 class Processes(Record, frozen=True, omit_defaults=False):
-    """``ranks/<rank>/proc.json``."""
+    """Contents of ``ranks/<rank>/proc.json``."""
 
     main: ProcessEvidence | None = None
     children: tuple[ProcessEvidence, ...] = ()

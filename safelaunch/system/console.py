@@ -1,6 +1,6 @@
-"""safelaunch's output: messages on stderr (``say`` prefixes each line), results on stdout (``show``).
+"""Writes safelaunch's output: messages to stderr (``say``), results to stdout (``show``).
 
-Every text goes through ``redact`` first.
+All text goes through ``redact`` first.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ WRITE_DEADLINE_S = 2.0
 
 
 class Redaction:
-    """Removes secrets from text; a no-op until ``use`` sets a function.
+    """Removes secrets from text; changes nothing until ``use`` sets a function.
 
-    The command line starts with general rules. Once the job's secrets are known, it sets a function that removes those
-    as well.
+    The command line starts with general rules. Once the job's secrets are known, it sets a function that also removes
+    them.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ redact = Redaction()
 class FreshLine:
     """Returns the line feeds that move the cursor below the job's output; none until ``use`` sets a function.
 
-    The job writes to the same terminal or pipe. A progress bar leaves the cursor in the middle of a line.
+    The job writes to the same terminal or pipe, and a progress bar leaves the cursor in the middle of a line.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class FreshLine:
         self._written_ns = 0
 
     def use(self, function: Callable[[int], int]) -> None:
-        """``function`` gets the time of safelaunch's own last line (CLOCK_REALTIME, ns)."""
+        """Sets the function, which gets the time of safelaunch's own last line (CLOCK_REALTIME, ns)."""
         self._function = function
 
     def __call__(self) -> str:
@@ -62,7 +62,7 @@ class FreshLine:
             return ""
 
     def begin(self) -> None:
-        """Notes that a whole line was written, so the cursor is at the beginning of the next one."""
+        """Notes that a whole line was written, so the cursor is at the beginning of a line."""
         self._written_ns = time.time_ns()
 
 
@@ -71,7 +71,7 @@ fresh_line = FreshLine()
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """The properties of the terminal, file or pipe on which text is shown."""
+    """Properties of the terminal, file or pipe on which text is shown."""
 
     width: int = 100  # columns
     color: bool = False
@@ -85,7 +85,7 @@ ECHO = len("^C")  # the terminal might have written it at the beginning of a lin
 def display(descriptor: int, environ: Mapping[str, str]) -> Display:
     """Returns the properties of a descriptor; 100 columns without colour for a file or a pipe.
 
-    Colour follows CPython: NO_COLOR, then FORCE_COLOR, then TERM=dumb, then if it is a terminal.
+    Colour follows CPython: NO_COLOR, then FORCE_COLOR, then TERM=dumb, then whether it is a terminal.
     """
     try:
         tty = os.isatty(descriptor)
@@ -103,14 +103,16 @@ _COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
 def terminal_safe(text: str, *, color: bool = False) -> str:
     """Returns ``text`` without secrets and without control sequences that a terminal would execute.
 
-    If ``color``, colours are safelaunch's own and stay, except in a line with a secret.
+    If ``color``, colours stay, except in a line with a secret.
     """
     if color:
         return "\n".join(map(_safe_in_color, text.split("\n")))
     text = redact(text)
     if all(map(str.isprintable, text.split("\n"))):
         return text
-    from safelaunch.system.printable import clean_text  # rarely needed, and this module is imported before the job
+    from safelaunch.system.printable import (
+        clean_text,
+    )  # rarely needed, and this module is imported before the job starts
 
     return clean_text(text)
 
@@ -127,8 +129,8 @@ def show(text: str, *, color: bool = False, fold: bool = False) -> None:
 
     Args:
         text: The text.
-        color: The colours in it stay.
-        fold: Lines that are longer than the terminal break between words.
+        color: Whether its colours stay.
+        fold: Whether lines longer than the terminal break between words.
     """
     text = terminal_safe(text, color=color)
     put(folded(text, room()) if fold else text)
@@ -141,7 +143,7 @@ def room() -> int:
 
 
 def command_lines(words: Sequence[str], first: str, width: int) -> list[str]:
-    """Formats a command after ``first``, in lines that a shell reads as one. ``words`` are quoted already."""
+    """Formats a command after ``first``, in lines that a shell reads as one. ``words`` must be quoted."""
     lines = [f"{first}{words[0]}"]
     for word in words[1:]:
         if len(lines[-1]) + len(word) + len("  \\") <= width:
@@ -158,8 +160,8 @@ _CELL = re.compile(r"(?<=\S) {2,}(?=\S)")
 def folded(text: str, width: int) -> str:
     """Breaks lines longer than ``width``, as far as their words permit.
 
-    A row of several cells, separated by two spaces, breaks between cells. Other lines break between words, and
-    continue below the text they belong to.
+    A row of cells, separated by two spaces, breaks between cells. Other lines break between words, and continue below
+    the text they belong to.
     """
     return "\n".join(part for line in text.split("\n") for part in _folded(line, width))
 
@@ -188,7 +190,7 @@ def _wrapped(line: str, width: int, hang: int) -> list[str]:
 
 def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:
     """Breaks a paragraph into lines that begin with ``first``, then with ``others``. Paths and options stay whole."""
-    import textwrap  # rarely needed, and this module is imported before the job starts
+    import textwrap  # see above
 
     return textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
@@ -196,7 +198,6 @@ def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[st
 
 
 def cut(text: str, width: int) -> str:
-    """Shortens a text to ``width`` characters, the last of which is then ``…``."""
     return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"
 
 
@@ -233,13 +234,13 @@ def _redacted_tree(value: object) -> object:
 def say(text: str, *, color: bool = False, laid_out: bool = False) -> None:
     """Writes ``text`` to stderr with each line prefixed, and gives up after 2 seconds.
 
-    The text can quote untrusted input, so control sequences are removed. A thread does the writing: a terminal that has
+    The text can quote untrusted input, so control sequences are removed. A thread writes, because a terminal that has
     stopped reading (Ctrl-S, a full pipe) must not block the watchdog.
 
     Args:
         text: The text. On a terminal, long lines break between words, but not in a path or a ``COMMAND``.
-        color: The colours in it stay.
-        laid_out: Lines aren't broken.
+        color: Whether its colours stay.
+        laid_out: Whether lines stay unbroken.
     """
     lines = [
         line if line.startswith(PREFIX) else PREFIX + line
@@ -289,7 +290,7 @@ def _write_to_terminal(data: bytes) -> None:
     try:
         terminal = os.open("/dev/tty", os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
-        return  # there is none
+        return  # no terminal
     try:
         os.write(terminal, data)
     except OSError:

@@ -1,4 +1,4 @@
-"""A job's secrets: values under secret names in its environment and on its command line, and parts of them."""
+"""Finds a job's secrets: values with secret names in its environment and on its command line, and parts of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from urllib.parse import unquote
 from safelaunch.system.redaction.redact import by_rule, is_plain_value
 from safelaunch.system.redaction.shapes import SecretKind, is_shown, kind_of
 
-LEAST = 4  # characters; shorter values are found only by the name before them
+LEAST = 4  # characters; the name must identify shorter values
 _MOST_PARTS = 64  # per value
-# Passwords that are words of every log. They are replaced only next to a name like ``password``.
+# Passwords that occur as words in every log. They are replaced only next to a name like ``password``.
 COMMON_WORDS = {
     "root", "admin", "user", "guest", "test", "tests", "train", "training", "trainer", "loss", "error", "errors",
     "warning", "info", "debug", "main", "master", "model", "models", "data", "dataset", "datasets", "rank", "ranks",
@@ -29,22 +29,22 @@ _PATH = re.compile(r"(?:~|\.{1,2})?(?:/[\w.@+~\-]*)+")
 _RUN = re.compile(r"[A-Za-z0-9+/=]{20,}")
 
 
-# ``--db user:password@host``; a rule finds those in URLs.
+# ``--db user:password@host``; another rule covers URLs.
 _USER_AND_PASSWORD = re.compile(r"(?:\A|[=,;\s])[^\s:/@=,;]{1,64}:([^\s:/@]{3,256})@[\w.\[\]-]")
 
 
 def secret_values(environment: Mapping[str, str], argv: Iterable[str], ordinary: Iterable[str] = ()) -> tuple[str, ...]:
     """Returns the secrets in the environment and the command line: by name, by randomness, or within texts.
 
-    Leaves out values that equal one of ``ordinary`` (directories, names) or one of its components: every mention would
-    be replaced. Also leaves out values contained in one, unless they can't be taken for words.
+    Leaves out a value that equals one of ``ordinary`` (directories, names) or a component of one, because every mention
+    would be replaced. Also leaves out a value contained in one, unless it can't be a word.
     """
     plain = _Ordinary(ordinary)
     return tuple(sorted({value for _, value in _learned(environment, argv) if value not in plain}))
 
 
 def left_out(environment: Mapping[str, str], argv: Iterable[str], ordinary: Iterable[str]) -> tuple[str, ...]:
-    """Returns the variables and options whose values ``secret_values`` leaves out as ordinary."""
+    """Returns the variables and options with values that ``secret_values`` leaves out as ordinary."""
     plain = _Ordinary(ordinary)
     return tuple(sorted({name for name, value in _learned(environment, argv) if value in plain}))
 
@@ -75,7 +75,7 @@ def _learned(environment: Mapping[str, str], argv: Iterable[str]) -> Iterator[tu
         elif before.startswith("-") and "=" not in before and not word.startswith("-"):
             pairs += [(before, part) for part in _under(kind_of(before), word)]
     texts = [*environment.items(), *((word.partition("=")[0], word) for word in words)]
-    for name, text in texts:  # passwords of URLs, headers, recognisable shapes
+    for name, text in texts:  # passwords in URLs, headers, recognisable shapes
         for begin, end in by_rule(text):
             within = text[begin:end].strip("\"'")
             first = _SEPARATOR.split(within, maxsplit=1)[0]  # ``Password=x;User=y``, ``?key=x&y=z``
@@ -90,9 +90,9 @@ _VERSIONED = re.compile(r"[A-Za-z_\-]*[\-=@<>~]{0,2}\d+(?:\.\d+)+")
 
 
 def _under(kind: SecretKind, value: str) -> Iterator[str]:
-    """Yields the secrets in a value under a name of that kind."""
+    """Yields the secrets in a value that has a name of that kind."""
     bare = value.strip().strip("\"'")
-    doubtful: SecretKind = "secret" if kind == "maybe" else kind  # in an environment, the name is enough
+    doubtful: SecretKind = "secret" if kind == "maybe" else kind  # an environment variable's name is enough
     if not kind or is_plain_value(doubtful, bare) or (kind != "password" and _is_path(bare)):
         return
     lines = [line.strip() for line in value.splitlines()]
@@ -107,12 +107,12 @@ def _under(kind: SecretKind, value: str) -> Iterator[str]:
         yield bare.partition(" ")[2]
     leaves = _leaves(bare)
     yield from leaves or _parts(kind, bare)
-    if decoded := _from_base64(bare):  # as Kubernetes keeps them
+    if decoded := _from_base64(bare):  # as in Kubernetes
         yield from _under(kind, decoded)
 
 
 def _parts(kind: SecretKind, value: str) -> Iterator[str]:
-    """Yields the secrets of a list: ``a,b``, ``a;b``, lines, words."""
+    """Yields the secrets in a list: ``a,b``, ``a;b``, lines, words."""
     if "-----BEGIN" in value:
         return
     by_space = not re.search(r"[,;\n]", value)
@@ -136,7 +136,6 @@ def _is_part(part: str, kind: SecretKind, by_space: bool) -> bool:
 
 
 def _from_base64(value: str) -> str:
-    """Returns the decoded text, or an empty string."""
     if len(value) < 8 or len(value) % 4:
         return ""
     try:
@@ -147,7 +146,7 @@ def _from_base64(value: str) -> str:
 
 
 def _leaves(text: str) -> list[str]:
-    """Returns the texts of a JSON document that aren't words, such as the key in a service account's file."""
+    """Returns the texts in a JSON document that aren't words, such as the key in a service account's file."""
     if not text.startswith(("{", "[")):
         return []
     words_found: list[str] = []
@@ -177,7 +176,7 @@ def is_telling(value: str) -> bool:
 
 
 def is_mixed(value: str) -> bool:
-    """True for letters and digits within one part, or for letters of both cases in random order: never words."""
+    """True for letters and digits mixed within one part, or for letters of both cases in random order."""
     if any(not (part.isalpha() or part.isdigit()) for part in re.split(r"[\W_]+", value) if part):
         return True
     changes = sum(before.islower() != after.islower() for before, after in pairwise(filter(str.isalpha, value)))
@@ -193,7 +192,7 @@ def _is_path(value: str) -> bool:
 
 
 def _is_random(value: str) -> bool:
-    """True for 20 or more letters of both cases and digits in random order, unlike any name, path, version or hash."""
+    """True for 20 or more letters of both cases and digits in random order, unlike a name, path, version or hash."""
     for run in _RUN.findall(value):
         kinds = ["digit" if c.isdigit() else "upper" if c.isupper() else "lower" if c.islower() else "" for c in run]
         changes = sum(before != after for before, after in pairwise(kinds))

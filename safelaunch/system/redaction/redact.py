@@ -1,7 +1,7 @@
 """Keeps secrets out of everything written and shown: by their names, their shapes, or the options of commands.
 
-A bundle is made to be sent to other people. When in doubt, a value is redacted: a redacted setting costs a question, a
-leaked key costs an account. A match in any reading of a text (``readings``) is replaced in the text.
+Bundles are sent to other people, so a doubtful value is redacted: a redacted setting costs a question, a leaked key
+costs an account. A text is searched as it is and decoded in several ways (``readings``).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from safelaunch.system.redaction.shapes import SecretKind, Span, is_secret_name,
 REDACTED = "[redacted]"
 NOT_SHOWN = "[not shown]"
 
-# Truth values, and the word before a credential in a header.
+# truth values, and words before a credential in a header
 _PLAIN_WORD = re.compile(r"true|false|none|null|yes|no|on|off|bearer|basic|digest|negotiate|token", re.IGNORECASE)
 _SETTINGS = {
     "enabled", "disabled", "auto", "default", "required", "optional", "always", "never", "local", "file", "keyring",
     "environment", "anonymous", "public", "private", "sasl", "plain", "x509", "oauth", "oauth2", "jwt",
 }  # fmt: skip
 _SHORT_HASH = re.compile(r"(?=\w*\d)[0-9a-f]{8,12}")
-_STORE_WAIT = re.compile(r"wait timeout after \d+ms, \Z")  # message of c10d's store, followed by its keys
+_STORE_WAIT = re.compile(r"wait timeout after \d+ms, \Z")  # message of c10d's store, before the keys
 _NUMBER = re.compile(r"-?\d{1,6}(?:\.\d{0,20})?(?:e-?\d{1,4})?", re.IGNORECASE)
 _BARE_TOKEN = re.compile(r"[A-Za-z0-9_\-+/=.]{16,}")
 _OPAQUE = re.compile(r"[A-Za-z0-9_\-+/=~%]{8,}")
-# ``secrets.py:37:``, ``password.yaml:3:5:``: a place in a file.
+# A place in a file: ``secrets.py:37:``, ``password.yaml:3:5:``.
 _FILE = re.compile(r".+\.(?:pyx?|c|cc|cpp|cu|h|hpp|rs|sh|ya?ml|toml|json|cfg|ini)")
 _LINE = re.compile(r"\d{1,5}(?::\d{1,4})?[:)\].]{0,3}")
 _SIGNAL = re.compile(r"SIG[A-Z0-9]{2,8}")
@@ -67,7 +67,7 @@ _USER_OPTION = re.compile(
     r"(?<![\w\-])(?:-u|--user|--proxy-user)(?:[\"'],?\s{0,8}[\"']|[\s=]{1,8}[\"']?)[^\s:\"',]{1,128}:(?P<value>[^\s\"']+)"
 )
 _NEXT_WORD = r"[\"']?,?\s{1,8}[\"']?"
-# Programs, and their one-letter options for a password. In others, ``-p`` is a port, a path, a number of processes.
+# Programs, and their one-letter options for a password. For other programs, ``-p`` is a port, a path, a number.
 _CLIENTS = tuple(
     (
         re.compile(rf"(?<![\w\-])(?:{programs})(?!\w)"),
@@ -81,10 +81,10 @@ _CLIENTS = tuple(
     )
 )
 _NEXT_COMMAND = re.compile(r"\s(?:&&?|\|\|?)\s|;\s|\n")
-_STARTS = {"--", "sudo", "exec", "env", "nice", "nohup"}  # before the name of a program
-_COMMAND = 512  # characters after a command's name that are searched for its options
+_STARTS = {"--", "sudo", "exec", "env", "nice", "nohup"}  # before a program's name
+_COMMAND = 512  # characters after a program's name that are searched for options
 _CALL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*[(\[]")  # code that computes a value isn't the value
-_TELLS = 256  # characters of a value that decide whether it is a secret
+_TELLS = 256  # first characters of a value, which decide whether it is a secret
 _ENCODED = re.compile(r"(?<![A-Za-z0-9+/_\-])[A-Za-z0-9+/_\-]{6,}={0,2}")
 
 
@@ -92,12 +92,12 @@ _ENCODED = re.compile(r"(?<![A-Za-z0-9+/_\-])[A-Za-z0-9+/_\-]{6,}={0,2}")
 
 
 def redact_text(text: str) -> str:
-    """Returns free text (logs, tracebacks, messages), with everything that looks like a secret replaced."""
+    """Replaces everything in free text (logs, tracebacks, messages) that looks like a secret."""
     return replaced(text, secrets_in(text))
 
 
 def replaced(text: str, spans: Iterable[Span]) -> str:
-    """Returns ``text`` with each of ``spans`` replaced; overlapping and touching spans count as one."""
+    """Replaces ``spans`` in ``text``; overlapping and touching spans count as one."""
     parts: list[str] = []
     done = 0
     for begin, end in merged(spans):
@@ -118,17 +118,17 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def secrets_in(text: str) -> Iterator[Span]:
-    """Yields the parts of ``text`` that look like a secret, however it is escaped or encoded."""
+    """Yields the parts of ``text`` that look like a secret, however they are escaped or encoded."""
     for reading in readings(text):
         for begin, end in chain(by_rule(reading.text), encoded_in(reading.text, by_rule)):
             yield reading.origin(begin, end)
 
 
 def encoded_in(text: str, rule: Callable[[str], Iterator[Span]], *, is_text: bool = True) -> Iterator[Span]:
-    """Yields Base64 words whose decoded bytes have a match of ``rule``.
+    """Yields Base64 words if ``rule`` finds a match in their decoded bytes.
 
     Args:
-        is_text: Only if they are printable text.
+        is_text: Only words that decode to printable text.
     """
     words = [(match.span(), _from_base64(match[0])) for match in _ENCODED.finditer(text)]
     words = [(span, plain) for span, plain in words if not is_text or _is_printable(plain)]
@@ -151,7 +151,7 @@ def _is_printable(text: str) -> bool:
 
 
 def by_rule(text: str) -> Iterator[Span]:
-    """Yields the parts of ``text`` that look like a secret without decoding it, in time proportional to its length."""
+    """Yields the parts of ``text`` that look like a secret without decoding, in linear time."""
     yield from shapes_in(text)
     if "://" in text:
         yield from _found(URL_PASSWORD, text)
@@ -178,7 +178,7 @@ def _assigned(text: str) -> Iterator[Span]:
         if match.start() < done:
             continue
         kind = kind_of(match["name"])
-        # Decided by its beginning, so that a long value after many names isn't read many times.
+        # The beginning decides, so that a long value after many names isn't read many times.
         head = _VALUE.match(text[match.end() : match.end() + _TELLS]) if kind else None
         if head and not _is_plain(kind, match, head[0]) and (value := _VALUE.match(text, match.end())):
             more = _MORE.match(text, value.end()) if match["name"][-1] in "sS" else None
@@ -187,7 +187,7 @@ def _assigned(text: str) -> Iterator[Span]:
 
 
 def _is_plain(kind: SecretKind, assigned: re.Match[str], value: str) -> bool:
-    """Returns whether it is a number, a file's line, words of a log (``session: starting``), code, or redacted."""
+    """True for a number, a file's line, words of a log (``session: starting``), code, or redacted text."""
     bare = value.lstrip("brufBRUF").strip("\"'") if value[-1:] in "\"'" else value.strip("\"'")
     name, between = assigned["name"].lower(), assigned[0][len(assigned["name"]) :]
     if is_plain_value(kind, bare) or (name.endswith("pwd") and bare.startswith("/")):
@@ -218,7 +218,7 @@ def is_plain_value(kind: SecretKind, value: str) -> bool:
 
 
 def _is_opaque(value: str) -> bool:
-    # Letters and digits within one part, unlike a word. ``layer_12`` and ``SIGUSR1`` have none.
+    # Letters and digits mixed within one part, unlike in ``layer_12`` and ``SIGUSR1``.
     if not _OPAQUE.fullmatch(value) or _SIGNAL.fullmatch(value):
         return False
     return any(not (part.isalpha() or part.isdigit()) for part in re.split(r"[_\-]", value) if part)
@@ -257,8 +257,8 @@ def _of_clients(text: str) -> Iterator[Span]:
 
 
 # --- readings: a text as it is, as a terminal shows it, with escapes decoded ------------------------------------------
-# A secret can be written as JSON, ``repr``, a URL or HTML, nested in another such text, or in colours. Every reading is
-# searched, and each match maps to a part of the text itself. The time is proportional to its length.
+# A secret can be written in JSON, ``repr``, a URL or HTML, nested in another such text, or in colours. Every reading is
+# searched, and each match is mapped back to the text. The time is linear in the text's length.
 
 MOST_LAYERS = 3  # JSON in JSON in JSON
 
@@ -269,7 +269,7 @@ def _utf8(mark: str) -> str:
     return "|".join([*(f"{mark}{lead}(?:{more}){{{count}}}" for lead, count in several), f"{mark}[0-9A-Fa-f]{{2}}"])
 
 
-# Every repetition is bounded.
+# Repetitions are bounded.
 _OF_URLS = _utf8("%")
 _OF_HTML = r"&(?:\#\d{1,7}|\#[xX][0-9A-Fa-f]{1,6}|[A-Za-z]{2,8});"
 _OF_PROGRAMS = (
@@ -278,7 +278,7 @@ _OF_PROGRAMS = (
 )
 _ESCAPES = re.compile("|".join((_OF_URLS, _OF_HTML, _OF_PROGRAMS)))
 _LETTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "0": "\0"}
-# Colours and other terminal sequences, and invisible characters.
+# Terminal sequences such as colours, and invisible characters.
 _UNSEEN = re.compile(
     r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)?|[@-Z\\-_])"
     r"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\xad\u200b-\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff]"
@@ -286,7 +286,7 @@ _UNSEEN = re.compile(
 
 
 class Reading:
-    """A reading: ``text``, and the position of each part in its source."""
+    """A decoded text, with a function that returns the place of each part in the source."""
 
     def __init__(self, text: str, back: Callable[[int, int], tuple[int, int]]) -> None:
         self.text = text
@@ -294,7 +294,7 @@ class Reading:
 
 
 def readings(text: str) -> list[Reading]:
-    """Returns ``text`` itself, then as a terminal shows it, then with layer after layer of escapes decoded."""
+    """Returns ``text``, then the text that a terminal shows, then layer after layer of escapes decoded."""
     result = [Reading(text, _here)]
     if shown := _read(result[0], _UNSEEN, _nothing):
         result.append(shown)
@@ -315,7 +315,6 @@ def _nothing(_: str) -> str:
 
 
 def _decoded(escape: str) -> str:
-    """Returns the decoded text of one match of ``_ESCAPES``."""
     kind = escape[:2]
     if kind == "\\x" or escape[0] == "%":
         digits = escape.replace("\\x", "").replace("%", "")
@@ -334,7 +333,7 @@ def _decoded(escape: str) -> str:
 
 def _read(before: Reading, pattern: re.Pattern[str], decode: Callable[[str], str]) -> Reading | None:
     """Returns ``before`` with every match of ``pattern`` replaced; None without a match."""
-    # Alternately unchanged parts (even numbers) and replaced ones (odd numbers): their starts here and in the source.
+    # Unchanged parts (even numbers) and replaced ones (odd numbers) alternate: their starts here and in the source.
     here, offsets, parts = array("q", [0]), array("q", [0]), []
     length = done = 0
     for match in pattern.finditer(before.text):
@@ -353,7 +352,7 @@ def _read(before: Reading, pattern: re.Pattern[str], decode: Callable[[str], str
 def _origin(
     here: array[int], source_offsets: array[int], further: Callable[[int, int], tuple[int, int]], begin: int, end: int
 ) -> tuple[int, int]:
-    """Returns the place of ``[begin, end)``, with ``end`` > ``begin``, in the previous reading.
+    """Returns the place of ``[begin, end)``, with ``end`` > ``begin``, in the original text.
 
     A replaced part counts whole.
     """
@@ -367,7 +366,7 @@ def _origin(
 
 
 def redact_env(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables, sorted by name; values of secret names are replaced whole, others by their shape."""
+    """Returns the variables, sorted by name. Replaces values with secret names whole, others by shape."""
     return {name: _value(name, environment[name]) for name in sorted(environment)}
 
 
@@ -384,7 +383,7 @@ def _value(name: str, value: str) -> str:
 
 
 def redact_argv(argv: Iterable[str]) -> list[str]:
-    """Returns a command line with ``--token X``, ``--api-key=X``, ``KEY=X`` and secrets by their shape replaced."""
+    """Redacts a command line: ``--token X``, ``--api-key=X``, ``KEY=X``, and secrets by shape."""
     words = [*argv]
     hidden, result, at = _passwords_of_a_client(words), [], 0
     for before, word in pairwise(["", *words]):
@@ -395,7 +394,8 @@ def redact_argv(argv: Iterable[str]) -> list[str]:
 
 
 def _passwords_of_a_client(words: Sequence[str]) -> list[int]:
-    # Their positions in the joined words, if these are the command line of a client: ``mysql`` can also be a value.
+    # Positions of passwords in the joined words, if these are the command line of a client. ``mysql`` can also be a
+    # value.
     together, before = " ".join(words), [*takewhile(_STARTS.__contains__, words)]
     program = next(iter(words[len(before) :]), "")
     begin = sum(len(word) + 1 for word in before) + program.rfind("/") + 1

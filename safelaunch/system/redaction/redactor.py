@@ -1,8 +1,8 @@
-"""Keeps a job's own secrets out of its bundle, wherever they occur: a rank might print the password it got.
+"""Keeps a job's own secrets out of its bundle: a rank might print the password it got.
 
-Unmistakable values are replaced in every text: in every reading, in base64 and in hexadecimal. Short ones, numbers and
-plain words are replaced only in the job's own text (its output, messages, command lines, names), and only as whole
-words; a number also not if it counts something: ``PIN=1234`` leaves step 1234, line 1234 and port 1234 alone.
+Unmistakable values are replaced in every text, however encoded. Short values, numbers and plain words are replaced only
+in the job's own text (output, messages, command lines, names), and only as whole words. A number that counts something
+stays: ``PIN=1234`` leaves step 1234, line 1234 and port 1234 alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safelaunch.system.redaction.job_secrets import COMMON_WORDS, is_mixed, is_t
 from safelaunch.system.redaction.redact import by_rule, encoded_in, merged, readings, redact_argv, replaced
 from safelaunch.system.redaction.shapes import Span, shapes_in
 
-_EDGE = 6  # characters that identify a value if the text was cut within it
+_EDGE = 6  # characters that identify a value if the text cuts it
 _CALLED_SO = re.compile(
     r"(?:pass(?:word|wd|phrase|code)?|pwd|pw|secret|token|credentials?|auth|pin)s?[\"']?(?:\s?[=:]\s?|\s(?:is|was)\s|\s)[\"']?\Z",
     re.IGNORECASE,
@@ -30,7 +30,7 @@ _CALLED_SO = re.compile(
 _BEGINNING = 12  # characters that identify a value if the rest is missing
 _HTML = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
 _LINE_HEAD = re.compile(r"\d\d:\d\d:\d\d\.\d{3} (?:out|err)\| ")
-_CUT_OFF = ".… '\")]}\n"  # characters that follow a truncated text
+_CUT_OFF = ".… '\")]}\n"  # after a truncated text
 # Text before a number that counts something; _UNIT matches text after one.
 _COUNTED = re.compile(
     r"(?:\b(?:line|lineno|l|step|global_step|steps|rank|ranks|pid|tid|thread|process|port|epoch|iter|iteration|it|batch|seq"
@@ -39,24 +39,20 @@ _COUNTED = re.compile(
     r"|[#./\-×*+<>$~]|\d[,.x:]|\d, |\[|0x|%)\Z",
     re.IGNORECASE,
 )
-_AFTER_COLON = 5  # maximum digits of a line or a port
+_AFTER_COLON = 5  # digits of a line or a port, at most
 _UNIT = re.compile(
     r"\s?(?:%|ms|s|us|ns|sec\w*|min\w*|h|hours?|[kKMGT]i?B|bytes?|B|steps?|tokens?|samples?|it/s|GPUs?|ranks?|times)\b"
     r"|[.,]\d|,? ?\]|, \d|[/x:\-]\d",
 )
 _COUNTS = re.compile(r"last_|ranks?\b|pg_id|version|(?:record|collective_seq|p2p_seq|op)_id|name\b")  # keys of a dump
 _BEFORE = 24  # preceding characters that are examined
-_REMEMBERED_LENGTH = 256  # longest text that is cached
+_REMEMBERED_LENGTH = 256  # longest cached text
 _MOST_REMEMBERED = 8192
 
 
 @dataclass(frozen=True)
 class Redactor:
-    """Decides what is a secret, for everything that is written or shown.
-
-    That is whatever looks like a secret (``redact``), and the job's own secrets (``secret_values``), wherever they
-    occur.
-    """
+    """Removes everything that looks like a secret (``redact``), and the job's own secrets (``secret_values``)."""
 
     values: tuple[str, ...] = field(default=(), repr=False)
 
@@ -87,18 +83,17 @@ class Redactor:
 
     @cached_property
     def _remembered(self) -> Callable[[str, bool], str]:
-        # A cache, because all ranks of a job have the same frames.
+        # All ranks of a job have the same frames.
         return lru_cache(_MOST_REMEMBERED)(self._cleaned)
 
     def _cleaned(self, text: str, short: bool) -> str:
         return replaced(text, self._secrets_in(text, by_rule, short=short)) if text else text
 
     def argv(self, words: Iterable[str]) -> list[str]:
-        """Removes secrets from a command line."""
         return [self.said(word) for word in redact_argv(words)]
 
     def markup(self, text: str) -> str:
-        """Removes secrets from a report of cleaned parts, in which looking for assignments would do damage."""
+        """Removes secrets from a report of cleaned parts, in which a search for assignments would do damage."""
         return replaced(text, self._secrets_in(text, shapes_in))
 
     def _secrets_in(self, text: str, rule: Callable[[str], Iterator[Span]], *, short: bool = False) -> Iterator[Span]:
@@ -131,7 +126,7 @@ class Redactor:
                 yield from (span for span in _occurrences(form, text) if _is_word(text, *span))
 
     def _cut_off(self, text: str) -> Iterator[Span]:
-        """Yields a value's beginning at the text's end, and a value's end at its beginning: the text was cut there."""
+        """Yields the parts of values that were cut off at the text's end or beginning."""
         head = _LINE_HEAD.match(text)
         begin, end = head.end() if head else 0, len(text.rstrip(_CUT_OFF))
         for value in self._telling:
@@ -145,18 +140,18 @@ class Redactor:
     # --- values made of texts -----------------------------------------------------------------------------------------
 
     def tree(self, value: Any) -> Any:
-        """Removes secrets from all texts in lists and dicts, as JSON has them. Numbers stay."""
+        """Removes secrets from all texts in nested lists and dicts. Numbers stay."""
         return _walk(value, self.text, {})
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     def data(self, data: bytes) -> bytes:
-        """Removes secrets from a dump, JSON or text; returns the same object if there are none.
+        """Removes secrets from a dump, JSON or text; returns the same object if it has none.
 
         A dump keeps its form. Other data keep their length, with secrets overwritten.
         """
         if data.startswith(b"\x80"):
-            from safelaunch.system.decoding import load_pickle  # late: the rest is needed before a job is started
+            from safelaunch.system.decoding import load_pickle  # deferred: the rest is needed before a job starts
 
             return self._encoded(data, load_pickle, lambda value: pickle.dumps(value, protocol=min(data[1], 5)))
         if data.lstrip()[:1] in (b"{", b"["):
@@ -165,14 +160,14 @@ class Redactor:
             try:
                 return self.said(data.decode("utf-8")).encode("utf-8")
             except UnicodeDecodeError:
-                pass  # neither text nor anything else we know
+                pass  # not text in any known form
         return self._overwritten(data)
 
     def _encoded(self, data: bytes, load: Callable[[bytes], Any], dump: Callable[[Any], bytes]) -> bytes:
         try:
             value = load(data)
             cleaned = _walk(value, self.said, {})
-            # The data can contain something that isn't part of the value: after its end, or pushed and discarded.
+            # The data can contain more than the value: after its end, or pushed and discarded.
             if cleaned is value and not self._certain(data):
                 return data
             return dump(cleaned)
@@ -197,12 +192,12 @@ class Redactor:
 
 
 def _forms_of(value: str) -> tuple[str, ...]:
-    """Returns the value itself, as URL, JSON, ``repr`` and HTML write it, in base64 and in hexadecimal."""
+    """Returns the value as it is, as in a URL, JSON, ``repr`` and HTML, in base64 and in hexadecimal."""
     in_json = json.dumps(value)[1:-1]
     twice = json.dumps(in_json)[1:-1]
     quoted = (value.replace(" ", "+"), quote(value, safe=""), in_json, twice, ascii(value)[1:-1])
     raw = _bytes(value)
-    # The last byte is left out: it might be encoded together with the bytes that follow.
+    # Without the last byte, which might be encoded together with the following ones.
     encoded = [encode(raw).decode()[: 8 * len(raw) // 6] for encode in (base64.b64encode, base64.urlsafe_b64encode)]
     return (value, *quoted, value.translate(_HTML), *encoded, *_hexadecimal(value))
 
@@ -224,7 +219,7 @@ def _occurrences(part: str, text: str) -> Iterator[Span]:
 
 
 def _beginnings(value: str, text: str) -> Iterator[Span]:
-    """Yields truncated values, as in shortened logs, unless only a few ordinary words of them are left."""
+    """Yields truncated values, as in shortened logs, unless only a few ordinary words are left."""
     for at, end in _occurrences(value[:_BEGINNING], text) if len(value) > _BEGINNING else ():
         while end - at < len(value) and text[end : end + 1] == value[end - at]:
             end += 1
@@ -234,7 +229,7 @@ def _beginnings(value: str, text: str) -> Iterator[Span]:
 
 
 def _is_called_so(text: str, begin: int, end: int) -> bool:
-    # True for an ordinary word after ``password is`` or the like, or as one in ``user:word@host``.
+    # An ordinary word after ``password is`` or the like, or in ``user:word@host``.
     if text[begin - 1 : begin] == ":" and text[end : end + 1] == "@":
         return True
     return bool(_CALLED_SO.search(text[max(0, begin - _BEFORE) : begin]))
@@ -248,7 +243,7 @@ def _stands_alone(value: str, text: str, begin: int, end: int) -> bool:
 
 
 def _is_word(text: str, begin: int, end: int) -> bool:
-    """True if it isn't part of a word, nor of a name with parts: a path, a module, a host."""
+    """True unless the span is part of a word, or of a path, a module or a host."""
     before, after = text[max(0, begin - 2) : begin], text[end : end + 2]
     if (before and _in_word(before[-1])) or (after and _in_word(after[0])):
         return False
@@ -262,7 +257,6 @@ def _in_word(character: str) -> bool:
 
 
 def _counts(text: str, begin: int, end: int) -> bool:
-    # True if the number counts or numbers something.
     before = text[max(0, begin - _BEFORE) : begin]
     if before.endswith(":") and text.startswith("@", end):  # user:1234@host
         return False
@@ -296,7 +290,7 @@ def _is_number(item: object) -> bool:
 
 
 def _texts_in(value: Any) -> set[str]:
-    """Returns every text in lists, tuples, dicts and bytes."""
+    """Returns every text in nested lists, tuples, dicts and bytes."""
     texts: set[str] = set()
     waiting: list[Iterable[Any]] = [(value,)]
     known_ids: set[int] = set()
@@ -315,7 +309,7 @@ def _texts_in(value: Any) -> set[str]:
 
 
 def _walk(value: Any, clean: Callable[[str], str], done: dict[int, Any]) -> Any:
-    """Applies ``same_or`` recursively; ``done`` has results by identity, so that repeated parts are cleaned once."""
+    """Applies ``same_or`` recursively. ``done`` maps an id to its result, so repeated parts are cleaned once."""
     if all(clean(text) == text for text in _texts_in(value)):
         return value
 
@@ -329,7 +323,7 @@ def _walk(value: Any, clean: Callable[[str], str], done: dict[int, Any]) -> Any:
         if not isinstance(item, (dict, list, tuple)):
             return item
         if id(item) not in done:
-            done[id(item)] = item  # a list that contains itself
+            done[id(item)] = item  # for a list that contains itself
             done[id(item)] = same_or(item, visit)
         return done[id(item)]
 

@@ -1,6 +1,6 @@
 """Recognizes secrets by their shape (prefixes of services' keys, web hooks, private keys), or by their names.
 
-The prefixes come from the services' documentation, as in scanners such as gitleaks and detect-secrets.
+The prefixes come from the services' documentation, as in gitleaks and detect-secrets.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal
 
 Span = tuple[int, int]
 
-# (text in all of them, pattern). A search for the text costs a twentieth of one for the pattern. None begins inside a
-# word. A long run that might turn out not to match is tried from its beginning only.
+# (text that each match contains, pattern). Searching the text costs a twentieth of the pattern's search. No match
+# begins inside a word. A long run that might not match is tried only from its beginning.
 _KINDS = (
     ("gh", r"gh[pousr]_[A-Za-z0-9]{20,}"),
     ("github_pat_", r"github_pat_[A-Za-z0-9_]{20,}"),
@@ -71,7 +71,7 @@ _KINDS = (
     (".office.com/webhook", r"https://[a-z0-9.\-]{1,100}\.office\.com/webhook[A-Za-z0-9@/_\-]+"),
     ("api.telegram.org/bot", r"https://api\.telegram\.org/bot[A-Za-z0-9:_\-]+"),
 )
-# Signatures of URLs, which grant access to any holder.
+# Signatures in URLs, which grant access to any holder.
 _SIGNED = re.compile(
     r"(?<=[?&;])(?P<head>(?:sig|signature|x-amz-(?:signature|credential|security-token)"
     r"|x-goog-(?:signature|credential)|awsaccesskeyid|googleaccessid|code)=)[^\s\"'&<>;,\\]{8,}",
@@ -80,14 +80,14 @@ _SIGNED = re.compile(
 
 _BEGIN = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----")
 _END = re.compile(r"-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----")
-_LONGEST_KEY = 32_768  # characters, with what a log puts before each line
+_LONGEST_KEY = 32_768  # characters, with the log's prefix of each line
 _BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
-_KEY_LINE = 16  # minimum number of its characters at a line's end; the last line can be shorter
+_KEY_LINE = 16  # minimum base64 characters at a line's end; the last line can be shorter
 _AFTER_A_WORD = re.compile(r"(?:[^\s\"'])*")
 
 
 def shapes_in(text: str) -> Iterator[Span]:
-    """Yields the parts of ``text`` that are secrets by their shape alone."""
+    """Yields the parts of ``text`` with the shape of a secret."""
     for mark, pattern in _KINDS:
         if mark in text:
             yield from (match.span() for match in _compiled(pattern).finditer(text))
@@ -99,12 +99,12 @@ def shapes_in(text: str) -> Iterator[Span]:
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    # On demand: most jobs have none of these secrets, and compiling all patterns is slow.
+    # Compiling all patterns is slow, and most jobs have none of these secrets.
     return re.compile(rf"(?<![A-Za-z0-9]){pattern}")
 
 
 def _private_keys(text: str) -> Iterator[Span]:
-    """Yields private keys from BEGIN to END; if one of them was cut off, the base64 lines next to the other."""
+    """Yields private keys from BEGIN to END. If one of these was cut off, yields the base64 lines next to the other."""
     ends = [match.span() for match in _END.finditer(text)]
     begun = [end for end, _ in ends]
     done = 0
@@ -139,7 +139,7 @@ def _last_key_line(text: str, begin: int) -> int:
 
 
 def _first_key_line(text: str, end: int) -> int:
-    """Returns the start of the base64 lines before the one that contains ``end``; each line is read once."""
+    """Returns the start of the base64 lines before the line with ``end``; reads each line once."""
     begin = text.rfind("\n", 0, end) + 1
     while begin:
         line = text.rfind("\n", 0, begin - 1) + 1
@@ -156,11 +156,10 @@ def _base64_at_end(line: str) -> int:
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
-# "password": any value, even a number. "secret": anything but a number, a truth value and the like. "maybe": a value
-# that looks random.
+# "password": any value, even a number. "secret": no number, truth value and the like. "maybe": a random-looking value.
 SecretKind = Literal["password", "secret", "maybe", ""]
 
-# Words of a name, split at _, -, ., spaces and where its case changes.
+# Words of a name, which is split at _, -, ., spaces and changes of case.
 _PASSWORDS = {
     "password", "passwords", "passwd", "passphrase", "passcode", "pincode", "pwd", "pw", "psw", "pword", "otp", "totp",
     "psk",
@@ -175,7 +174,7 @@ _ENDINGS = (
     ("password", "password"), ("passwd", "password"), ("passphrase", "password"), ("passcode", "password"),
     ("secret", "secret"), ("apikey", "secret"), ("authtoken", "secret"), ("token", "secret"),
 )  # fmt: skip
-# Words together, and words that count only at the end of the name.
+# word pairs, and words that count only at the end of the name
 _SECRET_PAIRS = re.compile(
     r"(?:api|access|secret|private|signing|encryption|account|storage|service|license|auth|master|deploy|ssh|shared"
     r"|sas|hmac|session|webhook|instrumentation|priv|openai|my|gpg)_?keys?(?:_|\Z)|connection_?string|conn_?str"
@@ -185,7 +184,7 @@ _SECRET_PAIRS = re.compile(
 _PIN = re.compile(r"(?:.*_)?(?:sim)?pin(?:_?(?:codes?|numbers?|nr|no|\d))?|(?:.*_)?(?:cvv|ssn)")
 _SHORT_PASSWORD = re.compile(r"(?:db|root|user|my|admin|smtp|mail|ftp|bind|ldap|mysql|pg|u)(?:pass|pw)")
 _LAST_MAYBE = {"pat", "sig", "sas", "salt", "key", "keys", "api", "sk", "tok"}
-# ``*_tokens`` usually counts the tokens of a language model; these names hold credentials of a service.
+# ``*_tokens`` usually counts a language model's tokens, but these names hold a service's credentials.
 _OF_A_SERVICE = re.compile(
     r"(?:.*_)?(?:api|access|auth|refresh|bearer|secret|service|deploy|json|hf|hub|huggingface|github|gitlab|gh|gl|git|slack"
     r"|discord|telegram|openai|anthropic|wandb|npm|pypi|aws|gcp|azure|kube|vault|jwt|csrf|oauth)(?:_.*)?_tokens"
@@ -202,7 +201,7 @@ _HARMLESS = re.compile(
     r"|join|merge|config|module|param|parameter|layer|query)_keys?"
 )
 
-# Environment variables that are shown with their values unless their names are secret. Of others, only names are shown.
+# Environment variables that are shown with their values, unless their names are secret.
 _SHOWN = re.compile(
     r"(?:NCCL|TORCH|TORCHELASTIC|PYTORCH|TORCHINDUCTOR|TORCHDYNAMO|CUDA|CUDNN|CUBLAS|NVIDIA|NVTE|GLOO|TP|OMP|MKL|KMP"
     r"|GOMP|OPENBLAS|NUMEXPR|VECLIB|HSA|ROCR|ROCM|HIP|MIOPEN|RCCL|XLA|TRITON|UCX|UCC|FI|IBV|MLX5|PSM[23]?|OMPI|PMI|PMIX"
@@ -245,5 +244,5 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_shown(name: str) -> bool:
-    """Returns whether an environment variable's value can be shown: it is known, and its name marks no secret."""
+    """Returns whether an environment variable's value can be shown: it is known, and its name isn't secret."""
     return bool(_SHOWN.fullmatch(name)) and not is_secret_name(name)
