@@ -2,11 +2,13 @@
 
     python -m scripts.bench diagnose [--ranks 256] [--entries 2000] [--rounds 3] [--json FILE]
     python -m scripts.bench diagnose --many 4096     # also 4096 ranks (1.4 GB in /tmp), safelaunch only
+    python -m scripts.bench diagnose --many 4096 --hard   # and with two culprits, and a cycle over two groups
     python -m scripts.bench diagnose --live          # also a live hang of 8 ranks: its diagnosis and reports
     python -m scripts.bench diagnose --log 1000      # also a log of 1,000 MB in which nothing went wrong
 
 The dumps have the form that NCCL's recorder writes: version 2.10, eight frames per entry, frame dictionaries shared
-between entries. One rank's last operation differs from its peers'. The log has steps, warnings and progress bars of
+between entries. One rank's last operation differs from its peers'; ``--hard``: two ranks' operations differ, or one
+rank enters two groups in the opposite order. The log has steps, warnings and progress bars of
 eight ranks. Each program runs in its own process; times are CPU times.
 """
 
@@ -26,6 +28,8 @@ from scripts.bench.detect import RANKS, hang
 from scripts.bench.lib import BenchError, Figure, environment, figure, program, progress, run_bench, workplace
 
 NOTHING_WRONG = 1  # the exit code
+TWO_CULPRITS, GROUP_ORDER = "two culprits", "a cycle over two groups"
+FAULTS = ("one culprit", TWO_CULPRITS, GROUP_ORDER)
 LIBRARY = "/opt/venv/lib/python3.11/site-packages/torch/distributed"
 UNPICKLE = """
 import pathlib, pickle, sys
@@ -41,6 +45,7 @@ def main() -> int:
     parser.add_argument("--entries", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--many", type=int, default=0, metavar="RANKS")
+    parser.add_argument("--hard", action="store_true")
     parser.add_argument("--live", action="store_true")
     parser.add_argument("--log", type=int, default=0, metavar="MB")
     return run_bench("bench_diagnose", parser, measure)
@@ -49,7 +54,9 @@ def main() -> int:
 def measure(options: argparse.Namespace) -> list[Figure]:
     found = measure_folder(options.ranks, options.entries, options.rounds)
     if options.many:
-        found += measure_many(options.many, options.entries, median(found[0].values) / options.ranks)
+        per_rank_s = median(found[0].values) / options.ranks
+        for fault in FAULTS if options.hard else FAULTS[:1]:
+            found += measure_many(options.many, options.entries, fault, per_rank_s)
     if options.live:
         found += measure_live(options.rounds)
     if options.log:
@@ -88,12 +95,12 @@ def measure_folder(ranks: int, entries: int, rounds: int) -> list[Figure]:
     ]
 
 
-def measure_many(ranks: int, entries: int, cpu_s_per_rank: float) -> list[Figure]:
+def measure_many(ranks: int, entries: int, fault: str, cpu_s_per_rank: float) -> list[Figure]:
     with workplace() as here:
-        folder = write(here, ranks, entries)
+        folder = write(here, ranks, entries, fault)
         progress(f"reading {ranks} dumps")
         spent = cost([program("safelaunch"), "diagnose", str(folder), "--json"], here)
-    size = f"{ranks} ranks x {entries} entries"
+    size = f"{ranks} ranks x {entries} entries, {fault}"
     return [
         figure(f"safelaunch diagnose, {size}: wall", [spent.wall_s], "s", "<= 60"),
         figure("  CPU", [spent.cpu_s], "s"),
@@ -141,13 +148,16 @@ def write_log(path: Path, size_mb: int) -> None:
                 return
 
 
-def write(here: Path, ranks: int, entries: int) -> Path:
-    """Writes a folder of dumps. The rank a third of the way through calls a different operation at the end."""
+def write(here: Path, ranks: int, entries: int, fault: str = FAULTS[0]) -> Path:
+    """Writes a folder of dumps. The rank a third of the way through is at fault, and with two culprits the next one."""
     folder = here / "dumps"
     folder.mkdir()
     progress(f"writing {ranks} dumps")
+    culprits = {ranks // 3, ranks // 3 + 1} if fault == TWO_CULPRITS else {ranks // 3}
+    if fault == GROUP_ORDER:
+        entries -= 1 - entries % 2  # the peers stop at the first of two calls, and the culprit at the second
     for rank in range(ranks):
-        dump = make(rank, ranks, entries, odd=rank == ranks // 3)
+        dump = make(rank, ranks, entries, fault if rank in culprits else "", groups=2 if fault == GROUP_ORDER else 1)
         (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
     return folder
 
@@ -179,8 +189,13 @@ def cost(argv: Sequence[str], here: Path, code: int = 0) -> Cost:
     return Cost(*map(float, numbers))
 
 
-def make(rank: int, world: int, entries: int, *, odd: bool) -> dict[str, object]:
-    """Returns one rank's dump. ``odd``: its last collective differs from the others'."""
+def make(rank: int, world: int, entries: int, fault: str = "", groups: int = 1) -> dict[str, object]:
+    """Returns one rank's dump.
+
+    Args:
+        fault: Its last collective differs from the others' by its operation; with ``GROUP_ORDER``, by its group.
+        groups: Number of groups of all ranks, which take turns.
+    """
     inner = [
         {"name": "all_reduce", "filename": f"{LIBRARY}/distributed_c10d.py", "line": 3245},
         {"name": "wrapper", "filename": f"{LIBRARY}/c10d_logger.py", "line": 83},
@@ -191,11 +206,15 @@ def make(rank: int, world: int, entries: int, *, odd: bool) -> dict[str, object]
     ]
     made = []
     for number in range(entries):
-        done, place, at_ns = number < entries - 1, number % len(places), 1_724_779_239_936_775_119 + number * 10**6
+        done, at_ns = number < entries - 1, 1_724_779_239_936_775_119 + number * 10**6
+        other = fault if not done else ""
+        place = (number + (other == GROUP_ORDER)) % (len(places) if groups == 1 else groups)
+        group = place % groups
         made.append({
-            "frames": list(places[place]), "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"),
-            "collective_seq_id": number + 1, "p2p_seq_id": 0, "op_id": number + 1,
-            "profiling_name": "nccl:all_gather" if odd and not done else "nccl:all_reduce",
+            "frames": list(places[place]), "record_id": number, "pg_id": group,
+            "process_group": (str(group), ("default_pg", "undefined")[group]),
+            "collective_seq_id": number // groups + 1, "p2p_seq_id": 0, "op_id": number // groups + 1,
+            "profiling_name": "nccl:all_gather" if other not in ("", GROUP_ORDER) else "nccl:all_reduce",
             "time_created_ns": at_ns, "time_discovered_started_ns": at_ns if done else None,
             "time_discovered_completed_ns": at_ns if done else None,
             "input_sizes": [[1024 * (place + 1)]], "input_dtypes": ["Float"],
@@ -203,12 +222,18 @@ def make(rank: int, world: int, entries: int, *, odd: bool) -> dict[str, object]
             "state": "completed" if done else "scheduled", "retired": done, "timeout_ms": 600_000, "is_p2p": False,
             "thread_id": "140298925697920", "thread_name": "python3",
         })  # fmt: skip
-    last = {"last_enqueued_collective": entries, "last_started_collective": entries - 1}
+    last = entries // groups
+    status = {
+        "last_enqueued_collective": last,
+        "last_started_collective": last - 1,
+        "last_completed_collective": last - 1,
+    }
+    config = {"desc": "default_pg", "ranks": str(list(range(world)))}
     return {
         "version": "2.10",
         "entries": made,
-        "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(world)))}},
-        "pg_status": {"0": {**last, "last_completed_collective": entries - 1}},
+        "pg_config": {str(group): {"name": str(group), **config} for group in range(groups)},
+        "pg_status": {str(group): status for group in range(groups)},
     }
 
 

@@ -284,7 +284,7 @@ def maker(ranks: int, entries: int, world: int) -> Callable[[int], Evidence]:
     from tests.support.evidence import in_c10d, in_user, rank
 
     def record(*, odd: bool) -> FlightRecord:
-        dump = make(0, world, entries, odd=False)
+        dump = make(0, world, entries)
         if odd:  # it has not come to the last call
             dump["entries"] = dump["entries"][:-1]  # type: ignore[index]
         return parse_pickle(pickle.dumps(dump, protocol=2))

@@ -195,7 +195,9 @@ def _noting(took_part: list[str]) -> Any:
 
 
 def _decision(verdict: Verdict) -> Any:
-    return verdict.outcome, verdict.cause, verdict.confidence, verdict.culprits, verdict.victims
+    proved = bool(verdict.proof)
+    named = (verdict.outcome, verdict.cause, verdict.confidence, proved, verdict.culprits, verdict.victims)
+    return (*named, frozenset(verdict.doubts), frozenset(verdict.suggestions))
 
 
 def _plain(verdict: Verdict) -> str:

@@ -3,8 +3,8 @@
 python -m scripts.research.calibration --count 1000                  # generated jobs, one fault each
 python -m scripts.research.calibration --zoo zoo.json --json out     # and the results of scripts.qa zoo --json zoo.json
 
-``right``: a rank at fault is named, alone or within the circle that it is part of. ``nobody``: no rank is named. Where
-ranks draw for themselves (``random``) or threads race, nobody is at fault, and whoever is named is wrong.
+``right``: a rank at fault is named, alone or among others. ``exact``: those, and no other rank. ``nobody``: no rank is
+named. If ranks draw for themselves (``random``) or threads race, no rank is at fault, and any named rank is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from scripts.research.verdict_corpus import synthetic_jobs
 
 LEVELS = ("high", "medium", "low")
 OUTCOMES = ("right", "nobody", "wrong")
-ROW = "{:<14}{:<10}{:>8}{:>8}{:>8}{:>8}{:>9}"
+COLUMNS = ("exact", *OUTCOMES)
+ROW = "{:<14}{:<10}{:>8}{:>8}{:>8}{:>8}{:>8}{:>9}"
 
 Counts = Counter[tuple[str, str]]  # (confidence, outcome)
 Classes = dict[str, Counts]
@@ -35,13 +36,13 @@ def main() -> int:
         tables["zoo"] = of_zoo(words.zoo)
     if words.classes:
         tables |= classes
-    print(ROW.format("", "confidence", *OUTCOMES, "all", "right"))
+    print(ROW.format("", "confidence", *COLUMNS, "all", "right"))
     for name, counts in tables.items():
         for level in LEVELS:
             print(_row(name, level, counts))
     if words.json:
         rows = [
-            {"source": name, "confidence": level, **{outcome: counts[level, outcome] for outcome in OUTCOMES}}
+            {"source": name, "confidence": level, **{name: counts[level, name] for name in COLUMNS}}
             for name, counts in tables.items()
             for level in LEVELS
         ]
@@ -64,7 +65,7 @@ def _row(name: str, level: str, counts: Counts) -> str:
     numbers = [counts[level, outcome] for outcome in OUTCOMES]
     named = numbers[0] + numbers[2]
     share = f"{numbers[0] / named:.1%}" if named else "-"
-    return ROW.format(name, level, *numbers, sum(numbers), share)
+    return ROW.format(name, level, counts[level, "exact"], *numbers, sum(numbers), share)
 
 
 def generated(count: int, seed: int, show: str | None = None) -> Classes:
@@ -73,7 +74,9 @@ def generated(count: int, seed: int, show: str | None = None) -> Classes:
     for name, faulty, evidence in synthetic_jobs(count, seed):
         verdict = diagnose(evidence)
         outcome = outcome_of(verdict, faulty)
-        classes.setdefault(name.partition(",")[0], Counter())[verdict.confidence, outcome] += 1
+        counts = classes.setdefault(name.partition(",")[0], Counter())
+        counts[verdict.confidence, outcome] += 1
+        counts[verdict.confidence, "exact"] += outcome == "right" and {c.rank for c in verdict.culprits} == faulty
         if outcome == "wrong" and verdict.confidence == show:
             print(f"{name}, at fault {sorted(faulty)}: {verdict.cause}: {verdict.summary[:300]}")
     return classes
@@ -85,11 +88,12 @@ def outcome_of(verdict: Verdict, faulty: frozenset[int]) -> str:
 
 
 def of_zoo(path: Path) -> Counts:
-    """A specimen whose verdict is not right in every way counts as wrong."""
+    """A specimen whose verdict is not right in every way counts as wrong; one that is right is exact."""
     counts: Counts = Counter()
     for row in json.loads(path.read_text()):
         if not row.get("not run"):
             counts[row["confidence"], "wrong" if row["wrong"] else "right"] += 1
+            counts[row["confidence"], "exact"] += not row["wrong"]
     return counts
 
 

@@ -6,8 +6,9 @@
 
 The corpus comes from BEFORE: generated jobs of every layout up to 512 ranks (``synthetic``), the evidence of every
 verdict in its unit tests (``unit-tests``), and the dumps that they write in the formats of torch 2.5 to 2.13
-(``dumps``). A *decision* is outcome, cause, confidence, culprits (rank, process, line), victims, and the exit code of
-``safelaunch diagnose``. Exit code: 0 if no decision differs, 1 if one does, 2 if the versions could not be compared.
+(``dumps``). A *decision* is outcome, cause, confidence, whether a proof was found and which ranks it covers, culprits
+(rank, process, line), victims, the names of doubts and suggestions, and the exit code of ``safelaunch diagnose``.
+Exit code: 0 if no decision differs, 1 if one does, 2 if the versions could not be compared.
 """
 
 from __future__ import annotations
@@ -193,6 +194,8 @@ def decision(outcome: Mapping[str, Any]) -> dict[str, Any]:
     verdict = outcome["verdict"]
     decided = {name: verdict[name] for name in ("outcome", "cause", "confidence", "victims")}
     decided["culprits"] = [_culprit(one) for one in verdict["culprits"]]
+    decided["proof"] = sorted(edge["who"] for edge in verdict["proof"])
+    decided |= {name: sorted(verdict[f"names of {name}"]) for name in ("doubts", "suggestions")}
     return {**decided, "exit": outcome.get("exit"), "evidence read whole": not outcome.get("lost")}
 
 

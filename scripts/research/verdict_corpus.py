@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -231,11 +232,38 @@ def find(name: str, *packages: str) -> Any:
     raise SystemExit(f"{top.__name__} of {ROOT} has no {name}")
 
 
+@cache
+def names_of_sentences() -> dict[str, str]:
+    """Returns the names of this version's doubts and advice, by their sentences, which other versions may reword."""
+    names: dict[str, str] = {}
+    numbered: dict[str, str] = {}  # advice that stands only in the table of causes
+    package = first_of("verdict", "diagnose")
+    for module in pkgutil.iter_modules(getattr(package, "__path__", ()), f"{package.__name__}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if type(value).__name__ == "Advice":
+                names.setdefault(value.shown, name)
+            elif name == "Doubt":
+                names |= {doubt.why: doubt.name for doubt in value}
+            elif name == "CAUSES":
+                texts = (
+                    (cause, number, piece.shown) for cause in value for number, piece in enumerate(value[cause].advice)
+                )
+                numbered |= {text: f"{cause} {number}" for cause, number, text in texts}
+    return {**numbered, **names}
+
+
+def with_names(verdict: dict[str, Any]) -> dict[str, Any]:
+    """Adds the names of the verdict's doubts and suggestions. A sentence that belongs to no name stands for itself."""
+    names = names_of_sentences()
+    return verdict | {f"names of {key}": [names.get(text, text) for text in verdict[key]]
+                      for key in ("doubts", "suggestions") if key in verdict}  # fmt: skip
+
+
 def verdict_on(case: Case, diagnose: Callable[..., Any], evidence_type: type) -> dict[str, Any]:
     try:
         evidence = with_tuples(msgspec.convert(case.evidence, evidence_type, strict=True))
         read = case.sources.get if case.sources else None
-        outcome = {"verdict": msgspec.to_builtins(diagnose(evidence, read))}
+        outcome = {"verdict": with_names(msgspec.to_builtins(diagnose(evidence, read)))}
     except Exception as error:  # noqa: BLE001 - that it raised is the outcome
         return {"raised": f"{type(error).__name__}: {error}"}
     if plain(evidence) != plain(case.evidence):
@@ -278,7 +306,7 @@ def verdict_on_path(path: str) -> dict[str, Any]:
         data = out.read()
     if code not in (0, 1) or not data:
         return {"raised": f"exit code {code}"}
-    return {"verdict": json.loads(data), "exit": code}
+    return {"verdict": with_names(json.loads(data)), "exit": code}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ KEY = ("synthetic", "0001: skip, 2x1x1, plain", 1)
 CULPRIT = {"rank": 1, "process": "main", "frame": {"file": "/t.py", "line": 4, "function": "f"}, "reason": "It sleeps."}
 VERDICT: dict[str, Any] = {
     "outcome": "hang", "cause": "busy-loop", "confidence": "high", "summary": "Rank 1 spins.", "culprits": [CULPRIT],
-    "victims": "0", "suggestions": ["Look at it."],
+    "victims": "0", "suggestions": ["Look at it."], "names of suggestions": ["LOOK"], "names of doubts": ["MAY_BE_SLOW"],
+    "proof": [{"who": "rank 0"}],
 }  # fmt: skip
 
 
@@ -28,7 +29,10 @@ VERDICT: dict[str, Any] = {
         ({"culprits": [{**CULPRIT, "frame": None}]}, "decision",
          {"culprits": (["rank 1 main /t.py:4"], ["rank 1 main no line"])}),
         ({"summary": "It spins."}, "summary", {"summary": ("Rank 1 spins.", "It spins.")}),
-        ({"suggestions": []}, "text", {"suggestions": (["Look at it."], [])}),
+        ({"suggestions": ["Look there."]}, "text", {"suggestions": (["Look at it."], ["Look there."])}),
+        ({"names of suggestions": []}, "decision", {"suggestions": (["LOOK"], [])}),
+        ({"names of doubts": []}, "decision", {"doubts": (["MAY_BE_SLOW"], [])}),
+        ({"proof": []}, "decision", {"proof": (["rank 0"], [])}),
     ],
 )  # fmt: skip
 def test_verdict_difference_has_gravest_level(changed: dict[str, Any], level: str, fields: dict[str, Any]) -> None:
@@ -59,7 +63,18 @@ def test_evidence_from_corpus_gives_same_verdict(tmp_path: Path) -> None:
     verdict_corpus.write(tmp_path, verdict_corpus.Case("another of the same evidence", evidence))
     (path,) = tmp_path.iterdir()
     case = msgspec.msgpack.decode(path.read_bytes(), type=verdict_corpus.Case)
-    assert verdict_corpus.verdict_on(case, diagnose, Evidence) == {"verdict": msgspec.to_builtins(diagnose(evidence))}
+    verdict = msgspec.to_builtins(diagnose(evidence))
+    outcome = verdict_corpus.verdict_on(case, diagnose, Evidence)["verdict"]
+    assert {key: outcome[key] for key in verdict} == verdict
+    assert len(outcome["names of suggestions"]) == len(verdict["suggestions"])
+
+
+def test_doubts_and_suggestions_have_names() -> None:
+    verdict = msgspec.to_builtins(diagnose(job(waiting(0), waiting(1, op="all_gather"))))
+    assert verdict["doubts"] and verdict["suggestions"]
+    named = verdict_corpus.with_names(verdict)
+    for name in (*named["names of doubts"], *named["names of suggestions"]):
+        assert len(name.split()) <= 2
 
 
 def test_unknown_evidence_field_is_reported_as_lost() -> None:
