@@ -1,8 +1,8 @@
-"""The interface between the core and its add-ons.
+"""Connects the core and its add-ons.
 
-An add-on is a directory of this package. It can import the core; the core imports only this module, which loads an
-add-on by its name when a command, a bundle or a job needs it. Deleting an add-on's directory removes its commands and
-leaves everything else working. The tables are closed: an installed package can't change what ``safelaunch WORD`` means.
+An add-on is a directory of this package. It can import the core. The core imports only this module, which loads an
+add-on by name when a command, bundle or job needs it. Without an add-on's directory, its commands disappear and
+everything else works. The tables are closed: an installed package can't change what ``safelaunch WORD`` means.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from safelaunch.settings.options import Settings
     from safelaunch.supervise.monitors import MonitoredJob
 
-# Subcommand -> its add-on, whose module ``command`` is a ``protocols.Command``; its line in the help; and the
-# subcommand before it.
+# Subcommand -> (add-on with a module ``command`` that is a ``protocols.Command``, line in the help, previous subcommand
+# in the help).
 COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "colaunch": ("sweep", "run many jobs, each on its own GPUs or CPU cores", "exec"),
     "record": ("record", "report where a running job spends its time, by rank and line", "dump"),
@@ -30,9 +30,9 @@ PUBLIC: Mapping[str, str] = {
     "Launch": "embed.launching",
     "launch": "embed.launching",
 }
-# Document for programs -> add-on whose folder has its schema.
+# JSON document -> add-on with its schema.
 SCHEMAS: Mapping[str, str] = {"summary.json": "sweep", "record.json": "record"}
-# Hook -> add-ons that implement it as a function in their package, in the order of their calls.
+# Hook -> add-ons whose packages have a function of that name, in call order.
 HOOKS: Mapping[str, tuple[str, ...]] = {
     "monitors": ("consistency",),
     "probe_values": ("consistency",),
@@ -42,7 +42,7 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
 
 
 def folder(addon: str) -> str:
-    return os.path.join(os.path.dirname(__file__), addon)  # noqa: PTH118, PTH120 - at every start, without pathlib
+    return os.path.join(os.path.dirname(__file__), addon)  # noqa: PTH118, PTH120 - runs at every start, without pathlib
 
 
 def is_present(addon: str) -> bool:
@@ -58,7 +58,7 @@ def has_command(name: str) -> bool:
 
 
 def with_commands(core: Mapping[str, str]) -> dict[str, str]:
-    """Returns the lines in the help for subcommands of the core and of present add-ons."""
+    """Returns the help lines of the core's subcommands and those of present add-ons."""
     lines = dict(core)
     for name, (_, line, before) in COMMANDS.items():
         if has_command(name):
@@ -69,7 +69,6 @@ def with_commands(core: Mapping[str, str]) -> dict[str, str]:
 
 
 def command(name: str) -> Command:
-    """Returns the subcommand ``name``, which must be in ``COMMANDS``."""
     return cast("Command", import_module(f"{__name__}.{COMMANDS[name][0]}.command"))
 
 
@@ -83,7 +82,6 @@ def public(name: str) -> Any:
 
 
 def hooks(name: str) -> Iterator[Callable[..., Any]]:
-    """Yields the hook's functions in the present add-ons."""
     yield from _hooks_by_addon(name).values()
 
 
@@ -107,6 +105,6 @@ def monitors(job: MonitoredJob) -> list[Monitor]:
 
 
 def probe_values(settings: Settings) -> dict[str, Mapping[str, str]]:
-    """Returns the variables of each present add-on's probe, which the ranks load (see ``protocols.Probe``)."""
+    """Returns, by add-on, the environment variables of its probe (see ``protocols.Probe``)."""
     values = {addon: values_of(settings) for addon, values_of in _hooks_by_addon("probe_values").items()}
     return {addon: variables for addon, variables in values.items() if variables}

@@ -1,6 +1,6 @@
-"""The protocols by which the core uses add-ons. A new kind of extension is a new protocol; the core asks for no names.
+"""Defines the protocols by which the core uses add-ons. The core never asks for an add-on's name.
 
-The sweep has another one, for schedulers: ``addons.sweep.engine.Scheduler``.
+The sweep defines one more, for schedulers: ``addons.sweep.engine.Scheduler``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Part = TypeVar("Part")
 
 
 class Command(Protocol):
-    """A subcommand: the module ``command`` of an add-on that ``COMMANDS`` names."""
+    """A subcommand: the module ``command`` of an add-on listed in ``COMMANDS``."""
 
     def parser(self) -> Parser: ...
 
@@ -30,74 +30,74 @@ class Command(Protocol):
 
 
 class Reader(Protocol):
-    """Reads evidence for ``safelaunch diagnose PATH``: files other than bundles, run directories and dumps."""
+    """Reads evidence for ``safelaunch diagnose PATH`` from files other than bundles, run directories and dumps."""
 
     def claims(self, path: Path) -> bool:
         """Returns whether it reads this file. Raises OSError."""
 
     def bounds(self, paths: Sequence[Path]) -> ReadLimits:
-        """Returns the limits of the child in which ``read`` reads these files."""
+        """Returns the limits for the child process in which ``read`` reads these files."""
 
     def read(self, paths: Sequence[Path]) -> FoundEvidence:
-        """Reads files of one job that it claims. Raises Unreadable."""
+        """Reads files of one job, all of which it claims. Raises Unreadable."""
 
     def read_folder(self, folder: Path, dumps: FoundEvidence | None) -> FoundEvidence | None:
-        """Reads its files in a folder, in addition to the evidence in the folder's ``dumps``; None without either."""
+        """Adds the evidence in the folder's files to the folder's ``dumps``; None if both are absent."""
 
 
 class Monitor(Protocol):
-    """Watches a running job for something other than a stall.
+    """Watches a running job for problems other than stalls.
 
-    The hook ``monitors`` makes monitors of a ``MonitoredJob`` (see ``supervise.monitors``), which lets them request a
-    bundle, end the job, and exchange values with other nodes. If a monitor finds the job's results wrong, it adds that
-    to ``watch.wrong_results``, from which later bundles, verdicts and ``safelaunch status`` take it.
+    The hook ``monitors`` makes monitors of a ``MonitoredJob`` (see ``supervise.monitors``), with which they request a
+    bundle, end the job, and exchange values with other nodes. A monitor adds wrong results to ``watch.wrong_results``,
+    from which later bundles, verdicts and ``safelaunch status`` read them.
     """
 
-    name: str  # in messages, with its article
+    name: str  # used in messages, with its article
 
     def tick(self) -> None:
         """Runs in the supervisor's loop, several times a second. Must not block. An exception ends the monitor."""
 
     def finish(self, *, succeeded: bool) -> None:
-        """Runs once the job has ended. ``succeeded`` is True if it ended by itself, with exit code 0."""
+        """Runs once the job has ended. ``succeeded`` means that it ended by itself, with exit code 0."""
 
 
 class Probe(Protocol):
     """Runs inside each rank: the module ``probe`` of an add-on whose hook ``probe_values`` returns variables.
 
-    It imports only the standard library, its own modules and the beacon's (``from ...beacon import marks``); see
+    It can import only the standard library, its own modules and the beacon's (``from ...beacon import marks``); see
     ``beacon.addon_probes``. It must not raise into the script, print, or wait.
     """
 
     VARIABLE: str  # environment variable with the value for ``install``
 
     def install(self, base: str, value: str) -> None:
-        """Runs before the user's script. ``base`` is the path of the rank's page, a prefix for the probe's files."""
+        """Runs before the user's script. ``base`` is the path of the rank's page and a prefix for the probe's files."""
 
     def detach(self) -> None:
-        """Removes what ``install`` left, in a process forked from the rank."""
+        """Removes what ``install`` set up, in a process forked from the rank."""
 
 
 class Service(Protocol[Ask, Part]):
-    """Serves requests of clients to a running job. Every node serves its own ranks; the asked one merges the parts.
+    """Serves clients' requests to a running job. Every node serves its own ranks; the asked one merges the parts.
 
-    ``ask`` and ``part`` are msgspec types. They travel through the control socket and the job's store, which don't
-    know them, so they are decoded here and can come from a stranger.
+    ``ask`` and ``part`` are msgspec types. The control socket and the job's store pass them on as opaque bytes that can
+    come from a stranger, so they are decoded here.
     """
 
-    name: str  # the command on the control socket
-    noun: str  # its product, in messages
+    name: str  # command on the control socket
+    noun: str  # name of its product, in messages
     ask: type[Ask]
     part: type[Part]
 
     def here(self, ask: Ask, job: JobView, stop: threading.Event) -> Part:
-        """Returns the part of this node's ranks, without secrets. Returns early after ``stop``."""
+        """Returns the part of this node's ranks, without secrets. Returns early once ``stop`` is set."""
 
     def check(self, part: Part) -> None:
-        """Raises msgspec.ValidationError for a part of another node that can't be used."""
+        """Raises msgspec.ValidationError if another node's part can't be used."""
 
     def merged(self, ask: Ask, parts: Sequence[Part], notes: Sequence[str]) -> Part:
-        """Returns the answer for the client. ``notes`` say why parts of other nodes are missing."""
+        """Returns the answer for the client. ``notes`` say why other nodes' parts are missing."""
 
     def bounded(self, part: Part, fits: Callable[[Part], bool]) -> Part:
-        """Returns as much of the part as ``fits``."""
+        """Returns as much of the part as ``fits`` accepts."""

@@ -1,4 +1,4 @@
-"""Reads the files that the ranks' consistency checks write to the run directory; see ``layout`` for their format."""
+"""Reads the files of the ranks' consistency checks in the run directory; ``layout`` describes their format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SeriesInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SeriesCheck:
-    """The fingerprints and magnitudes of one rank's tensors at one position; not finite if an element isn't."""
+    """The fingerprints and magnitudes of one rank's tensors at one position."""
 
     rank: int
     about: SeriesInfo
@@ -41,25 +41,25 @@ class SeriesCheck:
     gradients: tuple[float, ...]
     sentinel: tuple[tuple[int, float], ...] = ()  # (step, largest local gradient) since the last check, oldest first
     losses: tuple[tuple[int, float], ...] = ()  # (step, loss) likewise
-    rounds: int = 0  # steps up to ``position`` for which the ranks had exchanged something (see ``layout``)
+    rounds: int = 0  # steps up to ``position`` before which the ranks communicated (see ``layout``)
 
     @property
     def moment(self) -> tuple[int, int]:
-        """Identifies one point of the training on all ranks."""
+        """Returns a key that is equal on all ranks."""
         return self.rounds, self.position
 
 
 class SeriesReader:
     """The mapped file of one series.
 
-    Raises BlockingIOError while the rank creates it, and OSError or ValueError if it is damaged.
+    Raises BlockingIOError while the rank creates the file, and OSError or ValueError if the file is damaged.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             size = os.fstat(descriptor).st_size
-            if size < 8 * layout.CHECK_HEADER:  # the rank has created the file but not yet extended it
+            if size < 8 * layout.CHECK_HEADER:  # the rank has created the file but not extended it yet
                 raise BlockingIOError(f"{path.name} is not ready")
             if size > LARGEST:
                 raise ValueError(f"{path.name} is too large")
@@ -83,7 +83,6 @@ class SeriesReader:
         self._before = 0
 
     def read(self) -> list[SeriesCheck]:
-        """Returns the checks since the last call, oldest first. Overwritten checks are lost."""
         checks = []
         newest = max(self._words[self._begin + n * self._size] for n in range(self._slots)) // 2
         for number in range(max(self._next, newest - self._slots), newest):

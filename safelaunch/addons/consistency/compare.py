@@ -1,7 +1,7 @@
-"""Compares the numbers in the ranks' checks to find diverged replicas and bad gradients or losses. Pure.
+"""Compares the numbers in the ranks' checks to find diverged replicas and bad gradients or losses.
 
-Only tensors that are known to be replicated are compared: DDP's, and DTensors along replicated dimensions. Each kind of
-finding is reported once.
+It compares only tensors known to be replicated: DDP's, and DTensors along replicated dimensions. Each kind of finding
+is reported once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from safelaunch.addons.consistency.capture import SeriesCheck
 from safelaunch.model import WrongResult, rank_words
 
-KEPT = 64  # positions of a series that wait for the last rank
+KEPT = 64  # positions of a series at which some ranks' checks are missing
 FEWEST_LOSSES = 20
-FAR_LOSS = 2.0  # times the median of the other ranks, and above all their losses
+FAR_LOSS = 2.0  # times the median of the other ranks; it must also exceed all their losses
 
 Side = tuple[int, ...]
 _RoundPosition = tuple[int, int]
@@ -24,7 +24,7 @@ _FEW_NAMES = 3
 
 
 class Comparison:
-    """The comparison of one attempt. ``add`` checks, then call ``new_findings``."""
+    """Compares the checks of one attempt. Call ``add``, then ``new_findings``."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, dict[_RoundPosition, dict[int, SeriesCheck]]] = {}
@@ -35,7 +35,7 @@ class Comparison:
         self._reported_topics: set[str] = set()
         self._checks = 0
         self._compared: dict[tuple[Side, str], set[int]] = {}  # compared ranks, by group and tensor
-        self._unknown: dict[str, None] = {}  # not known to be replicas, in the optimizer's order
+        self._unknown: dict[str, None] = {}  # tensors not known to be replicated, in the optimizer's order
 
     @property
     def report(self) -> str:
@@ -79,8 +79,9 @@ class Comparison:
         """Returns new findings at the positions that all ranks have reached.
 
         Args:
-            here: ranks that this node sees
-            last: the job has ended, so positions that only some ranks have reached are compared too
+            here: Ranks on this node.
+            unix_s: Time of the findings.
+            last: The job has ended, so positions that only some ranks have reached are compared, too.
         """
         result = []
         for key, series in self._waiting.items():
@@ -136,7 +137,7 @@ class Comparison:
             other_losses = [losses for other, losses in recent.items() if other != rank]
             if len(other_losses) < 2 or not all(math.isfinite(v) for losses in (values, *other_losses) for v in losses):
                 continue
-            from statistics import fmean, median  # few jobs report their losses
+            from statistics import fmean, median  # imported here: few jobs report their losses
 
             level = median(fmean(losses) for losses in other_losses)
             if min(values) > max(max(losses) for losses in other_losses) and fmean(values) > FAR_LOSS * abs(level):
@@ -158,7 +159,7 @@ def _between(step: int, since: int) -> str:
 
 
 def _replicas(checks: Mapping[int, SeriesCheck]) -> _Replicas:
-    """Returns the fingerprints by rank, for each tensor and group of ranks with a replica of it."""
+    """Returns fingerprints by rank, for each tensor and group of ranks with a replica of it."""
     prints_of: _Replicas = {}
     for rank, check in sorted(checks.items()):
         about = check.about
@@ -211,7 +212,7 @@ def _off(sides: tuple[Side, ...]) -> Side:
 
 
 def _not_finite(position: int, since: int, checks: Mapping[int, SeriesCheck], unix_s: float) -> WrongResult | None:
-    """Finds a step with gradients that aren't finite. The sentinels show on which rank this happened first."""
+    """Finds a step with non-finite gradients, and from the sentinels the rank that had them first."""
     bad = {rank: _bad_names(check) for rank, check in checks.items()}
     if not any(bad.values()):
         return None
@@ -239,7 +240,7 @@ def _not_finite(position: int, since: int, checks: Mapping[int, SeriesCheck], un
 
 
 def _bad_names(check: SeriesCheck) -> list[str]:
-    # In the model's order: the backward pass goes the other way.
+    # In the model's order; the backward pass uses the reverse.
     pairs = zip(check.about.tensors, check.gradients, check.sizes, strict=True)
     return [name for (name, _), size, value in pairs if not (math.isfinite(size) and math.isfinite(value))]
 

@@ -8,17 +8,17 @@ if TYPE_CHECKING:
 
 
 SQUARE = 1013904242  # even, so x + SQUARE * x * x maps no two words to the same one
-PIECE = 1 << 20  # elements that are mixed at once: bounds the memory of a check
+PIECE = 1 << 20  # elements processed at once, to bound a check's memory
 
 
-# On a CPU, a piece has to fit into the cache and into memory that the process already has: fresh pages from the kernel
+# On a CPU, a piece must fit into the cache and into memory that the process already has: fresh pages from the kernel
 # cost several times more than the arithmetic.
 CPU_PIECE = 1 << 16
 LARGE = 4096  # elements: tensors that are larger on average are summed one by one
 
 
 class Prints:
-    """Integer fingerprints of tensors: sums of their mixed bits, which don't depend on order or rounding."""
+    """Integer fingerprints of tensors: sums of their mixed bits, independent of order and rounding."""
 
     def __init__(self, torch: Any, tensors: list[Any]) -> None:
         self._torch = torch
@@ -34,7 +34,7 @@ class Prints:
 
     def _add(self, pieces: list[tuple[int, int, int]], device: Any) -> None:
         batch: list[tuple[int, int, int]] = []
-        # Largest first: otherwise small pieces between them would each be a separate batch.
+        # Largest first: otherwise small pieces between them would become separate batches.
         for piece in (*sorted(pieces, key=lambda part: part[1] - part[2]), None):
             if piece is None or sum(end - begin for _, begin, end in batch) + piece[2] - piece[1] > _piece(device):
                 if batch:
@@ -71,7 +71,7 @@ class Prints:
         return result.index_add_(0, torch.cat(places), torch.cat(sums)) if sums else result
 
     def _sums(self, parts: list[Any], ends: Any) -> Any:
-        """Returns the sum of each part's words, each mixed: high bits into low ones, and these into high ones."""
+        """Returns the sum of each part's words after mixing high bits into low ones, and low bits into high ones."""
         torch = self._torch
         bits = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.int32)
         mixed = bits >> 15
@@ -89,7 +89,7 @@ def _piece(device: Any) -> int:
 
 
 def magnitudes(torch: Any, tensors: list[Any], device: Any) -> Any:
-    """Returns a magnitude of each tensor, which is not finite exactly if one of its elements is not."""
+    """Returns a magnitude for each tensor; it is finite if and only if all elements are."""
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     floating = [
         n for n, tensor in enumerate(tensors) if tensor is not None and tensor.numel() and tensor.dtype in floats
@@ -107,7 +107,7 @@ def magnitudes(torch: Any, tensors: list[Any], device: Any) -> Any:
     results = [torch.zeros((), dtype=torch.float64, device=device)] * len(tensors)
     for numbers in by_device.values():
         norms = torch.stack(torch._foreach_norm([tensors[n].detach() for n in numbers], float("inf")))
-        # Don't make an index of ``numbers``: its copy to the device would wait for running kernels.
+        # Don't make an index tensor of ``numbers``: its copy to the device would wait for running kernels.
         for number, norm in zip(numbers, on(norms, device).unbind(), strict=True):
             results[number] = norm
     return torch.stack(results)
@@ -125,5 +125,5 @@ def _on_cpu(torch: Any, tensors: list[Any]) -> Any:
 
 
 def on(numbers: Any, device: Any) -> Any:
-    """Copies to ``device`` as float64. It is a CPU only if all tensors are, so the copy doesn't wait for a device."""
+    """Copies to ``device`` as float64, without waiting: ``device`` is a CPU only if all tensors are on it."""
     return numbers.double().to(device, non_blocking=True)

@@ -1,6 +1,6 @@
-"""``--check-every``: reads the numbers that the ranks computed, compares them, and reports errors.
+"""Implements ``--check-every``: reads the numbers that the ranks computed, compares them, and reports errors.
 
-On several nodes, the leader compares the checks of all nodes and publishes its findings.
+With several nodes, the leader compares the checks of all nodes and publishes its findings.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from safelaunch.system.files import replace_file
 EXIT_INCONSISTENT = 123
 TOPIC = "checks"
 POST_EVERY_S = 0.4
-MEET_S = 60.0  # how long the nodes wait for each other after the first check; then each compares its own
-KEPT = 4096  # checks of this node that wait to be submitted
+MEET_S = 60.0  # time for which the nodes wait for each other after the first check; then each compares its own
+KEPT = 4096  # checks of this node that wait to be sent
 Part = Literal["alone", "waits", "leads", "follows"]
 NOTHING_CHECKED = "the consistency checks had nothing to compare: no optimizer step was checked"
 
 
 class ConsistencyMonitor:
-    """The comparison of one run, and the reaction to a finding (``--on-inconsistent``)."""
-
     name = "the consistency checks"
 
     def __init__(self, job: MonitoredJob) -> None:
@@ -46,14 +44,14 @@ class ConsistencyMonitor:
         self._comparison = Comparison()
         self._series: dict[str, SeriesReader] = {}
         self._ignored: set[str] = set()
-        self._full: set[int] = set()  # ranks that train more than is checked
+        self._full: set[int] = set()  # ranks that train more tensors than are checked
         self._part: Part = "alone"
-        self._joint: Part = "waits"  # part of this node if there are other nodes
+        self._joint: Part = "waits"  # role of this node if there are other nodes
         self._apart_since_s: float | None = None
         self._newest: list[SeriesCheck] = []
         self._post_s, self._posted = 0.0, b""
         self._last_message = b""
-        self._stopped_for: str | None = None  # place of the bundle because of which another node ends the job
+        self._stopped_for: str | None = None  # path of the bundle for which another node ends the job
 
     def tick(self) -> None:
         findings = self._advance(last=False)
@@ -125,7 +123,7 @@ class ConsistencyMonitor:
     def _gather(self) -> list[SeriesCheck]:
         checks: list[SeriesCheck] = []
         for data in self._topic.gathered():
-            with suppress(BadMessage):  # from an unrelated process, or another version
+            with suppress(BadMessage):  # from an unrelated process or another version
                 checks += decode(data)
         return checks
 
@@ -195,6 +193,6 @@ class ConsistencyMonitor:
                 try:
                     self._series[path.name] = SeriesReader(path, rank)
                 except BlockingIOError:
-                    continue  # the rank is still creating it
+                    continue
                 except (OSError, ValueError, msgspec.DecodeError):
                     self._ignored.add(path.name)

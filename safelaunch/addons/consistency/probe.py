@@ -1,11 +1,11 @@
-"""Fingerprints of parameters, gradients and buffers, for the supervisor to compare: ``--check-every N``.
+"""Computes fingerprints of parameters, gradients and buffers in each rank: ``--check-every N``.
 
-After every N-th step of an optimizer, a few numbers per tensor are computed on its device and copied to the host
-asynchronously. A later step writes them to a file that the supervisor maps. The job gets no extra communication and no
-synchronization. An error here switches the checks off; the job doesn't notice.
+After every N-th step of an optimizer, it computes a few numbers per tensor on its device and copies them to the host
+asynchronously. A later step writes them to a file that the supervisor maps. This adds neither communication nor
+synchronization to the job. An error here only switches the checks off.
 
 A series is a set of tensors that are checked together: an optimizer's parameters, or the BatchNorm buffers of a DDP
-module. ``layout.CHECK_*`` describes its file.
+module. ``layout`` describes its file.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 VARIABLE = layout.VARIABLE
 MOST_SERIES, FEW_SERIES = 64, 8
 LARGEST_FILE = 4 << 20
-MOST_COPIED = 16 << 10  # bytes of a sentinel's gradient that is copied and kept until the next check
+MOST_COPIED = 16 << 10  # largest sentinel gradient, in bytes, to be copied and kept until the next check
 
 _base = ""
 _every = 0
 _off = True
 _trackers: dict[int, _Tracker] = {}
 _owners: weakref.WeakKeyDictionary[Any, _Owner] = weakref.WeakKeyDictionary()  # by the module inside DDP
-_numbers: dict[str, int] = {}  # of owners, by group
+_numbers: dict[str, int] = {}  # number of owners by group
 _made = 0
 _by_module: weakref.WeakKeyDictionary[Any, _Buffers] = weakref.WeakKeyDictionary()
-_steps_of: list[int] = []  # optimizers whose step is in progress, outermost first
+_steps_of: list[int] = []  # optimizers with a step in progress, outermost first
 _losses: deque[tuple[int, Any]] = deque(maxlen=layout.CHECK_WINDOW)
 _loss_steps = 0
 _files = 0
@@ -51,8 +51,8 @@ def install(base: str, value: str) -> None:
     """Prepares the checks of this rank.
 
     Args:
-        base: path of its page
-        value: of ``VARIABLE``
+        base: Path of its page.
+        value: Value of ``VARIABLE``.
     """
     global _base, _every, _off
     if not (value.isdigit() and int(value)):
@@ -70,7 +70,7 @@ def _torch_optimizer(module: ModuleType) -> None:
 
 
 def detach() -> None:
-    """Switches the checks off: in a forked child, and after an error."""
+    """Switches the checks off, in a forked child or after an error."""
     global _off
     _off = True
     _trackers.clear()
@@ -101,7 +101,7 @@ def optimizer_steps(optimizer: Any, args: object, kwargs: object) -> None:
     if _off or sys.modules["torch"].compiler.is_compiling():
         return
     if _steps_of and not _is_under_way(_steps_of[-1]):
-        _steps_of.clear()  # an exception has ended that step
+        _steps_of.clear()  # an exception ended that step
     _steps_of.append(id(optimizer))
 
 
@@ -115,10 +115,7 @@ def _is_under_way(optimizer: int) -> bool:
 
 
 def optimizer_stepped(optimizer: Any, args: object, kwargs: object) -> None:
-    """torch's optimizer step post hook.
-
-    Skips optimizers that are stepped by another optimizer (ZeRO).
-    """
+    """Counts a step, unless another optimizer made it (ZeRO). Registered as torch's optimizer step post hook."""
     torch = sys.modules["torch"]
     if _off or torch.compiler.is_compiling():
         return
@@ -152,14 +149,14 @@ def _is_capturing(torch: Any) -> bool:
 
 
 class _CheckTime:
-    """The time of a check: ``position`` and ``rounds`` are the same on all ranks, ``steps`` are this rank's own."""
+    """The time of a check: ``position`` and ``rounds`` are equal on all ranks, ``steps`` counts this rank's steps."""
 
     def __init__(self, position: int, rounds: int, steps: int) -> None:
         self.position, self.rounds, self.steps = position, rounds, steps
 
 
 class _SeriesWriter:
-    """The file of one series, and the numbers to be written to it."""
+    """Collects the numbers of one series and writes them to its file."""
 
     def __init__(self, torch: Any, key: str, kind: str, tensors: list[replicas.Tensor]) -> None:
         self._torch = torch
@@ -172,7 +169,7 @@ class _SeriesWriter:
         self._sizes = [local.numel() for local in self._locals]
         self.pending: deque[tuple[list[int], Any, Any]] = deque()
         self._slot = 0
-        # The port distinguishes attempts of the job: torchrun uses another one for each.
+        # The port distinguishes attempts of the job: torchrun uses a new one for each.
         self._words = self._create({"key": f"{key} {os.environ.get('MASTER_PORT', '')}", "kind": kind})
 
     def _create(self, about: dict[str, object]) -> memoryview:
@@ -211,7 +208,7 @@ class _SeriesWriter:
         return [wrappers.local(tensor.tensor).numel() for tensor in self.tensors] == self._sizes
 
     def take(self, moment: _CheckTime, extra: Any = None, losses: Iterable[tuple[int, Any]] = ()) -> None:
-        """Computes the numbers of this moment. ``extra`` is the window of the sentinel, on the device."""
+        """Computes the numbers of this moment. ``extra`` is the sentinel's window, on the device."""
         torch, device = self._torch, self._device
         with torch.no_grad():
             now = [wrappers.local(tensor.tensor.detach()) for tensor in self.tensors]
@@ -259,7 +256,7 @@ class _SeriesWriter:
         return host, stream.record_event()
 
     def write(self) -> None:
-        """Writes what has arrived on the host. Never waits."""
+        """Writes the numbers that have arrived on the host, without waiting."""
         while self.pending and (self.pending[0][2] is None or self.pending[0][2].query()):
             head, host, _ = self.pending.popleft()
             at = self._begin + (self._slot % self._slots) * self._size
@@ -280,9 +277,9 @@ def _word(number: int) -> bytes:
 class _Buffers:
     """The BatchNorm statistics of a DDP module.
 
-    They are equal only between the broadcast of buffers and the next forward pass. If all steps since the last check
-    had no broadcast although the module was in use, they are compared as they are. Without ``broadcast_buffers``, no
-    group keeps them equal.
+    They are equal only between the broadcast of buffers and the next forward pass. They are compared without a
+    broadcast only if the module was in use but no step since the last check had one. Without ``broadcast_buffers``,
+    nothing keeps them equal.
     """
 
     def __init__(self, torch: Any, ddp: Any, key: str) -> None:
@@ -325,20 +322,20 @@ class _Buffers:
             self.take(moment)
 
     def is_unshared(self) -> bool:
-        """Returns True if the module was in use without a broadcast, according to DDP's notes of its last forward pass.
+        """Returns whether DDP's state shows that the module was in use without a broadcast.
 
-        A module wrapped again by a newer DDP is no longer expected to stay equal.
+        A module that a newer DDP wraps again isn't expected to stay equal.
         """
         ddp = self._ddp()
         if self.synced or ddp is None:
             return False
         will_broadcast = getattr(ddp, "modules_buffers", ()) and getattr(ddp, "require_forward_param_sync", False)
         if will_broadcast and _broadcasts(ddp):
-            return False  # its next forward pass would have had a broadcast, so it didn't run
+            return False  # its next forward pass would have had a broadcast, so there was none
         return not any(other_ddp.module is ddp.module and its.synced for other_ddp, its in _by_module.items())
 
     def checked(self, moment: _CheckTime) -> None:
-        """Schedules a check of the buffers for the next broadcast, as the parameters are checked at ``moment``."""
+        """Schedules a check of the buffers at the next broadcast, for the time at which the parameters are checked."""
         self.due, self.synced = moment, False
         if self._series is not None:
             self._series.write()
@@ -349,7 +346,7 @@ def _broadcasts(ddp: Any) -> bool:
 
 
 def _wrap_ddp(module: Any) -> None:
-    """Hooks the creation of DDP modules, forward passes after which gradients are averaged, and buffer broadcasts."""
+    """Hooks DDP's constructor, its forward passes that announce gradient averaging, and its buffer broadcasts."""
     kind = getattr(module, "DistributedDataParallel", None)
     if kind is None:
         return
@@ -391,7 +388,7 @@ def _followed(original: Any, then: Callable[[Any], None]) -> Any:
 def _owner_of(torch: Any, ddp: Any, *, made: bool = False) -> _Owner:
     """Returns the owner of a DDP module's tensors. Its number is the same on all ranks of a group.
 
-    They create their modules in the same order, but not copies of these, which are numbered separately.
+    Ranks create their modules in the same order, but not copies of modules, so copies have numbers of their own kind.
     """
     inner = ddp.module
     if inner not in _owners:
@@ -415,21 +412,22 @@ def _digest(text: str) -> str:
 
 
 class _Owner:
-    """Tensors that are checked at the same steps: a DDP module's, or the others of an optimizer.
+    """Tensors that are checked at the same steps: a DDP module's, or an optimizer's others.
 
-    A DDP module counts rounds: steps before which gradients were averaged, which all its ranks make whatever optimizers
-    they use. Steps after that, which a rank can make alone, count from the last round. ``key`` is equal on all ranks.
+    A DDP module counts rounds: steps before which gradients were averaged. All its ranks make the same number of them,
+    whatever optimizers they use. A rank can make further steps alone, so these count from the last round. ``key`` is
+    equal on all ranks.
     """
 
     def __init__(self, torch: Any, key: str) -> None:
         self._torch, self.key = torch, key
         self._series: _SeriesWriter | None = None
-        self.ready = False  # a forward pass has announced that gradients will be averaged
-        self._rounds = self._since = self._steps = 0  # since: steps after the last round; steps: all of this rank
-        self._leader: Any = None  # the optimizer whose steps count; another one in the same round is part of its step
+        self.ready = False  # a forward pass announced that gradients will be averaged
+        self._rounds = self._since = self._steps = 0  # since: steps after the last round; steps: all steps of this rank
+        self._leader: Any = None  # optimizer whose steps are counted; another one's step in the same round isn't
         self.buffers: list[_Buffers] = []
         self._so_far: list[Any] = []  # sentinel's local gradients in this step: copies, or their magnitude
-        self._copied: tuple[Any, int] | None = None  # type and size in bytes of gradients that are copied
+        self._copied: tuple[Any, int] | None = None  # dtype and size in bytes of gradients that are copied
         self._window: Any = None  # largest gradients of the last steps, by step modulo its length
         self._recent: deque[Any] = deque(maxlen=layout.CHECK_WINDOW)  # gradients of the steps since the last check
 
@@ -480,8 +478,8 @@ class _Owner:
     def _watch_sentinel(self, trained: list[replicas.Tensor]) -> None:
         """Watches the local gradient of one small parameter near the model's input, in every step.
 
-        Any non-finite value of a backward pass gets there before the ranks' gradients are averaged, so it shows which
-        rank was first, and in which step.
+        A non-finite value in a backward pass reaches it before the ranks' gradients are averaged. It therefore shows
+        the first rank and step with one.
         """
         torch = self._torch
         early = [tensor for tensor in trained if tensor.leaf.requires_grad and tensor.leaf.is_leaf][:4]
@@ -525,13 +523,13 @@ class _Owner:
     def on_gradient(self, gradient: Any, parameter: Callable[[], Any]) -> None:
         """Notes the sentinel's gradient in a backward pass; drops earlier ones if ``parameter`` has no gradient.
 
-        On a CPU, it only copies the gradient, to examine all steps together: one kernel costs ten times a copy.
+        On a CPU, it only copies the gradient and examines all steps together later: one kernel costs ten times a copy.
         """
         if self._so_far and ((watched := parameter()) is None or watched.grad is None):
             self._so_far = []
         if self._copied is not None:
             _, size = self._copied
-            if gradient.is_contiguous() and gradient.nbytes == size:  # in this order: it might be sparse
+            if gradient.is_contiguous() and gradient.nbytes == size:  # contiguity first: it might be sparse
                 self._so_far.append(ctypes.string_at(gradient.data_ptr(), size))
             return
         largest = self._torch.linalg.vector_norm(gradient.detach(), float("inf"))

@@ -1,4 +1,4 @@
-"""Encodes checks that nodes send to the comparing node: typed, bounded, and reduced to what it needs."""
+"""Encodes checks that nodes send to the comparing node: typed, bounded, and reduced to the necessary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safelaunch.model import WrongResult
 from safelaunch.supervise.cluster.codec import BadMessage, pack, parse, unpack
 from safelaunch.supervise.cluster.messages import MOST_RANKS, Message
 
-# Bytes of one node, and of all nodes.
+# Bytes: at most of one node, at least of one node, at most of all nodes.
 MOST_BYTES, LEAST_BYTES, MOST_OF_ALL = 256 << 10, 8 << 10, 16 << 20
 MOST_POSITIONS = 32
 MOST_FOUND = 16
@@ -55,8 +55,8 @@ class _Shared(Message, frozen=True):
 
 class SharedFindings(Message, frozen=True):
     found: Annotated[tuple[WrongResult, ...], Meta(max_length=MOST_FOUND)] = ()
-    stops: bool = False  # the job is ended because of them
-    place: Annotated[str, Meta(max_length=4096)] = ""  # of the bundle
+    stops: bool = False  # the job ends because of these findings
+    place: Annotated[str, Meta(max_length=4096)] = ""  # path of the bundle
 
 
 def share_of(nodes: int) -> int:
@@ -64,10 +64,10 @@ def share_of(nodes: int) -> int:
 
 
 def encode(checks: Iterable[SeriesCheck], share: int) -> bytes:
-    """Encodes the latest checks of a node's ranks, except ranks that have another number in their job.
+    """Encodes the latest checks of a node's ranks, except ranks that the job numbers differently.
 
-    If there are too many tensors, neighbors with the same replicas share one fingerprint, and a name with the first and
-    the last of them.
+    If there are too many tensors, neighbors with the same replicas share a fingerprint, and a name made of the first
+    and last name.
     """
     own_checks = [check for check in checks if check.about.rank in (check.rank, -1)]
     moments = sorted({check.moment for check in own_checks})[-MOST_POSITIONS:]
@@ -86,7 +86,7 @@ def encode(checks: Iterable[SeriesCheck], share: int) -> bytes:
 
 
 def decode(data: bytes) -> list[SeriesCheck]:
-    """Decodes what ``encode`` returned. Raises BadMessage for anything else."""
+    """Decodes the result of ``encode``; raises BadMessage for anything else."""
     message = parse(unpack([data]), _Shared)
     try:
         abouts = [

@@ -1,4 +1,4 @@
-"""Reads logs and saved stacks of a job, of any launcher, as evidence for a verdict."""
+"""Reads logs and saved stacks of a job, from any launcher, as evidence for a verdict."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Decides which rank each report in a log is about.
+"""Assigns each report in a log to a rank.
 
-A rank is named only if the text gives it: a prefix, a file name, or a launcher's list that leaves no choice. Other
-processes get a label and an unused number in place of a rank.
+Only a prefix, a file name or a launcher's unambiguous list determines a rank. Other processes get a label and an unused
+number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RankAssignment:
     job: LoggedJob
     outputs: dict[int, SpeakerOutput] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)
-    labels: dict[int, str] = field(default_factory=dict)  # processes without a rank, by the number used for them
+    labels: dict[int, str] = field(default_factory=dict)  # processes without a rank, by the number assigned to them
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(MAX_RANKS * 2)))
 
     @cached_property
@@ -86,7 +86,7 @@ class RankAssignment:
         return assignment
 
     def note_signals(self) -> None:
-        """Records signals of which only faulthandler's stacks tell."""
+        """Records signals that only faulthandler's stacks report."""
         for rank, output in self.outputs.items():
             crash, end = output.final_crash(has_failed=False), self.ends.get(rank)
             untold = end is None or end.code == UNKNOWN_SIGNAL
@@ -94,7 +94,6 @@ class RankAssignment:
                 self.ends[rank] = RankEnd(-crash.signal, crash.line, root=True)
 
     def _assign_output(self, name: str, output: SpeakerOutput) -> None:
-        """Assigns the output of one process, task or container to its rank or to a label."""
         rank = self.job.rank_of(name)
         rank = rank if rank in _RANKS else None
         if rank is not None and rank in self.outputs:
@@ -115,7 +114,7 @@ class RankAssignment:
         return number
 
     def _assign_unplaced(self, label: str, rank_end: RankEnd) -> None:
-        """Records the end of a process without a rank, unless something else explains it."""
+        """Records the end of a process without a rank, unless another report explains it."""
         pid = int(label.rpartition(" ")[2]) if label.startswith("process ") else 0
         if any(pid == end.pid or label in (self.labels.get(rank), f"rank {rank}") for rank, end in self.ends.items()):
             return
@@ -124,7 +123,7 @@ class RankAssignment:
         if same is None and not pid and label and (rank := self.job.rank_of(label)) in _RANKS:
             same = rank
         errors = [output.errors[-1][1] for output in self.outputs.values() if output.errors]
-        explained = rank_end.code == 1 and bool(errors)  # an exception ends a process this way
+        explained = rank_end.code == 1 and bool(errors)  # exit code after an uncaught exception
         if same is None and (explained or not all(map(is_consequence, errors)) or self._has_failed()):
             return
         self.ends[self._label(label or UNNAMED_PROCESS, SpeakerOutput(rank_end.line)) if same is None else same] = (
@@ -138,7 +137,7 @@ class RankAssignment:
             self.outputs[number].fail(line, "NCCL error", failure.text)
 
     def _assign_xids(self) -> None:
-        """Assigns Xid errors to ranks: the kernel gives the pid, and NCCL the rank of that pid."""
+        """Assigns Xid errors to ranks: the kernel gives the pid, NCCL the rank of that pid."""
         places = {process.rpartition(":")[2]: rank for process, (_, rank) in self.job.nccl_places.items()}
         pids = Counter(process.rpartition(":")[2] for process in self.job.nccl_places)
         ranks = {end.pid: rank for rank, end in self.ends.items()}
@@ -160,7 +159,7 @@ class RankAssignment:
         return any(_failed(end) for end in self.ends.values())
 
     def _assign_unnamed(self, node: str | None, output: SpeakerOutput) -> None:
-        """Assigns unnamed output of a node, or of the whole job, to ranks that failed there, if there is no choice.
+        """Assigns unnamed output of a node, or of the whole job, to ranks that failed there, if it is unambiguous.
 
         torch's debug check names the rank of the call.
         """
@@ -195,7 +194,7 @@ class RankAssignment:
         for rank, pair in compared.items():
             self._assign(rank, pair, node)
         failed = [rank for rank in failed if rank not in compared]
-        # A process prints the error that ends it last.
+        # The error that ends a process is its last output.
         errors = [pair for pair in reversed(distinct.values()) if pair not in compared.values()]
         causes = [pair for pair in errors if not is_consequence(pair[1])]
         effects = [pair for pair in errors if is_consequence(pair[1])]
@@ -208,7 +207,7 @@ class RankAssignment:
         alike = [error for _, error in output.errors if not is_consequence(error)]
         listed = [rank for rank in self.ends if self.ends[rank].reporter == node and rank not in self.outputs]
         if len(_distinct(causes)) == 1 and not effects and len(alike) > len(failed) == 1 and len(listed) <= len(alike):
-            failed = listed  # the launcher stopped the others before they could end by themselves
+            failed = listed  # the launcher stopped the others
             for rank in listed:
                 self.ends[rank].code, self.ends[rank].stopped = 1, False
         if len(_distinct(causes)) == 1 and not effects:
@@ -228,7 +227,7 @@ class RankAssignment:
                 self._assign(rank, effects[0], node)
 
     def _first(self, failed: list[int]) -> list[int]:
-        """Returns the rank that the launcher calls the first to fail, unless others ended in the same second."""
+        """Returns the rank that the launcher reports as first, unless others ended in the same second."""
         if len(failed) < 2:
             return failed
         first = [rank for rank in failed if self.ends[rank].root]
@@ -272,7 +271,7 @@ def _node_label(node: str | None) -> str:
 
 
 def _distinct(errors: Sequence[_RaisedError]) -> list[_RaisedError]:
-    # Returns one error of each type and line, ignoring cut-off ones if there are others.
+    # Keeps one error of each type and line; truncated ones only if there are no others.
     kinds: dict[tuple[str, object], _RaisedError] = {}
     for pair in errors:
         kinds.setdefault((pair[1].type, pair[1].frames[:1]), pair)

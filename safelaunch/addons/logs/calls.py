@@ -1,4 +1,4 @@
-"""Reports of c10d, NCCL and Horovod about a job's calls: timeouts, mismatches, connections, absent ranks."""
+"""Parses reports of c10d, NCCL and Horovod about calls: timeouts, mismatches, connections, absent ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _MISMATCH = "Detected mismatch between coll"
 # --- NCCL and hosts ---------------------------------------------------------------------------------------------------
 NCCL_PREFIX = re.compile(r"(?:^|\s)(?P<process>[\w.-]+:(?P<pid>\d+)):\d+ \[")
 _NCCL_COMM = re.compile(rf"{NCCL_PREFIX.pattern}.* comm 0x\w+ rank (?P<rank>\d{{1,6}}) nranks (?P<world>\d{{1,6}}) ")
-# What NCCL returns to its caller. A warning alone isn't a failure: NCCL tries something else, or a peer ended first.
+# Errors that NCCL returns. A warning alone is no failure: NCCL tries an alternative, or a peer ended first.
 _NCCL_FAILED = re.compile(
     r"\bnccl(?:\w+Error|Invalid\w+): |NCCL error: |NCCL error in: |NCCL INFO group\.cc:\d+ -> [1-6]\b"
 )
@@ -80,7 +80,6 @@ class Calls:
         self._since_stalled = 0
 
     def read_line(self, output: SpeakerOutput, entry: LogEntry) -> None:
-        """Reads a line that might report an error."""
         text = entry.text
         output.timed_out |= entry.speaker is not None and "Watchdog caught collective operation timeout" in text
         if "atchdog" in text or "enqueued" in text:
@@ -95,7 +94,7 @@ class Calls:
             self._stalled, self._stalled_at = {}, entry.line
 
     def read_fragment(self, text: str) -> None:
-        """Reads a line of a stack or a list, which means nothing alone."""
+        """Reads a line of a stack or list."""
         self.job.native += text.startswith("#") and _C_FRAME.match(text) is not None
         if self._stack is not None and (match := _STACK.match(text)):
             self._stack.frames.append(Frame(match["file"], int(match["line"]), match["function"]))
@@ -106,7 +105,6 @@ class Calls:
                 self._stalled.setdefault(tensor, set()).update(ranks)
 
     def read_nccl(self, output: SpeakerOutput, entry: LogEntry) -> None:
-        """Reads a line in which NCCL might report an error, a rank or a host."""
         text, line, job = entry.text, entry.line, self.job
         if ("nccl" in text or "NCCL" in text) and _NCCL_FAILED.search(text):
             job.nccl_failed = job.nccl_failed or line
@@ -129,11 +127,7 @@ class Calls:
             output.warnings.append((line, message.strip()))
 
     def read_progress(self, output: SpeakerOutput, entry: LogEntry, *, from_script: bool) -> None:
-        """Reads the step number in any line.
-
-        Args:
-            from_script: the script itself printed the line
-        """
+        """Reads the step number in any line. ``from_script``: the script itself printed the line."""
         self._since_stalled += from_script
         if entry.speaker is not None and (match := _STEP.search(entry.text)):
             word, number = (match["word"] or "%").lower(), int(match["number"] or match["done"])
@@ -150,10 +144,7 @@ class Calls:
     def add_stalls(self, ranks: dict[int, SpeakerOutput]) -> tuple[int, ...]:
         """Turns Horovod's stalled tensors into calls in which the ranks that submitted them wait.
 
-        Of tensors that lack the same ranks, it uses one.
-
-        Returns:
-            the ranks that Horovod named
+        Uses one of several tensors that lack the same ranks. Returns the ranks that Horovod named.
         """
         if self._stalled_at is None or not self._stalled or self._since_stalled > MOST_MESSAGE:
             return ()
@@ -183,13 +174,13 @@ class Calls:
             self.job.process(rank, entry.line)
 
     def _note_watchdog(self, output: SpeakerOutput, entry: LogEntry) -> WatchdogReport | None:
-        """Records the call that timed out, or the progress of a group.
+        """Records the call that timed out, or a group's progress.
 
-        Older watchdogs name the group only after the call. Without torch's prefix, they give neither rank nor process,
-        only the rank in the group.
+        Older watchdogs name the group only after the call, and without torch's prefix they give only the rank in the
+        group.
 
         Returns:
-            the report, if the stack of its call might follow
+            The report, if the stack of its call might follow.
         """
         group, work, status = (pattern.search(entry.text) for pattern in (_GROUP, _WORK, _STATUS))
         if work is None and status is None:
@@ -235,7 +226,7 @@ def _ranks(text: str) -> set[int]:
 
 
 def uneven_steps(ranks: dict[int, SpeakerOutput], named_ranks: Collection[int], world: int) -> dict[int, int | None]:
-    """Returns each rank's last step, if most ranks printed the same one and others only earlier ones."""
+    """Returns each rank's last step, if most ranks printed the same one and the others only earlier ones."""
     counts = Counter(word for rank in named_ranks if rank in ranks for word in ranks[rank].steps)
     if not counts:
         return {}

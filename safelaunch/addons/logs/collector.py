@@ -1,6 +1,7 @@
-"""Reads a job's output line by line: collects tracebacks, and passes other lines on.
+"""Reads a job's output line by line: collects tracebacks, and passes on other lines.
 
-``launchers`` handles reports of ends, ``calls`` reports of calls, ``error_lines`` anything that looks like an error.
+``launchers`` parses reports of ends, ``calls`` reports of calls, ``error_lines`` anything else that looks like an
+error.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from safelaunch.verdict.exceptions import is_consequence
 
 _SUMMARY_TRACEBACK = re.compile(r" {1,3}traceback *: (?=Traceback \(most)")
 _FRAME = re.compile(r' +File "[^"]+", line \d+(?:, in \S|$)')
-# Output of launchers and torch's logger, not of the script.
+# Output of launchers and torch's logger.
 _NOT_SCRIPT = re.compile(
     r"\s|\[?[IWEF]\d{3,4} |===|---|\[|Root Cause|Failures:|srun: |slurmstepd: |Exception (?:ignored|in thread)"
     r"|Killing subprocess |Exception raised from |frame #\d+: |$"
 )
 _RAY_TASK_ERROR = re.compile(
     r"ray\.exceptions\.RayTaskError\(\w+\): ray::.*?\(pid=(?P<pid>\d+)"
-)  # what a worker has raised
+)  # exceptions of a worker
 
 
 class ReportCollector:
@@ -65,7 +66,6 @@ class ReportCollector:
                 self._note_report(output, entry)
 
     def finish(self) -> None:
-        """Closes what is still open after the last line."""
         for speaker, output in list(self.job.outputs.items()):
             self._close(output, at_end=True)
             self.launchers.end_block(output, speaker)

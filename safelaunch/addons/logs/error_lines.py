@@ -1,7 +1,6 @@
-"""Finds lines that report an error, without interpreting them.
+"""Finds lines that report an error, without interpreting them, so errors that no other module understands are shown.
 
-Levels, exceptions, signals, exit codes, error numbers, device errors and time limits count. ``launchers``, ``calls``
-and ``evidence`` interpret them; what these don't understand is still shown.
+They contain levels, exceptions, signals, exit codes, error numbers, device errors or time limits.
 """
 
 from __future__ import annotations
@@ -43,19 +42,18 @@ _EVENT = re.compile(
         )
     )
 )
-# Not errors: metrics named like them, exit code 0, information levels.
+# Not errors: metrics with such names, exit code 0, information levels.
 _NO_EVENT = re.compile(
     r"\b(?:Error|ERROR|error)s?\b(?:[ _](?:rate|norm|count))?s?[ :=(]{1,3}[-+\d.]+(?:e[-+]?\d+)?(?:[ ,%|)]|$)"
     r"|exit(?:ed)?(?: with)? (?:code|status)?:? ?0\b|\b(?:INFO|DEBUG)\b|\[?\b[ID]\d{4} |\[I\d* "
 )
-# Warnings and retries.
 _HARMLESS = re.compile(
     r"NCCL WARN|\b(?:WARN|WARNING|Warning|warning)\b(?!\.py)|\[?\bW\d{4} |\[W\d* |Warning: |Exception ignored in"
     r"|(?i:retry|try(?:ing)? again|attempt \d|\bretries\b|will be ignored|ignoring|skipping|recovered"
     r"|fall(?:ing)? ?back)"
 )
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
-# Usually effects of an earlier failure, so they are shown last.
+# Usually effects of an earlier failure, so shown last.
 _EFFECT = re.compile(
     r"ChildFailedError|SignalException|SIGTERM|Terminated|closed by|reset by peer|ncclRemoteError|failed to recv"
     r"|Broken pipe|terminate called|[Tt]erminating|CANCELLED|Job step aborted|exit|DistBackendError|srun: error"
@@ -75,7 +73,7 @@ class ErrorLine:
     kind: str
     text: str
     line: LogLine
-    last: LogLine  # last line like it
+    last: LogLine  # last similar line
     speaker: Speaker | None
     harmless: bool
     count: int = 1  # number of lines that differ only in their numbers
@@ -83,24 +81,22 @@ class ErrorLine:
 
     @property
     def speaker_name(self) -> str:
-        """``rank 3`` or the line's prefix; empty if there is neither."""
+        """``rank 3`` or the line's prefix, if any."""
         return f"rank {self.speaker}" if isinstance(self.speaker, int) else self.speaker or ""
 
     @property
     def description(self) -> str:
-        """The form ``job.log:17 rank 3: ValueError: bad``."""
+        """``job.log:17 rank 3: ValueError: bad``."""
         times = f" ({self.count} times)" if self.count > 1 else ""
         name = f" {self.speaker_name}:" if self.speaker_name else ":"
         return f"{self.line.where}{name} {one_line(self.text)}{times}"
 
     @property
     def is_effect(self) -> bool:
-        """True if it is usually an effect of an earlier failure."""
         return self.kind == "effect" or _EFFECT.search(self.text) is not None
 
     @property
     def survived(self) -> bool:
-        """True if its speaker continued to make progress."""
         return self.since > 2
 
 
@@ -110,7 +106,6 @@ class ErrorLines:
     _end: LogLine | None = None  # line that reports the end of the work
 
     def note_progress(self, entry: LogEntry) -> None:
-        """Counts progress after errors, and recognizes the end of the work."""
         if not self.by_shape:
             return
         if PROGRESS.search(entry.text):
@@ -123,7 +118,8 @@ class ErrorLines:
         """Adds a line if it reports an error.
 
         Args:
-            may_report: the line has a typical word and isn't part of a traceback
+            entry: The line.
+            may_report: The line has a typical word and isn't part of a traceback.
         """
         text = entry.text
         match = _EVENT.search(text) if may_report else None
@@ -152,13 +148,13 @@ class ErrorLines:
         return sorted(self.errors(), key=lambda error: (error.survived, error.is_effect))[:most]
 
     def summary(self, shown: str = "") -> tuple[str, ...]:
-        """Returns a summary of a log that nothing else explains: the first errors, or else warnings.
+        """Summarizes a log that nothing else explains: its first errors, or else warnings.
 
         Args:
-            shown: text that cites lines already shown
+            shown: Text that cites lines already shown.
         """
         first = [error for error in self.first(MOST_EVENTS) if f"[{error.line.where}]" not in shown][:_MOST_SHOWN]
-        if shown and all(error.is_effect for error in first):  # of something already shown
+        if shown and all(error.is_effect for error in first):  # they are effects of what is already shown
             return ()
         if first and not self.finished and not all(error.survived for error in first):
             head = "not understood; the first errors are:"
@@ -170,7 +166,7 @@ class ErrorLines:
         return (head, *(f"  {error.description}" for error in first)) if first else ()
 
     def causes(self) -> list[ErrorLine]:
-        """Returns errors that aren't effects and that their process didn't survive, exceptions first."""
+        """Returns fatal errors that aren't effects, exceptions first."""
         fatal = [error for error in self.errors() if error.kind == "thread" or not (error.survived or error.is_effect)]
         return sorted(fatal, key=lambda error: error.kind not in ("traceback", "thread"))
 

@@ -1,4 +1,4 @@
-"""Builds the evidence for a verdict from what a log reports."""
+"""Builds the evidence for a verdict from a log's reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def log_evidence(
     """Returns the evidence in the output of a job.
 
     Args:
-        may_be_caught: the last error counts although its process printed more afterwards
+        collector: Reports of the job.
+        names: Log files.
+        count: Number of lines.
+        may_be_caught: The last error counts even if its process printed more afterwards.
     """
     job, assignment = collector.job, RankAssignment.of(collector.job)
     stalled = collector.calls.add_stalls(assignment.outputs)
@@ -143,7 +146,7 @@ def _nccl_failure(job: LoggedJob) -> str:
 
 
 def _failed(rank: RankEvidence) -> bool:
-    # Returns whether it failed, not counting an abort by the watchdog after a timeout.
+    # A watchdog's abort after a timeout is no failure.
     return rank.exception is not None or (
         rank.exit is not None
         and rank.exit.before_close
@@ -152,7 +155,7 @@ def _failed(rank: RankEvidence) -> bool:
 
 
 def _name_groups(ranks: Mapping[int, SpeakerOutput]) -> None:
-    """Gives unnamed groups the name of the only group with a call like theirs, or else of the default group."""
+    """Names unnamed groups after the only group with a similar call, or else the default group."""
     named_reports = [
         (name, report) for rank in ranks.values() for name, report in rank.groups.items() if name != UNNAMED
     ]
@@ -173,7 +176,7 @@ def _name_groups(ranks: Mapping[int, SpeakerOutput]) -> None:
 
 
 def _groups(ranks: Mapping[int, SpeakerOutput]) -> dict[str, tuple[int, ...]]:
-    """Returns the members of groups whose members all reported their group rank."""
+    """Returns the members of groups, if all members reported their group rank."""
     places: dict[str, dict[int, int]] = {}
     for rank, output in ranks.items():
         for name, report in output.groups.items():
@@ -191,7 +194,7 @@ _ONLY_C = (
     "its stacks show only C functions, no lines of Python: take them with `py-spy dump --pid PID`, or with gdb's "
     "`py-bt`"
 )
-_CLOCKS_S = 60.0  # how much the clocks of two nodes can differ
+_CLOCKS_S = 60.0  # largest difference between two nodes' clocks
 
 
 def _seconds_between(first: str, second: str) -> float:
@@ -203,12 +206,12 @@ def _seconds_between(first: str, second: str) -> float:
 
 
 def _failure_delay_s(end: RankEnd, times: Mapping[str, str]) -> float:
-    """Returns a stand-in for the time at which a rank failed: 0 for ranks that might have failed first.
+    """Returns a surrogate for the time at which a rank failed: 0 for ranks that might have failed first.
 
-    It is 1 or 2 for ranks that failed later by their host's summary, and 3 if failures on another host began a minute
-    earlier. torchrun polls its ranks, and gives the same second to all that have ended since; its "first observed
-    failure" is the one with the lowest number. A fatal signal isn't caused by a peer's exit, but the reverse happens,
-    so the others of that second count as half a second later.
+    1 or 2: it failed later by its host's summary. 3: failures on another host began a minute earlier. torchrun polls
+    its ranks and gives all that ended since the last poll the same second; its "first observed failure" is the lowest
+    rank of these. A peer's exit doesn't cause a fatal signal, but a fatal signal makes peers exit, so the others of
+    that second get 0.5.
     """
     first = times.get(end.host, "")
     if not end.time or not first:
@@ -267,7 +270,7 @@ def _rank_evidence(
 
 
 def _ended_by_a_signal(end: RankEnd) -> bool:
-    # Returns whether a signal ended it, not counting an abort, which might follow an exception.
+    # SIGABRT might follow an exception.
     return end.code < 0 and -end.code not in (signal.SIGABRT, signal.SIGTERM) and not end.stopped
 
 

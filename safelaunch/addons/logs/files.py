@@ -20,13 +20,13 @@ _LOG_BYTES = 512 << 20
 
 
 class Texts:
-    """A ``Reader`` (see ``addons.protocols``) of logs and saved stacks."""
+    """Implements ``addons.protocols.Reader`` for logs and saved stacks."""
 
     def claims(self, path: Path) -> bool:
         return is_log(path)
 
     def bounds(self, paths: Sequence[Path]) -> ReadLimits:
-        """Reads files of any size: what matters in them is small."""
+        """Allows files of any size: their evidence is small."""
         size = sum(path.stat().st_size for path in paths)
         return ReadLimits(_LOG_BYTES, cpu_s=30 + (size >> 22))
 
@@ -62,7 +62,7 @@ def _read_texts(paths: Sequence[Path], root: Path | None = None) -> FoundEvidenc
 def _join(
     first: FoundEvidence, second: FoundEvidence, merge_rank: Callable[[RankEvidence, RankEvidence], RankEvidence]
 ) -> FoundEvidence:
-    """Merges evidence about the same job. ``both`` merges a rank that is in ``first`` and ``second``."""
+    """Merges evidence about the same job. ``merge_rank`` merges a rank that both have."""
     ranks = {rank.rank: rank for rank in first.evidence.ranks if rank.rank not in first.evidence.labels}
     for rank in second.evidence.ranks:
         ranks[rank.rank] = merge_rank(ranks[rank.rank], rank) if rank.rank in ranks else rank

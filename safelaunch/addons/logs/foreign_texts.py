@@ -1,4 +1,4 @@
-"""Recognizes texts that aren't the output of a job."""
+"""Recognizes texts that aren't a job's output."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def reject_foreign_texts(paths: Sequence[Path], root: Path | None, printed: Foun
 
 
 def _kind_of(path: Path) -> str:
-    """Returns the kind of a text that isn't a job's output; empty if it might be."""
     if path == STDIN:
         return ""
     read = islice(read_lines(path, path.name), _LINES_LOOKED_AT)

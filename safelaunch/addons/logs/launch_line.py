@@ -1,8 +1,8 @@
-"""Translates the command that started a job, found in its output, to the same launch under safelaunch.
+"""Finds the command that started a job in its output, and translates it to safelaunch.
 
 Shells (``set -x``, prompts), launchers (DeepSpeed's ``cmd = ...``), ``subprocess`` errors and manifests print such
 commands. torchrun's options are also safelaunch's. Other launchers, and scripts that start their own ranks, run
-unchanged under ``safelaunch exec``. If srun starts the ranks, it starts a safelaunch for each of them.
+unchanged under ``safelaunch exec``. If srun starts the ranks, it starts one safelaunch per rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def launch_of(text: str) -> tuple[str, ...]:
     """Returns the command that runs this line's job under safelaunch; empty if the line shows no launch.
 
     Args:
-        text: one line without prefixes, or a command in several lines that end in backslashes
+        text: One line without prefixes, or a command in several lines that end in backslashes.
     """
     if (".py" not in text and "-m" not in text) or len(text) > _MOST or not _HINT.search(text):
         return ()
@@ -68,14 +68,14 @@ def _is_script(launch: Sequence[str]) -> bool:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """Yields the commands in a shell line or a printed list, if complete."""
+    """Yields the commands in a shell line or printed list, if complete."""
     is_list = text.startswith("[")
     if not is_list and ("$(" in text or "`" in text or text.endswith("\\")):
         return
     text = text[1 : text.rfind("]")] if is_list else re.sub(r"(?<=\s)\d(?=>)", "", text)  # removes file descriptors
     tokens = shlex.shlex(text, posix=True, punctuation_chars="" if is_list else _OPERATORS)
     tokens.whitespace_split, tokens.commenters, tokens.whitespace = True, "", ", \t" if is_list else " \t"
-    with suppress(ValueError):  # an unclosed quote
+    with suppress(ValueError):  # unclosed quote
         for is_operator, words in groupby(tokens, lambda word: bool(word) and not word.strip(_OPERATORS)):
             if not is_operator:
                 yield list(takewhile("#".__ne__, words))
@@ -96,10 +96,12 @@ def _under_safelaunch(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _translated(words: Sequence[str], name: str, in_srun: bool) -> tuple[str, ...]:
-    """Returns the translated command, from its program on.
+    """Returns the translated command, starting with its program.
 
     Args:
-        in_srun: srun starts the command once per task
+        words: The command, from its program on.
+        name: File name of the program.
+        in_srun: srun starts the command once per task.
     """
     options = next((n for n, word in enumerate(words[1:], 1) if not word.startswith("-") or word == "-m"), len(words))
     of_python, arguments = name.startswith("python"), words[options:]

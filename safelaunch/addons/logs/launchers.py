@@ -1,4 +1,4 @@
-"""Reports of launchers, shells, clusters and the kernel about the end of a job's processes."""
+"""Parses reports of launchers, shells, clusters and the kernel about the end of a job's processes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _SENT_WHEN = {
     "SIGINT": "which Ctrl-C sends",
     "SIGTERM": "which a scheduler sends, or kill",
 }
-# c10d's store, run by torchrun's agents or by the ranks, doesn't answer.
+# The c10d store of torchrun's agents or of the ranks doesn't answer.
 _STORE_ADDRESS = re.compile(
     r"(?:while trying to connect to|failed to connect to|Connection to) \(?\[?(?P<host>[\w.-]+)\]?"
     r"[,:]+ ?(?P<port>\d{2,5})"
@@ -117,20 +117,19 @@ _RAY_DEAD = re.compile(
 class Launchers:
     def __init__(self, job: LoggedJob) -> None:
         self.job = job
-        self.cancelled = False  # from outside, before any failure: later reports are effects
-        self._stopping = False  # Slurm is ending the other tasks of the step
+        self.cancelled = False  # from outside, before any failure; later reports are effects
+        self._stopping = False  # Slurm is ending the step's other tasks
         self._local: list[tuple[int, RankEnd]] = []  # by local rank
         self._tasks: list[tuple[int, RankEnd]] = []  # Slurm tasks: these are ranks unless one is a launcher
         self._stopped: dict[Speaker | None, set[str]] = {}  # pids that torchrun stopped after a failure
         self._force_killed: set[int] = set()  # pids that a launcher killed with SIGKILL
-        self._spawned: dict[int, LogLine] = {}  # child processes whose tracebacks follow
-        self._first_end: dict[str, LogLine] = {}  # first failure that each launcher reported, by its pid
-        self._first_ended: int | None = None  # process that mpirun saw end first
+        self._spawned: dict[int, LogLine] = {}  # child processes with tracebacks in the following lines
+        self._first_end: dict[str, LogLine] = {}  # first failure that each launcher reported, by launcher pid
+        self._first_ended: int | None = None  # first process to end, according to mpirun
         self._command = ""  # start of a multi-line command
         self.is_multi_node = False  # according to arguments or a configuration
 
     def read_line(self, entry: LogEntry) -> None:
-        """Reads a line that might report an end."""
         self._read_torch(entry)
         self._read_mpi(entry)
         self._read_end(entry)
@@ -145,7 +144,7 @@ class Launchers:
             self.job.remark(next(filter(None, match.groups())), entry.line)
 
     def read_fragment(self, output: SpeakerOutput, entry: LogEntry) -> None:
-        """Reads a line of a summary, command or configuration, which means nothing alone."""
+        """Reads a line of a summary, command or configuration."""
         text, job = entry.text, self.job
         if (field := _FIELD.match(text)) is not None:
             output.block[field["name"]] = field["value"].strip()
@@ -181,7 +180,7 @@ class Launchers:
     def earlier_failure(self, entry: LogEntry) -> LogLine | None:
         """Returns the first failure that a launcher reported, if this line reports another one.
 
-        The launcher restarted its ranks in between, so the earlier failure didn't end the job.
+        The launcher restarted its ranks in between, so the first failure didn't end the job.
         """
         launcher = _LAUNCHER_PID.match(entry.text) if _EXIT.search(entry.text) else None
         if launcher is None:
@@ -194,7 +193,7 @@ class Launchers:
         return before
 
     def note_restart(self, entry: LogEntry) -> bool:
-        """Returns whether torchrun restarts its ranks, and forgets their ends if so."""
+        """Forgets the ranks' ends if torchrun restarts them, and returns whether it does."""
         if "orker group" not in entry.text or not _RESTART.search(entry.text):
             return False
         self.job.ends.clear()
@@ -202,11 +201,7 @@ class Launchers:
         return True
 
     def note_exception(self, traceback: OpenTraceback, error: RankException) -> bool:
-        """Records an exception of a launcher, or of a failed rendezvous.
-
-        Returns:
-            False if a rank raised it
-        """
+        """Records an exception of a launcher, or of a failed rendezvous; returns False if a rank raised it."""
         job, kind, line = self.job, error.type.rpartition(".")[2], traceback.line
         files = [fr.normal(frame.file) for frame in error.frames]
         of_launcher = any(file.endswith(_LAUNCHERS) for file in files)
@@ -357,7 +352,7 @@ class Launchers:
                 job.unplaced.setdefault(f"process {match['pid']}", finish)
 
     def _note_rendezvous(self, raised_error: RankException, line: LogLine) -> None:
-        """Records a failed rendezvous, and the address of the store if it didn't answer."""
+        """Records a failed rendezvous, and the store's address if it didn't answer."""
         match = _STORE_ADDRESS.search(raised_error.message) or _STORE_ADDRESS.search(raised_error.text)
         earlier = self.job.rendezvous
         if earlier is None or (match and not earlier.store):

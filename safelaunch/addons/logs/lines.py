@@ -1,4 +1,4 @@
-"""Finds log files, and reads the lines that might matter."""
+"""Finds log files and reads the lines that might matter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_SHAPES, _MOST_PARTS = 1 << 13, 64
 MOST_LINE = 1 << 14  # characters
 
 
-# Every line that might report an error or an end has one of these. Blocks of a file without any are skipped.
+# Every line that might report an error or an end contains one of these; blocks without any are skipped.
 _NEEDLES = (
     b"Traceback (most", b'  File "', b"atchdog", b"NCCL WARN", b"xitcode", b"xit code", b"xit status", b"xited with",
     b"xited on", b"srun", b"slurmstepd", b"illed", b"terminated", b"terminate called", b"orld_rank", b"nqueued",
@@ -78,7 +78,7 @@ def is_log(path: Path) -> bool:
 
 
 def logs_in(folder: Path) -> list[Path]:
-    """Returns the text files below ``folder`` that are named like logs, from torchrun's last attempt only."""
+    """Returns the text files in ``folder`` with names like logs, from torchrun's last attempt only."""
     attempts: dict[Path, int] = {}
     for path in islice(_files_below(folder, _DEEPEST), _MOST_FILES):
         if _NAMES.search(path.name) and is_log(path):
@@ -105,7 +105,7 @@ def _open_file(path: Path) -> BinaryIO:
 
 
 def read_lines(path: Path, name: str) -> Iterator[LogLine | None]:
-    """Yields the first and last lines of a file and those that might matter. None stands for a gap."""
+    """Yields the first and last lines of a file and those that might matter; None for a gap."""
     number, open_still, first, shapes = 0, True, True, _Shapes()
     with _open_file(path) as file:
         for part, last in _blocks(file):
@@ -127,14 +127,14 @@ def read_lines(path: Path, name: str) -> Iterator[LogLine | None]:
 
 
 class _Shapes:
-    """Lines without their digits. Jobs repeat lines: checking only new shapes is ten times as fast as checking all."""
+    """Shapes: lines without digits. Checking only new shapes is ten times as fast as checking all lines of a job."""
 
     def __init__(self) -> None:
         self._harmless: set[bytes] = set()
-        self._met: Counter[bytes] = Counter()  # number of blocks in which each other shape occurs
+        self._met: Counter[bytes] = Counter()  # number of blocks that contain each other shape
 
     def reporting(self, part: bytes) -> set[bytes]:
-        """Returns shapes of lines that might report an error, except shapes that occur in many blocks."""
+        """Returns shapes of lines that might report an error, except shapes in many blocks."""
         new = set(_shape(part).split(b"\n")) - self._harmless
         text = b"\n".join([b"", *new])
         literals = [literal for literal in _NEEDLES if literal in text]
@@ -154,7 +154,7 @@ def _shape(line: bytes) -> bytes:
     return line.translate(None, b"0123456789")
 
 
-# Lines that mean something only together with others: lists, commands, numbers of ranks.
+# Lines that only have a meaning together with others: lists, commands, numbers of ranks.
 _FORMS = re.compile(
     rb"\.py\b|\\$|orld[ _]?[Ss]ize|WORLD_SIZE|nproc|num_processes|NTASKS|rank \d+(?: of |/)|env://|^#\d|\[missing ranks"
     rb"|^(?:[^:]{0,80}: ?)?(?: {1,3}(?:time|host|rank) *: |\[\d\]:|-{9}|={9}|Root Cause|\d+!?: \[)| node |host"
@@ -162,7 +162,7 @@ _FORMS = re.compile(
 
 
 def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Yields blocks of whole lines, each with True if it is the last one. The last block is never a short one."""
+    """Yields blocks of whole lines, each with True if it is the last. The last block is never short."""
     decode: Callable[[bytes], bytes]
     decode, pending, unfinished = bytes, b"", b""
     if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ def _clean(line: bytes) -> str:
     return _COLOURS.sub("", text) if "\x1b" in text else text
 
 
-# Keys of JSON log records, Docker's among them.
+# Keys of JSON log records, including Docker's.
 _MESSAGES = ("log", "message", "msg", "event", "text")
 _EXCEPTIONS = ("exc", "exc_info", "exc_text", "exception", "traceback", "stack_trace", "stack")
 
@@ -212,7 +212,7 @@ def _record_lines(text: str) -> list[str]:
     return lines if rank is None else [f"[rank{rank}]: {line}" for line in lines]
 
 
-# Marks of a job's output: levels, warnings, errors, times, progress bars, metrics, names of launchers, reports of ends.
+# Signs of a job's output: levels, warnings, errors, times, progress bars, metrics, launcher names, reports of ends.
 _OUTPUT = re.compile(
     r"\b(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b|^\[?[DIWEF]\d{4} |\b\d\d:\d\d:\d\d\b"
     r"|Traceback \(most|\w(?:Error|Warning|Exception): |[Nn]o such file or directory|command not found"
@@ -236,7 +236,7 @@ _MARKS = " \t>|"
 
 
 def common_quote(lines: Iterable[str]) -> str:
-    """Returns the blanks and marks (``> ``, ``| ``) with which all lines begin, ignoring empty ones."""
+    """Returns the blanks and marks (``> ``, ``| ``) with which all non-empty lines begin."""
     filled = [line for line in lines if line.strip(_MARKS + "\r\n")]
     first, last = min(filled, default=""), max(filled, default="")
     marks = len(first) - len(first.lstrip(_MARKS))
@@ -244,7 +244,6 @@ def common_quote(lines: Iterable[str]) -> str:
 
 
 def without_quote(line: str, quote: str) -> str:
-    """Returns the line without the marks."""
     if line.startswith(quote):
         return line[len(quote) :]
     return line if line.strip(_MARKS + "\r\n") else ""

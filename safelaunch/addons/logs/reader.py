@@ -24,11 +24,11 @@ from safelaunch.bundle.reading.files import Unreadable, cannot_be_read
 
 
 def read_logs(paths: Sequence[Path], root: Path | None = None) -> FoundEvidence:
-    """Returns the evidence in log files. It has no ranks if they report no end. Raises Unreadable.
+    """Returns the evidence in log files, without ranks if they report no end. Raises Unreadable.
 
     Args:
-        paths: regular files
-        root: folder to which names are relative; without it, only file names are used
+        paths: Regular files.
+        root: Folder to which names are relative; without it, only file names are used.
     """
     collector, count, is_output = ReportCollector(), 0, False
     names = [str(path.relative_to(root)) if root is not None else path.name for path in paths]

@@ -1,6 +1,6 @@
-"""Records of what a log reports: about one speaker, about the end of a rank, and about the whole job.
+"""Records the reports in a log: per speaker, per ended rank, and for the whole job.
 
-They keep only what bears on an end, so that logs of any size take little memory.
+They keep only what bears on an end, so logs of any size take little memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNNAMED, DEFAULT = "", "0"  # names of groups
 
 @dataclass
 class WatchdogReport:
-    """Report of a rank's watchdog about one group."""
+    """A watchdog's report about one group."""
 
     description: str = ""
     group_rank: int | None = None
@@ -66,7 +66,7 @@ class SpeakerOutput:
 
     @property
     def end(self) -> LogLine | None:
-        """The line at which the process seems to have ended."""
+        """Line at which the process seems to have ended."""
         return self.errors[-1][0].line if self.errors else self.crashes[-1].line if self.crashes else None
 
     def fail(self, line: LogLine, kind: str, what: str) -> None:
@@ -79,7 +79,6 @@ class SpeakerOutput:
         self.after = LinesAfter.of(traceback.lines[-1], self.tail)
 
     def absorb(self, output: SpeakerOutput) -> None:
-        """Merges output of the same process under another prefix."""
         if output.errors:
             self.errors, self.after = [*self.errors, *output.errors], output.after
         self.tail.extend(output.tail)
@@ -93,7 +92,7 @@ class SpeakerOutput:
         self.timed_out = False
 
     def restart_after(self, number: int) -> None:
-        """Moves errors before the launcher's restart in line ``number`` to ``earlier``."""
+        """Moves errors before the launcher's restart, on line ``number``, to ``earlier``."""
         self.earlier += [pair for pair in self.errors if pair[0].line.number < number]
         self.errors = [pair for pair in self.errors if pair[0].line.number > number]
         self.crashes = [crash for crash in self.crashes if crash.line.number > number]
@@ -102,7 +101,7 @@ class SpeakerOutput:
         """Returns the last exception if it ended the process.
 
         Args:
-            has_failed: another source reports that the process failed
+            has_failed: Another source reports that the process failed.
         """
         return self.errors[-1] if self.errors and self.after.is_end(self.errors[-1][1], has_failed=has_failed) else None
 
@@ -127,11 +126,11 @@ class RankEnd:
 class LoggedJob:
     outputs: dict[Speaker | None, SpeakerOutput] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)
-    unplaced: dict[str, RankEnd] = field(default_factory=dict)  # ends of processes without a rank, by their label
+    unplaced: dict[str, RankEnd] = field(default_factory=dict)  # ends of processes without a rank, by label
     events: ErrorLines = field(default_factory=ErrorLines)
     launch: tuple[str, ...] = ()  # command that runs the job under safelaunch
     files: set[str] = field(default_factory=set)  # files that might each be a node's output
-    labels: dict[str, set[int]] = field(default_factory=dict)  # second names of ranks in prefixes
+    labels: dict[str, set[int]] = field(default_factory=dict)  # alternative names of ranks in prefixes
     rendezvous: Rendezvous | None = None
     rendezvous_at: LogLine | None = None
     native: int = 0  # number of C frames
@@ -157,7 +156,7 @@ class LoggedJob:
         return first_failure(text for _, text in self.nccl_messages)
 
     def process(self, speaker: Speaker | None, line: LogLine) -> SpeakerOutput:
-        """Returns the output record of a speaker, a new one if ``line`` is its first."""
+        """Returns the output record of a speaker; creates it if ``line`` is the speaker's first."""
         if (output := self.outputs.get(speaker)) is None:
             output = self.outputs.setdefault(
                 speaker if len(self.outputs) < _MOST_SPEAKERS else None, SpeakerOutput(line)
@@ -165,11 +164,11 @@ class LoggedJob:
         return output
 
     def note_end(self, rank: int, code: int, line: LogLine, pid: int = 0) -> None:
-        """Records the end of a rank, unless there is one already."""
+        """Records the end of a rank unless there is a record already."""
         self.ends.setdefault(rank, RankEnd(code, line, pid, root=True))
 
     def note_unplaced(self, label: str, code: int, entry: LogEntry) -> None:
-        """Records the end of a process whose rank the line doesn't give."""
+        """Records the end of a process if the line doesn't give its rank."""
         if code and isinstance(entry.speaker, int) and not label:
             self.note_end(entry.speaker, of_shell(code), entry.line)
         elif code:
@@ -180,7 +179,7 @@ class LoggedJob:
             self.remarks.setdefault(" ".join(text.split())[:_MOST_REMARK], line.where)
 
     def nodes(self) -> set[Speaker | None]:
-        """Returns speakers that stand for several ranks: launchers, and prefixes with local ranks."""
+        """Returns speakers for several ranks: launchers, and prefixes with local ranks."""
         local = (name.partition(LOCAL)[0] for name in self.outputs if isinstance(name, str) and LOCAL in name)
         speakers = {*self.files, *self.failed_speakers, *(end.reporter for end in self.ends.values()), *local}
         tasks = {name for name in self.outputs if isinstance(name, str) and name.isdigit()}
@@ -188,7 +187,6 @@ class LoggedJob:
         return speakers - tasks if any(self.outputs[name].errors for name in tasks - speakers) else speakers
 
     def rank_of(self, name: str) -> int | None:
-        """Returns the rank of a process or task, if some line gives it."""
         node, _, local = name.partition(LOCAL)
         if local:
             first = self.first_ranks.get(node or None)
@@ -204,17 +202,13 @@ class LoggedJob:
         return int(name) if name.isdecimal() and len(name) < 6 else None
 
     def restore_previous_attempt(self) -> None:
-        """Restores the previous attempt's root errors if the last attempt raised nothing but effects."""
+        """Restores the previous attempt's root errors if the last attempt raised only effects."""
         if all(is_consequence(error) for output in self.outputs.values() for _, error in output.errors):
             for output in self.outputs.values():
                 output.errors = [pair for pair in output.earlier if not is_consequence(pair[1])] or output.errors
 
     def accept_last_errors(self) -> bool:
-        """Treats last exceptions as final although more output follows, unless the job finished.
-
-        Returns:
-            False if there are none
-        """
+        """Treats last exceptions as final despite later output; returns False if there are none or the job finished."""
         if self.events.finished:
             return False
         ends = {(error.line.file, error.line.number) for error in self.events.errors() if not error.since}
@@ -229,7 +223,7 @@ class LoggedJob:
         return bool(raisers)
 
     def note_failed_rendezvous(self) -> None:
-        """Records a failed rendezvous if an unnamed process's last line says that it couldn't reach its store."""
+        """Records a failed rendezvous if an unnamed process's last line reports that it couldn't reach its store."""
         output = self.outputs.get(None)
         if (
             self.rendezvous is None
@@ -249,10 +243,10 @@ def of_shell(code: int) -> int:
 
 
 def was_terminated(code: int) -> bool:
-    """Returns whether SIGTERM ended the process: a launcher sends it to the remaining ranks."""
+    """Returns whether SIGTERM ended the process: launchers send it to the remaining ranks."""
     return of_shell(code) == -signal.SIGTERM
 
 
 def local_label(node: str, local: str | int) -> str:
-    """Returns the label of a process of which only the local rank is known."""
+    """Returns the label of a process if only its local rank is known."""
     return f"local rank {local} of {node}" if node else f"local rank {local}"

@@ -1,9 +1,9 @@
-"""Finds out which rank, process, container or node printed a line.
+"""Determines which rank, process, container or node printed a line.
 
 Launchers nest prefixes: ``[rank3]:``, ``[default3]:``, `` 3: `` (``srun -l``), ``[1,3]<stderr>:`` (``mpirun``),
 ``(Worker pid=…)`` (Ray), ``[pod/…]`` (``kubectl``), ``host: `` (``pdsh``), ``worker-1  | `` (Docker Compose). They are
-removed one at a time; torch's ``[rank3]`` wins. Any other prefix, such as one from torchrun's
-``--log-line-prefix-template``, is learned from tracebacks that follow it.
+removed one at a time; torch's ``[rank3]`` wins. Other prefixes, such as those of torchrun's
+``--log-line-prefix-template``, are learned from tracebacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIME = re.compile(
 _TORCH_RANK = re.compile(r".{0,120}?\[rank(?P<rank>\d{1,6})\]: ?")  # after any other prefixes
 
 
-# Pattern, and the worth of its number as a rank: 2 global, 1 local to a node, 0 none.
+# Pattern, and the meaning of its number: 2 global rank, 1 rank local to a node, 0 no rank.
 _PREFIXES: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"\[(?:\d+,)?(?:mpirank:)?(?P<rank>\d{1,6})(?:,algo-\d+)?\]<std(?:err|out|diag)>: ?"), 2),
     (re.compile(r"\[\d+,(?P<rank>\d{1,6})\]: ?"), 2),
@@ -44,13 +44,13 @@ _MARKS = (r":(?: |$)", r" *\|(?: |$)", r"\t")
 _HOST = re.compile(rf" {{0,6}}(?P<name>(?=[a-zA-Z._-]*\d)[\w.-]{{1,80}})(?P<mark>{'|'.join(_MARKS)})")
 
 
-# c10d's own lines. Older versions name the rank in the group; only the default group's is a global rank.
+# c10d's own lines. Older versions give the rank in the group, which is global only for the default group.
 _C10D_RANK = re.compile(
     r"\[[EFW][^\]]*ProcessGroup\w+\.cpp:\d+\] \[(?:PG (?:ID )?0 (?:PG GUID 0\S* )?)?Rank (?P<rank>\d{1,6})\]"
 )
 
 
-# A field in the format of a logger.
+# A field in a logger's format.
 _RANK_FIELD = re.compile(r".{0,100}?(?<![A-Za-z])[Rr](?:ank|ANK)[ =:_#-]?(?P<rank>\d{1,5})(?:/\d+)?(?= *[|\]>):,]| - )")
 _LOGGER = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b|\d\d:\d\d")
 _ERROR_LEVEL = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Error|EXCEPTION)\b")
@@ -64,8 +64,6 @@ _NUMBERED = re.compile(r"(?P<stem>.*[_-])t?(?P<rank>\d{1,6})\.(?:out|err|log|txt
 
 @dataclass(frozen=True)
 class LogEntry:
-    """A log line, split into its speaker and its text without prefixes."""
-
     line: LogLine
     text: str
     speaker: Speaker | None
@@ -75,19 +73,20 @@ class LogEntry:
 
 @dataclass
 class PrefixParser:
-    """Splits the prefixes off a file's lines."""
+    """Splits prefixes off a file's lines."""
 
     file_speaker: Speaker | None
     hosts: re.Pattern[str] | None  # prefixes that name nodes or Slurm tasks
     has_field: bool = False  # a logger names the rank in each line
     template: re.Pattern[str] | None = None  # prefix learned from tracebacks
-    _record: Speaker | None = None  # speaker of the error record that the last line belongs to
+    _record: Speaker | None = None  # speaker of the error record that contains the last line
 
     def parse(self, line: LogLine, ahead: Iterable[LogLine | None] = ()) -> LogEntry:
         """Returns the line with its prefixes split off.
 
         Args:
-            ahead: the lines that follow
+            line: The line.
+            ahead: The following lines.
         """
         text = line.text.removeprefix("stderr: ").removeprefix("stdout: ")
         speaker, worth, timed, label = self.file_speaker, int(isinstance(self.file_speaker, int)), False, ""
@@ -104,7 +103,7 @@ class PrefixParser:
                     if match := pattern.match(text):
                         number = match.groupdict().get("rank")
                         name: Speaker = int(number) if number is not None else match["name"]
-                        if value == 1:  # a local rank
+                        if value == 1:  # local rank
                             name = f"{speaker if isinstance(speaker, str) else ''}{LOCAL}{name}"
                         if (value > worth or speaker is None) and (isinstance(name, str) or name < MAX_RANKS):
                             label = speaker if isinstance(speaker, str) else label
@@ -144,7 +143,7 @@ def has_rank_field(lines: Sequence[str]) -> bool:
 
 
 def _template(prefix: str, ahead: Iterable[LogLine | None]) -> re.Pattern[str] | None:
-    """Returns a pattern for prefixes like ``prefix``, if a traceback's frames have them too.
+    """Returns a pattern for prefixes like ``prefix``, if a traceback's frames have them, too.
 
     The number with the most distinct values is the rank.
     """
@@ -168,7 +167,7 @@ _REST_OF_LINE = re.compile(r"[ \w(][^\[]")
 
 
 def join_wrapped(line: LogLine, following: LogLine | None) -> LogLine | None:
-    """Returns one of c10d's lines joined with its continuation, if a terminal wrapped it; else None."""
+    """Returns a c10d line joined with its continuation, if a terminal wrapped it; else None."""
     if following is None or following.number != line.number + 1 or "ProcessGroup" not in line.text:
         return None
     if not _CUT_LINE.match(line.text) or not _REST_OF_LINE.match(following.text) or _TIME.match(following.text):
@@ -198,9 +197,9 @@ def speakers_by_file(names: Sequence[str]) -> dict[str, Speaker]:
 
 
 def host_pattern(lines: Sequence[str]) -> re.Pattern[str] | None:
-    """Returns a pattern for the names of nodes, tasks or containers that nearly all lines begin with.
+    """Returns a pattern for the names of nodes, tasks or containers with which nearly all lines begin.
 
-    It also matches names that differ only in their numbers. The launcher's first lines might lack one.
+    It also matches names that differ only in their numbers. The launcher's first lines might have no name.
     """
     matches = [_HOST.match(line) for line in lines if line.strip()]
     matches_from_first = [match for match in dropwhile(lambda match: match is None, matches) if match is not None]

@@ -5,8 +5,8 @@
 - gdb's ``py-bt`` and ``thread apply all py-bt``; Python frames of ``thread apply all bt``
 - ``pystack remote``, also ``--native``
 
-Lines between stacks can name the process: ``=== PID 7 ===``, ``--- rank 3 ---``, ``RANK=3``,
-``$ py-spy dump --pid 7``. So can a prefix of each line: ``[rank3]: ``.
+Lines between stacks can name the process: ``=== PID 7 ===``, ``--- rank 3 ---``, ``RANK=3``, ``$ py-spy dump --pid 7``.
+A prefix of each line can, too: ``[rank3]: ``.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class SavedThread:
     tid: int = 0
     active: bool = False
     frames: list[Frame] = field(default_factory=list)  # innermost first
-    has_innermost: bool = True  # False if the stack lost its header, and perhaps frames with it
+    has_innermost: bool = True  # False if the stack has no header, and perhaps not all frames
 
     @property
     def is_main(self) -> bool:
-        """True if it runs the script, judged by its name or else its outermost frame."""
+        """True if it runs the script, by its name or else its outermost frame."""
         python = [frame for frame in self.frames if frame.line]
         return self.name == MAIN or bool(not self.name and python and python[-1].function in _SCRIPTS)
 
@@ -51,7 +51,7 @@ class SavedThread:
 class SavedProcess:
     pid: int = 0
     command: str = ""
-    hints: list[str] = field(default_factory=list)  # lines before it that might identify it
+    hints: list[str] = field(default_factory=list)  # preceding lines that might identify it
     speaker: str = ""  # prefix of all its lines
     parent: int = 0
     ended: bool = False  # the stacks are from its end
@@ -112,7 +112,7 @@ _MOST_BEFORE, _MOST_STRANGE = 32, 3
 _SIGNS = re.compile(
     r"\(most recent call first\)|Thread (?:0x[0-9A-Fa-f]+|\d+) \(|Traceback for thread|<module> \(|\"thread_name\":"
 )
-# py-spy leaves out the directory that a module was imported from.
+# py-spy omits the directory from which a module was imported.
 _LIBRARY = re.compile(
     r"(?:torch(?:vision|audio|data)?|numpy|scipy|pandas|pyarrow|transformers|accelerate|deepspeed|(?:pytorch_)?lightning|"
     r"lightning_fabric|datasets|ray|trl|peft|tokenizers|safetensors|huggingface_hub|requests|urllib3|httpx|aiohttp|boto3|"
@@ -122,7 +122,7 @@ _LIBRARY = re.compile(
 
 
 def processes_in(text: str) -> tuple[list[SavedProcess], float]:
-    """Returns the processes whose stacks the text contains, and their share of the text (0 to 1)."""
+    """Returns the processes with stacks in the text, and their share of the text (0 to 1)."""
     if not _SIGNS.search(text):
         return [], 0.0
     lines = [_LINE_NUMBER.sub("", line) for line in _COLOURS.sub("", text).splitlines()]
@@ -137,7 +137,6 @@ def processes_in(text: str) -> tuple[list[SavedProcess], float]:
 
 
 def _split_prefix(line: str) -> tuple[str, str]:
-    """Splits a line of a stack into its prefix and the rest."""
     if (match := _SPEAKER.match(line)) is None or _HEADER.match(line):
         return "", line
     rest = match["rest"]
@@ -153,9 +152,9 @@ class _StackReader:
     """Reads the stacks in lines with the same prefix.
 
     Attributes:
-        used: number of lines that belong to stacks of live processes
-        _open: thread that gets the next frames, the form of its frames, and whether the innermost comes last
-        _before: lines since the last stack
+        used: Number of lines in stacks of live processes.
+        _open: Thread that gets the next frames, form of its frames, and whether the innermost comes last.
+        _before: Lines since the last stack.
     """
 
     def __init__(self, speaker: str) -> None:
@@ -201,7 +200,7 @@ class _StackReader:
         return self._process
 
     def _hints(self) -> list[str]:
-        """Returns lines just before that might identify the process."""
+        """Returns preceding lines that might identify the process."""
         hints: list[str] = []
         strange = 0
         while self._before and strange < _MOST_STRANGE:
@@ -266,7 +265,7 @@ class _StackReader:
         return True
 
     def _adds(self, line: str) -> bool:
-        """Adds a frame. A frame without a header opens a thread that lacks its innermost frames."""
+        """Adds a frame. A frame without a header opens a thread without its innermost frames."""
         if self._open is None:
             match = _SPIED_FRAME.match(line) if _PLACE.search(line) else None
             if match is None or not match["line"] or " " in match["function"] or not match["file"].endswith(".py"):
@@ -358,7 +357,7 @@ def _from_json(threads: Sequence[_SpiedThread]) -> Iterator[SavedProcess]:
 
 # --- py-spy record -f raw ---------------------------------------------------------------------------------------------
 
-_SHARE = 0.5  # share of samples that a call needs to count as the thread's position
+_SHARE = 0.5  # share of samples in which a call must occur to count as the thread's position
 
 
 def _is_raw(line: str) -> bool:
@@ -367,7 +366,7 @@ def _is_raw(line: str) -> bool:
 
 
 def _from_raw(lines: Sequence[str]) -> Iterator[SavedProcess]:
-    """Yields processes from lines of a stack, outermost frame first, and its number of samples."""
+    """Yields processes from lines that contain a stack, outermost frame first, and its number of samples."""
     counted: dict[tuple[str, ...], list[tuple[list[str], int]]] = {}
     for line in lines:
         stack, _, count = line.rpartition(" ")

@@ -1,8 +1,7 @@
-"""Reads saved or pasted stacks, and finds out which rank each belongs to.
+"""Reads saved or pasted stacks, and determines the rank of each.
 
-A rank comes from a file name, a line before the stack, a line prefix, or the process's title or command line. Without
-one, or if two processes have the same, the process is labelled by its pid, host or title. Workers and launchers
-aren't ranks.
+A rank comes from a file name, a preceding line, a line prefix, or the process's title or command line. Without one, or
+if two processes have the same, the process is labelled by its pid, host or title. Workers and launchers aren't ranks.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class SavedStacks:
         return cls(tuple(stacks.values()), frozenset(whole))
 
     def evidence(self, *, only_named: bool = False) -> FoundEvidence | None:
-        """Returns the evidence, if any. ``only_named`` leaves out processes without a rank."""
+        """Returns the evidence, if any. ``only_named`` omits processes without a rank."""
         return _stack_evidence(self.processes, only_named=only_named) if self.processes else None
 
 
@@ -140,7 +139,7 @@ def _evidence(rank: int, stack: _ProcessStack) -> RankEvidence:
 
 
 def _identify(processes: Sequence[SavedProcess], name: str, rank: int | None) -> Iterator[tuple[object, _ProcessStack]]:
-    """Yields the processes of a file with a key that identifies each. ``rank`` comes from the file name."""
+    """Yields the processes of a file, each with an identifying key. ``rank`` comes from the file name."""
     host = ""
     for at, process in enumerate(processes):
         host = _host(process) or ("" if process.hints else host)
@@ -212,7 +211,7 @@ def _kind(process: SavedProcess) -> str:
 def _ranks_among(stacks: Sequence[_ProcessStack]) -> tuple[list[_ProcessStack], list[_ProcessStack]]:
     """Returns possible ranks, with their workers, and the remaining processes.
 
-    A worker with an unknown parent belongs to the only process that waits for its workers, if there is just one.
+    A worker with an unknown parent belongs to the process that waits for its workers, if there is exactly one.
     """
     ranks = [stack for stack in stacks if not stack.kind]
     by_pid = {rank.process.pid: rank for rank in ranks if rank.process.pid}
@@ -278,7 +277,7 @@ def _world(stacks: Iterable[_ProcessStack]) -> int:
 
 
 def _labels(processes: Sequence[_ProcessStack]) -> list[str]:
-    """Labels processes: ``process 7``, ``process 7 (engine::scheduler)``, ``process 1 of worker-2``, ``stack 3``."""
+    """Returns labels: ``process 7``, ``process 7 (engine::scheduler)``, ``process 1 of worker-2``, ``stack 3``."""
     pids = Counter(process.process.pid for process in processes)
     labels = [_label(process, is_only=pids[process.process.pid] == 1) for process in processes]
     counts = Counter(labels)

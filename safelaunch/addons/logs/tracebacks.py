@@ -1,4 +1,4 @@
-"""Reads tracebacks and fatal signals in a job's output, and decides whether the process continued after them."""
+"""Parses tracebacks and fatal signals in a job's output, and decides whether the process continued after them."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class OpenTraceback:
     thread: bool
     entry: LogEntry
     rank: int | None = None  # named by an earlier line
-    pid: str = ""  # process whose exception Ray passes on
+    pid: str = ""  # process from which Ray passes on the exception
     indent: str = ""
     state: str = "frames"  # message | original | after | chain
     at: int = 0  # start of the last traceback of a chain
     rest: int = 0
     cut: bool = False  # the log lacks its head, or all but its last line
-    socket: str = ""  # what c10d reported about a socket just before
+    socket: str = ""  # c10d's preceding report about a socket
     ignored: bool = False
     is_local: bool = False  # ``rank`` is a local rank
 
     def take(self, text: str, *, timed: bool) -> bool:
-        """Takes the next line if it belongs to the traceback, and returns whether it does.
+        """Adds the next line if it belongs to the traceback, and returns whether it does.
 
         A line with a time belongs to another message if the first line had none.
         """
@@ -91,7 +91,8 @@ class OpenTraceback:
         """Returns the last exception of a chain, or the first if the last is only a cleanup's effect.
 
         Args:
-            cut_off: the log ends here, perhaps before the name of the exception
+            at_s: Time of the exception.
+            cut_off: The log ends here, perhaps before the exception's name.
         """
         error = self._last(at_s) or (self._cut_off(at_s) if cut_off and self.state == "frames" else None)
         if error is None or not self.socket or (error.message and "ddress already in use" not in error.message):
@@ -137,12 +138,12 @@ class OpenTraceback:
 
 @dataclass
 class LinesAfter:
-    """Counts a speaker's lines after an exception, to find out whether it was caught."""
+    """Counts a speaker's lines after an exception, to determine whether it was caught."""
 
     lines: int = 0
     usual: int = 0  # lines like earlier ones; others might continue the message
     steps: int = 0  # reports of progress
-    numbers: int = 0  # lines with a number, as reports of progress have
+    numbers: int = 0  # lines with a number, as in reports of progress
     raising: str = ""  # shape of the error line; retries repeat it
     shapes: frozenset[str] = frozenset()  # shapes of the lines before the error, if some repeat
 
@@ -151,8 +152,8 @@ class LinesAfter:
         """Starts counting after an error.
 
         Args:
-            last: line of the error
-            before: lines before the traceback
+            last: Line of the error.
+            before: Lines before the traceback.
         """
         shapes = frozenset(map(_shape, before))
         return LinesAfter(raising=_shape(last), shapes=shapes if len(shapes) < len(before) else frozenset())
@@ -172,11 +173,12 @@ class LinesAfter:
         """Returns whether ``error`` ended its process.
 
         Args:
-            has_failed: another source reports that the process failed
+            error: The exception.
+            has_failed: Another source reports that the process failed.
         """
         caught = error.type.rpartition(".")[2] in USUALLY_CAUGHT
         message = not self.usual and (bool(self.shapes) or self.numbers <= _FEW) and not caught
-        if has_failed and max(self.usual, self.steps) > _FEW:  # it continued, and ended later
+        if has_failed and max(self.usual, self.steps) > _FEW:  # it continued and ended later
             return False
         return self.lines <= (_MOST_SINCE if has_failed else MOST_MESSAGE if message else _FEW)
 
