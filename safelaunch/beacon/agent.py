@@ -1,4 +1,4 @@
-"""The beacon of the torchrun agent. Only the agent knows its workers' pids and exit codes.
+"""Beacon of the torchrun agent, the only process that knows its workers' pids and exit codes.
 
 The beacon appends one JSON object per line to ``agent.events``. Each has a ``time_unix_s``:
 
@@ -43,7 +43,7 @@ def start(run_dir: str, role: str) -> None:
 
 @log.guarded
 def start_with_first_workers(module: Any) -> None:
-    """Starts the beacon when this process first starts torch's workers: under ``safelaunch exec``, a launcher."""
+    """Starts the beacon when this process first starts torch's workers: a launcher under ``safelaunch exec``."""
     context = module.PContext
     original = context.start
 
@@ -94,7 +94,7 @@ def attach(
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = before[1](self, *args, **kwargs)
-        # After the check: if the supervisor ended ranks, it has set its request before.
+        # after the check: if the supervisor ended ranks, it has set its request before
         if asks_to_stop():
             raise Stopped("the watchdog ends this job")
         return result
@@ -113,10 +113,10 @@ def attach(
 
 
 def _report_own_end() -> None:
-    """Makes the agent append the exception that ends it to the events.
+    """Makes the agent report the exception that ends it.
 
-    If the supervisor ends a hung job by SIGTERM, no traceback is printed: it says nothing about the hang and pushes the
-    verdict off the screen.
+    If the supervisor ends a hung job by SIGTERM, no traceback is printed: it has no information on the hang and pushes
+    the verdict off the screen.
     """
     original = sys.excepthook
 
@@ -152,8 +152,8 @@ def _wrap_context(module: Any) -> None:
         _started(self)
 
     def close(self: Any, death_sig: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # With a signal, the agent ends ranks that have not failed: at a normal end, because it was told to stop, or
-        # because it failed itself.
+        # With a signal, the agent ends ranks that have not failed: at a normal end, because it has to stop, or because
+        # it failed itself.
         error = _own_error() if death_sig is not None else ""
         if death_sig is None or error:
             _failing(self, error)
@@ -171,7 +171,7 @@ def _rank(context: Any, local_rank: int) -> str:
 
 
 def _env(context: Any) -> Mapping[str, str]:
-    # Variables of one of its ranks, for those that all share. (The kernel can have chosen MASTER_PORT.)
+    # Variables of one rank, for variables that all share. The kernel can have chosen MASTER_PORT.
     return next(iter(context.envs.values()), {})
 
 
@@ -189,7 +189,7 @@ def _started(context: Any) -> None:
 
 
 def _exits(context: Any) -> dict[str, int]:
-    # Return codes known so far. It polls the subprocesses as the agent itself does.
+    # Polls the subprocesses as the agent does.
     codes = {}
     for local, handler in getattr(context, "subprocess_handlers", {}).items():
         codes[_rank(context, local)] = handler.proc.poll()
@@ -200,7 +200,7 @@ def _exits(context: Any) -> dict[str, int]:
 
 
 def _own_error() -> str:
-    # The exception being raised in this thread, unless a signal or the supervisor caused it.
+    # exception being raised in this thread, unless a signal or the supervisor caused it
     error = sys.exc_info()[1]
     if not isinstance(error, Exception) or isinstance(error, Stopped) or type(error).__name__ == "SignalException":
         return ""
@@ -222,7 +222,7 @@ def _closed(context: Any) -> None:
 
 @log.guarded
 def _goodbye(context: Any) -> None:
-    # The supervisor has to tell other nodes that the job stops here: the store that they read might be this process's.
+    # The supervisor must notify other nodes that the job stops here: the store that they read might be in this process.
     # torchrun sends its workers SIGTERM whenever it exits; only a SignalException in flight shows a request to stop.
     stopped = type(sys.exc_info()[1]).__name__ == "SignalException"
     env = _env(context)

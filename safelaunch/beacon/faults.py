@@ -2,7 +2,7 @@
 
 ``sys.exit`` and ``os._exit`` leave no traceback. Both are wrapped: they behave as before, but first write the caller's
 stack to the run directory. A script can catch ``SystemExit``, so only the last call counts, and only if the process
-ended with that call's code.
+ended with its code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 MAX_FRAMES = 64  # in the stack of an exit call or of an earlier exception
-MAX_EARLIER = 8  # exceptions that led to the uncaught one; the first ones count
+MAX_EARLIER = 8  # exceptions that led to the uncaught one, from the first on
 MAX_LINKS = 64  # of the chain to them
 PR_SET_PTRACER = 0x59616D61
 SIGTERM = 15  # importing signal costs a rank 2 ms
@@ -68,10 +68,7 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def allow_tracing() -> None:
-    """Lets the supervisor and its descendants trace this process.
-
-    With Yama's ptrace_scope 1, only its ancestors can trace a process that hasn't named another tracer.
-    """
+    """Lets the supervisor and its descendants trace this process, which Yama's ptrace_scope 1 refuses by default."""
     if not _supervisor or not os.path.exists(YAMA):
         return
     import ctypes
@@ -80,7 +77,7 @@ def allow_tracing() -> None:
 
 
 def detach() -> None:
-    """Removes the handlers in a forked child, which isn't the rank and must not write to its parent's files."""
+    """Removes the handlers in a forked child, which must not write to the rank's files."""
     global _enabled_ours
     if sys.exit is _exit:
         sys.exit = _real_exit
@@ -110,7 +107,7 @@ def _excepthook(kind: type[BaseException], value: BaseException, traceback: Trac
 
 
 def raised(value: Exception) -> None:
-    """Records the exception that ends this rank's function: torch's workers catch it, so that no hook sees it."""
+    """Records the exception that ends this rank's function. torch's workers catch it, so no hook sees it."""
     _note_exception(type(value), value, value.__traceback__)
     _end_with(value)
 
@@ -118,7 +115,7 @@ def raised(value: Exception) -> None:
 def _end_with(value: BaseException) -> None:
     """Records the GPU's memory if the exception is about it, and waits for the supervisor.
 
-    The supervisor first samples the peers: once this rank closes its connections, they fail, too.
+    The supervisor samples the peers first, because they fail, too, once this rank closes its connections.
     """
     if os.getpid() != _owner:
         return
@@ -137,8 +134,8 @@ def _note_memory(value: BaseException) -> None:
 @log.guarded
 def _note_exception(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
     if os.getpid() != _owner or _words[layout.EXCEPTION_NS] or issubclass(kind, KeyboardInterrupt):
-        # After a KeyboardInterrupt, the interpreter ends itself by SIGINT unless a string of code has run in between,
-        # and importing json or traceback runs one. Besides, an interrupt is no fault of the rank's code.
+        # After a KeyboardInterrupt, the interpreter ends itself by SIGINT unless a string of code has run since, and
+        # importing json or traceback runs one. Besides, an interrupt is no fault of the rank's code.
         return
     _words[layout.EXCEPTION_NS] = monotonic_ns()
     record = {
@@ -166,7 +163,7 @@ def _frames_of(traceback: TracebackType | None) -> list[dict[str, object]]:
 
 
 def _earlier(value: BaseException) -> list[dict[str, object]]:
-    """Returns the exceptions that led to ``value``, first to last, as a traceback prints them."""
+    """Returns the exceptions that led to ``value``, in the order of a traceback."""
     chain: list[tuple[BaseException, bool]] = []
     visited, error = {id(value)}, value
     while len(chain) < MAX_LINKS:
@@ -243,7 +240,7 @@ def _os_exit(status: int) -> NoReturn:
 
 
 def _code_of(status: object) -> int:
-    # As the interpreter: None is 0, a number is itself, anything else is 1.
+    # as the interpreter does: None is 0, a number is itself, anything else is 1
     if status is None:
         return 0
     return status & 0xFF if isinstance(status, int) else 1

@@ -104,7 +104,7 @@ def _stores() -> dict[str, str]:
 
 
 def _handlers() -> list[int]:
-    """Returns the signals that the script itself handles: in Python, or in C instead of Python's or the beacon's."""
+    """Returns the signals that the script handles: in Python, or in C instead of Python's or the beacon's handler."""
     import signal
 
     present = {number: signal.getsignal(number) for number in signal.valid_signals()}

@@ -1,8 +1,8 @@
-"""Returns from inside a rank what a stack reader would read from outside, for nodes that refuse py-spy.
+"""Reports a rank's stacks from inside, for nodes that refuse py-spy.
 
 Nothing here runs until the supervisor asks. The answer goes to a unix socket next to the rank's page: JSON in the form
 of ``py-spy dump --json``, facts about each thread that the kernel shows only to the process itself, and a descriptor of
-the process's own memory. Without the right to trace, the supervisor can open none of these.
+the process's memory. Without the right to trace, the supervisor can open none of these.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _close(fd: int) -> None:
 
 
 class _Closing:
-    # ``_socket``'s own type is no context manager.
+    # ``_socket``'s own type is no context manager
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -112,7 +112,7 @@ def send(connection: Any) -> None:
     try:
         rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, memory.to_bytes(4, sys.byteorder))] if memory >= 0 else []
         sent = connection.sendmsg([data[:1]], rights, _socket.MSG_NOSIGNAL)
-        while sent < len(data):  # never with SIGPIPE, which would end the script
+        while sent < len(data):  # SIGPIPE would end the script
             sent += connection.send(data[sent : sent + (1 << 16)], _socket.MSG_NOSIGNAL)
     except OSError:
         pass  # the supervisor waits no longer
@@ -122,14 +122,14 @@ def send(connection: Any) -> None:
 
 
 def snapshot() -> dict[str, object]:
-    """Returns the answer. Stacks come first: while this thread has the GIL, all show the same moment."""
+    """Returns the answer. Stacks come first, because they show the same moment only while this thread has the GIL."""
     threads = _stacks()
     roles = log.guarded(_roles)() or {}
     return {"threads": threads, "calls": _task_files("syscall"), "waits": _task_files("wchan"), "roles": roles}
 
 
 def _stacks() -> list[dict[str, object]]:
-    # Includes the answering thread: without frames, it would look like one of an unknown library.
+    # Includes the answering thread, which would look like a library's without frames.
     return [_stack(ident, frame) for ident, frame in list(sys._current_frames().items())[:MOST_THREADS]]
 
 
@@ -169,8 +169,8 @@ def _tells(code: CodeType, *, innermost: bool) -> bool:
 def _variables(frame: FrameType) -> list[dict[str, object]]:
     """Returns the function's variables that are numbers or strings.
 
-    Before Python 3.13, reading them leaves a copy of all variables behind, which is cleared again. ``locals()`` returns
-    that copy, and a debugger writes it back: such functions are left alone.
+    Before Python 3.13, reading them leaves a copy of all variables behind, which is cleared afterwards. Functions that
+    might use this copy, through ``locals()`` or a debugger, are left alone.
     """
     code = frame.f_code
     if not code.co_flags & OPTIMIZED or frame.f_trace is not None:

@@ -1,8 +1,8 @@
 """Detects the death of the processes that would end this job, through two named pipes in the run directory.
 
-No process writes to the pipes. A reader of ``life`` sees end-of-file if the supervisor has died. A reader of
-``keepers`` sees it if no process is left that would end the job: no supervisor, no guardian, and no process in
-``watch``. After a normal end, the run directory is gone and nothing is done.
+No process writes to the pipes. A reader of ``life`` gets end-of-file if the supervisor has died. A reader of
+``keepers`` gets it if no keeper is left: no supervisor, no guardian, and no process in ``watch``. After a normal end,
+the run directory is gone and nothing is done.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PR_SET_CHILD_SUBREAPER = 36
 PF_EXITING = 0x4  # flag in /proc/PID/stat
 GUARDIAN_STARTS_S = 5.0
 TRIES = 30
-GUARDIAN_ENDS_S = 20.0  # longest time a live guardian takes: SIGTERM, 5 s, SIGKILL, 5 s
+GUARDIAN_ENDS_S = 20.0  # a live guardian takes at most SIGTERM, 5 s, SIGKILL, 5 s
 
 
 @log.guarded
@@ -33,7 +33,7 @@ def watch(run_dir: str, role: str) -> None:
     keepers = _open(run_dir, layout.KEEPERS, os.O_RDWR)
     life = _open(run_dir, layout.LIFE, os.O_RDONLY | os.O_NONBLOCK)
     if life < 0 or keepers < 0:
-        return  # there is no guardian, which the supervisor has reported
+        return  # no guardian, which the supervisor has reported
     os.set_blocking(life, True)
     signals.without(lambda: _thread.start_new_thread(_wait, (life, run_dir, role)))
     atexit.register(_leave, run_dir)
@@ -43,7 +43,7 @@ def watch(run_dir: str, role: str) -> None:
 def end_with_keepers(run_dir: str) -> None:
     """Makes the kernel kill this process once no keeper of the job is left, even if a thread never releases the GIL.
 
-    Use it only in a process that the job waits for: another one could outlive a normal end and be killed then, too.
+    Only for a process that the job waits for: another process could outlive a normal end and be killed then, too.
     """
     import fcntl
 
@@ -81,8 +81,8 @@ def _wait(life: int, run_dir: str, role: str) -> None:
 
 @log.guarded
 def _leave(run_dir: str) -> None:
-    # Waits at exit until a guardian runs, if need be one that ``_wait`` starts: if a guardian is killed just after it
-    # told this process to end, no other process would end the orphans.
+    # Waits at exit until a guardian runs, perhaps one that ``_wait`` starts. Otherwise, if a guardian were killed just
+    # after it ended this process, the orphans would stay.
     rescue, deadline = os.path.join(run_dir, layout.RESCUE), monotonic() + GUARDIAN_STARTS_S
     while os.path.exists(rescue) and not _is_guarded(run_dir) and monotonic() < deadline:
         sleep(0.05)
@@ -105,7 +105,7 @@ def _recorded_members(run_dir: str, what: str) -> list[str]:
 
 
 def _lives(pid: str, start_ticks: str) -> bool:
-    """Returns whether it is that process, still alive. A killed one can take a moment to go, but does nothing more."""
+    """Returns whether that process is alive. A killed one can take a moment to end, but does nothing more."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -116,7 +116,7 @@ def _lives(pid: str, start_ticks: str) -> bool:
 
 
 def _start_guardian(run_dir: str, role: str) -> None:
-    # As a subreaper, this process inherits the job's orphans, so that the guardian finds them below it.
+    # As a subreaper, this process inherits the job's orphans, so the guardian finds them below it.
     log.guarded(_become_subreaper)()
     for _ in range(TRIES):  # a node without free memory regains some as the job ends
         try:
@@ -134,7 +134,7 @@ def _start_guardian(run_dir: str, role: str) -> None:
 def _end_without(run_dir: str) -> None:
     """Ends the job without a guardian, by its control group, which includes this process.
 
-    If that isn't possible, sends SIGTERM to this process: torchrun then ends its ranks.
+    If that isn't possible, sends SIGTERM to this process, so that torchrun ends its ranks.
     """
     for group in _recorded_members(run_dir, "group"):
         try:

@@ -3,11 +3,11 @@
 Python's writes to stdout and stderr are copied there without changing how the streams behave: a ``FileIO`` subclass on
 the same descriptor replaces the raw layer under ``sys.stdout``, and the text layer is rebuilt with the same encoding,
 error handler, newline translation and buffering. ``fileno``, ``isatty``, ``tqdm``, ``subprocess`` and ``dup2`` work as
-before. Output that C++ code or ``os.write`` sends to the descriptor isn't copied.
+before. Output of C++ code or ``os.write`` isn't copied.
 
 The ring has a header of four 64-bit words (magic, capacity, ``head``, ``tail``), then ``capacity`` bytes of records,
 which wrap around. ``head`` and ``tail`` count bytes since the start: the oldest record begins at ``tail``, the next one
-is written at ``head``. A record consists of its time (CLOCK_REALTIME, ns), its length, its stream, and the data.
+at ``head``. A record consists of its time (CLOCK_REALTIME, ns), its length, its stream, and the data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STDOUT, STDERR = 1, 2
 
 
 class Ring:
-    """Writes a ring file. ``append`` never blocks and never fails on a full disk: the file is allocated first."""
+    """Writes a ring file. ``append`` never blocks, and never fails on a full disk: the file is allocated first."""
 
     def __init__(self, path: str, capacity: int = CAPACITY) -> None:
         self._map = page.mapped(path, HEADER.size + capacity)
@@ -46,8 +46,8 @@ class Ring:
         HEADER.pack_into(self._map, 0, MAGIC, self._capacity, self._head, self._tail)
 
     def append(self, stream: int, data: bytes | memoryview) -> None:
-        # If another thread, or a signal handler that prints, interrupts a writer, the ring drops the second one's bytes
-        # instead of waiting. The flag is not atomic, but the reader survives a torn record.
+        # If a thread or a printing signal handler interrupts another writer, its bytes are dropped, because the ring
+        # never waits. The flag isn't atomic, but the reader survives a torn record.
         if self._busy:
             return
         self._busy = True

@@ -1,6 +1,6 @@
-"""Files that a process of the job shares with the supervisor: its progress page, other mapped files, and notes.
+"""Writes the files that a process of the job shares with the supervisor: its progress page, mapped files and notes.
 
-The blocks of mapped files are allocated first: a store to a hole in a full tmpfs would kill the rank by SIGBUS.
+A mapped file is allocated first, because a store to a hole in a full tmpfs would kill the rank by SIGBUS.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def private(path: str, flags: int) -> int:
-    """An ``opener`` for files that only their owner can read."""
+    """Opens a file that only its owner can read."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def note(path: str, value: Any) -> None:
-    """Writes a file that appears whole or not at all: bytes as they are, any other value as JSON."""
+    """Writes a file that appears whole or not at all. Any value except bytes becomes JSON."""
     with open(path + layout.PARTIAL, "wb", opener=private) as out:
         out.write(value if isinstance(value, bytes) else as_json(value).encode())
     os.rename(path + layout.PARTIAL, path)
 
 
 def append(path: str, data: bytes) -> None:
-    """Appends in one operation, so that appends of other processes don't mix with it."""
+    """Appends in one operation, so that other processes' appends don't mix with it."""
     fd = private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         os.write(fd, data)
@@ -56,13 +56,13 @@ def _quoted(text: str) -> str:
 
 
 def out_of_the_way(descriptor: int) -> int:
-    """Moves the descriptor to a high number: scripts close and reopen low ones. Returns the new number."""
+    """Moves the descriptor to a high number, because scripts close and reopen low ones. Returns the new number."""
     import fcntl
 
     try:
         high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 240)
     except OSError:
-        return descriptor  # the limit on descriptors is low: keep the low number
+        return descriptor  # the limit on descriptors is low
     os.close(descriptor)
     return high
 
@@ -78,7 +78,7 @@ def mapped(path: str, size: int, how: int = os.O_CREAT | os.O_EXCL) -> mmap.mmap
 
 
 def start_ticks(pid: int | str = "self") -> int:
-    """Returns a process's start time in clock ticks since boot: field 22 of /proc/<pid>/stat."""
+    """Returns a process's start time in clock ticks since boot."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
 
@@ -86,8 +86,8 @@ def start_ticks(pid: int | str = "self") -> int:
 def create(path: str) -> tuple[mmap.mmap, memoryview]:
     """Creates and maps a page of ``layout.WORDS`` words at ``path``. Returns ``(mmap, view of 64-bit words)``.
 
-    If the page exists, this process claimed it before ``exec``: it is cleared in place, as the supervisor might have
-    mapped it, and the old program's files are removed.
+    If the page exists, this process claimed it before ``exec``. It is cleared in place, because the supervisor might
+    have mapped it, and the old program's files are removed.
     """
     try:
         memory = mapped(path, layout.SIZE)
@@ -110,7 +110,7 @@ def _remove_companions(path: str) -> None:
 
 
 def keep(mapping: object) -> None:
-    """Keeps ``mapping`` alive until the interpreter itself ends, after the script's modules and files.
+    """Keeps ``mapping`` alive until the interpreter ends, after the script's modules and files.
 
     Before Python 3.13, a mapping owns a descriptor and closes it by number when it is freed. A script that closes
     foreign descriptors, as daemons do, might have reused that number for a file.
@@ -119,14 +119,14 @@ def keep(mapping: object) -> None:
 
 
 def wait_for_answers(words: memoryview) -> bool:
-    """Waits at exit for the handlers that the supervisor called, at most ``LAST_ANSWER_S``. Returns whether all ended.
+    """Waits at exit, at most ``LAST_ANSWER_S``, for the handlers that the supervisor called. Returns whether all ended.
 
-    A thread that requests the GIL after the interpreter is gone aborts the process. No new question can arrive during
-    the wait: the supervisor announces a question first, then checks that the rank isn't exiting.
+    A thread that requests the GIL after the interpreter is gone aborts the process. No new question can arrive: the
+    supervisor announces a question before it checks that the rank isn't exiting.
 
-    The sleeps themselves are the clock: on a starved machine, the handler waits for a core as long as this thread does.
+    Sleeps measure the time, because on a starved machine the handler waits for a core as long as this thread does.
     """
-    sleep(0.001)  # both sides write, then read the other's word: let the stores arrive
+    sleep(0.001)  # let both sides' stores arrive
     for _ in range(int(layout.LAST_ANSWER_S / 0.005)):
         if words[layout.ANSWERED] >= words[layout.ASKED]:
             return True

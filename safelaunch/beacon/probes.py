@@ -1,7 +1,7 @@
-"""Looks at a distributed model from inside the script. Each probe returns a record, and prints a table once.
+"""Shows a distributed model from inside the script. Each probe returns a record, and prints a table once.
 
-Rank 0 prints it, or the first rank of the ``group``. ``check_consistent``, ``memory`` and ``rank_print`` gather from
-all ranks of the group, so all of them must call it. Without ``torch.distributed``, this process is rank 0 of 1.
+Rank 0 or the first rank of ``group`` prints. ``check_consistent``, ``memory`` and ``rank_print`` gather from all ranks
+of the group, so all must call them. Without ``torch.distributed``, this process is rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from safelaunch.beacon import wrappers
 
 @dataclass(frozen=True, slots=True)
 class Consistency:
-    """Comparison of tensors between ranks."""
-
     checked: int  # tensors that several ranks hold
-    differing: Mapping[str, tuple[tuple[int, ...], ...]]  # for each tensor that differs, the groups of ranks that agree
+    differing: Mapping[str, tuple[tuple[int, ...], ...]]  # differing tensor -> groups of ranks that agree
 
     @property
     def consistent(self) -> bool:
@@ -38,11 +36,11 @@ class Placement:
     name: str
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    # For a DTensor, by mesh dimension; ``flat shard``: its part of what FSDP1 cuts into equal pieces.
+    # For a DTensor, by mesh dimension; ``flat shard``: its part of FSDP1's flat parameter.
     placements: tuple[str, ...] = ()
     mesh: str = ""
     dtype: str = ""
-    # Innermost FSDP module around a parameter, whose parameters are gathered together; ``(root)`` is the model itself.
+    # Innermost FSDP module around the parameter, which gathers its parameters together; ``(root)``: the model itself.
     unit: str = ""
     precision: str = ""  # mixed-precision policy of that module: ``param=bfloat16 reduce=float32``
 
@@ -55,7 +53,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Names of sharded parameters and of parameters that each rank holds whole, with their bytes on this rank."""
+    """Parameters that are sharded, and parameters that each rank holds whole, with their bytes on this rank."""
 
     sharded: tuple[str, ...]
     whole: tuple[str, ...]
@@ -76,19 +74,17 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A device mesh."""
-
     shape: tuple[int, ...]
     names: tuple[str, ...]
     coordinate: tuple[int, ...]  # of this rank
-    groups: Mapping[str, tuple[tuple[int, ...], ...]]  # for each dimension, the ranks of each of its groups
+    groups: Mapping[str, tuple[tuple[int, ...], ...]]  # dimension -> the ranks of each of its groups
 
 
 def check_consistent(subject: Any, group: Any = None) -> Consistency:
     """Compares a tensor, a mapping of tensors or a module's parameters and buffers over a group, bit by bit.
 
-    DTensors are compared between ranks that hold the same shard. A tensor that only some ranks have differs. Raises
-    TypeError for anything else.
+    DTensors are compared between ranks with the same shard. A tensor that only some ranks have counts as different.
+    Raises TypeError for other subjects.
     """
     tensors = _tensors(subject)
     prints = {name: (_shard(tensor), _digest(tensor)) for name, tensor in tensors.items()}
@@ -116,7 +112,7 @@ def check_consistent(subject: Any, group: Any = None) -> Consistency:
 
 
 def placements(model: Any) -> tuple[Placement, ...]:
-    """Returns the place of each parameter and then each buffer of ``model``."""
+    """Returns the places of ``model``'s parameters, then of its buffers."""
     parameters = [place for place, _ in _parameters(model)]
     buffers = [_placement(name, buffer) for name, buffer in model.named_buffers()]
     head = ("name", "shape", "here", "dtype", "placements", "mesh", "FSDP unit", "mixed precision")
@@ -221,7 +217,7 @@ def _parameters(model: Any) -> list[tuple[Placement, Any]]:
 
 
 def _units(model: Any) -> dict[str, tuple[str, str, bool]]:
-    """Returns for each module the FSDP unit that holds its parameters, its precision, and whether FSDP1 shards it."""
+    """Returns for each module its FSDP unit, its precision, and whether FSDP1 shards it."""
     units: dict[str, tuple[str, str, bool]] = {}
     states: dict[int, tuple[str, str, bool]] = {}  # ``fully_shard`` can make one unit of several modules
     for name, module in model.named_modules(remove_duplicate=False):
@@ -272,7 +268,7 @@ def _gather(value: Any, group: Any) -> tuple[Sequence[int], list[Any]]:
 
 
 def _exchange(value: Any, group: Any) -> list[Any]:
-    """Returns a literal from each rank. Unlike ``dist.all_gather_object``, it works without NumPy."""
+    """Exchanges a literal between all ranks. Unlike ``dist.all_gather_object``, works without NumPy."""
     import ctypes
     from ast import literal_eval
 
@@ -292,7 +288,7 @@ def _exchange(value: Any, group: Any) -> list[Any]:
 
 
 def _device(group: Any) -> Any:
-    # The CPU if the group's backend can use it, else the current GPU.
+    # the CPU if the group's backend can use it, else the current GPU
     import torch
     import torch.distributed as dist
 
@@ -313,7 +309,6 @@ def _size(number: int) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], ranks: Sequence[int] = (0,)) -> None:
-    """Prints a table on the first of ``ranks`` only."""
     if _rank() != ranks[0]:
         return
     widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]

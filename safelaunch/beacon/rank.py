@@ -1,4 +1,4 @@
-"""The beacon of one rank. It installs every hook before the user's script runs, and removes them after a fork.
+"""Beacon of one rank: installs every hook before the user's script runs, and removes them after a fork.
 
 The beacon must not raise into the script, print, change an exit code, or keep the rank from ending.
 """
@@ -28,7 +28,7 @@ def start(run_dir: str, role: str) -> None:
 
     Args:
         run_dir: The run directory.
-        role: ``rank``; ``spawned`` if the rank's number arrives later; ``unknown_role`` if the environment doesn't say
+        role: ``rank``; ``spawned`` if the rank's number arrives later; ``unknown_role`` if the environment doesn't show
             whether it is a rank, a launcher or neither.
     """
     log.run_dir = run_dir
@@ -47,7 +47,7 @@ def is_claimed() -> bool:
 
 @log.guarded
 def _claim_when_spawned(module: Any) -> None:
-    # torch's ``_wrap`` gets the rank of a child of ``torchrun --run-path``.
+    # torch's ``_wrap`` gets the rank of a child of ``torchrun --run-path``
     original = module._wrap
 
     def _wrap(local_rank: int, fn: Any, args: Any, envs: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def _claim_when_spawned(module: Any) -> None:
 def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> None:
     """Makes this process the rank that ``env`` describes.
 
-    The page comes first. Each later step is guarded separately, so that a failed one costs no other.
+    The page comes first. Each later step is guarded separately, so that a failure costs only this step.
     """
     global _owner
     attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -98,14 +98,15 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
 
 
 def _end_with_job(run_dir: str, env: Mapping[str, str]) -> None:
-    # The job waits for its first process and for the children of that. A rank further down can outlive it as a daemon.
+    # The job waits for its first process and the children of this process. A rank further down can outlive it as a
+    # daemon.
     if env.get("SAFELAUNCH_AGENT_PID") in (str(os.getpid()), str(os.getppid())):
         lifeline.end_with_keepers(run_dir)
 
 
 def _watch_under_exec(run_dir: str, env: Mapping[str, str]) -> None:
-    # Under ``safelaunch exec``, the parent might have no beacon that does it. After the import of torch, a process has
-    # threads anyway.
+    # Under ``safelaunch exec``, the parent might have no beacon to watch. After importing torch, a process has threads
+    # anyway.
     if env.get("SAFELAUNCH_MODE") == "exec":
         imports.after_import("torch.distributed", lambda _: lifeline.watch(run_dir, "rank"))
 
@@ -118,7 +119,7 @@ def _torch_optimizer(module: Any) -> None:
 
 
 def _load_probes(base: str, env: Mapping[str, str]) -> None:
-    """Loads the probes of add-ons that the supervisor asked for. A failed one costs no other."""
+    """Loads the probes of add-ons that the supervisor requested. A failure costs only that probe."""
     names = env.get(layout.PROBES, "")
     if names:
         from . import addon_probes
@@ -164,7 +165,7 @@ def _write_meta(base: str) -> None:
 
 
 def _gpu() -> str:
-    # The device that ``LOCAL_RANK`` selects from the visible ones, as scripts do; empty if it selects none.
+    # device that ``LOCAL_RANK`` selects from the visible ones, as scripts do; empty if it selects none
     visible = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
     number = os.environ.get("LOCAL_RANK", "")
     if len(visible) == 1:  # a launcher selected it
@@ -182,13 +183,13 @@ def _after_fork() -> None:
 
 # --- a process of unknown role ----------------------------------------------------------------------------------------
 # Under ``safelaunch exec``, a process without a rank's variables becomes a launcher when it starts torch's elastic
-# workers, and a rank when it imports torch's optimizers or marks a step. It gets the number of its task if srun or
-# mpirun started several; at the first step it asks torch.distributed, if initialized. If several processes claim the
-# same rank, the supervisor prefers the one that steps.
+# workers. It becomes a rank when it imports torch's optimizers or marks a step. Its number is its task's if srun or
+# mpirun started several, and at the first step torch.distributed's, if initialized. If several processes claim a rank,
+# the supervisor prefers the one that steps.
 
 
 def _wait_for_a_role() -> None:
-    # These hooks, which reveal the role, cost nothing until one of them fires.
+    # hooks that reveal the role, and cost nothing until one fires
     from . import agent
 
     marks.before_first_step = _before_first_step

@@ -1,7 +1,7 @@
 """Starts c10d's worker server: an HTTP server on a unix socket whose C++ threads answer while Python hangs.
 
-The server starts before any process group exists, and its object is never destroyed: destroying it in a forked child
-would shut down the parent's listener and abort the parent.
+The server starts before any process group exists. Its object is never destroyed, because destroying it in a forked
+child would shut down the parent's listener and abort the parent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 _server: Any = None
-_backends: list[str] = []  # backends whose calls torch 2.15 and later records under the backend's own name
+_backends: list[str] = []  # backends with their own recorders, from torch 2.15 on
 GIL_HANDLER = "safelaunch_gil"
 FLIGHT_RECORD_HANDLER = "safelaunch_flight_record"
 MOST_BACKENDS = 16
-_GLOO = "gloo"  # records by itself, and is the recorder that torch reads if no backend is named
+_GLOO = "gloo"  # has its own recorder, which torch also reads if no backend is named
 
 
 def start(base: str, words: memoryview) -> bool:
@@ -42,7 +42,7 @@ def start(base: str, words: memoryview) -> bool:
 
         def add(name: str, answer: Callable[[Any, Any], None]) -> None:
             handler = _counted(answer, words)
-            # C++ drops its reference after the interpreter is gone; if that were the last one, the process would abort.
+            # C++ drops its reference after the interpreter is gone. If it were the last one, the process would abort.
             _never_destroy(handler)
             register(name, handler)
 
@@ -100,7 +100,7 @@ def _follow_recorders(add: Callable[[str, Callable[[Any, Any], None]], None]) ->
     """Adds a handler for each backend with its own recorder, from torch 2.15 on.
 
     The recorder has the name that the backend's object gives, which can differ from its registered name (``nccl`` makes
-    an ``nccl2``). torch has no list of them; the server lists its handlers even while Python hangs.
+    an ``nccl2``). torch has no list of recorders; the server lists its handlers even while Python hangs.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     attach = getattr(c10d, "_maybe_attach_flight_recorder", None)
@@ -144,7 +144,7 @@ def _without_inductor(dump: Callable[[], bytes]) -> bytes:
 
 
 class _NotImported:
-    """Stands in for ``torch._inductor``: without attributes for thread ``owner``, the real module for others."""
+    """Replaces ``torch._inductor``: without attributes for thread ``owner``, the real module for others."""
 
     def __init__(self, owner: int) -> None:
         self._owner = owner
@@ -164,9 +164,9 @@ def _never_destroy(thing: object) -> None:
 
 
 def stop() -> None:
-    """Stops the server at the exit of the process that started it. Left running, it sometimes aborts the rank.
+    """Stops the server when the process that started it exits. Left running, it sometimes aborts the rank.
 
-    There must be no running handler that needs the GIL: ``shutdown`` waits for it while holding the GIL.
+    The caller ensures that no handler needs the GIL: ``shutdown`` waits for it while holding the GIL.
     """
     if _server is not None:
         _without_server_log(_server.shutdown)

@@ -109,7 +109,7 @@ def publish(
     retention.
 
     Args:
-        owner: User to copy as, so that root doesn't write where other users can rename files. Root copies if that fails.
+        owner: User to copy as, so that root doesn't write where other users can rename files; otherwise root copies.
     """
     problem = ""
     for user in (

@@ -1,4 +1,4 @@
-"""Collects the evidence of each rank, from the looks already taken to its output, and writes files as it arrives.
+"""Collects the evidence of each rank, and writes each file as it arrives.
 
 The least intrusive sources come first: those that need nothing from the rank, those without the GIL, then the rest.
 """
@@ -62,12 +62,12 @@ def ranks(
 
     Args:
         targets: The ranks.
-        looks: The looks taken so far, oldest first.
+        looks: The looks so far, oldest first.
         basics: What is known about each rank.
         pages: The directory of the run's progress pages.
         host: This node's name.
         sink: Receives the files.
-        evidence: Receives each rank's evidence as it arrives. A rank that is late has what its finished steps produced.
+        evidence: Receives each rank's evidence as it arrives. For a late rank, only finished steps contribute.
         ask: False if the ranks are gone or about to end: their worker servers aren't queried.
         patience: The factor by which the deadline is longer than on an idle machine.
     """
@@ -108,7 +108,7 @@ def _evidence_at_hand(target: Target, looks: Sequence[Look], basics: RankBasics,
 
 
 def at_hand(target: Target, looks: Sequence[Look], basics: RankBasics, host: str, sink: Sink) -> RankEvidence:
-    """Returns the evidence that already exists, and writes its files. A rank that is late has no more than this."""
+    """Returns the evidence that already exists, and writes its files. For a late rank, this is all."""
     folder = f"ranks/{target.rank}"
     evidence = _evidence_at_hand(target, looks, basics, host)
     _write_stacks(folder, most_telling(looks, target.rank), sink)
@@ -135,7 +135,7 @@ def _rank(
     ask: bool,
     by_rank: dict[int, RankEvidence],
 ) -> RankEvidence:
-    """Collects a rank's evidence in steps; ``by_rank`` holds what the finished steps produced."""
+    """Collects a rank's evidence in steps; ``by_rank`` receives the result of each step."""
     folder = f"ranks/{target.rank}"
     step = FileGroup(gate)
 
@@ -177,7 +177,7 @@ def most_telling(looks: Sequence[Look], rank: int) -> RankLook | None:
 
 
 def of_ended(rank: int, basics: RankBasics, pages: Path, host: str, sink: Sink) -> RankEvidence:
-    """Returns the evidence of a rank that ended before any look at it: what it recorded itself."""
+    """Returns the evidence that a rank recorded itself, if it ended before any look at it."""
     folder, progress = f"ranks/{rank}", basics.progress
     gone = "the rank ended before safelaunch could look at it"
     sink.add(Artifact(f"{folder}/stack.txt", "py-spy dump", 0.0, gone), None)
@@ -233,7 +233,7 @@ def of_another_node(evidence: RankEvidence, sink: Sink) -> None:
 
 
 def ask_server(target: Target, *, deadline_s: float = 2.0) -> ServerReply:
-    """Queries a rank's GIL test and Flight Recorder. An exiting rank gets no request that needs the GIL."""
+    """Queries a rank's GIL test and Flight Recorder. Sends an exiting rank no request that needs the GIL."""
     path, questions = str(target.socket), target.questions
     gil = worker_server.gil_test(path, questions, deadline_s=deadline_s / 2) if questions is not None else GilTest()
     return gil, flight_recorder.flight_record_of(
@@ -274,7 +274,7 @@ def _write_flight_record(rank: int, capture: FlightCapture, sink: Sink) -> None:
     sink.add(capture.json.artifact(f"ranks/{rank}/flight_recorder.json"), capture.json.value)
     sink.add(capture.pickle.artifact(f"ranks/{rank}/flight_recorder.pickle"), capture.pickle.value)
     if capture.pickle.value is not None:
-        # torchfrtrace reads this folder.
+        # torchfrtrace reads this folder
         sink.add(capture.pickle.artifact(f"flight_recorder/nccl_trace_rank_{rank}"), capture.pickle.value)
 
 

@@ -1,7 +1,7 @@
 """Searches for the processes that have the other ends of pipes, sockets and semaphores.
 
-A reader sees a pipe's end only when every write end is closed, and a full pipe is emptied only through a read end.
-Children forked in the meantime inherit both ends, so often an unintended process has them.
+A pipe's reader sees end-of-file only when every write end is closed, and a full pipe is emptied only through a read
+end. Forked children inherit both ends, so often an unintended process has them.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ class _EndOfSearch:
 
 @dataclass(frozen=True)
 class _Holders:
-    """Processes that have the wanted ends."""
-
     by: Mapping[WantedEnds, tuple[OtherEnd, ...]]
-    closed: bool = False  # no such descriptor can be in a process that wasn't searched
+    closed: bool = False  # no process outside the search can have such a descriptor
     rings: frozenset[int] = frozenset()  # processes for which the kernel reads and writes (io_uring)
 
     def is_closed(self, end: WantedEnds) -> bool:
@@ -62,9 +60,9 @@ def with_ends(
 ) -> tuple[ProcessState, ...]:
     """Adds the other ends for which the threads of ``states`` wait, searching processes in the order of ``pids``.
 
-    The processes of ``states`` are always searched. After ``CPU_S`` seconds of CPU, or ``deadline_s`` seconds, all
-    others are given up. Then only connections whose other end was found are reported: they have just that one. Pipes
-    and semaphores aren't, because it matters that no other process has them, and one of the rest might.
+    The processes of ``states`` are always searched, others until ``CPU_S`` seconds of CPU or ``deadline_s`` seconds. If
+    some process wasn't searched, only connections are reported, which have a single other end. A pipe or semaphore
+    isn't, because an unsearched process might have it, too.
     """
     until = _EndOfSearch(time.thread_time() + CPU_S, time.monotonic() + deadline_s)
     wanted = {(state.pid, tid): end for state in states for tid, end in _wanted(state)}
@@ -82,7 +80,7 @@ def with_ends(
 
 
 def _wanted(state: ProcessState) -> Iterator[tuple[int, WantedEnds]]:
-    """Yields the other ends as their holders' descriptors show them: thread id → end."""
+    """Yields thread ids with the other ends, in the form of their holders' descriptors."""
     waiting = [
         thread for thread in state.threads if thread.inode is not None and thread.syscall_name in _WRITES | _READS
     ]
@@ -107,9 +105,9 @@ def _holders(wanted: frozenset[WantedEnds], own: Collection[int], pids: Iterable
     targets = {target for target, _ in wanted}
     mapped = [end for end in wanted if " " in end[0]]  # device and inode
     by_end: dict[WantedEnds, dict[int, OtherEnd]] = {end: {} for end in wanted}
-    jobs: set[str] = set()  # targets in the job's processes, which might have passed a descriptor through them
+    jobs: set[str] = set()  # targets in the job's processes, through which they might have passed a descriptor
     every: set[str] = set()
-    inherited = {link_of(f"/proc/self/fd/{number}") for number in range(3)}  # safelaunch passes its own to the job
+    inherited = {link_of(f"/proc/self/fd/{number}") for number in range(3)}  # safelaunch's own, passed to the job
     unreadable, rings = set[int](), set[int]()
     began = min((stat.start_ticks for stat in map(procstat.read, own) if stat is not None), default=0)
     groups = {_group(pid) for pid in own}
@@ -138,8 +136,8 @@ def _holders(wanted: frozenset[WantedEnds], own: Collection[int], pids: Iterable
 
 
 def _mapped_files(pid: int) -> frozenset[str]:
-    # Returns device and inode of each mapped file: its path can differ between its creator and others.
-    with suppress(OSError):  # it has ended, or is another user's
+    # Device and inode of each mapped file, because its path can differ between processes.
+    with suppress(OSError):  # it has ended, or belongs to another user
         return frozenset(mapping.identity for mapping in ProcessMemory(pid).mappings)
     return frozenset()
 
@@ -158,7 +156,7 @@ def _might_have_inherited(pid: int, began: int, groups: Collection[str]) -> bool
 
 
 def _hides_its(pid: int) -> bool:
-    """True if a process has descriptors that can't be read, because it belongs to another user.
+    """True if a process has descriptors that another user can't read.
 
     The job might have sent it a descriptor over a Unix socket that is closed by now, whatever its age and group.
     """
@@ -168,16 +166,16 @@ def _hides_its(pid: int) -> bool:
     try:
         if state.state in "ZX":  # if other threads live, their descriptors exist but aren't shown
             return sum(1 for _ in Path(f"/proc/{pid}/task").iterdir()) > 1
-        return any(True for _ in Path(f"/proc/{pid}/fd").iterdir())  # none of which could be read
+        return any(True for _ in Path(f"/proc/{pid}/fd").iterdir())  # unreadable descriptors
     except OSError as error:
         return isinstance(error, PermissionError)
 
 
 def _are_closed(own: Collection[int], jobs: Collection[str], every: Collection[str]) -> bool:
-    """True if no process that wasn't searched can have received a descriptor from the job.
+    """True if no unsearched process can have received a descriptor from the job.
 
-    None is in transit in a Unix socket, and none of the job's targets ``jobs`` is connected to a Unix socket outside
-    ``every``, the targets found in all searched processes.
+    For that, no descriptor is in transit in a Unix socket, and none of the job's targets ``jobs`` is connected to a
+    Unix socket outside ``every``, the targets in all searched processes.
     """
     unix, network = unix_sockets(), link_of("/proc/self/ns/net")
     if unix is None or {link_of(f"/proc/{pid}/ns/net") for pid in own} - {network, ""}:
@@ -190,7 +188,7 @@ def _are_closed(own: Collection[int], jobs: Collection[str], every: Collection[s
 
 
 def _directions(path: Path, target: str) -> tuple[bool, ...]:
-    """Returns True if it is open for writing, False for reading, possibly both. A socket has no direction: False."""
+    """Returns True if open for writing, False if for reading, possibly both. A socket has no direction: False."""
     if target.startswith("socket:"):
         return (False,)
     try:

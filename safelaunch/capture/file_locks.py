@@ -1,4 +1,4 @@
-"""Locks on files, and the processes that hold them."""
+"""Finds locks on files, and the processes that hold them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class LockRow:
 
 
 def holders(pid: int, fd: int) -> tuple[int, ...]:
-    """Returns the processes that hold the lock for which ``pid`` waits at descriptor ``fd``; empty if unknown.
+    """Returns the processes with the lock for which ``pid`` waits at descriptor ``fd``; empty if unknown.
 
-    First comes the process that took the lock, if it still has it; then all that inherited the open file, because each
-    of them can release it. It might be ``pid`` itself, if it has opened the file twice. Can block on a file system that
-    doesn't respond, so call it with a deadline.
+    First comes the process that took the lock, if it still has it, then those that inherited the open file, each of
+    which can release the lock. It might be ``pid`` itself, if it opened the file twice. Call it with a deadline,
+    because it can block on a file system that doesn't respond.
     """
     try:
         place = _place(Path(f"/proc/{pid}/fd/{fd}"))
@@ -65,7 +65,7 @@ def _blocking_lock(table: str, pid: int, place: tuple[int, int, int]) -> LockRow
 
 
 def _has(pid: int, lock: LockRow) -> bool | None:
-    """True if a descriptor of the process has the lock; None if they can't be read."""
+    """True if a descriptor of the process has the lock; None if its descriptors can't be read."""
     try:
         names = os.listdir(f"/proc/{pid}/fdinfo")  # noqa: PTH208
     except OSError:
@@ -90,7 +90,7 @@ def locks_of(pid: int, *, of_others: bool, table: Sequence[LockRow] | None = Non
 
     Args:
         pid: The process.
-        of_others: Includes locks held by other processes.
+        of_others: Whether to include other processes' locks.
         table: The node's locks, if they have been read.
     """
     rows = lock_table() if table is None else table
@@ -120,7 +120,7 @@ def locks_of(pid: int, *, of_others: bool, table: Sequence[LockRow] | None = Non
 def lock_on(pid: int, path: str) -> FileLock | None:
     """Returns another process's exclusive lock on the file that is ``path`` for ``pid``; None if unknown.
 
-    Can block on a file system that doesn't respond, so call it with a deadline.
+    Call it with a deadline, because it can block on a file system that doesn't respond.
     """
     try:
         place = _place(Path(f"/proc/{pid}/cwd", path))
@@ -134,7 +134,7 @@ def lock_on(pid: int, path: str) -> FileLock | None:
 def program(pid: int) -> str:
     """Returns a process's program and start, e.g. `` (python tokenize.py, since 2026-03-01 14:02:11 UTC)``.
 
-    Omits arguments, which might contain secrets; empty if unknown.
+    Empty if unknown. Omits arguments, which might contain secrets.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes()[:_MAX_BYTES].decode("utf-8", "replace").split("\0")

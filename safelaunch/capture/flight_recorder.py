@@ -1,4 +1,4 @@
-"""Reads the Flight Recorders of a live rank through its worker server; ``flight_dump`` parses the answers."""
+"""Reads the Flight Recorders of a live rank through its worker server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RECORD_ID = re.compile(rb'"record_id": ?(\d{1,18})\b')
 # adds its own.
 JSON_HANDLERS = ("fr_trace_json", "dump_nccl_trace_json", "torchcomms_fr_trace_json")
 PICKLE_HANDLERS = ("safelaunch_flight_record", "dump_nccl_trace_pickle")
-DEFAULT_GROUP = {"0", "default_pg"}  # its name and its description
+DEFAULT_GROUP = {"0", "default_pg"}  # name and description
 _BACKEND = re.compile(r'"safelaunch_flight_record_([A-Za-z0-9_-]{1,64})"')
 NCCL_ONLY = "this torch records only NCCL's collectives, and there are none (torch 2.13 records gloo's too)"
 
@@ -49,9 +49,8 @@ def flight_record_of(
 ) -> FlightCapture:
     """Reads JSON first, then the pickle unless ``ask_python`` is False; never raises.
 
-    The record comes from the pickle, which has frames, if readable, else from the JSON. Several recorders, one per
-    backend, are merged into one record. The handlers of torch 2.6 and 2.9 don't know gloo: without an NCCL group, their
-    answer isn't a record.
+    The record comes from the pickle, which has frames, or else from the JSON. Records of several backends are merged.
+    The handlers of torch 2.6 and 2.9 don't know gloo: without an NCCL group, their answer isn't a record.
     """
     backends = _backends(socket_path, json_deadline_s)
     as_json = _of_all(_all_of(socket_path, _json_handlers(backends), json_deadline_s), parse_json)
@@ -71,7 +70,7 @@ def flight_record_of(
 
 
 def kept_at_exit(page: Path) -> FlightCapture | None:
-    """Reads the Flight Recorder dump that the page's rank wrote at its exit; None if there is none. Never raises."""
+    """Reads the Flight Recorder dump that the page's rank wrote at its exit, if any. Never raises."""
     paths = [p for p in page.parent.glob(f"{page.name}{layout.FLIGHT_SUFFIX}-*") if p.suffix != layout.PARTIAL]
     answers = [attempt("the rank, at its exit", path.read_bytes) for path in sorted(paths)]
     raw, record, _ = _of_all(answers, parse_pickle) if answers else (None, None, "")
@@ -84,7 +83,7 @@ _DumpRead = tuple[Result[bytes], FlightRecord | None, str]
 
 
 def _of_all(answers: Sequence[Result[bytes]], parse: Callable[[bytes], FlightRecord]) -> _DumpRead:
-    """Returns one dump for all answers, its record, and the reason if there is none. Keeps a single dump unchanged."""
+    """Returns one dump for all answers, its record, and the reason if it has none. Keeps a single dump unchanged."""
     dumps: list[tuple[Result[bytes], FlightRecord]] = []
     reasons: list[str] = []
     for raw in answers:
@@ -112,7 +111,7 @@ def _of_all(answers: Sequence[Result[bytes]], parse: Callable[[bytes], FlightRec
 
 
 def newest_entry(socket_path: str, *, deadline_s: float = 1.0) -> int | None:
-    """Returns the number of the newest entry, summed over all recorders; it grows with every collective.
+    """Returns a number that grows with every collective: the newest entry's, summed over all recorders.
 
     Doesn't need the rank's GIL.
     """
@@ -122,7 +121,7 @@ def newest_entry(socket_path: str, *, deadline_s: float = 1.0) -> int | None:
 
 
 class _Arrival(msgspec.Struct):
-    """The fields that a healthy job needs: a full record has thousands of entries."""
+    """The fields that a healthy job needs, because a full record has thousands of entries."""
 
     process_group: tuple[str, ...] = ()
     timeout_ms: int = 0
@@ -148,9 +147,10 @@ def arrivals_of(socket_path: str, *, deadline_s: float = 2.0) -> dict[tuple[str,
 
 
 def default_timeout_s(socket_path: str, *, deadline_s: float = 2.0) -> float | None:
-    """Returns the timeout of the default group, without the rank's GIL; None if none of its collectives is recorded.
+    """Returns the default group's timeout; None if no collective of the group is recorded.
 
-    Calls and backends can have different timeouts: the most frequent one counts, or the shortest of equals.
+    Calls and backends can have different timeouts: the most frequent one counts, or the shortest of equals. Doesn't
+    need the rank's GIL.
     """
     entries = _arrivals(socket_path, deadline_s)
     timeouts = [e.timeout_ms for e in entries if set(e.process_group) & DEFAULT_GROUP and e.timeout_ms > 0]

@@ -28,7 +28,7 @@ from safelaunch.system.files import link_of, text_of
 READ_DEADLINE_S = 5.0
 MAPS_DEADLINE_S = 1.0
 _OF_A_JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-_OF_A_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")  # used if a rank gets no address
+_OF_A_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")  # used if a rank has no address
 RUN_DIR, SERVER = "SAFELAUNCH_RUN_DIR", "TORCH_WORKER_SERVER_SOCKET"
 _LOOPBACK = re.compile(r"localhost|127\.|::1$")
 
@@ -39,15 +39,13 @@ class JobProcess:
     ppid: int
     start_ticks: int = 0
     user: int = 0
-    # Variables it was started with, or its present ones if only these make it a rank; None if not permitted.
+    # Its initial variables, or its present ones if only these make it a rank; None if not permitted.
     env: Mapping[str, str] | None = field(default_factory=dict)
-    network: str = ""  # its network namespace, within which the address localhost is valid
+    network: str = ""  # network namespace, within which the address localhost is valid
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRank:
-    """A rank's process, and the numbers in its environment."""
-
     process: JobProcess
     rank: int
     world_size: int
@@ -57,7 +55,7 @@ class FoundRank:
 
 @dataclass(frozen=True, slots=True)
 class FoundJob:
-    """The part of a job that is on this host."""
+    """Part of a job on this host."""
 
     world_size: int
     ranks: Mapping[int, FoundRank]
@@ -66,18 +64,18 @@ class FoundJob:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """The variables of its lowest rank."""
+        """Variables of its lowest rank."""
         return self.ranks[min(self.ranks)].process.env or {}
 
 
 def jobs_in(table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]) -> tuple[FoundJob, ...]:
-    """Returns every job in a table of processes, by pid. Pure.
+    """Returns the jobs in a table of processes by pid. Pure.
 
-    A rank's process is the topmost one with its number for which ``runs_torch`` is true: others are shells and
-    launchers around it, or have inherited its variables.
+    A rank's process is the topmost one with its number for which ``runs_torch`` is true. Others are shells and
+    launchers above it, or have inherited its variables.
     """
     named = {pid: rank for pid, process in table.items() if (rank := _rank_of(process)) is not None}
-    # A launcher in an srun task has the task's variables, while the ranks below it have their own.
+    # A launcher in an srun task has the task's variables, and the ranks below it have their own.
     launchers = {above for pid, rank in named.items() if not rank.is_task for above in _above(pid, table)}
     alike: dict[tuple[object, ...], dict[int, FoundRank]] = {}
     for pid, rank in sorted(named.items()):
@@ -118,7 +116,7 @@ def _main_of(
 
 
 def with_spawned(table: Mapping[int, JobProcess], is_spawned: Callable[[int], bool]) -> dict[int, JobProcess]:
-    """Adds rank variables to siblings started by ``mp.spawn``, numbered in start order. Pure."""
+    """Adds rank variables to siblings that ``mp.spawn`` started, numbered in start order. Pure."""
     siblings: dict[int, list[JobProcess]] = {}
     for process in sorted(table.values(), key=lambda process: (process.start_ticks, process.pid)):
         if process.env is not None and _rank_of(process) is None and is_spawned(process.pid):
@@ -157,7 +155,7 @@ def _above(pid: int, table: Mapping[int, JobProcess]) -> list[int]:
     return ancestors
 
 
-_STARTERS = 3  # for example a shell script in a scheduler's step
+_STARTERS = 3  # such as a shell script in a scheduler's step
 
 
 def job_of(
@@ -168,8 +166,8 @@ def job_of(
 ) -> FoundJob:
     """Returns the job to which ``pid`` belongs: as a rank, a rank's child, the launcher, or a process that started it.
 
-    Never through init or processes of another user. Raises UsageError, or AccessDenied if the process's variables
-    can't be read.
+    Never through init or processes of another user. Raises UsageError, or AccessDenied if the process's variables can't
+    be read.
     """
     process = table.get(pid)
     if process is None:
@@ -215,7 +213,6 @@ def described(pid: int) -> str:
 
 
 def name_of_user(user: int) -> str:
-    """Returns a user's name, or ``user 1000`` if it has none."""
     try:
         return pwd.getpwuid(user).pw_name
     except KeyError:
@@ -248,7 +245,7 @@ def _read(pid: int) -> JobProcess | None:
 
 
 def is_spawned(pid: int) -> bool:
-    """True for a child of Python's ``multiprocessing`` with TCP connections, which a loader's workers don't have."""
+    """True for a child of ``multiprocessing`` with TCP connections, which a DataLoader's workers don't have."""
     spawned = any("spawn_main" in word for word in command_of(pid))
     return spawned and any(sockets.describe(pid, inode).startswith("tcp") for inode in sockets.inodes(pid))
 

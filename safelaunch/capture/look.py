@@ -1,4 +1,4 @@
-"""A look at all ranks at once: the kernel's view of each process and thread, then the Python stacks.
+"""Looks at all ranks at once: the kernel's view of each process and thread, then the Python stacks.
 
 Two looks some seconds apart show what moves; the bundle keeps both.
 """
@@ -35,19 +35,17 @@ INSIDE_S = 2.0
 LEAST_STATE_S = 0.3
 # What a sample from inside the rank lacks; the reason follows.
 INSTEAD = "read from inside the rank, without C frames and without the stacks of its child processes"
-MAX_CHILDREN = 48  # per rank: more than a usual loader's pool, and the look stays short
+MAX_CHILDREN = 48  # per rank: more than a usual DataLoader's pool, and the look stays short
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A rank to look at; ``pid`` and ``start_ticks`` identify its process."""
-
     rank: int
     local_rank: int
     pid: int
     start_ticks: int
     page_name: str = ""
-    socket: Path | None = None  # of its worker server; None if that isn't running
+    socket: Path | None = None  # of its worker server; None if it isn't running
     questions: Questions | None = None
 
     @property
@@ -57,23 +55,21 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
-    """A process at one moment."""
-
     pid: int
     state: ProcessState | None  # None if it is gone, or wasn't read in time (is_late)
     stack: Result[StackSample]
-    role: str = ""  # purpose for which its rank started it, if the rank was queried
+    role: str = ""  # its rank's purpose for it, if the rank was queried
 
     @property
     def is_late(self) -> bool:
-        """True if its stack or the kernel's view of it missed the deadline."""
+        """True if its stack or its kernel state missed the deadline."""
         no_stack = self.stack.value is None and self.stack.kind == "timeout"
         return no_stack or (self.state is not None and NO_ANSWER in self.state.note)
 
 
 @dataclass(frozen=True, slots=True)
 class RankLook:
-    """A rank and its children at one moment, including orphans (whose parent has ended)."""
+    """A rank and its children at one moment, including children with an ended parent."""
 
     rank: int
     main: ProcessLook | None  # None if nothing could be read within the deadline
@@ -101,11 +97,12 @@ class Look:
 def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
     """Looks at all ``targets`` in parallel, within ``deadline_s`` seconds; stops no process; never raises.
 
-    A rank's main process gets up to half of that, but 3 seconds if there are as many; its children get the rest.
+    A rank's main process gets up to half of ``deadline_s``, but at least 3 seconds if available; its children get the
+    rest.
     """
     begin = time.monotonic()
     table = process.process_table()
-    # If these can't be read in time, each process's own are read, and its state notes if that is late as well.
+    # If this is late, each process's own locks are read; if they are late too, its state has a note.
     locks = within_or(None, deadline_s / 4, "the file locks", file_locks.lock_table)
     until = begin + deadline_s - RETURN_S
     calls = [partial(_rank, target, table, locks, deadline_s, until) for target in targets]
@@ -121,8 +118,8 @@ def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
 def with_c_frames(targets: Sequence[Target], last: Look, *, deadline_s: float) -> Look:
     """Repeats the ``last`` look, adding C frames to the main processes of ``targets``; never raises.
 
-    Takes at most ``deadline_s`` seconds. A rank of each distinct Python stack is read first, because equal stacks tell
-    the same. A rank that isn't read in time keeps what it has, with a note.
+    Takes at most ``deadline_s`` seconds. One rank of each distinct Python stack is read first, because equal stacks
+    have equal causes. A rank that isn't read in time keeps its previous stack, with a note.
     """
     begin = time.monotonic()
     ordered = _one_of_each_stack_first(targets, last)
@@ -203,7 +200,7 @@ def _rank(
 def _from_inside(
     target: Target, main: ProcessLook, locks: tuple[file_locks.LockRow, ...] | None, until: float
 ) -> tuple[ProcessLook, Mapping[int, str]]:
-    """Asks the rank itself for its stacks if they couldn't be read from outside; returns its children's roles, too."""
+    """Asks the rank for its stacks if they couldn't be read from outside; returns its children's roles, too."""
     state, questions, left_s = main.state, target.questions, until - time.monotonic()
     if main.stack.value is not None or state is None or target.socket is None or questions is None or left_s <= 0:
         return main, {}
@@ -239,7 +236,7 @@ def _child(target: Target, pid: int, deadline_s: float, locks: tuple[file_locks.
 
 
 def _with_polled_lock(state: ProcessState, stack: Result[StackSample]) -> ProcessState:
-    """Adds the lock that the main thread polls through a library, which has the file open only during each attempt."""
+    """Adds the lock that the main thread polls through a library, which opens the file only for each attempt."""
     main = stack.value.main_thread if stack.value is not None else None
     if main is None or not main.lock_file:
         return state
@@ -270,5 +267,5 @@ def _merge(looks: Sequence[ProcessLook], role: str) -> ProcessEvidence | None:
 
 
 def _once_each(values: Iterable[T]) -> tuple[T, ...]:
-    # Drops repetitions: a look for C frames copies what it hasn't read again from the look before.
+    # A look for C frames copies what it hasn't read again.
     return tuple(value for value, _ in groupby(values))

@@ -1,9 +1,9 @@
 """Finds the native code in which a sleeping thread waits.
 
-``with lock:``, ``work.wait()`` and a C extension that waits for its own threads look the same from Python. The kernel
-knows a sleeping thread's stack pointer. Going up from there, the first return address after a call of one of the C
-library's waits is in the code that waits. Remains of earlier calls can lie in between, so calls of anything else don't
-count. Calls through a register do count, except in Python itself: a false match then can't be taken for a Python lock.
+``with lock:``, ``work.wait()`` and a C extension that waits for its own threads look the same from Python. The search
+goes up from the sleeping thread's stack pointer, which the kernel knows. The first return address after a call of one
+of the C library's waits is in the waiting code. Remains of earlier calls can lie in between, so other calls don't
+count. A call through a register does, except in Python itself, so that a false match can't be taken for a Python lock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STACK_BYTES = 4096
 WHOLE_STACK_BYTES = 64 << 10
 MOST_LIBRARIES = 8
 _DELETED = " (deleted)"
-_SEMAPHORES = "/dev/shm"  # directory of named semaphores (sem_overview(7))
+_SEMAPHORES = "/dev/shm"  # of named semaphores (sem_overview(7))
 
 _PASSED = re.compile(r"(libc|libpthread|ld|ld-\w.*|libstdc\+\+|libc\+\+)[.-].*|ld-musl.*|\[vdso\]")  # skipped
 _PYTHON = re.compile(r"(lib)?python\d.*")
@@ -46,14 +46,12 @@ def _passed(mapping: Mapping) -> bool:
 
 
 class Resting:
-    """Finds the code in which the threads of a process wait."""
-
     def __init__(self, memory: ProcessMemory) -> None:
         self._memory = memory
         self._left = MAX_THREADS
 
     def rests_in(self, syscall: str) -> str:
-        """Returns ``lock`` or ``gil`` for Python's, else the name of the file whose code waits; empty if unknown.
+        """Returns ``lock`` or ``gil`` for Python's, else the name of the file with the waiting code; empty if unknown.
 
         ``syscall`` is the text of ``/proc/<pid>/task/<tid>/syscall``.
         """
@@ -61,15 +59,15 @@ class Resting:
         if len(fields) != 9 or self._left == 0:
             return ""
         self._left -= 1
-        with suppress(OSError, ValueError):  # it has ended, or is another user's
+        with suppress(OSError, ValueError):  # it has ended, or belongs to another user
             return self._rests_in(int(fields[7], 16), int(fields[8], 16))
         return ""
 
     def libraries(self, syscall: str) -> tuple[str, ...]:
-        """Returns paths of the files whose code is on a thread's native stack, except the C and C++ libraries.
+        """Returns the files on a thread's native stack, except the C and C++ libraries.
 
-        A thread that a library started runs that library's code, whatever it waits in. Contains ``?`` if the stack is
-        unreadable or deeper than what is read. Remains of earlier calls can add files, but none is missing.
+        A thread that a library started runs that library's code, whatever it waits in. The result contains ``?`` if the
+        stack is unreadable or too deep. Remains of earlier calls can add files, but no file on the stack is missing.
         ``syscall`` as for ``rests_in``.
         """
         fields = syscall.split()
@@ -80,7 +78,7 @@ class Resting:
             size = next(region.end for region in self._memory.regions if region.start <= top < region.end) - top
             words = self._memory.read(top, min(size, WHOLE_STACK_BYTES))
             files = self._files_of(words[: len(words) & ~7])
-        except (OSError, ValueError, StopIteration):  # it has ended, or is another user's
+        except (OSError, ValueError, StopIteration):  # it has ended, or belongs to another user
             return ("?",)
         is_whole = 0 < len(words) == size and len(files) <= MOST_LIBRARIES
         return tuple(files) if is_whole else (*list(files)[:MOST_LIBRARIES], "?")
@@ -151,7 +149,7 @@ class Resting:
         return mappings[at] if at >= 0 and address < mappings[at].end else None
 
     def shared_futex(self, arguments: Sequence[int]) -> tuple[str, str]:
-        """Returns path and identity of the mapped file that contains a futex shared with other processes.
+        """Returns path and identity of the mapped file with a futex that processes share.
 
         The path ends with `` (deleted)`` if no process can open it by name any more. It is ``?`` if unreadable, and
         empty if the futex is private. ``arguments`` are the system call's.
@@ -167,7 +165,7 @@ class Resting:
             return "?", ""
 
     def _present_name(self, mapping: Mapping) -> str:
-        """Returns the mapped file's path under its current name.
+        """Returns the mapped file's current path.
 
         glibc creates a named semaphore under a temporary name, links it to its own name and removes the temporary one.
         So its creator shows a deleted file that others can open.

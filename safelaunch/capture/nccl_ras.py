@@ -1,9 +1,10 @@
-"""NCCL's RAS service, which reports the communicators of a job and the state of their processes.
+"""Queries NCCL's RAS service, which reports a job's communicators and the state of their processes.
 
-The service listens on localhost, port 28028 or the one in ``NCCL_RAS_ADDR``; its protocol is lines of text. All
-processes of a node share that port, even across jobs, so a port is queried only if no process outside this job
-listens on it. JSON exists since NCCL 2.28.7; up to 2.28.9 it lacks a comma before each missing rank. NCCL before 2.28
-might crash when queried, so it isn't. NCCL before 2.29.2 might crash if a rank of several communicators is missing.
+The service speaks lines of text on localhost, port 28028 or the one in ``NCCL_RAS_ADDR``. All processes of a node share
+the port, even across jobs, so it is queried only if no process outside this job listens on it.
+
+JSON exists since NCCL 2.28.7; up to 2.28.9 it lacks a comma before each missing rank. NCCL before 2.28 isn't queried,
+because it might crash. NCCL before 2.29.2 might crash if a rank of several communicators is missing.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ PORT = 28028
 SINCE = (2, 28)
 HARMLESS_SINCE = (2, 29, 2)
 DEADLINE_S = 8.0
-HANDSHAKE_S = 1.0  # a stopped process accepts a connection and never replies; the next attempt might reach another one
+HANDSHAKE_S = (
+    1.0  # a stopped process accepts a connection and never replies; the next attempt might reach another process
+)
 ATTEMPTS = 4
-LEG_S = 2  # time NCCL waits for each process; it adds up to 5 s
+LEG_S = 2  # for each process; NCCL adds up to 5 s
 MOST_BYTES = 8 << 20
 MOST_PROCESSES = 1 << 16  # of all communicators
 _MOST_PIDS = 16
@@ -46,12 +49,12 @@ Version = tuple[int, ...]
 def ask(
     pids: Sequence[int], libraries: Iterable[str] = (), *, spare: str = "", deadline_s: float = DEADLINE_S
 ) -> Result[str] | None:
-    """Returns the service's raw answer, or None if none of the ranks ``pids`` has loaded NCCL. Never raises.
+    """Returns the service's raw answer, or None if no process of ``pids`` has loaded NCCL. Never raises.
 
     Args:
         pids: The ranks' processes.
         libraries: NCCL versions from Flight Recorder dumps.
-        spare: The reason why a crash of one of the job's processes would do harm; empty if it wouldn't.
+        spare: Why a crash of one of the job's processes would do harm; empty if it wouldn't.
     """
     loaded = within_or(None, 1.0, "/proc/<pid>/maps", lambda: _loaded(pids))
     if loaded is None:
@@ -92,7 +95,7 @@ def _loaded(pids: Sequence[int]) -> tuple[int, str] | None:
 
 
 def version_in(*texts: str) -> Version:
-    """Returns the first version in these texts (``2.28.9``, ``libnccl.so.2.28.9``); empty if there is none."""
+    """Returns the first version in these texts (``2.28.9``, ``libnccl.so.2.28.9``); empty without one."""
     version = next((match for text in texts if (match := re.search(r"\b(\d+)\.(\d+)\.(\d+)", text))), None)
     return tuple(map(int, version.groups())) if version else ()
 
@@ -125,7 +128,7 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def port_of(address: str) -> int:
-    """Returns the port in ``host:port`` or ``[host]:port``; the default port if there is none."""
+    """Returns the port in ``host:port`` or ``[host]:port``, or the default port."""
     port = address.rpartition(":")[2].strip()
     return int(port) if port.isdecimal() and 0 < int(port) < 1 << 16 else PORT
 
@@ -134,7 +137,7 @@ def port_of(address: str) -> int:
 
 
 def _first_answer(addresses: Sequence[tuple[str, int]], until: float) -> tuple[str, str]:
-    """Returns the answer and a note about it. Tries again only if no process answered the handshake."""
+    """Returns the answer and a note about it. Retries only if no process answered the handshake."""
     reasons = []
     for number in range(ATTEMPTS):
         address = addresses[number % len(addresses)]
@@ -143,20 +146,18 @@ def _first_answer(addresses: Sequence[tuple[str, int]], until: float) -> tuple[s
                 service = _RasConnection(connection)
                 service.begin(min(until, time.monotonic() + HANDSHAKE_S))
                 return service.status(until)
-        except OSError as error:  # also a timeout
+        except OSError as error:  # or a timeout
             reasons.append(str(error) or type(error).__name__)
     raise CaptureError(f"no answer on port {addresses[0][1]}: {'; '.join(dict.fromkeys(reasons))}", kind="timeout")
 
 
 class _RasConnection:
-    """A connection to the service."""
-
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._data = bytearray()
 
     def begin(self, until: float) -> None:
-        """Shakes hands. Raises OSError if nothing answers, CaptureError if the peer speaks another protocol."""
+        """Shakes hands. Raises OSError if nothing answers, CaptureError if the peer uses another protocol."""
         first = self._say("CLIENT PROTOCOL 2", until)
         if not first.upper().startswith("SERVER PROTOCOL "):
             raise CaptureError(f"not a RAS service: {first[:80]!r}", kind="broken")
@@ -233,13 +234,13 @@ class _RasReply(msgspec.Struct):
     communicators: list[_Communicator]
 
 
-# A value at a line's end and a name at the start of the next need a comma between them.
+# A value at a line's end and a name at the start of the next line need a comma between them.
 _NO_COMMA = re.compile(r'(["\d\]}])([ \t]*\r?\n[ \t]*")')
 _PROCESS = re.compile(r"\s+Process (\d{1,10}) on node (\S{1,255}) managing GPUs? (\d{0,4})")
 
 
 def parse(text: str, file: str = "") -> NcclWitness:
-    """Parses an answer in either format. Raises CaptureError if it isn't one of NCCL's."""
+    """Parses an answer in either format. Raises CaptureError if it isn't from NCCL."""
     if not text.lstrip().startswith("{"):
         return _of_text(text, file)
     try:
@@ -282,7 +283,7 @@ def _of_text(text: str, file: str) -> NcclWitness:
     processes: dict[tuple[str, int], NcclProcess] = {}
     state: NcclState | None = None
     for line in text.splitlines():
-        if line and not line[0].isspace():  # a heading
+        if line and not line[0].isspace():
             state = {"INCOMPLETE": "unresponsive", "DEAD": "dead"}.get(line.strip())  # type: ignore[assignment]
         elif state is not None and (match := _PROCESS.match(line)):
             gpu = int(match[3]) if match[3] else -1

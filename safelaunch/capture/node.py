@@ -1,6 +1,6 @@
-"""A job's environment on this node: variables, versions, resources.
+"""Collects a job's environment on this node: variables, versions, resources.
 
-All of it is read from files: nothing of the job is imported, and none of its interpreters is run.
+Everything is read from files: nothing of the job is imported, and none of its interpreters is run.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Kills = Mapping[str, Mapping[str, int | None] | None]
 
 @dataclass(frozen=True, slots=True)
 class NodeSubject:
-    """The processes and facts that a node's sources need."""
+    """Processes and facts that a node's sources need."""
 
     pid: int | None = None  # one of the ranks
     code_roots: tuple[str, ...] = ()  # directories of that rank's packages
-    env: Result[dict[str, str]] | None = None  # environment the rank was started with
-    kills: Kills = field(default_factory=dict)  # out-of-memory kills counted at the job's start, and now
+    env: Result[dict[str, str]] | None = None  # initial environment of the rank
+    kills: Kills = field(default_factory=dict)  # out-of-memory kills at the job's start, and now
 
 
 def sources() -> Mapping[str, Callable[[NodeSubject], Result[Any] | None]]:
@@ -52,7 +52,7 @@ def sources() -> Mapping[str, Callable[[NodeSubject], Result[Any] | None]]:
     }
 
 
-# Packages whose versions matter for a hang, if installed.
+# Packages with versions that matter for a hang.
 PACKAGES = (
     "torch", "triton", "numpy", "nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12",
     "nvidia-cudnn-cu13", "accelerate", "apex", "datasets", "deepspeed", "lightning", "megatron-core", "mpi4py",
@@ -92,7 +92,7 @@ def versions(
     Args:
         code_roots: The rank's package directories, as its beacon reported them; by default this process's.
         pid: The rank, whose ``exe`` link names its interpreter.
-        deadline_s: The limit for all of it.
+        deadline_s: The limit for the whole call.
     """
     bounded = partial(within, deadline_s, "versions", lambda: _versions(list(code_roots), pid))
     return attempt("package metadata", bounded)
@@ -103,8 +103,8 @@ def resources(
 ) -> Result[Resources]:
     """Returns memory, load, disks, network and limits of this node and of ``pid``'s cgroup; never raises.
 
-    ``disks`` holds the sizes of ``/dev/shm``, ``/tmp`` and ``cwd``, or the reason why there are none, because a dead
-    network mount never responds.
+    ``disks`` has the sizes of ``/dev/shm``, ``/tmp`` and ``cwd``. A dead network mount never responds, so a size can be
+    missing for a reason.
     """
 
     def read() -> Resources:
@@ -201,7 +201,7 @@ def _disk(place: str, deadline_s: float) -> dict[str, int | str]:
 
 
 def _network_within(deadline_s: float) -> dict[str, dict[str, str | int]]:
-    """Bounds the time: a stuck driver holds the lock that reading the speed takes."""
+    # A stuck driver holds the lock that reading the speed takes.
     try:
         return within(deadline_s, "/sys/class/net", network)
     except CaptureError as error:

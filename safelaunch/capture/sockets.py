@@ -1,6 +1,6 @@
-"""A process's sockets, by inode: what they are, and which process has the other end.
+"""Finds a process's sockets, by inode, and the processes at their other ends.
 
-Read from ``/proc/<pid>/net`` (proc(5)) and sock_diag(7).
+The sources are ``/proc/<pid>/net`` (proc(5)) and sock_diag(7).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def describe(pid: int, inode: int) -> str:
 
 
 def resends(pid: int) -> bool:
-    """True if a TCP peer of the process hasn't acknowledged data, so that the kernel sends it again.
+    """True if a TCP peer of the process hasn't acknowledged data, so that the kernel resends it.
 
     The network is at fault, or was: after an outage of a minute the kernel waits for up to another minute.
     """
@@ -50,7 +50,7 @@ _PIDFD_GETFD = 438  # on every architecture; Linux 5.6
 
 
 def times_out(pid: int, fd: int) -> bool:
-    """True if the socket has a time limit (SO_RCVTIMEO, SO_SNDTIMEO, TCP_USER_TIMEOUT), or that can't be read.
+    """True if the socket has a time limit (SO_RCVTIMEO, SO_SNDTIMEO, TCP_USER_TIMEOUT), or it can't be read.
 
     Queries a copy of the descriptor, which doesn't disturb the process.
     """
@@ -78,7 +78,6 @@ def times_out(pid: int, fd: int) -> bool:
 
 
 def inodes(pid: int) -> Iterator[int]:
-    """Returns the inodes of the sockets that the process has open."""
     return (int(target[8:-1]) for _, target in descriptors(pid) if target.startswith("socket:["))
 
 
@@ -94,14 +93,14 @@ def descriptors(pid: int) -> Iterator[tuple[Path, str]]:
 
 
 def other_ends(pid: int, own: Collection[int]) -> dict[int, int]:
-    """Maps the process's sockets to the sockets at the other ends, if these are on this node; all by inode.
+    """Maps the process's sockets to the sockets at their other ends on this node, all by inode.
 
-    A connection that wasn't accepted yet has no socket at its other end, so the listener's socket is used.
+    If a connection wasn't accepted yet, its other end is the listener's socket.
     """
     net, ends = Path(f"/proc/{pid}/net"), {}
     for name in ("tcp", "tcp6"):
         table = _read(net / name)
-        # Only connections that a process has (with an inode) or that wait to be accepted (established).
+        # connections that a process has (with an inode) or that wait to be accepted (established)
         connections = (fields for fields in _rows(table) if fields[9] != "0" or fields[3] == "01")
         by_pair = {(fields[1], fields[2]): int(fields[9]) for fields in connections}
         pairs = {inode: pair for pair, inode in by_pair.items()}
@@ -117,7 +116,7 @@ def other_ends(pid: int, own: Collection[int]) -> dict[int, int]:
 
 
 def _listener(table: str, remote: str) -> int | None:
-    """Returns the socket that listens at this address, or at any; None if there is none or several match."""
+    """Returns the socket that listens at this address, or at any; None unless exactly one matches."""
     host, _, port = remote.partition(":")
     listening = list(find_listening(table, int(port, 16)))
     named = address(f"{host}:{port}").rpartition(":")[0].strip("[]")
@@ -131,7 +130,7 @@ def _rows(table: str) -> Iterator[list[str]]:
 
 
 def find_resending(table: str) -> tuple[int, ...]:
-    """Returns inodes in ``/proc/net/tcp`` of established connections that are sending data again."""
+    """Returns inodes in ``/proc/net/tcp`` of established connections that are resending data."""
     return tuple(
         int(fields[9])
         for fields in _rows(table)
@@ -147,7 +146,7 @@ def find_listening(table: str, port: int) -> Iterator[tuple[int, str]]:
 
 
 def find_inet(table: str, protocol: str, inode: int) -> str:
-    """Describes the line of ``/proc/net/<protocol>`` with this inode; ``""`` if there is none."""
+    """Describes the line of ``/proc/net/<protocol>`` with this inode; empty without one."""
     fields = next((fields for fields in _rows(table) if fields[9] == str(inode)), None)
     if fields is None:
         return ""
@@ -159,7 +158,7 @@ def find_inet(table: str, protocol: str, inode: int) -> str:
 
 
 def find_unix(table: str, inode: int) -> str:
-    """Describes the line of ``/proc/net/unix`` with this inode; ``""`` if there is none."""
+    """Describes the line of ``/proc/net/unix`` with this inode; empty without one."""
     wanted = str(inode)
     for line in table.splitlines()[1:]:
         fields = line.split(maxsplit=7)
