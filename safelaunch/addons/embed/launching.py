@@ -1,8 +1,8 @@
-"""``safelaunch.launch``: torch's ``elastic_launch`` with the watchdog.
+"""Implements ``safelaunch.launch``: torch's ``elastic_launch`` with the watchdog.
 
 As under ``elastic_launch``, the caller is torch's agent and the parent of the ranks. The supervisor is a separate
-process (``addons.embed.supervisor``). During the call, variables in ``os.environ``, which the ranks inherit, start the
-beacon in them. If a rank is a fork of the caller, ``beacon.entrypoint`` starts it.
+process (``addons.embed.supervisor``). During the call, variables in ``os.environ`` start the beacon in the ranks. If a
+rank is a fork of the caller, ``beacon.entrypoint`` starts it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ T = TypeVar("T")
 class HangError(SafelaunchError):
     """The watchdog ended a hung job.
 
-    ``verdict`` describes which rank caused the hang and why; it is None only if it is unavailable. ``bundle`` contains
-    the evidence; it is None if it couldn't be written.
+    ``verdict`` names the rank that caused the hang, and why; None if unavailable. ``bundle`` has the evidence; None if
+    it couldn't be written.
     """
 
     exit_code = 124
@@ -52,9 +52,9 @@ class HangError(SafelaunchError):
 
 
 class Launch(Generic[T]):
-    """A job that is started by calling it, like torch's ``elastic_launch``. ``launch`` returns one.
+    """A job that starts when it is called, like torch's ``elastic_launch``; see ``launch``.
 
-    After a call, ``verdict`` and ``bundle`` belong to the latest incident of the run, whether it hung, crashed, or
+    After a call, ``verdict`` and ``bundle`` describe the run's latest incident, whether the job hung, crashed or
     continued. They are None if there was none.
     """
 
@@ -74,7 +74,7 @@ class Launch(Generic[T]):
         """Runs the entrypoint on every rank of this node; returns the results by global rank.
 
         Raises ChildFailedError if a rank fails, as ``elastic_launch`` does; HangError if the watchdog ended the job;
-        UsageError, before anything starts, for an invalid option.
+        UsageError for an invalid option, before anything starts.
         """
         from torch.distributed.elastic.multiprocessing import api as workers
 
@@ -118,16 +118,16 @@ def launch(config: LaunchConfig, entrypoint: str | None, **options: Unpack[Launc
 def launch(
     config: LaunchConfig, entrypoint: Callable[..., T] | str | None, **options: Unpack[LaunchOptions]
 ) -> Launch[Any]:
-    """Launches ``entrypoint`` on every rank and watches the job: use it in place of torch's ``elastic_launch``.
+    """Launches ``entrypoint`` on every rank and watches the job. Replaces torch's ``elastic_launch``.
 
     ``results = safelaunch.launch(config, train)(arguments)`` takes torch's own ``LaunchConfig``, returns the same
     ``{rank: result}``, and raises the same ``ChildFailedError``. If the job hangs, the watchdog ends it, and
     ``HangError`` explains why. The environment, the configuration file and presets apply as on the command line.
 
     Args:
-        config: torch's launch configuration
-        entrypoint: a function, or a program; the call passes the arguments
-        **options: see ``Options``
+        config: Torch's launch configuration.
+        entrypoint: A function, or a program; the call passes the arguments.
+        **options: See ``Options``.
 
     Raises ValueError for an invalid duration.
     """
@@ -140,7 +140,7 @@ def _is_inside_a_run() -> bool:
 
 @contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for processes that are started within the context."""
+    """Sets variables for processes that start within the context."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

@@ -1,4 +1,4 @@
-"""Describes the caller's job for the supervisor."""
+"""Describes the caller's job to the supervisor."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The supervisor of a job whose ranks are started by the caller of ``safelaunch.launch``.
+"""Supervises a job whose ranks the caller of ``safelaunch.launch`` starts.
 
-The caller starts it as a separate process, so that they share neither the GIL nor a crash. It isn't the parent of the
-ranks: the caller reports them as torchrun's agent does, and it signals only them and their descendants. If the caller
-is killed, it ends the ranks that are left; if it is killed itself, the job continues unwatched.
+It is a separate process, so it shares neither the GIL nor a crash with the caller. It isn't the parent of the ranks:
+the caller reports them as torchrun's agent does, and it signals only them and their descendants. If the caller is
+killed, it ends the remaining ranks. If it is killed itself, the job continues unwatched.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from safelaunch.system.errors import SafelaunchError, internal_error
 
 
 class CallersProcesses(JobProcesses):
-    """The ranks that the caller starts, and their descendants. ``agent`` is the caller, which is never signalled."""
+    """The caller's ranks and their descendants. ``agent`` is the caller, which is never signalled."""
 
     def __init__(self, caller: ProcessId, line: Connection, run: RunPaths, forwarder: Forwarder) -> None:
         super().__init__(caller, None)
@@ -68,11 +68,11 @@ class CallersProcesses(JobProcesses):
         return self._status
 
     def ranks(self) -> tuple[ProcessId, ...]:
-        """Returns every live rank of any attempt, as the caller has reported them, and their descendants."""
+        """Returns every live rank of any attempt that the caller reported, and their descendants."""
         events = EventReader(self._run.agent_events).read()
         workers = {ProcessId(pid, ticks) for event in events for _, pid, ticks in event.workers.values()}
         alive = {worker for worker in workers if worker.is_alive()}
-        # A child whose rank has ended stays in the set.
+        # A child stays in the set after its rank has ended.
         self._known = {child for child in self._known if child.is_alive()} | alive
         self._known |= set(process.descendants([child.pid for child in self._known]))
         return tuple(self._known)
@@ -81,7 +81,7 @@ class CallersProcesses(JobProcesses):
         return self.ranks()
 
     def end_all(self, grace_s: float = GRACE_S) -> tuple[ProcessId, ...]:
-        """Notifies the caller, whose launcher ends its ranks; sends SIGTERM, and SIGKILL after the grace period."""
+        """Asks the caller to end its ranks; sends SIGTERM, and SIGKILL after the grace period."""
         self._line.send(Stop())
         return process.end_all(None, self.all, grace_s=grace_s)
 
@@ -95,7 +95,7 @@ def main() -> None:
     line = Connection(socket.socket(fileno=int(sys.argv[1])), FromCaller)
     request = line.wait()
     if not isinstance(request, LaunchRequest):
-        return  # the caller is gone
+        return
     try:
         _serve(request, line)
     except SafelaunchError as error:
@@ -134,9 +134,10 @@ def _planned(request: LaunchRequest) -> tuple[Plan, JobResources]:
 
 
 def from_the_start(settings: Settings) -> Settings:
-    """Applies the keyword ``stall_timeout`` to the first step as well, unless the startup timeout is set.
+    """Applies the keyword ``stall_timeout`` to the first step, too, unless the startup timeout is set.
 
-    A function might never call ``step``, as in a test. Its imports are done before the call, so it needs no extra time.
+    A function might never call ``step``, as in a test. It is imported before the call, so its start needs no extra
+    time.
     """
     limit_given = settings.stall_timeout_s is not None and settings.origin("stall-timeout") == "command line"
     if not limit_given or settings.is_explicit("startup-timeout"):
@@ -157,7 +158,7 @@ def _wait_for_end(line: Connection) -> None:
 def _supervise(job: Job, line: Connection, resources: JobResources) -> Done:
     assert job.run is not None
     try:
-        from safelaunch.supervise.loop import Supervisor  # imports in parallel with the caller
+        from safelaunch.supervise.loop import Supervisor  # imports while the caller continues
 
         forwarder = Forwarder(None)
         processes = CallersProcesses(job.agent, line, job.run, forwarder)

@@ -1,4 +1,4 @@
-"""The supervisor's process, as seen by the process that calls ``safelaunch.launch``."""
+"""Starts the supervisor's process for the caller of ``safelaunch.launch``, and talks to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SupervisorProcess:
 
     @classmethod
     def start(cls, request: LaunchRequest) -> SupervisorProcess | None:
-        """Starts it, and waits until the job can start. Returns None if that fails; the job then runs unwatched.
+        """Starts the supervisor and waits until the job can start. Returns None on failure; the job then runs unwatched.
 
         Raises the supervisor's own error for invalid options.
         """
@@ -74,12 +74,12 @@ class SupervisorProcess:
         return None
 
     def watched(self, entrypoint: Callable[..., T] | str | None) -> Callable[..., T] | str | None:
-        """Returns the entrypoint for the ranks. A program gets the beacon through its environment, not a wrapper."""
+        """Wraps a function for the ranks. A program gets the beacon through its environment instead."""
         return ranks.WatchedFunction(entrypoint, self.env) if self._run_dir and callable(entrypoint) else entrypoint
 
     @contextmanager
     def reported_to(self, workers: Any) -> Iterator[None]:
-        """Reports to it what torch's launcher does within the context; ``workers`` is torch's module of processes."""
+        """Reports actions of torch's launcher within the context; ``workers`` is torch's module of processes."""
         if not self._run_dir:
             yield
             return

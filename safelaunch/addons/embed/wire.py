@@ -1,4 +1,4 @@
-"""Messages between the caller of ``safelaunch.launch`` and its supervisor, one line of JSON each."""
+"""Defines the messages between the caller of ``safelaunch.launch`` and its supervisor, one line of JSON each."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class LaunchRequest(msgspec.Struct, frozen=True, tag="request"):
 
 
 class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
-    """From the caller: a signal or an interrupt ends the job."""
+    """From the caller: a signal or interrupt ends the job."""
 
 
 class RanksEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """From the caller: no rank is left."""
+    """From the caller: all ranks have ended."""
 
     failed: bool
 
@@ -46,7 +46,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """From the supervisor: the job must not start."""
 
-    kind: str  # name of the error
+    kind: str  # name of the error class
     message: str
     fix: str = ""
 
@@ -56,11 +56,11 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """From the supervisor, at its end."""
+    """From the supervisor, as its last message."""
 
-    hung: bool = False  # the supervisor has ended the job
-    verdict: Verdict | None = None  # latest verdict
-    bundle: str = ""  # latest bundle
+    hung: bool = False  # the supervisor ended the job
+    verdict: Verdict | None = None
+    bundle: str = ""
 
 
 FromCaller = LaunchRequest | Stopping | RanksEnded

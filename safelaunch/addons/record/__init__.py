@@ -1,4 +1,4 @@
-"""``safelaunch record``: reports where a running job spends its time, by rank and line."""
+"""Implements ``safelaunch record``: reports where a running job spends its time, by rank and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``safelaunch record [RUN]``: samples all ranks of a live run, and reports where their time goes."""
+"""Implements ``safelaunch record [RUN]``: samples all ranks of a live run and reports where their time goes."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _files(recorded: Any) -> dict[str, str]:
 
 
 def _write(directory: Path, run_name: str, at_unix_s: float, files: Mapping[str, str]) -> Path:
-    """Writes the folder atomically, readable by this user only. Raises SafelaunchError."""
+    """Writes the folder atomically, readable only by this user. Raises SafelaunchError."""
     from safelaunch.bundle.publication import name_of
 
     target = directory / name_of(run_name, at_unix_s, "record")

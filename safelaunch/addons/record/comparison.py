@@ -25,7 +25,7 @@ GROWTH_SIGMAS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change of one line, in seconds per step, or in shares of the time if a recording has no steps."""
+    """Change of one line, in seconds per step; in shares of the time if a recording has no steps."""
 
     place: CodeLocation
     frame: Frame | None
@@ -67,7 +67,6 @@ class StepTimeChange:
 
     @property
     def on(self) -> str:
-        """The compared ranks as text, unless all are."""
         return f" on {rank_words(self.ranks)}" if self.ranks else ""
 
 
@@ -116,7 +115,7 @@ def _of(times: Sequence[RankTime], ranks: tuple[int, ...]) -> list[RankTime]:
 
 
 def _key(place: CodeLocation) -> tuple[str, str, str, str, bool]:
-    # The same for a place in another checkout.
+    # Equal for the same place in another checkout.
     return place.kind, place.what, basename(place.file) if place.file else "", place.function, place.waits
 
 

@@ -38,7 +38,7 @@ def script() -> str:
 
 
 def content(recorded: RecordingReport) -> dict[str, Any]:
-    """Returns the page's data, for ``page.render`` with :func:`script`."""
+    """Returns the data for ``page.render`` with :func:`script`."""
     recording, slowness = recorded.recording, recorded.slowness
     frames = Frames(Paths(projects=_projects(recording)))
     late = next((set(finding.ranks) for finding in slowness.findings if finding.kind == "late-rank"), set[int]())
@@ -134,7 +134,7 @@ class _TreeNode:
 
 
 def tree(recording: Recording, frames: Frames) -> list[dict[str, Any]]:
-    """Returns the main threads of all ranks as one tree, whose nodes are runs of frames shared by the same ranks."""
+    """Returns the main threads of all ranks as one tree. Its nodes are runs of frames shared by the same ranks."""
     stacks, root = StackIndex(recording), _TreeNode(-1, 0.0, 0, {})
     mains = [
         (rank.rank, thread)
@@ -157,7 +157,7 @@ def tree(recording: Recording, frames: Frames) -> list[dict[str, Any]]:
 
 
 def _branches(node: _TreeNode, into: list[dict[str, Any]], left: list[int], many: int) -> None:
-    """Adds branches to ``into``, widest first, at most ``left[0]`` of them."""
+    """Adds branches to ``into``, widest first, at most ``left[0]``."""
     for below in sorted(node.below.values(), key=lambda child: -child.share):
         if left[0] <= 0 or below.share < LEAST_SHARE:
             return

@@ -1,4 +1,4 @@
-"""Records of sampled stacks of all ranks of a run.
+"""Defines and merges recordings: sampled stacks of all ranks of a run.
 
 Stacks and frames are numbered once per recording. Seconds are sampled time, not CPU time.
 """
@@ -25,7 +25,7 @@ class Sampling(msgspec.Struct, frozen=True):
 class ThreadRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One thread, with pairs of a stack's number and the seconds spent in it.
 
-    The three lists are sampled independently, so ``active`` can slightly exceed ``stacks`` for a stack.
+    The three lists are sampled independently, so a stack's ``active`` can slightly exceed its ``stacks``.
     """
 
     name: str = ""
@@ -69,14 +69,14 @@ class Recording(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def decode(data: bytes) -> Recording:
-    """Reads ``recording.json``. Raises msgspec.DecodeError if it is invalid."""
+    """Reads ``recording.json``. Raises msgspec.DecodeError."""
     recording = from_json(data, Recording)
     check(recording)
     return recording
 
 
 def check(recording: Recording) -> None:
-    """Raises msgspec.ValidationError if a number refers to no frame or stack."""
+    """Raises msgspec.ValidationError if a frame's or stack's number is invalid."""
     frames, stacks = len(recording.frames), len(recording.stacks)
     whole = all(0 <= number < frames for stack in recording.stacks for number in stack)
     for thread in threads_of(recording):
@@ -92,7 +92,7 @@ def threads_of(recording: Recording) -> list[ThreadRecord]:
 
 
 class StackNumbering:
-    """Numbers the frames and stacks of one recording. ``of`` takes a stack, outermost frame first."""
+    """Numbers the frames and stacks of one recording."""
 
     def __init__(self) -> None:
         self.frames: dict[Frame, int] = {}
@@ -104,7 +104,7 @@ class StackNumbering:
 
 
 def merge(recordings: list[Recording]) -> Recording:
-    """Merges recordings of several nodes. The head, and ranks that several contain, come from the first."""
+    """Merges recordings of several nodes. The head, and ranks in several of them, come from the first."""
     numbers = StackNumbering()
     ranks: dict[int, RankRecord] = {}
     for recording in recordings:
@@ -154,7 +154,7 @@ def _noted(recording: Recording) -> Recording:
 
 
 def _shrink_rank(rank: RankRecord, most: int | None) -> RankRecord:
-    """Removes a rank's children, or all but ``most`` stacks of its main threads."""
+    """Removes a rank's children; if ``most`` is given, also all but ``most`` stacks of its main threads."""
 
     def fewer(threads: list[ThreadRecord]) -> list[ThreadRecord]:
         return [

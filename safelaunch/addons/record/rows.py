@@ -1,4 +1,4 @@
-"""Rows of a recording's tables: lines by their share of time, and ranks."""
+"""Builds the rows of a recording's tables: lines by their share of time, and ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RecordingReport:
 
 
 def places(times: Sequence[RankTime], *, waits: bool) -> list[tuple[CodeLocation, float, Frame | None, str]]:
-    """Returns lines by their mean share, largest first, each with the ranks seen there."""
+    """Returns lines by their mean share, largest first, with the ranks seen there."""
     every = {place for time in times for place in time.places if place.waits == waits}
     rows = [row for location in every for row in (_by_function if waits else _by_line)(times, location)]
     return sorted((row for row in rows if row[1] >= 0.005), key=lambda row: (-row[1], row[0].function))
@@ -64,7 +64,7 @@ def _by_line(times: Sequence[RankTime], location: CodeLocation) -> list[tuple[Co
 
 
 def rank_rows(times: Sequence[RankTime]) -> list[list[RankTime]]:
-    """Groups ranks into rows: one each if there are few, otherwise ranks with similar shares together."""
+    """Returns rows of ranks: one rank each if there are few, else ranks with similar shares."""
     if len(times) <= MOST_ROWS:
         return [[time] for time in times]
     rows: dict[tuple[int, ...], list[RankTime]] = {}
@@ -75,7 +75,7 @@ def rank_rows(times: Sequence[RankTime]) -> list[list[RankTime]]:
 
 
 def activity_name(location: CodeLocation) -> str:
-    """Returns the activity that a line is part of, as text."""
+    """Returns the activity that contains a line, as text."""
     if location.kind == "backward" and location.waits:
         return "waiting in backward"
     return location.what if location.waits and location.what else location.kind

@@ -1,7 +1,7 @@
 """Samples many processes at once with ``py-spy record``.
 
 A rank's main process gets three passes: all threads, threads on a CPU, and the thread that holds the GIL. py-spy
-doesn't stop the processes (``--nonblocking``), so it also works for stopped processes and threads in D state. A sample
+doesn't stop the processes (``--nonblocking``), so it can sample stopped processes and threads in D state, too. A sample
 costs half a millisecond of CPU; ``rate_for`` limits the total to a share of the node.
 """
 
@@ -30,7 +30,7 @@ from safelaunch.system.files import link_of
 
 FASTEST_HZ, SLOWEST_HZ = 20, 1
 SAMPLE_CPU_S = 0.0006
-SHARE = 0.01  # of the node's CPUs
+SHARE = 0.01  # share of the node's CPUs
 MOST_CHILDREN = 4  # per rank: a loader's workers do the same work
 MOST_PROCESSES = 256  # per node
 PATIENCE_S = 5.0  # extra time for py-spy to read symbols on a busy node
@@ -45,7 +45,7 @@ _FOLDED_FRAME = re.compile(r"(?P<function>.*?) \((?P<file>.*):(?P<line>\d+)\)", 
 
 @dataclass(frozen=True, slots=True)
 class SampleTarget:
-    """A process to sample, with some of ``PASSES``."""
+    """A process to sample in some of ``PASSES``."""
 
     pid: int
     start_ticks: int
@@ -64,13 +64,13 @@ PASSES = {
 
 
 def rate_for(passes: int, cpus: int) -> int:
-    """Returns the sampling rate at which this many passes take about ``SHARE`` of the CPUs."""
+    """Returns the sampling rate at which that many passes use about ``SHARE`` of the CPUs."""
     affordable = SHARE * cpus / (max(passes, 1) * SAMPLE_CPU_S)
     return round(min(FASTEST_HZ, max(SLOWEST_HZ, affordable)))
 
 
 def children_of(pid: int, table: ProcessTable | None = None) -> list[SampleTarget]:
-    """Returns a few Python processes below ``pid``, with their roles."""
+    """Returns a few Python descendants of ``pid``, with their roles."""
     running = (descendant for descendant in descendants([pid], table=table) if _runs_python(descendant.pid))
     return [SampleTarget(process.pid, process.start_ticks, "child") for process in islice(running, MOST_CHILDREN)]
 
@@ -92,8 +92,8 @@ def sample(
     """Samples all processes at once, for at most ``duration_s + PATIENCE_S``. Never raises.
 
     Args:
-        folder: private folder for py-spy's output
-        stop: ends the sampling early
+        folder: Private folder for py-spy's output.
+        stop: Ends the sampling early.
     """
     jobs = [(number, name) for number, process in enumerate(processes) for name in process.passes]
     identities = [identify(process.pid) for process in processes]
@@ -135,7 +135,7 @@ def argv(spy: str, pid: int, name: str, path: Path, duration_s: float, rate_hz: 
 
 
 def _problem(pid: int, output: command.Output, data: bytes, duration_s: float) -> str:
-    """Returns why there are no samples or too few; empty if there are enough."""
+    """Returns why samples are missing; empty if there are enough."""
     if output.timed_out:
         return f"py-spy record gave no answer within {duration_s + PATIENCE_S:g} s"
     if output.returncode is None:
@@ -153,7 +153,7 @@ def _process(
     passes: dict[str, Threads] = {}
     for name, content in data.items():
         try:
-            # py-spy takes its full number of samples, further apart if the node is busy.
+            # py-spy takes its full number of samples, at longer intervals if the node is busy.
             apart_s = _longest_s(passes["all"]) / max(1, ticks - 1) if name != "all" else 0.0
             passes[name] = (from_trace(content) if name == "all" else from_folded(content, apart_s)) if content else {}
         except ValueError as error:
@@ -185,8 +185,6 @@ def _read(path: Path) -> bytes:
 
 @dataclass
 class ThreadSamples:
-    """A thread in one pass. Stacks are outermost first."""
-
     name: str = ""
     seconds: dict[tuple[Frame, ...], float] = field(default_factory=dict)
 
@@ -208,7 +206,7 @@ class _SamplerEvent(msgspec.Struct, frozen=True):
 
 
 def from_trace(data: bytes) -> Threads:
-    """Reads ``-f chrometrace --threads`` (events that push and pop frames). Raises ValueError."""
+    """Reads ``-f chrometrace --threads``: events that push and pop frames. Raises ValueError."""
     threads: Threads = {}
     open_stacks: dict[int, list[tuple[str, Frame]]] = {}
     since: dict[int, int] = {}
@@ -230,7 +228,7 @@ def from_trace(data: bytes) -> Threads:
 
 
 def _close(threads: Threads, stack: list[tuple[str, Frame]], since: int | None, now: int) -> None:
-    """Adds the time since the last event to the stack that was open."""
+    """Adds the time since the last event to the open stack."""
     named = next((match for name, _ in stack if (match := _NAMED.fullmatch(name)) is not None), None)
     if named is None or since is None:
         return
@@ -248,7 +246,7 @@ def from_folded(data: bytes, apart_s: float) -> Threads:
     """Reads ``-f raw --threads``: folded stacks with their number of samples.
 
     Args:
-        apart_s: time between two samples
+        apart_s: Time between two samples.
     """
     threads: Threads = {}
     for text in data.decode("utf-8", "replace").splitlines():

@@ -1,4 +1,4 @@
-"""A recording on the screen and in ``report.md``."""
+"""Shows a recording on the screen and in ``report.md``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _table(slowness: Slowness, width: int) -> list[str]:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         if not kinds or sum(widths) + 2 * len(widths) <= width:
             break
-        kinds.remove(min(kinds, key=lambda kind: share_of(times, kind)))  # the smallest share goes first
+        kinds.remove(min(kinds, key=lambda kind: share_of(times, kind)))  # drops the smallest share first
     return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows[: MOST_ROWS + 1]]
 
 

@@ -1,6 +1,6 @@
-"""Samples the ranks of a live run for ``safelaunch record``: the ``Service`` of this add-on.
+"""Samples the ranks of a live run for ``safelaunch record``.
 
-Each supervisor samples its own ranks, and keeps only counted stacks, a few hundred kilobytes. The client makes the
+Each supervisor samples its own ranks and keeps only counted stacks, a few hundred kilobytes. The client makes the
 verdict and the page.
 """
 
@@ -26,7 +26,7 @@ from safelaunch.supervise.respond import JobView
 
 
 class Recorder:
-    """A ``Service`` (see ``addons.protocols``)."""
+    """Implements ``addons.protocols.Service``."""
 
     name = "record"
     noun = "recording"
@@ -110,7 +110,7 @@ def _code_roots(job: JobView) -> tuple[str, ...]:
 
 
 def _choose(targets: list[Target], children: Mapping[int, list[SampleTarget]]) -> list[SampleTarget]:
-    # Child processes fill what is left of the node's share, one of each rank in turn.
+    # Child processes fill the rest of the node's share, one of each rank in turn.
     mains = [SampleTarget(target.pid, target.start_ticks) for target in targets]
     rounds = [
         rank_children[at]

@@ -1,4 +1,4 @@
-"""Shares of a rank's time by activity and line, from its samples."""
+"""Computes the shares of a rank's time by activity and line, from its samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS: tuple[TimeKind, ...] = (
 )  # fmt: skip
 WAITS: tuple[TimeKind, ...] = ("collective", "send or receive")
 
-# File (its end, or a directory in its path) and functions of a frame; no functions: any. The first row that fits a
+# File (its end, or a directory in its path) and functions of a frame; no functions: any. The first row that matches a
 # frame of the stack wins: a checkpointed forward inside a backward is part of the backward.
 _BY_FRAME: tuple[tuple[TimeKind, str, frozenset[str]], ...] = (
     ("checkpoint", "torch/serialization.py", frozenset({"save", "load"})),
@@ -104,7 +104,7 @@ class CodeLocation:
 
 @dataclass(frozen=True, slots=True)
 class GilHolder:
-    """A thread, besides a rank's main thread, that holds the GIL for a share of the time, mostly at ``frame``."""
+    """A thread other than a rank's main thread that holds the GIL, mostly at ``frame``."""
 
     thread: str
     share: float
@@ -135,7 +135,7 @@ class WorkerTime:
 
 
 class StackIndex:
-    """Stacks of a recording, with cached activities."""
+    """A recording's stacks, with cached activities."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -203,7 +203,7 @@ def _split_backward(
     places: dict[CodeLocation, float],
     lines: dict[CodeLocation, dict[int, float]],
 ) -> None:
-    """Splits a backward: time off the CPU is a wait for peers' gradients or for a device."""
+    """Splits a backward: its time off the CPU is a wait for peers' gradients or a device."""
     active: dict[CodeLocation, float] = defaultdict(float)
     for number, seconds in main.active:
         active[_place(stacks.activity(number))] += seconds / total_s
@@ -218,7 +218,7 @@ def _split_backward(
 
 
 def _holders(main: ProcessRecord, total_s: float, stacks: StackIndex) -> tuple[GilHolder, ...]:
-    """Returns other threads by the time they hold the GIL; threads of the same name count together."""
+    """Returns other threads by the time for which they hold the GIL; threads of the same name count as one."""
     stacks_by_name: dict[str, list[tuple[int, float]]] = {}
     for thread in main.threads:
         if not thread.main:

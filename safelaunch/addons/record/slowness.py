@@ -1,6 +1,6 @@
-"""Finds out what slows a run down from samples of all ranks.
+"""Finds what slows a run down, from samples of all ranks.
 
-The rank that others wait for is the one that waits least in collectives while they wait long: it arrives last. A
+The rank that others wait for arrives last, so it is the one that waits least in collectives while they wait long. A
 difference counts if it exceeds the scatter of the samples.
 """
 
@@ -37,9 +37,9 @@ Slow = Literal["late-rank", "data-loading", "gil", "communication", "checkpoint"
 LATE, APART = 0.10, 0.05  # shares of time: the others' extra waiting; the gap between the two groups
 SIGMAS = 4.0
 LOADING, HELD, WAITING, SAVING, OWN_CODE = 0.15, 0.25, 0.30, 0.15, 0.25
-SCARCE = 0.6  # share of time that the GIL is held; below that, threads hardly wait for it
+SCARCE = 0.6  # share of time for which the GIL is held; below it, threads hardly wait for it
 OTHER_THREAD = "Move that thread's work to a separate process, or to code that releases the GIL."
-NAMED = 0.4  # share of a difference that a function explains if it is named
+NAMED = 0.4  # share of a difference that a function must explain to be named
 MOSTLY = 0.9  # share of a function's time in one of its lines
 
 
@@ -126,7 +126,7 @@ def _late(times: Sequence[RankTime]) -> TimeFinding | None:
 
 
 def split(times: Sequence[RankTime]) -> tuple[list[RankTime], list[RankTime]] | None:
-    """Splits ranks into the few that arrive last and those that wait for them; None if all wait equally."""
+    """Splits ranks into the few that arrive last and the others, which wait for them; None if all wait equally."""
     order = sorted(times, key=lambda time: (time.waits, time.rank))
     most = len(order) // 2 if len(order) == 2 else (len(order) - 1) // 2
     cuts = [(order[at].waits - order[at - 1].waits, at) for at in range(1, most + 1)]
@@ -140,7 +140,7 @@ def split(times: Sequence[RankTime]) -> tuple[list[RankTime], list[RankTime]] | 
 
 
 def _variance(times: Sequence[RankTime]) -> float:
-    # Samples count as independent, and no share as certain.
+    # Treats samples as independent, and no share as certain.
     shares = [min(max(time.waits, 0.02), 0.98) for time in times]
     return sum(w * (1 - w) / time.samples for w, time in zip(shares, times, strict=True)) / len(times) ** 2
 

@@ -1,4 +1,4 @@
-"""A recording's stacks in speedscope's file format."""
+"""Converts a recording's stacks to speedscope's file format."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def speedscope(recording: Recording) -> dict[str, Any]:
 
 
 def profile(name: str, stacks: Mapping[tuple[int, ...], float]) -> dict[str, Any]:
-    """Returns one profile of stacks (numbers of frames, outermost first) with weights."""
+    """Returns one profile of weighted stacks (numbers of frames, outermost first)."""
     return {
         "type": "sampled",
         "name": name,

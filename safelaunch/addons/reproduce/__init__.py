@@ -1,4 +1,4 @@
-"""Turns recorded calls into a small script that hangs in the same way. Pure.
+"""Turns recorded calls into a small script that hangs in the same way, without I/O.
 
 ``recorded`` selects the calls, ``programs`` builds a ``Program`` from them, ``fewer_ranks`` and ``tensor_sizes`` reduce
 it, ``fold`` finds what ranks and iterations have in common, and ``text`` writes the script. ``hang`` compares a run of
@@ -49,7 +49,7 @@ class ScriptOptions:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A script, and what to expect of it."""
+    """A script and its expected behavior."""
 
     text: str
     world_size: int
@@ -84,7 +84,7 @@ def reproduction_of(evidence: Evidence, options: ScriptOptions, read_source: Rea
 
 
 def _program(facts: CaseFacts, extent: Extent) -> Program:
-    """Builds the program with as few iterations before the divergence as lead to the same verdict as all of them."""
+    """Builds the program with the fewest iterations before the divergence that lead to the same verdict."""
     program = program_of(facts, extent)
     size = sum(len(record.entries) for record in facts.alignment.records.values())
     if extent != Extent() or size > _MANY:

@@ -1,4 +1,4 @@
-"""``safelaunch reproduce PATH``: a small script that hangs as the job did, from its recorded calls."""
+"""Implements ``safelaunch reproduce PATH``: writes a script that hangs as the job did, from its recorded calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PATIENCE_S = 240
 def main(argv: list[str]) -> int:
     """Writes the script and runs it.
 
-    Returns 0, 1 if nothing in PATH can be replayed or the script doesn't hang as the job did, 2 if PATH contains no
+    Returns 0; 1 if nothing in PATH can be replayed or the script doesn't hang as the job did; 2 if PATH has no
     evidence.
     """
     words = parser().parse_args(argv)
@@ -83,7 +83,7 @@ def _name(output: str | None) -> str:
 
 
 def _from(called: str, options: ScriptOptions) -> Reproduction:
-    # Import before the fork: otherwise the child would import them again.
+    # Imported before the fork; the child would import them again.
     from safelaunch.capture.user_source import text_for_stranger
     from safelaunch.cli.diagnose import read_in_child
 

@@ -1,4 +1,4 @@
-"""Gives process groups with the same role, such as the tensor-parallel groups of a job, a common name."""
+"""Gives process groups with the same role, such as a job's tensor-parallel groups, a common name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Families = dict[str, list[tuple[int, ...]]]
 
 def with_group_families(program: Program) -> tuple[Program, Families]:
     """Returns the program with family names in place of group names, and each family's groups."""
-    # Rank → group → its position among the groups of this rank, by its first call.
+    # Rank → group → its position among this rank's groups, by first call.
     firsts = {
         rank: dict.fromkeys(call.group for call in rank_program.calls) for rank, rank_program in program.ranks.items()
     }

@@ -12,7 +12,7 @@ PredictVerdict = Callable[[Program], tuple[str, list[int]]]  # cause and culprit
 
 
 def fewest_ranks(program: Program, culprits: Collection[int], predict: PredictVerdict) -> list[int]:
-    """Returns as few ranks as lead to the same verdict, or all if ``predict`` doesn't name the ``culprits``."""
+    """Returns the fewest ranks that lead to the same verdict, or all if ``predict`` doesn't name the ``culprits``."""
     every_rank, cause = sorted(program.ranks), predict(program)[0]
     kinds: dict[object, list[int]] = {}
     for rank in set(every_rank) - set(culprits):
@@ -38,7 +38,7 @@ def _kind(program: RankProgram) -> object:
 
 
 def restricted_to(program: Program, kept: Collection[int]) -> Program:
-    """Returns the program of some of its ranks, renumbered, with groups that contain only these."""
+    """Returns the program for some of its ranks, renumbered, with groups of only these."""
     number = {rank: place for place, rank in enumerate(sorted(kept))}
     fewer = _Renumbering({name: program.members(name) for name in (WORLD, *program.groups)}, number)
     groups = {name: ranks for name in program.groups if len(ranks := fewer.ranks(name)) > 1}
@@ -53,10 +53,10 @@ def restricted_to(program: Program, kept: Collection[int]) -> Program:
 
 @dataclass(frozen=True)
 class _Renumbering:
-    """Renumbers the ranks that stay."""
+    """Renumbers the remaining ranks."""
 
     members: Mapping[str, Sequence[int]]  # of each group, before
-    number: Mapping[int, int]  # new number of each rank that stays
+    number: Mapping[int, int]  # new number of each remaining rank
 
     def ranks(self, group: str) -> tuple[int, ...]:
         return tuple(self.number[rank] for rank in self.members[group] if rank in self.number)
@@ -67,7 +67,7 @@ class _Renumbering:
         return replace(rank_program, calls=tuple(filter(None, calls)), entries=entries)
 
     def call(self, call: ScriptCall) -> ScriptCall | None:
-        """Returns the renumbered call; None if no rank is left to make it with."""
+        """Returns the renumbered call; None if no other member remains."""
         parts = tuple(filter(None, map(self.call, call.parts)))
         peer = self.place(call.group, call.peer)
         if len(self.ranks(call.group)) < 2 or (peer is None and call.peer is not None) or len(parts) < bool(call.parts):
@@ -78,7 +78,7 @@ class _Renumbering:
         return replace(call, parts=parts, peer=peer, root=root, other_roots=other_roots)
 
     def place(self, group: str, place: int | None) -> int | None:
-        """Returns the new position of a group's member; None if that rank is left out."""
+        """Returns the new position of a group's member; None if that rank is omitted."""
         if place is None or place >= len(self.members[group]):
             return None
         rank = self.members[group][place]

@@ -1,4 +1,4 @@
-"""Merges the programs of many ranks into one, with branches and loops. Pure; items can be any hashable objects."""
+"""Merges the programs of many ranks into one, with branches and loops. Items can be any hashable objects."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class RankBranch:
     """Alternatives for different ranks."""
 
     sides: tuple[tuple[RankSet, tuple[FoldNode, ...]], ...]
-    rest: tuple[FoldNode, ...] = ()  # for all other ranks that reach this node; possibly empty
+    rest: tuple[FoldNode, ...] = ()  # for all other ranks that reach this node; can be empty
 
 
 FoldNode = RankStep | RepeatedItems | RankBranch
 
 
 def merged(programs: Mapping[int, Sequence[Item]]) -> tuple[FoldNode, ...]:
-    """Returns one program that executes on each rank its own one of ``programs``.
+    """Returns one program that runs each rank's own of ``programs``.
 
-    No rank returns from its last item, so it makes no difference what follows.
+    No rank returns from its last item, so anything can follow it.
     """
     return tuple(_branched(_level(programs), frozenset(programs)))
 
@@ -66,7 +66,7 @@ def _level(programs: Mapping[int, Sequence[Item]]) -> list[RankStep | RepeatedIt
 
 
 def _aligned(programs: Mapping[int, Sequence[Item]]) -> list[RankStep]:
-    """Aligns the programs: returns all items with the ranks that execute them, which keeps each rank's order."""
+    """Returns all items with the ranks that execute them, in an order that keeps each rank's."""
     sides: dict[tuple[Item, ...], list[int]] = {}
     for rank, items in programs.items():
         sides.setdefault(tuple(items), []).append(rank)
@@ -106,7 +106,7 @@ def _with_the_stuck(steps: Sequence[RankStep]) -> list[RankStep]:
 
 
 def _folded(steps: Sequence[RankStep], codes: Sequence[int]) -> list[RankStep | RepeatedItems]:
-    """Replaces repetitions by loops: at each position the shortest of the ones that cover most."""
+    """Replaces repetitions by loops: at each position the shortest of those that cover most items."""
     nodes: list[RankStep | RepeatedItems] = []
     at = 0
     while at < len(steps):

@@ -1,4 +1,4 @@
-"""The calls and types that gloo on a CPU supports, and which rooted calls return although ranks are missing."""
+"""Lists the calls and types that gloo on a CPU supports, and models which rooted calls return without some ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 BARE = frozenset({"barrier", "monitored_barrier", "new_group"})  # without tensors
 
 
-# Function of torch.distributed → its names in records, without the backend.
+# torch.distributed function → its names in records, without the backend.
 _RECORDED = {
     "all_reduce": "all_reduce allreduce allreduce_coalesced all_reduce_coalesced",
     "barrier": "barrier all_reduce_barrier",
@@ -29,7 +29,7 @@ _RECORDED = {
 FUNCTIONS = {name: function for function, names in _RECORDED.items() for name in names.split()}
 
 
-# Type in records → type of torch.
+# Type in records → torch type.
 TYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Int": "int32", "Long": "int64",
     "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128",
@@ -37,10 +37,10 @@ TYPES = {
 
 
 def can_return(op: str, root: int, entered: Collection[int], place: int, size: int) -> bool:
-    """Returns True if a rank returns from a rooted call that only ``entered`` have made.
+    """Returns whether a rank returns from a rooted call that only ``entered`` have made.
 
-    In gloo, a send of any size waits for its receive, and a broadcast uses a binomial tree. All ranks are positions in
-    the group.
+    In gloo, a send of any size waits for its receive, and a broadcast uses a binomial tree. Ranks are positions in the
+    group.
     """
     if op in ("gather", "scatter") and place != root:
         return root in entered

@@ -1,7 +1,7 @@
 """Describes how a job hangs, and compares it with a run of the script.
 
-The script's conditions differ from the job's source. If the recorded calls don't distinguish some ranks, the script
-might treat them differently than the job did.
+The script's conditions differ from the job's source: if recorded calls don't distinguish some ranks, the script might
+treat them differently than the job did.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ class WaitPosition:
 
 @dataclass(frozen=True)
 class Hang:
-    """How a job hangs, or how it ended."""
-
     outcome: str
     cause: str
     culprits: tuple[int, ...]
@@ -46,14 +44,14 @@ class Hang:
     by_calls: frozenset[int] | None = None  # culprits according to calls alone; None if the cause then differs
 
     def names_like(self, other: Hang) -> bool:
-        """Returns True if the culprits are the same, or can't be distinguished by the calls of either job."""
+        """Returns whether the culprits are the same, or the calls of neither job distinguish them."""
         if set(self.culprits) == set(other.culprits):
             return True
         tied = self.by_calls
         return tied is not None and tied == other.by_calls and tied.issuperset(self.culprits + other.culprits)
 
 
-# Cause of the job → causes that its replay can have instead, if it can't reproduce the cause itself.
+# Cause of the job → causes that its replay can have instead, if it can't reproduce that one.
 _STAND_INS = {
     "missing-from-collective": ("stuck-in-user-code",),  # in the replay, the stack shows the reason
     "data-loading": ("stuck-in-user-code",),
@@ -65,7 +63,7 @@ _STAND_INS = {
 
 
 def hang_of(evidence: Evidence, kept: Sequence[int], read_source: ReadSource | None = None) -> Hang:
-    """Describes a hang, with the numbers that the ``kept`` ranks have in a script of only these."""
+    """Describes a hang, with the numbers of the ``kept`` ranks in a script of only these."""
     verdict, facts = diagnose(evidence, read_source), CaseFacts.of(evidence, read_source)
     number = {rank: place for place, rank in enumerate(kept)}
     ranks = {number[rank]: _wait_position(facts, rank, number) for rank in facts.ranks if rank in number}
@@ -81,7 +79,7 @@ def _named(verdict: Verdict, number: Mapping[int, int]) -> tuple[int, ...]:
 def compare_run(recorded: Hang, run: Evidence, read_source: ReadSource | None = None) -> tuple[list[str], Hang]:
     """Returns the run's differences from the job, and how it hangs.
 
-    If the job left only records, the run's records alone are compared too, and the closer result counts.
+    If the job left only records, the run's records alone are compared, too, and the closer result counts.
     """
     bare = tuple(
         RankEvidence(rank=rank.rank, host=rank.host, pid=rank.pid, flight_record=rank.flight_record)

@@ -1,4 +1,4 @@
-"""The calls that the script makes: its groups, and what each rank calls in them.
+"""Describes the script's calls: its groups, and each rank's calls in them.
 
 Ranks are numbered from 0 without gaps. ``ScriptCall.root`` and ``ScriptCall.peer`` are ranks of the call's group.
 """
@@ -20,14 +20,12 @@ TRANSFERS = frozenset({"send", "recv"})
 
 @dataclass(frozen=True)
 class ScriptCall:
-    """One call of torch.distributed."""
-
     op: str  # function, or ``batch`` for ``batch_isend_irecv`` of ``parts``
     group: str = WORLD
     sizes: ElementCounts = ()  # of the rank's input tensors, or of its outputs if only the root has inputs (scatter)
     dtypes: tuple[str, ...] = ()
     root: int | None = None
-    other_roots: tuple[tuple[int, int], ...] = ()  # (rank of the world, root that it names instead)
+    other_roots: tuple[tuple[int, int], ...] = ()  # (global rank, root that it names instead)
     peer: int | None = None  # None in a ``recv`` from any rank
     named: bool = True  # False if another peer might have been meant
     tag: int = 0
@@ -47,7 +45,7 @@ class ScriptEnd:
     words: str = ""  # description of the cause
     site: Frame | None = None
     code: int = 0
-    work: int = 0  # index from the end of the async call this rank finally waits on
+    work: int = 0  # index, from the end, of the async call for which the rank finally waits
 
 
 @dataclass(frozen=True)

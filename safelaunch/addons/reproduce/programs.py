@@ -32,10 +32,10 @@ RankPrograms = Mapping[int, RankProgram]
 
 
 def pass_calls(programs: RankPrograms, keys: Keys, members: GroupRanks) -> tuple[dict[int, RankProgram], list[int]]:
-    """Makes finished calls asynchronous until each rank reaches its end; returns the programs.
+    """Makes finished calls asynchronous until each rank reaches its end.
 
-    As few lines as possible are changed, but all calls of a line. Also returns the ranks that gloo lets return from the
-    last call, in which they were waiting.
+    It changes as few lines as possible, and all calls of a changed line. Returns the programs, and the ranks that gloo
+    lets return from the last call, in which they had waited.
     """
     left: set[object] = set()
     while True:
@@ -115,13 +115,13 @@ _ENDS = {"rank-killed": "is killed", "rank-exception": "raises", "rank-exited": 
 
 
 def program_of(facts: CaseFacts, extent: Extent) -> Program:
-    """Builds the program of a job. Whatever can't be replayed is listed in its notes."""
+    """Builds the program of a job. Its notes list whatever can't be replayed."""
     return _EntryReader(facts, extent).program()
 
 
 @dataclass(frozen=True)
 class _CallEntries:
-    """A call, and the entries that it left: several for a batch of sends and receives."""
+    """A call and its record entries, several for a batch of sends and receives."""
 
     call: ScriptCall
     entries: tuple[Collective, ...]
@@ -224,7 +224,7 @@ class _EntryReader:
         return RankProgram(_left(made), end, before=end.kind == "stalls" and alone and self._some_in_init)
 
     def _waiting(self, rank_facts: RankFacts, made: Sequence[_CallEntries]) -> RankProgram:
-        """Returns the program of a rank that waits in its latest call, in an earlier one, or in an unrecorded one."""
+        """Returns the program of a rank that waits in its latest call, an earlier one, or an unrecorded one."""
         assert rank_facts.wait is not None
         wait = rank_facts.wait
         at = next((n for n, call in enumerate(made) if call.is_at(wait.group, wait.seq)), None)
@@ -260,7 +260,7 @@ class _EntryReader:
         return result
 
     def _borrowed(self, rank: int) -> list[_CallEntries]:
-        """Returns calls that peers of a rank without a record can't have completed without it, as a peer made them."""
+        """Returns calls of a rank without a record: those that its peers can't have completed without it."""
         over = {call.key for calls in self._calls.values() for call in calls if call.entry.completed}
         alignment = self._facts.alignment
         of_mine = {
@@ -314,7 +314,7 @@ class _EntryReader:
         return sizes
 
     def _call_of_wait(self, rank_facts: RankFacts) -> Iterator[ScriptCall]:
-        """Yields a call that only the rank's stack shows: gloo records no sends, and some torch versions nothing."""
+        """Yields a call that only the rank's stack shows: gloo records no sends, some torch versions nothing."""
         wait = rank_facts.wait
         assert wait is not None
         if wait.kind == "init":
@@ -378,8 +378,8 @@ def _end_of(rank_facts: RankFacts) -> ScriptEnd:
 class _Roots:
     """The root of each rooted collective, as a rank of its group.
 
-    It is taken from the ranks' stacks, or from the sizes of a gather or scatter. Otherwise it is the root with which
-    gloo keeps most of the waiting ranks waiting and lets the others return.
+    It comes from the ranks' stacks, or the sizes of a gather or scatter. Otherwise it is the root with which gloo keeps
+    most of the waiting ranks waiting and lets the others return.
     """
 
     def __init__(self, facts: CaseFacts, calls: Mapping[int, Sequence[RecordedEntry]]) -> None:
@@ -404,7 +404,7 @@ class _Roots:
             yield "The root of a hanging call is one that the waiting ranks could be waiting for."
 
     def of_all(self, entry: RecordedEntry) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Returns the root that most ranks in the call name, and the other ranks with the roots that they name."""
+        """Returns the root that most ranks in the call name, and the other ranks with their roots."""
         if entry.key not in self._found:
             roots = {rank: self._place(rank, entry) for rank in self._there[entry.key]}
             usual, _ = Counter(roots.values()).most_common(1)[0]

@@ -1,6 +1,6 @@
-"""Selects the recorded calls of all ranks, from shortly before they diverge to the hang.
+"""Selects the recorded calls of all ranks, from shortly before they diverged to the hang.
 
-A call is left out on all members of its group, so the remaining calls match as before.
+A call is omitted on all members of its group, so the remaining calls match as before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MatchKey = tuple[Hashable, ...]  # identifies a collective, or a send and its re
 
 @dataclass(frozen=True)
 class Extent:
-    """How much to keep: everything, the ``last`` calls of each rank, or some iterations before the divergence."""
+    """How much to keep: everything, each rank's ``last`` calls, or some iterations before the divergence."""
 
     everything: bool = False
     last: int | None = None
@@ -43,7 +43,7 @@ class RecordedEntry:
 
 
 def recorded(facts: CaseFacts, extent: Extent) -> dict[int, list[RecordedEntry]]:
-    """Returns, by rank, its calls to replay, oldest first."""
+    """Returns each rank's calls to replay, oldest first."""
     every = {rank: _entries_of(facts, rank) for rank in sorted(facts.alignment.records)}
     begins = _together({rank: _begin(facts, calls, extent) for rank, calls in every.items()}, every)
     first: dict[MatchKey, int] = {}
@@ -135,7 +135,7 @@ def _rounds_before(calls: Sequence[RecordedEntry], end: int, rounds: int) -> int
 
 
 def _first_kept(calls: Sequence[RecordedEntry], begin: int) -> Mapping[MatchKey, int]:
-    """Returns, by meeting, the first place that is kept; past the last one if nothing is kept."""
+    """Returns, by meeting, the first place that is kept, or the place after the last one."""
     firsts: dict[MatchKey, int] = {}
     for at, entry in enumerate(calls):
         if at < begin:
@@ -146,9 +146,9 @@ def _first_kept(calls: Sequence[RecordedEntry], begin: int) -> Mapping[MatchKey,
 
 
 def _behind_lost(facts: CaseFacts, rank: int, meeting: MatchKey) -> int:
-    """Returns the first number after the entries that the ring of ``rank`` has lost, in a group it has no entry of.
+    """Returns the first number that ``rank``'s ring can't have lost, in a group without entries in the ring.
 
-    If nothing shows the last one that it called, that is after everything that has finished.
+    If nothing shows the last call that the rank made in the group, it is the number after everything that has finished.
     """
     if len(meeting) > 1 or facts.alignment.is_whole(rank):
         return 0

@@ -16,7 +16,7 @@ ScriptComment = tuple[str, list[int]]  # cause and culprits
 
 
 def places_matter(program: Program, nodes: Sequence[FoldNode]) -> bool:
-    """Returns True if the verdict depends on the line from which equal calls are made."""
+    """Returns whether the verdict depends on the line from which equal calls are made."""
     steps = {rank: list(done(nodes, rank)) for rank in program.ranks}
     lines, items = ({r: [k(s) for s in made] for r, made in steps.items()} for k in (id, lambda step: step.item))
     return _verdict_at(program, lines) != _verdict_at(program, items)

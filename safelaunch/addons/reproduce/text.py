@@ -1,6 +1,6 @@
 """Writes a program as a script that needs only torch.
 
-Names of files, groups and operations come from dumps, which aren't trusted: they occur only in comments, in ASCII and
+Names of files, groups and operations come from dumps, which aren't trusted. They occur only in comments, in ASCII and
 on one line. Everything else consists of numbers and of words from this module.
 """
 
@@ -26,9 +26,9 @@ from safelaunch.system.redaction.redact import redact_text
 _WIDTH = 118
 _INDENT = "    "
 _FOREVER = "time.sleep(86_400)"
-# If this line appears in the output, the script doesn't do what was recorded.
+# If this line appears in the output, the script doesn't behave as recorded.
 _CAME_BACK = 'raise SystemExit(f"not as recorded: rank {rank} came back from its last call")'
-# How to stall a rank that waits for no peer, if the standard library can stall in the same way.
+# Code that stalls a rank without peers, if the standard library can stall in the same way.
 _STALLS = {
     "blocking-io": ("os.read(os.pipe()[0], 1)",),
     "lock-deadlock": ("lock = threading.Lock()", "lock.acquire()", "lock.acquire()"),
@@ -53,8 +53,8 @@ def script(program: Program, recorded: Sequence[str], name: str) -> Script:
     """Writes the whole script.
 
     Args:
-        recorded: description of the recording, one item per paragraph
-        name: file name of the script
+        recorded: Description of the recording, one item per paragraph.
+        name: File name of the script.
     """
     named, families = with_group_families(program)
     items = {rank: _items(rank_program) for rank, rank_program in named.ranks.items()}
@@ -189,7 +189,7 @@ class _Writer:
     def list_of_calls(self, nodes: Sequence[fold.FoldNode]) -> Iterator[str]:
         """Yields each distinct call as a function, a list of calls for each rank, and one line that makes them.
 
-        So all ranks make equal calls from the same line.
+        All ranks then make equal calls from the same line.
         """
         distinct = dict.fromkeys(step.item for rank in self._program.ranks for step in fold.done(nodes, rank))
         names: dict[Item, str] = {item: f"call_{number}" for number, item in enumerate(distinct, 1)}
@@ -326,7 +326,7 @@ def _cause_comment(end: ScriptEnd) -> list[str]:
 
 
 def _site(frame: Frame | None) -> str:
-    """Returns e.g. ``train.py:61 (train)``."""
+    """Returns, for example, ``train.py:61 (train)``."""
     if frame is None or is_pseudo(frame.file):
         return ""
     function = short(frame.function)
