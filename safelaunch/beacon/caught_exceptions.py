@@ -1,9 +1,9 @@
 """Records the exceptions that the script catches. A rank that continues after one might have skipped a collective.
 
-Python 3.12+ reports them through ``sys.monitoring``, which slows down only the catching itself. Older versions have no
-cheap way, so nothing is recorded there. Only exceptions count that the user's own code catches on the main thread. A
-shared file holds the newest ones, so that the supervisor can read them while the rank is stuck. It consists of
-fixed-size slots of text, each written in one operation.
+``sys.monitoring`` of Python 3.12+ reports them, which slows down only the catching itself. Older versions have no cheap
+way, so nothing is recorded. An exception counts only if the user's own code catches it on the main thread. The newest
+ones are in a shared file, which the supervisor can read while the rank is stuck. The file consists of fixed-size slots
+of text, each written in one operation.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def detach() -> None:
 
 
 def _handled(code: CodeType, offset: int, exception: BaseException) -> None:
-    """Callback for entering a handler: an ``except``, but also a ``finally`` or ``with`` that reraises."""
+    """Handles the entry of a handler: an ``except``, but also a ``finally`` or ``with`` that reraises."""
     file = code.co_filename
     users = _is_users.get(file)
     if users is None:

@@ -1,8 +1,7 @@
 """Holds the job's GPU leases, and protects descriptors from scripts that close all of them, as daemons do.
 
-Each rank locks the leases, so that the GPUs stay leased while any rank lives, even without a supervisor. The lock lasts
-as long as the process and its forked children (DataLoader workers), which hold GPU memory as well. Programs that the
-process executes don't inherit it.
+Each rank locks the leases, so that the GPUs stay leased while any rank lives, even without a supervisor. The rank's
+forked children (DataLoader workers), which hold GPU memory as well, share the lock. Programs that it executes don't.
 
 The worker server's C++ threads use its socket by number. If the script closed it, a connection of the script could get
 the same number: both would read from it, and the process would abort at exit.
@@ -75,9 +74,9 @@ def _sockets() -> dict[int, int]:
 
 
 def _is_protected(descriptor: object) -> bool:
-    """Returns whether the descriptor is still the protected file.
+    """Returns whether the descriptor is still the protected file, by its inode.
 
-    C code can have closed it, and the script reused the number: the inode tells them apart.
+    C code can have closed the file, and the script reused its number.
     """
     if not isinstance(descriptor, int) or os.getpid() != _owner:
         return False
@@ -106,8 +105,8 @@ def _closerange(fd_low: int, fd_high: int, /) -> None:
 def _locked(path: str) -> int:
     """Opens ``path`` and locks a random byte of it. Returns the descriptor that holds the lock, or -1.
 
-    It is an exclusive lock of the open file description, which needs write permission (see ``leases.lease``). Each rank
-    locks a different byte, so that all of them can hold the file.
+    The lock is an exclusive lock of the open file description, which needs write permission (see ``leases.lease``).
+    Each rank locks a different byte, so that all can hold the file.
     """
     import fcntl
     import struct

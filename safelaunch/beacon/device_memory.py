@@ -2,7 +2,7 @@
 
 Figures and the largest live blocks are always recorded. Under ``--preset oom-debug``, torch's allocator also keeps the
 stack of each allocation, and its snapshot is written for https://pytorch.org/memory_viz. The snapshot is taken where
-the allocation fails: once the exception has unwound the stack, some of the memory is free again.
+the allocation fails, because unwinding the stack frees some of the memory.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _statistics(stats: Mapping[str, int]) -> dict[str, object]:
 
 
 def _blocks(segments: Iterable[Mapping[str, Any]], device: object) -> dict[str, object]:
-    """Returns the largest live blocks, grouped by the stack that allocated them; without a history, by their size."""
+    """Returns the largest live blocks, grouped by the stack that allocated them; without a history, by size."""
     groups: dict[object, list[Any]] = {}
     largest, largest_free = 0, 0
     for segment in segments:
@@ -133,7 +133,7 @@ def _frames(frames: Iterable[tuple[str, int, str]]) -> Iterator[dict[str, object
 
 
 def _write_snapshot(path: str, snapshot: dict[str, Any]) -> dict[str, object]:
-    """Writes the snapshot as torch does; without its history if that makes it too large."""
+    """Writes the snapshot as torch does; without its history if the file would be too large."""
     from pickle import dump
 
     shorter = {**snapshot, "device_traces": [[] for _ in snapshot.get("device_traces", ())]}

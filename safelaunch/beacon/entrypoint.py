@@ -1,4 +1,4 @@
-"""The function of a rank under ``safelaunch.launch``, with the beacon around it.
+"""Runs a rank's function under ``safelaunch.launch``, with the beacon around it.
 
 A spawned worker is a new interpreter, whose ``sitecustomize`` has started the beacon. In a forked one, the beacon
 starts when the function is called, which is the only hook that torch's launcher offers for every start method.
@@ -32,7 +32,7 @@ class WatchedFunction:
     """Calls ``function`` in a rank, and records how it ends. It has the function's name, which torch shows.
 
     Args:
-        env: Variables of this launch. A fork server that an earlier launch started has the earlier ones.
+        env: Variables of this launch. A fork server from an earlier launch has the earlier ones.
     """
 
     def __init__(self, function: Callable[..., Any], env: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Post-import hooks, which call a function once after a named module has been executed; and ``import safelaunch``.
+"""Calls a function once after a named module was imported, and offers ``import safelaunch``.
 
 A process that never imports the module pays one dictionary lookup per import. The hook restores the module's loader
 before the module runs, so that ``inspect`` and ``linecache`` see the real one.
@@ -91,5 +91,5 @@ class _OwnPackage:
 
 
 def offer_safelaunch() -> None:
-    """Lets the script import safelaunch (``step``, ``phase``, ``pause``, ``probes``) whatever its environment has."""
+    """Lets the script import safelaunch (``step``, ``phase``, ``pause``, ``probes``) in any environment."""
     sys.meta_path.append(_OwnPackage())

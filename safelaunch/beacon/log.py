@@ -1,4 +1,4 @@
-"""The log of the beacon's own errors: a file in the run directory, never the job's output."""
+"""Logs the beacon's own errors to a file in the run directory, never to the job's output."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def absolute(path: str) -> str:
 def without_our_frames(error: BaseException) -> None:
     """Removes safelaunch's frames from the tracebacks of an exception that is about to be printed.
 
-    They are there because safelaunch wraps the function that raised. If its own code raised, they stay.
+    They are there because safelaunch wraps the function that raised. If safelaunch itself raised, they stay.
     """
     link: BaseException | None = error
     for _ in range(16):

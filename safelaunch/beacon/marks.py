@@ -1,4 +1,4 @@
-"""Step, phase and state marks: plain stores to the progress page, without a system call."""
+"""Marks steps, phases and states by plain stores to the progress page, without a system call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Phase = tuple[str, float, int]  # name, timeout in seconds, when it began (CLOCK_MONOTONIC, ns)
+    Phase = tuple[str, float, int]  # name, timeout in seconds, beginning (CLOCK_MONOTONIC, ns)
 
 LONGEST_S = 1e9
 
@@ -92,7 +92,7 @@ def user_stepped(loss: object = None) -> None:
 
 
 def set_state(state: int) -> None:
-    """Sets one of ``layout.STARTED`` ... ``layout.EXITED``. A state never goes back to an earlier one."""
+    """Sets one of ``layout.STARTED`` ... ``layout.EXITED``. A state never returns to an earlier one."""
     if state > _words[layout.STATE]:
         _words[layout.STATE] = state
 

@@ -1,4 +1,4 @@
-"""The control groups of a process (cgroups(7)): whether it is frozen, throttled, and its limits."""
+"""Reads a process's control groups (cgroups(7)): whether it is frozen, throttled, and its limits."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def directory(pid: int, controller: str = "", root: Path = ROOT) -> Path | None:
 
 
 def nearest(group: Path, name: str, root: Path = ROOT) -> str:
-    """Returns the text of ``name`` from ``group`` or its closest ancestor that has it; empty if none has.
+    """Returns the text of ``name`` from ``group`` or its closest ancestor with that file, or empty.
 
-    A group without a controller is subject to its ancestors' limits; the job's group, made by safelaunch, has none.
+    A group without a controller is subject to its ancestors' limits. The job's group, made by safelaunch, has no
+    controller.
     """
     places = (place for place in (group, *group.parents) if place.is_relative_to(root))
     return next((text for place in places if (text := text_of(place / name).strip())), "")
@@ -60,7 +61,7 @@ def is_frozen(pid: int) -> bool:
 def throttled_ms(pid: int) -> int:
     """Returns how long CPU limits (v2 ``cpu.max``, v1 ``cpu.cfs_quota_us``) have stopped the process's groups.
 
-    Each group counts only its own limit, so its ancestors are read as well. 0 without a limit.
+    Each group counts only its own limit, so its ancestors are read as well.
     """
     total_us = 0
     for group in {directory(pid), directory(pid, "cpu")} - {None}:

@@ -23,7 +23,7 @@ GRACE_S = 0.5  # to reap a killed helper; a thread waits for one stuck in the ke
 
 
 class HelperReports:
-    """Reports the pid of each helper as it starts, and kills those that are left.
+    """Reports the pid of each helper as it starts, and kills the rest at the end.
 
     The supervisor forwards the pids to its guardian, which ends hung helpers if the supervisor is killed.
     """
@@ -45,7 +45,7 @@ class HelperReports:
     def running(self, words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
         """Starts ``words`` in a new process group, which ``end_all`` can kill until the context ends.
 
-        Raises ``CaptureError`` if they can't be started.
+        Raises ``CaptureError`` if the start fails.
         """
         this = object()
         self._starting.add(this)
@@ -69,7 +69,7 @@ class HelperReports:
             _kill(process)
 
     def close(self) -> None:
-        """Kills running helpers and lets no more start: the threads that would end them exit with their process."""
+        """Kills running helpers and starts no more: the threads that would end them exit with their process."""
         self._closed = True
         until = time.monotonic() + GRACE_S
         while self._starting and time.monotonic() < until:
@@ -82,18 +82,16 @@ helper_reports = HelperReports()
 
 @dataclass(frozen=True)
 class Output:
-    """A program's result; ``returncode`` as in ``subprocess``."""
-
     returncode: int | None
     stdout: bytes
     stderr: str
-    timed_out: bool = False  # it missed its deadline
+    timed_out: bool = False
 
 
 def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Output:
     """Runs ``argv`` without stdin for at most ``deadline_s`` seconds, then sends SIGKILL to its process group.
 
-    Never waits for a helper stuck in the kernel. Raises ``CaptureError`` if it can't be started.
+    Never waits for a helper stuck in the kernel. Raises ``CaptureError`` if the start fails.
     """
     begin = time.monotonic()
     with helper_reports.running(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd) as process:
@@ -116,10 +114,10 @@ def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Outpu
 def run_together(
     commands: Sequence[Sequence[str]], folder: Path, *, deadline_s: float, stop: threading.Event | None = None
 ) -> list[Output]:
-    """Runs all at once, for at most ``deadline_s`` seconds or until ``stop`` is set, then kills those that are left.
+    """Runs all commands at once, for at most ``deadline_s`` seconds or until ``stop`` is set, then kills the rest.
 
-    Their stderr goes to files in ``folder``; stdout is discarded. No threads are used, however many commands there are.
-    A command that can't be started has no return code, and the reason as its stderr.
+    Stderr goes to files in ``folder``; stdout is discarded. Needs no threads, however many commands there are. If a
+    command can't be started, its return code is None and its stderr the reason.
     """
     until = time.monotonic() + deadline_s
     stop = stop or threading.Event()
@@ -157,7 +155,7 @@ def _ended(helper: subprocess.Popen[bytes] | str, log: Path) -> Output:
     return Output(helper.returncode, b"", stderr, timed_out)
 
 
-# A process group, not a session: by session, the supervisor tells its helpers from the job's orphans.
+# A process group, not a session: by session, the supervisor distinguishes its helpers from the job's orphans.
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {}
 
 

@@ -1,8 +1,8 @@
-"""Counters of work: what a job's processes have computed, read, written, sent and received so far.
+"""Counts a job's work: what its processes have computed, read, written, sent and received so far.
 
-Nothing here touches the processes. The kernel doesn't count everything: ``splice``, and ``recv`` and ``send`` on Unix
-and UDP sockets, unlike ``read`` and ``write`` (``supervise.judge`` looks at the threads that wait in them). Work on
-already mapped pages shows only as CPU time.
+The processes aren't touched. The kernel doesn't count everything: ``splice``, and ``recv`` and ``send`` on Unix and UDP
+sockets, unlike ``read`` and ``write`` (``supervise.judge`` looks at the threads that wait in them). Work on already
+mapped pages shows only as CPU time.
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ class ProcessCounters:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Counters of all processes of a job at one moment."""
-
     at_s: float  # CLOCK_MONOTONIC
     at_ticks: int  # the same moment on the clock of start_ticks
     processes: Mapping[CounterKey, ProcessCounters] = field(default_factory=dict)
@@ -230,4 +228,4 @@ def _text(path: str) -> str:
     try:
         return _read(path)
     except OSError:
-        return ""  # gone, or a kernel without it
+        return ""  # gone, or not supported by the kernel

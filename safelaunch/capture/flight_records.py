@@ -18,7 +18,7 @@ _NEAR = 64  # preceding entries of a group that are compared
 def merged(records: Sequence[FlightRecord]) -> FlightRecord:
     """Merges the records of a rank's recorders, one per backend, in call order.
 
-    If two of them hold the same backend's entries, the longer one counts. Groups about which they disagree are dropped
+    If two records hold the same backend's entries, the longer one counts. Groups about which they disagree are dropped
     and reported as ``damaged``.
     """
     longest: dict[str, tuple[int, int]] = {}  # backend → number of entries, and minus the record's position
@@ -51,21 +51,21 @@ def backend_of(op: str) -> str:
 
 
 def contradicts_itself(record: FlightRecord) -> bool:
-    """True if the record doesn't tell how far the rank came: a group's collectives have no or repeated numbers.
+    """True if the record doesn't show how far the rank came: a group's collectives have no or repeated numbers.
 
     Also true if one number runs over several groups and the ring has wrapped. Calls of one launch share a number in
     adjacent entries. Two threads' calls can be recorded in reverse order. The end of a batch of sends isn't counted.
     """
     ring = Entries.of(record.entries)
     kinds = ring.used()
-    if not any(ring.seqs):  # it has no numbers
+    if not any(ring.seqs):
         return False
     if _same(ring.seqs, ring.record_ids):  # torchcomms counts like this, over all groups
         return ring.seqs[0] > 0 and len({kind.group for kind in kinds.values()}) > 1
     if _ascends(ring, kinds):
         return False
     last: dict[str, list[int]] = {}
-    sent: dict[str, tuple[int, int] | None] = {}  # group → numbers of its newest entry if that is a send
+    sent: dict[str, tuple[int, int] | None] = {}  # group → numbers of its newest entry if it is a send
     for at, number in enumerate(ring.seqs):
         kind = kinds[ring.kind_of[at]]
         numbers = (ring.p2p_seqs[at], number)
@@ -82,7 +82,7 @@ def contradicts_itself(record: FlightRecord) -> bool:
 
 
 def _ends_a_block(kind: Collective) -> bool:
-    # True for a batch's end, which has the number of an earlier collective (0 before any).
+    # The end of a batch has the number of an earlier collective (0 before any).
     return kind.op.endswith("coalesced") and kind.input_sizes in ((), UNKNOWN_SIZES)
 
 

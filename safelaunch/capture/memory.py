@@ -1,4 +1,4 @@
-"""Another process's memory, read without stopping it: mappings, symbols, environment."""
+"""Reads another process's memory without stopping it: mappings, symbols, environment."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ FUNCTION, OBJECT = 2, 1
 
 
 class Mapping(NamedTuple):
-    """A mapped part of a file."""
-
     start: int
     end: int
     offset: int
@@ -40,14 +38,14 @@ class Symbol(NamedTuple):
 
 
 class ProcessMemory:
-    """The memory of process ``pid``; ``fd`` is an open descriptor of it, sent by the process, or -1."""
+    """Memory of process ``pid``; ``fd`` is an open descriptor of it, sent by the process, or -1."""
 
     def __init__(self, pid: int, fd: int = -1) -> None:
         self.pid = pid
         self._fd = fd
 
     def read(self, address: int, size: int) -> bytes:
-        """Reads as much as there is; empty if not permitted."""
+        """Reads as much as possible; empty if not permitted."""
         try:
             if self._fd >= 0:
                 return os.pread(self._fd, size, address)

@@ -1,7 +1,7 @@
-"""Processes killed by the out-of-memory killer: its counters and its lines in the kernel log.
+"""Finds processes killed by the out-of-memory killer, in its counters and the kernel log.
 
-A counter that has grown since the job's start shows that the killer was at work; the log shows which process it
-killed. In a container the log might be unreadable or give the host's pids; then only the counters help.
+A counter that has grown since the job's start shows that the killer was at work; the log shows which process it killed.
+In a container, the log might be unreadable or give the host's pids; then only the counters help.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def kill_counts() -> KillCounts:
 
 
 def count_in(text: str) -> int | None:
-    """Returns the number after ``oom_kill`` in one of the kernel's files; None without one."""
+    """Returns the number after ``oom_kill`` in one of the kernel's files."""
     match = _COUNT.search(text)
     return int(match[1]) if match else None
 
@@ -60,7 +60,7 @@ def deaths_between(
 ) -> tuple[str, ...]:
     """Returns log lines about processes killed by a fault or the OOM killer, with pids between ``first`` and ``last``.
 
-    A reaped worker's pid lies between its parent's and that of the worker that replaced it.
+    A reaped worker has a pid between its parent's and its replacement's.
     """
     by_pid = {}
     for line in kernel_log.splitlines():

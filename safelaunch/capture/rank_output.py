@@ -1,4 +1,4 @@
-"""The ranks' output: its recorded end, the files it goes to, and the line it left unfinished on the terminal."""
+"""Reads the ranks' output: its recorded end, files that receive it, and an unfinished line on the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UP = re.compile(rb"(?:\x1b\[A)*\Z")
 
 
 class UnfinishedLine:
-    """Counts the line feeds that move the cursor below what the ranks have printed on this process's stderr.
+    """Counts the line feeds that move the cursor below the ranks' output on this process's stderr.
 
     Several are needed if a progress bar above others moved the cursor up. Output that bypasses Python's streams isn't
     seen.
@@ -83,7 +83,6 @@ def log_tail(records: Iterable[tuple[int, int, bytes]]) -> str:
 
 
 def clock_text(time_ns: int) -> str:
-    """Formats CLOCK_REALTIME nanoseconds as ``HH:MM:SS.mmm`` UTC."""
     moment = dt.datetime.fromtimestamp(time_ns // 1_000_000_000, dt.timezone.utc)
     return f"{moment:%H:%M:%S}.{time_ns // 1_000_000 % 1000:03d}"
 
@@ -100,7 +99,7 @@ FILE_DEADLINE_S = 1.0
 def ends_of_files(pids: Mapping[int, int]) -> dict[tuple[int, ...], list[Result[str]]]:
     """Reads the ends of files to which ranks (rank → pid) write their output, by the ranks using each.
 
-    Skips pipes and terminals: reading them would take the output away.
+    Skips pipes and terminals, because reading would take the output away.
     """
     files: dict[tuple[int, int], tuple[Path, list[int]]] = {}
     for rank, pid in sorted(pids.items()):
@@ -117,7 +116,7 @@ def ends_of_files(pids: Mapping[int, int]) -> dict[tuple[int, ...], list[Result[
 
 
 def _end_of(path: Path) -> str:
-    """Reads the last lines of a file in use. Opens it again, so that its writers' position doesn't change."""
+    """Reads the last lines of a file in use. Opens it separately, so that its writers' position doesn't change."""
 
     def read() -> bytes:
         with path.open("rb") as file:

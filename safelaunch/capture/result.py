@@ -1,4 +1,4 @@
-"""The result of reading one source of evidence, and the guards around it."""
+"""Reads one source of evidence, guarded against errors and against waiting forever."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ NO_ANSWER = "no answer from the kernel"
 
 @dataclass(frozen=True)
 class Result(Generic[T]):
-    """The result of reading one source."""
-
     value: T | None
     how: str  # the source as the manifest shows it (py-spy dump --json)
     duration_s: float
@@ -29,7 +27,7 @@ class Result(Generic[T]):
     kind: Failure = ""  # the reason, for code
 
     def artifact(self, path: str) -> Artifact:
-        """Returns the manifest's entry for the file ``path`` that holds this result."""
+        """Returns the manifest's entry for the file ``path`` with this result."""
         return Artifact(path, self.how, round(self.duration_s, 6), self.missing, note=self.note)
 
 
@@ -40,7 +38,7 @@ def attempt(how: str, source: Callable[[], T]) -> Result[T]:
         value = source()
     except CaptureError as error:
         return Result(None, how, time.monotonic() - begin, missing=why(error), kind=error.kind)
-    except Exception as error:  # noqa: BLE001 - the boundary: one source that fails costs only itself
+    except Exception as error:  # one failing source costs only itself
         return Result(None, how, time.monotonic() - begin, missing=f"{type(error).__name__}: {error}")
     return Result(value, how, time.monotonic() - begin)
 
@@ -48,9 +46,9 @@ def attempt(how: str, source: Callable[[], T]) -> Result[T]:
 def within(deadline_s: float, what: str, source: Callable[[], T]) -> T:
     """Runs ``source`` in a daemon thread, and abandons it after ``deadline_s`` seconds.
 
-    For reads that the kernel might never finish: ``/proc`` files behind a lock of a process in D state, a dead mount.
-    The abandoned thread stays until the kernel releases it. Raises ``CaptureError`` (kind ``timeout``) at the deadline,
-    and whatever ``source`` raises.
+    For reads that the kernel might never finish: of ``/proc`` files with a lock that a process in D state holds, or of
+    a dead mount. The abandoned thread stays until the kernel releases it. Raises ``CaptureError`` (kind ``timeout``) at
+    the deadline, and any error of ``source``.
     """
     values: list[T] = []
     errors: list[BaseException] = []
@@ -72,7 +70,7 @@ def within(deadline_s: float, what: str, source: Callable[[], T]) -> T:
 
 
 def within_or(default: T, deadline_s: float, what: str, source: Callable[[], T]) -> T:
-    """Runs ``within``, but returns ``default`` if there is no answer or the read isn't permitted."""
+    """Runs ``within``, but returns ``default`` if the read isn't finished in time or permitted."""
     try:
         return within(deadline_s, what, source)
     except (CaptureError, OSError):

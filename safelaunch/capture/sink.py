@@ -1,7 +1,7 @@
-"""Receivers of the files of evidence, which keep late sources out.
+"""Receives files of evidence, and refuses files that come too late.
 
-The verdict uses what arrives in time. So a source that misses its deadline must leave in the bundle exactly what it has
-given the verdict: each of its steps, files and evidence together, counts as a whole or not at all.
+The verdict uses what arrives in time, and the bundle must hold exactly this. So each step of a late source, files and
+evidence together, counts as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FileContent = tuple[Artifact, bytes | None]  # None if it is missing
 
 
 class Late(Exception):
-    """The source's time is over: nothing more is accepted from it."""
+    """The source's time is over, and its files are refused."""
 
 
 class Sink:
@@ -50,7 +50,7 @@ class Sink:
         self.put(self.maker.made_json(artifact, value))
 
     def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None:
-        """Copies a file that the job wrote: a ``dump`` whole or not at all, of a log the end."""
+        """Copies a file that the job wrote: a ``dump`` whole or not at all, the end of a log."""
         self.put(self.maker.made_file(artifact, source, dump=dump))
 
 
@@ -72,7 +72,7 @@ class Gate(Sink):
         self.put_all([made])
 
     def put_all(self, several: list[FileContent], then: Callable[[], object] = lambda: None) -> None:
-        """Puts all files and calls ``then``, or does nothing of it."""
+        """Puts all files and calls ``then``, or does neither."""
         with self._lock:
             if self._is_closed:
                 raise Late

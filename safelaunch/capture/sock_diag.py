@@ -13,20 +13,20 @@ MAX_TABLE_BYTES = 4 << 20  # bounds the time on a node with tens of thousands of
 # linux/netlink.h, linux/sock_diag.h, linux/unix_diag.h
 _SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
 _ANY_STATE, _SHOW_PEER, _SHOW_QUEUE, _NO_COOKIE, _PEER, _QUEUE = 0xFFFFFFFF, 4, 16, 0xFFFFFFFF, 2, 4
-_SHUTDOWN, _BOTH_WAYS = 6, 3  # set on a socket whose other end was closed
+_SHUTDOWN, _BOTH_WAYS = 6, 3  # set if the other end was closed
 _HEADER, _REQUEST, _REPLY = struct.Struct("=IHHII"), struct.Struct("=BBHIIIII"), struct.Struct("=BBBBIII")
 
 
 @dataclass(frozen=True)
 class UnixSocket:
-    peer: int | None  # inode at its other end, 0 until it is accepted there; None if there is no other end
+    peer: int | None  # inode at its other end, 0 until it is accepted there; None without another end
     unread: int  # bytes that have arrived; connections, if it listens
 
 
 def unix_peer(inode: int) -> int | None:
-    """Returns the inode of the socket to which a Unix socket is connected; None if there is none or it is unknown.
+    """Returns the inode of the socket to which a Unix socket is connected, in this network namespace; None if unknown.
 
-    ``/proc`` doesn't show it, so the kernel is queried as ``ss`` does (sock_diag(7)), for this network namespace.
+    ``/proc`` doesn't show it, so the kernel is queried as ``ss`` does.
     """
     by_inode = _unix_sockets(inode)
     return by_inode[inode].peer or None if by_inode is not None and inode in by_inode else None
@@ -53,7 +53,7 @@ def _unix_sockets(inode: int | None) -> dict[int, UnixSocket] | None:
     return by_inode if _query(request, add, every=inode is None) else None
 
 
-# linux/inet_diag.h, linux/tcp.h: bytes_acked and bytes_received in tcp_info, which each socket has since Linux 4.6
+# linux/inet_diag.h, linux/tcp.h: bytes_acked and bytes_received in tcp_info, in each socket since Linux 4.6
 _DUMP, _DONE, _CONNECTED, _WITH_INFO, _INFO = 0x300, 3, 0x1BE, 1 << 1, 2  # states with a process and a peer
 _INET_REQUEST, _INET_REPLY_SIZE, _INODE_AT, _BYTES_AT = struct.Struct("=BBBxI48x"), 72, 68, 120
 
@@ -61,7 +61,7 @@ _INET_REQUEST, _INET_REPLY_SIZE, _INODE_AT, _BYTES_AT = struct.Struct("=BBBxI48x
 def tcp_bytes() -> dict[int, int] | None:
     """Returns the bytes sent and received so far by each TCP connection of this network namespace, by inode.
 
-    None if the kernel doesn't answer or has too many. Any user may query it.
+    None if the kernel doesn't answer or has too many connections. Needs no rights.
     """
     by_inode: dict[int, int] = {}
 
@@ -96,7 +96,7 @@ def _query(body: bytes, add: Callable[[bytes, int, int], None], *, every: bool, 
                 if _parts(answer, add) or not every:
                     return True
     except (OSError, struct.error):
-        pass  # a kernel without it
+        pass  # not supported by the kernel
     return False
 
 

@@ -1,7 +1,7 @@
 """Reads the user's source, for reports and for rules that need the code around a line.
 
 Paths come from the job or a stranger's bundle and can name anything, so only regular files named ``*.py`` are read,
-also behind a link. Reads have a deadline, because the disk might not respond; a path that missed it isn't retried.
+also through links. Reads have a deadline, because the disk might not respond. A path that missed it isn't retried.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ def text_for_stranger(path: str) -> str | None:
 
 
 def line_for_stranger(path: str, number: int) -> str | None:
-    """Returns ``line`` for evidence from elsewhere."""
     return line(path, number) if path.startswith("/") else None
 
 

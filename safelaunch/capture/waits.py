@@ -1,4 +1,4 @@
-"""Names and time limits of the system calls in which threads wait."""
+"""Knows the names and time limits of the system calls in which threads wait."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NAMES = {
     for at, machine in enumerate(("x86_64", "aarch64"))
 }
 
-# Calls whose first argument is the descriptor they work on.
+# Calls with a descriptor as their first argument.
 FD_FIRST = {
     "read", "write", "pread64", "pwrite64", "readv", "writev", "preadv", "pwritev", "preadv2", "pwritev2",
     "close", "fstat", "fstatfs", "lseek", "ioctl", "fcntl", "flock", "fsync", "fdatasync", "ftruncate",
@@ -49,7 +49,7 @@ FD_FIRST = {
     "sendmmsg", "recvmmsg", "epoll_wait", "epoll_pwait", "epoll_pwait2", "io_uring_enter",
 }  # fmt: skip
 
-# Calls that name a path → the argument that points at it.
+# Calls with a path → the argument that points to it.
 PATH_ARGUMENT = {
     **dict.fromkeys(["open", "stat", "lstat", "access", "truncate", "rename", "mkdir", "rmdir", "unlink"], 0),
     **dict.fromkeys(["readlink", "statfs", "execve"], 0),
@@ -74,7 +74,7 @@ def child_of(name: str, arguments: Sequence[int]) -> int | None:
     return pid if 0 < pid < 1 << 31 else None
 
 
-UNREADABLE_S = 0.0  # the limit is unknown, so it might end at any time
+UNREADABLE_S = 0.0  # the limit is unknown, so the call might end at any time
 
 MemoryReader = Callable[[int, int], bytes]  # (address, size) → bytes of the process, fewer if unreadable
 

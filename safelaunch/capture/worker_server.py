@@ -1,7 +1,7 @@
-"""A client of c10d's worker server, which answers inside each rank.
+"""Queries c10d's worker server, which answers inside each rank.
 
-It expects ``POST /handler/<name>`` with a Content-Length (without one, torch 2.6 and 2.9 wait until they time out).
-Its answer has a Content-Length, and the connection stays open unless the request says otherwise.
+The server expects ``POST /handler/<name>`` with a Content-Length; without one, torch 2.6 and 2.9 wait until they time
+out. Its answer has a Content-Length, and the connection stays open unless the request says otherwise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Questions(Protocol):
 
 
 class Unanswered(CaptureError):
-    """A request without a usable answer; ``kind`` is absent, timeout, no handler or broken."""
+    """A request got no usable answer; ``kind`` is absent, timeout, no handler or broken."""
 
     def __init__(self, kind: Failure, message: str) -> None:
         super().__init__(message, kind=kind)
@@ -88,7 +88,7 @@ def _ask(socket_path: str, method: str, handler: str, deadline_s: float) -> byte
             raise Unanswered("absent", "the worker server isn't running") from error
         except TimeoutError as error:
             raise Unanswered("timeout", f"worker server: {handler}: no answer within {deadline_s:g} s") from error
-        except BlockingIOError as error:  # its queue of connections is full: a stopped process accepts none
+        except BlockingIOError as error:  # the queue of connections is full: a stopped process accepts none
             raise Unanswered("timeout", "the worker server accepts no connections") from error
         except OSError as error:
             raise Unanswered("broken", f"worker server: {handler}: {error}") from error
@@ -97,9 +97,9 @@ def _ask(socket_path: str, method: str, handler: str, deadline_s: float) -> byte
 def gil_test(socket_path: str, questions: Questions | None = None, *, deadline_s: float = 1.0) -> GilTest:
     """Tests if the rank's C++ side responds, and if Python code can run in it; never raises.
 
-    The beacon's handler needs the GIL. It is queried twice, ``deadline_s`` seconds each: a busy Python loop releases
-    the GIL often enough to answer. Both fields stay None if the server isn't running; ``python`` if the handler is
-    missing.
+    The beacon's handler needs the GIL. It is queried twice, ``deadline_s`` seconds each, because a busy Python loop
+    releases the GIL often enough to answer. Both fields stay None if the server isn't running; ``python`` if the
+    handler is missing.
     """
     try:
         post(socket_path, "ping", deadline_s=deadline_s)
@@ -117,7 +117,7 @@ def gil_test(socket_path: str, questions: Questions | None = None, *, deadline_s
 def _decoded(answer: bytes) -> GilTest:
     try:
         test = from_json(answer, GilTest)
-    except (msgspec.DecodeError, RecursionError):  # of another version, or not from a beacon
+    except (msgspec.DecodeError, RecursionError):  # from another version, or not from a beacon
         test = GilTest()
     return structs.replace(test, ping=True, python=True, handling=test.handling[:_MOST_EXCEPTIONS])
 

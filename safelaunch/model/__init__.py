@@ -1,7 +1,7 @@
-"""The records that travel between the layers: the evidence and the verdict.
+"""Records that travel between the layers: the evidence and the verdict.
 
-All are immutable. They are ``msgspec`` structs because ``safelaunch diagnose`` reads bundles back from disk and must
-check the type of every field. msgspec checks types while decoding, at the speed of its C parser.
+All are immutable. They are ``msgspec`` structs because ``safelaunch diagnose`` reads bundles from disk, and msgspec
+checks the type of every field while decoding, at the speed of its C parser.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The entries of a Flight Recorder, stored by column: repeated fields once per kind, numbers once per entry.
+"""Stores a Flight Recorder's entries by column: repeated fields once per kind, numbers once per entry.
 
-A record of 2000 entries has only a few dozen *kinds* of entry (same operation, sizes and stack), which repeat with
-other numbers. Stored this way, 4096 records fit into memory, and comparing ranks means comparing arrays.
+A record of 2000 entries has only a few dozen *kinds* of entry (operation, sizes and stack), which repeat with other
+numbers. Stored this way, 4096 records fit into memory, and comparing ranks means comparing arrays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FEW = 4
 
 
 class Kinds:
-    """Numbers the kinds of entry, in one record or in those of many ranks, which share most kinds."""
+    """Numbers kinds of entry, in one record or over the records of many ranks, which share most kinds."""
 
     def __init__(self) -> None:
         self.all: list[Collective] = []
@@ -34,9 +34,9 @@ class Kinds:
 
 
 class Entries(Sequence[Collective]):
-    """Entries, oldest first. Indexing builds one entry on demand; loops over all entries should use the columns.
+    """Entries, oldest first. Indexing builds an entry on demand; loops over all entries should use the columns.
 
-    ``kind_of[i]`` is the number of entry ``i``'s kind in ``kinds``. The other columns are fields of ``Collective``.
+    ``kind_of[i]`` is entry ``i``'s kind, as a number in ``kinds``. The other columns are fields of ``Collective``.
     """
 
     __slots__ = ("_used", "created_ns", "kind_of", "kinds", "p2p_seqs", "record_ids", "seqs", "threads")
@@ -96,11 +96,11 @@ class Entries(Sequence[Collective]):
         )
 
     def positions_of(self, wanted: Callable[[Collective], bool]) -> list[int]:
-        """Returns the positions of the entries whose kinds are ``wanted``, oldest first."""
+        """Returns the positions of the entries of ``wanted`` kinds, oldest first."""
         return positions(self.kind_of, {number for number, kind in self.used().items() if wanted(kind)})
 
     def matching(self, wanted: Callable[[Collective], bool]) -> list[Collective]:
-        """Returns the entries whose kinds are ``wanted``, oldest first."""
+        """Returns the entries of ``wanted`` kinds, oldest first."""
         return [self[position] for position in self.positions_of(wanted)]
 
     def __len__(self) -> int:
@@ -137,7 +137,7 @@ class Entries(Sequence[Collective]):
 
 
 def positions(numbers: Sequence[int], wanted: Collection[int]) -> list[int]:
-    """Returns the positions at which ``numbers`` has one of ``wanted``, in order."""
+    """Returns the positions in ``numbers`` that hold one of ``wanted``, in order."""
     if len(wanted) > _FEW:
         return [at for at, number in enumerate(numbers) if number in wanted]
     found = []
@@ -169,8 +169,6 @@ def packed(numbers: Sequence[int]) -> Sequence[int]:
 
 
 class Same(Sequence[int]):
-    """A sequence that repeats one number."""
-
     __slots__ = ("_length", "_number")
 
     def __init__(self, number: int, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Formats ranks, durations, rates and sizes for people, and parses ranks."""
+"""Formats ranks, durations, rates and sizes, and parses ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MOST_RANKS = 65_536
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Formats ranks as sorted ranges: ``{0, 1, 2, 5}`` → ``"0-2,5"``; empty → ``""``."""
+    """Formats ranks as sorted ranges: ``{0, 1, 2, 5}`` → ``"0-2,5"``."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][-1] + 1:
@@ -35,7 +35,7 @@ _MOST_RANGES, _SHOWN_RANGES = 16, 8  # in a sentence
 
 
 def ranks_in(text: str) -> tuple[int, ...]:
-    """Returns the numbers in ``0-3,5``; empty for an empty text. Raises ValueError for anything else."""
+    """Returns the numbers in ``0-3,5``. Raises ValueError for other texts."""
     found: set[int] = set()
     for part in text.split(",") if text else ():
         first, dash, last = part.partition("-")
@@ -56,7 +56,7 @@ def duration(seconds: float) -> str:
 
 
 def rate(steps_per_s: float) -> str:
-    """Returns ``12.3/s``; of slow jobs by the minute or the hour."""
+    """Returns ``12.3/s``; for slow jobs, the rate by the minute or the hour."""
     if steps_per_s <= 0:
         return "0/s"
     units = {"s": 1, "min": 60, "h": 3600}

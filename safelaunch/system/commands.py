@@ -15,7 +15,6 @@ from safelaunch.system.console import COMMAND
 
 
 def line(words: Sequence[str]) -> str:
-    """Formats a command as a line of a message."""
     return COMMAND + shlex.join(words)
 
 
@@ -33,7 +32,7 @@ def as_root(words: Sequence[str]) -> list[str]:
 
 
 def pip_install(package: str) -> list[str]:
-    """Returns the command that installs a package for this Python; environments made by uv have no pip."""
+    """Returns the command that installs a package for this Python. Environments made by uv have no pip."""
     if find_spec("pip") is None:
         return ["uv", "pip", "install", "--python", sys.executable, package]
     return [sys.executable, "-m", "pip", "install", package]

@@ -1,7 +1,7 @@
 """Decodes JSON and msgpack into records, in any thread. No other module calls msgspec's typed decoding.
 
-msgspec 0.22 inspects a type at its first use. If a second thread decodes that type, or one that contains it, before
-that is done, the process dies of SIGSEGV. So decoders are made one at a time, and kept.
+msgspec 0.22 inspects a type at its first use. If a second thread decodes the type, or one that contains it, before that
+is done, the process dies of SIGSEGV. So decoders are made one at a time, and kept.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _decoder(maker: Callable[[type[_T]], Any], kind: type[_T]) -> Callable[[byte
 
 
 # --- untrusted pickles ------------------------------------------------------------------------------------------------
-# A pickle with a hostile *structure* can still kill the process that reads it, because the unpickler hashes
-# dictionary keys while reading. So untrusted files are read in a child process (``bundle/reading/guard.py``).
+# A hostile pickle can still kill the process that reads it, because the unpickler hashes dictionary keys. So untrusted
+# files are read in a child process (``bundle/reading/guard.py``).
 
 MAX_BYTES = 256 << 20
 
@@ -67,7 +67,7 @@ def load_pickle(data: bytes) -> Any:
     if len(data) > MAX_BYTES:
         raise CaptureError(f"a pickle of {len(data)} bytes is too large to read")
     try:
-        # With a buffer that supports peek, the unpickler reads ahead. That halves the time.
+        # A buffer that supports peek lets the unpickler read ahead, which halves the time.
         return _Primitives(io.BufferedReader(io.BytesIO(data), 1 << 16)).load()
     except MemoryError:
         raise  # the caller that set the memory limit handles it

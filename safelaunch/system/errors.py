@@ -1,14 +1,14 @@
 """Errors that a user can fix.
 
-SafelaunchError                 base class; the command line prints it and exits
- ├── InterruptedWait            the user stopped waiting for GPUs; nothing was started (exit 130)
- ├── UsageError                 safelaunch's options, presets, configuration, resources, bundle directory (exit 2)
- │    ├── PresetError           a preset or configuration file: unknown name or key, wrong type
- │    ├── DurationError         a keyword of ``safelaunch.launch`` that isn't a duration (a ValueError, too)
- │    └── ResourceError         GPUs or ports are not available
- │         └── StoreError       the lease directory is unusable
- ├── AccessDenied               the kernel lets this user read neither a job's stacks nor its variables
- └── CaptureError               a source of evidence failed; only that artifact is lost
+    SafelaunchError                 base class; the command line prints it and exits
+     ├── InterruptedWait            the user stopped waiting for GPUs; nothing was started (exit 130)
+     ├── UsageError                 safelaunch's options, presets, configuration, resources, bundle directory (exit 2)
+     │    ├── PresetError           a preset or configuration file: unknown name or key, wrong type
+     │    ├── DurationError         a keyword of ``safelaunch.launch`` that isn't a duration (a ValueError, too)
+     │    └── ResourceError         GPUs or ports are not available
+     │         └── StoreError       the lease directory is unusable
+     ├── AccessDenied               the kernel lets this user read neither a job's stacks nor its variables
+     └── CaptureError               a source of evidence failed; only that artifact is lost
 
 Code raises; only ``safelaunch.cli`` prints and exits.
 """
@@ -58,7 +58,7 @@ class PresetError(UsageError):
 
 
 class DurationError(UsageError, ValueError):
-    """A value that isn't a duration, raised at the call that passes it."""
+    """A value isn't a duration. Raised at the call that passes it."""
 
 
 class ResourceError(UsageError):
@@ -70,11 +70,11 @@ class StoreError(ResourceError):
 
 
 class CaptureError(SafelaunchError):
-    """A source of evidence failed. ``message`` goes into the manifest. ``kind`` is for code that must decide.
+    """A source of evidence failed. ``message`` goes into the manifest; code decides by ``kind``.
 
     ``absent``: nothing listens. ``timeout``: the deadline passed. ``denied``: no permission. ``not installed``: no such
-    tool. ``outdated``: the tool doesn't support what it got. ``no handler``: the worker server lacks one. ``broken``:
-    no usable answer.
+    tool. ``outdated``: the tool doesn't support its input. ``no handler``: the worker server lacks one. ``broken``: no
+    usable answer.
     """
 
     def __init__(self, message: str, fix: str = "", kind: Failure = "") -> None:

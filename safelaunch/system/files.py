@@ -1,4 +1,4 @@
-"""Common operations on files: read a text, replace atomically, lock, test an untrusted path."""
+"""Reads, replaces, locks and tests files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def text_of(path: str | os.PathLike[str]) -> str:
-    """Returns a file's text, for example from ``/proc``; empty if it can't be read."""
+    """Returns a file's text; empty if it can't be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -17,7 +17,7 @@ def text_of(path: str | os.PathLike[str]) -> str:
 
 
 def link_of(path: str | os.PathLike[str]) -> str:
-    """Returns a symbolic link's target, for example in ``/proc``; empty if it can't be read."""
+    """Returns a symbolic link's target; empty if it can't be read."""
     try:
         return os.readlink(os.fspath(path))
     except OSError:
@@ -62,7 +62,7 @@ def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-# These functions never raise. ``pathlib`` raises for a name that is too long, and for a directory without permission.
+# Unlike ``pathlib``, these never raise, for example for a name that is too long.
 
 
 def is_dir(path: Path) -> bool:

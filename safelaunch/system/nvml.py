@@ -1,4 +1,4 @@
-"""Queries to NVML. Callers import ``pynvml`` themselves, in a process in which the driver may hang."""
+"""Queries NVML. Callers import ``pynvml`` themselves, in a process in which the driver is allowed to hang."""
 
 from __future__ import annotations
 

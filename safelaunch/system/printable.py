@@ -1,7 +1,7 @@
-"""Makes text from the job safe to display: terminals execute control sequences.
+"""Makes text from the job safe to display, because terminals execute control sequences.
 
-This module alone decides which characters are displayed. Files that keep raw text (the end of a rank's output) are
-marked as such in the manifest.
+This module alone decides which characters are displayed. The manifest marks files with raw text, such as the end of a
+rank's output.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 
-# C0 and C1 except tab and newline, zero-width characters, direction overrides, surrogates, tags.
+# C0 and C1 except tab and newline, zero-width characters, direction overrides, surrogates, tags
 _CONTROLS = (
     r"\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     r"\ud800-\udfff\U000e0000-\U000e007f"
@@ -29,12 +29,12 @@ def clean(text: str) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Returns a text of several lines, with ``clean`` applied to those that contain unprintable characters."""
+    """Applies ``clean`` to each line with unprintable characters."""
     return "\n".join(line if line.isprintable() else clean(line) for line in text.split("\n"))
 
 
 def is_clean(text: str) -> bool:
-    """True if a terminal only displays the text, without executing any part of it."""
+    """True if a terminal would only display the text."""
     return not _UNSHOWABLE.search(text)
 
 

@@ -1,4 +1,4 @@
-"""Runs work in a thread, so that the supervisor's loop doesn't have to wait for it."""
+"""Runs work in a thread, so that the supervisor's loop doesn't wait for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class BackgroundTask(Generic[T]):
-    """Starts ``work`` in a thread; ``result`` raises any exception it raised."""
+    """Starts ``work`` in a thread; ``result`` raises the exception of ``work``."""
 
     def __init__(self, name: str, work: Callable[[], T]) -> None:
         self._values: list[T] = []

@@ -1,4 +1,4 @@
-"""Time limits by signal timers, in the main thread only."""
+"""Sets time limits by signal timers, in the main thread only."""
 
 from __future__ import annotations
 

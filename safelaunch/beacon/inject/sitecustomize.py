@@ -1,6 +1,6 @@
-# Every Python process that inherits the job's PYTHONPATH runs this file. In a few microseconds it decides which role
-# the process has (torchrun agent, rank, neither) and starts the beacon in the first two. Then it does what Python would
-# do without it: it runs the sitecustomize that it shadows. Import nothing before the role is known.
+# Every Python process that inherits the job's PYTHONPATH runs this file. In a few microseconds it decides if the
+# process is the torchrun agent, a rank or neither, and starts the beacon in the first two. Then it runs the
+# sitecustomize that it shadows. Import nothing before the role is known.
 import os
 import sys
 
@@ -29,8 +29,8 @@ def _role(env):
 
 
 def _load(here, name):
-    # By path, because this interpreter might not have safelaunch: a bare package with a path, as importing
-    # importlib.util would cost every rank 3 ms.
+    # By path, because this interpreter might not have safelaunch. The bare package needs no importlib.util, which costs
+    # every rank 3 ms.
     if "_safelaunch_beacon" not in sys.modules:
         package = type(sys)("_safelaunch_beacon")
         package.__path__ = [os.path.dirname(here)]
@@ -60,7 +60,7 @@ try:
 except Exception:  # its own errors must never reach the job
     pass
 
-# The sitecustomize that this one shadows (a virtual environment's, a distribution's) runs as usual.
+# The shadowed sitecustomize (a virtual environment's, a distribution's) runs as usual.
 _ours = sys.modules.pop("sitecustomize", None)
 try:
     import sitecustomize  # noqa: F401

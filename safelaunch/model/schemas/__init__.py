@@ -1,7 +1,6 @@
 """JSON Schemas (2020-12) of the documents that programs read: two files, and the output of each ``--json``.
 
-They are files of this package, or of the add-on that writes the document. ``scripts/build/schemas.py`` makes them from
-the records of the documents.
+``scripts/build/schemas.py`` makes the schema files from the documents' records. An add-on has its own.
 """
 
 from __future__ import annotations
