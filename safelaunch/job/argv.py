@@ -1,8 +1,8 @@
-"""Splits a command line into safelaunch's own options, torchrun's options, and the script with its arguments.
+"""Splits a command line into safelaunch's options, torchrun's options, and the script with its arguments.
 
-Own options can come anywhere before the script, mixed with torchrun's. They count only if spelled exactly, so none of
-torchrun's abbreviations becomes ambiguous. To find the script, the split must know which of torchrun's options take a
-value: ``takes_value`` is the installed version's table (``torchrun.options``).
+safelaunch's options can be mixed with torchrun's before the script. They must be spelled exactly, so torchrun's
+abbreviations stay unambiguous. The split needs ``takes_value``, the installed version's table of options
+(``torchrun.options``), to find the script.
 """
 
 from __future__ import annotations
@@ -18,25 +18,23 @@ _NEGATIVE_NUMBER = re.compile(r"^-\d+$|^-\d*\.\d+$")
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """A split command line."""
-
     own: tuple[tuple[str, str | None], ...]  # safelaunch's options in order, with their values
     torchrun: tuple[str, ...]  # torchrun's options
-    script: tuple[str, ...]  # the script, module or program and its arguments, unchanged; empty if there is none
-    program: str | None = None  # the program that ``exec`` starts, not necessarily torchrun
+    script: tuple[str, ...]  # script, module or program and its arguments; empty: none
+    program: str | None = None  # program that ``exec`` starts
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments for torchrun."""
+        """Arguments for torchrun."""
         return self.torchrun + self.script
 
     def has_flag(self, *names: str) -> bool:
         return any(word in names for word in self.torchrun)
 
     def value_of(self, name: str, *, shortest: str) -> str | None:
-        """Returns the last value of torchrun's option ``name`` (``--nproc-per-node``), in either spelling.
+        """Returns the last value of torchrun's option ``name`` (``--nproc-per-node``), in any accepted spelling.
 
-        ``shortest`` is its shortest abbreviation that argparse accepts.
+        ``shortest`` is its shortest abbreviation in argparse.
         """
         result = None
         for position, word in enumerate(self.torchrun):
@@ -47,7 +45,7 @@ class CommandLine:
         return result
 
     def with_value(self, name: str, old: str, new: str, *, shortest: str) -> CommandLine:
-        """Returns a copy in which each value ``old`` of option ``name`` is ``new``; see ``value_of``."""
+        """Returns a copy with ``new`` for each value ``old`` of option ``name``; see ``value_of``."""
         words = list(self.torchrun)
         for position, word in enumerate(words):
             spelling, equals, value = word.partition("=")
@@ -61,10 +59,14 @@ class CommandLine:
 
 
 def split(words: Sequence[str], own: Mapping[str, bool | None], takes_value: Mapping[str, bool]) -> CommandLine:
-    """Splits ``words`` as argparse would for torchrun, and takes out safelaunch's own options.
+    """Splits ``words`` as argparse would for torchrun, and takes out safelaunch's options.
 
-    ``own`` and ``takes_value`` map option strings to True if they take a value, and None if only after an equals sign.
-    Raises UsageError for an own option without its value or with an unexpected one. Leaves other errors to torchrun.
+    Raises UsageError for a safelaunch option without its value or with an unexpected one; torchrun reports other
+    errors.
+
+    Args:
+        own: Option → True if it takes a value, None if only after an equals sign.
+        takes_value: The same for torchrun's options.
     """
     own_options: list[tuple[str, str | None]] = []
     torchrun: list[str] = []
@@ -82,7 +84,7 @@ def split(words: Sequence[str], own: Mapping[str, bool | None], takes_value: Map
                 raise UsageError(f"{name} takes no value, but got {value!r}.", "See safelaunch --help.")
             own_options.append((name, value if equals else None))
         elif word == "--":
-            # In argparse, everything after it is positional, so the next word is the script.
+            # For argparse, the next word is positional: the script.
             return CommandLine(tuple(own_options), (*torchrun, "--"), tuple(words[index + 1 :]))
         elif not _is_option(word, takes_value):
             return CommandLine(tuple(own_options), tuple(torchrun), tuple(words[index:]))
@@ -96,13 +98,13 @@ def split(words: Sequence[str], own: Mapping[str, bool | None], takes_value: Map
 
 
 def of_torchrun(command: CommandLine, environ: Mapping[str, str], name: str, shortest: str, default: str) -> str:
-    """Returns the value of torchrun's option ``name``, else of its variable (``PET_NNODES``)."""
+    """Returns the value of torchrun's option ``name`` or of its variable (``PET_NNODES``)."""
     value = command.value_of(name, shortest=shortest)
     return (value if value is not None else environ.get(f"PET_{name[2:].upper().replace('-', '_')}", default)).strip()
 
 
 def is_given(options: Collection[str], environ: Mapping[str, str], name: str, short: str = "") -> bool:
-    """True if torchrun's switch ``name`` is on, by its option or its PET variable."""
+    """True if torchrun's switch ``name`` is on, by option or PET variable."""
     variable = "PET_" + name.upper().replace("-", "_")
     switches = {f"--{name}", f"--{name.replace('-', '_')}", short} & set(options)
     return bool(switches) or environ.get(variable, "0").strip() not in ("", "0")
@@ -113,18 +115,18 @@ def is_one_node(command: CommandLine, environ: Mapping[str, str]) -> bool:
 
 
 def restarts(command: CommandLine, environ: Mapping[str, str]) -> bool:
-    """True if torchrun starts the ranks again after a failure."""
+    """True if torchrun restarts ranks after a failure."""
     return most_restarts(command, environ) > 0
 
 
 def most_restarts(command: CommandLine, environ: Mapping[str, str]) -> int:
-    """Returns how often torchrun restarts the ranks; 0 for a value it won't understand."""
+    """Returns how often torchrun restarts the ranks; 0 for an invalid value."""
     value = of_torchrun(command, environ, "--max-restarts", "--max", "0")
     return int(value) if value.isdecimal() else 0
 
 
 def options_given(words: Sequence[str], takes_value: Mapping[str, bool]) -> list[tuple[str, list[str]]]:
-    """Returns each option among torchrun's ``words`` with its possible meanings; torchrun rejects one without any."""
+    """Returns each option among torchrun's ``words`` with its possible meanings, if any."""
     options = []
     at = 0
     while at < len(words):
@@ -155,7 +157,7 @@ def _means(word: str, name: str, shortest: str) -> bool:
 
 
 def _is_option(word: str, takes_value: Mapping[str, bool]) -> bool:
-    """Applies argparse's test (``_parse_optional``) for a parser without options that look like negative numbers."""
+    """Applies argparse's ``_parse_optional`` for a parser without options that look like negative numbers."""
     if not word.startswith("-") or word == "-":
         return False
     if word[1:2] == "-" and " " not in word:
@@ -163,7 +165,7 @@ def _is_option(word: str, takes_value: Mapping[str, bool]) -> bool:
     if word in takes_value or _matches(word.partition("=")[0], takes_value):
         return True
     if word[:2] in takes_value:
-        return True  # a short option with its value in the same word, which can contain anything
+        return True  # a short option with its value in the same word
     return not (_NEGATIVE_NUMBER.match(word) or " " in word)
 
 
@@ -176,12 +178,12 @@ def _matches(name: str, takes_value: Mapping[str, bool]) -> list[str]:
 
 
 def _wants_next(word: str, takes_value: Mapping[str, bool]) -> bool:
-    """True if the option ``word`` takes the following word as its value."""
+    """True if the option ``word`` takes the next word as its value."""
     if word.startswith("--"):
         name, equals, _ = word.partition("=")
-        # An abbreviation of several options: argparse might accept it if they agree, and rejects it otherwise.
+        # argparse might accept an abbreviation of several options if they agree.
         return not equals and any(takes_value[match] for match in _matches(name, takes_value))
-    # Short options can be joined: -m, -r3, -mr 3. The first one that takes a value takes the rest of the word, if any.
+    # Short options can be joined (-m, -r3, -mr 3); the first with a value takes the rest of the word.
     for position, letter in enumerate(word[1:], start=2):
         if takes_value.get(f"-{letter}", False):
             return position == len(word)

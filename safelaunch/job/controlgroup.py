@@ -1,11 +1,10 @@
-"""A control group for the job (cgroup v2), if one can be created: then the kernel knows which processes are the job's.
+"""A control group for the job (cgroup v2), if one can be created: it knows all of the job's processes.
 
-No process leaves the group by forking, by a new session, by a new environment or by losing its parents, and
-``cgroup.kill`` (Linux 5.14) kills all of them at once. Root, systemd user sessions and containers with delegated groups
-can create one. Elsewhere jobs run without.
+No process leaves it by forking, by a new session or environment, or by losing its parents, and ``cgroup.kill`` (Linux
+5.14) kills all at once. Root, systemd user sessions and containers with delegated groups can create one.
 
-The group must change nothing for the job. It has no controllers, so it neither limits nor shares anything. It is
-created only if our own group sets no limit, because programs that size themselves look for a limit in their group.
+It changes nothing for the job: it has no controllers, so it neither limits nor shares anything. It is created only if
+our own group sets no limit, because programs that size themselves read their group's limit.
 """
 
 from __future__ import annotations
@@ -21,34 +20,34 @@ from safelaunch.system.files import text_of
 LIMITS = ("memory.max", "memory.high", "cpu.max", "pids.max", "cpuset.cpus")
 PREFIX = "safelaunch-"
 OLD_S = 60.0  # younger groups might still wait for their job
-LEAVES_S = 0.2  # for processes that have just ended to leave the group
+LEAVES_S = 0.2  # for ended processes to leave the group
 
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """The control group in directory ``path``. Failures are silent: safelaunch has other ways to find the processes."""
+    """Control group in directory ``path``. Failures are silent, as safelaunch has other ways to find the processes."""
 
     path: Path
 
     def add(self, pid: int) -> bool:
-        """Moves a process into it, and so everything it starts afterwards. Takes up to 20 ms."""
+        """Moves a process, with everything it will start, into it. Takes up to 20 ms."""
         return _write(self.path / "cgroup.procs", str(pid))
 
     def leave(self) -> bool:
-        """Moves the calling process out of it."""
+        """Moves this process out of it."""
         return _write(self.path.parent / "cgroup.procs", "0")
 
     def members(self) -> list[int]:
-        """Returns the pids in it and in the groups that the job created below it."""
+        """Returns the pids in it and in groups below it."""
         lists = [text_of(directory / "cgroup.procs") for directory in self._directories()]
         return [int(pid) for text in lists for pid in text.split() if pid != "0"]
 
     def kill(self) -> None:
-        """Sends SIGKILL to every member at once: none can escape by forking."""
+        """Sends SIGKILL to all members at once: none can escape by forking."""
         _write(self.path / "cgroup.kill", "1")
 
     def dissolve(self) -> None:
-        """Removes it; processes that the job left running move to the group in which the job was started."""
+        """Removes it; remaining processes move to the parent group."""
         deadline = time.monotonic() + LEAVES_S
         while True:
             for pid in self.members():
@@ -64,7 +63,7 @@ class ControlGroup:
 
 
 def kill_of(group: ControlGroup | None) -> Callable[[], object]:
-    """Returns a function that kills all of the group at once, or does nothing without a group."""
+    """Returns a function that kills all of the group, if any."""
     return group.kill if group is not None else lambda: None
 
 
@@ -85,14 +84,14 @@ def create(name: str) -> ControlGroup | None:
 
 
 def sweep() -> None:
-    """Removes empty groups below our own, whose jobs and guardians were killed. Groups of live jobs aren't empty."""
+    """Removes empty groups below our own, left by killed guardians."""
     own = _own()
     for group in own.glob(f"{PREFIX}*") if own is not None else ():
         try:
             if time.time() - group.stat().st_mtime > OLD_S:
                 _remove(group)
         except OSError:
-            continue  # it was just removed
+            continue
 
 
 def _own() -> Path | None:
@@ -101,9 +100,11 @@ def _own() -> Path | None:
 
 
 def locate(membership: str, mounts: str) -> Path | None:
-    """Returns our group's directory in the unified hierarchy; None if that isn't mounted, or without our group.
+    """Returns our group's directory in the unified hierarchy, if mounted there.
 
-    ``membership`` and ``mounts`` are the contents of ``/proc/self/cgroup`` and ``/proc/self/mountinfo``.
+    Args:
+        membership: Content of ``/proc/self/cgroup``.
+        mounts: Content of ``/proc/self/mountinfo``.
     """
     path = next((line[3:] for line in membership.splitlines() if line.startswith("0::")), None)
     if path is None:
@@ -139,4 +140,4 @@ def _remove(directory: Path) -> None:
     try:
         directory.rmdir()
     except OSError:
-        return  # it still has members, or groups of others: retry, or leave it
+        return  # it still has members, or groups of others

@@ -1,4 +1,4 @@
-"""``--dry-run``: the plan as text, with the command, each variable and its origin, GPUs and timeouts."""
+"""``--dry-run``: the plan as text, with command, variables and their origins, GPUs and timeouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safelaunch.system.console import command_lines
 
 
 def describe(plan: Plan, width: int) -> str:
-    """Formats the plan of a run; the command in lines of at most ``width``."""
+    """Formats a plan; the command in lines of at most ``width``."""
     from safelaunch.system.redaction.job_secrets import secret_values  # not needed to start a job
     from safelaunch.system.redaction.redactor import Redactor
 
@@ -56,7 +56,7 @@ def _addon_line(settings: Settings, option: Option) -> str:
 
 
 def _max_stall(settings: Settings) -> str:
-    """Returns how long a job may go without a step before it is ended, even if it is working."""
+    """Returns the longest time without a step before even a working job is ended."""
     if settings.effective_max_stall_s is not None:
         return f"{settings.effective_max_stall_s:g} s"
     never = "never: a job is ended only if it is proved dead, or if torch is about to end it"
@@ -74,7 +74,7 @@ def _group_timeout(settings: Settings) -> str:
 
 
 def _bundles(settings: Settings) -> list[str]:
-    """Returns which bundles are kept, and the command that runs for each."""
+    """Returns which bundles are kept, and the command for each."""
     kept = f"the {settings.keep_bundles} newest" if settings.keep_bundles else "all"
     lines = [
         f"  keep           {kept}   ({settings.origin('keep-bundles')})",

@@ -3,10 +3,10 @@
     safelaunch ── guardian ── torchrun ── ranks ── loader workers, helpers, ...
                      └── processes of the job that lost their parents
 
-The guardian (``guarding``) is the parent of the job and the reaper of its orphans (``PR_SET_CHILD_SUBREAPER``). So all
-processes of the job are below it, even in new sessions, daemonized or with an empty environment, and it finds them at
-any time. It acts only if the pipe to the supervisor closes without a dismissal, and only on processes below it. After a
-normal end it exits, and daemons left behind by the job survive, as under torchrun.
+The guardian (``guarding``) is the parent of the job and the reaper of its orphans (``PR_SET_CHILD_SUBREAPER``). So it
+finds all processes of the job below it, even daemonized or in new sessions. It acts only if the pipe to the supervisor
+closes without a dismissal, and only on processes below it. After a normal end, daemons of the job survive, as under
+torchrun.
 
 The table shows what ends if several processes are killed at once. "Group" is the control group (``controlgroup``).
 
@@ -20,9 +20,9 @@ safelaunch and the guardian            all, by torchrun's beacon      all below 
 safelaunch, the guardian and torchrun  ranks, by the kernel           ranks, by the kernel
 =====================================  =============================  =================================================
 
-(1) Except a process with a new session and environment that lost its parents less than 0.25 s before: it is unseen.
-A guardian that is killed while it ends a job, after torchrun has gone, leaves the rest running. Under ``exec``, the
-beacon of a rank that imported torch acts instead of torchrun's.
+(1) A process with a new session and environment that lost its parents less than 0.25 s before. If a guardian is killed
+while it ends a job, after torchrun has gone, the rest keeps running. Under ``exec``, the beacon of a rank that imported
+torch acts instead of torchrun's.
 
 ``pkill safelaunch`` and ``pkill -f safelaunch`` don't match the guardian, which has another name.
 """
@@ -55,7 +55,7 @@ class Guardian:
     """Starts the job through the guardian, receives its end, and replaces a dead guardian."""
 
     def __init__(self, run: RunPaths, leases: Sequence[int], group: ControlGroup | None) -> None:
-        """The guardian shares ``leases``: descriptors that keep the job's resources and run directory until its end."""
+        """Takes ``leases``, descriptors that the guardian shares to keep the job's resources and run directory."""
         self.pid = 0
         self.group = group
         self._run = run
@@ -65,7 +65,7 @@ class Guardian:
         self._is_parent = True  # of the job; False for a replacement
         self._commands = self._reports = -1
         self._rest = b""
-        self._members: list[ProcessId] = []  # processes reported to the guardian
+        self._members: list[ProcessId] = []  # reported to the guardian
         self._ended_s: float | None = None  # when this process noticed the agent's end
         self._agent_due_s = 0.0  # when this process checks the agent
         self._mended_s = 0.0
@@ -73,10 +73,13 @@ class Guardian:
         self._fork: Callable[[], None] = lambda: None
 
     def fork(self, become: Callable[[], NoReturn], *, at_once: bool) -> None:
-        """Forks the guardian, which will be the waiting job's parent. Call it while this process has one thread.
+        """Forks the guardian, the future parent of the waiting job. Call it while this process has one thread.
 
-        ``become`` as for ``process.fork``. ``at_once`` says that the job might start processes in its first
-        milliseconds. Raises OSError if the fork fails.
+        Raises OSError if the fork fails.
+
+        Args:
+            become: See ``process.fork``.
+            at_once: The job might start processes in its first milliseconds.
         """
         self._fork = lambda: self._fork_once(become, at_once)
         self._fork()
@@ -98,8 +101,8 @@ class Guardian:
         os.close(reports)
 
     def start(self) -> ProcessId:
-        """Starts the waiting job; returns its first process. Raises OSError if it can't be started."""
-        process.become_subreaper()  # if the guardian dies, we adopt the job
+        """Starts the waiting job; returns its first process. Raises OSError if it can't start."""
+        process.become_subreaper()  # to adopt the job if the guardian dies
         for _ in range(TRIES):
             if self._let_go():
                 break
@@ -114,7 +117,7 @@ class Guardian:
         return self._agent
 
     def _let_go(self) -> bool:
-        """Releases the job; returns True if it started. It doesn't if the guardian was killed before."""
+        """Releases the job; returns False if the guardian was killed before it started."""
         self._agent = None
         self._rest = b""
         self._write(guarding.GO)
@@ -138,7 +141,7 @@ class Guardian:
         return stat is not None and self._agent.is_alive() and stat.name != guarding.NAME
 
     def ended(self) -> int | None:
-        """Returns the wait status of the job's first process, once it has ended. Call it regularly."""
+        """Returns the wait status of the job's first process once it has ended. Call it regularly."""
         if self._status is None and self._is_parent:
             self._read_reports()
         if self._status is None:
@@ -149,20 +152,20 @@ class Guardian:
 
     @property
     def adopts_orphans(self) -> bool:
-        """True while the first guardian lives: it gets the job's orphans. After its death, this process does."""
+        """True while the first guardian lives; later, this process gets the job's orphans."""
         return self._is_parent
 
     def adopt(self, member: ProcessId) -> None:
-        """Reports a process that the guardian can't find by itself."""
+        """Reports a process that the guardian can't find."""
         self._members = [*(process_id for process_id in self._members if process_id.is_alive()), member]
         self._write(str(member).encode())
 
     def dismiss(self) -> None:
-        """Dismisses the guardian after a normal end: daemons left behind by the job survive."""
+        """Dismisses the guardian after a normal end; daemons of the job survive."""
         self._write(guarding.WELL)
         os.close(self._commands)
-        if self.pid and not self._has_gone():  # it is stopped: the end of the job doesn't wait for it
-            os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
+        if self.pid and not self._has_gone():  # it is stopped
+            os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the pid is still the guardian's
             self._has_gone()
         if self.group is not None:
             self.group.dissolve()
@@ -170,7 +173,6 @@ class Guardian:
             os.close(descriptor)
 
     def _read_reports(self) -> None:
-        """Reads the guardian's report on the agent's end."""
         try:
             while line := self._next_line():
                 if line.startswith(b"ended "):
@@ -189,18 +191,18 @@ class Guardian:
         return line
 
     def _look_after(self, now: float) -> None:
-        """Replaces a dead guardian, and kills a stopped one that doesn't report the agent's end."""
+        """Replaces a dead guardian, and kills a stopped one, which doesn't report the agent's end."""
         assert self._agent is not None
         if self.pid and self._is_parent and (self._ended_s or now >= self._agent_due_s):
             self._agent_due_s = now + AGENT_EVERY_S
             if not self._agent.is_alive():
                 self._ended_s = self._ended_s or now
                 if now - self._ended_s > LEAVES_S:
-                    os.kill(self.pid, signal.SIGKILL)  # then the agent is our child, and its status comes to us
+                    os.kill(self.pid, signal.SIGKILL)  # the agent becomes our child, and we get its status
         status = process.reap(self.pid) if self.pid else None
         if status is not None:
             if self._is_parent:
-                self._read_reports()  # its last lines
+                self._read_reports()
             self._is_parent = False
             self.pid = 0
             if self._agent.is_alive():
@@ -216,7 +218,7 @@ class Guardian:
         say(f"the guardian of this job {how}; starting a new one")
 
     def _mend(self) -> None:
-        """Starts another guardian. It isn't the job's parent, so orphans must be reported to it."""
+        """Starts another guardian. It isn't the job's parent, so it needs reports of orphans."""
         from safelaunch.system.console import say
 
         commands, own_end = os.pipe()
@@ -238,7 +240,7 @@ class Guardian:
             self._write(str(member).encode())
 
     def _has_gone(self) -> bool:
-        """Reaps the guardian, waiting briefly; returns True if it is gone."""
+        """Waits briefly for the guardian's end; returns True if it is gone."""
         deadline = time.monotonic() + LEAVES_S
         while process.reap(self.pid) is None:
             if time.monotonic() > deadline:
@@ -254,11 +256,9 @@ class Guardian:
 
 
 def _lifelines(run: RunPaths) -> tuple[int, int]:
-    """Creates named pipes, by which the kernel notifies readers at once when the holders are dead.
-
-    Only the supervisor holds ``life``; every process that would end the job holds ``keepers``. ``rescue`` contains what
-    starts another guardian if both are dead. If that file is gone, the job has ended normally.
-    """
+    # The kernel notifies readers of a named pipe at once when its holders are dead. Only the supervisor holds ``life``;
+    # every process that would end the job holds ``keepers``. If both are dead, ``rescue`` starts another guardian; the
+    # file is missing after a normal end.
     run.rescue.write_bytes(f"{sys.executable}\0{_code(f'rescue({os.fspath(run.root)!r})')}".encode())
     for path in (run.life, run.keepers):
         os.mkfifo(path, 0o600)
@@ -271,6 +271,6 @@ def _code(call: str) -> str:
 
 
 def _spawn(call: str) -> int:
-    """Runs ``guarding.<call>`` in a new interpreter: this process has threads now, so a fork isn't safe."""
+    # This process has threads, so a fork isn't safe.
     env = {**os.environ, layout.GUARDIAN_CODE: _code(call)}
     return os.posix_spawn(sys.executable, [sys.executable, *layout.GUARDIAN_ARGUMENTS], env)

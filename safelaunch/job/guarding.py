@@ -1,7 +1,7 @@
-"""The guardian's own code: it watches a job, and ends it if the supervisor is killed. See ``guardian``.
+"""The guardian's code: watches a job, and ends it if the supervisor is killed. See ``guardian``.
 
-The supervisor forks the first guardian, which is the job's parent. A replacement, or one that a beacon starts after the
-death of supervisor and guardian, is a new interpreter. It finds the job through the records in the run directory.
+The supervisor forks the first guardian, the job's parent. A replacement, or a guardian that a beacon starts after the
+deaths of supervisor and guardian, is a new interpreter. It finds the job by the records in the run directory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GRACE_S = 5.0
 LOOK_EVERY_S = 1.0  # for a guardian that isn't the job's parent
 ORPHANS_EVERY_S = 0.25  # reading its own children is one system call
 CHASE_S = 0.05
-LEAVE_IT = os.WEXITED | os.WNOHANG | os.WNOWAIT  # for waitid: only look, so the process stays a zombie
+LEAVE_IT = os.WEXITED | os.WNOHANG | os.WNOWAIT  # waitid leaves the process a zombie
 LEAST_IDLE = 500  # idle time per search time: 0.2 % of a core, also on a node with many processes
 
 
@@ -45,7 +45,7 @@ class Post:
 
 
 class First:
-    """The job's parent, and the reaper of its orphans."""
+    """The job's parent and reaper of its orphans."""
 
     def __init__(self, run: RunPaths, group: ControlGroup | None, post: Post) -> None:
         self._run = run
@@ -60,7 +60,6 @@ class First:
         self._supervisor = post.supervisor
 
     def guard(self, become: Callable[[], NoReturn], at_once: bool) -> None:
-        """Starts the job and guards it until its end."""
         os.setsid()
         disguise(NAME)
         process.become_subreaper()
@@ -73,14 +72,14 @@ class First:
             return
         self._report("started")
         if self._group is not None and not at_once:
-            self._group.add(self._agent.pid)  # takes a few ms, while the launcher still looks for its modules
+            self._group.add(self._agent.pid)  # a few ms, while the launcher looks for its modules
         _silence()
         if self._stay(*self._settle()):
             process.end_all(self._agent, self._all, grace_s=GRACE_S, kill=self._kill)
             _clean_up(self._run.root, self._group)
 
     def _may_go(self, agent: ProcessId, at_once: bool) -> None:
-        """Waits until the supervisor releases the job. Raises OSError if the supervisor was killed."""
+        """Waits for the supervisor to release the job. Raises OSError if it was killed."""
         if at_once and self._group is not None:
             self._group.add(agent.pid)
         self._recorded.add(agent.pid)
@@ -93,7 +92,7 @@ class First:
             raise InterruptedError(errno.EINTR, "the supervisor was killed")
 
     def _settle(self) -> tuple[int, int]:
-        """Closes inherited descriptors. Returns a pipe that becomes readable when a child ends."""
+        """Closes inherited descriptors; returns a pipe that becomes readable when a child ends."""
         woken, wake = os.pipe()
         os.set_blocking(woken, False)
         os.set_blocking(wake, False)
@@ -128,7 +127,7 @@ class First:
                 self._ended = True
                 self._report(f"ended {_wait_status(ended)}")
                 if os.getppid() == self._supervisor:
-                    os.kill(self._supervisor, signal.SIGCHLD)  # wakes it when one of its children ends
+                    os.kill(self._supervisor, signal.SIGCHLD)  # wakes it
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
@@ -144,7 +143,7 @@ class First:
         try:
             os.write(self._reports, f"{line}\n".encode())
         except OSError:
-            return  # the supervisor is gone, as the next read of its commands shows
+            return  # the supervisor is gone
 
     def _all(self) -> set[ProcessId]:
         self._reap()
@@ -152,33 +151,31 @@ class First:
         return helpers | {*process.descendants([os.getpid()])} | members_of(self._group)
 
     def _kill(self) -> None:
-        """Kills the job: at once with a control group, else repeatedly: processes that escape become our children."""
+        """Kills the job: at once by its group, else repeatedly, as escaping processes become our children."""
         if self._group is not None:
             self._group.kill()
         deadline = time.monotonic() + CHASE_S
         while time.monotonic() < deadline and (below := process.children()):
             for pid in below:
-                os.kill(pid, signal.SIGKILL)  # only we reap this child, so the pid is still its own
+                os.kill(pid, signal.SIGKILL)  # only we reap it, so the pid is still the child's
             self._reap()
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisorMessage:
-    """A message from the supervisor: a dismissal, or members that can't be found from the others."""
+    """Dismissal, or members that can't be found from the others."""
 
     well: bool
     members: list[ProcessId]
 
 
 class Commands:
-    """The supervisor's command pipe."""
-
     def __init__(self, pipe: int) -> None:
         self.pipe = pipe
         self._rest = b""
 
     def read(self) -> SupervisorMessage | None:
-        """Reads a message; call it when one is ready. Returns None if the supervisor was killed."""
+        """Reads a waiting message; returns None if the supervisor was killed."""
         chunk = os.read(self.pipe, 65536)
         if not chunk:
             return None
@@ -195,7 +192,7 @@ class Every:
         self._next_s = 0.0
 
     def __call__(self) -> float:
-        """Calls it if due; returns the seconds until the next time."""
+        """Returns the seconds until the next call."""
         begin = now = time.monotonic()
         if begin >= self._next_s:
             self._work()
@@ -213,7 +210,8 @@ def _wait_status(ended: os.waitid_result) -> int:
 def replace(root: str, descriptors: Sequence[int]) -> NoReturn:
     """Replaces a dead guardian, in a new interpreter that isn't the job's parent.
 
-    ``descriptors`` are the supervisor's pipe, then the leases.
+    Args:
+        descriptors: The supervisor's pipe, then the leases.
     """
     _begin()
     run = RunPaths(Path(root))
@@ -234,7 +232,7 @@ def replace(root: str, descriptors: Sequence[int]) -> NoReturn:
 
 
 def rescue(root: str) -> NoReturn:
-    """Ends the job, in a new interpreter that a beacon started: the supervisor and the guardian are dead."""
+    """Ends the job after the deaths of supervisor and guardian, in a new interpreter that a beacon started."""
     starter = process.identify(os.getppid())
     _begin()
     run = RunPaths(Path(root))
@@ -243,23 +241,21 @@ def rescue(root: str) -> NoReturn:
         record = os.open(run.members, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os._exit(0)  # the job has ended, or another rank's beacon was faster
+        os._exit(0)  # the job has ended, or another beacon was faster
     _keep_only([keepers, record])
     _note_ourselves(run)
     remains = Remains(run)
     if remains.group is not None and not remains.group.leave():
-        remains.group = None  # otherwise this process would kill itself first
+        remains.group = None  # to kill it would kill this process first
     is_below_agent = os.environ.get(layout.GUARDIAN_STARTER) == layout.AGENT_ROLE
     if remains.group is None and is_below_agent and starter is not None and starter == remains.agent:
-        _end_below(starter, remains)  # if the agent had ended, its orphans would go to another process
+        _end_below(starter, remains)  # before the agent ends, and its orphans get another parent
     _end(run, remains)
 
 
 def _end_below(agent: ProcessId, remains: Remains) -> None:
-    """Ends everything below the agent, which has become the reaper of its descendants.
-
-    The agent is stopped in the meantime: otherwise it exits once its ranks have ended, and their orphans are lost.
-    """
+    # The agent is now the reaper of its descendants. It is stopped, because it would exit once its ranks have ended,
+    # and their orphans would be lost.
     agent.send(signal.SIGSTOP)
     remains.spare = agent
     process.end_all(None, remains.find, grace_s=GRACE_S)
@@ -288,7 +284,7 @@ def _begin() -> None:
 def disguise(name: str) -> None:
     """Changes this process's name and command line, so that a kill of safelaunch by name doesn't hit it.
 
-    Overwrites the memory of the arguments, which /proc shows and nothing else reads by now. Best effort.
+    Overwrites the memory of the arguments, which only /proc still reads.
     """
     try:
         with open("/proc/self/stat", "rb") as stat:
@@ -301,11 +297,11 @@ def disguise(name: str) -> None:
         with open("/proc/self/comm", "w") as comm:
             comm.write(name)
     except (OSError, ValueError):
-        return  # a kernel that permits neither: a kill by name then hits both
+        return  # not permitted: a kill by name hits both
 
 
 def _silence() -> None:
-    """Replaces stdin, stdout and stderr, so that no other process's pipe stays open."""
+    # Don't keep other processes' pipes open.
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -314,7 +310,7 @@ def _silence() -> None:
 
 
 def _keep_only(descriptors: Sequence[int]) -> list[int]:
-    """Closes all descriptors from 3 on except ``descriptors``, which it renumbers from 3; returns the new numbers."""
+    """Closes all descriptors from 3 on except ``descriptors``, renumbered from 3; returns the new numbers."""
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3 + len(descriptors)) for descriptor in descriptors]
     numbers = range(3, 3 + len(descriptors))
     for number, descriptor in zip(numbers, high, strict=True):

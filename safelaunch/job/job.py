@@ -1,4 +1,4 @@
-"""A started job: its processes, the signals it receives, its end; and safelaunch's own exit codes."""
+"""A started job: its processes, signals and end; and safelaunch's exit codes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ EXIT_HUNG = 124
 EXIT_GAVE_UP = 125
 GRACE_S = 5.0
 RANK_GRACE_S = 1.0
-NOW_GRACE_S = 2.0  # for a job ended by a second Ctrl-C
+NOW_GRACE_S = 2.0  # after a second Ctrl-C
 TWICE_S = 0.3  # two SIGINTs within this time are one: `timeout` sends it to the process and to its group
-HOLD_S = 2.0  # maximum delay of a Ctrl-C while evidence of a frozen job is taken
+HOLD_S = 2.0  # longest delay of a Ctrl-C while evidence is taken
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A started job: its first process (usually torchrun's agent) and its run directory (None: not watched)."""
+    """A started job: its first process, usually torchrun's agent, and its run directory (None: not watched)."""
 
     plan: Plan
     agent: ProcessId
@@ -35,7 +35,7 @@ class Job:
 
 
 class JobProcesses:
-    """The job's processes below this supervisor; ``agent`` is the first one."""
+    """The job's processes; ``agent`` is the first one."""
 
     def __init__(self, agent: ProcessId, guardian: Guardian | None) -> None:
         self.agent = agent
@@ -43,14 +43,11 @@ class JobProcesses:
         self._orphans: set[ProcessId] = set()
 
     def ended(self) -> int | None:
-        """Returns the agent's wait status once it has ended, else None. Also replaces a dead guardian."""
+        """Returns the agent's wait status once it has ended. Also replaces a dead guardian."""
         return process.reap(self.agent.pid) if self._guardian is None else self._guardian.ended()
 
     def look_for_orphans(self) -> None:
-        """Adopts the job's orphans after the death of its first guardian, and reports them to the next.
-
-        A living first guardian adopts them itself.
-        """
+        """Adopts the job's orphans after the death of its first guardian, and reports them to the next."""
         if self._guardian is None or self._guardian.adopts_orphans:
             return
         for orphan in process.adopted([self.agent.pid, *self._not_the_jobs()]):
@@ -59,7 +56,7 @@ class JobProcesses:
                 self._guardian.adopt(orphan)
 
     def adopt_helper(self, pid: int) -> None:
-        """Reports a helper program of safelaunch's, which the guardian ends if we are killed."""
+        """Reports one of safelaunch's helper programs, which the guardian ends if we are killed."""
         helper = process.identify(pid)
         if helper is not None and self._guardian is not None:
             self._guardian.adopt(helper)
@@ -71,20 +68,19 @@ class JobProcesses:
         return [self._guardian.pid] if self._guardian is not None and self._guardian.pid else []
 
     def all(self) -> tuple[ProcessId, ...]:
-        """Returns all processes of the job: those below the guardian, and those adopted after a guardian's death."""
+        """Returns all processes of the job: those below the guardian, and those adopted after its death."""
         return process.descendants([os.getpid(), *self._guardians()], exclude=self._not_the_jobs())
 
     def end_all(self, grace_s: float = GRACE_S) -> tuple[ProcessId, ...]:
-        """SIGTERM, grace, SIGKILL; returns the processes that can't be killed. Takes seconds."""
+        """Sends SIGTERM, later SIGKILL; returns the processes that can't be killed. Takes seconds."""
         group = self._guardian.group if self._guardian is not None else None
         return process.end_all(self.agent, self.all, grace_s=grace_s, kill=kill_of(group))
 
     def ranks(self) -> tuple[ProcessId, ...]:
-        """Returns the processes below the agent."""
         return process.descendants([self.agent.pid])
 
     def end_ranks(self) -> tuple[ProcessId, ...]:
-        """Ends the processes below the agent, but not those it starts afterwards when it restarts the ranks."""
+        """Ends the current processes below the agent, but no restarted ones."""
         ranks = self.ranks()
         for rank in ranks:
             rank.send(signal.SIGTERM)
@@ -96,7 +92,7 @@ class JobProcesses:
         return tuple(rank for rank in ranks if rank.is_alive())
 
 
-# These ask the job to end; USR1 and USR2 don't.
+# Unlike USR1 and USR2, these ask the job to end.
 STOPPING = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -106,11 +102,9 @@ WAKES = frozenset(int(number) for number in (*FORWARDED, signal.SIGCHLD, signal.
 class Forwarder:
     """Waits for a signal or a child's end, and forwards each signal to the job once.
 
-    ``stops`` counts the requests to stop the job.
-
     Args:
-        pid: The job's first process; None if it receives signals itself, so that nothing is forwarded.
-        hold: Called at the first SIGINT; returns True if evidence is to be taken first. Then the signal is sent by
+        pid: The job's first process; None: nothing is forwarded, as it receives signals itself.
+        hold: Called at the first SIGINT; returns True if evidence must be taken first. The signal is then sent by
             ``release``, after ``HOLD_S``, or when the next one arrives.
         on_quit: Called for Ctrl-\\ instead of ending the job.
     """
@@ -124,15 +118,15 @@ class Forwarder:
         self._held: tuple[int, bool] | None = None
         self._held_until_s = 0.0
         self._interrupted_s = 0.0  # time of the first SIGINT
-        self.stops = 0
-        self.insists = False  # Ctrl-C was pressed twice
+        self.stops = 0  # requests to stop the job
+        self.insists = False  # second Ctrl-C
 
     @property
     def stop_requested(self) -> bool:
         return self.stops > 0
 
     def note_stop(self) -> None:
-        """Notes that the job was asked to stop by other means than a signal to us."""
+        """Notes a stop request that wasn't a signal to us."""
         self.stops = max(self.stops, 1)
 
     @property
@@ -141,8 +135,8 @@ class Forwarder:
 
     def wait(self, timeout_s: float) -> None:
         """Returns after ``timeout_s`` seconds, a child's end, or a forwarded signal."""
-        # Not sigtimedwait: if it times out and is interrupted as well (Ctrl-Z, then fg), CPython 3.11 returns an
-        # uninitialised siginfo, and the job would get a signal that no process sent.
+        # If sigtimedwait times out and is interrupted (Ctrl-Z, then fg), CPython 3.11 returns an uninitialised siginfo,
+        # and the job would get a signal that no process sent.
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
         info = signal.sigwaitinfo(WAKES)
         if info.si_signo in FORWARDED:
@@ -151,7 +145,7 @@ class Forwarder:
             self.release()
 
     def take(self, signum: int, *, by_terminal: bool) -> None:
-        """Handles a signal; ``by_terminal`` if it comes from a key."""
+        """Handles a signal; ``by_terminal`` means a key."""
         if signum == signal.SIGQUIT and by_terminal and self._on_quit is not None and not self.stops:
             self._on_quit()
             return
@@ -174,7 +168,6 @@ class Forwarder:
             self._interrupted_s = self._interrupted_s if self._interrupted_s > 0 else now
 
     def release(self) -> None:
-        """Forwards the held signal, if any."""
         if self._held is not None:
             held_signal, self._held = self._held, None
             self._send(*held_signal)
@@ -182,7 +175,7 @@ class Forwarder:
     def _send(self, signum: int, by_terminal: bool) -> None:
         if self._pid is None:
             return
-        # Under torchrun, a signal from the terminal reaches the whole foreground group, so forward it to the group.
+        # Under torchrun, the terminal's signals reach the whole foreground group.
         send = os.killpg if by_terminal else os.kill
         try:
             send(self._pid, signum)

@@ -1,7 +1,7 @@
-"""Tells if the script, module or program that torchrun is to start exists.
+"""Checks if the script, module or program for torchrun exists.
 
 Anything that Python or the system might accept passes: a directory or archive with ``__main__.py``, a pipe, standard
-input, a path within an archive; also a module or program in a place known only to the ranks.
+input, a path within an archive, and modules or programs in places known only to the ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ _MOST_NAMES = 2000
 
 
 def why_missing(script: Sequence[str], options: Collection[str], environ: Mapping[str, str], python: str) -> str:
-    """Returns why the first word of ``script`` can't be started; empty if it can, or if that is unknown.
+    """Returns why the first word of ``script`` can't be started; empty if it can or might.
 
-    ``options`` are torchrun's, in full. ``python`` is the interpreter that torchrun starts.
+    Args:
+        options: All options of torchrun.
+        python: Interpreter that torchrun starts.
     """
     word = script[0] if script else ""
     if not word or word.startswith("-"):
@@ -43,7 +45,7 @@ def _program(word: str, environ: Mapping[str, str]) -> str:
 
 
 def _module(word: str) -> str:
-    """Looks for the first part of a name only, because a package can extend its own path."""
+    """Looks only for the first part of a name: a package can extend its own path."""
     import importlib.util
 
     name = word.partition(".")[0]
@@ -64,7 +66,7 @@ def _file(word: str) -> str:
     except FileNotFoundError:
         pass
     except (OSError, ValueError):
-        return ""  # within an archive, or not readable: Python reports which
+        return ""  # in an archive, or unreadable: Python reports which
     else:
         return ""
     if _is_known_to_import_system(word):

@@ -1,4 +1,4 @@
-"""Finds launches that would fail or do something unintended, from command line, environment and script. Pure."""
+"""Finds launches that would fail or do something unintended, by command line, environment and script. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FROM_ELSEWHERE = {
 
 
 def nodes_never_meet(command: CommandLine, options: Collection[str], environ: Mapping[str, str]) -> str:
-    """Returns why the nodes of a job can't find each other; empty if they can.
+    """Returns why a job's nodes can't find each other, or "".
 
     Source: ``run`` in ``torch/distributed/run.py``: with ``--standalone``, each node has its own rendezvous.
     """
@@ -35,7 +35,7 @@ def nodes_never_meet(command: CommandLine, options: Collection[str], environ: Ma
 
 
 def port_to_serve(command: CommandLine, options: Collection[str], environ: Mapping[str, str]) -> int | None:
-    """Returns the port that torchrun will serve on this node, if the user chose it.
+    """Returns the port that the user chose for torchrun to serve on this node.
 
     Source: ``get_rdzv_endpoint`` in ``torch/distributed/run.py``, and torch's static and c10d rendezvous.
     """
@@ -54,12 +54,12 @@ def port_to_serve(command: CommandLine, options: Collection[str], environ: Mappi
 
 
 def has_no_number_of_processes(command: CommandLine, environ: Mapping[str, str]) -> bool:
-    """True if torchrun starts one process only because no number was given."""
+    """True if torchrun starts one process only because there is no number."""
     return command.program is None and not of_torchrun(command, environ, "--nproc-per-node", "--np", "")
 
 
 def python_script(words: Sequence[str]) -> str:
-    """Returns ``train.py`` for ``python -u train.py``; empty if it isn't Python, or runs something else."""
+    """Returns ``train.py`` for ``python -u train.py``; empty for anything else."""
     program, *rest = words
     if not re.fullmatch(r"python[\d.]*", program.rpartition("/")[2]):
         return ""
@@ -68,9 +68,10 @@ def python_script(words: Sequence[str]) -> str:
 
 
 def misplaced(script: Sequence[str], flags: Collection[str], read: Callable[[], str]) -> list[str]:
-    """Returns safelaunch's ``flags`` that come after the script and that the script doesn't clearly read.
+    """Returns safelaunch's ``flags`` after the script that it doesn't clearly read.
 
-    ``read`` returns the script's source, and is called only if there are such flags.
+    Args:
+        read: Returns the script's source; called only if there are any.
     """
     words = script[1 : script.index("--")] if "--" in script else script[1:]
     misplaced_flags = sorted({word.partition("=")[0] for word in words} & set(flags))
@@ -79,10 +80,7 @@ def misplaced(script: Sequence[str], flags: Collection[str], read: Callable[[], 
 
 
 def reads_option(source: str, flag: str) -> bool:
-    """True if a script might read an option of this name.
-
-    It might use argparse, click or absl, or make options from a dataclass or a function's parameters.
-    """
+    """True if a script might read this option, by argparse, click or absl, a dataclass or a function's parameters."""
     name = re.escape(flag[2:]).replace(r"\-", "[-_]")
     if re.search(rf"(?<![\w-])(?:--{name}(?![\w-])|{name} *[:=](?!=)|(?P<quote>[\"']){name}(?P=quote))", source):
         return True
@@ -90,7 +88,7 @@ def reads_option(source: str, flag: str) -> bool:
 
 
 def imported_names(source: str) -> set[str]:
-    """Returns the modules that a source might import, relative ones without their dots; none if it isn't Python."""
+    """Returns modules that a source might import, relative ones without dots; none if it isn't Python."""
     names: set[str] = set()
     try:
         nodes = list(ast.walk(ast.parse(source)))
@@ -111,7 +109,7 @@ def may_be_a_rank(text: bytes) -> bool:
 
 
 def lacks_rank_variables(script: str, source: ast.AST) -> str:
-    """Returns a message if a script needs a rank's variables, which it was started without and doesn't set itself."""
+    """Returns a message if a script needs a rank's variables and doesn't set them itself."""
     nodes = list(ast.walk(source))
     read = [node.slice for node in nodes if isinstance(node, ast.Subscript) and _is_read(node)]
     if not (read or any(_takes_variables(node) for node in nodes)):
@@ -144,7 +142,7 @@ def _may_make_ranks(node: ast.AST) -> bool:
 
 
 def lacks_nccl(script: str, source: ast.AST, version: str) -> str:
-    """Returns a message if a script initialises only NCCL, for a torch without it."""
+    """Returns a message if a script initialises only NCCL and torch lacks it."""
     calls = [node for node in ast.walk(source) if _is_initialisation(node)]
     if not calls or not all(_backend_of(call) == "nccl" for call in calls):
         return ""

@@ -1,7 +1,7 @@
-"""All file names of a run directory, and the life cycle of run directories and unfinished bundles.
+"""File names of a run directory, and the life cycle of run directories and unfinished bundles.
 
-A run locks its directory (flock on the directory itself) while its supervisor or guardian is alive. The next run
-removes unlocked directories. Pids say nothing here: containers that share /tmp use the same ones.
+A run locks its directory (flock) while its supervisor or guardian is alive. The next run removes unlocked directories.
+Pids don't identify runs: containers that share /tmp use the same ones.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from safelaunch.beacon import layout
 from safelaunch.beacon.page import start_ticks
 from safelaunch.system.files import try_lock
 
-# A unix socket's path is limited to 107 bytes; safelaunch's add at most 38 to the run directory.
+# A unix socket's path has at most 107 bytes, of which safelaunch needs 38 below the run directory.
 LONGEST_RUN_DIR = 64
 TMP = "/tmp"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 ABANDONED_S = 3600.0  # age of a run directory without an owner
-UNFINISHED_S = 60.0  # age of a bundle that isn't locked
+UNFINISHED_S = 60.0  # age of an unlocked bundle
 LOCK_DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The run directory: private, short, on a local disk, removed when the run ends."""
+    """Run directory: private, short, on a local disk, removed when the run ends."""
 
     root: Path
-    lock: int = -1  # descriptor by which its supervisor locks it; -1 in other processes
+    lock: int = -1  # the supervisor's descriptor; -1 in other processes
 
     @property
     def owner(self) -> Path:
-        """The supervisor's pid and start time in its own pid namespace: they identify it, dead or alive."""
+        """Pid and start time of the supervisor, in its pid namespace."""
         return self.root / "owner"
 
     @property
     def early(self) -> Path:
-        """Present findings of early looks, for readers that don't query a supervisor."""
+        """Early looks' findings, for readers that don't query a supervisor."""
         return self.root / "early.json"
 
     @property
     def wrong(self) -> Path:
-        """Wrong results found by monitors, for the same readers."""
+        """Monitors' wrong results, for the same readers."""
         return self.root / "wrong.json"
 
     @property
     def control(self) -> Path:
-        """The supervisor's socket, for ``safelaunch status`` and ``safelaunch dump``."""
+        """Socket for ``safelaunch status`` and ``safelaunch dump``."""
         return self.root / "control"
 
     @property
@@ -61,7 +61,7 @@ class RunPaths:
 
     @property
     def flight_recorder(self) -> Path:
-        """The directory for the dumps that torch and NCCL write under some presets."""
+        """Directory for dumps of torch and NCCL, under some presets."""
         return self.root / "flight_recorder"
 
     @property
@@ -74,35 +74,35 @@ class RunPaths:
 
     @property
     def life(self) -> Path:
-        """A pipe that the supervisor holds open; its readers notice its death."""
+        """Pipe that only the supervisor holds open; its readers notice its death."""
         return self.root / layout.LIFE
 
     @property
     def keepers(self) -> Path:
-        """A pipe held open by every process that would end the job."""
+        """Pipe that every process that would end the job holds open."""
         return self.root / layout.KEEPERS
 
     @property
     def rescue(self) -> Path:
-        """The interpreter and code with which a beacon starts another guardian."""
+        """Interpreter and code with which a beacon starts another guardian."""
         return self.root / layout.RESCUE
 
     @property
     def members(self) -> Path:
-        """The guardians, the job's first process, its control group and its orphans, for a new guardian."""
+        """Guardians, the job's first process, its control group and its orphans, for a new guardian."""
         return self.root / layout.MEMBERS
 
     def of_page(self, name: str, suffix: str) -> Path:
-        """A file that belongs to the page ``name``: its socket, ring, fault file, ..."""
+        """Returns a file of the page ``name``: its socket, ring, fault file, ..."""
         return self.pages / (name + suffix)
 
 
 def run_root(environ: Mapping[str, str], uid: int) -> Path:
     """Returns the directory of this user's run directories, which might not exist yet.
 
-    ``$XDG_RUNTIME_DIR/safelaunch`` if that is a private directory of this user and short enough for unix sockets, else
-    ``/tmp/safelaunch-<uid>``. If another user has taken that name, ``/tmp/safelaunch-<uid>-<random>``, created at once
-    so that it can't be taken as well.
+    ``$XDG_RUNTIME_DIR/safelaunch`` if that is private to this user and short enough for unix sockets, else
+    ``/tmp/safelaunch-<uid>``. If another user has that, ``/tmp/safelaunch-<uid>-<random>``, created at once so that no
+    other user can take it.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if runtime and len(runtime) + len("/safelaunch") <= LONGEST_RUN_DIR - 20 and is_private(Path(runtime), uid):
@@ -114,7 +114,7 @@ def run_root(environ: Mapping[str, str], uid: int) -> Path:
 
 
 def other_roots(uid: int) -> tuple[Path, ...]:
-    """Returns the directories that ``run_root`` created instead of the usual one."""
+    """Returns the ``-<random>`` directories that ``run_root`` created."""
     try:
         with os.scandir(TMP) as entries:
             names = sorted(entry.name for entry in entries if entry.name.startswith(f"safelaunch-{uid}-"))
@@ -133,7 +133,7 @@ def _new_root(uid: int) -> Path | None:
 
 
 def is_private(path: Path, uid: int) -> bool:
-    """True if this is a directory that only this user can write to; otherwise it might contain anything."""
+    """True for a directory that only this user can write to."""
     try:
         info = path.lstat()
     except OSError:
@@ -143,14 +143,14 @@ def is_private(path: Path, uid: int) -> bool:
 
 
 def may_be_ours(directory: Path) -> bool:
-    """True if ``directory`` is private to this user or doesn't exist: no other user can read or move it."""
+    """True if ``directory`` is private to this user or doesn't exist."""
     return not directory.exists() or is_private(directory, os.getuid())
 
 
 def create_run(root: Path, pid: int, uid: int) -> RunPaths:
-    """Creates a run directory below ``root`` (mode 0700), and locks it. Raises OSError if that is impossible or unsafe.
+    """Creates and locks ``r<pid>`` below ``root`` (mode 0700). Raises OSError if that is impossible or unsafe.
 
-    It is named ``r<pid>``, with a number if a dead run or a run in another pid namespace has that name.
+    A number follows the name if a dead run, or a run in another pid namespace, has it.
     """
     try:
         root.mkdir(mode=0o700, parents=False)
@@ -165,7 +165,7 @@ def create_run(root: Path, pid: int, uid: int) -> RunPaths:
             continue
         try:
             return _furnish(RunPaths(path, _lock(path)), pid)
-        except OSError:  # no room: half a run directory is useless
+        except OSError:  # no room
             from shutil import rmtree
 
             rmtree(path, ignore_errors=True)
@@ -175,7 +175,7 @@ def create_run(root: Path, pid: int, uid: int) -> RunPaths:
 
 def _furnish(run: RunPaths, pid: int) -> RunPaths:
     try:
-        run.owner.write_text(f"{pid} {start_ticks(pid)}\n")  # from now on, another run removes it if it isn't locked
+        run.owner.write_text(f"{pid} {start_ticks(pid)}\n")  # from now on, other runs remove it if it isn't locked
         run.pages.mkdir(mode=0o700)
         run.flight_recorder.mkdir(mode=0o700)
     except OSError:
@@ -185,7 +185,7 @@ def _furnish(run: RunPaths, pid: int) -> RunPaths:
 
 
 def _lock(directory: Path) -> int:
-    """Returns a descriptor that locks a new ``directory``. Another run might be probing it right now."""
+    """Locks a new directory, which another run might be probing; returns the descriptor."""
     descriptor = os.open(directory, _DIRECTORY)
     deadline = time.monotonic() + LOCK_DEADLINE_S
     try:
@@ -200,7 +200,7 @@ def _lock(directory: Path) -> int:
 
 
 def is_held(directory: Path) -> bool:
-    """True if a live process uses the directory, in any pid namespace, or if that is unknown."""
+    """True if a live process in any pid namespace uses the directory, or if that is unknown."""
     try:
         descriptor = os.open(directory, _DIRECTORY)
     except FileNotFoundError:
@@ -216,7 +216,7 @@ def is_held(directory: Path) -> bool:
 
 
 def _remove_unless_held(directory: Path) -> bool:
-    """Removes an unlocked directory; returns True if it did."""
+    """Returns True if it removed the directory."""
     from shutil import rmtree
 
     try:
@@ -229,7 +229,7 @@ def _remove_unless_held(directory: Path) -> bool:
         rmtree(directory, ignore_errors=True)
         return True
     except OSError:
-        return False  # a file system without locks: unknown
+        return False  # a file system without locks
     finally:
         os.close(descriptor)
 
@@ -243,7 +243,7 @@ def working_directory() -> Path:
 
 
 def seen_from_here(path: str) -> str:
-    """Shortens a path for display: relative to the working directory if it is below that."""
+    """Shortens a path below the working directory for display."""
     here = working_directory()
     return os.fspath(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
@@ -251,7 +251,7 @@ def seen_from_here(path: str) -> str:
 def sweep(root: Path) -> int:
     """Removes unlocked run directories below ``root``; returns how many.
 
-    A directory without an owner file is being created, or its creator crashed: it is removed after an hour.
+    One without an owner file might be in creation, so it stays for an hour.
     """
     return sum(
         _remove_unless_held(entry)
@@ -268,22 +268,22 @@ def _is_older(path: Path, seconds: float) -> bool:
 
 
 def local_bundles() -> Path:
-    """Returns the directory for bundles in progress, and for those that can't be written to the requested directory."""
+    """Returns the directory for bundles in progress, or that can't be written to the requested directory."""
     return run_root({}, os.getuid()) / "bundles"
 
 
 class Unfinished:
-    """The bundles that a supervisor is assembling, each in a directory that it locks."""
+    """Bundles that a supervisor is assembling, each in a directory that it locks."""
 
     def __init__(self) -> None:
         self._held: dict[Path, int] = {}
 
     def name(self, place: Path, run_dir: Path, outcome: str) -> Path:
-        """Returns the path for a new bundle in ``place``; its name begins with a dot and the run's name."""
+        """Returns the path of a new bundle in ``place``, named by a dot and the run's name."""
         return place / f".{run_dir.name}-{outcome}-{time.time_ns()}"
 
     def hold(self, directory: Path) -> None:
-        """Locks a directory; call it after each creation. Best effort: young directories aren't removed for a while."""
+        """Locks a directory after each creation, if possible: young directories are safe for a while."""
         self.let_go(directory)
         try:
             self._held[directory] = _lock(directory)
@@ -291,13 +291,12 @@ class Unfinished:
             return
 
     def let_go(self, directory: Path) -> None:
-        """Releases a bundle that was published or abandoned."""
+        """Unlocks a bundle that was published or abandoned."""
         descriptor = self._held.pop(directory, -1)
         if descriptor >= 0:
             os.close(descriptor)
 
     def discard(self) -> None:
-        """Removes all unfinished bundles."""
         from shutil import rmtree
 
         for directory in list(self._held):
@@ -306,13 +305,13 @@ class Unfinished:
 
 
 def discard_unfinished(run_name: str) -> None:
-    """Removes the bundles that the supervisor of run ``run_name`` (``r4711``) was assembling when it was killed."""
+    """Removes the unfinished bundles of run ``run_name`` (``r4711``) with a killed supervisor."""
     for entry in local_bundles().glob(f".{run_name}-*"):
         if re.fullmatch(re.escape(f".{run_name}") + r"-[a-z]+-\d+", entry.name):  # not r4711-1 for r4711
             _remove_unless_held(entry)
 
 
 def sweep_unfinished(directory: Path) -> int:
-    """Removes bundles that supervisors were assembling in ``directory`` when they were killed; returns how many."""
+    """Removes unfinished bundles of killed supervisors in ``directory``; returns how many."""
     entries = [entry for entry in directory.glob(".r[0-9]*-*-*") if _is_older(entry, UNFINISHED_S)]
     return sum(_remove_unless_held(entry) for entry in entries)

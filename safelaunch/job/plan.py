@@ -1,4 +1,4 @@
-"""The plan of a job: its arguments and environment, each variable with its origin. Pure."""
+"""A job's plan: arguments and environment, each variable with its origin. Pure."""
 
 from __future__ import annotations
 
@@ -14,55 +14,50 @@ from safelaunch.job.argv import CommandLine, is_one_node, restarts
 from safelaunch.job.torchrun import TorchInstallation, launcher
 from safelaunch.settings.options import EnvSetting, Settings
 
-LEASES = "SAFELAUNCH_LEASES"  # paths of the files that the beacons lock
+LEASES = "SAFELAUNCH_LEASES"  # paths of files that the beacons lock
 GROUP_TIMEOUT = "SAFELAUNCH_GROUP_TIMEOUT"  # seconds, followed by ! if it applies to all groups
 
 
 @dataclass(frozen=True, slots=True)
 class PlanVariable:
-    """A variable that safelaunch would set."""
-
     name: str
     value: str
     origin: str
     why: str
-    kept: bool = False  # the user exported it, and that value wins
+    kept: bool = False  # the value that the user exported wins
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One job, ready to start."""
-
     argv: tuple[str, ...]
     env: Mapping[str, str]
     applied: tuple[PlanVariable, ...]
     run_name: str
     run_dir: Path
-    torch: TorchInstallation | None  # None if unknown (exec)
+    torch: TorchInstallation | None  # None: unknown (exec)
     settings: Settings
-    watched: bool  # with a beacon and a watch
-    script: tuple[str, ...]  # the script or command as the user wrote it
-    by_torchrun: bool = True  # False: argv is any command, and only the kernel reports how ranks end
-    gpus: str = ""  # the job's GPUs, in words
+    watched: bool
+    script: tuple[str, ...]  # script or command as the user wrote it
+    by_torchrun: bool = True  # False: only the kernel reports how ranks end
+    gpus: str = ""  # in words
     command: CommandLine | None = None  # torchrun's arguments; None under exec
-    typed: tuple[str, ...] = ()  # all words after ``safelaunch``, as the user typed them
+    typed: tuple[str, ...] = ()  # all words after ``safelaunch``
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """A plan's inputs besides the command line."""
+    """Inputs of a plan besides the command line."""
 
     environ: Mapping[str, str]
     run_dir: Path
     supervisor_pid: int
     visible_gpus: str | None = None  # CUDA_VISIBLE_DEVICES; None leaves it unchanged
     rank_locks: tuple[str, ...] = ()  # files that the beacons lock for the job's leases
-    gpus: str = ""  # the job's GPUs, in words
+    gpus: str = ""  # in words
     typed: tuple[str, ...] = ()
 
 
 def build(command: CommandLine, settings: Settings, torch: TorchInstallation, around: Surroundings) -> Plan:
-    """Plans a torchrun job."""
     argv = (torch.python, os.fspath(launcher(torch.python)), *command.arguments)
     restarts_here = restarts(command, around.environ) and is_one_node(command, around.environ)
     plan = _plan(argv, default_name(command), settings, torch, around, restarts_here=restarts_here)
@@ -72,7 +67,7 @@ def build(command: CommandLine, settings: Settings, torch: TorchInstallation, ar
 def build_exec(
     words: tuple[str, ...], program: str, settings: Settings, torch: TorchInstallation | None, around: Surroundings
 ) -> Plan:
-    """Plans any command that starts ranks or is one; ``program`` is the path of ``words[0]``."""
+    """Plans a command that starts ranks or is one; ``program`` is the path of ``words[0]``."""
     name, own = name_of_command(words), {"SAFELAUNCH_MODE": "exec"}
     return replace(_plan((program, *words[1:]), name, settings, torch, around, own), script=words, by_torchrun=False)
 
@@ -85,9 +80,9 @@ def build_beside(
     around: Surroundings,
     caller: int,
 ) -> Plan:
-    """Plans ranks that process ``caller``, whose command line is ``argv``, starts itself, as torchrun would.
+    """Plans ranks that process ``caller`` (command line ``argv``) starts itself, as torchrun would.
 
-    Of the plan's ``env``, the caller needs the differences from its own.
+    The caller needs only the differences between the plan's ``env`` and its own.
     """
     own = {"SAFELAUNCH_AGENT_PID": str(caller)}
     plan = _plan(argv, default_name(command), settings, torch, around, own)
@@ -106,8 +101,10 @@ def _plan(
 ) -> Plan:
     """Makes a plan.
 
-    ``name`` is the default name of the run, ``own`` adds variables, and ``restarts_here`` says that torchrun restarts
-    ranks, all of them on this node.
+    Args:
+        name: The run's default name.
+        own: More variables.
+        restarts_here: torchrun restarts ranks, all on this node.
     """
     applied, env = _environment(settings, around, own or {}, restarts_here)
     return Plan(
@@ -128,7 +125,7 @@ def _plan(
 def _environment(
     settings: Settings, around: Surroundings, own: Mapping[str, str], restarts_here: bool
 ) -> tuple[tuple[PlanVariable, ...], dict[str, str]]:
-    """Returns the variables to set, with their origins, and the complete environment."""
+    """Returns the variables to set, and the complete environment."""
     applied = _apply(settings.env, around.environ, around.run_dir)
     if around.visible_gpus is not None:
         gpus = PlanVariable(
@@ -167,7 +164,7 @@ def _origin(settings: Settings, option: str) -> str:
 
 
 def _apply(settings: tuple[EnvSetting, ...], environ: Mapping[str, str], run_dir: Path) -> tuple[PlanVariable, ...]:
-    """Returns the variables of presets and configuration, with ``{run_dir}`` filled in; exported values win."""
+    """Returns the variables of presets and configuration with ``{run_dir}`` filled in; exported values win."""
     applied = []
     for setting in settings:
         kept = setting.name in environ or any(name in environ for name in setting.yields_to)
@@ -178,7 +175,7 @@ def _apply(settings: tuple[EnvSetting, ...], environ: Mapping[str, str], run_dir
 
 
 def injection(environ: Mapping[str, str], run_dir: Path, supervisor_pid: int) -> dict[str, str]:
-    """Returns the variables that start the beacon, with SAFELAUNCH_PYTHONPATH if PYTHONPATH was set, even empty."""
+    """Returns the variables that start the beacon; SAFELAUNCH_PYTHONPATH keeps PYTHONPATH, even if empty."""
     inject = os.fspath(Path(__file__).parents[1] / "beacon" / "inject")
     own = environ.get("PYTHONPATH")
     variables = {
@@ -192,7 +189,7 @@ def injection(environ: Mapping[str, str], run_dir: Path, supervisor_pid: int) ->
 
 
 def in_directory(plan: Plan, run_dir: Path) -> Plan:
-    """Changes the plan's run directory: a run in another pid namespace might already use the planned name."""
+    """Changes the run directory: a run in another pid namespace might use the planned one."""
     if run_dir == plan.run_dir:
         return plan
     old, new = os.fspath(plan.run_dir), os.fspath(run_dir)
@@ -207,17 +204,14 @@ def in_directory(plan: Plan, run_dir: Path) -> Plan:
 
 
 def default_name(command: CommandLine) -> str:
-    """Returns a run's default name: the script's or module's, without directory and suffix."""
+    """Returns the name of the script or module, without directory and suffix."""
     script = command.script[0] if command.script else "run"
     stem = script.rpartition(".")[2] if command.has_flag("-m", "--module") else Path(script).stem
     return _file_name(stem)
 
 
 def name_of_command(words: tuple[str, ...]) -> str:
-    """Returns a run's default name for a command other than torchrun.
-
-    It is the first argument that looks like a file: ``train`` for ``python train.py``, ``run`` for ``bash run.sh``.
-    """
+    """Returns the first word that looks like a file, ``train`` for ``python train.py``, ``run`` for ``bash run.sh``."""
     script = next((word for word in words[1:] if Path(word).suffix in (".py", ".sh")), words[0])
     return _file_name(Path(script).stem)
 

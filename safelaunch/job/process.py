@@ -1,7 +1,7 @@
 """Starts, signals and reaps the job's processes.
 
-A process is identified by pid *and* start time. safelaunch never signals a process by name, by environment, or by a pid
-that might have a new owner.
+Pid *and* start time identify a process. safelaunch never signals a process by name, by environment, or by a pid that
+might have a new owner.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from safelaunch.system import procstat
 
-# Forwarded to torchrun as they arrive. SIGTSTP isn't: Ctrl-Z stops safelaunch, as it would stop torchrun.
+# Forwarded to torchrun. Not SIGTSTP: Ctrl-Z stops safelaunch.
 FORWARDED = (
     signal.SIGINT,
     signal.SIGQUIT,
@@ -24,7 +24,7 @@ FORWARDED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-SI_KERNEL = 0x80  # siginfo.si_code of a signal that the terminal sent, <signal.h>
+SI_KERNEL = 0x80  # siginfo.si_code of the terminal's signals, <signal.h>
 PR_SET_CHILD_SUBREAPER = 36
 ASK_EVERY_S = 0.05
 KILL_EVERY_S = 0.01
@@ -33,17 +33,17 @@ WHOLE = 2048  # bytes of a /proc file that one read certainly returns
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process that can't be mistaken for a later one with the same pid."""
+    """A process, distinct from later ones with the same pid."""
 
     pid: int
     start_ticks: int
 
     def __str__(self) -> str:
-        """Its form in messages between processes."""
+        """Returns the form for messages between processes."""
         return f"{self.pid} {self.start_ticks}"
 
     def is_alive(self) -> bool:
-        """True if it is still running; a zombie isn't."""
+        """True if it is running; a zombie isn't."""
         stat = procstat.read(self.pid)
         return stat is not None and stat.start_ticks == self.start_ticks and stat.state not in "ZX"
 
@@ -52,7 +52,7 @@ class ProcessId:
         return stat is not None and stat.start_ticks == self.start_ticks and stat.state in "Tt"
 
     def send(self, signum: int) -> bool:
-        """Sends a signal if the pid still belongs to this process. Returns True if it was sent."""
+        """Returns True if the signal was sent: the pid still belongs to this process."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -60,7 +60,7 @@ class ProcessId:
         except OSError:
             return self._send_by_pid(signum)
         try:
-            # The descriptor pins the pid: the start time stays valid until the signal is sent.
+            # The descriptor pins the pid, so the check holds until the signal is sent.
             if not self.is_alive():
                 return False
             signal.pidfd_send_signal(descriptor, signum)
@@ -71,7 +71,7 @@ class ProcessId:
         return True
 
     def _send_by_pid(self, signum: int) -> bool:
-        """Sends a signal on kernels older than 5.3, which have no pidfd."""
+        """Sends a signal on kernels before 5.3, without pidfd."""
         if not self.is_alive():
             return False
         try:
@@ -82,7 +82,7 @@ class ProcessId:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """Returns the identity of a process, or None if it is gone. A zombie still has one."""
+    """Returns the identity of a process or zombie, or None if it is gone."""
     stat = procstat.read(pid)
     return ProcessId(pid, stat.start_ticks) if stat else None
 
@@ -91,7 +91,7 @@ ProcessTable = Mapping[int, tuple[int, int]]
 
 
 def process_table() -> ProcessTable:
-    """Returns all current processes: pid → (ppid, start_ticks). One scan serves the trees of all ranks."""
+    """Returns all current processes: pid → (ppid, start_ticks)."""
     pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
     return {pid: (stat.ppid, stat.start_ticks) for pid in pids if (stat := procstat.read(pid)) is not None}
 
@@ -101,7 +101,9 @@ def descendants(
 ) -> tuple[ProcessId, ...]:
     """Returns every process below ``roots``, parents before children.
 
-    ``exclude`` omits pids and everything below them. Without a ``table`` from an earlier scan, scans now.
+    Args:
+        exclude: Pids to omit with everything below them.
+        table: An earlier scan; None: scan now.
     """
     children: dict[int, list[ProcessId]] = {}
     for pid, (parent, start_ticks) in (process_table() if table is None else table).items():
@@ -118,10 +120,10 @@ def descendants(
 
 
 def block_signals() -> frozenset[signal.Signals]:
-    """Blocks the signals that the supervisor waits for; returns the previous mask, with which the job must start.
+    """Blocks the signals that the supervisor waits for; returns the previous mask, for the job's start.
 
-    Call it in the main thread before any other thread exists, because threads inherit the mask. Under ``nohup``, SIGHUP
-    stays ignored and isn't forwarded: torchrun would handle it and end the job.
+    Call it in the main thread before there are others, which inherit the mask. Under ``nohup``, SIGHUP stays ignored
+    and isn't forwarded: torchrun would handle it and end the job.
     """
     kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD, signal.SIGALRM} - kept)
@@ -131,18 +133,17 @@ def block_signals() -> frozenset[signal.Signals]:
 def start(
     argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int], tell: Callable[[ProcessId], None] | None = None
 ) -> int:
-    """Starts the job's first process in a new session, with this process's standard streams; returns its pid.
+    """Starts the job's first process in a new session with our standard streams; returns its pid.
 
-    ``tell`` as for ``fork``. Raises OSError if it can't be started.
+    Raises OSError if it can't start. See ``fork`` for ``tell``.
     """
     return fork(lambda: become_job(argv, env, mask), tell).pid
 
 
 def become_job(argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int]) -> NoReturn:
-    """Makes a forked child the job's first process; resets SIGPIPE and SIGXFSZ, which Python ignores.
+    """Turns a forked child into the job's first process; resets SIGPIPE and SIGXFSZ, which Python ignores.
 
-    It also resets SIGINT, unless ignored: Python's handler only notes a SIGINT just before the exec, which discards the
-    note, so that the job would continue.
+    Resets SIGINT unless ignored: Python's handler only notes a SIGINT, and the exec would discard the note.
     """
     os.setsid()
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -150,23 +151,23 @@ def become_job(argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int])
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if "SAFELAUNCH_RUN_DIR" in env:  # the beacon must recognise the agent
+    if "SAFELAUNCH_RUN_DIR" in env:  # for the beacon to recognise the agent
         env = {**env, "SAFELAUNCH_AGENT_PID": str(os.getpid())}
     os.execve(argv[0], list(argv), env)
 
 
 def fork(become: Callable[[], NoReturn], tell: Callable[[ProcessId], None] | None = None) -> ProcessId:
-    """Forks a child that will ``become`` another program (``exec``), and returns once it has.
+    """Forks a child that becomes another program (``become`` calls ``exec``), and returns once it has.
 
-    ``tell`` gets the process before that. The child waits for it, and exits if this process is killed first or ``tell``
-    raises, so every running process is recorded. Raises whatever ``tell`` raises, and OSError if the exec fails. Call
-    it while this process has one thread.
+    ``tell`` gets the process first: the child waits, and exits if this process is killed or ``tell`` raises, so that
+    every running process is recorded. Raises whatever ``tell`` raises, and OSError if the exec fails. Call it while
+    this process has one thread.
     """
     may_go, go = os.pipe()
     problem, report = os.pipe()
     pid = os.fork()
     if not pid:
-        os.close(go)  # otherwise it would wait for itself
+        os.close(go)  # not to wait for itself
         _become(become, may_go, report)
     os.close(may_go)
     os.close(report)
@@ -181,7 +182,7 @@ def fork(become: Callable[[], NoReturn], tell: Callable[[ProcessId], None] | Non
         os.close(problem)
         raise
     os.close(go)
-    number = os.read(problem, 16)  # a successful exec closes its end
+    number = os.read(problem, 16)  # empty after a successful exec
     os.close(problem)
     if number:
         os.waitpid(pid, 0)
@@ -190,7 +191,7 @@ def fork(become: Callable[[], NoReturn], tell: Callable[[ProcessId], None] | Non
 
 
 def _become(become: Callable[[], NoReturn], may_go: int, report: int) -> NoReturn:
-    """Runs ``become`` in the forked child. If that fails, writes the error number to ``report``."""
+    """Runs ``become`` in the forked child; writes the error number to ``report`` if it fails."""
     try:
         if os.read(may_go, 1):
             become()
@@ -201,9 +202,9 @@ def _become(become: Callable[[], NoReturn], may_go: int, report: int) -> NoRetur
 
 
 def adopted(keep: Iterable[int]) -> tuple[ProcessId, ...]:
-    """Returns the job's orphans: our children neither in ``keep`` nor in our session. Reaps those that have ended.
+    """Returns the job's orphans: children neither in ``keep`` nor in our session. Reaps those that have ended.
 
-    Processes that we start (py-spy, copies) share our session; torchrun and everything below it don't.
+    Programs that we start (py-spy, copies) share our session; torchrun and everything below it don't.
     """
     kept = set(keep)
     foreign = [pid for pid in _children_in_session(ours=False) if pid not in kept]
@@ -212,7 +213,7 @@ def adopted(keep: Iterable[int]) -> tuple[ProcessId, ...]:
 
 
 def helpers() -> list[int]:
-    """Returns our children in our own session, such as a bundle's copier. The job's processes have other sessions."""
+    """Returns our children in our own session, such as a bundle's copier."""
     return _children_in_session(ours=True)
 
 
@@ -229,7 +230,7 @@ def _children_in_session(*, ours: bool) -> list[int]:
 
 
 def children() -> list[int]:
-    """Returns our own children, from the kernel's list per thread (CONFIG_PROC_CHILDREN), else from all of /proc."""
+    """Returns our children from the kernel's list per thread (CONFIG_PROC_CHILDREN), else from all of /proc."""
     pids: list[int] = []
     try:
         for thread in os.scandir("/proc/self/task"):
@@ -241,14 +242,14 @@ def children() -> list[int]:
 
 
 class Children:
-    """The children of this single-threaded process, polled cheaply: one system call while they don't change."""
+    """Children of this single-threaded process, polled by one system call while they don't change."""
 
     def __init__(self) -> None:
         self._list = -1
         self._last = b""
 
     def new(self) -> list[int]:
-        """Returns all children if any came or went since the last call, else none. Never compares long lists."""
+        """Returns all children if any came or went since the last call, else none."""
         try:
             if self._list < 0:
                 self._list = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY | os.O_CLOEXEC)
@@ -264,9 +265,9 @@ class Children:
 
 
 def become_subreaper() -> None:
-    """Makes orphans below us our children instead of init's, including those of running processes (Linux 4.11)."""
+    """Makes us the parent of orphans below us, even if they have running parents now (Linux 4.11)."""
     try:
-        import _ctypes  # all of ctypes takes 3 ms and 0.7 MiB, while the job waits
+        import _ctypes  # ctypes takes 3 ms and 0.7 MiB, while the job waits
 
         prctl = _ctypes.dlsym(_ctypes.dlopen("", 0), "prctl")
         _ctypes.call_function(prctl, (PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
@@ -277,7 +278,7 @@ def become_subreaper() -> None:
 
 
 def reap(pid: int) -> int | None:
-    """Returns the wait status of child ``pid`` if it has ended, else None."""
+    """Returns the wait status of child ``pid`` once it has ended."""
     try:
         done, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -286,7 +287,7 @@ def reap(pid: int) -> int | None:
 
 
 def end_as(status: int) -> int:
-    """Returns the exit code for a wait status. If a signal ended the job, this process ends by that signal, too."""
+    """Returns the exit code for a wait status, or ends this process by the signal that ended the job."""
     if not os.WIFSIGNALED(status):
         return os.waitstatus_to_exitcode(status)
     signum = os.WTERMSIG(status)
@@ -309,12 +310,11 @@ def end_all(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[ProcessId, ...]:
-    """SIGTERM, grace, SIGKILL for the agent and all that ``find`` lists; returns those that can't be killed.
+    """Sends SIGTERM, and SIGKILL after ``grace_s``; returns the processes that are stuck in the kernel (D state).
 
-    The agent gets SIGTERM first, so that torchrun ends its ranks as it does when a user stops it; then the remaining
-    processes. After ``grace_s`` seconds in all, SIGKILL; ``kill`` kills what it can at once. ``find`` is called until
-    it is empty twice: processes might start in the meantime, and one pass over /proc can miss a process whose parent is
-    just ending. The rest is stuck in the kernel (D state).
+    The agent gets SIGTERM first, so that torchrun ends its ranks; then the others. ``kill`` kills what it can at once.
+    ``find`` is called until it is empty twice: processes might start in the meantime, and one pass over /proc can miss
+    a process with a parent that is just ending.
     """
     processes: set[ProcessId] = {agent} if agent is not None else set()
     asked: set[ProcessId] = set()
@@ -322,7 +322,7 @@ def end_all(
     while True:
         processes.update(find())
         alive = [process for process in processes if process.is_alive()]
-        # A stopped process handles no SIGTERM, so don't wait for it.
+        # A stopped process handles no SIGTERM.
         if clock() >= deadline or (agent not in alive and all(process.is_stopped() for process in alive)):
             break
         for process in [agent] if agent is not None and agent in alive else alive:

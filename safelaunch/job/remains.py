@@ -1,8 +1,8 @@
 """Finds the remaining processes of a job, for a guardian that isn't their parent.
 
-The run directory holds a record of the job: its first process, its control group, and the orphans seen so far. All
-others are found from there. Pid and start time identify each process from the moment it is found. No single sign that a
-stranger might carry is enough: the environment counts only for an orphan of this user that started after the job.
+The run directory records the job's first process, control group, and orphans so far; all others are found from these.
+Pid and start time identify each process. A sign that a stranger might carry isn't enough: the environment counts only
+for an orphan of this user that started after the job.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def note(run: RunPaths, what: str, value: str) -> None:
         with open(run.members, "a") as file:
             file.write(f"{what} {value}\n")
     except OSError:
-        return  # the disk is full; only a second fault would need the line
+        return  # the disk is full
 
 
 class Remains:
-    """The remaining processes of a run's job, except ``spare``."""
+    """Remaining processes of a run's job, except ``spare``."""
 
     def __init__(self, run: RunPaths) -> None:
-        """Reads the record. ``agent`` is None if the job wasn't started."""
+        """Reads the record; without a started job, ``agent`` is None."""
         lines = [line.partition(" ") for line in text_of(run.members).splitlines()]
         listed = {what: parse([value for kind, _, value in lines if kind == what]) for what in ("agent", "orphan")}
         group = next((value for kind, _, value in lines if kind == "group"), None)
@@ -44,11 +44,10 @@ class Remains:
         self._mark = f"SAFELAUNCH_RUN_DIR={run.root}".encode()
 
     def add(self, members: Iterable[ProcessId]) -> None:
-        """Adds reported members."""
         self._known.update(members)
 
     def find(self) -> set[ProcessId]:
-        """Returns all live processes: known ones, their descendants and sessions, and those with the run's mark."""
+        """Returns all live processes: known ones, their descendants and sessions, and marked ones."""
         roots = self._known | set(parse(_workers(self._run.agent_events))) | members_of(self.group)
         alive = {root for root in roots if root.is_alive()}
         alive |= set(process.descendants((root.pid for root in alive), exclude=[os.getpid()]))
@@ -57,7 +56,7 @@ class Remains:
         return self._known - {self.spare} if self.spare is not None else self._known
 
     def _kindred(self, members: set[ProcessId]) -> Iterable[ProcessId]:
-        """Yields processes in sessions whose leader is a live member, and orphans with the mark."""
+        """Yields processes in sessions with a live member as leader, and marked orphans."""
         pids = {member.pid for member in members}
         for entry in list(os.scandir("/proc")):
             if not entry.name.isdigit() or (pid := int(entry.name)) in pids:
@@ -73,7 +72,7 @@ class Remains:
             return False
 
     def _is_marked_orphan(self, stat: procstat.Stat) -> bool:
-        """True for an orphan with the mark. Orphans have the parent that we got when the supervisor died."""
+        """True for an orphan with the run's mark and the parent that we got when the supervisor died."""
         if self.agent is None or stat.start_ticks < self.agent.start_ticks or stat.ppid not in _reapers(self.agent):
             return False
         try:
@@ -94,7 +93,7 @@ def members_of(group: ControlGroup | None) -> set[ProcessId]:
 
 
 def parse(lines: Iterable[str]) -> list[ProcessId]:
-    """Parses ``pid start_ticks`` lines; skips others."""
+    """Parses ``pid start_ticks`` lines, and skips others."""
     processes = []
     for line in lines:
         words = line.split()
@@ -104,8 +103,8 @@ def parse(lines: Iterable[str]) -> list[ProcessId]:
 
 
 def _workers(events: Path) -> list[str]:
-    """Returns the workers of all attempts, as the agent recorded them at their start."""
-    import json  # the first guardian doesn't need it, and the job would wait for the import
+    """Returns all attempts' workers, as the agent recorded them."""
+    import json  # late: the first guardian doesn't need it
 
     lines = []
     for line in text_of(events).splitlines():
@@ -113,5 +112,5 @@ def _workers(events: Path) -> list[str]:
             event = json.loads(line)
             lines += [f"{pid} {ticks}" for _, pid, ticks in event.get("workers", {}).values()]
         except (ValueError, AttributeError, TypeError):
-            continue  # cut off when everything was killed
+            continue  # the line was cut off
     return lines

@@ -1,7 +1,7 @@
-"""The installed torchrun: its interpreter, its version, and its options.
+"""The installed torchrun: its interpreter, version and options.
 
-torch is never imported, which costs over a second and hundreds of megabytes. The option table comes from the source of
-the installed ``torch/distributed/run.py``, so it matches the version that will parse the same words.
+torch is never imported, as that takes over a second and hundreds of megabytes. The option table comes from the source
+of the installed ``torch/distributed/run.py``, which will parse the same words.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ FLAG_ACTIONS = {"check_env", "store_true", "store_false", "store_const", "help",
 
 @dataclass(frozen=True, slots=True)
 class TorchInstallation:
-    """An interpreter that has torch."""
-
     python: str
-    package: Path  # torch's directory
+    package: Path
     version: str  # for example 2.13.0+cpu
     note: str = ""  # why this interpreter is used; empty if no other one is expected
 
@@ -34,8 +32,8 @@ class TorchInstallation:
 def find(environ: Mapping[str, str]) -> TorchInstallation:
     """Returns the torch for the user's script: the active environment's, else this interpreter's, else PATH's.
 
-    PATH comes before an environment that pipx or ``uv tool`` made for safelaunch, because no script is meant for that.
-    Raises UsageError if no torch is found.
+    PATH precedes an environment that pipx or ``uv tool`` made for safelaunch alone. Raises UsageError if there is no
+    torch.
     """
     own, is_tool = _torch_on(sys.path), _is_tool()
     at_home = TorchInstallation(sys.executable, own, _version(own)) if own is not None else None
@@ -70,10 +68,7 @@ def _is_ours(python: str) -> bool:
 
 
 def _active(environ: Mapping[str, str], even_base: bool) -> Iterator[tuple[str, str]]:
-    """Yields the interpreters of the active environments, with the variable that names each.
-
-    Conda's ``base`` might be active in every shell, so it says nothing about the user's intent.
-    """
+    # Conda's ``base`` might be active in every shell, so it isn't the user's choice.
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         is_chosen = name == "VIRTUAL_ENV" or even_base or environ.get("CONDA_DEFAULT_ENV") != "base"
         if environ.get(name) and is_chosen:
@@ -81,7 +76,7 @@ def _active(environ: Mapping[str, str], even_base: bool) -> Iterator[tuple[str, 
 
 
 def _on_path(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields the interpreters of the first ``torchrun`` and ``python3`` on PATH."""
+    """Yields the interpreters of PATH's first ``torchrun`` and ``python3``."""
     from shutil import which
 
     script, python = (which(name, path=environ.get("PATH")) for name in ("torchrun", "python3"))
@@ -93,14 +88,14 @@ def _on_path(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _torch_on(path: list[str]) -> Path | None:
-    """Returns torch's directory in a plain installation, else as the import system finds it (editable installs)."""
+    """Returns torch's directory in a plain installation, else by the import system (editable installs)."""
     for entry in path:
         package = Path(entry or ".") / "torch"
         if (package / "distributed" / "run.py").is_file() and (package / "version.py").is_file():
             return package
     import importlib.util
 
-    spec = importlib.util.find_spec("torch")  # finds it without importing it
+    spec = importlib.util.find_spec("torch")  # doesn't import it
     if spec is None or spec.origin is None:
         return None
     package = Path(spec.origin).parent
@@ -108,7 +103,7 @@ def _torch_on(path: list[str]) -> Path | None:
 
 
 def _interpreter_of(script: Path) -> str | None:
-    """Returns the interpreter on a console script's first line, also in pip's ``#!/bin/sh`` form for long paths."""
+    """Returns the interpreter of a console script, even in pip's ``#!/bin/sh`` form for long paths."""
     match = re.match(r"#!\s*(?:/bin/sh\n'''exec' \"?([^\"\n]+?)\"? \"\$0\"|([^\n]+))", text_of(script)[:4096])
     if match is None:
         return None
@@ -124,7 +119,7 @@ def _ask_for_torch(python: str) -> Path | None:
 
     code = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin if s else '')"
     try:
-        # With -c, the working directory comes first on the module path, so it must not be writable by others.
+        # With -c, modules are first looked for in the working directory: others must not be able to write there.
         done = subprocess.run(
             [str(Path(python).absolute()), "-c", code], capture_output=True, text=True, timeout=20, check=False, cwd="/"
         )
@@ -152,8 +147,7 @@ def _in_version(package: Path, name: str) -> str | None:
 def options(package: Path) -> dict[str, bool]:
     """Returns every option string of the installed torchrun: True if it takes a value.
 
-    Source: ``get_args_parser`` in ``torch/distributed/run.py``. If that can't be parsed any more, the table of torch
-    2.13 below is used.
+    Source: ``get_args_parser`` in ``torch/distributed/run.py``; if that can't be parsed, the table of torch 2.13 below.
     """
     return _installed_options(package) or dict(KNOWN)
 
@@ -166,16 +160,16 @@ def _installed_options(package: Path) -> dict[str, bool]:
 
 
 def binds_any_port(package: Path) -> bool:
-    """True if a single-node job without a port gets a free one, as in torch 2.13. Older versions always use 29500.
+    """True if a single-node job without a port gets a free one, as in torch 2.13. Older versions use 29500.
 
-    Source: ``run`` in ``torch/distributed/run.py``, which distinguishes a missing port from a specified one.
+    Source: ``run`` in ``torch/distributed/run.py``, which distinguishes a missing port from a given one.
     """
     text = text_of(package / "distributed" / "run.py")
-    return not text or "args.master_port is None" in text  # True for an unreadable version: nothing is changed then
+    return not text or "args.master_port is None" in text  # True for an unreadable version
 
 
 class LazyOptions(Mapping[str, bool]):
-    """``options``, read at the first lookup, because many command lines don't need them."""
+    """``options``, read at the first lookup."""
 
     def __init__(self, package: Path) -> None:
         self._package = package
@@ -190,7 +184,7 @@ class LazyOptions(Mapping[str, bool]):
 
     @property
     def is_certain(self) -> bool:
-        """True if the table is the installed version's: torchrun rejects all other options."""
+        """True if the table is the installed version's, so that torchrun rejects all other options."""
         return bool(self._installed)
 
     def __getitem__(self, option: str) -> bool:
@@ -205,7 +199,7 @@ class LazyOptions(Mapping[str, bool]):
 
 def parse_options(source: str) -> dict[str, bool]:
     """Returns the option strings that ``get_args_parser`` in ``source`` adds: True if they take a value."""
-    # Parses only this function, which ends at the next statement without indentation.
+    # This function ends at the next statement without indentation.
     function = re.search(r"^def get_args_parser\b.*?(?=^[^\s)#]|\Z)", source, re.S | re.M)
     if function is None:
         return {}
@@ -236,8 +230,8 @@ def _takes_value(call: ast.Call) -> bool:
 def launcher(python: str) -> Path:
     """Returns the torchrun script installed next to ``python``, else an equivalent one of ours.
 
-    Not ``python -m torch.distributed.run``: that puts the working directory on the launcher's import path, where a
-    user's ``queue.py`` would replace the real one, and its messages call it ``run.py``.
+    ``python -m torch.distributed.run`` would put the working directory on the launcher's import path, so that a user's
+    ``queue.py`` replaces the real one, and would call itself ``run.py`` in messages.
     """
     installed = Path(python).parent / "torchrun"
     head = text_of(installed)[:4096]

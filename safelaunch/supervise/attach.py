@@ -1,4 +1,4 @@
-"""Diagnoses a job that safelaunch didn't start, once and from outside, and writes its bundle."""
+"""Diagnoses, once and from outside, a job that safelaunch didn't start, and writes its bundle."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _targets(job: FoundJob) -> list[Target]:
 
 
 def _look(targets: list[Target], roots: tuple[str, ...]) -> Looks:
-    """Takes two looks, and later a third if a rank stands still while others work: it might wait for a slow one."""
+    """Looks twice, and a third time later if a rank stands still while others work: it might wait for a slow one."""
     looks = look_at(targets, None, collectives=True, deadline_s=ATTACH.look_s)
     time.sleep(ATTACH.between_s)
     looks = with_leads(look_at(targets, looks, collectives=True, deadline_s=ATTACH.look_s), roots)

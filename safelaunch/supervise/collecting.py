@@ -1,7 +1,4 @@
-"""Collects the evidence of an incident: looks at the ranks, their own records, their logs, and their node.
-
-Runs in threads, so that the supervisor keeps handling signals and the job's end.
-"""
+"""Collects the evidence of an incident, in threads: looks, the ranks' records, their logs, and their node."""
 
 from __future__ import annotations
 
@@ -47,15 +44,15 @@ from safelaunch.supervise.watch.progress import Watch
 from safelaunch.system.decoding import from_builtins
 from safelaunch.system.errors import CaptureError
 
-EVIDENCE_DEADLINE_S = 34.0  # backstop for ranks and node, whose own deadlines are shorter
+EVIDENCE_DEADLINE_S = 34.0  # backstop; the deadlines of ranks and node are shorter
 
 Exits = Callable[[], Mapping[int, RankExit]]
-"""Returns the exits of the ranks that have ended so far."""
+"""Returns the exits of ranks that have ended so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSnapshot:
-    """Facts about the ranks from their pages and exits, at the moment of an incident."""
+    """The ranks' pages and exits at the moment of an incident."""
 
     ranks: Mapping[int, collect.RankBasics]
     world_size: int
@@ -86,7 +83,7 @@ def snapshot_of(watch: Watch, exits: Mapping[int, RankExit]) -> JobSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The stages of an incident in order, for ``manifest.json``: they show where the time went."""
+    """Stages of an incident in order, for ``manifest.json``."""
 
     moments: tuple[Moment, ...] = ()
 
@@ -99,7 +96,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class DraftBundle:
-    """All evidence of an incident, in an unpublished bundle: call ``publishing.finish`` or ``discard``."""
+    """Evidence of an incident in an unpublished bundle: call ``publishing.finish`` or ``discard``."""
 
     evidence: Evidence
     staging: Staging
@@ -126,10 +123,10 @@ def take_evidence(
     timeline: Timeline | None = None,
     patience: float = 1.0,
 ) -> DraftBundle:
-    """Collects evidence that the looks don't have, and calls ``on_ranks_done`` once the ranks are no longer needed."""
+    """Collects what the looks lack, and calls ``on_ranks_done`` once the ranks are no longer needed."""
     timeline = timeline or Timeline()
-    # Outside the run directory if there is room: a cleaner that removes that directory would remove the bundle with it,
-    # and $XDG_RUNTIME_DIR might be small.
+    # A cleaner that removes the run directory would take the bundle with it, and $XDG_RUNTIME_DIR might be small: use
+    # another place if it has room.
     safe = may_be_ours(context.fallback_dir.parent)
     place = roomier_directory(context.fallback_dir, context.run_dir) if safe else context.run_dir
     root = context.unfinished.name(place, context.run_dir, kind.outcome)
@@ -141,7 +138,7 @@ def take_evidence(
     node_found: dict[str, Any] = {}
     kills = kill_counts()
 
-    # The job's output has no secrets from here on: verdict, bundle and screen are made from it.
+    # From here on, the job's output has no secrets: verdict, bundle and screen use it.
     snapshot = context.cleaned(snapshot)
 
     def ranks(gate: Gate) -> None:
@@ -216,7 +213,7 @@ def _deaths_of(rank: RankEvidence, kernel_log: str) -> tuple[str, ...]:
 def with_nccl(collected: DraftBundle, *, spare: str) -> DraftBundle:
     """Adds the report of NCCL's RAS service, if a rank has loaded NCCL.
 
-    Call it last: it takes up to ``nccl_ras.DEADLINE_S``, and must not cost other evidence.
+    Call it last: it takes up to ``nccl_ras.DEADLINE_S``.
     """
     ranks, context = collected.evidence.ranks, collected.context
     libraries = dict.fromkeys(rank.flight_record.library for rank in ranks if rank.flight_record is not None)
@@ -251,7 +248,7 @@ def local_evidence(looks: Looks, snapshot: JobSnapshot, context: JobContext) -> 
 def evidence_of(
     kind: IncidentKind, looks: Looks, snapshot: JobSnapshot, context: JobContext, *, patience: float = 1.0
 ) -> Evidence:
-    """Returns evidence from the looks and the ranks' own records, without writing a bundle."""
+    """Returns evidence from the looks and the ranks' records without writing a bundle."""
     nowhere, pages = Sink(context.redactor), context.run_dir / "pages"
     snapshot = replace(snapshot, ranks=context.cleaned(snapshot.ranks))
     taken = context.cleaned(looks.taken)
@@ -309,10 +306,7 @@ def _evidence(outcome: Outcome, ranks: Sequence[RankEvidence], world_size: int) 
 def _with_nccl_logs(
     sides: Sequence[RankEvidence], looks: Looks, context: JobContext, staging: Staging | None = None
 ) -> list[RankEvidence]:
-    """Adds NCCL's warnings to the ranks, from the run directory or the user's ``NCCL_DEBUG_FILE``.
-
-    Files of the latter are copied to ``staging``; the others are already there.
-    """
+    """Adds NCCL's warnings to the ranks, from the run directory or from ``NCCL_DEBUG_FILE``, copied to ``staging``."""
     folder, pids = f"node/{context.host}", [side.pid for side in sides]
     logs = nccl_logs.logs_of(sorted((context.run_dir / "flight_recorder").glob("*nccl*")), folder, pids)
     pattern = looks.env.value.get("NCCL_DEBUG_FILE", "") if looks.env is not None and looks.env.value else ""

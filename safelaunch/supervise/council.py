@@ -1,8 +1,7 @@
-"""How the supervisors of one job act together once one of them suspects a hang.
+"""Joint action of a job's supervisors once one of them suspects a hang.
 
-A suspicion becomes an incident of all nodes: each takes its two looks at the same time and votes, and the leader
-counts. If nothing moves anywhere, each collects its evidence at once, and one of them judges all of it (see
-``rounds``). A job on one node uses the same class without peers.
+A suspicion becomes an incident: all nodes take two looks at the same time and vote, and the leader counts. If nothing
+moves, each collects its evidence, and one node judges all of it (see ``rounds``). A job on one node has no peers.
 """
 
 from __future__ import annotations
@@ -36,26 +35,23 @@ from safelaunch.supervise.watch.progress import Watch
 
 RoundOutcome = VoteResult | Literal["hang", "alone"]
 
-OPEN_S = 25.0  # that a suspicion waits for the leader, or its successor, to open an incident
+OPEN_S = 25.0  # for the leader, or its successor, to open an incident
 SUCCEED_S = 12.0  # for another node to take over from a leader that no longer responds
-LAST_STATUS_S = 3.5  # for the others' status: a killed node counts as quiet by then
+LAST_STATUS_S = 3.5  # for other nodes' status; a killed node counts as quiet by then
 STOP_NOTICE_S = 1.2  # for the others to read of a stop, if this node's agent hosts the store
 AGENT_EVERY_S = 2.0
 _NOWHERE = SharedStore(Address("", 0), "", nodes=1)
 
 
 class Council:
-    """This node's part in the council of all nodes.
-
-    All methods return at once, except ``close``, ``final_status`` and ``nodes``.
-    """
+    """This node's part in the council of all nodes. Only ``close``, ``final_status`` and ``nodes`` block."""
 
     def __init__(self, plan: Plan, context: JobContext, watch: Watch) -> None:
         self._context = context
         self._watch = watch
         self._agent_s = 0.0
         self._stop_s: float | None = None
-        self._store: Lost = ""  # how it was lost while this node's own agent, its possible host, ran
+        self._store: Lost = ""  # how the store was lost while this node's agent, its possible host, ran
         self._by_torchrun = plan.by_torchrun
         self._joined = 0  # newest incident that this node takes part in
         rendezvous = meeting(plan.command, plan.env, plan.settings.cluster_store)
@@ -106,12 +102,12 @@ class Council:
 
     @property
     def is_covered(self) -> bool:
-        """True if every rank of the job is under a supervisor that responds."""
+        """True if every rank has a supervisor that responds."""
         page = self._page
         return page is not None and self._covers(page)
 
     def _covers(self, page: LeaderPage) -> bool:
-        # The page might have been written before this node joined, about fewer ranks.
+        # The page might date from before this node joined, and count fewer ranks.
         return page.covered and page.world == self._watch.world_size
 
     @property
@@ -156,7 +152,7 @@ class Council:
         self._notices.note_changes(view, now, covered=covered, ending=stopping or watch.has_ended)
 
     def has_announced_stop(self, now: float) -> bool:
-        """Returns whether the others, if any, have had time to read that the job is being stopped here."""
+        """Returns whether other nodes have had time to read that the job is being stopped here."""
         if not self._notices.met or not self._seen.is_local:
             return True
         return self._stop_s is not None and now - self._stop_s >= STOP_NOTICE_S
@@ -169,7 +165,7 @@ class Council:
             self._store = view.lost
 
     def final_status(self) -> PeerStatus:
-        """Returns the others' status, after a few seconds if it says nothing about the end of this node's ranks."""
+        """Returns the other nodes' status; waits up to a few seconds for one that explains why ranks ended here."""
         until = time.monotonic() + LAST_STATUS_S
         while True:
             view = self._seen
@@ -202,7 +198,7 @@ class Council:
 
     @property
     def rendezvous(self) -> Rendezvous | None:
-        """An incomplete rendezvous, unless the job is being stopped on another node."""
+        """Incomplete rendezvous, unless another node is stopping the job."""
         return self._notices.rendezvous if not self._seen.status.stopping else None
 
     def request_survey(self) -> bool:
@@ -236,7 +232,7 @@ class Council:
 
     @property
     def why_ranks_must_live(self) -> str:
-        """Reason why ranks must stay alive although the job hangs, as a clause; empty if the job is ended next."""
+        """Reason why ranks must stay alive although the job hangs, as a clause; empty if the job ends next."""
         if self._action == "dump":
             return "the job continues"
         return "the nodes have yet to agree" if self._page is not None else ""
@@ -245,7 +241,7 @@ class Council:
         self.channel.update(doing="watching", at_limit=False)
 
     def pending_call(self) -> LeaderPage | None:
-        """Returns the page of an incident in which all are to look, and that this node hasn't joined."""
+        """Returns the leader's page if all nodes are called to look and this node hasn't joined yet."""
         page = self._page
         return page if page is not None and page.phase == "looking" and page.incident > self._joined else None
 
@@ -253,7 +249,7 @@ class Council:
         call = self.pending_call()
         if call is not None:
             self._joined = call.incident
-            # This incident also answers this node's own suspicion; otherwise that would open the next one at once.
+            # The incident also answers this node's own suspicion, which would otherwise open the next one at once.
             asked = min(self._asked, call.incident - 1)
             self.channel.update(incident=call.incident, suspects=asked, vote="", agrees=False)
         return call

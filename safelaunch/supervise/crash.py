@@ -1,7 +1,7 @@
 """A crash, from the first failure to its bundle.
 
-safelaunch looks at the peers while they are alive and at the place where they were when a rank failed. Then it releases
-the failing rank, and the agent that wants to end the others. It writes the bundle once it knows how each rank ended.
+safelaunch looks at the live peers, then releases the failing rank, and the agent that wants to end the others. It
+writes the bundle once it knows how each rank ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from safelaunch.supervise.watch.progress import Glance
 from safelaunch.supervise.watch.restart import FailureKey, failure_key
 from safelaunch.system.console import say
 
-# All ranks and the agent wait for safelaunch during this time, for at most 3 s.
+# All ranks and the agent wait during this time, for at most 3 s.
 FLIGHT_DEADLINE_S = 1.0
 
 EXIT_S = 20.0  # for a rank that raised to exit, and for its launcher to notice
@@ -44,13 +44,13 @@ class _FailedAttempt:
     """time without a step before the failure; 0 if that isn't unusual"""
     begun_s: float = field(default_factory=time.monotonic)
     due_s: float = 0.0
-    """time by which the ranks should have ended; the rest is watched again"""
+    """deadline for the ranks to end; after it, those that run are watched again"""
     error: str = ""
     """error of torchrun's agent itself, before a rank failed"""
     snapshot: JobSnapshot | None = None
     ranks_released: bool = False
     agent_released: bool = False
-    """the nodes have agreed on a verdict, or don't need to"""
+    """the nodes agreed on a verdict, or don't need to"""
     first_exit_known: bool = False
     exits_complete: bool = False
 
@@ -58,10 +58,10 @@ class _FailedAttempt:
 class CrashCase:
     """One crash: first failure → one look at the peers → their release → the exit of each → bundle.
 
-    On several nodes, torchrun's agents are released only once the nodes have agreed on a verdict, or can't: one of the
-    agents hosts the store through which they communicate.
+    On several nodes, torchrun's agents are released only once the nodes have agreed on a verdict, or can't: one agent
+    hosts the store through which they communicate.
 
-    Attempts can fail faster than bundles are written, so each failure has a thread, which waits for its turn.
+    Attempts can fail faster than bundles are written, so each failure has a thread that waits for its turn.
     """
 
     def __init__(self, job: JobView) -> None:
@@ -86,15 +86,15 @@ class CrashCase:
 
     @property
     def due_s(self) -> float:
-        """Time by which the failed attempt's ranks should have ended; 0 if it hasn't failed."""
+        """Deadline for the failed attempt's ranks to end; 0 without a failure."""
         return self._failure.due_s if self._failure is not None else 0.0
 
     def holds(self, at_s: float) -> bool:
-        """Returns whether the failure still has time to end the ranks; a rank that outlives it hangs."""
+        """Returns whether the failure can still end the ranks; a rank that outlives it hangs."""
         return at_s < self.due_s
 
     def yield_to_hang(self) -> None:
-        """Drops the failure: the rank that raised never exited, and the verdict on that hang names it."""
+        """Drops a failure that never ended its rank: the verdict on the hang names that rank."""
         self._forget()
 
     @property
@@ -118,7 +118,7 @@ class CrashCase:
             failure.first_exit_known = True
             failure.due_s = time.monotonic() + CLOSE_S
         elif event.event == "closed" and not self._first_exit_known and any(event.exits.values()):
-            # Had a rank failed, the agent would have reported it: a restart. A rank can have raised for lost peers.
+            # A restart: the agent reports a failed rank first. A rank might have raised because it lost its peers.
             self._ended_for = self._ended_for or self._rounds.announce_restart()
         elif event.event == "closed":
             self.on_end()
@@ -128,10 +128,7 @@ class CrashCase:
         return self._failure is not None and self._failure.first_exit_known
 
     def advance(self, glance: Glance) -> Report | None:
-        """Makes one step without blocking; returns the report when a bundle is written.
-
-        There is no report if a stop of another node ended this node's ranks.
-        """
+        """Makes one step without blocking; returns the report of a bundle that was written."""
         if glance.raised:
             self.begin()
         failure = self._failure
@@ -146,7 +143,7 @@ class CrashCase:
         return None
 
     def begin(self) -> _FailedAttempt:
-        """Handles a failure, also of a rank that couldn't report it: it was killed, or native code ended it."""
+        """Handles a failure, even if the rank was killed, or ended by native code, and couldn't report it."""
         if self._failure is None:
             failure = _FailedAttempt(self._watch.attempt, self._watch.quiet_s(time.monotonic()))
             failure.due_s = failure.begun_s + EXIT_S
@@ -155,7 +152,7 @@ class CrashCase:
         return self._failure
 
     def _forget(self) -> None:
-        # New ranks have started: a failure whose exits were never reported wasn't one.
+        # New ranks have started: a failure without reported exits wasn't one.
         for failure, responding in self._open:
             if failure is self._failure and not failure.exits_complete:
                 responding.cancel()
@@ -169,7 +166,7 @@ class CrashCase:
             failure.exits_complete = True
 
     def _remember(self, failure: _FailedAttempt) -> None:
-        # The pages and exceptions belong to the next attempt once that has begun.
+        # Once the next attempt has begun, pages and exceptions belong to it.
         if self._watch.attempt == failure.attempt:
             failure.snapshot = self._job.snapshot()
 
@@ -273,7 +270,7 @@ def own_failure(host: str, exits: Mapping[int, int], exceptions: Mapping[int, Ra
     from safelaunch.verdict.exits import signal_name
 
     for rank, exception in sorted(exceptions.items()):
-        if not is_consequence(exception) or gathered(exception.message):  # only all nodes together know whose it is
+        if not is_consequence(exception) or gathered(exception.message):  # only all nodes together know its rank
             root = root_of(exception)
             return f"rank {rank} on {host} raised {root.type}: {one_line(root.message)}"
     for rank, code in sorted(exits.items()):
@@ -288,7 +285,7 @@ _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
 
 
 def unreadable_script(ranks: Sequence[RankEvidence]) -> str:
-    """Returns the syntax error that all failed ranks raised before the first step; empty for any other crash."""
+    """Returns the syntax error that all failed ranks raised before the first step, or ""."""
     raised = {f"{rank.exception.type}: {rank.exception.message}" for rank in ranks if rank.exception is not None}
     began = any(rank.progress is not None and rank.progress.step for rank in ranks)
     error = min(raised, default="")
@@ -299,7 +296,7 @@ def _answers(targets: Sequence[Target]) -> dict[int, ServerReply]:
 
     def ask(target: Target) -> ServerReply:
         test, flight = ask_server(target, deadline_s=FLIGHT_DEADLINE_S / 2)
-        # A rank without an answer in such a short time isn't necessarily stuck: leave out the test itself.
+        # A rank that can't answer in so short a time might not be stuck: drop the result of the GIL test.
         return GilTest(groups=test.groups, called=test.called, batches=test.batches), flight
 
     return ask_each(targets, ask, deadline_s=FLIGHT_DEADLINE_S)

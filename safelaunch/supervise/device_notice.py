@@ -15,7 +15,7 @@ DEVICE_PATIENCE_S = 10.0  # between the first steps of the first and the last ra
 
 
 def wrong_devices(noted: Mapping[int, RankContract], local_ranks: Mapping[int, int]) -> str:
-    """Returns a warning about ranks on another device than their local rank's; empty if there are none."""
+    """Returns a warning about ranks on another device than their local rank's, or ""."""
     wrong = {
         rank: contract.device
         for rank, contract in noted.items()
@@ -30,7 +30,7 @@ def wrong_devices(noted: Mapping[int, RankContract], local_ranks: Mapping[int, i
 
 
 class DeviceNotice:
-    """Warns once in each attempt, at the first step. Call ``tick`` on every tick; it never raises."""
+    """Warns once per attempt, at the first step. ``tick`` runs on every tick and never raises."""
 
     def __init__(self, run: RunPaths, watch: Watch) -> None:
         self._run, self._watch = run, watch
@@ -61,5 +61,5 @@ class DeviceNotice:
             say(wrong)
 
     def finish(self) -> None:
-        """Checks once more: a short job might end before all its ranks have made a step."""
+        """Checks once more: a short job might end before each rank has made a step."""
         self.tick(time.monotonic() + 2 * DEVICE_PATIENCE_S)

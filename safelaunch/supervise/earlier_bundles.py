@@ -1,4 +1,4 @@
-"""GPUs and hosts that the latest bundles of hangs and crashes blame: hardware that fails repeatedly."""
+"""Hardware that fails repeatedly: GPUs and hosts that the latest bundles of hangs and crashes blame."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 LATEST_BUNDLES = 5
-RECALL_DEADLINE_S = 3.0  # the disk of the bundle directory might not respond
+RECALL_DEADLINE_S = 3.0  # the bundle directory's disk might not respond
 _MOST_READ = 64
 _LARGEST_VERDICT = 4 << 20
 
@@ -42,19 +42,19 @@ class _VerdictPart(msgspec.Struct):
 
 
 def with_earlier_bundles(evidence: Evidence, bundle_dir: Path) -> Evidence:
-    """Returns the evidence with the hardware that the last bundles blame. Never raises."""
+    """Adds the hardware that the last bundles blame. Never raises."""
     if evidence.earlier is not None or evidence.outcome in ("dump", "suspect"):
         return evidence
     task = BackgroundTask("earlier bundles", lambda: blamed_hardware(bundle_dir))
     try:
         earlier = task.result() if task.wait(RECALL_DEADLINE_S) else ()
     except OSError:
-        earlier = ()  # the directory doesn't exist yet or can't be read
+        earlier = ()  # the directory doesn't exist or can't be read
     return msgspec.structs.replace(evidence, earlier=earlier)
 
 
 def blamed_hardware(directory: Path) -> tuple[tuple[str, ...], ...]:
-    """Returns the GPUs and hosts that each of the last bundles blames, latest bundle first. Raises OSError."""
+    """Returns the GPUs and hosts that each of the last bundles blames, latest first. Raises OSError."""
     matches = (BUNDLE.fullmatch(path.name) for path in directory.iterdir())
     names = sorted(filter(None, matches), key=lambda name: name["time"])
     blamed: list[tuple[str, ...]] = []

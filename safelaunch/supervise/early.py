@@ -1,7 +1,7 @@
 """Early looks: a line about a quiet job within seconds, long before the threshold.
 
-An early look never ends a job and writes no bundle; a proof that the job is dead brings the suspicion forward. Once a
-suspicion starts, early looks stay silent.
+An early look never ends a job and writes no bundle, but its proof that the job is dead brings the suspicion forward.
+Early looks stop once a suspicion starts.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ QUESTION_FILE = "early"
 @dataclass(frozen=True)
 class _EarlyReport:
     look: EarlyLook | None = None
-    """None: nothing worth reporting"""
+    """None: nothing to report"""
     proved: bool = False
-    """the job is proved dead"""
+    """the job is dead"""
     worked_s: float = 0.0
-    """time when the job was working (CLOCK_MONOTONIC); 0: it wasn't"""
+    """when the job was working (CLOCK_MONOTONIC); 0: it wasn't"""
 
 
 class EarlyLooks:
-    """Looks early at a quiet job. Call ``advance`` on every tick; it never blocks and never raises."""
+    """Looks early at a quiet job. ``advance`` runs on every tick, and never blocks or raises."""
 
     def __init__(self, job: JobView) -> None:
         self._job = job
@@ -53,7 +53,7 @@ class EarlyLooks:
         self._quiet = QuietHistory()
         self._attempt = self._watch.attempt
         self._under_way: Incident[_EarlyReport] | None = None
-        self._spell: tuple[Spell, float] | None = None  # the quiet time that is looked at, and its start
+        self._spell: tuple[Spell, float] | None = None  # quiet time under observation, and its start
         self._failed = False
         self._kept: tuple[EarlyLook, ...] = ()
 
@@ -62,11 +62,7 @@ class EarlyLooks:
         return self._quiet
 
     def advance(self, now: float, *, free: bool) -> None:
-        """Makes one step.
-
-        Args:
-            free: False if the job is suspected, has failed or is being stopped.
-        """
+        """Makes one step; ``free`` is False if the job is suspected, has failed or is being stopped."""
         if self._failed:
             return
         try:
@@ -158,7 +154,7 @@ class EarlyLooks:
             self._context.suspects.start(variables_of_look(newest, self._context.run_name))
 
     def _say_limit(self, spell: Spell, *, is_first: bool) -> None:
-        # The user might expect --stall-timeout to apply if it is the only limit that they set.
+        # The user might expect --stall-timeout to apply if it is the only limit they set.
         policy = self._watch.policy
         if is_first and spell.stage != "steps" and policy.stall_given and not policy.startup_given:
             limit = f"--startup-timeout ({policy.startup_s:.0f} s)"
@@ -166,7 +162,7 @@ class EarlyLooks:
 
     @staticmethod
     def _is_worth_a_line(look: EarlyLook, before: EarlyLook | None, *, part: bool) -> bool:
-        # Report ongoing work once. On one of several nodes, report only what its own ranks do: all others wait as well.
+        # Report ongoing work once. One of several nodes reports only what its own ranks do: all others wait, too.
         if look.movement == "active":
             return before is None or before.movement != "active"
         return bool(look.places) or not part
@@ -189,7 +185,7 @@ class EarlyLooks:
 def without_the_gil(target: Target, look: Look) -> Target:
     """Returns a target without questions that need the GIL, if a thread held it.
 
-    A question without an answer delays the exit of a rank, which might be healthy.
+    An unanswered question delays the exit of a rank, which might be healthy.
     """
     rank = look.ranks.get(target.rank)
     sample = rank.main.stack.value if rank is not None and rank.main is not None else None

@@ -1,4 +1,4 @@
-"""A job that never began, because torchrun gave up waiting for other nodes or failed before its first rank."""
+"""Jobs that never began, because torchrun gave up waiting for other nodes or failed before its first rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from safelaunch.supervise.publishing import Report, finish
 def write_failed_rendezvous(
     rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], context: JobContext
 ) -> Report:
-    """Writes the bundle of a job that never began because nodes were missing at the rendezvous."""
+    """Writes the bundle of a job that lacked nodes at its rendezvous."""
     collected = take_evidence(RENDEZVOUS, Looks(()), JobSnapshot({}, 0, ()), context)
     rendezvous = context.cleaned(msgspec.structs.replace(rendezvous, error=error))
     return finish(collected.with_facts(nodes=nodes, rendezvous=rendezvous))
 
 
 def is_failed_rendezvous(raised: AgentEvent) -> bool:
-    """Returns whether torchrun gave up waiting for other nodes. A port that is taken doesn't count."""
+    """Returns whether torchrun gave up waiting for other nodes. A taken port doesn't count."""
     of_store = raised.error in ("DistStoreError", "DistNetworkError", "TimeoutError")
     return raised.error.startswith("Rendezvous") or (of_store and "failed to listen" not in raised.message)
 

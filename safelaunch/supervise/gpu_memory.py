@@ -1,4 +1,4 @@
-"""Reads the GPU memory of processes from NVML, in a thread."""
+"""Reads processes' GPU memory from NVML, in a thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GPUS_EVERY_S = 10.0
 
 
 class GpuMemory:
-    """GPU memory by process, at most some seconds old."""
+    """GPU memory by process, some seconds old."""
 
     def __init__(self, ask: Callable[[], Result[Gpus]] = gpu.gpus) -> None:
         self._ask = ask
@@ -28,7 +28,7 @@ class GpuMemory:
             self._asking = BackgroundTask("GPU memory", self._ask)
 
     def of(self, pid: int) -> int:
-        """Returns the process's memory on all GPUs together; 0 if unknown."""
+        """Returns the process's memory on all GPUs; 0 if unknown."""
         self._take()
         return self._bytes.get(pid, 0)
 

@@ -1,4 +1,4 @@
-"""Notes on what slows a healthy job down: a straggler, a shared GPU, another program's memory on a GPU."""
+"""Notes on what slows a healthy job down: stragglers, shared GPUs, other programs' GPU memory."""
 
 from __future__ import annotations
 
@@ -19,31 +19,29 @@ from safelaunch.supervise.stragglers import find_straggler
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.system.console import say
 
-HEALTH_AFTER_S, HEALTH_AGAIN_S = 60.0, 600.0  # after the first step: the first ones are always the slowest
+HEALTH_AFTER_S, HEALTH_AGAIN_S = 60.0, 600.0  # after the first step: the first steps are the slowest
 MIB = 1 << 20
-NOTICEABLE_BYTES = 256 * MIB  # a CUDA context alone takes as much
+NOTICEABLE_BYTES = 256 * MIB  # as a CUDA context alone takes
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that slows the job down."""
-
     subject: Hashable
-    """identity of the note: the figures in ``words`` change from look to look"""
+    """identity of the note, as the figures in ``words`` change between looks"""
     words: str
     next: str = ""
     """command to run next"""
 
 
 class HealthPoller(Poller[tuple[Note, ...]]):
-    """Keeps ``watch.notes``, and prints each new note once. safelaunch never ends a job for one."""
+    """Updates ``watch.notes``, and prints each new note once."""
 
     name, again_s = "health", HEALTH_AGAIN_S
 
     def __init__(self, watch: Watch, own_pids: Callable[[], Collection[int]]) -> None:
         super().__init__(watch)
         self._own_pids = own_pids
-        self._subjects: frozenset[Hashable] = frozenset()  # subjects of the newest notes
+        self._subjects: frozenset[Hashable] = frozenset()
 
     def reset(self) -> None:
         self._watch.notes, self._subjects = (), frozenset()
@@ -69,7 +67,7 @@ def find_notes(targets: Collection[Target], own: Collection[int]) -> tuple[Note,
     if straggler is not None:
         step = f"To see where its time goes: safelaunch record {os.getpid()}" if addons.has_command("record") else ""
         notes.append(Note(("straggler", straggler.rank), straggler.words, step))
-    driver = gpus().value if has_driver(os.environ) else None  # without one, finding that out starts nothing
+    driver = gpus().value if has_driver(os.environ) else None  # has_driver starts no process
     if driver is not None:
         notes += notes_on_gpus(driver.gpus, {target.rank: target.pid for target in targets}, own)
     return tuple(notes)
@@ -78,11 +76,11 @@ def find_notes(targets: Collection[Target], own: Collection[int]) -> tuple[Note,
 def notes_on_gpus(gpus: Sequence[Gpu], ranks: Mapping[int, int], own: Collection[int]) -> list[Note]:
     """Returns notes on GPUs that several ranks or other programs use.
 
-    Empty if the driver numbers processes differently (a container with its own pids).
+    Empty in a container with its own pids, which the driver doesn't report.
 
     Args:
         ranks: rank → pid.
-        own: the job's pids.
+        own: The job's pids.
     """
     by_pid = {pid: rank for rank, pid in ranks.items()}
     notes: list[Note] = []

@@ -1,8 +1,8 @@
 """``--on-bundle COMMAND``, ``--on-suspect COMMAND``: runs the user's command for each bundle or early look.
 
-The watch never waits for the command; only the end of the job does. ``posix_spawn`` unblocks the supervisor's signals
-in the child without a wrapper. The command gets its own process group, so that all of it can be killed, but stays in
-safelaunch's session, which distinguishes safelaunch's own processes from the job's.
+Only the end of the job waits for the command. ``posix_spawn`` unblocks the supervisor's signals in the child without a
+wrapper. The command has its own process group, so that all of it can be killed. It stays in safelaunch's session, which
+distinguishes safelaunch's processes from the job's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REAP_S = 1.0  # until a killed command is gone, unless it is stuck in the kerne
 
 
 class Notifier:
-    """Runs a command in a thread for each bundle; a failure prints a line on stderr."""
+    """Runs a command in a thread for each bundle, and prints failures."""
 
     def __init__(
         self,
@@ -62,7 +62,6 @@ class Notifier:
         self._under_way.append(BackgroundTask(self._option, lambda: self._run(command, env)))
 
     def end(self) -> None:
-        """Ends running commands, because the user stops the job."""
         self._ended = True
         for task in self._under_way:
             task.wait(2 * _REAP_S)
@@ -105,15 +104,15 @@ def variables_of_look(look: EarlyLook, run_name: str) -> dict[str, str]:
 
 
 def _usable(values: Mapping[str, str]) -> dict[str, str]:
-    # Texts from the job can contain NUL characters.
+    # Texts from the job can contain NUL.
     return {name: value.replace("\0", "") for name, value in values.items()}
 
 
 def run(command: str, env: Mapping[str, str], *, deadline_s: float, is_cancelled: Callable[[], bool]) -> str:
-    """Runs ``command`` in the shell; returns why it failed, or an empty string. Raises OSError if it can't start.
+    """Runs ``command`` in the shell; returns why it failed, or "". Raises OSError if it can't start.
 
     Its process group is killed after ``deadline_s`` seconds, or once ``is_cancelled`` returns true. Its output is shown
-    only if it fails. The command ends with the shell; processes in the background can continue.
+    only if it fails. The command ends with the shell; background processes can continue.
     """
     read, write = os.pipe()
     try:
@@ -132,7 +131,7 @@ def run(command: str, env: Mapping[str, str], *, deadline_s: float, is_cancelled
             if done:
                 break
             if time.monotonic() > deadline or is_cancelled():
-                os.killpg(pid, signal.SIGKILL)  # not reaped yet: the pid is still its own
+                os.killpg(pid, signal.SIGKILL)  # not reaped yet, so the pid is still the command's
                 _reap(pid)
                 return f"did not end within {deadline_s:g} s and was killed{_last_lines(output)}"
         output += _output(read, 0.0)
@@ -168,7 +167,7 @@ def _reap(pid: int) -> None:
 
 
 def _output(pipe: int, patience_s: float) -> bytes:
-    # Waits a moment even if no process can write any more.
+    # Waits a moment even if no process can write.
     ready, _, _ = select.select([pipe], [], [], patience_s)
     data = os.read(pipe, 65536) if ready else b""
     if ready and not data:

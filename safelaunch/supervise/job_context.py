@@ -1,4 +1,4 @@
-"""The job's description for its bundles (``launch.json``), without secrets, and the place where they go."""
+"""Facts about a job for its bundles, without secrets, and the bundles' place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class JobContext:
-    """Facts about the job and its bundles that are known at its start."""
+    """Facts about the job and its bundles from its start."""
 
     run_name: str
     run_dir: Path
@@ -47,9 +47,9 @@ class JobContext:
     suspects: Notifier = field(default_factory=Notifier)
     unfinished: Unfinished = field(default_factory=Unfinished)
     attempts: int = 1
-    """largest number of times that torchrun starts the ranks"""
+    """most times that torchrun starts the ranks"""
     owner: BundleOwner | None = None
-    """user that the bundle will belong to"""
+    """user to own the bundle"""
     script: tuple[str, ...] = ()
 
     def cleaned(self, value: T) -> T:
@@ -76,7 +76,7 @@ def job_context(job: Job) -> JobContext:
 
 
 def _ordinary(plan: Plan) -> list[str]:
-    # These words occur all over a bundle: a variable that has one as its value is no secret.
+    # A variable with one of these values is no secret: they occur all over a bundle.
     places = [os.fspath(working_directory()), os.fspath(plan.settings.bundle_dir), os.fspath(plan.run_dir)]
     return [*places, *plan.script[:1], plan.run_name, socket.gethostname(), user_name()]
 
@@ -123,7 +123,7 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
 
 
 def _typed_by_user(plan: Plan) -> tuple[str, ...]:
-    # A demo has no command that the user could correct and run again.
+    # A demo has no command that the user could correct and rerun.
     from safelaunch.stacks.frames import is_demo
 
     return () if any(map(is_demo, plan.script[:1])) else plan.typed

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     pass
 
 
-MOST_GROUPS = 1024  # in the manifest
+MOST_GROUPS = 1024
 
 
 def job_entry(evidence: Evidence, shape: dict[str, int]) -> JobShape:

@@ -1,4 +1,4 @@
-"""Judges a job that makes no step, from two looks: proved dead, alive because something works, or unknown."""
+"""Judges from two looks a job that makes no step: proved dead, alive because something works, or unknown."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Judgement:
     condition: JobCondition
     work: tuple[ObservedWork, ...] = ()
     unseen: str = ""
-    """clause about a process that the looks missed or that is stopped; empty: none"""
+    """clause about a stopped process, or one that the looks missed; empty: none"""
     free: str = ""
-    """clause about what could still release the ranks, if a proof lacks only that"""
+    """clause about what might still release the ranks, if a proof lacks only that"""
     limits: Limits = UNLIMITED
     group: str = ""
-    """name of the group whose timeout expires first"""
+    """group with the first timeout to expire"""
 
     @property
     def answer(self) -> Answer:
-        """The condition in a bundle's vocabulary."""
+        """The condition in the bundle's vocabulary."""
         return "alive" if self.condition == "moving" else "unseen" if self.condition == "stopped" else self.condition
 
 
 def work_in(looks: Looks, background: Background) -> tuple[ObservedWork, ...]:
-    """Returns the work between the last two looks, or before the first; processes that a rank awaits count in full."""
+    """Returns the work between the last two looks, or before the first; awaited processes' work counts in full."""
     last = looks.taken[-1]
     waiting, foreground = set[int](), set[int]()
     for rank in last.ranks.values():
@@ -60,19 +60,18 @@ _RECEIVES = ("recvfrom", "recvmsg", "recvmmsg")
 _MOVES = ("splice", "sendfile", "copy_file_range", "io_uring_enter", "io_getevents")
 _WAITS = ("select", "pselect6", "poll", "ppoll", "epoll_wait", "epoll_pwait", "epoll_pwait2")
 _LEAST_PER_S = 2.0  # a heartbeat is slower
-_SHORT_S = 0.05  # a wait with a shorter limit is part of a polling loop, whatever it receives
-_TURNS = 4.0  # per limit: on a busy machine, or with a busy GIL, a loop is interrupted between two waits
+_SHORT_S = 0.05  # a wait with a shorter limit belongs to a polling loop, whatever it receives
+_TURNS = 4.0  # per limit: a busy machine or GIL interrupts a loop between two waits
 
 
 def _woken_receivers(before: Look, after: Look, awaited: Collection[int]) -> Iterator[ObservedWork]:
-    """Yields threads that were woken by received data whose bytes the kernel doesn't count.
+    """Yields threads woken by received data that the kernel doesn't count.
 
-    A polling loop wakes no more often than the time limit of its wait explains. A receiving thread wakes more often, or
-    has no limit.
+    A polling loop wakes no more often than its wait's time limit explains; a receiver wakes more often or has no limit.
 
     Args:
-        awaited: processes whose main thread counts: ranks, and those that a rank's main thread waits for. Other threads
-            count only if they rest in a receive on a Unix socket.
+        awaited: Processes with a main thread that counts: ranks, and those that a rank's main thread waits for. Other
+            threads count only if they rest in a receive on a Unix socket.
     """
     states = {
         process.pid: process.state
@@ -100,7 +99,7 @@ def _woken_receivers(before: Look, after: Look, awaited: Collection[int]) -> Ite
 
 def _turns_per_s(thread: ThreadState, at_s: float) -> float:
     if thread.times_out:
-        return math.inf  # the limit is unknown
+        return math.inf  # unknown limit
     if thread.ends_s is None:
         return 0.0
     limit_s = thread.ends_s - at_s
@@ -118,7 +117,7 @@ def _is_on_unix_socket(thread: ThreadState) -> bool:
 
 
 def _waiting_and_awaited_pids(rank: RankLook) -> tuple[set[int], set[int]]:
-    """Returns the pid if its main thread waits for peers or a device, and the pids that its main thread awaits."""
+    """Returns the rank's pid if its main thread waits for peers or a device, and the pids that thread awaits."""
     from safelaunch.stacks.calls import awaited, device_wait
     from safelaunch.stacks.frames import Stack, python_frames
     from safelaunch.stacks.kernel import kind_of
@@ -138,7 +137,7 @@ def _waiting_and_awaited_pids(rank: RankLook) -> tuple[set[int], set[int]]:
 def wait_for_each_other(ranks: Sequence[RankLook]) -> bool:
     """Returns whether every main thread waits for its peers or device, or sleeps while another waits.
 
-    Work of the ranks' other threads and processes then changes nothing.
+    If so, work of the ranks' other threads and processes changes nothing.
     """
     from safelaunch.stacks.kernel import kind_of
 
@@ -149,13 +148,13 @@ def wait_for_each_other(ranks: Sequence[RankLook]) -> bool:
 
 
 def all_are_stopped(look: Look) -> bool:
-    """Returns whether a signal, a debugger or a control group has stopped every rank."""
+    """Returns whether every rank is stopped by a signal, a debugger or a control group."""
     states = [rank.main.state for rank in look.ranks.values() if rank.main is not None and rank.main.state is not None]
     return bool(states) and all(state.state in "Tt" or state.frozen for state in states)
 
 
 def describe_unseen(look: Look, looks: Looks) -> str:
-    """Returns a clause about a process that the look lacks or that is stopped; empty if there is none."""
+    """Returns a clause about a process that is stopped or missing from the look, or ""."""
     if looks.counters and looks.counters[-1][1].partial:
         return "not all processes of the job could be read"
     return next((why for target in looks.targets for why in _lacks(target.rank, look.ranks.get(target.rank))), "")
@@ -188,7 +187,7 @@ def _hidden(number: int, process: ProcessLook) -> Iterator[str]:
 
 
 def proves(evidence: Evidence) -> bool:
-    """Returns whether the evidence proves that the job is dead; False if a rule fails."""
+    """Returns whether the evidence proves the job dead; False if a rule fails."""
     try:
         return bool(_examined(_case_of(evidence)).proof)
     except Exception:  # noqa: BLE001 - the verdict reports the error
@@ -209,7 +208,7 @@ def _examined(case: Case) -> ProofResult:
 
 
 def _limits_of(case: Case, mark_s: float) -> tuple[Limits, str]:
-    """Returns the first timeout at which torch itself ends a recorded call that a rank waits in, with its group."""
+    """Returns the first timeout at which torch ends a recorded call that a rank waits in, and its group."""
     from safelaunch.verdict.c10d import label_of
 
     limits: list[tuple[float, str, bool]] = []
@@ -232,8 +231,8 @@ def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: b
     """Judges two looks at this node's ranks.
 
     Args:
-        covers: these are all ranks of the job; without that, nothing can be proved.
-        mark_s: time of the last step.
+        covers: These are all ranks of the job, so that a proof is possible.
+        mark_s: Time of the last step.
     """
     last = looks.taken[-1]
     if all_are_stopped(last):
@@ -247,7 +246,7 @@ def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: b
         return Judgement(
             "alive" if done else "unseen", done, f"the evidence could not be analyzed: {type(error).__name__}"
         )
-    # A sender can have moved on while its bytes are still on their way: gloo records no send.
+    # A sender can have moved on while its bytes are under way, as gloo records no send.
     arriving = looks.collectives_moved or any(piece.kind == "network" and piece.pid == piece.rank for piece in done)
     if examined.proof and covers and not unseen and not arriving:
         return Judgement("dead", done, limits=limits, group=group)

@@ -1,7 +1,7 @@
-"""Puts an early look into words, in a child process that ends at once.
+"""Puts an early look into words, in a short-lived child process.
 
-Most jobs are quiet now and then, and few hang. So the supervisor never loads the diagnosis for an early look: it would
-stay in its memory, and a fault in it would reach the watch.
+Many jobs are quiet at times, and few hang. So the supervisor never loads the diagnosis for an early look: it would stay
+in memory, and its faults would reach the watch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safelaunch.supervise.judge import proves
 from safelaunch.system.decoding import from_json, from_msgpack
 from safelaunch.system.errors import CaptureError
 
-DEADLINE_S = 30.0  # on a busy machine, an interpreter alone takes seconds to start
+DEADLINE_S = 30.0  # on a busy machine, an interpreter takes seconds to start
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,16 +30,15 @@ class _JudgeInput(msgspec.Struct, frozen=True):
     active: tuple[int, ...] | None = None
     """ranks that compute, read or write; None: no rank moves"""
     prove: bool = False
-    """the looks missed nothing"""
+    """decide if the evidence, which is complete, proves the job dead"""
 
 
 def ask(evidence: Evidence, active: Collection[int] | None, place: Path, *, prove: bool = False) -> FirstWord:
-    """Returns the words for an early look, within ``DEADLINE_S``; empty if the child process fails.
+    """Returns the words for an early look within ``DEADLINE_S``; empty if the child process fails.
 
     Args:
-        active: ranks that compute, read or write; None: no rank moves.
-        place: path of a temporary file.
-        prove: also decide if the evidence, which is complete, proves that the job is dead.
+        active: See ``_JudgeInput``; ``prove`` too.
+        place: Path of a temporary file.
     """
     ranks = tuple(active) if active is not None else None
     question = _JudgeInput(condense(evidence), evidence.missing_ranks, ranks, prove)

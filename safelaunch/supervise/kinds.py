@@ -1,4 +1,4 @@
-"""The kinds of incidents, with what each can cost the job."""
+"""Kinds of incidents, and what each can cost the job."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from safelaunch.job.job import HOLD_S
 from safelaunch.model import Outcome
 
 LOOK_S = 6.0
-ASKING_S = 0.3  # share of Ctrl-C's wait that is left for the worker servers' replies
+ASKING_S = 0.3  # part of Ctrl-C's wait for the worker servers' replies
 
 
 @dataclass(frozen=True, slots=True)
 class IncidentKind:
-    """Evidence to collect for one kind of incident. The ranks come first: they can end while the bundle is written."""
+    """Evidence to collect for one kind of incident. Ranks come first: they can end while the bundle is written."""
 
     outcome: Outcome
-    """outcome of the bundle, unless the looks show another one"""
+    """usual outcome of the bundle; the looks can show another one"""
     looks: int = 2
-    """number of looks at the ranks: two show what moves"""
+    """at the ranks; two show what moves"""
     look_s: float = LOOK_S
-    """deadline of a look"""
+    """deadline of each look"""
     between_s: float = 1.0
-    """seconds between two looks"""
     budget_s: float = float("inf")
-    """time for all looks: the ranks end after that"""
+    """time for all looks, after which the ranks end"""
     asks: bool = True
-    """query the worker servers; off if the ranks are gone or blocked on us"""
+    """query the worker servers; False if the ranks are gone or blocked on us"""
     native: bool = True
-    """read C frames if they help; off if the job might continue, because that pauses a process"""
+    """read C frames if they help, which pauses a process; False if the job might continue"""
 
 
 HANG = IncidentKind("hang")

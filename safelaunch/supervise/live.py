@@ -1,7 +1,4 @@
-"""Answers requests to a running job: its status, a bundle once it is written, and requests that add-ons serve.
-
-The job continues, and the supervisor doesn't wait.
-"""
+"""Answers requests to a running job: status, bundles, and add-ons' services. The supervisor never waits."""
 
 from __future__ import annotations
 
@@ -34,14 +31,14 @@ from safelaunch.system.redaction.redactor import Redactor
 
 @dataclass
 class _RequestedDump:
-    """A requested bundle with the clients that wait for it."""
+    """A requested bundle and the clients that wait for it."""
 
     bundle_dir: Path
     clients: list[Client] = field(default_factory=list)
     kind: IncidentKind = DUMP
-    """``ENDED`` if the job has ended, so that no node has a rank to look at"""
+    """``ENDED`` if no node has a rank to look at"""
     show: Callable[[Report], None] | None = None
-    """shows the bundle here as well, after Ctrl-\\ or for a monitor"""
+    """shows the bundle here, after Ctrl-\\ or for a monitor"""
     working: Incident[Report] | None = None
     """None until its turn"""
 
@@ -51,7 +48,7 @@ class _RequestedDump:
 
 
 class ControlServer:
-    """Serves the control socket of one run. Call ``tick`` on each tick of the supervisor; ``tick`` never blocks."""
+    """Serves the control socket of one run. ``tick`` runs on every tick and never blocks."""
 
     def __init__(self, job: Job, view: JobView) -> None:
         assert job.run is not None
@@ -60,7 +57,7 @@ class ControlServer:
         self._watch, self._context, self._council = view.watch, view.context, view.council
         self._server = _server(job.run.control)
         self._status = StatusRequests(job, view)
-        self._for_another: Incident[None] | None = None  # evidence for another node
+        self._for_another: Incident[None] | None = None  # evidence that another node asked for
         self._dumps: deque[_RequestedDump] = deque()
         self._services = Services(view)
 
@@ -96,11 +93,7 @@ class ControlServer:
         return dump
 
     def dump_here(self, show: Callable[[Report], None], *, ends: bool = False) -> None:
-        """Writes a bundle and shows it with ``show``.
-
-        Args:
-            ends: ``show`` ends the job.
-        """
+        """Writes a bundle and passes it to ``show``, which ends the job if ``ends``."""
         dump = self._queued(self._context.bundle_dir)
         if dump.show is None:
             dump.show = show
@@ -108,7 +101,7 @@ class ControlServer:
             say(f"writing a bundle of the running job, {then}")
 
     def dump_late(self, show: Callable[[Report], None]) -> None:
-        """Writes a bundle of a job that has ended: findings, logs, the last progress."""
+        """Writes a bundle of a job that has ended: findings, logs, last progress."""
         dump = self._queued(self._context.bundle_dir)
         if dump.show is None:
             dump.show, dump.kind = show, ENDED if dump.working is None else DUMP
@@ -116,7 +109,7 @@ class ControlServer:
 
     @property
     def has_unshown_bundle(self) -> bool:
-        """Returns whether a bundle that must be shown here isn't written yet."""
+        """True until each bundle that must be shown here is written."""
         return any(dump.show is not None for dump in self._dumps)
 
     def _advance_dumps(self) -> None:
@@ -136,7 +129,7 @@ class ControlServer:
                 say(f"no bundle could be written: {answer.problem}")
 
     def _take_for_another(self, now: float) -> None:
-        """Takes evidence at the same time as the node that asks for it, which writes the bundle."""
+        """Takes evidence at the same time as the node that writes the bundle."""
         if self._council.rounds.has_pending_dump:
             self._services.yield_to_dump()
         if self._for_another is not None and not self._for_another.done:
@@ -159,11 +152,11 @@ class ControlServer:
 
     @property
     def writing(self) -> bool:
-        """Returns whether a bundle is being written that no longer needs the ranks."""
+        """True while a bundle that no longer needs the ranks is being written."""
         return any(not dump.needs_ranks for dump in self._dumps)
 
     def finish(self) -> None:
-        """Finishes the bundle that has its evidence, and drops those that need the ranks: the job is being stopped."""
+        """Finishes bundles that have their evidence and drops the others, as the job is being stopped."""
         self._services.finish()
         for dump in [dump for dump in self._dumps if dump.needs_ranks]:
             if dump.working is not None:

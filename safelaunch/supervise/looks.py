@@ -1,4 +1,4 @@
-"""Looks at all ranks of a live job, repeatedly."""
+"""Looks at all ranks of a live job."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from safelaunch.supervise.kinds import LOOK_S
 
 T = TypeVar("T")
 MOST_PATIENCE = 4.0
-LATE_DEADLINE_S = 12.0  # for a machine that is too busy for the usual deadline
-NATIVE_DEADLINE_S = 10.0  # libraries of gigabytes on a shared disk
+LATE_DEADLINE_S = 12.0  # on a busy machine
+NATIVE_DEADLINE_S = 10.0  # for libraries of gigabytes on a shared disk
 ENTRIES_DEADLINE_S = 1.5
 _one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """The ranks under observation, and each look at them, oldest first."""
+    """The ranks under observation, and all looks at them, oldest first."""
 
     targets: tuple[Target, ...]
     taken: tuple[Look, ...] = ()
     entries: tuple[Mapping[int, int], ...] = ()
-    """newest entry of each rank's Flight Recorder, for each look"""
+    """newest Flight Recorder entry of each rank, for each look"""
     counters: tuple[tuple[Counters, Counters], ...] = ()
-    """work done up to the start and the end of each look, so that a look's own cost can be left out"""
+    """work done up to the start and the end of each look, so that its own cost can be left out"""
     quiet: Counters | None = None
-    """work done up to some time before the first look"""
+    """work done up to a time before the first look"""
     env: Result[dict[str, str]] | None = None
     """environment of the first rank"""
     resends: bool = False
@@ -50,7 +50,7 @@ class Looks:
 
     @property
     def windows(self) -> tuple[tuple[Counters, Counters], ...]:
-        """Time windows without a look: between the last two looks, and before the first."""
+        """Time windows without a look: between the last two, and before the first."""
         between = [(before[1], after[0]) for before, after in pairwise(self.counters[-2:])]
         return (*between, *([(self.quiet, self.counters[0][0])] if self.quiet is not None and self.counters else []))
 
@@ -60,7 +60,7 @@ class Looks:
 
     @property
     def collectives_moved(self) -> bool:
-        """Returns whether a rank entered a collective between the last two looks, or had no entry before."""
+        """True if a rank entered a collective between the last two looks, or had no entry before."""
         if len(self.entries) < 2:
             return False
         before, after = self.entries[-2:]
@@ -72,18 +72,18 @@ def _run_and_waited_ns() -> tuple[int, int]:
         run, waited, _ = Path("/proc/self/schedstat").read_text().split()
         return int(run), int(waited)
     except (OSError, ValueError):
-        return 0, 0  # not in this kernel
+        return 0, 0  # unknown to this kernel
 
 
 class Starvation:
-    """Measures how much slower than idle this machine is, from this process's own waits for a core."""
+    """Measures how busy this machine is by this process's own waits for a core."""
 
     def __init__(self, read: Callable[[], tuple[int, int]] = _run_and_waited_ns) -> None:
         self._read = read
         self._before = 0, 0
 
     def factor(self) -> float:
-        """Returns the slowdown since the last call, from 1.0 (idle) to ``MOST_PATIENCE``."""
+        """Returns the slowdown since the last call, from 1.0 to ``MOST_PATIENCE``."""
         now = self._read()
         run, waited = now[0] - self._before[0], now[1] - self._before[1]
         self._before = now
@@ -102,19 +102,19 @@ def look_at(
     """Takes another look at the ranks.
 
     Args:
-        looks: looks taken so far; None: this is the first.
-        collectives: read the newest Flight Recorder entries. Not in a crash, when all ranks wait for safelaunch.
-        network: check if messages between ranks arrive.
+        looks: Earlier looks; None: this is the first.
+        collectives: Read the newest Flight Recorder entries. Not in a crash, when all ranks wait for safelaunch.
+        network: Check if messages between ranks arrive.
     """
     if looks is None:  # read the environment while the rank is alive
         looks = Looks(tuple(targets), quiet=quiet, env=environment_of(targets[0].pid) if targets else None)
     else:
-        # A rank that hadn't imported torch at the first look might have a worker server by now.
+        # A rank might have imported torch, and started its worker server, since the first look.
         newest = {target.rank: target for target in (*looks.targets, *targets)}
         looks = replace(looks, targets=tuple(newest[rank] for rank in sorted(newest)))
     pids = [target.pid for target in looks.targets]
     begin = counters.read(pids, looks.counters[-1][1] if looks.counters else looks.quiet)
-    with _one_at_a_time:  # a native look stops a process, so only one thread reads at a time
+    with _one_at_a_time:  # a native look stops a process
         look = _with_rest(take(targets, deadline_s=deadline_s), looks.quiet, begin)
     entries = newest_entries(looks.targets) if collectives else {}
     return replace(
@@ -144,12 +144,12 @@ def _with_rest(look: Look, before: Counters | None, now: Counters) -> Look:
 
 
 def newest_entries(targets: Sequence[Target]) -> dict[int, int]:
-    """Returns the newest Flight Recorder entry by rank, without ranks that don't respond in time."""
+    """Returns the newest Flight Recorder entry of each rank that responds in time."""
     return ask_each(targets, lambda target: newest_entry(str(target.socket)), deadline_s=ENTRIES_DEADLINE_S)
 
 
 def ask_each(targets: Iterable[Target], question: Callable[[Target], T | None], *, deadline_s: float) -> dict[int, T]:
-    """Asks all worker servers in parallel; returns answers by rank, without ranks that don't respond in time."""
+    """Asks all worker servers in parallel; returns the answers that arrive in time, by rank."""
     asked = [target for target in targets if target.socket is not None]
     answers = gather([partial(question, target) for target in asked], deadline_s=deadline_s)
     return {target.rank: answer for target, answer in zip(asked, answers, strict=True) if answer is not None}
@@ -160,10 +160,7 @@ def main_thread(look: ProcessLook | None) -> Thread | None:
 
 
 def with_late_processes(looks: Looks) -> Looks:
-    """Looks again, with more time, at ranks that the newest look missed.
-
-    Use it only after a hang is confirmed; until then, the next regular look will see them.
-    """
+    """Looks again, with more time, at ranks that the newest look missed; for confirmed hangs only."""
     if not looks.is_late:
         return looks
     last = looks.taken[-1]
@@ -178,10 +175,10 @@ def _lacks(look: RankLook | None) -> bool:
 
 
 def with_native_frames(looks: Looks) -> Looks:
-    """Takes one native look at the ranks that wait in a futex called from a line outside c10d.
+    """Takes a native look at ranks that wait in a futex called from a line outside c10d.
 
-    ``with lock:`` and ``work.wait()`` look the same from Python; only the C frames distinguish them. Reading C frames
-    pauses the job and takes a few hundred megabytes for each process, so it is done only after a hang is confirmed.
+    Only C frames distinguish ``with lock:`` from ``work.wait()``. Reading them pauses the job and takes a few hundred
+    megabytes per process, so this waits until a hang is confirmed.
     """
     last = looks.taken[-1] if looks.taken else None
     if last is None:

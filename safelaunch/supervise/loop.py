@@ -1,7 +1,7 @@
-"""The supervisor's loop: signals, the job's end, the watch, and the response to a stall or a crash.
+"""The supervisor's loop: signals, the watch, the response to a stall or a crash, and the job's end.
 
-Nothing here blocks for longer than a tick: closer looks, bundles and the ending of a job run in threads (``Task``).
-An internal error of safelaunch never costs the job: the watch ends and the job continues.
+Nothing blocks for longer than a tick: looks, bundles and the ending of a job run in threads. An internal error ends
+the watch, never the job.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ from safelaunch.system.task import BackgroundTask
 
 TICK_S = 0.25
 BUSY_TICK_S = 0.02
-LATE_S = 0.001  # so that it never wakes too early
+LATE_S = 0.001  # the loop wakes this long after a deadline, never before it
 WRITE_PATIENCE_S = 90.0
 CAPTURE_PATIENCE_S = 20.0
 SUSPECT_PATIENCE_S = 5.0
 TOUCH_EVERY_S = 3600.0
-SAME_SIGNAL_S = 1.0  # a rank that fails this shortly before a request to stop might have got that request as well
-OTHERS_END_S = 2.5  # time for other nodes to read that the job ends: the store can end with this node
-READ_S = 0.5  # usual time until they have read it: all nodes then end at about the same time
+SAME_SIGNAL_S = 1.0  # a rank that fails this shortly before a stop request might have received that request too
+OTHERS_END_S = 2.5  # for other nodes to read that the job ends: the store can end with this node
+READ_S = 0.5  # usual time until other nodes have read it
 QUIET_END_S = 1.5  # a healthy job ends sooner
-SHOWN_AFTER_S = 10.0  # a verdict waits for the job's end, because the job's last output would push it off the screen
-LAST_WORDS_S = 60.0  # the same, once the ranks have ended: torchrun's traceback comes next
-STOP_S = 60.0  # a job that was asked to stop is watched again after this time
+SHOWN_AFTER_S = 10.0  # a verdict waits this long for the job's end: last output would push it off the screen
+LAST_WORDS_S = 60.0  # the same once the ranks have ended: torchrun prints its traceback next
+STOP_S = 60.0  # a job that still runs this long after a stop request is watched again
 RESTART_S = 120.0  # time for torchrun to restart ranks that were ended for a hang
-RESTART_OF_SEVERAL_S = 900.0  # the same on several nodes, whose rendezvous has a timeout of 600 s
+RESTART_OF_SEVERAL_S = 900.0  # the same on several nodes: their rendezvous times out after 600 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +76,18 @@ class _StopReason:
     report: Report | None
     code: int
     shown: bool
-    """the report is already on the screen"""
 
 
 class Supervisor:
-    """Watches one started job. ``run`` returns the wait status to end with."""
+    """Watches one started job."""
 
     def __init__(
         self,
         job: Job,
         processes: JobProcesses,
-        touch: Callable[[], None] = lambda: None,
+        touch: Callable[[], None] = lambda: None,  # marks the leases as used
         forwarder: Forwarder | None = None,
     ) -> None:
-        """Prepares the watch.
-
-        Args:
-            touch: marks the leases as used.
-        """
         assert job.run is not None
         self._job = job
         self._processes = processes
@@ -124,14 +118,14 @@ class Supervisor:
         self._monitors = Monitors(job, view, actions)
         self._exit_events: dict[int, RankExit] = {}
         self._verdict: _StopReason | None = None
-        self._stop_s = 0.0  # time of the request to stop the job; 0: none
-        self._unshown: list[Report] = []  # to be shown at the end
+        self._stop_s = 0.0  # when the stop was requested; 0: it wasn't
+        self._unshown: list[Report] = []
         self._shown_at_stop = False
         self._pushed_off: Report | None = None  # report that torchrun's long last output pushed off the screen
         self._newest = ""  # latest bundle of a hang
         self._failures: tuple[AttemptFailure, ...] = ()
         self._owes_hint = False  # after Ctrl-C, until a message has said that a second one ends the job
-        self._restarting = -1  # attempt whose ranks we ended for a hang
+        self._restarting = -1  # attempt that we ended for a hang
         self._restarting_s = 0.0
         self._outlives_stop = False
         self._ending: BackgroundTask[tuple[process.ProcessId, ...]] | None = None
@@ -158,7 +152,7 @@ class Supervisor:
         self._touch_at_s = time.monotonic() + TOUCH_EVERY_S
 
     def run(self) -> int:
-        """Runs until the job has ended and everything about it is written; returns its wait status."""
+        """Returns the job's wait status once it has ended and all bundles are written."""
         try:
             return self._run()
         finally:
@@ -213,7 +207,7 @@ class Supervisor:
 
     @property
     def started_no_rank(self) -> bool:
-        """Returns whether the job ended by itself before it started a rank."""
+        """True if the job ended by itself before it started a rank."""
         return not (self._watch.roster.workers or self._forwarder.stop_requested or self._verdict)
 
     def _keep_leases_young(self, now: float) -> None:
@@ -319,7 +313,7 @@ class Supervisor:
     def _is_a_crash(self, event: AgentEvent) -> bool:
         if event.event == "started":
             return True
-        # The effects of other nodes' action on a hang can arrive here before this node acts.
+        # Another node's action on a hang can have effects here before this node acts.
         ours = self._stall.agreed or self._ending or event.attempt == self._restarting
         return not (ours or (self._forwarder.stop_requested and not self._failed_before_stop))
 
@@ -332,7 +326,7 @@ class Supervisor:
 
     def _exits(self) -> dict[int, RankExit]:
         exits = dict(self._exit_events)
-        for rank in self._watch.ended():  # with 0: a failure would have ended the others
+        for rank in self._watch.ended():  # exit code 0: a failure would have ended the others
             exits.setdefault(rank, RankExit(0, time.time(), before_close=True))
         return exits
 
@@ -343,7 +337,7 @@ class Supervisor:
             self._live.dump_here(self._show)
 
     def _hold(self) -> bool:
-        """Decides at the first SIGINT if the job must live a moment longer, for its evidence."""
+        """Decides at the first SIGINT if the ranks must live until evidence is collected."""
         self._owes_hint = True
         try:
             return self._watching and self._ending is None and self._is_worth_evidence(time.monotonic())
@@ -413,7 +407,7 @@ class Supervisor:
 
     @property
     def _is_unfinished(self) -> bool:
-        """Returns whether the job's end waits for a bundle; after a request to stop, only for one begun before that."""
+        """True while the job's end waits for a bundle; after a stop request, only for one begun before it."""
         if not self._watching or self._ending is not None:
             return False
         if not self._forwarder.stop_requested:
@@ -490,7 +484,7 @@ class Supervisor:
         return self._job.plan.settings.on_stall == policy
 
     def _may_continue(self, report: Report) -> bool:
-        """Under --on-stall restart: ends the job and returns False if the same failure came back."""
+        """Ends the job and returns False if the same failure came back (--on-stall restart)."""
         steps = tuple(rank.progress.step for rank in report.evidence.ranks if rank.progress and rank.progress.step)
         if report.step is not None:
             steps = (report.step,)
@@ -503,7 +497,7 @@ class Supervisor:
         return not why
 
     def _end(self, report: Report | None, code: int, *, shown: bool = False, after_s: float = 0.0) -> None:
-        # ``after_s``: delay, so that other nodes can end their processes.
+        # after_s: time for other nodes to end their processes
         self._verdict = _StopReason(report, code, shown)
 
         def end() -> tuple[process.ProcessId, ...]:
@@ -518,7 +512,7 @@ class Supervisor:
         return self._job.agent.is_alive()
 
     def _end_for_monitor(self, code: int, report: Report | None) -> None:
-        # Without a report, another node has decided, and ends the job as well.
+        # Without a report, another node decided and is ending the job.
         if report is None:
             after_s = OTHERS_END_S - READ_S
         else:
@@ -546,14 +540,14 @@ class Supervisor:
             self._show_pending()
 
     def _finish_writing(self) -> None:
-        # The bundle of a crash can be half-written when the job has been ended for a hang.
+        # The job might have been ended for a hang while a crash's bundle was being written.
         self._wait_while(lambda: self._crash.writing and not self._forwarder.stop_requested, WRITE_PATIENCE_S)
         if self._crash.writing or self._stall.writing or self._interrupt is not None:
             self._context.unfinished.discard()
         self._stall.abandon()
 
     def _note_end(self, status: int) -> None:
-        """Uses the job's exit as its rank's if the command is the rank (``exec -- python train.py``)."""
+        """Takes the job's exit code as the rank's if the command is the rank (``exec -- python train.py``)."""
         if not self._job.plan.by_torchrun:
             code = os.waitstatus_to_exitcode(status)
             for rank, progress in self._watch.last_progress.items():
@@ -591,10 +585,7 @@ class Supervisor:
             self._show(verdict.report)
 
     def _wait_for_notifier(self) -> None:
-        """Waits for --on-bundle's command, which has its own deadline, unless the user presses Ctrl-C again.
-
-        Waits only a moment for --on-suspect's: a job that ends well must not be delayed by a suspicion.
-        """
+        """Waits for --on-bundle's command until its deadline or Ctrl-C, but only briefly for --on-suspect's."""
         begin, stops = time.monotonic(), self._forwarder.stops
 
         def runs() -> bool:
@@ -616,7 +607,7 @@ class Supervisor:
         if result.without_stacks:
             say(f"no stack could be read, so the verdict rests on other evidence: {result.without_stacks}")
             say("run 'safelaunch doctor' where the job runs: it shows the cause and the fix")
-        whole = result.verdict.bundle or None  # unset if one node has judged alone
+        whole = result.verdict.bundle or None  # unset if one node judged alone
         place = "bundle"
         if whole is not None and not whole.whole and Path(whole.path).name != published.path.name:
             place = "bundle of this node"

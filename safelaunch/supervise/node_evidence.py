@@ -1,4 +1,4 @@
-"""The nodes of a job as evidence: their own reports, and whether the hosts of silent nodes answer."""
+"""Nodes as evidence: their own reports, and whether the hosts of silent nodes answer."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def nodes_of(
     agent_error: str = "",
     missed_s: float = 0.0,
 ) -> tuple[NodeEvidence, ...]:
-    """Returns this node and the others it knows; takes ``PROBE_S`` if some are silent and ``port`` is given.
+    """Returns this node and the others; takes ``PROBE_S`` if some are silent and ``port`` is given.
 
-    Nothing listens on the store's port on other hosts, but a host that refuses the connection is alive. If the
-    interface to the other nodes is down, another route might lead to other hosts, so nothing is probed.
+    Other hosts don't listen on the store's port, but a host that refuses the connection is alive. If the interface to
+    the other nodes is down, nothing is probed, as another route might lead to other hosts.
 
     Args:
-        store: How the store was lost, unless by the end of this node's own agent.
+        store: How the store was lost, unless this node's own agent ended.
         port: The store's port.
     """
     own = replace(_self_report(view.slot, node, beat), here=True, agent_error=agent_error, missed_s=round(missed_s, 1))
@@ -84,9 +84,9 @@ _UP_AND_RUNNING = 0x41  # IFF_UP, IFF_RUNNING
 
 
 def _has_link(address: str) -> bool:
-    """Returns whether this host has the address on an interface that is up and has a carrier.
+    """Returns whether an interface of this host has the address, is up, and has a carrier.
 
-    An interface keeps its IPv4 address while it is down. Only its first address is found; another one counts as up.
+    An interface that is down keeps its IPv4 address. Only its first address is found; others count as up.
     """
     flags: int
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -96,7 +96,7 @@ def _has_link(address: str) -> bool:
                 own = socket.inet_ntoa(fcntl.ioctl(asked, _GET_ADDRESS, request)[20:24])
                 (flags,) = struct.unpack_from("H", fcntl.ioctl(asked, _GET_FLAGS, request), 16)
             except OSError:
-                continue  # no IPv4 address, or just removed
+                continue  # no IPv4 address
             if own == address:
                 return flags & _UP_AND_RUNNING == _UP_AND_RUNNING
     return is_this_host(address)
@@ -113,8 +113,8 @@ def agent_state(pid: int) -> AgentState:
 
 
 def digest_of(script: Path) -> str:
-    """Returns a short digest to compare scripts; empty if it can't be read."""
-    import hashlib  # late: it loads OpenSSL, 4 MB that a job on one node doesn't need
+    """Returns a short digest, to compare scripts; empty if unreadable."""
+    import hashlib  # late: it loads OpenSSL, 4 MB
 
     try:
         with script.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Collects the node's files: GPUs, kernel log, versions, resources, environment, and what the job itself wrote."""
+"""Collects the node's files: GPUs, kernel log, versions, resources, environment, and the job's own files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from safelaunch.supervise.job_context import JobContext
 
 
 def collect_node(context: JobContext, sink: Gate, values: dict[str, Any], subject: NodeSubject) -> None:
-    """Collects the node's files in parallel; ``values`` gets the fields of ``NodeFiles``."""
+    """Collects the node's files in parallel, and the fields of ``NodeFiles`` in ``values``."""
     folder = f"node/{context.host}"
 
     def ask(gate: Gate, name: str, source: Callable[[NodeSubject], Result[Any] | None]) -> None:
@@ -41,7 +41,7 @@ def collect_node(context: JobContext, sink: Gate, values: dict[str, Any], subjec
 
 
 def _run_files(run_dir: Path, folder: str, sink: Sink) -> None:
-    for path in sorted((run_dir / "flight_recorder").glob("*")):  # empty if a cleaner of /tmp has removed the directory
+    for path in sorted((run_dir / "flight_recorder").glob("*")):  # empty if a cleaner of /tmp removed the directory
         dump = "trace_rank" in path.name
         place = f"flight_recorder/{path.name}" if dump else f"{folder}/{path.name}"
         sink.add_file(Artifact(place, "written by the job", 0.0), path, dump=dump)

@@ -12,14 +12,14 @@ from safelaunch.supervise.watch.stall import Policy
 from safelaunch.system.console import say
 
 BEACON_PATIENCE_S = 20.0
-BEACON_AGAIN_S = 5.0  # between two checks of workers without a beacon
+BEACON_AGAIN_S = 5.0  # between checks of workers without a beacon
 STEP_PATIENCE_S = 600.0
 RANK_PATIENCE_S = 60.0
-MEETING_PATIENCE_S = 8.0  # until the supervisors of all nodes have found each other
+MEETING_PATIENCE_S = 8.0  # for all nodes' supervisors to find each other
 
 
 class Notices:
-    """Prints each notice once. Call ``tick`` on every tick of the watch."""
+    """Prints each notice once. ``tick`` runs on every tick of the watch."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Notices:
         """Takes the limits for the notices.
 
         Args:
-            by_torchrun: False under ``exec``: no agent announces ranks, so they might never appear.
+            by_torchrun: False under ``exec``: no agent announces ranks, which might never appear.
             why: Returns what keeps a worker (pid) from having a beacon; empty while it might still get one.
         """
         self._watch = watch
@@ -47,7 +47,7 @@ class Notices:
         self._ranks_due_s = None if by_torchrun else now + min(RANK_PATIENCE_S, policy.startup_s / 2)
         without_steps_s = now + min(STEP_PATIENCE_S, policy.startup_s / 2)
         self._steps_due_s = None if policy.has_one_limit else without_steps_s
-        self._claimed_by_s = now + BEACON_PATIENCE_S  # for a command whose ranks no agent announces
+        self._claimed_by_s = now + BEACON_PATIENCE_S  # for a command without an agent
         self._reported: tuple[tuple[int, ...], bool] = ((), False)  # unseen ranks; whether other nodes see them
         self._unseen_s: float | None = None
 
@@ -96,7 +96,7 @@ class Notices:
         )
 
     def _say_without_beacon(self) -> None:
-        """Prints which ranks can't be watched once their processes show why; a slow start is not a reason."""
+        """Prints which ranks can't be watched once their processes show why; a slow start isn't a reason."""
         reasons = {worker: self._why(worker.pid) for worker in self._watch.without_beacon()}
         silent = {worker.rank: f"{worker.rank} (pid {worker.pid}, {why})" for worker, why in reasons.items() if why}
         if silent.keys() <= self._unreached:

@@ -40,7 +40,7 @@ class Poller(Generic[Answer]):
         self._next_s = 0.0
 
     def advance(self, now: float) -> None:
-        """Makes one step without blocking; call it on every tick. Drops an answer about an ended attempt."""
+        """Makes one step without blocking, on every tick. Drops an answer about an ended attempt."""
         if self._attempt != self._watch.roster.attempt:
             self._attempt, self._next_s = self._watch.roster.attempt, 0.0
             self.reset()
@@ -59,13 +59,13 @@ class Poller(Generic[Answer]):
             self._asking = BackgroundTask(self.name, question)
 
     def reset(self) -> None:
-        """Forgets what was learned, because a new attempt has begun."""
+        """Forgets an ended attempt."""
 
     def is_due(self, now: float) -> bool:
         raise NotImplementedError
 
     def question(self) -> Callable[[], Answer] | None:
-        """Returns what to run in a thread; None if there is no rank to ask."""
+        """Returns a function for a thread; None if there is no rank to ask."""
         raise NotImplementedError
 
     def take(self, answer: Answer, now: float) -> None:
@@ -79,8 +79,7 @@ class Poller(Generic[Answer]):
 class GroupTimeoutPoller(Poller["float | None"]):
     """Derives ``watch.cap_s`` from the timeout of the default process group in a rank's Flight Recorder.
 
-    Args:
-        floor_s: lowest threshold; see ``rhythm.cap_of``.
+    See ``rhythm.cap_of`` for ``floor_s``.
     """
 
     name, again_s = "group timeout", CAP_AGAIN_S
@@ -105,7 +104,7 @@ class GroupTimeoutPoller(Poller["float | None"]):
 
 
 class TracingPoller(Poller[str]):
-    """Checks once, without stopping the rank, if py-spy can read its stacks, and prints a line if it can't."""
+    """Checks once if py-spy can read a rank's stacks, without stopping it, and prints a line if not."""
 
     name, again_s = "tracing", math.inf
     _asked = False
@@ -123,7 +122,7 @@ class TracingPoller(Poller[str]):
 
 
 class PulsePoller(Poller[dict[int, int]]):
-    """Feeds the watch with the ranks' newest collectives, unless the job marks steps."""
+    """Passes the ranks' newest collectives to the watch, unless the job marks steps."""
 
     name = "pulse"
 
@@ -143,14 +142,14 @@ class PulsePoller(Poller[dict[int, int]]):
 
 
 YOUNG_S, WINDOW_S, WINDOW_EVERY_S = 20.0, 1.5, 30.0
-QUIET_AFTER_S, QUIET_TIMES = 3.0, 3.0  # the larger of the seconds and this many usual steps
+QUIET_AFTER_S, QUIET_TIMES = 3.0, 3.0  # the larger of seconds and usual steps
 
 
 class BackgroundPoller(Poller[Counters]):
-    """Learns the job's background work while it makes steps, and reads its counters once when it is quiet.
+    """Learns the job's background work while it makes steps, and reads its counters once when it becomes quiet.
 
-    The windows are as short as the time between two looks: a burst would be lost in a longer one. A window is learned
-    only after a later step confirms that the job was still training when it closed.
+    Windows are as short as the time between two looks: a longer one would dilute a burst. A window counts only after a
+    later step shows that the job was training when it closed.
     """
 
     name, again_s = "work", WINDOW_S
@@ -161,7 +160,7 @@ class BackgroundPoller(Poller[Counters]):
         self._end_s = 0.0  # end of the last window in ``_tentative``
 
     def is_due(self, now: float) -> bool:
-        """Returns False once the counters of this quiet time have been read."""
+        """Returns False once this quiet time's counters have been read."""
         if not self._watch.last_progress or (self._is_quiet(now) and self._watch.quiet is not None):
             self._before = None
             return False

@@ -1,4 +1,4 @@
-"""Checks, before anything starts, for mistakes that would make the run fail later."""
+"""Checks before the start for mistakes that would make the run fail later."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from safelaunch.supervise.cluster.key import BadKeyFile, read_key
 from safelaunch.system.errors import UsageError
 
 LARGEST_SCRIPT = 1 << 20
-MOST_IMPORTED = 64  # modules in the folder of the script
+MOST_IMPORTED = 64  # modules in the script's folder
 
 
 def check(settings: Settings) -> None:
-    """Raises UsageError if the key file or the bundle directory can't be used."""
+    """Raises UsageError if the key file or the bundle directory is unusable."""
     _check_key(settings)
     if settings.is_explicit("bundle-dir"):
         from safelaunch.bundle.publication import check_directory
@@ -34,7 +34,7 @@ def check(settings: Settings) -> None:
 
 
 def without_effect(settings: Settings) -> list[str]:
-    """Returns a line about each preset that changes nothing here, and one about options that --no-watch disables."""
+    """Returns lines about presets that change nothing here, and about options that --no-watch disables."""
     idle = [option.flag for option in OPTION_GROUPS["Watching"] if _is_idle(settings, option.name)]
     unwatched = f"--no-watch: {', '.join(idle)}: no effect, because nothing of safelaunch runs in the ranks"
     preset = "preset {0} sets nothing with the installed torch: safelaunch presets show {0}"
@@ -44,7 +44,7 @@ def without_effect(settings: Settings) -> list[str]:
 def mistakes_of_torchrun(
     command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: torchrun.TorchInstallation
 ) -> list[str]:
-    """Returns a line about a port that is taken, and one about a script that needs NCCL from a torch without it."""
+    """Returns lines about a taken port, and about a script that needs NCCL from a torch without it."""
     port = mistakes.port_to_serve(command, options, environ)
     holder = _holder_of(port) if port is not None else ""
     taken = (
@@ -66,9 +66,9 @@ def mistakes_of_exec(words: Sequence[str], environ: Mapping[str, str]) -> list[s
 
 
 def misplaced(script: Sequence[str], *, is_module: bool = False) -> list[str]:
-    """Returns a line about each option of safelaunch's after the script, unless the script seems to have that option.
+    """Returns a line about each safelaunch option after the script, unless the script seems to have that option.
 
-    It searches the script and the modules in the same folder that the script imports.
+    Searches the script and the modules in its folder that it imports.
     """
     words = mistakes.misplaced(script, BY_FLAG, lambda: _text_with_imports(_file_of(script[0], is_module=is_module)))
     return [f"{word} comes after {script[0]}, so the script gets it; put safelaunch's options first" for word in words]
@@ -101,7 +101,7 @@ def _text_of(path: Path) -> str:
 
 
 def _source_of(script: str) -> ast.Module | None:
-    """Parses the script; None if it can't be a rank or isn't a readable file (a pipe can be read only once)."""
+    """Parses the script; None if it can't be a rank or isn't a regular file (a pipe can be read only once)."""
     try:
         if not (script.endswith(".py") and Path(script).is_file()):
             return None

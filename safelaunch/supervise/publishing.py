@@ -1,7 +1,4 @@
-"""Turns the evidence of an incident into a verdict and a published bundle, and prints the result.
-
-Runs in threads, so that the supervisor keeps handling signals and the job's end.
-"""
+"""Turns the evidence of an incident, in threads, into a verdict and a published bundle, and prints the result."""
 
 from __future__ import annotations
 
@@ -50,43 +47,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of an incident."""
+    """Result of an incident."""
 
     verdict: Verdict
     evidence: Evidence
     published: Publication
     without_stacks: str = ""
-    """reason why no stack could be read, if one reason explains all"""
+    """reason why no stack could be read, if they all have the same"""
     action: Action | Literal[""] = ""
     """agreed by all nodes"""
     step: int | None = None
-    """lowest step of all ranks, agreed by all nodes"""
+    """lowest of all ranks, agreed by all nodes"""
     repeats: str = ""
-    """complete message about the same failure in an earlier attempt, which this bundle belongs to"""
+    """message about the same failure in an earlier attempt, with this bundle"""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The decision of all nodes; empty for a job on one node."""
+    """Decision of all nodes; empty for a job on one node."""
 
     verdict: Verdict | None = None
     """None: this node judges alone"""
     name: str = ""
-    """name of the bundle that this node writes; empty: the usual one"""
+    """name for this node's bundle; empty: the usual one"""
     others: PeerEvidence = field(default_factory=PeerEvidence)
-    """evidence of the other nodes, if this node judged for all"""
+    """other nodes' evidence, if this node judged for all"""
     answer: Answer | None = None
     """verdict on whether the job is dead, if this node judged for all"""
     action: Action | Literal[""] = ""
     step: int | None = None
-    """lowest step of all ranks"""
+    """lowest of all ranks"""
     outcome: Outcome | None = None
     """None: the outcome of the evidence"""
     status: PeerStatus = field(default_factory=PeerStatus)
 
 
 def prepare() -> None:
-    """Imports what the verdict and the reports need, while a suspicion waits for its second look."""
+    """Imports what verdict and reports need, while a suspicion waits for its second look."""
     from safelaunch.bundle.reading import bundles  # noqa: F401 - for the imports
     from safelaunch.report import exports, markdown, page, template  # noqa: F401
 
@@ -110,7 +107,7 @@ def verdict_of(evidence: Evidence, context: JobContext, source: Excerpts | None 
     """Returns the verdict without secrets. Never raises.
 
     Args:
-        source: reads the user's files and records which lines were read.
+        source: Reads the user's files and records which lines were read.
     """
     source = source or Excerpts(evidence, context.redactor)
     return context.cleaned(_verdict(with_earlier_bundles(evidence, context.bundle_dir), source))
@@ -132,7 +129,7 @@ def finish(collected: DraftBundle, agreement: Agreement | None = None) -> Report
     _add_files(agreed.others.files, remote, staging)
     evidence = with_earlier_bundles(evidence, context.bundle_dir)
     source = Excerpts(evidence, context.redactor)
-    own = verdict_of(evidence, context, source)  # also if one was agreed: records which source lines to save
+    own = verdict_of(evidence, context, source)  # even if one was agreed: it records which source lines to save
     verdict = agreed.verdict or own
     if source.read:
         staging.add_json(Artifact(SOURCE_FILE, OURS, 0.0), source.read)
@@ -140,10 +137,10 @@ def finish(collected: DraftBundle, agreement: Agreement | None = None) -> Report
     name = agreed.name or name_of(context.run_name, time.time(), verdict.outcome)
     place = verdict.bundle or None
     if place is not None and not place.whole:
-        whole = Path(place.path).name  # sent by another node: accept only a plain name
+        whole = Path(place.path).name  # from another node: only a plain name is accepted
         context = replace(context, keeping=replace(context.keeping, whole="" if whole.startswith(".") else whole))
     published = _publish(collected, verdict, evidence, context, timeline, name)
-    if published.lost:  # a cleaner has removed the files: write the records once more
+    if published.lost:  # a cleaner removed the files: write the records again
         published = _publish(collected, verdict, evidence, context, timeline, name)
     context.unfinished.let_go(staging.root)
     if published.note:
@@ -154,7 +151,7 @@ def finish(collected: DraftBundle, agreement: Agreement | None = None) -> Report
 
 
 def show(result: Report, environ: Mapping[str, str], place: str = "bundle") -> None:
-    """Prints the verdict and the bundle's path on stderr, with ``place`` as its label."""
+    """Prints the verdict and the bundle's path on stderr, labeled ``place``."""
     from safelaunch.capture import user_source
     from safelaunch.report import HTML, screen
 
@@ -202,7 +199,7 @@ def _publish(
 ) -> Publication:
     staging = collected.staging
     _finish(staging, verdict, evidence, context, timeline, collected.node)
-    context.unfinished.hold(staging.root)  # the directory might have been created again
+    context.unfinished.hold(staging.root)  # the directory might be a new one
     return publish(
         staging.root,
         context.bundle_dir,
@@ -215,7 +212,7 @@ def _publish(
 
 
 def _verdict(evidence: Evidence, source: Excerpts) -> Verdict:
-    """Diagnoses; if a rule fails, the verdict says so, and bundle and action on the job don't change."""
+    """Diagnoses. If a rule fails, the verdict says so; bundle and action don't change."""
     from safelaunch.verdict.diagnose import diagnose
 
     try:

@@ -1,4 +1,4 @@
-"""Reminders about states that might never end and that no limit covers: a pause, a launcher without ranks."""
+"""Reminders about states that might never end and that no limit covers: pauses, launchers without ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from safelaunch.model import rank_words
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.system.console import say
 
-IDLE_S = 120.0  # a launcher's usual time to start ranks, or to end after them
-IDLE_EVERY_S = 5.0  # between two looks at the processes
+IDLE_S = 120.0  # usual time for a launcher to start ranks, or to end after them
+IDLE_EVERY_S = 5.0
 
 
 class Reminder:
@@ -21,11 +21,7 @@ class Reminder:
         self._times = 1
 
     def is_due(self, since_s: float | None, first_s: float, now: float) -> bool:
-        """Returns whether a line is due.
-
-        Args:
-            since_s: start of the state; None outside it.
-        """
+        """Returns whether a line is due about the state since ``since_s``; None: the state has ended."""
         if since_s is None or since_s != self._since_s:
             self._since_s, self._times = since_s, 1
         if since_s is None or now - since_s < first_s * self._times:
@@ -39,11 +35,11 @@ class Reminder:
 
 
 class Reminders:
-    """Prints the reminders. Call ``tick`` on every tick of the watch.
+    """Prints the reminders. ``tick`` runs on every tick of the watch.
 
     Args:
-        launcher: pid of torchrun's agent, None if there is none.
-        dump: writes a bundle of the running job.
+        launcher: Pid of torchrun's agent, if any.
+        dump: Writes a bundle of the running job.
     """
 
     def __init__(self, watch: Watch, now: float, launcher: int | None, dump: Callable[[], object]) -> None:

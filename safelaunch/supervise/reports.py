@@ -1,4 +1,4 @@
-"""Adds the rendered reports to a bundle that is being written."""
+"""Adds rendered reports to a bundle that is being written."""
 
 from __future__ import annotations
 
@@ -32,13 +32,10 @@ def add_reports(
     run_name: str,
     about: Callable[[], ReportHeader],
 ) -> dict[str, int]:
-    """Adds the reports and the files for viewers; one that fails leaves the others alone.
+    """Adds the reports and viewers' files, except those that fail; returns the dimensions of the job's mesh, by name.
 
     Args:
-        about: describes the job and its nodes.
-
-    Returns:
-        The dimensions of the job's mesh, by name.
+        about: Describes the job and its nodes.
     """
     from safelaunch.report import HTML, PERFETTO, exports, markdown, page, template
     from safelaunch.verdict.device_mesh import mesh
@@ -50,7 +47,7 @@ def add_reports(
         line = user_source.line(path, number)
         return redact(line) if line else line
 
-    @cache  # shared by all reports; an error isn't cached, so each report fails by itself
+    @cache  # for all reports; an error isn't cached, so each report fails by itself
     def facts() -> CaseFacts:
         return CaseFacts.of(evidence, user_source.text)
 

@@ -1,7 +1,7 @@
-"""One incident, in its own thread: looks at the job, takes its evidence, and writes the bundle.
+"""One incident in its own thread: looks at the job, takes evidence, and writes the bundle.
 
-The supervisor's loop asks an incident of any kind (see ``kinds``) two things: does it still need the ranks, and is it
-done? It can be cancelled at each step.
+The supervisor's loop reads whether an incident still needs the ranks and whether it is done. An incident can be
+cancelled at each step.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ ADVANCED = "a rank advanced: the job is slow, not hung; no bundle written"
 
 
 class Cancelled(Exception):
-    """The incident's result is no longer needed, or the ranks that it needs are being ended."""
+    """The incident's result is no longer needed, or the ranks it needs are being ended."""
 
 
 class Incident(Generic[T]):
-    """Runs ``work`` in a thread, with the incident itself as its argument."""
+    """Runs ``work`` in a thread, with itself as the argument."""
 
     def __init__(self, name: str, work: Callable[[Incident[T]], T]) -> None:
         self.cancelled, self._ranks_done = threading.Event(), threading.Event()
@@ -62,7 +62,7 @@ class Incident(Generic[T]):
 
     @property
     def result(self) -> T | None:
-        """Result of ``work``, None if it was cancelled. Raises what ``work`` raised."""
+        """Result of ``work``, None if cancelled. Raises what ``work`` raised."""
         return self._task.result()
 
     def wait(self, timeout_s: float) -> bool:
@@ -82,7 +82,7 @@ class Incident(Generic[T]):
             raise Cancelled
 
     def wait_until(self, reached: Callable[[], object]) -> None:
-        """Waits until ``reached`` returns true. Raises Cancelled."""
+        """Waits until ``reached()`` is true. Raises Cancelled."""
         while not reached():
             self.pause(STEP_S)
 
@@ -96,11 +96,11 @@ class JobView:
 
     @property
     def is_whole(self) -> bool:
-        """Returns whether every rank of the job is on this node."""
+        """True if every rank is on this node."""
         return not self.watch.unseen
 
     def nodes(self, *, probing: bool = True) -> tuple[NodeEvidence, ...]:
-        """Returns facts about the job's nodes; empty if every rank is on this one."""
+        """Returns the job's nodes; empty if every rank is on this one."""
         return () if self.is_whole else self.council.nodes(probing=probing)
 
     def snapshot(self) -> JobSnapshot:
@@ -118,10 +118,7 @@ def look(
 ) -> Looks:
     """Looks at all ranks as often as the kind of incident requires, or until it is cancelled.
 
-    Args:
-        quiet: for the first look.
-        network: for the last look.
-        between: called between the looks.
+    ``quiet`` is for the first look, ``network`` for the last; ``between`` is called between looks.
     """
     watch, collectives, begin_s = job.watch, kind.looks > 1, time.monotonic()
     looks = look_at(watch.targets(), None, collectives=collectives, quiet=quiet, deadline_s=kind.look_s)
@@ -147,12 +144,12 @@ def observe(
     timeline: Timeline | None = None,
     for_finding: bool = False,
 ) -> DraftBundle:
-    """Takes evidence of a job that isn't suspected: a user requested it, or stops the job.
+    """Takes evidence of an unsuspected job: a user requested it, or stops the job.
 
-    Raises Cancelled, unless the kind has a budget: the samples taken so far are then used.
+    Raises Cancelled, unless the kind has a budget: then the samples taken so far are used.
 
     Args:
-        stall_s: time without progress; None: measure it.
+        stall_s: Time without progress; None: measure it.
     """
     snapshot, before = job.snapshot(), job.watch.marks()
     looks = look(kind, job, at)
@@ -184,11 +181,10 @@ def observe(
 def interrupt(job: JobView, frozen_s: float, usual_s: float, now: float) -> Incident[Report | None]:
     """Takes evidence of a frozen job at Ctrl-C, before the signal reaches the ranks.
 
-    The signal waits up to ``HOLD_S``. Evidence that hasn't arrived by then is skipped: the ranks end, and the verdict
-    uses the earlier samples.
+    The signal waits up to ``HOLD_S``. Then the ranks end, and the verdict uses the samples taken so far.
 
     Args:
-        frozen_s: time since the last step of any rank.
+        frozen_s: Time since the last step of any rank.
     """
     mark_s = now - frozen_s
     timeline = Timeline().plus("last progress", mark_s).plus("interrupted", now)

@@ -1,7 +1,7 @@
-"""Rounds of all nodes: each submits evidence, and one of them decides, or reads it for a request.
+"""Rounds in which all nodes submit evidence and one node decides, or answers a request.
 
-There is one mechanism for hangs, crashes, and requests for a dump or an add-on's service. They differ in which node
-judges, how long it waits for the others, and what ends the round without a decision.
+Hangs, crashes, dumps and add-on services share this mechanism. They differ in which node judges, how long it waits for
+the others, and what ends the round without a decision.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from safelaunch.addons.protocols import Service
 
 SETTLE_S = 75.0  # limit from a node's evidence of a hang to the leader's decision
-AGREED_S = ACKNOWLEDGE_S + 4.0  # a node waits longer than the leader, whose page takes some rounds to arrive
-FEW = 16  # nodes; up to here, whole Flight Recorders travel
-CRASH_S = 4.0  # torchrun's agents, one of which has the store, are held for 6 s, including the look at the ranks
+AGREED_S = ACKNOWLEDGE_S + 4.0  # longer than the leader waits, because its page takes some rounds to arrive
+FEW = 16  # number of nodes up to which whole Flight Recorders are sent
+CRASH_S = 4.0  # torchrun's agents, and the store in one of them, are held for 6 s, including the look at the ranks
 HEAR_S = 2.5  # for the evidence of other failing nodes
 EFFECTS_S = 2.8  # for a node to report a root failure
 HOSTS_S = 1.0  # for the others to read the verdict, if this node's agent hosts the store
@@ -60,12 +60,12 @@ ASKED_EVERY_S = 5.0  # between two questions from other nodes
 
 @dataclass(frozen=True, slots=True)
 class _Course:
-    """The course of one kind of round."""
+    """Rules for one kind of round."""
 
     patience_s: float
     over: Callable[[PeerView], bool]  # the round ends without a decision
     judges: Callable[[PeerView, LeaderPage, float], bool]  # this node reads and judges all submissions
-    complete: Callable[[PeerView, LeaderPage, Submissions, float], bool]  # they need not be awaited any longer
+    complete: Callable[[PeerView, LeaderPage, Submissions, float], bool]  # no further submission is awaited
     with_answer: Callable[[Evidence], Evidence]
     action: Action
 
@@ -82,8 +82,7 @@ class _SharedVerdict:
 class Rounds:
     """This node's part in all rounds.
 
-    ``decide_hang``, ``all_agree``, ``decide_crash`` and the result of ``asking`` wait for the others; all else returns
-    at once. ``action`` is what this node wants if the job hangs.
+    ``decide_hang``, ``all_agree``, ``decide_crash`` and the function that ``asking`` yields wait for other nodes.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Rounds:
         self._channel = channel
         self._context = context
         self._nodes = nodes
-        self._action: Action = action
+        self._action: Action = action  # wanted by this node if the job hangs
         self._past: int | None = None  # number of crashes that had a verdict when the ranks started
         self._answered: set[Round] = set()
         self._next_s = 0.0
@@ -115,14 +114,14 @@ class Rounds:
         *,
         overdue: bool = False,
     ) -> Agreement | None:
-        """Submits this node's evidence, judges all of it if this node leads, and waits for the decision.
+        """Submits this node's evidence, judges all evidence if this node leads, and waits for the decision.
 
         Returns None if the job moves after all.
 
         Args:
-            root: This node's bundle, of which small files travel.
-            moves: Returns whether a rank here has made a step since, which the others must know.
-            overdue: The job is ended even if some ranks are unseen.
+            root: Bundle of this node; its small files are submitted too.
+            moves: Returns True once a rank of this node has made a step.
+            overdue: End the job even if some ranks are unseen.
         """
         nodes = node_count(self._channel.view.page)
         files = small_files(root, records=1 < nodes <= FEW) if root is not None else {}
@@ -155,10 +154,10 @@ class Rounds:
         return Agreement(action="dump", outcome="suspect")
 
     def all_agree(self, incident: int, moves: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until all nodes know the decision; no node acts before. Returns False if it is void.
+        """Waits until all nodes know the decision. Returns False if the decision became void.
 
-        It is void if torchrun restarts ranks, or a rank moves. One node's action ends ranks on other nodes, and perhaps
-        the store, so all must know the decision first.
+        No node acts earlier: one node's action ends ranks on other nodes, and perhaps the store. The decision is
+        void if torchrun restarts ranks or a rank moves.
         """
         until = time.monotonic() + AGREED_S
         while time.monotonic() < until:
@@ -190,18 +189,15 @@ class Rounds:
         self._channel.withdraw("crash")
 
     def announce_restart(self) -> str:
-        """Announces that torchrun ended ranks here that hadn't failed, and is about to restart them.
-
-        Returns the reason.
-        """
+        """Announces that torchrun is about to restart healthy ranks of this node; returns the reason."""
         self._channel.update(restarting=True)
         troubles = self._channel.view.status.troubles
         return f"on another node, {troubles[0]}" if troubles else "nodes have joined or left"
 
     def decide_crash(self, local: Evidence) -> Agreement:
-        """Returns the common verdict about a failure of ranks on this node; takes a little more than ``CRASH_S``.
+        """Returns the common verdict about a failure on this node, after a little more than ``CRASH_S``.
 
-        A node with a root failure judges, or the leader if there is none. The first verdict that is stored counts.
+        A node with a root failure judges; without one, the leader does. The first stored verdict counts.
         """
         if self._past is None:
             return Agreement()
@@ -236,7 +232,7 @@ class Rounds:
         return dataclasses.replace(agreed, others=dataclasses.replace(agreed.others, evidence=here))
 
     def _may_judge(self, view: PeerView, page: LeaderPage, past_s: float) -> bool:
-        # First, the first node with a root failure; later, the leader; last, any node.
+        # Until EFFECTS_S, the first node with a root failure judges. Otherwise any node, or the leader of a large job.
         failing = [slot for slot, _ in page.troubles if slot in page.failed]
         if failing and past_s < EFFECTS_S:
             return view.slot == failing[0]
@@ -255,7 +251,7 @@ class Rounds:
     def _decide_together(
         self, round_: Round, own: Callable[[], Evidence], chunks: list[bytes], course: _Course
     ) -> Agreement | None:
-        """Submits ``chunks`` and waits for the decision; None if there will be none.
+        """Submits ``chunks`` and returns the decision, or None if there will be none.
 
         Args:
             own: Returns this node's evidence at the time of judging.
@@ -314,9 +310,9 @@ class Rounds:
 
     @contextmanager
     def asking(self, question: NodeQuestion) -> Iterator[Callable[[threading.Event], Submissions]]:
-        """Asks all nodes at once.
+        """Sends a question to all nodes.
 
-        Yields a function that waits for their answers, at most ``PEERS_ANSWER_S`` or until a stop.
+        Yields a function that waits for the answers until a stop, at most ``PEERS_ANSWER_S``.
         """
         if not self.has_peers:
             yield lambda stop: Submissions(missing=0)
@@ -343,7 +339,7 @@ class Rounds:
 
     @property
     def has_peers(self) -> bool:
-        """True if there are other nodes, which take part in one dump or service at a time."""
+        """True if the job has other nodes."""
         page = self.page
         return page is not None and page.nodes > 1
 
@@ -380,10 +376,9 @@ class Rounds:
 
 
 def with_answer(evidence: Evidence, *, overdue: bool) -> Evidence:
-    """Adds the common answer and outcome: proved dead, or the answer of the node that knows the least.
+    """Returns the evidence with the common answer: proved dead, or the answer of the node that knows the least.
 
-    Without a proof, the job ends only if a node with that answer says so; with a rank missing, only once it is
-    ``overdue``.
+    Without a proof, the job ends only if a node with that answer ends it or, with a rank missing, once ``overdue``.
     """
     if evidence.answer in (None, "unknown") and proves(evidence):
         return replace(evidence, answer="dead", outcome="hang")

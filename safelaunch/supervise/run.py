@@ -1,4 +1,4 @@
-"""Runs one job end to end: run directory, start, watch, end. Code that runs before the start is kept light."""
+"""Runs one job from start to end. Code before the job's start is kept light."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class _RunEnd:
     status: int
     """wait status"""
     without_rank: bool = False
-    """the launcher failed by itself before it started a rank"""
+    """the launcher failed before it started a rank"""
 
 
 def run(plan: Plan, resources: JobResources, again: Again | None = None) -> int:
-    """Starts the job of ``plan`` and waits for its end; returns the exit code. Raises OSError if it can't start.
+    """Starts the job of ``plan`` and returns its exit code. Raises OSError if it can't start.
 
     Args:
-        resources: stay leased until no process of the job is left.
-        again: leases another port, if a program without a lease took this one.
+        resources: Leased until no process of the job is left.
+        again: Leases another port, if a program without a lease took this one.
     """
     mask = process.block_signals()
     try:
@@ -71,7 +71,7 @@ def _run(plan: Plan, resources: JobResources, mask: frozenset[signal.Signals]) -
     except OSError:
         _leave(directory, watcher)
         raise
-    # From here on, imports don't delay the job.
+    # Imports from here on don't delay the job.
     processes = JobProcesses(agent, watcher)
     if directory is None:
         return _RunEnd(_only_forward(processes))
@@ -121,7 +121,7 @@ def _guardian(
 def _start_without(
     plan: Plan, env: Mapping[str, str], mask: frozenset[signal.Signals], resources: JobResources
 ) -> ProcessId:
-    """Starts the job without a guardian: the job itself holds its leases if safelaunch is killed."""
+    """Starts the job without a guardian: if safelaunch is killed, the job itself holds its leases."""
     for descriptor in resources.descriptors:
         os.set_inheritable(descriptor, True)
     pid = process.start(plan.argv, env, mask)
@@ -130,7 +130,7 @@ def _start_without(
 
 
 def directory_for(plan: Plan) -> RunPaths | None:
-    """Creates the run directory; returns None if the job isn't watched, by choice or because that is impossible."""
+    """Creates the run directory; returns None if the job isn't, or can't be, watched."""
     if not plan.watched:
         return None
     try:

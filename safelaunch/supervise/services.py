@@ -1,4 +1,4 @@
-"""Serves add-ons' requests from clients and other nodes to a live run (see ``addons.protocols.Service``)."""
+"""Serves add-ons' requests to a live run (see ``addons.protocols.Service``) from clients and other nodes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ class _ServiceRequest:
 
 
 class Services:
-    """Serves one request at a time. On several nodes, each supervisor serves its own ranks at the same time.
-
-    ``ask`` and ``tick`` never block.
-    """
+    """Serves one request at a time; on several nodes, each supervisor serves its own ranks. Nothing blocks."""
 
     def __init__(self, job: JobView) -> None:
         self._job = job
@@ -39,7 +36,7 @@ class Services:
         self._for_another: Incident[None] | None = None
 
     def ask(self, request: ControlRequest, client: Client) -> None:
-        """Begins a request, or joins an equal one in progress; refuses another one."""
+        """Begins a request, joins an equal one in progress, or refuses it."""
         service = addons.service(request.command)
         if service is None:
             client.answer(ServiceAnswer(problem=f"this run has no add-on for {request.command[:40]!r}"))
@@ -83,7 +80,7 @@ class Services:
             self._request = None
 
     def yield_to_dump(self) -> None:
-        """Cancels requests of this node and other nodes, because all nodes are asked for a dump."""
+        """Cancels requests of all nodes, because they are asked for a dump."""
         for incident in (self._request.working if self._request is not None else None, self._for_another):
             if incident is not None:
                 incident.cancel()
@@ -94,7 +91,7 @@ class Services:
         return self._for_another
 
     def _answer_node(self, round_: Round, question: NodeQuestion, at: Incident[None]) -> None:
-        """Answers with nothing if this node lacks the add-on, or has another version of it."""
+        """Answers with nothing if this node lacks this version of the add-on."""
         rounds, service = self._job.council.rounds, addons.service(question.kind)
         try:
             ask = from_msgpack(question.ask, service.ask) if service is not None else None
@@ -108,7 +105,7 @@ class Services:
         rounds.answer_part(round_, service, part)
 
     def _everywhere(self, service: Service[Any, Any], ask: Any, at: Incident[Any]) -> Any:
-        """Returns the merged answer of all nodes, reduced to fit in an answer to a client."""
+        """Returns the merged answer of all nodes, reduced to fit a client's limit."""
         question = NodeQuestion(0, service.name, msgspec.msgpack.encode(ask))
         with self._job.council.rounds.asking(question) as answers:
             own = service.here(ask, self._job, at.cancelled)

@@ -1,4 +1,4 @@
-"""Finds out what silent ranks do, by a look at these ranks alone, in a thread."""
+"""Finds out, in a thread, what silent ranks do."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from safelaunch.capture.look import Look, RankLook, Target
 from safelaunch.supervise.looks import Looks, look_at, main_thread
 from safelaunch.system.task import BackgroundTask
 
-AGAIN_S = 30.0  # between two looks at a silent rank
+AGAIN_S = 30.0  # between looks at a silent rank
 
 
 @dataclass(frozen=True)
 class _Observation:
-    """One rank at the time of a look."""
-
     words: str
-    at_s: float  # time of the look
+    at_s: float
     mark_s: float  # the rank's newest progress by then
 
 
@@ -34,7 +32,7 @@ class SilentRanks:
         return self._looking is not None
 
     def ask(self, silent: Mapping[int, float], targets: Sequence[Target], now: float) -> None:
-        """Looks at new silent ranks, given the time of each rank's newest progress."""
+        """Looks at new silent ranks, given each rank's newest progress."""
         if self.busy:
             return
         new = {
@@ -70,7 +68,7 @@ _BLOCKED = {"T": "is stopped", "t": "is stopped by a tracer", "D": "is blocked i
 
 
 def activity_of(look: RankLook | None) -> str:
-    """Describes a rank, for example ``waits in all_reduce at train.py:18``; what keeps it from running comes first."""
+    """Describes a rank (``waits in all_reduce at train.py:18``); what keeps it from running comes first."""
     from safelaunch.stacks.calls import torch_wait
     from safelaunch.stacks.frames import Stack, at, place, python_frames
 

@@ -23,8 +23,8 @@ from safelaunch.system.console import say
 from safelaunch.system.task import BackgroundTask
 
 MOST_LOOK_S = 24.0
-REMIND_EVERY_S = 3600.0  # about a job that makes no step and continues
-LONGEST_S = 600.0  # for a closer look, in case a system call never returns: all its parts have deadlines
+REMIND_EVERY_S = 3600.0  # between messages that a job makes no step and continues
+LONGEST_S = 600.0  # for a closer look: its parts have deadlines, but a system call might never return
 AGAIN = 1.5  # a quiet time gets another bundle only if it lasts this much longer than one that ended by itself
 
 
@@ -51,30 +51,29 @@ class _LookResult:
     """None: the nodes decided before this one looked"""
     judgement: Judgement = field(default_factory=lambda: Judgement("alive"))
     outcome: RoundOutcome | None = None
-    """decision of all nodes, if they looked as well"""
+    """decision of all nodes, if all looked"""
 
 
 @dataclass
 class _Suspect:
-    """A bundle of the present quiet time; the job continues."""
+    """Bundle about the current quiet time of a job that continues."""
 
     mark_s: float
     report: Report
 
 
 class StallCase:
-    """One stall: suspicion → two looks → judgement → bundle. Call ``advance`` on every tick; it never blocks.
+    """One stall: suspicion → two looks → judgement → bundle. ``advance`` runs on every tick and never blocks.
 
-    A supervisor that sees only some ranks of the job can't prove a hang. If the supervisors of all nodes can
-    communicate, all look and vote, and one judges their merged evidence. Otherwise this one acts only at the user's
-    --max-stall.
+    A supervisor that sees only some ranks can't prove a hang. If the supervisors of all nodes can communicate, all look
+    and vote, and one judges the merged evidence. Otherwise this one acts only at --max-stall.
     """
 
     def __init__(self, job: JobView) -> None:
         self._job = job
         self._watch, self._council = job.watch, job.council
         self._suspicion: _Suspicion | None = None
-        self._closer: Incident[_LookResult] | None = None  # the closer look
+        self._closer: Incident[_LookResult] | None = None
         self._writing: Incident[Report | None] | None = None
         self._written_of = 0.0  # mark of the stall that the bundle is about
         self._suspect_bundle: _Suspect | None = None
@@ -84,8 +83,8 @@ class StallCase:
         self._continues = False  # the job isn't proved dead and already has its bundle
         self.attempt = (0, 0)  # attempt that hangs, as judged by this node or by all
         self._looked_at: tuple[int, int] | None = None  # attempt under suspicion
-        self._last_reported = ""  # condition that the last line about this quiet time reported
-        self._remind_s = 0.0  # when that line is repeated
+        self._last_reported = ""  # condition in the last message about this quiet time
+        self._remind_s = 0.0  # when that message is repeated
         self._look_s = LOOK_S  # grows while processes respond too late
         self._starvation, self._patience = Starvation(), 1.0
 
@@ -107,7 +106,7 @@ class StallCase:
 
     @property
     def agreed(self) -> bool:
-        """Returns whether the nodes agreed that the job hangs: their reaction will make ranks fail."""
+        """True if the nodes agreed that the job hangs; their reaction will make ranks fail."""
         return self._agreed and self.attempt == self._watch.attempt
 
     def abandon(self) -> None:
@@ -117,7 +116,7 @@ class StallCase:
             return
         self._closer.cancel()
         self._closer = None
-        if suspicion.incident:  # the other nodes start over as well: they have no proof without this node's evidence
+        if suspicion.incident:  # without this node's evidence, the other nodes have no proof and start over
             self._council.vote("paused")
         if suspicion.own:
             self._council.withdraw()
@@ -183,7 +182,7 @@ class StallCase:
         self._begin(_Suspicion(stall, threshold, timeline, self._watch.policy.confirm_s))
 
     def _look_for_others(self, now: float) -> None:
-        """Joins a look of all nodes. Votes against an end while a rank is in a phase whose timeout hasn't expired."""
+        """Joins a look of all nodes, or votes against an end while a rank's phase is within its timeout."""
         stall = self._watch.current_stall(now)
         if stall is None or (stall.phase and stall.stalled_s < stall.threshold_s):
             self._council.join_call()
@@ -205,7 +204,7 @@ class StallCase:
         return threshold.why
 
     def _look_closer(self, suspicion: _Suspicion, closer: Incident[_LookResult]) -> _LookResult:
-        """Runs in a thread. When all nodes are called to look, each looks again, even if it has just done so."""
+        """Looks in a thread, and again whenever all nodes are called to look, so that they look at the same time."""
         if suspicion.own and self._council.suspect(suspicion.window_s):
             outcome = self._await_call(suspicion, closer)
             if outcome is not None:
@@ -251,7 +250,7 @@ class StallCase:
         self._patience = self._starvation.factor()
         look_s = min(MOST_LOOK_S, self._look_s * self._patience)
         kind = replace(HANG, look_s=look_s, between_s=suspicion.window_s)
-        # The tables of connections, which can be long, are read only if nodes vote.
+        # Connection tables can be long: they are read only if nodes vote.
         looks = look(
             kind,
             self._job,
@@ -369,7 +368,7 @@ class StallCase:
         self._writing = Incident("bundle", write)
 
     def _write_with_all(self, suspicion: _Suspicion, looks: Looks, judgement: Judgement, now: float) -> None:
-        """Writes the bundle of a stall that all nodes judge; no process is stopped, as they haven't decided yet."""
+        """Writes the bundle of a stall that all nodes judge. No process is stopped: they haven't decided yet."""
         collect = self._collecting(suspicion, looks, judgement, SUSPECT, now)
         queries, spare = self._council.queries_nccl, self._council.why_ranks_must_live
         ends = self._is_at_limit(suspicion.stall, judgement)

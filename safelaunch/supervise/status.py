@@ -1,7 +1,6 @@
 """Answers requests for the status of a live run.
 
-GPU memory, silent ranks and the other nodes take a moment to read: an answer has what is known by then, and the next
-one has the rest.
+GPU memory, silent ranks and other nodes take a moment to read: an answer has what is there, the next one the rest.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from safelaunch.supervise.watch.quiet import UNKNOWN_S, is_quiet
 RATE_OVER_S = 10.0
 SAMPLE_EVERY_S = 2.0
 NEWEST = 64  # points in a status's history
-SURVEY_S, SURVEY_AGE_S = 1.5, 10.0  # wait for the other nodes' lines; their greatest age in an answer
+SURVEY_S, SURVEY_AGE_S = 1.5, 10.0  # wait for other nodes' lines; their greatest age in an answer
 
 
 class StatusRequests:
-    """Answers clients. Call ``tick`` on each tick of the supervisor; nothing here blocks."""
+    """Answers clients. ``tick`` runs on each tick of the supervisor and never blocks."""
 
     def __init__(self, job: Job, view: JobView) -> None:
         self._job = job
@@ -53,7 +52,7 @@ class StatusRequests:
         self.tick(now)
 
     def tick(self, now: float) -> None:
-        """Answers each client at once, or as soon as the other nodes' lines and a look are there."""
+        """Answers each client, if necessary after other nodes' lines and a look have arrived."""
         self._sample(now)
         waiting = []
         for client, since_s in self._asking:
@@ -164,12 +163,12 @@ class StatusRequests:
         ]
 
 
-# The stages in a rank's page, in the user's words.
+# Stages of a rank's page in the user's words.
 _STATES = {"started": "starting", "torch": "running", "exception": "failed"}
 
 
 def state_of(progress: Progress) -> str:
-    """Returns ``starting``, ``running``, ``paused``, ``failed`` or ``exited``, according to the rank's page.
+    """Returns ``starting``, ``running``, ``paused``, ``failed`` or ``exited`` by the rank's page.
 
     A rank without torch counts as running once it steps or names a phase.
     """

@@ -1,7 +1,7 @@
 """Finds the rank that arrives last at most collectives.
 
-In a synchronous job all ranks step together, at the pace of the slowest, so step counts don't show a straggler. Its
-share of last arrivals does, together with the time that its peers had been waiting.
+All ranks of a synchronous job step at the pace of the slowest, so step counts don't show a straggler. Its share of last
+arrivals does, with the time that its peers wait.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ CollectiveArrivals = Mapping[int, Mapping[tuple[str, int], int]]
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that its peers wait for."""
-
     rank: int
     last: float
-    """share of ``collectives`` at which the rank arrived last"""
+    """share of ``collectives`` where the rank arrived last"""
     waited: float
-    """share of ``window_s`` in which the median peer had arrived and the rank had not"""
+    """share of ``window_s`` when the median peer had arrived and the rank hadn't"""
     collectives: int
     window_s: float
 
@@ -39,7 +37,7 @@ class Straggler:
 
 
 def find_straggler(arrivals: CollectiveArrivals) -> Straggler | None:
-    """Returns the straggler that costs its peers most, over all groups; None if no rank is late all the time."""
+    """Returns the straggler that costs its peers most, over all groups; None if no rank is always late."""
     groups = {group for numbers in arrivals.values() for group, _ in numbers}
     stragglers = [straggler for group in sorted(groups) if (straggler := _in_group(arrivals, group)) is not None]
     return max(stragglers, key=lambda straggler: straggler.waited, default=None)
@@ -73,7 +71,7 @@ def _in_group(arrivals: CollectiveArrivals, group: str) -> Straggler | None:
 
 
 def _length_of_union(spans: Iterable[tuple[int, int]]) -> int:
-    # The collectives of one backward pass overlap, and their time counts once.
+    # Collectives of one backward pass overlap: their time counts once.
     total, end = 0, 0
     for begin, stop in sorted(spans):
         total += max(0, stop - max(begin, end))
@@ -82,5 +80,5 @@ def _length_of_union(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _median(values: list[int]) -> int:
-    # The lower of two middle values; ``statistics`` would import ``fractions`` into a process as old as the job.
+    # The lower of two middle values. ``statistics`` would import ``fractions`` into this long-lived process.
     return sorted(values)[(len(values) - 1) // 2]

@@ -1,4 +1,4 @@
-"""Reads what other nodes submitted, and selects the files that this node submits."""
+"""Reads other nodes' submissions, and selects the files that this node submits."""
 
 from __future__ import annotations
 
@@ -18,16 +18,12 @@ if TYPE_CHECKING:
     from safelaunch.addons.protocols import Service
 
 Part = TypeVar("Part")
-MOST_PICKLES, LARGEST_PICKLE = 4 << 20, 512 << 10  # bytes of a node's files that travel
+MOST_PICKLES, LARGEST_PICKLE = 4 << 20, 512 << 10  # bytes of a node's submitted files
 LARGEST_TEXT = 64 << 10
 
 
 def read_evidence(submissions: Submissions, host: str) -> PeerEvidence:
-    """Returns the evidence of the other nodes.
-
-    Args:
-        host: This node's name.
-    """
+    """Returns other nodes' evidence; ``host`` is this node's name."""
     evidence: list[Evidence] = []
     notes: list[str] = []
     files: dict[str, bytes] = {}
@@ -44,7 +40,7 @@ def read_evidence(submissions: Submissions, host: str) -> PeerEvidence:
 
 
 def read_parts(submissions: Submissions, service: Service[Any, Part]) -> tuple[list[Part], list[str]]:
-    """Returns the other nodes' parts of a service, and notes about unreadable ones."""
+    """Returns other nodes' parts of a service, and notes about unreadable ones."""
     parts: list[Part] = []
     notes: list[str] = []
     for slot, chunks in sorted(submissions.chunks.items()):
@@ -61,10 +57,9 @@ _OF_THE_NODE = {node_file(field) for field in NodeFiles.__struct_fields__}
 
 
 def small_files(root: Path, *, records: bool) -> dict[str, bytes]:
-    """Returns the files of this node's bundle that travel to the node that writes the merged one, by path.
+    """Returns the files, by path, to send to the node that writes the merged bundle. They contain no secrets.
 
-    These are files about the node, the end of a long kernel log, and, with ``records``, small Flight Recorder pickles.
-    They contain no secrets, as in the bundle.
+    These are files about the node, the end of a long kernel log and, with ``records``, small Flight Recorder pickles.
     """
     files: dict[str, bytes] = {}
     for path in sorted(root.glob("node/*/*")):

@@ -1,1 +1,1 @@
-"""The supervisors of one job, together: what they share through the store of torchrun's agents."""
+"""Exchange between the supervisors of one job through the store of torchrun's agents."""

@@ -1,6 +1,6 @@
-"""The thread in which a supervisor exchanges records with the others, round after round, over one connection.
+"""The thread in which a supervisor exchanges records with the others, in rounds over one connection.
 
-No caller waits for it: the supervisor leaves its records in an outbox (``update``, ``submit``, ``decide``) and reads
+The supervisor never waits for it: it leaves records in an outbox (``update``, ``submit``, ``decide``) and reads
 ``view``. If the store stops answering, the supervisor is alone until a new connection succeeds.
 """
 
@@ -24,21 +24,18 @@ from safelaunch.supervise.cluster.store import CONNECT_S, NodeStoreError, StoreC
 from safelaunch.supervise.cluster.store_host import StoreHost
 
 IDLE_S, CROWD_IDLE_S = 0.6, 1.2  # longest pause between rounds; with more than CROWD nodes
-BUSY_S, BUSY_NODE_S = 0.15, 0.0008  # pause during an incident, and its part per node: the store has other work
-GREETED_S = 0.1  # per node, for the connection: a store might wait 5 s for the name of one client in 50
-FIRST_TRIES_S = 2.0  # between attempts until torchrun, or the helper, has started the store
+BUSY_S, BUSY_NODE_S = 0.15, 0.0008  # pause during an incident, and per node, as the store has other work
+GREETED_S = 0.1  # to connect, per node: a store might wait 5 s for the name of one client in 50
+FIRST_TRIES_S = 2.0  # between attempts until the store has started
 AGAIN_S = (5.0, 15.0, 30.0, 60.0)
-DRAIN_S = 8.0  # for the others' last beats, if their store ends with this node
+DRAIN_S = 8.0  # for other nodes' last beats, if their store ends with this node
 
 
 class Channel:
-    """Exchanges records between ``start`` and ``close``; a job with one node never starts it.
-
-    Its methods are thread-safe and return at once, except ``close``.
-    """
+    """Exchanges records between ``start`` and ``close``; thread-safe. Only ``close`` blocks."""
 
     def __init__(self, node: NodeCard, why: str = "") -> None:
-        # ``why``: reason why a channel of several nodes is never started.
+        # why: reason why a job of several nodes never starts its channel
         self._host: StoreHost | None = None
         self.node = node
         self._lock = threading.Lock()
@@ -59,11 +56,7 @@ class Channel:
         self._thread.start()
 
     def close(self, *, at_once: bool = False) -> None:
-        """Leaves the job; takes a second at most, or ``DRAIN_S`` if this node hosts the store.
-
-        Args:
-            at_once: Don't wait for the others' last beats.
-        """
+        """Leaves the job, within a second, or within ``DRAIN_S`` if this node hosts the store and not ``at_once``."""
         self._drains = self.hosts and not at_once
         self._closing = True
         self._wake.set()
@@ -84,7 +77,6 @@ class Channel:
         return self._outbox.beat
 
     def set_step(self, step: int) -> None:
-        """Sets this node's lowest step; it travels with the next beat."""
         with self._lock:
             self._outbox = replace(self._outbox, beat=structs.replace(self._outbox.beat, step=step))
 
@@ -92,12 +84,12 @@ class Channel:
         self._change(lambda outbox: replace(outbox, wants_survey=True))
 
     def submit(self, round_: Round, chunks: list[bytes]) -> None:
-        """Submits this node's evidence for a round, in place of earlier evidence of the same kind."""
+        """Submits this node's evidence, in place of earlier evidence of the same kind."""
         submission = {_kind(round_): (round_, chunks)}
         self._change(lambda outbox: replace(outbox, submitted={**outbox.submitted, **submission}))
 
     def withdraw(self, what: str) -> None:
-        """Removes this node's submission for a round or a kind, and stops reading the others'."""
+        """Removes this node's submission for a round or kind, and stops reading the others'."""
 
         def without(outbox: Outbox) -> Outbox:
             kept = {
@@ -109,10 +101,7 @@ class Channel:
         self._change(without)
 
     def gather(self, round_: str) -> None:
-        """Reads the others' submissions for a round into ``view.submissions``.
-
-        A whole kind is read only if this node leads.
-        """
+        """Reads other nodes' submissions for a round into ``view.submissions``, or of a kind if it leads."""
         self._change(lambda outbox: replace(outbox, gathers=outbox.gathers | {round_}))
 
     def decide(self, round_: Round, decision: Decision) -> None:
@@ -135,13 +124,13 @@ class Channel:
         while not self._closing:
             met = False
             try:
-                if self._host is not None and not has_met:  # a lost store isn't replaced
+                if self._host is not None and not has_met:  # the helper's store isn't replaced once it is lost
                     self._host.start()
                 store = StoreClient(shared.address, deadline_s=CONNECT_S + GREETED_S * shared.most_nodes)
                 try:
                     if self._membership is None or not self._membership.resume(store):
                         self._membership = Membership(store, shared.prefix, codec, self.node)
-                        self._change(lambda outbox: replace(outbox, decisions={}))  # of another store
+                        self._change(lambda outbox: replace(outbox, decisions={}))  # they belong to another store
                     met = has_met = True
                     self._converse(self._membership)
                 finally:
@@ -171,7 +160,7 @@ class Channel:
                 self._wake.clear()
 
     def _begins(self, has_met: bool) -> bool:
-        # The store might still start: nothing listens yet, or a helper imports torch before it answers.
+        # The store might still start: nothing listens yet, or a helper is importing torch.
         return "refused" in self.view.why if self._host is None or self._host.problem else not has_met
 
     def _converse(self, membership: Membership) -> None:
@@ -197,7 +186,7 @@ class Channel:
             )
             nodes = node_count(page)
             quiet_s = CROWD_IDLE_S if nodes > CROWD else IDLE_S
-            # Random: in step with a foreign writer of the page, a node could miss the leader's page for minutes.
+            # In step with a foreign writer of the page, a node could miss the leader's page for minutes.
             quiet_s *= random.uniform(0.5, 1.0)
             self._wake.wait(min(max(BUSY_S, BUSY_NODE_S * nodes), quiet_s) if busy else quiet_s)
             self._wake.clear()

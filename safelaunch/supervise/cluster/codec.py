@@ -1,6 +1,6 @@
 """Encodes records, signed if the job has a key, and packs evidence into compressed chunks.
 
-The store has no authentication: whatever is read from it is untrusted until ``Codec.decode`` has checked it.
+The store has no authentication, so its content is untrusted until ``Codec.decode`` has checked it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import msgspec
 from safelaunch.supervise.cluster.store import LARGEST_VALUE
 from safelaunch.system.decoding import from_msgpack
 
-MOST_MESSAGE = 1 << 20  # bytes of a record that is not evidence
+MOST_MESSAGE = 1 << 20  # bytes of a record; evidence can be larger
 CHUNK_BYTES = 1 << 20
 MOST_CHUNKS = 8  # of one node's evidence
 MOST_OF_NODE = CHUNK_BYTES * MOST_CHUNKS
-MOST_EVIDENCE, LEAST_SHARE = 128 << 20, 64 << 10  # bytes of all nodes together; of one in any case
+MOST_EVIDENCE, LEAST_SHARE = 128 << 20, 64 << 10  # bytes of all nodes; of each node at least
 MOST_UNPACKED = 128 << 20
 _MAC_BYTES = 32
 assert CHUNK_BYTES + _MAC_BYTES < LARGEST_VALUE
@@ -27,7 +27,7 @@ _Record = TypeVar("_Record")
 
 
 class BadMessage(ValueError):
-    """Bytes that aren't one of our messages: damaged, too large, of another type, or not signed with the job's key."""
+    """Bytes are damaged, too large, of another type, or not signed with the job's key."""
 
 
 def parse(data: bytes, kind: type[_Record]) -> _Record:
@@ -41,15 +41,15 @@ def parse(data: bytes, kind: type[_Record]) -> _Record:
 class Codec:
     """Encodes, signs and decodes records. Without a key, nothing is signed.
 
-    The signature covers the run, the store's key and the body, so a message that was copied to another key is invalid.
-    Replays under the same key are the reader's concern: counts only grow.
+    The signature covers the run, the store key and the body, so a message copied to another key is invalid. The reader
+    must detect replays under the same key: counts only grow.
     """
 
     def __init__(self, run: str, key: bytes = b"") -> None:
         self._run = run
         self._key = b""
         if key:
-            import hashlib  # late: it loads OpenSSL, 4 MB that a job without a key doesn't need
+            import hashlib  # late: it loads OpenSSL, 4 MB
 
             self._key = hashlib.blake2b(key, digest_size=32).digest()
 
@@ -70,7 +70,7 @@ class Codec:
         return self._signature(place, body) + body
 
     def open(self, place: str, data: bytes) -> bytes:
-        """Returns the body that was passed to ``seal``. Raises BadMessage."""
+        """Returns the body passed to ``seal``. Raises BadMessage."""
         if not self._key:
             return data
         import hmac
@@ -90,12 +90,12 @@ class Codec:
 
 
 def share_of(nodes: int) -> int:
-    """Returns how many bytes of evidence each node can send: the leader and the store hold all nodes' evidence."""
+    """Returns how many bytes of evidence a node can send: the leader and the store hold all of it."""
     return max(LEAST_SHARE, min(MOST_OF_NODE, MOST_EVIDENCE // max(nodes, 1)))
 
 
 def pack(data: bytes, most: int = MOST_OF_NODE) -> list[bytes] | None:
-    """Compresses into chunks for the store; None above ``most`` bytes, or above the limit of a node."""
+    """Compresses data into chunks; None if it exceeds ``most`` or a node's limit."""
     small = zlib.compress(data, 6)
     if len(small) > most or len(data) > MOST_UNPACKED:
         return None
@@ -103,7 +103,7 @@ def pack(data: bytes, most: int = MOST_OF_NODE) -> list[bytes] | None:
 
 
 def unpack(chunks: list[bytes]) -> bytes:
-    """Reverses ``pack``, within bounded memory. Raises BadMessage."""
+    """Reverses ``pack`` in bounded memory. Raises BadMessage."""
     engine = zlib.decompressobj()
     try:
         data = engine.decompress(b"".join(chunks), MOST_UNPACKED)

@@ -1,7 +1,6 @@
-"""Encodes a node's evidence for the leader, after the node's redaction.
+"""Encodes a node's redacted evidence for the leader.
 
-Long parts are cut: the newest entries of a Flight Recorder travel, and the end of the output. The node's own bundle has
-all of it.
+Long parts are cut to the newest Flight Recorder entries and the end of the output; the node's own bundle has all.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MOST_CHILDREN = 64
 MOST_STEPS = 32  # of a rank's history
 MOST_GROUPS = 16_384  # of a node
 MOST_FILES, LARGEST_FILE = 4096, 1 << 20
-# Allowed names of files from other nodes: inside the bundle, and none that the bundle has already.
+# Names of files accepted from other nodes: inside the bundle, and not taken.
 _FILE = re.compile(r"node/[\w.-]{1,255}/\w[\w.-]{0,100}|ranks/\d{1,5}/flight_recorder\.pickle", re.ASCII)
 
 
@@ -42,7 +41,7 @@ Runs = tuple[tuple[WireRank, _Positive, _Positive], ...]
 
 
 class _PackedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A Flight Recorder by column."""
+    """Flight Recorder by column."""
 
     version: str
     kinds: tuple[Collective, ...]
@@ -51,11 +50,11 @@ class _PackedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     p2p_seqs: list[int]
     record_ids: list[int]
     created_ns: list[int]  # differences
-    groups: dict[str, int] = {}  # positions in ``_Travelling.groups``
+    groups: dict[str, int] = {}  # index in ``_Travelling.groups``
     status: dict[str, GroupStatus] = {}
     damaged: tuple[str, ...] = ()
     library: str = ""
-    threads: list[int] = []  # of each entry, its position in ``thread_idents``; empty if all are 0
+    threads: list[int] = []  # index in ``thread_idents`` of each entry; empty if all are 0
     thread_idents: list[int] = []
 
 
@@ -63,7 +62,7 @@ class _Travelling(msgspec.Struct, frozen=True):
     rest: Evidence  # without Flight Recorders
     records: dict[int, _PackedRecord]  # by rank
     files: dict[str, bytes] = {}
-    groups: tuple[Runs, ...] = ()  # members of each process group, once for all ranks
+    groups: tuple[Runs, ...] = ()  # members of each process group, shared by all ranks
 
 
 class SharedColumns:
@@ -82,12 +81,9 @@ class SharedColumns:
 
 
 def condense(evidence: Evidence, files: Mapping[str, bytes] | None = None, share: int = MOST_OF_NODE) -> list[bytes]:
-    """Returns chunks for the store; drops ``files``, then more and more entries, until the rest fits.
+    """Returns at most ``share`` bytes in chunks; drops ``files``, then older entries, until the rest fits.
 
-    The leader itself knows which ranks no node sees.
-
-    Args:
-        share: Bytes that this node can send.
+    Ranks that no node sees are left out: the leader knows them.
     """
     evidence = replace(evidence, missing_ranks=(), launched=None)
     most = MOST_ENTRIES
@@ -116,7 +112,7 @@ def condense(evidence: Evidence, files: Mapping[str, bytes] | None = None, share
         if carried:
             carried = {}
             continue
-        if not most:  # stacks and states of thousands of processes: only the list of ranks travels
+        if not most:  # stacks and states of thousands of processes: send only the list of ranks
             bare = tuple(
                 RankEvidence(rank=rank.rank, host=rank.host, pid=rank.pid, local_rank=rank.local_rank)
                 for rank in evidence.ranks
@@ -133,7 +129,7 @@ def _thinned(progress: Progress | None) -> Progress | None:
 
 
 def unpack_evidence(chunks: list[bytes], shared: SharedColumns | None = None) -> tuple[Evidence, dict[str, bytes]]:
-    """Returns the evidence and the bundle's files that ``condense`` packed. Raises BadMessage.
+    """Returns the evidence and files that ``condense`` packed. Raises BadMessage.
 
     Args:
         shared: The same object for all nodes.
@@ -159,7 +155,7 @@ def _may_be(item: tuple[str, bytes]) -> bool:
 
 
 def _runs(members: tuple[int, ...]) -> Runs:
-    """Returns first, step and count of each run: ``0 8 16 24`` is one."""
+    """Returns first, step and count of each run; ``0 8 16 24`` is one run."""
     runs: list[tuple[int, int, int]] = []
     for rank in members:
         first, step, count = runs[-1] if runs else (0, 0, 0)

@@ -1,4 +1,4 @@
-"""The records between a supervisor and its channel: ``Outbox`` and ``PeerView``."""
+"""Records between a supervisor and its channel: ``Outbox`` and ``PeerView``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class PeerStatus:
     stopping: bool = False  # a user or a scheduler stops the job there
     troubles: tuple[str, ...] = ()  # root failures
     quiet: int = 0  # number of nodes that haven't responded for a few seconds
-    lost: bool = False  # the connection is lost
-    restarting: bool = False  # torchrun restarts ranks there that hadn't failed
+    lost: bool = False  # no connection
+    restarting: bool = False  # torchrun restarts healthy ranks there
 
 
 @dataclass(frozen=True, slots=True)
 class Submissions:
     chunks: Mapping[int, list[bytes]] = field(default_factory=dict)
-    rounds: Mapping[int, Round] = field(default_factory=dict)  # for a kind with editions, the newest that was read
-    missing: int = 1  # number of nodes with ranks that might still submit
+    rounds: Mapping[int, Round] = field(default_factory=dict)  # newest round read, for a kind with editions
+    missing: int = 1  # nodes with ranks that might still submit
 
     @property
     def is_complete(self) -> bool:
@@ -37,41 +37,38 @@ NO_SUBMISSIONS = Submissions()
 class Peer:
     slot: int
     node: NodeCard
-    beat: Beat | None = None  # the latest
+    beat: Beat | None = None
     silent_s: float = 0.0  # 0 while it responds
 
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """The job's nodes as this one knows them now.
-
-    After the connection is ``lost``, ``peers`` and ``status`` keep their last values.
-    """
+    """The job's nodes as this node sees them. Without a connection, ``peers`` and ``status`` keep their last values."""
 
     page: LeaderPage | None = None  # None: this node is alone
-    why: str = "no answer yet"  # it is alone
+    why: str = "no answer yet"  # reason why it is alone
     leads: bool = False
     silent_s: float = 0.0  # since the leader's page last changed
     submissions: Mapping[Round, Submissions] = field(default_factory=dict)
     decisions: Mapping[Round, Decision] = field(default_factory=dict)
-    nodes: tuple[NodeCard, ...] = ()  # the others, the first few
+    nodes: tuple[NodeCard, ...] = ()  # the first few other nodes
     status: PeerStatus = field(default_factory=PeerStatus)
     is_local: bool = False  # the store runs on this host
-    address: str = ""  # this host's, as the store sees it
-    peers: tuple[Peer, ...] = ()  # those that lead, fail, stop or don't respond, as far as the leader reports them
+    address: str = ""  # of this host, as the store sees it
+    peers: tuple[Peer, ...] = ()  # nodes that lead, fail, stop or don't respond, if the leader reports them
     lost: Lost = ""
     slot: int = 0
-    survey: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())  # every node, at the time of the last survey
+    survey: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())  # time of the last survey, and all nodes then
     published: Mapping[str, bytes] = field(default_factory=dict)  # the leader's values, by topic
 
 
 @dataclass(frozen=True, slots=True)
 class Outbox:
-    """This node's contribution to the next round of its channel."""
+    """This node's contribution to the next round."""
 
     beat: Beat
     submitted: Mapping[str, tuple[Round, list[bytes]]] = field(default_factory=dict)  # by kind
-    gathers: frozenset[str] = frozenset()  # rounds, or kinds, for which it reads the others' submissions
+    gathers: frozenset[str] = frozenset()  # rounds or kinds with other nodes' submissions to read
     decisions: Mapping[Round, Decision] = field(default_factory=dict)
     published: Mapping[str, bytes] = field(default_factory=dict)  # by topic, if it leads
     wants_survey: bool = False

@@ -1,4 +1,4 @@
-"""The secret that the supervisors of one job's nodes share."""
+"""The secret that a job's supervisors share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ SHORTEST_KEY, LONGEST_KEY = 16, 4096  # bytes
 
 
 class BadKeyFile(ValueError):
-    """The file holds no key; the message is a clause that says why."""
+    """The file holds no key; the message is a clause."""
 
 
 def read_key(path: Path) -> bytes:
-    """Returns the file's content without surrounding white space. Raises BadKeyFile."""
+    """Returns the file's stripped content. Raises BadKeyFile."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -1,7 +1,7 @@
-"""Decides what the leader writes: beats and times in, the next page out (pure).
+"""Decides the leader's next page from beats and times (pure).
 
-A job counts as hung only if every rank is seen by a node that responds, and each of these nodes looked, at the same
-time as the others, and saw no progress. A node that hasn't voted is never counted as seeing no progress.
+A job counts as hung only if responding nodes see every rank, all these nodes looked at the same time, and each voted
+that it saw no progress.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from msgspec.structs import replace
 from safelaunch.supervise.cluster.election import LINE
 from safelaunch.supervise.cluster.messages import MOST_ASKED, MOST_TROUBLES, Beat, LeaderPage, Phase, VoteResult
 
-LOOKS_S = 45.0  # for two looks and slow loader workers, not counting the time between the looks
-EVIDENCE_S = 25.0  # from the start of the collection until every node's evidence is in the store
+LOOKS_S = 45.0  # for two looks and slow loader workers, without the time between the looks
+EVIDENCE_S = 25.0  # for every node's evidence to arrive in the store
 DECIDE_S = 60.0  # for the verdict, after EVIDENCE_S
-ACKNOWLEDGE_S = 5.0  # for all nodes to acknowledge a decision; then the leader continues without the rest
+ACKNOWLEDGE_S = 5.0  # for all nodes to acknowledge a decision; the leader doesn't wait longer
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderInput:
     responsive: Mapping[int, Beat]  # by slot
     silent: tuple[int, ...] = ()
-    decided: bool = False  # the leader has stored its decision about the newest incident
+    decided: bool = False  # the decision about the newest incident is stored
     quiet: tuple[int, ...] = ()
-    latest: Mapping[int, Beat] = field(default_factory=dict)  # the latest beat of every slot
+    latest: Mapping[int, Beat] = field(default_factory=dict)  # of every slot
 
 
 class Leader:
-    """One term of leadership: from the page that was read, or the first one, to the next."""
+    """One term of leadership, from the page that was read, or the first page."""
 
     def __init__(self, page: LeaderPage, now: float) -> None:
         self.page = page
         self._since_s = now  # start of the phase, or of this term
-        self._began: dict[int, tuple[int, int]] | None = None  # each node's attempt at the start of the incident
+        self._began: dict[int, tuple[int, int]] | None = None  # each node's attempt when the incident began
 
     def next(self, inputs: LeaderInput, now: float) -> LeaderPage:
         page = replace(
@@ -83,10 +83,10 @@ class Leader:
         return self._enter(page, "looking", now)
 
     def _advance(self, page: LeaderPage, inputs: LeaderInput, now: float) -> LeaderPage:
-        """Advances an incident in phase looking or collecting: any sign that the job might move ends it."""
+        """Advances an incident that is looking or collecting; any sign that the job might move ends it."""
         participants = _participants(inputs, page.incident)
         votes = {beat.vote for beat in participants.values()}
-        # The limit depends on the condition, so only nodes with this vote count.
+        # The limit depends on the condition: count only nodes with this vote.
         at_limit = any(beat.at_limit for beat in participants.values() if beat.vote in ("alive", ""))
         if self._is_restarting(inputs) or any(beat.doing == "stopping" for beat in inputs.responsive.values()):
             return self._close(page, "moving", now)
@@ -104,14 +104,14 @@ class Leader:
         waiting = len(participants) < len(_with_ranks(inputs)) or "" in votes
         if waiting and now - self._since_s < page.window_s + LOOKS_S:
             return page
-        if waiting or not page.covered:  # each node then decides alone
+        if waiting or not page.covered:  # each node decides alone
             return self._close(page, "unseen", now)
         if votes == {"stopped"}:
             return self._close(page, "stopped", now)
         return self._enter(page, "collecting", now)
 
     def _is_restarting(self, inputs: LeaderInput) -> bool:
-        if self._began is None:  # it began under another leader
+        if self._began is None:  # the incident began under another leader
             self._began = _attempts(inputs)
         began = self._began
         changed = any(began.get(slot, attempt) != attempt for slot, attempt in _attempts(inputs).items())

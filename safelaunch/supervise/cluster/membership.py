@@ -1,8 +1,8 @@
-"""A supervisor's membership in its job: in each round, its beat goes up and the leader's page comes down.
+"""A supervisor's membership in its job: each round, it writes its beat and reads the leader's page.
 
-Store keys, below the job's prefix: ``n`` counts the slots; ``m/SLOT`` is a node's card and ``b/SLOT`` its beat;
+Store keys below the job's prefix: ``n`` counts the slots; ``m/SLOT`` is a node's card and ``b/SLOT`` its beat;
 ``head`` is the leader's page; ``members`` holds cards and beats that the leader passes on; ``e/ROUND/SLOT`` is
-evidence; ``d/ROUND`` is a decision, of which the first one counts; ``p/TOPIC`` is the leader's value of a topic.
+evidence; ``d/ROUND`` is the first decision; ``p/TOPIC`` is the leader's value of a topic.
 """
 
 from __future__ import annotations
@@ -37,19 +37,16 @@ STORE_ANSWER_S = 15.0  # the store's only thread might be resolving a name
 LAST_BEAT_S = 1.0
 DRAIN_EVERY_S = 0.1
 MOST_NAMED = 8
-CROWD, CROWD_MEMBERS = 64, 16  # nodes; beyond CROWD, the leader passes on fewer: every node reads them
-MOST_HALVES = 64  # submissions about a crash that one node reads: there is little time
+CROWD, CROWD_MEMBERS = 64, 16  # nodes; beyond CROWD, the leader passes on fewer, as every node reads them
+MOST_HALVES = 64  # submissions about a crash that a node reads in the short time
 MOST_DECISIONS = 8
-NEW_AT_ONCE, MOST_QUESTIONS = 64, 64  # slots in one query of the store; such queries in a round
-OVERWRITES = 3  # in a round, of a foreign page in place of the leader's
-FETCH_S = 2.0  # for evidence in one round: while it reads, the leader sends no page
+NEW_AT_ONCE, MOST_QUESTIONS = 64, 64  # slots per store query; queries per round
+OVERWRITES = 3  # attempts per round to replace a foreign page
+FETCH_S = 2.0  # for evidence in one round, as a reading leader sends no page
 
 
 class Membership:
-    """Exchanges records under one slot, over one connection or, with ``resume``, several.
-
-    Raises NodeStoreError if the store fails.
-    """
+    """Exchanges records under one slot. After a lost connection, ``resume`` continues. Raises NodeStoreError."""
 
     def __init__(self, store: StoreClient, prefix: str, codec: Codec, node: NodeCard) -> None:
         self._store = store
@@ -63,10 +60,10 @@ class Membership:
         self._liveness = Liveness()
         self._succession = Succession()
         self._unreadable = Liveness()
-        self._unreadable_s: tuple[float, float] | None = None  # the first and the latest since a readable one
+        self._unreadable_s: tuple[float, float] | None = None  # first and latest unreadable page in a row
         self._leader: Leader | None = None
         self._page_bytes = b""
-        self._slots: set[int] = set()  # whose beats have been seen
+        self._slots: set[int] = set()  # with a beat
         self._newest: dict[int, Beat] = {}
         self._asked_up_to = 0
         self._cards: dict[int, NodeCard] = {}
@@ -77,19 +74,19 @@ class Membership:
         self._page_s = 0.0
         self._survey: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())
         self._quiet_since: dict[int, float] = {}
-        self._submitted: dict[str, tuple[Round, int]] = {}  # by kind: what is in the store, and the number of chunks
+        self._submitted: dict[str, tuple[Round, int]] = {}  # by kind: round, and number of chunks in the store
         self._submissions: dict[str, dict[int, tuple[Round, list[bytes]]]] = {}
         self._decisions: dict[Round, Decision] = {}
         self._decided: Round = ""
-        self._published: dict[str, tuple[int, bytes]] = {}  # by topic, the newest edition and the value
+        self._published: dict[str, tuple[int, bytes]] = {}  # newest edition and value, by topic
         self._written = codec.encode(f"m/{self._slot}", self._node)
         self._write(f"m/{self._slot}", self._written)
 
     def resume(self, store: StoreClient) -> bool:
-        """Continues over another connection, under the same slot; False if the store or this host has another address.
+        """Continues over another connection; returns False if the store or this host has another address.
 
-        A slot belongs to the incarnation that is written there. Counts only grow, so late messages of the old
-        connection are recognized.
+        A slot belongs to the incarnation on its card. Counts only grow, so late messages of the old connection are
+        recognized.
         """
         address, is_local = store.own_address, store.is_local
         if (address, is_local) != (self._node.address, self._node.hosts):
@@ -107,7 +104,7 @@ class Membership:
         self._store.set(f"{self._prefix}/{place}", self._codec.encode(place, beat), deadline_s=LAST_BEAT_S)
 
     def drain(self, patience_s: float) -> None:
-        """Waits until all others have left or no longer respond: the store ends with this node."""
+        """Waits until all other nodes left or don't respond, because the store ends with this node."""
         liveness, until = Liveness(), time.monotonic() + patience_s
         while (now := time.monotonic()) < until:
             others = {s: beat for s, beat in self._beats().items() if s != self._slot and beat.doing != "ended"}
@@ -169,7 +166,7 @@ class Membership:
     # --- evidence and decisions -------------------------------------------------------------------------------------
 
     def _submit(self, outbox: Outbox) -> None:
-        """Stores this node's new evidence and removes what is no longer needed: nothing in the store expires."""
+        """Stores new evidence and removes old: nothing in the store expires."""
         current = {round_ for round_, _ in outbox.submitted.values()}
         for kind, (round_, count) in list(self._submitted.items()):
             if round_ not in current:
@@ -211,7 +208,7 @@ class Membership:
             return []
 
     def _decide(self, outbox: Outbox) -> None:
-        """Stores decisions unless another node was first; the stored one counts for all."""
+        """Stores decisions unless another node was first."""
         for round_, decision in outbox.decisions.items():
             if round_ not in self._decisions:
                 place, data = f"d/{round_}", self._codec.encode(f"d/{round_}", decision)
@@ -220,9 +217,9 @@ class Membership:
                 self._decided = round_
 
     def _read_decisions(self, page: LeaderPage) -> None:
-        """Reads the decision about a hang once the page announces it.
+        """Reads the decision about a hang once the page announces it, and about a crash at once.
 
-        A decision about a crash is read at once: the store might end with another node.
+        After a crash, the store might end with another node.
         """
         hang = f"hang.{page.incident}" if page.phase in ("decided", "agreed") else ""
         crashes = (self._submitted.get("crash", ("", 0))[0], f"crash.{page.crash}" if page.crash else "")
@@ -264,7 +261,7 @@ class Membership:
                 trouble=beat.trouble,
             )
             for slot, beat in sorted(beats.items(), key=lambda item: (item[1].ranks[:1], item[0]))
-            # A node whose ranks another slot has now has only rejoined.
+            # A silent node with ranks that another slot has now has rejoined.
             if slot in self._cards and (slot in responsive or not responsive_ranks.issuperset(beat.ranks))
         )
 
@@ -285,7 +282,7 @@ class Membership:
         self._page_bytes = data
         try:
             page = self._codec.decode("head", data, LeaderPage)
-        except BadMessage:  # the leader overwrites it
+        except BadMessage:
             self._unreadable.observe({0: (data[-200:].hex(), len(data))}, now)
             self._unreadable_s = (self._unreadable_s or (now, now))[0], now
             return self._page
@@ -293,7 +290,7 @@ class Membership:
         if self._leader is not None:
             own = self._leader.page
             if (page.epoch, -page.leader) <= (own.epoch, -own.leader):
-                return self._page  # our own, or of an earlier term: no other node has taken over
+                return self._page  # our own page, or an earlier term's
             self._leader = None
         self._page, self._page_s = page, now
         return self._page
@@ -347,7 +344,7 @@ class Membership:
         return QUIET_S + now - self._quiet_since[slot]
 
     def _read_cards(self, slots: Sequence[int]) -> None:
-        """Reads the cards of these slots; none of a batch if one is missing."""
+        """Reads the cards of these slots; skips a batch if one is missing."""
         for begin in range(0, len(slots), NEW_AT_ONCE):
             batch = slots[begin : begin + NEW_AT_ONCE]
             values = (
@@ -358,9 +355,9 @@ class Membership:
                     self._cards[slot] = self._codec.decode(f"m/{slot}", data, NodeCard)
 
     def _decode_beats(self, slots: Sequence[int], values: Sequence[bytes]) -> dict[int, Beat]:
-        """Returns the newest beat of each slot. If one can't be read, the previous one counts until it is too old.
+        """Returns each slot's newest beat; an unreadable one doesn't replace the previous one.
 
-        Counts only grow: an older one was sent over an abandoned connection, or by a foreign process.
+        Counts only grow: a lower one came over an abandoned connection or from a foreign process.
         """
         for slot, data in zip(slots, values, strict=False):
             with suppress(BadMessage):
@@ -372,20 +369,18 @@ class Membership:
     # --- leading ----------------------------------------------------------------------------------------------------
 
     def _is_foreign(self, now: float) -> bool:
-        # Without a key, an unreadable page that changes might be from supervisors of another version.
+        # Without a key, supervisors of another version might write an unreadable page that changes.
         if self._unreadable_s is None:
             return False
         known_s = now - self._unreadable_s[0] if self._codec.signs else self._unreadable.silent_s(0, now)
         return known_s >= SILENT_S
 
     def _replace_page(self, data: bytes) -> bytes:
-        """Stores ``data`` if the page is unchanged. Returns what is stored then."""
+        """Stores ``data`` if the page is unchanged; returns the stored page."""
         head = f"{self._prefix}/head"
         if len(self._page_bytes) <= LARGEST_VALUE:
             return self._store.compare_set(head, self._page_bytes, data, deadline_s=STORE_ANSWER_S)
-        self._store.set(
-            head, data, deadline_s=STORE_ANSWER_S
-        )  # no page of ours; a server would not take it for comparing
+        self._store.set(head, data, deadline_s=STORE_ANSWER_S)  # the foreign page is too large for a server to compare
         return data
 
     def _overwrite_page(self, data: bytes, now: float) -> bool:
@@ -418,13 +413,13 @@ class Membership:
                 self._begin_to_lead(structs.replace(page, leader=self._slot, epoch=page.epoch + 1), now, liveness)
 
     def _lead(self, leader: Leader, outbox: Outbox, now: float) -> tuple[LeaderPage, dict[int, Beat], dict[int, Beat]]:
-        """Writes the next page. Returns it, all beats, and the responding nodes' beats."""
+        """Writes the next page; returns it, all beats, and the responding nodes' beats."""
         beats = self._beats()
         self._liveness.observe({slot: (beat.incarnation, beat.count) for slot, beat in beats.items()}, now)
         present = {slot: beat for slot, beat in beats.items() if beat.doing != "ended"}
         responsive = {slot: beat for slot, beat in present.items() if self._liveness.silent_s(slot, now) < SILENT_S}
         responsive_ranks = {rank for beat in responsive.values() for rank in beat.ranks}
-        # A node whose ranks another slot has now has only rejoined.
+        # A silent node with ranks that another slot has now has rejoined.
         silent = tuple(
             s for s in sorted(present.keys() - responsive.keys()) if not responsive_ranks.issuperset(present[s].ranks)
         )
@@ -433,7 +428,7 @@ class Membership:
             for slot in present
             if self._liveness.silent_s(slot, now) >= QUIET_S and (slot in silent or slot in responsive)
         )
-        decided = f"hang.{leader.page.incident}" in self._decisions  # stored before the page says so
+        decided = f"hang.{leader.page.incident}" in self._decisions
         page = leader.next(LeaderInput(responsive, silent, decided, quiet, beats), now)
         page = leader.page = self._publish(self._publish_members(page, beats), outbox)
         data = self._codec.encode("head", page)
@@ -479,7 +474,7 @@ class Membership:
         return self._decode_beats(slots, values)
 
     def _discover(self, number: int) -> None:
-        """Finds new slots. The stored number can't be trusted, so this advances by bounded queries."""
+        """Finds new slots by bounded queries, as the stored number can't be trusted."""
         new = [slot for slot in range(1, number + 1) if slot not in self._slots]
         after = bisect_right(new, self._asked_up_to)
         new = new[after:] + new[:after]
@@ -510,7 +505,7 @@ def _place(round_: Round, slot: int, at: int) -> str:
 
 
 def _lasting(beat: Beat) -> Beat:
-    # For all nodes to read, so without values that change often.
+    # All nodes read it, so it has no values that change often.
     kept = {name: getattr(beat, name) for name in ("ranks", "world", "attempt", "doing", "trouble", "agent")}
     crash = tuple(item for item in beat.submitted if item[0].startswith("crash."))
     return Beat(beat.incarnation, 0, submitted=crash, **kept)

@@ -1,4 +1,4 @@
-"""Merges the evidence of all nodes."""
+"""Merges evidence of all nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safelaunch.model.evidence import all_nodes
 
 
 def merge(own: Evidence, others: Sequence[Evidence]) -> Evidence:
-    """Returns the evidence of all nodes as one. If several nodes report a rank, the first one counts."""
+    """Returns one evidence of all nodes. If several report a rank, the first one counts."""
     kept: dict[int, RankEvidence] = {}
     for rank in (rank for evidence in (own, *others) for rank in evidence.ranks):
         if rank.rank < own.world_size:
@@ -43,7 +43,7 @@ def merge(own: Evidence, others: Sequence[Evidence]) -> Evidence:
 
 @dataclass(frozen=True, slots=True)
 class PeerEvidence:
-    """Evidence that other nodes submitted, as far as it can be read."""
+    """Readable evidence from other nodes."""
 
     evidence: tuple[Evidence, ...] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -58,9 +58,9 @@ _LEAST_KNOWN: tuple[Answer, ...] = ("alive", "unseen", "unknown", "dead")
 
 
 def with_relative_times(evidence: Evidence, now_unix_s: float) -> Evidence:
-    """Replaces the times of failures by seconds relative to ``now_unix_s``: clocks of nodes can differ.
+    """Replaces times of failures by seconds since ``now_unix_s``, because clocks of nodes can differ.
 
-    All nodes report within a second or two of the failure, so these times can be compared.
+    All nodes report within a second or two of the failure, so these times are comparable.
     """
 
     def one(rank: RankEvidence) -> RankEvidence:

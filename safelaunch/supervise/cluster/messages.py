@@ -1,8 +1,8 @@
 """Records that supervisors exchange: a fixed set, bounded, typed, and signed if the job has a key.
 
 Each node writes a *beat* about itself: its ranks, what it sees, its vote. One node, the leader, reads all beats and
-writes one *page*, which every node reads. What the others need to know about single nodes is in ``NodesBySlot``, which
-they read when it changes. So a round costs each node two operations, however many nodes there are.
+writes one *page* that every node reads. ``NodesBySlot``, read when it changes, passes on facts about single nodes. So a
+round costs each node two operations, however many nodes there are.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MOST_MEMBERS = 64
 MOST_TOPICS = 8
 
 Vote = JobCondition | Literal["", "paused"]
-"""Condition of the job by a node's two looks at its ranks; empty before them. ``paused``: the node takes no part,
-because its ranks announced a pause, or its looks were interrupted.
+"""Condition of the job by a node's two looks; empty before them. ``paused``: the node takes no part, because its ranks
+announced a pause or its looks were interrupted.
 """
 Doing = Literal["watching", "suspecting", "stopping", "ended"]
 Phase = Literal["idle", "looking", "collecting", "decided", "agreed"]
 Action = Literal["kill", "restart", "dump"]
 VoteResult = Literal["", "moving", "alive", "unseen", "stopped", "paused"]
-"""Reason for closing an incident without a verdict. ``unseen``: not every rank's node voted, so each decides alone."""
+"""Reason for closing an incident without a verdict. ``unseen``: some rank's node didn't vote, so each decides alone."""
 
 _WireCount = Annotated[int, Meta(ge=0, lt=1 << 48)]
 WireRank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
@@ -40,13 +40,13 @@ Round = Annotated[str, Meta(max_length=64, pattern=r"^([a-z]+(\.[0-9]+)+)?$")]
 """Subject of evidence and of a decision: ``hang.3``, ``crash.1``, ``ask.SLOT.NUMBER``, ``TOPIC.EDITION``."""
 QuestionKind = Literal["hang", "crash", "ask"]
 TopicName = Annotated[str, Meta(max_length=32, pattern=r"^[a-z]+$")]
-"""Subject on which monitors exchange values: every node submits its own, and the leader publishes one for all."""
+"""Subject on which monitors exchange values: every node submits one, and the leader publishes one."""
 _WireText = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 _WireSlots = Annotated[tuple[_WireCount, ...], Meta(max_length=4096)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag="v3"):
-    """Base of all records. The tag is the protocol's version."""
+    """Base of all records, tagged with the protocol's version."""
 
 
 class NodeCard(Message, frozen=True):
@@ -57,43 +57,43 @@ class NodeCard(Message, frozen=True):
     torch: _WireName
     script: _WireName = ""  # digest of its content
     address: _WireName = ""  # of this host, as the store sees it
-    hosts: bool = False  # the store runs on this host
+    hosts: bool = False  # this host runs the store
     node_rank: Annotated[int, Meta(ge=0, lt=1 << 20)] | None = None  # from torchrun's command line
 
 
 class NodeQuestion(Message, frozen=True):
     """A request to all nodes: a dump, or their part of an add-on's service."""
 
-    number: _WireCount = 0  # counts the requests of the asking node
+    number: _WireCount = 0  # grows with each request of this node
     kind: Annotated[str, Meta(max_length=64, pattern="^[a-z]+$")] = "dump"
     ask: Annotated[bytes, Meta(max_length=8192)] = b""  # the service's request, in msgpack
 
 
 class Beat(Message, frozen=True):
-    """A node's report about itself, every half second. It carries no clock time."""
+    """A node's report about itself, every half second, without clock times."""
 
     incarnation: _WireName
     count: _WireCount  # grows with each beat
-    ranks: Annotated[tuple[WireRank, ...], Meta(max_length=4096)] = ()  # that this node sees
+    ranks: Annotated[tuple[WireRank, ...], Meta(max_length=4096)] = ()
     world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
-    attempt: tuple[_WireCount, _WireCount] = (0, 0)  # torchrun's restarts; how often it started the workers
+    attempt: tuple[_WireCount, _WireCount] = (0, 0)  # torchrun's restarts, and starts of the workers
     doing: Doing = "watching"
     suspects: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
-    """newest incident that was closed when this node began to suspect the job"""
+    """newest closed incident when this node began to suspect the job"""
     window_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 2.0  # between two looks
     at_limit: bool = False  # the time limit for its condition is over
-    incident: _WireCount = 0  # that ``vote`` and ``agrees`` belong to
+    incident: _WireCount = 0  # subject of ``vote`` and ``agrees``
     vote: Vote = ""
     agrees: bool = False  # it has read the decision
-    trouble: _WireText = ""  # the root failure on this node, in words
-    agent: AgentState = ""  # state of the torchrun agent
+    trouble: _WireText = ""  # root failure on this node, in words
+    agent: AgentState = ""  # of torchrun
     step: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1  # lowest of its ranks; -1 before the first step
     restarting: bool = False
-    """torchrun ended ranks that hadn't failed, for a new round of the rendezvous, and hasn't started others yet"""
+    """torchrun ended healthy ranks for a new rendezvous round, and hasn't started others yet"""
     submitted: Annotated[
         tuple[tuple[Round, Annotated[int, Meta(ge=0, le=MOST_CHUNKS)]], ...], Meta(max_length=MOST_SUBMITTED)
     ] = ()
-    """rounds for which its evidence is in the store, and the number of chunks"""
+    """rounds with evidence of this node in the store, and the number of chunks"""
     decided: Round = ""  # newest round for which it stored a decision
     asks: NodeQuestion | None = None
 
@@ -108,7 +108,7 @@ class LeaderPage(Message, frozen=True):
     nodes: _WireCount = 1
     covered: bool = False  # the responding nodes see every rank of the job
     silent: _WireSlots = ()  # not responding for ``SILENT_S``
-    incident: _WireCount = 0  # the newest; closed with ``result`` in phase ``idle``
+    incident: _WireCount = 0  # the newest; in phase ``idle``, it is closed with ``result``
     phase: Phase = "idle"
     result: VoteResult = ""
     window_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 2.0
@@ -116,13 +116,13 @@ class LeaderPage(Message, frozen=True):
     stopping: _WireSlots = ()  # a user or a scheduler stops the job there
     troubles: Annotated[tuple[tuple[_WireCount, _WireText], ...], Meta(max_length=MOST_TROUBLES)] = ()
     crash: _WireCount = 0  # number of crashes that have a verdict
-    failed: _WireSlots = ()  # their ranks are part of the next crash
+    failed: _WireSlots = ()  # nodes with ranks in the next crash
     asked: Annotated[tuple[tuple[_WireCount, NodeQuestion], ...], Meta(max_length=MOST_ASKED)] = ()
     world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0  # ranks of the job, if ``covered``
     line: _WireSlots = ()  # order of succession
     members: _WireCount = 0  # edition of ``NodesBySlot``; 0: none yet
     restarting: _WireSlots = ()
-    topics: Annotated[tuple[TopicName, ...], Meta(max_length=MOST_TOPICS)] = ()  # that the leader gathers
+    topics: Annotated[tuple[TopicName, ...], Meta(max_length=MOST_TOPICS)] = ()  # gathered by the leader
     published: Annotated[tuple[tuple[TopicName, _WireCount], ...], Meta(max_length=MOST_TOPICS)] = ()
     """edition of the leader's newest value, by topic"""
 
@@ -145,10 +145,7 @@ def node_count(page: LeaderPage | None) -> int:
 
 
 class NodesBySlot(Message, frozen=True):
-    """Cards and beats that the leader passes on, the most important nodes first, so that only it reads every beat.
-
-    Beats are reduced to what lasts: they have no count and no vote.
-    """
+    """Lasting parts of cards and beats, the most important nodes first, so that only the leader reads every beat."""
 
     nodes: Annotated[tuple[tuple[_WireCount, NodeCard, Beat], ...], Meta(max_length=MOST_MEMBERS)] = ()
 
@@ -156,6 +153,6 @@ class NodesBySlot(Message, frozen=True):
 class Decision(Message, frozen=True):
     verdict: Verdict
     action: Action
-    host: _WireName  # with ``path``, the place of the merged bundle
+    host: _WireName  # with ``path``: place of the merged bundle
     path: Annotated[str, Meta(max_length=4096)]
     step: int | None = None  # lowest that a rank has marked

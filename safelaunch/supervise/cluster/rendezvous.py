@@ -1,7 +1,7 @@
-"""Finds the store that the supervisors of one job share, from the command line and the environment (pure).
+"""Finds the store that a job's supervisors share, from the command line and the environment (pure).
 
-torchrun's agents share a store already, unless they meet over etcd or in a file. Other launchers have none: then the
-supervisors need an address (``--cluster-store``), and the one on that host starts a store there.
+torchrun's agents share a store, unless they meet over etcd or in a file. Other launchers have none: then the supervisor
+on the host of ``--cluster-store`` starts one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 @dataclass(frozen=True, slots=True)
 class SharedStore:
-    """The store that the supervisors of one job share."""
+    """The store that a job's supervisors share."""
 
     address: Address
     prefix: str  # of all keys
     nodes: int = 2  # with fewer, torchrun starts no rank
-    node_rank: int | None = None  # this node's, if the command line has it
-    to_start: bool = False  # torchrun has no store: a supervisor on that host must start it
+    node_rank: int | None = None  # of this node, if on the command line
+    to_start: bool = False  # torchrun has no store: a supervisor on that host must start one
     most_nodes: int = 2
 
 
@@ -37,7 +37,7 @@ class NoRendezvous:
 
 @dataclass(frozen=True, slots=True)
 class _Torchrun:
-    """torchrun's options; its ``PET_*`` variables apply if an option is missing."""
+    """torchrun's options; ``PET_*`` variables replace missing ones."""
 
     command: CommandLine
     environ: Mapping[str, str]
@@ -61,7 +61,7 @@ class _Torchrun:
 
     @property
     def node_rank(self) -> int | None:
-        """The option's value, if it counts: c10d assigns its own."""
+        """The option's value for a static rendezvous; c10d assigns its own ranks."""
         static = self.option("rdzv-backend", "--rdzv-b", "static").lower() == "static"
         number = self.option("node-rank", "--node-r", "") or "0"
         return int(number) if static and number.isdecimal() else None
@@ -89,12 +89,7 @@ class _Torchrun:
 def meeting(
     command: CommandLine | None, environ: Mapping[str, str], named: str | None = None
 ) -> SharedStore | NoRendezvous:
-    """Returns the shared store.
-
-    Args:
-        command: torchrun's arguments; None under ``exec``.
-        named: The value of ``--cluster-store``.
-    """
+    """Returns the store at ``named`` (``--cluster-store``) or torchrun's. Under ``exec``, ``command`` is None."""
     torchrun = _Torchrun(command, environ) if command is not None and command.program is None else None
     if torchrun is not None and torchrun.has_one_node:
         return NoRendezvous()
@@ -119,13 +114,13 @@ def meeting(
 
 
 def _prefix(run_id: str) -> str:
-    import hashlib  # late: it loads OpenSSL, 4 MB that a job on one node doesn't need
+    import hashlib  # late: it loads OpenSSL, 4 MB
 
     return f"safelaunch/1/{hashlib.blake2b(run_id.encode(), digest_size=8).hexdigest()}"
 
 
 def _run_id(environ: Mapping[str, str]) -> str:
-    # All supervisors of the job share it, and other jobs on the same hosts don't.
+    # The same for all supervisors of the job, and unlike other jobs' on the same hosts.
     job = environ.get("SLURM_JOB_ID")
     if job:
         return f"slurm {job}.{environ.get('SLURM_STEP_ID', '')}"
@@ -133,16 +128,13 @@ def _run_id(environ: Mapping[str, str]) -> str:
 
 
 def _scheduled_port(environ: Mapping[str, str]) -> str | None:
-    # The last port that Slurm reserved for the step (``srun --resv-ports``); MPI uses them from the first.
+    # The last port that Slurm reserved for the step (``srun --resv-ports``): MPI uses the first ones.
     match = re.search(r"(\d+)$", environ.get("SLURM_STEP_RESV_PORTS", ""))
     return match[1] if match is not None and 0 < int(match[1]) < 65536 else None
 
 
 def hosts_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns all nodes of the Slurm step; empty without a valid list.
-
-    A list looks like ``rack[1-2]n[001-016,20],login``.
-    """
+    """Returns all nodes of the Slurm step (``rack[1-2]n[001-016,20],login``); empty without a valid list."""
     nodes = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
     hosts: list[str] = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes):

@@ -1,8 +1,8 @@
-"""A client of c10d's TCPStore without torch: the store in which torchrun's agents of all nodes already meet.
+"""Client of c10d's TCPStore without torch: the store in which torchrun's agents of all nodes meet.
 
 It speaks the protocol of torch 2.6 to 2.15 (libuv and the older server): little-endian, strings as u64 length and
-bytes, ``/`` before each key. The server has one thread and no time limit, so every operation here has a deadline. After
-a missed deadline the connection is closed, because the next bytes on it would answer an old question.
+bytes, ``/`` before each key. The server has one thread and no time limit, so each operation has a deadline. After a
+missed one, the connection is closed: its next bytes would answer an old question.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _FOUND = 0
 
 LONGEST_KEY = 8000  # bytes; libuv's server closes the connection at 8192
 LARGEST_VALUE = 4 << 20  # bytes; half of what libuv's server takes
-CONNECT_S = 15.0  # the server resolves each new client's name in its only thread, 5 s if that fails
-_MOST_ANSWERED = 64 << 20  # bytes of one answer; a TCPStore sends no more
+CONNECT_S = 15.0  # the server's only thread resolves each client's name, 5 s if that fails
+_MOST_ANSWERED = 64 << 20  # bytes; a TCPStore sends no longer answer
 
 
 class NodeStoreError(Exception):
-    """The store doesn't answer, or not as a TCPStore does. The connection is closed.
+    """The store doesn't answer, or not as a TCPStore; the connection is closed.
 
-    Attribute ``lost`` says what that means for the store's host, if anything.
+    Attribute ``lost`` says what this means for the store's host, if anything.
     """
 
     def __init__(self, message: str, lost: Lost = "") -> None:
@@ -41,7 +41,7 @@ class NodeStoreError(Exception):
 
 
 class ValueTooLarge(ValueError):
-    """A key or a value that some servers would not accept; nothing was sent."""
+    """Some servers don't accept a key or value of this size; nothing was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Address:
 class StoreClient:
     """One connection; not thread-safe. Every method raises NodeStoreError.
 
-    Each call, sending included, has a time limit in seconds. For ``__init__``, it ends with the server's greeting.
+    Time limits in seconds include sending, and for ``__init__`` the server's greeting.
     """
 
     def __init__(self, address: Address, *, deadline_s: float = CONNECT_S) -> None:
@@ -95,23 +95,23 @@ class StoreClient:
     def set(self, key: str, value: bytes, *, deadline_s: float) -> None:
         """Returns once the server has the value. Raises ValueTooLarge."""
         self._deadline = time.monotonic() + deadline_s
-        nonce = os.urandom(4)  # the server doesn't answer SET, but the PING after it
+        nonce = os.urandom(4)  # the server answers only the PING after SET
         if self._ask(bytes([_SET]) + _key(key) + _value(value) + bytes([_PING]) + nonce, 4) != nonce:
             raise self._broken("an unexpected answer")
 
     def compare_set(self, key: str, expected: bytes, wanted: bytes, *, deadline_s: float) -> bytes:
-        """Stores ``wanted`` if ``expected`` is stored (empty: if nothing is). Returns what is stored then.
+        """Stores ``wanted`` if ``expected`` is stored (empty: nothing); returns what is stored then.
 
-        If nothing is stored and something was expected, the server returns ``expected``.
+        The server returns ``expected`` if nothing is stored although something was expected.
         """
         self._deadline = time.monotonic() + deadline_s
         self._send(bytes([_COMPARE_SET]) + _key(key) + _value(expected) + _value(wanted))
         return self._bytes()
 
     def get(self, key: str, *, deadline_s: float) -> bytes | None:
-        """Returns the stored value, or None.
+        """Returns the stored value, if any.
 
-        The older server closes the connection over a missing key, so this checks first.
+        Checks first, because the older server closes the connection over a missing key.
         """
         self._deadline = time.monotonic() + deadline_s
         if not self._has([key]):
@@ -201,7 +201,7 @@ class StoreClient:
         poll = select.poll()
         poll.register(self._socket, event)
         if left_s <= 0 or not poll.poll(left_s * 1000):
-            # On an old connection, the store's host might be cut off as well; a new connection shows that.
+            # The store's host might be cut off, as a new connection would show.
             raise self._broken("no answer in time", "silent" if self._greeting else "")
 
     def _broken(self, reason: str, lost: Lost = "") -> NodeStoreError:
@@ -218,9 +218,9 @@ def _lost(error: OSError) -> Lost:
 
 
 def probe(address: str, port: int, *, deadline_s: float) -> ServerProbe:
-    """Checks if the host at ``address`` answers; a refused connection is an answer, too. Never raises."""
+    """Checks if the host at ``address`` answers; a refused connection is an answer. Never raises."""
     try:
-        ipaddress.ip_address(address)  # a peer wrote it, so it must not be resolved as a name
+        ipaddress.ip_address(address)  # a peer wrote it: don't resolve a name
         socket.create_connection((address, port), timeout=deadline_s).close()
     except ValueError:
         return ""

@@ -1,7 +1,7 @@
-"""A program for the interpreter that has torch: serves a TCPStore for as long as its parent lives.
+"""Serves a TCPStore for as long as its parent lives, in the interpreter that has torch.
 
-``python store_program.py HOST``; descriptor 3 already listens. It ends when stdin does: the parent holds that open and
-never writes to it. This file is not imported by the package: it runs where safelaunch might not be installed.
+``python store_program.py HOST``; descriptor 3 already listens. It ends with stdin, which the parent holds open. The
+package doesn't import this file: it runs where safelaunch might not be installed.
 """
 
 import os
@@ -11,7 +11,7 @@ LISTENING = 3
 
 
 def main() -> None:
-    """Serves until stdin ends, then exits without cleanup: the server's threads might be busy."""
+    """Serves until stdin ends; exits without cleanup because the server's threads might be busy."""
     import socket
 
     with socket.socket(fileno=os.dup(LISTENING)) as listening:
@@ -21,7 +21,7 @@ def main() -> None:
     options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": LISTENING}
     try:
         store = TCPStore(sys.argv[1], port, **options)
-    except NotImplementedError:  # up to torch 2.6, libuv's server can't take over a listening socket
+    except NotImplementedError:  # up to torch 2.6, libuv's server can't adopt a listening socket
         store = TCPStore(sys.argv[1], port, **options, use_libuv=False)
     while os.read(0, 4096):
         pass

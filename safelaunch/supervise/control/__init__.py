@@ -1,1 +1,1 @@
-"""Talks to live runs: the protocol of their sockets, and the discovery of runs."""
+"""Talks to live runs: their sockets' protocol, and their discovery."""

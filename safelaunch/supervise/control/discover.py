@@ -1,4 +1,4 @@
-"""Finds this user's runs on this node by their run directories, asks all at once, and selects one by a word."""
+"""Finds this user's runs on this node by their run directories, asks all at once, and selects one."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ASK_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run directory with its supervisor, and the supervisor's answer."""
+    """A run directory, its supervisor, and the supervisor's answer."""
 
     directory: Path
     supervisor: ProcessId | None  # in its pid namespace; None: the owner file is missing or unreadable
     status: RunStatus | None = None  # None: not asked, or no answer
-    problem: str = ""  # reason why there is no answer
+    problem: str = ""  # why there is no answer
     alive: bool = True  # a process in some namespace holds the directory
 
     @property
@@ -44,14 +44,14 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The id with the run's name, for example ``r4711 (train)``, or with the problem."""
+        """The id and the run's name, ``r4711 (train)``, or the id and the problem."""
         return f"{self.id} ({self.name or self.problem})"
 
 
 def roots(environ: Mapping[str, str], uid: int) -> tuple[Path, ...]:
-    """Returns the directories that might contain this user's run directories.
+    """Returns the private directories that might contain this user's run directories.
 
-    A run can have a different ``XDG_RUNTIME_DIR``, or none. Directories that are not private to this user are left out.
+    A run can have a different ``XDG_RUNTIME_DIR``, or none.
     """
     runtime = environ.get("XDG_RUNTIME_DIR")
     named = [Path(runtime) / "safelaunch"] if runtime else []
@@ -61,9 +61,9 @@ def roots(environ: Mapping[str, str], uid: int) -> tuple[Path, ...]:
 
 
 def find(places: Sequence[Path]) -> tuple[Run, ...]:
-    """Returns every run directory, including those left by killed runs, oldest first."""
+    """Returns every run directory, even of killed runs, oldest first."""
     runs = [Run(entry, _owner(entry), alive=is_held(entry)) for place in places for entry in place.glob("r[0-9]*")]
-    # Start times count from boot, so they give the supervisors' order.
+    # Start times count from boot.
     return tuple(sorted(runs, key=lambda item: (item.supervisor.start_ticks if item.supervisor else 0, item.id)))
 
 
@@ -76,7 +76,7 @@ def _owner(directory: Path) -> ProcessId | None:
 
 
 def look(places: Sequence[Path], *, deadline_s: float = STATUS_DEADLINE_S) -> tuple[Run, ...]:
-    """Returns every run below ``places`` with its status. Asks all at once, each for at most ``deadline_s`` seconds."""
+    """Returns every run below ``places`` with its status; asks all at once, for at most ``deadline_s`` seconds."""
     found = find(places)
     if not found:
         return ()
@@ -99,7 +99,7 @@ def _asked(run: Run, deadline_s: float) -> Run:
     except msgspec.DecodeError as error:
         return replace(run, problem=f"it runs under another version of safelaunch: {error}")
     except SafelaunchError as error:
-        # The supervisor no longer listens: its guardian holds the directory.
+        # The supervisor no longer listens; its guardian holds the directory.
         if isinstance(error.__cause__, ConnectionRefusedError) and not supervisor.is_alive():
             return replace(run, problem="gone: its supervisor was killed; its guardian ends the job", alive=False)
         return replace(run, problem=_why_silent(run.directory, supervisor, error.message))
@@ -114,10 +114,7 @@ def _why_silent(directory: Path, supervisor: ProcessId, otherwise: str) -> str:
 
 
 def select(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
-    """Returns the runs that ``word`` names; all for None.
-
-    A run id (``r4711``) counts first, then a supervisor's pid, then a name.
-    """
+    """Returns the runs with this run id (``r4711``), else supervisor's pid, else name; all runs for None."""
     if word is None:
         return tuple(runs)
     for matches in (
@@ -131,7 +128,7 @@ def select(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
 
 
 def one_of_each_job(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Returns one run of each job: any supervisor will do."""
+    """Returns one run of each job, as any supervisor will do."""
     return tuple({(run.status.job if run.status is not None else "") or run.id: run for run in runs}.values())
 
 

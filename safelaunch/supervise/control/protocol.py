@@ -1,7 +1,7 @@
-"""The protocol of a running supervisor: one JSON line each way over a unix socket in its private run directory.
+"""Protocol of a running supervisor: one JSON line each way over a unix socket in its private run directory.
 
-It answers ``{"command": "status"}`` at once, and ``{"command": "dump", "bundle_dir": ""}`` after writing the bundle.
-Other commands belong to add-ons: ``{"command": "record", "ask": {"duration_s": 10}}`` is answered after that time.
+It answers ``{"command": "status"}`` at once, and ``{"command": "dump", "bundle_dir": ""}`` once the bundle is written.
+Other commands are add-ons': ``{"command": "record", "ask": {"duration_s": 10}}`` is answered after that time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from safelaunch.system.errors import SafelaunchError
 
 MAX_LINE = 1 << 20
 LARGEST_ANSWER = 16 * MAX_LINE
-REQUEST_DEADLINE_S = 5.0  # for a client to send its request
-ANSWER_DEADLINE_S = 5.0  # for a client to read its answer
+REQUEST_DEADLINE_S = 5.0  # for a client to send
+ANSWER_DEADLINE_S = 5.0  # for a client to read
 MOST_CLIENTS = 64
 
 
@@ -32,7 +32,7 @@ _NULL = msgspec.Raw(b"null")
 
 
 class ControlRequest(msgspec.Struct, frozen=True):
-    """A client's request: ``status``, ``dump`` or the name of an add-on's service."""
+    """``status``, ``dump`` or the name of an add-on's service."""
 
     command: str
     bundle_dir: str = ""  # absolute; empty: the run's own
@@ -40,8 +40,6 @@ class ControlRequest(msgspec.Struct, frozen=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """One rank as the watch sees it."""
-
     rank: int
     pid: int
     state: str
@@ -52,11 +50,11 @@ class RankStatus(msgspec.Struct, frozen=True):
     signals: str = ""
     rss_bytes: int = 0  # without its children; 0: unknown
     gpu_bytes: int = 0
-    doing: str = ""  # its position, if it has been silent for far longer than a step takes
+    doing: str = ""  # its position, if it has been silent for much longer than a step
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """One node of a job with several, by its own report."""
+    """One of several nodes, by its own report."""
 
     host: str
     ranks: str
@@ -69,8 +67,6 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True):
-    """The status of one run."""
-
     run: str
     name: str
     supervisor_pid: int
@@ -80,44 +76,40 @@ class RunStatus(msgspec.Struct, frozen=True):
     attempt: int
     world_size: int
     watch: str
-    threshold_s: float  # without a step before the job is suspected
+    threshold_s: float  # without a step before a suspicion
     threshold_why: str
     ranks: list[RankStatus]
-    notes: list[str] = []  # about what slows the job down
-    early: list[EarlyLook] = []  # the newest, oldest first
+    notes: list[str] = []  # what slows the job down
+    early: list[EarlyLook] = []  # oldest first
     wrong_results: list[WrongResult] = msgspec.field(default_factory=list, name=WRONG_RESULTS_KEY)
     nodes: list[NodeStatus] = []  # if there are several
-    alone: str = ""  # reason why ``nodes`` is empty
+    alone: str = ""  # why ``nodes`` is empty
     usual_step_s: float = 0.0  # 0: unknown
-    history: list[tuple[float, int]] = []  # the slowest rank's steps, each with its age in seconds, oldest first
-    job: str = ""  # the same for all supervisors of a job on several nodes
+    history: list[tuple[float, int]] = []  # the slowest rank's steps with their ages in seconds, oldest first
+    job: str = ""  # the same for all supervisors of a job
     bundle_dir: str = ""
 
 
 class DumpAnswer(msgspec.Struct, frozen=True):
-    """The bundle of a live run."""
-
     bundle: str = ""
     summary: str = ""
-    problem: str = ""  # reason for another place than requested, or for no bundle
+    problem: str = ""  # reason for another place, or for no bundle
 
 
 class ServiceAnswer(msgspec.Struct, Generic[Part], frozen=True):
-    """The answer of an add-on's service."""
-
     part: Part | None = None
-    bundle_dir: str = ""  # of the run's bundles
+    bundle_dir: str = ""
     problem: str = ""
 
 
 class Client:
-    """The server's side of one connection. No method waits for the client."""
+    """The server's side of a connection. Nothing blocks."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._data = b""
         self._answer: memoryview | None = None
-        # The client's deadline to send its request or read its answer; None while the supervisor works on it.
+        # Deadline for the client to send or read; None while the supervisor works.
         self.until_s: float | None = time.monotonic() + REQUEST_DEADLINE_S
         self.is_open = True
         connection.setblocking(False)
@@ -127,10 +119,7 @@ class Client:
         return self.until_s is not None and self._answer is None
 
     def read(self) -> ControlRequest | None:
-        """Returns the request once its line is complete, None before.
-
-        Raises OSError or ValueError if it can't arrive.
-        """
+        """Returns the request once its line is complete. Raises OSError or ValueError if it can't arrive."""
         try:
             chunk = self._connection.recv(4096)
         except BlockingIOError:
@@ -165,25 +154,25 @@ class Client:
 
 
 class Server:
-    """The supervisor's side. ``poll`` never blocks. Raises OSError if the socket can't be created.
+    """The supervisor's side. Nothing blocks. Raises OSError if the socket can't be created.
 
-    It serves at most ``MOST_CLIENTS`` at once; beyond that, it drops the oldest one that has sent no request.
+    If more than ``MOST_CLIENTS`` connect, it drops the oldest one that has sent no request.
     """
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        # A client that finds a socket without a listener concludes that the supervisor is gone.
+        # A client concludes from a socket without a listener that the supervisor is gone.
         early = path.with_name(f".{path.name}")
         self._listener.bind(os.fspath(early))
         self._listener.listen(MOST_CLIENTS)
         early.rename(path)
         self._listener.setblocking(False)
-        self._knocks = select.poll()  # cheaper than an accept that fails, several times a second
+        self._knocks = select.poll()  # cheaper than a failing accept, several times a second
         self._knocks.register(self._listener, select.POLLIN)
         self._clients: list[Client] = []
 
     def poll(self, handle: Callable[[ControlRequest, Client], None]) -> None:
-        """Accepts connections and passes complete requests to ``handle``, which answers now or later."""
+        """Accepts connections and passes complete requests to ``handle``, which can answer later."""
         if self._knocks.poll(0):
             self._accept()
         if not self._clients:
@@ -235,7 +224,7 @@ class Server:
 
 
 def ask(path: Path, request: ControlRequest, *, deadline_s: float) -> bytes:
-    """Sends one request to the supervisor at ``path``; returns its answer within ``deadline_s`` seconds in all.
+    """Sends a request to the supervisor at ``path``; returns its answer within ``deadline_s`` in all.
 
     Raises SafelaunchError.
     """
@@ -247,7 +236,7 @@ def ask(path: Path, request: ControlRequest, *, deadline_s: float) -> bytes:
             connection.sendall(msgspec.json.encode(request) + b"\n")
             data = bytearray()
             while not data.endswith(b"\n") and len(data) < LARGEST_ANSWER:
-                connection.settimeout(max(end_s - time.monotonic(), 1e-3))  # the rest can arrive byte by byte
+                connection.settimeout(max(end_s - time.monotonic(), 1e-3))
                 chunk = connection.recv(65536)
                 if not chunk:
                     break

@@ -18,9 +18,9 @@ from safelaunch.supervise.watch import pulse, quiet, rhythm, stall
 from safelaunch.supervise.watch.strides import Strides
 from safelaunch.supervise.watch.work import Background
 
-# The job was stalled if it made no step for longer than this, and for this many usual steps.
+# A job counts as stalled if it made no step for longer than both limits; the second is in usual steps.
 QUIET_S, QUIET_TIMES = 2.0, 5.0
-MISSED_S = 30.0  # after a gap, a process that is gone might have ended during it
+MISSED_S = 30.0  # after a gap, a process that is gone might have ended during the gap
 
 
 def policy_of(settings: Settings) -> stall.Policy:
@@ -51,23 +51,23 @@ class Glance:
     agent: tuple[AgentEvent, ...]
     event: stall.StallEvent | None
     raised: tuple[int, ...]
-    """ranks with an uncaught exception that wait for safelaunch"""
+    """ranks that wait for safelaunch with an uncaught exception"""
     damaged: tuple[int, ...] = ()
-    """ranks whose page was just overwritten: it is ignored, and their steps are unknown"""
+    """ranks with a page that was just overwritten: their steps are unknown from now on"""
 
 
 class Watch:
-    """The watch over one job. ``tick`` is cheap: it reads shared memory and stats one file."""
+    """Watch over one job. ``tick`` is cheap: it reads shared memory and stats one file."""
 
     def __init__(
         self, roster: Roster, policy: stall.Policy, now: float, bounds: rhythm.ThresholdBounds | None = None
     ) -> None:
-        # ``bounds`` None: the threshold of ``policy`` is fixed, not learned.
+        # Without bounds, the policy's threshold is fixed, not learned.
         self.roster = roster
         self.policy = policy
         self.cap_s: float | None = None
-        self.background = Background()  # of this attempt, learned by ``BackgroundPoller`` while it makes steps
-        # Start of the quiet time, and the counters of a moment later.
+        self.background = Background()  # of this attempt; ``BackgroundPoller`` learns it while the job makes steps
+        # Start of the quiet time, and counters from shortly after.
         self._quiet: tuple[float, Counters] | None = None
         self.state = stall.initial_state(now)
         self._bounds = bounds
@@ -78,17 +78,17 @@ class Watch:
         self.last_progress: dict[int, Progress] = {}
         self._strides: dict[int, Strides] = {}
         self.notes: tuple[str, ...] = ()  # what slows this attempt down, from ``HealthPoller``
-        self.attempt = (0, 0)  # ``roster.attempt`` and ``roster.starts``
+        self.attempt = (0, 0)  # restarts by torchrun, and starts of the agent's workers
         self._gone: dict[int, float] = {}
         self._damaged: set[int] = set()
-        self._gap = (0.0, 0.0)  # end and length of the last time that this supervisor itself didn't run
-        self._pages: dict[int, ProgressPage] = {}  # at the latest tick
+        self._gap = (0.0, 0.0)  # end and length of the last time when this supervisor itself didn't run
+        self._pages: dict[int, ProgressPage] = {}
         self._marks: tuple[stall.ProgressMark, ...] = ()
-        self.early: tuple[EarlyLook, ...] = ()  # latest of this attempt, from ``EarlyLooks``
+        self.early: tuple[EarlyLook, ...] = ()  # of this attempt, from ``EarlyLooks``
         self.wrong_results: tuple[WrongResult, ...] = ()  # of all attempts; written by monitors
 
     def tick(self, now: float) -> Glance:
-        """Reads everything once. All times are seconds of CLOCK_MONOTONIC."""
+        """Reads everything once. Times are seconds of CLOCK_MONOTONIC."""
         events = self.roster.refresh()
         if (self.roster.attempt, self.roster.starts) != self.attempt:
             self.attempt = self.roster.attempt, self.roster.starts
@@ -134,12 +134,12 @@ class Watch:
         if self._step_rhythm.last_step is None and not excused:
             self._step_rhythm = self._first_rhythm(mark_s)
         self._step_rhythm = rhythm.learn(self._step_rhythm, step, mark_s, now, excused=excused)
-        # No threshold is lower than this, so it isn't computed before.
+        # No threshold is lower than this, so compute it only from here on.
         if self._bounds is not None and now - mark_s >= min(self._bounds.floor_s, self.cap_s or self._bounds.floor_s):
             self._use(self.threshold())
 
     def _first_rhythm(self, mark_s: float) -> rhythm.StepRhythm:
-        # The pages keep the time of the first step: a fast job makes many steps before the first tick.
+        # A fast job makes many steps before the first tick, but its pages keep the time of the first.
         stepping = [p for p in self.last_progress.values() if p.step is not None and not p.exit_ns and p.first_step_ns]
         first_s = max((p.first_step_ns / 1e9 for p in stepping), default=0.0)
         empty = rhythm.StepRhythm()
@@ -165,7 +165,7 @@ class Watch:
 
     @property
     def has_pulse_only(self) -> bool:
-        """Returns whether collectives are the only visible progress, because no rank has marked a step."""
+        """True if collectives are the only visible progress, because no rank has marked a step."""
         return bool(self.last_progress) and all(p.step is None for p in self.last_progress.values())
 
     @property
@@ -182,7 +182,7 @@ class Watch:
         self.policy = replace(self.policy, startup_s=self.threshold_without_steps().seconds, startup_given=is_given)
 
     def last_collective_s(self, rank: int) -> float | None:
-        """Returns when a rank without steps was last seen in a new collective."""
+        """Returns when a new collective of a rank without steps was last seen."""
         return self._pulse.seen_s.get(rank) if self.has_pulse_only else None
 
     def threshold_without_steps(self) -> rhythm.Threshold:
@@ -214,8 +214,8 @@ class Watch:
         )
 
     def _has_ended(self, progress: Progress, now: float) -> bool:
-        # A process that outlives its script for long hangs in its shutdown, so it doesn't count as ended. A rank whose
-        # function has returned waits for its peers' functions. The kernel is asked only about quiet ranks.
+        # A process that far outlives its script hangs in its shutdown, so it hasn't ended. A rank with a function that
+        # returned waits for its peers' functions. The kernel is asked only about quiet ranks.
         returned_ns = self._all_returned_ns
         marks_ns = max(progress.last_step_ns, progress.claimed_ns, progress.exit_ns, returned_ns)
         if progress.pid in self._gone or (progress.returned_ns and not returned_ns):
@@ -230,14 +230,14 @@ class Watch:
 
     @property
     def _all_returned_ns(self) -> int:
-        # 0 while one of the functions runs.
+        # 0 while a function runs.
         living = [progress for progress in self.last_progress.values() if progress.pid not in self._gone]
         times = [progress.returned_ns for progress in living]
         return max(times, default=0) if all(times) else 0
 
     @property
     def paused(self) -> dict[int, float]:
-        """Ranks that suspend the watch, with the time since when they do."""
+        """Ranks that suspend the watch, with the start of each pause."""
         return {mark.rank: mark.phase_since_s for mark in self._marks if mark.paused and not mark.exited}
 
     @property
@@ -254,7 +254,7 @@ class Watch:
     def current_stall(self, now: float) -> stall.Stall | None:
         """Returns the slowest rank's time without progress, even if short; None if no rank can be judged.
 
-        Includes ranks without a beacon: they raise no suspicion, but others might wait for them.
+        Ranks without a beacon count: they raise no suspicion, but others might wait for them.
         """
         pulse_s = self._pulse.last_s or 0.0
         marks = [self._mark(progress, now, pulse_s) for progress in self.last_progress.values()]
@@ -265,7 +265,7 @@ class Watch:
         return stall.slowest(tuple(marks), self.policy, 0.0, now)
 
     def spell(self, now: float) -> quiet.Spell | None:
-        """Returns the present quiet time; None if no rank can be judged, or one is in a pause or a timed phase."""
+        """Returns the current quiet time; None if no rank can be judged, or one is in a pause or a timed phase."""
         live = [mark for mark in self._marks if not mark.exited]
         if any(mark.paused or (mark.phase and mark.phase_timeout_s) for mark in live):
             return None
@@ -281,7 +281,7 @@ class Watch:
         return quiet.Spell(slowest.mark_s, "steps" if usual_s else "first steps", usual_s, longest_s, made)
 
     def _mean_step_s(self, rank: int) -> float:
-        # The first steps make the mean too long; 0 while there are only these.
+        # The first steps are too slow for a mean; 0 while there are no others.
         progress = self.last_progress[rank]
         steps = progress.step or 0
         return progress.mean_step_s(steps) if steps > rhythm.WARM_UP else 0.0
@@ -326,14 +326,14 @@ class Watch:
         self._quiet = (self._slowest_s, used)
 
     def drop_quiet_counters(self) -> None:
-        """Forgets the counters after a look: what the ranks did to respond isn't work."""
+        """Forgets the counters after a look: the ranks' responses to it aren't work."""
         self._quiet = None
 
     def reset(self, now: float) -> None:
         self.state = stall.initial_state(now)
 
     def targets(self) -> tuple[Target, ...]:
-        """Returns every rank that can be looked at, with a beacon or known only to the agent."""
+        """Returns every rank that can be looked at, also those that only the agent knows."""
         pages = self.roster.pages()
         targets = [self._with_beacon(rank, page) for rank, page in pages.items()]
         targets += [
@@ -353,7 +353,7 @@ class Watch:
         return tuple(worker for rank, worker in sorted(self.roster.workers.items()) if rank not in pages)
 
     def acknowledge(self, *, agent: bool = True) -> None:
-        """Releases ranks, and the agent, that wait while safelaunch looks at their peers."""
+        """Releases ranks, and the agent, that wait until safelaunch has looked at their peers."""
         for page in self.roster.pages().values():
             if page.read().exception_ns:
                 page.acknowledge()
@@ -367,13 +367,13 @@ class Watch:
 
     @property
     def unseen(self) -> tuple[int, ...]:
-        """Ranks that this supervisor doesn't see, because they run on other nodes."""
+        """Ranks of other nodes, which this supervisor doesn't see."""
         local = {*self._pages, *self.roster.workers, *self._damaged}
         return tuple(rank for rank in range(self.world_size) if rank not in local)
 
     @property
     def own_ranks(self) -> tuple[int, ...]:
-        """Ranks on this node; empty until a rank or torchrun has reported the world size."""
+        """Ranks on this node; empty until the world size is known."""
         if not (self.last_progress or self.roster.world_size):
             return ()
         unseen = set(self.unseen)
@@ -390,7 +390,7 @@ class Watch:
         return waited_s if waited_s > max(QUIET_S, QUIET_TIMES * usual_s) else 0.0
 
     def missed_s(self, now: float) -> float:
-        """Returns how long this supervisor itself was stopped and missed messages, if that ended recently; else 0."""
+        """Returns for how long this supervisor itself was stopped, if that ended recently; else 0."""
         until_s, seconds = self._gap
         return seconds if now - until_s < MISSED_S else 0.0
 
@@ -398,7 +398,7 @@ class Watch:
         return tuple(rank for rank, progress in self.last_progress.items() if progress.pid in self._gone)
 
     def steps(self) -> dict[int, int]:
-        """Reads when each rank marked its newest step (CLOCK_MONOTONIC, ns)."""
+        """Reads the time of each rank's newest step (CLOCK_MONOTONIC, ns)."""
         return {rank: page.read().last_step_ns for rank, page in self._pages.items()}
 
     def marks(self) -> dict[int, tuple[int, int, int, int]]:

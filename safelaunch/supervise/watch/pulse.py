@@ -1,4 +1,4 @@
-"""Progress of a job that marks no steps, from its collectives. Pure."""
+"""Recurring collectives as the progress of a job that marks no steps. Pure."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ PERIOD_S = (0.5, 15.0)
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """The recurring collectives of a job that marks no steps.
+    """Recurring collectives of a job that marks no steps.
 
-    A start also has collectives (a broadcast of parameters, a barrier while a dataset is prepared), and can then be
-    silent for long. So a job is taken to be in its loop only once many looks, some time apart, found new collectives.
+    A start also has collectives (a broadcast of parameters, a barrier), followed by a long silence. So the job counts
+    as being in its loop only after many looks, some time apart, found new collectives.
     """
 
     newest: Mapping[int, int] = field(default_factory=dict)
     """rank → number of its newest collective"""
     seen_s: Mapping[int, float] = field(default_factory=dict)
-    """rank → time of the look that first found that collective (CLOCK_MONOTONIC)"""
+    """rank → time of the first look that found that collective (CLOCK_MONOTONIC)"""
     beats: int = 0
-    """number of looks that found a newer collective on a rank"""
+    """number of looks that found a newer collective"""
     longest_s: float = 0.0
     """longest time between two such looks"""
 
     @property
     def last_s(self) -> float | None:
-        """Time of the last look that found a new collective; None: none did."""
+        """Time of the last look that found a new collective, if any."""
         return max(self.seen_s.values(), default=None)
 
     def after_look(self, newest: Mapping[int, int], now: float) -> Pulse:
-        """Adds a look that found ``newest``, which lacks ranks that didn't respond."""
+        """Adds a look that found ``newest``; ranks that didn't respond are missing there."""
         news = {rank: number for rank, number in newest.items() if number > self.newest.get(rank, -1)}
         if not news:
             return self
@@ -48,15 +48,11 @@ class Pulse:
         return Pulse({**self.newest, **news}, seen_s, self.beats + 1, max(self.longest_s, waited_s))
 
     def is_in_loop(self, limits: PulseLimits) -> bool:
-        """Returns whether the job is in its loop. A given --stall-timeout applies sooner than a learned threshold."""
+        """Returns whether the job is in its loop. With a given --stall-timeout, fewer looks suffice."""
         return self.beats >= (LOOP_AFTER if limits.bounds is not None else LOOP_AFTER_EXPLICIT)
 
     def threshold(self, limits: PulseLimits, cap_s: float | None) -> Threshold:
-        """Returns the limit of the time without a collective, with its reason.
-
-        Args:
-            cap_s: see ``rhythm.cap_of``.
-        """
+        """Returns the limit of the time without a collective. See ``rhythm.cap_of`` for ``cap_s``."""
         if not self.is_in_loop(limits):
             return Threshold(limits.startup_s, "before the first step")
         seconds = limits.least_s
@@ -68,13 +64,11 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True)
 class PulseLimits:
-    """Limits of a pulse's threshold."""
-
     startup_s: float
-    """threshold until the job is in its loop, and upper limit after that"""
+    """threshold until the job is in its loop; upper limit after that"""
     stall_s: float
     bounds: ThresholdBounds | None
-    """bounds of the learned threshold; None if ``stall_s`` was given (--stall-timeout)"""
+    """bounds of the learned threshold; None with --stall-timeout"""
 
     @property
     def least_s(self) -> float:
@@ -82,6 +76,6 @@ class PulseLimits:
 
     @property
     def period_s(self) -> float:
-        """Time between two looks: each costs every rank's worker server a dump."""
+        """Time between two looks, for which every rank's worker server writes a dump."""
         least, most = PERIOD_S
         return min(most, max(least, min(self.startup_s, self.least_s) / LOOKS_PER_THRESHOLD))

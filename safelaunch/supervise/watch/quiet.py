@@ -1,10 +1,8 @@
 """Decides when a quiet job deserves an early look, long before the threshold. Pure.
 
-A threshold that ends jobs has to be patient. A look ends nothing and costs a rank some milliseconds, so it comes after
-a few of the longest recent steps. Quiet spells that ended by themselves (an evaluation, a checkpoint) are remembered:
-the next look waits for a spell that outlasts them. Looks at one spell follow at growing intervals.
-
-Times are seconds of CLOCK_MONOTONIC.
+A threshold that ends jobs has to be patient. A look costs a rank only milliseconds, so it comes after a few of the
+longest recent steps. If earlier quiet spells ended by themselves (an evaluation, a checkpoint), a spell must outlast
+them. Further looks at the same spell follow at growing intervals. Times are seconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -14,10 +12,10 @@ from typing import Literal
 
 LEAST_S, MOST_S = 5.0, 60.0
 TIMES_STEP = 8.0  # multiple of the longest recent step
-UNKNOWN_S = 10.0  # while the usual step is unknown: imports, the first compilation
+UNKNOWN_S = 10.0  # while the usual step is unknown
 OUTLASTS = 1.5  # multiple of the longest spell that ended by itself
 GROWTH = 3.0  # factor from one look at a spell to the next
-# A job without a step for this long counts as frozen when a user stops it: they want to know why.
+# A job without a step for this long counts as frozen when the user stops it.
 FROZEN_TIMES, FROZEN_S = 10.0, 2.0
 # Time without a step that is worth mentioning: in usual steps, and in seconds.
 FEW_STEPS, FEW_S = 5, 5.0
@@ -25,13 +23,11 @@ FORGETS_S = 86_400.0
 REMEMBERED = 8
 
 Stage = Literal["start", "first steps", "steps"]
-"""no step yet; too few steps to know the usual one; the usual step is known"""
+"""no step yet; too few steps to know the usual one; usual step known"""
 
 
 @dataclass(frozen=True, slots=True)
 class Spell:
-    """A time without progress."""
-
     since_s: float
     stage: Stage
     usual_s: float = 0.0
@@ -39,7 +35,7 @@ class Spell:
     longest_s: float = 0.0
     """longest of the recent ordinary steps; 0 before the stage ``steps``"""
     made: bool = True
-    """False: ``since_s`` is when the clock was reset, not when a rank made progress"""
+    """False: ``since_s`` is when the clock was reset"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +46,20 @@ class EndedSpell:
 
 @dataclass(frozen=True, slots=True)
 class QuietHistory:
-    """The present and the earlier quiet spells of a job."""
+    """Current and earlier quiet spells of a job."""
 
     stage: Stage = "start"
     begin_s: float = 0.0
-    """start of the present spell, 0 without one"""
+    """start of the current spell; 0: none"""
     looks: tuple[float, ...] = ()
-    """age of the present spell at each look"""
+    """age of the current spell at each look"""
     excused_s: float = 0.0
-    """end of the last time in which no rank could be judged"""
+    """end of the last time when no rank could be judged"""
     ended: tuple[EndedSpell, ...] = ()
 
 
 def follow(quiet: QuietHistory, spell: Spell | None, now: float) -> QuietHistory:
-    """Adds the present spell, None if no rank can be judged or one has announced a quiet time."""
+    """Adds the current spell; None if no rank can be judged or one announced a quiet time."""
     if spell is None:
         return replace(quiet, begin_s=0.0, looks=(), excused_s=now)
     if spell.stage != quiet.stage:  # the length of a start says nothing about training
@@ -77,7 +73,7 @@ def follow(quiet: QuietHistory, spell: Spell | None, now: float) -> QuietHistory
 
 
 def _remembering(quiet: QuietHistory, ended: EndedSpell) -> QuietHistory:
-    # Keep the longest spells: the next one has to outlast them.
+    # The next spell has to outlast the longest ones.
     if ended.lasted_s < LEAST_S:
         return quiet
     fresh = (spell for spell in (*quiet.ended, ended) if ended.at_s - spell.at_s < FORGETS_S)
@@ -85,7 +81,7 @@ def _remembering(quiet: QuietHistory, ended: EndedSpell) -> QuietHistory:
 
 
 def is_quiet(age_s: float, usual_s: float) -> bool:
-    """Returns whether ``age_s`` without a step is worth mentioning; False if the usual step is unknown (0)."""
+    """Returns whether a time without a step is worth mentioning; False if the usual step is unknown (0)."""
     return bool(usual_s) and age_s > max(FEW_S, FEW_STEPS * usual_s)
 
 
@@ -107,7 +103,7 @@ def _outlasting_s(quiet: QuietHistory, now: float) -> float:
 
 
 def frozen_s(quiet: QuietHistory | None, spell: Spell | None, now: float) -> float:
-    """Returns how long the job has been frozen: no step for ten usual ones; 0 if it isn't, or that is unknown."""
+    """Returns how long the job has been frozen; 0 if it isn't, or its usual step is unknown."""
     if spell is None or not spell.usual_s:
         return 0.0
     begin_s = max(spell.since_s, quiet.excused_s if quiet is not None else 0.0)

@@ -1,4 +1,4 @@
-"""Decides if a restart is worthwhile: a failure that came back at the same step and place will come again. Pure."""
+"""Decides if a restart is worthwhile: a failure that came back at the same step and place will recur. Pure."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ from safelaunch.model import Evidence, Verdict
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailure:
-    """The comparable facts of one attempt's end; without ranks, because a restart can renumber them."""
+    """Comparable facts of an attempt's end; without ranks, because a restart can renumber them."""
 
     outcome: str
     cause: str
     step: int | None
-    """lowest step of the culprits; None: no step was marked"""
+    """lowest step of the culprits, if marked"""
     places: frozenset[tuple[str, int]]
-    """file and line of each culprit's frame"""
+    """file and line of each culprit"""
 
 
 def failure_of(verdict: Verdict, steps: tuple[int, ...]) -> AttemptFailure:
-    """Returns the failure that a verdict describes.
-
-    Args:
-        steps: the ranks' steps, for a verdict that names no culprit.
-    """
+    """Returns the failure that a verdict describes; the ranks' ``steps`` count if it names no culprit."""
     named = [culprit.step for culprit in verdict.culprits if culprit.step is not None]
     frames = [culprit.frame for culprit in verdict.culprits if culprit.frame is not None]
     return AttemptFailure(
@@ -37,7 +33,7 @@ def failure_of(verdict: Verdict, steps: tuple[int, ...]) -> AttemptFailure:
 
 @dataclass(frozen=True, slots=True)
 class FailureKey:
-    """The facts that a failure shares with the same one of another attempt, at another step."""
+    """Facts that the same failure shares in several attempts, whatever the step."""
 
     outcome: str
     cause: str
@@ -48,7 +44,7 @@ class FailureKey:
 
 
 def failure_key(verdict: Verdict, evidence: Evidence) -> FailureKey | None:
-    """Returns the failure's identity; None without a line, because two such failures might differ."""
+    """Returns the failure's identity; None without a line, as two of these failures might differ."""
     if not verdict.culprits or any(culprit.frame is None for culprit in verdict.culprits):
         return None
     culprits = frozenset(
@@ -70,7 +66,7 @@ def failure_key(verdict: Verdict, evidence: Evidence) -> FailureKey | None:
 
 
 def why_give_up(earlier: tuple[AttemptFailure, ...], new: AttemptFailure) -> str:
-    """Returns why another attempt isn't worthwhile, compared with the last one; empty if it is."""
+    """Returns why another attempt isn't worthwhile, or ""."""
     if not earlier or earlier[-1] != new:
         return ""
     step = f"step {new.step}" if new.step is not None else "before the first step"

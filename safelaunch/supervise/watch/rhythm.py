@@ -1,12 +1,9 @@
-"""Learns from a job's steps how long it can go without one. Pure.
+"""Learns from a job's steps how long it can go without one. Pure. Times are seconds of CLOCK_MONOTONIC.
 
-The learned quantity is the one that the watch compares with the threshold: the time for which the slowest stepping
-rank's mark doesn't change. Ordinary steps go into a histogram that forgets (a curriculum, a growing batch). Pauses much
-longer than an ordinary step are kept with the step before them, and form a rhythm if they repeat every N steps or every
-N seconds. A pause is expected where the rhythm is due; elsewhere the threshold stays close to the ordinary steps. A
-pause without a rhythm counts from its second occurrence: a single one is an accident, and must not blind the watch.
-
-Times are seconds of CLOCK_MONOTONIC.
+The learned quantity is also what the watch compares with the threshold: how long the slowest stepping rank's mark stays
+unchanged. Ordinary steps go into a histogram that forgets, because steps can change (a curriculum, a growing batch).
+Much longer pauses form a rhythm if they repeat every N steps or N seconds, and are expected only where it is due.
+Without a rhythm, a pause counts from its second occurrence: an accident must not blind the watch.
 """
 
 from __future__ import annotations
@@ -20,22 +17,22 @@ from msgspec.structs import replace
 
 from safelaunch.model import duration
 
-# The first steps are ignored (compilation, autotuning, filling caches), and enough others are needed.
+# The first steps are ignored (compilation, autotuning, filling caches).
 WARM_UP = 3
 ENOUGH = 24
-# Histogram: buckets 10 % apart from 1 ms to a day; a step's weight halves after HALF_LIFE more steps.
+# Buckets 10 % apart, from 1 ms to a day; a step's weight halves after HALF_LIFE more steps.
 RATIO = 1.1
 SHORTEST_S = 0.001
 BUCKETS = 200
 HALF_LIFE = 500.0
 QUANTILE = 0.99
-# Factor from the quantile to the threshold: a freeze is suspected within three of the longest ordinary steps.
+# From the quantile to the threshold: a freeze is suspected within three of the longest ordinary steps.
 MARGIN = 2.5
-# A pause stands out if it is this many times the ordinary step, and long enough to be noticed.
+# A pause is this many times the ordinary step, and long enough to be noticed.
 STANDS_OUT = 4.0
 STANDS_OUT_S = 1.0
 KEPT = 24
-# Share of the default group's timeout: evidence must be taken before that expires.
+# Share of the default group's timeout: evidence must be taken before it expires.
 CAP_PART = 0.7
 # Tolerance of a rhythm, in steps and in seconds.
 STEPS_OFF = 0.01
@@ -45,7 +42,7 @@ SECONDS_OFF_LEAST = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ThresholdBounds:
-    """Bounds of the learned threshold; ``initial_s`` applies until enough steps are known."""
+    """Bounds of the learned threshold; ``initial_s`` applies before enough steps are known."""
 
     floor_s: float = 60.0
     ceiling_s: float = 1800.0
@@ -54,7 +51,7 @@ class ThresholdBounds:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A long time without a step, after step ``step`` at ``at_s``."""
+    """Long time without a step, after step ``step`` at ``at_s``."""
 
     step: int
     at_s: float
@@ -62,24 +59,22 @@ class Pause:
 
 
 class StepRhythm(msgspec.Struct, frozen=True):
-    """Knowledge about a job's steps so far."""
-
     weights: tuple[float, ...] = (0.0,) * BUCKETS
-    """the histogram, by bucket"""
+    """histogram"""
     worth: float = 1.0
-    """weight of the next step; it grows, instead of all older weights fading"""
+    """weight of the next step; it grows instead of all older weights fading"""
     count: int = 0
     last_step: int | None = None
     last_s: float = 0.0
     """time of the last mark"""
     seen_s: float = 0.0
-    """last time when that mark was still the newest"""
+    """when that mark was last seen as the newest"""
     begun_s: float = 0.0
     """time of the first mark"""
     begun_step: int = 0
     pauses: tuple[Pause, ...] = ()
     irregular_s: float = 0.0
-    """second longest of the pauses that fit no rhythm; 0: none"""
+    """second longest pause without a rhythm; 0: none"""
 
     @property
     def knows_enough(self) -> bool:
@@ -88,7 +83,7 @@ class StepRhythm(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """A limit of the time without progress."""
+    """Limit of the time without progress."""
 
     seconds: float
     why: str
@@ -106,7 +101,7 @@ def learn(rhythm: StepRhythm, step: int, mark_s: float, now: float, *, excused: 
     """Adds the slowest rank's mark: ``step`` made at ``mark_s``, as seen at ``now``.
 
     Args:
-        excused: ignore the time since the last mark: a pause, a phase with a timeout, or a restart of the clock.
+        excused: Ignore the time since the last mark: a pause, a phase with a timeout, or a restart of the clock.
     """
     if rhythm.last_step is None or excused or step < rhythm.last_step or mark_s < rhythm.last_s:
         started = rhythm.begun_s or mark_s
@@ -115,7 +110,7 @@ def learn(rhythm: StepRhythm, step: int, mark_s: float, now: float, *, excused: 
         return replace(rhythm, seen_s=now)
     made = step - rhythm.last_step
     mean_s = (mark_s - rhythm.last_s) / made
-    # If several steps lie between two looks, one of them can have been long: at least as long as was observed.
+    # One of several steps between two looks can have been long: at least as long as was observed.
     longest_s = max(mean_s, min(rhythm.seen_s, mark_s) - rhythm.last_s)
     rest_s = (mark_s - rhythm.last_s - longest_s) / (made - 1) if made > 1 else 0.0
     after = Pause(rhythm.last_step, rhythm.last_s, longest_s)
@@ -131,11 +126,7 @@ def learn(rhythm: StepRhythm, step: int, mark_s: float, now: float, *, excused: 
 
 
 def threshold(rhythm: StepRhythm, bounds: ThresholdBounds, *, cap_s: float | None = None) -> Threshold:
-    """Returns the threshold after the newest mark.
-
-    Args:
-        cap_s: upper limit, see ``cap_of``.
-    """
+    """Returns the threshold after the newest mark, at most ``cap_s``."""
     learned = _uncapped(rhythm, bounds)
     if cap_s is not None and learned.seconds > cap_s:
         return Threshold(cap_s, "the timeout of the default process group")
@@ -143,10 +134,10 @@ def threshold(rhythm: StepRhythm, bounds: ThresholdBounds, *, cap_s: float | Non
 
 
 def cap_of(timeout_s: float, floor_s: float) -> float:
-    """Returns the upper limit of the threshold for a job whose default group has the timeout ``timeout_s``.
+    """Returns the upper limit of the threshold for a job with the default group's timeout ``timeout_s``.
 
-    The threshold drops below the floor only if the timeout is below it; otherwise a short timeout would make every
-    pause suspicious. Other groups, such as a health check's, say nothing about the job's steps.
+    It is below the floor only if the timeout is: otherwise, a short timeout would make every pause suspicious. Other
+    groups, such as a health check's, say nothing about the job's steps.
     """
     part_s = CAP_PART * timeout_s
     return part_s if timeout_s < floor_s else max(part_s, floor_s)
@@ -182,7 +173,7 @@ def _bucket(seconds: float) -> int:
 def _add(rhythm: StepRhythm, seconds: float, count: int) -> StepRhythm:
     growth = 2.0 ** (min(count, 20 * HALF_LIFE) / HALF_LIFE)
     weights = list(rhythm.weights)
-    # Sum of ``count`` weights, each larger than the one before.
+    # Sum of ``count`` growing weights.
     weights[_bucket(seconds)] += rhythm.worth * (growth - 1) / (2.0 ** (1 / HALF_LIFE) - 1)
     worth = rhythm.worth * growth
     if worth > 1e100:
@@ -191,7 +182,7 @@ def _add(rhythm: StepRhythm, seconds: float, count: int) -> StepRhythm:
 
 
 def quantile_s(rhythm: StepRhythm, part: float = QUANTILE) -> float:
-    """Returns the upper edge of the bucket that holds the ``part`` quantile of the ordinary steps; 0 without any."""
+    """Returns the upper edge of the bucket with the ``part`` quantile of the ordinary steps; 0 without any."""
     total = sum(rhythm.weights)
     if not total:
         return 0.0
@@ -204,7 +195,7 @@ def quantile_s(rhythm: StepRhythm, part: float = QUANTILE) -> float:
 
 
 def usual_s(rhythm: StepRhythm) -> tuple[float, float]:
-    """Returns the median and the longest of the recent ordinary steps; zeros while there are too few."""
+    """Returns the median and the longest of the recent ordinary steps; zeros if there are too few."""
     if rhythm.count <= WARM_UP:
         return 0.0, 0.0
     return quantile_s(rhythm, 0.5), quantile_s(rhythm)
@@ -220,7 +211,7 @@ def _stands_out(rhythm: StepRhythm, seconds: float) -> bool:
 
 
 def due_pause(rhythm: StepRhythm, step: int, at_s: float) -> tuple[float, str] | None:
-    """Returns the pause that is due after ``step`` at ``at_s``: its length, and the rhythm in words."""
+    """Returns length and rhythm (in words) of the pause that is due after ``step`` at ``at_s``."""
     origin = Pause(rhythm.begun_step, rhythm.begun_s, 0.0)
     best: tuple[float, str] | None = None
     for first, second in combinations((origin, *rhythm.pauses), 2):
@@ -236,16 +227,16 @@ def due_pause(rhythm: StepRhythm, step: int, at_s: float) -> tuple[float, str] |
 
 
 def _rhythm_words(first: Pause, second: Pause, step: int, at_s: float, beats: int = 3) -> str:
-    """Describes the rhythm of two pauses if it is due again, after one period or a few missed ones; else "".
+    """Describes the rhythm of two pauses if it is due again, after one or a few periods; else "".
 
-    One pause and the beginning of the job are weak evidence: only the next beat counts then (``beats`` 1).
+    A pause and the beginning of the job are weak evidence: only the next beat counts then (``beats`` 1).
     """
     period = second.step - first.step
     if period > 1:
         times = round((step - second.step) / period)
         if 1 <= times <= beats and abs(step - second.step - times * period) <= max(1.0, STEPS_OFF * period):
             return f"every {period} steps"
-    # From the end of one pause to the start of the next, as a timer in a loop runs.
+    # A timer in a loop runs from the end of one pause to the start of the next.
     period_s = second.at_s - first.at_s - first.lasted_s
     if period_s > SECONDS_OFF_LEAST and beats > 1:
         late_s = at_s - second.at_s - second.lasted_s - period_s
@@ -255,7 +246,7 @@ def _rhythm_words(first: Pause, second: Pause, step: int, at_s: float, beats: in
 
 
 def _second_irregular_s(rhythm: StepRhythm, pauses: tuple[Pause, ...]) -> float:
-    """Returns the second longest of the pauses that no earlier or later pauses explain."""
+    """Returns the second longest pause that no other pause explains."""
     irregular = []
     for number, pause in enumerate(pauses):
         before, after = pauses[:number], pauses[number + 1 :]

@@ -1,9 +1,8 @@
 """Detects when a job has stopped making progress: a state machine over the ranks' marks (pure).
 
-``tick`` gets the marks several times a second and says when to *suspect* a stall. The caller then takes a closer look
-(two samples of stacks and process states some seconds apart) and passes the condition of the job to ``conclude``.
-``ends_after_s`` is the table of what follows. The slowest stepping rank counts as the job's progress. Times are seconds
-of CLOCK_MONOTONIC.
+``tick`` gets the marks several times a second and emits *suspect*. The caller then looks twice at stacks and process
+states and passes the job's condition to ``conclude``; ``ends_after_s`` is the table of consequences. The slowest
+stepping rank counts as the job's progress. Times are seconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from msgspec.structs import replace
 
 from safelaunch.model import Answer, JobCondition
 
-# After a longer gap between two ticks, the supervisor was stopped or the machine suspended: not a stall.
+# After a longer gap between two ticks, the supervisor was stopped or the machine suspended.
 CLOCK_GAP_S = 5.0
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """Thresholds in seconds. ``*_given``: set by the user."""
+    """Thresholds in seconds. The user set those marked ``*_given``."""
 
     stall_s: float
     startup_s: float
     max_stall_s: float  # applies only if the user set it or the threshold
-    confirm_s: float = 2.0  # between the two looks
+    confirm_s: float = 2.0
     stall_given: bool = False
     startup_given: bool = False
     max_stall_given: bool = False
-    proved_s: float = math.inf  # if an early look proved the job dead, and the threshold is not the user's
+    proved_s: float = math.inf  # if an early look proved the job dead, and the user set no threshold
 
     @property
     def has_one_limit(self) -> bool:
@@ -48,10 +47,10 @@ def confirm_after_s(stall_s: float) -> float:
 
 class ProgressMark(msgspec.Struct, frozen=True):
     rank: int
-    claimed_s: float  # its start; in a job without steps, its latest sign of progress
+    claimed_s: float  # start of the rank; in a job without steps, its latest sign of progress
     last_step_s: float | None = None
     step: int | None = None
-    exited: bool = False  # its script has ended
+    exited: bool = False
     paused: bool = False
     phase: str = ""
     phase_since_s: float = 0.0
@@ -60,27 +59,25 @@ class ProgressMark(msgspec.Struct, frozen=True):
 
 class Status(Enum):
     WATCHING = "watching"
-    CONFIRMING = "confirming"  # the caller is taking a closer look
-    UNDECIDED = "undecided"  # no step, and no reason to end the job yet
+    CONFIRMING = "confirming"  # the caller is looking closer
+    UNDECIDED = "undecided"  # no step, and no reason yet to end the job
     HUNG = "hung"
 
 
 class DetectorState(msgspec.Struct, frozen=True):
     status: Status = Status.WATCHING
-    base_s: float = 0.0  # marks older than this count as made then
+    base_s: float = 0.0  # older marks count as made then
     last_tick_s: float = 0.0
     look_again_s: float = 0.0
-    mark_s: float = 0.0  # the slowest rank's mark at the start of the suspicion
-    covers: frozenset[tuple[int, float]] = frozenset()  # ranks in a pause or a phase with a timeout, since when
+    mark_s: float = 0.0  # the slowest rank's mark when the suspicion began
+    covers: frozenset[tuple[int, float]] = frozenset()  # (rank, start) of each pause or phase with a timeout
     excused: bool = False  # no rank is judged now
     proved_mark_s: float = 0.0  # the slowest rank's mark when an early look proved the job dead
-    worked_s: float = 0.0  # time of the last look, early ones included, that saw the job work
-    due_s: float = 0.0  # time of the next suspicion if the slowest rank makes no progress; 0: no rank is judged
+    worked_s: float = 0.0  # last look, early ones included, that saw the job work
+    due_s: float = 0.0  # next suspicion if the slowest rank makes no progress; 0: no rank is judged
 
 
 class Stall(msgspec.Struct, frozen=True):
-    """Reason for a suspicion."""
-
     ranks: tuple[int, ...]  # with the oldest mark
     mark_s: float
     stalled_s: float
@@ -88,7 +85,7 @@ class Stall(msgspec.Struct, frozen=True):
     before_first_step: bool  # of all ranks
     step: int | None = None
     phase: str = ""
-    proved: bool = False  # an early look proved the job dead, which lowers the threshold
+    proved: bool = False  # an early look proved the job dead: the threshold is lower
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +95,10 @@ class StallEvent:
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The shortest timeout of the groups in which ranks wait, as an age of the stall in seconds."""
+    """Shortest timeout of the groups in which ranks wait, as an age of the stall in seconds."""
 
-    abort_s: float | None = None  # torch then aborts the job; None: unknown
-    raises: bool = False  # torch only raises an error, which the script can handle
+    abort_s: float | None = None  # age when torch aborts the job, if known
+    raises: bool = False  # torch raises an error instead, which the script can handle
 
     @property
     def before_abort_s(self) -> float | None:
@@ -119,19 +116,19 @@ def initial_state(now: float) -> DetectorState:
 
 
 def slowest(marks: tuple[ProgressMark, ...], policy: Policy, base_s: float, now: float) -> Stall | None:
-    """Returns the stall of the slowest rank; None if no rank is judged (none yet, all done, one paused)."""
+    """Returns the stall of the slowest rank; None if no rank is judged."""
     live = [mark for mark in marks if not mark.exited]
     if not live or any(mark.paused for mark in live):
         return None
     stepping = [mark for mark in live if mark.last_step_s is not None]
     judged = stepping or live
     times = {mark.rank: _mark_s(mark, base_s) for mark in judged}
-    # Before the first step the latest arrival counts: ranks of one job can start far apart.
+    # Ranks of one job can start far apart: before the first step, the latest arrival counts.
     slowest_s = min(times.values()) if stepping else max(times.values())
     slowest = [mark for mark in judged if times[mark.rank] == slowest_s]
     threshold = policy.stall_s if stepping else policy.startup_s
     threshold = max((mark.phase_timeout_s for mark in judged if mark.phase), default=0.0) or threshold
-    # The timeout of a rank without steps counts as well: its peers wait for it.
+    # A rank without steps counts if it has a timeout: its peers wait for it.
     threshold = max([threshold, *(mark.phase_timeout_s for mark in live if mark.phase)])
     return Stall(
         ranks=tuple(mark.rank for mark in (slowest if stepping else live)),
@@ -152,7 +149,7 @@ def _mark_s(mark: ProgressMark, base_s: float) -> float:
 def tick(
     state: DetectorState, marks: tuple[ProgressMark, ...], policy: Policy, now: float
 ) -> tuple[DetectorState, StallEvent | None]:
-    """Takes in the marks. Emits ``suspect`` (take a closer look now), ``recovered`` or ``clock-restarted``."""
+    """Takes in the marks. Emits ``suspect`` (look closer now), ``recovered`` or ``clock-restarted``."""
     if now - state.last_tick_s > CLOCK_GAP_S and state.status is not Status.HUNG:
         return DetectorState(base_s=now, last_tick_s=now), StallEvent("clock-restarted")
     covers = frozenset((m.rank, m.phase_since_s) for m in marks if m.paused or (m.phase and m.phase_timeout_s))
@@ -165,7 +162,7 @@ def tick(
     if stall is None or (stall.mark_s > state.mark_s and state.status is not Status.WATCHING):
         if state.status is Status.UNDECIDED:
             return replace(state, status=Status.WATCHING), StallEvent("recovered", stall)
-        # During a closer look, its conclusion decides.
+        # The closer look will decide.
         return state, None
     if state.status is Status.CONFIRMING or stall.stalled_s < stall.threshold_s or now < state.look_again_s:
         return state, None
@@ -180,16 +177,16 @@ def _if_proved(stall: Stall | None, state: DetectorState, policy: Policy) -> Sta
 
 
 def _base_s(state: DetectorState, covers: frozenset[tuple[int, float]], policy: Policy, now: float) -> float:
-    # Restarts the clock after a long pause or timed phase, during which the peers waited. Short ones restart nothing:
-    # they must not hide another rank that is stuck.
+    # The peers waited during a long pause or timed phase, so the clock restarts after it. It doesn't after short ones,
+    # which must not hide another stuck rank.
     waited_s = max((now - since for _, since in state.covers - covers), default=0.0)
     return now if waited_s > policy.stall_s else state.base_s
 
 
 def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -> float | None:
-    """Returns the longest time without progress before the job is ended; None if it is never ended.
+    """Returns the longest time without progress before the job is ended, if it ever is.
 
-    A job is ended only if it is proved dead, if the user's limit says so, or shortly before torch would end it.
+    A job ends if it is proved dead, if the user's limit says so, or shortly before torch would end it.
     """
     threshold_s = stall.threshold_s
     by_user = policy.is_given(stall)
@@ -203,14 +200,14 @@ def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -
 
 
 def idle_s(state: DetectorState, policy: Policy, stall: Stall, answer: Answer, now: float) -> float:
-    # Without a proof, the user's threshold counts from the last work as well: on a starved machine, a job might be idle
-    # during the looks only.
+    # Without a proof, the user's threshold counts from the last work: a job on a starved machine might be idle only
+    # during the looks.
     worked = state.worked_s if answer == "unknown" and policy.is_given(stall) else 0.0
     return now - max(stall.mark_s, worked)
 
 
 def suspect_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -> float | None:
-    """Returns when a bundle of the continuing job is due; None if never, as the user's threshold decides."""
+    """Returns when the continuing job gets a bundle; None if never, because the user's threshold decides."""
     if policy.is_given(stall):
         return None
     if answer != "alive":
@@ -223,9 +220,9 @@ ALIVE_BUNDLE_S = 1800.0
 
 
 def next_look_after_s(policy: Policy, stall: Stall, now: float) -> float:
-    """Returns the time until the next closer look, which costs about a second of CPU: longer after a longer wait.
+    """Returns the time until the next closer look, which costs about a second of CPU.
 
-    It is at most a minute within the first two hours, and ten minutes later.
+    It grows with the wait: at most a minute within the first two hours, and ten minutes later.
     """
     waited_s = now - stall.mark_s
     most_s = min(600.0, max(60.0, waited_s / 120))
@@ -235,10 +232,10 @@ def next_look_after_s(policy: Policy, stall: Stall, now: float) -> float:
 def conclude(
     state: DetectorState, stall: Stall, condition: JobCondition, policy: Policy, now: float, limits: Limits = UNLIMITED
 ) -> tuple[DetectorState, StallEvent | None]:
-    """Takes in the job's condition by the closer look.
+    """Takes in the condition that the closer look found.
 
-    Emits ``hang``, ``undecided`` (each time; report it once), ``recovered`` or ``clock-restarted``; nothing if the
-    clock was restarted during the look.
+    Emits ``hang``, ``undecided`` (each time), ``recovered`` or ``clock-restarted``; nothing if the clock was restarted
+    during the look.
     """
     if state.status is not Status.CONFIRMING:
         return state, None

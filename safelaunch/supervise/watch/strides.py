@@ -1,4 +1,4 @@
-"""A bounded sample of the steps that a rank has marked."""
+"""A bounded sample of a rank's steps."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ MOST_POINTS = 128
 class Strides:
     """Steps of a rank with their times: at most ``most`` points, including the newest.
 
-    Once full, it drops every second point and then records half as many, so that the points stay evenly spread.
+    If full, it drops every second point and then records half as many, so that points stay evenly spread.
     """
 
     __slots__ = ("_every", "_most", "_newest", "_points")
 
     def __init__(self, most: int = MOST_POINTS) -> None:
         self._most = most
-        self._every = 1  # smallest distance of two points, in steps
+        self._every = 1  # fewest steps between two points
         self._points = array("q")  # time, step, time, step, ...
         self._newest = (0, 0)
 
     def add(self, at_ns: int, step: int) -> None:
-        """Adds the newest step of a progress page, if it is new."""
         if at_ns <= self._newest[0]:
             return
         self._newest = (at_ns, step)

@@ -1,8 +1,8 @@
 """Finds a job's work between two readings of its counters, beyond its background activity. Pure.
 
-The highest use of each thread, process and connection is learned while the job makes steps. If it makes none, any use
-beyond that is work that a rank might be waiting for. The main thread of a rank is never background, unless it waits for
-its peers or its GPU and so might spin.
+While the job makes steps, the highest use of each thread, process and connection is learned. If it makes none, any
+larger use is work that a rank might be waiting for. A rank's main thread is never background, unless it waits for its
+peers or its GPU and so might spin.
 """
 
 from __future__ import annotations
@@ -14,54 +14,54 @@ from typing import Literal, NamedTuple
 from safelaunch.capture.counters import CounterKey, Counters, CpuTime, ProcessCounters
 
 WorkKind = Literal["cpu", "io", "network", "faults", "children", "rdma", "messages"]
-# kind, pid, start_ticks; a thread's tid or a connection's inode (None: a process, or the connections that it opens)
+# kind, pid, start_ticks, and a thread's tid or a connection's inode (None: a process, or all connections it opens)
 UseKey = tuple[WorkKind, int, int, int | None]
 
 TIMES = 1.5  # multiple of the learned use
 
 
 class Floor(NamedTuple):
-    """Activity below this doesn't count as work: the larger of ``once`` per window and ``per_s``."""
+    """Activity up to the larger of ``once`` per window and ``per_s`` doesn't count as work."""
 
     once: float
     per_s: float
 
     def within(self, seconds: float, *, awaited: bool = False) -> float:
-        """Returns the most that isn't work in a window of this length.
+        """Returns the most activity that isn't work in a window of this length.
 
-        Background work can come in bursts. If a main thread does the work or waits for it (``awaited``), ``once``
-        shrinks with the window, so that a steady pace counts in short windows as it does in long ones.
+        ``once`` allows for bursts of background work. It shrinks with the window if a main thread does the work or
+        waits for it (``awaited``), so that a steady pace counts in short and long windows.
         """
         once = self.once * min(1.0, seconds / BURST_S) if awaited else self.once
         return max(once, self.per_s * seconds)
 
 
-BURST_S = 10.0  # length of the window that ``once`` is meant for
+BURST_S = 10.0  # window for which ``once`` is meant
 
 FLOORS: Mapping[WorkKind, Floor] = {
     # Milliseconds. A thread that polls every millisecond takes up to 3 % of a core.
     "cpu": Floor(20.0, 30.0),
-    # Bytes. Heartbeats, progress bars and a logger's lines are below 1 KiB/s, a read of a log or of /proc below 16 KiB.
+    # Bytes. Heartbeats, progress bars and loggers stay below 1 KiB/s, a read of a log or of /proc below 16 KiB.
     "io": Floor(16 << 10, 1 << 10),
-    # Bytes. A group's monitor asks the store for a key each second: 0.2 KiB/s. Keepalive probes don't count.
+    # Bytes. A group's monitor reads a store key each second (0.2 KiB/s). Keepalive probes don't count.
     "network": Floor(4 << 10, 1 << 10),
-    # Pages: 1 MiB, as a garbage collector or a timer's Python code touch.
+    # Pages: 1 MiB, as a garbage collector or a timer's Python code touches.
     "faults": Floor(256, 16),
     "children": Floor(0, 0),
-    # Bytes. An idle InfiniBand port carries its subnet manager's packets of 256 bytes only.
+    # Bytes. An idle InfiniBand port carries only its subnet manager's packets of 256 bytes.
     "rdma": Floor(64 << 10, 4 << 10),
 }
-QUEUED_SHARE = 0.25  # share of the time: a thread that waits less for a core isn't held up
+QUEUED_SHARE = 0.25  # a thread that waits for a core for a smaller share of the time isn't held up
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The highest use in one window; both rates are kept because a long window dilutes a burst."""
+    """Highest use in one window, as two rates because a long window dilutes a burst."""
 
     per_s: float = 0.0
     once: float = 0.0
     total: float = 0.0
-    """sum over all windows"""
+    """over all windows"""
 
     def plus(self, amount: float, seconds: float) -> Peak:
         return Peak(max(self.per_s, amount / seconds), max(self.once, amount), self.total + amount)
@@ -69,21 +69,19 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """Activity of the job while it makes steps."""
+    """Activity of a job that makes steps."""
 
     peaks: Mapping[UseKey, Peak] = field(default_factory=dict)
     changes: int = 0
-    """processes that began or ended in all windows"""
+    """processes that began or ended, in all windows"""
     seconds: float = 0.0
     """length of all windows"""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedWork:
-    """Work of one thread or process."""
-
     rank: int
-    """pid of the rank's main process; 0 for ``rdma``, which belongs to the node"""
+    """pid of the rank's main process; 0 for ``rdma``, which counts for the whole node"""
     pid: int
     tid: int | None
     """None: the whole process"""
@@ -115,7 +113,7 @@ class _Use(NamedTuple):
     rank: int
     amount: float
     parts: Mapping[UseKey, float] = {}
-    """use of each connection of a process; ``amount`` is their sum"""
+    """use of each connection of a process, which ``amount`` sums up"""
 
 
 _CHANGES: UseKey = ("children", 0, 0, None)  # of the whole job
@@ -123,7 +121,7 @@ _RDMA: UseKey = ("rdma", 0, 0, None)
 
 
 def learn(background: Background, before: Counters, after: Counters) -> Background:
-    """Adds the use between two readings between which the job made steps."""
+    """Adds the use between two readings of a job that made steps."""
     seconds = after.at_s - before.at_s
     if seconds <= 0:
         return background
@@ -152,8 +150,8 @@ def find_work(
     """Returns the work between two readings that isn't background, the strongest first.
 
     Args:
-        foreground: processes that a rank's main thread waits for; their work is never background.
-        waiting: ranks' main processes whose main threads wait for their peers or their GPU.
+        foreground: Processes that a rank's main thread waits for; their work is never background.
+        waiting: Ranks' main processes with a main thread that waits for peers or the GPU.
     """
     seconds = after.at_s - before.at_s
     if seconds <= 0:
@@ -171,7 +169,7 @@ def find_work(
         rank, mean = changed[-1], background.changes / background.seconds if background.seconds else 0.0
         once = background.peaks.get(_CHANGES, Peak()).once
         judge(_Use(("children", rank, 0, None), rank, len(changed)), TIMES * (once + mean * seconds))
-    helpers = changed and not work  # as many short-lived processes as usual: ignore their work
+    helpers = changed and not work  # as many short-lived processes as usual
     rdma = _Use(_RDMA, 0, _increase(before.rdma_bytes, after.rdma_bytes))
     judge(rdma, _hidden(rdma, background, seconds))
     for use in _uses(before, after):
@@ -187,7 +185,7 @@ def find_work(
 def _hidden(use: _Use, background: Background, seconds: float) -> float:
     """Returns how much of a use is background, for each connection separately.
 
-    New connections count with their mean: a job opens most of its connections in one burst, when it starts.
+    New connections count with their mean: a job opens most connections in one burst when it starts.
     """
     hidden = 0.0
     for what, amount in (use.parts or {use.key: use.amount}).items():
@@ -208,12 +206,11 @@ def _changes(before: Counters, after: Counters) -> list[int]:
 
 
 def _is_new(key: CounterKey, before: Counters) -> bool:
-    # False if the reading before has only missed it.
+    # False if the first reading only missed it.
     return key[1] >= before.at_ticks
 
 
 def _uses(before: Counters, after: Counters) -> Iterator[_Use]:
-    """Yields the use of each thread and process between the readings, or since its start if it is new."""
     seconds = after.at_s - before.at_s
     for key, now in after.processes.items():
         was = before.processes.get(key) or (ProcessCounters(now.rank) if _is_new(key, before) else None)
