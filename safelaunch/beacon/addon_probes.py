@@ -1,8 +1,8 @@
 """Loads the probes of add-ons: their code that runs inside a rank (see ``addons.protocols.Probe``).
 
 A probe is the module ``addons/NAME/probe.py``. Like the beacon, it is loaded by its path, as
-``_safelaunch_beacon.addons.NAME.probe``, because this interpreter might not have safelaunch. Its packages have a path
-and run no code, so nothing else of the add-on runs here, and ``from ...beacon import marks`` is this rank's beacon.
+``_safelaunch_beacon.addons.NAME.probe``, because this interpreter might not have safelaunch. Its packages run no code,
+so nothing else of the add-on runs here, and ``from ...beacon import marks`` imports this rank's beacon.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ADDONS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 
 def load(name: str) -> Any:
-    """Returns the probe of the add-on ``name``. Raises ImportError if there is none."""
+    """Returns the probe of the add-on ``name``. Raises ImportError if it has none."""
     if not name.isidentifier():
         raise ImportError(f"{name!r} is no add-on")
     beacon = str(__package__)

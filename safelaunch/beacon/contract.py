@@ -1,4 +1,4 @@
-"""Records what this rank computes with at its first step: the DataLoader's batch size and the device."""
+"""Records this rank's DataLoader batch size and device at its first step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _batch() -> int | None:
 
 
 def _device() -> int | None:
-    # Only of a rank that uses CUDA and has a choice.
+    # only for a rank that uses CUDA and has a choice
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized() or cuda.device_count() < 2:
         return None

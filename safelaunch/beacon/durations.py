@@ -1,4 +1,4 @@
-"""Durations as users write them in all options and arguments: ``300``, ``"5m"``, ``timedelta(minutes=5)``."""
+"""Parses durations as users write them in all options and arguments: ``300``, ``"5m"``, ``timedelta(minutes=5)``."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ _OF_FAULTS = {4, 5, 6, 7, 8, 11}  # ILL, TRAP, ABRT, BUS, FPE, SEGV
 def without(start: Callable[[], T]) -> T:
     """Calls ``start`` with all signals blocked, which the threads that it starts inherit.
 
-    A script can block a signal in all of its threads and wait for it in one. The kernel delivers it to any thread that
-    doesn't block it, and the default action ends the process.
+    A script can block a signal in all of its threads and wait for it in one. The kernel delivers the signal to any
+    thread that doesn't block it, and the default action ends the process.
     """
     before = _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals() - _OF_FAULTS)
     try:

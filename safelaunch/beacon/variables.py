@@ -14,7 +14,6 @@ OPTIMIZED = 0x1  # flag in ``co_flags``: a function, not a module
 
 
 def upwards(frame: Any) -> Iterator[Any]:
-    """Yields the frame and its callers."""
     for _ in range(MOST_FRAMES):
         if frame is None:
             return

@@ -1,4 +1,4 @@
-"""Modules and tensors of this process, whatever wraps or shards them."""
+"""Handles modules and tensors of this process that are wrapped or sharded."""
 
 from __future__ import annotations
 

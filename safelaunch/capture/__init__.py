@@ -1,1 +1,1 @@
-"""One file per source of evidence. None raises past its stage, or outlives its deadline."""
+"""Reads one source of evidence per module. None raises past its stage, or outlives its deadline."""

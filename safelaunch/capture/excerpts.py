@@ -1,4 +1,4 @@
-"""Excerpts of the user's source: the parts that a verdict may read."""
+"""Cuts the user's source down to the parts that a verdict reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safelaunch.system.redaction.redactor import Redactor
 
 
 class Excerpts:
-    """The source that a verdict may read and that the bundle keeps, so that reading it again gives the same verdict.
+    """The source that a verdict can read and that the bundle keeps, so that a second reading gives the same verdict.
 
     An excerpt has the module's statements that contain a line of the evidence, and its assignments of the rank. All
     other lines are empty, and secrets are removed. ``read`` maps path → excerpt for all paths requested.
@@ -32,7 +32,7 @@ class Excerpts:
                 self._lines = _lines_of(self._evidence)
             kept = excerpt(text(path) or "", self._lines.get(path, set()))
             whole = self._redactor.said(kept)
-            if whole.count("\n") != kept.count("\n"):  # a secret of several lines would move those after it
+            if whole.count("\n") != kept.count("\n"):  # a secret of several lines would move the lines after it
                 whole = "\n".join(self._redactor.said(line) for line in kept.split("\n"))
             self.read[path] = whole
         return self.read[path] or None

@@ -1,6 +1,6 @@
-"""Checks and converts the values in a Flight Recorder dump, none of which is trusted.
+"""Checks and converts the untrusted values in a Flight Recorder dump.
 
-A value is neither hashed, shown nor compared before its type and size are known.
+A value is hashed, shown or compared only after a check of its type and size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def frames_of(frames: object) -> tuple[Frame, ...]:
 
 
 def sizes_of(sizes: object) -> tuple[tuple[int, ...], ...]:
-    """Returns sizes. Anything but a list of lists of counts is unknown, not empty: it must not be compared."""
+    """Returns sizes. Anything but a list of lists of counts is unknown, not empty, so that it isn't compared."""
     if sizes is None:
         return ()
     if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, (list, tuple)) for size in sizes):
@@ -54,14 +54,14 @@ def integer(value: object, default: int = 0) -> int:
 
 
 def text_of(value: object) -> str:
-    """Returns a text of bounded length that is valid UTF-8; ``""`` for anything else."""
+    """Returns a text of bounded length that is valid UTF-8; ``""`` for other values."""
     if not isinstance(value, str):
         return str(value) if type(value) is int and -(1 << 63) <= value < 1 << 63 else ""
     text = value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT]
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-# Each of these returns the value itself if it is safe to handle, or a safe replacement.
+# Functions that return the value itself if it is safe to handle, or a safe replacement.
 
 
 def _scalar(value: object) -> object:
@@ -90,7 +90,7 @@ def _is_size(size: object) -> bool:
     return isinstance(size, (list, tuple)) and len(size) <= MAX_ITEMS and {int}.issuperset(map(type, size))
 
 
-# Each of these returns True if the value is one that c10d writes.
+# Functions that return True for a value that c10d writes.
 
 
 def _is_text(value: object) -> bool:
@@ -131,7 +131,7 @@ def _is_frame(frame: object) -> bool:
     return _is_text(frame.get("filename")) and _is_text(frame.get("name")) and is_number(frame.get("line"))
 
 
-# The fields that make a kind of entry (all but its numbers), with their replacement and their test.
+# Fields that make a kind of entry (all but its numbers), with replacement and test.
 FIELDS: dict[str, tuple[Callable[[object], object], Callable[[object], bool]]] = {
     "state": (_scalar, _is_state),
     "retired": (_scalar, _is_flag),

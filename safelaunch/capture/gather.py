@@ -73,5 +73,4 @@ def gather_into(sink: Sink, calls: Mapping[str, Callable[[Gate], object]], *, de
 
 
 def late(deadline_s: float) -> str:
-    """Returns the reason given for a result that ``gather`` doesn't have."""
     return f"not collected within {deadline_s:g} s"

@@ -1,7 +1,7 @@
 """Queries the GPU driver through NVML and ``nvidia-smi``.
 
-A broken driver blocks its callers forever. So NVML is called in a separate process that can be killed:
-``python -m safelaunch.capture.gpu`` prints a :class:`Gpus` record.
+A broken driver blocks its callers forever. So NVML is called in a separate process that can be killed: ``python -m
+safelaunch.capture.gpu`` prints a :class:`Gpus` record.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads a rank's stacks from inside, if py-spy is denied, missing or fails; see ``beacon/inside.py``.
 
-It briefly needs the rank's GIL, which nearly every wait releases. It gives no C frames, and only the roles of the
-rank's children. Facts that only the rank may read about itself come with it.
+It briefly needs the rank's GIL, which nearly every wait releases. It gets no C frames, and of the rank's children only
+the roles. Facts that the kernel shows only to the rank itself come with it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ class _InsideReply(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class InsideReport:
-    """A rank's answer."""
-
     stack: Result[StackSample]
     own: Own = NOTHING  # has a descriptor
     roles: Mapping[int, str] = field(default_factory=dict)  # its children's purposes, by pid

@@ -1,4 +1,4 @@
-"""Kernel messages that might explain a hang or a killed rank."""
+"""Reads kernel messages that might explain a hang or a killed rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_KERNEL_LINES = 200
 NOTHING = "(nothing relevant)"
 _MAX_KMSG_BYTES = 8 << 20
 
-# Memory, GPUs, stuck tasks, storage, network, hardware.
+# memory, GPUs, stuck tasks, storage, network, hardware
 _RELEVANT = re.compile(
     r"out of memory|oom[-_ ]?kill|killed process|memory cgroup|\bnvrm\b|\bxid\b|nvidia|nvlink|nvswitch"
     r"|gpu has fallen|hung task|blocked for more than|soft lockup|hard lockup|rcu.*stall|segfault"
@@ -33,7 +33,8 @@ _RELEVANT = re.compile(
 def kernel_log(*, deadline_s: float = 3.0) -> Result[str]:
     """Returns the last kernel log lines that might explain a hang, newest last; never raises.
 
-    Reads ``/dev/kmsg``, else ``journalctl -k``: many systems reserve the former for root (``kernel.dmesg_restrict``).
+    Reads ``/dev/kmsg``, or else ``journalctl -k``, because many systems reserve the former for root
+    (``kernel.dmesg_restrict``).
     """
 
     def read() -> str:
@@ -54,7 +55,7 @@ def relevant(lines: Iterable[str]) -> list[str]:
 
 
 def since(begun: str, lines: Sequence[str]) -> list[str]:
-    """Drops messages from before ``begun``, the run's start as the log writes it. Keeps lines without a time."""
+    """Drops messages from before ``begun``, the run's start in the log's format. Keeps lines without a time."""
     begun_s, times = _moment(begun), [_moment(line) for line in lines]
     return [line for line, at_s in zip(lines, times, strict=True) if line != NOTHING and not 0 < at_s < begun_s]
 

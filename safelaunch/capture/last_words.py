@@ -1,4 +1,4 @@
-"""Reads what a rank left in the run directory: its exception, faulthandler's stacks, its exit call, and output."""
+"""Reads a rank's records in the run directory: its exception, faulthandler's stacks, its exit call, and output."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ _NO_RING: Result[str] = Result(None, "output ring", 0.0, missing="this rank has 
 
 @dataclass(frozen=True, slots=True)
 class LastWords:
-    """A rank's own records."""
-
     exception: RankException | None = None
     fault_text: str = ""  # all of faulthandler's output, also for a SIGTERM
     fatal: FatalError | None = None
@@ -62,7 +60,7 @@ def read(base: Path) -> LastWords:
 def parse_fatal(text: str) -> FatalError | None:
     """Returns the last fatal error in faulthandler's output; None if it has only the stacks left by a SIGTERM.
 
-    If a C library's thread aborts, it has no Python frames. The main thread, last in the list, then shows where the
+    If a C library's thread aborts, it has no Python frames. Then the main thread, last in the list, shows where the
     program was.
     """
     errors = list(_FATAL.finditer(text))

@@ -1,4 +1,4 @@
-"""NCCL's warnings, from the log files that ``NCCL_DEBUG_FILE`` names."""
+"""Reads NCCL's warnings from the log files that ``NCCL_DEBUG_FILE`` names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safelaunch.model import NcclLog
 
-MAX_BYTES = 4 << 20  # read per file: half at its beginning, half at its end
+MAX_BYTES = 4 << 20  # per file: half at its beginning, half at its end
 MAX_WARNINGS = 32
 MAX_CHARACTERS = 500
 

@@ -1,7 +1,7 @@
 """Explains why a process can't be traced.
 
-py-spy's messages name the failed system call, but rarely the cause: in a container without CAP_SYS_PTRACE, it
-prints ``Failed to get process executable name. Check that the process is running``.
+py-spy's messages name the failed system call, but rarely the cause: in a container without CAP_SYS_PTRACE, it prints
+``Failed to get process executable name. Check that the process is running``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ADD_CAPABILITY = "docker run --cap-add=SYS_PTRACE, or securityContext.capabilit
 
 @dataclass(frozen=True)
 class PtraceFacts:
-    """The facts that decide if this process may trace another."""
+    """Facts that decide if this process is allowed to trace another."""
 
     alive: bool
     same_user: bool
@@ -32,7 +32,6 @@ class PtraceFacts:
 
 
 def tracing_facts(pid: int) -> PtraceFacts:
-    """Reads the current facts for ``pid``; never raises."""
     status = text_of(Path("/proc/self/status"))
     effective = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
     target = re.search(r"^Uid:\s*\d+\s+(\d+)", text_of(Path(f"/proc/{pid}/status")), re.MULTILINE)
@@ -71,7 +70,7 @@ def explain(stderr: str, facts: PtraceFacts) -> CaptureError:
 
 
 def may_read(pid: int) -> bool:
-    """True if this process may open the memory of ``pid``, which requires the same rights as tracing it."""
+    """True if this process has the right to open the memory of ``pid``, which is the right to trace it."""
     try:
         os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC))
     except PermissionError:

@@ -1,4 +1,4 @@
-"""Removes secrets from evidence, in records and their parts, before it is written, judged or shown."""
+"""Removes secrets from records of evidence before they are written, judged or shown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def without_secrets(value: T, redactor: Redactor) -> T:
     """Removes secrets from every text and dump in ``value`` (records, dataclasses, lists, dicts, texts, dumps).
 
     The job's own text also loses its short secrets; names of its files and functions, and safelaunch's text, lose only
-    unmistakable ones. Returns the same object if there are none.
+    unmistakable ones. Returns the same object if nothing changes.
     """
     result: T = _cleaned(value, redactor, redactor.said)
     return result

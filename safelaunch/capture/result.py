@@ -38,7 +38,7 @@ def attempt(how: str, source: Callable[[], T]) -> Result[T]:
         value = source()
     except CaptureError as error:
         return Result(None, how, time.monotonic() - begin, missing=why(error), kind=error.kind)
-    except Exception as error:  # one failing source costs only itself
+    except Exception as error:  # noqa: BLE001 - one failing source costs only itself
         return Result(None, how, time.monotonic() - begin, missing=f"{type(error).__name__}: {error}")
     return Result(value, how, time.monotonic() - begin)
 

@@ -18,7 +18,7 @@ PROGRAM = "cm"  # options after which the arguments are the program's
 
 
 def why_without_beacon(pid: int) -> str:
-    """Returns why no process of the worker has a beacon; empty while one of them might still get one."""
+    """Returns why no process of the worker has a beacon; empty while one might still get a beacon."""
     reasons: list[str] = []
     name = ""
     for process_id in (pid, *(child.pid for child in process.descendants([pid]))):
@@ -43,7 +43,7 @@ def _of_process(pid: int, ppid: int) -> str | None:
         return None
     words = (directory / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")[:-1]
     if words == text_of(f"/proc/{ppid}/cmdline").split("\0")[:-1]:
-        return ""  # forked, and hasn't called exec yet; a forked rank claims its page later
+        return ""  # forked without an exec yet; a forked rank claims its page later
     option = isolation(words)
     if option:
         return f"python -{option}"

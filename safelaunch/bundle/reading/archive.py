@@ -1,4 +1,4 @@
-"""Unpacks bundles' archives, which are untrusted."""
+"""Unpacks untrusted archives of bundles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_UNPACKED_BYTES = 1 << 30
 MAX_UNPACKED_FILES = 100_000
-MAX_DEPTH = 6  # directories of nodes, bundles and ranks; anything deeper is never read
+MAX_DEPTH = 6  # directories of nodes, bundles and ranks; deeper ones are never read
 CHUNK_BYTES = 1 << 20
 
 

@@ -1,5 +1,3 @@
-"""Reads a bundle back."""
-
 from __future__ import annotations
 
 import re
@@ -69,7 +67,7 @@ class BundleFolder:
         self.problems: list[str] = []
 
     def json(self, name: str, kind: type[_T]) -> _T | None:
-        """Returns the record in a file; None if it is missing, or damaged, which is a problem."""
+        """Returns the record in a file; None if the file is missing or damaged. Damage is a problem."""
         data = self._bytes(name, self._most_bytes)
         if data is None:
             return None
@@ -117,7 +115,7 @@ class BundleFolder:
     def flight_records(self, numbers: Sequence[int], manifest: Manifest) -> dict[int, FlightRecord]:
         """Returns each rank's record from its pickle, which has frames, or else from its JSON.
 
-        Recorders for another backend than this job's are left out.
+        Skips recorders for another backend than this job's.
         """
         blind = {artifact.path for artifact in manifest.artifacts if artifact.note == NCCL_ONLY}
         records: dict[int, FlightRecord] = {}
@@ -147,7 +145,7 @@ def complete_bundle(roots: Sequence[Path]) -> Path | None:
 
 
 def read_bundle(root: Path) -> FoundEvidence:
-    """Returns a bundle's evidence. Its contents never make this raise."""
+    """Returns a bundle's evidence. The bundle's contents never make this raise."""
     within(root, root / "ranks")
     bundle = BundleFolder(root)
     manifest = bundle.json("manifest.json", Manifest) or Manifest()

@@ -26,7 +26,7 @@ _NAME = re.compile(
 
 
 def read_dumps(folder: Path, root: Path) -> FoundEvidence | None:
-    """Returns the dumps in ``folder``, which is below ``root``; None if it has none.
+    """Returns the dumps in ``folder``, which is below ``root``; None without dumps.
 
     Other files are skipped silently, but unreadable ones with a dump's name are problems.
     """
@@ -70,7 +70,7 @@ def _real(path: Path, root: Path) -> Path:
 
 
 def parse_some(paths: Sequence[Path]) -> Iterator[FlightRecord | str]:
-    """Yields the record of each file, or what is wrong with it. Contents decide, not names."""
+    """Yields the record of each file, or its problem. Contents decide, not names."""
     shared = flight_dump.DumpParts()
     for path in paths:
         try:
@@ -100,7 +100,7 @@ class _DumpFile:
 
 
 CONTRADICTS = "its collectives aren't numbered as torch numbers them: some have no number or repeat an earlier one"
-TOGETHER_S = 600.0  # most time between dumps of a rank's recorders
+TOGETHER_S = 600.0  # between dumps of a rank's recorders, at most
 
 
 def _choose_job(
@@ -112,7 +112,7 @@ def _choose_job(
     recorders of other backends.
 
     Args:
-        failed: number of unreadable files per prefix
+        failed: Number of unreadable files per prefix.
     """
 
     def weight(prefix: str) -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""Evidence read from files, and what else is known about it."""
+"""Describes evidence read from files."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ LINK = "it is a link, and safelaunch follows no links here"
 
 
 class Unreadable(SafelaunchError):
-    """A file that isn't what it should be. The message doesn't contain the path, nor ``fix`` a NUL."""
+    """A file isn't what it should be. The message doesn't contain the path, nor ``fix`` a NUL."""
 
 
 def read_limited(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Returns the contents of a regular file. Raises Unreadable for anything else, or if it is too large.
+    """Returns the contents of a regular file. Raises Unreadable for other files, or if it is too large.
 
     The last part of the path can't be a link; ``within`` checks the directories.
     """

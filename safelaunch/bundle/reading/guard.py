@@ -1,7 +1,7 @@
 """Runs work on untrusted files in a child process with limited memory and CPU time.
 
 A malicious file can kill its reader: a pickle with a dictionary key of a hundred thousand nested tuples, or an archive
-whose header announces gigabytes. Then only the child dies, and the caller gets a message.
+with a header that announces gigabytes. Then only the child dies, and the caller gets a message.
 
 CPU time counts, because a busy machine or a slow disk isn't malicious.
 """

@@ -1,4 +1,4 @@
-"""Finds out what kind of evidence a path holds, and reads it."""
+"""Finds the kind of evidence at a path, and reads it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def read(path: Path) -> FoundEvidence:
 
 
 def save_stdin(path: Path, scratch: Path) -> Path:
-    """Saves standard input to a file in ``scratch``, and returns other paths as they are. Raises Unreadable.
+    """Saves standard input to a file in ``scratch``, because readers need several passes. Raises Unreadable.
 
-    Readers need several passes.
+    Returns other paths as they are.
     """
     if path != STDIN:
         return path

@@ -22,7 +22,7 @@ APART_S = 120.0  # tolerance for clocks of different nodes
 
 
 def merge(bundles: Sequence[FoundEvidence], names: Sequence[str]) -> FoundEvidence:
-    """Merges the bundles of one job's nodes, whose directories are ``names``.
+    """Merges the bundles of one job's nodes, in directories ``names``.
 
     Raises Unreadable if they belong to different jobs (a rank is in two bundles, or world sizes differ), or to
     different incidents (the job continued in between).

@@ -28,7 +28,7 @@ def parse_all(
 ) -> Iterator[_T | str]:
     """Yields a value per file, in order; ``parse`` takes several files at a time.
 
-    A file that exceeds its reader's limits yields the reason instead; other files are unaffected.
+    If a file exceeds its reader's limits, yields the reason instead; other files are unaffected.
     """
     parts = [paths[begin : begin + _FILES_AT_ONCE] for begin in range(0, len(paths), _FILES_AT_ONCE)]
     processes = min(len(os.sched_getaffinity(0)), len(parts), MOST_PROCESSES)
@@ -73,7 +73,7 @@ class _SequentialReader:
 
 
 def _bounds(paths: Sequence[Path]) -> ReadLimits:
-    # Memory for the largest file, time for all of them.
+    # memory for the largest file, time for all
     sizes = list(map(_size, paths))
     memory = min(_MEMORY_BYTES + _PER_BYTE * max(sizes, default=0), _MOST_MEMORY_BYTES)
     return ReadLimits(memory, _CPU_S + (sum(sizes) >> 21))

@@ -1,4 +1,4 @@
-"""Messages for files and folders without evidence."""
+"""Rejects files and folders without evidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts about a job and its nodes in a bundle, for reports."""
+"""Reads facts about a job and its nodes from a bundle, for reports."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ NOBODY: Mapping[str, NodeFiles] = {}
 
 
 def about(root: Path, launch: LaunchFacts | None = None, node_files: Mapping[str, NodeFiles] = NOBODY) -> ReportHeader:
-    """Returns the header for reports on a bundle. Damaged files are left out, so this never raises.
+    """Returns the header for reports on a bundle. Skips damaged files, so it never raises.
 
     Args:
-        launch: launch facts, if known without reading
-        node_files: files by host, if known without reading
+        launch: Launch facts, if known without reading.
+        node_files: Files by host, if known without reading.
     """
     bundle = BundleFolder(root, MOST_FOR_REPORTS)
     launch = launch or bundle.json("launch.json", LaunchFacts) or LaunchFacts()

@@ -36,10 +36,10 @@ MAX_PAGES_BYTES = 1 << 30
 def read_run(root: Path, scratch: Path) -> FoundEvidence:
     """Returns the evidence that a run's latest attempt left: pages, exceptions, output, dumps of torch and NCCL.
 
-    Readers for live runs trust these files, map them, and open them for writing. So the files are copied first, to the
-    empty directory ``scratch``.
+    The files are first copied to the empty directory ``scratch``, because readers for live runs trust them, map them,
+    and open them for writing.
     """
-    from safelaunch.capture import collect  # late: it imports the readers for live runs
+    from safelaunch.capture import collect  # deferred: imports the readers for live runs
     from safelaunch.capture.pages import Roster, read_meta
 
     found_there = RunPaths(root)
@@ -53,7 +53,7 @@ def read_run(root: Path, scratch: Path) -> FoundEvidence:
         dumps = read_dumps(within(root, found_there.flight_recorder), root)
         problems += dumps.problems if dumps is not None else ()
     records = {rank.rank: rank.flight_record for rank in dumps.evidence.ranks} if dumps is not None else {}
-    host, nowhere = platform.node(), Sink(Redactor())  # the files stay where they are
+    host, nowhere = platform.node(), Sink(Redactor())  # the files stay in place
     ranks = []
     for number in sorted({*pages, *(worker for worker in roster.workers if 0 <= worker < MAX_RANKS), *records}):
         page = pages.get(number)
@@ -78,7 +78,7 @@ def read_run(root: Path, scratch: Path) -> FoundEvidence:
 
 
 def _copy(source_run: RunPaths, copied_run: RunPaths) -> Iterator[str]:
-    """Copies pages, their companions and the agent's events. Yields what it skips."""
+    """Copies pages, their companions and the agent's events. Yields a message for each skipped file."""
     copied_run.pages.mkdir(parents=True)
     within(source_run.root, source_run.pages)
     names = [source_run.agent_events, source_run.agent_page, *sorted(source_run.pages.iterdir())]
