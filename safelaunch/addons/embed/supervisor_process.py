@@ -41,7 +41,7 @@ class SupervisorProcess:
 
     @classmethod
     def start(cls, request: LaunchRequest) -> SupervisorProcess | None:
-        """Starts the supervisor and waits until the job can start. Returns None on failure; the job then runs unwatched.
+        """Starts the supervisor and waits until the job can start. Returns None on failure: the job runs unwatched.
 
         Raises the supervisor's own error for invalid options.
         """

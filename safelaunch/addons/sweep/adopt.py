@@ -1,4 +1,4 @@
-"""Adopts the attempts that earlier invocations handed to a scheduler, and cancels those that are out of date."""
+"""Adopts attempts that earlier invocations submitted to a scheduler, and cancels those that are out of date."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIVE_UP_AFTER_S = 120.0  # Slurm's KillWait is 30 s by default
 def adopt(
     history: JournalHistory, jobs: Sequence[SweepJob]
 ) -> tuple[dict[str, JobHistory], dict[str, Attempt], list[Attempt]]:
-    """Returns each job's history, the attempts to adopt (by job), and the attempts to cancel. Pure.
+    """Returns each job's history, the attempts to adopt (by job), and the attempts to cancel.
 
     An attempt is adopted if it is its job's last, hasn't ended, and does the same work as the job does now.
     """
@@ -51,7 +51,7 @@ def end_strays(
     begin_s = time.monotonic()
     for each in strays:
         paths.job(each.job).mkdir(parents=True, exist_ok=True)
-        AttemptFiles(paths.job(each.job), each.number).close()  # if it has yet to start, it does nothing
+        AttemptFiles(paths.job(each.job), each.number).close()  # if it hasn't started yet, it does nothing
     names = {name for stray in strays for name in stray.handed}
     while alive := [each.number for each in queue.list() if each.name in names and each.stage != "ended"]:
         queue.cancel(alive, kill=False)

@@ -1,4 +1,4 @@
-"""The files by which colaunch knows a scheduler's attempt, whatever the scheduler itself still knows.
+"""Reads and writes the files that describe a scheduler's attempt even after the scheduler has forgotten it.
 
 They are in the job's directory, which every node and the submitting host share:
 
@@ -49,7 +49,7 @@ class TaskEnd(msgspec.Struct, frozen=True):
     last_step: int | None = None
     gpus: tuple[str, ...] = ()
     bundle: str = ""
-    wrong: str = ""  # its first wrong result
+    wrong: str = ""  # first wrong result
 
 
 class AttemptFiles:
@@ -60,14 +60,14 @@ class AttemptFiles:
         return self._stem.with_name(f"{self._stem.name}.{kind}")
 
     def claim(self, own_claim: AttemptClaim) -> AttemptClaim | None:
-        """Claims the attempt. Returns None if it is ours now, else the other task's claim. Raises OSError."""
+        """Claims the attempt. Returns None on success, else the other task's claim. Raises OSError."""
         path, beside = self._path("claim"), self._new_file("claim", own_claim)
         try:
             if _link(beside, path):
                 return None
             other = self.read_claim()
             if other == own_claim:
-                return None  # the answer to the link was lost, and the file server executed it twice
+                return None  # the file server executed the link twice, because its first answer was lost
             if other is None or not other.precedes(own_claim):
                 return other or own_claim
             beside.replace(path)
@@ -79,7 +79,6 @@ class AttemptFiles:
         return _read(self._path("claim"), AttemptClaim)
 
     def write_end(self, end: TaskEnd) -> None:
-        """Writes the end atomically. Raises OSError."""
         self._new_file("end", end).replace(self._path("end"))
 
     def read_end(self) -> TaskEnd | None:
@@ -100,7 +99,7 @@ class AttemptFiles:
         return self._path("closed").exists()
 
     def _new_file(self, kind: str, record: object, *, sync: bool = True) -> Path:
-        """Writes ``record`` to a new file, whose name is unique to this process and host."""
+        """Writes ``record`` to a new file with a name that is unique to this process and host."""
         path = self._path(f"{kind}.{os.uname().nodename}.{os.getpid()}")
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
@@ -113,7 +112,7 @@ class AttemptFiles:
 
 
 def _link(source: Path, path: Path) -> bool:
-    """Gives a file a second name unless that exists; copies it if the disk has no links. Returns True if it did."""
+    """Gives a file a second name and returns True, unless that name exists; copies it if the disk has no links."""
     try:
         os.link(source, path)
     except FileExistsError:

@@ -1,8 +1,8 @@
-"""Engine that submits jobs to a scheduler, follows them, and cancels them.
+"""Submits jobs to a scheduler, follows them, and cancels them.
 
-A job is recorded before the scheduler gets it, under a name by which it can be found there. Its task claims the attempt
-with a file before it does anything (``task``). So a job runs only once even if it is submitted twice, after a kill or
-an unclear answer. Jobs stay with the scheduler if colaunch is killed; ``--resume`` finds them there.
+A job is recorded before the scheduler gets it, under a name by which the scheduler can find it. Its task claims the
+attempt with a file before it does anything else (``task``). So a job runs only once even if it is submitted twice,
+after a kill or an unclear answer. Jobs stay with the scheduler if colaunch is killed; ``--resume`` finds them there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from safelaunch.system.files import modified_ns, replace_file
 
 TICK_S, BUSY_TICK_S = 0.25, 0.05
 LIST_EVERY_S, LIST_AT_MOST_S = 1.0, 10.0
-# Poll the files, which change sooner than the scheduler's list, for at most this share of the time.
+# The files change sooner than the scheduler's list. Poll them for at most this share of the time.
 FILES_EVERY_S, FILES_SHARE = 0.25, 0.05
 SETTLE_S = 15.0  # a network disk can take a while to show another node's file
 FULL_PAUSE_S = 15.0
@@ -41,7 +41,7 @@ class Site:
     journal: Journal
     programs: SweepPrograms
     sweep_id: str
-    handed: int = 0  # submissions by earlier invocations: with sweep_id, makes names unique
+    handed: int = 0  # submissions by earlier invocations; together with sweep_id, makes names unique
     settle_s: float = SETTLE_S
 
 
@@ -66,7 +66,7 @@ class SubmittedAttempt:
     doubtful_s: float | None = None  # when the scheduler and the files first disagreed
 
     def read(self) -> bool:
-        """Reads the task's files; returns True if they changed."""
+        """Reads the task's files; returns whether they changed."""
         before = self.claim, self.end
         self.claim = self.files.read_claim()
         self.end = self.files.read_end() if self.claim is not None else None
@@ -77,8 +77,8 @@ class BatchEngine:
     """Runs the jobs of ``sweep`` through ``queue``.
 
     Args:
-        before: attempts of earlier invocations that the scheduler might still have
-        later: runs a function in a thread
+        before: Attempts of earlier invocations that the scheduler might still have.
+        later: Runs a function in a thread.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class BatchEngine:
                 return
 
     def _after(self, job: SweepJob) -> tuple[str, ...] | None:
-        """Returns the scheduler's numbers of unfinished jobs that ``job`` needs, or None while they are unknown."""
+        """Returns the scheduler's numbers of unfinished jobs that ``job`` needs; None while they are unknown."""
         numbers = []
         for name in job.needs:
             if self._sweep.tracks[name].state == "succeeded":
@@ -160,7 +160,7 @@ class BatchEngine:
         return tuple(numbers)
 
     def _write(self, attempt: SubmittedAttempt, after: tuple[str, ...]) -> bool:
-        """Writes the script and the journal record, and queues the submission; returns False if that failed."""
+        """Writes the script and the journal record, and queues the submission; returns whether that worked."""
         job, paths = attempt.job, self._site.paths
         name = work_name(job.group, self._site.sweep_id, self._submissions + 1)
         work = SubmittedWork(name, job, paths.batch_script(name), paths.batch_output(name), after)
@@ -313,7 +313,7 @@ class BatchEngine:
         try:
             attempt.files.close()
         except OSError:
-            pass  # at worst, a requeue by hand runs it again
+            pass  # at worst, a manual requeue runs it again
 
     def _withdraw(self) -> None:
         if self._request is None:
@@ -391,7 +391,7 @@ class BatchEngine:
         self._list_due_s = 0.0
 
     def _to_cancel(self) -> list[str]:
-        """Returns jobs to cancel: all once the sweep is stopped, and duplicate submissions of an attempt that runs."""
+        """Returns jobs to cancel: all once the sweep is stopped, and duplicate submissions of a running attempt."""
         numbers: list[str] = []
         for attempt in self._attempts.values():
             if self._sweep.stopped:

@@ -1,4 +1,4 @@
-"""The scripts that a scheduler runs, one for each attempt."""
+"""Writes the scripts that a scheduler runs, one for each attempt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SweepPrograms:
 
 
 def work_name(group: str, sweep_id: str, number: int) -> str:
-    """Returns the submission's unique name, such as ``train.3f9a2c1b44-1``, which the scheduler's list shows."""
+    """Returns the submission's unique name in the scheduler's list, such as ``train.3f9a2c1b44-1``."""
     return f"{re.sub('[^A-Za-z0-9._-]', '-', group)[:40] or 'colaunch'}.{sweep_id}-{number}"
 
 

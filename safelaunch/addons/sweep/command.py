@@ -1,4 +1,4 @@
-"""``safelaunch colaunch``: many jobs, each an ordinary safelaunch run, on this node or through a scheduler."""
+"""Implements ``safelaunch colaunch``: many jobs, each a safelaunch run, on this node or through a scheduler."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ def _check(
                 raise UsageError(f"{name} is set ({settings.origin(name)})", OURS[f"--{name}"])
 
 
-# Options for several nodes, which the engine sets.
+# Multi-node options, which the engine sets.
 OF_SEVERAL_NODES = ("--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id", "--rdzv-backend", "--master-addr")
 
 

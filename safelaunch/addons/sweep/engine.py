@@ -1,4 +1,4 @@
-"""Interface of an engine, which runs the jobs of a sweep.
+"""Defines the interface of an engine, which runs the jobs of a sweep.
 
 ``local.Local`` runs them on this node, and ``batch.BatchEngine`` through a ``Scheduler``.
 """
@@ -15,7 +15,7 @@ from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG
 
 @dataclass(frozen=True, slots=True)
 class RunningAttempt:
-    """An attempt that runs, or that waits in a scheduler's queue."""
+    """An attempt that runs or waits in a scheduler's queue."""
 
     on: str = ""  # its GPUs, slots or nodes
     ports: str = ""  # ranks' master port, then the leased ports
@@ -31,11 +31,11 @@ class Engine(Protocol):
 
     @property
     def unfinished(self) -> int:
-        """The number of attempts that ``poll`` has yet to report."""
+        """Number of attempts that ``poll`` has not reported yet."""
 
     @property
     def tick_s(self) -> float:
-        """Seconds that the runner can wait before it polls again."""
+        """Time that the runner can wait before it polls again."""
 
     def submit(self) -> None:
         """Starts or submits the jobs that ``Sweep.next`` returns, and reports each with ``Sweep.mark_started``."""
@@ -50,16 +50,16 @@ class Engine(Protocol):
         """Returns the current state of the attempts that were started or submitted, by job."""
 
     def close(self) -> None:
-        """Releases the engine's resources, once the runner has finished."""
+        """Releases the engine's resources."""
 
 
 def state_of(code: int, verdict: str, ended_by_us: JobState | None = None) -> JobState:
-    """Returns the state of an attempt that ended. A job that exits with 0 has succeeded even if it was asked to stop.
+    """Returns the state of an attempt that ended. Exit code 0 means success even if the job was asked to stop.
 
     Args:
-        code: exit code
-        verdict: outcome in the bundle's verdict, which overrides the exit code; empty without a bundle
-        ended_by_us: state that the job gets because we asked it to stop
+        code: Exit code.
+        verdict: Outcome in the bundle's verdict, which overrides the exit code; empty without a bundle.
+        ended_by_us: State that the job gets because we asked it to stop.
     """
     if code == 0:
         return "succeeded"

@@ -1,4 +1,4 @@
-"""Error for an invalid sweep."""
+"""Defines the error for an invalid sweep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records of a sweep: a job ready to start, and how its attempts ended."""
+"""Defines the records of a sweep: a job ready to start, and how its attempts ended."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ JobState = Literal["waiting", "running", "succeeded", "failed", "hung", "timed-o
 Metric = float | str
 
 FINAL: frozenset[str] = frozenset({"succeeded", "failed", "hung", "timed-out", "skipped", "cancelled"})
-# States that another attempt might fix. Skipped and cancelled jobs had no chance, or not until their end.
+# States that another attempt might fix. Skipped and cancelled jobs didn't run to their end.
 WORTH_ANOTHER_ATTEMPT: frozenset[str] = frozenset({"failed", "hung", "timed-out"})
 
 
-# NUL can't occur in a command line or in a variable.
+# NUL can't occur in a command line or variable.
 _MARK = re.compile("\0([0-9]+)\0")
 
 
@@ -35,7 +35,7 @@ def port_marks(count: int) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class SweepJob:
-    """One job with every placeholder filled in."""
+    """One job with every placeholder replaced."""
 
     name: str
     words: tuple[str, ...]  # arguments of ``safelaunch``, without the name and bundle directory that colaunch adds
@@ -43,7 +43,7 @@ class SweepJob:
     group: str = ""  # its key in the specification, shared by all combinations of the matrix
     params: tuple[tuple[str, str], ...] = ()
     gpus: int = 1  # on each node
-    ports: int = 0  # ports that it gets at its start; until then, ``words`` and ``env`` contain marks for them
+    ports: int = 0  # ports that it gets when it starts; until then, ``words`` and ``env`` contain marks for them
     env: tuple[tuple[str, str], ...] = ()
     cwd: str = "/"  # absolute
     needs: tuple[str, ...] = ()  # names of jobs
@@ -55,7 +55,7 @@ class SweepJob:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the job's work: two jobs with equal fingerprints do the same work."""
+        """Hash of the job's work, equal for jobs that do the same work."""
         nodes = [self.nodes] if self.nodes > 1 else []
         text = json.dumps([self.words, sorted(self.env), self.cwd, *nodes])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -81,9 +81,9 @@ class AttemptOutcome:
     state: JobState
     exit_code: int | None = None  # as a shell shows it
     duration_s: float = 0.0
-    last_step: int | None = None  # as the watch saw it
+    last_step: int | None = None  # according to the watch
     gpus: tuple[str, ...] = ()  # UUIDs, or ``node:number``
-    bundle: str = ""  # path
+    bundle: str = ""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     cause: str = ""  # from its verdict, its first wrong result, or the scheduler's reason
 
@@ -97,7 +97,7 @@ class Pace:
     master_port: str = ""  # according to its ranks
     age_s: float | None = None  # since the latest step of any rank
     quiet: bool = False  # that is far longer than usual, and no rank has announced it
-    cause: str = ""  # suggested by an early look
+    cause: str = ""  # according to an early look
     wrong: str = ""  # first wrong result
 
 

@@ -1,17 +1,16 @@
-"""The journal of a sweep: a file that survives ``kill -9`` at any point.
+"""Keeps the journal of a sweep: a file that survives ``kill -9`` at any point.
 
-It has one JSON document per line, is only appended to, and each line is on the disk before the action it announces:
+It is append-only, with one JSON document per line, and each line is on the disk before the action that it announces:
 
     {"event": "begun", "pid": 4711, ...}                                           colaunch has been started
     {"event": "started", "job": "lr-1e-3", "attempt": 1, "fingerprint": ..., "pid": ..., "start_ticks": ...}
     {"event": "handed", "job": "lr-1e-3", "attempt": 1, "fingerprint": ..., "batch": ...}
     {"event": "ended", "job": "lr-1e-3", "attempt": 1, "state": "succeeded", ...}
 
-"started" is written before the job's process is released, so the journal contains every job. "handed" replaces it for
-a scheduler, and is written before the submission, whose unique name is ``batch``. An incomplete last line was never
-acted upon, and is cut off. ``--resume`` runs a job without an "ended" again, unless its safelaunch recorded a success:
-colaunch might have been killed between a job's end and its record. The colaunch that runs the sweep locks the journal
-(flock).
+"started" is written before the job's process is released, so the journal contains every job. With a scheduler, "handed"
+replaces it, written before the submission with the unique name ``batch``. An incomplete last line was never acted upon
+and is cut off. ``--resume`` repeats a job without an "ended", unless its safelaunch recorded a success: colaunch might
+have been killed between a job's end and its record. The colaunch that runs the sweep locks the journal (flock).
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ class Attempt:
 
 
 def parse(data: bytes, name: str) -> tuple[list[JournalRecord], int]:
-    """Returns the records of a journal, and the size of its complete lines. Raises UsageError for a damaged line.
+    """Returns a journal's records and the size of its complete lines. Raises UsageError for a damaged line.
 
-    Only the last line can be incomplete: nothing is ever appended after one.
+    Only the last line can be incomplete: nothing is ever appended after an incomplete one.
     """
     records: list[JournalRecord] = []
     whole = 0
@@ -92,7 +91,7 @@ def attempts(records: Sequence[JournalRecord]) -> tuple[Attempt, ...]:
             elif record["event"] == "ended" and key in by_key:
                 by_key[key] = replace(by_key[key], outcome=from_builtins(record, AttemptOutcome))
         except (KeyError, TypeError, ValueError, ValidationError):
-            continue  # the record is from another version and thus unreliable: the job runs again
+            continue  # written by another version and thus unreliable: the job runs again
     return tuple(by_key.values())
 
 
@@ -108,7 +107,7 @@ class JournalHistory:
 
 
 def history(attempts: Sequence[Attempt], jobs: Sequence[SweepJob]) -> JournalHistory:
-    """Returns the state of these jobs according to the journal's attempts. Pure.
+    """Returns the state of these jobs according to the journal's attempts.
 
     A job is done if an attempt at exactly the same work succeeded; all others run again.
     """
@@ -127,8 +126,6 @@ def history(attempts: Sequence[Attempt], jobs: Sequence[SweepJob]) -> JournalHis
 
 
 class Journal:
-    """A sweep's journal, open and locked."""
-
     def __init__(self, path: Path) -> None:
         """Opens or creates the journal. Raises UsageError if another colaunch uses it, or if it is damaged."""
         self.path = path
@@ -172,10 +169,10 @@ class Journal:
             self._append(b"\n")
 
     def record_launch(self, jobs: int, sweep_id: str = "") -> None:
-        """Records the start of colaunch. Raises OSError if it can't be written.
+        """Records the start of colaunch. Raises OSError.
 
         Args:
-            sweep_id: marks the jobs of this sweep in a scheduler
+            sweep_id: Marks the jobs of this sweep in a scheduler.
         """
         extra = {"sweep_id": sweep_id} if sweep_id else {}
         self._write({"event": "begun", "pid": os.getpid(), "jobs": jobs, "version": 1, **extra})
@@ -196,7 +193,7 @@ class Journal:
         self.catch_up()
 
     def catch_up(self) -> bool:
-        """Writes records that couldn't be written before; returns True if all are written."""
+        """Writes records that couldn't be written before; returns whether all are written."""
         try:
             while self._pending:
                 self._append(self._pending[0])
@@ -236,7 +233,7 @@ def _tolerant(data: bytes) -> list[JournalRecord]:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flushes a new file's name to the disk. Best effort: some file systems can't."""
+    """Flushes a new file's name to the disk, if the file system can."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

@@ -1,9 +1,9 @@
-"""Chooses which waiting job starts next. Pure.
+"""Chooses which waiting job starts next.
 
-Jobs start in order if they fit. Later jobs that fit overtake one that doesn't, so that no slot stays idle. So that a
-large job gets its turn, the first waiting job (the head) can be overtaken only as often as there are slots. After that,
-room is reserved for it: jobs that overtake it can use only what it leaves over. It therefore starts at the latest when
-the jobs that were running at that moment have ended.
+Jobs start in order if they fit. Later jobs that fit overtake one that doesn't, so that no slot stays idle. The first
+waiting job (the head) can be overtaken only as often as there are slots; otherwise a large job might never start. After
+that, room is reserved for it, and only jobs that fit into the rest can overtake it. It therefore starts at the latest
+when the jobs running at that moment have ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The local engine: starts, reaps and stops jobs on this node, each on its own GPUs or CPU cores.
+"""Starts, reaps and stops jobs on this node, each on its own GPUs or CPU cores.
 
-It has one thread because it forks, and because the kernel ends jobs with the thread that started them. It never waits
-for a job. ``spawn`` describes how a job is started.
+The engine has one thread because it forks, and because the kernel ends jobs with the thread that started them. It never
+waits for a job. ``spawn`` describes how a job is started.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE,
 
 
 class _Unrecorded(Exception):
-    """The journal can't record the start of a job, so it must not start."""
+    """The journal can't record a job's start, so the job must not start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Active:
     below: tuple[ProcessId, ...] = ()  # its descendants when it was killed
 
     def lingers(self, now: float) -> bool:
-        """Returns True while processes of a killed supervisor's job are alive: the guardian ends them, then we do."""
+        """Returns whether a killed supervisor's job has live processes: the guardian ends them, then we do."""
         assert self.status is not None
         if not os.WIFSIGNALED(self.status) or not is_held(self.log):
             return False
@@ -184,7 +184,7 @@ class Local:
             self._complain(f"{self._place.journal.path} can't be written")
             return
         try:
-            while (wanted := self._sweep.next()) is not None:  # don't survey the units if no job could start
+            while (wanted := self._sweep.next()) is not None:  # don't survey the units if no job can start
                 free = self._place.pool.free()
                 if free is None:
                     return
@@ -244,7 +244,7 @@ class Local:
             self._say(f"no job can start now; colaunch keeps trying ({why})")
 
     def _launch(self, job: SweepJob, share: Share) -> None:
-        """Starts a job and hands its lease over, so that the job holds it from its first moment."""
+        """Starts a job and hands over its lease, so that the job holds it from its first moment."""
         attempt, paths = self._sweep.tracks[job.name].attempts + 1, self._place.paths
         paths.bundles(job.name).mkdir(mode=0o700, parents=True, exist_ok=True)
 

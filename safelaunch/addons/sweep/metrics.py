@@ -42,7 +42,7 @@ def check_pattern(pattern: str) -> tuple[str, ...]:
 
 
 def from_lines(lines: Iterable[str], patterns: Sequence[str]) -> dict[str, Metric]:
-    """Returns each metric's value in the first of ``lines`` that has it; within a line, the last one counts."""
+    """Returns each metric's value in the first of ``lines`` that has it; within a line, the last value counts."""
     searches = [(re.compile(pattern), check_pattern(pattern)) for pattern in patterns]
     wanted = {name for _, names in searches for name in names}
     values: dict[str, Metric] = {}
@@ -63,9 +63,9 @@ def from_log(
     patterns: Sequence[str],
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Metric]:
-    """Returns the last value of each metric near the end of a job's output; none from an unreadable file.
+    """Returns the last value of each metric near the end of a job's output; none if the file is unreadable.
 
-    Call it from the main thread: a pattern might take forever (``(a+)+b``), so each gets ``MOST_CPU_S``, after which
+    Call it from the main thread: a pattern might never end (``(a+)+b``), so each gets ``MOST_CPU_S``. After that,
     ``say`` gets a message.
     """
     if not patterns:

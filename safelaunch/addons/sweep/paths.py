@@ -1,4 +1,4 @@
-"""The file names of a sweep, and what its jobs' bundles contain."""
+"""Defines the file names of a sweep, and reads its jobs' bundles."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SweepPaths:
 
     @property
     def batches(self) -> Path:
-        """The scripts that were submitted to a scheduler, and its output while it ran them."""
+        """Scripts that were submitted to a scheduler, and its output while it ran them."""
         return self.root / "batches"
 
     def batch_script(self, name: str) -> Path:
@@ -48,14 +48,14 @@ class SweepPaths:
         return self.root / "jobs"
 
     def job(self, name: str) -> Path:
-        """A job's own directory, ``{job_dir}`` in its command; the job can write there too."""
+        """A job's own directory, ``{job_dir}`` in its command; the job can write there, too."""
         return self.jobs / name
 
     def log(self, name: str, attempt: int) -> Path:
         return self.job(name) / f"attempt-{attempt}.log"
 
     def exit_file(self, name: str, attempt: int) -> Path:
-        """The file to which the attempt's safelaunch writes its exit code."""
+        """File to which the attempt's safelaunch writes its exit code."""
         return self.job(name) / f"attempt-{attempt}.exit"
 
     def bundles(self, name: str) -> Path:

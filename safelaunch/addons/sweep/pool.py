@@ -1,4 +1,4 @@
-"""The units that jobs run on: GPUs, or slots of CPU cores on a node without GPUs. Each serves one job at a time."""
+"""Assigns the units that jobs run on, one job at a time: GPUs, or slots of CPU cores on a node without GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROGRAM = "safelaunch colaunch"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    units: tuple[int, ...] = ()  # numbers of its slots
+    units: tuple[int, ...] = ()
     label: str = ""  # its units in words
     gpus: tuple[str, ...] = ()
     cores: int = 0  # 0 if cores aren't shared out
@@ -33,7 +33,7 @@ class Share:
 
 
 class SharePool(Protocol):
-    """Assigns shares. Callers don't see what they consist of or what competes. ``free`` raises StoreError."""
+    """Assigns shares. Hides what they consist of and what competes for them. ``free`` raises StoreError."""
 
     @property
     def capacity(self) -> int:
@@ -53,7 +53,7 @@ class SharePool(Protocol):
         """Returns a share for ``job``, or None if too few units are free."""
 
     def wait(self, job: SweepJob, ours: Collection[int]) -> str:
-        """Queues ``job``, which would start if others freed units, ahead of later requests.
+        """Queues ``job`` ahead of later requests; it would start if others freed units.
 
         Returns lines that list the holders, except for the processes in ``ours``.
         """
@@ -76,7 +76,7 @@ class CpuSlots:
         self._free = set(range(count))
 
     def units(self, gpus: int) -> int:
-        """Returns one slot per GPU, and at least one: a job without GPUs needs a core too."""
+        """Returns one slot per GPU, and at least one: a job without GPUs needs a core, too."""
         return max(1, gpus)
 
     def free(self) -> int:
@@ -105,7 +105,7 @@ class GpuPool:
     """The node's GPUs, as the environment limits them; each job sees only its own.
 
     A GPU is free if no process on this node holds or uses it, including our own jobs. All our waiting jobs share one
-    place in the queue of the node. No method waits for the driver.
+    place in the node's queue. No method waits for the driver.
     """
 
     kind = "GPU"
@@ -155,7 +155,7 @@ class GpuPool:
 
 
 def default_slots(cores: int, units: Sequence[int], at_most: int | None) -> int:
-    """Returns one slot per core, but no more than the jobs can use at once, so that their shares are larger."""
+    """Returns one slot per core, or fewer and larger ones if the jobs can't use that many at once."""
     largest_first = sorted(units, reverse=True)[:at_most]
     return max(1, min(cores, sum(largest_first)), *largest_first[:1])
 

@@ -1,7 +1,4 @@
-"""The loop that runs a sweep on an engine.
-
-It never waits for a job, and never long for a terminal.
-"""
+"""Runs a sweep on an engine, in a loop that never waits for a job, and never long for a terminal."""
 
 from __future__ import annotations
 
@@ -93,7 +90,7 @@ class Runner:
             )
 
     def _summarize(self) -> None:
-        """Writes the CSV periodically, using a few percent of the time at most."""
+        """Writes the CSV periodically, using at most a few percent of the time."""
         now = self._clock()
         if now < self._summary_due_s:
             return

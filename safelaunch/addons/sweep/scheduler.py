@@ -1,4 +1,4 @@
-"""Interface of a scheduler for ``BatchEngine``, and the records they exchange."""
+"""Defines the interface of a scheduler for ``BatchEngine``, and the records they exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safelaunch.system.errors import SafelaunchError
 
 
 class QueueError(SafelaunchError):
-    """A scheduler refused a request, or didn't answer."""
+    """A scheduler refused a request or didn't answer."""
 
     passing = False  # another try might succeed
     full = False  # the scheduler accepts no more jobs from this user until some have ended
@@ -20,7 +20,7 @@ class QueueError(SafelaunchError):
 
 @dataclass(frozen=True, slots=True)
 class SubmittedWork:
-    name: str  # unique: finds the job again in the scheduler's list
+    name: str  # unique: finds the job in the scheduler's list
     job: SweepJob
     script: Path
     output: Path
@@ -40,7 +40,7 @@ class ListedJob:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """State and cause that a scheduler's state name stands for if a job didn't succeed."""
+    """State and cause for a scheduler's state name, if a job didn't succeed."""
 
     state: JobState
     cause: str

@@ -1,4 +1,4 @@
-"""Output of ``safelaunch colaunch``: the live table, the dry run, the summary."""
+"""Shows the output of ``safelaunch colaunch``: the live table, the dry run, the summary."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _STYLES = {"running": "bold", "succeeded": "green", "failed": "red", "hung": "re
 
 
 def headline(snapshot: Snapshot) -> str:
-    """Returns e.g. ``12 of 30 done, 4 running, 1 failed, 14 waiting; about 3m20s left``."""
+    """Returns, for example, ``12 of 30 done, 4 running, 1 failed, 14 waiting; about 3m20s left``."""
     counts = Counter[str](job.state for job in snapshot.jobs)
     done = sum(count for state, count in counts.items() if state not in ("running", "waiting"))
     parts = [f"{done} of {len(snapshot.jobs)} done"]
@@ -70,7 +70,7 @@ def headline(snapshot: Snapshot) -> str:
 
 
 def choose(snapshot: Snapshot, room: int) -> tuple[JobStatus, ...]:
-    """Returns at most ``room`` jobs, the most important ones, in their order."""
+    """Returns the ``room`` most important jobs, in their order."""
     ranked = sorted(range(len(snapshot.jobs)), key=lambda index: (_ORDER.index(snapshot.jobs[index].state), index))
     return tuple(snapshot.jobs[index] for index in sorted(ranked[: max(0, room)]))
 
@@ -79,7 +79,7 @@ def cells(job: JobStatus, typical_s: float | None) -> tuple[str, ...]:
     """Returns one row, in the order of ``COLUMNS``. A quiet job has no rate and no estimate.
 
     Args:
-        typical_s: seconds that similar jobs took
+        typical_s: Seconds that similar jobs took.
     """
     live, ended = (job.live or RunningAttempt(), None) if job.state == "running" else (RunningAttempt(), job.outcome)
     pace = live.pace
@@ -105,7 +105,7 @@ def cells(job: JobStatus, typical_s: float | None) -> tuple[str, ...]:
 
 
 def cause(job: JobStatus) -> str:
-    """Returns the cause in the verdict, or with a question mark what an early look at a running job suggests.
+    """Returns the verdict's cause, or an early look's with a question mark.
 
     Without one, returns the first wrong result, or a scheduler's reason to keep the job waiting.
     """
@@ -208,7 +208,7 @@ def summary_lines(tracks: Sequence[Track], paths: SweepPaths | None = None) -> l
 
 
 def _remarks(tracks: Sequence[Track], paths: SweepPaths | None) -> list[str]:
-    """Explains in a line per job why it failed or didn't run, and where the evidence is: too long for a column."""
+    """Returns lines that explain why jobs failed or didn't run, and where the evidence is: too long for a column."""
     columns = []
     for track in tracks:
         ended = track.outcome
@@ -273,7 +273,7 @@ def open_screen() -> Iterator[Screen]:
 
 
 class PlainScreen:
-    """One line on stderr per event, and the overall progress once a minute."""
+    """Prints one line on stderr per event, and the overall progress once a minute."""
 
     def __init__(self) -> None:
         self._next_s = time.monotonic() + PLAIN_REFRESH_S

@@ -1,4 +1,4 @@
-"""Slurm as a scheduler: sbatch, squeue and scancel. Doesn't need accounting."""
+"""Implements Slurm as a scheduler: sbatch, squeue and scancel. Needs no accounting."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PASSING = re.compile(
     re.IGNORECASE,
 )
 FULL = re.compile(r"accounting/QOS policy|submit limit|MaxSubmit|too many|MaxJobCount|maximum number of jobs", re.I)
-# Variables in our environment that choose the cluster or set the site defaults; others would change our jobs.
+# Variables in our environment that choose the cluster or set site defaults; others would change our jobs.
 KEPT = re.compile(
     "SLURM_(CONF|CLUSTERS|TIME_FORMAT|JWT|CONF_SERVER)|SBATCH_(ACCOUNT|CONSTRAINT|CLUSTERS|EXCLUSIVE|MEM_PER_CPU"
     "|MEM_PER_GPU|NO_REQUEUE|PARTITION|QOS|REQUEUE|RESERVATION|TIMELIMIT|WCKEY)"
 )
 OF_SLURM = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "PMI_", "SQUEUE_", "SCANCEL_")
 KEYS = ("partition", "account", "time", "qos", "sbatch")
-# Options that the engine sets, and what to use instead.
+# Options that the engine sets, and alternatives.
 OURS = {
     "array": "colaunch submits each job by itself",
     "chdir": "use 'cwd'",
@@ -72,8 +72,6 @@ _MEANINGS = {
 
 
 class Slurm:
-    """Slurm's commands, with colaunch's environment."""
-
     name = "Slurm"
     keeps_order = True
     meanings: Mapping[str, Meaning] = _MEANINGS
@@ -86,7 +84,7 @@ class Slurm:
         return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
 
     def submit_command(self, work: SubmittedWork) -> list[str]:
-        """Returns the sbatch command. Options override sbatch's variables, which lines in the script wouldn't."""
+        """Returns the sbatch command. Options override sbatch's variables; lines in the script wouldn't."""
         job, out = work.job, os.fspath(work.output).replace("%", "%%")
         words = ["sbatch", "--parsable", f"--job-name={work.name}", "--open-mode=append", f"--output={out}"]
         words += [f"--dependency=afterok:{':'.join(work.after)}", "--kill-on-invalid-dep=yes"] if work.after else []
@@ -170,7 +168,6 @@ def _ask(*words: str) -> str:
 
 
 def slurm_error(message: str) -> QueueError:
-    """Returns the error for a message from Slurm."""
     error = QueueError(message)
     error.passing, error.full = bool(PASSING.search(message)), bool(FULL.search(message))
     return error
@@ -190,7 +187,7 @@ def parse(text: str) -> list[ListedJob]:
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment for Slurm's commands and thus for the jobs, without variables of a surrounding job."""
+    """Returns the environment for Slurm's commands and thus the jobs, without variables of a surrounding job."""
     return {
         name: value
         for name, value in environ.items()

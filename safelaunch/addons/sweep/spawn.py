@@ -1,9 +1,8 @@
 """Starts a job's safelaunch so that it is recorded before it runs and can't outlive colaunch unnoticed.
 
-- The child waits to be released, which happens after it is recorded in the journal. If colaunch is killed first, it
-  exits.
-- It asks the kernel for a SIGTERM when colaunch dies (PR_SET_PDEATHSIG), which it forwards to its job: after ``kill
-  -9`` of colaunch, its jobs end.
+- The child waits until it is recorded in the journal and released. If colaunch is killed first, it exits.
+- The kernel sends it SIGTERM when colaunch dies (PR_SET_PDEATHSIG), which it forwards to its job. So ``kill -9`` of
+  colaunch ends its jobs.
 - It also writes its exit code to a file, so that a success isn't lost if colaunch is killed at that moment.
 - Its log is locked (flock). The lock belongs to the open file, which is the stdout of every process of the job, so
   ``--resume`` can see if any of them is alive.
@@ -42,13 +41,13 @@ class JobCommand:
 def spawn(command: JobCommand, tell: Callable[[ProcessId], None]) -> ProcessId:
     """Starts the command in a new session.
 
-    Raises OSError if it can't be started. Call it from the main thread: for the kernel, the end of the thread that
-    forked is our death.
+    Raises OSError if it can't be started. Call it from the main thread: the kernel treats the end of the thread that
+    forked as our death.
 
     Args:
-        tell: gets the process before it runs; if it raises, the process ends
+        tell: Gets the process before it runs; if it raises, the process ends.
     """
-    # Append, never truncate: if the attempt exists already, its output is kept.
+    # Append, never truncate: if the attempt already exists, its output is kept.
     log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         with suppress(OSError):  # the file system has no locks

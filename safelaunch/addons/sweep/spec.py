@@ -82,7 +82,7 @@ _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class TemplateText:
-    """Text that can contain placeholders. In it, ``{{`` is a brace."""
+    """Text that can contain placeholders. ``{{`` stands for a brace."""
 
     text: str
     where: str  # where it is defined (``sweep.yaml:7``)
@@ -127,9 +127,9 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """One entry of ``jobs``, or the one job of a grid."""
+    """One entry of ``jobs``, or the only job of a grid."""
 
-    job: SweepJob  # what its jobs have in common
+    job: SweepJob  # common properties of its jobs
     command: tuple[TemplateText, ...]
     axes: tuple[Axis, ...] = ()  # sweep's parameters: one job per combination of the used ones
     name: TemplateText | None = None
@@ -192,7 +192,7 @@ def templates_of(root: YamlNode, metrics: tuple[str, ...] = ()) -> tuple[Templat
     """Returns the templates in a parsed file. Raises SpecError or PresetError, with file and line.
 
     Args:
-        metrics: additional metrics for every job
+        metrics: Additional metrics for every job.
     """
     if root.kind == "nothing":
         raise SpecError(f"{root.where}: the file is empty", "it needs 'jobs', or 'defaults' with a command")
@@ -277,7 +277,7 @@ def _template(
 
 
 def command_of(node: YamlNode) -> tuple[TemplateText, ...]:
-    """Returns the command as words, from a list or from one text that is split as in a shell."""
+    """Returns the command's words, from a list or from a text that is split as in a shell."""
     if node.kind == "list":
         words = tuple(TemplateText(scalar(item, "command"), item.where) for item in node.items)
     else:
@@ -357,7 +357,7 @@ def expand(templates: Sequence[Template], paths: SweepPaths, cwd: str) -> tuple[
     """Returns every job of the sweep, in written order. Raises SpecError.
 
     Args:
-        cwd: working directory, absolute
+        cwd: Working directory, absolute.
     """
     pairs: list[tuple[SweepJob, tuple[TemplateText, ...]]] = []
     for template in templates:
@@ -377,7 +377,7 @@ def expand(templates: Sequence[Template], paths: SweepPaths, cwd: str) -> tuple[
 
 
 def _jobs(template: Template, paths: SweepPaths, cwd: str) -> list[tuple[SweepJob, tuple[TemplateText, ...]]]:
-    """Returns a template's jobs, with unresolved needs: one for each combination of the parameters that it uses."""
+    """Returns a template's jobs, one per combination of the parameters that it uses, with unresolved needs."""
     fields = [*(axis.name for axis in template.axes), *BUILTIN]
     ports = _ports(template)
     used = {
@@ -412,7 +412,7 @@ def _check_used(templates: Sequence[Template], jobs: Sequence[SweepJob]) -> None
 
 
 def _ports(template: Template) -> tuple[str, ...]:
-    """Returns the names of the template's ports. Raises SpecError if a parameter has one of them."""
+    """Returns the names of the template's ports. Raises SpecError if a parameter has one of these names."""
     names = port_names(template.job.ports)
     for axis in template.axes:
         if axis.name in names:
@@ -460,7 +460,7 @@ def _names(template: Template, combinations: Sequence[Params]) -> list[str]:
 
 
 def derive(group: str, params: Params) -> str:
-    """Returns a name such as ``train_lr-1e-3_seed-0``, or ``job``. A secret's value is left out."""
+    """Returns a name such as ``train_lr-1e-3_seed-0``, or ``job``; omits a secret's value."""
     values = (name if is_secret_name(name) else f"{name}-{value}" for name, value in params)
     parts = [*([group] if group else []), *values]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(parts)).lstrip(".-") or "job"
@@ -501,7 +501,7 @@ def _names_needed(texts: Sequence[TemplateText], groups: Mapping[str, Sequence[s
 
 
 def _check_order(jobs: Sequence[SweepJob]) -> None:
-    """Raises SpecError if jobs need each other in a circle."""
+    """Raises SpecError if needs form a cycle."""
     try:
         TopologicalSorter({job.name: job.needs for job in jobs}).prepare()
     except CycleError as error:

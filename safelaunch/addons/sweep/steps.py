@@ -1,6 +1,6 @@
 """Reads the progress of jobs from the progress pages of their ranks, without queries or waiting.
 
-A page stays mapped after its run directory is removed, so the last step of a job that has ended is exact.
+A page stays mapped after its run directory is removed, so an ended job's last step is exact.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _FollowedJob:
         self.usual_s = max(rank.mean_step_s(rank.step or 0) for rank in stepping)
         self.announced = any(rank.paused or rank.phase for rank in ranks)
         if self.samples and step < self.samples[-1][1]:
-            self.samples.clear()  # torchrun started the ranks again
+            self.samples.clear()  # torchrun restarted the ranks
         self.samples.append((now, step))
         while now - self.samples[0][0] > RATE_OVER_S:
             self.samples.popleft()
@@ -70,10 +70,10 @@ class _FollowedJob:
 
 
 class Steps:
-    """The progress of jobs, identified by their supervisors.
+    """Follows the progress of jobs, identified by their supervisors.
 
     Args:
-        places: returns the directories that contain run directories
+        places: Returns the directories that contain run directories.
     """
 
     def __init__(self, places: Callable[[], tuple[Path, ...]], clock: Callable[[], float]) -> None:
@@ -134,7 +134,7 @@ def _listed(path: Path, kind: type[T]) -> list[T]:
 
 
 def slowest(ranks: Iterable[Progress]) -> int | None:
-    """Returns the step of the slowest rank that hasn't ended, or of the slowest of all if all have."""
+    """Returns the step of the slowest active rank, or of the slowest of all if all have ended."""
     stepping = [rank for rank in ranks if rank.step is not None]
     going_on = [rank for rank in stepping if rank.state != "exited"]
     return min((rank.step or 0 for rank in going_on or stepping), default=None)

@@ -12,7 +12,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Signals:
-    """Context manager that collects stop signals instead of acting on them. Ignored ones (nohup) stay ignored."""
+    """Collects stop signals within a context instead of acting on them. Ignored ones (nohup) stay ignored."""
 
     def __init__(self) -> None:
         self._taken: list[int] = []

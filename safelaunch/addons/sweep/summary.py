@@ -74,7 +74,7 @@ def table(tracks: Sequence[Track], running: Mapping[str, AttemptOutcome] = NOTHI
     A parameter or metric with the name of another column gets the prefix ``param.`` or ``metric.``.
 
     Args:
-        running: current state of running jobs
+        running: Current state of running jobs.
     """
     params = list(dict.fromkeys(name for track in tracks for name, _ in track.job.params))
     pairs = [(track, running.get(track.job.name, track.outcome)) for track in tracks]
@@ -103,10 +103,10 @@ def write_summary(tracks: Sequence[Track], paths: SweepPaths) -> None:
 def write_csv(tracks: Sequence[Track], paths: SweepPaths, running: Mapping[str, AttemptOutcome] = NOTHING_RUNS) -> None:
     """Writes ``summary.csv`` atomically. Raises OSError.
 
-    While the sweep runs, its ``summary.json`` doesn't exist: programs can wait for that.
+    ``summary.json`` is only written when the sweep ends, so programs can wait for it.
 
     Args:
-        running: current state of running jobs
+        running: Current state of running jobs.
     """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(table(tracks, running))

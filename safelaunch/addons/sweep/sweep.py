@@ -1,4 +1,4 @@
-"""The state of a sweep: which jobs can start, are skipped, or run again. Pure: no clock, process or file."""
+"""Tracks the state of a sweep: which jobs can start, are skipped, or run again. Uses no clock, process or file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Rules:
 
 
 class Sweep:
-    """All jobs of a sweep. Report events with its methods; ``next`` returns the job to start."""
+    """Tracks all jobs of a sweep. Report events with its methods; ``next`` returns the job to start."""
 
     def __init__(self, jobs: Sequence[SweepJob], rules: Rules, before: Mapping[str, JobHistory] | None = None) -> None:
         self._rules = rules
@@ -104,7 +104,7 @@ class Sweep:
         return self._rules.units.get(job.name, job.gpus)
 
     def _settle(self) -> None:
-        """Queues jobs whose dependencies have succeeded; skips jobs whose dependencies have failed, recursively."""
+        """Queues jobs with succeeded dependencies; skips jobs with failed dependencies, recursively."""
         changed = True
         while changed:
             changed = False
@@ -128,5 +128,5 @@ def ending(track: Track) -> str:
 
 
 def cancelled(outcome: AttemptOutcome) -> AttemptOutcome:
-    """Returns the outcome as cancelled unless it is a success: the end of a stopped job says nothing about the job."""
+    """Returns the outcome as cancelled unless it is a success: the end of a stopped job reveals nothing about it."""
     return outcome if outcome.state == "succeeded" else replace(outcome, state="cancelled")

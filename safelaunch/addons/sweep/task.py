@@ -39,7 +39,7 @@ TICK_S = 0.25
 LOOK_FIRST_S, LOOK_EVERY_S, PACE_EVERY_S = 3.0, 1.0, 5.0
 SIGNAL_COMES_S = 0.5  # a scheduler might signal all processes of a job, and the job might end before we get the signal
 KILL_AFTER_S = 45.0  # torchrun can take 30 s
-# How long to retry if the disk refuses the end; after that, only the scheduler knows it.
+# Time for which to retry if the end can't be written to disk; after that, only the scheduler knows it.
 LEAVE_FOR_S, LEAVE_EVERY_S = 60.0, 2.0
 # Placeholders in the command for values that only the job knows.
 FIRST_HOST, RENDEZVOUS_PORT, JOB_ID = "@{first-host}", "@{rdzv-port}", "@{job-id}"
@@ -89,8 +89,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class SchedulerTask:
-    """One attempt, inside its job."""
-
     def __init__(self, words: argparse.Namespace, environ: dict[str, str], inside: SchedulerJob) -> None:
         self._arguments = words
         self._environ = environ

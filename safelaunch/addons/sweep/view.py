@@ -1,4 +1,4 @@
-"""The state of a sweep as a screen shows it, and the interface of such a screen."""
+"""Defines the state of a sweep for display, and the interface of a screen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class JobStatus:
 
     @property
     def so_far(self) -> AttemptOutcome | None:
-        """The current attempt as far as it has got, in the form of an outcome."""
+        """The current attempt so far, as an outcome."""
         if self.live is None or self.state == "waiting":
             return AttemptOutcome("waiting") if self.live is not None else None
         took_s = round(self.live.elapsed_s, 3)
@@ -49,7 +49,7 @@ class Screen(Protocol):
         """Shows an event."""
 
     def show_end(self, text: str) -> None:
-        """Shows how a job has ended, unless the display has a line for each job."""
+        """Shows how a job ended, unless the display has a line for each job."""
 
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
         """Updates the display; takes a snapshot only if it will be shown."""
