@@ -1,4 +1,4 @@
-"""Collects the evidence of each rank, and writes each file as it arrives.
+"""Collects each rank's evidence, and writes each file as it arrives.
 
 The least intrusive sources come first: those that need nothing from the rank, those without the GIL, then the rest.
 """
@@ -34,8 +34,6 @@ ServerReply = tuple[GilTest, FlightCapture]  # from a rank's worker server
 
 @dataclass(frozen=True, slots=True)
 class RankBasics:
-    """Facts about a rank that the supervisor has without querying it."""
-
     progress: Progress | None = None
     pid: int = 0
     page_name: str = ""
@@ -206,7 +204,6 @@ def _with_last_words(evidence: RankEvidence, words: LastWords) -> RankEvidence:
 
 
 def of_another_node(evidence: RankEvidence, sink: Sink) -> None:
-    """Writes the files of a rank whose evidence came from its own node."""
     folder, how = f"ranks/{evidence.rank}", f"from {evidence.host}"
     main, children = evidence.main, evidence.children
     states = Processes(main, children) if main is not None else None

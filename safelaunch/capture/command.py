@@ -1,4 +1,4 @@
-"""Runs helper programs (py-spy, nvidia-smi, ...) that must not outlive their deadline."""
+"""Runs helper programs (py-spy, nvidia-smi, ...) under a deadline."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class HelperReports:
         self._closed = False
 
     def send_to(self, report: Callable[[int], None]) -> None:
-        """Calls ``report(pid)`` for each helper that starts from now on."""
         self._report, self._closed = report, False
 
     def started(self, pid: int) -> None:
@@ -155,7 +154,7 @@ def _ended(helper: subprocess.Popen[bytes] | str, log: Path) -> Output:
     return Output(helper.returncode, b"", stderr, timed_out)
 
 
-# A process group, not a session: by session, the supervisor distinguishes its helpers from the job's orphans.
+# A process group, not a session: the session distinguishes the supervisor's helpers from the job's orphans.
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {}
 
 

@@ -1,8 +1,8 @@
 """Counts a job's work: what its processes have computed, read, written, sent and received so far.
 
-The processes aren't touched. The kernel doesn't count everything: ``splice``, and ``recv`` and ``send`` on Unix and UDP
-sockets, unlike ``read`` and ``write`` (``supervise.judge`` looks at the threads that wait in them). Work on already
-mapped pages shows only as CPU time.
+The processes aren't touched. The kernel doesn't count ``splice``, nor ``recv`` and ``send`` on Unix and UDP sockets,
+unlike ``read`` and ``write`` (``supervise.judge`` looks at the threads that wait in them). Work on already mapped pages
+shows only as CPU time.
 """
 
 from __future__ import annotations

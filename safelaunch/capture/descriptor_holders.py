@@ -47,11 +47,10 @@ class _EndOfSearch:
 @dataclass(frozen=True)
 class _Holders:
     by: Mapping[WantedEnds, tuple[OtherEnd, ...]]
-    closed: bool = False  # no process outside the search can have such a descriptor
-    rings: frozenset[int] = frozenset()  # processes for which the kernel reads and writes (io_uring)
+    closed: bool = False  # no unsearched process can have such a descriptor
+    rings: frozenset[int] = frozenset()  # processes that use io_uring
 
     def is_closed(self, end: WantedEnds) -> bool:
-        """Returns the value of ``ends_closed`` in ``ThreadState``."""
         return self.closed and self.rings.isdisjoint(holder.pid for holder in self.by[end])
 
 
@@ -61,8 +60,8 @@ def with_ends(
     """Adds the other ends for which the threads of ``states`` wait, searching processes in the order of ``pids``.
 
     The processes of ``states`` are always searched, others until ``CPU_S`` seconds of CPU or ``deadline_s`` seconds. If
-    some process wasn't searched, only connections are reported, which have a single other end. A pipe or semaphore
-    isn't, because an unsearched process might have it, too.
+    some process wasn't searched, only connections are reported. An unsearched process might have a pipe or semaphore,
+    too, but a connection has a single other end.
     """
     until = _EndOfSearch(time.thread_time() + CPU_S, time.monotonic() + deadline_s)
     wanted = {(state.pid, tid): end for state in states for tid, end in _wanted(state)}
@@ -136,7 +135,7 @@ def _holders(wanted: frozenset[WantedEnds], own: Collection[int], pids: Iterable
 
 
 def _mapped_files(pid: int) -> frozenset[str]:
-    # Device and inode of each mapped file, because its path can differ between processes.
+    # Device and inode, because a file's path can differ between processes.
     with suppress(OSError):  # it has ended, or belongs to another user
         return frozenset(mapping.identity for mapping in ProcessMemory(pid).mappings)
     return frozenset()
@@ -174,8 +173,8 @@ def _hides_its(pid: int) -> bool:
 def _are_closed(own: Collection[int], jobs: Collection[str], every: Collection[str]) -> bool:
     """True if no unsearched process can have received a descriptor from the job.
 
-    For that, no descriptor is in transit in a Unix socket, and none of the job's targets ``jobs`` is connected to a
-    Unix socket outside ``every``, the targets in all searched processes.
+    No descriptor may be in transit in a Unix socket, and none of the job's targets ``jobs`` may be connected to a Unix
+    socket outside ``every``, the targets in all searched processes.
     """
     unix, network = unix_sockets(), link_of("/proc/self/ns/net")
     if unix is None or {link_of(f"/proc/{pid}/ns/net") for pid in own} - {network, ""}:

@@ -32,8 +32,8 @@ def holders(pid: int, fd: int) -> tuple[int, ...]:
     """Returns the processes with the lock for which ``pid`` waits at descriptor ``fd``; empty if unknown.
 
     First comes the process that took the lock, if it still has it, then those that inherited the open file, each of
-    which can release the lock. It might be ``pid`` itself, if it opened the file twice. Call it with a deadline,
-    because it can block on a file system that doesn't respond.
+    which can release the lock. It might be ``pid`` itself, if it opened the file twice. Can block on a dead file
+    system, so call it with a deadline.
     """
     try:
         place = _place(Path(f"/proc/{pid}/fd/{fd}"))
@@ -86,12 +86,8 @@ def lock_table() -> tuple[LockRow, ...]:
 def locks_of(pid: int, *, of_others: bool, table: Sequence[LockRow] | None = None) -> tuple[FileLock, ...]:
     """Returns exclusive locks on files that ``pid`` has open, except those shared with a parent through its open file.
 
-    Can block like :func:`holders`, but only on locked files.
-
-    Args:
-        pid: The process.
-        of_others: Whether to include other processes' locks.
-        table: The node's locks, if they have been read.
+    Can block like :func:`holders`, but only on locked files. ``of_others`` includes other processes' locks; ``table``
+    has the node's locks, if they have been read.
     """
     rows = lock_table() if table is None else table
     wanted = {row for row in rows if row.exclusive and (of_others or row.pid == pid)}
@@ -120,7 +116,7 @@ def locks_of(pid: int, *, of_others: bool, table: Sequence[LockRow] | None = Non
 def lock_on(pid: int, path: str) -> FileLock | None:
     """Returns another process's exclusive lock on the file that is ``path`` for ``pid``; None if unknown.
 
-    Call it with a deadline, because it can block on a file system that doesn't respond.
+    Can block like :func:`holders`.
     """
     try:
         place = _place(Path(f"/proc/{pid}/cwd", path))
@@ -134,7 +130,7 @@ def lock_on(pid: int, path: str) -> FileLock | None:
 def program(pid: int) -> str:
     """Returns a process's program and start, e.g. `` (python tokenize.py, since 2026-03-01 14:02:11 UTC)``.
 
-    Empty if unknown. Omits arguments, which might contain secrets.
+    Omits arguments, which might contain secrets. Empty if unknown.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes()[:_MAX_BYTES].decode("utf-8", "replace").split("\0")

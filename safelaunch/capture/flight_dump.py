@@ -1,17 +1,15 @@
 """Parses Flight Recorder dumps (c10d's record of a rank's last collectives), versions 2.0 to 2.10.
 
-A dump is JSON from the worker server, which needs no GIL and has no frames, or a pickle with frames. Both are
-untrusted. The unpickler knows no classes, and a value is hashed, shown or compared only after a check of its type and
-size. A value that c10d wouldn't write counts as unknown, and ``FlightRecord.damaged`` names its field, which makes a
-verdict less certain.
+A dump is JSON from the worker server, which needs no GIL and has no frames, or a pickle with frames. The unpickler
+knows no classes, and a value is hashed, shown or compared only after a check of its type and size. A value that c10d
+wouldn't write counts as unknown, and ``FlightRecord.damaged`` names its field.
 
-A pickle with a hostile *structure* can still kill the process that reads it, because reading hashes a dictionary's
-keys. So a child process reads strangers' files (``bundle/reading/guard.py``).
+A pickle with a hostile *structure* can still kill its reader, because reading hashes a dictionary's keys. So a child
+process reads strangers' files (``bundle/reading/guard.py``).
 
-torch 2.15 makes ``nccl2`` the default backend. Each backend then has its own recorder in the same format
-(pytorch#192233), so a rank can have several dumps (:func:`~.flight_records.merged`). Those recorders never notice
-starts. They notice ends, except for a backend in Python: its calls are retired as they are made
-(``verdict/comparable.py``).
+torch 2.15 makes ``nccl2`` the default backend. Each backend then has its own recorder (pytorch#192233), so a rank can
+have several dumps. Those recorders never notice starts. They notice ends, except for a backend in Python: its calls are
+retired as they are made (``verdict/comparable.py``).
 
 gloo differs (torch 2.13): ``state`` stays ``"scheduled"`` (``retired`` shows the end), ``pg_config`` has the key ``""``
 instead of ``"0"``, and the numbers in ``pg_status`` are strings in the JSON.
@@ -48,7 +46,7 @@ from safelaunch.model.entries import Entries, Kinds, Same, packed, positions
 from safelaunch.system.decoding import load_pickle
 from safelaunch.system.errors import CaptureError
 
-# Backends that ask the device if an operation has finished. If an entry is retired without that, it has timed out.
+# Backends that ask the device if an operation has finished. An entry retired without that has timed out.
 _WITH_EVENTS = ("nccl:", "nccl2:", "ncclx:", "rccl:", "rcclx:", "xccl:", "mccl:", "hccl:")
 
 MAX_DUMP_BYTES = 256 << 20
@@ -63,8 +61,6 @@ _TEXTS_OR_NONE = frozenset({str, type(None)})
 
 
 class DumpParts:
-    """Parts that a job's dumps share, stored once."""
-
     def __init__(self) -> None:
         self.kinds = Kinds()
         self.frames: dict[tuple[Frame, ...], tuple[Frame, ...]] = {}
@@ -88,7 +84,6 @@ def parse_pickle(data: bytes, shared: DumpParts | None = None) -> FlightRecord:
 
 
 def to_json(record: FlightRecord) -> bytes:
-    """Formats a dump that ``parse_json`` converts to the same record."""
     groups = {name: {"name": name, "ranks": json.dumps(list(ranks))} for name, ranks in record.groups.items()}
     status = {
         name: {
@@ -160,7 +155,6 @@ def record_of(dump: object, shared: DumpParts | None = None) -> FlightRecord:
 
 
 def _without_doubles(entries: Entries, damaged: set[str]) -> Entries:
-    """Drops entries with a repeated ``record_id``."""
     numbers = entries.record_ids
     if isinstance(numbers, (range, Same)) or len(set(numbers)) == len(numbers):
         return entries
@@ -179,15 +173,14 @@ _EntryRow = tuple[Any, ...]
 class _Decoder:
     """Decodes the entries of one dump, most of which repeat in every iteration of a training loop.
 
-    Only a row that is new is decoded. If a row is known, another iteration might begin there: the following rows are
-    compared in bulk with the rows that followed last time, and looked up only if they differ. Comparing is cheap,
-    because c10d's pickler shares the frames' dictionaries between entries, and identical objects are equal. It is safe,
-    because an unchecked value is compared only with a checked value or its equal, so the recursion is never deeper than
-    that value.
+    If a row is known, another iteration might begin there: the following rows are compared in bulk with the rows that
+    followed last time, and decoded only if they differ. Comparing is cheap, because c10d's pickler shares the frames'
+    dictionaries, and identical objects are equal. It is safe, because an unchecked value is compared only with a
+    checked value or its equal, so the recursion never goes deeper than that.
     """
 
     def __init__(self, entries: list[dict[Any, Any]], shared: DumpParts, damaged: set[str]) -> None:
-        self.names_by_id = {"0": "0"}  # pg_id → name; the default group comes first on every rank
+        self.names_by_id = {"0": "0"}  # the default group comes first on every rank
         self._entries = entries
         self._shared = shared
         self._damaged = damaged
@@ -199,7 +192,7 @@ class _Decoder:
             self.names_by_id.update(_names(groups, columns[KEYS.index("pg_id")]))
         self._values = dict(zip(_NUMBERS, columns[len(KEYS) :], strict=True))
         self._rows: list[_EntryRow] = []
-        self._numbers: list[int] = []  # kind of each row, as a number in the shared kinds
+        self._numbers: list[int] = []  # row → kind, as a number in the shared kinds
         self._row_by_key: dict[Hashable, int] = {}
 
     def entries(self) -> Entries:
@@ -270,7 +263,7 @@ class _Decoder:
 
     def _kind(self, row: _EntryRow) -> Collective:
         state, retired, op, group, pg_id, is_p2p, timeout_ms, in_sizes, in_types, out_sizes, out_types, frames = row
-        # An entry without a group name belongs to the group with its number in other entries.
+        # Without a group name, the entry belongs to the group with its number in other entries.
         pair = group if isinstance(group, (list, tuple)) else (self.names_by_id.get(text_of(pg_id), pg_id), "")
         if pair is group and pair and (name := text_of(pair[0])):
             self.names_by_id[text_of(pg_id)] = name
@@ -299,8 +292,7 @@ class _Decoder:
     def _kinds_with_starts(self, row_of: list[int]) -> array[int] | None:
         """Returns the kind of each entry, with ``started`` set if the device reported starts; None if it reported none.
 
-        gloo never reports starts. NCCL doesn't for an entry that is retired unnoticed, nor with
-        TORCH_NCCL_ENABLE_TIMING off.
+        gloo never reports starts. NCCL doesn't for an entry retired unnoticed, nor with TORCH_NCCL_ENABLE_TIMING off.
         """
         starts = self._values["time_discovered_started_ns"]
         if not _NUMBERS_OR_NONE.issuperset(map(type, starts)):
@@ -323,7 +315,7 @@ class _Decoder:
         return numbers
 
     def _counts(self, name: str) -> Sequence[int]:
-        """Returns a column of numbers from 0, with impossible ones replaced by 0."""
+        """Returns a column of numbers, with impossible ones replaced by 0."""
         values = packed(self._numbers_in(name))
         ends = (values[0], values[-1]) if isinstance(values, (range, Same)) and values else values
         if min(ends, default=0) >= 0 and max(ends, default=0) < _MAX_COUNT:
@@ -332,7 +324,7 @@ class _Decoder:
         return [value if 0 <= value < _MAX_COUNT else 0 for value in values]
 
     def _threads(self) -> Sequence[int]:
-        """Returns the calling thread of each entry, often the same for all; empty in older versions."""
+        """Returns each entry's calling thread; empty in older versions."""
         values = self._values["thread_id"]
         first = values[0] if values else None
         if type(first) is str and values.count(first) == len(values) and (number := _thread(first)) is not None:
@@ -364,12 +356,10 @@ def _thread(text: str) -> int | None:
 
 
 def _columns_of(entries: list[dict[Any, Any]]) -> list[tuple[Any, ...]]:
-    """Returns the values under ``KEYS`` and ``_NUMBERS``, entry by entry; None for a missing value."""
+    """Returns the values under ``KEYS`` and ``_NUMBERS``, entry by entry."""
     if not entries:
         return [()] * (len(KEYS) + len(_NUMBERS))
-    own = {
-        key: key for key in entries[0] if type(key) is str
-    }  # the dump's own objects, because identical ones compare fast
+    own = {key: key for key in entries[0] if type(key) is str}  # the dump's own objects: identical ones compare fast
     keys = [own.get(key, key) for key in (*KEYS, *_NUMBERS)]
     try:
         return list(zip(*map(itemgetter(*keys), entries), strict=True))
@@ -407,7 +397,7 @@ def _key_of(row: _EntryRow) -> tuple[_EntryRow, _EntryRow, _EntryRow] | None:
 
 
 def _groups(config: object, ranks_by_text: dict[str, tuple[int, ...]], damaged: set[str]) -> dict[str, tuple[int, ...]]:
-    """Reads ``pg_config``. All dumps share ``ranks_by_text``, because thousands of ranks have the same text."""
+    """Reads ``pg_config``. Thousands of ranks have the same text, so all dumps share ``ranks_by_text``."""
     groups: dict[str, tuple[int, ...]] = {}
     by_list: dict[int, tuple[int, ...] | None] = {}  # a pickle can refer to one list many times
     for key, value in _pairs("pg_config", config, damaged):

@@ -32,8 +32,6 @@ NCCL_ONLY = "this torch records only NCCL's collectives, and there are none (tor
 
 @dataclass(frozen=True)
 class FlightCapture:
-    """A rank's Flight Recorder: the best record, and both raw dumps for the bundle."""
-
     record: Result[FlightRecord]
     json: Result[bytes]
     pickle: Result[bytes]

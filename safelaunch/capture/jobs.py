@@ -39,7 +39,7 @@ class JobProcess:
     ppid: int
     start_ticks: int = 0
     user: int = 0
-    # Its initial variables, or its present ones if only these make it a rank; None if not permitted.
+    # initial variables, or present ones if only these make it a rank; None if not permitted
     env: Mapping[str, str] | None = field(default_factory=dict)
     network: str = ""  # network namespace, within which the address localhost is valid
 
@@ -60,11 +60,10 @@ class FoundJob:
     world_size: int
     ranks: Mapping[int, FoundRank]
     agent: int  # pid of the process that started its ranks
-    members: Collection[int]  # pids of the ranks and of all processes that inherited their variables
+    members: Collection[int]  # pids of the ranks and of all processes with their variables
 
     @property
     def env(self) -> Mapping[str, str]:
-        """Variables of its lowest rank."""
         return self.ranks[min(self.ranks)].process.env or {}
 
 
@@ -206,7 +205,6 @@ def _has_started(process: JobProcess, job: FoundJob, table: Mapping[int, JobProc
 
 
 def described(pid: int) -> str:
-    """Describes a process by command line and user, for an error."""
     process = _read(pid)
     command = cut(" ".join(command_of(pid)), 60)
     return ", ".join(filter(None, (command, f"of {name_of_user(process.user)}" if process is not None else "")))

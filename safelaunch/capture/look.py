@@ -1,4 +1,4 @@
-"""Looks at all ranks at once: the kernel's view of each process and thread, then the Python stacks.
+"""Samples all ranks at once: the kernel's view of each process and thread, then the Python stacks.
 
 Two looks some seconds apart show what moves; the bundle keeps both.
 """
@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 LOCK_DEADLINE_S = 0.5
 LEAST_ENDS_S = 0.5
-RETURN_S = 0.2  # reserved for returning results before the look's deadline
+RETURN_S = 0.2  # for returning results before the deadline
 INSIDE_S = 2.0
 LEAST_STATE_S = 0.3
-# What a sample from inside the rank lacks; the reason follows.
+# Limits of a sample from inside the rank; the reason follows.
 INSTEAD = "read from inside the rank, without C frames and without the stacks of its child processes"
-MAX_CHILDREN = 48  # per rank: more than a usual DataLoader's pool, and the look stays short
+MAX_CHILDREN = 48  # per rank: more than a usual DataLoader's pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,10 @@ class ProcessLook:
 
 @dataclass(frozen=True, slots=True)
 class RankLook:
-    """A rank and its children at one moment, including children with an ended parent."""
+    """A rank and its children at one moment, including orphans."""
 
     rank: int
-    main: ProcessLook | None  # None if nothing could be read within the deadline
+    main: ProcessLook | None  # None if unreadable within the deadline
     children: tuple[ProcessLook, ...] = ()
 
     @property
@@ -102,7 +102,7 @@ def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
     """
     begin = time.monotonic()
     table = process.process_table()
-    # If this is late, each process's own locks are read; if they are late too, its state has a note.
+    # if late, each process's own locks are read; if these are late too, its state has a note
     locks = within_or(None, deadline_s / 4, "the file locks", file_locks.lock_table)
     until = begin + deadline_s - RETURN_S
     calls = [partial(_rank, target, table, locks, deadline_s, until) for target in targets]
@@ -118,8 +118,8 @@ def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
 def with_c_frames(targets: Sequence[Target], last: Look, *, deadline_s: float) -> Look:
     """Repeats the ``last`` look, adding C frames to the main processes of ``targets``; never raises.
 
-    Takes at most ``deadline_s`` seconds. One rank of each distinct Python stack is read first, because equal stacks
-    have equal causes. A rank that isn't read in time keeps its previous stack, with a note.
+    Takes at most ``deadline_s`` seconds. One rank of each distinct Python stack comes first, because equal stacks have
+    equal causes. A rank that isn't read in time keeps its previous stack, with a note.
     """
     begin = time.monotonic()
     ordered = _one_of_each_stack_first(targets, last)

@@ -3,8 +3,8 @@
 The service speaks lines of text on localhost, port 28028 or the one in ``NCCL_RAS_ADDR``. All processes of a node share
 the port, even across jobs, so it is queried only if no process outside this job listens on it.
 
-JSON exists since NCCL 2.28.7; up to 2.28.9 it lacks a comma before each missing rank. NCCL before 2.28 isn't queried,
-because it might crash. NCCL before 2.29.2 might crash if a rank of several communicators is missing.
+JSON exists since NCCL 2.28.7; up to 2.28.9 it lacks a comma before each missing rank. NCCL before 2.28 might crash, so
+it isn't queried. NCCL before 2.29.2 might crash if a rank of several communicators is missing.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ PORT = 28028
 SINCE = (2, 28)
 HARMLESS_SINCE = (2, 29, 2)
 DEADLINE_S = 8.0
-HANDSHAKE_S = (
-    1.0  # a stopped process accepts a connection and never replies; the next attempt might reach another process
-)
+HANDSHAKE_S = 1.0  # a stopped process accepts and never replies; the next attempt might reach another process
 ATTEMPTS = 4
 LEG_S = 2  # for each process; NCCL adds up to 5 s
 MOST_BYTES = 8 << 20
@@ -128,7 +126,6 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def port_of(address: str) -> int:
-    """Returns the port in ``host:port`` or ``[host]:port``, or the default port."""
     port = address.rpartition(":")[2].strip()
     return int(port) if port.isdecimal() and 0 < int(port) < 1 << 16 else PORT
 
@@ -234,7 +231,7 @@ class _RasReply(msgspec.Struct):
     communicators: list[_Communicator]
 
 
-# A value at a line's end and a name at the start of the next line need a comma between them.
+# a comma is needed between a value at a line's end and a name at the start of the next line
 _NO_COMMA = re.compile(r'(["\d\]}])([ \t]*\r?\n[ \t]*")')
 _PROCESS = re.compile(r"\s+Process (\d{1,10}) on node (\S{1,255}) managing GPUs? (\d{0,4})")
 

@@ -1,6 +1,6 @@
 """Collects a job's environment on this node: variables, versions, resources.
 
-Everything is read from files: nothing of the job is imported, and none of its interpreters is run.
+Everything is read from files: nothing of the job is imported or run.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ Kills = Mapping[str, Mapping[str, int | None] | None]
 
 @dataclass(frozen=True, slots=True)
 class NodeSubject:
-    """Processes and facts that a node's sources need."""
-
     pid: int | None = None  # one of the ranks
     code_roots: tuple[str, ...] = ()  # directories of that rank's packages
     env: Result[dict[str, str]] | None = None  # initial environment of the rank
@@ -52,7 +50,7 @@ def sources() -> Mapping[str, Callable[[NodeSubject], Result[Any] | None]]:
     }
 
 
-# Packages with versions that matter for a hang.
+# with versions that matter for a hang
 PACKAGES = (
     "torch", "triton", "numpy", "nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12",
     "nvidia-cudnn-cu13", "accelerate", "apex", "datasets", "deepspeed", "lightning", "megatron-core", "mpi4py",
@@ -79,7 +77,7 @@ def environment_of(pid: int, *, deadline_s: float = 2.0) -> Result[dict[str, str
 
 
 def parse_environ(raw: bytes) -> dict[str, str]:
-    """Parses NUL-separated ``NAME=value`` entries; skips those without ``=`` (the process rewrote its title)."""
+    """Parses NUL-separated ``NAME=value`` entries; skips others (the process rewrote its title)."""
     entries = (entry.partition("=") for entry in raw.decode("utf-8", "replace").split("\0"))
     return {name: value for name, equals, value in entries if equals and name}
 
@@ -92,7 +90,6 @@ def versions(
     Args:
         code_roots: The rank's package directories, as its beacon reported them; by default this process's.
         pid: The rank, whose ``exe`` link names its interpreter.
-        deadline_s: The limit for the whole call.
     """
     bounded = partial(within, deadline_s, "versions", lambda: _versions(list(code_roots), pid))
     return attempt("package metadata", bounded)
@@ -103,8 +100,8 @@ def resources(
 ) -> Result[Resources]:
     """Returns memory, load, disks, network and limits of this node and of ``pid``'s cgroup; never raises.
 
-    ``disks`` has the sizes of ``/dev/shm``, ``/tmp`` and ``cwd``. A dead network mount never responds, so a size can be
-    missing for a reason.
+    ``disks`` has the sizes of ``/dev/shm``, ``/tmp`` and ``cwd``, or the reason why one is missing: a dead network
+    mount never responds.
     """
 
     def read() -> Resources:
@@ -139,7 +136,6 @@ def pressure(place: str = "/proc/pressure") -> Result[str]:
 
 
 def parse_meminfo(text: str) -> dict[str, int]:
-    """Parses the relevant lines of ``/proc/meminfo``, in bytes."""
     wanted = ("MemTotal", "MemFree", "MemAvailable", "SwapTotal", "SwapFree", "Shmem", "Dirty", "Writeback")
     fields = re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
     return {name: int(kilobytes) * 1024 for name, kilobytes in fields if name in wanted}
@@ -153,7 +149,6 @@ def parse_limits(text: str) -> dict[str, str]:
 
 
 def torch_build(version_py: str) -> dict[str, str]:
-    """Returns CUDA, ROCm and git version from the text of ``torch/version.py``."""
     names = {"cuda": "torch_cuda", "hip": "torch_hip", "git_version": "torch_git"}
     assignments = re.findall(r"^(\w+)[^=\n]*= *['\"]([^'\"]+)['\"]", version_py, re.MULTILINE)
     return {names[name]: value for name, value in assignments if name in names}
@@ -170,7 +165,7 @@ def _versions(code_roots: list[str], pid: int | None) -> dict[str, str]:
         texts["python"] = python[1]
     if executable:
         texts["python_executable"] = executable
-    from importlib import metadata  # imports a mail parser and more, and is needed only during an incident
+    from importlib import metadata  # slow to import, and needed only during an incident
 
     for package in PACKAGES:
         distribution = next(iter(metadata.distributions(name=package, path=paths)), None)

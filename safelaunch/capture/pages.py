@@ -1,4 +1,4 @@
-"""Reads the files that beacons write to the run directory: progress pages, agent events and notes."""
+"""Reads the beacons' files in the run directory: progress pages, agent events and notes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class _PageField:
 
 
 class ProgressPage:
-    """The mapped progress page of a rank or the agent. Raises OSError or ValueError if the file isn't a whole page."""
+    """Maps the progress page of a rank or the agent. Raises OSError or ValueError if the file isn't a whole page."""
 
     pid = _PageField(layout.PID)
     start_ticks = _PageField(layout.START_TICKS)
     rank = _PageField(layout.RANK)
     kind = _PageField(layout.KIND)  # EXPLICIT, IMPLICIT or LAUNCHER
     claimed_ns = _PageField(layout.CLAIMED_NS)
-    exited_ns = _PageField(layout.EXIT_NS)  # when its process left the interpreter; 0 if it runs or was killed
+    exited_ns = _PageField(layout.EXIT_NS)  # 0 if its process runs or was killed
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -60,7 +60,7 @@ class ProgressPage:
 
     @property
     def intact(self) -> bool:
-        """True if the constant words are unchanged. If not, the page was overwritten and is worthless."""
+        """True unless the page was overwritten, which makes it worthless."""
         words = self._words
         named = self._named
         return words[layout.READY] == layout.MAGIC and (named is None or words[layout.PID] == named[2])
@@ -110,7 +110,7 @@ class ProgressPage:
 
     @property
     def owes_answer(self) -> bool:
-        """True if an earlier request has no answer yet, so its handler might still be waiting for the GIL."""
+        """True if an earlier request has no answer, so its handler might still be waiting for the GIL."""
         return self._words[layout.ANSWERED] < self._words[layout.ASKED]
 
     def announce_end(self) -> None:
@@ -127,7 +127,7 @@ class ProgressPage:
         return w[layout.LAST_STEP_NS], w[layout.USER_STEPS], w[layout.STATE], w[layout.MARKED_NS]
 
     def read(self) -> Progress:
-        """Reads the whole page, with every value bounded, because a damaged page can hold anything."""
+        """Reads the page with every value bounded, because a damaged page can hold anything."""
         w = self._words
         state = w[layout.STATE]
         optimizers = min(w[layout.OPTIMIZERS], layout.MAX_OPTIMIZERS)
@@ -184,8 +184,6 @@ class AgentEvent(msgspec.Struct, frozen=True):
 
 
 class EventReader:
-    """Reads ``agent.events`` line by line as it grows."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._name = os.fspath(path)
@@ -208,7 +206,7 @@ class EventReader:
             try:
                 events.append(from_json(line, AgentEvent))
             except (msgspec.DecodeError, RecursionError):
-                continue  # the beacon couldn't finish this line (full disk), but can have written whole ones since
+                continue  # the beacon couldn't finish this line (full disk); later ones can be whole
         return events
 
 
@@ -232,7 +230,7 @@ _PageNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """Facts about a rank's interpreter, which its beacon records when it claims a page."""
+    """Facts about a rank's interpreter, recorded when its beacon claims a page."""
 
     executable: str = ""
     python: str = ""
@@ -247,22 +245,21 @@ def read_meta(path: Path) -> Meta:
 
 
 class RankContract(msgspec.Struct, frozen=True):
-    """Facts about a rank's work, which its beacon records at the first step; None if unknown."""
+    """Facts about a rank's work, recorded at its first step; None if unknown."""
 
     batch: _PageNumber | None = None  # of its DataLoader
     device: _PageNumber | None = None  # its current CUDA device, if it has several
 
 
 def read_contract(base: Path) -> RankContract | None:
-    """Reads the contract of page ``base``; None before the rank's first step."""
     return read_note(base.with_name(base.name + layout.CONTRACT_SUFFIX), RankContract)
 
 
 class Roster:
-    """The ranks of the newest attempt, from their beacons' pages and the agent's events.
+    """Ranks of the newest attempt, from their beacons' pages and the agent's events.
 
-    ``attempt`` is TORCHELASTIC_RESTART_COUNT; ``starts`` counts the times torchrun started its workers. On several
-    nodes they differ: if a node joins or leaves, torchrun restarts the workers with other ranks and the same attempt.
+    ``attempt`` is TORCHELASTIC_RESTART_COUNT; ``starts`` counts the starts of workers by torchrun. On several nodes
+    they differ: if a node joins or leaves, torchrun restarts the workers with other ranks and the same attempt.
     """
 
     def __init__(self, run: RunPaths) -> None:
@@ -312,12 +309,12 @@ class Roster:
                 self._damaged.append(rank)
 
     def damaged(self) -> tuple[int, ...]:
-        """Returns the ranks with pages that were found damaged since the last call."""
+        """Returns the ranks with pages found damaged since the last call."""
         damaged, self._damaged = self._damaged, []
         return tuple(damaged)
 
     def _find_pages(self) -> None:
-        """Reads the directory only if a file appeared or disappeared, or if a page wasn't ready."""
+        """Reads the directory only if its files changed, or if a page wasn't ready."""
         try:
             changed_ns = os.stat(self._directory).st_mtime_ns  # noqa: PTH116 - several times a second
             if changed_ns == self._seen_ns:
@@ -325,7 +322,7 @@ class Roster:
             names = {entry.name for entry in os.scandir(self._directory)}
         except OSError:
             return
-        # Two changes can fall into one tick of the file system's clock, so read again after a recent change.
+        # two changes can fall into one tick of the file system's clock
         settled = time.time_ns() - changed_ns > MTIME_TICK_NS
         self._seen_ns = changed_ns if settled else 0
         for name in names - self._pages.keys() - self._ignored:

@@ -1,7 +1,7 @@
 """Reads the kernel's view of a process from ``/proc/<pid>`` (proc(5)).
 
-This works even if the process is stopped, frozen, in D state, or a zombie. Files that need a lock (``cmdline``,
-``syscall``, ``io``) are read within a deadline, because a stuck process might hold it forever.
+This works even if the process is stopped, frozen, in D state, or a zombie. A stuck process might hold the lock of
+``cmdline``, ``syscall`` and ``io`` forever, so they are read within a deadline.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Own:
     memory: int = -1  # descriptor of its memory; -1 without one
 
     def of(self, name: str, tid: int) -> str:
-        """Returns a thread's file ``name``; empty if the process didn't report it, or the kernel has none."""
+        """Returns a thread's file ``name``; empty if not reported, or if the kernel has none."""
         text = {"syscall": self.calls, "wchan": self.waits}.get(name, {}).get(tid, "")
         return "" if text == "0" else text
 
@@ -55,7 +55,7 @@ NOTHING = Own({}, {})
 
 
 def parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
-    """Parses ``/proc/<pid>/syscall`` into number and arguments; None if the thread is in no system call."""
+    """Parses ``/proc/<pid>/syscall`` into number and arguments; None outside a system call."""
     fields = text.split()
     if len(fields) < 7 or fields[0] in ("running", "-1"):
         return None
@@ -85,8 +85,6 @@ def read_process(
     process doesn't exist.
 
     Args:
-        pid: The process.
-        deadline_s: The limit for the whole read.
         locks: The node's file locks, if they have been read.
         own: Facts that the process reported about itself.
     """
@@ -336,14 +334,14 @@ def _text(path: Path) -> str:
 
 
 class Scheduled(NamedTuple):
-    """A thread's scheduling. Equal ``marks`` at two moments mean that it hasn't run between them."""
+    """A thread's scheduling. It hasn't run between two moments with equal ``marks``."""
 
     runs: bool
     marks: tuple[int | str, ...]
 
 
 def scheduled(pid: int) -> dict[int, Scheduled]:
-    """Returns the scheduling of each thread; empty if the process is gone. Never blocks, and needs no rights."""
+    """Returns each thread's scheduling; empty if the process is gone. Never blocks, and needs no rights."""
     by_tid: dict[int, Scheduled] = {}
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/task").iterdir():
@@ -373,11 +371,11 @@ def _slices(pid: int, tid: int) -> str:
     return ""
 
 
-_TID_AT = {"x86_64": 720, "aarch64": 208}  # offset in glibc's struct pthread, which pthread_self() points to
+_TID_AT = {"x86_64": 720, "aarch64": 208}  # offset in glibc's struct pthread, to which pthread_self() points
 
 
 def tid_of(memory: ProcessMemory, ident: int, tids: Collection[int]) -> int | None:
-    """Returns the kernel id, one of ``tids``, of the thread with ``pthread_self()`` equal to ``ident``."""
+    """Returns the kernel id, one of ``tids``, of the thread with this ``pthread_self()``."""
     at = _TID_AT.get(platform.machine())
     data = memory.read(ident + at, 4) if at and ident else b""
     tid = int.from_bytes(data, sys.byteorder)

@@ -59,7 +59,7 @@ _INET_REQUEST, _INET_REPLY_SIZE, _INODE_AT, _BYTES_AT = struct.Struct("=BBBxI48x
 
 
 def tcp_bytes() -> dict[int, int] | None:
-    """Returns the bytes sent and received so far by each TCP connection of this network namespace, by inode.
+    """Returns the bytes sent and received by each TCP connection of this network namespace, by inode.
 
     None if the kernel doesn't answer or has too many connections. Needs no rights.
     """

@@ -146,7 +146,6 @@ def find_listening(table: str, port: int) -> Iterator[tuple[int, str]]:
 
 
 def find_inet(table: str, protocol: str, inode: int) -> str:
-    """Describes the line of ``/proc/net/<protocol>`` with this inode; empty without one."""
     fields = next((fields for fields in _rows(table) if fields[9] == str(inode)), None)
     if fields is None:
         return ""
@@ -158,7 +157,6 @@ def find_inet(table: str, protocol: str, inode: int) -> str:
 
 
 def find_unix(table: str, inode: int) -> str:
-    """Describes the line of ``/proc/net/unix`` with this inode; empty without one."""
     wanted = str(inode)
     for line in table.splitlines()[1:]:
         fields = line.split(maxsplit=7)

@@ -27,7 +27,7 @@ _COUNTED = "safelaunch_"  # prefix of handlers that count the requests they answ
 
 
 class Questions(Protocol):
-    """The part of a rank's page that its Python handlers need; see ``capture.pages.ProgressPage``."""
+    """The part of a rank's page that its Python handlers need."""
 
     @property
     def owes_answer(self) -> bool: ...
@@ -97,9 +97,9 @@ def _ask(socket_path: str, method: str, handler: str, deadline_s: float) -> byte
 def gil_test(socket_path: str, questions: Questions | None = None, *, deadline_s: float = 1.0) -> GilTest:
     """Tests if the rank's C++ side responds, and if Python code can run in it; never raises.
 
-    The beacon's handler needs the GIL. It is queried twice, ``deadline_s`` seconds each, because a busy Python loop
-    releases the GIL often enough to answer. Both fields stay None if the server isn't running; ``python`` if the
-    handler is missing.
+    The beacon's handler needs the GIL. It is queried twice, ``deadline_s`` seconds each: a busy Python loop releases
+    the GIL often enough to answer. Both fields stay None if the server isn't running; ``python`` if the handler is
+    missing.
     """
     try:
         post(socket_path, "ping", deadline_s=deadline_s)
