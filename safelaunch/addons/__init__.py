@@ -58,7 +58,7 @@ def has_command(name: str) -> bool:
 
 
 def with_commands(core: Mapping[str, str]) -> dict[str, str]:
-    """Returns the help lines of the core's subcommands and those of present add-ons."""
+    """Returns the help lines of the subcommands of the core and present add-ons."""
     lines = dict(core)
     for name, (_, line, before) in COMMANDS.items():
         if has_command(name):

@@ -40,7 +40,7 @@ class SeriesCheck:
     sizes: tuple[float, ...]
     gradients: tuple[float, ...]
     sentinel: tuple[tuple[int, float], ...] = ()  # (step, largest local gradient) since the last check, oldest first
-    losses: tuple[tuple[int, float], ...] = ()  # (step, loss) likewise
+    losses: tuple[tuple[int, float], ...] = ()  # (step, loss)
     rounds: int = 0  # steps up to ``position`` before which the ranks communicated (see ``layout``)
 
     @property
@@ -52,7 +52,7 @@ class SeriesCheck:
 class SeriesReader:
     """The mapped file of one series.
 
-    Raises BlockingIOError while the rank creates the file, and OSError or ValueError if the file is damaged.
+    Raises BlockingIOError while the rank creates the file; OSError or ValueError if it is damaged.
     """
 
     def __init__(self, path: Path, rank: int) -> None:

@@ -1,6 +1,6 @@
-"""Compares the numbers in the ranks' checks to find diverged replicas and bad gradients or losses.
+"""Compares the ranks' numbers to find diverged replicas and bad gradients or losses.
 
-It compares only tensors known to be replicated: DDP's, and DTensors along replicated dimensions. Each kind of finding
+Only tensors known to be replicated are compared: DDP's, and DTensors along replicated dimensions. Each kind of finding
 is reported once.
 """
 
@@ -137,7 +137,7 @@ class Comparison:
             other_losses = [losses for other, losses in recent.items() if other != rank]
             if len(other_losses) < 2 or not all(math.isfinite(v) for losses in (values, *other_losses) for v in losses):
                 continue
-            from statistics import fmean, median  # imported here: few jobs report their losses
+            from statistics import fmean, median  # few jobs report their losses
 
             level = median(fmean(losses) for losses in other_losses)
             if min(values) > max(max(losses) for losses in other_losses) and fmean(values) > FAR_LOSS * abs(level):
@@ -212,7 +212,7 @@ def _off(sides: tuple[Side, ...]) -> Side:
 
 
 def _not_finite(position: int, since: int, checks: Mapping[int, SeriesCheck], unix_s: float) -> WrongResult | None:
-    """Finds a step with non-finite gradients, and from the sentinels the rank that had them first."""
+    """Finds a step with non-finite gradients, and the rank whose sentinel had them first."""
     bad = {rank: _bad_names(check) for rank, check in checks.items()}
     if not any(bad.values()):
         return None

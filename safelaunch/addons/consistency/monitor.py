@@ -1,4 +1,4 @@
-"""Implements ``--check-every``: reads the numbers that the ranks computed, compares them, and reports errors.
+"""Implements ``--check-every``: reads and compares the ranks' numbers, and reports errors.
 
 With several nodes, the leader compares the checks of all nodes and publishes its findings.
 """
@@ -26,7 +26,7 @@ from safelaunch.system.files import replace_file
 EXIT_INCONSISTENT = 123
 TOPIC = "checks"
 POST_EVERY_S = 0.4
-MEET_S = 60.0  # time for which the nodes wait for each other after the first check; then each compares its own
+MEET_S = 60.0  # wait for other nodes after the first check; then each node compares its own
 KEPT = 4096  # checks of this node that wait to be sent
 Part = Literal["alone", "waits", "leads", "follows"]
 NOTHING_CHECKED = "the consistency checks had nothing to compare: no optimizer step was checked"

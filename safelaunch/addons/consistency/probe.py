@@ -48,12 +48,7 @@ _files = 0
 
 
 def install(base: str, value: str) -> None:
-    """Prepares the checks of this rank.
-
-    Args:
-        base: Path of its page.
-        value: Value of ``VARIABLE``.
-    """
+    """Prepares the checks. ``base`` is the path of the rank's page, ``value`` the value of ``VARIABLE``."""
     global _base, _every, _off
     if not (value.isdigit() and int(value)):
         return
@@ -115,7 +110,7 @@ def _is_under_way(optimizer: int) -> bool:
 
 
 def optimizer_stepped(optimizer: Any, args: object, kwargs: object) -> None:
-    """Counts a step, unless another optimizer made it (ZeRO). Registered as torch's optimizer step post hook."""
+    """Counts a step as torch's optimizer step post hook, unless another optimizer made it (ZeRO)."""
     torch = sys.modules["torch"]
     if _off or torch.compiler.is_compiling():
         return
@@ -156,8 +151,6 @@ class _CheckTime:
 
 
 class _SeriesWriter:
-    """Collects the numbers of one series and writes them to its file."""
-
     def __init__(self, torch: Any, key: str, kind: str, tensors: list[replicas.Tensor]) -> None:
         self._torch = torch
         self.tensors = tensors
@@ -331,11 +324,11 @@ class _Buffers:
             return False
         will_broadcast = getattr(ddp, "modules_buffers", ()) and getattr(ddp, "require_forward_param_sync", False)
         if will_broadcast and _broadcasts(ddp):
-            return False  # its next forward pass would have had a broadcast, so there was none
+            return False  # its next forward pass would have broadcast, so it didn't run
         return not any(other_ddp.module is ddp.module and its.synced for other_ddp, its in _by_module.items())
 
     def checked(self, moment: _CheckTime) -> None:
-        """Schedules a check of the buffers at the next broadcast, for the time at which the parameters are checked."""
+        """Schedules a check of the buffers at the next broadcast, as of ``moment``."""
         self.due, self.synced = moment, False
         if self._series is not None:
             self._series.write()
@@ -346,7 +339,7 @@ def _broadcasts(ddp: Any) -> bool:
 
 
 def _wrap_ddp(module: Any) -> None:
-    """Hooks DDP's constructor, its forward passes that announce gradient averaging, and its buffer broadcasts."""
+    """Hooks DDP's constructor, forward passes that announce gradient averaging, and buffer broadcasts."""
     kind = getattr(module, "DistributedDataParallel", None)
     if kind is None:
         return
@@ -386,9 +379,9 @@ def _followed(original: Any, then: Callable[[Any], None]) -> Any:
 
 
 def _owner_of(torch: Any, ddp: Any, *, made: bool = False) -> _Owner:
-    """Returns the owner of a DDP module's tensors. Its number is the same on all ranks of a group.
+    """Returns the owner of a DDP module's tensors, with a number that is the same on all ranks of a group.
 
-    Ranks create their modules in the same order, but not copies of modules, so copies have numbers of their own kind.
+    Ranks create modules in the same order, but not copies of modules, so copies are numbered separately.
     """
     inner = ddp.module
     if inner not in _owners:
@@ -422,12 +415,12 @@ class _Owner:
     def __init__(self, torch: Any, key: str) -> None:
         self._torch, self.key = torch, key
         self._series: _SeriesWriter | None = None
-        self.ready = False  # a forward pass announced that gradients will be averaged
+        self.ready = False  # a forward pass announced gradient averaging
         self._rounds = self._since = self._steps = 0  # since: steps after the last round; steps: all steps of this rank
         self._leader: Any = None  # optimizer whose steps are counted; another one's step in the same round isn't
         self.buffers: list[_Buffers] = []
         self._so_far: list[Any] = []  # sentinel's local gradients in this step: copies, or their magnitude
-        self._copied: tuple[Any, int] | None = None  # dtype and size in bytes of gradients that are copied
+        self._copied: tuple[Any, int] | None = None  # dtype and size in bytes of copied gradients
         self._window: Any = None  # largest gradients of the last steps, by step modulo its length
         self._recent: deque[Any] = deque(maxlen=layout.CHECK_WINDOW)  # gradients of the steps since the last check
 
@@ -436,7 +429,7 @@ class _Owner:
         return self._series is not None and self._series.on_cpu
 
     def stepped(self, optimizer: Any) -> bool:
-        """Counts a step of ``optimizer``. Returns True if a check is due."""
+        """Counts a step of ``optimizer``; returns whether a check is due."""
         leader = self._leader() if self._leader is not None else None
         if not self.ready and leader not in (None, optimizer):
             return False

@@ -20,8 +20,6 @@ class Tensor:
     """One tensor of a series.
 
     Args:
-        name: Name in the model.
-        tensor: Its current value.
         group: Ranks that have a replica of it; empty if unknown.
         leaf: Tensor on which a backward pass leaves this rank's own gradient.
     """

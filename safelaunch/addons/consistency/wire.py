@@ -1,4 +1,4 @@
-"""Encodes checks that nodes send to the comparing node: typed, bounded, and reduced to the necessary."""
+"""Encodes checks that nodes send to the comparing node, typed and bounded."""
 
 from __future__ import annotations
 

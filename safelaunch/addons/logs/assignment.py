@@ -38,7 +38,7 @@ class RankAssignment:
 
     @cached_property
     def first_times(self) -> dict[str, str]:
-        """Time of the first failure on each host, from torchrun's summary."""
+        """First failure on each host, from torchrun's summary."""
         times: dict[str, str] = {}
         for end in self.ends.values():
             if end.root:
@@ -207,7 +207,7 @@ class RankAssignment:
         alike = [error for _, error in output.errors if not is_consequence(error)]
         listed = [rank for rank in self.ends if self.ends[rank].reporter == node and rank not in self.outputs]
         if len(_distinct(causes)) == 1 and not effects and len(alike) > len(failed) == 1 and len(listed) <= len(alike):
-            failed = listed  # the launcher stopped the others
+            failed = listed
             for rank in listed:
                 self.ends[rank].code, self.ends[rank].stopped = 1, False
         if len(_distinct(causes)) == 1 and not effects:
@@ -241,7 +241,7 @@ class RankAssignment:
         output.after.lines = 0
 
     def _assign_warnings(self, unnamed: Sequence[SpeakerOutput]) -> None:
-        """Assigns NCCL's warnings by the pid in their prefix, or to a rank that raised the same text."""
+        """Assigns NCCL's warnings by pid, or to a rank that raised the same text."""
         job, outputs = self.job, self.outputs
         warnings = [(line, text, NCCL_PREFIX.search(line.text)) for output in unnamed for line, text in output.warnings]
         pids = {end.pid: rank for rank, end in job.ends.items()}

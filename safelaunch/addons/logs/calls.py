@@ -94,7 +94,6 @@ class Calls:
             self._stalled, self._stalled_at = {}, entry.line
 
     def read_fragment(self, text: str) -> None:
-        """Reads a line of a stack or list."""
         self.job.native += text.startswith("#") and _C_FRAME.match(text) is not None
         if self._stack is not None and (match := _STACK.match(text)):
             self._stack.frames.append(Frame(match["file"], int(match["line"]), match["function"]))
@@ -127,7 +126,7 @@ class Calls:
             output.warnings.append((line, message.strip()))
 
     def read_progress(self, output: SpeakerOutput, entry: LogEntry, *, from_script: bool) -> None:
-        """Reads the step number in any line. ``from_script``: the script itself printed the line."""
+        """Reads the step number in any line, which the script itself might have printed (``from_script``)."""
         self._since_stalled += from_script
         if entry.speaker is not None and (match := _STEP.search(entry.text)):
             word, number = (match["word"] or "%").lower(), int(match["number"] or match["done"])
@@ -142,10 +141,7 @@ class Calls:
         self._stalled.clear()
 
     def add_stalls(self, ranks: dict[int, SpeakerOutput]) -> tuple[int, ...]:
-        """Turns Horovod's stalled tensors into calls in which the ranks that submitted them wait.
-
-        Uses one of several tensors that lack the same ranks. Returns the ranks that Horovod named.
-        """
+        """Turns Horovod's stalled tensors into calls in which their submitters wait; returns the named ranks."""
         if self._stalled_at is None or not self._stalled or self._since_stalled > MOST_MESSAGE:
             return ()
         job, alike = self.job, {frozenset(lack): tensor for tensor, lack in reversed(self._stalled.items())}
@@ -163,7 +159,7 @@ class Calls:
         return tuple(range(job.world))
 
     def _note_mismatch(self, output: SpeakerOutput, entry: LogEntry) -> None:
-        """Records a mismatch that torch's debug check logged. It can name several ranks."""
+        """Records a mismatch that torch's debug check logged, on all ranks that it names."""
         message = entry.text[entry.text.index(_MISMATCH) :]
         ranks = [rank for rank in fingerprints(message) if rank < MAX_RANKS]
         if ranks and not isinstance(entry.speaker, int):
@@ -174,13 +170,10 @@ class Calls:
             self.job.process(rank, entry.line)
 
     def _note_watchdog(self, output: SpeakerOutput, entry: LogEntry) -> WatchdogReport | None:
-        """Records the call that timed out, or a group's progress.
+        """Records the call that timed out, or a group's progress; returns the report if a stack might follow.
 
         Older watchdogs name the group only after the call, and without torch's prefix they give only the rank in the
         group.
-
-        Returns:
-            The report, if the stack of its call might follow.
         """
         group, work, status = (pattern.search(entry.text) for pattern in (_GROUP, _WORK, _STATUS))
         if work is None and status is None:

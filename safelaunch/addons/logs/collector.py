@@ -1,7 +1,6 @@
 """Reads a job's output line by line: collects tracebacks, and passes on other lines.
 
-``launchers`` parses reports of ends, ``calls`` reports of calls, ``error_lines`` anything else that looks like an
-error.
+``launchers`` parses reports of ends, ``calls`` reports of calls, ``error_lines`` other lines that look like errors.
 """
 
 from __future__ import annotations

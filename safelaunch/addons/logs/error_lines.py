@@ -1,7 +1,4 @@
-"""Finds lines that report an error, without interpreting them, so errors that no other module understands are shown.
-
-They contain levels, exceptions, signals, exit codes, error numbers, device errors or time limits.
-"""
+"""Finds lines that look like errors, so that even errors which no other module understands are shown."""
 
 from __future__ import annotations
 
@@ -103,7 +100,7 @@ class ErrorLine:
 @dataclass
 class ErrorLines:
     by_shape: dict[str, ErrorLine] = field(default_factory=dict)  # by text without numbers
-    _end: LogLine | None = None  # line that reports the end of the work
+    _end: LogLine | None = None
 
     def note_progress(self, entry: LogEntry) -> None:
         if not self.by_shape:
@@ -115,12 +112,7 @@ class ErrorLines:
             self._end = entry.line
 
     def read_line(self, entry: LogEntry, *, may_report: bool) -> None:
-        """Adds a line if it reports an error.
-
-        Args:
-            entry: The line.
-            may_report: The line has a typical word and isn't part of a traceback.
-        """
+        """Adds a line that reports an error, if it ``may_report`` one: it has a typical word outside tracebacks."""
         text = entry.text
         match = _EVENT.search(text) if may_report else None
         if match is None or _NO_EVENT.search(text):
@@ -154,7 +146,7 @@ class ErrorLines:
             shown: Text that cites lines already shown.
         """
         first = [error for error in self.first(MOST_EVENTS) if f"[{error.line.where}]" not in shown][:_MOST_SHOWN]
-        if shown and all(error.is_effect for error in first):  # they are effects of what is already shown
+        if shown and all(error.is_effect for error in first):  # effects of what is already shown
             return ()
         if first and not self.finished and not all(error.survived for error in first):
             head = "not understood; the first errors are:"

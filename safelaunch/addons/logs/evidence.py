@@ -95,7 +95,7 @@ def log_evidence(
 
 def _steps(job: LoggedJob, assignment: RankAssignment) -> dict[int, int | None]:
     reported = any(output.errors or output.watchdog for output in assignment.outputs.values())
-    ended_alone = any(end.code and not end.stopped for end in assignment.ends.values())  # no launcher stopped it
+    ended_alone = any(end.code and not end.stopped for end in assignment.ends.values())
     if reported or ended_alone or job.failed_hosts or job.events.finished:
         return {}
     return uneven_steps(assignment.outputs, assignment.named_ranks, job.world)

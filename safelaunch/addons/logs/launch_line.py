@@ -42,7 +42,7 @@ _STORE, _STORE_ON_HOST = "--cluster-store=29700", "--cluster-store=HOST:29700"  
 
 
 def launch_of(text: str) -> tuple[str, ...]:
-    """Returns the command that runs this line's job under safelaunch; empty if the line shows no launch.
+    """Returns the command that runs the line's job under safelaunch; empty if it shows no launch.
 
     Args:
         text: One line without prefixes, or a command in several lines that end in backslashes.
@@ -56,10 +56,7 @@ def launch_of(text: str) -> tuple[str, ...]:
 
 
 def best_launch(current: tuple[str, ...], text: str) -> tuple[str, ...]:
-    """Returns the better of an earlier launch and this line's: the first launcher, else the last script.
-
-    Earlier scripts might only prepare data.
-    """
+    """Returns the better of two launches: the first launcher, else the last script (others might prepare data)."""
     return (launch_of(text) if not current or _is_script(current) else ()) or current
 
 
@@ -96,10 +93,10 @@ def _under_safelaunch(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _translated(words: Sequence[str], name: str, in_srun: bool) -> tuple[str, ...]:
-    """Returns the translated command, starting with its program.
+    """Returns the translated command.
 
     Args:
-        words: The command, from its program on.
+        words: The command, starting with its program.
         name: File name of the program.
         in_srun: srun starts the command once per task.
     """

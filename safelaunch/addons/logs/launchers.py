@@ -1,4 +1,4 @@
-"""Parses reports of launchers, shells, clusters and the kernel about the end of a job's processes."""
+"""Parses reports of launchers, shells, clusters and the kernel about the end of processes."""
 
 from __future__ import annotations
 
@@ -118,16 +118,16 @@ class Launchers:
     def __init__(self, job: LoggedJob) -> None:
         self.job = job
         self.cancelled = False  # from outside, before any failure; later reports are effects
-        self._stopping = False  # Slurm is ending the step's other tasks
-        self._local: list[tuple[int, RankEnd]] = []  # by local rank
+        self._stopping = False
+        self._local: list[tuple[int, RankEnd]] = []
         self._tasks: list[tuple[int, RankEnd]] = []  # Slurm tasks: these are ranks unless one is a launcher
         self._stopped: dict[Speaker | None, set[str]] = {}  # pids that torchrun stopped after a failure
-        self._force_killed: set[int] = set()  # pids that a launcher killed with SIGKILL
+        self._force_killed: set[int] = set()
         self._spawned: dict[int, LogLine] = {}  # child processes with tracebacks in the following lines
         self._first_end: dict[str, LogLine] = {}  # first failure that each launcher reported, by launcher pid
         self._first_ended: int | None = None  # first process to end, according to mpirun
-        self._command = ""  # start of a multi-line command
-        self.is_multi_node = False  # according to arguments or a configuration
+        self._command = ""
+        self.is_multi_node = False
 
     def read_line(self, entry: LogEntry) -> None:
         self._read_torch(entry)
@@ -144,7 +144,6 @@ class Launchers:
             self.job.remark(next(filter(None, match.groups())), entry.line)
 
     def read_fragment(self, output: SpeakerOutput, entry: LogEntry) -> None:
-        """Reads a line of a summary, command or configuration."""
         text, job = entry.text, self.job
         if (field := _FIELD.match(text)) is not None:
             output.block[field["name"]] = field["value"].strip()
@@ -178,10 +177,7 @@ class Launchers:
                 self.job.first_ranks[speaker] = int(rank[1]) - int(local[1])
 
     def earlier_failure(self, entry: LogEntry) -> LogLine | None:
-        """Returns the first failure that a launcher reported, if this line reports another one.
-
-        The launcher restarted its ranks in between, so the first failure didn't end the job.
-        """
+        """Returns a launcher's first failure, if this line reports another: it restarted its ranks in between."""
         launcher = _LAUNCHER_PID.match(entry.text) if _EXIT.search(entry.text) else None
         if launcher is None:
             return None
@@ -201,7 +197,7 @@ class Launchers:
         return True
 
     def note_exception(self, traceback: OpenTraceback, error: RankException) -> bool:
-        """Records an exception of a launcher, or of a failed rendezvous; returns False if a rank raised it."""
+        """Records an exception of a launcher or of a failed rendezvous; returns False if a rank raised it."""
         job, kind, line = self.job, error.type.rpartition(".")[2], traceback.line
         files = [fr.normal(frame.file) for frame in error.frames]
         of_launcher = any(file.endswith(_LAUNCHERS) for file in files)
@@ -298,7 +294,6 @@ class Launchers:
             self._first_ended = int(match["rank"])
 
     def _read_end(self, entry: LogEntry) -> None:
-        """Reads reports of Slurm, shells, kubectl and other programs."""
         text, job = entry.text, self.job
         if match := _TASK_ENDED.search(text):
             self._note_tasks(match, entry.line)

@@ -23,7 +23,7 @@ _MOST_SHAPES, _MOST_PARTS = 1 << 13, 64
 MOST_LINE = 1 << 14  # characters
 
 
-# Every line that might report an error or an end contains one of these; blocks without any are skipped.
+# Every line that might report an error or an end contains one of these; other blocks are skipped.
 _NEEDLES = (
     b"Traceback (most", b'  File "', b"atchdog", b"NCCL WARN", b"xitcode", b"xit code", b"xit status", b"xited with",
     b"xited on", b"srun", b"slurmstepd", b"illed", b"terminated", b"terminate called", b"orld_rank", b"nqueued",
@@ -192,7 +192,7 @@ _EXCEPTIONS = ("exc", "exc_info", "exc_text", "exception", "traceback", "stack_t
 
 
 def _record_lines(text: str) -> list[str]:
-    """Returns the lines of a JSON record, each with its rank; ``text`` itself if it isn't a record."""
+    """Returns the lines of a JSON record, each with its rank, or just ``text``."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):
@@ -212,7 +212,7 @@ def _record_lines(text: str) -> list[str]:
     return lines if rank is None else [f"[rank{rank}]: {line}" for line in lines]
 
 
-# Signs of a job's output: levels, warnings, errors, times, progress bars, metrics, launcher names, reports of ends.
+# Signs of a job's output: levels, warnings, errors, times, progress, metrics, launcher names, ends.
 _OUTPUT = re.compile(
     r"\b(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b|^\[?[DIWEF]\d{4} |\b\d\d:\d\d:\d\d\b"
     r"|Traceback \(most|\w(?:Error|Warning|Exception): |[Nn]o such file or directory|command not found"

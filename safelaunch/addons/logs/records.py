@@ -1,4 +1,4 @@
-"""Records the reports in a log: per speaker, per ended rank, and for the whole job.
+"""Records what a log reports per speaker, per ended rank, and for the whole job.
 
 They keep only what bears on an end, so logs of any size take little memory.
 """
@@ -25,11 +25,9 @@ UNNAMED, DEFAULT = "", "0"  # names of groups
 
 @dataclass
 class WatchdogReport:
-    """A watchdog's report about one group."""
-
     description: str = ""
     group_rank: int | None = None
-    seq: int = 0  # sequence number of the call that timed out
+    seq: int = 0  # of the call that timed out
     op: str = ""
     frames: list[Frame] = field(default_factory=list)  # innermost first
     size: int | None = None
@@ -50,16 +48,16 @@ class SpeakerOutput:
     last: LogLine | None = None
     abort_line: LogLine | None = None  # gives the reason for an abort
     traceback: OpenTraceback | None = None
-    before: str = ""  # previous line
-    node: str = ""  # name of the node or container
-    after: LinesAfter = field(default_factory=LinesAfter)  # lines after the latest of ``errors``
+    before: str = ""
+    node: str = ""  # node or container
+    after: LinesAfter = field(default_factory=LinesAfter)  # after the latest of ``errors``
     crashes: list[Crash] = field(default_factory=list)
     block: dict[str, str] = field(default_factory=dict)  # fields of one failure in a launcher's summary
     block_at: LogLine | None = None
     block_root: bool = False
-    earlier: list[tuple[OpenTraceback, RankException]] = field(default_factory=list)  # errors before a restart
+    earlier: list[tuple[OpenTraceback, RankException]] = field(default_factory=list)  # before a restart
     heads: int = 0  # number of tracebacks begun
-    hosts: set[str] = field(default_factory=set)  # possible names of its host
+    hosts: set[str] = field(default_factory=set)
     steps: dict[str, int] = field(default_factory=dict)  # highest step printed, by the word used for steps
     socket_at: LogLine | None = None
     socket: str = ""  # c10d's latest report about a socket
@@ -92,17 +90,13 @@ class SpeakerOutput:
         self.timed_out = False
 
     def restart_after(self, number: int) -> None:
-        """Moves errors before the launcher's restart, on line ``number``, to ``earlier``."""
+        """Moves errors before the restart on line ``number`` to ``earlier``."""
         self.earlier += [pair for pair in self.errors if pair[0].line.number < number]
         self.errors = [pair for pair in self.errors if pair[0].line.number > number]
         self.crashes = [crash for crash in self.crashes if crash.line.number > number]
 
     def final_error(self, *, has_failed: bool) -> tuple[OpenTraceback, RankException] | None:
-        """Returns the last exception if it ended the process.
-
-        Args:
-            has_failed: Another source reports that the process failed.
-        """
+        """Returns the last exception if it ended the process (``has_failed`` if another source reports its failure)."""
         return self.errors[-1] if self.errors and self.after.is_end(self.errors[-1][1], has_failed=has_failed) else None
 
     def final_crash(self, *, has_failed: bool) -> Crash | None:
@@ -117,8 +111,8 @@ class RankEnd:
     pid: int = 0
     host: str = ""
     root: bool = False  # first failure that the launcher saw
-    reporter: Speaker | None = None  # speaker of the launcher's lines; each node can have a launcher
-    stopped: bool = False  # the launcher stopped it
+    reporter: Speaker | None = None  # of the launcher's lines; each node can have a launcher
+    stopped: bool = False  # by the launcher
     time: str = ""  # from torchrun's summary
 
 
@@ -126,14 +120,14 @@ class RankEnd:
 class LoggedJob:
     outputs: dict[Speaker | None, SpeakerOutput] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)
-    unplaced: dict[str, RankEnd] = field(default_factory=dict)  # ends of processes without a rank, by label
+    unplaced: dict[str, RankEnd] = field(default_factory=dict)  # by label
     events: ErrorLines = field(default_factory=ErrorLines)
     launch: tuple[str, ...] = ()  # command that runs the job under safelaunch
     files: set[str] = field(default_factory=set)  # files that might each be a node's output
     labels: dict[str, set[int]] = field(default_factory=dict)  # alternative names of ranks in prefixes
     rendezvous: Rendezvous | None = None
     rendezvous_at: LogLine | None = None
-    native: int = 0  # number of C frames
+    native: int = 0
     xids: list[tuple[int, str, LogLine]] = field(default_factory=list)  # (pid, Xid number, line)
     kills: dict[int, str] = field(default_factory=dict)  # the kernel's message by pid
     ray_ranks: dict[str, int] = field(default_factory=dict)  # ranks of Ray's workers by pid; -1 if ambiguous
@@ -143,7 +137,7 @@ class LoggedJob:
     failed_speakers: set[Speaker | None] = field(default_factory=set)
     absent: set[int] = field(default_factory=set)
     first_ranks: dict[Speaker | None, int] = field(default_factory=dict)  # first rank of each node
-    remarks: dict[str, str] = field(default_factory=dict)  # text -> place of its first occurrence
+    remarks: dict[str, str] = field(default_factory=dict)  # text -> first occurrence
     nccl_places: dict[str, tuple[int, int]] = field(default_factory=dict)  # (size, rank) in the largest communicator
     nccl_failed: LogLine | None = None
     # Warnings and last errors of all speakers.
@@ -156,7 +150,7 @@ class LoggedJob:
         return first_failure(text for _, text in self.nccl_messages)
 
     def process(self, speaker: Speaker | None, line: LogLine) -> SpeakerOutput:
-        """Returns the output record of a speaker; creates it if ``line`` is the speaker's first."""
+        """Returns the speaker's output record; creates it if ``line`` is its first."""
         if (output := self.outputs.get(speaker)) is None:
             output = self.outputs.setdefault(
                 speaker if len(self.outputs) < _MOST_SPEAKERS else None, SpeakerOutput(line)
@@ -164,11 +158,10 @@ class LoggedJob:
         return output
 
     def note_end(self, rank: int, code: int, line: LogLine, pid: int = 0) -> None:
-        """Records the end of a rank unless there is a record already."""
         self.ends.setdefault(rank, RankEnd(code, line, pid, root=True))
 
     def note_unplaced(self, label: str, code: int, entry: LogEntry) -> None:
-        """Records the end of a process if the line doesn't give its rank."""
+        """Records the end of a process whose rank isn't known."""
         if code and isinstance(entry.speaker, int) and not label:
             self.note_end(entry.speaker, of_shell(code), entry.line)
         elif code:
@@ -223,7 +216,7 @@ class LoggedJob:
         return bool(raisers)
 
     def note_failed_rendezvous(self) -> None:
-        """Records a failed rendezvous if an unnamed process's last line reports that it couldn't reach its store."""
+        """Records a failed rendezvous if an unnamed process ended unable to reach its store."""
         output = self.outputs.get(None)
         if (
             self.rendezvous is None
@@ -248,5 +241,4 @@ def was_terminated(code: int) -> bool:
 
 
 def local_label(node: str, local: str | int) -> str:
-    """Returns the label of a process if only its local rank is known."""
     return f"local rank {local} of {node}" if node else f"local rank {local}"

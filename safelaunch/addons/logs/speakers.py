@@ -2,7 +2,7 @@
 
 Launchers nest prefixes: ``[rank3]:``, ``[default3]:``, `` 3: `` (``srun -l``), ``[1,3]<stderr>:`` (``mpirun``),
 ``(Worker pid=…)`` (Ray), ``[pod/…]`` (``kubectl``), ``host: `` (``pdsh``), ``worker-1  | `` (Docker Compose). They are
-removed one at a time; torch's ``[rank3]`` wins. Other prefixes, such as those of torchrun's
+removed one at a time; torch's ``[rank3]`` wins. Other prefixes, such as torchrun's
 ``--log-line-prefix-template``, are learned from tracebacks.
 """
 
@@ -68,26 +68,19 @@ class LogEntry:
     text: str
     speaker: Speaker | None
     timed: bool  # the prefixes contain a time
-    label: str = ""  # second name in the prefixes, besides the rank
+    label: str = ""  # second name, besides the rank
 
 
 @dataclass
 class PrefixParser:
-    """Splits prefixes off a file's lines."""
-
     file_speaker: Speaker | None
-    hosts: re.Pattern[str] | None  # prefixes that name nodes or Slurm tasks
+    hosts: re.Pattern[str] | None  # names of nodes or Slurm tasks
     has_field: bool = False  # a logger names the rank in each line
-    template: re.Pattern[str] | None = None  # prefix learned from tracebacks
+    template: re.Pattern[str] | None = None  # learned from tracebacks
     _record: Speaker | None = None  # speaker of the error record that contains the last line
 
     def parse(self, line: LogLine, ahead: Iterable[LogLine | None] = ()) -> LogEntry:
-        """Returns the line with its prefixes split off.
-
-        Args:
-            line: The line.
-            ahead: The following lines.
-        """
+        """Returns the line without its prefixes, given the lines ``ahead``."""
         text = line.text.removeprefix("stderr: ").removeprefix("stdout: ")
         speaker, worth, timed, label = self.file_speaker, int(isinstance(self.file_speaker, int)), False, ""
         if "[rank" in text and (rank_prefix := _TORCH_RANK.match(text)) and int(rank_prefix["rank"]) < MAX_RANKS:
@@ -197,7 +190,7 @@ def speakers_by_file(names: Sequence[str]) -> dict[str, Speaker]:
 
 
 def host_pattern(lines: Sequence[str]) -> re.Pattern[str] | None:
-    """Returns a pattern for the names of nodes, tasks or containers with which nearly all lines begin.
+    """Returns a pattern for node, task or container names with which nearly all lines begin.
 
     It also matches names that differ only in their numbers. The launcher's first lines might have no name.
     """

@@ -122,7 +122,7 @@ _LIBRARY = re.compile(
 
 
 def processes_in(text: str) -> tuple[list[SavedProcess], float]:
-    """Returns the processes with stacks in the text, and their share of the text (0 to 1)."""
+    """Returns the processes in the text, and the share of the text that is stacks (0 to 1)."""
     if not _SIGNS.search(text):
         return [], 0.0
     lines = [_LINE_NUMBER.sub("", line) for line in _COLOURS.sub("", text).splitlines()]
@@ -335,7 +335,7 @@ class _SpiedThread(msgspec.Struct):
 
 
 def _json_at(lines: Sequence[str], at: int) -> tuple[list[_SpiedThread], int] | None:
-    """Returns the threads in a JSON list that begins at this line, and the number of the line after it."""
+    """Returns the threads in a JSON list that begins at this line, and the line after it."""
     text = "\n".join(lines[at:])
     try:
         value, end = json.JSONDecoder().raw_decode(text.lstrip())
@@ -357,7 +357,7 @@ def _from_json(threads: Sequence[_SpiedThread]) -> Iterator[SavedProcess]:
 
 # --- py-spy record -f raw ---------------------------------------------------------------------------------------------
 
-_SHARE = 0.5  # share of samples in which a call must occur to count as the thread's position
+_SHARE = 0.5  # share of samples that a call needs to count as the thread's position
 
 
 def _is_raw(line: str) -> bool:
@@ -366,7 +366,7 @@ def _is_raw(line: str) -> bool:
 
 
 def _from_raw(lines: Sequence[str]) -> Iterator[SavedProcess]:
-    """Yields processes from lines that contain a stack, outermost frame first, and its number of samples."""
+    """Yields processes from lines with a stack, outermost frame first, and its number of samples."""
     counted: dict[tuple[str, ...], list[tuple[list[str], int]]] = {}
     for line in lines:
         stack, _, count = line.rpartition(" ")
@@ -393,7 +393,7 @@ def _number(text: str) -> int:
 
 
 def _common_calls(samples: Sequence[tuple[list[str], int]]) -> list[str]:
-    """Returns the calls, outermost first, that most samples have in common."""
+    """Returns the calls, outermost first, that most samples share."""
     total, calls = sum(count for _, count in samples), list[str]()
     while True:
         counts: dict[str, int] = {}

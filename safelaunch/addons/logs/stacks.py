@@ -236,10 +236,7 @@ def _rank(process: SavedProcess) -> int | None:
 
 
 def _assign_ranks(ranks: Iterable[_ProcessStack]) -> None:
-    """Assigns ranks from titles' dimensions if each has one number, or from unique local ranks.
-
-    A rank that two processes share is dropped.
-    """
+    """Assigns ranks from titles' dimensions if each has one number, or from unique local ranks; drops shared ranks."""
     ranks = list(ranks)
     apart = any(len(_dimensions(rank.process)) > 1 for rank in ranks)
     for find in (_title_rank, _local_rank):

@@ -1,4 +1,4 @@
-"""Parses tracebacks and fatal signals in a job's output, and decides whether the process continued after them."""
+"""Parses tracebacks and fatal signals, and decides whether the process continued after them."""
 
 from __future__ import annotations
 
@@ -141,20 +141,15 @@ class LinesAfter:
     """Counts a speaker's lines after an exception, to determine whether it was caught."""
 
     lines: int = 0
-    usual: int = 0  # lines like earlier ones; others might continue the message
-    steps: int = 0  # reports of progress
+    usual: int = 0  # like earlier lines; others might continue the message
+    steps: int = 0
     numbers: int = 0  # lines with a number, as in reports of progress
     raising: str = ""  # shape of the error line; retries repeat it
     shapes: frozenset[str] = frozenset()  # shapes of the lines before the error, if some repeat
 
     @staticmethod
     def of(last: str, before: Collection[str]) -> LinesAfter:
-        """Starts counting after an error.
-
-        Args:
-            last: Line of the error.
-            before: Lines before the traceback.
-        """
+        """Starts counting after an error whose line is ``last``; ``before`` are lines before the traceback."""
         shapes = frozenset(map(_shape, before))
         return LinesAfter(raising=_shape(last), shapes=shapes if len(shapes) < len(before) else frozenset())
 
@@ -170,12 +165,7 @@ class LinesAfter:
         self.usual += 1
 
     def is_end(self, error: RankException, *, has_failed: bool) -> bool:
-        """Returns whether ``error`` ended its process.
-
-        Args:
-            error: The exception.
-            has_failed: Another source reports that the process failed.
-        """
+        """Returns whether ``error`` ended its process (``has_failed`` if another source reports its failure)."""
         caught = error.type.rpartition(".")[2] in USUALLY_CAUGHT
         message = not self.usual and (bool(self.shapes) or self.numbers <= _FEW) and not caught
         if has_failed and max(self.usual, self.steps) > _FEW:  # it continued and ended later
@@ -204,7 +194,7 @@ class Crash:
 
     line: LogLine
     lines: list[str]
-    since: int = 0  # number of lines printed afterwards
+    since: int = 0  # lines printed afterwards
 
     @property
     def signal(self) -> int:

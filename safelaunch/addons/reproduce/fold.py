@@ -106,7 +106,7 @@ def _with_the_stuck(steps: Sequence[RankStep]) -> list[RankStep]:
 
 
 def _folded(steps: Sequence[RankStep], codes: Sequence[int]) -> list[RankStep | RepeatedItems]:
-    """Replaces repetitions by loops: at each position the shortest of those that cover most items."""
+    """Replaces repetitions by loops: at each position the shortest among the loops that cover most items."""
     nodes: list[RankStep | RepeatedItems] = []
     at = 0
     while at < len(steps):

@@ -43,7 +43,7 @@ def adopt(
 def end_strays(
     strays: Sequence[Attempt], queue: Scheduler, journal: Journal, paths: SweepPaths, say: Callable[[str], None]
 ) -> None:
-    """Cancels these attempts and waits until they have ended. Raises SafelaunchError if some don't end."""
+    """Cancels these attempts and waits for their end. Raises SafelaunchError if some don't end."""
     if not strays:
         return
     jobs = ", ".join(sorted({stray.job for stray in strays}))

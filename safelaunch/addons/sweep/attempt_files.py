@@ -1,11 +1,11 @@
-"""Reads and writes the files that describe a scheduler's attempt even after the scheduler has forgotten it.
+"""Reads and writes an attempt's files, which survive even after the scheduler has forgotten the attempt.
 
 They are in the job's directory, which every node and the submitting host share:
 
     attempt-1.claim   the task that runs the attempt: a link that only one task can make, so no attempt runs twice
     attempt-1.end     its outcome
     attempt-1.pace    its latest step
-    attempt-1.closed  colaunch has recorded the outcome: a task that the scheduler requeues later must not start
+    attempt-1.closed  its outcome has been recorded: a task that the scheduler requeues later must not start
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class TaskEnd(msgspec.Struct, frozen=True):
     duration_s: float
     signalled: bool = False
     word: str = ""  # scheduler's reason for its SIGTERM, such as TIMEOUT or CANCELLED
-    over_limit: bool = False  # it exceeded the job's ``timeout``
+    over_limit: bool = False
     last_step: int | None = None
     gpus: tuple[str, ...] = ()
     bundle: str = ""
-    wrong: str = ""  # first wrong result
+    wrong: str = ""
 
 
 class AttemptFiles:
@@ -91,7 +91,6 @@ class AttemptFiles:
         return _read(self._path("pace"), Pace) or Pace()
 
     def close(self) -> None:
-        """Notes that the attempt's outcome has been recorded. Raises OSError."""
         self._path("closed").touch(mode=0o600)
 
     @property
@@ -112,7 +111,7 @@ class AttemptFiles:
 
 
 def _link(source: Path, path: Path) -> bool:
-    """Gives a file a second name and returns True, unless that name exists; copies it if the disk has no links."""
+    """Returns whether it could link the file to this new name; copies it if the disk has no links."""
     try:
         os.link(source, path)
     except FileExistsError:

@@ -1,8 +1,8 @@
 """Submits jobs to a scheduler, follows them, and cancels them.
 
-A job is recorded before the scheduler gets it, under a name by which the scheduler can find it. Its task claims the
-attempt with a file before it does anything else (``task``). So a job runs only once even if it is submitted twice,
-after a kill or an unclear answer. Jobs stay with the scheduler if colaunch is killed; ``--resume`` finds them there.
+A job is recorded before its submission, under a name by which the scheduler can find it. Its task first claims the
+attempt with a file (``task``). So a job runs only once even if it is submitted twice, after a kill or an unclear
+answer. Jobs stay with the scheduler if colaunch is killed; ``--resume`` finds them there.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Site:
     journal: Journal
     programs: SweepPrograms
     sweep_id: str
-    handed: int = 0  # submissions by earlier invocations; together with sweep_id, makes names unique
+    handed: int = 0  # earlier submissions; with sweep_id, makes names unique
     settle_s: float = SETTLE_S
 
 
 @dataclass(slots=True)
 class SubmittedAttempt:
-    """One attempt that was or will be submitted. Times are CLOCK_MONOTONIC, in seconds."""
+    """One attempt. Times are CLOCK_MONOTONIC, in seconds."""
 
     job: SweepJob
     number: int
@@ -61,8 +61,8 @@ class SubmittedAttempt:
     end: TaskEnd | None = None
     pace: Pace = field(default_factory=Pace)
     began_s: float | None = None
-    asked: bool = False  # cancel requested
-    killed: bool = False  # SIGKILL requested
+    asked: bool = False
+    killed: bool = False
     doubtful_s: float | None = None  # when the scheduler and the files first disagreed
 
     def read(self) -> bool:
@@ -77,7 +77,7 @@ class BatchEngine:
     """Runs the jobs of ``sweep`` through ``queue``.
 
     Args:
-        before: Attempts of earlier invocations that the scheduler might still have.
+        before: Earlier attempts that the scheduler might still have.
         later: Runs a function in a thread.
     """
 
@@ -160,7 +160,7 @@ class BatchEngine:
         return tuple(numbers)
 
     def _write(self, attempt: SubmittedAttempt, after: tuple[str, ...]) -> bool:
-        """Writes the script and the journal record, and queues the submission; returns whether that worked."""
+        """Writes the script and the journal record, and queues the submission; returns False on failure."""
         job, paths = attempt.job, self._site.paths
         name = work_name(job.group, self._site.sweep_id, self._submissions + 1)
         work = SubmittedWork(name, job, paths.batch_script(name), paths.batch_output(name), after)
@@ -180,7 +180,6 @@ class BatchEngine:
         return True
 
     def _advance(self) -> None:
-        """Handles the answer to the last request, and makes the next one."""
         if self._request is not None:
             future, answered = self._request
             if not future.done():
@@ -202,7 +201,7 @@ class BatchEngine:
             )
 
     def _submit_some(self, some: Sequence[tuple[SubmittedAttempt, SubmittedWork]]) -> list[str | QueueError]:
-        """Submits works until the scheduler is unavailable; returns the answer to each. Runs in a thread."""
+        """Submits works until the scheduler is unavailable; returns its answers. Runs in a thread."""
         answers: list[str | QueueError] = []
         for _, work in some:
             try:
@@ -261,7 +260,6 @@ class BatchEngine:
         self._has_news = True
 
     def _assign(self, listed: Iterable[ListedJob]) -> None:
-        """Assigns the listed jobs to their attempts, and schedules the next listing."""
         by_name = {each.name: each for each in listed}
         changed = False
         for attempt in [each for each in self._attempts.values() if each.submitted]:
@@ -331,7 +329,7 @@ class BatchEngine:
         self._say(f"{attempt.job.name}: {state if state != 'waiting' else 'will be submitted again'} ({why})")
 
     def _judge(self, attempt: SubmittedAttempt) -> AttemptOutcome | None:
-        """Returns the outcome of an attempt that has ended; None if it is active or never started."""
+        """Returns the outcome of an ended attempt; None if it is active or never started."""
         before = attempt.position
         position = attempt.position = judge(attempt.listed, attempt.claim, attempt.end)
         if position.stage in ("queued", "running"):

@@ -16,19 +16,17 @@ from safelaunch.addons.sweep.task import FIRST_HOST, JOB_ID, RENDEZVOUS_PORT, po
 
 @dataclass(frozen=True, slots=True)
 class SweepPrograms:
-    """The commands that start safelaunch and, inside a job, ``task`` with the scheduler's module."""
-
     safelaunch: Sequence[str]
     task: Sequence[str]
 
 
 def work_name(group: str, sweep_id: str, number: int) -> str:
-    """Returns the submission's unique name in the scheduler's list, such as ``train.3f9a2c1b44-1``."""
+    """Returns a unique name such as ``train.3f9a2c1b44-1``, which the scheduler lists."""
     return f"{re.sub('[^A-Za-z0-9._-]', '-', group)[:40] or 'colaunch'}.{sweep_id}-{number}"
 
 
 def script(name: str, job: SweepJob, attempt: int, paths: SweepPaths, programs: SweepPrograms, queue: Scheduler) -> str:
-    """Returns the script of one attempt. It only sets variables and executes the task."""
+    """Returns the script of one attempt, which only sets variables and executes the task."""
     job = job.with_ports([port_token(index) for index in range(job.ports)])
     env = dict(job.env)
     if not job.gpus and not any(word.startswith(("--gres=", "--gpus", "--tres")) for word in job.batch):

@@ -117,7 +117,7 @@ class SweepOptions:
 
 
 def main(argv: list[str]) -> int:
-    """Returns 0 if every job succeeded, 1 if not, 2 if nothing was started, 128 + N if signal N stopped the sweep."""
+    """Returns 0 if every job succeeded, 1 if not, 2 if nothing started, 128 + N if signal N stopped the sweep."""
     options = parse(argv)
     cwd, environ = working_directory(), dict(os.environ)
     redact.use(Redactor(secret_values(environ, argv, [os.fspath(cwd)])).text)
@@ -152,7 +152,7 @@ def _on_this_node(
     journal = Journal(paths.journal)
     past = _history(options, journal, jobs, paths)
     _begin(journal, jobs)
-    at_most = options.max_parallel or pool.capacity + (os.cpu_count() or 1)  # jobs without GPUs are limited by cores
+    at_most = options.max_parallel or pool.capacity + (os.cpu_count() or 1)  # cores limit jobs without GPUs
     units = {job.name: pool.units(job.gpus) for job in jobs}
     sweep = Sweep(jobs, Rules(pool.capacity, at_most, options.fail_fast, units), past.before)
     say(f"{many(len(jobs), 'job')} on {many(pool.capacity, pool.kind)}, in {paths.root}")
@@ -298,7 +298,7 @@ OURS = {
 def make_pool(
     jobs: Sequence[SweepJob], slots: int | None, at_most: int | None, environ: Mapping[str, str]
 ) -> SharePool:
-    """Returns the node's GPUs (those in CUDA_VISIBLE_DEVICES if that is set), else slots. Raises ResourceError."""
+    """Returns the node's GPUs (those in CUDA_VISIBLE_DEVICES if set), else slots. Raises ResourceError."""
     pool: SharePool | None = None
     if slots is None:
         gpus = GpuPool(environ)
@@ -314,11 +314,7 @@ def make_pool(
 
 
 def check_jobs(jobs: Sequence[SweepJob], on: str | Scheduler, environ: Mapping[str, str]) -> None:
-    """Raises SpecError for a job that safelaunch would reject, or whose working directory doesn't exist.
-
-    Args:
-        on: the pool's kind, or a scheduler
-    """
+    """Raises SpecError for a job that safelaunch would reject, or without a working directory."""
     try:
         torch: torchrun.TorchInstallation | None = torchrun.find(environ)
     except UsageError:
@@ -383,7 +379,7 @@ def _check_nodes(job: SweepJob, on: str | Scheduler, command: CommandLine) -> No
 
 
 def parse(argv: list[str]) -> SweepOptions:
-    """Parses the command line. Raises UsageError; argparse itself exits for ``--help`` and its own errors (code 2)."""
+    """Parses the command line. Raises UsageError; argparse exits for ``--help`` and its own errors (code 2)."""
     split = argv.index("--") if "--" in argv else len(argv)
     command = tuple(argv[split + 1 :])
     words = parser().parse_args(argv[:split])

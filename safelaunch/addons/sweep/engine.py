@@ -1,7 +1,4 @@
-"""Defines the interface of an engine, which runs the jobs of a sweep.
-
-``local.Local`` runs them on this node, and ``batch.BatchEngine`` through a ``Scheduler``.
-"""
+"""Defines the interface of an engine: ``local.Local``, or ``batch.BatchEngine`` with a ``Scheduler``."""
 
 from __future__ import annotations
 
@@ -38,28 +35,27 @@ class Engine(Protocol):
         """Time that the runner can wait before it polls again."""
 
     def submit(self) -> None:
-        """Starts or submits the jobs that ``Sweep.next`` returns, and reports each with ``Sweep.mark_started``."""
+        """Starts or submits the jobs that ``Sweep.next`` returns; reports each with ``Sweep.mark_started``."""
 
     def poll(self) -> Iterable[tuple[SweepJob, AttemptOutcome]]:
-        """Yields the attempts that have ended. The runner records each before it asks for the next."""
+        """Yields attempts that have ended. The runner records each before it asks for the next."""
 
     def cancel(self, *, kill: bool) -> None:
         """Asks all jobs to end; with ``kill``, kills them."""
 
     def look(self) -> Mapping[str, RunningAttempt]:
-        """Returns the current state of the attempts that were started or submitted, by job."""
+        """Returns the state of the started or submitted attempts, by job."""
 
     def close(self) -> None:
         """Releases the engine's resources."""
 
 
 def state_of(code: int, verdict: str, ended_by_us: JobState | None = None) -> JobState:
-    """Returns the state of an attempt that ended. Exit code 0 means success even if the job was asked to stop.
+    """Returns the state of an ended attempt. Exit code 0 means success even if the job was asked to stop.
 
     Args:
-        code: Exit code.
         verdict: Outcome in the bundle's verdict, which overrides the exit code; empty without a bundle.
-        ended_by_us: State that the job gets because we asked it to stop.
+        ended_by_us: State if we asked the job to stop.
     """
     if code == 0:
         return "succeeded"

@@ -1,5 +1,3 @@
-"""Defines the error for an invalid sweep."""
-
 from __future__ import annotations
 
 from safelaunch.system.errors import UsageError

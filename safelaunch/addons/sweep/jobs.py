@@ -1,4 +1,4 @@
-"""Defines the records of a sweep: a job ready to start, and how its attempts ended."""
+"""Defines the records of a sweep: jobs and outcomes."""
 
 from __future__ import annotations
 
@@ -35,15 +35,13 @@ def port_marks(count: int) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class SweepJob:
-    """One job with every placeholder replaced."""
-
     name: str
     words: tuple[str, ...]  # arguments of ``safelaunch``, without the name and bundle directory that colaunch adds
-    where: str  # ``file:line``, or word of the command line, that defines it
-    group: str = ""  # its key in the specification, shared by all combinations of the matrix
+    where: str  # ``file:line`` or command-line word that defines it
+    group: str = ""  # key in the specification, shared by all combinations of the matrix
     params: tuple[tuple[str, str], ...] = ()
     gpus: int = 1  # on each node
-    ports: int = 0  # ports that it gets when it starts; until then, ``words`` and ``env`` contain marks for them
+    ports: int = 0  # leased when it starts; until then, ``words`` and ``env`` contain marks for them
     env: tuple[tuple[str, str], ...] = ()
     cwd: str = "/"  # absolute
     needs: tuple[str, ...] = ()  # names of jobs
@@ -55,7 +53,7 @@ class SweepJob:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the job's work, equal for jobs that do the same work."""
+        """Hash of the job's work."""
         nodes = [self.nodes] if self.nodes > 1 else []
         text = json.dumps([self.words, sorted(self.env), self.cwd, *nodes])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -81,11 +79,11 @@ class AttemptOutcome:
     state: JobState
     exit_code: int | None = None  # as a shell shows it
     duration_s: float = 0.0
-    last_step: int | None = None  # according to the watch
+    last_step: int | None = None
     gpus: tuple[str, ...] = ()  # UUIDs, or ``node:number``
     bundle: str = ""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    cause: str = ""  # from its verdict, its first wrong result, or the scheduler's reason
+    cause: str = ""  # from its verdict, its first wrong result, or the scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ class Pace:
     age_s: float | None = None  # since the latest step of any rank
     quiet: bool = False  # that is far longer than usual, and no rank has announced it
     cause: str = ""  # according to an early look
-    wrong: str = ""  # first wrong result
+    wrong: str = ""
 
 
 @dataclass(slots=True)
@@ -116,12 +114,12 @@ class Track:
 
 
 def threads(words: Sequence[str], cores: int) -> int:
-    """Returns OMP_NUM_THREADS for the command on ``cores`` cores: an equal share per rank, at least 1."""
+    """Returns OMP_NUM_THREADS: an equal share of ``cores`` per rank, at least 1."""
     return max(1, cores // ranks(words))
 
 
 def ranks(words: Sequence[str]) -> int:
-    """Returns the value of ``--nproc-per-node``; 1 if it is missing or not a number (``auto``, ``gpu``)."""
+    """Returns ``--nproc-per-node``; 1 if it is missing or not a number (``auto``, ``gpu``)."""
     options = takewhile(
         lambda word: word.startswith("-") or not word.endswith(".py"), words
     )  # the rest belongs to the script

@@ -52,7 +52,7 @@ class Attempt:
 def parse(data: bytes, name: str) -> tuple[list[JournalRecord], int]:
     """Returns a journal's records and the size of its complete lines. Raises UsageError for a damaged line.
 
-    Only the last line can be incomplete: nothing is ever appended after an incomplete one.
+    Only the last line can be incomplete: nothing is ever appended after it.
     """
     records: list[JournalRecord] = []
     whole = 0
@@ -107,10 +107,7 @@ class JournalHistory:
 
 
 def history(attempts: Sequence[Attempt], jobs: Sequence[SweepJob]) -> JournalHistory:
-    """Returns the state of these jobs according to the journal's attempts.
-
-    A job is done if an attempt at exactly the same work succeeded; all others run again.
-    """
+    """Returns the jobs' state. A job is done if an attempt at exactly the same work succeeded; others run again."""
     before: dict[str, JobHistory] = {}
     changed = []
     for job in jobs:
@@ -127,7 +124,7 @@ def history(attempts: Sequence[Attempt], jobs: Sequence[SweepJob]) -> JournalHis
 
 class Journal:
     def __init__(self, path: Path) -> None:
-        """Opens or creates the journal. Raises UsageError if another colaunch uses it, or if it is damaged."""
+        """Raises UsageError if another colaunch uses the journal, or if it is damaged."""
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,11 +166,7 @@ class Journal:
             self._append(b"\n")
 
     def record_launch(self, jobs: int, sweep_id: str = "") -> None:
-        """Records the start of colaunch. Raises OSError.
-
-        Args:
-            sweep_id: Marks the jobs of this sweep in a scheduler.
-        """
+        """Records the start of colaunch. ``sweep_id`` marks the sweep's jobs in a scheduler. Raises OSError."""
         extra = {"sweep_id": sweep_id} if sweep_id else {}
         self._write({"event": "begun", "pid": os.getpid(), "jobs": jobs, "version": 1, **extra})
 
@@ -187,7 +180,7 @@ class Journal:
         self._write({"event": "handed", **words, "batch": name})
 
     def record_end(self, name: str, attempt: int, outcome: AttemptOutcome) -> None:
-        """Records a job's end. If it can't be written now, it is written as soon as possible."""
+        """Records a job's end, later if it can't be written now."""
         record = {"event": "ended", "job": name, "attempt": attempt, **asdict(outcome)}
         self._pending.append(_line(record))
         self.catch_up()

@@ -1,9 +1,9 @@
 """Chooses which waiting job starts next.
 
-Jobs start in order if they fit. Later jobs that fit overtake one that doesn't, so that no slot stays idle. The first
-waiting job (the head) can be overtaken only as often as there are slots; otherwise a large job might never start. After
-that, room is reserved for it, and only jobs that fit into the rest can overtake it. It therefore starts at the latest
-when the jobs running at that moment have ended.
+Jobs start in order if they fit; jobs that fit overtake one that doesn't, so that no slot stays idle. The first waiting
+job (the head) can be overtaken only as often as there are slots; otherwise a large job might never start. After that,
+room is reserved for it, and only jobs that fit into the rest can overtake it. It therefore starts at the latest when
+the jobs running at that moment have ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Running:
 @dataclass(slots=True)
 class Lineup:
     capacity: int
-    at_most: int  # jobs at a time
+    at_most: int
     waiting: list[Waiting] = field(default_factory=list)
     running: list[Running] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ class Lineup:
         return None
 
     def start(self, name: str) -> None:
-        """Starts a waiting job. If it isn't the head, it overtakes the head."""
+        """Starts a waiting job; unless it is the head, it overtakes the head."""
         head = self.waiting[0]
         job = next(job for job in self.waiting if job.name == name)
         self.running.append(Running(name, job.units, head.name if job is not head and self._kept_for(head) else ""))

@@ -1,7 +1,7 @@
 """Starts, reaps and stops jobs on this node, each on its own GPUs or CPU cores.
 
-The engine has one thread because it forks, and because the kernel ends jobs with the thread that started them. It never
-waits for a job. ``spawn`` describes how a job is started.
+The engine has one thread: it forks, and the kernel ends jobs with the thread that started them. It never waits for a
+job. ``spawn`` describes how a job is started.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from safelaunch.system.errors import ResourceError, StoreError
 
 TICK_S = 0.5
 BUSY_TICK_S = 0.1
-# torchrun waits 30 s for ranks that don't end at SIGTERM, and then kills them.
+# torchrun kills ranks 30 s after SIGTERM.
 STOP_PATIENCE_S = 45.0
 # The guardian of a killed supervisor ends its job: SIGTERM, 5 s, SIGKILL.
 LINGER_S = 8.0
 CANNOT_START = 127
 
-# Temporary failures, such as a full disk or no free process: the job isn't to blame, and starts later.
+# Temporary failures, such as a full disk: the job isn't to blame, and starts later.
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
 class _Unrecorded(Exception):
-    """The journal can't record a job's start, so the job must not start."""
+    """The journal can't record a job's start, so it must not start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class SweepPlace:
     store: LeaseStore
     journal: Journal
     environ: Mapping[str, str]
-    program: Sequence[str]  # command that starts ``safelaunch``
+    program: Sequence[str]
 
 
 @dataclass(slots=True)
@@ -67,12 +67,12 @@ class Active:
     log: Path
     before: set[str]  # bundles that existed before
     began_s: float
-    ended_by_us: JobState | None = None  # its state because we asked it to end
-    asked_s: float | None = None  # when we asked; it is killed if it doesn't end
+    ended_by_us: JobState | None = None  # state if we asked it to end
+    asked_s: float | None = None  # time of that request; it is killed if it doesn't end
     killed_s: float | None = None
-    status: int | None = None  # wait status once it has been reaped
+    status: int | None = None  # wait status, once reaped
     reaped_s: float = 0.0
-    below: tuple[ProcessId, ...] = ()  # its descendants when it was killed
+    below: tuple[ProcessId, ...] = ()  # descendants when it was killed
 
     def lingers(self, now: float) -> bool:
         """Returns whether a killed supervisor's job has live processes: the guardian ends them, then we do."""
@@ -86,7 +86,7 @@ class Active:
 
 
 class Local:
-    """Runs the jobs of ``sweep`` as children of this process. ``say`` shows a message."""
+    """Runs the jobs of ``sweep`` as children of this process."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class Local:
             self._say(f"no job can start now; colaunch keeps trying ({why})")
 
     def _launch(self, job: SweepJob, share: Share) -> None:
-        """Starts a job and hands over its lease, so that the job holds it from its first moment."""
+        """Starts a job and hands over its lease, so that it holds the lease from its first moment."""
         attempt, paths = self._sweep.tracks[job.name].attempts + 1, self._place.paths
         paths.bundles(job.name).mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -291,6 +291,6 @@ class Local:
 
 
 def exit_code(status: int) -> int:
-    """Returns the exit code as a shell shows it: 128 plus the signal number if a signal ended the process."""
+    """Returns the exit code as a shell shows it: 128 plus the signal number after a signal."""
     code = os.waitstatus_to_exitcode(status)
     return 128 - code if code < 0 else code

@@ -1,4 +1,4 @@
-"""Extracts the numbers that a job reports from its output, with a pattern."""
+"""Extracts metrics from a job's output, with a pattern."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safelaunch.addons.sweep.errors import SpecError
 from safelaunch.addons.sweep.jobs import Metric
 from safelaunch.system.time_limit import CPU, at_most
 
-# Only the end of a job's output is searched; the last value of a metric counts.
+# Only the end of the output is searched; a metric's last value counts.
 TAIL_BYTES = 32 << 20
 LONGEST_LINE = 1 << 16
 MOST_CPU_S = 2.0  # 32 MiB of lines without a match take about 1 s
@@ -42,7 +42,7 @@ def check_pattern(pattern: str) -> tuple[str, ...]:
 
 
 def from_lines(lines: Iterable[str], patterns: Sequence[str]) -> dict[str, Metric]:
-    """Returns each metric's value in the first of ``lines`` that has it; within a line, the last value counts."""
+    """Returns each metric's value in the first of ``lines`` that has it; the last one within a line."""
     searches = [(re.compile(pattern), check_pattern(pattern)) for pattern in patterns]
     wanted = {name for _, names in searches for name in names}
     values: dict[str, Metric] = {}
@@ -63,7 +63,7 @@ def from_log(
     patterns: Sequence[str],
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Metric]:
-    """Returns the last value of each metric near the end of a job's output; none if the file is unreadable.
+    """Returns each metric's last value near the end of a job's output; none if the file is unreadable.
 
     Call it from the main thread: a pattern might never end (``(a+)+b``), so each gets ``MOST_CPU_S``. After that,
     ``say`` gets a message.

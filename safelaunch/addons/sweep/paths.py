@@ -16,8 +16,6 @@ DEFAULT_PARENT = "safelaunch-sweeps"
 
 @dataclass(frozen=True, slots=True)
 class SweepPaths:
-    """The sweep directory (absolute): the journal, the summaries, and a directory for each job."""
-
     root: Path
 
     @property
@@ -34,7 +32,7 @@ class SweepPaths:
 
     @property
     def batches(self) -> Path:
-        """Scripts that were submitted to a scheduler, and its output while it ran them."""
+        """Submitted scripts, and the scheduler's output."""
         return self.root / "batches"
 
     def batch_script(self, name: str) -> Path:
@@ -55,7 +53,6 @@ class SweepPaths:
         return self.job(name) / f"attempt-{attempt}.log"
 
     def exit_file(self, name: str, attempt: int) -> Path:
-        """File to which the attempt's safelaunch writes its exit code."""
         return self.job(name) / f"attempt-{attempt}.exit"
 
     def bundles(self, name: str) -> Path:
@@ -71,12 +68,12 @@ class SweepPaths:
 
 
 def newest(bundles: Collection[str]) -> str:
-    """Returns the path of the latest bundle, or "". A complete one comes first: only one of a job's nodes has it."""
+    """Returns the path of the latest bundle, or "". A complete one wins: only one of a job's nodes has it."""
     return max(bundles, key=lambda path: (_is_whole(path), modified_ns(path), path), default="")
 
 
 def verdict_of(bundle: str) -> tuple[str, str]:
-    """Returns the outcome (``hang``, ``crash`` or ``dump``) and the cause; both empty without a readable verdict."""
+    """Returns the outcome (``hang``, ``crash`` or ``dump``) and cause; both empty without a readable verdict."""
     document = _verdict(bundle) if bundle else None
     if document is None or "outcome" not in document:
         return "", ""

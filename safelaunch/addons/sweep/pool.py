@@ -1,4 +1,4 @@
-"""Assigns the units that jobs run on, one job at a time: GPUs, or slots of CPU cores on a node without GPUs."""
+"""Assigns the units that jobs run on: GPUs, or slots of CPU cores on a node without GPUs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Share:
     gpus: tuple[str, ...] = ()
     cores: int = 0  # 0 if cores aren't shared out
     env: Mapping[str, str] = field(default_factory=dict)  # restricts the job to its share
-    lease: Lease = field(default_factory=lambda: Lease({}))  # GPUs and ports to hand over to the job's safelaunch
+    lease: Lease = field(default_factory=lambda: Lease({}))  # GPUs and ports for the job's safelaunch
     ports: tuple[int, ...] = ()
 
 
 class SharePool(Protocol):
-    """Assigns shares. Hides what they consist of and what competes for them. ``free`` raises StoreError."""
+    """Assigns shares. ``free`` raises StoreError."""
 
     @property
     def capacity(self) -> int:
@@ -47,16 +47,13 @@ class SharePool(Protocol):
         """Returns the number of units for a job that requests ``gpus`` GPUs."""
 
     def free(self) -> int | None:
-        """Returns the number of units available now; None while that is unknown."""
+        """Returns the number of available units; None while it is unknown."""
 
     def take(self, job: SweepJob) -> Share | None:
         """Returns a share for ``job``, or None if too few units are free."""
 
     def wait(self, job: SweepJob, ours: Collection[int]) -> str:
-        """Queues ``job`` ahead of later requests; it would start if others freed units.
-
-        Returns lines that list the holders, except for the processes in ``ours``.
-        """
+        """Queues ``job`` ahead of later requests; returns lines that list the holders, without processes in ``ours``."""
 
     def leave(self) -> None:
         """Leaves the queue."""
@@ -104,8 +101,8 @@ class CpuSlots:
 class GpuPool:
     """The node's GPUs, as the environment limits them; each job sees only its own.
 
-    A GPU is free if no process on this node holds or uses it, including our own jobs. All our waiting jobs share one
-    place in the node's queue. No method waits for the driver.
+    A GPU is free if no process on this node, including our jobs, holds or uses it. Our waiting jobs share one place in
+    the node's queue. No method waits for the driver.
     """
 
     kind = "GPU"
@@ -155,7 +152,7 @@ class GpuPool:
 
 
 def default_slots(cores: int, units: Sequence[int], at_most: int | None) -> int:
-    """Returns one slot per core, or fewer and larger ones if the jobs can't use that many at once."""
+    """Returns one slot per core, or fewer and larger ones if the jobs can't use that many."""
     largest_first = sorted(units, reverse=True)[:at_most]
     return max(1, min(cores, sum(largest_first)), *largest_first[:1])
 

@@ -1,4 +1,4 @@
-"""Decides an attempt's position and outcome from the scheduler's list and the files of its task. Pure."""
+"""Determines an attempt's position and outcome from the scheduler's list and its task's files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ AttemptStage = Literal["queued", "running", "ended", "absent", "hopeless", "unse
 
 @dataclass(frozen=True, slots=True)
 class AttemptPosition:
-    # absent: the scheduler has no job for it, and no job has started; unsettled: it has ended, but its files might not
-    # be visible here yet; hopeless: a job that it needs didn't succeed
+    # absent: the scheduler has no job for it, and it hasn't started; unsettled: it has ended, but its files might not be
+    # visible yet; hopeless: a job that it needs didn't succeed
     stage: AttemptStage
     listed: ListedJob | None = None  # scheduler's job that runs the attempt
     end: TaskEnd | None = None
@@ -26,8 +26,8 @@ class AttemptPosition:
 def judge(listed: Sequence[ListedJob], claim: AttemptClaim | None, end: TaskEnd | None) -> AttemptPosition:
     """Returns the position of an attempt. ``listed`` has several jobs after a double submission.
 
-    A success, or an exit not caused by a signal, is final whatever the scheduler reports. After a signal, the scheduler
-    might requeue the job, so its report counts.
+    A success, or an exit without a signal, is final. After a signal, the scheduler might requeue the job, so its report
+    counts.
     """
     if claim is None:
         alive = [each for each in listed if each.stage != "ended"]
@@ -53,11 +53,7 @@ def judge(listed: Sequence[ListedJob], claim: AttemptClaim | None, end: TaskEnd 
 def final_state(
     position: AttemptPosition, verdict: str, queue: Scheduler, *, asked_by_us: bool, claimed: bool
 ) -> tuple[JobState, str]:
-    """Returns the state and cause of an attempt that ended.
-
-    Args:
-        verdict: outcome in its bundle; empty without one
-    """
+    """Returns the state and cause of an ended attempt. ``verdict`` is the outcome in its bundle, if any."""
     listed, end = position.listed, position.end
     state = state_of(end.exit_code, verdict) if end is not None else "failed"
     if state in ("succeeded", "hung"):

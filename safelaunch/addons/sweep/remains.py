@@ -60,7 +60,7 @@ def wait_for_remains(
 
 
 def recovered(attempt: Attempt, jobs: Sequence[SweepJob], paths: SweepPaths) -> AttemptOutcome | None:
-    """Returns the outcome of an attempt that succeeded while its colaunch was being killed; None for any other."""
+    """Returns the outcome of an attempt that succeeded while its colaunch was being killed, else None."""
     job = next((job for job in jobs if job.name == attempt.job), None)
     exit_file = paths.exit_file(attempt.job, attempt.number)
     if job is None or exit_code_in(exit_file) != 0:

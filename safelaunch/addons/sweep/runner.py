@@ -1,4 +1,4 @@
-"""Runs a sweep on an engine, in a loop that never waits for a job, and never long for a terminal."""
+"""Runs a sweep on an engine, without waiting for a job or long for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines the interface of a scheduler for ``BatchEngine``, and the records they exchange."""
+"""Defines the interface of a scheduler, and the records exchanged with it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from safelaunch.system.errors import SafelaunchError
 
 
 class QueueError(SafelaunchError):
-    """A scheduler refused a request or didn't answer."""
-
     passing = False  # another try might succeed
-    full = False  # the scheduler accepts no more jobs from this user until some have ended
+    full = False  # no more jobs from this user until some have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +22,18 @@ class SubmittedWork:
     job: SweepJob
     script: Path
     output: Path
-    after: tuple[str, ...] = ()  # numbers of the jobs that have to succeed first
+    after: tuple[str, ...] = ()  # numbers of jobs that must succeed first
 
 
 @dataclass(frozen=True, slots=True)
 class ListedJob:
     name: str
-    number: str  # the scheduler's id
+    number: str
     stage: Literal["queued", "running", "ended"]
-    word: str = ""  # the scheduler's name of the state
+    word: str = ""  # name of the state
     reason: str = ""  # why it waits
     nodes: str = ""
-    hopeless: bool = False  # it was ended because a job that it needs didn't succeed
+    hopeless: bool = False  # ended because a job that it needs didn't succeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class Scheduler(Protocol):
     keeps_order: bool  # it supports SubmittedWork.after
 
     def across(self, nodes: int) -> Sequence[str] | None:
-        """Returns the words that run a command once on each node; None if a job has only one node."""
+        """Returns the words that run a command on each node once; None if jobs have only one node."""
 
     def submit_command(self, work: SubmittedWork) -> list[str]:
         """Returns the command that submits ``work``."""
@@ -70,4 +68,4 @@ class Scheduler(Protocol):
         """Returns this user's jobs, including ended ones that the scheduler still lists. Raises QueueError."""
 
     def cancel(self, numbers: Sequence[str], *, kill: bool) -> None:
-        """Asks jobs to end; with ``kill``, kills them. Ignores jobs that have ended. Raises QueueError."""
+        """Asks jobs to end, or kills them; ignores ended jobs. Raises QueueError."""

@@ -1,4 +1,4 @@
-"""Shows the output of ``safelaunch colaunch``: the live table, the dry run, the summary."""
+"""Shows ``safelaunch colaunch``: the live table, the dry run, the summary."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def choose(snapshot: Snapshot, room: int) -> tuple[JobStatus, ...]:
 
 
 def cells(job: JobStatus, typical_s: float | None) -> tuple[str, ...]:
-    """Returns one row, in the order of ``COLUMNS``. A quiet job has no rate and no estimate.
+    """Returns one row of ``COLUMNS``. A quiet job has no rate and no estimate.
 
     Args:
         typical_s: Seconds that similar jobs took.
@@ -146,7 +146,7 @@ def typical_s(snapshot: Snapshot) -> dict[str, float]:
 
 
 def time_left_s(snapshot: Snapshot) -> float | None:
-    """Estimates the time until all jobs have ended at the current parallelism; None if no job has ended yet."""
+    """Estimates the time until all jobs have ended; None if no job has ended yet."""
     typical = typical_s(snapshot)
     left = []
     for job in snapshot.jobs:
@@ -179,7 +179,7 @@ def describe(jobs: Sequence[SweepJob], paths: SweepPaths, pool: SharePool, width
 
 
 def describe_batch(jobs: Sequence[SweepJob], paths: SweepPaths, programs: SweepPrograms, queue: Scheduler) -> list[str]:
-    """Describes for --dry-run every script, and the command that submits it."""
+    """Describes every script and the command that submits it, for --dry-run."""
     lines = [f"{many(len(jobs), 'job')} through {queue.name}, in {paths.root}"]
     lines += [
         "<sweep> stands for an id that colaunch makes, <NAME> for a job's number, @{...} for what only the job knows."
@@ -208,7 +208,7 @@ def summary_lines(tracks: Sequence[Track], paths: SweepPaths | None = None) -> l
 
 
 def _remarks(tracks: Sequence[Track], paths: SweepPaths | None) -> list[str]:
-    """Returns lines that explain why jobs failed or didn't run, and where the evidence is: too long for a column."""
+    """Returns lines that explain why jobs failed or didn't run, and where the evidence is."""
     columns = []
     for track in tracks:
         ended = track.outcome
@@ -254,7 +254,7 @@ def _metric(value: object) -> str:
 
 @contextmanager
 def open_screen() -> Iterator[Screen]:
-    """Opens the screen that fits stdout. Restores the terminal at the end."""
+    """Opens the screen that fits stdout; restores the terminal at the end."""
     if not sys.stdout.isatty():
         yield PlainScreen()
         return
@@ -305,7 +305,7 @@ class TerminalScreen:
         self.notes.append(text)
 
     def show_end(self, text: str) -> None:
-        """Shows nothing: the table contains it, and later the summary."""
+        """Shows nothing: the table and the summary contain it."""
 
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
         now = time.monotonic()

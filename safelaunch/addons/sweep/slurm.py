@@ -80,7 +80,7 @@ class Slurm:
         self._env = clean(environ)
 
     def across(self, nodes: int) -> list[str]:
-        """Returns the srun words. One node's end doesn't stop the others, so that they can write their evidence."""
+        """Returns the srun words. One node's end doesn't stop the others, so they can write their evidence."""
         return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
 
     def submit_command(self, work: SubmittedWork) -> list[str]:
@@ -132,7 +132,7 @@ class Slurm:
 
 
 class SlurmJob:
-    """A Slurm job's view of itself, from the variables that Slurm sets."""
+    """A Slurm job's view of itself, from its variables."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -187,7 +187,7 @@ def parse(text: str) -> list[ListedJob]:
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment for Slurm's commands and thus the jobs, without variables of a surrounding job."""
+    """Returns the environment for Slurm's commands, and thus the jobs, without variables of a surrounding job."""
     return {
         name: value
         for name, value in environ.items()
@@ -196,7 +196,7 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def words_of(node: YamlNode) -> tuple[str, ...]:
-    """Returns the sbatch options in a job's ``slurm``. sbatch itself rejects unknown ones. Raises SpecError."""
+    """Returns the sbatch options in a job's ``slurm``; sbatch rejects unknown ones. Raises SpecError."""
     options: list[str] = []
     for key, _, value in known_entries(node, KEYS, "slurm"):
         if key != "sbatch":

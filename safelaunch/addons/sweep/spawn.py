@@ -33,21 +33,20 @@ class JobCommand:
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: str
-    log: Path  # gets all its output
-    exit_file: Path | None = None  # gets safelaunch's exit code
-    keep: Collection[int] = ()  # descriptors that it inherits
+    log: Path
+    exit_file: Path | None = None
+    keep: Collection[int] = ()  # inherited descriptors
 
 
 def spawn(command: JobCommand, tell: Callable[[ProcessId], None]) -> ProcessId:
-    """Starts the command in a new session.
+    """Starts the command in a new session; raises OSError on failure.
 
-    Raises OSError if it can't be started. Call it from the main thread: the kernel treats the end of the thread that
-    forked as our death.
+    Call it from the main thread: the kernel treats the end of the thread that forked as our death.
 
     Args:
         tell: Gets the process before it runs; if it raises, the process ends.
     """
-    # Append, never truncate: if the attempt already exists, its output is kept.
+    # Append, never truncate: the attempt might exist.
     log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         with suppress(OSError):  # the file system has no locks

@@ -82,10 +82,10 @@ _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class TemplateText:
-    """Text that can contain placeholders. ``{{`` stands for a brace."""
+    """Text that can contain placeholders; ``{{`` stands for a brace."""
 
     text: str
-    where: str  # where it is defined (``sweep.yaml:7``)
+    where: str  # ``sweep.yaml:7``
 
     def fields(self) -> frozenset[str]:
         names = set()
@@ -100,7 +100,7 @@ class TemplateText:
         return frozenset(names)
 
     def check(self, allowed: Collection[str]) -> frozenset[str]:
-        """Returns its placeholders. Raises SpecError if one isn't among ``allowed``."""
+        """Returns its placeholders. Raises SpecError for one that isn't among ``allowed``."""
         used = self.fields()
         for name in sorted(used - set(allowed)):
             raise SpecError(
@@ -110,7 +110,7 @@ class TemplateText:
         return used
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """Returns the text with every placeholder replaced by its value; a value's own braces stay as they are."""
+        """Replaces every placeholder by its value; a value's own braces stay as they are."""
 
         def replaced(match: re.Match[str]) -> str:
             return values[match[1]] if match[1] else match.group()[0]
@@ -131,7 +131,7 @@ class Template:
 
     job: SweepJob  # common properties of its jobs
     command: tuple[TemplateText, ...]
-    axes: tuple[Axis, ...] = ()  # sweep's parameters: one job per combination of the used ones
+    axes: tuple[Axis, ...] = ()  # one job per combination of the used ones
     name: TemplateText | None = None
     options: tuple[TemplateText, ...] = ()  # safelaunch's options before ``command``
     env: tuple[tuple[str, TemplateText], ...] = ()
@@ -181,7 +181,7 @@ def _range(word: str, where: str) -> list[str]:
 
 
 def combinations(axes: Sequence[Axis]) -> list[Params]:
-    """Returns all combinations in the order of the axes, the first changing slowest. Raises SpecError for too many."""
+    """Returns all combinations, the first axis changing slowest. Raises SpecError for too many."""
     size = math.prod(len(axis.values) for axis in axes)
     if size > MAX_JOBS:
         raise SpecError(f"{axes[0].where}: {size} combinations, more than {MAX_JOBS}", "split the sweep")
@@ -189,11 +189,7 @@ def combinations(axes: Sequence[Axis]) -> list[Params]:
 
 
 def templates_of(root: YamlNode, metrics: tuple[str, ...] = ()) -> tuple[Template, ...]:
-    """Returns the templates in a parsed file. Raises SpecError or PresetError, with file and line.
-
-    Args:
-        metrics: Additional metrics for every job.
-    """
+    """Returns the templates in a file, with additional ``metrics``. Raises SpecError or PresetError."""
     if root.kind == "nothing":
         raise SpecError(f"{root.where}: the file is empty", "it needs 'jobs', or 'defaults' with a command")
     top = _entries(root, TOP, "a sweep")
@@ -354,11 +350,7 @@ def _matrix(node: YamlNode) -> tuple[Axis, ...]:
 
 
 def expand(templates: Sequence[Template], paths: SweepPaths, cwd: str) -> tuple[SweepJob, ...]:
-    """Returns every job of the sweep, in written order. Raises SpecError.
-
-    Args:
-        cwd: Working directory, absolute.
-    """
+    """Returns every job of the sweep, in written order; ``cwd`` is absolute. Raises SpecError."""
     pairs: list[tuple[SweepJob, tuple[TemplateText, ...]]] = []
     for template in templates:
         pairs += _jobs(template, paths, cwd)
@@ -445,7 +437,7 @@ def _words(template: Template) -> tuple[TemplateText, ...]:
 
 
 def _names(template: Template, combinations: Sequence[Params]) -> list[str]:
-    """Returns one name for each combination: the template's, or one made from the group and the parameters."""
+    """Returns one name per combination: the template's, or one made from the group and parameters."""
     if template.name is not None:
         names = [template.name.fill(dict(params)) for params in combinations]
         for name in names:
@@ -501,7 +493,6 @@ def _names_needed(texts: Sequence[TemplateText], groups: Mapping[str, Sequence[s
 
 
 def _check_order(jobs: Sequence[SweepJob]) -> None:
-    """Raises SpecError if needs form a cycle."""
     try:
         TopologicalSorter({job.name: job.needs for job in jobs}).prepare()
     except CycleError as error:

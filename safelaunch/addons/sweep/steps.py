@@ -32,7 +32,7 @@ class _FollowedJob:
     roster: Roster | None = None
     run: RunPaths | None = None
     samples: deque[tuple[float, int]] = field(default_factory=deque)  # recent (time, step), oldest first
-    newest_s: float = 0.0  # time of the latest step of any rank
+    newest_s: float = 0.0  # of any rank
     usual_s: float = 0.0
     announced: bool = False
     wrong: str = ""
@@ -70,11 +70,7 @@ class _FollowedJob:
 
 
 class Steps:
-    """Follows the progress of jobs, identified by their supervisors.
-
-    Args:
-        places: Returns the directories that contain run directories.
-    """
+    """Follows jobs, identified by their supervisors. ``places`` returns the parents of run directories."""
 
     def __init__(self, places: Callable[[], tuple[Path, ...]], clock: Callable[[], float]) -> None:
         self._places = places
@@ -116,7 +112,7 @@ class Steps:
 
 
 def early_cause(path: Path) -> str:
-    """Returns the cause that the latest early look suggests; empty without one, or if the ranks are active again."""
+    """Returns the latest early look's cause; empty without one, or if the ranks are active again."""
     looks = _listed(path, EarlyLook)
     return looks[-1].cause if looks and looks[-1].movement == "still" and not looks[-1].lasted_s else ""
 

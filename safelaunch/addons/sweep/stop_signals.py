@@ -1,5 +1,3 @@
-"""Collects the signals that stop colaunch."""
-
 from __future__ import annotations
 
 import os
@@ -12,7 +10,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Signals:
-    """Collects stop signals within a context instead of acting on them. Ignored ones (nohup) stay ignored."""
+    """Collects colaunch's stop signals within a context. Ignored ones (nohup) stay ignored."""
 
     def __init__(self) -> None:
         self._taken: list[int] = []
@@ -40,7 +38,6 @@ class Signals:
             self._taken.append(signum)
 
     def taken(self) -> list[int]:
-        """Returns the stop signals since the last call."""
         taken, self._taken = self._taken, []
         return taken
 

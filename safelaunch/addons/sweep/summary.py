@@ -69,12 +69,10 @@ def _entry(track: Track, outcome: AttemptOutcome | None) -> JobSummary:
 
 
 def table(tracks: Sequence[Track], running: Mapping[str, AttemptOutcome] = NOTHING_RUNS) -> list[list[str]]:
-    """Returns rows for CSV, header first: the name, one column per parameter, the fixed columns, one per metric.
+    """Returns rows for CSV, header first: the name, parameters, the fixed columns, metrics.
 
-    A parameter or metric with the name of another column gets the prefix ``param.`` or ``metric.``.
-
-    Args:
-        running: Current state of running jobs.
+    A parameter or metric with the name of another column gets the prefix ``param.`` or ``metric.``. ``running`` has the
+    current state of running jobs.
     """
     params = list(dict.fromkeys(name for track in tracks for name, _ in track.job.params))
     pairs = [(track, running.get(track.job.name, track.outcome)) for track in tracks]
@@ -101,12 +99,9 @@ def write_summary(tracks: Sequence[Track], paths: SweepPaths) -> None:
 
 
 def write_csv(tracks: Sequence[Track], paths: SweepPaths, running: Mapping[str, AttemptOutcome] = NOTHING_RUNS) -> None:
-    """Writes ``summary.csv`` atomically. Raises OSError.
+    """Writes ``summary.csv`` atomically; raises OSError.
 
     ``summary.json`` is only written when the sweep ends, so programs can wait for it.
-
-    Args:
-        running: Current state of running jobs.
     """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(table(tracks, running))

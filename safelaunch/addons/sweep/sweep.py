@@ -1,4 +1,4 @@
-"""Tracks the state of a sweep: which jobs can start, are skipped, or run again. Uses no clock, process or file."""
+"""Tracks which jobs of a sweep can start, are skipped, or run again. Uses no clock, process or file."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from safelaunch.addons.sweep.lineup import Lineup, Running
 @dataclass(frozen=True, slots=True)
 class JobHistory:
     attempts: int = 0
-    outcome: AttemptOutcome | None = None  # None if the job has to run again
+    outcome: AttemptOutcome | None = None  # None if the job must run again
     with_engine: bool = False  # its last attempt is still with the engine
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     capacity: int  # units
-    at_most: int  # jobs at a time
+    at_most: int
     fail_fast: bool = False  # the first job that fails stops the others
     units: Mapping[str, int] = field(default_factory=dict)
     ahead: bool = False  # the engine keeps the order of dependent jobs, so it can get them early
 
 
 class Sweep:
-    """Tracks all jobs of a sweep. Report events with its methods; ``next`` returns the job to start."""
+    """All jobs of a sweep. Report events with its methods; ``next`` returns the job to start."""
 
     def __init__(self, jobs: Sequence[SweepJob], rules: Rules, before: Mapping[str, JobHistory] | None = None) -> None:
         self._rules = rules
@@ -74,7 +74,7 @@ class Sweep:
         self._settle()
 
     def mark_ended(self, name: str, outcome: AttemptOutcome) -> None:
-        """Records the end of an attempt, and queues the job again if it is to be retried."""
+        """Records an attempt's end, and queues the job again if it is to be retried."""
         track = self.tracks[name]
         track.outcome = outcome
         self._queue.end(name)
@@ -104,7 +104,7 @@ class Sweep:
         return self._rules.units.get(job.name, job.gpus)
 
     def _settle(self) -> None:
-        """Queues jobs with succeeded dependencies; skips jobs with failed dependencies, recursively."""
+        """Queues jobs with succeeded dependencies; skips jobs with failed ones, recursively."""
         changed = True
         while changed:
             changed = False
@@ -128,5 +128,5 @@ def ending(track: Track) -> str:
 
 
 def cancelled(outcome: AttemptOutcome) -> AttemptOutcome:
-    """Returns the outcome as cancelled unless it is a success: the end of a stopped job reveals nothing about it."""
+    """Returns the outcome as cancelled unless it is a success: a stopped job's end reveals nothing about it."""
     return outcome if outcome.state == "succeeded" else replace(outcome, state="cancelled")

@@ -37,7 +37,7 @@ EXIT_SPARE = 75  # not 0: a job that needs this one must not start because of a 
 CANNOT_START = 127
 TICK_S = 0.25
 LOOK_FIRST_S, LOOK_EVERY_S, PACE_EVERY_S = 3.0, 1.0, 5.0
-SIGNAL_COMES_S = 0.5  # a scheduler might signal all processes of a job, and the job might end before we get the signal
+SIGNAL_COMES_S = 0.5  # a scheduler might signal all processes of a job, which might end before we get the signal
 KILL_AFTER_S = 45.0  # torchrun can take 30 s
 # Time for which to retry if the end can't be written to disk; after that, only the scheduler knows it.
 LEAVE_FOR_S, LEAVE_EVERY_S = 60.0, 2.0
@@ -52,12 +52,12 @@ def port_token(index: int) -> str:
 
 
 class SchedulerJob(Protocol):
-    """A job's view of itself: ``SCHEDULER_JOB`` of the scheduler's module, made from the job's environment."""
+    """A job's view of itself, made from its environment: ``SCHEDULER_JOB`` of the scheduler's module."""
 
     restart: int  # times the scheduler has requeued it
     node: str  # scheduler's name of this node
     gpus: tuple[str, ...]
-    cores: int | None  # None if unknown
+    cores: int | None
 
     def environment(self) -> Mapping[str, str]:
         """Returns defaults for the job's variables."""
@@ -102,7 +102,7 @@ class SchedulerTask:
         self._began_s = time.monotonic()
 
     def run(self) -> int:
-        """Claims the attempt and runs it. Any other task of the attempt exits at once."""
+        """Claims the attempt and runs it. Other tasks of the attempt exit at once."""
         for signum in SIGNALS:
             signal.signal(signum, self._on_signal)
         before, restart = self._files.read_end(), self._scheduler_job.restart
@@ -212,7 +212,7 @@ class SchedulerTask:
                     shown_s = self._look(process, now, shown_s)
 
     def _look(self, child: ProcessId, now: float, shown_s: float) -> float:
-        """Follows the job's steps, and writes the latest one periodically; returns the time of the last write."""
+        """Follows the job's steps, and writes the latest periodically; returns the time of the last write."""
         self._supervisor = self._supervisor or self._find_supervisor(child)
         pace = self._pace()
         if pace.step is None or now - shown_s < PACE_EVERY_S:

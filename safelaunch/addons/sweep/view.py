@@ -16,8 +16,8 @@ class JobStatus:
     state: JobState
     attempts: int = 0
     why: str = ""
-    outcome: AttemptOutcome | None = None  # of the last attempt that ended
-    live: RunningAttempt | None = None  # None unless it runs, or waits in a scheduler's queue
+    outcome: AttemptOutcome | None = None  # of the last ended attempt
+    live: RunningAttempt | None = None  # None unless it runs or waits in a scheduler's queue
 
     @staticmethod
     def of(track: Track, live: RunningAttempt | None) -> JobStatus:
@@ -29,7 +29,6 @@ class JobStatus:
 
     @property
     def so_far(self) -> AttemptOutcome | None:
-        """The current attempt so far, as an outcome."""
         if self.live is None or self.state == "waiting":
             return AttemptOutcome("waiting") if self.live is not None else None
         took_s = round(self.live.elapsed_s, 3)
