@@ -77,7 +77,6 @@ def attach(
 
     Args:
         module: torch's module with ``PContext``.
-        run_dir: The run directory.
         supervisor: Pid of the supervisor.
         asks_to_stop: If it returns true, the next check of the workers raises ``Stopped``.
         stopping: Called before a signal or an interrupt that ends the launch ends the workers.
@@ -94,7 +93,7 @@ def attach(
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = before[1](self, *args, **kwargs)
-        # after the check: if the supervisor ended ranks, it has set its request before
+        # after the check: the supervisor requests a stop before it ends ranks
         if asks_to_stop():
             raise Stopped("the watchdog ends this job")
         return result
@@ -115,8 +114,8 @@ def attach(
 def _report_own_end() -> None:
     """Makes the agent report the exception that ends it.
 
-    If the supervisor ends a hung job by SIGTERM, no traceback is printed: it has no information on the hang and pushes
-    the verdict off the screen.
+    If the supervisor ends a hung job by SIGTERM, no traceback is printed: it explains nothing and pushes the verdict
+    off the screen.
     """
     original = sys.excepthook
 
@@ -152,8 +151,8 @@ def _wrap_context(module: Any) -> None:
         _started(self)
 
     def close(self: Any, death_sig: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # With a signal, the agent ends ranks that have not failed: at a normal end, because it has to stop, or because
-        # it failed itself.
+        # With a signal, the agent ends ranks that haven't failed: at a normal end, because it must stop, or because it
+        # failed itself.
         error = _own_error() if death_sig is not None else ""
         if death_sig is None or error:
             _failing(self, error)
@@ -171,7 +170,7 @@ def _rank(context: Any, local_rank: int) -> str:
 
 
 def _env(context: Any) -> Mapping[str, str]:
-    # Variables of one rank, for variables that all share. The kernel can have chosen MASTER_PORT.
+    # From one rank, for variables that all share. The kernel can have chosen MASTER_PORT.
     return next(iter(context.envs.values()), {})
 
 
@@ -189,7 +188,6 @@ def _started(context: Any) -> None:
 
 
 def _exits(context: Any) -> dict[str, int]:
-    # Polls the subprocesses as the agent does.
     codes = {}
     for local, handler in getattr(context, "subprocess_handlers", {}).items():
         codes[_rank(context, local)] = handler.proc.poll()
@@ -200,7 +198,7 @@ def _exits(context: Any) -> dict[str, int]:
 
 
 def _own_error() -> str:
-    # exception being raised in this thread, unless a signal or the supervisor caused it
+    # unless a signal or the supervisor caused it
     error = sys.exc_info()[1]
     if not isinstance(error, Exception) or isinstance(error, Stopped) or type(error).__name__ == "SignalException":
         return ""
@@ -223,7 +221,7 @@ def _closed(context: Any) -> None:
 @log.guarded
 def _goodbye(context: Any) -> None:
     # The supervisor must notify other nodes that the job stops here: the store that they read might be in this process.
-    # torchrun sends its workers SIGTERM whenever it exits; only a SignalException in flight shows a request to stop.
+    # torchrun always sends its workers SIGTERM; only a SignalException in flight shows a request to stop.
     stopped = type(sys.exc_info()[1]).__name__ == "SignalException"
     env = _env(context)
     if stopped and env.get("WORLD_SIZE", "") != env.get("LOCAL_WORLD_SIZE", ""):  # other nodes have ranks

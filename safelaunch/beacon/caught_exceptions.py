@@ -1,14 +1,14 @@
 """Records the exceptions that the script catches. A rank that continues after one might have skipped a collective.
 
-``sys.monitoring`` of Python 3.12+ reports them, which slows down only the catching itself. Older versions have no cheap
-way, so nothing is recorded. An exception counts only if the user's own code catches it on the main thread. The newest
-ones are in a shared file, which the supervisor can read while the rank is stuck. The file consists of fixed-size slots
-of text, each written in one operation.
+``sys.monitoring`` of Python 3.12+ slows down only the catching itself. Older versions have no cheap way, so nothing is
+recorded. An exception counts only if the user's own code catches it on the main thread. A shared file holds the newest
+ones, so that the supervisor can read them while the rank is stuck. It consists of fixed-size slots of text, each
+written in one operation.
 """
 
 from __future__ import annotations
 
-import _thread  # for get_ident: importing threading takes a millisecond
+import _thread  # importing threading takes a millisecond
 import os
 import sys
 import time
@@ -58,7 +58,7 @@ def install(path: str) -> None:
 
 
 def detach() -> None:
-    """Stops recording: in a forked child, which is not the rank, or if there are too many exceptions."""
+    """Stops recording: in a forked child, which is not the rank, or after too many exceptions."""
     global _slots, _tool, _latest
     if _tool >= 0:
         _monitoring.set_events(_tool, 0)
@@ -67,7 +67,7 @@ def detach() -> None:
 
 
 def _handled(code: CodeType, offset: int, exception: BaseException) -> None:
-    """Handles the entry of a handler: an ``except``, but also a ``finally`` or ``with`` that reraises."""
+    """Handles the entry of an ``except``, or of a ``finally`` or ``with`` that reraises."""
     file = code.co_filename
     users = _is_users.get(file)
     if users is None:
@@ -108,7 +108,7 @@ def _note(code: CodeType, offset: int, exception: BaseException) -> None:
 
 
 def _reraised(code: CodeType, offset: int, exception: BaseException) -> None:
-    # The handler did not catch the exception, so its slot is freed.
+    # the handler did not catch the exception, so its slot is freed
     global _latest, _count
     if exception is _latest and _thread.get_ident() == _main:
         _latest = None

@@ -1,7 +1,7 @@
 """Holds the job's GPU leases, and protects descriptors from scripts that close all of them, as daemons do.
 
-Each rank locks the leases, so that the GPUs stay leased while any rank lives, even without a supervisor. The rank's
-forked children (DataLoader workers), which hold GPU memory as well, share the lock. Programs that it executes don't.
+Each rank locks the leases, so that the GPUs stay leased while any rank lives, even without a supervisor. Its forked
+children (DataLoader workers), which hold GPU memory as well, share the lock; programs that it executes don't.
 
 The worker server's C++ threads use its socket by number. If the script closed it, a connection of the script could get
 the same number: both would read from it, and the process would abort at exit.
@@ -27,7 +27,7 @@ _real_closerange = os.closerange
 
 
 def protect_new_sockets(make: Callable[[], T]) -> T:
-    """Calls ``make``, protects the sockets that it opened, and returns its result."""
+    """Protects the sockets that ``make`` opens, and returns its result."""
     before = _sockets()
     made = make()
     _protected.update(_sockets().items() - before.items())
@@ -74,7 +74,7 @@ def _sockets() -> dict[int, int]:
 
 
 def _is_protected(descriptor: object) -> bool:
-    """Returns whether the descriptor is still the protected file, by its inode.
+    """Returns whether the descriptor is still the protected file.
 
     C code can have closed the file, and the script reused its number.
     """
@@ -105,8 +105,8 @@ def _closerange(fd_low: int, fd_high: int, /) -> None:
 def _locked(path: str) -> int:
     """Opens ``path`` and locks a random byte of it. Returns the descriptor that holds the lock, or -1.
 
-    The lock is an exclusive lock of the open file description, which needs write permission (see ``leases.lease``).
-    Each rank locks a different byte, so that all can hold the file.
+    The exclusive lock of the open file description needs write permission (see ``leases.lease``). Each rank locks a
+    different byte, so that all can hold the file.
     """
     import fcntl
     import struct

@@ -27,7 +27,7 @@ SNAPSHOT_BYTES = 48 << 20
 
 _base = ""
 _owner = 0
-_observed = 0  # failed allocations that were recorded
+_observed = 0  # recorded failed allocations
 _stale = False  # another allocation has failed since, without a record
 
 
@@ -106,7 +106,7 @@ def _statistics(stats: Mapping[str, int]) -> dict[str, object]:
 
 
 def _blocks(segments: Iterable[Mapping[str, Any]], device: object) -> dict[str, object]:
-    """Returns the largest live blocks, grouped by the stack that allocated them; without a history, by size."""
+    """Returns the largest live blocks, grouped by the allocating stack; without a history, by size."""
     groups: dict[object, list[Any]] = {}
     largest, largest_free = 0, 0
     for segment in segments:
@@ -173,7 +173,7 @@ class _Bounded:
 def _parameters() -> dict[str, object]:
     """Returns how much of partly sharded models each rank holds whole; empty for other models."""
     modules = wrappers.modules()
-    # While FSDP2 has gathered a module, the whole parameters take the place of the sharded ones.
+    # While FSDP2 has gathered a module, the whole parameters replace the sharded ones.
     fsdp2 = [
         thing
         for thing in gc.get_objects()

@@ -1,7 +1,7 @@
 """Runs a rank's function under ``safelaunch.launch``, with the beacon around it.
 
 A spawned worker is a new interpreter, whose ``sitecustomize`` has started the beacon. In a forked one, the beacon
-starts when the function is called, which is the only hook that torch's launcher offers for every start method.
+starts when the function is called, the only hook that torch's launcher offers for every start method.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ INJECT = os.path.join(_HERE, "inject")
 
 
 def module(name: str) -> Any:
-    """Returns a module of the beacon, under its name in every rank."""
     if "_safelaunch_beacon" not in sys.modules:
         package = type(sys)("_safelaunch_beacon")
         package.__path__ = [_HERE]
@@ -29,10 +28,9 @@ def module(name: str) -> Any:
 
 
 class WatchedFunction:
-    """Calls ``function`` in a rank, and records how it ends. It has the function's name, which torch shows.
+    """Calls ``function`` in a rank, and records how it ends. Has the function's name, which torch shows.
 
-    Args:
-        env: Variables of this launch. A fork server from an earlier launch has the earlier ones.
+    ``env`` has the variables of this launch. A fork server from an earlier launch has the earlier ones.
     """
 
     def __init__(self, function: Callable[..., Any], env: Mapping[str, str]) -> None:

@@ -1,8 +1,7 @@
 """Records how a rank ends: its stacks at a fatal signal, its first uncaught exception, the line that calls an exit.
 
-``sys.exit`` and ``os._exit`` leave no traceback. Both are wrapped: they behave as before, but first write the caller's
-stack to the run directory. A script can catch ``SystemExit``, so only the last call counts, and only if the process
-ended with its code.
+``sys.exit`` and ``os._exit`` leave no traceback, so both are wrapped: they first write the caller's stack to the run
+directory. A script can catch ``SystemExit``, so only the last call counts, and only if the process ended with its code.
 """
 
 from __future__ import annotations
@@ -210,7 +209,7 @@ def _text_of(value: BaseException) -> str:
 def _at_exit() -> None:
     if os.getpid() != _owner:
         return
-    # If the script replaced sys.excepthook, the interpreter still sets sys.last_value.
+    # the interpreter sets it even if the script replaced sys.excepthook
     value = getattr(sys, "last_value", None)
     if value is not None and not _words[layout.EXCEPTION_NS]:
         _note_exception(type(value), value, value.__traceback__)
@@ -240,7 +239,7 @@ def _os_exit(status: int) -> NoReturn:
 
 
 def _code_of(status: object) -> int:
-    # as the interpreter does: None is 0, a number is itself, anything else is 1
+    # as the interpreter does
     if status is None:
         return 0
     return status & 0xFF if isinstance(status, int) else 1

@@ -75,7 +75,7 @@ def _groups() -> tuple[dict[str, list[int]], int | None]:
 
 
 def _descriptions() -> dict[str, str]:
-    # ``mesh_tp``, for example, for dimension ``tp`` of a DeviceMesh
+    # such as ``mesh_tp`` for dimension ``tp`` of a DeviceMesh
     world = _world()
     names = dict(world.pg_names) if world is not None else {}
     descriptions = {str(name): getattr(group, "group_desc", "") for group, name in names.items()}
@@ -123,7 +123,7 @@ def remember_signal_handlers() -> None:
 
 
 def _c_handler(number: int) -> bytes:
-    # The kernel calls the address in the first field of glibc's ``struct sigaction``.
+    # glibc's ``struct sigaction`` begins with the address that the kernel calls
     import ctypes
 
     action = ctypes.create_string_buffer(256)
@@ -132,7 +132,7 @@ def _c_handler(number: int) -> bytes:
 
 
 def _torch_directories() -> list[str]:
-    # Frames and the kernel can name the directory differently.
+    # frames and the kernel can name the directory differently
     place = os.path.dirname(sys.modules["torch"].__file__ or "")
     return list(dict.fromkeys((place, os.path.realpath(place))))
 
@@ -151,7 +151,7 @@ def _foreign_backend() -> bool:
 def _handled_exceptions() -> list[dict[str, object]]:
     """Returns the exception that each thread is handling, in an ``except`` or a ``finally``, without running its code.
 
-    In ``sys.excepthook`` or an exit handler, the main thread is handling the exception that ended its script.
+    In ``sys.excepthook`` or an exit handler, the main thread handles the exception that ended its script.
     """
     current: Any = getattr(sys, "_current_exceptions", dict)()
     main = threading.main_thread().ident
@@ -170,7 +170,7 @@ def _handled_exceptions() -> list[dict[str, object]]:
 
 
 def _runs_script(frame: Any) -> bool:
-    # A running script has a frame of a module or of runpy as its outermost one.
+    # a running script's outermost frame is a module's or runpy's
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
     return frame is None or frame.f_code.co_name in ("<module>", "_run_module_as_main")
@@ -189,7 +189,7 @@ def _posted() -> list[dict[str, object]]:
     """Returns the sends and receives (``P2POp``) of each thread's current batch, from its innermost function with some.
 
     If a variable of that function shows that the thread waits for a send, receives are left out, and vice versa. gloo
-    records neither sends nor receives, and a rank that waits for one has no c10d frame on its stack.
+    records neither, and a rank that waits for one has no c10d frame on its stack.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "P2POp", None)
     posted: list[dict[str, object]] = []
@@ -220,7 +220,7 @@ def _ops_of(frame: Any, kind: type) -> list[Any]:
 
 
 def _waited_for(variables: Any, ops: list[Any]) -> list[Any]:
-    """Returns the operations with the direction of the work being waited for (``for work in works: work.wait()``)."""
+    """Returns the operations with the direction of the awaited work (``for work in works: work.wait()``)."""
     kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "Work", None)
     works = [value for value in list(variables.values()) if kind is not None and type(value) is kind]
     if len(works) != 1 or works[0].is_completed():

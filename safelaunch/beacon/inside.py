@@ -2,7 +2,7 @@
 
 Nothing here runs until the supervisor asks. The answer goes to a unix socket next to the rank's page: JSON in the form
 of ``py-spy dump --json``, facts about each thread that the kernel shows only to the process itself, and a descriptor of
-the process's memory. Without the right to trace, the supervisor can open none of these.
+the process's memory.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def snapshot() -> dict[str, object]:
 
 
 def _stacks() -> list[dict[str, object]]:
-    # Includes the answering thread, which would look like a library's without frames.
+    # The answering thread is included: without frames, it would look like a library's.
     return [_stack(ident, frame) for ident, frame in list(sys._current_frames().items())[:MOST_THREADS]]
 
 
@@ -190,7 +190,6 @@ def _shown(variables: Any) -> list[dict[str, object]]:
 
 
 def _task_files(name: str) -> dict[str, str]:
-    """Returns the contents of a file of each thread of this process, by thread id."""
     contents: dict[str, str] = {}
     for tid in os.listdir("/proc/self/task")[:MOST_THREADS]:
         try:

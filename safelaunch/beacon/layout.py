@@ -72,7 +72,6 @@ def page_name(attempt: int, rank: int, pid: int) -> str:
 
 
 def parse_page_name(name: str) -> tuple[int, int, int] | None:
-    """Parses a page's file name to ``(attempt, rank, pid)``; None for any other name."""
     parts = name.split("-")
     if len(parts) != 3 or not all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts):
         return None
@@ -101,7 +100,7 @@ LIFE = "life"
 KEEPERS = "keepers"
 RESCUE = "rescue"
 MEMBERS = "members"
-# Passed in an environment variable, so that the guardian's command line doesn't name its owner.
+# passed in the environment, so that the guardian's command line doesn't name its owner
 GUARDIAN_CODE = "SL_GUARDIAN"
 GUARDIAN_ARGUMENTS = ("-E", "-S", "-c", f"import os; exec(os.environ.pop('{GUARDIAN_CODE}'))")
 GUARDIAN_STARTER = "SL_GUARDIAN_STARTER"  # AGENT_ROLE if torchrun's beacon starts it

@@ -1,6 +1,6 @@
 """Detects the death of the processes that would end this job, through two named pipes in the run directory.
 
-No process writes to the pipes. A reader of ``life`` gets end-of-file if the supervisor has died. A reader of
+Nothing is written to the pipes. A reader of ``life`` gets end-of-file if the supervisor has died. A reader of
 ``keepers`` gets it if no keeper is left: no supervisor, no guardian, and no process in ``watch``. After a normal end,
 the run directory is gone and nothing is done.
 """
@@ -43,7 +43,7 @@ def watch(run_dir: str, role: str) -> None:
 def end_with_keepers(run_dir: str) -> None:
     """Makes the kernel kill this process once no keeper of the job is left, even if a thread never releases the GIL.
 
-    Only for a process that the job waits for: another process could outlive a normal end and be killed then, too.
+    Only for a process that the job waits for: another one could outlive a normal end and be killed then, too.
     """
     import fcntl
 
@@ -81,8 +81,8 @@ def _wait(life: int, run_dir: str, role: str) -> None:
 
 @log.guarded
 def _leave(run_dir: str) -> None:
-    # Waits at exit until a guardian runs, perhaps one that ``_wait`` starts. Otherwise, if a guardian were killed just
-    # after it ended this process, the orphans would stay.
+    # Waits at exit until a guardian runs, perhaps one that ``_wait`` starts. If a guardian were killed just after it
+    # ended this process, the orphans would stay.
     rescue, deadline = os.path.join(run_dir, layout.RESCUE), monotonic() + GUARDIAN_STARTS_S
     while os.path.exists(rescue) and not _is_guarded(run_dir) and monotonic() < deadline:
         sleep(0.05)
@@ -116,7 +116,7 @@ def _lives(pid: str, start_ticks: str) -> bool:
 
 
 def _start_guardian(run_dir: str, role: str) -> None:
-    # As a subreaper, this process inherits the job's orphans, so the guardian finds them below it.
+    # a subreaper inherits the job's orphans, so the guardian finds them below it
     log.guarded(_become_subreaper)()
     for _ in range(TRIES):  # a node without free memory regains some as the job ends
         try:

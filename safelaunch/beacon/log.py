@@ -1,4 +1,4 @@
-"""Logs the beacon's own errors to a file in the run directory, never to the job's output."""
+"""Logs the beacon's own errors in the run directory, never in the job's output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 run_dir = ""
 _BEACON = os.path.dirname(__file__)
-_OURS = (os.path.join(_BEACON, ""), os.path.join(os.path.dirname(_BEACON), "addons", ""))  # with the probes of add-ons
+_OURS = (
+    os.path.join(_BEACON, ""),
+    os.path.join(os.path.dirname(_BEACON), "addons", ""),
+)  # includes the probes of add-ons
 
 
 def fault(where: str) -> None:
@@ -30,7 +33,7 @@ def fault(where: str) -> None:
         text = f"[pid {os.getpid()}] {where}: {''.join(traceback.format_exception(*sys.exc_info()))}\n"
         page.append(os.path.join(run_dir, layout.LOG), text.encode("utf-8", "backslashreplace"))
     except Exception:
-        return  # the run directory is gone or full, and the job's output must stay untouched
+        return  # the run directory is gone or full
 
 
 def guarded(function: Callable[P, T]) -> Callable[P, T | None]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LONGEST_S = 1e9
 
-# Before a page is claimed, and in a forked child, marks go to a private buffer.
+# in use before a page is claimed, and in a forked child
 _bytes: bytearray | mmap.mmap = bytearray(layout.SIZE)
 _words = memoryview(_bytes).cast("Q")
 _slots: dict[int, int] = {}
@@ -92,23 +92,22 @@ def user_stepped(loss: object = None) -> None:
 
 
 def set_state(state: int) -> None:
-    """Sets one of ``layout.STARTED`` ... ``layout.EXITED``. A state never returns to an earlier one."""
+    """Sets one of ``layout.STARTED`` ... ``layout.EXITED``, unless a later state is set."""
     if state > _words[layout.STATE]:
         _words[layout.STATE] = state
 
 
 def renumber(rank: int, world_size: int) -> None:
-    """Sets rank and world size once torch.distributed has them, in a process whose environment gave no rank."""
+    """Sets rank and world size once torch.distributed has them, if the environment gave no rank."""
     _words[layout.RANK], _words[layout.LOCAL_RANK], _words[layout.WORLD_SIZE] = rank, rank, world_size
 
 
 def set_launcher() -> None:
-    """Marks this process as one that starts ranks and is not a rank itself."""
     _words[layout.KIND] = layout.LAUNCHER
 
 
 def set_returned() -> None:
-    """Marks that this rank's function has returned: its process only waits to hand over the result."""
+    """Marks that this rank's function has returned, so its process only waits to hand over the result."""
     _words[layout.RETURNED_NS] = monotonic_ns()
 
 

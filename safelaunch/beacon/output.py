@@ -7,7 +7,7 @@ before. Output of C++ code or ``os.write`` isn't copied.
 
 The ring has a header of four 64-bit words (magic, capacity, ``head``, ``tail``), then ``capacity`` bytes of records,
 which wrap around. ``head`` and ``tail`` count bytes since the start: the oldest record begins at ``tail``, the next one
-at ``head``. A record consists of its time (CLOCK_REALTIME, ns), its length, its stream, and the data.
+at ``head``. A record is its time (CLOCK_REALTIME, ns), length, stream, and data.
 """
 
 from __future__ import annotations
@@ -113,8 +113,6 @@ _ring: Ring | None = None
 
 
 class _Tee(io.FileIO):
-    """Writes to the descriptor as before, and copies the accepted bytes to the ring."""
-
     def __init__(self, fd: int, name: str, stream: int) -> None:
         super().__init__(fd, "w", closefd=False)
         self.name = name

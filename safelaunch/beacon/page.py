@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def private(path: str, flags: int) -> int:
-    """Opens a file that only its owner can read."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
@@ -112,8 +111,8 @@ def _remove_companions(path: str) -> None:
 def keep(mapping: object) -> None:
     """Keeps ``mapping`` alive until the interpreter ends, after the script's modules and files.
 
-    Before Python 3.13, a mapping owns a descriptor and closes it by number when it is freed. A script that closes
-    foreign descriptors, as daemons do, might have reused that number for a file.
+    Before Python 3.13, a mapping closes its descriptor by number when it is freed. A script that closes foreign
+    descriptors, as daemons do, might have reused that number for a file.
     """
     os.register_at_fork(after_in_child=lambda kept=mapping: None)
 
@@ -122,9 +121,8 @@ def wait_for_answers(words: memoryview) -> bool:
     """Waits at exit, at most ``LAST_ANSWER_S``, for the handlers that the supervisor called. Returns whether all ended.
 
     A thread that requests the GIL after the interpreter is gone aborts the process. No new question can arrive: the
-    supervisor announces a question before it checks that the rank isn't exiting.
-
-    Sleeps measure the time, because on a starved machine the handler waits for a core as long as this thread does.
+    supervisor announces a question before it checks that the rank isn't exiting. Sleeps measure the time, because on a
+    starved machine the handler waits for a core as long as this thread does.
     """
     sleep(0.001)  # let both sides' stores arrive
     for _ in range(int(layout.LAST_ANSWER_S / 0.005)):

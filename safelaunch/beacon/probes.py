@@ -53,7 +53,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Parameters that are sharded, and parameters that each rank holds whole, with their bytes on this rank."""
+    """Sharded parameters, parameters that each rank holds whole, and their bytes on this rank."""
 
     sharded: tuple[str, ...]
     whole: tuple[str, ...]
@@ -201,7 +201,7 @@ def _side(ranks: Sequence[int], absent: set[int]) -> str:
 
 
 def _shard(tensor: Any) -> tuple[tuple[int, int], ...]:
-    # Index in each mesh dimension that isn't replicated.
+    # index in each mesh dimension that isn't replicated
     placements, mesh = getattr(tensor, "placements", ()), getattr(tensor, "device_mesh", None)
     here = mesh.get_coordinate() if mesh is not None else None
     pairs = zip(placements, here or (), strict=False)

@@ -1,4 +1,4 @@
-"""Beacon of one rank: installs every hook before the user's script runs, and removes them after a fork.
+"""Installs every hook of a rank before the user's script runs, and removes them after a fork.
 
 The beacon must not raise into the script, print, change an exit code, or keep the rank from ending.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 C10D = "torch.distributed.distributed_c10d"
 ELASTIC = "torch.distributed.elastic.multiprocessing.api"
 
-_owner = 0  # pid of the process that installed the beacon; a forked child's differs
+_owner = 0  # pid that installed the beacon; a forked child's differs
 _on_request: list[Any] = []  # modules that only some jobs load; each has ``detach``
 
 
@@ -26,10 +26,8 @@ _on_request: list[Any] = []  # modules that only some jobs load; each has ``deta
 def start(run_dir: str, role: str) -> None:
     """Starts the beacon in this process.
 
-    Args:
-        run_dir: The run directory.
-        role: ``rank``; ``spawned`` if the rank's number arrives later; ``unknown_role`` if the environment doesn't show
-            whether it is a rank, a launcher or neither.
+    ``role`` is ``rank``; ``spawned`` if the rank's number arrives later; ``unknown_role`` if the environment doesn't
+    show whether it is a rank, a launcher or neither.
     """
     log.run_dir = run_dir
     imports.offer_safelaunch()
@@ -98,8 +96,7 @@ def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> 
 
 
 def _end_with_job(run_dir: str, env: Mapping[str, str]) -> None:
-    # The job waits for its first process and the children of this process. A rank further down can outlive it as a
-    # daemon.
+    # The job waits for its first process and that process's children. A rank further down can outlive it as a daemon.
     if env.get("SAFELAUNCH_AGENT_PID") in (str(os.getpid()), str(os.getppid())):
         lifeline.end_with_keepers(run_dir)
 

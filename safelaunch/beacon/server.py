@@ -60,7 +60,7 @@ def start(base: str, words: memoryview) -> bool:
 
 
 def _counted(answer: Callable[[Any, Any], None], words: memoryview) -> Callable[[Any, Any], None]:
-    """Returns a handler that counts its calls as its last act: after that it doesn't need the GIL."""
+    """Returns a handler that counts its calls as its last act, after which it doesn't need the GIL."""
 
     def handle(request: Any, response: Any) -> None:
         try:

@@ -36,6 +36,5 @@ def local(tensor: Any) -> Any:
 
 
 def bytes_of(tensor: Any) -> int:
-    """Returns the number of bytes of a tensor on this rank."""
     here = local(tensor)
     return int(here.numel() * here.element_size())
