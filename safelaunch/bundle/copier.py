@@ -1,4 +1,4 @@
-"""Copies a staged bundle into the bundle directory, atomically. A program that uses only the standard library.
+"""Copies a staged bundle into the bundle directory, atomically, with only the standard library.
 
 ``copier.py STAGED DIRECTORY NAME KEEP`` writes the final path and a NUL byte to stdout as soon as the bundle is in
 place. Then it removes all but the KEEP newest bundles, unless KEEP is 0, and writes problems with that and with the
@@ -31,8 +31,7 @@ LATEST = "latest"
 def main(staged: str, directory: str, name: str, keep: str, whole: str = "") -> int:
     """Publishes one bundle. Returns 1, with the reason on stderr, if that fails.
 
-    Args:
-        whole: Bundle that this one is part of; if present, it becomes ``latest``.
+    If the bundle ``whole``, of which this one is a part, is present, it becomes ``latest``.
     """
     directory = os.path.abspath(directory)
     partial = f".{name}.{os.getpid()}-{time.time_ns()}.partial"
@@ -77,7 +76,6 @@ def _make_directory(directory: str) -> None:
 
 
 def what_is_in_the_way(path: str) -> str:
-    """Returns what ``path`` is instead of a directory, and what to do about it."""
     mode = os.lstat(path).st_mode
     if stat.S_ISLNK(mode) and not os.path.exists(path):
         target = os.readlink(path)

@@ -1,7 +1,7 @@
 """Publishes a staged bundle atomically.
 
 The bundle directory might be on a slow or dead network disk, so a helper process copies the bundle under a deadline. If
-that fails, the bundle stays in a local directory, which the message names.
+that fails, the bundle stays in a local directory.
 """
 
 from __future__ import annotations
@@ -106,10 +106,7 @@ def publish(
     """Copies the staged bundle to ``directory/name`` within ``deadline_s`` seconds. Never raises.
 
     The copy has a hidden name until it is complete. If copying fails, the bundle moves to ``fallback``, without
-    retention.
-
-    Args:
-        owner: User to copy as, so that root doesn't write where other users can rename files; otherwise root copies.
+    retention. With an ``owner``, that user copies, so that root doesn't write where other users can rename files.
     """
     problem = ""
     for user in (
@@ -164,7 +161,7 @@ def _user_arguments(owner: BundleOwner | None, staged: Path) -> dict[str, Any]:
 
 
 def _abandon(process: subprocess.Popen[bytes]) -> None:
-    # A write to a dead disk might never return, so a thread waits for the helper.
+    # a write to a dead disk might never return, so a thread waits for the helper
     process.kill()
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:

@@ -40,7 +40,6 @@ def _mkdir(directory: Path) -> None:
 
 
 def rewrite(path: Path, value: object) -> None:
-    """Replaces a record in a published bundle. Raises OSError."""
     replace_file(path, _document(value), mode=FILE_MODE)
 
 
@@ -49,10 +48,10 @@ def _document(value: object) -> bytes:
 
 
 class Staging(Sink):
-    """A bundle in progress. Writes each file when it arrives, and lists all artifacts.
+    """A bundle in progress. Writes each file when it arrives, redacted, and lists all artifacts.
 
-    Every file goes through ``redactor``. An artifact over ``limit_bytes`` is cut if it is text (logs keep their end,
-    other text its beginning), and otherwise left out. Files that a late thread adds after ``close`` are dropped.
+    An artifact over ``limit_bytes`` is cut if it is text (logs keep their end, other text its beginning), and otherwise
+    left out. Files that a late thread adds after ``close`` are dropped.
     """
 
     def __init__(self, root: Path, redactor: Redactor | None = None, *, limit_bytes: int = LIMIT_BYTES) -> None:

@@ -19,7 +19,6 @@ def line(words: Sequence[str]) -> str:
 
 
 def own(words: Sequence[str]) -> list[str]:
-    """Returns the command that starts this installation of safelaunch."""
     script = Path(sys.executable).parent / "safelaunch"
     return [*([os.fspath(script)] if os.access(script, os.X_OK) else [sys.executable, "-m", "safelaunch"]), *words]
 

@@ -23,15 +23,13 @@ WRITE_DEADLINE_S = 2.0
 class Redaction:
     """Removes secrets from text; changes nothing until ``use`` sets a function.
 
-    The command line starts with general rules. Once the job's secrets are known, it sets a function that also removes
-    them.
+    The command line sets general rules, and once the job's secrets are known, a function that also removes them.
     """
 
     def __init__(self) -> None:
         self._function: Callable[[str], str] | None = None
 
     def use(self, function: Callable[[str], str] | None) -> None:
-        """Sends every later text through ``function``; None turns redaction off."""
         self._function = function
 
     def __call__(self, text: str) -> str:
@@ -62,7 +60,6 @@ class FreshLine:
             return ""
 
     def begin(self) -> None:
-        """Notes that a whole line was written, so the cursor is at the beginning of a line."""
         self._written_ns = time.time_ns()
 
 
@@ -71,8 +68,6 @@ fresh_line = FreshLine()
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """Properties of the terminal, file or pipe on which text is shown."""
-
     width: int = 100  # columns
     color: bool = False
     terminal: bool = False
@@ -137,7 +132,7 @@ def show(text: str, *, color: bool = False, fold: bool = False) -> None:
 
 
 def room() -> int:
-    """Returns the maximum length of a line on stdout: the terminal's width, or unlimited."""
+    """Returns the maximum length of a line on stdout."""
     on = display(1, os.environ)
     return on.width if on.terminal else sys.maxsize
 
@@ -190,7 +185,7 @@ def _wrapped(line: str, width: int, hang: int) -> list[str]:
 
 def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:
     """Breaks a paragraph into lines that begin with ``first``, then with ``others``. Paths and options stay whole."""
-    import textwrap  # see above
+    import textwrap  # rarely needed, and this module is imported before the job starts
 
     return textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
@@ -202,7 +197,6 @@ def cut(text: str, width: int) -> str:
 
 
 def show_json(document: object) -> None:
-    """Prints a JSON document of strings, numbers, lists and dicts on stdout."""
     put(json_text(document))
 
 

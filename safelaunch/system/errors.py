@@ -38,8 +38,6 @@ class SafelaunchError(Exception):
 
 
 class UsageError(SafelaunchError):
-    """An error in the user's request. Nothing was started."""
-
     exit_code = 2
 
 

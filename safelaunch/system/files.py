@@ -8,7 +8,6 @@ from pathlib import Path
 
 
 def text_of(path: str | os.PathLike[str]) -> str:
-    """Returns a file's text; empty if it can't be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -17,7 +16,6 @@ def text_of(path: str | os.PathLike[str]) -> str:
 
 
 def link_of(path: str | os.PathLike[str]) -> str:
-    """Returns a symbolic link's target; empty if it can't be read."""
     try:
         return os.readlink(os.fspath(path))
     except OSError:

@@ -24,7 +24,7 @@ def clean_lines(text: str) -> list[str]:
 
 
 def clean(text: str) -> str:
-    """Returns a text without these characters, on one line."""
+    """Returns a text without terminal escapes and control characters, on one line."""
     return " ".join(_UNSHOWABLE.sub("", _ESCAPES.sub("", text).replace("\n", " ").replace("\t", " ")).split(" "))
 
 
@@ -44,7 +44,7 @@ def clean_json(text: str) -> str:
 
 
 def json_document(value: object) -> str:
-    """Returns ``value`` (dicts, lists, strings, numbers) as JSON that is safe to print."""
+    """Returns ``value`` as JSON that is safe to print."""
     return clean_json(json.dumps(value, indent=2))
 
 

@@ -30,12 +30,10 @@ class BackgroundTask(Generic[T]):
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits at most ``timeout_s`` seconds. Returns True if the work is done."""
         self._thread.join(timeout_s)
         return self.done
 
     def joined(self) -> T:
-        """Waits without a limit, then returns the result."""
         self._thread.join()
         return self.result()
 

@@ -50,8 +50,6 @@ _RANK = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
 class EarlierVerdict(msgspec.Struct):
-    """The fields of an earlier verdict that are used again."""
-
     outcome: Outcome | None = None
     bundle: BundlePlace | None = None
     time: str = ""
@@ -91,7 +89,6 @@ class BundleFolder:
             return None
 
     def numbers(self) -> list[int]:
-        """Returns the ranks that have a folder."""
         ranks = []
         for path in sorted((self.root / "ranks").iterdir()):
             if not path.name[:1].isdigit() or not is_dir(path):
@@ -105,7 +102,6 @@ class BundleFolder:
         return sorted(ranks)
 
     def hosts(self) -> list[str]:
-        """Returns the nodes that have a folder."""
         try:
             paths = sorted((self.root / "node").iterdir())[:MAX_NODES]
         except OSError:
@@ -145,7 +141,7 @@ def complete_bundle(roots: Sequence[Path]) -> Path | None:
 
 
 def read_bundle(root: Path) -> FoundEvidence:
-    """Returns a bundle's evidence. The bundle's contents never make this raise."""
+    """Returns a bundle's evidence. Never raises because of the bundle's contents."""
     within(root, root / "ranks")
     bundle = BundleFolder(root)
     manifest = bundle.json("manifest.json", Manifest) or Manifest()

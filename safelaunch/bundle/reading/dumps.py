@@ -108,11 +108,8 @@ def _choose_job(
 ) -> tuple[dict[int, _DumpFile], list[str]]:
     """Returns the dumps of one job by rank, and notes about skipped dumps of the same ranks.
 
-    The prefix with the most files wins, then the newest. Prefixes with other ranks (a name per node) join it, and so do
-    recorders of other backends.
-
-    Args:
-        failed: Number of unreadable files per prefix.
+    The prefix with the most files wins, then the newest. ``failed`` has the number of unreadable files per prefix.
+    Prefixes with other ranks (a name per node) join it, and so do recorders of other backends.
     """
 
     def weight(prefix: str) -> tuple[int, float]:

@@ -14,7 +14,7 @@ class ReportedError:
     """A line that reports an error, but isn't part of the evidence."""
 
     where: str  # file and line
-    words: str  # the place and the line
+    words: str  # place and line
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class FoundEvidence:
     """command that runs the job under safelaunch, derived from a log"""
 
     def read_source(self, path: str) -> str | None:
-        """Returns a source file as the earlier verdict saw it, or else as it is here now."""
+        """Returns a source file as the earlier verdict saw it, or else its present contents."""
         if self.source is not None:
             return self.source.get(path) or None
         from safelaunch.capture import user_source

@@ -1,9 +1,8 @@
 """Runs work on untrusted files in a child process with limited memory and CPU time.
 
 A malicious file can kill its reader: a pickle with a dictionary key of a hundred thousand nested tuples, or an archive
-with a header that announces gigabytes. Then only the child dies, and the caller gets a message.
-
-CPU time counts, because a busy machine or a slow disk isn't malicious.
+with a header that announces gigabytes. Then only the child dies, and the caller gets a message. CPU time counts,
+because a busy machine or a slow disk isn't malicious.
 """
 
 from __future__ import annotations

@@ -86,7 +86,6 @@ def _reader_of(*files: Path) -> Reader | None:
 
 
 def bounds_of(paths: Sequence[Path]) -> ReadLimits:
-    """Returns the limits for reading and diagnosing this folder or these files."""
     if (reader := _reader_of(*paths)) is not None:
         return reader.bounds(paths)
     size = _size(paths[0])
@@ -111,7 +110,7 @@ def _bytes_of(entry: os.DirEntry[str]) -> int:
 
 
 def read_folder(folder: Path, scratch: Path) -> FoundEvidence:
-    """Returns the evidence in a directory or file that ``folder_of`` returned. Raises Unreadable."""
+    """Returns the evidence at the result of ``folder_of``. Raises Unreadable."""
     try:
         return _read_folder(folder, scratch) if folder.is_dir() else read_files([folder])
     except OSError as error:

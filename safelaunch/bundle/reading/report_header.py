@@ -31,9 +31,7 @@ NOBODY: Mapping[str, NodeFiles] = {}
 def about(root: Path, launch: LaunchFacts | None = None, node_files: Mapping[str, NodeFiles] = NOBODY) -> ReportHeader:
     """Returns the header for reports on a bundle. Skips damaged files, so it never raises.
 
-    Args:
-        launch: Launch facts, if known without reading.
-        node_files: Files by host, if known without reading.
+    ``launch`` and ``node_files`` (by host) are read only if not given.
     """
     bundle = BundleFolder(root, MOST_FOR_REPORTS)
     launch = launch or bundle.json("launch.json", LaunchFacts) or LaunchFacts()

@@ -36,8 +36,8 @@ MAX_PAGES_BYTES = 1 << 30
 def read_run(root: Path, scratch: Path) -> FoundEvidence:
     """Returns the evidence that a run's latest attempt left: pages, exceptions, output, dumps of torch and NCCL.
 
-    The files are first copied to the empty directory ``scratch``, because readers for live runs trust them, map them,
-    and open them for writing.
+    Readers for live runs trust the files, map them, and open them for writing, so the files are first copied to the
+    empty directory ``scratch``.
     """
     from safelaunch.capture import collect  # deferred: imports the readers for live runs
     from safelaunch.capture.pages import Roster, read_meta

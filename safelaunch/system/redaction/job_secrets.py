@@ -50,8 +50,6 @@ def left_out(environment: Mapping[str, str], argv: Iterable[str], ordinary: Iter
 
 
 class _Ordinary:
-    """Directories and names that occur throughout a bundle."""
-
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)
 

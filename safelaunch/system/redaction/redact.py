@@ -97,7 +97,6 @@ def redact_text(text: str) -> str:
 
 
 def replaced(text: str, spans: Iterable[Span]) -> str:
-    """Replaces ``spans`` in ``text``; overlapping and touching spans count as one."""
     parts: list[str] = []
     done = 0
     for begin, end in merged(spans):
@@ -125,11 +124,7 @@ def secrets_in(text: str) -> Iterator[Span]:
 
 
 def encoded_in(text: str, rule: Callable[[str], Iterator[Span]], *, is_text: bool = True) -> Iterator[Span]:
-    """Yields Base64 words if ``rule`` finds a match in their decoded bytes.
-
-    Args:
-        is_text: Only words that decode to printable text.
-    """
+    """Yields Base64 words if ``rule`` finds a match in their decoded bytes; ``is_text``: only in printable text."""
     words = [(match.span(), _from_base64(match[0])) for match in _ENCODED.finditer(text)]
     words = [(span, plain) for span, plain in words if not is_text or _is_printable(plain)]
     if _any(rule("\n".join(plain for _, plain in words))):
@@ -257,8 +252,7 @@ def _of_clients(text: str) -> Iterator[Span]:
 
 
 # --- readings: a text as it is, as a terminal shows it, with escapes decoded ------------------------------------------
-# A secret can be written in JSON, ``repr``, a URL or HTML, nested in another such text, or in colours. Every reading is
-# searched, and each match is mapped back to the text. The time is linear in the text's length.
+# A secret can be written in JSON, ``repr``, a URL or HTML, nested in another such text, or in colours.
 
 MOST_LAYERS = 3  # JSON in JSON in JSON
 
@@ -394,8 +388,7 @@ def redact_argv(argv: Iterable[str]) -> list[str]:
 
 
 def _passwords_of_a_client(words: Sequence[str]) -> list[int]:
-    # Positions of passwords in the joined words, if these are the command line of a client. ``mysql`` can also be a
-    # value.
+    # Positions of passwords in the joined words, if these are a client's command line. ``mysql`` can also be a value.
     together, before = " ".join(words), [*takewhile(_STARTS.__contains__, words)]
     program = next(iter(words[len(before) :]), "")
     begin = sum(len(word) + 1 for word in before) + program.rfind("/") + 1

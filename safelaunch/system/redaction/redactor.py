@@ -290,7 +290,6 @@ def _is_number(item: object) -> bool:
 
 
 def _texts_in(value: Any) -> set[str]:
-    """Returns every text in nested lists, tuples, dicts and bytes."""
     texts: set[str] = set()
     waiting: list[Iterable[Any]] = [(value,)]
     known_ids: set[int] = set()

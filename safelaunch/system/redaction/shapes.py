@@ -87,7 +87,6 @@ _AFTER_A_WORD = re.compile(r"(?:[^\s\"'])*")
 
 
 def shapes_in(text: str) -> Iterator[Span]:
-    """Yields the parts of ``text`` with the shape of a secret."""
     for mark, pattern in _KINDS:
         if mark in text:
             yield from (match.span() for match in _compiled(pattern).finditer(text))
@@ -239,7 +238,6 @@ def kind_of(name: str) -> SecretKind:
 
 
 def is_secret_name(name: str) -> bool:
-    """Returns whether a variable, option or key called ``name`` probably holds a secret."""
     return kind_of(name) != ""
 
 
