@@ -43,7 +43,7 @@ def detach() -> None:
 
 
 def optimizer_stepped(optimizer: object, args: object, kwargs: object) -> None:
-    """Counts a step per optimizer, so that a GAN's two don't look twice as fast: torch's post hook for steps."""
+    """Counts a step of one optimizer, as torch's post hook. A GAN's two optimizers must not look twice as fast."""
     slot = _slots.get(id(optimizer))
     if slot is None:
         slot = _new_slot(optimizer)

@@ -106,7 +106,8 @@ def publish(
     """Copies the staged bundle to ``directory/name`` within ``deadline_s`` seconds. Never raises.
 
     The copy has a hidden name until it is complete. If copying fails, the bundle moves to ``fallback``, without
-    retention. With an ``owner``, that user copies, so that root doesn't write where other users can rename files.
+    retention. The ``owner`` copies, so that root doesn't write where other users can rename files; root copies if that
+    fails.
     """
     problem = ""
     for user in (

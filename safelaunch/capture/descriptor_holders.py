@@ -79,7 +79,7 @@ def with_ends(
 
 
 def _wanted(state: ProcessState) -> Iterator[tuple[int, WantedEnds]]:
-    """Yields thread ids with the other ends, in the form of their holders' descriptors."""
+    """Yields each waiting thread's id and the other end, in the form of its holders' descriptors."""
     waiting = [
         thread for thread in state.threads if thread.inode is not None and thread.syscall_name in _WRITES | _READS
     ]
@@ -155,7 +155,7 @@ def _might_have_inherited(pid: int, began: int, groups: Collection[str]) -> bool
 
 
 def _hides_its(pid: int) -> bool:
-    """True if a process has descriptors that another user can't read.
+    """True if the process belongs to another user, so its descriptors can't be read.
 
     The job might have sent it a descriptor over a Unix socket that is closed by now, whatever its age and group.
     """

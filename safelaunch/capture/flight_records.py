@@ -53,8 +53,9 @@ def backend_of(op: str) -> str:
 def contradicts_itself(record: FlightRecord) -> bool:
     """True if the record doesn't show how far the rank came: a group's collectives have no or repeated numbers.
 
-    Also true if one number runs over several groups and the ring has wrapped. Calls of one launch share a number in
-    adjacent entries. Two threads' calls can be recorded in reverse order. The end of a batch of sends isn't counted.
+    Also true if one number runs over several groups and the ring has wrapped. Some repetitions are normal: calls of one
+    launch share a number in adjacent entries, two threads' calls can be recorded in reverse order, and the end of a
+    batch of sends isn't counted.
     """
     ring = Entries.of(record.entries)
     kinds = ring.used()

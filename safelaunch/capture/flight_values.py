@@ -37,7 +37,6 @@ def sizes_of(sizes: object) -> tuple[tuple[int, ...], ...]:
 
 
 def types_of(values: object) -> tuple[str, ...]:
-    """Returns data types, ``""`` for an unknown one."""
     return tuple(text_of(value) if isinstance(value, str) else "" for value in _items(values))
 
 

@@ -50,7 +50,6 @@ def gpus(*, deadline_s: float = 5.0, python: str = sys.executable) -> Result[Gpu
 
 
 def nvidia_smi_text(*, deadline_s: float = 10.0) -> Result[str]:
-    """Returns the output of ``nvidia-smi``; never raises."""
 
     def read() -> str:
         program = shutil.which("nvidia-smi")

@@ -1,7 +1,7 @@
 """Reads a rank's stacks from inside, if py-spy is denied, missing or fails; see ``beacon/inside.py``.
 
-It briefly needs the rank's GIL, which nearly every wait releases. It gets no C frames, and of the rank's children only
-the roles. Facts that the kernel shows only to the rank itself come with it.
+The request briefly needs the rank's GIL, which nearly every wait releases. The answer has no C frames, and only the
+roles of the rank's children, but also facts that the kernel shows only to the rank itself.
 """
 
 from __future__ import annotations

@@ -50,7 +50,6 @@ def kernel_log(*, deadline_s: float = 3.0) -> Result[str]:
 
 
 def relevant(lines: Iterable[str]) -> list[str]:
-    """Returns the last ``MAX_KERNEL_LINES`` lines that might explain a hang or a killed process."""
     return [line for line in lines if _RELEVANT.search(line)][-MAX_KERNEL_LINES:]
 
 

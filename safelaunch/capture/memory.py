@@ -30,8 +30,6 @@ class Mapping(NamedTuple):
 
 
 class Symbol(NamedTuple):
-    """A symbol, with its addresses in the process."""
-
     begin: int
     end: int
     name: str
@@ -45,7 +43,7 @@ class ProcessMemory:
         self._fd = fd
 
     def read(self, address: int, size: int) -> bytes:
-        """Reads as much as possible; empty if not permitted."""
+        """Returns up to ``size`` bytes; empty if not permitted."""
         try:
             if self._fd >= 0:
                 return os.pread(self._fd, size, address)

@@ -43,7 +43,6 @@ def kill_counts() -> KillCounts:
 
 
 def count_in(text: str) -> int | None:
-    """Returns the number after ``oom_kill`` in one of the kernel's files."""
     match = _COUNT.search(text)
     return int(match[1]) if match else None
 

@@ -21,7 +21,7 @@ _UP = re.compile(rb"(?:\x1b\[A)*\Z")
 class UnfinishedLine:
     """Counts the line feeds that move the cursor below the ranks' output on this process's stderr.
 
-    Several are needed if a progress bar above others moved the cursor up. Output that bypasses Python's streams isn't
+    If a progress bar above others moved the cursor up, that takes several. Output that bypasses Python's streams isn't
     seen.
     """
 
@@ -97,7 +97,7 @@ FILE_DEADLINE_S = 1.0
 
 
 def ends_of_files(pids: Mapping[int, int]) -> dict[tuple[int, ...], list[Result[str]]]:
-    """Reads the ends of files to which ranks (rank → pid) write their output, by the ranks using each.
+    """Reads the ends of the files that get the output of ranks (rank → pid), by the ranks that use each.
 
     Skips pipes and terminals, because reading would take the output away.
     """

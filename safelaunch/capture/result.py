@@ -22,12 +22,11 @@ class Result(Generic[T]):
     value: T | None
     how: str  # the source as the manifest shows it (py-spy dump --json)
     duration_s: float
-    missing: str = ""  # the reason why value is None
+    missing: str = ""  # reason if the value is None
     note: str = ""  # qualifies the value
     kind: Failure = ""  # the reason, for code
 
     def artifact(self, path: str) -> Artifact:
-        """Returns the manifest's entry for the file ``path`` with this result."""
         return Artifact(path, self.how, round(self.duration_s, 6), self.missing, note=self.note)
 
 
@@ -46,9 +45,9 @@ def attempt(how: str, source: Callable[[], T]) -> Result[T]:
 def within(deadline_s: float, what: str, source: Callable[[], T]) -> T:
     """Runs ``source`` in a daemon thread, and abandons it after ``deadline_s`` seconds.
 
-    For reads that the kernel might never finish: of ``/proc`` files with a lock that a process in D state holds, or of
-    a dead mount. The abandoned thread stays until the kernel releases it. Raises ``CaptureError`` (kind ``timeout``) at
-    the deadline, and any error of ``source``.
+    Needed for reads that the kernel might never finish: of ``/proc`` files with a lock that a process in D state holds,
+    or of a dead mount. The abandoned thread stays until the kernel releases it. Raises ``CaptureError`` (kind
+    ``timeout``) at the deadline, and any error of ``source``.
     """
     values: list[T] = []
     errors: list[BaseException] = []

@@ -1,7 +1,7 @@
 """Receives files of evidence, and refuses files that come too late.
 
-The verdict uses what arrives in time, and the bundle must hold exactly this. So each step of a late source, files and
-evidence together, counts as a whole or not at all.
+The bundle must hold exactly what the verdict used. So each step of a late source, files and evidence together, counts
+as a whole or not at all.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def name_of(number: int, machine: str | None = None) -> str:
 
 
 def child_of(name: str, arguments: Sequence[int]) -> int | None:
-    """Returns the process for which ``wait4`` or ``waitid`` waits; None if it waits for any child."""
+    """Returns the process for which ``wait4`` or ``waitid`` waits; None for any child."""
     if name == "wait4":
         pid = arguments[0] & 0xFFFFFFFF
     elif name == "waitid" and arguments[0] == _P_PID:

@@ -38,6 +38,8 @@ class SafelaunchError(Exception):
 
 
 class UsageError(SafelaunchError):
+    """An error in the user's request. Nothing was started."""
+
     exit_code = 2
 
 

@@ -108,8 +108,8 @@ def _choose_job(
 ) -> tuple[dict[int, _DumpFile], list[str]]:
     """Returns the dumps of one job by rank, and notes about skipped dumps of the same ranks.
 
-    The prefix with the most files wins, then the newest. ``failed`` has the number of unreadable files per prefix.
-    Prefixes with other ranks (a name per node) join it, and so do recorders of other backends.
+    The prefix with the most files wins, including ``failed`` (unreadable) ones, then the newest. Prefixes with other
+    ranks (a name per node) join it, and so do recorders of other backends.
     """
 
     def weight(prefix: str) -> tuple[int, float]:

@@ -110,7 +110,7 @@ def _bytes_of(entry: os.DirEntry[str]) -> int:
 
 
 def read_folder(folder: Path, scratch: Path) -> FoundEvidence:
-    """Returns the evidence at the result of ``folder_of``. Raises Unreadable."""
+    """Returns the evidence in a path from ``folder_of``. Raises Unreadable."""
     try:
         return _read_folder(folder, scratch) if folder.is_dir() else read_files([folder])
     except OSError as error:

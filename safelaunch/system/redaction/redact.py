@@ -124,7 +124,7 @@ def secrets_in(text: str) -> Iterator[Span]:
 
 
 def encoded_in(text: str, rule: Callable[[str], Iterator[Span]], *, is_text: bool = True) -> Iterator[Span]:
-    """Yields Base64 words if ``rule`` finds a match in their decoded bytes; ``is_text``: only in printable text."""
+    """Yields Base64 words if ``rule`` finds a match in their decoded bytes; if ``is_text``, in printable text only."""
     words = [(match.span(), _from_base64(match[0])) for match in _ENCODED.finditer(text)]
     words = [(span, plain) for span, plain in words if not is_text or _is_printable(plain)]
     if _any(rule("\n".join(plain for _, plain in words))):

@@ -126,7 +126,7 @@ class Redactor:
                 yield from (span for span in _occurrences(form, text) if _is_word(text, *span))
 
     def _cut_off(self, text: str) -> Iterator[Span]:
-        """Yields the parts of values that were cut off at the text's end or beginning."""
+        """Yields the beginning of a value at the text's end, and the end of a value at its beginning."""
         head = _LINE_HEAD.match(text)
         begin, end = head.end() if head else 0, len(text.rstrip(_CUT_OFF))
         for value in self._telling:
