@@ -1,6 +1,6 @@
-"""The Python API for reading evidence: ``safelaunch.diagnose``, and the types of its result.
+"""The Python API for reading evidence: ``safelaunch.diagnose``, and its result's types.
 
-Import these names from ``safelaunch``, which loads this module when one of them is first used.
+``safelaunch`` loads this module when one of its names is first used.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ def diagnose(path: str | os.PathLike[str]) -> Verdict:
 def interpreter(module: str, function: str = "main") -> list[str]:
     """Returns the command that calls ``function`` of ``module`` in a new interpreter; it reads ``sys.argv``.
 
-    The new interpreter imports safelaunch from the same place as this one. That directory comes last on the module
-    path, so that nothing in it shadows the standard library; the working directory, which might hold any user's
-    modules, isn't on it.
+    It imports safelaunch from the same place as this one. That directory comes last on the module path, so that it
+    doesn't shadow the standard library. The working directory, which might hold any user's modules, isn't on it.
     """
     root = os.fspath(Path(__file__).resolve().parents[2])
     code = f"import sys; sys.path[:1] = []; sys.path.append({root!r}); from {module} import {function} as f; f()"

@@ -1,4 +1,4 @@
-"""``safelaunch completion SHELL``: the completion script of a shell, generated when the package is built."""
+"""``safelaunch completion SHELL``: a shell's completion script, generated when the package is built."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The command line of ``safelaunch completion``."""
     from argparse import SUPPRESS, RawDescriptionHelpFormatter
 
     command_line = Parser(
@@ -44,7 +43,7 @@ def parser() -> Parser:
 
 
 def script(shell: str) -> str:
-    """Returns the completion script of ``shell``. Raises SafelaunchError in a source tree that wasn't installed."""
+    """Returns a shell's completion script. Raises SafelaunchError in a source tree that wasn't installed."""
     try:
         return resources.files("safelaunch.cli").joinpath(f"completions/{SHELLS[shell]}").read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""``safelaunch demo [NAME]``: a bundled script that hangs, under the watchdog; checks its verdict."""
+"""``safelaunch demo [NAME]``: runs a bundled script that hangs, and checks the verdict."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from safelaunch.system.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """A bundled script and the verdict that it must get."""
+    """A bundled script and its expected verdict."""
 
     name: str
     ranks: int
     cause: str
     culprit: int
     function: str
-    process: str  # start of the culprit's process name
+    process: str  # start of the culprit's name
     about: str
 
 
@@ -44,7 +44,7 @@ DEMOS = {
 }
 STALL_TIMEOUT_S = "3"
 INTERRUPTED = 130
-NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch warns once per rank; no demo uses it
+NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch warns once per rank
 
 
 def main(argv: list[str]) -> int:
@@ -64,7 +64,6 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The command line of ``safelaunch demo``."""
     command_line = Parser(
         "demo",
         description="Runs a small script that hangs, under the watchdog, and checks the verdict. Needs no GPU.",
@@ -103,7 +102,7 @@ def _bundles(demo: Demo, bundle_dir: str) -> set[Path]:
 
 
 def _run_to_its_end(command: list[str]) -> tuple[int, bool]:
-    """Returns its exit code, and whether the user stopped it. A key of the terminal reaches it as well as us."""
+    """Returns its exit code, and whether the user stopped it. A key of the terminal reaches it, too."""
     child = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": NO_NUMPY, **os.environ})
     stops: list[int] = []
 
@@ -114,7 +113,7 @@ def _run_to_its_end(command: list[str]) -> tuple[int, bool]:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    signal.signal(signal.SIGQUIT, lambda *_: None)  # Ctrl-\ writes a bundle there, and the run continues
+    signal.signal(signal.SIGQUIT, lambda *_: None)  # after Ctrl-\ the run writes a bundle and continues
     return child.wait(), bool(stops)
 
 

@@ -1,4 +1,4 @@
-"""``safelaunch diagnose PATH``: a verdict from files, whenever and wherever they are read."""
+"""``safelaunch diagnose PATH``: a verdict from files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from safelaunch.system.console import PREFIX, Display, display, folded, json_tex
 from safelaunch.system.errors import SafelaunchError, UsageError
 from safelaunch.system.printable import clean
 
-if TYPE_CHECKING:  # modules that show something are imported on demand: --json needs none of them
+if TYPE_CHECKING:  # modules that show something are imported on demand: --json needs none
     from safelaunch.report.calls import Selection
 
 REACHED, NOT_ENOUGH = 0, 1
@@ -49,17 +49,17 @@ _Cited = TypeVar("_Cited", Claim, ProofEdge)
 
 @dataclass(frozen=True)
 class _ChildOutput:
-    """The output and exit code of the child that reads the evidence."""
+    """Result of the child that reads the evidence."""
 
     code: int
     out: str
-    notes: tuple[str, ...] = ()  # go to stderr
-    files: Mapping[str, str] = field(default_factory=dict)  # content of the wanted files, by name
+    notes: tuple[str, ...] = ()  # for stderr
+    files: Mapping[str, str] = field(default_factory=dict)  # contents of the wanted files
 
 
 @dataclass(frozen=True)
 class _ShownParts:
-    """What to show: the verdict, or a table of calls; and which of ``FILES`` to write."""
+    """The verdict or a table of calls, and which of ``FILES`` to write."""
 
     as_json: bool
     table: Selection | None
@@ -67,7 +67,7 @@ class _ShownParts:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the verdict; returns 0 with a verdict, 1 if the evidence is insufficient, 2 if PATH holds none."""
+    """Prints the verdict; returns 0 with a verdict, 1 if the evidence is insufficient, 2 if PATH has none."""
     words = parser().parse_args(argv)
     called = words.path or [_newest()]
     paths = [Path("/dev/stdin") if argument == "-" else working_directory() / argument for argument in called]
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
         check_targets(path, targets.values())
     wanted = _ShownParts(words.json, _selection(words), tuple(targets))
     collects = gc.isenabled()
-    gc.disable()  # hundreds of dumps are millions of objects that live to the end: collecting would double the time
+    gc.disable()  # hundreds of dumps are millions of long-lived objects: collecting would double the time
     try:
         shown = " ".join(called)
         path = str(paths[0]) if len(paths) == 1 else shown
@@ -96,7 +96,6 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The command line of ``safelaunch diagnose``."""
     command_line = Parser(
         "diagnose",
         description="Reads a bundle (or its .tar.gz), a folder of bundles of several nodes, a run directory, a plain "
@@ -122,7 +121,7 @@ def parser() -> Parser:
 
 
 def _newest() -> str:
-    """Returns the newest bundle of the runs that were started here. Raises UsageError if there is none."""
+    """Returns the newest bundle of the runs started here. Raises UsageError if there is none."""
     latest = bundle_dir_of((), os.environ, working_directory()) / "latest"
     if not latest.exists():
         place = seen_from_here(os.fspath(latest))
@@ -164,7 +163,7 @@ def _selection(words: argparse.Namespace) -> Selection | None:
 
 
 def _targets(html: str | None, output: str | None) -> dict[str, list[Path]]:
-    """Returns the names of the wanted files, with their destinations."""
+    """Returns the wanted files, with their destinations."""
     here = working_directory()
     files_by_name: dict[str, list[Path]] = {}
     if output is not None:
@@ -211,7 +210,7 @@ def _write(target: Path, text: str) -> None:
 def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callable[[FoundEvidence], T]) -> T:
     """Returns the result of ``work`` for the evidence at ``paths``, computed in a bounded child.
 
-    Import what ``work`` needs before. Raises UsageError if nothing can be read there.
+    Import what ``work`` needs beforehand. Raises UsageError if nothing can be read there.
     """
     from safelaunch.bundle.reading import locate
     from safelaunch.bundle.reading.guard import in_child
@@ -225,12 +224,12 @@ def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callab
             return in_child(lambda: work(locate.read_folder(folder, Path(scratch))), locate.bounds_of([folder]))
     except Unreadable as error:
         why = clean(error.message)
-        # With a colon in between, redaction would take path and reason for name and value of a setting.
+        # After a colon, redaction would take the reason for the value of a setting.
         raise UsageError(f"cannot {command} {clean(called)}. {why[:1].upper()}{why[1:]}.", error.fix) from error
 
 
 def _tell(reading: FoundEvidence, path: str, wanted: _ShownParts) -> _ChildOutput:
-    """Returns the verdict on the evidence at ``path``, in the child."""
+    """Returns, in the child, the verdict on the evidence at ``path``."""
     from safelaunch.verdict.diagnose import diagnose
 
     if wanted.table is not None and not wanted.files:
@@ -289,7 +288,7 @@ def _as_typed(word: str) -> str:
 
 
 def _calls(reading: FoundEvidence, chosen: Selection, *, as_json: bool) -> _ChildOutput:
-    """Returns the table of calls, with exit code 0 if it has any."""
+    """Returns the table of calls; exit code 0 if it has any."""
     from safelaunch.report import calls
     from safelaunch.verdict.rank_state import CaseFacts
 
@@ -311,7 +310,7 @@ def _calls(reading: FoundEvidence, chosen: Selection, *, as_json: bool) -> _Chil
 
 
 def _files(verdict: Verdict, reading: FoundEvidence, names: Collection[str]) -> dict[str, str]:
-    """Returns the report, and the files for viewers."""
+    """Returns the report and viewers' files."""
     if not names:
         return {}
     from safelaunch.bundle.reading import report_header
@@ -325,7 +324,7 @@ def _files(verdict: Verdict, reading: FoundEvidence, names: Collection[str]) -> 
     facts = CaseFacts.of(reading.evidence, user_source.text_for_stranger)
     made: dict[str, str] = {}
     if HTML in names:
-        elsewhere = replace(about, bundle="")  # without links to the bundle's other files, which aren't there
+        elsewhere = replace(about, bundle="")  # without links to the bundle's files
         data = page.content(verdict, reading.evidence, facts=facts, said=redactor.said, about=elsewhere)
         made[HTML] = template.render(redactor.tree(data))
     if PERFETTO in names:
@@ -334,7 +333,7 @@ def _files(verdict: Verdict, reading: FoundEvidence, names: Collection[str]) -> 
 
 
 def was_reached(verdict: Verdict) -> bool:
-    """Returns whether the verdict names a rank or a node, or is certain that none is at fault."""
+    """Returns whether the verdict names a rank or node, or certainly finds none at fault."""
     return bool(verdict.culprits or verdict.processes_at_fault or verdict.nodes_at_fault) or verdict.confidence != "low"
 
 

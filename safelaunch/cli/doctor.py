@@ -1,6 +1,6 @@
 """``safelaunch doctor``: checks whether safelaunch can watch jobs here, and shows the fix for each failure.
 
-``doctor_node`` collects values, ``doctor_rules`` judges them (values in, a ``Check`` out), and ``examine`` runs all.
+``doctor_node`` collects values, ``doctor_rules`` judges them, and ``examine`` runs all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COLOURS = {"ok": "32", "warning": "33", "failed": "31"}
 
 
 def main(argv: list[str]) -> int:
-    """Prints every check; returns 0 if none failed, else 1."""
+    """Prints every check; returns 1 if one failed, else 0."""
     words = parser().parse_args(argv)
     checks = examine(dict(os.environ), os.getuid(), Path.cwd())
     if words.json:
@@ -49,7 +49,6 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The command line of ``safelaunch doctor``."""
     command_line = Parser(
         "doctor",
         description="Checks whether safelaunch can watch jobs on this node and in this environment, and shows the fix "
@@ -60,13 +59,11 @@ def parser() -> Parser:
 
 
 class Document(msgspec.Struct, frozen=True):
-    """The --json document."""
-
     schema: Literal[1]
     safelaunch: str
     host: str
     user: int  # uid for which the checks hold
-    result: CheckResult  # the worst one
+    result: CheckResult  # the worst
     checks: list[Check]
 
 
@@ -97,13 +94,11 @@ def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DoctorSubject:
-    """The subject of the checks."""
-
     environ: Mapping[str, str]
     uid: int
     cwd: Path
     torch: torchrun.TorchInstallation | None
-    no_torch: SafelaunchError | None  # reason why torch wasn't found
+    no_torch: SafelaunchError | None  # why torch wasn't found
 
     @property
     def python(self) -> str:
@@ -134,7 +129,6 @@ def examine(environ: Mapping[str, str], uid: int, cwd: Path) -> tuple[Check, ...
 
 
 def worst(checks: tuple[Check, ...]) -> CheckResult:
-    """Returns the worst result of the checks."""
     return max((check.result for check in checks), key=RESULTS.index, default="ok")
 
 
@@ -204,7 +198,7 @@ def _node(subject: DoctorSubject) -> tuple[Check | None, ...]:
 
 
 def _configuration(subject: DoctorSubject) -> tuple[Check | None, ...]:
-    """Checks the configuration of a run started here: its environment, configuration file and bundle directory."""
+    """Checks a run started here: environment, configuration file, bundle directory."""
     own = {name: value for name, value in subject.environ.items() if name not in INTERNAL_ENV}
     try:
         version = subject.torch.version if subject.torch is not None else None

@@ -1,4 +1,4 @@
-"""Collects the facts that ``doctor_rules`` judges, about this node, reading a stack here, and the jobs' torch."""
+"""Collects facts for ``doctor_rules`` about this node, reading a stack here, and the jobs' torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NAME_DEADLINE_S = 8.0
 
 
 def disk(path: Path) -> Disk:
-    """Returns the file system of ``path``, or of the nearest existing directory above it."""
+    """Returns the file system of ``path``, or of the nearest existing directory above."""
 
     def look() -> Disk:
         existing = path
@@ -58,7 +58,7 @@ def disk(path: Path) -> Disk:
 
 
 def kind(path: Path, mounts: str) -> str:
-    """Returns the type of the file system under ``path``, from the text of ``/proc/mounts``."""
+    """Returns the type of the file system of ``path``, from the text of ``/proc/mounts``."""
     best, found = -1, ""
     for line in mounts.splitlines():
         words = line.split()
@@ -71,7 +71,7 @@ def kind(path: Path, mounts: str) -> str:
 
 
 def run_root(root: Path) -> Check:
-    """Checks that a run directory can be created below ``root``, by creating an empty one there."""
+    """Checks that a run directory can be created below ``root`` by creating one."""
     problem = ""
     trial = root / f"doctor-{os.getpid()}"
     try:
@@ -87,9 +87,9 @@ def run_root(root: Path) -> Check:
 
 
 def longest_socket(root: Path) -> int:
-    """Returns the length in bytes of the longest socket path below ``root``.
+    """Returns the length in bytes of the longest possible socket path below ``root``.
 
-    That is with the kernel's greatest pid, 100 attempts, and tens of thousands of ranks.
+    It has the kernel's greatest pid, 100 attempts, and tens of thousands of ranks.
     """
     most = text_of("/proc/sys/kernel/pid_max").strip() or "4194304"
     run = RunPaths(root / f"r{most}-99")
@@ -149,7 +149,7 @@ FUNCTION = "a_rank_that_waits"
 START_DEADLINE_S = 20.0
 NATIVE_DEADLINE_S = 15.0
 
-# Like the beacon, the child names the process whose descendants can trace it (0: none). It exits when its stdin closes.
+# Like the beacon, the child names the process with descendants that can trace it (0: none). It exits with its stdin.
 PROGRAM = f"""
 import ctypes, sys
 tracer = int(sys.argv[1])
@@ -164,14 +164,14 @@ def {FUNCTION}():
 
 @contextmanager
 def child(python: str, tracer: int) -> Iterator[int]:
-    """Starts a process that waits, and yields its pid. Raises CaptureError if it doesn't start."""
+    """Starts a waiting process and yields its pid. Raises CaptureError if it doesn't start."""
     process = subprocess.Popen(
         [str(Path(python).absolute()), "-c", PROGRAM, str(tracer)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        cwd="/",  # with -c the working directory comes first on the module path
+        cwd="/",  # with -c, modules are first looked for in the working directory
     )
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -183,7 +183,7 @@ def child(python: str, tracer: int) -> Iterator[int]:
         try:
             process.wait(2.0)
         except subprocess.TimeoutExpired:
-            process.kill()  # the child might never have reached its wait
+            process.kill()  # it might never have reached its wait
             process.wait()
         process.stdout.close()
 
@@ -225,13 +225,12 @@ def py_spy() -> tuple[str, str]:
 
 
 def python_of(python: str) -> tuple[int, int]:
-    """Returns the interpreter's version, from the name of its real file; else this interpreter's version."""
+    """Returns the interpreter's version by its real file's name, else this interpreter's."""
     match = re.fullmatch(r"python(\d+)\.(\d+)\w?", Path(python).resolve().name)
     return (int(match[1]), int(match[2])) if match else sys.version_info[:2]
 
 
 def rights(environ: Mapping[str, str]) -> Rights:
-    """Returns the kernel's settings for this process."""
     facts = ptrace.tracing_facts(os.getpid())
     seccomp = re.search(r"^Seccomp:\s*(\d)", text_of("/proc/self/status"), re.MULTILINE)
     return Rights(
@@ -244,7 +243,7 @@ def rights(environ: Mapping[str, str]) -> Rights:
 
 
 def place(environ: Mapping[str, str], container: bool) -> Container:
-    """Returns the kind of container, each of which needs a different fix."""
+    """Returns the kind of container: each needs a different fix."""
     if "KUBERNETES_SERVICE_HOST" in environ or Path("/var/run/secrets/kubernetes.io").exists():
         return "kubernetes"
     if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ:
@@ -258,9 +257,9 @@ _ID = re.compile(r"containers/([0-9a-f]{12})[0-9a-f]{52}/(?:userdata/)?(?:hostna
 
 
 def container(place: Container, mounts: str) -> str:
-    """Returns the name of this pod or container for commands outside it: the host name, or an id in ``mounts``.
+    """Returns this pod's or container's name for commands outside it: the host name, or an id in ``mounts``.
 
-    A container in the network of its host has that host's name.
+    A container in its host's network has the host's name.
 
     Args:
         mounts: Content of ``/proc/self/mountinfo``.
@@ -275,8 +274,8 @@ def container(place: Container, mounts: str) -> str:
 TORCH_DEADLINE_S = 60.0
 INJECT = Path(beacon.__file__).parent / "inject"
 
-# torch's own interpreter, which need not have safelaunch, runs this. The server must never be destroyed, so the process
-# exits without cleaning up.
+# torch's interpreter, which might lack safelaunch, runs this. The server must never be destroyed, so the process exits
+# without cleaning up.
 TORCH_PROGRAM = """
 import json, os, shutil, socket, sys, tempfile, time
 inject = sys.argv[1]
@@ -331,7 +330,7 @@ def ask(python: str, environ: Mapping[str, str], *, deadline_s: float = TORCH_DE
     without = [word for name in sorted(INTERNAL_ENV) for word in ("-u", name)]
     argv = ["env", *without, f"PYTHONPATH={path}", str(Path(python).absolute()), "-c", TORCH_PROGRAM, os.fspath(INJECT)]
     try:
-        # With -c, the working directory comes first on the module path, so no other user may write to it.
+        # With -c, modules are first looked for in the working directory: others must not be able to write there.
         output = command.run(argv, deadline_s=deadline_s, cwd=Path("/"))
     except CaptureError as error:
         return TorchProbe(problem=error.message)
@@ -341,7 +340,7 @@ def ask(python: str, environ: Mapping[str, str], *, deadline_s: float = TORCH_DE
 
 
 def parse(stdout: bytes, stderr: str, code: int | None) -> TorchProbe:
-    """Returns the document on the program's last line, or the reason for not having one."""
+    """Returns the document on the last line of output, or the reason for none."""
     lines = stdout.splitlines()
     try:
         report: dict[str, Any] = json.loads(lines[-1])

@@ -1,4 +1,4 @@
-"""Judges facts about a node for watched jobs against thresholds, and gives a fix for each failure."""
+"""Judges facts about a node, and gives a fix for each failure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ RESULTS: tuple[CheckResult, ...] = ("ok", "warning", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check."""
-
     name: str
-    # ``warning``: safelaunch works, but with less evidence or at a risk to the job. ``failed``: a main function of
-    # safelaunch doesn't work.
+    # warning: safelaunch works with less evidence, or at a risk to the job; failed: a main function doesn't work
     result: CheckResult
-    detail: str  # what it found
-    fix: str = ""  # one or more lines
+    detail: str
+    fix: str = ""
 
 
 def ok(name: str, detail: str) -> Check:
@@ -76,16 +73,16 @@ _BY_HAND = "run py-spy by hand on any Python process of yours: py-spy dump --pid
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """An attempt to read a waiting child's stack."""
+    """Attempt to read a waiting child's stack."""
 
-    problem: str  # empty: it succeeded
+    problem: str  # empty: success
     took_s: float = 0.0
     kind: Failure = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """The settings that decide whether this process can trace others."""
+    """Settings that decide if this process can trace others."""
 
     yama: int | None  # ptrace_scope; None: off
     capable: bool
@@ -126,7 +123,7 @@ def py_spy_check(path: str, version: str, python: tuple[int, int]) -> Check:
 
 
 def attach_check(trial: Trial, rights: Rights) -> Check:
-    """Judges the trial on a child that allows tracing, as the beacon makes every rank do."""
+    """Judges the trial on a child that allows tracing, as ranks do with a beacon."""
     name = "reading stacks"
     if not trial.problem:
         note = "; you ran this as root: run it again as the user who runs the jobs" if rights.root else ""
@@ -147,7 +144,7 @@ def remedy(rights: Rights) -> str:
     if rights.capable and rights.seccomp == 2:
         return _NO_SECCOMP[rights.place]
     if rights.yama in (1, 2) and not rights.capable:
-        # At 2, a rank's permission doesn't help. At 1 it does, but not for processes without a beacon.
+        # At 2, a rank's permission doesn't help; at 1 it does, but not without a beacon.
         relax = f"{on_host}sudo sysctl kernel.yama.ptrace_scope={rights.yama - 1}"
         ways = [relax, _ADD_CAPABILITY[rights.place]]
         return "\nor ".join(ways if rights.place == "host" else ways[::-1])
@@ -160,13 +157,13 @@ def remedy(rights: Rights) -> str:
 
 
 def way_in(rights: Rights, own: str, as_root: str, container: str) -> str:
-    """Returns the command that reads the stacks of a running job after the kernel has refused it.
+    """Returns the command that reads a running job's stacks after the kernel has refused it.
 
-    In a container, no running process can get the missing capability, but a new one can be started with it.
+    A container's running processes can't get the missing capability, but a new one can.
 
     Args:
         own: The refused command.
-        as_root: The command that runs it as root.
+        as_root: The same as root.
         container: Name of the container, if any.
     """
     if rights.yama == 3 or rights.capable:
@@ -209,9 +206,9 @@ SLOW_IMPORT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class TorchProbe:
-    """The answer of torch's interpreter."""
+    """Answer of torch's interpreter."""
 
-    problem: str = ""  # reason why there is none
+    problem: str = ""
     python: str = ""
     cuda: str = ""
     import_s: float = 0.0
@@ -219,9 +216,9 @@ class TorchProbe:
     server: bool = False
     register: bool = False
     dump: bool = False
-    handlers: Mapping[str, int] = field(default_factory=dict)  # HTTP status of each worker server handler; 0: no answer
+    handlers: Mapping[str, int] = field(default_factory=dict)  # HTTP status of worker server handlers; 0: no answer
     beacon: bool = False  # our sitecustomize ran
-    chained: str = ""  # the user's own sitecustomize, if any
+    chained: str = ""  # the user's sitecustomize, if any
     isolated: bool = False  # Python ignores its environment
 
 
@@ -238,7 +235,6 @@ def version_check(version: str, package: str, options: int) -> Check:
 
 
 def import_check(probe: TorchProbe) -> Check:
-    """Checks whether torch can be imported, and how fast."""
     name = "import torch"
     if probe.problem:
         return failed(name, probe.problem, "see its own error: python -c 'import torch.distributed'")
@@ -251,7 +247,7 @@ def import_check(probe: TorchProbe) -> Check:
 
 
 def server_check(probe: TorchProbe) -> Check | None:
-    """Checks c10d's worker server, through which a hung rank is queried. None if torch wasn't imported."""
+    """Checks c10d's worker server, which reports on a hung rank. None if torch wasn't imported."""
     name = "worker server"
     if probe.problem or not probe.distributed:
         return None
@@ -267,7 +263,7 @@ def server_check(probe: TorchProbe) -> Check | None:
 
 
 def recorder_check(probe: TorchProbe) -> Check | None:
-    """Checks the Flight Recorder, c10d's record of the last collectives. None if torch was not imported."""
+    """Checks the Flight Recorder, c10d's record of the last collectives. None if torch wasn't imported."""
     name = "Flight Recorder"
     if probe.problem or not probe.distributed or not probe.server:
         return None
@@ -305,8 +301,8 @@ def gpu_check(count: int, missing: str, kind: Failure, cuda: str | None, devices
     """Checks NVML.
 
     Args:
-        missing: Reason why it returned nothing, of kind ``kind``.
-        cuda: torch's version of CUDA; empty for a build without, None without torch.
+        missing: Reason, of kind ``kind``, why it returned nothing.
+        cuda: torch's CUDA version; empty for a build without, None without torch.
         devices: ``/dev/nvidia*`` exist.
     """
     if not missing:
@@ -328,32 +324,29 @@ def gpu_check(count: int, missing: str, kind: Failure, cuda: str | None, devices
 MIB = 1 << 20
 LEAST_ROOM = (
     64 * MIB
-)  # a bundle of 8 ranks has 1-5 MB, a page and a ring 72 KB per rank; Flight Recorder dumps have more
+)  # a bundle of 8 ranks has 1-5 MB, more with Flight Recorder dumps; a page and a ring have 72 KB per rank
 NO_ROOM = 8 * MIB
 SOCKET_PATH_MAX = 107  # bytes: sun_path of unix(7) without its terminator
 LEAST_PORTS = 2000
 NETWORK_DISKS = ("nfs", "nfs4", "lustre", "cifs", "smb3", "gpfs", "beegfs", "ceph", "afs", "9p", "virtiofs", "fuse")
-STATIC_PORT = 29500  # torchrun's default rendezvous port on several nodes
+STATIC_PORT = 29500  # torchrun's default on several nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A file system."""
-
     path: str
     total: int = 0
     free: int = 0
     kind: str = ""  # ``ext4``, ``tmpfs``, ``nfs4``, ...
-    problem: str = ""  # reason why its size is unknown
+    problem: str = ""  # why its size is unknown
 
     @property
     def is_remote(self) -> bool:
-        """Whether another machine serves it."""
         return self.kind in NETWORK_DISKS or self.kind.startswith("fuse.")
 
 
 def room_check(name: str, disk: Disk, what_for: str) -> Check:
-    """Checks the room in a local directory that safelaunch or the job writes to."""
+    """Checks the room in a local directory of safelaunch or the job."""
     if disk.problem:
         return failed(name, f"{disk.path}: {disk.problem}", f"make it usable: it holds {what_for}")
     detail = f"{size(disk.free)} free of {size(disk.total)} on {disk.path} ({disk.kind})"
@@ -368,7 +361,7 @@ def room_check(name: str, disk: Disk, what_for: str) -> Check:
 
 
 def bundle_check(disk: Disk) -> Check:
-    """Checks the bundle directory. A network disk is fine: a bundle is copied there once it is complete."""
+    """Checks the bundle directory. It can be on a network disk, as bundles are copied there once complete."""
     name = "bundle directory"
     check = room_check(name, replace(disk, kind="") if disk.is_remote else disk, "bundles")
     if check.result == "ok" and disk.is_remote:
@@ -377,7 +370,7 @@ def bundle_check(disk: Disk) -> Check:
 
 
 def shm_check(disk: Disk, place: Container) -> Check:
-    """Checks ``/dev/shm``, which holds the batches of DataLoader workers and NCCL's buffers."""
+    """Checks ``/dev/shm``, which holds DataLoader workers' batches and NCCL's buffers."""
     more = {
         "docker": "docker run --shm-size=16g ..., or --ipc=host",
         "podman": "podman run --shm-size=16g ..., or --ipc=host",
@@ -392,7 +385,7 @@ def shm_check(disk: Disk, place: Container) -> Check:
 
 
 def run_root_check(disk: Disk, problem: str) -> Check:
-    """Checks the place for run directories. ``problem`` is the reason why none can be created there."""
+    """Checks the place for run directories. ``problem`` is why none can be created there."""
     if problem:
         fix = f"it must be yours, mode 0700 (ls -ld {disk.path}): move it away, or set XDG_RUNTIME_DIR"
         return failed("run directory", f"{disk.path}: {problem}, so safelaunch cannot watch jobs", fix)
@@ -400,7 +393,7 @@ def run_root_check(disk: Disk, problem: str) -> Check:
 
 
 def socket_check(root: str, longest: int) -> Check:
-    """Checks the lengths of socket paths. ``longest`` is the longest, in bytes, of a run below ``root``."""
+    """Checks that the longest socket path of a run below ``root``, in bytes, isn't too long."""
     detail = f"at most {longest} of {SOCKET_PATH_MAX} bytes below {root}"
     if longest > SOCKET_PATH_MAX:
         fix = "set XDG_RUNTIME_DIR to a shorter private directory, or unset it (then /tmp/safelaunch-<uid> is used)"
@@ -412,7 +405,7 @@ def port_check(bound: str, low: int, high: int) -> Check:
     """Checks ports.
 
     Args:
-        bound: Reason why no port could be bound on loopback; empty if one could.
+        bound: Why no port of loopback could be bound; empty if one could.
         low: Start of ip_local_port_range.
         high: Its end.
     """
@@ -446,7 +439,7 @@ def hostname_check(host: str, addresses: tuple[str, ...], took_s: float, problem
 
 
 def leftover_check(dead: tuple[str, ...], kept: tuple[str, ...], live: int) -> Check:
-    """Checks for run directories of dead runs, and bundles that could not be written to the requested directory."""
+    """Checks for dead runs' directories, and bundles that couldn't be written to the requested directory."""
     detail = f"{live} live run{'s' * (live != 1)}"
     if kept:
         where = kept[0].rpartition("/")[0]

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Document(DumpAnswer, frozen=True, kw_only=True):
-    """The --json document: the run's id and name, and its answer."""
+    """The --json document."""
 
     run: str
     name: str
@@ -61,7 +61,6 @@ def _dump_run(run: Run, words: Namespace) -> int:
 
 
 def parser() -> Parser:
-    """The command line of ``safelaunch dump``."""
     command_line = Parser(
         "dump",
         description=(
@@ -80,7 +79,7 @@ def parser() -> Parser:
 
 
 def choose(runs: Sequence[Run], word: str | None, command: str = "dump") -> Run:
-    """Returns the requested run; without a ``word``, the one that was started in this directory.
+    """Returns the run that ``word`` names; without it, the run that was started in this directory.
 
     Raises UsageError if several runs match, or none; SafelaunchError if the run can't be reached.
     """
@@ -102,17 +101,17 @@ def choose(runs: Sequence[Run], word: str | None, command: str = "dump") -> Run:
 
 
 def _of_this_directory(runs: Sequence[Run]) -> Sequence[Run]:
-    # Else, runs whose directory is unknown.
+    # Otherwise, runs in unknown directories.
     here = os.fspath(working_directory())
     silent = [run for run in runs if run.status is None]
     return [run for run in runs if run.status is not None and run.status.cwd == here] or silent
 
 
 def answer_of(run: Run, request: ControlRequest, kind: type[T], deadline_s: float, meanwhile: str) -> T:
-    """Returns the answer of the run's supervisor. Raises SafelaunchError if that has another version.
+    """Returns the supervisor's answer. Raises SafelaunchError if its version is another one.
 
     Args:
-        meanwhile: What becomes of the request if this process stops waiting for the answer.
+        meanwhile: Fate of the request if this process stops waiting.
     """
     try:
         data = ask(RunPaths(run.directory).control, request, deadline_s=deadline_s)
@@ -166,7 +165,7 @@ def _no_job(words: Namespace, hidden: bool) -> SafelaunchError:
     """Returns the error for a node without a job.
 
     Args:
-        hidden: The variables of some processes are unreadable; a security module can forbid that even to root.
+        hidden: Some processes' variables are unreadable, which a security module can cause even for root.
     """
     from safelaunch.cli import doctor_node
 
@@ -186,15 +185,15 @@ def _attach_one_of(job: FoundJob, words: Namespace) -> int:
 
 
 def _with_way_in(error: AccessDenied, words: Namespace) -> AccessDenied:
-    """Adds to the error the command that can read the refused process."""
+    """Adds to the error a command that can read the refused process."""
     from safelaunch.cli import doctor_node, doctor_rules
 
     again = ["dump", *(["--all"] if words.all else ["--pid", str(words.pid)]), *(["--json"] if words.json else [])]
     place = _bundle_dir(words)
     is_usual = place == working_directory() / DEFAULT_BUNDLE_DIR
-    # As root, no variable or file of this user applies.
+    # This user's variables and files don't apply to root.
     as_root = commands.as_root([*again, *([] if is_usual else ["--bundle-dir", words.bundle_dir or os.fspath(place)])])
-    own = commands.own([*again, "--bundle-dir", os.fspath(place)])  # starts in another directory
+    own = commands.own([*again, "--bundle-dir", os.fspath(place)])  # for another directory
     rights = doctor_node.rights(os.environ)
     container = doctor_node.container(rights.place, text_of("/proc/self/mountinfo"))
     way = doctor_rules.way_in(rights, shlex.join(own), shlex.join(as_root), container)
@@ -216,7 +215,7 @@ def _is_watched(job: FoundJob) -> bool:
 
 
 def _run_of(job: FoundJob) -> Run:
-    """Returns the live run of the job. Raises SafelaunchError if it is another user's."""
+    """Returns the job's live run. Raises SafelaunchError if it is another user's."""
     directory = Path(job.env["SAFELAUNCH_RUN_DIR"])
     run = next((run for run in look(our_roots()) if run.directory == directory and run.alive), None)
     if run is None:

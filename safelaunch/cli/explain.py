@@ -1,4 +1,4 @@
-"""``safelaunch explain CAUSE``: the meaning of a cause, how safelaunch knows, an example, and the fix."""
+"""``safelaunch explain CAUSE``: a cause's meaning, how safelaunch knows it, an example, and the fix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EMPHASIS = re.compile(r"(?<![*\w])\*([^*\n]+)\*(?![*\w])")
 
 
 def main(argv: list[str]) -> int:
-    """Prints the list of causes, or explains one; returns 0. Raises UsageError for a cause that doesn't exist."""
+    """Prints the list of causes, or explains one; returns 0. Raises UsageError for an unknown cause."""
     name = parser().parse_args(argv).cause
     width = min(WIDTH, display(1, os.environ).width)
     if name is None:
@@ -34,7 +34,6 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The command line of ``safelaunch explain``."""
     command_line = Parser(
         "explain",
         description="Explains a cause that a verdict names: what it means, how safelaunch knows, an example, and what "
@@ -51,7 +50,7 @@ def listed(width: int) -> str:
 
 
 def explained(name: str, width: int) -> str:
-    """Returns the catalogue's text on a cause, in lines of at most ``width`` columns."""
+    """Returns the text on a cause in lines of at most ``width`` columns."""
     cause = CAUSES[name]
     example = " ".join(_parts(name)[1].split())
     lines = [name, *_lines(_meaning(name), width)]

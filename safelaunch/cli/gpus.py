@@ -38,7 +38,7 @@ STYLES: dict[State, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A GPU, its state, its holder, if any, and the processes that NVML sees on it."""
+    """A GPU, its state, its holder, and the processes that NVML sees on it."""
 
     gpu: LeasableGpu
     state: State
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells in the order of ``COLUMNS``."""
+        """Cells in the order of ``COLUMNS``."""
         return (
             self.gpu.label,
             clean(self.gpu.name).removeprefix("NVIDIA ") or "-",
@@ -76,7 +76,6 @@ class Row:
 
 
 def rows(gpus: Sequence[LeasableGpu], holders: Mapping[str, LeaseHolder], users: Mapping[int, User]) -> tuple[Row, ...]:
-    """Returns one row per GPU."""
     table_rows = []
     for gpu in gpus:
         on_it = tuple(users.get(process.pid, User(process.pid)) for process in gpu.processes)
@@ -99,7 +98,7 @@ def _state(gpu: LeasableGpu, holder: LeaseHolder | None, users: Sequence[User], 
 
 @dataclass(frozen=True)
 class LeaseDocument:
-    """The holder of a GPU, or a waiter for one."""
+    """Holder of a GPU, or waiter for one."""
 
     pid: int
     user: str
@@ -108,24 +107,22 @@ class LeaseDocument:
     command: str
     since_unix_s: float
     by: str
-    alive: bool  # the supervisor holds it, not just ranks that it left behind
+    alive: bool  # the supervisor holds it, not only ranks that it left
 
 
 @dataclass(frozen=True)
 class ProcessDocument:
-    """A process that uses a GPU."""
-
     pid: int
     user: str
     command: str
     since_unix_s: float
-    left_over: bool  # of a run whose supervisor is gone
+    left_over: bool  # its run's supervisor is gone
     memory_bytes: int | None
 
 
 @dataclass(frozen=True)
 class GpuDocument:
-    """A GPU, or a MIG instance of one."""
+    """A GPU or MIG instance."""
 
     gpu: str
     uuid: str
@@ -141,15 +138,12 @@ class GpuDocument:
 
 @dataclass(frozen=True)
 class Document:
-    """The --json document."""
-
-    missing: str  # reason why there are no GPUs
+    missing: str  # why there are no GPUs
     gpus: list[GpuDocument]
-    waiting: list[LeaseDocument]  # jobs in the queue
+    waiting: list[LeaseDocument]
 
 
 def document(table: Sequence[Row], waiting: Sequence[LeaseHolder], missing: str) -> Document:
-    """Returns the --json document."""
     return Document(missing, [_gpu(row) for row in table], [_holder(waiter) for waiter in waiting])
 
 
@@ -171,14 +165,14 @@ def _gpu(row: Row) -> GpuDocument:
 
 
 def _holder(holder: LeaseHolder) -> LeaseDocument:
-    alive = holder.by != "ranks"  # by its lock: a pid means nothing in another pid namespace
+    alive = holder.by != "ranks"  # a pid means nothing in another pid namespace
     return LeaseDocument(
         holder.pid, holder.user, holder.uid, holder.name, holder.command, holder.since_unix_s, holder.by, alive
     )
 
 
 def waiting_line(waiter: LeaseHolder) -> str:
-    """Returns the line of one job in the queue."""
+    """Returns the line of a job in the queue."""
     command = cut(clean(waiter.command), 60)
     return f"waiting: pid {waiter.pid} ({waiter.user}) since {moment(waiter.since_unix_s)}: {command}"
 
@@ -189,7 +183,7 @@ def _memory(gpu: LeasableGpu) -> str:
     return f"{gpu.memory_used_bytes / (1 << 30):.1f}/{gpu.memory_total_bytes / (1 << 30):.0f} GiB"
 
 
-LEAST = 12  # characters of a command or name on the narrowest terminal
+LEAST = 12  # characters of a command or name
 
 
 def main(argv: list[str]) -> int:
@@ -210,7 +204,6 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The command line of ``safelaunch gpus``."""
     command_line = Parser(
         "gpus",
         description="The GPUs of this node: free, leased (by whom, since when), used without a lease, or left behind "
@@ -241,7 +234,7 @@ def as_table(table_rows: Sequence[Row]) -> TextTable:
 
 
 def picture(table_rows: Sequence[Row], width: int) -> Any:
-    """Returns a table for a terminal. On a narrow one, commands and names are cut, but not numbers and states."""
+    """Returns a table for a terminal; cuts commands and names, but not numbers and states, to make it fit."""
     table = as_table(table_rows)
     widths = {name: table.width_of(name) for name in COLUMNS}
     for name in ("command", "name"):

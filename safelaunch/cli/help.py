@@ -1,6 +1,6 @@
-"""``safelaunch --help`` and ``safelaunch help [SUBCOMMAND]``: printed immediately, without torch and without a parser.
+"""``safelaunch --help`` and ``safelaunch help [SUBCOMMAND]``, printed without torch or a parser.
 
-The man page and the shells' completions have the same source: ``scripts/build/generate.py``.
+``scripts/build/generate.py`` makes the man page and the shells' completions from the same source.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EXAMPLES = {
 
 
 def main(words: list[str]) -> int:
-    """Prints the help of a subcommand; without one, the help of safelaunch."""
+    """Prints the help of a subcommand or of safelaunch."""
     name = words[0] if words else ""
     if name in ("torchrun", "--help-torchrun"):
         return _torchrun()
@@ -70,12 +70,12 @@ def _torchrun() -> int:
 
 
 def width() -> int:
-    """Returns the width of the help: the terminal's, but at most 100 columns."""
+    """Returns the terminal's width, at most 100 columns."""
     return min(100, shutil.get_terminal_size((100, 24)).columns)
 
 
 def short_text(width: int) -> str:
-    """Returns the description of safelaunch, its usage and its subcommands."""
+    """Returns safelaunch's description, usage and subcommands."""
     usage = "\n".join(f"{'usage:' if not at else '':<7}{line}" for at, line in enumerate(USAGE))
     return "\n\n".join(
         [
@@ -101,10 +101,10 @@ def text(width: int) -> str:
 
 
 def show_usage() -> int:
-    """Prints a short help on stderr; returns the exit code of a command that started nothing.
+    """Prints a short help on stderr; returns, as torchrun does, the exit code of a command that started nothing.
 
-    torchrun does so too: a script whose command came out empty must not take that for a successful job.
+    Otherwise, a script with an accidentally empty command would take it for a successful job.
     """
-    with suppress(OSError):  # without a reader
+    with suppress(OSError):
         print(f"{short_text(width())}\n\nAll options, exit codes and examples: safelaunch --help", file=sys.stderr)
     return 2

@@ -1,4 +1,4 @@
-"""The parser of the subcommands: argparse, with errors in safelaunch's words and near misses named."""
+"""The subcommands' parser: argparse with safelaunch's error messages, which name near misses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from safelaunch.system.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """A subcommand's parser. Options count only if they are spelled in full.
+    """A subcommand's parser. Options must be spelled in full.
 
     Args:
-        name: The subcommand.
-        after_dashes: Options of a job's command line after ``--``.
+        name: Subcommand.
+        after_dashes: Options that belong to a job's command line after ``--``.
     """
 
     def __init__(self, name: str, *, after_dashes: Collection[str] = (), **settings: Any) -> None:
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         self._after_dashes = after_dashes
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parses as argparse does, but raises an error for an unknown option, naming the nearest one."""
+        """Parses as argparse does; the error for an unknown option names the nearest one."""
         parsed, unknown = super().parse_known_args(args, namespace)
         option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
         if option in self._after_dashes:
@@ -38,10 +38,10 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def format_help(self) -> str:
-        """Formats as argparse does, and wraps the text that argparse keeps as it is."""
+        """Wraps the text that argparse keeps as it is."""
         return folded(super().format_help(), min(WIDTH, display(1, os.environ).width))
 
     def error(self, message: str) -> NoReturn:
-        """Raises UsageError: the command line prints it, and exits with 2."""
+        """Raises UsageError, for exit code 2."""
         message = re.sub(r"^unrecognized arguments: (.+)", r"unexpected: \1", message)
         raise UsageError(f"{self.name}: {message}", f"See safelaunch {self.name} --help.")

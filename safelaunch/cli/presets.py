@@ -49,7 +49,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def parser() -> Parser:
-    """Returns the command line of ``safelaunch presets``."""
     command_line = Parser(
         "presets", usage=_USAGE, description="Lists the presets, or shows what one of them sets and why."
     )
@@ -64,7 +63,7 @@ def parser() -> Parser:
 
 
 def render_table(presets: tuple[Preset, ...]) -> str:
-    """Returns a line for each preset: name and summary."""
+    """Returns a line for each preset."""
     column = max((len(preset.name) for preset in presets), default=0) + 2
     lines = [f"{preset.name:<{column}}{preset.summary}" for preset in presets]
     lines += ["", "Show one: safelaunch presets show NAME", "Use one: safelaunch --preset NAME ... train.py"]
@@ -72,7 +71,7 @@ def render_table(presets: tuple[Preset, ...]) -> str:
 
 
 def render_preset(chain: tuple[Preset, ...], width: int) -> str:
-    """Returns one preset (the last of ``chain``) with its parents: description, variables, watchdog settings."""
+    """Returns the last preset of ``chain`` with its parents: description, variables, watchdog settings."""
     preset = chain[-1]
     rest = preset.description.removeprefix(preset.summary).strip()
     lines = [preset.name, *wrapped(preset.summary, width, "  ", "  "), *wrapped(rest, width, "  ", "  "), ""]
@@ -107,7 +106,7 @@ def _shown(value: object) -> str:
 
 
 def _settings(chain: tuple[Preset, ...]) -> Mapping[str, EnvSetting]:
-    # The merged settings for any version of torch: later wins.
+    # Later ones win.
     return {setting.name: setting for preset in chain for setting in preset.env}
 
 
@@ -119,8 +118,6 @@ def _watchdog(chain: tuple[Preset, ...]) -> Mapping[str, object]:
 
 
 class SummaryDocument(TypedDict):
-    """A shipped preset, in the --json list."""
-
     name: str
     description: str
 
@@ -132,14 +129,12 @@ SettingDocument = TypedDict(
 
 
 class PresetDocument(TypedDict):
-    """The output of ``show --json`` for a preset."""
-
     name: str
     file: str
     description: str
     extends: list[str]
     env: list[SettingDocument]
-    watchdog: dict[str, str | float | bool | int]  # safelaunch's options that it sets
+    watchdog: dict[str, str | float | bool | int]  # safelaunch's options
 
 
 def _document(chain: tuple[Preset, ...]) -> PresetDocument:

@@ -33,7 +33,7 @@ NO_RESTARTS = (
 
 
 def main(words: list[str]) -> int:
-    """Runs one job; returns its exit code, 124 if it hung, 2 for an error in safelaunch's own options."""
+    """Runs one job; returns its exit code, 124 if it hung, 2 for an error in safelaunch's options."""
     if words == ["--version"]:
         from safelaunch import __version__
 
@@ -66,7 +66,7 @@ def main(words: list[str]) -> int:
 def _settings(
     command: CommandLine, options: Collection[str] | None, environ: Mapping[str, str], torch: TorchInstallation
 ) -> Settings:
-    """Returns the settings of the run, and prints surprising ones. Raises UsageError if nothing could be started."""
+    """Returns the run's settings, and prints surprising ones. Raises UsageError if nothing could be started."""
     settings = resolve(command.own, environ, working_directory(), lambda: torch.version)
     check(settings)
     why, notes = "", []
@@ -86,9 +86,9 @@ def _settings(
 
 
 def understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] | None:
-    """Returns torchrun's given options in full; None if torchrun will reject one.
+    """Returns torchrun's options in full; None if torchrun will reject one.
 
-    Raises UsageError if the rejected option resembles another option of torchrun or safelaunch.
+    Raises UsageError if a rejected option resembles another option of torchrun or safelaunch.
     """
     meanings = dict(options_given(command.torchrun, torchrun.KNOWN))
     if not all(meanings.values()):
@@ -103,7 +103,7 @@ def understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] | 
 
 
 def _nearest(option: str, options: Iterable[str]) -> str:
-    # Without the dashes, which all options have.
+    # All options have the dashes: compare without them.
     match = nearest(option.lstrip("-"), [name[2:] for name in options if name.startswith("--")], 0.7)
     return f"--{match}" if match else ""
 
@@ -111,7 +111,7 @@ def _nearest(option: str, options: Iterable[str]) -> str:
 def _why_no_script(
     command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: TorchInstallation
 ) -> str:
-    """Returns why there is nothing to run, in one line; empty if there is a script."""
+    """Returns why there is nothing to run, or ""."""
     if not command.script:
         return "the script is missing (usage: safelaunch [options] script.py [script args...])"
     why = why_missing(command.script, options, environ, torch.python)
@@ -125,10 +125,10 @@ def _why_no_script(
 
 
 def surroundings(environ: dict[str, str], resources_of_job: JobResources, typed: Sequence[str]) -> Surroundings:
-    """Returns the plan's inputs besides the command line: the job's resources, and the path of its run directory.
+    """Returns the job's resources, the path of its run directory, and other inputs of the plan.
 
     Args:
-        typed: The words after ``safelaunch``.
+        typed: Words after ``safelaunch``.
     """
     run_dir = run_root(environ, os.getuid()) / f"r{os.getpid()}"
     return Surroundings(

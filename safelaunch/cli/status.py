@@ -1,4 +1,4 @@
-"""``safelaunch status [RUN]``: all runs of this user on this node, and their ranks; --watch refreshes it."""
+"""``safelaunch status [RUN]``: this user's runs on this node, and their ranks; --watch refreshes it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from .table import ENDLESS, TextTable
 
 REFRESH_S = 1.0
 PLAIN_REFRESH_S = 5.0
-MOST_READ = 64  # bundles to read in search of the one of a run that has ended
+MOST_READ = 64  # bundles to read in search of an ended run's
 LARGEST_VERDICT = 4 << 20
 NONE_LIVE = "you have no runs on this node"
 _RIGHT = frozenset({"rank", "pid", "step", "rate", "age"})
-NOTE_WIDTH = 28  # longer notes can continue on the next line
+NOTE_WIDTH = 28  # longer notes continue on the next line
 _LESS_WANTED = ("signals", "phase", "state", "pid")
 
 
@@ -58,7 +58,6 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The command line of ``safelaunch status``."""
     command_line = Parser(
         "status",
         description="Shows your runs on this node: each rank's step, rate, age of its last step and phase, and when "
@@ -73,7 +72,7 @@ def parser() -> Parser:
 
 
 def choose(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
-    """Returns the runs that ``word`` names; prints a note if several match. Raises UsageError if none does."""
+    """Returns the runs that ``word`` names, with a note if several match. Raises UsageError if none does."""
     chosen = select(runs, word)
     if word is not None and not chosen:
         raise UsageError(f"status: no run is called {word!r}.", describe(runs))
@@ -83,7 +82,7 @@ def choose(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
 
 
 class AnsweringRun(RunStatus, frozen=True, kw_only=True):
-    """A run for --json, as its supervisor describes it."""
+    """A run's own description, for --json."""
 
     directory: str
     alive: bool
@@ -91,13 +90,13 @@ class AnsweringRun(RunStatus, frozen=True, kw_only=True):
 
 
 class SilentRun(msgspec.Struct, frozen=True):
-    """A run for --json whose supervisor gave no answer."""
+    """A run without an answer, for --json."""
 
     run: str
     supervisor_pid: int | None
     directory: str
-    alive: bool  # the supervisor is
-    problem: str  # reason why it gave none
+    alive: bool  # of the supervisor
+    problem: str  # why there is no answer
 
 
 def document(run: Run) -> dict[str, Any]:
@@ -115,11 +114,7 @@ def document(run: Run) -> dict[str, Any]:
 
 
 def text(runs: Sequence[Run], now_unix_s: float, width: int | None = None) -> str:
-    """Returns all runs as aligned lines, separated by empty lines.
-
-    Args:
-        width: That of a terminal, on which no word is to break.
-    """
+    """Returns all runs as aligned lines, separated by empty lines; breaks no word if the terminal has ``width``."""
     return "\n\n".join("\n".join(_lines(run, now_unix_s, width)) for run in runs)
 
 
@@ -132,7 +127,7 @@ def _lines(run: Run, now_unix_s: float, width: int | None) -> list[str]:
         lines.append("  no rank has started yet")
     elif width is None or "signals" in table.fitted(width - 2).columns:
         lines += table.fitted(width - 2 if width else ENDLESS).lines(indent="  ")
-    else:  # a note continues in its column, which is then the last one
+    else:  # a note continues in its column, which must be the last one
         lines += table.without("signals").fitted(width - 2, NOTE_WIDTH).lines(width, "  ")
     if run.status.nodes:
         lines += ["", *TextTable(NODE_COLUMNS, [*map(node_cells, run.status.nodes)], _RIGHT).lines(indent="  ")]
@@ -146,7 +141,7 @@ def _broken(lines: Sequence[str], width: int | None) -> list[str]:
 
 
 def headline(status: RunStatus, now_unix_s: float) -> str:
-    """Returns one line with the run and its state."""
+    """Returns a line with the run and its state."""
     there = len(status.ranks)
     count = (
         f"{there} rank{'s' * (there != 1)}" if there == status.world_size else f"{there} of {status.world_size} ranks"
@@ -159,7 +154,7 @@ def headline(status: RunStatus, now_unix_s: float) -> str:
 
 
 def details(status: RunStatus) -> list[str]:
-    """Returns the command, its directory, when safelaunch would suspect a hang, and the early looks."""
+    """Returns command, directory, when safelaunch would suspect a hang, and early looks."""
     early = status.early
     return [
         f"{clean(shlex.join(status.command))}  (in {clean(status.cwd)})",
@@ -198,7 +193,7 @@ def _watch(word: str | None) -> int:
 
 
 class _RunVerdict(msgspec.Struct):
-    """The relevant part of a run's verdict."""
+    """Part of a run's verdict."""
 
     outcome: str = ""
     cause: str = ""
@@ -208,7 +203,7 @@ class _RunVerdict(msgspec.Struct):
 
 
 def ending(run: Run) -> list[str]:
-    """Returns how a run ended: outcome, cause and bundle of its newest incident, from its bundle directory."""
+    """Returns how a run ended: outcome, cause and bundle of its newest incident."""
     status = run.status
     if status is None:
         return [f"{run.id} has ended"]
@@ -226,7 +221,7 @@ def ending(run: Run) -> list[str]:
 
 
 def _newest_bundle(status: RunStatus) -> tuple[Path, _RunVerdict] | None:
-    """Returns the newest bundle of a run, except requested ones."""
+    """Returns the newest bundle of a run that wasn't requested."""
     begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(status.started_unix_s))
     directory = Path(status.bundle_dir or "/nowhere")
     try:
@@ -259,7 +254,7 @@ def _watch_plain(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
 
 
 def _watch_terminal(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
-    """Shows the runs on an alternate screen, which a signal restores."""
+    """Shows the runs on an alternate screen; a signal restores the other."""
     from rich.live import Live
 
     encoding = sys.stdout.encoding or "ascii"

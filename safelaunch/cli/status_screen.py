@@ -1,4 +1,4 @@
-"""The ranks and nodes of a run as cells, and the screen of ``status --watch``: runs in, lines of a given size out.
+"""A run's ranks and nodes as cells, and the screen of ``status --watch``: runs in, lines of a given size out.
 
 A screen is small and a job can be large: equal ranks share a line, and conspicuous ones come first. Several runs have
 two lines each.
@@ -24,9 +24,9 @@ from safelaunch.system.printable import clean
 
 COLUMNS = ("rank", "pid", "state", "step", "rate", "age", "phase", "note", "signals")
 NODE_COLUMNS = ("node", "ranks", "step", "state", "doing", "note")
-# Ranks that meet in every step differ by at most one, because their pages are read one after the other.
+# Ranks that meet in every step seem to differ by up to one, as their pages are read one after the other.
 BEHIND_STEPS = 2
-# Share of the threshold. Below this, an old step is normal: every job has pauses.
+# Share of the threshold: a younger step is normal, as every job has pauses.
 LATE = 0.5
 
 Mood = Literal["good", "behind", "late", "quiet"]
@@ -34,12 +34,12 @@ CellStyle = Literal["plain", "bold", "dim", "warn", "alarm", "title", "good"]
 
 SPARK_CELLS, SPARK_CELL_S = 24, 5.0
 MANY_RANKS = 8  # from here on, equal ranks share a line
-LEAST_ROWS = 4  # in the table of ranks
-_LONGEST_RANKS, _LEAST_DOING = 24, 24  # columns of the terminal
+LEAST_ROWS = 4  # of ranks
+_LONGEST_RANKS, _LEAST_DOING = 24, 24
 _COLUMNS = ("ranks", "state", "step", "rate", "age", "rss", "gpu", "doing")
 _RIGHT = frozenset({"step", "rate", "age", "rss", "gpu"})
 _LESS_WANTED = ("rss", "state", "rate", "gpu")
-# rich's names; without colour, bold stays.
+# rich's names. Bold is visible without colour.
 _RICH = {"plain": "", "bold": "bold", "dim": "dim", "warn": "bold yellow", "alarm": "bold red", "title": "bold cyan"}
 _STYLES: dict[Mood, CellStyle] = {"good": "plain", "behind": "warn", "late": "alarm", "quiet": "dim"}
 _STATES = {
@@ -52,7 +52,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class StatusRow:
-    """The cells of one rank, in the order of ``COLUMNS``."""
+    """Cells of a rank, in the order of ``COLUMNS``."""
 
     cells: tuple[str, ...]
     mood: Mood
@@ -60,13 +60,13 @@ class StatusRow:
 
 
 def rows(status: RunStatus) -> tuple[StatusRow, ...]:
-    """Returns one row for each rank of this node."""
+    """Returns a row for each rank of this node."""
     furthest = max((rank.step for rank in status.ranks if rank.step is not None), default=None)
     return tuple(_row(rank, furthest, status.threshold_s) for rank in sorted(status.ranks, key=lambda item: item.rank))
 
 
 def node_cells(node: NodeStatus) -> tuple[str, ...]:
-    """Returns the cells of a node, in the order of ``NODE_COLUMNS``."""
+    """Returns a node's cells, in the order of ``NODE_COLUMNS``."""
     return (
         clean(node.host),
         clean(node.ranks) or "-",
@@ -99,7 +99,7 @@ def _row(rank: RankStatus, furthest: int | None, threshold_s: float) -> StatusRo
 
 
 def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[Mood, str]:
-    """Returns how far this rank is behind the furthest one, or the share of the threshold without a step."""
+    """Returns the lag after the furthest rank in words, or the share of the threshold without a step."""
     if rank.age_s is None or rank.state in ("exited", "paused"):
         return "quiet", ""
     behind = (furthest or 0) - (rank.step or 0) if rank.step is not None else 0
@@ -123,27 +123,26 @@ def told(status: RunStatus) -> str:
 
 
 def stepping(status: RunStatus) -> list[RankStatus]:
-    """Returns the ranks that make steps."""
     return [
         rank for rank in status.ranks if rank.step is not None and rank.state != "exited" and rank.age_s is not None
     ]
 
 
 def standing_s(status: RunStatus) -> float:
-    """Returns seconds since the newest step of any rank, if far longer than usual and unannounced; else 0."""
+    """Returns seconds since any rank's newest step, if far longer than usual and unannounced; else 0."""
     quiet_s = min((rank.age_s for rank in stepping(status) if rank.age_s is not None), default=0.0)
     announced = any(rank.state == "paused" or rank.phase for rank in status.ranks)
     return quiet_s if not announced and is_quiet(quiet_s, status.usual_step_s) else 0.0
 
 
 def _standing(status: RunStatus) -> str:
-    # A job can be stalled before its threshold expires.
+    # A job can stall before its threshold expires.
     quiet_s = standing_s(status) if status.watch == "watching" else 0.0
     return f"; no step for {since(quiet_s)} (usual {status.usual_step_s:.2g} s)" if quiet_s else ""
 
 
 def stragglers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
-    """Returns ranks that are steps behind the furthest one."""
+    """Returns the ranks with fewer steps than the furthest one."""
     steps = {rank.rank: rank.step for rank in ranks if rank.step is not None and rank.state != "exited"}
     furthest = max(steps.values(), default=0)
     return tuple(sorted(rank for rank, step in steps.items() if furthest - step >= BEHIND_STEPS))
@@ -154,17 +153,15 @@ def stragglers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StatusLine:
-    """One line of the screen."""
-
     text: str
     style: CellStyle = "plain"
 
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """The characters that the terminal's encoding has."""
+    """Characters of the terminal's encoding."""
 
-    bars: str = "▁▂▃▄▅▆▇█"  # from no step at all to the highest rate
+    bars: str = "▁▂▃▄▅▆▇█"  # from no step to the highest rate
     cut: str = "…"
     dot: str = "·"
 
@@ -189,7 +186,7 @@ def screen(
 
 
 def drawn(lines: Sequence[StatusLine], encoding: str) -> Any:
-    """Returns what rich draws, with the characters that ``encoding`` has."""
+    """Returns the lines for rich, with the characters of ``encoding``."""
     from rich.console import Group
     from rich.text import Text
 
@@ -205,7 +202,7 @@ def fit(text: str, width: int, glyphs: Glyphs) -> str:
 
 
 def _several(runs: Sequence[Run], width: int, room: int, glyphs: Glyphs) -> list[StatusLine]:
-    """Returns two lines for each run, or one, or as many as there is room for, conspicuous runs first."""
+    """Returns two lines for each run, or one, or as many as there is room for; conspicuous runs come first."""
     short = [_short(run, width, glyphs) for run in runs]
     if sum(map(len, short)) <= room:
         return [line for lines in short for line in lines]
@@ -273,7 +270,7 @@ def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, s
 
 
 def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[StatusLine]:
-    """Returns the step, the rate and its course; then how long it has been quiet, with the usual and allowed times."""
+    """Returns step, rate and its course, then the quiet time with the usual and allowed ones."""
     steps = [rank.step or 0 for rank in stepping(status)]
     if not steps:
         what = "no rank has started yet" if not status.ranks else "no step yet"
@@ -294,7 +291,7 @@ def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[StatusLine]
 
 
 def _pace(status: RunStatus) -> str:
-    # The rate of the slowest rank, unless it was measured before the job froze.
+    # The slowest rank's rate, unless it dates from before the job froze.
     rates = [rank.steps_per_s for rank in stepping(status) if rank.steps_per_s is not None]
     return "0/s" if standing_s(status) else rate(min(rates)) if rates else "-"
 
@@ -309,7 +306,7 @@ def course(history: Sequence[tuple[float, int]]) -> list[float | None]:
     points = sorted((-ago_s, step) for ago_s, step in history)
     if not points:
         return []
-    points.append((0.0, points[-1][1]))  # no step is known since then
+    points.append((0.0, points[-1][1]))  # no step since then
     edges = [-SPARK_CELL_S * (SPARK_CELLS - number) for number in range(SPARK_CELLS + 1)]
     steps = [_step_at(points, edge) for edge in edges]
     return [
@@ -319,7 +316,7 @@ def course(history: Sequence[tuple[float, int]]) -> list[float | None]:
 
 
 def _step_at(points: Sequence[tuple[float, int]], at_s: float) -> float | None:
-    """Interpolates between two known steps; returns None before the first."""
+    """Interpolates between known steps; returns None before the first."""
     if at_s < points[0][0]:
         return None
     for (begin_s, first), (end_s, last) in pairwise(points):
@@ -341,19 +338,18 @@ def spark(rates: Sequence[float | None], glyphs: Glyphs) -> str:
 
 
 def _wrapped(text: str, width: int, style: CellStyle = "warn", first: str = "  ") -> list[StatusLine]:
-    # At most three lines, below a progress line.
     lines = wrapped(clean(text), max(20, width - 4))
     return [StatusLine(f"{first if not number else '    '}{line}", style) for number, line in enumerate(lines[:3])]
 
 
 def _words(status: RunStatus, width: int) -> list[StatusLine]:
-    # What an early look has found, while that lasts.
+    # Findings of a lasting early look.
     look = lasting(status.early)
     return _wrapped(look.words, width, "warn" if look.movement == "still" else "dim", "    ") if look else []
 
 
 def lasting(early: Sequence[EarlyLook]) -> EarlyLook | None:
-    """Returns the newest early look, if what it saw isn't over."""
+    """Returns the newest early look, unless its finding is over."""
     return early[-1] if early and not early[-1].lasted_s else None
 
 
@@ -362,8 +358,6 @@ def lasting(early: Sequence[EarlyLook]) -> EarlyLook | None:
 
 @dataclass(frozen=True, slots=True)
 class _AlikeRanks:
-    """Equal ranks."""
-
     ranks: tuple[RankStatus, ...]
     row: StatusRow
     doing: str
@@ -394,7 +388,7 @@ def _ranks(status: RunStatus, width: int, room: int, glyphs: Glyphs) -> list[Sta
 
 
 def _groups(status: RunStatus, *, fold: bool) -> list[_AlikeRanks]:
-    """Returns the ranks in order. Ranks that meet in every step are a step apart when their pages are read."""
+    """Returns the ranks in order. Those that meet in every step are up to a step apart when their pages are read."""
     look = lasting(status.early)
     places = (
         {position.rank: place(position.frame) for position in look.places if position.frame is not None}
@@ -436,7 +430,6 @@ def _cells(group: _AlikeRanks, usual_s: float, glyphs: Glyphs) -> tuple[str, ...
 
 
 def size(value: int) -> str:
-    """Returns ``812M``, ``3.1G``."""
     mib = value / (1 << 20)
     return f"{mib:.0f}M" if mib < 1000 else f"{mib / 1024:.1f}G" if mib < 102_400 else f"{mib / 1024:.0f}G"
 

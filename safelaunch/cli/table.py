@@ -1,4 +1,4 @@
-"""Tables of the subcommands, drawn by rich for a terminal or as plain text. rich is imported when a table is drawn."""
+"""The subcommands' tables, for a terminal or as plain text. rich is imported when a table is drawn."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from typing import Any
 from safelaunch.system.console import redact
 
 GAP = 2
-ENDLESS = 1 << 16  # columns: nothing is cut or wrapped
+ENDLESS = 1 << 16  # columns
 
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """Cells below ``columns``."""
-
     columns: tuple[str, ...]
     rows: Sequence[Sequence[str]]
     right: frozenset[str] = frozenset()  # columns of numbers
-    styles: Sequence[str] = ()  # rich's, one for each row
-    less_wanted: tuple[str, ...] = ()  # columns to leave out without enough room, in this order, after empty ones
+    styles: Sequence[str] = ()  # rich's, for each row
+    less_wanted: tuple[str, ...] = ()  # columns to leave out, in this order, after empty ones
 
     def width_of(self, column: str) -> int:
         """Returns the length of its longest cell."""
@@ -33,7 +31,7 @@ class TextTable:
         return replace(self, columns=(*self.columns[:at], *self.columns[at + 1 :]), rows=rows)
 
     def fitted(self, width: int, last: int = ENDLESS) -> TextTable:
-        """Returns the table with as many columns as fit into ``width``, if the last one needs ``last`` columns."""
+        """Returns the table with the columns that fit into ``width``, if the last one needs ``last`` columns."""
         table = self
         empty = [name for name in self.columns[1:] if {row[self.columns.index(name)] for row in self.rows} <= {"-"}]
         for name in dict.fromkeys(
@@ -49,7 +47,7 @@ class TextTable:
         """Returns the table for rich, which wraps the last column.
 
         Args:
-            cut: Widths of columns that are cut off instead.
+            cut: Widths of columns to cut off.
         """
         from rich.table import Table as Drawn
         from rich.text import Text
@@ -65,12 +63,11 @@ class TextTable:
         return rich_table
 
     def lines(self, width: int = ENDLESS, indent: str = "") -> list[str]:
-        """Returns the table as plain text."""
         return [f"{indent}{line}".rstrip() for line in as_text(self.drawn(), width - len(indent))]
 
 
 def as_text(drawn: Any, width: int) -> list[str]:
-    """Returns what rich draws, as lines without colour."""
+    """Returns rich's drawing as lines without colour."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)

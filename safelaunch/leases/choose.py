@@ -1,4 +1,4 @@
-"""Chooses the GPUs that a job can use and how many it needs. Pure."""
+"""Chooses GPUs for a job. Pure."""
 
 from __future__ import annotations
 
@@ -9,35 +9,33 @@ from typing import Literal
 
 from safelaunch.system.errors import ResourceError
 
-MOST_UNUSED_BYTES = 256 << 20  # memory that an idle GPU uses at most
+MOST_UNUSED_BYTES = 256 << 20  # memory in use on an idle GPU
 
 GpuRanking = int | Literal["all"] | None
 
 
 @dataclass(frozen=True, slots=True)
 class GpuUser:
-    """A process that uses a GPU."""
-
     pid: int
     memory_bytes: int | None = None  # None if NVML doesn't report it
 
 
 @dataclass(frozen=True, slots=True)
 class LeasableGpu:
-    """A GPU, or a MIG instance, as NVML lists it."""
+    """A GPU or MIG instance, as NVML lists it."""
 
     label: str  # the GPU's number, or ``number.instance``
-    uuid: str  # independent of CUDA's device order
+    uuid: str
     name: str = ""
-    parent: str = ""  # UUID of the GPU of an instance
+    parent: str = ""  # UUID of an instance's GPU
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     processes: tuple[GpuUser, ...] = ()
-    error: str = ""  # NVML lists the GPU, but it doesn't respond
+    error: str = ""  # of a listed GPU that doesn't respond
 
     @property
     def index(self) -> str:
-        """NVML's number of the GPU, also for an instance."""
+        """NVML's number of the GPU, or of the instance's GPU."""
         return self.label.partition(".")[0]
 
 
@@ -46,26 +44,26 @@ class Inventory:
     """The node's GPUs; a GPU in MIG mode appears as its instances."""
 
     gpus: tuple[LeasableGpu, ...] = ()
-    missing: str = ""  # reason why there are none
+    missing: str = ""  # reason why ``gpus`` is empty
     trouble: Literal["", "silent", "garbled"] = ""  # a loaded driver didn't respond in time, or not usably
 
 
 @dataclass(frozen=True, slots=True)
 class GpuCandidates:
-    """The GPUs that a job is allowed to use."""
+    """GPUs that a job is allowed to use."""
 
     gpus: tuple[LeasableGpu, ...]
-    origin: str = ""  # what limits them; empty for no limit
-    exact: bool = False  # the limit is CUDA_VISIBLE_DEVICES, so the job uses all of them
+    origin: str = ""  # of the limit; empty: no limit
+    exact: bool = False  # CUDA_VISIBLE_DEVICES limits them, so the job uses all
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRequest:
-    """A request for ``count`` of ``candidates``."""
+    """Request for ``count`` of ``candidates``."""
 
     candidates: tuple[LeasableGpu, ...]
     count: int
-    origin: str  # source of the request, for messages
+    origin: str  # for messages
     keep: bool = False  # leave CUDA_VISIBLE_DEVICES unchanged
 
 
@@ -75,9 +73,9 @@ class GpuRequest:
 def pool_of(environ: Mapping[str, str], gpus: Sequence[LeasableGpu]) -> GpuCandidates:
     """Returns the GPUs that the user or the scheduler allows.
 
-    CUDA_VISIBLE_DEVICES takes precedence. Under Slurm, GPU_DEVICE_ORDINAL (which Slurm sets to the same value),
-    SLURM_STEP_GPUS and SLURM_JOB_GPUS follow. The last two are the node's numbers. If a cgroup hides the other GPUs,
-    NVML numbers the visible ones from 0, and all of them belong to the job.
+    CUDA_VISIBLE_DEVICES takes precedence. Under Slurm, GPU_DEVICE_ORDINAL (the same value), SLURM_STEP_GPUS and
+    SLURM_JOB_GPUS follow; the last two are the node's numbers. If a cgroup hides the other GPUs, NVML numbers the
+    visible ones from 0, and all belong to the job.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -116,7 +114,7 @@ def _of_node(text: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
 
 
 def numbers_in(text: str) -> Iterator[int]:
-    """Yields the numbers of a list such as ``0,2-4``. Skips items that aren't numbers of at most 5 digits."""
+    """Yields the numbers in ``0,2-4``; skips items with more than 5 digits or anything else."""
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", word)
         if match:
@@ -124,7 +122,7 @@ def numbers_in(text: str) -> Iterator[int]:
 
 
 def matching(word: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
-    """Returns the GPU, or its instances, that a number (``3``; ``3.1``: an instance) or a UUID prefix names."""
+    """Returns the GPU or instances with this number (``3``, or ``3.1`` for an instance) or UUID prefix."""
     if re.fullmatch(r"\d+(\.\d+)?", word):
         return tuple(gpu for gpu in gpus if word in (gpu.label, gpu.index))
     if not word.startswith(("GPU-", "MIG-")):
@@ -141,12 +139,12 @@ def matching(word: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
 def wish_of(request: str | None, ranks: GpuRanking, pool: GpuCandidates, found: Inventory) -> GpuRequest | None:
     """Returns the GPUs that a job requests, or None if it needs no lease.
 
-    Without a request, the job gets the GPUs in CUDA_VISIBLE_DEVICES, else one per rank; if there are fewer GPUs than
-    ranks, the ranks share all of them. Raises ResourceError if the requested GPUs don't exist.
+    Without a request, the job gets the GPUs in CUDA_VISIBLE_DEVICES, else one per rank, or all if there are fewer GPUs
+    than ranks. Raises ResourceError if the requested GPUs don't exist.
 
     Args:
-        request: The value of ``--gpus``, except ``none``.
-        ranks: Number of ranks; ``all`` if torchrun starts one per GPU; None if unknown or independent of GPUs.
+        request: Value of ``--gpus``, except ``none``.
+        ranks: Number of ranks; ``all``: one per GPU; None: unknown, or independent of GPUs.
     """
     if request is None:
         return _by_default(ranks, pool)
@@ -207,7 +205,7 @@ def _because(pool: GpuCandidates, found: Inventory) -> str:
 def users_of(gpu: LeasableGpu) -> str:
     """Describes the use of an unleased GPU; empty if it is idle.
 
-    Memory in use beyond the driver's own counts as use by an invisible process.
+    Memory beyond the driver's own counts as an invisible process's.
     """
     if gpu.error:
         return f"not answering: {gpu.error}"

@@ -14,21 +14,19 @@ from safelaunch.leases.queue import Ticket
 from safelaunch.leases.store import LeaseAttempt, LeaseStore
 from safelaunch.system.errors import InterruptedWait, ResourceError
 
-FRESH_S = 2.0  # a decision needs an answer of NVML that is no older
-LATER_S = 30.0  # pause before the next question to a driver that did not answer
+FRESH_S = 2.0  # greatest age of NVML's answer in a decision
+LATER_S = 30.0  # pause before another question to a driver that didn't answer
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Leased GPUs."""
-
     lease: Lease
     gpus: tuple[LeasableGpu, ...]
     notes: tuple[str, ...] = ()  # for the user
 
     @property
     def visible(self) -> str:
-        """Value of CUDA_VISIBLE_DEVICES that selects them."""
+        """Value of CUDA_VISIBLE_DEVICES for these GPUs."""
         return ",".join(gpu.uuid for gpu in self.gpus)
 
 
@@ -36,7 +34,7 @@ class Survey:
     """NVML's answer, renewed if a decision needs a newer one.
 
     Args:
-        query: Returns None while the driver hasn't responded yet.
+        query: Returns None before the driver has responded.
     """
 
     def __init__(self, found: Inventory, query: Callable[[], Inventory | None], clock: Callable[[], float]) -> None:
@@ -46,29 +44,28 @@ class Survey:
         self._old_s = clock() + FRESH_S
 
     def refresh(self) -> bool:
-        """Queries again if the last answer is too old; a failure keeps the old one. Returns False without one."""
+        """Queries again if the last answer is too old; a failure keeps the old one. Returns False without any."""
         if self._clock() > self._old_s:
             inventory = self._query()
             if inventory is None:
                 return False
-            # Ask a driver that responded late, or not at all, less often: waiting for it costs 10 s.
+            # Waiting for a driver that responds late, or not at all, costs 10 s: ask it less often.
             self._old_s = self._clock() + (FRESH_S if inventory.gpus else LATER_S)
             if inventory.gpus:
                 self.found = inventory
         return True
 
     def outdated(self) -> None:
-        """Invalidates the last answer."""
         self._old_s = float("-inf")
 
     def users(self, gpus: Sequence[LeasableGpu]) -> dict[str, str]:
-        """Returns the use of each GPU that NVML reports, leased or not, by UUID."""
+        """Returns the use of each used GPU that NVML reports, leased or not, by UUID."""
         now = {gpu.uuid: gpu for gpu in self.found.gpus}
         used = {gpu.uuid: users_of(now.get(gpu.uuid, gpu)) for gpu in gpus}
         return {uuid: use for uuid, use in used.items() if use}
 
     def seen(self, uuid: str) -> list[User]:
-        """Returns the visible processes on one GPU."""
+        """Returns the visible processes on a GPU."""
         pids = [process.pid for gpu in self.found.gpus if gpu.uuid == uuid for process in gpu.processes]
         return [user for pid in pids if (user := look(pid)).command]
 
@@ -76,10 +73,10 @@ class Survey:
 class LeaseRequest:
     """A request that is retried until it succeeds or is given up.
 
-    Unless ``queue`` was called, all waiters go first. ``last`` is the result of the last attempt.
+    All waiters go first, until ``queue`` is called. ``last`` is the result of the last attempt.
 
     Args:
-        about: The process that makes the request.
+        about: Process that makes the request.
     """
 
     def __init__(self, store: LeaseStore, wish: GpuRequest, about: LeaseHolder, survey: Survey) -> None:
@@ -91,7 +88,7 @@ class LeaseRequest:
         self._ticket: Ticket | None = None
 
     def advance(self) -> Taken | None:
-        """Leases the GPUs if they are free and it is our turn. Asks NVML again (at most 10 s) if that decides."""
+        """Leases the GPUs if they are free and it is our turn. If NVML decides, asks it again (at most 10 s)."""
         wish = self.wish
         leases_let_us = self.last.ahead is None and len(wish.candidates) - len(self.last.held) >= wish.count
         if leases_let_us and not self.survey.refresh():
@@ -107,18 +104,18 @@ class LeaseRequest:
         return Taken(self.last.lease, gpus, notes)
 
     def queue(self) -> None:
-        """Joins the queue: first come, first served. Another wish for the same GPUs keeps its place."""
+        """Joins the queue. Another wish for the same GPUs keeps its place."""
         if self._ticket is None:
             self._ticket = self._store.queue(self._keys, self.wish.count, self.about)
 
     def cancel(self) -> None:
-        """Leaves the queue. A kill does the same."""
+        """Leaves the queue, as a killed process does."""
         if self._ticket is not None:
             self._store.leave(self._ticket)
             self._ticket = None
 
     def free(self) -> int | None:
-        """Returns the number of GPUs available now: 0 behind another waiter, None until the driver responds."""
+        """Returns how many GPUs are available now: 0 if another waiter is first, None until the driver responds."""
         self.last = self._store.attempt(self._keys, lambda held: None, self.about, self._ticket)
         free = [gpu for gpu in self.wish.candidates if gpu.uuid not in self.last.held]
         if self.last.ahead is not None or not free:
@@ -138,7 +135,7 @@ class LeaseRequest:
 
     @property
     def _tolerates_unleased_use(self) -> bool:
-        # The user named these GPUs in CUDA_VISIBLE_DEVICES: unleased use gives only a note.
+        # The user named these GPUs in CUDA_VISIBLE_DEVICES, so unleased use gives only a note.
         return self.wish.keep and self.wish.origin.startswith("CUDA_VISIBLE_DEVICES")
 
     def _pick(self, held: Mapping[str, LeaseHolder]) -> list[str] | None:
@@ -166,11 +163,7 @@ def what(claim: LeaseRequest) -> str:
 
 
 def table(claim: LeaseRequest, ours: Collection[int] | None = None) -> str:
-    """Returns one line per GPU: free, its holder, or its unleased users.
-
-    Args:
-        ours: PIDs of our own jobs, whose GPUs are left out.
-    """
+    """Returns one line per GPU: free, its holder, or its unleased users; leaves out GPUs of our jobs (pids)."""
     attempt = claim.last
     used = claim.survey.users(claim.wish.candidates)
     lines = []
@@ -192,18 +185,16 @@ def table(claim: LeaseRequest, ours: Collection[int] | None = None) -> str:
 
 
 def _is_one_of(holder: LeaseHolder, ours: Collection[int]) -> bool:
-    # Any user can write our pid, so the file's owner counts too.
+    # Any user can write our pid: check the file's owner, too.
     return holder.pid in ours and holder.uid == os.getuid()
 
 
-OUR_TURN_S = 0.1  # between two attempts of the first in the queue
+OUR_TURN_S = 0.1  # between attempts of the first in the queue
 ASK_AGAIN_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How to wait for GPUs, and how to print a message."""
-
     wait: bool = False
     timeout_s: float | None = None  # None: unlimited
     say: Callable[[str], None] = lambda text: None
@@ -212,9 +203,9 @@ class Patience:
 
 
 def take(claim: LeaseRequest, patience: Patience) -> Taken:
-    """Leases the GPUs that ``claim`` requests, all or none. Raises ResourceError if they aren't available (in time).
+    """Leases the GPUs that ``claim`` requests, all or none. Raises ResourceError if they aren't available in time.
 
-    Waiters are served in order of arrival. A request that doesn't wait comes after all waiters.
+    Waiters are served in order of arrival, and before any request that doesn't wait.
     """
     taken = claim.advance()
     if taken is None and patience.wait:

@@ -1,4 +1,4 @@
-"""The description that a holder writes into its lock file. It is for people; no decision rests on it."""
+"""A holder's description in its lock file, for people; no decision rests on it."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from safelaunch.leases.format import HolderRecord
 
 MAGIC = b'{"safelaunch": '
-MOST_BYTES = 16384  # allows for texts in which each character is escaped
+MOST_BYTES = 16384  # even if each character is escaped
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseHolder:
-    """The process that holds a lease or waits for one. ``pid`` 0 and empty texts: unknown."""
+    """Process that holds a lease or waits for one. ``pid`` 0 and empty texts mean unknown."""
 
     pid: int = 0
     start_ticks: int = 0
     name: str = ""
     command: str = ""
     since_unix_s: float = 0.0
-    uid: int = -1  # owner of the file according to the kernel; the holder wrote the rest
-    by: str = "supervisor"  # or ``ranks``, if the supervisor is gone but the job isn't, or ``waiter``
+    uid: int = -1  # owner of the file, from the kernel; the holder wrote the rest
+    by: str = "supervisor"  # or ``waiter``, or ``ranks`` if the supervisor is gone but the job isn't
 
     @property
     def user(self) -> str:
         return name_of(self.uid)
 
     def encode(self, **more: object) -> bytes:
-        """Returns the contents of the lock file, with ``more`` fields for people who read it."""
+        """Returns the content of the lock file, with ``more`` fields for people."""
         record = {
             "pid": self.pid,
             "start_ticks": self.start_ticks,
@@ -48,7 +48,7 @@ class LeaseHolder:
 
 
 def decode(data: bytes, uid: int, by: str = "supervisor") -> LeaseHolder:
-    """Returns the holder that a file of user ``uid`` describes. Unexpected contents give no pid and no texts."""
+    """Returns the holder by a file of user ``uid``; unexpected content gives no pid and no texts."""
     from safelaunch.leases.format import HolderRecord, read
 
     words = read(data, HolderRecord)
@@ -66,7 +66,7 @@ def _printable(text: str) -> str:
 
 
 def ourselves(name: str, command: str) -> LeaseHolder:
-    """Returns this process as a holder, as of now."""
+    """Returns this process as a holder since now."""
     pid = os.getpid()
     stat = procstat.read(pid)
     return LeaseHolder(pid, stat.start_ticks if stat else 0, name, command, time.time(), os.getuid())
@@ -96,7 +96,7 @@ def holder_words(holder: LeaseHolder) -> str:
 
 
 def moment(unix_s: float) -> str:
-    """Returns the local time, with the date if it isn't today."""
+    """Returns the local time, with the date unless it is today's."""
     if not unix_s:
         return "?"
     then, now = time.localtime(unix_s), time.localtime()
@@ -109,7 +109,7 @@ def moment(unix_s: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A process on a GPU. Empty fields: not visible from here."""
+    """A process on a GPU. Empty fields are invisible from here."""
 
     pid: int
     user: str = ""
@@ -119,7 +119,7 @@ class User:
 
 
 def look(pid: int) -> User:
-    """Reads /proc about a process; returns nothing but the pid if it is gone or in another pid namespace."""
+    """Reads /proc about a process; returns only the pid if it is gone or in another pid namespace."""
     stat = procstat.read(pid)
     if stat is None:
         return User(pid)
@@ -135,7 +135,7 @@ def look(pid: int) -> User:
 
 
 def name_of(uid: int) -> str:
-    """Returns the user's name, or its number if it has no name."""
+    """Returns the user's name, or its number."""
     import pwd
 
     try:
@@ -150,10 +150,10 @@ def _boot_unix_s() -> float:
 
 
 def _is_left_over(process: procstat.Stat) -> bool:
-    """Returns whether the process belongs to a run whose supervisor is gone.
+    """Returns whether the supervisor of the process's run is gone.
 
-    Returns False for processes of other users, whose environment is hidden, and of another pid namespace, in which the
-    supervisor's pid means another process.
+    Returns False for processes of other users, as their environment is hidden, and in other pid namespaces: the
+    supervisor's pid means another process there.
     """
     try:
         if os.readlink(f"/proc/{process.pid}/ns/pid") != os.readlink("/proc/self/ns/pid"):
@@ -167,5 +167,5 @@ def _is_left_over(process: procstat.Stat) -> bool:
     if not re.fullmatch(rb"[0-9]{1,10}", number):
         return False
     supervisor = procstat.read(int(number))
-    # A supervisor is older than the processes it starts; a younger process only has its old pid.
+    # A supervisor is older than its processes; a younger process has taken its pid.
     return supervisor is None or supervisor.state in "ZX" or supervisor.start_ticks > process.start_ticks

@@ -1,7 +1,7 @@
 """The node's GPUs as NVML lists them: memory, processes and MIG instances.
 
-A broken driver blocks its callers forever, so a separate process asks it, which can be killed:
-``python -m safelaunch.leases.inventory`` prints one JSON document. Without a driver, no process is started.
+A broken driver blocks its callers forever, so a separate process asks it: ``python -m safelaunch.leases.inventory``
+prints a JSON document. Without a driver, no process starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
 def has_driver(environ: Mapping[str, str]) -> bool:
-    """Returns whether the driver's files exist, or its library in LD_LIBRARY_PATH."""
+    """Returns whether the driver's files, or its library in LD_LIBRARY_PATH, exist."""
     if any(os.path.exists(path) for path in _SIGNS):
         return True
     folders = environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
@@ -35,7 +35,7 @@ DEADLINE_S = 10.0
 GRACE_S = 0.5
 LONGEST_S = 60.0
 LOOK_EVERY_S = 0.1
-MOST_COUNTED_S = 1.0  # of the time since the last look, as this process might have been stopped in between
+MOST_COUNTED_S = 1.0  # of the time since the last look: this process might have been stopped in between
 ASKING = b"asking\n"
 if TYPE_CHECKING:
     import subprocess
@@ -45,7 +45,7 @@ _MOST_INSTANCES = 64
 
 
 def inventory(environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> Inventory:
-    """Asks NVML; never raises. Waits ``deadline_s`` seconds for the driver."""
+    """Asks NVML and waits up to ``deadline_s`` seconds. Never raises."""
     question = Asking(environ, deadline_s=deadline_s)
     while (answer := question.answer(LOOK_EVERY_S)) is None:
         pass
@@ -53,10 +53,10 @@ def inventory(environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> 
 
 
 class Asking:
-    """A question to NVML that need not block: call ``answer`` until it returns one; the first call starts it.
+    """A question to NVML that needn't block: call ``answer`` until it returns one; the first call starts it.
 
-    The driver's time starts with ``ASKING``, and excludes time in which the process itself works: while many jobs
-    start at once, an interpreter alone takes seconds. ``LONGEST_S`` limits the total.
+    The driver's time starts with ``ASKING``, and excludes the process's own work: while many jobs start, an interpreter
+    takes seconds. ``LONGEST_S`` limits the total.
     """
 
     def __init__(self, environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> None:
@@ -65,7 +65,7 @@ class Asking:
         self._process: subprocess.Popen[bytes] | None = None
 
     def answer(self, wait_s: float = 0.0) -> Inventory | None:
-        """Returns NVML's answer, or the reason for none; None while it is pending. Waits at most ``wait_s`` seconds."""
+        """Returns NVML's answer, or the reason for none; None if it takes longer than ``wait_s`` seconds."""
         if self._process is None:
             if not has_driver(self._environ):
                 return Inventory(missing="no NVIDIA driver on this node")
@@ -82,7 +82,6 @@ class Asking:
         return found
 
     def drop(self) -> None:
-        """Ends the question."""
         if self._process is not None:
             _end(self._process)
             self._process = None
@@ -114,7 +113,7 @@ def _ask_elsewhere(environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        cwd=_PACKAGE_ROOT,  # with -m the working directory comes first on the module path: ours, not the user's
+        cwd=_PACKAGE_ROOT,  # with -m, modules are first looked for in the working directory
         env=dict(environ),
     )
 
@@ -128,7 +127,7 @@ def _read(answer: bytes) -> Inventory:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the process without waiting for long: the kernel does not let it die while it is stuck in the driver."""
+    """Kills the process and waits briefly: while it is stuck in the driver, it doesn't die."""
     import subprocess
 
     if process.stdout is not None:
@@ -137,11 +136,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(GRACE_S)
     except subprocess.TimeoutExpired:
-        process.returncode = -9  # nobody waits for it
+        process.returncode = -9  # it isn't waited for
 
 
 def parse(document: Mapping[str, Any]) -> Inventory:
-    """Converts ``query``'s document to records. A GPU in MIG mode appears as its instances."""
+    """Converts ``query``'s document. A GPU in MIG mode appears as its instances."""
     gpus: list[LeasableGpu] = []
     for device in document.get("gpus", ()):
         instances = device.get("instances")
@@ -171,7 +170,7 @@ def _record(device: Mapping[str, Any], label: str, parent: str = "") -> Leasable
 
 
 def query(nvml: Any) -> dict[str, Any]:
-    """Returns the GPUs according to the module ``pynvml``, or ``{"missing": reason}``.
+    """Returns the GPUs by the module ``pynvml``, or ``{"missing": reason}``.
 
     ``gpus``: index, uuid, name, memory_used_bytes, memory_total_bytes, processes (pid, memory_bytes) and, in MIG mode,
     instances with the same fields; or index and error.
@@ -188,7 +187,7 @@ def _gpu(nvml: Any, index: int) -> dict[str, Any]:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         device = {"index": index, **_device(nvml, handle)}
-    except nvml.NVMLError as error:  # fallen off the bus, or hidden from us
+    except nvml.NVMLError as error:  # fallen off the bus, or hidden
         return {"index": index, "error": str(error)}
     mode = ask(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
     if mode:
@@ -197,7 +196,7 @@ def _gpu(nvml: Any, index: int) -> dict[str, Any]:
 
 
 def _device(nvml: Any, handle: Any) -> dict[str, Any]:
-    """Returns one GPU's fields. Raises NVMLError without a UUID, without which nothing can be leased."""
+    """Returns a GPU's fields. Raises NVMLError without a UUID, which a lease needs."""
     uuid = text(nvml.nvmlDeviceGetUUID(handle))
     memory = _memory(nvml, handle)
     return {
@@ -210,7 +209,7 @@ def _device(nvml: Any, handle: Any) -> dict[str, Any]:
 
 
 def _memory(nvml: Any, handle: Any) -> Any:
-    # Version 2 of the call excludes the driver's own hundreds of MiB from ``used``.
+    # Version 2 excludes the driver's hundreds of MiB from ``used``.
     version = getattr(nvml, "nvmlMemory_v2", None)
     memory = ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=version)) if version else None
     return memory or ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
@@ -224,7 +223,7 @@ def _instances(nvml: Any, handle: Any, parent: Mapping[str, Any]) -> list[dict[s
             instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
             record = {"index": index, **_device(nvml, instance)}
         except nvml.NVMLError:
-            continue  # numbers may have gaps
+            continue  # numbers can have gaps
         instances.append({**record, "name": record["name"] or parent.get("name")})
     return instances
 
@@ -241,7 +240,7 @@ def _main() -> int:
         os.write(1, ASKING)
         document = query(pynvml)
     print(json.dumps(document), flush=True)
-    os._exit(0)  # nvmlShutdown and the library's exit handlers are not needed, and can hang too
+    os._exit(0)  # nvmlShutdown and the library's exit handlers can hang
 
 
 if __name__ == "__main__":

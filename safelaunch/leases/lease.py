@@ -1,7 +1,7 @@
-"""Leases in hand: what holds them, how to free them, and how to pass them to another process.
+"""Leases in hand: their locks, how to free them, and how to pass them to another process.
 
-A lock belongs to the open file, not to a process: each process that has its descriptor holds it. So a lease that is
-handed over to a child is held at every moment, by the parent, by both, then by the child. It ends when all are dead.
+A lock belongs to the open file: each process with its descriptor holds it. So a lease that is handed over is held all
+the time, by the parent, by both, then by the child. It ends when all are dead.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 
 from safelaunch.leases.holder import MAGIC, LeaseHolder, since_now
 
-# --- files in a directory that every user can write, opened so that no other user can redirect or block us ------------
+# --- files in a directory that every user can write: other users must not redirect or block us ------------------------
 
 
 RANKS = ".ranks"
-# The open does not follow a planted link, and does not block on a planted FIFO.
+# Doesn't follow a planted link or block on a planted FIFO.
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _MOST_NAMES = 100
 _FORESEEN = 10
@@ -29,7 +29,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence,
 
 
 def open_to_probe(name: str, directory: int) -> int | None:
-    """Returns a read-only descriptor of a regular file of any user, enough to query its locks; else None."""
+    """Returns a read-only descriptor of any user's regular file, enough to query its locks; else None."""
     try:
         fd = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=directory)
     except OSError:
@@ -41,13 +41,13 @@ def open_to_probe(name: str, directory: int) -> int | None:
 
 
 def take_own(base: str, directory: int) -> tuple[int, str]:
-    """Locks a file of this user, named ``base`` and the user's number; creates it, and the ranks' file next to it.
+    """Locks a file named ``base`` and the user's number; creates it, and the ranks' file next to it.
 
-    Returns the locked descriptor and the name. In a sticky directory, only its owner can remove a file. If the name is
-    taken, by another user's file, a shared lock or another process of ours, tries the next name. Raises OSError.
+    Returns the locked descriptor and the name. If the name is taken, by another user's file (only its owner can remove
+    it from a sticky directory), a shared lock or another process of ours, tries the next name. Raises OSError.
     """
     for number in range(_MOST_NAMES):
-        # Another user could take all predictable names in advance.
+        # Another user could take all predictable names.
         suffix = "" if not number else f"-{number}" if number < _FORESEEN else f"-{os.urandom(6).hex()}"
         name = f"{base}.{os.getuid()}{suffix}"
         fd = _lock_own(name, directory)
@@ -62,21 +62,21 @@ def take_own(base: str, directory: int) -> tuple[int, str]:
 
 
 def _lock_own(name: str, directory: int) -> int | None:
-    """Returns a locked descriptor of our file ``name``; None if something else has that name or its lock."""
+    """Returns a locked descriptor of our file ``name``; None if its name or lock is taken."""
     try:
-        # Others must not open it before it is locked.
+        # Others can't open it before it is locked.
         fd = os.open(name, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600, dir_fd=directory)
     except (FileExistsError, IsADirectoryError, PermissionError):
         if _status(name, directory) is None:
-            raise  # the directory itself denies it
+            raise  # the directory denies it
         return None
     except OSError:
         if not _is_planted(name, directory):
             raise
-        return None  # also another user's file that is running (ETXTBSY) or under a kernel lease (EAGAIN)
+        return None  # or another user's file is running (ETXTBSY) or under a kernel lease (EAGAIN)
     try:
         if _is_ours(fd) and try_lock(fd):
-            os.fchmod(fd, 0o644)  # others must be able to ask
+            os.fchmod(fd, 0o644)  # for others to query
             return fd
     except BaseException:
         os.close(fd)
@@ -103,7 +103,7 @@ def _status(name: str, directory: int) -> os.stat_result | None:
 
 
 def try_lock(fd: int) -> bool:
-    """Takes an exclusive lock without waiting; returns whether it succeeded. ``fd`` must be open for writing."""
+    """Takes an exclusive lock without waiting; returns whether it did. ``fd`` must be open for writing."""
     try:
         _lock(fd, fcntl.F_OFD_SETLK, fcntl.F_WRLCK)
     except (BlockingIOError, PermissionError):
@@ -112,7 +112,7 @@ def try_lock(fd: int) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Releases the lock for all processes that share this open file, including children, and closes it."""
+    """Releases the lock for all processes that share this open file, and closes it."""
     try:
         _lock(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
     finally:
@@ -131,7 +131,7 @@ def is_locked(name: str, directory: int) -> bool:
 
 
 def _lock(fd: int, command: int, kind: int) -> int:
-    """Makes one lock call on the whole file; returns the type of lock in the kernel's answer."""
+    """Makes a lock call on the whole file; returns the lock type in the kernel's answer."""
     try:
         answer = fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
     except OSError as error:
@@ -161,13 +161,13 @@ def read_small(name: str, directory: int, limit: int = 4096) -> tuple[bytes, int
 
 
 def write_small(fd: int, data: bytes, magic: bytes) -> None:
-    """Replaces the contents of one of our files if it begins with ``magic``. Best effort."""
+    """Replaces the content of one of our files if it begins with ``magic`` and the disk allows it."""
     try:
         if os.pread(fd, len(magic), 0) in (b"", magic):
             os.pwrite(fd, data, 0)
             os.ftruncate(fd, len(data))
     except OSError:
-        return  # a full disk; the lock still holds
+        return  # the lock still holds
 
 
 HANDED_OVER = "SAFELAUNCH_HELD"
@@ -177,11 +177,11 @@ _OTHER = re.compile(r"[^A-Za-z0-9_-]")
 
 @dataclass
 class Lease:
-    """Things held until ``release``, or until this process and all that share the locks are gone."""
+    """Things held until ``release``, or until all processes that share the locks are gone."""
 
     locks: dict[str, int]  # thing -> descriptor of the locked file
     rank_files: tuple[str, ...] = ()  # paths of the files that the ranks' beacons lock
-    sockets: dict[str, int] = field(default_factory=dict)  # port -> socket that keeps it from programs without leases
+    sockets: dict[str, int] = field(default_factory=dict)  # port -> socket that keeps other programs away
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -189,27 +189,26 @@ class Lease:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Numbers of the reserved ports."""
         return tuple(int(key.removeprefix(PORT)) for key in self.sockets)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Descriptors of the locks, for the guardian and other processes that keep them if this one is killed."""
+        """Descriptors of the locks, to share with processes that outlive this one."""
         return tuple(self.locks.values())
 
     def add(self, other: Lease) -> None:
-        """Takes over everything that ``other`` holds; afterwards ``other`` is empty."""
+        """Takes over everything that ``other`` holds."""
         self.locks.update(other.locks)
         self.sockets.update(other.sockets)
         self.rank_files += other.rank_files
         other.locks, other.sockets, other.rank_files = {}, {}, ()
 
     def release(self) -> None:
-        """Frees everything at once, even if a leftover process of the job has inherited a descriptor."""
+        """Frees everything at once, even if a leftover process of the job has a descriptor."""
         self._let_go(unlock)
 
     def forget(self) -> None:
-        """Closes our descriptors; a child that received them keeps holding."""
+        """Closes our descriptors; a child that received them still holds them."""
         self._let_go(os.close)
 
     def _let_go(self, end: Callable[[int], object]) -> None:
@@ -221,19 +220,19 @@ class Lease:
     def hand_over(self) -> tuple[dict[str, str], tuple[int, ...]]:
         """Returns variables and descriptors (``pass_fds``) that make a child safelaunch the holder.
 
-        Call ``forget`` after starting it, not ``release``.
+        After starting it, call ``forget`` instead of ``release``.
         """
         descriptors = [*self.locks.items(), *self.sockets.items()]
         return {HANDED_OVER: ",".join(f"{fd}:{key}" for key, fd in descriptors)}, tuple(fd for _, fd in descriptors)
 
     def tell(self, about: LeaseHolder) -> None:
-        """Writes the holder's description into the lock files, for people to read."""
+        """Writes the holder's description into the lock files."""
         data = since_now(about).encode()
         for fd in self.descriptors:
             write_small(fd, data, MAGIC)
 
     def touch(self) -> None:
-        """Touches the files: cleaners of /tmp remove files that weren't touched for days."""
+        """Protects the files from cleaners of /tmp, which remove files that weren't touched for days."""
         for fd in self.descriptors:
             try:
                 os.utime(fd)
@@ -244,7 +243,7 @@ class Lease:
 def inherited(environ: Mapping[str, str], directory: str) -> Lease | None:
     """Returns the lease that our parent handed over (``Lease.hand_over``); None without a valid one.
 
-    Only the descriptors count, not the variables: each must be the file of that thing, locked by us alone.
+    Only the descriptors count: each must be the file of that thing, locked by us alone.
     """
     lease = Lease({})
     paths = []
@@ -269,7 +268,7 @@ def _holds(fd: int) -> bool:
     try:
         return try_lock(fd)
     except OSError:
-        return False  # not open for writing: it never locked anything
+        return False  # not open for writing, so it never locked anything
 
 
 def _is_socket(fd: int) -> bool:
@@ -280,7 +279,7 @@ def _is_socket(fd: int) -> bool:
 
 
 def _name_of(fd: int, key: str, directory: str) -> str | None:
-    """Returns the name of the open file ``fd`` if it is our file for ``key`` in the lease directory, else None."""
+    """Returns the name of the open file ``fd`` if it is our file for ``key``, else None."""
     try:
         path = os.readlink(f"/proc/self/fd/{fd}")
         info = os.fstat(fd)
@@ -295,10 +294,9 @@ def _name_of(fd: int, key: str, directory: str) -> str | None:
 
 
 def port_key(port: int) -> str:
-    """Returns the lease key of a port."""
     return f"{PORT}{port}"
 
 
 def base_of(key: str) -> str:
-    """Returns the part of a lease's file name that comes from its key; slashes in old MIG UUIDs become ``_``."""
+    """Returns the part of a lease's file name from its key; slashes in old MIG UUIDs become ``_``."""
     return _OTHER.sub("_", key)

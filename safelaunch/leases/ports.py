@@ -1,9 +1,10 @@
 """Leases ports for jobs that need a fixed number, and reserves each with a bound socket.
 
-A free port can be taken before the job uses it. So this process binds it, without listening, until the job is over.
-With SO_REUSEADDR on both sides, the job's own server can still bind it and listen. The kernel assigns the port to no
-program that asks for any port, and refuses programs that ask for it without that option. ``bind`` asks without it, so
-two jobs never reserve the same port, even with different lease directories, as in two containers on the host's network.
+Another program could take a free port before the job uses it. So this process binds it, without listening, until the
+job is over. With SO_REUSEADDR on both sides, the job's server can still bind it and listen. The kernel doesn't assign
+the port to programs that ask for any, and refuses programs that ask for it without that option. ``bind`` asks without
+it, so two jobs never reserve the same port, even with different lease directories, as in two containers on the host's
+network.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ WELL_KNOWN = (29400, 29500)  # torchrun's defaults
 
 
 def take(store: LeaseStore, count: int, about: LeaseHolder) -> Lease:
-    """Leases ``count`` ports, outside the kernel's ephemeral range if possible. Raises ResourceError."""
+    """Leases ``count`` ports, if possible outside the kernel's ephemeral range. Raises ResourceError."""
     wanted = {port_key(port): port for port in candidates(text_of(EPHEMERAL), text_of(RESERVED))}
     bound: dict[str, socket.socket] = {}
 
     def pick(held: Mapping[str, LeaseHolder]) -> list[str] | None:
-        """Returns ports that no program uses, with or without a lease."""
+        """Returns ports that no program uses, leased or not."""
         _close(bound)
         for key, port in wanted.items():
             if len(bound) == count:
@@ -56,7 +57,7 @@ def take(store: LeaseStore, count: int, about: LeaseHolder) -> Lease:
 
 
 def take_unleased(count: int) -> Lease:
-    """Returns ``count`` free ports without a lease, if the lease directory is unusable. Raises ResourceError."""
+    """Returns ``count`` free ports if the lease directory is unusable. Raises ResourceError."""
     reserved: dict[int, int] = {}
     for port in candidates(text_of(EPHEMERAL), text_of(RESERVED)):
         if len(reserved) == count:
@@ -81,7 +82,7 @@ def _close(bound: dict[str, socket.socket]) -> None:
 
 
 def bind(port: int) -> socket.socket | None:
-    """Returns a socket that reserves ``port`` on all addresses, not listening; None if another socket has it."""
+    """Returns a non-listening socket that reserves ``port`` on all addresses; None if another socket has it."""
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
             probe = socket.socket(family, socket.SOCK_STREAM)
@@ -91,7 +92,7 @@ def bind(port: int) -> socket.socket | None:
             if family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             probe.bind((address, port))
-            # Only now: with the option, the bind would succeed despite another job's reservation.
+            # Not earlier: with the option, bind would ignore another job's reservation.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)
             return probe
         except OSError as error:
@@ -103,7 +104,7 @@ def bind(port: int) -> socket.socket | None:
 
 
 def listening() -> set[int]:
-    """Returns the TCP ports that any program listens on."""
+    """Returns the TCP ports that programs listen on."""
     numbers = set()
     for path in TABLES:
         for line in text_of(path).splitlines()[1:]:

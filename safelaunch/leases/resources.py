@@ -1,7 +1,4 @@
-"""Leases a job's GPUs and ports before it starts.
-
-On a node without an NVIDIA driver this imports nothing and starts nothing for GPUs.
-"""
+"""Leases a job's GPUs and ports before it starts. Without an NVIDIA driver, nothing starts or is imported for GPUs."""
 
 from __future__ import annotations
 
@@ -31,14 +28,14 @@ MASTER_PORT = "--master-port"
 
 @dataclass(frozen=True)
 class JobResources:
-    """The GPUs and ports of a job. ``lease``, ``ports`` and ``handed`` are held until ``release``."""
+    """GPUs and ports of a job, held until ``release``."""
 
     command: CommandLine
-    visible_gpus: str | None = None  # value of CUDA_VISIBLE_DEVICES; None leaves it unchanged
+    visible_gpus: str | None = None  # CUDA_VISIBLE_DEVICES; None leaves it unchanged
     lease: Lease | None = None
     ports: Lease | None = None
-    handed: Lease | None = None  # the lease that our parent handed over
-    rank_locks: tuple[str, ...] = ()  # paths of the files that the ranks' beacons lock
+    handed: Lease | None = None  # from the parent process
+    rank_locks: tuple[str, ...] = ()  # paths of files that the ranks' beacons lock
     note: str = ""  # the GPUs in words, for ``--dry-run``
 
     @property
@@ -47,21 +44,21 @@ class JobResources:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Descriptors that must stay open while any process of the job is alive."""
+        """Descriptors to keep open while any process of the job is alive."""
         return tuple(fd for lease in self._leases for fd in lease.descriptors)
 
     def touch(self) -> None:
-        """Touches the lease files, so that cleaners of /tmp leave them alone."""
+        """Protects the lease files from cleaners of /tmp."""
         for lease in self._leases:
             lease.touch()
 
     @property
     def port(self) -> int | None:
-        """Master port of the job, or None if torchrun chooses."""
+        """The job's master port; None: torchrun chooses."""
         return self.ports.ports[0] if self.ports is not None else None
 
     def lost_ports(self) -> tuple[int, ...]:
-        """Returns the job's ports that other programs serve; meaningful once no process of the job is alive."""
+        """Returns the job's ports that other programs serve. Call it once no process of the job is alive."""
         from safelaunch.leases.ports import listening
 
         if self.ports is None:
@@ -70,7 +67,6 @@ class JobResources:
         return tuple(port for port in self.ports.ports if port in in_use)
 
     def release(self) -> None:
-        """Frees everything."""
         for lease in self._leases:
             lease.release()
 
@@ -78,7 +74,7 @@ class JobResources:
 def gather(
     command: CommandLine, settings: Settings, environ: Mapping[str, str], torch: TorchInstallation | None
 ) -> JobResources:
-    """Leases what the job needs; with ``--dry-run`` only looks. Raises ResourceError if it is not available."""
+    """Leases what the job needs; with ``--dry-run`` only looks. Raises ResourceError."""
     handed = _handed_over(command, settings, environ)
     if handed is not None and set(handed.keys) - handed.sockets.keys():
         resources = JobResources(command, handed=handed, rank_locks=handed.rank_files)
@@ -115,7 +111,7 @@ def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) 
 
 
 def _handed_over(command: CommandLine, settings: Settings, environ: Mapping[str, str]) -> Lease | None:
-    """Returns the lease of our parent, such as a sweep, which has already set CUDA_VISIBLE_DEVICES."""
+    """Returns the lease of the parent process, such as a sweep, which has set CUDA_VISIBLE_DEVICES."""
     if not environ.get(HELD):
         return None
     from safelaunch.leases.lease import inherited
@@ -147,10 +143,7 @@ def _may_want_some(ranks: GpuRanking, environ: Mapping[str, str]) -> bool:
 
 
 def _is_inside_a_run(environ: Mapping[str, str]) -> bool:
-    """Returns whether a supervisor, whose lease covers what we see, is among our ancestors.
-
-    The variable alone proves little.
-    """
+    """Returns whether a supervisor is among our ancestors: its lease covers our GPUs. The variable can be stale."""
     supervisor = environ.get("SAFELAUNCH_SUPERVISOR_PID", "")
     if not (supervisor.isascii() and supervisor.isdigit() and len(supervisor) <= 10):
         return False
@@ -214,7 +207,7 @@ def _leased(plain: JobResources, settings: Settings, environ: Mapping[str, str],
 def _about_one_process(
     command: CommandLine, settings: Settings, wish: GpuRequest, environ: Mapping[str, str]
 ) -> list[str]:
-    """Returns a note if the job gets several GPUs but no number of processes."""
+    """Returns a note if the job gets several GPUs but only one process."""
     count = wish.count if settings.gpus is not None else len(wish.candidates)
     if count < 2 or not has_no_number_of_processes(command, environ):
         return []
@@ -250,7 +243,7 @@ def _words(gpus: tuple[LeasableGpu, ...], found: Inventory) -> str:
 
 
 def _about(command: CommandLine, settings: Settings) -> LeaseHolder:
-    # Every user can read the lease file, like /proc/<pid>/cmdline, so secrets are left out.
+    # Every user can read the lease file: leave secrets out.
     import shlex
 
     from safelaunch.leases.holder import ourselves
@@ -266,7 +259,7 @@ def _about(command: CommandLine, settings: Settings) -> LeaseHolder:
 def _with_port(
     found: JobResources, settings: Settings, environ: Mapping[str, str], torch: TorchInstallation
 ) -> JobResources:
-    """Replaces ``--master-port auto`` by a port, and adds one if this torchrun would use 29500 for every job."""
+    """Replaces ``--master-port auto``, and adds a port if this torchrun would use 29500 for every job."""
     command = found.command
     asked = command.value_of(MASTER_PORT, shortest="--master-p")
     if asked == "auto":
@@ -291,7 +284,7 @@ def _with_port(
 
 
 def with_another_port(given: JobResources, settings: Settings, environ: Mapping[str, str]) -> JobResources:
-    """Replaces the master port by another one. Raises ResourceError if no port is free."""
+    """Replaces the master port. Raises ResourceError if no port is free."""
     ports = _take_any_port(given, settings, environ)
     command = _with_number(given.command, str(given.port), ports)
     if given.ports is not None:
@@ -311,7 +304,7 @@ def _take_port(found: JobResources, settings: Settings, environ: Mapping[str, st
 
 
 def _take_any_port(found: JobResources, settings: Settings, environ: Mapping[str, str]) -> Lease:
-    """Leases a port; without a usable lease directory, returns a free one. Raises ResourceError if no port is free."""
+    """Leases a port, or returns a free one if the lease directory is unusable. Raises ResourceError without free ports."""
     from safelaunch.leases import ports
 
     try:

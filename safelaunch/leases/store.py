@@ -1,19 +1,17 @@
 """The leases of a node: kernel locks on files in one directory that all its users share.
 
-An exclusive lock on a file of the holder's user, ``<thing>.<uid>``, holds a thing (a GPU by its UUID,
-``port-20000``). The supervisor has that lock, and its guardian shares it. The beacons of the ranks each lock a byte of
-``<thing>.<uid>.ranks``. A thing is free if none of its files, of any user, is locked. So the death of the supervisor
-doesn't free a GPU that ranks still use, and once all of them are gone, the kernel has freed it. Nothing is ever cleaned
-up: a file without a lock means nothing.
+To hold a thing (a GPU by its UUID, ``port-20000``), a supervisor locks its user's file ``<thing>.<uid>`` exclusively;
+its guardian shares the lock. The ranks' beacons each lock a byte of ``<thing>.<uid>.ranks``. A thing is free if no
+user's file for it is locked. So the supervisor's death doesn't free a GPU that ranks still use, and the kernel frees it
+once all are gone. Nothing is cleaned up: a file without a lock means nothing.
 
-A process that takes a thing locks its own file first, and then looks for the files of others. If two processes do so at
-once, at least one sees the other and lets go. Safety rests on that alone. The gate, a lock on the directory itself that
-is held for a fraction of a millisecond, makes such collisions rare. Any user can keep the gate shut, so after a second
-a process continues without it.
+A process first locks its own file, and then looks for others' files. If two do so at once, at least one sees the other
+and lets go; safety rests on that alone. The gate, a lock on the directory itself for a fraction of a millisecond, makes
+these collisions rare. Any user can keep it shut, so after a second a process continues without it.
 
-The contents of the files are for people. Any file in the directory might be hostile, so unexpected files are skipped,
-with one message. Another user can still lease unused things, take the first place in the queue, and remove files from a
-directory of their own. A directory that root creates at boot prevents the last.
+Any file in the directory might be hostile: unexpected ones are skipped, with one message. Another user can still lease
+unused things, be first in the queue, and remove files from a directory that it owns. If root creates the directory at
+boot, the last is impossible.
 """
 
 from __future__ import annotations
@@ -49,8 +47,8 @@ if TYPE_CHECKING:
 DIRECTORY = "/tmp/safelaunch-leases"
 VARIABLE = "SAFELAUNCH_LEASE_DIR"
 GATE_DEADLINE_S = 1.0
-SHUT_S = 60.0  # pause before waiting again at a gate that another process keeps shut
-_TRIES = 20  # attempts to take what another process takes at the same moment
+SHUT_S = 60.0  # pause before waiting again at a gate that is kept shut
+_TRIES = 20  # to take what another process takes at the same moment
 _SHARED = 0o1777
 
 Pick = Callable[[Mapping[str, LeaseHolder]], Sequence[str] | None]
@@ -58,16 +56,14 @@ Pick = Callable[[Mapping[str, LeaseHolder]], Sequence[str] | None]
 
 @dataclass(frozen=True)
 class LeaseAttempt:
-    """The result of one attempt."""
-
     lease: Lease | None
-    # Without a lease: the holder of each candidate, or the waiter for exactly that one (``LeaseHolder.by``) ...
+    # Without a lease: each candidate's holder, or the waiter for exactly that one (``LeaseHolder.by``) ...
     held: Mapping[str, LeaseHolder] = field(default_factory=dict)
     ahead: LeaseHolder | None = None  # ... and the waiter ahead of us for any of them
 
 
 class LeaseStore:
-    """The lease directory. Every method raises StoreError if it is unusable."""
+    """Lease directory. Every method raises StoreError if it is unusable."""
 
     def __init__(self, directory: str = DIRECTORY, say: Callable[[str], None] = say) -> None:
         self.directory = os.path.realpath(directory) if directory != DIRECTORY else directory
@@ -81,8 +77,8 @@ class LeaseStore:
         """Leases what ``pick`` chooses among ``candidates``, all or nothing, if it is our turn.
 
         Args:
-            pick: Gets the holders of the candidates, and returns None if too few are left. It runs inside the gate and
-                must be quick.
+            pick: Gets the candidates' holders, and returns None if too few are left. It runs inside the gate and must
+                be quick.
             ticket: Place in the queue; without one, all waiters go first.
         """
         for _ in range(_TRIES):
@@ -96,7 +92,7 @@ class LeaseStore:
     def _attempt(
         self, candidates: Sequence[str], pick: Pick, about: LeaseHolder, ticket: Ticket | None, directory: int
     ) -> LeaseAttempt | None:
-        """Makes one attempt; returns None if another process took the same thing at the same moment."""
+        """Returns None if another process took the same thing at the same moment."""
         names = os.listdir(directory)
         held = _held(candidates, names, directory)
         promised, blocking = waiters_before(ticket, candidates, names, directory, self._odd)
@@ -132,7 +128,7 @@ class LeaseStore:
             return draw(candidates, count, about, directory)
 
     def leave(self, ticket: Ticket) -> None:
-        """Leaves the queue, even if the directory is no longer usable."""
+        """Leaves the queue, even if the directory is unusable."""
         try:
             directory = _open_directory(self.directory)
         except StoreError:
@@ -161,7 +157,7 @@ class LeaseStore:
         return lease
 
     def _odd(self, name: str, why: str) -> None:
-        # One message for all unexpected files: another user could create thousands.
+        # Another user could create thousands of unexpected files, so there is one message.
         shown = "".join(char if char.isprintable() else "?" for char in name[:80])
         self._once("odd", f"ignoring files that do not belong in {self.directory}, such as {shown} ({why})")
 
@@ -198,10 +194,10 @@ class LeaseStore:
             except BaseException:
                 os.close(directory)
                 raise
-            os.close(directory)  # it was removed while we waited: locks in it mean nothing
+            os.close(directory)  # it was removed while we waited, so locks in it mean nothing
 
     def _wait_for_our_turn(self, directory: int) -> None:
-        """Waits for the lock of the directory, which any user can take and keep."""
+        """Waits for the directory's lock, which any user can take and keep."""
         deadline = time.monotonic() + GATE_DEADLINE_S
         pause_s = 0.0002
         while not files.try_lock(directory):
@@ -218,7 +214,7 @@ class LeaseStore:
 
 
 def store_of(environ: Mapping[str, str]) -> LeaseStore:
-    """Returns the node's lease directory, or the one that the environment names."""
+    """Returns the lease directory of the node, or by the environment."""
     return LeaseStore(environ.get(VARIABLE) or DIRECTORY)
 
 
@@ -228,7 +224,7 @@ def _held(keys: Iterable[str], names: Iterable[str], directory: int) -> dict[str
         files_of.setdefault(name.partition(".")[0], []).append(name)
     held = {}
     for key in keys:
-        # Supervisors' files first: if one is alive, its ranks don't matter.
+        # If a supervisor is alive, its ranks don't matter.
         for name in sorted(files_of.get(base_of(key), ()), key=lambda name: name.endswith(RANKS)):
             if is_locked(name, directory):
                 held[key] = _holder(name, directory)
@@ -237,7 +233,7 @@ def _held(keys: Iterable[str], names: Iterable[str], directory: int) -> dict[str
 
 
 def _holder(name: str, directory: int) -> LeaseHolder:
-    # The owner of the locked file, described by the supervisor's file if that has the same owner.
+    # The supervisor's file describes the owner of the locked file if both have the same owner.
     by = "ranks" if name.endswith(RANKS) else "supervisor"
     uid = owner_of(name, directory)
     data, writer = read_small(name.removesuffix(RANKS), directory, MOST_BYTES)
@@ -253,14 +249,14 @@ def _open_directory(path: str) -> int:
             return _open_checked(path)
         with suppress(FileExistsError):  # another process was faster
             os.mkdir(path, _SHARED)
-            os.chmod(path, _SHARED)  # the umask
+            os.chmod(path, _SHARED)  # despite the umask
         return _open_checked(path)
     except OSError as error:
         raise _unusable(path, error) from error
 
 
 def _open_checked(path: str) -> int:
-    """Opens the directory. Raises PermissionError if other users than its owner or root could remove our files."""
+    """Opens the directory. Raises PermissionError if users other than its owner or root could remove our files."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     while True:
         info = os.fstat(directory)

@@ -1,3 +1,3 @@
-"""The texts and pages that people read about a verdict: the screen, ``report.md`` and ``report.html``."""
+"""Texts and pages about a verdict: the screen, ``report.md`` and ``report.html``."""
 
 HTML, PERFETTO, SPEEDSCOPE = "report.html", "timeline.perfetto.json", "stacks.speedscope.json"

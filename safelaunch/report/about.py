@@ -1,4 +1,4 @@
-"""Facts about a job besides its verdict and evidence: how it was started, its nodes, and early looks."""
+"""Facts about a job besides verdict and evidence: its start, its nodes, and early looks."""
 
 from __future__ import annotations
 
@@ -10,58 +10,58 @@ from safelaunch.model import EarlyLook, Gpu, duration
 
 
 class Link(msgspec.Struct, frozen=True):
-    """A network interface, or a port of an InfiniBand device (``mlx5_0/1``)."""
+    """A network interface, or an InfiniBand port (``mlx5_0/1``)."""
 
     name: str
     state: str = ""
-    speed: str = ""  # in words, with the MTU if known
+    speed: str = ""  # in words, with the MTU
     errors: str = ""  # of its counters, in words
 
 
 class LaunchFacts(msgspec.Struct, frozen=True):
-    """The part of ``launch.json`` that people ask for first."""
+    """Part of ``launch.json`` that people ask for first."""
 
     run_name: str = ""
     host: str = ""
     user: str = ""
     cwd: str = ""
     started: str = ""
-    command: tuple[str, ...] = ()  # what ran, as torchrun
+    command: tuple[str, ...] = ()  # as torchrun
     safelaunch: str = ""
     torch: str = ""
     presets: tuple[str, ...] = ()
-    typed: tuple[str, ...] = ()  # what the user typed
+    typed: tuple[str, ...] = ()  # by the user
 
     @property
     def as_typed(self) -> tuple[str, ...]:
-        """Returns the command line as the user knows it; what ran, if nothing was typed."""
+        """Returns the command line that the user typed, else the one that ran."""
         return ("safelaunch", *self.typed) if self.typed else self.command
 
 
 @dataclass(frozen=True)
 class NodeSummary:
-    """The content of the files in ``node/<host>/``."""
+    """Content of the files in ``node/<host>/``."""
 
     host: str
     gpus: tuple[Gpu, ...] = ()
-    no_gpus: str = ""  # reason why they list none
+    no_gpus: str = ""  # why ``gpus`` is empty
     cpus: int = 0
     load: tuple[float, ...] = ()
     memory_total_bytes: int = 0
     memory_available_bytes: int = 0
-    disks: tuple[tuple[str, float], ...] = ()  # place, share of it in use
+    disks: tuple[tuple[str, float], ...] = ()  # place, share in use
     versions: tuple[tuple[str, str], ...] = ()
     kernel_log: tuple[str, ...] = ()  # last lines
     network: tuple[Link, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()  # variables of the job about communication and devices
+    environment: tuple[tuple[str, str], ...] = ()  # the job's variables about communication and devices
 
 
 @dataclass(frozen=True)
 class ReportHeader:
-    """The facts above the verdict of a report."""
+    """Facts above the verdict of a report."""
 
-    bundle: str = ""  # its name
-    at_unix_s: float = 0.0  # when the evidence was collected; 0: unknown
+    bundle: str = ""
+    at_unix_s: float = 0.0  # of the evidence; 0: unknown
     launch: LaunchFacts = field(default_factory=LaunchFacts)
     nodes: tuple[NodeSummary, ...] = ()
 
@@ -73,8 +73,8 @@ def early_line(look: EarlyLook, before: EarlyLook | None = None, *, part: bool =
     """Returns the line on the screen.
 
     Args:
-        before: The look before it in the same quiet period, whose words aren't repeated.
-        part: Other nodes have ranks as well.
+        before: Previous look in the same quiet period; its words aren't repeated.
+        part: Other nodes have ranks, too.
     """
     content = (look.movement, look.cause, look.places)
     if before is not None and (before.movement, before.cause, before.places) == content:
@@ -85,6 +85,6 @@ def early_line(look: EarlyLook, before: EarlyLook | None = None, *, part: bool =
 
 
 def in_status(look: EarlyLook) -> str:
-    """Returns the line in ``status`` and in reports, which show the time of the look before it."""
+    """Returns the line in ``status`` and in reports, which show the time of the previous look."""
     ended = f" (over after {look.lasted_s:.0f} s)" if look.lasted_s else ""
     return f"quiet for {look.quiet_s:.0f} s{ended}: {look.words}"

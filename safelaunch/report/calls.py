@@ -1,6 +1,6 @@
-"""The recorded calls of all ranks as one table, in the order in which the ranks made them.
+"""The recorded calls of all ranks as one table, in the order of the ranks' calls.
 
-A row is one call of a process group, by its number. Ranks that did the same in it share a line.
+A row is one call of a process group; ranks that did the same share a line.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from safelaunch.verdict.rank_state import CaseFacts
 
 NOT_CALLED = "not called"
 T = TypeVar("T")
-Slot = tuple[str, bool, int, int]  # group, whether it is a send or receive, number, index among calls of that number
+Slot = tuple[str, bool, int, int]  # group, is it a send or receive, number, index among calls with that number
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of the calls that the table shows."""
+    """Part of the calls that the table shows."""
 
     ranks: frozenset[int] | None = None  # None: all
     groups: frozenset[str] = frozenset()  # names or descriptions; empty: all
@@ -39,21 +39,19 @@ class Selection:
 
 @dataclass
 class CallRow:
-    """One call."""
-
     slot: Slot
     at_ns: int
-    kinds: dict[int, list[int]] = field(default_factory=dict)  # kind of call -> ranks that made it
-    absent: tuple[int, ...] = ()  # members that haven't called it
+    kinds: dict[int, list[int]] = field(default_factory=dict)  # kind of call -> ranks
+    absent: tuple[int, ...] = ()  # members without this call
 
 
 @dataclass(frozen=True)
 class CallTable:
-    """The chosen calls, oldest first."""
+    """Selected calls, oldest first."""
 
     rows: tuple[CallRow, ...]
-    kinds: tuple[tuple[Collective, str], ...]  # the calls that rows refer to, with their lines
-    unrecorded: tuple[int, ...]  # ranks of the selection without a Flight Recorder
+    kinds: tuple[tuple[Collective, str], ...]  # calls that rows refer to, with their lines
+    unrecorded: tuple[int, ...]  # selected ranks without a Flight Recorder
     groups: tuple[str, ...]
     more: bool  # ``last`` cut some off
 
@@ -84,11 +82,11 @@ def table(facts: CaseFacts, chosen: Selection) -> CallTable:
 
 @dataclass
 class _CallColumn:
-    """The chosen calls of ranks that made the same calls."""
+    """Selected calls of ranks that made the same calls."""
 
     slots: list[Slot]
     kinds: list[int]
-    at_ns: list[int]  # times of the first of these ranks
+    at_ns: list[int]  # of the first of these ranks
     recorded: int = 0  # number of calls before the cut
     ranks: list[int] = field(default_factory=list)
 
@@ -123,7 +121,7 @@ def _columns(
 class ByKind(Generic[T]):
     """Calls ``make`` once for each kind of call, for all ranks.
 
-    All rings must outlive it: it identifies their tables of kinds by id.
+    All rings must outlive it, because it identifies their tables of kinds by id.
     """
 
     def __init__(self, make: Callable[[RankEvidence, Collective], T]) -> None:
@@ -142,12 +140,12 @@ class ByKind(Generic[T]):
 
 
 def called_at(rank: RankEvidence, call: Collective) -> Frame | None:
-    """Returns the user's line at which a recorded call was made; without a user frame, the innermost frame."""
+    """Returns the user's line of a recorded call; without a user frame, the innermost frame."""
     return stack_of(rank, call.frames).user_frame or next(iter(call.frames), None)
 
 
 def _slots(ring: Entries, at: Sequence[int], numbers: Sequence[int]) -> list[Slot]:
-    """Returns the slots of a rank's calls: calls that share a number (coalesced ones) get one each."""
+    """Returns the slots of a rank's calls; calls that share a number (coalesced ones) get one each."""
     counts = Counter[tuple[str, bool, int]]()
     slots = []
     for n, number in zip(at, numbers, strict=True):
@@ -159,10 +157,10 @@ def _slots(ring: Entries, at: Sequence[int], numbers: Sequence[int]) -> list[Slo
 
 
 def _note_absent(rows: Iterable[CallRow], records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> None:
-    """Notes members of the group whose last collective has a smaller number."""
+    """Notes the group's members with a smaller last collective."""
     last: dict[str, dict[int, int]] = {}
     members: dict[str, set[int]] = {}
-    whole = set()  # ranks whose ring has lost nothing: they haven't called any group that it lacks
+    whole = set()  # ranks with a ring that has lost nothing: they haven't called any group that it lacks
     for rank, record in records.items():
         ring = rings[rank]
         for group, number in _newest(ring):
@@ -180,7 +178,7 @@ def _note_absent(rows: Iterable[CallRow], records: Mapping[int, FlightRecord], r
 
 
 def _newest(ring: Entries) -> Iterator[tuple[str, int]]:
-    """Yields the number of the newest collective of each group."""
+    """Yields the number of each group's newest collective."""
     left = {call.group for call in ring.used().values() if not call.is_p2p}
     for seq, kind in zip(reversed(ring.seqs), reversed(ring.kind_of), strict=True):
         call = ring.kinds.all[kind]
@@ -192,7 +190,7 @@ def _newest(ring: Entries) -> Iterator[tuple[str, int]]:
 
 
 def in_order(columns: Iterable[Sequence[Slot]], at_ns: Mapping[Slot, int]) -> list[Slot]:
-    """Returns all slots in the order of each column; if two columns contradict each other, by time."""
+    """Returns all slots in the order of each column; if columns contradict each other, by time."""
     before: dict[Slot, int] = dict.fromkeys(at_ns, 0)
     after: dict[Slot, set[Slot]] = {slot: set() for slot in at_ns}
     for column in columns:
@@ -222,7 +220,6 @@ def in_order(columns: Iterable[Sequence[Slot]], at_ns: Mapping[Slot, int]) -> li
 
 
 def lines(shown: CallTable) -> list[str]:
-    """Returns the table as aligned lines."""
     cells = [("group", "number", "call", "ranks", "state", "at")]
     for row in shown.rows:
         group, is_p2p, number, _ = row.slot
@@ -284,5 +281,4 @@ def document(shown: CallTable) -> list[CallDocument]:
 
 
 def state(call: Collective) -> str:
-    """Returns the state of a call in one word."""
     return "completed" if call.completed else "queued" if call.started is False else "pending"

@@ -1,4 +1,4 @@
-"""The source where ranks diverged: the lines of each side, and the conditions and loops that lead to them."""
+"""The source where ranks diverged: the lines of each side, and the conditions and loops that lead there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safelaunch.verdict.phrases import capital
 from safelaunch.verdict.rank_state import CaseFacts, child_views, user_stack_of, view_of
 
 MOST_SIDES = 6
-MOST_PLACES = 3  # places of one side with source: its line and its callers
+MOST_PLACES = 3  # of one side with source: its line and its callers
 BEFORE, AFTER, GAP = 5, 3, 3
 MOST_COLUMNS = 240
 MOST_BESIDE = 3
@@ -24,8 +24,6 @@ MOST_BESIDE = 3
 
 @dataclass(frozen=True)
 class SourceLine:
-    """One line of source."""
-
     number: int
     text: str
     mark: str = ""  # ``here``: the ranks are at it; ``guard``: ranks can diverge there; ``way``: on the way there
@@ -35,20 +33,18 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class FrameWithSource:
-    """A frame with its source."""
-
     frame: Frame
     lines: tuple[SourceLine, ...]  # empty if the source can't be read
-    whose: str = ""  # thread or process of the rank, in words, if it isn't the one at fault
+    whose: str = ""  # thread or process in words, unless it is at fault
 
 
 @dataclass(frozen=True)
 class CallSide:
-    """The ranks of one side and their places."""
+    """Ranks of one side, and their places."""
 
     ranks: tuple[int, ...]
     culprit: bool
-    does: str  # what the ranks do there
+    does: str
     places: tuple[FrameWithSource, ...]  # innermost first
     callers: tuple[Frame, ...]  # user frames without source
 
@@ -69,7 +65,7 @@ def sides(facts: CaseFacts, verdict: Verdict, said: Callable[[str], str]) -> lis
     awaited_groups = {waits[rank] for rank in named if rank in waits}
 
     def order(item: tuple[tuple[bool, tuple[Frame, ...]], list[int]]) -> tuple[bool, bool, int, int, int]:
-        """Sorts the ranks at fault first, then the ranks that wait in their group, by the size of the group."""
+        """Sorts ranks at fault first, then ranks that wait in their group, by its size."""
         (culprit, _), ranks = item
         members, complete = facts.alignment.members(waits.get(ranks[0]) or "")
         among = len(members) if complete and members & set(named) else len(facts.world)
@@ -86,7 +82,7 @@ def sides(facts: CaseFacts, verdict: Verdict, said: Callable[[str], str]) -> lis
         counted = _steps(facts, ranks) if verdict.cause == "uneven-batches" else []
         does = " ".join([*reasons, *_groups_waited_in(ranks, waits), *_handled(facts, ranks[0]), *counted])
         stacks = [other for (_, other), _ in shown]
-        if stack in stacks[: len(result)]:  # the callers were shown there
+        if stack in stacks[: len(result)]:  # its callers were shown already
             places, callers = [reader.place(frame) for frame in stack[:1]], stack[1:]
         else:
             places, callers = reader.places(
@@ -106,7 +102,7 @@ def _steps(facts: CaseFacts, ranks: Sequence[int]) -> list[str]:
 
 
 def _beside(facts: CaseFacts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Frame, str]:
-    """Returns further frames of the rank, with the thread or process of each: of the reason, and of its main thread."""
+    """Returns further frames of the rank, with their threads or processes: of the reason, and of the main thread."""
     rank = facts.ranks[culprit.rank].evidence
     view = view_of(rank)
     if view is None or view.sample is None or rank.exception is not None:
@@ -132,7 +128,7 @@ def _beside(facts: CaseFacts, culprit: Culprit, stack: Sequence[Frame]) -> dict[
 
 
 def _reasons(ranks: Sequence[int], named: Mapping[int, Culprit]) -> list[str]:
-    """Returns the reasons why ranks are at fault, once if they are the same."""
+    # Equal reasons are given once.
     starts = [f"Rank {rank} " for rank in ranks]
     alike = {named[rank].reason.removeprefix(start) for rank, start in zip(ranks, starts, strict=True)}
     if len(ranks) > 1 and len(alike) == 1 and named[ranks[0]].reason.startswith(starts[0]):
@@ -161,7 +157,7 @@ def _stack(facts: CaseFacts, rank: int) -> tuple[Frame, ...]:
 
 
 def _stack_of_culprit(facts: CaseFacts, culprit: Culprit) -> tuple[Frame, ...]:
-    """Returns the user's frames from the culprit's line outwards; that line alone if the rank has left it."""
+    """Returns the user's frames from the culprit's line outwards; only that line if the rank has left it."""
     evidence = facts.ranks[culprit.rank].evidence
     stack = stack_of(evidence, frames_at_fault(culprit, evidence)).user_frames
     if culprit.frame is None:
@@ -173,11 +169,11 @@ def _stack_of_culprit(facts: CaseFacts, culprit: Culprit) -> tuple[Frame, ...]:
 
 
 def _recorded(facts: CaseFacts, rank: int, frame: Frame | None) -> tuple[Frame, ...]:
-    """Returns the user's frames of the newest recorded call from the line of ``frame``, else of the newest call."""
+    """Returns the user's frames of the newest recorded call, if possible from the line of ``frame``."""
     evidence = facts.ranks[rank].evidence
     record = evidence.flight_record
     ring = Entries.of(record.entries if record is not None else ())
-    for kind in dict.fromkeys(reversed(ring.kind_of)):  # many calls have few kinds
+    for kind in dict.fromkeys(reversed(ring.kind_of)):
         stack = stack_of(evidence, ring.kinds.all[kind].frames).user_frames
         if stack and (frame is None or same_line(stack[0], frame)):
             return stack
@@ -204,18 +200,16 @@ def _handled(facts: CaseFacts, rank: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _SourceReader:
-    """Reads the source around frames."""
-
     facts: CaseFacts
     said: Callable[[str], str]
 
     def places(
         self, stack: Sequence[Frame], elsewhere: Sequence[Sequence[Frame]], alike: bool
     ) -> tuple[list[FrameWithSource], tuple[Frame, ...]]:
-        """Returns the frames of a stack whose source is worth showing, and the other callers.
+        """Returns the frames of a stack with source worth showing, and the other callers.
 
-        A caller is worth showing if the other sides have other callers there, or if ranks can diverge there. If the
-        others came by the same lines (``alike``), it is too: then the ranks differ in the values that they passed on.
+        A caller is worth showing if ranks can diverge there, if the other sides have other callers there, or if all
+        came by the same lines (``alike``): then the ranks differ in the values that they passed on.
         """
         places: list[FrameWithSource] = []
         callers: list[Frame] = []
@@ -267,7 +261,7 @@ class _SourceReader:
 
 
 def _went_elsewhere(frame: Frame, other: Sequence[Frame]) -> bool:
-    # In a script's top-level code, ``other`` must have come by another line of it.
+    # In a script's top-level code, ``other`` must have come by another line.
     if frame.function != "<module>":
         return frame not in other
     return frame not in other and any(caller.function == "<module>" for caller in other)
@@ -277,7 +271,7 @@ def _wanted(source: Sequence[str], here: int, steps: Sequence[Guard], marked: Se
     """Returns the numbers of the lines to show: around ``here`` in its function, and marked ones."""
     first, last = _function_around(source, here)
     wanted = set(range(max(first, here - BEFORE), min(last, here + AFTER) + 1)) | marked | set(_headed(source, steps))
-    for number in sorted(wanted):  # show a few more lines instead of a small gap
+    for number in sorted(wanted):  # fill small gaps
         following = next((other for other in range(number + 1, number + GAP + 2) if other in wanted), number)
         wanted |= set(range(number, following))
     numbers = [number for number in sorted(wanted) if 0 < number <= len(source)]
@@ -286,7 +280,7 @@ def _wanted(source: Sequence[str], here: int, steps: Sequence[Guard], marked: Se
 
 
 def _function_around(source: Sequence[str], here: int) -> tuple[int, int]:
-    """Returns the first and last line of the function around line ``here``, by indentation; else of the file."""
+    """Returns first and last line of the function around line ``here``, by indentation, or of the file."""
     least = _indent(source[here - 1])
     for number in range(here - 1, 0, -1):
         indent = _indent(source[number - 1])
@@ -334,7 +328,7 @@ def _note(facts: CaseFacts, step: Guard) -> str:
 
 
 def all_frames(evidence: Evidence, verdict: Verdict) -> list[Frame]:
-    """Returns the outermost user frames of the ranks, and the lines at fault."""
+    """Returns the ranks' outermost user frames, and the lines at fault."""
     frames = {culprit.frame for culprit in verdict.culprits if culprit.frame is not None}
     for rank in evidence.ranks[:64]:
         frames |= set(user_stack_of(rank)[-1:])

@@ -1,4 +1,4 @@
-"""The environment contract of a job: the device of each local rank, and the batch size of a rank."""
+"""A job's environment contract: devices of local ranks, and a rank's batch size."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def _name(gpu: str) -> str:
 
 
 def _why(wrong: list[RankEvidence]) -> str:
-    # If the device is the global rank instead of the local one, the script most likely used the wrong variable.
+    # The script probably used the global rank as the device instead of the local one.
     mixed_up = all(rank.local_rank not in (-1, rank.rank) for rank in wrong)
     return ": a device is numbered by LOCAL_RANK, not by RANK" if mixed_up else ""
 
 
 def batches(evidence: Evidence) -> str:
-    """Returns ``32 a rank (loader), 512 over 16 data-parallel ranks``, as far as the DataLoaders are known."""
+    """Returns ``32 a rank (loader), 512 over 16 data-parallel ranks``, if the DataLoaders are known."""
     fed = {rank.batch for rank in evidence.ranks}
     batch = fed.pop() if len(fed) == 1 else None
     if batch is not None:

@@ -1,7 +1,4 @@
-"""The evidence for Perfetto and chrome://tracing: ``timeline.perfetto.json``.
-
-Perfetto reads the Trace Event Format that chrome://tracing defines; times there are in microseconds.
-"""
+"""Evidence for Perfetto and chrome://tracing: ``timeline.perfetto.json`` in Trace Event Format; times are in µs."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ MOST_CALLS = 500
 
 
 def as_json(document: dict[str, Any]) -> str:
-    """Encodes as ASCII, in which one character is left to escape."""
+    """Encodes as ASCII, with one more character escaped."""
     try:
-        data = msgspec.json.encode(document)  # several times as fast, and doesn't escape non-ASCII characters
+        data = msgspec.json.encode(document)  # several times as fast as json, without escaping non-ASCII characters
     except UnicodeEncodeError:
         data = b"\xff"
     text = data.decode() if data.isascii() else json.dumps(document, separators=(",", ":"))
@@ -37,8 +34,8 @@ def as_json(document: dict[str, Any]) -> str:
 def perfetto(facts: CaseFacts, name: str = "") -> dict[str, Any]:
     """Returns the newest calls of every rank: a process is a rank, a thread of it a process group.
 
-    A call lasts until the rank's next call in that group; the last one until the evidence was collected, unless it had
-    completed. (Not every backend records times of completion.)
+    A call lasts until the rank's next call in that group; a last one that isn't completed, until the evidence was
+    collected. Not every backend records times of completion.
 
     Times are whole microseconds: Perfetto drops an event that begins a rounding error before its predecessor ends.
     Threads count from 1, because Perfetto takes thread 0 of process 0 for the idle thread.
@@ -65,7 +62,7 @@ def perfetto(facts: CaseFacts, name: str = "") -> dict[str, Any]:
 
 
 def _pattern(rank: RankEvidence, call: Collective) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what the events of one kind of call share: fields of the event, and of its arguments."""
+    # Fields of all events of one kind of call, and of their arguments.
     place = stack_of(rank, call.frames).user_frame
     arguments: dict[str, Any] = {"call": describe(call), "state": state(call)}
     arguments |= {"at": f"{place.file}:{place.line} {place.function}"} if place is not None else {}
@@ -80,7 +77,6 @@ def _of_rank(
     patterns: ByKind[tuple[dict[str, Any], dict[str, Any]]],
     span: tuple[int, int],
 ) -> list[dict[str, Any]]:
-    """Returns the events of one rank."""
     start, end = span
     patterns_of = patterns.of(rank, ring)
     used = {kind: ring.kinds.all[kind] for kind in dict.fromkeys(ring.kind_of[begin:])}
@@ -102,7 +98,7 @@ def _of_rank(
         one, begins = used[ring.kind_of[at]], (ring.created_ns[at] - start) // 1000
         event, arguments = patterns_of[ring.kind_of[at]]
         stops = following.get(one.group, begins if one.completed else (end - start) // 1000)
-        following[one.group] = min(begins, stops)  # two threads might enqueue a call each at the same time
+        following[one.group] = min(begins, stops)  # two threads might each enqueue a call at the same time
         made.append({
             **event,
             "pid": rank.rank,

@@ -1,4 +1,4 @@
-"""``report.md``. The text of the job is untrusted, so Markdown is escaped."""
+"""``report.md``. The job's text is untrusted, so Markdown is escaped."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ _STACK_GROUPS = 40
 _MEMORY_FRAMES = 6
 
 
-# A word that Markdown or a tracker could read as markup; in the middle of a word, an underscore is none.
+# A word that Markdown or a tracker could read as markup, except an underscore in the middle of a word.
 _MARKUP = re.compile(r"[\\*<~$]|(?<![^\W_])_|_(?![^\W_])|\][(\[:]|&#?\w+;|(?<!\w)[#@]\w")
-_FIRST = re.compile(r"(?:[-+=|#]+|\d{1,9}[.)])$|[>\[]")  # and at the start of a paragraph or item
+_FIRST = re.compile(r"(?:[-+=|#]+|\d{1,9}[.)])$|[>\[]")  # markup only at the start of a paragraph or item
 
 
 def md(text: object) -> str:
-    """Returns ``text`` in Markdown: possible markup becomes code, in which nothing needs to be escaped.
+    """Returns ``text`` in Markdown: possible markup becomes code, which needs no escapes.
 
-    Text that is marked as code already, as in the verdict's sentences, stays as it is.
+    Text that is already marked as code, as in the verdict's sentences, stays as it is.
     """
     *parts, last = clean(str(text)).strip().split("`")
-    if len(parts) % 2:  # the last backquote closes nothing
+    if len(parts) % 2:  # an odd backquote
         last = f"{parts.pop()}'{last}"
     shown = ""
     for number, part in enumerate([*parts, last]):
@@ -76,7 +76,7 @@ def md(text: object) -> str:
 
 
 def _words(text: str, *, first: bool) -> str:
-    """Returns words in Markdown; consecutive ones that need it become one piece of code.
+    """Returns words in Markdown; consecutive ones with markup become one piece of code.
 
     Args:
         first: The words begin a paragraph.
@@ -95,7 +95,7 @@ def _words(text: str, *, first: bool) -> str:
 
 
 def in_cell(text: object) -> str:
-    """Returns ``md(text)`` for a table, in which a bar separates cells even in code."""
+    """Returns ``md(text)`` for a table: a bar separates cells even in code."""
     return md(text).replace("|", "¦")
 
 
@@ -117,7 +117,7 @@ def markdown(
     """Returns ``report.md``: verdict, culprits with their stacks, ranks, merged stacks, evidence, what is missing.
 
     Args:
-        facts: The facts of ``evidence``, if they are already known.
+        facts: Facts of ``evidence``, if known.
     """
     facts = facts or CaseFacts.of(evidence)
     rows = alike([row_of(rank) for rank in facts.ranks.values()], {culprit.rank for culprit in verdict.culprits})
@@ -157,7 +157,7 @@ def markdown(
 
 
 def _md_head(verdict: Verdict, evidence: Evidence) -> str:
-    """Returns time, host and job, for a reader with this file alone."""
+    """Returns time, host and job, for a reader with only this file."""
     hosts = list(dict.fromkeys(filter(None, (*(rank.host for rank in evidence.ranks), verdict.host))))
     facts = {
         "time": verdict.time.replace("T", " ").replace("Z", " UTC"),
@@ -175,7 +175,7 @@ def _md_list(title: str, items: Sequence[str]) -> str:
 
 
 def _md_culprits(culprits: Sequence[Culprit], evidence: Evidence, read_line: ReadLine | None) -> list[str]:
-    """Returns a section for each rank at fault. A stack that several ranks share is in the first one."""
+    """Returns a section for each rank at fault. A shared stack is in the first one."""
     sections: list[str] = []
     shown: dict[tuple[str, ...], int] = {}
     for culprit in culprits:
@@ -231,7 +231,7 @@ def _md_nodes(nodes: Sequence[NodeEvidence]) -> str:
 
 
 def _md_stacks(facts: CaseFacts, culprits: Sequence[Culprit]) -> str:
-    """Returns each stack once, folded, except those of the ranks at fault."""
+    """Returns each stack of the other ranks once, folded."""
     groups, without = stack_groups(facts)
     sides = {rank: state.evidence for rank, state in facts.ranks.items()}
     above = {frames_at_fault(culprit, sides.get(culprit.rank)): culprit.rank for culprit in reversed(culprits)}

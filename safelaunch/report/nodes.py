@@ -1,4 +1,4 @@
-"""The nodes of a job for the page, with equal nodes folded into one row, and ranks on a GPU that isn't theirs."""
+"""A job's nodes for the page: equal nodes in one row, and ranks on another rank's GPU."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ FULL = 0.95
 MOST_LINE = 300
 MOST_GPUS = 64
 MOST_LINKS = 24
-MOST_LOG_BYTES = 400_000  # of all nodes together
+MOST_LOG_BYTES = 400_000  # of all nodes
 _UP = ("up", "active", "unknown", "")  # a virtual interface reports "unknown"
 
 
 @dataclass(frozen=True)
 class _NodeRow:
-    """One node."""
-
     host: str
     ranks: str
-    state: str  # according to the evidence of the verdict
+    state: str
     culprit: bool
-    files: NodeSummary | None  # None if the bundle has none of this node
+    files: NodeSummary | None
     notes: tuple[str, ...]  # conspicuous facts, without numbers
 
 
@@ -90,7 +88,7 @@ def _all(
 
 
 def _class_of(node: _NodeRow) -> Hashable:
-    """Returns a key that is equal for nodes that differ in numbers only, except the speed and MTU of their network."""
+    """Returns the same key for nodes that differ only in numbers, except the speed and MTU of their network."""
     state = re.sub(r"\d+", "", node.state)
     if node.files is None:
         return node.culprit, state, node.notes
@@ -159,13 +157,12 @@ def _span(values: Iterable[float | None]) -> list[float]:
 
 
 def _gpu_words(one: NodeSummary) -> str:
-    """Returns ``8 × NVIDIA H100``."""
     counts = Counter(gpu.name or "GPU" for gpu in one.gpus)
     return ", ".join(f"{count} × {name}" for name, count in counts.items()) or one.no_gpus
 
 
 def _network_words(links: Sequence[Link]) -> str:
-    """Returns ``eth0 (25000 Mbit/s, MTU 9000), 8 InfiniBand ports``."""
+    # ``eth0 (25000 Mbit/s, MTU 9000), 8 InfiniBand ports``
     plain = [link.name + f" ({link.speed})" * bool(link.speed) for link in links if "/" not in link.name]
     ports = len(links) - len(plain)
     more = [f"{len(plain) - 3} more"] if len(plain) > 3 else []
@@ -185,7 +182,7 @@ def _details(one: NodeSummary, names: ItemNumbers[str]) -> dict[str, Any]:
 
 
 def _gpu(gpu: Gpu, names: ItemNumbers[str]) -> list[Any]:
-    """Returns ``[index, name's number, % busy, used, total, °C, W, ECC errors, error]``."""
+    # Index, name's number, % busy, used, total, °C, W, ECC errors, error
     numbers = (gpu.utilisation_percent, gpu.memory_used_bytes, gpu.memory_total_bytes, gpu.temperature_c, gpu.power_w)
     rounded = [None if number is None else round(number) for number in numbers]
     return [gpu.index, names[gpu.name or ""], *rounded, gpu.ecc_errors or 0, gpu.error]
@@ -195,7 +192,7 @@ def _gpu(gpu: Gpu, names: ItemNumbers[str]) -> list[Any]:
 
 
 def misplaced(facts: CaseFacts, about: ReportHeader) -> str:
-    """Describes ranks with memory on a GPU that another rank uses, or on another GPU than their own, by NVML.
+    """Describes ranks with memory on another GPU than their own, or on another rank's, by NVML.
 
     For instance ``ranks 0-1 share GPU 0 of node1; rank 1 has memory on GPU 0 and was given GPU 1``.
     """

@@ -1,8 +1,7 @@
-"""``report.html``: the picture of an incident, as one file that loads nothing.
+"""``report.html``: the picture of an incident in one file that loads nothing.
 
-:func:`content` makes the page's data from verdict and evidence. It is pure, and folds equal things, so that a job of
-thousands of ranks makes a page of a few hundred kilobytes. The template's scripts show every text of the job as text:
-names and messages are untrusted.
+:func:`content` (pure) makes the page's data from verdict and evidence. It folds equal things: for thousands of ranks, a
+page has a few hundred kilobytes. Scripts show names and messages of the job, which are untrusted, as text.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def content(
     """Returns the page's data for JSON.
 
     Args:
-        facts: The facts of ``evidence`` with the source, if they are already known.
+        facts: Facts of ``evidence`` with the source, if known.
         said: Removes secrets from a line of source.
     """
     about = about or ReportHeader()
@@ -117,9 +116,7 @@ def _head(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: ReportH
         "suggestions": beside_next(verdict),
         "next": [step.why, step.command] if (step := next_step(verdict)) is not None else [],
         "notes": [*evidence.notes],
-        "wrong": [
-            o.words for o in evidence.wrong_results if o.words[1:] not in verdict.summary
-        ],  # what the evidence lacks
+        "wrong": [o.words for o in evidence.wrong_results if o.words[1:] not in verdict.summary],
         "early": early_lines(evidence),
         "facts": [list(fact) for fact in _facts(verdict, facts, evidence, about)],
         "command": _command(about.launch.as_typed),
@@ -128,7 +125,7 @@ def _head(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: ReportH
 
 
 def _first_sentence(text: str) -> str:
-    # The title of the page; the rest of the text is below it.
+    # The page's title; the rest is below it.
     match = re.match(r".+?[.](?= [A-Z`])", text)
     return match[0] if match is not None and len(match[0]) > 20 else text
 
@@ -173,7 +170,7 @@ def _command(words: Sequence[str]) -> str:
 
 
 def _claims(verdict: Verdict) -> list[list[Any]]:
-    """Returns each claim once, with all files that show it."""
+    # Each claim once, with all files that show it.
     files_of: dict[str, list[str]] = {}
     for claim in verdict.evidence:
         files_of.setdefault(claim.claim, []).append(claim.file)
@@ -202,7 +199,7 @@ def _side(side: code.CallSide, frames: Frames) -> dict[str, Any]:
 
 
 def _branches(branches: Sequence[StackBranch], frames: Frames, evidence: Evidence) -> list[dict[str, Any]]:
-    """Returns the merged stacks, at most ``_MOST_BRANCHES`` of their branches, breadth first."""
+    """Returns at most ``_MOST_BRANCHES`` branches of the merged stacks, breadth first."""
     roots = next((rank.code_roots for rank in evidence.ranks if rank.code_roots), ())
     made: list[dict[str, Any]] = []
     queue: list[tuple[StackBranch, list[dict[str, Any]]]] = [(branch, made) for branch in branches]

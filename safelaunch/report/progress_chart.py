@@ -1,4 +1,4 @@
-"""The steps of all ranks over time: the rate before the stall, the ranks behind, and the moment when it stopped."""
+"""Steps of all ranks over time: the rate before the stall, the ranks behind, and the moment when it stopped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def as_page(evidence: Evidence, culprits: Collection[int]) -> dict[str, Any] | N
 
 
 def _taken(evidence: Evidence) -> Mapping[str, float]:
-    """Returns when the ranks of each host were last looked at, on its clock."""
+    """Returns when each host's ranks were last looked at, on its clock."""
     times: dict[str, float] = {}
     for rank in evidence.ranks:
         states = rank.main.states if rank.main is not None else ()
@@ -50,7 +50,7 @@ def _taken(evidence: Evidence) -> Mapping[str, float]:
 
 
 def _line(members: list[RankEvidence], culprit: bool, taken: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the line of a set of ranks, represented by the one with the longest history."""
+    """Returns the line of a set of ranks: the longest history among them."""
     longest = max(members, key=lambda rank: len(rank.progress.history) if rank.progress is not None else 0)
     progress = longest.progress
     assert progress is not None
@@ -74,7 +74,6 @@ def _line(members: list[RankEvidence], culprit: bool, taken: Mapping[str, float]
 
 
 def _rate(points: list[tuple[float, int]]) -> float:
-    """Returns steps per second over the later half of the points; 0 if there are too few."""
     later = points[len(points) // 2 :] if len(points) > 8 else points
     if len(later) < 2 or later[-1][0] <= later[0][0]:
         return 0.0

@@ -1,4 +1,4 @@
-"""A line for each rank: its step, its state and what it does; ranks that do the same share a row."""
+"""A line for each rank: its step, state and activity; ranks that do the same share a row."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ _OF_ONE_RANK = re.compile(r"\b(pid|worker|process|thread) \d+|\b\d+(?:\.\d+)?(?=
 
 @dataclass(frozen=True)
 class RankRow:
-    """The facts about one rank."""
-
     rank: int
     host: str
     pid: int
     step: int | None
     state: str  # the kernel's letter, and the system call
-    doing: str  # what it does or waits in, in words
+    doing: str  # activity or wait, in words
     frame: Frame | None
 
 
 @dataclass(frozen=True)
 class Alike:
-    """Ranks that do the same at the same line. The texts hold for all of them."""
+    """Ranks that do the same at the same line."""
 
     ranks: tuple[int, ...]
     culprit: bool
-    first: RankRow  # row of the first of these ranks
+    first: RankRow  # of these ranks
     step: str
     state: str
     doing: str
@@ -52,7 +50,7 @@ def row_of(one: RankFacts) -> RankRow:
 
 
 def alike(rows: Sequence[RankRow], culprits: Collection[int]) -> list[Alike]:
-    """Groups the rows by what the ranks do and where, and by their steps if that makes few groups."""
+    """Groups the rows by activity and line, and by step if that makes few groups."""
     folded: list[list[RankRow]] = []
     for by_step in (True, False):
         groups: dict[tuple[object, ...], list[RankRow]] = {}
@@ -78,7 +76,7 @@ def _masked(doing: str) -> str:
 
 
 def _states(rows: Sequence[RankRow]) -> str:
-    """Returns ``S futex``, or ``S futex (7), R (1)`` if they were seen in several states."""
+    # ``S futex``, or ``S futex (7), R (1)`` for several states
     counts = Counter(row.state for row in rows).most_common()
     if len(counts) == 1:
         return counts[0][0]

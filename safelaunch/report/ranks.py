@@ -1,4 +1,4 @@
-"""The ranks, the process groups and the files of a job for the page, with equal ones folded."""
+"""A job's ranks, process groups and files for the page, with equal ones folded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from safelaunch.verdict.thread_view import View
 MOST_CHILDREN = 12
 MOST_THREADS = 40
 MOST_LOG_LINES = 20
-MOST_LOG_BYTES = 700_000  # of all ranks together
+MOST_LOG_BYTES = 700_000  # of all ranks
 MOST_LINE = 300
 MOST_GROUPS = 200
 MOST_STANDINGS = 40
@@ -28,7 +28,7 @@ MOST_CALLS = 5
 
 
 def ranks(facts: CaseFacts, verdict: Verdict, frames: Frames) -> dict[str, Any]:
-    """Returns ``rows``, one for each set of equal ranks, and ``ranks``, with the number of each one's row.
+    """Returns ``rows``, one for each set of equal ranks, and ``ranks`` with the numbers of their rows.
 
     ``logs`` has the end of each rank's output, and ``calls`` its last calls.
     """
@@ -62,7 +62,7 @@ def _row(row: Alike, facts: CaseFacts, frames: Frames) -> dict[str, Any]:
 
 
 def _details(one: RankFacts, frames: Frames) -> dict[str, Any]:
-    """Returns what an unfolded rank shows."""
+    """Returns the details of an unfolded rank."""
     evidence = one.evidence
     details = view_of(evidence)
     found: dict[str, Any] = {"host": evidence.host, "pid": evidence.pid, "local": evidence.local_rank}
@@ -70,7 +70,7 @@ def _details(one: RankFacts, frames: Frames) -> dict[str, Any]:
         found["st"] = frames.stack(main_stack, evidence.code_roots)
     if evidence.exception is not None:
         found["raised"] = f"{evidence.exception.type}: {evidence.exception.message}"[:2000]
-        found["trace"] = [line[:MOST_LINE] for line in clean_lines(evidence.exception.text)[-80:]]  # as it was printed
+        found["trace"] = [line[:MOST_LINE] for line in clean_lines(evidence.exception.text)[-80:]]
     if handled := [f"{exception.type}: {exception.message}"[:500] for exception in evidence.gil.handling[:4]]:
         found["handles"] = handled
     if caught := [f"{exception.type}: {exception.message}"[:500] for exception in evidence.caught[-4:]]:
@@ -123,7 +123,7 @@ def _calls(facts: CaseFacts, rank: int) -> tuple[str, ...]:
 
 
 def _add_logs(facts: CaseFacts, every: Sequence[dict[str, Any]], named: set[int]) -> list[tuple[str, ...]]:
-    """Adds the end of each rank's output, as far as there is room: ranks at fault first, then one of each row."""
+    """Adds the end of ranks' outputs while there is room: ranks at fault first, then one of each row."""
     firsts: set[int] = set()
     order = []
     for item in every:
@@ -149,7 +149,7 @@ def _add_logs(facts: CaseFacts, every: Sequence[dict[str, Any]], named: set[int]
 
 
 def groups(facts: CaseFacts) -> dict[str, Any]:
-    """Returns the members of the process groups and their progress; groups that ranks wait in come first."""
+    """Returns members and progress of the process groups; groups that ranks wait in come first."""
     alignment = facts.alignment
     waited = {rank.wait.group for rank in facts.ranks.values() if rank.wait is not None}
     names = {group for record in alignment.records.values() for group in (*record.groups, *record.status)}
@@ -183,11 +183,11 @@ def _group(facts: CaseFacts, name: str, waited: bool) -> dict[str, Any]:
     }
 
 
-_RankPosition = tuple[int, int, str]  # numbers of the last call entered and completed, -1 for none; what the rank does
+_RankPosition = tuple[int, int, str]  # numbers of the last call entered and completed (-1: none), and the activity
 
 
 def _standing(facts: CaseFacts, rank: int, name: str) -> _RankPosition:
-    """Returns a rank's progress in a group, by its oldest pending call, as the verdict counts."""
+    """Returns a rank's progress in a group by its oldest pending call, as the verdict does."""
     alignment = facts.alignment
     record = alignment.records.get(rank)
     if record is None:
@@ -200,7 +200,7 @@ def _standing(facts: CaseFacts, rank: int, name: str) -> _RankPosition:
     ended = entry if entry is not None and entry.completed else None
     completed = last if ended is not None else status.last_completed if status is not None else -1
     does = f"waits in {describe(waits)}" if waits is not None else f"completed {describe(ended)}" if ended else ""
-    return last, min(completed, last), does  # NCCL's status also counts sends
+    return last, min(completed, last), does  # NCCL's status counts sends, too
 
 
 def _in_a_call(window: Window | None, waits: Collective) -> _RankPosition:
@@ -212,7 +212,7 @@ def _in_a_call(window: Window | None, waits: Collective) -> _RankPosition:
 
 
 def _members(facts: CaseFacts, name: str) -> tuple[frozenset[int], bool]:
-    """Returns the ranks of a group, and whether they are known: from the records, else from a rank in the group."""
+    # Ranks of a group, and whether they are known: from the records, else from a rank in the group.
     reports, known = facts.alignment.members(name)
     reported = (rank.evidence.gil.groups.get(name, ()) for rank in facts.ranks.values())
     mine = next(filter(None, reported), ())
@@ -220,7 +220,7 @@ def _members(facts: CaseFacts, name: str) -> tuple[frozenset[int], bool]:
 
 
 def files(artifacts: Iterable[Artifact]) -> dict[str, Any]:
-    """Returns the bundle's files. Files that many ranks have are listed once: ``[name, how, ranks, bytes of all]``."""
+    """Returns the bundle's files. A file that many ranks have is listed once: ``[name, how, ranks, bytes of all]``."""
     own: list[list[Any]] = []
     shared: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
     missing: dict[tuple[str, str, str], list[int]] = {}

@@ -1,7 +1,6 @@
 """A verdict as one screen on stderr.
 
-Text of the job (messages, function names, paths, output) is untrusted: control and escape characters never reach the
-terminal.
+The job's text (messages, names, paths, output) is untrusted: control characters never reach the terminal.
 """
 
 from __future__ import annotations
@@ -46,11 +45,9 @@ _SGR: Mapping[TextStyle, str] = {"title": "1;31", "strong": "1", "condition": "3
 
 @dataclass(frozen=True)
 class ScreenLine:
-    """One line of a screen."""
-
     text: str
     style: TextStyle = ""
-    whole: bool = False  # never wrapped, so that it can be copied
+    whole: bool = False  # never wrapped, for copying
 
     def shown(self, color: bool) -> str:
         if not color or not self.style:
@@ -75,15 +72,15 @@ def screen(
     cwd: str = "",
     evidence: Evidence | None = None,
 ) -> str:
-    """Returns the summary for stderr: at most ``MAX_LINES`` lines, each of which starts with ``safelaunch: ``.
+    """Returns the summary for stderr: at most ``MAX_LINES`` lines, each starting with ``safelaunch: ``.
 
-    Lines break only between words. Only long words, paths and commands exceed ``width``; the commands and paths to copy
+    Lines break only between words. Only long words, paths and commands exceed ``width``. The commands and paths to copy
     (the next command and, as the last line, the bundle's path after ``place``) are never broken.
 
     Args:
         page: File in the bundle to open for more, shown above the path with the command that explains the cause.
-        read_line: Returns the text of a source line.
-        cwd: Directory to which the bundle's path is relative if it doesn't fit otherwise.
+        read_line: Returns a line of source.
+        cwd: Base of the bundle's path if it doesn't fit otherwise.
         evidence: If given, the error of a rank that lost a peer is shortened to one line.
     """
     verdict = verdict if evidence is None else _with_lost_peers(verdict, evidence)
@@ -117,7 +114,7 @@ def screen(
 
 
 def _with_lost_peers(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Shortens the messages of ranks that only lost their connection to a peer."""
+    """Shortens messages of ranks that only lost their connection to a peer."""
     named = {culprit.rank for culprit in verdict.culprits}
     lost = [rank.rank for rank in evidence.ranks if rank.rank not in named and has_lost_a_peer(rank)]
     texts = {}
@@ -130,8 +127,8 @@ def _with_lost_peers(verdict: Verdict, evidence: Evidence) -> Verdict:
 
 
 _SUMMARY_LINES = 6
-_EVIDENCE_LINES = 3  # what a second piece of advice leaves to the evidence
-_SPACE = "\0"  # a space at which no line breaks; ``clean`` removes it from texts
+_EVIDENCE_LINES = 3  # left for the evidence by a second piece of advice
+_SPACE = "\0"  # a space without line break; ``clean`` removes it from texts
 
 
 def _wrap(text: str, room: int, indent: str = "") -> list[str]:
@@ -140,7 +137,7 @@ def _wrap(text: str, room: int, indent: str = "") -> list[str]:
 
 
 def _cut(lines: list[str], most: int, room: int) -> list[str]:
-    """Returns at most ``most`` lines, the last one with ``…`` if more follow."""
+    # The last line gets ``…`` if more follow.
     if len(lines) <= most or most <= 0:
         return lines[: max(most, 0)]
     last = lines[most - 1]
@@ -153,7 +150,7 @@ def _unbroken(text: str) -> str:
 
 
 def _quoted(lines: Sequence[str]) -> list[str]:
-    """Colours what is between backquotes, also across lines."""
+    """Colours text between backquotes, even across lines."""
     result, inside = [], False
     for line in lines:
         parts = line.split("`")
@@ -191,7 +188,7 @@ def _files(files: Sequence[str], most: int = 3) -> str:
 
 
 def _claims(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
-    """Returns as many of the first five claims as fit into ``space`` lines. Only the first one can be shortened."""
+    """Returns as many of the first five claims as fit into ``space`` lines. Only the first can be shortened."""
     picked = _spread(merged_claims(verdict.evidence, clean(verdict.summary)), min(5, space - 1))
     lines: list[str] = []
     for text, files in picked:
@@ -204,7 +201,7 @@ def _claims(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
 
 
 def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Puts the first claim of each file before the second of any, to show the breadth of the evidence."""
+    """Puts the first claim of each file before the second of any."""
     counts = Counter[str]()
     order = []
     for index, (text, files) in enumerate(claims):
@@ -216,13 +213,13 @@ def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[t
 def _tail(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
     """Returns the part below the evidence, in ``space`` lines.
 
-    Advice is never cut; a second piece of it is included only if all of it fits.
+    Advice is never cut; a second piece is included only if it fits.
     """
     parts = []
     if proved := proof_words(verdict):
         parts.append(_cut(_wrap(clean(proved), room, "  "), 3, room))
     if verdict.doubts and verdict.confidence != "high":
-        of = " of the cause" if proved else ""  # that it hangs is certain
+        of = " of the cause" if proved else ""
         parts.append(_cut(_wrap(f"unsure{of}: {clean(verdict.doubts[0])}", room, "  "), 2, room))
     if verdict.victims:
         what = "blocked by it" if verdict.culprits or verdict.processes_at_fault else "waiting"

@@ -1,4 +1,4 @@
-"""Sentences and names that the screen, ``report.md`` and the page share."""
+"""Sentences and names for the screen, ``report.md`` and the page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OUTCOMES = {
 
 
 def is_healthy(verdict: Verdict) -> bool:
-    """Returns whether the job works, and nothing in it is at fault."""
+    """Returns whether the job works and nothing is at fault."""
     named = verdict.culprits or verdict.processes_at_fault or verdict.nodes_at_fault
     return verdict.cause == "slow-not-stuck" and not named
 
@@ -50,7 +50,7 @@ _OF_RANK = re.compile(r"rank (\d+): ")
 def merged_claims(claims: Sequence[Claim], told: str = "") -> list[tuple[str, tuple[str, ...]]]:
     """Returns each claim once, with all files that show it; equal claims about several ranks become one.
 
-    Omits claims already quoted verbatim in ``told``.
+    Omits claims quoted verbatim in ``told``.
     """
     files_by_text: dict[str, dict[str, tuple[int, ...]]] = {}
     for claim in claims:
@@ -81,12 +81,12 @@ def confidence_sentence(verdict: Verdict) -> str:
 
 
 def _is_proved(verdict: Verdict) -> bool:
-    # ... while its cause is not certain
+    # The cause isn't certain.
     return bool(verdict.proof) and verdict.confidence != "high"
 
 
 def now_words(verdict: Verdict) -> str:
-    """Returns what to do about a job that continues although it might be hung; empty for any other."""
+    """Returns what to do about a job that continues although it might be hung; empty for others."""
     if verdict.outcome != "suspect":
         return ""
     name = f" {shlex.quote(clean(verdict.run))}" if verdict.run else ""
@@ -97,7 +97,7 @@ def now_words(verdict: Verdict) -> str:
 
 
 def proof_words(verdict: Verdict) -> str:
-    """Returns why the job can't continue, in a line: what the ranks wait for, and that nothing else can provide it."""
+    """Returns why the job can't continue: what the ranks wait for, and that nothing else can provide it."""
     waits = [f"{_does(edge.who, 'need')} {edge.why}" for edge in verdict.proof if edge.who.startswith("rank")]
     never = next((edge for edge in verdict.proof if not edge.waits_for), None)
     if never is not None and " of group " in never.who:  # a call whose ranks disagree
@@ -124,11 +124,11 @@ def beside_next(verdict: Verdict) -> list[str]:
 
 
 def next_step(verdict: Verdict) -> NextStep | None:
-    """Returns the next command, unless it is the one that was typed."""
+    """Returns the next command, unless it was just typed."""
     step = verdict.next
     try:
         words = shlex.split(step.command) if step is not None else []
-    except ValueError:  # a bundle by another program
+    except ValueError:  # another program's bundle
         return step
     is_as_typed = len(words) == len(verdict.command) and all(
         word == typed or word in ("N", f"{typed.partition('=')[0]}=N")
@@ -142,7 +142,7 @@ def sentence(text: str) -> str:
 
 
 def contract_words(evidence: Evidence, facts: CaseFacts) -> str:
-    """Returns world size, mesh, batch and devices, as far as they are known."""
+    """Returns world size, mesh, batch and devices, if known."""
     parts = (
         world(evidence.world_size, mesh(facts)),
         f"batch: {batch}" if (batch := batches(evidence)) else "",
@@ -153,7 +153,7 @@ def contract_words(evidence: Evidence, facts: CaseFacts) -> str:
 
 
 def node_state(node: NodeEvidence) -> str:
-    """Returns the state of a node in a few words."""
+    """Returns a node's state in a few words."""
     parts = []
     if node.is_gone:
         parts.append(f"not heard for {node.silent_s:.0f} s" if node.silent_s else "not heard")
@@ -165,7 +165,7 @@ def node_state(node: NodeEvidence) -> str:
 
 
 def nccl_lines(witness: NcclWitness | None) -> list[str]:
-    """Returns the answer of NCCL's RAS service in a few lines; empty without one."""
+    """Returns the answer of NCCL's RAS service in a few lines."""
     if witness is None:
         return []
     everybody = (*witness.processes, *(process for comm in witness.communicators for process in comm.processes))
@@ -183,7 +183,7 @@ def nccl_lines(witness: NcclWitness | None) -> list[str]:
 
 
 def stalled_words(evidence: Evidence) -> str:
-    """Returns how long there was no progress, and the limit; empty if the bundle isn't about that."""
+    """Returns the time without progress and its limit; empty if the bundle isn't about that."""
     if not evidence.threshold_s:
         return ""
     why = f" ({evidence.threshold_why})" if evidence.threshold_why else ""
@@ -192,5 +192,5 @@ def stalled_words(evidence: Evidence) -> str:
 
 
 def early_lines(evidence: Evidence) -> list[str]:
-    """Returns what was seen while the job was quiet, and when."""
+    """Returns what early looks saw, and when."""
     return [f"{time.strftime('%H:%M:%S', time.gmtime(look.unix_s))} UTC, {in_status(look)}" for look in evidence.early]

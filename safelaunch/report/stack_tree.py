@@ -1,4 +1,4 @@
-"""The main threads of all ranks as one tree, from the calls that they share to where they diverge."""
+"""Main threads of all ranks as a tree: shared calls, then branches where they diverge."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ from dataclasses import dataclass
 
 from safelaunch.model import Frame, format_ranks, rank_words
 
-_DEEPEST = 60  # nested branches: a runaway recursion that each rank was seen in at another depth
+_DEEPEST = 60  # nested branches; for a runaway recursion, seen at another depth in each rank
 
 
 @dataclass(frozen=True)
 class StackBranch:
-    """Frames that several ranks share, and how their stacks continue.
-
-    A branch without frames: the innermost frame of these ranks is the one before it. Ranks are ranges (``"0-2,5"``).
-    """
+    """Frames that several ranks share, and how their stacks continue. Without frames, the stacks of ``ranks`` end."""
 
     frames: tuple[Frame, ...]  # outermost first
-    ranks: str
-    missing: str  # ranks that share the parent frame but not this branch; empty if most ranks do
+    ranks: str  # ranges: ``0-2,5``
+    missing: str  # ranks in the parent, but not in this branch; empty if most ranks are here
     count: int  # number of ``ranks``
     branches: tuple[StackBranch, ...] = ()  # the largest first
 
 
 def stack_tree(stacks: Mapping[int, Sequence[Frame]], everybody: Iterable[int]) -> tuple[StackBranch, ...]:
-    """Returns the branches of the tree of all stacks, whose frames are innermost first."""
+    """Returns the branches of all stacks, which have the innermost frame first."""
     groups: dict[tuple[Frame, ...], int] = {}
     for rank, frames in stacks.items():
         key = tuple(frames)
@@ -37,7 +34,7 @@ def stack_tree(stacks: Mapping[int, Sequence[Frame]], everybody: Iterable[int]) 
 def _branches(
     stacks: Sequence[tuple[tuple[Frame, ...], int]], depth: int, whole: int, nesting: int
 ) -> tuple[StackBranch, ...]:
-    """Returns the branches of stacks that share ``depth`` frames, as do the ranks ``whole``."""
+    """Returns the branches of stacks that share ``depth`` frames with all of ``whole``."""
     sides: dict[Frame | None, list[tuple[tuple[Frame, ...], int]]] = {}
     for frames, ranks in stacks:
         sides.setdefault(frames[depth] if depth < len(frames) else None, []).append((frames, ranks))
@@ -87,13 +84,13 @@ def _lines_of(branch: StackBranch, indent: str, most: int, made: list[str]) -> N
 
 
 def _who(branch: StackBranch) -> str:
-    """Returns ``ranks 0-2,5 | missing 3-4``."""
+    # ``ranks 0-2,5 | missing 3-4``
     missing = f" | missing {branch.missing}" if branch.missing else ""
     return f"{rank_words(branch.ranks)}{'' if branch.frames else ': here'}{missing}"
 
 
 def ranges(ranks: int) -> str:
-    """Formats ranks, given as bits."""
+    """Formats ranks given as bits."""
     found = []
     while ranks:
         lowest = ranks & -ranks

@@ -1,4 +1,4 @@
-"""The stacks of a job, grouped, and those of the processes at fault."""
+"""A job's stacks, grouped, and the stacks of processes at fault."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from safelaunch.stacks.frames import is_ours, own_part
 from safelaunch.verdict.rank_state import CaseFacts, child_views, view_of
 from safelaunch.verdict.thread_view import View
 
-ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) -> that line of the source, if readable
+ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) -> line of source, if readable
 MAX_FRAMES = 40
 
 
 @dataclass(frozen=True)
 class StackGroup:
-    """One stack and the processes that have it."""
+    """A stack and its processes."""
 
     who: str  # ``ranks 0-2,5``, ``dataloader workers of rank 1``
     frames: tuple[Frame, ...]  # innermost first
@@ -33,7 +33,7 @@ def merged_stacks(facts: CaseFacts) -> tuple[StackBranch, ...]:
 
 
 def main_frames(rank: RankEvidence) -> tuple[Frame, ...]:
-    """Returns the frames of a rank's main thread, innermost first; if it raised, those of the exception."""
+    """Returns the frames of a rank's exception, or else of its main thread, innermost first."""
     if rank.exception is not None and rank.exception.frames:
         return rank.exception.frames
     view = view_of(rank)
@@ -89,7 +89,7 @@ def culprit_lines(culprit: Culprit, evidence: Evidence, read_line: ReadLine | No
         text = read_line(frame.file, frame.line) if read_line and mark else None
         lines += [f"      {text}"] if text else []
     if culprit.frame is not None and not marked:
-        # The line at fault is in the past: it isn't part of the present stack.
+        # The line at fault isn't part of the current stack.
         lines = [f"→ {frame_text(culprit.frame)}", *(["", "now in:", *lines] if lines else [])]
     return lines
 
@@ -97,8 +97,8 @@ def culprit_lines(culprit: Culprit, evidence: Evidence, read_line: ReadLine | No
 def frames_at_fault(culprit: Culprit, rank: RankEvidence | None) -> tuple[Frame, ...]:
     """Returns the frames of the exception that ended the process.
 
-    Without one, those of the thread with the culprit's frame, else of the main thread; of a dead process, the frames
-    that it recorded last.
+    Without one, returns the frames of the thread with the culprit's frame, else of the main thread; for a dead process,
+    the frames that it recorded last.
     """
     if rank is None:
         return ()

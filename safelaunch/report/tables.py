@@ -1,4 +1,4 @@
-"""Tables of what a page contains many times: frames and other items by number; short names of files and hosts."""
+"""Tables of a page: frames and other items by number; short names of files and hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ItemNumbers(dict[T, int]):
-    """Numbers items in the order of their first use. Equal items have the same number."""
+    """Numbers items in order of first use. Equal items have the same number."""
 
     def __missing__(self, item: T) -> int:
         return self.setdefault(item, len(self))
@@ -27,13 +27,11 @@ class ItemNumbers(dict[T, int]):
 
 @dataclass(frozen=True)
 class Paths:
-    """Shortens file names."""
-
     projects: tuple[str, ...] = ()  # directories of the user's code
 
     @classmethod
     def of(cls, evidence: Evidence, cwd: str, frames: Iterable[Frame | None]) -> Paths:
-        """Takes the directory in which the job runs, and those of its scripts, as projects."""
+        """Takes the directories of the job and of its scripts as projects."""
         scripts = {str(PurePosixPath(normal(frame.file)).parent) for frame in frames if frame is not None}
         places = {place for place in (cwd, *scripts) if place.startswith("/") and len(place) > 1}
         return cls(tuple(sorted(places, key=len)))
@@ -59,18 +57,18 @@ class Frames:
     _frames: ItemNumbers[tuple[Frame, bool]] = field(default_factory=ItemNumbers)
 
     def number(self, frame: Frame | None, code_roots: Sequence[str] = ()) -> int:
-        """Returns the number of the frame's row; -1 without a frame."""
+        """Returns the frame's number; -1 without a frame."""
         if frame is None:
             return -1
         return self._frames[frame, is_pseudo(frame.file) or is_ours(frame.file) or is_library(frame.file, code_roots)]
 
     def stack(self, frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> int:
-        """Returns the number of the stack, whose frames are innermost first."""
+        """Returns the number of the stack, which has the innermost frame first."""
         return self.stacks[tuple(self.number(frame, code_roots) for frame in frames)]
 
     @property
     def rows(self) -> list[list[Any]]:
-        """Returns ``[short name, line, function, is it a library's, whole name]`` for each frame."""
+        """Rows ``[short name, line, function, is it a library's, whole name]`` of the frames."""
         return [self._row(*frame) for frame in self._frames]
 
     def _row(self, frame: Frame, library: bool) -> list[Any]:
@@ -79,7 +77,7 @@ class Frames:
 
 
 def hosts_word(hosts: Sequence[str]) -> str:
-    """Returns ``node[2-512]``, as Slurm writes lists of hosts."""
+    """Returns ``node[2-512]``, as Slurm writes hosts."""
     runs: dict[tuple[str, str, int], list[int]] = {}
     whole = []
     for host in hosts:

@@ -1,4 +1,4 @@
-"""Fills the templates of the pages. Nothing in the data can end its block or be taken for markup."""
+"""Fills the pages' templates. Nothing in the data can end its block or count as markup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from safelaunch.report.page import _first_sentence
 from safelaunch.system.printable import clean, clean_json
 
-_STYLE, _SCRIPT, _COMMON = "report.css", "report.js", "common.js"  # COMMON: drawing functions of all pages
+_STYLE, _SCRIPT, _COMMON = "report.css", "report.js", "common.js"
 
 
 @cache
@@ -33,7 +33,7 @@ def render(page: dict[str, Any], script: str | None = None) -> str:
     """Returns the page with ``page`` as its data.
 
     Args:
-        script: Program that draws it, after the common functions; None: that of an incident.
+        script: Program that draws it after the common functions; None: an incident's.
     """
     code = _part(_COMMON) + (script if script is not None else _part(_SCRIPT))
     data = clean_json(json.dumps(_cleaned(page), ensure_ascii=False, separators=(",", ":")))
@@ -58,7 +58,7 @@ def _hash(text: str) -> str:
 
 
 def _cleaned(value: Any) -> Any:
-    """Removes invisible characters from every text. Spaces stay, because they indent source."""
+    """Removes invisible characters from every text, except spaces, which indent source."""
     if isinstance(value, str):
         return value if value.isprintable() else _printable(value)
     if isinstance(value, dict):

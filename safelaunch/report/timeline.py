@@ -1,4 +1,4 @@
-"""The last calls of every rank, as lanes. Ranks that made the same calls share a lane."""
+"""Last calls of every rank, as lanes. Ranks that made the same calls share a lane."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safelaunch.report.tables import Frames, ItemNumbers
 from safelaunch.verdict.c10d import number_of, op_name
 from safelaunch.verdict.rank_state import CaseFacts
 
-MOST_CALLS = 96  # in a lane
+MOST_CALLS = 96
 MOST_LANES = 160
 LONGEST_S = 1e8
 _FEW_GROUPS = 12
@@ -23,10 +23,8 @@ _NAMELESS = ("", "undefined")
 
 @dataclass(frozen=True)
 class _CallKind:
-    """A kind of call that occurs many times."""
-
     op: str
-    group: str  # its label
+    group: str
     sizes: str
     dtypes: str
     frame: Frame | None
@@ -42,20 +40,20 @@ class _CallKind:
 
 @dataclass(frozen=True)
 class _Lane:
-    """The last calls of ``ranks``, oldest first, by column."""
+    """Last calls of ``ranks``, oldest first, by column."""
 
     ranks: list[int]
-    culprit: bool  # these ranks are at fault
+    culprit: bool
     kinds: Sequence[int] = ()
     numbers: Sequence[int] = ()
-    orders: Sequence[int] = ()  # position among all calls of the rank
-    at_ns: Sequence[int] = ()  # times of the first of these ranks
+    orders: Sequence[int] = ()  # positions among all calls of the rank
+    at_ns: Sequence[int] = ()  # of the first of these ranks
 
 
 def timeline(facts: CaseFacts, culprits: Collection[int], frames: Frames) -> dict[str, Any]:
-    """Returns the lanes of all ranks whose Flight Recorder holds calls: ranks at fault first, then the largest lanes.
+    """Returns the lanes of all ranks with recorded calls: ranks at fault first, then the largest lanes.
 
-    Kinds are rows, times are microseconds since the oldest shown call. ``part`` is the call at which ranks diverge;
+    Kinds are rows; times are microseconds since the oldest shown call. ``part`` is the call at which ranks diverge;
     ``recorded`` are the ranks with a record; ``mixed``: the ranks at fault wait in several groups.
     """
     records = {
@@ -65,7 +63,7 @@ def timeline(facts: CaseFacts, culprits: Collection[int], frames: Frames) -> dic
     }
     rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
     labels = _labels(records, rings)
-    groups = Counter(labels.values())  # number of groups with each label
+    groups = Counter(labels.values())
     kinds = ItemNumbers[_CallKind]()
     every = _lanes(
         facts, rings, culprits, ByKind(lambda rank, call: kinds[_CallKind.of(rank, call, labels[call.group])])
@@ -136,7 +134,7 @@ def _lanes(
 
 
 def _labels(records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> dict[str, str]:
-    """Returns a label for each group. Groups of one purpose (the data-parallel ones of a mesh) share a label."""
+    """Returns a label for each group. Groups with one purpose (a mesh's data-parallel ones) share a label."""
     described: dict[str, str] = {}
     members: dict[str, int] = {}
     for rank, record in records.items():
@@ -160,9 +158,9 @@ def _labels(records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -
 def _parting(
     facts: CaseFacts, labels: Mapping[str, str], culprits: Collection[int]
 ) -> tuple[tuple[str, int] | None, Set[int]]:
-    """Returns the call at which the ranks diverge, and the ranks that never entered it.
+    """Returns the call at which the ranks diverge, if recorded, and the ranks that never entered it.
 
-    The call is the label of its group and its number; None if the records don't show it.
+    The call is its group's label and its number.
     """
     differs = facts.histories.first_mismatch
     place = _shifted(facts, culprits) or ((differs.group, differs.seq) if differs is not None else None)
@@ -176,7 +174,7 @@ def _parting(
 
 
 def _shifted(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int] | None:
-    """Returns an extra or missing call of the ranks at fault after which the calls agree again."""
+    # An extra or missing call of the ranks at fault, after which the calls agree again.
     for group in _waited_in(facts):
         shift = facts.histories.shift_in(group)
         if shift is not None and shift.agrees_again and set(shift.ranks) & set(culprits):
@@ -209,7 +207,7 @@ def _not_entered(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int]
 
 
 def _met(facts: CaseFacts, culprits: Set[int]) -> tuple[str, int] | None:
-    """Returns the call in which ranks at fault and others wait together: they differ in its arguments."""
+    """Returns the call in which ranks at fault and others wait together, with different arguments."""
     pending: dict[tuple[str, int], set[int]] = {}
     for rank in facts.ranks:
         for call in facts.alignment.pending(rank):
@@ -219,7 +217,7 @@ def _met(facts: CaseFacts, culprits: Set[int]) -> tuple[str, int] | None:
 
 
 def _waited_in(facts: CaseFacts) -> list[str]:
-    """Returns the groups that ranks wait in; without any, as after a crash, the groups with pending calls."""
+    # After a crash, no rank waits: take the groups with pending calls.
     groups = _groups_of(facts, facts.ranks)
     return sorted(groups or {call.group for rank in facts.ranks for call in facts.alignment.pending(rank)})[:64]
 

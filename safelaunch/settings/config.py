@@ -1,15 +1,14 @@
-"""The settings of one run, resolved from every place that can set them, each with its origin.
+"""Resolves the settings of one run from all places that can set them, each with its origin.
 
 Precedence: command line > ``SAFELAUNCH_*`` environment > the project's configuration file > the user's
 (``~/.config/safelaunch/config.yaml``) > the machine's (``/etc/safelaunch.yaml``) > presets > defaults. The project's is
 ``--config FILE`` (TOML if its name ends in ``.toml``, else YAML), else ``./safelaunch.yaml``, else
-``[tool.safelaunch]`` of ``./pyproject.toml``. Each file sets single options. Only the highest level that names presets
-counts: ``--preset`` replaces the list of a configuration file. Paths on the command line and in the environment, and
-``bundle-dir`` everywhere, are relative to the working directory. Presets in a configuration file are relative to that
-file.
+``[tool.safelaunch]`` of ``./pyproject.toml``. Each file sets single options, but only the highest level that names
+presets counts. Paths are relative to the working directory, except presets in a configuration file, which are relative
+to that file.
 
-A configuration file can set variables such as LD_PRELOAD. One that no option names is read only if it belongs to this
-user or to root and no other user can write it.
+A configuration file can set variables such as LD_PRELOAD. Unless an option names it, it is read only if it belongs to
+this user or to root and no other user can write it.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from safelaunch.system.console import say
 from safelaunch.system.errors import PresetError, UsageError
 from safelaunch.system.files import exists, is_file
 
-# Set by safelaunch for the processes it starts; a run inside a run inherits them.
+# Set by safelaunch for the processes it starts, and inherited by a run inside a run.
 INTERNAL_ENV = frozenset(
     {
         "SAFELAUNCH_RUN_DIR",
@@ -66,10 +65,10 @@ INTERNAL_ENV = frozenset(
         "SAFELAUNCH_ALLOCATIONS",
     }
 )
-# The lease directory of a node, for tests and for nodes whose /tmp is not shared.
+# The lease directory, for tests and for nodes that don't share /tmp.
 PLACES_ENV = ("SAFELAUNCH_LEASE_DIR",)
-# Set for the commands of --on-bundle and --on-suspect; a run that they start inherits them. SAFELAUNCH_RUN_NAME is also
-# an option's.
+# Set for the commands of --on-bundle and --on-suspect, and inherited by a run that they start. SAFELAUNCH_RUN_NAME is
+# also an option's.
 HOOK_ENV = tuple(
     f"SAFELAUNCH_{word}"
     for word in [
@@ -89,7 +88,7 @@ NOT_OPTIONS = INTERNAL_ENV | {*HOOK_ENV, *PLACES_ENV}
 PREFIX = "SAFELAUNCH_"
 CONFIG_FILE = "safelaunch.yaml"
 MACHINE_FILE = "/etc/safelaunch.yaml"
-USER_FILE = "safelaunch/config.yaml"  # below $XDG_CONFIG_HOME, which is ~/.config if unset
+USER_FILE = "safelaunch/config.yaml"  # below $XDG_CONFIG_HOME or ~/.config
 PYPROJECT = "pyproject.toml"
 TOML_TABLE = "tool.safelaunch"
 
@@ -98,7 +97,7 @@ _Values = dict[str, Sourced]
 
 @dataclass(frozen=True)
 class _File:
-    """The settings of one configuration file; ``directory`` is what its presets are relative to."""
+    """Settings of a configuration file; its presets are relative to ``directory``."""
 
     directory: Path
     values: _Values = field(default_factory=dict)
@@ -113,9 +112,11 @@ def resolve(
 ) -> Settings:
     """Returns the settings of a run.
 
-    ``cli`` holds safelaunch's own options in order, spelled as in the table, with their value (None for a
-    switch). ``torch_version`` is called only if presets or an ``env`` section exist. Raises UsageError
-    (PresetError for a file) that names the place of the wrong value.
+    Raises UsageError (PresetError for a file) that names the place of the wrong value.
+
+    Args:
+        cli: safelaunch's options in order, with their values (None for a switch).
+        torch_version: Called only if presets or an ``env`` section exist.
     """
     above = {**_from_environment(environ), **_from_command_line(cli)}
     files = [*_shared_files(environ), _file(*_project_root(above.get("config"), cwd))]
@@ -152,10 +153,7 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
 
 
 def _check(values: _Values) -> None:
-    """Raises UsageError for an option of an add-on that is missing.
-
-    And for a --max-stall below the stall timeout: it would end the job before any suspicion.
-    """
+    """Raises UsageError for a missing add-on's option, or a --max-stall that would end the job before any suspicion."""
     for option in addon_options(present=False):
         if option.name in values:
             origin = values[option.name].origin
@@ -214,7 +212,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Values:
 
 
 def _shared_files(environ: Mapping[str, str]) -> list[_File]:
-    """Returns the machine's and the user's configuration, in this order, as far as they exist and are trusted."""
+    """Returns the machine's and the user's configuration, if they exist and are trusted."""
     config_home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or "~", ".config")  # noqa: PTH118
     files = []
     for path in (Path(MACHINE_FILE), Path(config_home).expanduser() / USER_FILE):
@@ -229,7 +227,6 @@ def _shown(path: Path, environ: Mapping[str, str]) -> str:
 
 
 def _file(root: YamlNode, path: Path) -> _File:
-    """Returns the settings below ``root``, the content of ``path``."""
     if root.kind == "nothing":
         return _File(path.parent)
     values: _Values = {}
@@ -246,7 +243,7 @@ def _file(root: YamlNode, path: Path) -> _File:
 
 
 def _project_root(chosen: Sourced | None, cwd: Path) -> tuple[YamlNode, Path]:
-    """Returns the content and the path of the configuration file of the project, or of ``--config``."""
+    """Returns content and path of the project's configuration file, or of ``--config``."""
     if chosen is not None:
         name = str(chosen.value)
         path = cwd / Path(name).expanduser()
@@ -254,7 +251,7 @@ def _project_root(chosen: Sourced | None, cwd: Path) -> tuple[YamlNode, Path]:
             raise PresetError(f"configuration file {name} does not exist ({chosen.origin})", "check the path")
         return (_toml(path, name) if path.suffix == ".toml" else read_yaml(path, name)), path
     path = cwd / CONFIG_FILE
-    if exists(path) and (data := _found(path, CONFIG_FILE)) is not None:  # exists(), unlike pathlib, raises nothing
+    if exists(path) and (data := _found(path, CONFIG_FILE)) is not None:  # exists(), unlike pathlib's, never raises
         return parse_yaml(decode(data, CONFIG_FILE), CONFIG_FILE), path
     path = cwd / PYPROJECT
     if is_file(path) and (data := _found(path, PYPROJECT, b"[" + TOML_TABLE.encode())) is not None:
@@ -263,7 +260,7 @@ def _project_root(chosen: Sourced | None, cwd: Path) -> tuple[YamlNode, Path]:
 
 
 def _toml(path: Path, name: str) -> YamlNode:
-    # A TOML file other than pyproject.toml may have its keys at the top level.
+    # Only pyproject.toml must have its keys in the table.
     text = decode(read_bytes(path, name), name)
     table = parse_toml_table(text, name, TOML_TABLE)
     whole = table.kind == "nothing" and path.name != PYPROJECT
@@ -276,16 +273,13 @@ def _toml(path: Path, name: str) -> YamlNode:
 def _found(path: Path, shown: str, only_with: bytes = b"") -> bytes | None:
     """Returns the content of a file that no option names; None if it is untrusted, or doesn't contain ``only_with``.
 
-    Raises PresetError for a trusted file that cannot be read.
-
-    Args:
-        shown: The path in messages.
+    Raises PresetError for a trusted, unreadable file. ``shown`` is its path in messages.
     """
     try:
         link = path.lstat()
         data, info = read_with_owner(path, shown)
     except OSError:
-        return None  # it is gone
+        return None
     except PresetError:
         if reason := _why_not_trusted(link) or _why_not_trusted(_owner(path)):
             _ignored(path, shown, reason)
@@ -307,13 +301,13 @@ def _owner(path: Path) -> os.stat_result | None:
 
 
 def _why_not_trusted(info: os.stat_result | None) -> str:
-    """Returns which other user, besides root, owns or can write the file; empty if none does."""
+    """Returns which other user, besides root, owns or can write the file, or ""."""
     if info is None:
         return ""
     if info.st_uid not in (0, os.getuid()):
         return f"it belongs to user {info.st_uid}"
     if stat.S_ISLNK(info.st_mode):
-        return ""  # a link's mode means nothing
+        return ""  # a link has no mode
     if info.st_mode & stat.S_IWOTH:
         return "every user can write it"
     if info.st_mode & stat.S_IWGRP and not _is_private_group(info.st_gid, info.st_uid):
@@ -322,7 +316,7 @@ def _why_not_trusted(info: os.stat_result | None) -> str:
 
 
 def _is_private_group(gid: int, uid: int) -> bool:
-    """Returns whether it is the user's private group. Many systems create one, and umask 002 is usual there."""
+    """Returns whether it is the user's private group, which many systems create and give umask 002."""
     import grp
     import pwd
 

@@ -1,7 +1,6 @@
-"""safelaunch's own options as one table: names, values, help, and which subcommands take them.
+"""safelaunch's options as one table: names, values, help, and subcommands.
 
-The command line splitter, the environment, the configuration file, the presets' ``watchdog`` section and the
-help text all read this table.
+Command line, environment, configuration files, presets' ``watchdog`` sections and help texts use it.
 """
 
 from __future__ import annotations
@@ -33,22 +32,20 @@ _FALSE = ("0", "false", "no", "off")
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds from ``600``, ``1.5``, ``90s``, ``10m`` or ``2h``; ValueError unless positive and finite."""
+    """Returns the seconds in ``600``, ``1.5``, ``90s``, ``10m`` or ``2h``; ValueError unless positive and finite."""
     return seconds_of(text)
 
 
 class GroupTimeoutSetting(NamedTuple):
-    """The timeout of process groups."""
-
     seconds: float
-    everywhere: bool = False  # also for groups to which the script gives a timeout
+    everywhere: bool = False  # also for groups with a timeout from the script
 
     def __str__(self) -> str:
         return f"{self.seconds:g} s{'!' if self.everywhere else ''}"
 
 
 def parse_group_timeout(text: str) -> GroupTimeoutSetting:
-    """``30s``, or ``30s!`` for all groups."""
+    """Parses ``30s``, or ``30s!`` for all groups."""
     text = text.strip()
     seconds = parse_seconds(text.removesuffix("!"))
     if not 1e-3 <= seconds <= 1e8:  # milliseconds, in a datetime.timedelta
@@ -57,19 +54,18 @@ def parse_group_timeout(text: str) -> GroupTimeoutSetting:
 
 
 def parse_count(text: str) -> int:
-    """A whole number of at most 6 digits, 0 included."""
+    """Parses a whole number, or 0, of at most 6 digits."""
     if not re.fullmatch(r"[0-9]{1,6}", text.strip(), re.ASCII):
         raise ValueError(text)
     return int(text)
 
 
 def parse_stall_timeout(text: str) -> float | None:
-    """Seconds, or None for ``auto``."""
+    """Returns seconds, or None for ``auto``."""
     return None if text.strip() == AUTO else parse_seconds(text)
 
 
 def one_of(words: Sequence[str]) -> Callable[[str], str]:
-    """A parser of these words."""
 
     def parse(text: str) -> str:
         if text.strip() not in words:
@@ -80,17 +76,17 @@ def one_of(words: Sequence[str]) -> Callable[[str], str]:
 
 
 def parse_run_name(text: str) -> str:
-    """A name that is safe in a file name: 1-64 of ``A-Z a-z 0-9 . _ -``, not starting with ``.`` or ``-``."""
+    """Checks a name that is safe in a file name: 1-64 of ``A-Z a-z 0-9 . _ -``, not starting with ``.`` or ``-``."""
     if not _RUN_NAME.fullmatch(text):
         raise ValueError(text)
     return text
 
 
 def parse_gpus(text: str) -> str:
-    """``all``, ``none``, a count, or ids, without blanks.
+    """Returns ``all``, ``none``, a count, or ids, without blanks.
 
-    Digits alone are a count. Ids are separated by commas (``0,2``; a single one is ``3,``), or are UUIDs that
-    begin with ``GPU-`` or ``MIG-``. Duplicate ids and a count of 0 are errors.
+    Digits alone are a count. Ids are separated by commas (``0,2``; a single one is ``3,``), or are UUIDs that begin
+    with ``GPU-`` or ``MIG-``. Duplicate ids and a count of 0 are errors.
     """
     text = re.sub(r"\s*,\s*", ",", text.strip())
     if text in ("all", "none"):
@@ -106,7 +102,7 @@ def parse_gpus(text: str) -> str:
 
 
 def parse_store(text: str) -> str:
-    """``HOST:PORT``, ``[IPv6]:PORT``, or a port alone."""
+    """Checks ``HOST:PORT``, ``[IPv6]:PORT``, or a port alone."""
     match = _STORE.fullmatch(text.strip())
     if match is None or not 0 < int(match[1]) < 65536:
         raise ValueError(text)
@@ -114,7 +110,7 @@ def parse_store(text: str) -> str:
 
 
 def parse_flag(text: str) -> bool:
-    """A switch in the environment or in YAML: 1/true/yes/on or 0/false/no/off."""
+    """Parses a switch in the environment or in YAML: 1/true/yes/on or 0/false/no/off."""
     word = text.strip().lower()
     if word not in _TRUE + _FALSE:
         raise ValueError(text)
@@ -122,19 +118,18 @@ def parse_flag(text: str) -> bool:
 
 
 def parse_wait(text: str) -> bool | float:
-    """A switch, or for how many seconds it is on."""
+    """Parses a switch, or the number of seconds that it is on."""
     return parse_flag(text) if text.strip().lower() in _TRUE + _FALSE else parse_seconds(text)
 
 
 def parse_nonblank(text: str) -> str:
-    """A path or a command line for the shell: not empty."""
+    """Checks a path or a shell command."""
     if not text.strip() or "\0" in text:
         raise ValueError(text)
     return text
 
 
 def parse_path(text: str) -> Path:
-    """A path that is relative to the working directory, wherever it is given."""
     return Path(parse_nonblank(text)).expanduser()
 
 
@@ -143,46 +138,43 @@ def parse_path(text: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option."""
-
     name: str
-    metavar: str | None  # None for a switch
+    metavar: str | None  # None: a switch
     parse: Callable[[str], object]
-    expects: str  # completes the sentence "X is not ..."
+    expects: str  # completes "X is not ..."
     help: str
-    commands: frozenset[str] = frozenset({"run", "exec"})  # the subcommands that take it
+    commands: frozenset[str] = frozenset({"run", "exec"})  # that take it
     repeatable: bool = False
     in_file: bool = True
     value_is_optional: bool = False  # a switch that also accepts ``=VALUE``
-    addon: str = ""  # add-on that implements it; without that add-on, the option is refused
-    unset: str = ""  # text that ``--dry-run`` shows for no value; empty if it doesn't list the option
+    addon: str = ""  # add-on that implements it; refused without
+    unset: str = ""  # shown by ``--dry-run`` if it has no value; empty: not listed
 
     @property
     def flag(self) -> str:
-        """Its form on the command line: ``--stall-timeout``."""
+        """Form on the command line: ``--stall-timeout``."""
         return f"--{self.name}"
 
     @property
     def takes_value(self) -> bool | None:
-        """Whether it takes a value; None if the value is optional, after an equals sign."""
+        """True if it takes a value; None if the value is optional, after an equals sign."""
         return None if self.value_is_optional else self.metavar is not None
 
     @property
     def usage(self) -> str:
-        """Its flag and value, as the help shows them: ``--gpus N``, ``--wait[=DURATION]``."""
+        """Flag and value in the help: ``--gpus N``, ``--wait[=DURATION]``."""
         if self.value_is_optional:
             return f"{self.flag}[={self.metavar}]"
         return f"{self.flag} {self.metavar or ''}".rstrip()
 
     @property
     def attribute(self) -> str:
-        """The field of :class:`Settings` that has its value: ``stall_timeout_s``, ``presets``, ``watch``."""
+        """Field of :class:`Settings` with its value: ``stall_timeout_s``, ``presets``, ``watch``."""
         name = self.name.removeprefix("no-").replace("-", "_")
         return f"{name}_s" if self.parse in (parse_seconds, parse_stall_timeout) else name + "s" * self.repeatable
 
     @property
     def is_duration(self) -> bool:
-        """Returns whether its value can be a duration."""
         return self.parse in (parse_seconds, parse_stall_timeout, parse_group_timeout, parse_wait)
 
     @property
@@ -190,16 +182,16 @@ class Option:
         return not self.addon or addons.is_present(self.addon)
 
     def setting(self, value: object) -> object:
-        """The value of that field: a switch ``no-...`` turns it off."""
+        """Returns the field's value: a switch ``no-...`` turns it off."""
         return not value if self.name.startswith("no-") else value
 
     @property
     def variable(self) -> str:
-        """Its form in the environment: ``SAFELAUNCH_STALL_TIMEOUT``."""
+        """Form in the environment: ``SAFELAUNCH_STALL_TIMEOUT``."""
         return "SAFELAUNCH_" + self.name.upper().replace("-", "_")
 
     def parse_text(self, text: str, where: str) -> object:
-        """The value of ``text``. Raises UsageError, naming ``where`` it was given, if it is not valid."""
+        """Returns the value of ``text``. Raises UsageError that names its place ``where``."""
         try:
             return self.parse(text)
         except ValueError:
@@ -207,9 +199,9 @@ class Option:
             raise UsageError(f"{where}: {text!r} is not {self.expects}{hint}") from None
 
     def parse_node(self, node: YamlNode) -> object:
-        """The value in a file. Raises PresetError, naming file and line, if it is not valid.
+        """Returns the value in a file: for a repeatable option, a tuple from one value or a list.
 
-        A repeatable option takes one value or a list, and gives a tuple.
+        Raises PresetError with file and line.
         """
         where = f"{node.where}: {self.name}"
         try:
@@ -233,7 +225,7 @@ def _quote_hint(node: YamlNode) -> str:
 _WORDS = {"on-stall": ON_STALL, "on-inconsistent": ON_INCONSISTENT}
 _A_DURATION = "a positive number of seconds (also 90s, 10m, 2h)"
 
-# What several options take: how it is called, what reads it, what it has to be.
+# Metavar, parser and expectation that several options share.
 _DURATION = ("SECONDS", parse_seconds, _A_DURATION)
 _SWITCH = (None, parse_flag, "1 or 0")
 _COMMAND = ("COMMAND", parse_nonblank, "a command")
@@ -400,7 +392,7 @@ _OTHER = (
     ),
 )
 
-# By subject, in the order of the help; ``docs/options.md`` has the same.
+# By subject, in the order of the help and ``docs/options.md``.
 OPTION_GROUPS: Mapping[str, tuple[Option, ...]] = {
     "Watching": _WATCHING,
     "Bundles": _BUNDLES,
@@ -437,76 +429,70 @@ RUN_DIR = "run_dir"
 
 @dataclass(frozen=True, slots=True)
 class EnvSetting:
-    """One environment variable to set."""
-
     name: str
-    value: str  # a template, see ``expand``
+    value: str  # template, see ``expand``
     why: str
     origin: str  # ``preset hang-debug`` or ``safelaunch.yaml:7``
-    torch: str = ""  # version specifier; empty for any
+    torch: str = ""  # version specifier
     yields_to: tuple[str, ...] = ()  # variables with the same effect: if one is exported, this one is left out
 
     def expand(self, run_dir: str) -> str:
-        """Returns the value with ``{run_dir}`` replaced, and with doubled braces as single ones."""
+        """Returns the value with ``{run_dir}`` replaced, and doubled braces as single ones."""
         return self.value.format_map({RUN_DIR: run_dir})
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The value of every option, with its origin.
+    """Values of all options, and their origins.
 
     An origin is ``command line``, ``environment SAFELAUNCH_STALL_TIMEOUT``, ``safelaunch.yaml:3``, ``preset
-    hang-debug`` or ``default``. ``stall_timeout_s`` None is ``auto``; ``max_stall_s`` None is not given.
-    ``pg_timeout`` None leaves torch's own. ``gpus`` is a text from ``parse_gpus``, None if not given.
-    ``keep_bundles`` 0 keeps all. With ``wait``, ``wait_timeout_s`` None waits forever. ``bundle_dir`` is absolute if
-    the working directory is. ``env`` holds the variables of presets and configuration files, which exported variables
-    override. ``idle_presets`` are presets that set nothing for the installed torch.
+    hang-debug`` or ``default``.
     """
 
     presets: tuple[str, ...] = ()
-    stall_timeout_s: float | None = None
+    stall_timeout_s: float | None = None  # None: auto
     stall_floor_s: float = DEFAULT_STALL_FLOOR_S
-    max_stall_s: float | None = None
+    max_stall_s: float | None = None  # None: not given
     startup_timeout_s: float = DEFAULT_STARTUP_TIMEOUT_S
     on_stall: str = "kill"
-    pg_timeout: GroupTimeoutSetting | None = None
+    pg_timeout: GroupTimeoutSetting | None = None  # None: torch's own
     watch: bool = True
-    bundle_dir: Path = Path(DEFAULT_BUNDLE_DIR)
-    keep_bundles: int = 0
+    bundle_dir: Path = Path(DEFAULT_BUNDLE_DIR)  # absolute if the working directory is
+    keep_bundles: int = 0  # 0: all
     on_bundle: str | None = None
     early_look: bool = True
     on_suspect: str | None = None
     check_every: int = 0
     on_inconsistent: str = "report"
-    gpus: str | None = None
+    gpus: str | None = None  # from ``parse_gpus``
     wait: bool = False
-    wait_timeout_s: float | None = None
+    wait_timeout_s: float | None = None  # with ``wait``; None: forever
     lease: bool = True
     run_name: str | None = None
     cluster_key_file: Path | None = None
     cluster_store: str | None = None
     config: str | None = None
     dry_run: bool = False
-    env: tuple[EnvSetting, ...] = ()
-    idle_presets: tuple[str, ...] = ()
+    env: tuple[EnvSetting, ...] = ()  # of presets and configuration files; exported variables win
+    idle_presets: tuple[str, ...] = ()  # presets that set nothing for the installed torch
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, name: str) -> str:
-        """Returns the origin of an option's value; ``default`` if nothing sets it."""
+        """Returns the origin of an option's value."""
         return self.origins.get(name, "default")
 
     def is_explicit(self, name: str) -> bool:
-        """Returns whether anything, presets included, sets an option."""
+        """Returns whether anything, even a preset, sets an option."""
         return self.origin(name) != "default"
 
     @property
     def effective_stall_timeout_s(self) -> float:
-        """The threshold in seconds; under ``auto`` the one that applies until the job's rhythm is known."""
+        """Threshold in seconds; under ``auto``, before the job's rhythm is known."""
         return DEFAULT_STALL_TIMEOUT_S if self.stall_timeout_s is None else self.stall_timeout_s
 
     @property
     def effective_max_stall_s(self) -> float | None:
-        """The given value; else 12 times an explicit stall timeout; else None, because no job is ended by default."""
+        """The given value, else 12 times an explicit stall timeout, else None: no job is ended by default."""
         if self.max_stall_s is not None:
             return self.max_stall_s
         if self.stall_timeout_s is not None:
@@ -515,7 +501,6 @@ class Settings:
 
     @property
     def max_stall_origin(self) -> str:
-        """Origin of ``effective_max_stall_s``."""
         if self.max_stall_s is None and self.stall_timeout_s is not None:
             return f"{MAX_STALL_FACTOR} x stall-timeout ({self.origin('stall-timeout')})"
         return self.origin("max-stall")
@@ -526,9 +511,9 @@ Seconds = float | str | timedelta  # 90, "90s", "10m", timedelta(minutes=10)
 
 
 class LaunchOptions(TypedDict, total=False):
-    """The keywords of ``safelaunch.launch``: ``stall_timeout=90`` is ``--stall-timeout 90``.
+    """Keywords of ``safelaunch.launch``: ``stall_timeout=90`` is ``--stall-timeout 90``.
 
-    Two have other names here: ``config_file`` is ``--config``, and ``watch=False`` is ``--no-watch``.
+    Two names differ: ``config_file`` is ``--config``, and ``watch=False`` is ``--no-watch``.
     """
 
     preset: OptionText | Sequence[OptionText]
@@ -559,19 +544,19 @@ class LaunchOptions(TypedDict, total=False):
 
 
 def options_of(command: str) -> tuple[Option, ...]:
-    """The options that a subcommand takes itself: ``run``, ``exec``, ``colaunch``, ``demo`` or ``dump``.
+    """Returns the options of a subcommand: ``run``, ``exec``, ``colaunch``, ``demo`` or ``dump``.
 
-    A job of a colaunch sweep takes those of ``run`` or ``exec``.
+    Jobs of a colaunch sweep take the options of ``run`` or ``exec``.
     """
     return tuple(option for option in OWN_OPTIONS if command in option.commands)
 
 
 def addon_options(*, present: bool = True) -> tuple[Option, ...]:
-    """Returns the options of add-ons that are installed or, unless ``present``, missing."""
+    """Returns the options of installed add-ons or, unless ``present``, of missing ones."""
     return tuple(option for option in OWN_OPTIONS if option.addon and option.is_available == present)
 
 
-# Options that belong to no run: they print something and exit.
+# These print something and exit.
 HELP_OPTIONS = {
     "-h, --help": "Print this help.",
     "--help-torchrun": "Print the help of the installed torchrun.",
@@ -585,7 +570,7 @@ ELSEWHERE = (
 
 
 def help_text(command: str = "run", width: int = 100) -> str:
-    """The help on the own options of a subcommand, by subject."""
+    """Returns the help on a subcommand's options, by subject."""
     parts = []
     for title, options in OPTION_GROUPS.items():
         rows = [(o.usage, o.help) for o in options if command in o.commands and o.is_available]
@@ -594,7 +579,7 @@ def help_text(command: str = "run", width: int = 100) -> str:
 
 
 def entries(rows: Iterable[tuple[str, str]], width: int, column: int = 28) -> str:
-    """Formats names and their meanings in two columns. A name that is too long for its column gets its own line."""
+    """Formats names and their meanings in two columns; a name that is too long gets its own line."""
     lines = []
     for name, text in rows:
         fits = len(name) + 4 <= column
@@ -604,8 +589,8 @@ def entries(rows: Iterable[tuple[str, str]], width: int, column: int = 28) -> st
 
 
 def wrapped(text: str, width: int, indent: str = "  ") -> str:
-    """Returns the text as one paragraph, wrapped between words."""
-    import textwrap  # needed for help only
+    """Returns the text as one wrapped paragraph."""
+    import textwrap  # late: only help needs it
 
     return textwrap.fill(
         text,

@@ -1,11 +1,11 @@
 """Presets: named sets of environment variables, each with its reason, and watchdog settings.
 
-Later presets win, and a preset wins over those that it extends. A preset that ``extends`` reaches twice applies once,
-at its first place, so that it never undoes a change of a preset built on it.
+Later presets win, and a preset wins over those that it extends. A preset that is reached twice applies once, at its
+first place, so that it doesn't undo a change of a preset that extends it.
 
 A preset is a YAML file, shipped (``hang-debug``) or the user's own (``./my.yaml``):
 
-    description: |                  # required; the first line is what 'safelaunch presets' lists
+    description: |                  # required; 'safelaunch presets' lists the first line
       One line.
       More lines.
     extends: hang-debug             # or a list; names, or paths relative to this file
@@ -14,7 +14,7 @@ A preset is a YAML file, shipped (``hang-debug``) or the user's own (``./my.yaml
         value: INFO                 # text or number; {run_dir} is replaced, {{ and }} stand for braces
         why: One line that says why.
         torch: ">=2.9,<3"           # optional: only with these versions of torch
-        yields-to: NCCL_DEBUG_FILE  # optional: left out when the user exported one of these (a name or a list)
+        yields-to: NCCL_DEBUG_FILE  # optional: left out if the user exported one of these (a name or a list)
     watchdog:
       stall-timeout: 120            # also startup-timeout, max-stall, on-stall, pg-timeout
 """
@@ -43,7 +43,7 @@ from safelaunch.system.errors import PresetError
 
 # --- one file ---------------------------------------------------------------------------------------------------------
 
-# Variables of safelaunch in the ranks that a preset can set.
+# safelaunch's variables that a preset can set.
 OF_THE_BEACON = ("SAFELAUNCH_ALLOCATIONS",)
 
 _CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*([0-9]+(?:\.[0-9]+)*)")
@@ -52,10 +52,10 @@ _RELEASE = re.compile(r"[0-9]+(?:\.[0-9]+)*")
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One preset file as written, without the presets it extends.
+    """A preset file as written, without the presets it extends.
 
-    ``name`` is the user's name for it, ``shown`` its path in messages. ``extends`` pairs each name with its
-    ``file:line``. ``watchdog`` maps e.g. ``stall-timeout`` to its parsed value (seconds).
+    ``shown`` is its path in messages. ``extends`` pairs each name with its ``file:line``. ``watchdog`` has values such
+    as ``stall-timeout`` (seconds).
     """
 
     name: str
@@ -68,12 +68,11 @@ class Preset:
 
     @property
     def summary(self) -> str:
-        """The first line of the description."""
         return self.description.splitlines()[0]
 
 
 def read_preset(name: str, path: Path, shown: str) -> Preset:
-    """Reads and checks one preset file. Raises PresetError with file (as ``shown``), line and nearest known name."""
+    """Reads and checks a preset file. Raises PresetError with file (as ``shown``), line and nearest known name."""
     root = read_yaml(path, shown)
     if root.kind == "nothing":
         raise PresetError(f"{root.where}: the file is empty; a preset needs at least a 'description'")
@@ -95,7 +94,7 @@ def read_preset(name: str, path: Path, shown: str) -> Preset:
 
 
 def read_env(node: YamlNode, origin: str, *, reasons: bool) -> tuple[EnvSetting, ...]:
-    """The ``env`` section of a preset, or of a configuration file (``reasons`` False: plain ``NAME: value``)."""
+    """Returns the ``env`` section of a preset, or of a configuration file (``reasons`` False: ``NAME: value``)."""
     settings = []
     fix = f"safelaunch's own settings go under 'watchdog' ({', '.join(WATCHDOG_KEYS)})"
     for key, value in variables_of(node, fix, OF_THE_BEACON):
@@ -151,10 +150,7 @@ def _env_value(name: str, node: YamlNode) -> str:
 
 
 def version_matches(specifier: str, version: str | None) -> bool:
-    """Returns whether a specifier such as ``>=2.9,<3`` admits a version.
-
-    Only the release counts (``2.9.0a0+cu13`` is 2.9); None is the newest.
-    """
+    """Returns whether a specifier such as ``>=2.9,<3`` admits a version by its release; None is the newest."""
     release = _RELEASE.match(version or "")
     number = _padded(release.group()) if release else (1 << 30,) * 4
     return all(_compare(op, number, _padded(bound)) for op, bound in _clauses(specifier, "torch"))
@@ -196,19 +192,13 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 class Sourced(NamedTuple):
-    """A value and its origin."""
-
     value: object
     origin: str
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Several presets merged.
-
-    ``watchdog`` maps e.g. ``stall-timeout`` to its value. ``idle`` are presets that set nothing for this version of
-    torch.
-    """
+    """Several presets merged. ``idle`` ones set nothing for this version of torch."""
 
     env: tuple[EnvSetting, ...] = ()
     watchdog: Mapping[str, Sourced] = field(default_factory=dict)
@@ -216,29 +206,31 @@ class Composition:
 
 
 def find_builtin_dir() -> Path:
-    """The directory of the shipped presets: in the installed package, else in the source checkout."""
+    """Returns the directory of the shipped presets, in the installed package or the source checkout."""
     package = Path(__file__).resolve().parents[1]
     return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
 
 
 def builtin_names(directory: Path) -> tuple[str, ...]:
-    """The names of the presets in a directory, sorted."""
+    """Returns the names of a directory's presets, sorted."""
     return tuple(sorted(path.stem for path in directory.glob("*.yaml")))
 
 
 def list_presets() -> tuple[Preset, ...]:
-    """Every shipped preset, sorted by name. Raises PresetError for a damaged one."""
+    """Returns every shipped preset, sorted by name. Raises PresetError for a damaged one."""
     directory = find_builtin_dir()
     paths = [directory / f"{name}.yaml" for name in builtin_names(directory)]
     return tuple(read_preset(path.stem, path, str(path)) for path in paths)
 
 
 def load_presets(refs: Sequence[str], *, cwd: Path, torch_version: str | None, asked_by: str = "") -> Composition:
-    """Reads presets, named or by path relative to ``cwd``, and composes them: later wins.
+    """Reads presets, by name or by path relative to ``cwd``, and composes them: later ones win.
 
-    Variables for other versions of torch are left out; ``torch_version`` None (unknown) counts as the newest.
-    ``asked_by`` (e.g. ``safelaunch.yaml:3``) begins the message about an unknown name in ``refs``. Raises
-    PresetError, naming file, line and the nearest known name.
+    Leaves out variables for other versions of torch; None counts as the newest. Raises PresetError with file, line and
+    nearest known name.
+
+    Args:
+        asked_by: Place of ``refs`` (``safelaunch.yaml:3``), for the message about an unknown name.
     """
     env: dict[str, EnvSetting] = {}
     watchdog: dict[str, Sourced] = {}
@@ -253,7 +245,7 @@ def load_presets(refs: Sequence[str], *, cwd: Path, torch_version: str | None, a
 
 
 def preset_chain(refs: Sequence[str], *, cwd: Path, asked_by: str = "") -> tuple[Preset, ...]:
-    """The presets and all that they extend, in the order of application (depth first, extended ones before)."""
+    """Returns the presets and all that they extend, in order of application: extended ones first."""
     walk = _Walk(cwd)
     order: dict[Path, Preset] = {}
     for ref in refs:
@@ -270,7 +262,7 @@ def _apply(order: dict[Path, Preset], expanded: tuple[Preset, ...]) -> None:
 
 
 class _Walk:
-    """A depth-first walk along ``extends`` that reads each file once."""
+    """Depth-first walk along ``extends`` that reads each file once."""
 
     def __init__(self, cwd: Path) -> None:
         self.cwd = cwd
@@ -278,7 +270,7 @@ class _Walk:
         self.done: dict[Path, tuple[Preset, ...]] = {}
 
     def expand(self, ref: str, base: Path, asked_by: str, ancestors: tuple[Path, ...]) -> tuple[Preset, ...]:
-        """Yields the presets that one extends, then the preset itself. Relative paths start at ``base``."""
+        """Returns the presets that one extends, then the preset itself. Relative paths start at ``base``."""
         prefix = f"{asked_by}: " if asked_by else ""
         path = self._locate(ref, base, prefix).resolve()
         if path in ancestors:

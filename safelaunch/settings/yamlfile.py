@@ -1,8 +1,8 @@
-"""Reads YAML and TOML into nodes that know their file and line, so that every error can name both.
+"""Reads YAML and TOML into nodes with file and line, so that every error can name both.
 
-The files are untrusted: their size is limited, tags and aliases are errors, and nothing but text is constructed from
-them. A scalar keeps its text as written (``012`` stays ``"012"``, ``1:30`` is not ninety), because the option or
-variable decides what it means. PyYAML and the TOML parser are imported only when a file is read.
+The files are untrusted: their size is limited, tags and aliases are errors, and only text is constructed. A scalar
+keeps its text (``012`` stays ``"012"``, ``1:30`` isn't ninety), because its option or variable decides what it means.
+The parsers are imported only when a file is read.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _TAGS: Mapping[str, ValueKind] = {
     "tag:yaml.org,2002:float": "number",
     "tag:yaml.org,2002:bool": "boolean",
     "tag:yaml.org,2002:null": "nothing",
-    # Not constructed: a date stays the text as written.
+    # A date stays text.
     "tag:yaml.org,2002:timestamp": "text",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """One value of a file. ``where`` is ``file:line``; ``text`` is a scalar as written (strings unquoted)."""
+    """A value of a file. ``where`` is ``file:line``; ``text`` is a scalar as written (strings unquoted)."""
 
     where: str
     kind: ValueKind
@@ -52,13 +52,13 @@ class YamlNode:
     entries: tuple[tuple[YamlNode, YamlNode], ...] = ()
 
     def describe(self) -> str:
-        """Returns the kind of value for a message: ``a list``, ``text``, ``nothing``."""
+        """Returns the kind of value: ``a list``, ``text``, ``nothing``."""
         return _ARTICLES.get(self.kind, self.kind)
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """Returns the known name closest to ``word``; empty if no name is close. A ``likeness`` of 1 is equal."""
-    import difflib  # needed for errors only
+    """Returns the known name closest to ``word``, if close: a ``likeness`` of 1 is equal."""
+    import difflib  # late: only errors need it
 
     names = list(known)
     longer = [name for name in names if len(word) > 2 and name.startswith(word)]
@@ -66,15 +66,15 @@ def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` with the nearest known name, or an empty string; append it to a message."""
+    """Returns ``; did you mean 'x'?`` with the nearest known name, or "", to append to a message."""
     match = nearest(word, known)
     return f"; did you mean {match!r}?" if match else ""
 
 
 def known_entries(node: YamlNode, known: Iterable[str], what: str) -> Iterator[tuple[str, YamlNode, YamlNode]]:
-    """Yields (key, key node, value node) of a mapping whose keys are all known.
+    """Yields (key, key node, value node) of a mapping.
 
-    Raises PresetError if ``node`` (called ``what`` in the message) is not a mapping, or at its first unknown key.
+    Raises PresetError if ``node`` (``what`` in the message) isn't a mapping, or at its first unknown key.
     """
     names = list(known)
     for key, value in mapping_entries(node, what):
@@ -87,14 +87,14 @@ def known_entries(node: YamlNode, known: Iterable[str], what: str) -> Iterator[t
 
 
 def mapping_entries(node: YamlNode, what: str) -> tuple[tuple[YamlNode, YamlNode], ...]:
-    """The entries of a mapping. Raises PresetError if ``node``, called ``what`` in the message, is something else."""
+    """Returns a mapping's entries. Raises PresetError if ``node`` (``what`` in the message) isn't one."""
     if node.kind != "mapping":
         raise PresetError(f"{node.where}: {what} must be a mapping, not {node.describe()}")
     return node.entries
 
 
 def text_of(node: YamlNode, what: str) -> str:
-    """The node's text. Raises PresetError if it is blank or not text."""
+    """Returns the node's text. Raises PresetError if it is blank or not text."""
     if node.kind != "text" or not node.text.strip():
         kind = "empty" if node.kind == "text" else node.describe()
         raise PresetError(f"{node.where}: {what} must be text, not {kind}")
@@ -102,7 +102,7 @@ def text_of(node: YamlNode, what: str) -> str:
 
 
 def texts_of(node: YamlNode, what: str) -> tuple[YamlNode, ...]:
-    """One text or a list of texts, as nodes. Raises PresetError for anything else."""
+    """Returns one text, or a list of texts, as nodes. Raises PresetError for anything else."""
     nodes = node.items if node.kind == "list" else (node,)
     for item in nodes:
         text_of(item, what)
@@ -110,7 +110,7 @@ def texts_of(node: YamlNode, what: str) -> tuple[YamlNode, ...]:
 
 
 def scalar(node: YamlNode, what: str) -> str:
-    """The text of a word, as written. Raises PresetError."""
+    """Returns a scalar's text as written. Raises PresetError."""
     if node.kind in ("text", "number", "boolean"):
         if "\0" in node.text:
             raise PresetError(f"{node.where}: {what}: text cannot contain a NUL character")
@@ -120,9 +120,9 @@ def scalar(node: YamlNode, what: str) -> str:
 
 
 def variables_of(node: YamlNode, fix: str, but: Collection[str] = ()) -> tuple[tuple[YamlNode, YamlNode], ...]:
-    """The entries of a section ``env``. Raises PresetError for what cannot be the name of an environment variable.
+    """Returns the entries of an ``env`` section. Raises PresetError for an impossible name of a variable.
 
-    Nor can it be one of safelaunch's own, ``but`` these; ``fix`` says what to do instead.
+    safelaunch's own variables are impossible, too, except ``but``; ``fix`` says what to do instead.
     """
     for key, _ in mapping_entries(node, "env"):
         if not _VARIABLE.fullmatch(key.text):
@@ -133,7 +133,7 @@ def variables_of(node: YamlNode, fix: str, but: Collection[str] = ()) -> tuple[t
 
 
 def not_boolean(node: YamlNode, name: str) -> YamlNode:
-    """The value of a variable. Raises PresetError for ``yes``, which YAML would turn into something else."""
+    """Returns a variable's value. Raises PresetError for ``yes``, which YAML would turn into something else."""
     if node.kind == "boolean":
         raise PresetError(
             f"{node.where}: {name}: {node.text} is a boolean, but a variable's value must be text",
@@ -146,12 +146,12 @@ def not_boolean(node: YamlNode, name: str) -> YamlNode:
 
 
 def read_bytes(path: Path, name: str) -> bytes:
-    """The content of a regular file of at most 1 MiB. Raises PresetError otherwise, with ``name`` for the file."""
+    """Returns the content of a regular file of at most 1 MiB. Raises PresetError, with ``name`` for the file."""
     return read_with_owner(path, name)[0]
 
 
 def read_with_owner(path: Path, name: str) -> tuple[bytes, os.stat_result]:
-    """Like ``read_bytes``; also returns the status of the file, taken from the same open descriptor."""
+    """Returns the content, as ``read_bytes``, and the status of the open file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
@@ -180,16 +180,16 @@ def decode(data: bytes, name: str) -> str:
 
 
 def read_yaml(path: Path, name: str) -> YamlNode:
-    """The one document of a YAML file; a node of kind ``nothing`` if it is empty.
+    """Returns the one document of a YAML file; kind ``nothing`` if it is empty.
 
-    Raises PresetError, with ``name`` and line, for a file that cannot be read, a syntax error, a duplicate
-    key, an anchor or alias, a tag, a key that is not plain, or too deep nesting.
+    Raises PresetError, with ``name`` and line, for an unreadable file, a syntax error, a duplicate key, an anchor or
+    alias, a tag, a key that isn't plain, or too deep nesting.
     """
     return parse_yaml(decode(read_bytes(path, name), name), name)
 
 
 def parse_yaml(text: str, name: str) -> YamlNode:
-    """Like ``read_yaml``, from text."""
+    """Returns the document in a text, as ``read_yaml``."""
     import yaml
 
     try:
@@ -206,7 +206,7 @@ def parse_yaml(text: str, name: str) -> YamlNode:
 
 
 class _YamlTree:
-    """Turns composed YAML into nodes. An alias is a composed node that occurs again, so aliases are easy to refuse."""
+    """Turns composed YAML into nodes; refuses aliases, which are composed nodes that occur again."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -243,12 +243,12 @@ class _YamlTree:
 
 
 def parse_toml_table(text: str, name: str, table: str) -> YamlNode:
-    """One table of a TOML file, e.g. ``tool.safelaunch``; kind ``nothing`` if it is absent. ``""``: the whole file.
+    """Returns a table of a TOML file (``tool.safelaunch``, or "" for the file); kind ``nothing`` if it is absent.
 
-    TOML parsers keep no positions, so the line is that of the first ``key =`` (or sub-table) after the table's
-    header. Raises PresetError for a syntax error.
+    TOML parsers keep no positions, so its line is the line of the first ``key =`` or sub-table after its header. Raises
+    PresetError for a syntax error.
     """
-    # By name: type checkers assume the oldest supported Python, which has no tomllib.
+    # By name, because the oldest supported Python has no tomllib.
     toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         value: Any = toml.loads(text)
