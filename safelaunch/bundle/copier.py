@@ -100,7 +100,10 @@ def why_unsafe(directory: os.stat_result) -> str:
 
 
 def _owner_of_what_is_made() -> int:
-    """Returns the owner of files created here, which some network disks change. An open file can't be swapped."""
+    """Returns the owner of files created here, which some network disks change.
+
+    Examines an open file, because it can't be swapped.
+    """
     name = f".{os.getpid()}-{time.time_ns()}.owner"
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

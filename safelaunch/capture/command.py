@@ -68,7 +68,7 @@ class HelperReports:
             _kill(process)
 
     def close(self) -> None:
-        """Kills running helpers and starts no more: the threads that would end them exit with their process."""
+        """Kills running helpers and starts no more. The threads that enforce their deadlines end with this process."""
         self._closed = True
         until = time.monotonic() + GRACE_S
         while self._starting and time.monotonic() < until:

@@ -173,8 +173,8 @@ def _hides_its(pid: int) -> bool:
 def _are_closed(own: Collection[int], jobs: Collection[str], every: Collection[str]) -> bool:
     """True if no unsearched process can have received a descriptor from the job.
 
-    No descriptor may be in transit in a Unix socket, and none of the job's targets ``jobs`` may be connected to a Unix
-    socket outside ``every``, the targets in all searched processes.
+    Requires that no descriptor is in transit in a Unix socket, and that none of the job's targets ``jobs`` is connected
+    to a Unix socket outside ``every``, the targets in all searched processes.
     """
     unix, network = unix_sockets(), link_of("/proc/self/ns/net")
     if unix is None or {link_of(f"/proc/{pid}/ns/net") for pid in own} - {network, ""}:

@@ -128,10 +128,7 @@ def _entry(entry: Collective, *, timed: bool) -> dict[str, object]:
 def record_of(dump: object, shared: DumpParts | None = None) -> FlightRecord:
     """Converts a decoded dump. Missing keys and values of another type keep their defaults.
 
-    Raises ``CaptureError`` if it isn't a Flight Recorder dump.
-
-    Args:
-        shared: Parts of the job's other dumps.
+    Raises ``CaptureError`` if it isn't a Flight Recorder dump. ``shared`` has parts of the job's other dumps.
     """
     if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list) or not _marks(dump):
         raise CaptureError("not a Flight Recorder dump: it has no version and no entries")

@@ -97,8 +97,7 @@ class Look:
 def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
     """Looks at all ``targets`` in parallel, within ``deadline_s`` seconds; stops no process; never raises.
 
-    A rank's main process gets up to half of ``deadline_s``, but at least 3 seconds if available; its children get the
-    rest.
+    A rank's main process gets half of ``deadline_s``, but at least 3 seconds if available; its children get the rest.
     """
     begin = time.monotonic()
     table = process.process_table()

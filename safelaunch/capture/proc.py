@@ -375,7 +375,7 @@ _TID_AT = {"x86_64": 720, "aarch64": 208}  # offset in glibc's struct pthread, t
 
 
 def tid_of(memory: ProcessMemory, ident: int, tids: Collection[int]) -> int | None:
-    """Returns the kernel id, one of ``tids``, of the thread with this ``pthread_self()``."""
+    """Returns the kernel id, among ``tids``, of the thread with ``pthread_self()`` equal to ``ident``."""
     at = _TID_AT.get(platform.machine())
     data = memory.read(ident + at, 4) if at and ident else b""
     tid = int.from_bytes(data, sys.byteorder)
