@@ -32,7 +32,6 @@ class LibraryCall:
         return tuple(file for file in self._whole if file.endswith("/"))
 
     def fits(self, path: str, function: str) -> bool:
-        """Returns whether a frame with this normal path and short function matches."""
         if self.functions and function not in self.functions:
             return False
         return path.endswith(self._whole) or (bool(self._folders) and any(folder in path for folder in self._folders))
@@ -165,7 +164,6 @@ def purpose(stack: Stack) -> Purpose:
 
 
 def in_torch(stack: Stack) -> bool:
-    """Returns whether the innermost frame is torch's: a backward pass, an optimizer, a collective's wrapper."""
     return _TORCH.on(stack.called[:1]) and not LOADER_WAIT.on(stack.called)
 
 
@@ -222,7 +220,6 @@ class LockWait:
 
     @property
     def by_processes(self) -> bool:
-        """True if another process can end the wait."""
         return self.on == "work" or self.shared
 
     @property

@@ -31,11 +31,7 @@ def diverging_stacks(first: Sequence[Frame], other: Sequence[Frame], read_source
     """Returns where two stacks diverge; None if there is no such place or a source file is missing.
 
     They diverge in a function that both are in, or in two functions that one line calls by name: ``update(fill())``.
-
-    Args:
-        first: Innermost frame first, as ``other``.
-        other: Stack of the other rank.
-        read_source: Reads a source file.
+    Stacks are innermost first.
     """
     stacks = below_divergence(first, other) or _below_shared_line(first, other, read_source)
     if not stacks or any(not read_source(frame.file) for stack in stacks for frame in stack):
@@ -59,7 +55,6 @@ def _leads_to(guard: Guard, target: Frame, read_source: ReadSource) -> bool:
 
 
 def shared_depth(first: Sequence[Frame], other: Sequence[Frame]) -> int:
-    """Returns how many outermost frames of both stacks are at the same lines."""
     pairs = zip(reversed(first), reversed(other), strict=False)
     return len(list(takewhile(lambda pair: spot(pair[0]) == spot(pair[1]), pairs)))
 

@@ -21,7 +21,7 @@ class KnownFailure:
     kind: FailureKind
     means: str  # as a clause
     own: bool  # this rank failed independently of its peers
-    text: str  # error message
+    text: str
 
     @property
     def general(self) -> bool:

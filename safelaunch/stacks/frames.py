@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from safelaunch.model import Frame, RankEvidence, Thread
 
 _LIBRARY_DIR = re.compile(r"/(?:site-packages|dist-packages)/|/lib(?:64)?/python3(?:\.\d+)?t?/|/lib/python3\d*\.zip/")
-_INTERPRETER = re.compile(r"python[\d.]*[td]*")  # file of its C frames if it has no debug information
+_INTERPRETER = re.compile(r"python[\d.]*[td]*")  # file of C frames without debug information
 _PSEUDO_FILE = re.compile(r"^<[^>]*>")
 # Files that torch writes at run time: inductor's under a hash of the compiled code, and `torch.distributed.nn`'s.
 _GENERATED = re.compile(
@@ -81,7 +81,6 @@ def at(frame: Frame | None) -> str:
 
 
 def is_demo(path: str) -> bool:
-    """Returns whether it is a demo script: part of the package, but treated as the user's program."""
     return _OUR_DEMOS in normal(path)
 
 
@@ -145,8 +144,6 @@ def own_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 @dataclass(frozen=True)
 class Stack:
-    """The frames of a thread or recorded call, and the user's code in them."""
-
     frames: tuple[Frame, ...]  # innermost first
     code_roots: tuple[str, ...] = ()  # the rank's directories of the standard library and installed packages
 

@@ -34,7 +34,7 @@ class Shortage:
     total: int | None
     free: int | None
     own: int | None  # used by the process, including CUDA itself
-    allocated: int | None  # in tensors
+    allocated: int | None
     unused: int | None  # reserved from the GPU, but not used by tensors
     # Pid and usage of other processes. In a container, whose pids differ, the process itself might be among them. Then
     # ``others`` is empty and ``own`` is None.

@@ -37,9 +37,9 @@ class Guard:
     test: ast.expr | None = field(default=None, compare=False, repr=False)
     names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
     other_branch_calls: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
-    depends_on_rank: bool = field(default=False, compare=False)  # it depends on the process: ranks can diverge here
+    depends_on_rank: bool = field(default=False, compare=False)  # ranks can diverge here
     loop: bool = field(default=False, compare=False)  # head of a ``for`` loop
-    by_round: bool = False  # it depends on the number of the round alone, so it is equal on all ranks
+    by_round: bool = False  # it depends only on the number of the round, so it is equal on all ranks
     again: bool = False  # it retries what failed
 
     @property
@@ -78,7 +78,6 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
 
 
 def way_to(frame: Frame, read_source: ReadSource) -> tuple[Guard, ...]:
-    """Returns all conditions and loops around the line of ``frame``, in line order."""
     return _way(read_source(frame.file) or "", frame.file, frame.line)
 
 
@@ -126,7 +125,6 @@ _Met = tuple[int, str, bool, "ast.expr | None"]  # line, text, whether it was ta
 
 
 def _on_the_way(scope: ast.AST, line: int) -> Iterator[_Met]:
-    """Yields the conditions met before ``line``, from outside to inside."""
     for decorator in getattr(scope, "decorator_list", []):
         if any(_DECORATORS.search(name) for name in identifiers(decorator)):
             yield decorator.lineno, f"@{src.text_of(decorator)}", True, None

@@ -48,7 +48,6 @@ class Poll:
 
     @property
     def words(self) -> str:
-        """Returns ```while not os.path.exists(flag)` (train.py:41)``."""
         return f"`{self.text}` ({basename(self.file)}:{self.line})"
 
     @property
@@ -61,7 +60,6 @@ def poll_at(stack: Sequence[Frame], read_source: ReadSource, *, asleep: bool = T
 
     Args:
         stack: User frames, innermost first.
-        read_source: Reads a source file.
         asleep: Whether the thread sleeps, in the loop or in a function that the loop calls.
     """
     for frame in stack[: 2 if asleep else 1]:

@@ -16,8 +16,6 @@ NO_SOURCE: ReadSource = lambda path: None  # noqa: E731
 
 
 class Located(Protocol):
-    """A frame or a condition."""
-
     @property
     def file(self) -> str: ...
     @property
@@ -68,7 +66,6 @@ def end_of(node: ast.stmt | ast.expr | ast.ExceptHandler) -> int:
 
 
 def holds(block: Sequence[ast.stmt], line: int) -> bool:
-    """Returns whether the block contains ``line``; decorators count."""
     return bool(block) and begin_of(block[0]) <= line <= end_of(block[-1])
 
 
@@ -108,7 +105,6 @@ def name_called(func: ast.expr) -> str:
 
 
 def calls_at(frame: Frame, read_source: ReadSource) -> list[ast.Call]:
-    """Returns the calls on the line, outermost first."""
     return [call for call in calls_in(tree_in(frame.file, read_source)) if spans(call, frame.line)]
 
 
@@ -121,13 +117,13 @@ def names_called_at(frame: Frame, read_source: ReadSource) -> set[str]:
 
 @dataclass(frozen=True)
 class SourceLoop:
-    line: int  # first line
+    line: int
     # It is in another loop of its function or a caller, so a rank past it can be a round behind or ahead.
     enclosed: bool
     inside: Frame = field(compare=False)  # frame in the loop
     # Conditions, in words, of each ``break``, or ``return`` to where another rank is, that ends it early.
     breaks: tuple[str, ...] = field(default=(), compare=False)
-    end: int = field(default=0, compare=False)  # last line
+    end: int = field(default=0, compare=False)
 
     @property
     def place(self) -> str:

@@ -26,7 +26,6 @@ class StoreKey:
 
     @property
     def words(self) -> str:
-        """Returns ```f'run/{step}'` (run/15)``."""
         return f"`{self.text}` ({self.value})" if self.value and self.value not in self.text else f"`{self.text}`"
 
 
@@ -34,8 +33,6 @@ def store_key_at(frame: Frame, read_source: ReadSource, values: Mapping[str, str
     """Returns the key that this line waits for: ``f"epoch/{n}"`` in ``store.get(f"epoch/{n}")``, or None.
 
     Args:
-        frame: Frame at the line.
-        read_source: Reads a source file.
         values: Local variables and the ``repr`` of their values.
     """
     match = _key_in_source(read_source(frame.file) or "", frame.file, frame.line)
@@ -88,7 +85,6 @@ def _shape(key: ast.expr) -> str:
 
 
 def _value(key: ast.expr, values: Mapping[str, str]) -> str | None:
-    """Returns the key's value; None if names' values don't determine it."""
     if isinstance(key, ast.Constant):
         return str(key.value)
     if isinstance(key, ast.Name):

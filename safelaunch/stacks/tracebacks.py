@@ -40,7 +40,6 @@ _CHAINED = re.compile(rf"^({'|'.join(CHAIN)}):$", re.MULTILINE)
 
 
 def earlier(text: str) -> list[EarlierException]:
-    """Returns the earlier exceptions that a traceback prints, first to last."""
     parts = _CHAINED.split(text)
     read = ((parse(part.splitlines()), words == CHAIN[0]) for part, words in zip(parts[::2], parts[1::2], strict=False))
     exceptions = [(part, *part.message.partition(": ")[::2], explicit) for part, explicit in read if part is not None]

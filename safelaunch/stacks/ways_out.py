@@ -67,7 +67,6 @@ def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) ->
     Args:
         frames: The stack of the call, innermost first; the last frame is in the loop.
         begin: First line of the loop. Ways to leave it don't count.
-        read_source: Reads a source file.
     """
     scope = src.scope_at(frames[-1], read_source)
     loops = src.loops_around(scope, frames[-1].line)
@@ -86,8 +85,6 @@ def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) ->
 
 @dataclass(frozen=True)
 class _Around:
-    """The function, loop and ``try`` that enclose a block."""
-
     frame: Frame
     end: int  # last line of the function
     loop: ast.stmt | None = None

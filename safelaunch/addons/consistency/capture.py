@@ -31,8 +31,6 @@ class SeriesInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SeriesCheck:
-    """The fingerprints and magnitudes of one rank's tensors at one position."""
-
     rank: int
     about: SeriesInfo
     position: int
@@ -45,7 +43,6 @@ class SeriesCheck:
 
     @property
     def moment(self) -> tuple[int, int]:
-        """Returns a key that is equal on all ranks."""
         return self.rounds, self.position
 
 

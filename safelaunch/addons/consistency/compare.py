@@ -80,7 +80,6 @@ class Comparison:
 
         Args:
             here: Ranks on this node.
-            unix_s: Time of the findings.
             last: The job has ended, so positions that only some ranks have reached are compared, too.
         """
         result = []

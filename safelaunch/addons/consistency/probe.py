@@ -65,7 +65,6 @@ def _torch_optimizer(module: ModuleType) -> None:
 
 
 def detach() -> None:
-    """Switches the checks off, in a forked child or after an error."""
     global _off
     _off = True
     _trackers.clear()
@@ -249,7 +248,6 @@ class _SeriesWriter:
         return host, stream.record_event()
 
     def write(self) -> None:
-        """Writes the numbers that have arrived on the host, without waiting."""
         while self.pending and (self.pending[0][2] is None or self.pending[0][2].query()):
             head, host, _ = self.pending.popleft()
             at = self._begin + (self._slot % self._slots) * self._size
@@ -429,7 +427,6 @@ class _Owner:
         return self._series is not None and self._series.on_cpu
 
     def stepped(self, optimizer: Any) -> bool:
-        """Counts a step of ``optimizer``; returns whether a check is due."""
         leader = self._leader() if self._leader is not None else None
         if not self.ready and leader not in (None, optimizer):
             return False

@@ -140,7 +140,6 @@ def _is_inside_a_run() -> bool:
 
 @contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for processes that start within the context."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

@@ -87,7 +87,6 @@ class CallersProcesses(JobProcesses):
 
 
 def main() -> None:
-    """Supervises the job of the process at the other end of the socket; the only argument is its descriptor."""
     from safelaunch.system.redaction.redact import redact_text
 
     redact.use(redact_text)

@@ -18,11 +18,11 @@ class LaunchRequest(msgspec.Struct, frozen=True, tag="request"):
     own: tuple[tuple[str, str | None], ...]  # safelaunch's options, as on its command line
     torchrun: tuple[str, ...]  # torchrun's options for the same ``LaunchConfig``
     script: tuple[str, ...]  # entrypoint's name
-    argv: tuple[str, ...]  # caller's command line
+    argv: tuple[str, ...]  # command line of the caller
     python: str
     torch_package: str
     torch_version: str
-    pid: int  # caller's
+    pid: int  # caller's pid
     start_ticks: int
 
 
@@ -58,7 +58,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """From the supervisor, as its last message."""
 
-    hung: bool = False  # the supervisor ended the job
+    hung: bool = False
     verdict: Verdict | None = None
     bundle: str = ""
 

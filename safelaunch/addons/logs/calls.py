@@ -133,7 +133,6 @@ class Calls:
             output.steps[word] = max(number, output.steps.get(word, 0))
 
     def note_absent(self, message: str) -> None:
-        """Records the ranks that an exception reports as absent from a monitored barrier."""
         if absent := _MONITORED.search(message):
             self.job.absent |= _ranks(absent["ranks"])
 

@@ -78,7 +78,6 @@ class ErrorLine:
 
     @property
     def speaker_name(self) -> str:
-        """``rank 3`` or the line's prefix, if any."""
         return f"rank {self.speaker}" if isinstance(self.speaker, int) else self.speaker or ""
 
     @property
@@ -130,7 +129,6 @@ class ErrorLines:
 
     @property
     def finished(self) -> bool:
-        """True if the job finished its work after all of its errors."""
         end = self._end
         last = [error.last for error in self.errors()]
         return end is not None and all(line.file == end.file and line.number < end.number for line in last)

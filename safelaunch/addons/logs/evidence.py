@@ -38,9 +38,6 @@ def log_evidence(
     """Returns the evidence in the output of a job.
 
     Args:
-        collector: Reports of the job.
-        names: Log files.
-        count: Number of lines.
         may_be_caught: The last error counts even if its process printed more afterwards.
     """
     job, assignment = collector.job, RankAssignment.of(collector.job)
@@ -107,7 +104,6 @@ def _has_trouble(rank: RankEvidence) -> bool:
 
 
 def _remarks(job: LoggedJob, ranks: Sequence[RankEvidence], *, failed: bool) -> tuple[tuple[str, ...], str]:
-    """Returns the remarks, and a note about NCCL's warnings if nothing failed."""
     remarks, warned = tuple(f"{text} [{where}]" for text, where in job.remarks.items()), _nccl_failure(job)
     if job.nccl_failed is not None and not any(rank.exception for rank in ranks):
         return (*remarks, f"NCCL failed{f': {warned}' if warned else f' [{job.nccl_failed.where}]'}"), ""

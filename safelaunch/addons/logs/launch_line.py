@@ -97,7 +97,6 @@ def _translated(words: Sequence[str], name: str, in_srun: bool) -> tuple[str, ..
 
     Args:
         words: The command, starting with its program.
-        name: File name of the program.
         in_srun: srun starts the command once per task.
     """
     options = next((n for n, word in enumerate(words[1:], 1) if not word.startswith("-") or word == "-m"), len(words))

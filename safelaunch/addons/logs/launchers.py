@@ -228,7 +228,6 @@ class Launchers:
         return True
 
     def finish(self) -> None:
-        """Assigns ranks to ends that were reported under other numbers."""
         job = self.job
         for rank, line in self._spawned.items():
             if rank not in job.outputs or not job.outputs[rank].errors:  # the log doesn't have its end
@@ -261,7 +260,6 @@ class Launchers:
             job.unplaced.setdefault(name if name in job.outputs else local_label(node, local), finish)
 
     def _is_multi_node(self) -> bool:
-        """Returns whether the launcher has only some of the job's processes."""
         stopped = self._stopped.get(None, set()) | {
             str(finish.pid) for _, finish in self._local if finish.reporter is None
         }

@@ -27,7 +27,6 @@ def read_logs(paths: Sequence[Path], root: Path | None = None) -> FoundEvidence:
     """Returns the evidence in log files, without ranks if they report no end. Raises Unreadable.
 
     Args:
-        paths: Regular files.
         root: Folder to which names are relative; without it, only file names are used.
     """
     collector, count, is_output = ReportCollector(), 0, False

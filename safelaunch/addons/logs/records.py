@@ -27,7 +27,7 @@ UNNAMED, DEFAULT = "", "0"  # names of groups
 class WatchdogReport:
     description: str = ""
     group_rank: int | None = None
-    seq: int = 0  # of the call that timed out
+    seq: int = 0  # sequence number of the call that timed out
     op: str = ""
     frames: list[Frame] = field(default_factory=list)  # innermost first
     size: int | None = None
@@ -49,13 +49,13 @@ class SpeakerOutput:
     abort_line: LogLine | None = None  # gives the reason for an abort
     traceback: OpenTraceback | None = None
     before: str = ""
-    node: str = ""  # node or container
-    after: LinesAfter = field(default_factory=LinesAfter)  # after the latest of ``errors``
+    node: str = ""  # name of the node or container
+    after: LinesAfter = field(default_factory=LinesAfter)  # lines after the latest of ``errors``
     crashes: list[Crash] = field(default_factory=list)
     block: dict[str, str] = field(default_factory=dict)  # fields of one failure in a launcher's summary
     block_at: LogLine | None = None
     block_root: bool = False
-    earlier: list[tuple[OpenTraceback, RankException]] = field(default_factory=list)  # before a restart
+    earlier: list[tuple[OpenTraceback, RankException]] = field(default_factory=list)  # errors before a restart
     heads: int = 0  # number of tracebacks begun
     hosts: set[str] = field(default_factory=set)
     steps: dict[str, int] = field(default_factory=dict)  # highest step printed, by the word used for steps
@@ -68,7 +68,6 @@ class SpeakerOutput:
         return self.errors[-1][0].line if self.errors else self.crashes[-1].line if self.crashes else None
 
     def fail(self, line: LogLine, kind: str, what: str) -> None:
-        """Records an error that a library printed without a traceback."""
         traceback = OpenTraceback(line, [line.text], False, LogEntry(line, line.text, None, timed=False))
         self.note(traceback, RankException(kind, what, 0.0))
 
@@ -85,7 +84,6 @@ class SpeakerOutput:
         self.hosts |= output.hosts
 
     def restart(self) -> None:
-        """Drops failures that didn't end the job."""
         self.errors, self.crashes, self.groups, self.watchdog, self.traceback = [], [], {}, None, None
         self.timed_out = False
 
@@ -100,7 +98,6 @@ class SpeakerOutput:
         return self.errors[-1] if self.errors and self.after.is_end(self.errors[-1][1], has_failed=has_failed) else None
 
     def final_crash(self, *, has_failed: bool) -> Crash | None:
-        """Returns faulthandler's last output if the process ended there."""
         return self.crashes[-1] if self.crashes and self.crashes[-1].is_end(has_failed=has_failed) else None
 
 
@@ -111,8 +108,8 @@ class RankEnd:
     pid: int = 0
     host: str = ""
     root: bool = False  # first failure that the launcher saw
-    reporter: Speaker | None = None  # of the launcher's lines; each node can have a launcher
-    stopped: bool = False  # by the launcher
+    reporter: Speaker | None = None  # speaker of the launcher's lines; each node can have a launcher
+    stopped: bool = False  # the launcher stopped it
     time: str = ""  # from torchrun's summary
 
 
@@ -120,7 +117,7 @@ class RankEnd:
 class LoggedJob:
     outputs: dict[Speaker | None, SpeakerOutput] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)
-    unplaced: dict[str, RankEnd] = field(default_factory=dict)  # by label
+    unplaced: dict[str, RankEnd] = field(default_factory=dict)  # ends of processes without a rank, by label
     events: ErrorLines = field(default_factory=ErrorLines)
     launch: tuple[str, ...] = ()  # command that runs the job under safelaunch
     files: set[str] = field(default_factory=set)  # files that might each be a node's output
@@ -137,12 +134,12 @@ class LoggedJob:
     failed_speakers: set[Speaker | None] = field(default_factory=set)
     absent: set[int] = field(default_factory=set)
     first_ranks: dict[Speaker | None, int] = field(default_factory=dict)  # first rank of each node
-    remarks: dict[str, str] = field(default_factory=dict)  # text -> first occurrence
+    remarks: dict[str, str] = field(default_factory=dict)  # text -> place of its first occurrence
     nccl_places: dict[str, tuple[int, int]] = field(default_factory=dict)  # (size, rank) in the largest communicator
     nccl_failed: LogLine | None = None
     # Warnings and last errors of all speakers.
     nccl_messages: list[tuple[LogLine, str]] = field(default_factory=list)
-    failed_hosts: dict[str, LogLine] = field(default_factory=dict)  # reported by Slurm
+    failed_hosts: dict[str, LogLine] = field(default_factory=dict)  # hosts that Slurm reports as failed
     closed_by: dict[str, LogLine] = field(default_factory=dict)  # hosts that closed connections
 
     @property
@@ -161,7 +158,6 @@ class LoggedJob:
         self.ends.setdefault(rank, RankEnd(code, line, pid, root=True))
 
     def note_unplaced(self, label: str, code: int, entry: LogEntry) -> None:
-        """Records the end of a process whose rank isn't known."""
         if code and isinstance(entry.speaker, int) and not label:
             self.note_end(entry.speaker, of_shell(code), entry.line)
         elif code:

@@ -74,13 +74,12 @@ class LogEntry:
 @dataclass
 class PrefixParser:
     file_speaker: Speaker | None
-    hosts: re.Pattern[str] | None  # names of nodes or Slurm tasks
+    hosts: re.Pattern[str] | None  # pattern for names of nodes or Slurm tasks
     has_field: bool = False  # a logger names the rank in each line
-    template: re.Pattern[str] | None = None  # learned from tracebacks
+    template: re.Pattern[str] | None = None  # prefix pattern learned from tracebacks
     _record: Speaker | None = None  # speaker of the error record that contains the last line
 
     def parse(self, line: LogLine, ahead: Iterable[LogLine | None] = ()) -> LogEntry:
-        """Returns the line without its prefixes, given the lines ``ahead``."""
         text = line.text.removeprefix("stderr: ").removeprefix("stdout: ")
         speaker, worth, timed, label = self.file_speaker, int(isinstance(self.file_speaker, int)), False, ""
         if "[rank" in text and (rank_prefix := _TORCH_RANK.match(text)) and int(rank_prefix["rank"]) < MAX_RANKS:

@@ -200,7 +200,6 @@ class _StackReader:
         return self._process
 
     def _hints(self) -> list[str]:
-        """Returns preceding lines that might identify the process."""
         hints: list[str] = []
         strange = 0
         while self._before and strange < _MOST_STRANGE:
@@ -227,7 +226,6 @@ class _StackReader:
         return True
 
     def _begins(self, line: str) -> bool:
-        """Handles the first line of a process or thread, or the last line of a process."""
         if begin := _PROCESS.match(line):
             self._begin(int(begin["pid"]), begin["command"])
         elif (parent := _PARENT.match(line)) and self._process is not None:

@@ -34,13 +34,11 @@ BARE = re.compile(r"(?!nccl)(?P<type>[A-Za-z_][\w.]*(?:Error|Exception)): +(?P<m
 
 @dataclass
 class OpenTraceback:
-    """A traceback that isn't complete yet."""
-
     line: LogLine
     lines: list[str]
     thread: bool
     entry: LogEntry
-    rank: int | None = None  # named by an earlier line
+    rank: int | None = None  # rank that an earlier line names
     pid: str = ""  # process from which Ray passes on the exception
     indent: str = ""
     state: str = "frames"  # message | original | after | chain
@@ -91,7 +89,6 @@ class OpenTraceback:
         """Returns the last exception of a chain, or the first if the last is only a cleanup's effect.
 
         Args:
-            at_s: Time of the exception.
             cut_off: The log ends here, perhaps before the exception's name.
         """
         error = self._last(at_s) or (self._cut_off(at_s) if cut_off and self.state == "frames" else None)
@@ -141,7 +138,7 @@ class LinesAfter:
     """Counts a speaker's lines after an exception, to determine whether it was caught."""
 
     lines: int = 0
-    usual: int = 0  # like earlier lines; others might continue the message
+    usual: int = 0  # lines like earlier ones; others might continue the message
     steps: int = 0
     numbers: int = 0  # lines with a number, as in reports of progress
     raising: str = ""  # shape of the error line; retries repeat it

@@ -33,12 +33,10 @@ LEAST_SHARE = 0.001  # smallest share of time that gets a box
 
 
 def script() -> str:
-    """Returns the JavaScript that draws the page."""
     return resources.files("safelaunch.addons.record").joinpath("record.js").read_text(encoding="utf-8")
 
 
 def content(recorded: RecordingReport) -> dict[str, Any]:
-    """Returns the data for ``page.render`` with :func:`script`."""
     recording, slowness = recorded.recording, recorded.slowness
     frames = Frames(Paths(projects=_projects(recording)))
     late = next((set(finding.ranks) for finding in slowness.findings if finding.kind == "late-rank"), set[int]())

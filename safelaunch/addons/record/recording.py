@@ -32,7 +32,7 @@ class ThreadRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     main: bool = False
     stacks: list[tuple[int, float]] = []
     active: list[tuple[int, float]] = []  # on a CPU or runnable
-    gil: list[tuple[int, float]] = []  # holding the GIL
+    gil: list[tuple[int, float]] = []
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -92,8 +92,6 @@ def threads_of(recording: Recording) -> list[ThreadRecord]:
 
 
 class StackNumbering:
-    """Numbers the frames and stacks of one recording."""
-
     def __init__(self) -> None:
         self.frames: dict[Frame, int] = {}
         self.stacks: dict[tuple[int, ...], int] = {}

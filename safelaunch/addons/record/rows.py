@@ -26,7 +26,7 @@ class RecordingReport:
     recording: Recording
     slowness: Slowness
     compared: StepTimeChange | None = None  # changes since an earlier recording
-    earlier: str = ""  # name of that recording
+    earlier: str = ""  # name of the earlier recording
 
 
 def places(times: Sequence[RankTime], *, waits: bool) -> list[tuple[CodeLocation, float, Frame | None, str]]:
@@ -75,7 +75,6 @@ def rank_rows(times: Sequence[RankTime]) -> list[list[RankTime]]:
 
 
 def activity_name(location: CodeLocation) -> str:
-    """Returns the activity that contains a line, as text."""
     if location.kind == "backward" and location.waits:
         return "waiting in backward"
     return location.what if location.waits and location.what else location.kind

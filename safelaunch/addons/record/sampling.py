@@ -45,8 +45,6 @@ _FOLDED_FRAME = re.compile(r"(?P<function>.*?) \((?P<file>.*):(?P<line>\d+)\)", 
 
 @dataclass(frozen=True, slots=True)
 class SampleTarget:
-    """A process to sample in some of ``PASSES``."""
-
     pid: int
     start_ticks: int
     role: str = "main"
@@ -70,7 +68,6 @@ def rate_for(passes: int, cpus: int) -> int:
 
 
 def children_of(pid: int, table: ProcessTable | None = None) -> list[SampleTarget]:
-    """Returns a few Python descendants of ``pid``, with their roles."""
     running = (descendant for descendant in descendants([pid], table=table) if _runs_python(descendant.pid))
     return [SampleTarget(process.pid, process.start_ticks, "child") for process in islice(running, MOST_CHILDREN)]
 
@@ -135,7 +132,6 @@ def argv(spy: str, pid: int, name: str, path: Path, duration_s: float, rate_hz: 
 
 
 def _problem(pid: int, output: command.Output, data: bytes, duration_s: float) -> str:
-    """Returns why samples are missing; empty if there are enough."""
     if output.timed_out:
         return f"py-spy record gave no answer within {duration_s + PATIENCE_S:g} s"
     if output.returncode is None:

@@ -72,7 +72,6 @@ def _table(slowness: Slowness, width: int) -> list[str]:
 
 
 def markdown(recorded: RecordingReport) -> str:
-    """Returns ``report.md``, which contains the screen."""
     title = f"# Where the time goes: {_safe(recorded.recording.name)}"
     body = screen(recorded, 120).replace("```", "'''")
     return f"{title}\n\n```\n{body}\n```\n"

@@ -56,7 +56,6 @@ class Activity:
 
 
 def activity_of(frames: Sequence[Frame], code_roots: tuple[str, ...] = ()) -> Activity:
-    """Returns the activity of a main thread; ``frames`` are innermost first."""
     stack = Stack(tuple(frames), code_roots)
     kind, what = _kind(stack)
     return Activity(kind, what, stack.user_frame)
@@ -135,8 +134,6 @@ class WorkerTime:
 
 
 class StackIndex:
-    """A recording's stacks, with cached activities."""
-
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._known: dict[int, Activity] = {}
@@ -265,7 +262,6 @@ def place_share(times: Sequence[RankTime], place: CodeLocation) -> float:
 
 
 def frame_of(times: Sequence[RankTime], place: CodeLocation) -> Frame | None:
-    """Returns the most frequent line of a place."""
     lines: dict[int, float] = defaultdict(float)
     for time in times:
         for line, share in time.lines.get(place, {}).items():

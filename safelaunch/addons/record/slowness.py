@@ -251,7 +251,7 @@ def _holds(holder: GilHolder) -> str:
 
 def _gil(times: Sequence[RankTime], late: TimeFinding | None) -> TimeFinding | None:
     short = [time for time in times if is_scarce(time)]
-    if late is not None and late.advice == OTHER_THREAD:  # already reported there
+    if late is not None and late.advice == OTHER_THREAD:
         short = [time for time in short if time.rank not in late.ranks]
     if not short:
         return None

@@ -43,14 +43,12 @@ _TOO_LARGE = "Tensors are smaller: some were too large for one machine. Sizes th
 class ScriptOptions:
     extent: Extent = field(default_factory=Extent)
     fewest: bool = False  # only as many ranks as still show the hang
-    shrink: bool = False  # small tensors
-    name: str = "repro.py"  # file name of the script
+    shrink: bool = False
+    name: str = "repro.py"
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A script and its expected behavior."""
-
     text: str
     world_size: int
     command: str  # runs the script

@@ -120,7 +120,6 @@ def _tried(made: Reproduction, script: Path) -> int:
 
 
 def run(made: Reproduction, script: Path) -> list[str]:
-    """Runs the script; returns its differences from the job."""
     from safelaunch.bundle.reading import locate
     from safelaunch.capture import user_source
 

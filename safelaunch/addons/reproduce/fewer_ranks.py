@@ -53,9 +53,7 @@ def restricted_to(program: Program, kept: Collection[int]) -> Program:
 
 @dataclass(frozen=True)
 class _Renumbering:
-    """Renumbers the remaining ranks."""
-
-    members: Mapping[str, Sequence[int]]  # of each group, before
+    members: Mapping[str, Sequence[int]]  # members of each group before
     number: Mapping[int, int]  # new number of each remaining rank
 
     def ranks(self, group: str) -> tuple[int, ...]:

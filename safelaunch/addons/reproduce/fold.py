@@ -16,8 +16,6 @@ _MOST_TO_ALIGN = 4000  # items of two programs
 
 @dataclass(frozen=True)
 class RankStep:
-    """An item, and the ranks that execute it."""
-
     item: Any
     ranks: RankSet
     beyond: RankSet = frozenset()  # ranks that never reach it, so including them makes no difference
@@ -31,10 +29,8 @@ class RepeatedItems:
 
 @dataclass(frozen=True)
 class RankBranch:
-    """Alternatives for different ranks."""
-
     sides: tuple[tuple[RankSet, tuple[FoldNode, ...]], ...]
-    rest: tuple[FoldNode, ...] = ()  # for all other ranks that reach this node; can be empty
+    rest: tuple[FoldNode, ...] = ()  # alternative for all other ranks that reach this node; can be empty
 
 
 FoldNode = RankStep | RepeatedItems | RankBranch

@@ -39,7 +39,7 @@ class Hang:
     outcome: str
     cause: str
     culprits: tuple[int, ...]
-    ranks: Mapping[int, WaitPosition]  # observed ranks
+    ranks: Mapping[int, WaitPosition]
     bare: bool = False  # the evidence consists of call records alone
     by_calls: frozenset[int] | None = None  # culprits according to calls alone; None if the cause then differs
 

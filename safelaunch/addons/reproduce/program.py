@@ -13,7 +13,7 @@ from safelaunch.model import Collective, Frame
 
 ElementCounts = tuple[tuple[int, ...], ...]
 
-WORLD = "0"  # the default group
+WORLD = "0"
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 TRANSFERS = frozenset({"send", "recv"})
 
@@ -42,7 +42,7 @@ Ending = Literal["waits", "waits for work", "stalls", "leaves", "raises", "exits
 class ScriptEnd:
     kind: Ending
     cause: str = ""  # name in the catalog of causes
-    words: str = ""  # description of the cause
+    words: str = ""
     site: Frame | None = None
     code: int = 0
     work: int = 0  # index, from the end, of the async call for which the rank finally waits

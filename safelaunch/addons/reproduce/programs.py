@@ -364,7 +364,6 @@ def _dtype(entry: Collective) -> str:
 
 
 def _end_of(rank_facts: RankFacts) -> ScriptEnd:
-    """Returns the end of a rank that waits for no peer."""
     condition, exit = rank_facts.condition, rank_facts.evidence.exit
     if condition is None:
         return ScriptEnd("stalls", "missing-from-collective", "it was ended before it was looked at", rank_facts.frame)

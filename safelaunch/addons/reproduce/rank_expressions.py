@@ -7,7 +7,6 @@ from itertools import pairwise
 
 
 def condition(ranks: frozenset[int], world: int) -> str:
-    """Returns an expression that is true if ``rank`` is one of ``ranks``."""
     absent = frozenset(range(world)) - ranks
     if len(absent) == 1 and len(ranks) > 2:
         return f"rank != {min(absent)}"

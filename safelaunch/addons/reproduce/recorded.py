@@ -27,7 +27,7 @@ class Extent:
 
     everything: bool = False
     last: int | None = None
-    rounds: int = 3  # iterations
+    rounds: int = 3
 
 
 @dataclass(frozen=True)

@@ -50,12 +50,7 @@ class Script:
 
 
 def script(program: Program, recorded: Sequence[str], name: str) -> Script:
-    """Writes the whole script.
-
-    Args:
-        recorded: Description of the recording, one item per paragraph.
-        name: File name of the script.
-    """
+    """Writes the whole script. ``recorded`` describes the recording, one item per paragraph."""
     named, families = with_group_families(program)
     items = {rank: _items(rank_program) for rank, rank_program in named.ranks.items()}
     dtypes = {dtype for rank in program.ranks.values() for call in _flat(rank) for dtype in call.dtypes}
@@ -326,7 +321,6 @@ def _cause_comment(end: ScriptEnd) -> list[str]:
 
 
 def _site(frame: Frame | None) -> str:
-    """Returns, for example, ``train.py:61 (train)``."""
     if frame is None or is_pseudo(frame.file):
         return ""
     function = short(frame.function)

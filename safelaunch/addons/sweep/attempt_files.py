@@ -98,7 +98,6 @@ class AttemptFiles:
         return self._path("closed").exists()
 
     def _new_file(self, kind: str, record: object, *, sync: bool = True) -> Path:
-        """Writes ``record`` to a new file with a name that is unique to this process and host."""
         path = self._path(f"{kind}.{os.uname().nodename}.{os.getpid()}")
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:

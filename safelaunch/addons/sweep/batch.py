@@ -52,7 +52,7 @@ class SubmittedAttempt:
     job: SweepJob
     number: int
     files: AttemptFiles
-    names: list[str] = field(default_factory=list)  # one for each submission
+    names: list[str] = field(default_factory=list)  # one name for each submission
     submitted: bool = False  # the scheduler has answered, or might have taken it
     refused: bool = False
     listed: tuple[ListedJob, ...] = ()
@@ -66,7 +66,6 @@ class SubmittedAttempt:
     doubtful_s: float | None = None  # when the scheduler and the files first disagreed
 
     def read(self) -> bool:
-        """Reads the task's files; returns whether they changed."""
         before = self.claim, self.end
         self.claim = self.files.read_claim()
         self.end = self.files.read_end() if self.claim is not None else None

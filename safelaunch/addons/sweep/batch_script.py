@@ -26,7 +26,6 @@ def work_name(group: str, sweep_id: str, number: int) -> str:
 
 
 def script(name: str, job: SweepJob, attempt: int, paths: SweepPaths, programs: SweepPrograms, queue: Scheduler) -> str:
-    """Returns the script of one attempt, which only sets variables and executes the task."""
     job = job.with_ports([port_token(index) for index in range(job.ports)])
     env = dict(job.env)
     if not job.gpus and not any(word.startswith(("--gres=", "--gpus", "--tres")) for word in job.batch):

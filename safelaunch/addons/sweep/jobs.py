@@ -40,10 +40,10 @@ class SweepJob:
     where: str  # ``file:line`` or command-line word that defines it
     group: str = ""  # key in the specification, shared by all combinations of the matrix
     params: tuple[tuple[str, str], ...] = ()
-    gpus: int = 1  # on each node
-    ports: int = 0  # leased when it starts; until then, ``words`` and ``env`` contain marks for them
+    gpus: int = 1  # GPUs on each node
+    ports: int = 0  # number of ports leased when it starts; until then, ``words`` and ``env`` contain marks for them
     env: tuple[tuple[str, str], ...] = ()
-    cwd: str = "/"  # absolute
+    cwd: str = "/"  # absolute path
     needs: tuple[str, ...] = ()  # names of jobs
     timeout_s: float | None = None
     retries: int = 0
@@ -53,7 +53,6 @@ class SweepJob:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the job's work."""
         nodes = [self.nodes] if self.nodes > 1 else []
         text = json.dumps([self.words, sorted(self.env), self.cwd, *nodes])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -83,7 +82,7 @@ class AttemptOutcome:
     gpus: tuple[str, ...] = ()  # UUIDs, or ``node:number``
     bundle: str = ""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    cause: str = ""  # from its verdict, its first wrong result, or the scheduler
+    cause: str = ""  # cause in its verdict, its first wrong result, or the scheduler's reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +91,10 @@ class Pace:
 
     step: int | None = None
     steps_per_s: float | None = None
-    master_port: str = ""  # according to its ranks
-    age_s: float | None = None  # since the latest step of any rank
-    quiet: bool = False  # that is far longer than usual, and no rank has announced it
-    cause: str = ""  # according to an early look
+    master_port: str = ""  # port that its ranks use
+    age_s: float | None = None  # time since the latest step of any rank
+    quiet: bool = False  # that time is far longer than usual, and no rank has announced it
+    cause: str = ""  # cause that an early look suggests
     wrong: str = ""
 
 
@@ -103,7 +102,7 @@ class Pace:
 class Track:
     job: SweepJob
     state: JobState = "waiting"
-    attempts: int = 0  # including earlier invocations
+    attempts: int = 0  # number of attempts, including earlier invocations
     tries: int = 0
     outcome: AttemptOutcome | None = None
     why: str = ""

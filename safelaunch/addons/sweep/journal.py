@@ -91,7 +91,7 @@ def attempts(records: Sequence[JournalRecord]) -> tuple[Attempt, ...]:
             elif record["event"] == "ended" and key in by_key:
                 by_key[key] = replace(by_key[key], outcome=from_builtins(record, AttemptOutcome))
         except (KeyError, TypeError, ValueError, ValidationError):
-            continue  # written by another version and thus unreliable: the job runs again
+            continue  # from another version, so unreliable: the job runs again
     return tuple(by_key.values())
 
 
@@ -180,7 +180,6 @@ class Journal:
         self._write({"event": "handed", **words, "batch": name})
 
     def record_end(self, name: str, attempt: int, outcome: AttemptOutcome) -> None:
-        """Records a job's end, later if it can't be written now."""
         record = {"event": "ended", "job": name, "attempt": attempt, **asdict(outcome)}
         self._pending.append(_line(record))
         self.catch_up()

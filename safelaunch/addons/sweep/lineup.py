@@ -56,7 +56,6 @@ class Lineup:
         return None
 
     def start(self, name: str) -> None:
-        """Starts a waiting job; unless it is the head, it overtakes the head."""
         head = self.waiting[0]
         job = next(job for job in self.waiting if job.name == name)
         self.running.append(Running(name, job.units, head.name if job is not head and self._kept_for(head) else ""))

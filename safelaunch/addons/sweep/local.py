@@ -86,8 +86,6 @@ class Active:
 
 
 class Local:
-    """Runs the jobs of ``sweep`` as children of this process."""
-
     def __init__(
         self,
         sweep: Sweep,
@@ -230,7 +228,6 @@ class Local:
         return any(not set(share.gpus).isdisjoint(active.share.gpus) for active in self._active.values())
 
     def _with_ports(self, job: SweepJob, share: Share) -> Share:
-        """Adds leased ports to a share. Raises ResourceError if too few are free."""
         if not job.ports:
             return share
         taken = ports.take(self._place.store, job.ports, ourselves(job.name, PROGRAM))

@@ -32,7 +32,6 @@ class SweepPaths:
 
     @property
     def batches(self) -> Path:
-        """Submitted scripts, and the scheduler's output."""
         return self.root / "batches"
 
     def batch_script(self, name: str) -> Path:

@@ -27,7 +27,7 @@ class Share:
     label: str = ""  # its units in words
     gpus: tuple[str, ...] = ()
     cores: int = 0  # 0 if cores aren't shared out
-    env: Mapping[str, str] = field(default_factory=dict)  # restricts the job to its share
+    env: Mapping[str, str] = field(default_factory=dict)  # variables that restrict the job to its share
     lease: Lease = field(default_factory=lambda: Lease({}))  # GPUs and ports for the job's safelaunch
     ports: tuple[int, ...] = ()
 
@@ -53,7 +53,7 @@ class SharePool(Protocol):
         """Returns a share for ``job``, or None if too few units are free."""
 
     def wait(self, job: SweepJob, ours: Collection[int]) -> str:
-        """Queues ``job`` ahead of later requests; returns lines that list the holders, without processes in ``ours``."""
+        """Queues ``job`` ahead of later ones; returns lines that list the holders, except processes in ``ours``."""
 
     def leave(self) -> None:
         """Leaves the queue."""

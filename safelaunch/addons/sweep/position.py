@@ -16,8 +16,8 @@ AttemptStage = Literal["queued", "running", "ended", "absent", "hopeless", "unse
 
 @dataclass(frozen=True, slots=True)
 class AttemptPosition:
-    # absent: the scheduler has no job for it, and it hasn't started; unsettled: it has ended, but its files might not be
-    # visible yet; hopeless: a job that it needs didn't succeed
+    # absent: the scheduler has no job for it, and it hasn't started; unsettled: it has ended, but its files might not
+    # be visible yet; hopeless: a job that it needs didn't succeed
     stage: AttemptStage
     listed: ListedJob | None = None  # scheduler's job that runs the attempt
     end: TaskEnd | None = None

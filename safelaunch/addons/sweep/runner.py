@@ -95,7 +95,7 @@ class Runner:
         if now < self._summary_due_s:
             return
         so_far = {view.job.name: outcome for view in self.snapshot().jobs if (outcome := view.so_far) is not None}
-        with suppress(OSError):  # a failure is reported at the end
+        with suppress(OSError):  # the end reports a failure
             write_csv(tuple(self._sweep.tracks.values()), self._paths, so_far)
         self._summary_due_s = now + max(SUMMARY_EVERY_S, 20 * (self._clock() - now))
 

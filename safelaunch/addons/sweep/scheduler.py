@@ -18,7 +18,7 @@ class QueueError(SafelaunchError):
 
 @dataclass(frozen=True, slots=True)
 class SubmittedWork:
-    name: str  # unique: finds the job in the scheduler's list
+    name: str  # unique name, by which the scheduler's list shows the job
     job: SweepJob
     script: Path
     output: Path
@@ -30,7 +30,7 @@ class ListedJob:
     name: str
     number: str
     stage: Literal["queued", "running", "ended"]
-    word: str = ""  # name of the state
+    word: str = ""  # the scheduler's name of the state
     reason: str = ""  # why it waits
     nodes: str = ""
     hopeless: bool = False  # ended because a job that it needs didn't succeed

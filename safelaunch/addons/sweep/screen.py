@@ -52,7 +52,7 @@ WRITE_DEADLINE_S = 0.3
 STUCK_RETRY_S = 5.0
 PLAIN_REFRESH_S = 60.0
 _RIGHT = frozenset({"step", "rate", "age", "elapsed", "estimate"})
-MOST_BUNDLE_LINES = 9  # below the table, and a third of the screen at most
+MOST_BUNDLE_LINES = 9  # at most below the table; at most a third of the screen
 _STYLES = {"running": "bold", "succeeded": "green", "failed": "red", "hung": "red", "timed-out": "red"}
 
 
@@ -179,7 +179,6 @@ def describe(jobs: Sequence[SweepJob], paths: SweepPaths, pool: SharePool, width
 
 
 def describe_batch(jobs: Sequence[SweepJob], paths: SweepPaths, programs: SweepPrograms, queue: Scheduler) -> list[str]:
-    """Describes every script and the command that submits it, for --dry-run."""
     lines = [f"{many(len(jobs), 'job')} through {queue.name}, in {paths.root}"]
     lines += [
         "<sweep> stands for an id that colaunch makes, <NAME> for a job's number, @{...} for what only the job knows."

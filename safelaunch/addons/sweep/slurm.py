@@ -132,8 +132,6 @@ class Slurm:
 
 
 class SlurmJob:
-    """A Slurm job's view of itself, from its variables."""
-
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self.restart = int(environ.get("SLURM_RESTART_COUNT") or 0)

@@ -35,7 +35,7 @@ class JobCommand:
     cwd: str
     log: Path
     exit_file: Path | None = None
-    keep: Collection[int] = ()  # inherited descriptors
+    keep: Collection[int] = ()  # descriptors that it inherits
 
 
 def spawn(command: JobCommand, tell: Callable[[ProcessId], None]) -> ProcessId:

@@ -1,19 +1,7 @@
-"""Parses a sweep, from a file or a grid, and expands it to jobs. Errors contain the file and line, or the word.
+"""Parses a sweep, from a file (see docs/sweep-file.md) or a grid, and expands it to jobs.
 
-    defaults:                       # for every job below; a job's own keys win (env: variable by variable)
-      command: --nproc-per-node=1 train.py --lr {lr} --seed {seed}
-      gpus: 1
-      preset: hang-debug
-      env: {WANDB_NAME: "{name}"}
-      timeout: 2h                   # also retries, ports, stall-timeout, startup-timeout, max-stall, on-stall
-    matrix:                         # every combination is a job
-      lr: [1e-3, 3e-4]
-      seed: 0..4
-    jobs:                           # optional: several kinds of jobs, each with the parameters that it uses
-      prepare: {command: --no-python bash prepare.sh, gpus: 0}
-      train: {needs: prepare, nodes: 2, slurm: {partition: gpu, time: 120}}   # with --engine slurm
-
-Scalars keep their text as written (``1e-3`` stays ``1e-3``), because they become words of a command line.
+Errors contain the file and line, or the word. Scalars keep their text (``1e-3`` stays ``1e-3``), because they become
+words of a command line.
 """
 
 from __future__ import annotations
@@ -85,7 +73,7 @@ class TemplateText:
     """Text that can contain placeholders; ``{{`` stands for a brace."""
 
     text: str
-    where: str  # ``sweep.yaml:7``
+    where: str  # place of its definition: ``sweep.yaml:7``
 
     def fields(self) -> frozenset[str]:
         names = set()
@@ -131,7 +119,7 @@ class Template:
 
     job: SweepJob  # common properties of its jobs
     command: tuple[TemplateText, ...]
-    axes: tuple[Axis, ...] = ()  # one job per combination of the used ones
+    axes: tuple[Axis, ...] = ()  # sweep's parameters; each combination of the used ones is a job
     name: TemplateText | None = None
     options: tuple[TemplateText, ...] = ()  # safelaunch's options before ``command``
     env: tuple[tuple[str, TemplateText], ...] = ()
@@ -139,7 +127,6 @@ class Template:
     needs: tuple[TemplateText, ...] = ()  # names of groups or jobs
 
     def working_texts(self) -> tuple[TemplateText, ...]:
-        """Returns the texts in which a parameter makes a difference."""
         cwd = () if self.cwd is None else (self.cwd,)
         return (*self.command, *self.options, *(text for _, text in self.env), *cwd)
 
@@ -229,7 +216,6 @@ def _check_name(name: str, where: str) -> None:
 
 
 def _merged(defaults: Mapping[str, YamlNode], own: Mapping[str, YamlNode]) -> dict[str, YamlNode]:
-    """Merges the job's keys over the defaults; ``env`` and ``slurm`` are merged key by key."""
     merged = {**defaults, **own}
     for name in ("env", "slurm"):
         if name in defaults and name in own:

@@ -32,7 +32,7 @@ class _FollowedJob:
     roster: Roster | None = None
     run: RunPaths | None = None
     samples: deque[tuple[float, int]] = field(default_factory=deque)  # recent (time, step), oldest first
-    newest_s: float = 0.0  # of any rank
+    newest_s: float = 0.0  # time of the latest step of any rank
     usual_s: float = 0.0
     announced: bool = False
     wrong: str = ""

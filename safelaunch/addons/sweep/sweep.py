@@ -18,7 +18,7 @@ class JobHistory:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    capacity: int  # units
+    capacity: int  # number of units
     at_most: int
     fail_fast: bool = False  # the first job that fails stops the others
     units: Mapping[str, int] = field(default_factory=dict)
@@ -26,8 +26,6 @@ class Rules:
 
 
 class Sweep:
-    """All jobs of a sweep. Report events with its methods; ``next`` returns the job to start."""
-
     def __init__(self, jobs: Sequence[SweepJob], rules: Rules, before: Mapping[str, JobHistory] | None = None) -> None:
         self._rules = rules
         self._queue = Lineup(rules.capacity, rules.at_most)
@@ -74,7 +72,6 @@ class Sweep:
         self._settle()
 
     def mark_ended(self, name: str, outcome: AttemptOutcome) -> None:
-        """Records an attempt's end, and queues the job again if it is to be retried."""
         track = self.tracks[name]
         track.outcome = outcome
         self._queue.end(name)

@@ -102,7 +102,6 @@ class SchedulerTask:
         self._began_s = time.monotonic()
 
     def run(self) -> int:
-        """Claims the attempt and runs it. Other tasks of the attempt exit at once."""
         for signum in SIGNALS:
             signal.signal(signum, self._on_signal)
         before, restart = self._files.read_end(), self._scheduler_job.restart

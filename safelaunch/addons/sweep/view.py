@@ -16,7 +16,7 @@ class JobStatus:
     state: JobState
     attempts: int = 0
     why: str = ""
-    outcome: AttemptOutcome | None = None  # of the last ended attempt
+    outcome: AttemptOutcome | None = None  # outcome of the last ended attempt
     live: RunningAttempt | None = None  # None unless it runs or waits in a scheduler's queue
 
     @staticmethod
