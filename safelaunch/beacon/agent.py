@@ -152,7 +152,7 @@ def _wrap_context(module: Any) -> None:
 
     def close(self: Any, death_sig: Any = None, *args: Any, **kwargs: Any) -> Any:
         # With a signal, the agent ends ranks that haven't failed: at a normal end, because it must stop, or because it
-        # failed itself.
+        # failed.
         error = _own_error() if death_sig is not None else ""
         if death_sig is None or error:
             _failing(self, error)

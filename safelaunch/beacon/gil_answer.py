@@ -68,7 +68,7 @@ def _groups() -> tuple[dict[str, list[int]], int | None]:
     for group, members in list(world.pg_group_ranks.items()):
         left -= len(members)
         if group in names and left >= 0:
-            # A group with processes of other jobs can have its own numbers, which aren't ranks of this job.
+            # With processes of other jobs, a group can have its own numbers, which aren't ranks of this job.
             is_of_the_job = not rank.isdecimal() or members.get(int(rank)) == group.rank()
             groups[str(names[group])] = sorted(members, key=members.__getitem__) if is_of_the_job else []
     return groups, int(world.group_count)
@@ -188,8 +188,8 @@ def _frames(traceback: Any) -> list[dict[str, object]]:
 def _posted() -> list[dict[str, object]]:
     """Returns the sends and receives (``P2POp``) of each thread's current batch, from its innermost function with some.
 
-    If a variable of that function shows that the thread waits for a send, receives are left out, and vice versa. gloo
-    records neither, and a rank that waits for one has no c10d frame on its stack.
+    A thread that waits for a send shows no receives, and vice versa. gloo records neither, and a rank that waits for
+    one has no c10d frame on its stack.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "P2POp", None)
     posted: list[dict[str, object]] = []

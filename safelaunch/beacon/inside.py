@@ -86,7 +86,7 @@ def _close(fd: int) -> None:
     try:
         os.close(fd)
     except OSError:
-        pass  # the script closed it before us
+        pass
 
 
 class _Closing:

@@ -42,8 +42,7 @@ MAX_OPTIMIZERS = 32
 
 EXPLICIT, IMPLICIT, LAUNCHER = range(3)
 
-# Variables for rank, world size and local rank, from a launcher, or from srun or mpirun. Slurm's describe a task of a
-# step (srun), so the batch script has none.
+# Variables for rank, world size and local rank. Slurm's describe a task of a step (srun), so the batch script has none.
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 TASKS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
@@ -78,7 +77,7 @@ def parse_page_name(name: str) -> tuple[int, int, int] | None:
     return int(parts[0]), int(parts[1]), int(parts[2])
 
 
-AGENT_PAGE = "agent"  # the torchrun agent's page, which uses only PID, START_TICKS, ACK and ENDING
+AGENT_PAGE = "agent"  # the torchrun agent's, which uses only PID, START_TICKS, ACK and ENDING
 SERVER_SUFFIX = ".sock"
 ASK_SUFFIX = ".ask"  # supervisor's socket, to which the rank sends its stacks
 STACKS_SUFFIX = ".stk"  # rank's own socket for stacks, if its torch's worker server takes no handlers
@@ -110,8 +109,8 @@ MARKED_NS = 25  # last begin or end of a phase or a pause, which is progress. PH
 RETURNED_NS = 24  # the rank's function returned; the process might still hand over the result
 TIMERS = 28  # NO_TIMER, or TIMER_SET by the rank or a process forked from it; 0: not watched
 NO_TIMER, TIMER_SET = 1, 2
-ASKED = 23  # by the supervisor: number of questions to handlers that need the GIL
-ANSWERED = 27  # by the rank: number of these questions with a finished handler, even if the answer is unread
+ASKED = 23  # by the supervisor: questions to handlers that need the GIL
+ANSWERED = 27  # by the rank: these questions with a finished handler, even if the answer is unread
 LAST_ANSWER_S = 2.0  # longest wait of an exiting rank for such a handler, in its own sleeps
 HOLD_S = 3.0  # longest wait of a failing rank for ACK
 GOODBYE_S = 1.5  # longest wait before an agent that must stop ends

@@ -134,7 +134,7 @@ def _start_guardian(run_dir: str, role: str) -> None:
 def _end_without(run_dir: str) -> None:
     """Ends the job without a guardian, by its control group, which includes this process.
 
-    If that isn't possible, sends SIGTERM to this process, so that torchrun ends its ranks.
+    If that fails, sends SIGTERM to this process, so that torchrun ends its ranks.
     """
     for group in _recorded_members(run_dir, "group"):
         try:

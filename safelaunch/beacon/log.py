@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 run_dir = ""
 _BEACON = os.path.dirname(__file__)
-_OURS = (
-    os.path.join(_BEACON, ""),
-    os.path.join(os.path.dirname(_BEACON), "addons", ""),
-)  # includes the probes of add-ons
+_OURS = (os.path.join(_BEACON, ""), os.path.join(os.path.dirname(_BEACON), "addons", ""))
 
 
 def fault(where: str) -> None:

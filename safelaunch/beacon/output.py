@@ -46,8 +46,8 @@ class Ring:
         HEADER.pack_into(self._map, 0, MAGIC, self._capacity, self._head, self._tail)
 
     def append(self, stream: int, data: bytes | memoryview) -> None:
-        # If a thread or a printing signal handler interrupts another writer, its bytes are dropped, because the ring
-        # never waits. The flag isn't atomic, but the reader survives a torn record.
+        # The ring never waits: if a thread or a signal handler interrupts a writer, its bytes are dropped. The flag
+        # isn't atomic, but the reader survives a torn record.
         if self._busy:
             return
         self._busy = True

@@ -102,8 +102,7 @@ def _end_with_job(run_dir: str, env: Mapping[str, str]) -> None:
 
 
 def _watch_under_exec(run_dir: str, env: Mapping[str, str]) -> None:
-    # Under ``safelaunch exec``, the parent might have no beacon to watch. After importing torch, a process has threads
-    # anyway.
+    # Under ``safelaunch exec``, the parent might have no beacon. After importing torch, a process has threads anyway.
     if env.get("SAFELAUNCH_MODE") == "exec":
         imports.after_import("torch.distributed", lambda _: lifeline.watch(run_dir, "rank"))
 

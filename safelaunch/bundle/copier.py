@@ -113,7 +113,7 @@ def _owner_of_what_is_made() -> int:
         try:
             os.unlink(name)
         except OSError:
-            pass  # another user moved the empty file
+            pass
 
 
 def _open_new(name: str, uid: int) -> int:
@@ -239,7 +239,7 @@ def _link_latest(name: str) -> str:
 
 
 def _is_set_aside(name: str) -> bool:
-    """Moves another user's file aside. Returns whether the name is free; a file of this user isn't moved."""
+    """Moves another user's file aside. Returns whether the name is free."""
     owner = os.lstat(name).st_uid
     if owner == os.geteuid():
         return False
@@ -269,7 +269,7 @@ def _remove_stale(directory: str) -> None:
                 continue
             shutil.rmtree(entry.path, ignore_errors=True)
         except FileNotFoundError:
-            continue  # our own copy just ended
+            continue
 
 
 def _report(what: str, work: "Callable[[], None]") -> None:
@@ -317,7 +317,7 @@ def _remove(name: str) -> None:
     try:
         bundle = _open(name)
     except FileNotFoundError:
-        return  # another run removed it first
+        return
     try:
         if not _is_bundle(name) or not _is(name, os.fstat(bundle)):
             return

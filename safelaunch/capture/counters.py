@@ -228,4 +228,4 @@ def _text(path: str) -> str:
     try:
         return _read(path)
     except OSError:
-        return ""  # gone, or not supported by the kernel
+        return ""

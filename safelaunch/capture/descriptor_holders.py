@@ -23,7 +23,7 @@ from safelaunch.model import OtherEnd, ProcessState, ThreadState
 from safelaunch.system import procstat
 from safelaunch.system.files import link_of, text_of
 
-CPU_S, DEADLINE_S = 0.5, 5.0  # a descriptor takes some microseconds, and on a busy machine a wait for the CPU
+CPU_S, DEADLINE_S = 0.5, 5.0  # a descriptor takes some microseconds, and a wait for the CPU on a busy machine
 
 _WRITES = frozenset({"write", "writev", "sendto", "sendmsg", "sendmmsg", "sendfile"})
 _IO_URING = "anon_inode:[io_uring]"  # the kernel does its requests without a thread of the process
@@ -104,7 +104,7 @@ def _holders(wanted: frozenset[WantedEnds], own: Collection[int], pids: Iterable
     targets = {target for target, _ in wanted}
     mapped = [end for end in wanted if " " in end[0]]  # device and inode
     by_end: dict[WantedEnds, dict[int, OtherEnd]] = {end: {} for end in wanted}
-    jobs: set[str] = set()  # targets in the job's processes, through which they might have passed a descriptor
+    jobs: set[str] = set()  # targets in the job's processes, which might have passed a descriptor through them
     every: set[str] = set()
     inherited = {link_of(f"/proc/self/fd/{number}") for number in range(3)}  # safelaunch's own, passed to the job
     unreadable, rings = set[int](), set[int]()
@@ -135,7 +135,7 @@ def _holders(wanted: frozenset[WantedEnds], own: Collection[int], pids: Iterable
 
 
 def _mapped_files(pid: int) -> frozenset[str]:
-    # Device and inode, because a file's path can differ between processes.
+    # A file's path can differ between processes, but not its device and inode.
     with suppress(OSError):  # it has ended, or belongs to another user
         return frozenset(mapping.identity for mapping in ProcessMemory(pid).mappings)
     return frozenset()
@@ -187,7 +187,7 @@ def _are_closed(own: Collection[int], jobs: Collection[str], every: Collection[s
 
 
 def _directions(path: Path, target: str) -> tuple[bool, ...]:
-    """Returns True if open for writing, False if for reading, possibly both. A socket has no direction: False."""
+    """Returns True if open for writing, False if for reading, or both. A socket has no direction: False."""
     if target.startswith("socket:"):
         return (False,)
     try:

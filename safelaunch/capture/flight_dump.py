@@ -339,7 +339,7 @@ class _Decoder:
         values = self._values[name]
         try:
             return array("q", values)
-        except (TypeError, OverflowError):  # missing in some entries, or not from c10d
+        except (TypeError, OverflowError):
             former = _FORMER_NAMES.get(name, name)
             pairs = zip(values, self._entries, strict=True)
             values = tuple(entry.get(former) if value is None else value for value, entry in pairs)
@@ -353,7 +353,6 @@ def _thread(text: str) -> int | None:
 
 
 def _columns_of(entries: list[dict[Any, Any]]) -> list[tuple[Any, ...]]:
-    """Returns the values under ``KEYS`` and ``_NUMBERS``, entry by entry."""
     if not entries:
         return [()] * (len(KEYS) + len(_NUMBERS))
     own = {key: key for key in entries[0] if type(key) is str}  # the dump's own objects: identical ones compare fast
@@ -375,7 +374,7 @@ def _names(groups: Sequence[object], ids: Sequence[object]) -> dict[str, str]:
 def _key_of(row: _EntryRow) -> tuple[_EntryRow, _EntryRow, _EntryRow] | None:
     """Returns a key that is equal for equal rows; None if a value isn't a text, a number or a short list of them.
 
-    Frames are compared by identity; the dump keeps them alive.
+    Compares frames by identity; the dump keeps them alive.
     """
     state, retired, op, group, pg_id, is_p2p, timeout_ms, in_sizes, in_types, out_sizes, out_types, frames = row
     lists = (group, in_types, out_types, in_sizes, out_sizes, frames)

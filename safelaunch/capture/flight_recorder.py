@@ -81,7 +81,7 @@ _DumpRead = tuple[Result[bytes], FlightRecord | None, str]
 
 
 def _of_all(answers: Sequence[Result[bytes]], parse: Callable[[bytes], FlightRecord]) -> _DumpRead:
-    """Returns one dump for all answers, its record, and the reason if it has none. Keeps a single dump unchanged."""
+    """Merges the dumps of all answers; returns a dump, its record, and the reason if there is no record."""
     dumps: list[tuple[Result[bytes], FlightRecord]] = []
     reasons: list[str] = []
     for raw in answers:
@@ -184,7 +184,7 @@ def _all_of(
 ) -> list[Result[bytes]]:
     """Returns the answers of the handlers that this torch has; if it has none, the first handler's failure.
 
-    Stops at the first failure, because the other handlers would fail as well.
+    Stops at the first failure, because the others would fail, too.
     """
     results: list[Result[bytes]] = []
     for handler in handlers:

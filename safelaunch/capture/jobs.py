@@ -74,7 +74,7 @@ def jobs_in(table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]
     launchers above it, or have inherited its variables.
     """
     named = {pid: rank for pid, process in table.items() if (rank := _rank_of(process)) is not None}
-    # A launcher in an srun task has the task's variables, and the ranks below it have their own.
+    # In an srun task, a launcher has the task's variables, and the ranks below it have their own.
     launchers = {above for pid, rank in named.items() if not rank.is_task for above in _above(pid, table)}
     alike: dict[tuple[object, ...], dict[int, FoundRank]] = {}
     for pid, rank in sorted(named.items()):

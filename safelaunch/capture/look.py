@@ -246,7 +246,6 @@ def _with_polled_lock(state: ProcessState, stack: Result[StackSample]) -> Proces
 
 
 def evidence_of(looks: Sequence[Look], rank: int) -> tuple[ProcessEvidence | None, tuple[ProcessEvidence, ...]]:
-    """Returns the rank's main process and its children over several looks, oldest first."""
     mains = [look.ranks[rank].main for look in looks if rank in look.ranks]
     children: dict[int, list[ProcessLook]] = {}
     for look in looks:
@@ -266,5 +265,5 @@ def _merge(looks: Sequence[ProcessLook], role: str) -> ProcessEvidence | None:
 
 
 def _once_each(values: Iterable[T]) -> tuple[T, ...]:
-    # A look for C frames copies what it hasn't read again.
+    # a look for C frames copies what it hasn't read again
     return tuple(value for value, _ in groupby(values))

@@ -59,7 +59,7 @@ class Resting:
         if len(fields) != 9 or self._left == 0:
             return ""
         self._left -= 1
-        with suppress(OSError, ValueError):  # it has ended, or belongs to another user
+        with suppress(OSError, ValueError):
             return self._rests_in(int(fields[7], 16), int(fields[8], 16))
         return ""
 
@@ -77,7 +77,7 @@ class Resting:
             size = next(region.end for region in self._memory.regions if region.start <= top < region.end) - top
             words = self._memory.read(top, min(size, WHOLE_STACK_BYTES))
             files = self._files_of(words[: len(words) & ~7])
-        except (OSError, ValueError, StopIteration):  # it has ended, or belongs to another user
+        except (OSError, ValueError, StopIteration):
             return ("?",)
         is_whole = 0 < len(words) == size and len(files) <= MOST_LIBRARIES
         return tuple(files) if is_whole else (*list(files)[:MOST_LIBRARIES], "?")
@@ -114,7 +114,7 @@ class Resting:
         return ""
 
     def _called(self, address: int) -> str:
-        """Returns the wait called by the instruction before this address: ``?`` through a register, empty for none."""
+        """Returns the wait called by the instruction before this address; ``?`` for a call through a register."""
         if platform.machine() != "x86_64":
             return "some call"
         code = self._memory.read(address - 7, 7)

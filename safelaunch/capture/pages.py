@@ -206,7 +206,7 @@ class EventReader:
             try:
                 events.append(from_json(line, AgentEvent))
             except (msgspec.DecodeError, RecursionError):
-                continue  # the beacon couldn't finish this line (full disk); later ones can be whole
+                continue  # cut off by a full disk; later lines can be whole
         return events
 
 
@@ -219,7 +219,6 @@ def bytes_of(path: Path) -> bytes:
 
 
 def read_note(path: Path, kind: type[_T]) -> _T | None:
-    """Decodes a note of ``beacon/page.py``; None if it is missing or damaged."""
     try:
         return from_json(bytes_of(path), kind)
     except (msgspec.DecodeError, RecursionError):

@@ -63,7 +63,6 @@ def parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
 
 
 def parse_io(text: str) -> tuple[int, int] | None:
-    """Parses ``rchar`` and ``wchar`` of ``/proc/<pid>/io``."""
     counts = [int(n) for n in re.findall(r"^[rw]char: (\d+)$", text, re.MULTILINE)]
     return (counts[0], counts[1]) if len(counts) == 2 else None
 
@@ -264,7 +263,7 @@ def _full_thread(
                 return text
             denied.add(name)
         except OSError:
-            pass  # not supported by this kernel, or the thread just ended
+            pass
         return ""
 
     text = optional("syscall")

@@ -81,7 +81,7 @@ def tcp_bytes() -> dict[int, int] | None:
 def _query(body: bytes, add: Callable[[bytes, int, int], None], *, every: bool, deadline_s: float = 0.5) -> bool:
     """Queries sock_diag for one socket, or for ``every`` one. Returns False if that fails, or if there are too many.
 
-    Calls ``add(answer, begin, end)`` for each socket in the answer.
+    Calls ``add(answer, begin, end)`` for each socket.
     """
     flags = _NLM_F_REQUEST | (_DUMP if every else 0)
     request = _HEADER.pack(_HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, flags, 0, 0) + body

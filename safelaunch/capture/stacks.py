@@ -198,7 +198,7 @@ def dump(
 
 
 def _with_tids_here(sample: StackSample) -> StackSample:
-    """Replaces the thread ids of a process in a container, because py-spy on Python 3.11+ reports the inner ones."""
+    """Replaces the thread ids of a process in a container: py-spy on Python 3.11+ reports inner ids."""
     inside = proc.tids_inside(sample.pid)
     if not inside:
         return sample
@@ -366,7 +366,7 @@ def _frame(frame: Frame) -> str:
 def _resume(pid: int, begun: ProcessId | None, patience_s: float = 0.3) -> str:
     """Resumes a process that a killed tracer left stopped; returns a note for people.
 
-    The kernel detaches a dead tracer's targets and resumes them. If a stop by the tracer remains, SIGCONT ends it.
+    The kernel detaches a dead tracer's targets and resumes them. SIGCONT ends a remaining stop.
     """
     until = time.monotonic() + patience_s
     while (letter := proc.state_letter(pid)) in ("t", "T"):

@@ -31,7 +31,7 @@ def seen_by(pid: int) -> Iterator[None]:
         if link_of(f"/proc/{pid}/ns/mnt") != link_of("/proc/self/ns/mnt"):
             _root.append(os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
     except OSError:
-        pass  # it has ended, or access is denied
+        pass
     try:
         yield
     finally:

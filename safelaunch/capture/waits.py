@@ -7,8 +7,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
-# Numbers on x86_64 and on aarch64: Linux ``arch/x86/entry/syscalls/syscall_64.tbl`` and
-# ``include/uapi/asm-generic/unistd.h``.
+# From Linux ``arch/x86/entry/syscalls/syscall_64.tbl`` and ``include/uapi/asm-generic/unistd.h`` (aarch64).
 
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63), "write": (1, 64), "open": (2, None), "close": (3, 57), "stat": (4, None), "fstat": (5, 80),
@@ -74,7 +73,7 @@ def child_of(name: str, arguments: Sequence[int]) -> int | None:
     return pid if 0 < pid < 1 << 31 else None
 
 
-UNREADABLE_S = 0.0  # the limit is unknown, so the call might end at any time
+UNREADABLE_S = 0.0  # unknown, so the call might end at any time
 
 MemoryReader = Callable[[int, int], bytes]  # (address, size) → bytes of the process, fewer if unreadable
 

@@ -51,7 +51,7 @@ def _of_process(pid: int, ppid: int) -> str | None:
     path = next((variable.partition(b"=")[2] for variable in variables if variable.startswith(b"PYTHONPATH=")), b"")
     if os.fsencode(INJECT) not in path.split(os.fsencode(os.pathsep)):
         return "PYTHONPATH was replaced"
-    # A rank claims its page before its program begins. A spawned one gets its rank only after importing torch.
+    # A rank claims its page before its program begins, but a spawned one gets its rank only after importing torch.
     spawned = "--multiprocessing-fork" in words
     if not spawned and b"/libtorch" in (directory / "maps").read_bytes():
         return "its beacon failed"

@@ -277,7 +277,7 @@ def _write(data: bytes) -> None:
     except BrokenPipeError:
         _write_to_terminal(data)
     except OSError:
-        return  # stderr is closed, and there is nowhere else to report that
+        return
 
 
 def _write_to_terminal(data: bytes) -> None:

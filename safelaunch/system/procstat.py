@@ -17,7 +17,7 @@ from safelaunch.system.files import text_of
 
 TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
 # Signals that Python, the beacon or torch handle in each program, and those with their own field. Any other signal can
-# do something for the program, from a timer, a file or another process.
+# be the program's own, from a timer, a file or another process.
 _USUAL = (
     *(signal.SIGINT, signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV),
     *(signal.SIGTERM, signal.SIGCHLD),

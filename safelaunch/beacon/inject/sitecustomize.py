@@ -29,8 +29,8 @@ def _role(env):
 
 
 def _load(here, name):
-    # By path, because this interpreter might not have safelaunch. The bare package needs no importlib.util, which costs
-    # every rank 3 ms.
+    # By path, because this interpreter might not have safelaunch, and as a bare package, because importing
+    # importlib.util costs every rank 3 ms.
     if "_safelaunch_beacon" not in sys.modules:
         package = type(sys)("_safelaunch_beacon")
         package.__path__ = [os.path.dirname(here)]

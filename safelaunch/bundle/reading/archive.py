@@ -62,7 +62,7 @@ def _unpack_one(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> 
         target.parent.mkdir(parents=True, exist_ok=True)
         file = open(target, "wb")  # noqa: SIM115 - closed below; errors here and while writing differ
     except OSError:
-        return  # the name is too long, or another member's directory
+        return
     with file:
         while source is not None and (data := source.read(CHUNK_BYTES)):
             file.write(data)

@@ -100,4 +100,4 @@ def _size(path: Path) -> int:
     try:
         return path.lstat().st_size
     except OSError:
-        return 0  # reading it gives the reason
+        return 0

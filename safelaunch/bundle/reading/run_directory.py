@@ -39,7 +39,7 @@ def read_run(root: Path, scratch: Path) -> FoundEvidence:
     Readers for live runs trust the files, map them, and open them for writing, so the files are first copied to the
     empty directory ``scratch``.
     """
-    from safelaunch.capture import collect  # deferred: imports the readers for live runs
+    from safelaunch.capture import collect  # deferred: slow to import
     from safelaunch.capture.pages import Roster, read_meta
 
     found_there = RunPaths(root)
@@ -53,7 +53,7 @@ def read_run(root: Path, scratch: Path) -> FoundEvidence:
         dumps = read_dumps(within(root, found_there.flight_recorder), root)
         problems += dumps.problems if dumps is not None else ()
     records = {rank.rank: rank.flight_record for rank in dumps.evidence.ranks} if dumps is not None else {}
-    host, nowhere = platform.node(), Sink(Redactor())  # the files stay in place
+    host, nowhere = platform.node(), Sink(Redactor())
     ranks = []
     for number in sorted({*pages, *(worker for worker in roster.workers if 0 <= worker < MAX_RANKS), *records}):
         page = pages.get(number)

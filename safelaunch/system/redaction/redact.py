@@ -67,7 +67,7 @@ _USER_OPTION = re.compile(
     r"(?<![\w\-])(?:-u|--user|--proxy-user)(?:[\"'],?\s{0,8}[\"']|[\s=]{1,8}[\"']?)[^\s:\"',]{1,128}:(?P<value>[^\s\"']+)"
 )
 _NEXT_WORD = r"[\"']?,?\s{1,8}[\"']?"
-# Programs, and their one-letter options for a password. For other programs, ``-p`` is a port, a path, a number.
+# Programs, and their one-letter options for a password. Elsewhere, ``-p`` is a port, a path, a number.
 _CLIENTS = tuple(
     (
         re.compile(rf"(?<![\w\-])(?:{programs})(?!\w)"),

@@ -160,7 +160,7 @@ class Redactor:
             try:
                 return self.said(data.decode("utf-8")).encode("utf-8")
             except UnicodeDecodeError:
-                pass  # not text in any known form
+                pass
         return self._overwritten(data)
 
     def _encoded(self, data: bytes, load: Callable[[bytes], Any], dump: Callable[[Any], bytes]) -> bytes:
