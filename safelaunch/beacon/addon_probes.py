@@ -1,8 +1,8 @@
 """Loads the probes of add-ons: their code that runs inside a rank (see ``addons.protocols.Probe``).
 
-A probe is the module ``addons/NAME/probe.py``. It is loaded by its path, as ``_safelaunch_beacon.addons.NAME.probe``,
-because this interpreter might not have safelaunch. Its packages run no code, so nothing else of the add-on runs here,
-and ``from ...beacon import marks`` imports this rank's beacon.
+Module ``addons/NAME/probe.py`` is loaded by its path, as ``_safelaunch_beacon.addons.NAME.probe``, because this
+interpreter might not have safelaunch. Its packages run no code, so nothing else of the add-on runs here, and ``from
+...beacon import marks`` imports this rank's beacon.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs a rank's function under ``safelaunch.launch``, with the beacon around it.
 
-A spawned worker is a new interpreter, whose ``sitecustomize`` has started the beacon. In a forked one, the beacon
-starts when the function is called, the only hook that torch's launcher offers for every start method.
+In a spawned worker, a new interpreter, ``sitecustomize`` has started the beacon. In a forked one, the beacon starts
+when the function is called, the only hook that torch's launcher offers for every start method.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ LATEST = "latest"
 def main(staged: str, directory: str, name: str, keep: str, whole: str = "") -> int:
     """Publishes one bundle. Returns 1, with the reason on stderr, if that fails.
 
-    If the bundle ``whole``, of which this one is a part, is present, it becomes ``latest``.
+    If ``whole``, the bundle that includes this one, is present, it becomes ``latest``.
     """
     directory = os.path.abspath(directory)
     partial = f".{name}.{os.getpid()}-{time.time_ns()}.partial"

@@ -50,8 +50,8 @@ def _document(value: object) -> bytes:
 class Staging(Sink):
     """A bundle in progress. Writes each file when it arrives, redacted, and lists all artifacts.
 
-    An artifact over ``limit_bytes`` is cut if it is text (logs keep their end, other text its beginning), and otherwise
-    left out. Files that a late thread adds after ``close`` are dropped.
+    Text over ``limit_bytes`` is cut (logs keep their end, other text its beginning); other artifacts over it are left
+    out. Files that a late thread adds after ``close`` are dropped.
     """
 
     def __init__(self, root: Path, redactor: Redactor | None = None, *, limit_bytes: int = LIMIT_BYTES) -> None:

@@ -1,4 +1,4 @@
-"""Reads a process's control groups (cgroups(7)): whether it is frozen, throttled, and its limits."""
+"""Reads a process's control groups (cgroups(7)): freezer, throttling, limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 def parse_membership(text: str) -> dict[str, str]:
-    """Parses ``/proc/<pid>/cgroup`` into controller → path; the unified (v2) hierarchy has the key ``""``."""
+    """Parses ``/proc/<pid>/cgroup`` into controller → path; key ``""``: the unified (v2) hierarchy."""
     groups: dict[str, str] = {}
     for line in text.splitlines():
         fields = line.split(":", 2)
@@ -25,7 +25,7 @@ def membership(pid: int) -> dict[str, str]:
 
 
 def directory(pid: int, controller: str = "", root: Path = ROOT) -> Path | None:
-    """Returns the process's cgroup directory in v2 (``""``) or under a v1 controller; None if not mounted."""
+    """Returns the process's cgroup directory: v2 (``""``) or a v1 controller's. None if not mounted."""
     path = membership(pid).get(controller)
     if path is None:
         return None
@@ -42,15 +42,14 @@ def directory(pid: int, controller: str = "", root: Path = ROOT) -> Path | None:
 def nearest(group: Path, name: str, root: Path = ROOT) -> str:
     """Returns the text of ``name`` from ``group`` or its closest ancestor with that file, or empty.
 
-    A group without a controller is subject to its ancestors' limits. The job's group, made by safelaunch, has no
-    controller.
+    A group without a controller, such as the job's, is subject to its ancestors' limits.
     """
     places = (place for place in (group, *group.parents) if place.is_relative_to(root))
     return next((text for place in places if (text := text_of(place / name).strip())), "")
 
 
 def is_frozen(pid: int) -> bool:
-    """True if a cgroup freezer holds the process, v2 (``frozen 1``) or v1 (``FROZEN``)."""
+    """True if a freezer holds the process: v2 (``frozen 1``) or v1 (``FROZEN``)."""
     unified = directory(pid)
     if unified and "frozen 1" in text_of(unified / "cgroup.events").splitlines():
         return True
@@ -61,7 +60,7 @@ def is_frozen(pid: int) -> bool:
 def throttled_ms(pid: int) -> int:
     """Returns how long CPU limits (v2 ``cpu.max``, v1 ``cpu.cfs_quota_us``) have stopped the process's groups.
 
-    Each group counts only its own limit, so its ancestors are read as well.
+    Includes its ancestors, because each group counts only its own limit.
     """
     total_us = 0
     for group in {directory(pid), directory(pid, "cpu")} - {None}:

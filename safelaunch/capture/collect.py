@@ -62,12 +62,12 @@ def ranks(
         targets: The ranks.
         looks: The looks so far, oldest first.
         basics: What is known about each rank.
-        pages: The directory of the run's progress pages.
+        pages: The directory of progress pages.
         host: This node's name.
         sink: Receives the files.
         evidence: Receives each rank's evidence as it arrives. For a late rank, only finished steps contribute.
         ask: False if the ranks are gone or about to end: their worker servers aren't queried.
-        patience: The factor by which the deadline is longer than on an idle machine.
+        patience: Factor for the deadline; 1 on an idle machine.
     """
     evidence = {} if evidence is None else evidence
     gates = [Gate(sink) for _ in targets]
@@ -164,7 +164,7 @@ def _with_kept_record(basics: RankBasics, kept: FlightCapture | None) -> RankBas
 
 
 def most_telling(looks: Sequence[Look], rank: int) -> RankLook | None:
-    """Returns the newest look at a rank that has its stack; otherwise the newest look at it.
+    """Returns the newest look at a rank with its stack, or else the newest look.
 
     On a busy machine, a look can miss its deadline after an earlier one succeeded.
     """
@@ -175,7 +175,7 @@ def most_telling(looks: Sequence[Look], rank: int) -> RankLook | None:
 
 
 def of_ended(rank: int, basics: RankBasics, pages: Path, host: str, sink: Sink) -> RankEvidence:
-    """Returns the evidence that a rank recorded itself, if it ended before any look at it."""
+    """Returns a rank's own records, if it ended before any look at it."""
     folder, progress = f"ranks/{rank}", basics.progress
     gone = "the rank ended before safelaunch could look at it"
     sink.add(Artifact(f"{folder}/stack.txt", "py-spy dump", 0.0, gone), None)

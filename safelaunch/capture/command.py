@@ -115,8 +115,8 @@ def run_together(
 ) -> list[Output]:
     """Runs all commands at once, for at most ``deadline_s`` seconds or until ``stop`` is set, then kills the rest.
 
-    Stderr goes to files in ``folder``; stdout is discarded. Needs no threads, however many commands there are. If a
-    command can't be started, its return code is None and its stderr the reason.
+    Stderr goes to files in ``folder``; stdout is discarded. Needs no threads. If a command can't be started, its return
+    code is None and its stderr the reason.
     """
     until = time.monotonic() + deadline_s
     stop = stop or threading.Event()

@@ -64,7 +64,7 @@ class Counters:
 def read(pids: Collection[int], before: Counters | None = None) -> Counters:
     """Reads the counters of these ranks' main processes and of their descendants; never raises.
 
-    Given the counters from ``before``, searches descriptors only for new connections.
+    Given ``before``, searches descriptors only for new connections.
     """
     at_s, at_ticks = time.monotonic(), int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_S)
     reader = _CounterReader(before or Counters(0.0, 0))

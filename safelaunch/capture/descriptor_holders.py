@@ -59,9 +59,9 @@ def with_ends(
 ) -> tuple[ProcessState, ...]:
     """Adds the other ends for which the threads of ``states`` wait, searching processes in the order of ``pids``.
 
-    The processes of ``states`` are always searched, others until ``CPU_S`` seconds of CPU or ``deadline_s`` seconds. If
-    some process wasn't searched, only connections are reported. An unsearched process might have a pipe or semaphore,
-    too, but a connection has a single other end.
+    Beyond the processes of ``states``, the search ends after ``CPU_S`` seconds of CPU or ``deadline_s`` seconds. If it
+    was incomplete, only connections are reported: an unsearched process might have a pipe or semaphore, too, but a
+    connection has a single other end.
     """
     until = _EndOfSearch(time.thread_time() + CPU_S, time.monotonic() + deadline_s)
     wanted = {(state.pid, tid): end for state in states for tid, end in _wanted(state)}

@@ -15,8 +15,8 @@ from safelaunch.system.redaction.redactor import Redactor
 class Excerpts:
     """The source that a verdict can read and that the bundle keeps, so that a second reading gives the same verdict.
 
-    An excerpt has the module's statements that contain a line of the evidence, and its assignments of the rank. All
-    other lines are empty, and secrets are removed. ``read`` maps path → excerpt for all paths requested.
+    An excerpt has the module's statements with a line of the evidence, and its assignments of the rank. All other lines
+    are empty, and secrets are removed. ``read`` maps path → excerpt for all paths requested.
     """
 
     def __init__(self, evidence: Evidence, redactor: Redactor) -> None:

@@ -32,7 +32,7 @@ def holders(pid: int, fd: int) -> tuple[int, ...]:
     """Returns the processes with the lock for which ``pid`` waits at descriptor ``fd``; empty if unknown.
 
     First comes the process that took the lock, if it still has it, then those that inherited the open file, each of
-    which can release the lock. It might be ``pid`` itself, if it opened the file twice. Can block on a dead file
+    which can release it. The holder might be ``pid`` itself, if it opened the file twice. Can block on a dead file
     system, so call it with a deadline.
     """
     try:
@@ -130,7 +130,7 @@ def lock_on(pid: int, path: str) -> FileLock | None:
 def program(pid: int) -> str:
     """Returns a process's program and start, e.g. `` (python tokenize.py, since 2026-03-01 14:02:11 UTC)``.
 
-    Omits arguments, which might contain secrets. Empty if unknown.
+    Empty if unknown. Arguments might contain secrets.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes()[:_MAX_BYTES].decode("utf-8", "replace").split("\0")

@@ -68,7 +68,7 @@ def flight_record_of(
 
 
 def kept_at_exit(page: Path) -> FlightCapture | None:
-    """Reads the Flight Recorder dump that the page's rank wrote at its exit, if any. Never raises."""
+    """Reads the Flight Recorder dump that the page's rank wrote at its exit. Never raises."""
     paths = [p for p in page.parent.glob(f"{page.name}{layout.FLIGHT_SUFFIX}-*") if p.suffix != layout.PARTIAL]
     answers = [attempt("the rank, at its exit", path.read_bytes) for path in sorted(paths)]
     raw, record, _ = _of_all(answers, parse_pickle) if answers else (None, None, "")
@@ -109,7 +109,7 @@ def _of_all(answers: Sequence[Result[bytes]], parse: Callable[[bytes], FlightRec
 
 
 def newest_entry(socket_path: str, *, deadline_s: float = 1.0) -> int | None:
-    """Returns a number that grows with every collective: the newest entry's, summed over all recorders.
+    """Returns the newest entry's number, summed over all recorders. It grows with every collective.
 
     Doesn't need the rank's GIL.
     """
@@ -147,8 +147,8 @@ def arrivals_of(socket_path: str, *, deadline_s: float = 2.0) -> dict[tuple[str,
 def default_timeout_s(socket_path: str, *, deadline_s: float = 2.0) -> float | None:
     """Returns the default group's timeout; None if no collective of the group is recorded.
 
-    Calls and backends can have different timeouts: the most frequent one counts, or the shortest of equals. Doesn't
-    need the rank's GIL.
+    Calls and backends can differ: the most frequent timeout counts, or the shortest of equals. Doesn't need the rank's
+    GIL.
     """
     entries = _arrivals(socket_path, deadline_s)
     timeouts = [e.timeout_ms for e in entries if set(e.process_group) & DEFAULT_GROUP and e.timeout_ms > 0]

@@ -1,7 +1,7 @@
 """Finds jobs on this host that safelaunch didn't start, by the environments of their processes.
 
-Every launcher (torchrun, accelerate, deepspeed, srun, mpirun, Ray, a shell script) gives each rank its variables, and
-the rank's children inherit them.
+Every launcher (torchrun, accelerate, deepspeed, srun, mpirun, Ray, a shell script) gives each rank its variables, which
+the rank's children inherit.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class FoundJob:
 def jobs_in(table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]) -> tuple[FoundJob, ...]:
     """Returns the jobs in a table of processes by pid. Pure.
 
-    A rank's process is the topmost one with its number for which ``runs_torch`` is true. Others are shells and
-    launchers above it, or have inherited its variables.
+    A rank's process is the topmost one with its number and a true ``runs_torch``. Others are shells and launchers above
+    it, or have inherited its variables.
     """
     named = {pid: rank for pid, process in table.items() if (rank := _rank_of(process)) is not None}
     # In an srun task, a launcher has the task's variables, and the ranks below it have their own.

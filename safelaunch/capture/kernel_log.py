@@ -33,8 +33,7 @@ _RELEVANT = re.compile(
 def kernel_log(*, deadline_s: float = 3.0) -> Result[str]:
     """Returns the last kernel log lines that might explain a hang, newest last; never raises.
 
-    Reads ``/dev/kmsg``, or else ``journalctl -k``, because many systems reserve the former for root
-    (``kernel.dmesg_restrict``).
+    Reads ``journalctl -k`` if ``/dev/kmsg`` is reserved for root (``kernel.dmesg_restrict``), as on many systems.
     """
 
     def read() -> str:

@@ -117,8 +117,8 @@ def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
 def with_c_frames(targets: Sequence[Target], last: Look, *, deadline_s: float) -> Look:
     """Repeats the ``last`` look, adding C frames to the main processes of ``targets``; never raises.
 
-    Takes at most ``deadline_s`` seconds. One rank of each distinct Python stack comes first, because equal stacks have
-    equal causes. A rank that isn't read in time keeps its previous stack, with a note.
+    Takes at most ``deadline_s`` seconds. One rank of each distinct Python stack comes first. A rank that isn't read in
+    time keeps its previous stack, with a note.
     """
     begin = time.monotonic()
     ordered = _one_of_each_stack_first(targets, last)

@@ -22,7 +22,7 @@ _WARNING = re.compile(
 
 
 def path_of(pattern: str, host: str, pid: int) -> Path:
-    """Returns a process's log file: NCCL replaces ``%h`` by the host name up to its first dot, ``%p`` by the pid."""
+    """Returns a process's log file. NCCL replaces ``%h`` by the host name up to its first dot, ``%p`` by the pid."""
     values = {"%h": host.partition(".")[0], "%p": str(pid), "%%": "%"}
     return Path(re.sub("%[hp%]", lambda match: values[match[0]], pattern))
 

@@ -89,8 +89,8 @@ class ProgressPage:
     def begin_question(self) -> bool:
         """Announces a request to a handler that needs the GIL. Returns False if the rank is exiting.
 
-        The request is announced before the state is read. An exiting rank does the reverse, so at least one side sees
-        the other.
+        The request is announced before the state is read, and an exiting rank does the reverse, so one side always
+        notices.
         """
         with self._asking:
             self._words[layout.ASKED] += 1

@@ -170,8 +170,8 @@ def _session(pid: int) -> int:
 def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) -> str:
     """Returns the role of a rank's child: ``dataloader worker``, ``resource tracker``, ``forkserver`` or ``child``.
 
-    The stack identifies a DataLoader's worker for every start method: ``_worker_loop`` of
-    ``torch/utils/data/_utils/worker.py``. The command line, which forked children share, identifies multiprocessing's
+    The stack identifies a DataLoader's worker for every start method (``_worker_loop`` of
+    ``torch/utils/data/_utils/worker.py``). The command line, which forked children share, identifies multiprocessing's
     helpers.
     """
     frames = [frame for sample in stacks for thread in sample.threads for frame in thread.frames]

@@ -21,8 +21,7 @@ _UP = re.compile(rb"(?:\x1b\[A)*\Z")
 class UnfinishedLine:
     """Counts the line feeds that move the cursor below the ranks' output on this process's stderr.
 
-    If a progress bar above others moved the cursor up, that takes several. Output that bypasses Python's streams isn't
-    seen.
+    It takes several if a progress bar moved the cursor up. Output that bypasses Python's streams isn't seen.
     """
 
     def __init__(self, pages: Path) -> None:

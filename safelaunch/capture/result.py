@@ -45,9 +45,9 @@ def attempt(how: str, source: Callable[[], T]) -> Result[T]:
 def within(deadline_s: float, what: str, source: Callable[[], T]) -> T:
     """Runs ``source`` in a daemon thread, and abandons it after ``deadline_s`` seconds.
 
-    Needed for reads that the kernel might never finish: of ``/proc`` files with a lock that a process in D state holds,
-    or of a dead mount. The abandoned thread stays until the kernel releases it. Raises ``CaptureError`` (kind
-    ``timeout``) at the deadline, and any error of ``source``.
+    The kernel might never finish some reads: of ``/proc`` files with a lock that a process in D state holds, or of a
+    dead mount. The abandoned thread stays until the kernel releases it. Raises ``CaptureError`` (kind ``timeout``) at
+    the deadline, and any error of ``source``.
     """
     values: list[T] = []
     errors: list[BaseException] = []

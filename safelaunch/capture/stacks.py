@@ -169,9 +169,9 @@ def dump(
 ) -> Result[StackSample]:
     """Runs py-spy once on ``pid``, for at most ``deadline_s`` seconds; never raises.
 
-    If py-spy is killed and leaves the process stopped, the process is resumed. ``native`` adds C frames, unless
-    ``nonblocking``. Local variables show the peer of a send or receive, at no measurable cost. py-spy reads them less
-    reliably than frames, so they are omitted if that fails.
+    If a killed py-spy leaves the process stopped, resumes it. ``native`` adds C frames, unless ``nonblocking``. Local
+    variables show the peer of a send or receive, at no measurable cost. py-spy reads them less reliably than frames, so
+    they are omitted if that fails.
     """
     native = native and not nonblocking
     options = ["--nonblocking"] * nonblocking + ["--native"] * native

@@ -1,7 +1,7 @@
 """Reads the user's source, for reports and for rules that need the code around a line.
 
 Paths come from the job or a stranger's bundle and can name anything, so only regular files named ``*.py`` are read,
-also through links. Reads have a deadline, because the disk might not respond. A path that missed it isn't retried.
+also through links. The disk might not respond, so reads have a deadline, and a path that missed it isn't retried.
 """
 
 from __future__ import annotations

@@ -301,9 +301,9 @@ def software(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def all_nodes(halves: Sequence[Evidence]) -> tuple[NodeEvidence, ...]:
-    """Merges the nodes of several pieces of evidence. Each piece has one node's own view and its view of the others.
+    """Merges the nodes of several pieces of evidence. Each has one node's own view and its view of the others.
 
-    If no piece has a node's own view, the piece that knows most describes it.
+    Without a node's own view, the piece that knows most describes it.
     """
     every = [node for half in halves for node in half.nodes]
     kept = {node.slot or node.host: node for node in every if node.here}

@@ -366,7 +366,7 @@ class NcclLog(Record, frozen=True):
 class GilTest(Record, frozen=True):
     """Answers of a rank's worker server to two requests, only one of which needs the GIL.
 
-    ``ping`` True and ``python`` False mean that a thread holds the GIL. The Python handler reports the other fields.
+    ``ping`` True and ``python`` False: a thread holds the GIL. The Python handler reports the other fields.
     """
 
     ping: bool | None = None  # without the GIL; None: not sent, or the server wasn't up
