@@ -93,7 +93,7 @@ def attach(
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = before[1](self, *args, **kwargs)
-        # after the check: the supervisor requests a stop before it ends ranks
+        # Called after the check, because the supervisor requests a stop before it ends ranks.
         if asks_to_stop():
             raise Stopped("the watchdog ends this job")
         return result
@@ -198,7 +198,7 @@ def _exits(context: Any) -> dict[str, int]:
 
 
 def _own_error() -> str:
-    # unless a signal or the supervisor caused it
+    # Empty if a signal or the supervisor caused the exception.
     error = sys.exc_info()[1]
     if not isinstance(error, Exception) or isinstance(error, Stopped) or type(error).__name__ == "SignalException":
         return ""

@@ -108,7 +108,7 @@ def _note(code: CodeType, offset: int, exception: BaseException) -> None:
 
 
 def _reraised(code: CodeType, offset: int, exception: BaseException) -> None:
-    # the handler did not catch the exception, so its slot is freed
+    # The handler did not catch the exception, so its slot is freed.
     global _latest, _count
     if exception is _latest and _thread.get_ident() == _main:
         _latest = None

@@ -31,7 +31,7 @@ def _batch() -> int | None:
 
 
 def _device() -> int | None:
-    # only for a rank that uses CUDA and has a choice
+    # Only for a rank that uses CUDA and has a choice.
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized() or cuda.device_count() < 2:
         return None

@@ -209,7 +209,7 @@ def _text_of(value: BaseException) -> str:
 def _at_exit() -> None:
     if os.getpid() != _owner:
         return
-    # the interpreter sets it even if the script replaced sys.excepthook
+    # The interpreter sets it even if the script replaced sys.excepthook.
     value = getattr(sys, "last_value", None)
     if value is not None and not _words[layout.EXCEPTION_NS]:
         _note_exception(type(value), value, value.__traceback__)
@@ -239,7 +239,7 @@ def _os_exit(status: int) -> NoReturn:
 
 
 def _code_of(status: object) -> int:
-    # as the interpreter does
+    # As the interpreter does.
     if status is None:
         return 0
     return status & 0xFF if isinstance(status, int) else 1

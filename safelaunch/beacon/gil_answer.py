@@ -75,7 +75,7 @@ def _groups() -> tuple[dict[str, list[int]], int | None]:
 
 
 def _descriptions() -> dict[str, str]:
-    # such as ``mesh_tp`` for dimension ``tp`` of a DeviceMesh
+    # For example, ``mesh_tp`` for dimension ``tp`` of a DeviceMesh.
     world = _world()
     names = dict(world.pg_names) if world is not None else {}
     descriptions = {str(name): getattr(group, "group_desc", "") for group, name in names.items()}
@@ -123,7 +123,7 @@ def remember_signal_handlers() -> None:
 
 
 def _c_handler(number: int) -> bytes:
-    # glibc's ``struct sigaction`` begins with the address that the kernel calls
+    # glibc's ``struct sigaction`` begins with the address that the kernel calls.
     import ctypes
 
     action = ctypes.create_string_buffer(256)
@@ -132,7 +132,7 @@ def _c_handler(number: int) -> bytes:
 
 
 def _torch_directories() -> list[str]:
-    # frames and the kernel can name the directory differently
+    # Frames and the kernel can name the directory differently.
     place = os.path.dirname(sys.modules["torch"].__file__ or "")
     return list(dict.fromkeys((place, os.path.realpath(place))))
 
@@ -170,7 +170,7 @@ def _handled_exceptions() -> list[dict[str, object]]:
 
 
 def _runs_script(frame: Any) -> bool:
-    # a running script's outermost frame is a module's or runpy's
+    # A running script's outermost frame is a module's or runpy's.
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
     return frame is None or frame.f_code.co_name in ("<module>", "_run_module_as_main")

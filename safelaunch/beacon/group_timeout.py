@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-# c10d looks up these names when a group is created without a timeout
+# Names that c10d looks up when a group is created without a timeout.
 _DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
 _MAKERS = ("init_process_group", "new_group", "split_group")
 

@@ -99,7 +99,7 @@ LIFE = "life"
 KEEPERS = "keepers"
 RESCUE = "rescue"
 MEMBERS = "members"
-# passed in the environment, so that the guardian's command line doesn't name its owner
+# Passed in the environment, so that the guardian's command line doesn't name its owner.
 GUARDIAN_CODE = "SL_GUARDIAN"
 GUARDIAN_ARGUMENTS = ("-E", "-S", "-c", f"import os; exec(os.environ.pop('{GUARDIAN_CODE}'))")
 GUARDIAN_STARTER = "SL_GUARDIAN_STARTER"  # AGENT_ROLE if torchrun's beacon starts it

@@ -116,7 +116,7 @@ def _lives(pid: str, start_ticks: str) -> bool:
 
 
 def _start_guardian(run_dir: str, role: str) -> None:
-    # a subreaper inherits the job's orphans, so the guardian finds them below it
+    # A subreaper inherits the job's orphans, so the guardian finds them below it.
     log.guarded(_become_subreaper)()
     for _ in range(TRIES):  # a node without free memory regains some as the job ends
         try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LONGEST_S = 1e9
 
-# in use before a page is claimed, and in a forked child
+# In use before a page is claimed, and in a forked child.
 _bytes: bytearray | mmap.mmap = bytearray(layout.SIZE)
 _words = memoryview(_bytes).cast("Q")
 _slots: dict[int, int] = {}

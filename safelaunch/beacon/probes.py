@@ -201,7 +201,7 @@ def _side(ranks: Sequence[int], absent: set[int]) -> str:
 
 
 def _shard(tensor: Any) -> tuple[tuple[int, int], ...]:
-    # index in each mesh dimension that isn't replicated
+    # The index in each mesh dimension that isn't replicated.
     placements, mesh = getattr(tensor, "placements", ()), getattr(tensor, "device_mesh", None)
     here = mesh.get_coordinate() if mesh is not None else None
     pairs = zip(placements, here or (), strict=False)
@@ -288,7 +288,7 @@ def _exchange(value: Any, group: Any) -> list[Any]:
 
 
 def _device(group: Any) -> Any:
-    # the CPU if the group's backend can use it, else the current GPU
+    # The CPU if the group's backend can use it, else the current GPU.
     import torch
     import torch.distributed as dist
 

@@ -45,7 +45,7 @@ def is_claimed() -> bool:
 
 @log.guarded
 def _claim_when_spawned(module: Any) -> None:
-    # torch's ``_wrap`` gets the rank of a child of ``torchrun --run-path``
+    # torch's ``_wrap`` gets the rank of a child of ``torchrun --run-path``.
     original = module._wrap
 
     def _wrap(local_rank: int, fn: Any, args: Any, envs: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ def _write_meta(base: str) -> None:
 
 
 def _gpu() -> str:
-    # device that ``LOCAL_RANK`` selects from the visible ones, as scripts do; empty if it selects none
+    # The device that ``LOCAL_RANK`` selects from the visible ones, as scripts do; empty if it selects none.
     visible = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
     number = os.environ.get("LOCAL_RANK", "")
     if len(visible) == 1:  # a launcher selected it
@@ -185,7 +185,7 @@ def _after_fork() -> None:
 
 
 def _wait_for_a_role() -> None:
-    # hooks that reveal the role, and cost nothing until one fires
+    # These hooks reveal the role, and cost nothing until one fires.
     from . import agent
 
     marks.before_first_step = _before_first_step

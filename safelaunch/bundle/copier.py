@@ -196,7 +196,7 @@ def _remove_directory(name: str, descriptor: int) -> None:
 
 
 def _files(root: str) -> "list[str]":
-    # relative paths, because ``root`` might be renamed now
+    # Relative paths, because ``root`` might be renamed now.
     return sorted(os.path.join(folder, file)[len(root) + 1 :] for folder, _, files in os.walk(root) for file in files)
 
 

@@ -162,7 +162,7 @@ def _user_arguments(owner: BundleOwner | None, staged: Path) -> dict[str, Any]:
 
 
 def _abandon(process: subprocess.Popen[bytes]) -> None:
-    # a write to a dead disk might never return, so a thread waits for the helper
+    # A write to a dead disk might never return, so a thread waits for the helper.
     process.kill()
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:

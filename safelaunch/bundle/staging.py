@@ -169,7 +169,7 @@ class Staging(Sink):
             self.artifacts.append(self._listed(artifact))
 
     def _listed(self, artifact: Artifact) -> Artifact:
-        # the reason can quote anything
+        # The reason can quote anything.
         text = self.redactor.text
         return msgspec.structs.replace(artifact, missing=text(artifact.missing), note=text(artifact.note))
 

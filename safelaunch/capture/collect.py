@@ -271,7 +271,7 @@ def _write_flight_record(rank: int, capture: FlightCapture, sink: Sink) -> None:
     sink.add(capture.json.artifact(f"ranks/{rank}/flight_recorder.json"), capture.json.value)
     sink.add(capture.pickle.artifact(f"ranks/{rank}/flight_recorder.pickle"), capture.pickle.value)
     if capture.pickle.value is not None:
-        # torchfrtrace reads this folder
+        # torchfrtrace reads this folder.
         sink.add(capture.pickle.artifact(f"flight_recorder/nccl_trace_rank_{rank}"), capture.pickle.value)
 
 

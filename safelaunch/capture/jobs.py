@@ -39,7 +39,7 @@ class JobProcess:
     ppid: int
     start_ticks: int = 0
     user: int = 0
-    # initial variables, or present ones if only these make it a rank; None if not permitted
+    # Initial variables, or present ones if only these make it a rank; None if not permitted.
     env: Mapping[str, str] | None = field(default_factory=dict)
     network: str = ""  # network namespace, within which the address localhost is valid
 

@@ -17,7 +17,7 @@ MAX_KERNEL_LINES = 200
 NOTHING = "(nothing relevant)"
 _MAX_KMSG_BYTES = 8 << 20
 
-# memory, GPUs, stuck tasks, storage, network, hardware
+# Memory, GPUs, stuck tasks, storage, network, hardware.
 _RELEVANT = re.compile(
     r"out of memory|oom[-_ ]?kill|killed process|memory cgroup|\bnvrm\b|\bxid\b|nvidia|nvlink|nvswitch"
     r"|gpu has fallen|hung task|blocked for more than|soft lockup|hard lockup|rcu.*stall|segfault"

@@ -101,7 +101,7 @@ def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
     """
     begin = time.monotonic()
     table = process.process_table()
-    # if late, each process's own locks are read; if these are late too, its state has a note
+    # If this is late, each process's own locks are read; if these are late too, its state has a note.
     locks = within_or(None, deadline_s / 4, "the file locks", file_locks.lock_table)
     until = begin + deadline_s - RETURN_S
     calls = [partial(_rank, target, table, locks, deadline_s, until) for target in targets]
@@ -265,5 +265,5 @@ def _merge(looks: Sequence[ProcessLook], role: str) -> ProcessEvidence | None:
 
 
 def _once_each(values: Iterable[T]) -> tuple[T, ...]:
-    # a look for C frames copies what it hasn't read again
+    # A look for C frames copies what it hasn't read again.
     return tuple(value for value, _ in groupby(values))

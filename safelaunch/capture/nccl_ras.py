@@ -231,7 +231,7 @@ class _RasReply(msgspec.Struct):
     communicators: list[_Communicator]
 
 
-# a comma is missing between a line's end and a name on the next line
+# The missing comma between a line's end and a name on the next line.
 _NO_COMMA = re.compile(r'(["\d\]}])([ \t]*\r?\n[ \t]*")')
 _PROCESS = re.compile(r"\s+Process (\d{1,10}) on node (\S{1,255}) managing GPUs? (\d{0,4})")
 

@@ -50,7 +50,7 @@ def sources() -> Mapping[str, Callable[[NodeSubject], Result[Any] | None]]:
     }
 
 
-# with versions that matter for a hang
+# Packages with versions that matter for a hang.
 PACKAGES = (
     "torch", "triton", "numpy", "nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12",
     "nvidia-cudnn-cu13", "accelerate", "apex", "datasets", "deepspeed", "lightning", "megatron-core", "mpi4py",

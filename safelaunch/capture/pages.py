@@ -321,7 +321,7 @@ class Roster:
             names = {entry.name for entry in os.scandir(self._directory)}
         except OSError:
             return
-        # two changes can fall into one tick of the file system's clock
+        # Two changes can fall into one tick of the file system's clock.
         settled = time.time_ns() - changed_ns > MTIME_TICK_NS
         self._seen_ns = changed_ns if settled else 0
         for name in names - self._pages.keys() - self._ignored:

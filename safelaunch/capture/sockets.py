@@ -100,7 +100,7 @@ def other_ends(pid: int, own: Collection[int]) -> dict[int, int]:
     net, ends = Path(f"/proc/{pid}/net"), {}
     for name in ("tcp", "tcp6"):
         table = _read(net / name)
-        # connections that a process has (with an inode) or that wait to be accepted (established)
+        # Connections that a process has (with an inode) or that wait to be accepted (established).
         connections = (fields for fields in _rows(table) if fields[9] != "0" or fields[3] == "01")
         by_pair = {(fields[1], fields[2]): int(fields[9]) for fields in connections}
         pairs = {inode: pair for pair, inode in by_pair.items()}

@@ -29,7 +29,7 @@ class NodeEvidence(Record, frozen=True):
 
     host: str
     slot: int = 0
-    ranks: tuple[int, ...] = ()  # as last reported
+    ranks: tuple[int, ...] = ()
     here: bool = False  # the evidence was collected on this node
     silent_s: float = 0.0  # time since its supervisor last responded; 0: it responds, or did until its end
     last: Literal["", "watching", "failing", "stopping", "ended"] = ""  # last reported state
@@ -67,7 +67,7 @@ class Gpu(Record, frozen=True, omit_defaults=False):
     power_w: float | None = None
     ecc_errors: float | None = None  # uncorrected, since the driver was loaded
     processes: tuple[GpuProcess, ...] | None = None
-    error: str = ""  # reason why the query failed
+    error: str = ""
     uuid: str | None = None
     sm_clock_mhz: float | None = None
 
@@ -139,7 +139,7 @@ class Rendezvous(Record, frozen=True):
     absent_hosts: tuple[str, ...] = ()
     waited_s: float = 0.0
     store: str = ""  # reason why the rendezvous store doesn't respond; empty if it does
-    error: str = ""  # as printed by torchrun
+    error: str = ""
 
 
 # --- NCCL's RAS service -----------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class EarlyLook(Record, frozen=True):
     usual_s: float = 0.0  # usual time of a step; 0: unknown
     movement: Literal["still", "active"] = "still"  # ``active``: something computed, read or wrote between two looks
     words: str = ""  # what the ranks did, as a clause
-    cause: str = ""  # as a verdict would name it
+    cause: str = ""
     places: tuple[Place, ...] = ()  # ranks that a verdict would name
     said: bool = False  # it was printed
     lasted_s: float = 0.0  # duration of the quiet if it ended by itself; 0: it continues
@@ -263,7 +263,7 @@ class Evidence(Record, frozen=True):
     outcome: Outcome
     world_size: int
     ranks: tuple[RankEvidence, ...]
-    missing_ranks: tuple[int, ...] = ()  # ranks that weren't found
+    missing_ranks: tuple[int, ...] = ()
     stall_s: float = 0.0  # time since the slowest rank's last progress, at the capture
     threshold_s: float = 0.0  # time without a step that raised the suspicion; 0: something else did
     threshold_why: str = ""
@@ -274,7 +274,7 @@ class Evidence(Record, frozen=True):
     nccl: NcclWitness | None = None
     rendezvous: Rendezvous | None = None
     early: tuple[EarlyLook, ...] = ()  # newest ones of this node, oldest first
-    wrong_results: tuple[WrongResult, ...] = msgspec.field(default=(), name=WRONG_RESULTS_KEY)  # in order of time
+    wrong_results: tuple[WrongResult, ...] = msgspec.field(default=(), name=WRONG_RESULTS_KEY)
     launched: Launched | None = None  # None: safelaunch didn't start the job
     stopped: tuple[int, ...] = ()  # ranks that their own supervisor stopped before the others were sampled
     gpus: tuple[GpuUse, ...] = ()  # of nodes with a queried driver

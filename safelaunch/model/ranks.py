@@ -96,7 +96,7 @@ class ThreadState(Record, frozen=True):
     fd_target: str = ""  # ``pipe:[123]``, a path, ...
     cpu_ms: int = 0  # user and system time
     io_bytes: int | None = None  # read and written so far (rchar + wchar), without ``recv`` and ``send``
-    written_bytes: int | None = None  # written part of ``io_bytes``
+    written_bytes: int | None = None
     queued_ms: int | None = None  # time spent runnable but waiting for a core; None: not reported
     slices: int | None = None  # times that it was given a core; None: not reported
     ends_s: float | None = None  # latest time at which the call times out; None without a readable timeout
@@ -133,7 +133,7 @@ class ProcessState(Record, frozen=True):
     state: str
     threads: tuple[ThreadState, ...] = ()
     rss_bytes: int = 0
-    frozen: bool = False  # by its cgroup
+    frozen: bool = False
     throttled_ms: int = 0  # time for which CPU limits have throttled its cgroups so far
     # Locks that it holds. While its main thread sleeps as if it retried a lock: also others' locks on its open files.
     locks: tuple[FileLock, ...] = ()
@@ -263,7 +263,7 @@ class RankException(Record, frozen=True):
     message: str
     time_unix_s: float
     frames: tuple[Frame, ...] = ()
-    text: str = ""  # traceback as printed
+    text: str = ""
     earlier: tuple[EarlierException, ...] = ()  # exceptions that led to it, in order
 
 
@@ -272,7 +272,7 @@ class CaughtException(Record, frozen=True):
     message: str  # empty unless the first argument is a string
     time_unix_s: float
     raised: Frame  # innermost user frame of the traceback
-    caught: Frame  # line of the handler
+    caught: Frame
 
 
 class FatalError(Record, frozen=True):
@@ -306,7 +306,7 @@ class RankExit(Record, frozen=True):
     returncode: int  # as in ``subprocess``: negative for a signal
     time_unix_s: float  # when the agent noticed
     before_close: bool = True  # it ended before the agent began to stop the others, so the agent isn't the cause
-    file: str = "launch.json"  # source in the bundle
+    file: str = "launch.json"
 
 
 class Allocations(Record, frozen=True):
@@ -424,7 +424,7 @@ class RankEvidence(RankFile, frozen=True, kw_only=True):
     exception: RankException | None = None
     exit_call: ExitCall | None = None
     caught: tuple[CaughtException, ...] = ()  # newest ones, oldest first; Python 3.12+
-    log_tail: str = ""  # end of the rank's output
+    log_tail: str = ""
     device_memory: DeviceMemory | None = None
 
 

@@ -45,7 +45,7 @@ def _start_beacon():
     run_dir = env.get("SAFELAUNCH_RUN_DIR", "")
     role = _role(env) if run_dir else None
     if role in ("rank", "spawned"):
-        # the rank and its children get the user's own PYTHONPATH back
+        # The rank and its children get the user's own PYTHONPATH back.
         if original is None:
             env.pop("PYTHONPATH", None)
         else:

@@ -27,7 +27,7 @@ def read_limited(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
         mode = path.lstat().st_mode  # merely opening a device can have effects
         if not stat.S_ISREG(mode):
             raise Unreadable(LINK if stat.S_ISLNK(mode) else "it is not a regular file")
-        # a FIFO must not block us
+        # Opening a FIFO must not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)

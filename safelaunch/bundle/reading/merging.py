@@ -45,7 +45,7 @@ def merge(bundles: Sequence[FoundEvidence], names: Sequence[str]) -> FoundEviden
     first = bundles[0].evidence
     outcomes = {bundle.evidence.outcome for bundle in bundles}
     outcome: Outcome = next((kind for kind in _WORST if kind in outcomes), "dump")
-    # one supervisor stopped its ranks for a hang, so the others' ranks lost their connections
+    # One supervisor stopped its ranks for a hang, so the others' ranks lost their connections.
     stopped = _hung_ranks(bundles) if outcomes >= {"hang", "crash"} else ()
     outcome = "hang" if stopped else outcome
     ranks = sorted((rank for bundle in bundles for rank in bundle.evidence.ranks), key=lambda rank: rank.rank)

@@ -73,7 +73,7 @@ class _SequentialReader:
 
 
 def _bounds(paths: Sequence[Path]) -> ReadLimits:
-    # memory for the largest file, time for all
+    # Memory for the largest file, time for all.
     sizes = list(map(_size, paths))
     memory = min(_MEMORY_BYTES + _PER_BYTE * max(sizes, default=0), _MOST_MEMORY_BYTES)
     return ReadLimits(memory, _CPU_S + (sum(sizes) >> 21))

@@ -19,7 +19,7 @@ from safelaunch.system.redaction.shapes import SecretKind, Span, is_secret_name,
 REDACTED = "[redacted]"
 NOT_SHOWN = "[not shown]"
 
-# truth values, and words before a credential in a header
+# Truth values, and words before a credential in a header.
 _PLAIN_WORD = re.compile(r"true|false|none|null|yes|no|on|off|bearer|basic|digest|negotiate|token", re.IGNORECASE)
 _SETTINGS = {
     "enabled", "disabled", "auto", "default", "required", "optional", "always", "never", "local", "file", "keyring",

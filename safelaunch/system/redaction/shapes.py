@@ -173,7 +173,7 @@ _ENDINGS = (
     ("password", "password"), ("passwd", "password"), ("passphrase", "password"), ("passcode", "password"),
     ("secret", "secret"), ("apikey", "secret"), ("authtoken", "secret"), ("token", "secret"),
 )  # fmt: skip
-# word pairs, and words that count only at the end of the name
+# Word pairs, and words that count only at the end of the name.
 _SECRET_PAIRS = re.compile(
     r"(?:api|access|secret|private|signing|encryption|account|storage|service|license|auth|master|deploy|ssh|shared"
     r"|sas|hmac|session|webhook|instrumentation|priv|openai|my|gpg)_?keys?(?:_|\Z)|connection_?string|conn_?str"
