@@ -188,8 +188,8 @@ def _frames(traceback: Any) -> list[dict[str, object]]:
 def _posted() -> list[dict[str, object]]:
     """Returns the sends and receives (``P2POp``) of each thread's current batch, from its innermost function with some.
 
-    A thread that waits for a send shows no receives, and vice versa. gloo records neither, and a rank that waits for
-    one has no c10d frame on its stack.
+    If a variable shows that the thread waits for a send, receives are left out, and vice versa. gloo records neither,
+    and a rank that waits for one has no c10d frame on its stack.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "P2POp", None)
     posted: list[dict[str, object]] = []

@@ -7,9 +7,9 @@ wouldn't write counts as unknown, and ``FlightRecord.damaged`` names its field.
 A pickle with a hostile *structure* can still kill its reader, because reading hashes a dictionary's keys. So a child
 process reads strangers' files (``bundle/reading/guard.py``).
 
-torch 2.15 makes ``nccl2`` the default backend. Each backend then has its own recorder (pytorch#192233), so a rank can
-have several dumps. Those recorders never notice starts. They notice ends, except for a backend in Python: its calls are
-retired as they are made (``verdict/comparable.py``).
+torch 2.15 makes ``nccl2`` the default backend. Each backend then has its own recorder, in the same format
+(pytorch#192233), so a rank can have several dumps. Those recorders never notice starts. They notice ends, except for a
+backend in Python: its calls are retired as they are made (``verdict/comparable.py``).
 
 gloo differs (torch 2.13): ``state`` stays ``"scheduled"`` (``retired`` shows the end), ``pg_config`` has the key ``""``
 instead of ``"0"``, and the numbers in ``pg_status`` are strings in the JSON.

@@ -66,8 +66,9 @@ class Resting:
     def libraries(self, syscall: str) -> tuple[str, ...]:
         """Returns the files on a thread's native stack, except the C and C++ libraries.
 
-        The result contains ``?`` if the stack is unreadable or too deep. Remains of earlier calls can add files, but no
-        file on the stack is missing. ``syscall`` as for ``rests_in``.
+        They show which library started the thread, whatever it waits in. The result contains ``?`` if the stack is
+        unreadable or too deep. Remains of earlier calls can add files, but no file on the stack is missing. ``syscall``
+        as for ``rests_in``.
         """
         fields = syscall.split()
         if len(fields) != 9:
