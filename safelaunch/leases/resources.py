@@ -304,7 +304,7 @@ def _take_port(found: JobResources, settings: Settings, environ: Mapping[str, st
 
 
 def _take_any_port(found: JobResources, settings: Settings, environ: Mapping[str, str]) -> Lease:
-    """Leases a port, or returns a free one if the lease directory is unusable. Raises ResourceError without free ports."""
+    """Leases a port, or returns a free one if the lease directory is unusable. Raises ResourceError."""
     from safelaunch.leases import ports
 
     try:

@@ -104,7 +104,7 @@ def _targets(job: FoundJob) -> list[Target]:
 
 
 def _look(targets: list[Target], roots: tuple[str, ...]) -> Looks:
-    """Looks twice, and a third time later if a rank stands still while others work: it might wait for a slow one."""
+    """Looks twice. If a rank stands still while others work, looks a third time later: it might wait for a slow one."""
     looks = look_at(targets, None, collectives=True, deadline_s=ATTACH.look_s)
     time.sleep(ATTACH.between_s)
     looks = with_leads(look_at(targets, looks, collectives=True, deadline_s=ATTACH.look_s), roots)

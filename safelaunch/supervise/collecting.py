@@ -1,4 +1,4 @@
-"""Collects the evidence of an incident, in threads: looks, the ranks' records, their logs, and their node."""
+"""Collects the evidence of an incident, in threads."""
 
 from __future__ import annotations
 
@@ -44,16 +44,13 @@ from safelaunch.supervise.watch.progress import Watch
 from safelaunch.system.decoding import from_builtins
 from safelaunch.system.errors import CaptureError
 
-EVIDENCE_DEADLINE_S = 34.0  # backstop; the deadlines of ranks and node are shorter
+EVIDENCE_DEADLINE_S = 34.0  # backstop: ranks and node have shorter ones
 
 Exits = Callable[[], Mapping[int, RankExit]]
-"""Returns the exits of ranks that have ended so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSnapshot:
-    """The ranks' pages and exits at the moment of an incident."""
-
     ranks: Mapping[int, collect.RankBasics]
     world_size: int
     notes: tuple[str, ...]
@@ -83,8 +80,6 @@ def snapshot_of(watch: Watch, exits: Mapping[int, RankExit]) -> JobSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Stages of an incident in order, for ``manifest.json``."""
-
     moments: tuple[Moment, ...] = ()
 
     def plus(self, stage: str, at_s: float | None = None) -> Timeline:
@@ -96,7 +91,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class DraftBundle:
-    """Evidence of an incident in an unpublished bundle: call ``publishing.finish`` or ``discard``."""
+    """Evidence of an incident in an unpublished bundle. Pass it to ``publishing.finish``, or call ``discard``."""
 
     evidence: Evidence
     staging: Staging
@@ -123,10 +118,13 @@ def take_evidence(
     timeline: Timeline | None = None,
     patience: float = 1.0,
 ) -> DraftBundle:
-    """Collects what the looks lack, and calls ``on_ranks_done`` once the ranks are no longer needed."""
+    """Collects the evidence that ``looks`` lack.
+
+    Args:
+        on_ranks_done: Called once the ranks are no longer needed.
+    """
     timeline = timeline or Timeline()
-    # A cleaner that removes the run directory would take the bundle with it, and $XDG_RUNTIME_DIR might be small: use
-    # another place if it has room.
+    # Prefer a place outside the run directory: a cleaner could remove that, and $XDG_RUNTIME_DIR might be small.
     safe = may_be_ours(context.fallback_dir.parent)
     place = roomier_directory(context.fallback_dir, context.run_dir) if safe else context.run_dir
     root = context.unfinished.name(place, context.run_dir, kind.outcome)
@@ -138,7 +136,7 @@ def take_evidence(
     node_found: dict[str, Any] = {}
     kills = kill_counts()
 
-    # From here on, the job's output has no secrets: verdict, bundle and screen use it.
+    # From here on, nothing contains secrets of the job's output.
     snapshot = context.cleaned(snapshot)
 
     def ranks(gate: Gate) -> None:
@@ -248,7 +246,7 @@ def local_evidence(looks: Looks, snapshot: JobSnapshot, context: JobContext) -> 
 def evidence_of(
     kind: IncidentKind, looks: Looks, snapshot: JobSnapshot, context: JobContext, *, patience: float = 1.0
 ) -> Evidence:
-    """Returns evidence from the looks and the ranks' records without writing a bundle."""
+    """Returns evidence without writing a bundle."""
     nowhere, pages = Sink(context.redactor), context.run_dir / "pages"
     snapshot = replace(snapshot, ranks=context.cleaned(snapshot.ranks))
     taken = context.cleaned(looks.taken)
@@ -306,7 +304,7 @@ def _evidence(outcome: Outcome, ranks: Sequence[RankEvidence], world_size: int) 
 def _with_nccl_logs(
     sides: Sequence[RankEvidence], looks: Looks, context: JobContext, staging: Staging | None = None
 ) -> list[RankEvidence]:
-    """Adds NCCL's warnings to the ranks, from the run directory or from ``NCCL_DEBUG_FILE``, copied to ``staging``."""
+    """Adds NCCL's warnings to the ranks, from the run directory or, copied to ``staging``, ``NCCL_DEBUG_FILE``."""
     folder, pids = f"node/{context.host}", [side.pid for side in sides]
     logs = nccl_logs.logs_of(sorted((context.run_dir / "flight_recorder").glob("*nccl*")), folder, pids)
     pattern = looks.env.value.get("NCCL_DEBUG_FILE", "") if looks.env is not None and looks.env.value else ""

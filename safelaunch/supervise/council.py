@@ -35,25 +35,25 @@ from safelaunch.supervise.watch.progress import Watch
 
 RoundOutcome = VoteResult | Literal["hang", "alone"]
 
-OPEN_S = 25.0  # for the leader, or its successor, to open an incident
+OPEN_S = 25.0  # for the leader or its successor to open an incident
 SUCCEED_S = 12.0  # for another node to take over from a leader that no longer responds
-LAST_STATUS_S = 3.5  # for other nodes' status; a killed node counts as quiet by then
-STOP_NOTICE_S = 1.2  # for the others to read of a stop, if this node's agent hosts the store
+LAST_STATUS_S = 3.5  # for another node to succeed a silent leader
+STOP_NOTICE_S = 1.2  # for other nodes to notice a stop, if this node's agent hosts the store
 AGENT_EVERY_S = 2.0
 _NOWHERE = SharedStore(Address("", 0), "", nodes=1)
 
 
 class Council:
-    """This node's part in the council of all nodes. Only ``close``, ``final_status`` and ``nodes`` block."""
+    """This node's part in joint actions. Only ``close``, ``final_status`` and ``nodes`` block."""
 
     def __init__(self, plan: Plan, context: JobContext, watch: Watch) -> None:
         self._context = context
         self._watch = watch
         self._agent_s = 0.0
         self._stop_s: float | None = None
-        self._store: Lost = ""  # how the store was lost while this node's agent, its possible host, ran
+        self._store: Lost = ""  # how the store was lost while this node's agent, which might host it, still ran
         self._by_torchrun = plan.by_torchrun
-        self._joined = 0  # newest incident that this node takes part in
+        self._joined = 0  # newest incident with this node
         rendezvous = meeting(plan.command, plan.env, plan.settings.cluster_store)
         self._port: int | None = None
         self.job = f"{rendezvous.address} {rendezvous.prefix}" if isinstance(rendezvous, SharedStore) else ""
@@ -83,7 +83,7 @@ class Council:
         self.channel.start(store, key, self._store_host(plan, store))
 
     def _store_host(self, plan: Plan, store: SharedStore) -> StoreHost | None:
-        # None if torchrun has a store, or if there is no torch to start one.
+        # torchrun has a store, or there is no torch to start one
         if not store.to_start or plan.torch is None:
             return None
         log = self._context.run_dir / "store.log"
@@ -112,7 +112,7 @@ class Council:
 
     @property
     def why_alone(self) -> str:
-        """Reason why the nodes are not watched together, as a clause."""
+        """Clause that says why the nodes aren't watched together."""
         view = self._seen
         if view.page is None:
             return view.why
@@ -122,7 +122,6 @@ class Council:
 
     @property
     def others(self) -> str:
-        """The other nodes, in words."""
         page, hosts = self._page, [node.host for node in self._seen.nodes]
         number = page.nodes - 1 if page is not None else len(hosts)
         more = f" and {number - len(hosts)} more" if number > len(hosts) else ""
@@ -165,7 +164,7 @@ class Council:
             self._store = view.lost
 
     def final_status(self) -> PeerStatus:
-        """Returns the other nodes' status; waits up to a few seconds for one that explains why ranks ended here."""
+        """Returns other nodes' status; waits a few seconds for one that explains why ranks ended here."""
         until = time.monotonic() + LAST_STATUS_S
         while True:
             view = self._seen
@@ -177,7 +176,7 @@ class Council:
             time.sleep(0.05)
 
     def nodes(self, *, probing: bool = True) -> tuple[NodeEvidence, ...]:
-        """Returns the nodes of the job as evidence; empty on one node.
+        """Returns the nodes of the job; empty on one node.
 
         Args:
             probing: Probe the hosts of silent nodes, which takes seconds.
@@ -198,7 +197,7 @@ class Council:
 
     @property
     def rendezvous(self) -> Rendezvous | None:
-        """Incomplete rendezvous, unless another node is stopping the job."""
+        """Incomplete rendezvous of a job that isn't being stopped elsewhere."""
         return self._notices.rendezvous if not self._seen.status.stopping else None
 
     def request_survey(self) -> bool:
@@ -222,17 +221,16 @@ class Council:
         return True
 
     def report_limit(self) -> None:
-        """Reports that this node's time limit for a working job is over."""
         self.channel.update(at_limit=True)
 
     @property
     def queries_nccl(self) -> bool:
-        """True on one node of the job: the leader, or a node that is alone."""
+        """True for one node of the job, or a node that is alone."""
         return self._page is None or self._seen.leads
 
     @property
     def why_ranks_must_live(self) -> str:
-        """Reason why ranks must stay alive although the job hangs, as a clause; empty if the job ends next."""
+        """Clause that says why ranks must live although the job hangs; empty if it ends next."""
         if self._action == "dump":
             return "the job continues"
         return "the nodes have yet to agree" if self._page is not None else ""
@@ -241,7 +239,7 @@ class Council:
         self.channel.update(doing="watching", at_limit=False)
 
     def pending_call(self) -> LeaderPage | None:
-        """Returns the leader's page if all nodes are called to look and this node hasn't joined yet."""
+        """Returns the leader's page if it calls all nodes to look and this node hasn't joined yet."""
         page = self._page
         return page if page is not None and page.phase == "looking" and page.incident > self._joined else None
 
@@ -249,7 +247,7 @@ class Council:
         call = self.pending_call()
         if call is not None:
             self._joined = call.incident
-            # The incident also answers this node's own suspicion, which would otherwise open the next one at once.
+            # This incident covers the node's own suspicion, which must not open the next one.
             asked = min(self._asked, call.incident - 1)
             self.channel.update(incident=call.incident, suspects=asked, vote="", agrees=False)
         return call
@@ -273,7 +271,7 @@ class Council:
             asked = self._asked
             return page.result if page.phase == "idle" and page.incident > asked else None
         if page.incident < incident:
-            return "alone"  # it began in another store
+            return "alone"  # of another store
         return page.result if page.phase == "idle" else None if page.phase == "looking" else "hang"
 
     @property

@@ -27,7 +27,7 @@ from safelaunch.supervise.watch.progress import Glance
 from safelaunch.supervise.watch.restart import FailureKey, failure_key
 from safelaunch.system.console import say
 
-# All ranks and the agent wait during this time, for at most 3 s.
+# Ranks and agent wait for this long, at most 3 s.
 FLIGHT_DEADLINE_S = 1.0
 
 EXIT_S = 20.0  # for a rank that raised to exit, and for its launcher to notice
@@ -41,35 +41,35 @@ _OWN_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, si
 class _FailedAttempt:
     attempt: tuple[int, int]
     quiet_s: float
-    """time without a step before the failure; 0 if that isn't unusual"""
+    """unusual time without a step before the failure"""
     begun_s: float = field(default_factory=time.monotonic)
     due_s: float = 0.0
-    """deadline for the ranks to end; after it, those that run are watched again"""
+    """deadline for the ranks to end; later, they are watched again"""
     error: str = ""
     """error of torchrun's agent itself, before a rank failed"""
     snapshot: JobSnapshot | None = None
     ranks_released: bool = False
     agent_released: bool = False
-    """the nodes agreed on a verdict, or don't need to"""
+    """the nodes agreed, or don't need to"""
     first_exit_known: bool = False
     exits_complete: bool = False
 
 
 class CrashCase:
-    """One crash: first failure → one look at the peers → their release → the exit of each → bundle.
+    """One crash: first failure → look at the peers → their release → exit of each → bundle.
 
-    On several nodes, torchrun's agents are released only once the nodes have agreed on a verdict, or can't: one agent
-    hosts the store through which they communicate.
+    On several nodes, torchrun's agents are released once the nodes have agreed on a verdict or can't, because one agent
+    hosts the store that they need.
 
-    Attempts can fail faster than bundles are written, so each failure has a thread that waits for its turn.
+    Each failure has a thread that waits for its turn, as attempts can fail faster than bundles are written.
     """
 
     def __init__(self, job: JobView) -> None:
         self._job = job
         self._watch, self._rounds = job.watch, job.council.rounds
-        self._failure: _FailedAttempt | None = None  # of the current attempt
-        self._open: list[tuple[_FailedAttempt, Incident[Report | None]]] = []  # without a bundle yet
-        self._ended_for = ""  # reason for a restart without a failure here; printed when the new ranks start
+        self._failure: _FailedAttempt | None = None
+        self._open: list[tuple[_FailedAttempt, Incident[Report | None]]] = []
+        self._ended_for = ""  # why ranks were restarted without a failure here; printed when new ones start
         self._turn = threading.Lock()
         self._written: dict[FailureKey, tuple[int, Report]] = {}  # first attempt (from 1) with each failure
 
@@ -86,15 +86,14 @@ class CrashCase:
 
     @property
     def due_s(self) -> float:
-        """Deadline for the failed attempt's ranks to end; 0 without a failure."""
         return self._failure.due_s if self._failure is not None else 0.0
 
     def holds(self, at_s: float) -> bool:
-        """Returns whether the failure can still end the ranks; a rank that outlives it hangs."""
+        """Returns whether the failure still has time to end the ranks. Ranks that outlive it hang."""
         return at_s < self.due_s
 
     def yield_to_hang(self) -> None:
-        """Drops a failure that never ended its rank: the verdict on the hang names that rank."""
+        """Drops a failure that never ended its rank: the hang's verdict names that rank."""
         self._forget()
 
     @property
@@ -118,7 +117,7 @@ class CrashCase:
             failure.first_exit_known = True
             failure.due_s = time.monotonic() + CLOSE_S
         elif event.event == "closed" and not self._first_exit_known and any(event.exits.values()):
-            # A restart: the agent reports a failed rank first. A rank might have raised because it lost its peers.
+            # This is a restart: the agent reports a failed rank first. A rank that lost its peers might have raised.
             self._ended_for = self._ended_for or self._rounds.announce_restart()
         elif event.event == "closed":
             self.on_end()
@@ -128,7 +127,7 @@ class CrashCase:
         return self._failure is not None and self._failure.first_exit_known
 
     def advance(self, glance: Glance) -> Report | None:
-        """Makes one step without blocking; returns the report of a bundle that was written."""
+        """Makes one step without blocking; returns the report of a finished bundle."""
         if glance.raised:
             self.begin()
         failure = self._failure
@@ -143,7 +142,7 @@ class CrashCase:
         return None
 
     def begin(self) -> _FailedAttempt:
-        """Handles a failure, even if the rank was killed, or ended by native code, and couldn't report it."""
+        """Handles a failure, even of a rank that was killed and couldn't report it."""
         if self._failure is None:
             failure = _FailedAttempt(self._watch.attempt, self._watch.quiet_s(time.monotonic()))
             failure.due_s = failure.begun_s + EXIT_S
@@ -152,7 +151,7 @@ class CrashCase:
         return self._failure
 
     def _forget(self) -> None:
-        # New ranks have started: a failure without reported exits wasn't one.
+        # New ranks have started: without reported exits, there was no failure.
         for failure, responding in self._open:
             if failure is self._failure and not failure.exits_complete:
                 responding.cancel()
@@ -161,7 +160,7 @@ class CrashCase:
 
     def on_end(self) -> None:
         failure = self._failure
-        if failure is not None and not failure.exits_complete:  # torchrun closes its workers more than once
+        if failure is not None and not failure.exits_complete:  # torchrun closes its workers repeatedly
             self._remember(failure)
             failure.exits_complete = True
 
@@ -296,7 +295,7 @@ def _answers(targets: Sequence[Target]) -> dict[int, ServerReply]:
 
     def ask(target: Target) -> ServerReply:
         test, flight = ask_server(target, deadline_s=FLIGHT_DEADLINE_S / 2)
-        # A rank that can't answer in so short a time might not be stuck: drop the result of the GIL test.
+        # The rank might not be stuck: drop the result of the GIL test after so short a time.
         return GilTest(groups=test.groups, called=test.called, batches=test.batches), flight
 
     return ask_each(targets, ask, deadline_s=FLIGHT_DEADLINE_S)

@@ -15,7 +15,7 @@ DEVICE_PATIENCE_S = 10.0  # between the first steps of the first and the last ra
 
 
 def wrong_devices(noted: Mapping[int, RankContract], local_ranks: Mapping[int, int]) -> str:
-    """Returns a warning about ranks on another device than their local rank's, or ""."""
+    """Returns a warning about ranks with another device than their local rank's, or ""."""
     wrong = {
         rank: contract.device
         for rank, contract in noted.items()
@@ -30,7 +30,7 @@ def wrong_devices(noted: Mapping[int, RankContract], local_ranks: Mapping[int, i
 
 
 class DeviceNotice:
-    """Warns once per attempt, at the first step. ``tick`` runs on every tick and never raises."""
+    """Warns once per attempt, at the first step."""
 
     def __init__(self, run: RunPaths, watch: Watch) -> None:
         self._run, self._watch = run, watch

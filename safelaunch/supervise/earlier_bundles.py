@@ -1,4 +1,4 @@
-"""Hardware that fails repeatedly: GPUs and hosts that the latest bundles of hangs and crashes blame."""
+"""Finds hardware that fails repeatedly: GPUs and hosts that the latest bundles of hangs and crashes blame."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _VerdictPart(msgspec.Struct):
 
 
 def with_earlier_bundles(evidence: Evidence, bundle_dir: Path) -> Evidence:
-    """Adds the hardware that the last bundles blame. Never raises."""
+    """Adds hardware that the latest bundles blame. Never raises."""
     if evidence.earlier is not None or evidence.outcome in ("dump", "suspect"):
         return evidence
     task = BackgroundTask("earlier bundles", lambda: blamed_hardware(bundle_dir))
@@ -54,7 +54,7 @@ def with_earlier_bundles(evidence: Evidence, bundle_dir: Path) -> Evidence:
 
 
 def blamed_hardware(directory: Path) -> tuple[tuple[str, ...], ...]:
-    """Returns the GPUs and hosts that each of the last bundles blames, latest first. Raises OSError."""
+    """Returns the GPUs and hosts that each bundle blames, latest first. Raises OSError."""
     matches = (BUNDLE.fullmatch(path.name) for path in directory.iterdir())
     names = sorted(filter(None, matches), key=lambda name: name["time"])
     blamed: list[tuple[str, ...]] = []

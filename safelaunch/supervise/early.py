@@ -1,7 +1,6 @@
 """Early looks: a line about a quiet job within seconds, long before the threshold.
 
-An early look never ends a job and writes no bundle, but its proof that the job is dead brings the suspicion forward.
-Early looks stop once a suspicion starts.
+An early look ends no job and writes no bundle, but a proof that the job is dead brings the suspicion forward.
 """
 
 from __future__ import annotations
@@ -37,15 +36,13 @@ QUESTION_FILE = "early"
 @dataclass(frozen=True)
 class _EarlyReport:
     look: EarlyLook | None = None
-    """None: nothing to report"""
     proved: bool = False
-    """the job is dead"""
     worked_s: float = 0.0
-    """when the job was working (CLOCK_MONOTONIC); 0: it wasn't"""
+    """when the job worked (CLOCK_MONOTONIC); 0: it didn't"""
 
 
 class EarlyLooks:
-    """Looks early at a quiet job. ``advance`` runs on every tick, and never blocks or raises."""
+    """Looks early at a quiet job. ``advance`` never blocks or raises."""
 
     def __init__(self, job: JobView) -> None:
         self._job = job
@@ -53,7 +50,7 @@ class EarlyLooks:
         self._quiet = QuietHistory()
         self._attempt = self._watch.attempt
         self._under_way: Incident[_EarlyReport] | None = None
-        self._spell: tuple[Spell, float] | None = None  # quiet time under observation, and its start
+        self._spell: tuple[Spell, float] | None = None  # quiet time and its start
         self._failed = False
         self._kept: tuple[EarlyLook, ...] = ()
 
@@ -62,7 +59,7 @@ class EarlyLooks:
         return self._quiet
 
     def advance(self, now: float, *, free: bool) -> None:
-        """Makes one step; ``free`` is False if the job is suspected, has failed or is being stopped."""
+        """Makes one step. ``free`` is False if the job is suspected, has failed or is being stopped."""
         if self._failed:
             return
         try:
@@ -82,7 +79,7 @@ class EarlyLooks:
             self._note_end(end_s - before.begin_s)
         if self._under_way is not None and self._spell is not None:
             at, (spell, begin_s) = self._under_way, self._spell
-            if not free or begin_s != self._quiet.begin_s:  # the job continues, or a suspicion has begun
+            if not free or begin_s != self._quiet.begin_s:
                 at.cancel()
             if at.done:
                 self._under_way = None
@@ -162,7 +159,7 @@ class EarlyLooks:
 
     @staticmethod
     def _is_worth_a_line(look: EarlyLook, before: EarlyLook | None, *, part: bool) -> bool:
-        # Report ongoing work once. One of several nodes reports only what its own ranks do: all others wait, too.
+        # Report work once. On one of several nodes, report only this node's ranks, because all others wait, too.
         if look.movement == "active":
             return before is None or before.movement != "active"
         return bool(look.places) or not part
@@ -183,10 +180,7 @@ class EarlyLooks:
 
 
 def without_the_gil(target: Target, look: Look) -> Target:
-    """Returns a target without questions that need the GIL, if a thread held it.
-
-    An unanswered question delays the exit of a rank, which might be healthy.
-    """
+    """Drops questions that need the GIL, if a thread held it: the rank might exit, and waits for the answer."""
     rank = look.ranks.get(target.rank)
     sample = rank.main.stack.value if rank is not None and rank.main is not None else None
     free = sample is not None and not any(thread.owns_gil for thread in sample.threads)

@@ -16,7 +16,7 @@ from safelaunch.supervise.publishing import Report, finish
 def write_failed_rendezvous(
     rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], context: JobContext
 ) -> Report:
-    """Writes the bundle of a job that lacked nodes at its rendezvous."""
+    """Writes the bundle of a job with missing nodes."""
     collected = take_evidence(RENDEZVOUS, Looks(()), JobSnapshot({}, 0, ()), context)
     rendezvous = context.cleaned(msgspec.structs.replace(rendezvous, error=error))
     return finish(collected.with_facts(nodes=nodes, rendezvous=rendezvous))

@@ -13,8 +13,6 @@ GPUS_EVERY_S = 10.0
 
 
 class GpuMemory:
-    """GPU memory by process, some seconds old."""
-
     def __init__(self, ask: Callable[[], Result[Gpus]] = gpu.gpus) -> None:
         self._ask = ask
         self._bytes: dict[int, int] = {}

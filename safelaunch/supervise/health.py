@@ -19,22 +19,21 @@ from safelaunch.supervise.stragglers import find_straggler
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.system.console import say
 
-HEALTH_AFTER_S, HEALTH_AGAIN_S = 60.0, 600.0  # after the first step: the first steps are the slowest
+HEALTH_AFTER_S, HEALTH_AGAIN_S = 60.0, 600.0  # after the first step, because the first steps are slow
 MIB = 1 << 20
-NOTICEABLE_BYTES = 256 * MIB  # as a CUDA context alone takes
+NOTICEABLE_BYTES = 256 * MIB  # a CUDA context alone uses that much
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
     subject: Hashable
-    """identity of the note, as the figures in ``words`` change between looks"""
+    """identity: the figures in ``words`` change"""
     words: str
     next: str = ""
-    """command to run next"""
 
 
 class HealthPoller(Poller[tuple[Note, ...]]):
-    """Updates ``watch.notes``, and prints each new note once."""
+    """Updates ``watch.notes`` and prints each new one."""
 
     name, again_s = "health", HEALTH_AGAIN_S
 
@@ -67,16 +66,14 @@ def find_notes(targets: Collection[Target], own: Collection[int]) -> tuple[Note,
     if straggler is not None:
         step = f"To see where its time goes: safelaunch record {os.getpid()}" if addons.has_command("record") else ""
         notes.append(Note(("straggler", straggler.rank), straggler.words, step))
-    driver = gpus().value if has_driver(os.environ) else None  # has_driver starts no process
+    driver = gpus().value if has_driver(os.environ) else None
     if driver is not None:
         notes += notes_on_gpus(driver.gpus, {target.rank: target.pid for target in targets}, own)
     return tuple(notes)
 
 
 def notes_on_gpus(gpus: Sequence[Gpu], ranks: Mapping[int, int], own: Collection[int]) -> list[Note]:
-    """Returns notes on GPUs that several ranks or other programs use.
-
-    Empty in a container with its own pids, which the driver doesn't report.
+    """Returns notes on GPUs that several ranks or other programs use; empty in a container with its own pids.
 
     Args:
         ranks: rank → pid.

@@ -1,8 +1,8 @@
 """``--on-bundle COMMAND``, ``--on-suspect COMMAND``: runs the user's command for each bundle or early look.
 
-Only the end of the job waits for the command. ``posix_spawn`` unblocks the supervisor's signals in the child without a
-wrapper. The command has its own process group, so that all of it can be killed. It stays in safelaunch's session, which
-distinguishes safelaunch's processes from the job's.
+Only the end of the job waits for it. ``posix_spawn`` unblocks the supervisor's signals in the child without a wrapper.
+The command has its own process group, to kill all of it, but stays in safelaunch's session, which distinguishes it from
+the job.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REAP_S = 1.0  # until a killed command is gone, unless it is stuck in the kerne
 
 
 class Notifier:
-    """Runs a command in a thread for each bundle, and prints failures."""
+    """Runs a command in a thread for each bundle."""
 
     def __init__(
         self,
@@ -104,7 +104,6 @@ def variables_of_look(look: EarlyLook, run_name: str) -> dict[str, str]:
 
 
 def _usable(values: Mapping[str, str]) -> dict[str, str]:
-    # Texts from the job can contain NUL.
     return {name: value.replace("\0", "") for name, value in values.items()}
 
 
@@ -167,7 +166,6 @@ def _reap(pid: int) -> None:
 
 
 def _output(pipe: int, patience_s: float) -> bytes:
-    # Waits a moment even if no process can write.
     ready, _, _ = select.select([pipe], [], [], patience_s)
     data = os.read(pipe, 65536) if ready else b""
     if ready and not data:

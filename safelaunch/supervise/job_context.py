@@ -1,4 +1,4 @@
-"""Facts about a job for its bundles, without secrets, and the bundles' place."""
+"""Facts about a job for its bundles, without secrets."""
 
 from __future__ import annotations
 
@@ -31,14 +31,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class JobContext:
-    """Facts about the job and its bundles from its start."""
-
     run_name: str
     run_dir: Path
     bundle_dir: Path
     fallback_dir: Path
     launch: Mapping[str, object]
-    """content of ``launch.json``"""
     host: str = field(default_factory=socket.gethostname)
     redactor: Redactor = field(default_factory=Redactor)
     kills_at_start: KillCounts = field(default_factory=kill_counts)
@@ -47,9 +44,9 @@ class JobContext:
     suspects: Notifier = field(default_factory=Notifier)
     unfinished: Unfinished = field(default_factory=Unfinished)
     attempts: int = 1
-    """most times that torchrun starts the ranks"""
+    """number of times that torchrun starts the ranks, at most"""
     owner: BundleOwner | None = None
-    """user to own the bundle"""
+    """future owner of the bundle"""
     script: tuple[str, ...] = ()
 
     def cleaned(self, value: T) -> T:
@@ -76,7 +73,7 @@ def job_context(job: Job) -> JobContext:
 
 
 def _ordinary(plan: Plan) -> list[str]:
-    # A variable with one of these values is no secret: they occur all over a bundle.
+    # These words occur all over a bundle: a variable with one as its value is no secret.
     places = [os.fspath(working_directory()), os.fspath(plan.settings.bundle_dir), os.fspath(plan.run_dir)]
     return [*places, *plan.script[:1], plan.run_name, socket.gethostname(), user_name()]
 
@@ -123,7 +120,7 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
 
 
 def _typed_by_user(plan: Plan) -> tuple[str, ...]:
-    # A demo has no command that the user could correct and rerun.
+    # The user can't rerun a demo's command.
     from safelaunch.stacks.frames import is_demo
 
     return () if any(map(is_demo, plan.script[:1])) else plan.typed

@@ -30,19 +30,21 @@ class Judgement:
     unseen: str = ""
     """clause about a stopped process, or one that the looks missed; empty: none"""
     free: str = ""
-    """clause about what might still release the ranks, if a proof lacks only that"""
+    """clause about what might release the ranks, if only that prevents a proof"""
     limits: Limits = UNLIMITED
     group: str = ""
-    """group with the first timeout to expire"""
+    """with the first timeout to expire"""
 
     @property
     def answer(self) -> Answer:
-        """The condition in the bundle's vocabulary."""
         return "alive" if self.condition == "moving" else "unseen" if self.condition == "stopped" else self.condition
 
 
 def work_in(looks: Looks, background: Background) -> tuple[ObservedWork, ...]:
-    """Returns the work between the last two looks, or before the first; awaited processes' work counts in full."""
+    """Returns the work between the last two looks, or before the first.
+
+    The work of processes that a rank waits for counts in full.
+    """
     last = looks.taken[-1]
     waiting, foreground = set[int](), set[int]()
     for rank in last.ranks.values():
@@ -99,7 +101,7 @@ def _woken_receivers(before: Look, after: Look, awaited: Collection[int]) -> Ite
 
 def _turns_per_s(thread: ThreadState, at_s: float) -> float:
     if thread.times_out:
-        return math.inf  # unknown limit
+        return math.inf
     if thread.ends_s is None:
         return 0.0
     limit_s = thread.ends_s - at_s
@@ -117,7 +119,7 @@ def _is_on_unix_socket(thread: ThreadState) -> bool:
 
 
 def _waiting_and_awaited_pids(rank: RankLook) -> tuple[set[int], set[int]]:
-    """Returns the rank's pid if its main thread waits for peers or a device, and the pids that thread awaits."""
+    """Returns the rank's pid if its main thread waits for peers or a device, and the pids that it waits for."""
     from safelaunch.stacks.calls import awaited, device_wait
     from safelaunch.stacks.frames import Stack, python_frames
     from safelaunch.stacks.kernel import kind_of
@@ -135,9 +137,9 @@ def _waiting_and_awaited_pids(rank: RankLook) -> tuple[set[int], set[int]]:
 
 
 def wait_for_each_other(ranks: Sequence[RankLook]) -> bool:
-    """Returns whether every main thread waits for its peers or device, or sleeps while another waits.
+    """Returns whether every main thread waits for peers or its device, or sleeps while another waits.
 
-    If so, work of the ranks' other threads and processes changes nothing.
+    If so, other threads and processes can't help.
     """
     from safelaunch.stacks.kernel import kind_of
 
@@ -148,13 +150,12 @@ def wait_for_each_other(ranks: Sequence[RankLook]) -> bool:
 
 
 def all_are_stopped(look: Look) -> bool:
-    """Returns whether every rank is stopped by a signal, a debugger or a control group."""
     states = [rank.main.state for rank in look.ranks.values() if rank.main is not None and rank.main.state is not None]
     return bool(states) and all(state.state in "Tt" or state.frozen for state in states)
 
 
 def describe_unseen(look: Look, looks: Looks) -> str:
-    """Returns a clause about a process that is stopped or missing from the look, or ""."""
+    """Returns a clause about a process that is stopped or that the look missed, or ""."""
     if looks.counters and looks.counters[-1][1].partial:
         return "not all processes of the job could be read"
     return next((why for target in looks.targets for why in _lacks(target.rank, look.ranks.get(target.rank))), "")
@@ -208,7 +209,7 @@ def _examined(case: Case) -> ProofResult:
 
 
 def _limits_of(case: Case, mark_s: float) -> tuple[Limits, str]:
-    """Returns the first timeout at which torch ends a recorded call that a rank waits in, and its group."""
+    """Returns when torch will end the first recorded call that a rank waits in, and its group."""
     from safelaunch.verdict.c10d import label_of
 
     limits: list[tuple[float, str, bool]] = []
@@ -246,7 +247,7 @@ def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: b
         return Judgement(
             "alive" if done else "unseen", done, f"the evidence could not be analyzed: {type(error).__name__}"
         )
-    # A sender can have moved on while its bytes are under way, as gloo records no send.
+    # A sender can have moved on while its bytes are under way.
     arriving = looks.collectives_moved or any(piece.kind == "network" and piece.pid == piece.rank for piece in done)
     if examined.proof and covers and not unseen and not arriving:
         return Judgement("dead", done, limits=limits, group=group)

@@ -1,7 +1,7 @@
 """Puts an early look into words, in a short-lived child process.
 
-Many jobs are quiet at times, and few hang. So the supervisor never loads the diagnosis for an early look: it would stay
-in memory, and its faults would reach the watch.
+Few quiet jobs hang, so the supervisor doesn't load the diagnosis for an early look: it would stay in memory, and its
+faults would reach the watch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ class _JudgeInput(msgspec.Struct, frozen=True):
     active: tuple[int, ...] | None = None
     """ranks that compute, read or write; None: no rank moves"""
     prove: bool = False
-    """decide if the evidence, which is complete, proves the job dead"""
+    """check if the evidence proves the job dead"""
 
 
 def ask(evidence: Evidence, active: Collection[int] | None, place: Path, *, prove: bool = False) -> FirstWord:
     """Returns the words for an early look within ``DEADLINE_S``; empty if the child process fails.
 
     Args:
-        active: See ``_JudgeInput``; ``prove`` too.
         place: Path of a temporary file.
     """
     ranks = tuple(active) if active is not None else None

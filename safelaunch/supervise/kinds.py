@@ -1,4 +1,4 @@
-"""Kinds of incidents, and what each can cost the job."""
+"""Kinds of incidents."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ ASKING_S = 0.3  # part of Ctrl-C's wait for the worker servers' replies
 
 @dataclass(frozen=True, slots=True)
 class IncidentKind:
-    """Evidence to collect for one kind of incident. Ranks come first: they can end while the bundle is written."""
+    """Evidence to collect for one kind of incident."""
 
     outcome: Outcome
-    """usual outcome of the bundle; the looks can show another one"""
+    """unless the looks show another one"""
     looks: int = 2
-    """at the ranks; two show what moves"""
     look_s: float = LOOK_S
-    """deadline of each look"""
     between_s: float = 1.0
     budget_s: float = float("inf")
-    """time for all looks, after which the ranks end"""
+    """time for all looks; then the ranks end"""
     asks: bool = True
-    """query the worker servers; False if the ranks are gone or blocked on us"""
+    """query the worker servers; False if the ranks are gone or blocked"""
     native: bool = True
-    """read C frames if they help, which pauses a process; False if the job might continue"""
+    """read C frames if they help, which pauses a process"""
 
 
 HANG = IncidentKind("hang")

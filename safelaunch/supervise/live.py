@@ -31,16 +31,13 @@ from safelaunch.system.redaction.redactor import Redactor
 
 @dataclass
 class _RequestedDump:
-    """A requested bundle and the clients that wait for it."""
-
     bundle_dir: Path
     clients: list[Client] = field(default_factory=list)
     kind: IncidentKind = DUMP
-    """``ENDED`` if no node has a rank to look at"""
+    """``ENDED``: no rank is left"""
     show: Callable[[Report], None] | None = None
-    """shows the bundle here, after Ctrl-\\ or for a monitor"""
+    r"""called here, after Ctrl-\ or for a monitor"""
     working: Incident[Report] | None = None
-    """None until its turn"""
 
     @property
     def needs_ranks(self) -> bool:
@@ -48,7 +45,7 @@ class _RequestedDump:
 
 
 class ControlServer:
-    """Serves the control socket of one run. ``tick`` runs on every tick and never blocks."""
+    """Serves the control socket of one run. ``tick`` never blocks."""
 
     def __init__(self, job: Job, view: JobView) -> None:
         assert job.run is not None
@@ -57,7 +54,7 @@ class ControlServer:
         self._watch, self._context, self._council = view.watch, view.context, view.council
         self._server = _server(job.run.control)
         self._status = StatusRequests(job, view)
-        self._for_another: Incident[None] | None = None  # evidence that another node asked for
+        self._for_another: Incident[None] | None = None
         self._dumps: deque[_RequestedDump] = deque()
         self._services = Services(view)
 
@@ -101,7 +98,7 @@ class ControlServer:
             say(f"writing a bundle of the running job, {then}")
 
     def dump_late(self, show: Callable[[Report], None]) -> None:
-        """Writes a bundle of a job that has ended: findings, logs, last progress."""
+        """Writes a bundle after the job's end: findings, logs, last progress."""
         dump = self._queued(self._context.bundle_dir)
         if dump.show is None:
             dump.show, dump.kind = show, ENDED if dump.working is None else DUMP
@@ -109,7 +106,7 @@ class ControlServer:
 
     @property
     def has_unshown_bundle(self) -> bool:
-        """True until each bundle that must be shown here is written."""
+        """True if a bundle that must be shown here isn't written yet."""
         return any(dump.show is not None for dump in self._dumps)
 
     def _advance_dumps(self) -> None:
@@ -152,11 +149,11 @@ class ControlServer:
 
     @property
     def writing(self) -> bool:
-        """True while a bundle that no longer needs the ranks is being written."""
+        """True while a bundle that doesn't need the ranks is being written."""
         return any(not dump.needs_ranks for dump in self._dumps)
 
     def finish(self) -> None:
-        """Finishes bundles that have their evidence and drops the others, as the job is being stopped."""
+        """Finishes bundles that have their evidence, and drops the others."""
         self._services.finish()
         for dump in [dump for dump in self._dumps if dump.needs_ranks]:
             if dump.working is not None:

@@ -33,24 +33,24 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """The ranks under observation, and all looks at them, oldest first."""
+    """Ranks under observation, and all looks at them, oldest first."""
 
     targets: tuple[Target, ...]
     taken: tuple[Look, ...] = ()
     entries: tuple[Mapping[int, int], ...] = ()
     """newest Flight Recorder entry of each rank, for each look"""
     counters: tuple[tuple[Counters, Counters], ...] = ()
-    """work done up to the start and the end of each look, so that its own cost can be left out"""
+    """work before and after each look, so that the look's own work can be left out"""
     quiet: Counters | None = None
-    """work done up to a time before the first look"""
+    """work before a time shortly before the first look"""
     env: Result[dict[str, str]] | None = None
     """environment of the first rank"""
     resends: bool = False
-    """a message between two ranks had not arrived at the newest look"""
+    """a message between two ranks hadn't arrived at the last look"""
 
     @property
     def windows(self) -> tuple[tuple[Counters, Counters], ...]:
-        """Time windows without a look: between the last two, and before the first."""
+        """Times without a look: between the last two, and before the first."""
         between = [(before[1], after[0]) for before, after in pairwise(self.counters[-2:])]
         return (*between, *([(self.quiet, self.counters[0][0])] if self.quiet is not None and self.counters else []))
 
@@ -60,7 +60,7 @@ class Looks:
 
     @property
     def collectives_moved(self) -> bool:
-        """True if a rank entered a collective between the last two looks, or had no entry before."""
+        """True if a rank entered a collective between the last two looks."""
         if len(self.entries) < 2:
             return False
         before, after = self.entries[-2:]
@@ -72,11 +72,11 @@ def _run_and_waited_ns() -> tuple[int, int]:
         run, waited, _ = Path("/proc/self/schedstat").read_text().split()
         return int(run), int(waited)
     except (OSError, ValueError):
-        return 0, 0  # unknown to this kernel
+        return 0, 0
 
 
 class Starvation:
-    """Measures how busy this machine is by this process's own waits for a core."""
+    """Measures how busy the machine is, by this process's waits for a core."""
 
     def __init__(self, read: Callable[[], tuple[int, int]] = _run_and_waited_ns) -> None:
         self._read = read
@@ -106,7 +106,7 @@ def look_at(
         collectives: Read the newest Flight Recorder entries. Not in a crash, when all ranks wait for safelaunch.
         network: Check if messages between ranks arrive.
     """
-    if looks is None:  # read the environment while the rank is alive
+    if looks is None:  # while the rank lives
         looks = Looks(tuple(targets), quiet=quiet, env=environment_of(targets[0].pid) if targets else None)
     else:
         # A rank might have imported torch, and started its worker server, since the first look.
@@ -149,7 +149,7 @@ def newest_entries(targets: Sequence[Target]) -> dict[int, int]:
 
 
 def ask_each(targets: Iterable[Target], question: Callable[[Target], T | None], *, deadline_s: float) -> dict[int, T]:
-    """Asks all worker servers in parallel; returns the answers that arrive in time, by rank."""
+    """Asks all worker servers in parallel; returns the timely answers by rank."""
     asked = [target for target in targets if target.socket is not None]
     answers = gather([partial(question, target) for target in asked], deadline_s=deadline_s)
     return {target.rank: answer for target, answer in zip(asked, answers, strict=True) if answer is not None}
@@ -160,7 +160,7 @@ def main_thread(look: ProcessLook | None) -> Thread | None:
 
 
 def with_late_processes(looks: Looks) -> Looks:
-    """Looks again, with more time, at ranks that the newest look missed; for confirmed hangs only."""
+    """Looks again, with more time, at ranks that the last look missed. For confirmed hangs only."""
     if not looks.is_late:
         return looks
     last = looks.taken[-1]
@@ -175,10 +175,10 @@ def _lacks(look: RankLook | None) -> bool:
 
 
 def with_native_frames(looks: Looks) -> Looks:
-    """Takes a native look at ranks that wait in a futex called from a line outside c10d.
+    """Looks at C frames of ranks that wait in a futex called from a line outside c10d.
 
     Only C frames distinguish ``with lock:`` from ``work.wait()``. Reading them pauses the job and takes a few hundred
-    megabytes per process, so this waits until a hang is confirmed.
+    megabytes per process, so use it only after a hang is confirmed.
     """
     last = looks.taken[-1] if looks.taken else None
     if last is None:
@@ -200,7 +200,7 @@ def _is_unclear(look: RankLook | None) -> bool:
     if main is None or main.state is None:
         return False
     kernel, thread = main.state.main_thread, main_thread(main)
-    # Reading a stack interrupts a timed wait, which then shows ``restart_syscall``.
+    # Reading a stack interrupts a timed wait: it shows ``restart_syscall``.
     rests = kernel is not None and kernel.state == "S" and (kind_of(kernel) == "lock" or not kernel.syscall_name)
     polls = any(lock.pid != main.pid for lock in main.state.locks)  # or sleeps next to a locked file
     return (rests or polls) and thread is not None and torch_wait(Stack(thread.frames)) is None

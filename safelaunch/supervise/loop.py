@@ -1,7 +1,6 @@
 """The supervisor's loop: signals, the watch, the response to a stall or a crash, and the job's end.
 
-Nothing blocks for longer than a tick: looks, bundles and the ending of a job run in threads. An internal error ends
-the watch, never the job.
+It never blocks for longer than a tick: slow work runs in threads. An internal error ends the watch, never the job.
 """
 
 from __future__ import annotations
@@ -55,20 +54,20 @@ from safelaunch.system.task import BackgroundTask
 
 TICK_S = 0.25
 BUSY_TICK_S = 0.02
-LATE_S = 0.001  # the loop wakes this long after a deadline, never before it
+LATE_S = 0.001  # wakes this long after a deadline, never before it
 WRITE_PATIENCE_S = 90.0
 CAPTURE_PATIENCE_S = 20.0
 SUSPECT_PATIENCE_S = 5.0
 TOUCH_EVERY_S = 3600.0
 SAME_SIGNAL_S = 1.0  # a rank that fails this shortly before a stop request might have received that request too
-OTHERS_END_S = 2.5  # for other nodes to read that the job ends: the store can end with this node
-READ_S = 0.5  # usual time until other nodes have read it
-QUIET_END_S = 1.5  # a healthy job ends sooner
-SHOWN_AFTER_S = 10.0  # a verdict waits this long for the job's end: last output would push it off the screen
+OTHERS_END_S = 2.5  # for other nodes to learn that the job ends, as the store can end with this node
+READ_S = 0.5  # usual part of it
+QUIET_END_S = 1.5
+SHOWN_AFTER_S = 10.0  # a verdict waits for the job's end, as the last output would push it off the screen
 LAST_WORDS_S = 60.0  # the same once the ranks have ended: torchrun prints its traceback next
-STOP_S = 60.0  # a job that still runs this long after a stop request is watched again
+STOP_S = 60.0  # a job that still runs so long after a stop request is watched again
 RESTART_S = 120.0  # time for torchrun to restart ranks that were ended for a hang
-RESTART_OF_SEVERAL_S = 900.0  # the same on several nodes: their rendezvous times out after 600 s
+RESTART_OF_SEVERAL_S = 900.0  # on several nodes, whose rendezvous times out after 600 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,6 @@ class _StopReason:
 
 
 class Supervisor:
-    """Watches one started job."""
-
     def __init__(
         self,
         job: Job,
@@ -118,14 +115,14 @@ class Supervisor:
         self._monitors = Monitors(job, view, actions)
         self._exit_events: dict[int, RankExit] = {}
         self._verdict: _StopReason | None = None
-        self._stop_s = 0.0  # when the stop was requested; 0: it wasn't
+        self._stop_s = 0.0  # of the request to stop; 0: none
         self._unshown: list[Report] = []
         self._shown_at_stop = False
-        self._pushed_off: Report | None = None  # report that torchrun's long last output pushed off the screen
-        self._newest = ""  # latest bundle of a hang
+        self._pushed_off: Report | None = None  # that torchrun's last output pushed off the screen
+        self._newest = ""
         self._failures: tuple[AttemptFailure, ...] = ()
-        self._owes_hint = False  # after Ctrl-C, until a message has said that a second one ends the job
-        self._restarting = -1  # attempt that we ended for a hang
+        self._owes_hint = False  # until a message says that a second Ctrl-C ends the job
+        self._restarting = -1  # attempt ended for a hang
         self._restarting_s = 0.0
         self._outlives_stop = False
         self._ending: BackgroundTask[tuple[process.ProcessId, ...]] | None = None
@@ -144,7 +141,7 @@ class Supervisor:
         launcher = job.agent.pid if job.plan.by_torchrun else None
         dump = lambda: self._live.dump_here(self._show)  # noqa: E731
         self._reminders = Reminders(self._watch, time.monotonic(), launcher, dump)
-        self._raised: AgentEvent | None = None  # error that ended the agent itself
+        self._raised: AgentEvent | None = None
         self._watching = True
         self._has_ended = False
         self.shown: Report | None = None
@@ -170,7 +167,7 @@ class Supervisor:
             self._guarded_tick()
             self._end_if_insisted()
             if self._watching:
-                # While the nodes agree on a verdict, a stop must not make them drop it.
+                # Nodes that agree on a verdict must not drop it because of a stop.
                 stopping = self._forwarder.stop_requested and not (self._stall.writing and self._stall.agreed)
                 self._council.tick(time.monotonic(), stopping=stopping and self._is_stopping(time.monotonic()))
             self._processes.look_for_orphans()
@@ -197,7 +194,7 @@ class Supervisor:
             self._ending = BackgroundTask("end now", lambda: self._processes.end_all(NOW_GRACE_S))
 
     def _cannot_end(self) -> bool:
-        # True if the job's first process survived SIGKILL: it is stuck in the kernel.
+        # The first process survived SIGKILL: it is stuck in the kernel.
         ending = self._ending
         return ending is not None and ending.done and self._job.agent in ending.result()
 
@@ -207,7 +204,6 @@ class Supervisor:
 
     @property
     def started_no_rank(self) -> bool:
-        """True if the job ended by itself before it started a rank."""
         return not (self._watch.roster.workers or self._forwarder.stop_requested or self._verdict)
 
     def _keep_leases_young(self, now: float) -> None:
@@ -244,7 +240,7 @@ class Supervisor:
             self._watching = False
             self._forwarder.release()
             self._watch.acknowledge()
-            self._council.close(at_once=True)  # other nodes must know that these ranks aren't watched
+            self._council.close(at_once=True)  # other nodes must know it
             say(internal_error(error, "the watch", "The job continues, unwatched."))
 
     def _tick(self, now: float) -> None:
@@ -302,7 +298,7 @@ class Supervisor:
         say(f"the job was asked to stop {now - self._stop_s:.0f} s ago, and still runs: safelaunch watches it again")
 
     def _is_restart_overdue(self, now: float) -> bool:
-        """Ends the job if torchrun never restarts the ranks that were ended for a hang."""
+        """Ends the job if torchrun doesn't restart ranks that were ended for a hang."""
         patience_s = RESTART_S if self._view.is_whole else RESTART_OF_SEVERAL_S
         if now - self._restarting_s < patience_s or self._ending is not None:
             return False
@@ -313,7 +309,7 @@ class Supervisor:
     def _is_a_crash(self, event: AgentEvent) -> bool:
         if event.event == "started":
             return True
-        # Another node's action on a hang can have effects here before this node acts.
+        # Another node's action can show here before this node acts.
         ours = self._stall.agreed or self._ending or event.attempt == self._restarting
         return not (ours or (self._forwarder.stop_requested and not self._failed_before_stop))
 
@@ -326,7 +322,7 @@ class Supervisor:
 
     def _exits(self) -> dict[int, RankExit]:
         exits = dict(self._exit_events)
-        for rank in self._watch.ended():  # exit code 0: a failure would have ended the others
+        for rank in self._watch.ended():  # a failure would have ended the others
             exits.setdefault(rank, RankExit(0, time.time(), before_close=True))
         return exits
 
@@ -337,7 +333,7 @@ class Supervisor:
             self._live.dump_here(self._show)
 
     def _hold(self) -> bool:
-        """Decides at the first SIGINT if the ranks must live until evidence is collected."""
+        """Decides at the first SIGINT if ranks must live until evidence is collected."""
         self._owes_hint = True
         try:
             return self._watching and self._ending is None and self._is_worth_evidence(time.monotonic())
@@ -353,7 +349,7 @@ class Supervisor:
         if self._stall.needs_ranks:
             self._say_wait(f"finishing the evidence first (up to {HOLD_S:g} s), then ending the ranks")
             return True
-        outlived = self._crash.has_failed and not self._crash.holds(now)  # a rank raised but hasn't exited
+        outlived = self._crash.has_failed and not self._crash.holds(now)
         failed = self._crash.failed_before(now - SAME_SIGNAL_S) and self._crash.unfinished and not outlived
         if self._stall.writing or self._live.writing or failed:
             self._owes_hint = False
@@ -393,7 +389,7 @@ class Supervisor:
         reports = [self._stall.take_report(now)]
         if interrupt is not None:
             if not self._forwarder.holding:
-                interrupt.cancel()  # the ranks are being ended: later looks would mean nothing
+                interrupt.cancel()  # later looks would mean nothing
             if interrupt.done:
                 self._interrupt = None
                 reports.insert(0, interrupt.result)
@@ -407,7 +403,7 @@ class Supervisor:
 
     @property
     def _is_unfinished(self) -> bool:
-        """True while the job's end waits for a bundle; after a stop request, only for one begun before it."""
+        """True while the job's end waits for a bundle, or after a stop request, for one that began before it."""
         if not self._watching or self._ending is not None:
             return False
         if not self._forwarder.stop_requested:
@@ -462,7 +458,7 @@ class Supervisor:
             self._end(report, EXIT_HUNG)
 
     def _act_with_all(self, report: Report) -> None:
-        """Acts as the nodes have agreed, regardless of this node's own policy."""
+        """Acts as the nodes agreed, whatever this node's policy."""
         if report.action == "kill":
             self._end(report, EXIT_HUNG)
             return
@@ -471,7 +467,7 @@ class Supervisor:
             self._stall.note_continues(report)
         if report.action == "restart" and self._may_continue(report) and self._agent_lives():
             if self._stall.attempt != self._watch.attempt:
-                return  # another node ended its ranks first, and torchrun has restarted all
+                return  # after another node's action, torchrun has restarted all
             self._restart()
 
     def _restart(self) -> None:
@@ -497,7 +493,7 @@ class Supervisor:
         return not why
 
     def _end(self, report: Report | None, code: int, *, shown: bool = False, after_s: float = 0.0) -> None:
-        # after_s: time for other nodes to end their processes
+        # after_s: for other nodes to end their processes
         self._verdict = _StopReason(report, code, shown)
 
         def end() -> tuple[process.ProcessId, ...]:
@@ -512,7 +508,7 @@ class Supervisor:
         return self._job.agent.is_alive()
 
     def _end_for_monitor(self, code: int, report: Report | None) -> None:
-        # Without a report, another node decided and is ending the job.
+        # Another node decided, and ends the job, too.
         if report is None:
             after_s = OTHERS_END_S - READ_S
         else:
@@ -540,7 +536,7 @@ class Supervisor:
             self._show_pending()
 
     def _finish_writing(self) -> None:
-        # The job might have been ended for a hang while a crash's bundle was being written.
+        # The job can end for a hang while a crash's bundle is being written.
         self._wait_while(lambda: self._crash.writing and not self._forwarder.stop_requested, WRITE_PATIENCE_S)
         if self._crash.writing or self._stall.writing or self._interrupt is not None:
             self._context.unfinished.discard()
@@ -585,7 +581,7 @@ class Supervisor:
             self._show(verdict.report)
 
     def _wait_for_notifier(self) -> None:
-        """Waits for --on-bundle's command until its deadline or Ctrl-C, but only briefly for --on-suspect's."""
+        """Waits for --on-bundle's command until its deadline or Ctrl-C; only briefly for --on-suspect's."""
         begin, stops = time.monotonic(), self._forwarder.stops
 
         def runs() -> bool:
@@ -607,7 +603,7 @@ class Supervisor:
         if result.without_stacks:
             say(f"no stack could be read, so the verdict rests on other evidence: {result.without_stacks}")
             say("run 'safelaunch doctor' where the job runs: it shows the cause and the fix")
-        whole = result.verdict.bundle or None  # unset if one node judged alone
+        whole = result.verdict.bundle or None
         place = "bundle"
         if whole is not None and not whole.whole and Path(whole.path).name != published.path.name:
             place = "bundle of this node"

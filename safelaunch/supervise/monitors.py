@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class MonitorActions:
     write_bundle: Callable[[Callable[[Report], None], bool], None]
-    """Writes a bundle and passes its report to the function; the flag says whether that ends the job."""
+    """Writes a bundle and passes its report to the function. The flag says whether that ends the job."""
     write_last_bundle: Callable[[Callable[[Report], None]], None]
-    """The same for a job that has ended."""
     show: Callable[[Report], None]
     end: Callable[[int, Report | None], None]
     """Ends the job with this exit code; without a report, another node decided it."""
@@ -51,15 +50,14 @@ class MonitoredJob:
 
 
 class Topic:
-    """Exchanges values of one subject: every node submits one, and the leader publishes one."""
+    """Exchanges values between nodes: every node submits one, and the leader publishes one."""
 
     def __init__(self, name: str, council: Council) -> None:
-        """Takes a ``name`` of letters only."""
         self._name = name
         self._council = council
         self._channel = council.channel
         self._edition = 0
-        self._read: dict[int, str] = {}  # newest edition read, by slot
+        self._read: dict[int, str] = {}  # newest edition, by slot
 
     @property
     def has_others(self) -> bool:
@@ -71,7 +69,7 @@ class Topic:
 
     @property
     def is_led(self) -> bool:
-        """True if every rank's supervisor takes part and the leader gathers this topic."""
+        """True if all supervisors take part, and the leader gathers this topic."""
         page = self._council.rounds.page
         return self._council.is_covered and (self.leads or (page is not None and self._name in page.topics))
 
@@ -87,7 +85,6 @@ class Topic:
         self._channel.submit(f"{self._name}.{self._edition}", [data])
 
     def gathered(self) -> list[bytes]:
-        """Returns other nodes' new values."""
         values = []
         gathered = self._channel.view.submissions.get(self._name, NO_SUBMISSIONS)
         for slot, round_ in gathered.rounds.items():
@@ -105,7 +102,7 @@ class Topic:
 
 
 class Monitors:
-    """All monitors of one job; one that fails is dropped."""
+    """All monitors of a job. One that fails is dropped."""
 
     def __init__(self, job: Job, view: JobView, actions: MonitorActions) -> None:
         assert job.run is not None
@@ -116,7 +113,7 @@ class Monitors:
             self._guarded(monitor, monitor.tick)
 
     def finish(self, *, succeeded: bool) -> None:
-        """Finishes all monitors. ``succeeded`` means that the job ended by itself, with exit code 0."""
+        """Finishes all monitors. ``succeeded`` means exit code 0 without a stop request."""
         for monitor in tuple(self._monitors):
             self._guarded(monitor, partial(monitor.finish, succeeded=succeeded))
 

@@ -1,4 +1,4 @@
-"""Finds out from looks alone if a job moves, as without a beacon there are no steps."""
+"""Finds out by looks alone if a job moves: without a beacon, there are no steps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from safelaunch.supervise.looks import Looks, main_thread
 from safelaunch.supervise.watch.work import Background, Peak
 
 _OF_TORCH = "/torch/"
-SPINS = 0.5  # share of the time on a core: a thread that polls its device or peers never sleeps
+SPINS = 0.5  # share of the time on a core: a thread that polls never sleeps
 
 
 def with_leads(looks: Looks, roots: tuple[str, ...]) -> Looks:
-    """Marks the leading thread of ranks with a script in another thread than the first (Ray's workers).
+    """Marks the leading thread of ranks with a script outside the first thread (Ray's workers).
 
     Args:
         roots: See ``frames.Stack``.
@@ -41,7 +41,7 @@ def with_leads(looks: Looks, roots: tuple[str, ...]) -> Looks:
 
 
 def _leads(look: ProcessLook | None, roots: tuple[str, ...]) -> int:
-    """Returns the only thread with the user's code, if the first has neither user's nor torch's code; else 0."""
+    """Returns the only thread with the user's code, if the first has neither that nor torch's code; else 0."""
     sample = look.stack.value if look is not None else None
     first = sample.main_thread if sample is not None else None
     if (
@@ -55,11 +55,11 @@ def _leads(look: ProcessLook | None, roots: tuple[str, ...]) -> int:
 
 
 def movement(looks: Looks) -> tuple[bool, float]:
-    """Returns whether anything in the job moves, and for how many seconds a rank stood still (0.0: none did).
+    """Returns whether the job moves, and for how many seconds a rank stood still (0.0: none did).
 
-    A rank stands still if its main thread was at the same place in every look and either got no core or kept one busy
-    all the time. Spinning while waiting for peers or the GPU isn't work. Other threads' activity isn't either, if every
-    main thread waits for its peers or sleeps while they wait. A rank that no look saw doesn't count as moving.
+    A rank stands still if its main thread was at the same place in every look and got no core, or kept one busy all the
+    time. Spinning while waiting for peers or the GPU isn't work. Neither is other threads' activity, if every main
+    thread waits for its peers or sleeps.
     """
     mains = [
         [look.ranks[target.rank].main for look in looks.taken if target.rank in look.ranks] for target in looks.targets
@@ -93,7 +93,6 @@ def _left(before: ProcessLook | None, after: ProcessLook | None) -> bool:
 
 
 def _stood(before: ProcessLook | None, after: ProcessLook | None) -> bool | None:
-    """Returns None if unknown."""
     if before is None or after is None or before.state is None or after.state is None:
         return None
     if after.state.state in "TtD" and before.state.state == after.state.state:

@@ -1,4 +1,4 @@
-"""Nodes as evidence: their own reports, and whether the hosts of silent nodes answer."""
+"""Describes the job's nodes: their own reports, and whether the hosts of silent nodes answer."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def nodes_of(
 ) -> tuple[NodeEvidence, ...]:
     """Returns this node and the others; takes ``PROBE_S`` if some are silent and ``port`` is given.
 
-    Other hosts don't listen on the store's port, but a host that refuses the connection is alive. If the interface to
-    the other nodes is down, nothing is probed, as another route might lead to other hosts.
+    A host that refuses a connection to the store's port is alive. If the interface to the other nodes is down, nothing
+    is probed, because another route might lead to other hosts.
 
     Args:
-        store: How the store was lost, unless this node's own agent ended.
+        store: How the store was lost, unless this node's agent ended.
         port: The store's port.
     """
     own = replace(_self_report(view.slot, node, beat), here=True, agent_error=agent_error, missed_s=round(missed_s, 1))
@@ -84,7 +84,7 @@ _UP_AND_RUNNING = 0x41  # IFF_UP, IFF_RUNNING
 
 
 def _has_link(address: str) -> bool:
-    """Returns whether an interface of this host has the address, is up, and has a carrier.
+    """Returns whether an interface of this host has the address, is up and has a carrier.
 
     An interface that is down keeps its IPv4 address. Only its first address is found; others count as up.
     """
@@ -113,7 +113,7 @@ def agent_state(pid: int) -> AgentState:
 
 
 def digest_of(script: Path) -> str:
-    """Returns a short digest, to compare scripts; empty if unreadable."""
+    """Returns a short digest to compare scripts; empty if unreadable."""
     import hashlib  # late: it loads OpenSSL, 4 MB
 
     try:

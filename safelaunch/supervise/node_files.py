@@ -1,4 +1,4 @@
-"""Collects the node's files: GPUs, kernel log, versions, resources, environment, and the job's own files."""
+"""Collects files about the node: GPUs, kernel log, versions, resources, environment, and the job's own files."""
 
 from __future__ import annotations
 

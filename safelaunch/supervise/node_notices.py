@@ -1,4 +1,4 @@
-"""Prints notices about other nodes: incomplete rendezvous, lost contact, differences between nodes."""
+"""Prints notices about other nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safelaunch.system.console import say
 
 RENDEZVOUS_S = 30.0
 MOST_NAMED_HOSTS = 64
-LOST_S = 3.0  # without a connection before a notice, as the job might be ending
+LOST_S = 3.0  # without a connection, as the job might be ending
 
 
 class NodeNotices:
@@ -24,26 +24,26 @@ class NodeNotices:
         self._store = store
         self._hosts = hosts
         self._channel = channel
-        self.met = False  # the last notice said that all nodes watch the job
-        self.apart = False  # the last notice said that contact was lost
+        self.met = False  # all nodes watch the job, by the last notice
+        self.apart = False  # contact was lost, by the last notice
         self._lost_s: float | None = None
         self._silent_slots: frozenset[int] = frozenset()
         self._compared: tuple[NodeCard, ...] = ()
         self._printed: set[str] = set()
         self._begin_s: float | None = None
         self._next_s = 0.0
-        self._joined = 0  # number of nodes in the last rendezvous notice
+        self._joined = 0
         self._has_printed_host = False
         self._waiting: Rendezvous | None = None
 
     @property
     def rendezvous(self) -> Rendezvous | None:
-        """The rendezvous with the most nodes; None if it was complete or torchrun never waited."""
+        """The rendezvous with the most nodes, if it was incomplete."""
         waiting = self._waiting
         return waiting if waiting is not None and waiting.come < waiting.wanted else None
 
     def note_rendezvous(self, page: LeaderPage | None, now: float) -> None:
-        """Prints which nodes joined an incomplete rendezvous, again when more join."""
+        """Prints which nodes joined, as long as some are missing."""
         self._begin_s = self._begin_s if self._begin_s is not None else now
         nodes = (self._channel.node, *self._channel.view.nodes)
         number = node_count(page)
@@ -51,7 +51,7 @@ class NodeNotices:
         if now < max(self._begin_s + RENDEZVOUS_S, self._next_s) or not self._joined < number < self._store.nodes:
             return
         self._joined = number
-        self._next_s = now + LOST_S  # one notice for nodes that join together
+        self._next_s = now + LOST_S  # so that nodes that join together get one notice
         text = f"torchrun has started no rank yet: {number} of {self._store.nodes} nodes have joined the rendezvous"
         text += f" ({', '.join(node.host for node in nodes)}{', ...' * (number > len(nodes))})"
         ranks = {node.node_rank for node in nodes}
@@ -63,7 +63,7 @@ class NodeNotices:
         say(text)
 
     def _note(self, page: LeaderPage | None, joined: int, nodes: Sequence[NodeCard], waited_s: float) -> None:
-        """Keeps the state with the most nodes: they give up one by one, and the store ends with one of them."""
+        """Keeps the most complete state: waiting nodes give up one by one."""
         before = self._waiting
         if before is not None and (page is None or joined < before.come):
             self._waiting = replace(before, waited_s=waited_s)
@@ -86,7 +86,7 @@ class NodeNotices:
 
         Args:
             covered: Every rank has a supervisor that responds.
-            ending: This node's ranks have ended, or the job is being stopped here.
+            ending: This node's ranks have ended, or it stops the job.
         """
         self._compare(view.nodes)
         if self._channel.hosts and not self._has_printed_host:
@@ -114,7 +114,7 @@ class NodeNotices:
                 say(f"lost contact with the other nodes ({view.why}): until they are back, this node judges alone")
 
     def _compare(self, nodes: tuple[NodeCard, ...]) -> None:
-        """Prints differences between nodes: NCCL and pickles of different versions rarely match."""
+        """Prints differences: NCCL and pickles of different versions rarely match."""
         own = self._channel.node
         for node in nodes if nodes != self._compared else ():
             for what in ("torch", "safelaunch", "script"):

@@ -15,11 +15,11 @@ BEACON_PATIENCE_S = 20.0
 BEACON_AGAIN_S = 5.0  # between checks of workers without a beacon
 STEP_PATIENCE_S = 600.0
 RANK_PATIENCE_S = 60.0
-MEETING_PATIENCE_S = 8.0  # for all nodes' supervisors to find each other
+MEETING_PATIENCE_S = 8.0  # for all supervisors to find each other
 
 
 class Notices:
-    """Prints each notice once. ``tick`` runs on every tick of the watch."""
+    """Prints each notice once."""
 
     def __init__(
         self,
@@ -31,24 +31,24 @@ class Notices:
         by_torchrun: bool = True,
         why: Callable[[int], str] = why_without_beacon,
     ) -> None:
-        """Takes the limits for the notices.
+        """Takes limits for the notices.
 
         Args:
-            by_torchrun: False under ``exec``: no agent announces ranks, which might never appear.
-            why: Returns what keeps a worker (pid) from having a beacon; empty while it might still get one.
+            by_torchrun: False under ``exec``: no agent announces ranks.
+            why: Returns why a worker (pid) has no beacon; empty while it might still get one.
         """
         self._watch = watch
         self._why = why
         self._council = council
         self._startup_timeout_s = policy.startup_s
         self._beacons_due_s = now + BEACON_PATIENCE_S
-        self._unreached: set[int] = set()  # ranks in a notice about missing beacons
+        self._unreached: set[int] = set()
         self._is_said_blind = False
         self._ranks_due_s = None if by_torchrun else now + min(RANK_PATIENCE_S, policy.startup_s / 2)
         without_steps_s = now + min(STEP_PATIENCE_S, policy.startup_s / 2)
         self._steps_due_s = None if policy.has_one_limit else without_steps_s
-        self._claimed_by_s = now + BEACON_PATIENCE_S  # for a command without an agent
-        self._reported: tuple[tuple[int, ...], bool] = ((), False)  # unseen ranks; whether other nodes see them
+        self._claimed_by_s = now + BEACON_PATIENCE_S  # without an agent
+        self._reported: tuple[tuple[int, ...], bool] = ((), False)  # unseen ranks; do other nodes see them?
         self._unseen_s: float | None = None
 
     def tick(self, now: float) -> None:
@@ -96,7 +96,7 @@ class Notices:
         )
 
     def _say_without_beacon(self) -> None:
-        """Prints which ranks can't be watched once their processes show why; a slow start isn't a reason."""
+        """Prints which ranks can't be watched, once their processes show why. A slow start isn't a reason."""
         reasons = {worker: self._why(worker.pid) for worker in self._watch.without_beacon()}
         silent = {worker.rank: f"{worker.rank} (pid {worker.pid}, {why})" for worker, why in reasons.items() if why}
         if silent.keys() <= self._unreached:
@@ -113,7 +113,7 @@ class Notices:
             say("no rank has a beacon: safelaunch CANNOT WATCH this job; it continues as under plain torchrun")
 
     def _retract(self) -> None:
-        """Corrects a notice about ranks that have a beacon after all, for example after a restart."""
+        """Corrects a notice about ranks that have a beacon after all, as after a restart."""
         if not (self._unreached or self._is_said_blind) or not self._watch.last_progress:
             return
         appeared = self._unreached & self._watch.last_progress.keys()

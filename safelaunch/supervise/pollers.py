@@ -28,7 +28,7 @@ _FIX = "run 'safelaunch doctor' where the job runs: it shows the fix"
 
 
 class Poller(Generic[Answer]):
-    """Asks a question in a thread when it is due, and takes the answer on a later tick."""
+    """Asks a question in a thread, and takes the answer on a later tick."""
 
     name: str
     again_s: float
@@ -40,7 +40,7 @@ class Poller(Generic[Answer]):
         self._next_s = 0.0
 
     def advance(self, now: float) -> None:
-        """Makes one step without blocking, on every tick. Drops an answer about an ended attempt."""
+        """Makes one step without blocking. Drops answers about an ended attempt."""
         if self._attempt != self._watch.roster.attempt:
             self._attempt, self._next_s = self._watch.roster.attempt, 0.0
             self.reset()
@@ -65,7 +65,7 @@ class Poller(Generic[Answer]):
         raise NotImplementedError
 
     def question(self) -> Callable[[], Answer] | None:
-        """Returns a function for a thread; None if there is no rank to ask."""
+        """Returns a function to run in a thread; None without ranks."""
         raise NotImplementedError
 
     def take(self, answer: Answer, now: float) -> None:
@@ -77,7 +77,7 @@ class Poller(Generic[Answer]):
 
 
 class GroupTimeoutPoller(Poller["float | None"]):
-    """Derives ``watch.cap_s`` from the timeout of the default process group in a rank's Flight Recorder.
+    """Derives ``watch.cap_s`` from the default group's timeout in a rank's Flight Recorder.
 
     See ``rhythm.cap_of`` for ``floor_s``.
     """
@@ -104,7 +104,7 @@ class GroupTimeoutPoller(Poller["float | None"]):
 
 
 class TracingPoller(Poller[str]):
-    """Checks once if py-spy can read a rank's stacks, without stopping it, and prints a line if not."""
+    """Checks once if py-spy can read a rank's stacks without stopping it, and prints a line if not."""
 
     name, again_s = "tracing", math.inf
     _asked = False
@@ -146,10 +146,10 @@ QUIET_AFTER_S, QUIET_TIMES = 3.0, 3.0  # the larger of seconds and usual steps
 
 
 class BackgroundPoller(Poller[Counters]):
-    """Learns the job's background work while it makes steps, and reads its counters once when it becomes quiet.
+    """Learns the job's background work while it makes steps, and reads its counters once it is quiet.
 
-    Windows are as short as the time between two looks: a longer one would dilute a burst. A window counts only after a
-    later step shows that the job was training when it closed.
+    Windows are as short as the time between two looks, because longer ones would dilute bursts. A window counts once a
+    later step shows that the job was training.
     """
 
     name, again_s = "work", WINDOW_S
@@ -157,10 +157,9 @@ class BackgroundPoller(Poller[Counters]):
     def reset(self) -> None:
         self._before: Counters | None = None
         self._tentative: Background | None = None
-        self._end_s = 0.0  # end of the last window in ``_tentative``
+        self._end_s = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Returns False once this quiet time's counters have been read."""
         if not self._watch.last_progress or (self._is_quiet(now) and self._watch.quiet is not None):
             self._before = None
             return False

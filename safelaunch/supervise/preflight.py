@@ -1,4 +1,4 @@
-"""Checks before the start for mistakes that would make the run fail later."""
+"""Checks for mistakes that would make the run fail later."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from safelaunch.supervise.cluster.key import BadKeyFile, read_key
 from safelaunch.system.errors import UsageError
 
 LARGEST_SCRIPT = 1 << 20
-MOST_IMPORTED = 64  # modules in the script's folder
+MOST_IMPORTED = 64
 
 
 def check(settings: Settings) -> None:
-    """Raises UsageError if the key file or the bundle directory is unusable."""
+    """Raises UsageError for an unusable key file or bundle directory."""
     _check_key(settings)
     if settings.is_explicit("bundle-dir"):
         from safelaunch.bundle.publication import check_directory
@@ -58,7 +58,7 @@ def mistakes_of_torchrun(
 
 
 def mistakes_of_exec(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Returns a line about a script that expects a rank's environment variables and won't get them."""
+    """Returns a line about a script that needs a rank's variables and won't get them."""
     script = mistakes.python_script(words)
     source = _source_of(script) if script and "RANK" not in environ else None
     lacking = mistakes.lacks_rank_variables(script, source) if source is not None else ""
@@ -66,9 +66,9 @@ def mistakes_of_exec(words: Sequence[str], environ: Mapping[str, str]) -> list[s
 
 
 def misplaced(script: Sequence[str], *, is_module: bool = False) -> list[str]:
-    """Returns a line about each safelaunch option after the script, unless the script seems to have that option.
+    """Returns a line about each safelaunch option that comes after the script.
 
-    Searches the script and the modules in its folder that it imports.
+    Leaves out options that the script, or a module in its folder that it imports, seems to have.
     """
     words = mistakes.misplaced(script, BY_FLAG, lambda: _text_with_imports(_file_of(script[0], is_module=is_module)))
     return [f"{word} comes after {script[0]}, so the script gets it; put safelaunch's options first" for word in words]
@@ -101,7 +101,7 @@ def _text_of(path: Path) -> str:
 
 
 def _source_of(script: str) -> ast.Module | None:
-    """Parses the script; None if it can't be a rank or isn't a regular file (a pipe can be read only once)."""
+    """Parses the script; None if it can't be a rank or isn't a regular file."""
     try:
         if not (script.endswith(".py") and Path(script).is_file()):
             return None

@@ -1,4 +1,4 @@
-"""Turns the evidence of an incident, in threads, into a verdict and a published bundle, and prints the result."""
+"""Turns an incident's evidence, in threads, into a verdict and a published bundle, and prints the result."""
 
 from __future__ import annotations
 
@@ -47,38 +47,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Result of an incident."""
-
     verdict: Verdict
     evidence: Evidence
     published: Publication
     without_stacks: str = ""
-    """reason why no stack could be read, if they all have the same"""
+    """reason why no stack could be read"""
     action: Action | Literal[""] = ""
-    """agreed by all nodes"""
     step: int | None = None
-    """lowest of all ranks, agreed by all nodes"""
+    """agreed by all nodes"""
     repeats: str = ""
-    """message about the same failure in an earlier attempt, with this bundle"""
+    """message about the same failure in an earlier attempt"""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Decision of all nodes; empty for a job on one node."""
+    """Decision of all nodes; empty for one node."""
 
     verdict: Verdict | None = None
     """None: this node judges alone"""
     name: str = ""
-    """name for this node's bundle; empty: the usual one"""
+    """name of this node's bundle; empty: the usual one"""
     others: PeerEvidence = field(default_factory=PeerEvidence)
-    """other nodes' evidence, if this node judged for all"""
+    """if this node judged for all"""
     answer: Answer | None = None
-    """verdict on whether the job is dead, if this node judged for all"""
+    """if this node judged for all"""
     action: Action | Literal[""] = ""
     step: int | None = None
-    """lowest of all ranks"""
     outcome: Outcome | None = None
-    """None: the outcome of the evidence"""
+    """None: the evidence's"""
     status: PeerStatus = field(default_factory=PeerStatus)
 
 
@@ -91,7 +87,7 @@ def prepare() -> None:
 
 
 def mark_recovered(report: Report) -> BackgroundTask[None]:
-    """Marks the bundle's verdict as recovered, in a thread because the disk might not respond."""
+    """Marks the bundle's verdict as recovered, in a thread, as the disk might not respond."""
 
     def note() -> None:
         path = report.published.path / "verdict.json"
@@ -107,14 +103,14 @@ def verdict_of(evidence: Evidence, context: JobContext, source: Excerpts | None 
     """Returns the verdict without secrets. Never raises.
 
     Args:
-        source: Reads the user's files and records which lines were read.
+        source: Reads the user's files and records the lines.
     """
     source = source or Excerpts(evidence, context.redactor)
     return context.cleaned(_verdict(with_earlier_bundles(evidence, context.bundle_dir), source))
 
 
 def finish(collected: DraftBundle, agreement: Agreement | None = None) -> Report:
-    """Writes verdict and reports, and publishes the bundle under the nodes' agreement."""
+    """Writes verdict and reports, and publishes the bundle."""
     staging, context = collected.staging, collected.context
     agreed = agreement or Agreement()
     evidence = agreed.others.with_own(collected.evidence)
@@ -129,7 +125,7 @@ def finish(collected: DraftBundle, agreement: Agreement | None = None) -> Report
     _add_files(agreed.others.files, remote, staging)
     evidence = with_earlier_bundles(evidence, context.bundle_dir)
     source = Excerpts(evidence, context.redactor)
-    own = verdict_of(evidence, context, source)  # even if one was agreed: it records which source lines to save
+    own = verdict_of(evidence, context, source)  # even if the nodes agreed on one: records which source lines to save
     verdict = agreed.verdict or own
     if source.read:
         staging.add_json(Artifact(SOURCE_FILE, OURS, 0.0), source.read)
@@ -137,10 +133,10 @@ def finish(collected: DraftBundle, agreement: Agreement | None = None) -> Report
     name = agreed.name or name_of(context.run_name, time.time(), verdict.outcome)
     place = verdict.bundle or None
     if place is not None and not place.whole:
-        whole = Path(place.path).name  # from another node: only a plain name is accepted
+        whole = Path(place.path).name  # accepts only a plain name from another node
         context = replace(context, keeping=replace(context.keeping, whole="" if whole.startswith(".") else whole))
     published = _publish(collected, verdict, evidence, context, timeline, name)
-    if published.lost:  # a cleaner removed the files: write the records again
+    if published.lost:  # a cleaner removed the files
         published = _publish(collected, verdict, evidence, context, timeline, name)
     context.unfinished.let_go(staging.root)
     if published.note:
@@ -151,7 +147,7 @@ def finish(collected: DraftBundle, agreement: Agreement | None = None) -> Report
 
 
 def show(result: Report, environ: Mapping[str, str], place: str = "bundle") -> None:
-    """Prints the verdict and the bundle's path on stderr, labeled ``place``."""
+    """Prints the verdict and the bundle's path on stderr."""
     from safelaunch.capture import user_source
     from safelaunch.report import HTML, screen
 
@@ -199,7 +195,7 @@ def _publish(
 ) -> Publication:
     staging = collected.staging
     _finish(staging, verdict, evidence, context, timeline, collected.node)
-    context.unfinished.hold(staging.root)  # the directory might be a new one
+    context.unfinished.hold(staging.root)
     return publish(
         staging.root,
         context.bundle_dir,
@@ -212,7 +208,7 @@ def _publish(
 
 
 def _verdict(evidence: Evidence, source: Excerpts) -> Verdict:
-    """Diagnoses. If a rule fails, the verdict says so; bundle and action don't change."""
+    """Returns the diagnosis. If a rule fails, it says so, and nothing else changes."""
     from safelaunch.verdict.diagnose import diagnose
 
     try:

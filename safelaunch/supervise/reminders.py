@@ -1,4 +1,4 @@
-"""Reminders about states that might never end and that no limit covers: pauses, launchers without ranks."""
+"""Reminds about states that no limit covers: pauses, launchers without ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from safelaunch.model import rank_words
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.system.console import say
 
-IDLE_S = 120.0  # usual time for a launcher to start ranks, or to end after them
+IDLE_S = 120.0  # for a launcher to start ranks, or to end after them
 IDLE_EVERY_S = 5.0
 
 
 class Reminder:
-    """Decides when a line about a lasting state is due: after a time, and whenever that has doubled."""
+    """Decides when a line about a state is due: after a time, and whenever that has doubled."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
         self._times = 1
 
     def is_due(self, since_s: float | None, first_s: float, now: float) -> bool:
-        """Returns whether a line is due about the state since ``since_s``; None: the state has ended."""
+        """Returns whether a line is due. ``since_s`` is the start of the state, None outside it."""
         if since_s is None or since_s != self._since_s:
             self._since_s, self._times = since_s, 1
         if since_s is None or now - since_s < first_s * self._times:
@@ -35,10 +35,10 @@ class Reminder:
 
 
 class Reminders:
-    """Prints the reminders. ``tick`` runs on every tick of the watch.
+    """Prints the reminders.
 
     Args:
-        launcher: Pid of torchrun's agent, if any.
+        launcher: Pid of torchrun's agent.
         dump: Writes a bundle of the running job.
     """
 

@@ -1,5 +1,3 @@
-"""Adds rendered reports to a bundle that is being written."""
-
 from __future__ import annotations
 
 import time
@@ -32,11 +30,7 @@ def add_reports(
     run_name: str,
     about: Callable[[], ReportHeader],
 ) -> dict[str, int]:
-    """Adds the reports and viewers' files, except those that fail; returns the dimensions of the job's mesh, by name.
-
-    Args:
-        about: Describes the job and its nodes.
-    """
+    """Adds the reports and viewers' files that can be made; returns the dimensions of the job's mesh, by name."""
     from safelaunch.report import HTML, PERFETTO, exports, markdown, page, template
     from safelaunch.verdict.device_mesh import mesh
     from safelaunch.verdict.rank_state import CaseFacts
@@ -47,7 +41,7 @@ def add_reports(
         line = user_source.line(path, number)
         return redact(line) if line else line
 
-    @cache  # for all reports; an error isn't cached, so each report fails by itself
+    @cache  # errors aren't cached, so each report fails by itself
     def facts() -> CaseFacts:
         return CaseFacts.of(evidence, user_source.text)
 

@@ -1,7 +1,6 @@
-"""One incident in its own thread: looks at the job, takes evidence, and writes the bundle.
+"""One incident in its own thread: looks at the job, takes evidence, writes the bundle.
 
-The supervisor's loop reads whether an incident still needs the ranks and whether it is done. An incident can be
-cancelled at each step.
+It can be cancelled at each step.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ ADVANCED = "a rank advanced: the job is slow, not hung; no bundle written"
 
 
 class Cancelled(Exception):
-    """The incident's result is no longer needed, or the ranks it needs are being ended."""
+    """Raised if the incident's result isn't needed, or the ranks it needs are being ended."""
 
 
 class Incident(Generic[T]):
-    """Runs ``work`` in a thread, with itself as the argument."""
+    """Runs ``work(self)`` in a thread."""
 
     def __init__(self, name: str, work: Callable[[Incident[T]], T]) -> None:
         self.cancelled, self._ranks_done = threading.Event(), threading.Event()
@@ -62,7 +61,6 @@ class Incident(Generic[T]):
 
     @property
     def result(self) -> T | None:
-        """Result of ``work``, None if cancelled. Raises what ``work`` raised."""
         return self._task.result()
 
     def wait(self, timeout_s: float) -> bool:
@@ -77,12 +75,10 @@ class Incident(Generic[T]):
         self._ranks_done.set()
 
     def pause(self, seconds: float) -> None:
-        """Sleeps. Raises Cancelled."""
         if self.cancelled.wait(seconds):
             raise Cancelled
 
     def wait_until(self, reached: Callable[[], object]) -> None:
-        """Waits until ``reached()`` is true. Raises Cancelled."""
         while not reached():
             self.pause(STEP_S)
 
@@ -100,7 +96,6 @@ class JobView:
         return not self.watch.unseen
 
     def nodes(self, *, probing: bool = True) -> tuple[NodeEvidence, ...]:
-        """Returns the job's nodes; empty if every rank is on this one."""
         return () if self.is_whole else self.council.nodes(probing=probing)
 
     def snapshot(self) -> JobSnapshot:
@@ -118,7 +113,10 @@ def look(
 ) -> Looks:
     """Looks at all ranks as often as the kind of incident requires, or until it is cancelled.
 
-    ``quiet`` is for the first look, ``network`` for the last; ``between`` is called between looks.
+    Args:
+        quiet: For the first look.
+        network: For the last look.
+        between: Called between looks.
     """
     watch, collectives, begin_s = job.watch, kind.looks > 1, time.monotonic()
     looks = look_at(watch.targets(), None, collectives=collectives, quiet=quiet, deadline_s=kind.look_s)
@@ -144,9 +142,9 @@ def observe(
     timeline: Timeline | None = None,
     for_finding: bool = False,
 ) -> DraftBundle:
-    """Takes evidence of an unsuspected job: a user requested it, or stops the job.
+    """Takes evidence of an unsuspected job.
 
-    Raises Cancelled, unless the kind has a budget: then the samples taken so far are used.
+    Raises Cancelled, unless the kind has a budget: then it uses the samples taken so far.
 
     Args:
         stall_s: Time without progress; None: measure it.
@@ -181,7 +179,7 @@ def observe(
 def interrupt(job: JobView, frozen_s: float, usual_s: float, now: float) -> Incident[Report | None]:
     """Takes evidence of a frozen job at Ctrl-C, before the signal reaches the ranks.
 
-    The signal waits up to ``HOLD_S``. Then the ranks end, and the verdict uses the samples taken so far.
+    The signal waits up to ``HOLD_S``; then the verdict uses the samples taken so far.
 
     Args:
         frozen_s: Time since the last step of any rank.

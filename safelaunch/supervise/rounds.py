@@ -1,7 +1,7 @@
-"""Rounds in which all nodes submit evidence and one node decides, or answers a request.
+"""Rounds in which all nodes submit evidence, and one decides or answers.
 
-Hangs, crashes, dumps and add-on services share this mechanism. They differ in which node judges, how long it waits for
-the others, and what ends the round without a decision.
+Hangs, crashes, dumps and add-on services differ in which node judges, how long it waits for the others, and what ends
+the round without a decision.
 """
 
 from __future__ import annotations
@@ -47,36 +47,32 @@ from safelaunch.supervise.submissions import Part, read_evidence, small_files
 if TYPE_CHECKING:
     from safelaunch.addons.protocols import Service
 
-SETTLE_S = 75.0  # limit from a node's evidence of a hang to the leader's decision
-AGREED_S = ACKNOWLEDGE_S + 4.0  # longer than the leader waits, because its page takes some rounds to arrive
-FEW = 16  # number of nodes up to which whole Flight Recorders are sent
-CRASH_S = 4.0  # torchrun's agents, and the store in one of them, are held for 6 s, including the look at the ranks
+SETTLE_S = 75.0  # from a node's evidence to the leader's decision
+AGREED_S = ACKNOWLEDGE_S + 4.0  # longer than the leader waits, as its page takes some rounds to arrive
+FEW = 16  # up to this many nodes, whole Flight Recorders are sent
+CRASH_S = 4.0  # torchrun's agents, of which one hosts the store, are held for 6 s, including the look at the ranks
 HEAR_S = 2.5  # for the evidence of other failing nodes
 EFFECTS_S = 2.8  # for a node to report a root failure
-HOSTS_S = 1.0  # for the others to read the verdict, if this node's agent hosts the store
-PEERS_ANSWER_S = 30.0  # for the answers of other nodes to a question
-ASKED_EVERY_S = 5.0  # between two questions from other nodes
+HOSTS_S = 1.0  # for other nodes to read the verdict, if this node's agent hosts the store
+PEERS_ANSWER_S = 30.0
+ASKED_EVERY_S = 5.0  # between two other nodes' questions
 
 
 @dataclass(frozen=True, slots=True)
 class _Course:
-    """Rules for one kind of round."""
-
     patience_s: float
-    over: Callable[[PeerView], bool]  # the round ends without a decision
-    judges: Callable[[PeerView, LeaderPage, float], bool]  # this node reads and judges all submissions
-    complete: Callable[[PeerView, LeaderPage, Submissions, float], bool]  # no further submission is awaited
+    over: Callable[[PeerView], bool]  # ends the round without a decision
+    judges: Callable[[PeerView, LeaderPage, float], bool]  # this node judges all submissions
+    complete: Callable[[PeerView, LeaderPage, Submissions, float], bool]  # no submission is worth waiting for
     with_answer: Callable[[Evidence], Evidence]
     action: Action
 
 
 @dataclass(frozen=True, slots=True)
 class _SharedVerdict:
-    """This node's verdict about the evidence of all nodes."""
-
     decision: Decision
     agreed: Agreement
-    is_whole: bool  # no rank is missing
+    is_whole: bool
 
 
 class Rounds:
@@ -91,11 +87,11 @@ class Rounds:
         self._channel = channel
         self._context = context
         self._nodes = nodes
-        self._action: Action = action  # wanted by this node if the job hangs
-        self._past: int | None = None  # number of crashes that had a verdict when the ranks started
+        self._action: Action = action  # if the job hangs
+        self._past: int | None = None  # number of crashes with a verdict when the ranks started
         self._answered: set[Round] = set()
         self._next_s = 0.0
-        self._number = 0  # of this node's newest question
+        self._number = 0
         self._one_at_a_time = threading.Lock()
 
     @property
@@ -154,10 +150,10 @@ class Rounds:
         return Agreement(action="dump", outcome="suspect")
 
     def all_agree(self, incident: int, moves: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until all nodes know the decision. Returns False if the decision became void.
+        """Waits until all nodes know the decision. Returns False if it became void.
 
-        No node acts earlier: one node's action ends ranks on other nodes, and perhaps the store. The decision is
-        void if torchrun restarts ranks or a rank moves.
+        No node acts earlier, as one node's action ends ranks on others, and perhaps the store. The decision is void if
+        torchrun restarts ranks or a rank moves.
         """
         until = time.monotonic() + AGREED_S
         while time.monotonic() < until:
@@ -189,7 +185,7 @@ class Rounds:
         self._channel.withdraw("crash")
 
     def announce_restart(self) -> str:
-        """Announces that torchrun is about to restart healthy ranks of this node; returns the reason."""
+        """Announces that torchrun will restart healthy ranks of this node; returns the reason."""
         self._channel.update(restarting=True)
         troubles = self._channel.view.status.troubles
         return f"on another node, {troubles[0]}" if troubles else "nodes have joined or left"
@@ -197,7 +193,7 @@ class Rounds:
     def decide_crash(self, local: Evidence) -> Agreement:
         """Returns the common verdict about a failure on this node, after a little more than ``CRASH_S``.
 
-        A node with a root failure judges; without one, the leader does. The first stored verdict counts.
+        A node with a root failure judges, or the leader without one. The first stored verdict counts.
         """
         if self._past is None:
             return Agreement()
@@ -223,16 +219,14 @@ class Rounds:
         agreed = self._decide_together(f"crash.{self._past + 1}", own, condense(own()), course)
         status = self._channel.view.status
         if agreed is None or agreed.verdict is None or (self.has_trouble and not agreed.verdict.culprits):
-            return Agreement(status=status)  # no verdict, or one that lacks this node's failure
+            return Agreement(status=status)  # or one that lacks this node's failure
         if self._channel.view.is_local:
             time.sleep(HOSTS_S)
-        here = tuple(
-            with_relative_times(evidence, -now) for evidence in agreed.others.evidence
-        )  # by this node's clock, like the rest of the bundle
+        here = tuple(with_relative_times(evidence, -now) for evidence in agreed.others.evidence)  # by this node's clock
         return dataclasses.replace(agreed, others=dataclasses.replace(agreed.others, evidence=here))
 
     def _may_judge(self, view: PeerView, page: LeaderPage, past_s: float) -> bool:
-        # Until EFFECTS_S, the first node with a root failure judges. Otherwise any node, or the leader of a large job.
+        # Before EFFECTS_S, the first node with a root failure judges; later, any node or, in a large job, the leader.
         failing = [slot for slot, _ in page.troubles if slot in page.failed]
         if failing and past_s < EFFECTS_S:
             return view.slot == failing[0]
@@ -251,7 +245,7 @@ class Rounds:
     def _decide_together(
         self, round_: Round, own: Callable[[], Evidence], chunks: list[bytes], course: _Course
     ) -> Agreement | None:
-        """Submits ``chunks`` and returns the decision, or None if there will be none.
+        """Submits ``chunks`` and returns the decision, if any.
 
         Args:
             own: Returns this node's evidence at the time of judging.
@@ -312,7 +306,7 @@ class Rounds:
     def asking(self, question: NodeQuestion) -> Iterator[Callable[[threading.Event], Submissions]]:
         """Sends a question to all nodes.
 
-        Yields a function that waits for the answers until a stop, at most ``PEERS_ANSWER_S``.
+        Yields a function that waits for the answers, at most ``PEERS_ANSWER_S`` or until a stop.
         """
         if not self.has_peers:
             yield lambda stop: Submissions(missing=0)
@@ -339,7 +333,6 @@ class Rounds:
 
     @property
     def has_peers(self) -> bool:
-        """True if the job has other nodes."""
         page = self.page
         return page is not None and page.nodes > 1
 
@@ -366,7 +359,6 @@ class Rounds:
         self._channel.submit(round_, condense(own, share=share_of(node_count(self.page))))
 
     def answer_part(self, round_: Round, service: Service[Any, Part], part: Part) -> None:
-        """Submits this node's part of an add-on's service, without secrets."""
         share = share_of(node_count(self.page))
         small = service.bounded(part, lambda smaller: pack(msgspec.msgpack.encode(smaller), share) is not None)
         self._channel.submit(round_, pack(msgspec.msgpack.encode(small)) or [])
@@ -376,9 +368,9 @@ class Rounds:
 
 
 def with_answer(evidence: Evidence, *, overdue: bool) -> Evidence:
-    """Returns the evidence with the common answer: proved dead, or the answer of the node that knows the least.
+    """Adds the common answer: proved dead, or the answer of the node that knows the least.
 
-    Without a proof, the job ends only if a node with that answer ends it or, with a rank missing, once ``overdue``.
+    Without a proof, the job ends only if that node ends it or, with a rank missing, once ``overdue``.
     """
     if evidence.answer in (None, "unknown") and proves(evidence):
         return replace(evidence, answer="dead", outcome="hang")

@@ -1,4 +1,4 @@
-"""Runs one job from start to end. Code before the job's start is kept light."""
+"""Runs one job from start to end. Code before its start is kept light."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ Again = Callable[[JobResources], tuple[Plan, JobResources]]
 @dataclass(frozen=True, slots=True)
 class _RunEnd:
     status: int
-    """wait status"""
     without_rank: bool = False
     """the launcher failed before it started a rank"""
 
@@ -71,7 +70,7 @@ def _run(plan: Plan, resources: JobResources, mask: frozenset[signal.Signals]) -
     except OSError:
         _leave(directory, watcher)
         raise
-    # Imports from here on don't delay the job.
+    # From here on, imports don't delay the job.
     processes = JobProcesses(agent, watcher)
     if directory is None:
         return _RunEnd(_only_forward(processes))
@@ -121,7 +120,7 @@ def _guardian(
 def _start_without(
     plan: Plan, env: Mapping[str, str], mask: frozenset[signal.Signals], resources: JobResources
 ) -> ProcessId:
-    """Starts the job without a guardian: if safelaunch is killed, the job itself holds its leases."""
+    """Starts the job without a guardian: the job keeps its leases if safelaunch is killed."""
     for descriptor in resources.descriptors:
         os.set_inheritable(descriptor, True)
     pid = process.start(plan.argv, env, mask)
@@ -130,7 +129,7 @@ def _start_without(
 
 
 def directory_for(plan: Plan) -> RunPaths | None:
-    """Creates the run directory; returns None if the job isn't, or can't be, watched."""
+    """Creates the run directory; None if the job isn't, or can't be, watched."""
     if not plan.watched:
         return None
     try:

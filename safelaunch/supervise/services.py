@@ -1,4 +1,4 @@
-"""Serves add-ons' requests to a live run (see ``addons.protocols.Service``) from clients and other nodes."""
+"""Serves add-ons' requests to a live run (see ``addons.protocols.Service``)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _ServiceRequest:
 
 
 class Services:
-    """Serves one request at a time; on several nodes, each supervisor serves its own ranks. Nothing blocks."""
+    """Serves one request at a time, on each node for its own ranks. Nothing blocks."""
 
     def __init__(self, job: JobView) -> None:
         self._job = job
@@ -36,7 +36,7 @@ class Services:
         self._for_another: Incident[None] | None = None
 
     def ask(self, request: ControlRequest, client: Client) -> None:
-        """Begins a request, joins an equal one in progress, or refuses it."""
+        """Begins a request, joins an equal one, or refuses it."""
         service = addons.service(request.command)
         if service is None:
             client.answer(ServiceAnswer(problem=f"this run has no add-on for {request.command[:40]!r}"))
@@ -80,7 +80,7 @@ class Services:
             self._request = None
 
     def yield_to_dump(self) -> None:
-        """Cancels requests of all nodes, because they are asked for a dump."""
+        """Cancels all requests because the nodes must write a dump."""
         for incident in (self._request.working if self._request is not None else None, self._for_another):
             if incident is not None:
                 incident.cancel()
@@ -91,7 +91,7 @@ class Services:
         return self._for_another
 
     def _answer_node(self, round_: Round, question: NodeQuestion, at: Incident[None]) -> None:
-        """Answers with nothing if this node lacks this version of the add-on."""
+        """Answers with nothing if this node lacks that version of the add-on."""
         rounds, service = self._job.council.rounds, addons.service(question.kind)
         try:
             ask = from_msgpack(question.ask, service.ask) if service is not None else None
@@ -105,7 +105,7 @@ class Services:
         rounds.answer_part(round_, service, part)
 
     def _everywhere(self, service: Service[Any, Any], ask: Any, at: Incident[Any]) -> Any:
-        """Returns the merged answer of all nodes, reduced to fit a client's limit."""
+        """Returns all nodes' merged answer, reduced to a client's limit."""
         question = NodeQuestion(0, service.name, msgspec.msgpack.encode(ask))
         with self._job.council.rounds.asking(question) as answers:
             own = service.here(ask, self._job, at.cancelled)

@@ -1,4 +1,4 @@
-"""A stall, from its first sign to its bundle: two looks, a judgement, and the action on it (see ``watch.stall``)."""
+"""One stall, from its first sign to its bundle: two looks, a judgement, and the action (see ``watch.stall``)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ from safelaunch.system.console import say
 from safelaunch.system.task import BackgroundTask
 
 MOST_LOOK_S = 24.0
-REMIND_EVERY_S = 3600.0  # between messages that a job makes no step and continues
-LONGEST_S = 600.0  # for a closer look: its parts have deadlines, but a system call might never return
-AGAIN = 1.5  # a quiet time gets another bundle only if it lasts this much longer than one that ended by itself
+REMIND_EVERY_S = 3600.0  # between two messages about a job that makes no step
+LONGEST_S = 600.0  # for a closer look, because a system call might never return
+AGAIN = 1.5  # a quiet time that is so much longer than an earlier one gets another bundle
 
 
 @dataclass
 class _Suspicion:
-    """Reason for a closer look."""
-
     stall: Stall
     threshold: Threshold
     timeline: Timeline
@@ -39,25 +37,23 @@ class _Suspicion:
     incident: int = 0
     """number of the incident in which all nodes look; 0: none"""
     own: bool = True
-    """this node suspects the job; False: only other nodes do"""
+    """False: only other nodes suspect the job"""
     begun_s: float = field(default_factory=time.monotonic)
     steps: Mapping[int, int] = field(default_factory=dict)
-    """times of the ranks' latest steps at the first look"""
+    """times of the ranks' latest steps before the first look"""
 
 
 @dataclass(frozen=True)
 class _LookResult:
     looks: Looks | None = None
-    """None: the nodes decided before this one looked"""
+    """None: the nodes decided earlier"""
     judgement: Judgement = field(default_factory=lambda: Judgement("alive"))
     outcome: RoundOutcome | None = None
-    """decision of all nodes, if all looked"""
+    """the nodes' decision, if all looked"""
 
 
 @dataclass
 class _Suspect:
-    """Bundle about the current quiet time of a job that continues."""
-
     mark_s: float
     report: Report
 
@@ -75,16 +71,16 @@ class StallCase:
         self._suspicion: _Suspicion | None = None
         self._closer: Incident[_LookResult] | None = None
         self._writing: Incident[Report | None] | None = None
-        self._written_of = 0.0  # mark of the stall that the bundle is about
+        self._written_of = 0.0  # mark of the stall in the bundle
         self._suspect_bundle: _Suspect | None = None
         self._refuted: tuple[float, float] | None = None  # (mark, deadline): ignore proofs of this stall until then
-        self._waited_s = 0.0  # longest quiet time that got a bundle and ended by itself
+        self._waited_s = 0.0  # longest quiet time with a bundle that ended by itself
         self._agreed = False
-        self._continues = False  # the job isn't proved dead and already has its bundle
-        self.attempt = (0, 0)  # attempt that hangs, as judged by this node or by all
-        self._looked_at: tuple[int, int] | None = None  # attempt under suspicion
-        self._last_reported = ""  # condition in the last message about this quiet time
-        self._remind_s = 0.0  # when that message is repeated
+        self._continues = False  # the job isn't proved dead and has its bundle
+        self.attempt = (0, 0)  # that hangs
+        self._looked_at: tuple[int, int] | None = None  # under suspicion
+        self._last_reported = ""  # condition in the last message
+        self._remind_s = 0.0
         self._look_s = LOOK_S  # grows while processes respond too late
         self._starvation, self._patience = Starvation(), 1.0
 
@@ -106,17 +102,16 @@ class StallCase:
 
     @property
     def agreed(self) -> bool:
-        """True if the nodes agreed that the job hangs; their reaction will make ranks fail."""
+        """True if the nodes agreed that the job hangs. Their reaction will make ranks fail."""
         return self._agreed and self.attempt == self._watch.attempt
 
     def abandon(self) -> None:
-        """Drops the suspicion, because a rank failed or the clock was restarted."""
         suspicion, self._suspicion = self._suspicion, None
         if suspicion is None or self._closer is None:
             return
         self._closer.cancel()
         self._closer = None
-        if suspicion.incident:  # without this node's evidence, the other nodes have no proof and start over
+        if suspicion.incident:  # other nodes start over, because they lack this node's evidence
             self._council.vote("paused")
         if suspicion.own:
             self._council.withdraw()
@@ -130,7 +125,7 @@ class StallCase:
         elif event is not None and event.kind == "recovered":
             self.note_recovery(now)
         if self.looking and self._looked_at not in (None, self._watch.attempt):
-            self.abandon()  # the suspected attempt has ended
+            self.abandon()
         if self._suspicion is not None and now - self._suspicion.begun_s > LONGEST_S:
             self.abandon()
             self._watch.hold(now + LONGEST_S / 10)
@@ -145,11 +140,11 @@ class StallCase:
         return self.take_report(now)
 
     def note_continues(self, report: Report) -> None:
-        """Notes that the job hangs and isn't ended (``--on-stall dump``)."""
+        """Notes that a hung job isn't ended (``--on-stall dump``)."""
         self._suspect_bundle = _Suspect(self._written_of, report)
 
     def _watch_again(self, now: float) -> None:
-        # The job hung, wasn't ended, and might have made progress.
+        # The hung job wasn't ended, and might have made progress.
         standing = self._watch.current_stall(now)
         if standing is not None and standing.mark_s > self._written_of:
             self.note_recovery(now)
@@ -166,7 +161,7 @@ class StallCase:
             self._suspect_bundle = _Suspect(self._written_of, report)
         if self._watch.is_hung and (self._continues or (report is not None and report.verdict.outcome == "suspect")):
             self._watch.resume(self._written_of, now)
-        elif report is None:  # the job moved, or was restarted
+        elif report is None:  # it moved, or was restarted
             self._watch.reset(now)
         self._continues = False
         return report
@@ -176,13 +171,13 @@ class StallCase:
     def _suspect(self, stall: Stall) -> None:
         timeline = Timeline().plus("last progress", stall.mark_s).plus("suspected")
         threshold = Threshold(stall.threshold_s, self._why(stall))
-        if self._suspicion is not None and not self._suspicion.own:  # all nodes look already
+        if self._suspicion is not None and not self._suspicion.own:
             self._suspicion.stall, self._suspicion.threshold, self._suspicion.own = stall, threshold, True
             return
         self._begin(_Suspicion(stall, threshold, timeline, self._watch.policy.confirm_s))
 
     def _look_for_others(self, now: float) -> None:
-        """Joins a look of all nodes, or votes against an end while a rank's phase is within its timeout."""
+        """Joins a look of all nodes, or votes against an end during a rank's timed phase."""
         stall = self._watch.current_stall(now)
         if stall is None or (stall.phase and stall.stalled_s < stall.threshold_s):
             self._council.join_call()
@@ -204,7 +199,7 @@ class StallCase:
         return threshold.why
 
     def _look_closer(self, suspicion: _Suspicion, closer: Incident[_LookResult]) -> _LookResult:
-        """Looks in a thread, and again whenever all nodes are called to look, so that they look at the same time."""
+        """Looks in a thread, and again when all nodes are called, so that they look at the same time."""
         if suspicion.own and self._council.suspect(suspicion.window_s):
             outcome = self._await_call(suspicion, closer)
             if outcome is not None:
@@ -250,7 +245,7 @@ class StallCase:
         self._patience = self._starvation.factor()
         look_s = min(MOST_LOOK_S, self._look_s * self._patience)
         kind = replace(HANG, look_s=look_s, between_s=suspicion.window_s)
-        # Connection tables can be long: they are read only if nodes vote.
+        # Connection tables can be long: read them only if nodes vote.
         looks = look(
             kind,
             self._job,
@@ -281,7 +276,7 @@ class StallCase:
         return replace(judgement, condition="alive") if stepped else judgement
 
     def _is_refuted(self, mark_s: float) -> bool:
-        # True if the full evidence of this stall recently failed to confirm a proof.
+        # The full evidence of this stall recently failed to confirm a proof.
         return self._refuted is not None and mark_s == self._refuted[0] and time.monotonic() < self._refuted[1]
 
     def _is_at_limit(self, stall: Stall, judgement: Judgement) -> bool:
@@ -368,7 +363,7 @@ class StallCase:
         self._writing = Incident("bundle", write)
 
     def _write_with_all(self, suspicion: _Suspicion, looks: Looks, judgement: Judgement, now: float) -> None:
-        """Writes the bundle of a stall that all nodes judge. No process is stopped: they haven't decided yet."""
+        """Writes the bundle of a stall that all nodes judge, without stopping a process."""
         collect = self._collecting(suspicion, looks, judgement, SUSPECT, now)
         queries, spare = self._council.queries_nccl, self._council.why_ranks_must_live
         ends = self._is_at_limit(suspicion.stall, judgement)
@@ -453,7 +448,7 @@ class StallCase:
 
     @property
     def _no_proof(self) -> str:
-        # The merged evidence of all nodes can still prove it.
+        # Merged evidence can still prove it.
         return "no proof of a hang" if self._job.is_whole else "no proof of a hang on this node"
 
     def _limit(self, stall: Stall, judgement: Judgement) -> str:

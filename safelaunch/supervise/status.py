@@ -1,4 +1,4 @@
-"""Answers requests for the status of a live run.
+"""Answers requests for a live run's status.
 
 GPU memory, silent ranks and other nodes take a moment to read: an answer has what is there, the next one the rest.
 """
@@ -24,11 +24,11 @@ from safelaunch.supervise.watch.quiet import UNKNOWN_S, is_quiet
 RATE_OVER_S = 10.0
 SAMPLE_EVERY_S = 2.0
 NEWEST = 64  # points in a status's history
-SURVEY_S, SURVEY_AGE_S = 1.5, 10.0  # wait for other nodes' lines; their greatest age in an answer
+SURVEY_S, SURVEY_AGE_S = 1.5, 10.0  # to wait for other nodes' lines; their greatest age
 
 
 class StatusRequests:
-    """Answers clients. ``tick`` runs on each tick of the supervisor and never blocks."""
+    """Answers clients. ``tick`` never blocks."""
 
     def __init__(self, job: Job, view: JobView) -> None:
         self._job = job
@@ -52,7 +52,7 @@ class StatusRequests:
         self.tick(now)
 
     def tick(self, now: float) -> None:
-        """Answers each client, if necessary after other nodes' lines and a look have arrived."""
+        """Answers clients, perhaps after waiting for other nodes' lines and a look."""
         self._sample(now)
         waiting = []
         for client, since_s in self._asking:
@@ -106,7 +106,7 @@ class StatusRequests:
             history=self._history(now),
             job=self._council.job,
             bundle_dir=os.fspath(self._context.bundle_dir),
-            nodes=[*(self._council.survey(now - SURVEY_AGE_S) or ())],  # requested only by ``ask``
+            nodes=[*(self._council.survey(now - SURVEY_AGE_S) or ())],
             alone=self._council.why_alone if self._watch.unseen and not self._council.is_covered else "",
         )
 
@@ -163,12 +163,12 @@ class StatusRequests:
         ]
 
 
-# Stages of a rank's page in the user's words.
+# in the user's words
 _STATES = {"started": "starting", "torch": "running", "exception": "failed"}
 
 
 def state_of(progress: Progress) -> str:
-    """Returns ``starting``, ``running``, ``paused``, ``failed`` or ``exited`` by the rank's page.
+    """Returns a rank's state: ``starting``, ``running``, ``paused``, ``failed`` or ``exited``.
 
     A rank without torch counts as running once it steps or names a phase.
     """

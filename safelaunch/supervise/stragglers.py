@@ -1,7 +1,7 @@
 """Finds the rank that arrives last at most collectives.
 
-All ranks of a synchronous job step at the pace of the slowest, so step counts don't show a straggler. Its share of last
-arrivals does, with the time that its peers wait.
+All ranks of a synchronous job step at the slowest one's pace, so step counts show no straggler. Its share of last
+arrivals does, with its peers' waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CollectiveArrivals = Mapping[int, Mapping[tuple[str, int], int]]
 class Straggler:
     rank: int
     last: float
-    """share of ``collectives`` where the rank arrived last"""
+    """share of ``collectives`` with the rank as the last"""
     waited: float
     """share of ``window_s`` when the median peer had arrived and the rank hadn't"""
     collectives: int
@@ -37,7 +37,7 @@ class Straggler:
 
 
 def find_straggler(arrivals: CollectiveArrivals) -> Straggler | None:
-    """Returns the straggler that costs its peers most, over all groups; None if no rank is always late."""
+    """Returns the straggler that costs its peers most; None if no rank is always late."""
     groups = {group for numbers in arrivals.values() for group, _ in numbers}
     stragglers = [straggler for group in sorted(groups) if (straggler := _in_group(arrivals, group)) is not None]
     return max(stragglers, key=lambda straggler: straggler.waited, default=None)
@@ -71,7 +71,7 @@ def _in_group(arrivals: CollectiveArrivals, group: str) -> Straggler | None:
 
 
 def _length_of_union(spans: Iterable[tuple[int, int]]) -> int:
-    # Collectives of one backward pass overlap: their time counts once.
+    # Collectives of a backward pass overlap: count their time once.
     total, end = 0, 0
     for begin, stop in sorted(spans):
         total += max(0, stop - max(begin, end))
@@ -80,5 +80,5 @@ def _length_of_union(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _median(values: list[int]) -> int:
-    # The lower of two middle values. ``statistics`` would import ``fractions`` into this long-lived process.
+    # ``statistics`` would import ``fractions`` into this long-lived process.
     return sorted(values)[(len(values) - 1) // 2]

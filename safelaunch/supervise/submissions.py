@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from safelaunch.addons.protocols import Service
 
 Part = TypeVar("Part")
-MOST_PICKLES, LARGEST_PICKLE = 4 << 20, 512 << 10  # bytes of a node's submitted files
+MOST_PICKLES, LARGEST_PICKLE = 4 << 20, 512 << 10  # bytes of a node's files
 LARGEST_TEXT = 64 << 10
 
 
 def read_evidence(submissions: Submissions, host: str) -> PeerEvidence:
-    """Returns other nodes' evidence; ``host`` is this node's name."""
     evidence: list[Evidence] = []
     notes: list[str] = []
     files: dict[str, bytes] = {}
@@ -40,7 +39,7 @@ def read_evidence(submissions: Submissions, host: str) -> PeerEvidence:
 
 
 def read_parts(submissions: Submissions, service: Service[Any, Part]) -> tuple[list[Part], list[str]]:
-    """Returns other nodes' parts of a service, and notes about unreadable ones."""
+    """Returns other nodes' parts of a service, with notes about unreadable ones."""
     parts: list[Part] = []
     notes: list[str] = []
     for slot, chunks in sorted(submissions.chunks.items()):
@@ -57,7 +56,7 @@ _OF_THE_NODE = {node_file(field) for field in NodeFiles.__struct_fields__}
 
 
 def small_files(root: Path, *, records: bool) -> dict[str, bytes]:
-    """Returns the files, by path, to send to the node that writes the merged bundle. They contain no secrets.
+    """Returns the files to send to the node that writes the merged bundle, by path and without secrets.
 
     These are files about the node, the end of a long kernel log and, with ``records``, small Flight Recorder pickles.
     """

@@ -26,7 +26,7 @@ from safelaunch.supervise.cluster.store_host import StoreHost
 IDLE_S, CROWD_IDLE_S = 0.6, 1.2  # longest pause between rounds; with more than CROWD nodes
 BUSY_S, BUSY_NODE_S = 0.15, 0.0008  # pause during an incident, and per node, as the store has other work
 GREETED_S = 0.1  # to connect, per node: a store might wait 5 s for the name of one client in 50
-FIRST_TRIES_S = 2.0  # between attempts until the store has started
+FIRST_TRIES_S = 2.0  # between attempts to reach a new store
 AGAIN_S = (5.0, 15.0, 30.0, 60.0)
 DRAIN_S = 8.0  # for other nodes' last beats, if their store ends with this node
 
@@ -56,7 +56,7 @@ class Channel:
         self._thread.start()
 
     def close(self, *, at_once: bool = False) -> None:
-        """Leaves the job, within a second, or within ``DRAIN_S`` if this node hosts the store and not ``at_once``."""
+        """Leaves the job within a second, or within ``DRAIN_S`` if this node hosts the store and not ``at_once``."""
         self._drains = self.hosts and not at_once
         self._closing = True
         self._wake.set()
@@ -89,7 +89,7 @@ class Channel:
         self._change(lambda outbox: replace(outbox, submitted={**outbox.submitted, **submission}))
 
     def withdraw(self, what: str) -> None:
-        """Removes this node's submission for a round or kind, and stops reading the others'."""
+        """Removes this node's submission for a round or kind of rounds, and stops reading other nodes' submissions."""
 
         def without(outbox: Outbox) -> Outbox:
             kept = {
@@ -101,7 +101,7 @@ class Channel:
         self._change(without)
 
     def gather(self, round_: str) -> None:
-        """Reads other nodes' submissions for a round into ``view.submissions``, or of a kind if it leads."""
+        """Starts to read other nodes' submissions for a round into ``view.submissions``."""
         self._change(lambda outbox: replace(outbox, gathers=outbox.gathers | {round_}))
 
     def decide(self, round_: Round, decision: Decision) -> None:
@@ -124,13 +124,13 @@ class Channel:
         while not self._closing:
             met = False
             try:
-                if self._host is not None and not has_met:  # the helper's store isn't replaced once it is lost
+                if self._host is not None and not has_met:  # a lost store isn't replaced
                     self._host.start()
                 store = StoreClient(shared.address, deadline_s=CONNECT_S + GREETED_S * shared.most_nodes)
                 try:
                     if self._membership is None or not self._membership.resume(store):
                         self._membership = Membership(store, shared.prefix, codec, self.node)
-                        self._change(lambda outbox: replace(outbox, decisions={}))  # they belong to another store
+                        self._change(lambda outbox: replace(outbox, decisions={}))  # of another store
                     met = has_met = True
                     self._converse(self._membership)
                 finally:
@@ -160,7 +160,7 @@ class Channel:
                 self._wake.clear()
 
     def _begins(self, has_met: bool) -> bool:
-        # The store might still start: nothing listens yet, or a helper is importing torch.
+        # The store might still be starting: nothing listens yet, or a helper imports torch.
         return "refused" in self.view.why if self._host is None or self._host.problem else not has_met
 
     def _converse(self, membership: Membership) -> None:
@@ -186,7 +186,7 @@ class Channel:
             )
             nodes = node_count(page)
             quiet_s = CROWD_IDLE_S if nodes > CROWD else IDLE_S
-            # In step with a foreign writer of the page, a node could miss the leader's page for minutes.
+            # A pause that is in step with another writer of the page would hide the leader's page for minutes.
             quiet_s *= random.uniform(0.5, 1.0)
             self._wake.wait(min(max(BUSY_S, BUSY_NODE_S * nodes), quiet_s) if busy else quiet_s)
             self._wake.clear()

@@ -27,7 +27,7 @@ _Record = TypeVar("_Record")
 
 
 class BadMessage(ValueError):
-    """Bytes are damaged, too large, of another type, or not signed with the job's key."""
+    """Raised for bytes that are damaged, too large, of another type, or not signed with the job's key."""
 
 
 def parse(data: bytes, kind: type[_Record]) -> _Record:
@@ -90,12 +90,12 @@ class Codec:
 
 
 def share_of(nodes: int) -> int:
-    """Returns how many bytes of evidence a node can send: the leader and the store hold all of it."""
+    """Returns how many bytes of evidence each node can send, as the leader and the store hold all of them."""
     return max(LEAST_SHARE, min(MOST_OF_NODE, MOST_EVIDENCE // max(nodes, 1)))
 
 
 def pack(data: bytes, most: int = MOST_OF_NODE) -> list[bytes] | None:
-    """Compresses data into chunks; None if it exceeds ``most`` or a node's limit."""
+    """Compresses data into chunks; returns None if they exceed ``most`` bytes or a node's limit."""
     small = zlib.compress(data, 6)
     if len(small) > most or len(data) > MOST_UNPACKED:
         return None

@@ -1,4 +1,4 @@
-"""Decides which node leads (pure): liveness by counters, and succession."""
+"""Decides which node leads (pure): which nodes are alive, and which one succeeds a dead leader."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Collection, Mapping
 
 from safelaunch.supervise.cluster.messages import Beat, LeaderPage
 
-SILENT_S = 15.0  # without a new count; then a node doesn't respond
+SILENT_S = 15.0  # without a new count, after which a node counts as dead
 QUIET_S = 2.5  # several beats: worth reporting if something else is wrong
-PROVING_S = 4.0  # a successor observes the other nodes before it takes over
-LINE, LINE_S = 4, 10.0  # length of the order of succession; after LINE_S, every node is due
-GAP_S = 5.0  # between two rounds: this process was stopped, and no node was silent
+PROVING_S = 4.0  # for which a successor observes the other nodes before it takes over
+LINE, LINE_S = 4, 10.0  # number of nodes that can succeed the leader; after LINE_S, every node can
+GAP_S = 5.0  # longest pause between two rounds; after a longer one, this process was stopped, and no node was silent
 
 
 class Liveness:
-    """Tracks which nodes respond: their counts must change. Uses this node's clock alone."""
+    """Tracks which nodes are alive: a live node's count changes. Uses only this node's clock."""
 
     def __init__(self) -> None:
         self._moved: dict[int, tuple[tuple[str, int], float]] = {}
@@ -22,7 +22,7 @@ class Liveness:
         self._last_s: float | None = None
 
     def observe(self, counts: Mapping[int, tuple[str, int]], now: float) -> None:
-        """Takes in each slot's incarnation and count. A new slot counts as responding."""
+        """Takes in the incarnation and count of each slot. A new slot counts as alive."""
         gap_s = now - self._last_s if self._last_s is not None else 0.0
         self._last_s = now
         if gap_s > GAP_S:
@@ -55,7 +55,7 @@ class Succession:
         self._since_s = 0.0
 
     def is_orphaned(self, page: LeaderPage, now: float) -> bool:
-        """Returns whether the leader no longer responds; ``takes_over`` then needs all beats."""
+        """Returns whether the leader is silent. If so, pass all beats to ``takes_over`` from now on."""
         self._page.observe({0: (f"{page.leader}.{page.epoch}", page.count)}, now)
         orphaned = self._page.silent_s(0, now) >= SILENT_S
         if not orphaned:
@@ -65,7 +65,7 @@ class Succession:
         return orphaned
 
     def is_due(self, slot: int, page: LeaderPage, now: float) -> bool:
-        """Returns whether this node can try to take over; the caller must then read all beats."""
+        """Returns whether this node can try to succeed the leader. If so, the caller must read all beats."""
         return slot in (page.leader, *page.line) or now - self._since_s >= LINE_S
 
     def liveness(self, leader: int, now: float) -> Liveness:

@@ -26,7 +26,7 @@ from safelaunch.model.entries import Entries, Kinds
 from safelaunch.supervise.cluster.codec import MOST_OF_NODE, BadMessage, pack, parse, unpack
 from safelaunch.supervise.cluster.messages import MOST_RANKS, WireRank
 
-MOST_ENTRIES = 4096  # of a rank
+MOST_ENTRIES = 4096
 MOST_LOG = 8 << 10  # characters
 MOST_CHILDREN = 64
 MOST_STEPS = 32  # of a rank's history
@@ -41,15 +41,13 @@ Runs = tuple[tuple[WireRank, _Positive, _Positive], ...]
 
 
 class _PackedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Flight Recorder by column."""
-
     version: str
     kinds: tuple[Collective, ...]
     kind_of: list[int]
     seqs: list[int]
     p2p_seqs: list[int]
     record_ids: list[int]
-    created_ns: list[int]  # differences
+    created_ns: list[int]  # differences between successive values
     groups: dict[str, int] = {}  # index in ``_Travelling.groups``
     status: dict[str, GroupStatus] = {}
     damaged: tuple[str, ...] = ()
@@ -59,10 +57,10 @@ class _PackedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Travelling(msgspec.Struct, frozen=True):
-    rest: Evidence  # without Flight Recorders
-    records: dict[int, _PackedRecord]  # by rank
+    rest: Evidence
+    records: dict[int, _PackedRecord]
     files: dict[str, bytes] = {}
-    groups: tuple[Runs, ...] = ()  # members of each process group, shared by all ranks
+    groups: tuple[Runs, ...] = ()  # members of each process group
 
 
 class SharedColumns:
@@ -81,9 +79,10 @@ class SharedColumns:
 
 
 def condense(evidence: Evidence, files: Mapping[str, bytes] | None = None, share: int = MOST_OF_NODE) -> list[bytes]:
-    """Returns at most ``share`` bytes in chunks; drops ``files``, then older entries, until the rest fits.
+    """Compresses evidence into at most ``share`` bytes.
 
-    Ranks that no node sees are left out: the leader knows them.
+    Drops ``files``, then older Flight Recorder entries, until it fits. Ranks that no node sees are left out, because
+    the leader knows them.
     """
     evidence = replace(evidence, missing_ranks=(), launched=None)
     most = MOST_ENTRIES
@@ -132,7 +131,7 @@ def unpack_evidence(chunks: list[bytes], shared: SharedColumns | None = None) ->
     """Returns the evidence and files that ``condense`` packed. Raises BadMessage.
 
     Args:
-        shared: The same object for all nodes.
+        shared: Strings of all nodes' evidence, stored once.
     """
     shared, content = shared or SharedColumns(), parse(unpack(chunks), _Travelling)
     try:
@@ -155,7 +154,7 @@ def _may_be(item: tuple[str, bytes]) -> bool:
 
 
 def _runs(members: tuple[int, ...]) -> Runs:
-    """Returns first, step and count of each run; ``0 8 16 24`` is one run."""
+    """Returns (first, step, count) of each run of ranks; ``0 8 16 24`` is one run."""
     runs: list[tuple[int, int, int]] = []
     for rank in members:
         first, step, count = runs[-1] if runs else (0, 0, 0)

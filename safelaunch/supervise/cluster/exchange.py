@@ -12,18 +12,18 @@ from safelaunch.supervise.control.protocol import NodeStatus
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    stopping: bool = False  # a user or a scheduler stops the job there
-    troubles: tuple[str, ...] = ()  # root failures
+    stopping: bool = False  # by a user or a scheduler
+    troubles: tuple[str, ...] = ()
     quiet: int = 0  # number of nodes that haven't responded for a few seconds
-    lost: bool = False  # no connection
-    restarting: bool = False  # torchrun restarts healthy ranks there
+    lost: bool = False
+    restarting: bool = False  # torchrun restarts ranks that hadn't failed
 
 
 @dataclass(frozen=True, slots=True)
 class Submissions:
     chunks: Mapping[int, list[bytes]] = field(default_factory=dict)
-    rounds: Mapping[int, Round] = field(default_factory=dict)  # newest round read, for a kind with editions
-    missing: int = 1  # nodes with ranks that might still submit
+    rounds: Mapping[int, Round] = field(default_factory=dict)
+    missing: int = 1  # nodes that might still submit
 
     @property
     def is_complete(self) -> bool:
@@ -43,7 +43,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """The job's nodes as this node sees them. Without a connection, ``peers`` and ``status`` keep their last values."""
+    """This node's view of the job's nodes. Without a connection, ``peers`` and ``status`` keep their last values."""
 
     page: LeaderPage | None = None  # None: this node is alone
     why: str = "no answer yet"  # reason why it is alone
@@ -53,7 +53,7 @@ class PeerView:
     decisions: Mapping[Round, Decision] = field(default_factory=dict)
     nodes: tuple[NodeCard, ...] = ()  # the first few other nodes
     status: PeerStatus = field(default_factory=PeerStatus)
-    is_local: bool = False  # the store runs on this host
+    is_local: bool = False  # this host runs the store
     address: str = ""  # of this host, as the store sees it
     peers: tuple[Peer, ...] = ()  # nodes that lead, fail, stop or don't respond, if the leader reports them
     lost: Lost = ""
@@ -67,8 +67,8 @@ class Outbox:
     """This node's contribution to the next round."""
 
     beat: Beat
-    submitted: Mapping[str, tuple[Round, list[bytes]]] = field(default_factory=dict)  # by kind
-    gathers: frozenset[str] = frozenset()  # rounds or kinds with other nodes' submissions to read
+    submitted: Mapping[str, tuple[Round, list[bytes]]] = field(default_factory=dict)
+    gathers: frozenset[str] = frozenset()  # rounds or kinds of rounds
     decisions: Mapping[Round, Decision] = field(default_factory=dict)
     published: Mapping[str, bytes] = field(default_factory=dict)  # by topic, if it leads
     wants_survey: bool = False

@@ -10,7 +10,7 @@ SHORTEST_KEY, LONGEST_KEY = 16, 4096  # bytes
 
 
 class BadKeyFile(ValueError):
-    """The file holds no key; the message is a clause."""
+    """Raised for a file without a key; the message is a clause."""
 
 
 def read_key(path: Path) -> bytes:

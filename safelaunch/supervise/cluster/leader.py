@@ -1,7 +1,7 @@
-"""Decides the leader's next page from beats and times (pure).
+"""Computes the leader's next page from the nodes' beats (pure).
 
-A job counts as hung only if responding nodes see every rank, all these nodes looked at the same time, and each voted
-that it saw no progress.
+A job counts as hung only if every rank is on a responding node, and all these nodes looked at the same time and voted
+that nothing moves.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from safelaunch.supervise.cluster.election import LINE
 from safelaunch.supervise.cluster.messages import MOST_ASKED, MOST_TROUBLES, Beat, LeaderPage, Phase, VoteResult
 
-LOOKS_S = 45.0  # for two looks and slow loader workers, without the time between the looks
-EVIDENCE_S = 25.0  # for every node's evidence to arrive in the store
+LOOKS_S = 45.0  # for two looks and slow DataLoader workers, without the pause between the looks
+EVIDENCE_S = 25.0  # for the evidence of all nodes to reach the store
 DECIDE_S = 60.0  # for the verdict, after EVIDENCE_S
-ACKNOWLEDGE_S = 5.0  # for all nodes to acknowledge a decision; the leader doesn't wait longer
+ACKNOWLEDGE_S = 5.0  # for all nodes to acknowledge a decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class LeaderInput:
     silent: tuple[int, ...] = ()
     decided: bool = False  # the decision about the newest incident is stored
     quiet: tuple[int, ...] = ()
-    latest: Mapping[int, Beat] = field(default_factory=dict)  # of every slot
+    latest: Mapping[int, Beat] = field(default_factory=dict)
 
 
 class Leader:
-    """One term of leadership, from the page that was read, or the first page."""
+    """One node's term as the leader."""
 
     def __init__(self, page: LeaderPage, now: float) -> None:
         self.page = page
-        self._since_s = now  # start of the phase, or of this term
+        self._since_s = now  # start of the phase or term
         self._began: dict[int, tuple[int, int]] | None = None  # each node's attempt when the incident began
 
     def next(self, inputs: LeaderInput, now: float) -> LeaderPage:
@@ -63,9 +63,7 @@ class Leader:
         elif page.phase == "decided":
             participants = _participants(inputs, page.incident).values()
             agreed = all(beat.agrees for beat in participants)
-            if self._is_restarting(inputs) or any(
-                beat.vote == "moving" for beat in participants
-            ):  # no node has acted yet
+            if self._is_restarting(inputs) or any(beat.vote == "moving" for beat in participants):
                 page = self._close(page, "moving", now)
             elif agreed or now - self._since_s >= ACKNOWLEDGE_S:
                 page = self._enter(page, "agreed", now)
@@ -83,10 +81,10 @@ class Leader:
         return self._enter(page, "looking", now)
 
     def _advance(self, page: LeaderPage, inputs: LeaderInput, now: float) -> LeaderPage:
-        """Advances an incident that is looking or collecting; any sign that the job might move ends it."""
+        """Advances an incident in phase looking or collecting. Any sign that the job might move ends it."""
         participants = _participants(inputs, page.incident)
         votes = {beat.vote for beat in participants.values()}
-        # The limit depends on the condition: count only nodes with this vote.
+        # Each condition has its own limit: ignore nodes with another vote.
         at_limit = any(beat.at_limit for beat in participants.values() if beat.vote in ("alive", ""))
         if self._is_restarting(inputs) or any(beat.doing == "stopping" for beat in inputs.responsive.values()):
             return self._close(page, "moving", now)

@@ -1,8 +1,8 @@
-"""A supervisor's membership in its job: each round, it writes its beat and reads the leader's page.
+"""This node's membership in the job: each round, it writes its beat and reads the leader's page.
 
-Store keys below the job's prefix: ``n`` counts the slots; ``m/SLOT`` is a node's card and ``b/SLOT`` its beat;
-``head`` is the leader's page; ``members`` holds cards and beats that the leader passes on; ``e/ROUND/SLOT`` is
-evidence; ``d/ROUND`` is the first decision; ``p/TOPIC`` is the leader's value of a topic.
+Store keys below the job's prefix: ``n`` counts the slots; ``m/SLOT`` is a node's card and ``b/SLOT`` its beat; ``head``
+is the leader's page; ``members`` holds cards and beats that the leader passes on; ``e/ROUND/SLOT`` is evidence;
+``d/ROUND`` is the first decision; ``p/TOPIC`` is the leader's value of a topic.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ LAST_BEAT_S = 1.0
 DRAIN_EVERY_S = 0.1
 MOST_NAMED = 8
 CROWD, CROWD_MEMBERS = 64, 16  # nodes; beyond CROWD, the leader passes on fewer, as every node reads them
-MOST_HALVES = 64  # submissions about a crash that a node reads in the short time
+MOST_HALVES = 64  # submissions about a crash, for which there is little time
 MOST_DECISIONS = 8
 NEW_AT_ONCE, MOST_QUESTIONS = 64, 64  # slots per store query; queries per round
-OVERWRITES = 3  # attempts per round to replace a foreign page
-FETCH_S = 2.0  # for evidence in one round, as a reading leader sends no page
+OVERWRITES = 3  # per round, of another node's page
+FETCH_S = 2.0  # for evidence in one round, in which a reading leader sends no page
 
 
 class Membership:
-    """Exchanges records under one slot. After a lost connection, ``resume`` continues. Raises NodeStoreError."""
+    """Exchanges records under one slot. After NodeStoreError, ``resume`` continues over a new connection."""
 
     def __init__(self, store: StoreClient, prefix: str, codec: Codec, node: NodeCard) -> None:
         self._store = store
@@ -60,10 +60,10 @@ class Membership:
         self._liveness = Liveness()
         self._succession = Succession()
         self._unreadable = Liveness()
-        self._unreadable_s: tuple[float, float] | None = None  # first and latest unreadable page in a row
+        self._unreadable_s: tuple[float, float] | None = None  # of the first and the latest unreadable page in a row
         self._leader: Leader | None = None
         self._page_bytes = b""
-        self._slots: set[int] = set()  # with a beat
+        self._slots: set[int] = set()
         self._newest: dict[int, Beat] = {}
         self._asked_up_to = 0
         self._cards: dict[int, NodeCard] = {}
@@ -74,7 +74,7 @@ class Membership:
         self._page_s = 0.0
         self._survey: tuple[float, tuple[NodeStatus, ...]] = (0.0, ())
         self._quiet_since: dict[int, float] = {}
-        self._submitted: dict[str, tuple[Round, int]] = {}  # by kind: round, and number of chunks in the store
+        self._submitted: dict[str, tuple[Round, int]] = {}  # by kind: round and number of chunks
         self._submissions: dict[str, dict[int, tuple[Round, list[bytes]]]] = {}
         self._decisions: dict[Round, Decision] = {}
         self._decided: Round = ""
@@ -83,10 +83,9 @@ class Membership:
         self._write(f"m/{self._slot}", self._written)
 
     def resume(self, store: StoreClient) -> bool:
-        """Continues over another connection; returns False if the store or this host has another address.
+        """Continues over a new connection; returns False if the store or this host has another address.
 
-        A slot belongs to the incarnation on its card. Counts only grow, so late messages of the old connection are
-        recognized.
+        Counts only grow, so late messages of the old connection are recognized.
         """
         address, is_local = store.own_address, store.is_local
         if (address, is_local) != (self._node.address, self._node.hosts):
@@ -104,7 +103,7 @@ class Membership:
         self._store.set(f"{self._prefix}/{place}", self._codec.encode(place, beat), deadline_s=LAST_BEAT_S)
 
     def drain(self, patience_s: float) -> None:
-        """Waits until all other nodes left or don't respond, because the store ends with this node."""
+        """Waits until all other nodes have left or are silent, because this node hosts the store."""
         liveness, until = Liveness(), time.monotonic() + patience_s
         while (now := time.monotonic()) < until:
             others = {s: beat for s, beat in self._beats().items() if s != self._slot and beat.doing != "ended"}
@@ -166,7 +165,7 @@ class Membership:
     # --- evidence and decisions -------------------------------------------------------------------------------------
 
     def _submit(self, outbox: Outbox) -> None:
-        """Stores new evidence and removes old: nothing in the store expires."""
+        """Stores new evidence and deletes old, as nothing in the store expires."""
         current = {round_ for round_, _ in outbox.submitted.values()}
         for kind, (round_, count) in list(self._submitted.items()):
             if round_ not in current:
@@ -208,7 +207,6 @@ class Membership:
             return []
 
     def _decide(self, outbox: Outbox) -> None:
-        """Stores decisions unless another node was first."""
         for round_, decision in outbox.decisions.items():
             if round_ not in self._decisions:
                 place, data = f"d/{round_}", self._codec.encode(f"d/{round_}", decision)
@@ -217,9 +215,9 @@ class Membership:
                 self._decided = round_
 
     def _read_decisions(self, page: LeaderPage) -> None:
-        """Reads the decision about a hang once the page announces it, and about a crash at once.
+        """Reads the decision about a hang once the page announces it.
 
-        After a crash, the store might end with another node.
+        Reads a crash's decision at once, because the store might end with another node.
         """
         hang = f"hang.{page.incident}" if page.phase in ("decided", "agreed") else ""
         crashes = (self._submitted.get("crash", ("", 0))[0], f"crash.{page.crash}" if page.crash else "")
@@ -261,7 +259,7 @@ class Membership:
                 trouble=beat.trouble,
             )
             for slot, beat in sorted(beats.items(), key=lambda item: (item[1].ranks[:1], item[0]))
-            # A silent node with ranks that another slot has now has rejoined.
+            # If another slot has the ranks of a silent node, it has rejoined.
             if slot in self._cards and (slot in responsive or not responsive_ranks.issuperset(beat.ranks))
         )
 
@@ -376,7 +374,6 @@ class Membership:
         return known_s >= SILENT_S
 
     def _replace_page(self, data: bytes) -> bytes:
-        """Stores ``data`` if the page is unchanged; returns the stored page."""
         head = f"{self._prefix}/head"
         if len(self._page_bytes) <= LARGEST_VALUE:
             return self._store.compare_set(head, self._page_bytes, data, deadline_s=STORE_ANSWER_S)
@@ -419,7 +416,7 @@ class Membership:
         present = {slot: beat for slot, beat in beats.items() if beat.doing != "ended"}
         responsive = {slot: beat for slot, beat in present.items() if self._liveness.silent_s(slot, now) < SILENT_S}
         responsive_ranks = {rank for beat in responsive.values() for rank in beat.ranks}
-        # A silent node with ranks that another slot has now has rejoined.
+        # If another slot has the ranks of a silent node, it has rejoined.
         silent = tuple(
             s for s in sorted(present.keys() - responsive.keys()) if not responsive_ranks.issuperset(present[s].ranks)
         )
@@ -474,7 +471,7 @@ class Membership:
         return self._decode_beats(slots, values)
 
     def _discover(self, number: int) -> None:
-        """Finds new slots by bounded queries, as the stored number can't be trusted."""
+        """Finds new slots with bounded queries, because the stored number might be wrong."""
         new = [slot for slot in range(1, number + 1) if slot not in self._slots]
         after = bisect_right(new, self._asked_up_to)
         new = new[after:] + new[:after]
@@ -505,7 +502,7 @@ def _place(round_: Round, slot: int, at: int) -> str:
 
 
 def _lasting(beat: Beat) -> Beat:
-    # All nodes read it, so it has no values that change often.
+    # All nodes read it, so leave out values that change often.
     kept = {name: getattr(beat, name) for name in ("ranks", "world", "attempt", "doing", "trouble", "agent")}
     crash = tuple(item for item in beat.submitted if item[0].startswith("crash."))
     return Beat(beat.incarnation, 0, submitted=crash, **kept)

@@ -16,7 +16,7 @@ from safelaunch.model.evidence import all_nodes
 
 
 def merge(own: Evidence, others: Sequence[Evidence]) -> Evidence:
-    """Returns one evidence of all nodes. If several report a rank, the first one counts."""
+    """Merges the evidence of all nodes. If several report a rank, the first one counts."""
     kept: dict[int, RankEvidence] = {}
     for rank in (rank for evidence in (own, *others) for rank in evidence.ranks):
         if rank.rank < own.world_size:
@@ -43,11 +43,9 @@ def merge(own: Evidence, others: Sequence[Evidence]) -> Evidence:
 
 @dataclass(frozen=True, slots=True)
 class PeerEvidence:
-    """Readable evidence from other nodes."""
-
     evidence: tuple[Evidence, ...] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # about what couldn't be read
+    notes: tuple[str, ...] = ()
 
     def with_own(self, own: Evidence) -> Evidence:
         own = replace(own, notes=(*own.notes, *self.notes))
@@ -58,9 +56,9 @@ _LEAST_KNOWN: tuple[Answer, ...] = ("alive", "unseen", "unknown", "dead")
 
 
 def with_relative_times(evidence: Evidence, now_unix_s: float) -> Evidence:
-    """Replaces times of failures by seconds since ``now_unix_s``, because clocks of nodes can differ.
+    """Replaces times of failures by seconds since ``now_unix_s``, because nodes' clocks differ.
 
-    All nodes report within a second or two of the failure, so these times are comparable.
+    All nodes report within about two seconds of the failure, so the results are comparable.
     """
 
     def one(rank: RankEvidence) -> RankEvidence:

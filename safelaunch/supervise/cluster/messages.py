@@ -1,8 +1,8 @@
 """Records that supervisors exchange: a fixed set, bounded, typed, and signed if the job has a key.
 
-Each node writes a *beat* about itself: its ranks, what it sees, its vote. One node, the leader, reads all beats and
-writes one *page* that every node reads. ``NodesBySlot``, read when it changes, passes on facts about single nodes. So a
-round costs each node two operations, however many nodes there are.
+Each node writes a *beat* about itself: its ranks, what it sees, its vote. The leader reads all beats and writes one
+*page* that every node reads. Nodes read ``NodesBySlot``, with facts about single nodes, when it changes. So a round
+costs each node two operations, however many nodes there are.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ MOST_MEMBERS = 64
 MOST_TOPICS = 8
 
 Vote = JobCondition | Literal["", "paused"]
-"""Condition of the job by a node's two looks; empty before them. ``paused``: the node takes no part, because its ranks
-announced a pause or its looks were interrupted.
-"""
+"""Job's condition by a node's two looks; empty before them. ``paused``: the node abstains, because its ranks announced
+a pause or its looks were interrupted."""
 Doing = Literal["watching", "suspecting", "stopping", "ended"]
 Phase = Literal["idle", "looking", "collecting", "decided", "agreed"]
 Action = Literal["kill", "restart", "dump"]
 VoteResult = Literal["", "moving", "alive", "unseen", "stopped", "paused"]
-"""Reason for closing an incident without a verdict. ``unseen``: some rank's node didn't vote, so each decides alone."""
+"""Reason for closing an incident without a verdict. ``unseen``: a node didn't vote, so each node decides alone."""
 
 _WireCount = Annotated[int, Meta(ge=0, lt=1 << 48)]
 WireRank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
 _WireName = Annotated[str, Meta(max_length=255)]
 Round = Annotated[str, Meta(max_length=64, pattern=r"^([a-z]+(\.[0-9]+)+)?$")]
-"""Subject of evidence and of a decision: ``hang.3``, ``crash.1``, ``ask.SLOT.NUMBER``, ``TOPIC.EDITION``."""
+"""Subject of evidence and decisions: ``hang.3``, ``crash.1``, ``ask.SLOT.NUMBER``, ``TOPIC.EDITION``."""
 QuestionKind = Literal["hang", "crash", "ask"]
 TopicName = Annotated[str, Meta(max_length=32, pattern=r"^[a-z]+$")]
-"""Subject on which monitors exchange values: every node submits one, and the leader publishes one."""
+"""Subject of values that monitors of all nodes exchange."""
 _WireText = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 _WireSlots = Annotated[tuple[_WireCount, ...], Meta(max_length=4096)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag="v3"):
-    """Base of all records, tagged with the protocol's version."""
+    """Base of all records. The tag is the protocol's version."""
 
 
 class NodeCard(Message, frozen=True):
@@ -64,9 +63,9 @@ class NodeCard(Message, frozen=True):
 class NodeQuestion(Message, frozen=True):
     """A request to all nodes: a dump, or their part of an add-on's service."""
 
-    number: _WireCount = 0  # grows with each request of this node
+    number: _WireCount = 0  # counts the node's requests
     kind: Annotated[str, Meta(max_length=64, pattern="^[a-z]+$")] = "dump"
-    ask: Annotated[bytes, Meta(max_length=8192)] = b""  # the service's request, in msgpack
+    ask: Annotated[bytes, Meta(max_length=8192)] = b""  # in msgpack
 
 
 class Beat(Message, frozen=True):
@@ -81,20 +80,20 @@ class Beat(Message, frozen=True):
     suspects: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
     """newest closed incident when this node began to suspect the job"""
     window_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 2.0  # between two looks
-    at_limit: bool = False  # the time limit for its condition is over
-    incident: _WireCount = 0  # subject of ``vote`` and ``agrees``
+    at_limit: bool = False  # its time limit is over
+    incident: _WireCount = 0  # for ``vote`` and ``agrees``
     vote: Vote = ""
     agrees: bool = False  # it has read the decision
-    trouble: _WireText = ""  # root failure on this node, in words
+    trouble: _WireText = ""  # root failure on this node
     agent: AgentState = ""  # of torchrun
     step: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1  # lowest of its ranks; -1 before the first step
     restarting: bool = False
-    """torchrun ended healthy ranks for a new rendezvous round, and hasn't started others yet"""
+    """torchrun ended healthy ranks for a new rendezvous, and hasn't started others yet"""
     submitted: Annotated[
         tuple[tuple[Round, Annotated[int, Meta(ge=0, le=MOST_CHUNKS)]], ...], Meta(max_length=MOST_SUBMITTED)
     ] = ()
-    """rounds with evidence of this node in the store, and the number of chunks"""
-    decided: Round = ""  # newest round for which it stored a decision
+    """rounds with stored evidence of this node, and the number of chunks"""
+    decided: Round = ""  # newest round with a decision by this node
     asks: NodeQuestion | None = None
 
     def round_of(self, kind: QuestionKind) -> Round:
@@ -106,25 +105,25 @@ class LeaderPage(Message, frozen=True):
     epoch: _WireCount = 0  # leadership term
     count: _WireCount = 0  # grows with each page
     nodes: _WireCount = 1
-    covered: bool = False  # the responding nodes see every rank of the job
+    covered: bool = False  # the responding nodes have all ranks of the job
     silent: _WireSlots = ()  # not responding for ``SILENT_S``
-    incident: _WireCount = 0  # the newest; in phase ``idle``, it is closed with ``result``
+    incident: _WireCount = 0  # the newest; closed in phase ``idle``
     phase: Phase = "idle"
     result: VoteResult = ""
     window_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 2.0
     quiet: _WireSlots = ()  # not responding for ``QUIET_S``
-    stopping: _WireSlots = ()  # a user or a scheduler stops the job there
+    stopping: _WireSlots = ()  # by a user or a scheduler
     troubles: Annotated[tuple[tuple[_WireCount, _WireText], ...], Meta(max_length=MOST_TROUBLES)] = ()
-    crash: _WireCount = 0  # number of crashes that have a verdict
-    failed: _WireSlots = ()  # nodes with ranks in the next crash
+    crash: _WireCount = 0  # number of crashes with a verdict
+    failed: _WireSlots = ()  # nodes that submitted evidence of the next crash
     asked: Annotated[tuple[tuple[_WireCount, NodeQuestion], ...], Meta(max_length=MOST_ASKED)] = ()
-    world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0  # ranks of the job, if ``covered``
+    world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0  # number of ranks, if ``covered``
     line: _WireSlots = ()  # order of succession
-    members: _WireCount = 0  # edition of ``NodesBySlot``; 0: none yet
+    members: _WireCount = 0  # edition of ``NodesBySlot``
     restarting: _WireSlots = ()
     topics: Annotated[tuple[TopicName, ...], Meta(max_length=MOST_TOPICS)] = ()  # gathered by the leader
     published: Annotated[tuple[tuple[TopicName, _WireCount], ...], Meta(max_length=MOST_TOPICS)] = ()
-    """edition of the leader's newest value, by topic"""
+    """edition of the newest value, by topic"""
 
     @property
     def questions(self) -> dict[Round, NodeQuestion]:
@@ -145,7 +144,7 @@ def node_count(page: LeaderPage | None) -> int:
 
 
 class NodesBySlot(Message, frozen=True):
-    """Lasting parts of cards and beats, the most important nodes first, so that only the leader reads every beat."""
+    """Cards and beats that the leader passes on, the most important nodes first. Beats have no count and no vote."""
 
     nodes: Annotated[tuple[tuple[_WireCount, NodeCard, Beat], ...], Meta(max_length=MOST_MEMBERS)] = ()
 
@@ -153,6 +152,6 @@ class NodesBySlot(Message, frozen=True):
 class Decision(Message, frozen=True):
     verdict: Verdict
     action: Action
-    host: _WireName  # with ``path``: place of the merged bundle
+    host: _WireName  # host and path of the merged bundle
     path: Annotated[str, Meta(max_length=4096)]
-    step: int | None = None  # lowest that a rank has marked
+    step: int | None = None  # lowest step of a rank

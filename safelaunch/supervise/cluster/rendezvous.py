@@ -1,7 +1,7 @@
 """Finds the store that a job's supervisors share, from the command line and the environment (pure).
 
-torchrun's agents share a store, unless they meet over etcd or in a file. Other launchers have none: then the supervisor
-on the host of ``--cluster-store`` starts one.
+torchrun's agents share a store, unless they meet over etcd or in a file. Under other launchers, the supervisor on the
+host of ``--cluster-store`` starts one.
 """
 
 from __future__ import annotations
@@ -20,24 +20,22 @@ NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 @dataclass(frozen=True, slots=True)
 class SharedStore:
-    """The store that a job's supervisors share."""
-
     address: Address
-    prefix: str  # of all keys
+    prefix: str
     nodes: int = 2  # with fewer, torchrun starts no rank
-    node_rank: int | None = None  # of this node, if on the command line
-    to_start: bool = False  # torchrun has no store: a supervisor on that host must start one
+    node_rank: int | None = None  # of this node
+    to_start: bool = False  # a supervisor on that host must start it
     most_nodes: int = 2
 
 
 @dataclass(frozen=True, slots=True)
 class NoRendezvous:
-    why: str = ""  # a clause; empty for a job on one node
+    why: str = ""  # clause; empty for a job on one node
 
 
 @dataclass(frozen=True, slots=True)
 class _Torchrun:
-    """torchrun's options; ``PET_*`` variables replace missing ones."""
+    """torchrun's options, or else its ``PET_*`` variables."""
 
     command: CommandLine
     environ: Mapping[str, str]
@@ -61,7 +59,7 @@ class _Torchrun:
 
     @property
     def node_rank(self) -> int | None:
-        """The option's value for a static rendezvous; c10d assigns its own ranks."""
+        """Value for a static rendezvous; c10d assigns ranks itself."""
         static = self.option("rdzv-backend", "--rdzv-b", "static").lower() == "static"
         number = self.option("node-rank", "--node-r", "") or "0"
         return int(number) if static and number.isdecimal() else None
@@ -89,7 +87,7 @@ class _Torchrun:
 def meeting(
     command: CommandLine | None, environ: Mapping[str, str], named: str | None = None
 ) -> SharedStore | NoRendezvous:
-    """Returns the store at ``named`` (``--cluster-store``) or torchrun's. Under ``exec``, ``command`` is None."""
+    """Returns the store of ``--cluster-store`` (``named``) or torchrun's. Under ``exec``, ``command`` is None."""
     torchrun = _Torchrun(command, environ) if command is not None and command.program is None else None
     if torchrun is not None and torchrun.has_one_node:
         return NoRendezvous()
@@ -120,7 +118,7 @@ def _prefix(run_id: str) -> str:
 
 
 def _run_id(environ: Mapping[str, str]) -> str:
-    # The same for all supervisors of the job, and unlike other jobs' on the same hosts.
+    # Differs between jobs on the same hosts, but not between a job's supervisors.
     job = environ.get("SLURM_JOB_ID")
     if job:
         return f"slurm {job}.{environ.get('SLURM_STEP_ID', '')}"
@@ -128,7 +126,7 @@ def _run_id(environ: Mapping[str, str]) -> str:
 
 
 def _scheduled_port(environ: Mapping[str, str]) -> str | None:
-    # The last port that Slurm reserved for the step (``srun --resv-ports``): MPI uses the first ones.
+    # The last port reserved for the Slurm step (``srun --resv-ports``): MPI uses the first ones.
     match = re.search(r"(\d+)$", environ.get("SLURM_STEP_RESV_PORTS", ""))
     return match[1] if match is not None and 0 < int(match[1]) < 65536 else None
 

@@ -1,8 +1,8 @@
-"""Client of c10d's TCPStore without torch: the store in which torchrun's agents of all nodes meet.
+"""Client of c10d's TCPStore without torch, for the store of torchrun's agents.
 
 It speaks the protocol of torch 2.6 to 2.15 (libuv and the older server): little-endian, strings as u64 length and
 bytes, ``/`` before each key. The server has one thread and no time limit, so each operation has a deadline. After a
-missed one, the connection is closed: its next bytes would answer an old question.
+missed one, the connection is closed, because its next bytes would answer an old question.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _FOUND = 0
 LONGEST_KEY = 8000  # bytes; libuv's server closes the connection at 8192
 LARGEST_VALUE = 4 << 20  # bytes; half of what libuv's server takes
 CONNECT_S = 15.0  # the server's only thread resolves each client's name, 5 s if that fails
-_MOST_ANSWERED = 64 << 20  # bytes; a TCPStore sends no longer answer
+_MOST_ANSWERED = 64 << 20  # bytes; no answer of a TCPStore is longer
 
 
 class NodeStoreError(Exception):
-    """The store doesn't answer, or not as a TCPStore; the connection is closed.
+    """Raised if the store doesn't answer as a TCPStore does; the connection is closed.
 
-    Attribute ``lost`` says what this means for the store's host, if anything.
+    Attribute ``lost`` says what this means for the store's host.
     """
 
     def __init__(self, message: str, lost: Lost = "") -> None:
@@ -41,7 +41,7 @@ class NodeStoreError(Exception):
 
 
 class ValueTooLarge(ValueError):
-    """Some servers don't accept a key or value of this size; nothing was sent."""
+    """Raised for a key or value that is too large for some servers; nothing was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class Address:
 
 
 class StoreClient:
-    """One connection; not thread-safe. Every method raises NodeStoreError.
+    """A connection; not thread-safe. Every method raises NodeStoreError.
 
-    Time limits in seconds include sending, and for ``__init__`` the server's greeting.
+    Time limits, in seconds, include sending and, for ``__init__``, the server's greeting.
     """
 
     def __init__(self, address: Address, *, deadline_s: float = CONNECT_S) -> None:
@@ -111,7 +111,7 @@ class StoreClient:
     def get(self, key: str, *, deadline_s: float) -> bytes | None:
         """Returns the stored value, if any.
 
-        Checks first, because the older server closes the connection over a missing key.
+        Checks first, because the older server closes the connection if the key is missing.
         """
         self._deadline = time.monotonic() + deadline_s
         if not self._has([key]):
@@ -201,7 +201,7 @@ class StoreClient:
         poll = select.poll()
         poll.register(self._socket, event)
         if left_s <= 0 or not poll.poll(left_s * 1000):
-            # The store's host might be cut off, as a new connection would show.
+            # The host might be cut off: a new connection will show it.
             raise self._broken("no answer in time", "silent" if self._greeting else "")
 
     def _broken(self, reason: str, lost: Lost = "") -> NodeStoreError:
@@ -220,7 +220,7 @@ def _lost(error: OSError) -> Lost:
 def probe(address: str, port: int, *, deadline_s: float) -> ServerProbe:
     """Checks if the host at ``address`` answers; a refused connection is an answer. Never raises."""
     try:
-        ipaddress.ip_address(address)  # a peer wrote it: don't resolve a name
+        ipaddress.ip_address(address)  # a peer wrote the address, so don't resolve a name
         socket.create_connection((address, port), timeout=deadline_s).close()
     except ValueError:
         return ""

@@ -1,7 +1,7 @@
-"""Starts torch's store, if torchrun's agents have none, in a helper process that ends with this supervisor.
+"""Starts torch's store in a helper process, if torchrun's agents have none.
 
-The socket listens before torch is imported, so early clients wait in its queue. The first supervisor to bind the port
-starts the store; others on the host find the port taken, and connect.
+The socket listens before torch is imported, so early clients wait in its queue. Of several supervisors on the host, the
+first to bind the port starts the store.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from safelaunch.supervise.cluster.store import Address
 PROGRAM = Path(__file__).with_name("store_program.py")
 ENDS_S = 1.0
 BACKLOG = 1024
-_DISCARD = 9  # any port: a connected UDP socket sends nothing
+_DISCARD = 9  # any port, because nothing is sent
 
 
 class StoreHost:
-    """The store at ``address``, if this is its host."""
-
     def __init__(self, address: Address, python: str, log: Path, tell: Callable[[int], None]) -> None:
-        # tell: gets the helper's pid, so that it is ended in any case
+        # tell: gets the helper's pid, to end it in any case
         self.address = address
         self._python = python
         self._log = log
@@ -42,15 +40,15 @@ class StoreHost:
         return self._pid != 0
 
     def start(self) -> None:
-        """Starts the store if this is its host and the port is free; might resolve a name."""
+        """Starts the store if this is its host and the port is free. Might resolve a name."""
         if self.has_started or not is_this_host(self.address.host):
             return
         try:
             listening = _listen(self.address)
         except OSError:
-            return  # another supervisor, or another program, listens there
+            return  # another process listens there
         with listening:
-            high = fcntl.fcntl(listening, fcntl.F_DUPFD_CLOEXEC, 10)  # above the replaced descriptors
+            high = fcntl.fcntl(listening, fcntl.F_DUPFD_CLOEXEC, 10)  # above the descriptors that are replaced
             try:
                 self._spawn(high)
             finally:
@@ -72,8 +70,8 @@ class StoreHost:
                     (os.POSIX_SPAWN_OPEN, 2, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
                     (os.POSIX_SPAWN_DUP2, listening, 3),
                 ],
-                setpgroup=0,  # away from the terminal's signals to the job
-                setsigmask=process.FORWARDED,  # a scheduler sends them to every process of the job
+                setpgroup=0,  # without the terminal's signals
+                setsigmask=process.FORWARDED,  # a scheduler sends these to every process of the job
             )
             self._tell(self._pid)
         except OSError as error:
@@ -110,7 +108,7 @@ class StoreHost:
 
 
 def is_this_host(host: str) -> bool:
-    """Returns whether an address of ``host`` is this machine's: packets to it would have it as their source."""
+    """Returns whether ``host`` is this machine: packets to its address would have that address as their source."""
     try:
         addresses = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
     except OSError:
@@ -122,12 +120,12 @@ def is_this_host(host: str) -> bool:
                 if probe.getsockname()[0] == probe.getpeername()[0]:
                     return True
         except OSError:
-            continue  # no route: not this machine
+            continue
     return False
 
 
 def _listen(address: Address) -> socket.socket:
-    """Listens on this address, or on all addresses for a name that other nodes might resolve differently."""
+    """Listens on an address, or on all for a name, which other nodes might resolve differently."""
     if _is_name(address.host):
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET

@@ -1,7 +1,7 @@
-"""Serves a TCPStore for as long as its parent lives, in the interpreter that has torch.
+"""Serves a TCPStore while its parent lives, in the interpreter that has torch: ``python store_program.py HOST``.
 
-``python store_program.py HOST``; descriptor 3 already listens. It ends with stdin, which the parent holds open. The
-package doesn't import this file: it runs where safelaunch might not be installed.
+Descriptor 3 already listens. The program ends with stdin, which the parent holds open. safelaunch might not be
+installed there, so nothing imports this file.
 """
 
 import os

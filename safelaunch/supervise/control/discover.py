@@ -1,4 +1,4 @@
-"""Finds this user's runs on this node by their run directories, asks all at once, and selects one."""
+"""Finds this user's live runs on this node by their run directories, and asks them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ ASK_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run directory, its supervisor, and the supervisor's answer."""
-
     directory: Path
-    supervisor: ProcessId | None  # in its pid namespace; None: the owner file is missing or unreadable
-    status: RunStatus | None = None  # None: not asked, or no answer
+    supervisor: ProcessId | None  # None: the owner file is missing or unreadable
+    status: RunStatus | None = None
     problem: str = ""  # why there is no answer
-    alive: bool = True  # a process in some namespace holds the directory
+    alive: bool = True  # a process, perhaps in another pid namespace, holds the directory
 
     @property
     def id(self) -> str:
@@ -44,7 +42,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The id and the run's name, ``r4711 (train)``, or the id and the problem."""
+        """Id with name, ``r4711 (train)``, or with problem."""
         return f"{self.id} ({self.name or self.problem})"
 
 
@@ -63,7 +61,6 @@ def roots(environ: Mapping[str, str], uid: int) -> tuple[Path, ...]:
 def find(places: Sequence[Path]) -> tuple[Run, ...]:
     """Returns every run directory, even of killed runs, oldest first."""
     runs = [Run(entry, _owner(entry), alive=is_held(entry)) for place in places for entry in place.glob("r[0-9]*")]
-    # Start times count from boot.
     return tuple(sorted(runs, key=lambda item: (item.supervisor.start_ticks if item.supervisor else 0, item.id)))
 
 
@@ -76,7 +73,7 @@ def _owner(directory: Path) -> ProcessId | None:
 
 
 def look(places: Sequence[Path], *, deadline_s: float = STATUS_DEADLINE_S) -> tuple[Run, ...]:
-    """Returns every run below ``places`` with its status; asks all at once, for at most ``deadline_s`` seconds."""
+    """Returns every run below ``places`` with its status; asks all at once, each for at most ``deadline_s``."""
     found = find(places)
     if not found:
         return ()
@@ -114,7 +111,7 @@ def _why_silent(directory: Path, supervisor: ProcessId, otherwise: str) -> str:
 
 
 def select(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
-    """Returns the runs with this run id (``r4711``), else supervisor's pid, else name; all runs for None."""
+    """Returns the runs with ``word`` as id (``r4711``), supervisor's pid or name; all for None."""
     if word is None:
         return tuple(runs)
     for matches in (
@@ -128,7 +125,6 @@ def select(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
 
 
 def one_of_each_job(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Returns one run of each job, as any supervisor will do."""
     return tuple({(run.status.job if run.status is not None else "") or run.id: run for run in runs}.values())
 
 

@@ -32,11 +32,11 @@ _NULL = msgspec.Raw(b"null")
 
 
 class ControlRequest(msgspec.Struct, frozen=True):
-    """``status``, ``dump`` or the name of an add-on's service."""
+    """Request for ``status``, ``dump`` or an add-on's service."""
 
     command: str
     bundle_dir: str = ""  # absolute; empty: the run's own
-    ask: msgspec.Raw = _NULL  # the service's request, in JSON
+    ask: msgspec.Raw = _NULL  # in JSON
 
 
 class RankStatus(msgspec.Struct, frozen=True):
@@ -54,15 +54,13 @@ class RankStatus(msgspec.Struct, frozen=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """One of several nodes, by its own report."""
-
     host: str
     ranks: str
     step: int | None = None  # lowest of its ranks
     state: str = "heard"  # or ``silent``, ``ended``
-    doing: str = ""  # ``watching``, ``suspecting``, ``stopping`` or ``ended``
+    doing: str = ""
     leads: bool = False
-    here: bool = False  # this node
+    here: bool = False
     trouble: str = ""
 
 
@@ -76,13 +74,13 @@ class RunStatus(msgspec.Struct, frozen=True):
     attempt: int
     world_size: int
     watch: str
-    threshold_s: float  # without a step before a suspicion
+    threshold_s: float  # time without a step before a suspicion
     threshold_why: str
     ranks: list[RankStatus]
-    notes: list[str] = []  # what slows the job down
+    notes: list[str] = []
     early: list[EarlyLook] = []  # oldest first
     wrong_results: list[WrongResult] = msgspec.field(default_factory=list, name=WRONG_RESULTS_KEY)
-    nodes: list[NodeStatus] = []  # if there are several
+    nodes: list[NodeStatus] = []
     alone: str = ""  # why ``nodes`` is empty
     usual_step_s: float = 0.0  # 0: unknown
     history: list[tuple[float, int]] = []  # the slowest rank's steps with their ages in seconds, oldest first
@@ -93,7 +91,7 @@ class RunStatus(msgspec.Struct, frozen=True):
 class DumpAnswer(msgspec.Struct, frozen=True):
     bundle: str = ""
     summary: str = ""
-    problem: str = ""  # reason for another place, or for no bundle
+    problem: str = ""  # why the bundle is elsewhere, or missing
 
 
 class ServiceAnswer(msgspec.Struct, Generic[Part], frozen=True):
@@ -145,7 +143,7 @@ class Client:
         except BlockingIOError:
             return
         except OSError:
-            pass  # the client has left
+            pass
         self.close()
 
     def close(self) -> None:
@@ -156,12 +154,12 @@ class Client:
 class Server:
     """The supervisor's side. Nothing blocks. Raises OSError if the socket can't be created.
 
-    If more than ``MOST_CLIENTS`` connect, it drops the oldest one that has sent no request.
+    With more than ``MOST_CLIENTS``, it drops the oldest one that has sent no request.
     """
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        # A client concludes from a socket without a listener that the supervisor is gone.
+        # A client takes a socket without a listener for a dead supervisor's.
         early = path.with_name(f".{path.name}")
         self._listener.bind(os.fspath(early))
         self._listener.listen(MOST_CLIENTS)
@@ -172,7 +170,7 @@ class Server:
         self._clients: list[Client] = []
 
     def poll(self, handle: Callable[[ControlRequest, Client], None]) -> None:
-        """Accepts connections and passes complete requests to ``handle``, which can answer later."""
+        """Accepts connections and passes complete requests to ``handle``."""
         if self._knocks.poll(0):
             self._accept()
         if not self._clients:
@@ -249,7 +247,7 @@ def ask(path: Path, request: ControlRequest, *, deadline_s: float) -> bytes:
 
 
 def _connect(connection: socket.socket, path: Path, end_s: float) -> None:
-    """Connects, with retries: if many clients ask at once, the kernel refuses until the supervisor's next poll."""
+    """Connects with retries, because the kernel refuses clients while the supervisor's queue is full."""
     while True:
         try:
             connection.connect(os.fspath(path))

@@ -1,4 +1,4 @@
-"""Watches one job's ranks: reads their pages, feeds the stall detector, and returns its events."""
+"""Watches a job's ranks: reads their pages, feeds the stall detector, and returns its events."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from safelaunch.supervise.watch import pulse, quiet, rhythm, stall
 from safelaunch.supervise.watch.strides import Strides
 from safelaunch.supervise.watch.work import Background
 
-# A job counts as stalled if it made no step for longer than both limits; the second is in usual steps.
+# A stall is longer than both limits; the second is in usual steps.
 QUIET_S, QUIET_TIMES = 2.0, 5.0
-MISSED_S = 30.0  # after a gap, a process that is gone might have ended during the gap
+MISSED_S = 30.0  # a process that is gone after a gap might have ended during it
 
 
 def policy_of(settings: Settings) -> stall.Policy:
@@ -38,7 +38,7 @@ def policy_of(settings: Settings) -> stall.Policy:
 
 
 def bounds_of(settings: Settings) -> rhythm.ThresholdBounds | None:
-    """Returns the bounds of the learned threshold; None if the user gave a fixed one."""
+    """Returns the learned threshold's bounds; None if the user fixed it."""
     if settings.stall_timeout_s is not None:
         return None
     floor_s = settings.stall_floor_s
@@ -51,22 +51,22 @@ class Glance:
     agent: tuple[AgentEvent, ...]
     event: stall.StallEvent | None
     raised: tuple[int, ...]
-    """ranks that wait for safelaunch with an uncaught exception"""
+    """ranks with an uncaught exception, which wait for safelaunch"""
     damaged: tuple[int, ...] = ()
-    """ranks with a page that was just overwritten: their steps are unknown from now on"""
+    """ranks with an overwritten page: their steps are unknown from now on"""
 
 
 class Watch:
-    """Watch over one job. ``tick`` is cheap: it reads shared memory and stats one file."""
+    """Watch over one job."""
 
     def __init__(
         self, roster: Roster, policy: stall.Policy, now: float, bounds: rhythm.ThresholdBounds | None = None
     ) -> None:
-        # Without bounds, the policy's threshold is fixed, not learned.
+        # Without bounds, the policy's threshold is fixed.
         self.roster = roster
         self.policy = policy
         self.cap_s: float | None = None
-        self.background = Background()  # of this attempt; ``BackgroundPoller`` learns it while the job makes steps
+        self.background = Background()  # of this attempt
         # Start of the quiet time, and counters from shortly after.
         self._quiet: tuple[float, Counters] | None = None
         self.state = stall.initial_state(now)
@@ -77,18 +77,18 @@ class Watch:
         self._step_rhythm = rhythm.StepRhythm()
         self.last_progress: dict[int, Progress] = {}
         self._strides: dict[int, Strides] = {}
-        self.notes: tuple[str, ...] = ()  # what slows this attempt down, from ``HealthPoller``
-        self.attempt = (0, 0)  # restarts by torchrun, and starts of the agent's workers
+        self.notes: tuple[str, ...] = ()  # what slows this attempt down
+        self.attempt = (0, 0)  # torchrun's restarts, and starts of the agent's workers
         self._gone: dict[int, float] = {}
         self._damaged: set[int] = set()
-        self._gap = (0.0, 0.0)  # end and length of the last time when this supervisor itself didn't run
+        self._gap = (0.0, 0.0)  # end and length of this supervisor's last interruption
         self._pages: dict[int, ProgressPage] = {}
         self._marks: tuple[stall.ProgressMark, ...] = ()
-        self.early: tuple[EarlyLook, ...] = ()  # of this attempt, from ``EarlyLooks``
-        self.wrong_results: tuple[WrongResult, ...] = ()  # of all attempts; written by monitors
+        self.early: tuple[EarlyLook, ...] = ()  # of this attempt
+        self.wrong_results: tuple[WrongResult, ...] = ()  # of all attempts
 
     def tick(self, now: float) -> Glance:
-        """Reads everything once. Times are seconds of CLOCK_MONOTONIC."""
+        """Reads all pages once. Times are seconds of CLOCK_MONOTONIC."""
         events = self.roster.refresh()
         if (self.roster.attempt, self.roster.starts) != self.attempt:
             self.attempt = self.roster.attempt, self.roster.starts
@@ -134,12 +134,12 @@ class Watch:
         if self._step_rhythm.last_step is None and not excused:
             self._step_rhythm = self._first_rhythm(mark_s)
         self._step_rhythm = rhythm.learn(self._step_rhythm, step, mark_s, now, excused=excused)
-        # No threshold is lower than this, so compute it only from here on.
+        # No threshold is lower, so don't compute it earlier.
         if self._bounds is not None and now - mark_s >= min(self._bounds.floor_s, self.cap_s or self._bounds.floor_s):
             self._use(self.threshold())
 
     def _first_rhythm(self, mark_s: float) -> rhythm.StepRhythm:
-        # A fast job makes many steps before the first tick, but its pages keep the time of the first.
+        # A fast job makes many steps before the first tick: its pages have the time of the first.
         stepping = [p for p in self.last_progress.values() if p.step is not None and not p.exit_ns and p.first_step_ns]
         first_s = max((p.first_step_ns / 1e9 for p in stepping), default=0.0)
         empty = rhythm.StepRhythm()
@@ -160,12 +160,12 @@ class Watch:
 
     @property
     def usual_step_s(self) -> float:
-        """Median of the recent ordinary steps; 0 while too few are known."""
+        """Median of recent steps; 0 while unknown."""
         return rhythm.usual_s(self._step_rhythm)[0]
 
     @property
     def has_pulse_only(self) -> bool:
-        """True if collectives are the only visible progress, because no rank has marked a step."""
+        """True if no rank has marked a step, so that collectives are the only visible progress."""
         return bool(self.last_progress) and all(p.step is None for p in self.last_progress.values())
 
     @property
@@ -178,11 +178,11 @@ class Watch:
 
     def note_collectives(self, newest: Mapping[int, int], now: float) -> None:
         self._pulse = self._pulse.after_look(newest, now)
-        is_given = self._given_start or (not self.learns and self.is_in_loop)  # the threshold of steps applies then
+        is_given = self._given_start or (not self.learns and self.is_in_loop)
         self.policy = replace(self.policy, startup_s=self.threshold_without_steps().seconds, startup_given=is_given)
 
     def last_collective_s(self, rank: int) -> float | None:
-        """Returns when a new collective of a rank without steps was last seen."""
+        """Returns when a new collective of a rank was last seen; None if ranks mark steps."""
         return self._pulse.seen_s.get(rank) if self.has_pulse_only else None
 
     def threshold_without_steps(self) -> rhythm.Threshold:
@@ -198,7 +198,7 @@ class Watch:
             )
 
     def _mark(self, progress: Progress, now: float, pulse_s: float) -> stall.ProgressMark:
-        # Marks within a phase that has a timeout don't extend that timeout.
+        # Marks within a timed phase don't extend its timeout.
         timed = progress.phase and progress.phase_timeout_s and not progress.paused
         marked_ns = progress.phase_since_ns if timed else progress.marked_ns
         return stall.ProgressMark(
@@ -214,8 +214,8 @@ class Watch:
         )
 
     def _has_ended(self, progress: Progress, now: float) -> bool:
-        # A process that far outlives its script hangs in its shutdown, so it hasn't ended. A rank with a function that
-        # returned waits for its peers' functions. The kernel is asked only about quiet ranks.
+        # A process that far outlives its script hangs in its shutdown, so it hasn't ended. Ranks that return early wait
+        # for their peers. The kernel is asked only about quiet ranks.
         returned_ns = self._all_returned_ns
         marks_ns = max(progress.last_step_ns, progress.claimed_ns, progress.exit_ns, returned_ns)
         if progress.pid in self._gone or (progress.returned_ns and not returned_ns):
@@ -230,14 +230,13 @@ class Watch:
 
     @property
     def _all_returned_ns(self) -> int:
-        # 0 while a function runs.
         living = [progress for progress in self.last_progress.values() if progress.pid not in self._gone]
         times = [progress.returned_ns for progress in living]
         return max(times, default=0) if all(times) else 0
 
     @property
     def paused(self) -> dict[int, float]:
-        """Ranks that suspend the watch, with the start of each pause."""
+        """Ranks that pause the watch, with the start of each pause."""
         return {mark.rank: mark.phase_since_s for mark in self._marks if mark.paused and not mark.exited}
 
     @property
@@ -254,7 +253,7 @@ class Watch:
     def current_stall(self, now: float) -> stall.Stall | None:
         """Returns the slowest rank's time without progress, even if short; None if no rank can be judged.
 
-        Ranks without a beacon count: they raise no suspicion, but others might wait for them.
+        Ranks without a beacon count, because others might wait for them.
         """
         pulse_s = self._pulse.last_s or 0.0
         marks = [self._mark(progress, now, pulse_s) for progress in self.last_progress.values()]
@@ -265,7 +264,7 @@ class Watch:
         return stall.slowest(tuple(marks), self.policy, 0.0, now)
 
     def spell(self, now: float) -> quiet.Spell | None:
-        """Returns the current quiet time; None if no rank can be judged, or one is in a pause or a timed phase."""
+        """Returns the current quiet time; None if no rank can be judged, or one announced it."""
         live = [mark for mark in self._marks if not mark.exited]
         if any(mark.paused or (mark.phase and mark.phase_timeout_s) for mark in live):
             return None
@@ -281,7 +280,7 @@ class Watch:
         return quiet.Spell(slowest.mark_s, "steps" if usual_s else "first steps", usual_s, longest_s, made)
 
     def _mean_step_s(self, rank: int) -> float:
-        # The first steps are too slow for a mean; 0 while there are no others.
+        # The first steps would distort the mean.
         progress = self.last_progress[rank]
         steps = progress.step or 0
         return progress.mean_step_s(steps) if steps > rhythm.WARM_UP else 0.0
@@ -290,7 +289,6 @@ class Watch:
         self.state = replace(self.state, status=stall.Status.HUNG)
 
     def hold(self, until_s: float) -> None:
-        """Raises no suspicion until ``until_s``, so that a failure can end the ranks."""
         is_suspected = self.state.status is stall.Status.CONFIRMING
         status = stall.Status.WATCHING if is_suspected else self.state.status
         self.state = replace(self.state, status=status, look_again_s=max(self.state.look_again_s, until_s))
@@ -300,13 +298,13 @@ class Watch:
         return self.state.status is stall.Status.HUNG
 
     def resume(self, mark_s: float, now: float) -> None:
-        """Clears HUNG: the job continues and is checked again later."""
+        """Clears HUNG, because the job continues."""
         present = self.current_stall(now)
         again_s = now + (stall.next_look_after_s(self.policy, present, now) if present is not None else 0.0)
         self.state = replace(self.state, status=stall.Status.UNDECIDED, mark_s=mark_s, look_again_s=again_s)
 
     def note_proof(self, mark_s: float) -> None:
-        """Records that an early look proved a hang in the quiet time since ``mark_s``."""
+        """Records an early look's proof of a hang that began at ``mark_s``."""
         self.state = replace(self.state, proved_mark_s=mark_s)
 
     def note_work(self, at_s: float) -> None:
@@ -314,7 +312,7 @@ class Watch:
 
     @property
     def quiet(self) -> Counters | None:
-        """Counters from shortly after the job became quiet; None while they are unknown."""
+        """Counters from soon after the job became quiet, if known."""
         return self._quiet[1] if self._quiet is not None and self._quiet[0] == self._slowest_s else None
 
     @property
@@ -326,14 +324,14 @@ class Watch:
         self._quiet = (self._slowest_s, used)
 
     def drop_quiet_counters(self) -> None:
-        """Forgets the counters after a look: the ranks' responses to it aren't work."""
+        """Forgets the counters after a look, because responding to it isn't work."""
         self._quiet = None
 
     def reset(self, now: float) -> None:
         self.state = stall.initial_state(now)
 
     def targets(self) -> tuple[Target, ...]:
-        """Returns every rank that can be looked at, also those that only the agent knows."""
+        """Returns every rank that can be looked at, even without a beacon."""
         pages = self.roster.pages()
         targets = [self._with_beacon(rank, page) for rank, page in pages.items()]
         targets += [
@@ -353,7 +351,7 @@ class Watch:
         return tuple(worker for rank, worker in sorted(self.roster.workers.items()) if rank not in pages)
 
     def acknowledge(self, *, agent: bool = True) -> None:
-        """Releases ranks, and the agent, that wait until safelaunch has looked at their peers."""
+        """Releases ranks and agent, which wait while safelaunch looks at their peers."""
         for page in self.roster.pages().values():
             if page.read().exception_ns:
                 page.acknowledge()
@@ -367,20 +365,20 @@ class Watch:
 
     @property
     def unseen(self) -> tuple[int, ...]:
-        """Ranks of other nodes, which this supervisor doesn't see."""
+        """Ranks of other nodes."""
         local = {*self._pages, *self.roster.workers, *self._damaged}
         return tuple(rank for rank in range(self.world_size) if rank not in local)
 
     @property
     def own_ranks(self) -> tuple[int, ...]:
-        """Ranks on this node; empty until the world size is known."""
+        """Ranks of this node; empty until the world size is known."""
         if not (self.last_progress or self.roster.world_size):
             return ()
         unseen = set(self.unseen)
         return tuple(rank for rank in range(self.world_size) if rank not in unseen)
 
     def quiet_s(self, now: float) -> float:
-        """Returns the seconds since the last step if that is far longer than usual steps; else 0."""
+        """Returns seconds since the last step if unusually long, else 0."""
         stepping = [progress for progress in self.last_progress.values() if progress.last_step_ns]
         slowest = min(stepping, key=lambda progress: progress.last_step_ns, default=None)
         if slowest is None:
@@ -390,7 +388,7 @@ class Watch:
         return waited_s if waited_s > max(QUIET_S, QUIET_TIMES * usual_s) else 0.0
 
     def missed_s(self, now: float) -> float:
-        """Returns for how long this supervisor itself was stopped, if that ended recently; else 0."""
+        """Returns the length of this supervisor's own interruption, if recent, else 0."""
         until_s, seconds = self._gap
         return seconds if now - until_s < MISSED_S else 0.0
 
@@ -398,11 +396,11 @@ class Watch:
         return tuple(rank for rank, progress in self.last_progress.items() if progress.pid in self._gone)
 
     def steps(self) -> dict[int, int]:
-        """Reads the time of each rank's newest step (CLOCK_MONOTONIC, ns)."""
+        """Returns the time of each rank's newest step (CLOCK_MONOTONIC, ns)."""
         return {rank: page.read().last_step_ns for rank, page in self._pages.items()}
 
     def marks(self) -> dict[int, tuple[int, int, int, int]]:
-        """Reads each rank's marks: any change is progress."""
+        """Returns each rank's marks; any change is progress."""
         return {rank: page.marks() for rank, page in self.roster.pages().items()}
 
     def mark_s(self, progress: Progress) -> float:

@@ -19,26 +19,25 @@ PERIOD_S = (0.5, 15.0)
 class Pulse:
     """Recurring collectives of a job that marks no steps.
 
-    A start also has collectives (a broadcast of parameters, a barrier), followed by a long silence. So the job counts
-    as being in its loop only after many looks, some time apart, found new collectives.
+    A start also has collectives (a broadcast of parameters, a barrier), and then a long silence. So the job's loop
+    begins only after many looks, some time apart, found new ones.
     """
 
     newest: Mapping[int, int] = field(default_factory=dict)
-    """rank → number of its newest collective"""
+    """rank → its newest collective"""
     seen_s: Mapping[int, float] = field(default_factory=dict)
-    """rank → time of the first look that found that collective (CLOCK_MONOTONIC)"""
+    """rank → time when it was first seen (CLOCK_MONOTONIC)"""
     beats: int = 0
-    """number of looks that found a newer collective"""
+    """looks with a newer collective"""
     longest_s: float = 0.0
-    """longest time between two such looks"""
+    """between two such looks"""
 
     @property
     def last_s(self) -> float | None:
-        """Time of the last look that found a new collective, if any."""
         return max(self.seen_s.values(), default=None)
 
     def after_look(self, newest: Mapping[int, int], now: float) -> Pulse:
-        """Adds a look that found ``newest``; ranks that didn't respond are missing there."""
+        """Adds a look; ``newest`` lacks ranks that didn't respond."""
         news = {rank: number for rank, number in newest.items() if number > self.newest.get(rank, -1)}
         if not news:
             return self
@@ -48,7 +47,7 @@ class Pulse:
         return Pulse({**self.newest, **news}, seen_s, self.beats + 1, max(self.longest_s, waited_s))
 
     def is_in_loop(self, limits: PulseLimits) -> bool:
-        """Returns whether the job is in its loop. With a given --stall-timeout, fewer looks suffice."""
+        """Returns whether the job is in its loop; with --stall-timeout, fewer looks suffice."""
         return self.beats >= (LOOP_AFTER if limits.bounds is not None else LOOP_AFTER_EXPLICIT)
 
     def threshold(self, limits: PulseLimits, cap_s: float | None) -> Threshold:
@@ -65,10 +64,10 @@ class Pulse:
 @dataclass(frozen=True, slots=True)
 class PulseLimits:
     startup_s: float
-    """threshold until the job is in its loop; upper limit after that"""
+    """threshold before the loop, and upper limit in it"""
     stall_s: float
     bounds: ThresholdBounds | None
-    """bounds of the learned threshold; None with --stall-timeout"""
+    """None with --stall-timeout"""
 
     @property
     def least_s(self) -> float:
@@ -76,6 +75,6 @@ class PulseLimits:
 
     @property
     def period_s(self) -> float:
-        """Time between two looks, for which every rank's worker server writes a dump."""
+        """Time between looks: for each, every rank's worker server writes a dump."""
         least, most = PERIOD_S
         return min(most, max(least, min(self.startup_s, self.least_s) / LOOKS_PER_THRESHOLD))

@@ -1,8 +1,8 @@
 """Decides when a quiet job deserves an early look, long before the threshold. Pure.
 
-A threshold that ends jobs has to be patient. A look costs a rank only milliseconds, so it comes after a few of the
-longest recent steps. If earlier quiet spells ended by themselves (an evaluation, a checkpoint), a spell must outlast
-them. Further looks at the same spell follow at growing intervals. Times are seconds of CLOCK_MONOTONIC.
+A look costs a rank only milliseconds, so it comes after a few of the longest recent steps. If earlier quiet spells
+ended by themselves (an evaluation, a checkpoint), this one must outlast them. More looks follow at growing intervals.
+Times are seconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Literal
 
 LEAST_S, MOST_S = 5.0, 60.0
 TIMES_STEP = 8.0  # multiple of the longest recent step
-UNKNOWN_S = 10.0  # while the usual step is unknown
+UNKNOWN_S = 10.0  # without a usual step
 OUTLASTS = 1.5  # multiple of the longest spell that ended by itself
-GROWTH = 3.0  # factor from one look at a spell to the next
+GROWTH = 3.0  # between two looks at a spell
 # A job without a step for this long counts as frozen when the user stops it.
 FROZEN_TIMES, FROZEN_S = 10.0, 2.0
-# Time without a step that is worth mentioning: in usual steps, and in seconds.
+# A time without a step worth mentioning, in usual steps and in seconds.
 FEW_STEPS, FEW_S = 5, 5.0
 FORGETS_S = 86_400.0
 REMEMBERED = 8
 
 Stage = Literal["start", "first steps", "steps"]
-"""no step yet; too few steps to know the usual one; usual step known"""
+"""no step yet; usual step unknown; usual step known"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Spell:
     since_s: float
     stage: Stage
     usual_s: float = 0.0
-    """median of the recent ordinary steps; 0 before the stage ``steps``"""
+    """median of the recent steps; 0 before stage ``steps``"""
     longest_s: float = 0.0
-    """longest of the recent ordinary steps; 0 before the stage ``steps``"""
+    """longest of the recent steps; 0 before stage ``steps``"""
     made: bool = True
-    """False: ``since_s`` is when the clock was reset"""
+    """False: the clock was reset at ``since_s``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class EndedSpell:
 
 @dataclass(frozen=True, slots=True)
 class QuietHistory:
-    """Current and earlier quiet spells of a job."""
+    """A job's current and earlier quiet spells."""
 
     stage: Stage = "start"
     begin_s: float = 0.0
@@ -59,10 +59,10 @@ class QuietHistory:
 
 
 def follow(quiet: QuietHistory, spell: Spell | None, now: float) -> QuietHistory:
-    """Adds the current spell; None if no rank can be judged or one announced a quiet time."""
+    """Adds the current spell; None if no rank can be judged or one announced it."""
     if spell is None:
         return replace(quiet, begin_s=0.0, looks=(), excused_s=now)
-    if spell.stage != quiet.stage:  # the length of a start says nothing about training
+    if spell.stage != quiet.stage:  # a start's length says nothing about training
         quiet = replace(quiet, stage=spell.stage, begin_s=0.0, looks=(), ended=())
     begin_s = max(spell.since_s, quiet.excused_s)
     if begin_s <= quiet.begin_s:
@@ -73,7 +73,6 @@ def follow(quiet: QuietHistory, spell: Spell | None, now: float) -> QuietHistory
 
 
 def _remembering(quiet: QuietHistory, ended: EndedSpell) -> QuietHistory:
-    # The next spell has to outlast the longest ones.
     if ended.lasted_s < LEAST_S:
         return quiet
     fresh = (spell for spell in (*quiet.ended, ended) if ended.at_s - spell.at_s < FORGETS_S)
@@ -81,7 +80,7 @@ def _remembering(quiet: QuietHistory, ended: EndedSpell) -> QuietHistory:
 
 
 def is_quiet(age_s: float, usual_s: float) -> bool:
-    """Returns whether a time without a step is worth mentioning; False if the usual step is unknown (0)."""
+    """Returns whether a time without a step is worth mentioning; False for an unknown usual step (0)."""
     return bool(usual_s) and age_s > max(FEW_S, FEW_STEPS * usual_s)
 
 
@@ -98,12 +97,12 @@ def first_look_s(quiet: QuietHistory, spell: Spell, now: float) -> float:
 
 
 def _outlasting_s(quiet: QuietHistory, now: float) -> float:
-    # A shorter spell might only repeat one that ended by itself.
+    # A shorter spell might repeat an earlier one.
     return OUTLASTS * max((spell.lasted_s for spell in quiet.ended if now - spell.at_s < FORGETS_S), default=0.0)
 
 
 def frozen_s(quiet: QuietHistory | None, spell: Spell | None, now: float) -> float:
-    """Returns how long the job has been frozen; 0 if it isn't, or its usual step is unknown."""
+    """Returns how long the job has been frozen; 0 if it isn't, or that is unknown."""
     if spell is None or not spell.usual_s:
         return 0.0
     begin_s = max(spell.since_s, quiet.excused_s if quiet is not None else 0.0)

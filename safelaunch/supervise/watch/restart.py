@@ -9,18 +9,18 @@ from safelaunch.model import Evidence, Verdict
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailure:
-    """Comparable facts of an attempt's end; without ranks, because a restart can renumber them."""
+    """Comparable facts of an attempt's end. Ranks are left out, as a restart can renumber them."""
 
     outcome: str
     cause: str
     step: int | None
-    """lowest step of the culprits, if marked"""
+    """lowest of the culprits"""
     places: frozenset[tuple[str, int]]
     """file and line of each culprit"""
 
 
 def failure_of(verdict: Verdict, steps: tuple[int, ...]) -> AttemptFailure:
-    """Returns the failure that a verdict describes; the ranks' ``steps`` count if it names no culprit."""
+    """Returns the failure in a verdict. ``steps`` counts if there is no culprit."""
     named = [culprit.step for culprit in verdict.culprits if culprit.step is not None]
     frames = [culprit.frame for culprit in verdict.culprits if culprit.frame is not None]
     return AttemptFailure(
@@ -33,18 +33,18 @@ def failure_of(verdict: Verdict, steps: tuple[int, ...]) -> AttemptFailure:
 
 @dataclass(frozen=True, slots=True)
 class FailureKey:
-    """Facts that the same failure shares in several attempts, whatever the step."""
+    """Facts that the same failure has in other attempts, at any step."""
 
     outcome: str
     cause: str
     culprits: frozenset[tuple[str, str, str, str, int]]
-    """host, GPU, process, file and line of each culprit"""
+    """host, GPU, process, file and line"""
     raised: frozenset[str]
-    """types of the culprits' exceptions"""
+    """types of exceptions"""
 
 
 def failure_key(verdict: Verdict, evidence: Evidence) -> FailureKey | None:
-    """Returns the failure's identity; None without a line, as two of these failures might differ."""
+    """Returns the failure's key; None without a line, as two of these might differ."""
     if not verdict.culprits or any(culprit.frame is None for culprit in verdict.culprits):
         return None
     culprits = frozenset(

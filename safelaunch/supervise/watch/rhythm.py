@@ -1,9 +1,9 @@
 """Learns from a job's steps how long it can go without one. Pure. Times are seconds of CLOCK_MONOTONIC.
 
-The learned quantity is also what the watch compares with the threshold: how long the slowest stepping rank's mark stays
-unchanged. Ordinary steps go into a histogram that forgets, because steps can change (a curriculum, a growing batch).
-Much longer pauses form a rhythm if they repeat every N steps or N seconds, and are expected only where it is due.
-Without a rhythm, a pause counts from its second occurrence: an accident must not blind the watch.
+The learned quantity is how long the slowest stepping rank's mark stays unchanged, as in the watch. Ordinary steps go
+into a histogram that forgets, because steps change (a curriculum, a growing batch). Much longer pauses form a rhythm if
+they repeat every N steps or seconds, and are expected only when it is due. Other pauses count from the second, because
+a single accident must not blind the watch.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from msgspec.structs import replace
 
 from safelaunch.model import duration
 
-# The first steps are ignored (compilation, autotuning, filling caches).
+# The first steps are ignored (compilation, autotuning, caches).
 WARM_UP = 3
 ENOUGH = 24
-# Buckets 10 % apart, from 1 ms to a day; a step's weight halves after HALF_LIFE more steps.
+# Buckets are 10 % apart, from 1 ms to a day. A step's weight halves after HALF_LIFE steps.
 RATIO = 1.1
 SHORTEST_S = 0.001
 BUCKETS = 200
 HALF_LIFE = 500.0
 QUANTILE = 0.99
-# From the quantile to the threshold: a freeze is suspected within three of the longest ordinary steps.
+# Threshold = MARGIN x quantile: a freeze is suspected within three of the longest ordinary steps.
 MARGIN = 2.5
-# A pause is this many times the ordinary step, and long enough to be noticed.
+# A pause is this many times an ordinary step, and noticeable.
 STANDS_OUT = 4.0
 STANDS_OUT_S = 1.0
 KEPT = 24
-# Share of the default group's timeout: evidence must be taken before it expires.
+# Share of the default group's timeout, before which evidence must be taken.
 CAP_PART = 0.7
-# Tolerance of a rhythm, in steps and in seconds.
+# Tolerance in steps and in seconds.
 STEPS_OFF = 0.01
 SECONDS_OFF = 0.05
 SECONDS_OFF_LEAST = 5.0
@@ -51,7 +51,7 @@ class ThresholdBounds:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Long time without a step, after step ``step`` at ``at_s``."""
+    """Long time without a step after ``step``, from ``at_s``."""
 
     step: int
     at_s: float
@@ -60,21 +60,20 @@ class Pause:
 
 class StepRhythm(msgspec.Struct, frozen=True):
     weights: tuple[float, ...] = (0.0,) * BUCKETS
-    """histogram"""
     worth: float = 1.0
-    """weight of the next step; it grows instead of all older weights fading"""
+    """weight of the next step, which grows instead of older weights fading"""
     count: int = 0
     last_step: int | None = None
     last_s: float = 0.0
     """time of the last mark"""
     seen_s: float = 0.0
-    """when that mark was last seen as the newest"""
+    """when it was last the newest"""
     begun_s: float = 0.0
     """time of the first mark"""
     begun_step: int = 0
     pauses: tuple[Pause, ...] = ()
     irregular_s: float = 0.0
-    """second longest pause without a rhythm; 0: none"""
+    """second longest pause without a rhythm"""
 
     @property
     def knows_enough(self) -> bool:
@@ -83,11 +82,9 @@ class StepRhythm(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """Limit of the time without progress."""
-
     seconds: float
     why: str
-    """reason, such as ``2.5 x the longest ordinary step (1.2 s)``"""
+    """``2.5 x the longest ordinary step (1.2 s)``"""
 
     @property
     def facts(self) -> dict[str, float | str]:
@@ -98,10 +95,10 @@ NONE = Threshold(0.0, "")
 
 
 def learn(rhythm: StepRhythm, step: int, mark_s: float, now: float, *, excused: bool = False) -> StepRhythm:
-    """Adds the slowest rank's mark: ``step`` made at ``mark_s``, as seen at ``now``.
+    """Adds the slowest rank's ``step``, made at ``mark_s`` and seen at ``now``.
 
     Args:
-        excused: Ignore the time since the last mark: a pause, a phase with a timeout, or a restart of the clock.
+        excused: Ignore the time since the last mark: a pause, a timed phase, or a restart of the clock.
     """
     if rhythm.last_step is None or excused or step < rhythm.last_step or mark_s < rhythm.last_s:
         started = rhythm.begun_s or mark_s
@@ -110,7 +107,7 @@ def learn(rhythm: StepRhythm, step: int, mark_s: float, now: float, *, excused: 
         return replace(rhythm, seen_s=now)
     made = step - rhythm.last_step
     mean_s = (mark_s - rhythm.last_s) / made
-    # One of several steps between two looks can have been long: at least as long as was observed.
+    # One of several steps between two looks can have been longer than their mean.
     longest_s = max(mean_s, min(rhythm.seen_s, mark_s) - rhythm.last_s)
     rest_s = (mark_s - rhythm.last_s - longest_s) / (made - 1) if made > 1 else 0.0
     after = Pause(rhythm.last_step, rhythm.last_s, longest_s)
@@ -134,7 +131,7 @@ def threshold(rhythm: StepRhythm, bounds: ThresholdBounds, *, cap_s: float | Non
 
 
 def cap_of(timeout_s: float, floor_s: float) -> float:
-    """Returns the upper limit of the threshold for a job with the default group's timeout ``timeout_s``.
+    """Returns the upper limit of the threshold, given the default group's timeout.
 
     It is below the floor only if the timeout is: otherwise, a short timeout would make every pause suspicious. Other
     groups, such as a health check's, say nothing about the job's steps.
@@ -173,7 +170,7 @@ def _bucket(seconds: float) -> int:
 def _add(rhythm: StepRhythm, seconds: float, count: int) -> StepRhythm:
     growth = 2.0 ** (min(count, 20 * HALF_LIFE) / HALF_LIFE)
     weights = list(rhythm.weights)
-    # Sum of ``count`` growing weights.
+    # sum of ``count`` growing weights
     weights[_bucket(seconds)] += rhythm.worth * (growth - 1) / (2.0 ** (1 / HALF_LIFE) - 1)
     worth = rhythm.worth * growth
     if worth > 1e100:
@@ -182,7 +179,7 @@ def _add(rhythm: StepRhythm, seconds: float, count: int) -> StepRhythm:
 
 
 def quantile_s(rhythm: StepRhythm, part: float = QUANTILE) -> float:
-    """Returns the upper edge of the bucket with the ``part`` quantile of the ordinary steps; 0 without any."""
+    """Returns the upper edge of the quantile's bucket; 0 without steps."""
     total = sum(rhythm.weights)
     if not total:
         return 0.0
@@ -195,7 +192,7 @@ def quantile_s(rhythm: StepRhythm, part: float = QUANTILE) -> float:
 
 
 def usual_s(rhythm: StepRhythm) -> tuple[float, float]:
-    """Returns the median and the longest of the recent ordinary steps; zeros if there are too few."""
+    """Returns the median and longest recent step; zeros if unknown."""
     if rhythm.count <= WARM_UP:
         return 0.0, 0.0
     return quantile_s(rhythm, 0.5), quantile_s(rhythm)
@@ -211,7 +208,7 @@ def _stands_out(rhythm: StepRhythm, seconds: float) -> bool:
 
 
 def due_pause(rhythm: StepRhythm, step: int, at_s: float) -> tuple[float, str] | None:
-    """Returns length and rhythm (in words) of the pause that is due after ``step`` at ``at_s``."""
+    """Returns the pause that is due after ``step`` at ``at_s``: its length, and its rhythm in words."""
     origin = Pause(rhythm.begun_step, rhythm.begun_s, 0.0)
     best: tuple[float, str] | None = None
     for first, second in combinations((origin, *rhythm.pauses), 2):
@@ -229,14 +226,14 @@ def due_pause(rhythm: StepRhythm, step: int, at_s: float) -> tuple[float, str] |
 def _rhythm_words(first: Pause, second: Pause, step: int, at_s: float, beats: int = 3) -> str:
     """Describes the rhythm of two pauses if it is due again, after one or a few periods; else "".
 
-    A pause and the beginning of the job are weak evidence: only the next beat counts then (``beats`` 1).
+    A single pause since the job's start is weak evidence: only the next beat counts (``beats`` 1).
     """
     period = second.step - first.step
     if period > 1:
         times = round((step - second.step) / period)
         if 1 <= times <= beats and abs(step - second.step - times * period) <= max(1.0, STEPS_OFF * period):
             return f"every {period} steps"
-    # A timer in a loop runs from the end of one pause to the start of the next.
+    # A timer in a loop runs from one pause's end to the next one's start.
     period_s = second.at_s - first.at_s - first.lasted_s
     if period_s > SECONDS_OFF_LEAST and beats > 1:
         late_s = at_s - second.at_s - second.lasted_s - period_s
@@ -257,7 +254,6 @@ def _second_irregular_s(rhythm: StepRhythm, pauses: tuple[Pause, ...]) -> float:
 
 
 def _leads_on(pause: Pause, after: tuple[Pause, ...]) -> bool:
-    # True if two later pauses continue a rhythm that began with this one.
     return any(
         _rhythm_words(pause, second, third.step, third.at_s)
         for second, third in combinations(after, 2)

@@ -1,7 +1,7 @@
 """Detects when a job has stopped making progress: a state machine over the ranks' marks (pure).
 
 ``tick`` gets the marks several times a second and emits *suspect*. The caller then looks twice at stacks and process
-states and passes the job's condition to ``conclude``; ``ends_after_s`` is the table of consequences. The slowest
+states, and passes the job's condition to ``conclude``. ``ends_after_s`` is the table of consequences. The slowest
 stepping rank counts as the job's progress. Times are seconds of CLOCK_MONOTONIC.
 """
 
@@ -17,12 +17,12 @@ from msgspec.structs import replace
 
 from safelaunch.model import Answer, JobCondition
 
-# After a longer gap between two ticks, the supervisor was stopped or the machine suspended.
+# After a longer gap, the supervisor was stopped or the machine suspended.
 CLOCK_GAP_S = 5.0
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """Thresholds in seconds. The user set those marked ``*_given``."""
+    """Thresholds in seconds. ``*_given`` says that the user set it."""
 
     stall_s: float
     startup_s: float
@@ -31,7 +31,7 @@ class Policy(msgspec.Struct, frozen=True):
     stall_given: bool = False
     startup_given: bool = False
     max_stall_given: bool = False
-    proved_s: float = math.inf  # if an early look proved the job dead, and the user set no threshold
+    proved_s: float = math.inf  # after an early look's proof, unless the user set a threshold
 
     @property
     def has_one_limit(self) -> bool:
@@ -47,7 +47,7 @@ def confirm_after_s(stall_s: float) -> float:
 
 class ProgressMark(msgspec.Struct, frozen=True):
     rank: int
-    claimed_s: float  # start of the rank; in a job without steps, its latest sign of progress
+    claimed_s: float  # its start or, without steps, its latest sign of progress
     last_step_s: float | None = None
     step: int | None = None
     exited: bool = False
@@ -59,8 +59,8 @@ class ProgressMark(msgspec.Struct, frozen=True):
 
 class Status(Enum):
     WATCHING = "watching"
-    CONFIRMING = "confirming"  # the caller is looking closer
-    UNDECIDED = "undecided"  # no step, and no reason yet to end the job
+    CONFIRMING = "confirming"
+    UNDECIDED = "undecided"  # no step, but no reason to end the job
     HUNG = "hung"
 
 
@@ -69,23 +69,23 @@ class DetectorState(msgspec.Struct, frozen=True):
     base_s: float = 0.0  # older marks count as made then
     last_tick_s: float = 0.0
     look_again_s: float = 0.0
-    mark_s: float = 0.0  # the slowest rank's mark when the suspicion began
-    covers: frozenset[tuple[int, float]] = frozenset()  # (rank, start) of each pause or phase with a timeout
+    mark_s: float = 0.0  # slowest rank's mark when the suspicion began
+    covers: frozenset[tuple[int, float]] = frozenset()  # (rank, start) of pauses and timed phases
     excused: bool = False  # no rank is judged now
-    proved_mark_s: float = 0.0  # the slowest rank's mark when an early look proved the job dead
-    worked_s: float = 0.0  # last look, early ones included, that saw the job work
-    due_s: float = 0.0  # next suspicion if the slowest rank makes no progress; 0: no rank is judged
+    proved_mark_s: float = 0.0  # slowest rank's mark at an early look's proof
+    worked_s: float = 0.0  # last look that saw the job work
+    due_s: float = 0.0  # next suspicion without progress; 0: no rank is judged
 
 
 class Stall(msgspec.Struct, frozen=True):
-    ranks: tuple[int, ...]  # with the oldest mark
+    ranks: tuple[int, ...]  # ranks with the oldest mark
     mark_s: float
     stalled_s: float
     threshold_s: float
-    before_first_step: bool  # of all ranks
+    before_first_step: bool
     step: int | None = None
     phase: str = ""
-    proved: bool = False  # an early look proved the job dead: the threshold is lower
+    proved: bool = False  # by an early look, which lowers the threshold
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,10 @@ class StallEvent:
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Shortest timeout of the groups in which ranks wait, as an age of the stall in seconds."""
+    """Shortest timeout of the groups that ranks wait in, as an age of the stall in seconds."""
 
-    abort_s: float | None = None  # age when torch aborts the job, if known
-    raises: bool = False  # torch raises an error instead, which the script can handle
+    abort_s: float | None = None  # when torch aborts the job
+    raises: bool = False  # torch only raises an error, which the script can handle
 
     @property
     def before_abort_s(self) -> float | None:
@@ -116,19 +116,19 @@ def initial_state(now: float) -> DetectorState:
 
 
 def slowest(marks: tuple[ProgressMark, ...], policy: Policy, base_s: float, now: float) -> Stall | None:
-    """Returns the stall of the slowest rank; None if no rank is judged."""
+    """Returns the slowest rank's stall; None if no rank is judged."""
     live = [mark for mark in marks if not mark.exited]
     if not live or any(mark.paused for mark in live):
         return None
     stepping = [mark for mark in live if mark.last_step_s is not None]
     judged = stepping or live
     times = {mark.rank: _mark_s(mark, base_s) for mark in judged}
-    # Ranks of one job can start far apart: before the first step, the latest arrival counts.
+    # Ranks can start far apart: before the first step, the latest start counts.
     slowest_s = min(times.values()) if stepping else max(times.values())
     slowest = [mark for mark in judged if times[mark.rank] == slowest_s]
     threshold = policy.stall_s if stepping else policy.startup_s
     threshold = max((mark.phase_timeout_s for mark in judged if mark.phase), default=0.0) or threshold
-    # A rank without steps counts if it has a timeout: its peers wait for it.
+    # A rank without steps counts during a timed phase, as its peers wait for it.
     threshold = max([threshold, *(mark.phase_timeout_s for mark in live if mark.phase)])
     return Stall(
         ranks=tuple(mark.rank for mark in (slowest if stepping else live)),
@@ -149,7 +149,7 @@ def _mark_s(mark: ProgressMark, base_s: float) -> float:
 def tick(
     state: DetectorState, marks: tuple[ProgressMark, ...], policy: Policy, now: float
 ) -> tuple[DetectorState, StallEvent | None]:
-    """Takes in the marks. Emits ``suspect`` (look closer now), ``recovered`` or ``clock-restarted``."""
+    """Takes in the marks. Emits ``suspect`` (look closer), ``recovered`` or ``clock-restarted``."""
     if now - state.last_tick_s > CLOCK_GAP_S and state.status is not Status.HUNG:
         return DetectorState(base_s=now, last_tick_s=now), StallEvent("clock-restarted")
     covers = frozenset((m.rank, m.phase_since_s) for m in marks if m.paused or (m.phase and m.phase_timeout_s))
@@ -162,7 +162,6 @@ def tick(
     if stall is None or (stall.mark_s > state.mark_s and state.status is not Status.WATCHING):
         if state.status is Status.UNDECIDED:
             return replace(state, status=Status.WATCHING), StallEvent("recovered", stall)
-        # The closer look will decide.
         return state, None
     if state.status is Status.CONFIRMING or stall.stalled_s < stall.threshold_s or now < state.look_again_s:
         return state, None
@@ -170,23 +169,22 @@ def tick(
 
 
 def _if_proved(stall: Stall | None, state: DetectorState, policy: Policy) -> Stall | None:
-    # Only a healthy job needs patience.
     if stall is None or stall.mark_s != state.proved_mark_s or stall.phase or policy.is_given(stall):
         return stall
     return replace(stall, threshold_s=min(stall.threshold_s, policy.proved_s), proved=True)
 
 
 def _base_s(state: DetectorState, covers: frozenset[tuple[int, float]], policy: Policy, now: float) -> float:
-    # The peers waited during a long pause or timed phase, so the clock restarts after it. It doesn't after short ones,
-    # which must not hide another stuck rank.
+    # After a long pause or timed phase, the clock restarts, because the peers waited. After a short one it doesn't,
+    # because another rank might be stuck.
     waited_s = max((now - since for _, since in state.covers - covers), default=0.0)
     return now if waited_s > policy.stall_s else state.base_s
 
 
 def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -> float | None:
-    """Returns the longest time without progress before the job is ended, if it ever is.
+    """Returns the longest time without progress before the job ends, if it does.
 
-    A job ends if it is proved dead, if the user's limit says so, or shortly before torch would end it.
+    It ends if it is proved dead, if the user's limit says so, or shortly before torch would end it.
     """
     threshold_s = stall.threshold_s
     by_user = policy.is_given(stall)
@@ -200,14 +198,14 @@ def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -
 
 
 def idle_s(state: DetectorState, policy: Policy, stall: Stall, answer: Answer, now: float) -> float:
-    # Without a proof, the user's threshold counts from the last work: a job on a starved machine might be idle only
-    # during the looks.
+    # Without a proof, the user's threshold counts from the last work: on a starved machine, the job might idle only
+    # during looks.
     worked = state.worked_s if answer == "unknown" and policy.is_given(stall) else 0.0
     return now - max(stall.mark_s, worked)
 
 
 def suspect_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -> float | None:
-    """Returns when the continuing job gets a bundle; None if never, because the user's threshold decides."""
+    """Returns when the continuing job gets a bundle; None if the user's threshold decides."""
     if policy.is_given(stall):
         return None
     if answer != "alive":
@@ -222,7 +220,7 @@ ALIVE_BUNDLE_S = 1800.0
 def next_look_after_s(policy: Policy, stall: Stall, now: float) -> float:
     """Returns the time until the next closer look, which costs about a second of CPU.
 
-    It grows with the wait: at most a minute within the first two hours, and ten minutes later.
+    It grows to a minute within the first two hours, and to ten minutes later.
     """
     waited_s = now - stall.mark_s
     most_s = min(600.0, max(60.0, waited_s / 120))
@@ -232,9 +230,9 @@ def next_look_after_s(policy: Policy, stall: Stall, now: float) -> float:
 def conclude(
     state: DetectorState, stall: Stall, condition: JobCondition, policy: Policy, now: float, limits: Limits = UNLIMITED
 ) -> tuple[DetectorState, StallEvent | None]:
-    """Takes in the condition that the closer look found.
+    """Takes in the closer look's result.
 
-    Emits ``hang``, ``undecided`` (each time), ``recovered`` or ``clock-restarted``; nothing if the clock was restarted
+    Emits ``hang``, ``undecided`` (each time), ``recovered`` or ``clock-restarted``; nothing if the clock restarted
     during the look.
     """
     if state.status is not Status.CONFIRMING:

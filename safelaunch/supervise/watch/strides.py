@@ -8,7 +8,7 @@ MOST_POINTS = 128
 
 
 class Strides:
-    """Steps of a rank with their times: at most ``most`` points, including the newest.
+    """A bounded sample of a rank's steps with their times, including the newest.
 
     If full, it drops every second point and then records half as many, so that points stay evenly spread.
     """
@@ -17,7 +17,7 @@ class Strides:
 
     def __init__(self, most: int = MOST_POINTS) -> None:
         self._most = most
-        self._every = 1  # fewest steps between two points
+        self._every = 1
         self._points = array("q")  # time, step, time, step, ...
         self._newest = (0, 0)
 

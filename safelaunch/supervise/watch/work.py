@@ -1,8 +1,8 @@
-"""Finds a job's work between two readings of its counters, beyond its background activity. Pure.
+"""Finds a job's work between two readings of its counters, beyond background activity. Pure.
 
-While the job makes steps, the highest use of each thread, process and connection is learned. If it makes none, any
-larger use is work that a rank might be waiting for. A rank's main thread is never background, unless it waits for its
-peers or its GPU and so might spin.
+While the job makes steps, the highest use of each thread, process and connection is learned. Without steps, any larger
+use is work that a rank might be waiting for. A rank's main thread is background only while it waits for its peers or
+its GPU and might spin.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Literal, NamedTuple
 from safelaunch.capture.counters import CounterKey, Counters, CpuTime, ProcessCounters
 
 WorkKind = Literal["cpu", "io", "network", "faults", "children", "rdma", "messages"]
-# kind, pid, start_ticks, and a thread's tid or a connection's inode (None: a process, or all connections it opens)
+# kind, pid, start_ticks, and tid or connection's inode (None: a process, or all connections it opens)
 UseKey = tuple[WorkKind, int, int, int | None]
 
 TIMES = 1.5  # multiple of the learned use
 
 
 class Floor(NamedTuple):
-    """Activity up to the larger of ``once`` per window and ``per_s`` doesn't count as work."""
+    """Activity that doesn't count as work: up to the larger of ``once`` per window and ``per_s``."""
 
     once: float
     per_s: float
 
     def within(self, seconds: float, *, awaited: bool = False) -> float:
-        """Returns the most activity that isn't work in a window of this length.
+        """Returns the most activity in a window of this length that isn't work.
 
-        ``once`` allows for bursts of background work. It shrinks with the window if a main thread does the work or
-        waits for it (``awaited``), so that a steady pace counts in short and long windows.
+        ``once`` allows for bursts of background work. If a main thread does the work or waits for it (``awaited``),
+        ``once`` shrinks with the window, so that a steady pace counts in short windows, too.
         """
         once = self.once * min(1.0, seconds / BURST_S) if awaited else self.once
         return max(once, self.per_s * seconds)
 
 
-BURST_S = 10.0  # window for which ``once`` is meant
+BURST_S = 10.0  # window of ``once``
 
 FLOORS: Mapping[WorkKind, Floor] = {
     # Milliseconds. A thread that polls every millisecond takes up to 3 % of a core.
@@ -51,17 +51,16 @@ FLOORS: Mapping[WorkKind, Floor] = {
     # Bytes. An idle InfiniBand port carries only its subnet manager's packets of 256 bytes.
     "rdma": Floor(64 << 10, 4 << 10),
 }
-QUEUED_SHARE = 0.25  # a thread that waits for a core for a smaller share of the time isn't held up
+QUEUED_SHARE = 0.25  # share of the time; a thread that waits less for a core isn't held up
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Highest use in one window, as two rates because a long window dilutes a burst."""
+    """Highest use in one window, as two rates, because a long window dilutes a burst."""
 
     per_s: float = 0.0
     once: float = 0.0
     total: float = 0.0
-    """over all windows"""
 
     def plus(self, amount: float, seconds: float) -> Peak:
         return Peak(max(self.per_s, amount / seconds), max(self.once, amount), self.total + amount)
@@ -69,11 +68,9 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """Activity of a job that makes steps."""
-
     peaks: Mapping[UseKey, Peak] = field(default_factory=dict)
     changes: int = 0
-    """processes that began or ended, in all windows"""
+    """processes that began or ended"""
     seconds: float = 0.0
     """length of all windows"""
 
@@ -81,13 +78,13 @@ class Background:
 @dataclass(frozen=True, slots=True)
 class ObservedWork:
     rank: int
-    """pid of the rank's main process; 0 for ``rdma``, which counts for the whole node"""
+    """pid of its main process; 0 for ``rdma``, which counts for the node"""
     pid: int
     tid: int | None
     """None: the whole process"""
     kind: WorkKind
     amount: float
-    """milliseconds of CPU, bytes, pages, processes or messages per second"""
+    """milliseconds of CPU, bytes, pages, processes, or messages per second"""
 
     @property
     def words(self) -> str:
@@ -113,15 +110,14 @@ class _Use(NamedTuple):
     rank: int
     amount: float
     parts: Mapping[UseKey, float] = {}
-    """use of each connection of a process, which ``amount`` sums up"""
+    """use of each connection, summed in ``amount``"""
 
 
-_CHANGES: UseKey = ("children", 0, 0, None)  # of the whole job
+_CHANGES: UseKey = ("children", 0, 0, None)
 _RDMA: UseKey = ("rdma", 0, 0, None)
 
 
 def learn(background: Background, before: Counters, after: Counters) -> Background:
-    """Adds the use between two readings of a job that made steps."""
     seconds = after.at_s - before.at_s
     if seconds <= 0:
         return background
@@ -147,11 +143,11 @@ def find_work(
     foreground: Collection[int] = (),
     waiting: Collection[int] = (),
 ) -> tuple[ObservedWork, ...]:
-    """Returns the work between two readings that isn't background, the strongest first.
+    """Returns the work between two readings beyond the background, the strongest first.
 
     Args:
-        foreground: Processes that a rank's main thread waits for; their work is never background.
-        waiting: Ranks' main processes with a main thread that waits for peers or the GPU.
+        foreground: Processes that a rank's main thread waits for: all their work counts.
+        waiting: Ranks' main processes that wait for peers or the GPU.
     """
     seconds = after.at_s - before.at_s
     if seconds <= 0:
@@ -169,7 +165,7 @@ def find_work(
         rank, mean = changed[-1], background.changes / background.seconds if background.seconds else 0.0
         once = background.peaks.get(_CHANGES, Peak()).once
         judge(_Use(("children", rank, 0, None), rank, len(changed)), TIMES * (once + mean * seconds))
-    helpers = changed and not work  # as many short-lived processes as usual
+    helpers = changed and not work  # as many short-lived ones as usual
     rdma = _Use(_RDMA, 0, _increase(before.rdma_bytes, after.rdma_bytes))
     judge(rdma, _hidden(rdma, background, seconds))
     for use in _uses(before, after):
@@ -183,9 +179,9 @@ def find_work(
 
 
 def _hidden(use: _Use, background: Background, seconds: float) -> float:
-    """Returns how much of a use is background, for each connection separately.
+    """Returns the background part of a use, for each connection separately.
 
-    New connections count with their mean: a job opens most connections in one burst when it starts.
+    New connections count with their mean, as a job opens most of them in one burst.
     """
     hidden = 0.0
     for what, amount in (use.parts or {use.key: use.amount}).items():
@@ -197,7 +193,7 @@ def _hidden(use: _Use, background: Background, seconds: float) -> float:
 
 
 def _changes(before: Counters, after: Counters) -> list[int]:
-    # Ranks of the processes that began between the readings, or of the ended processes if there are more.
+    # Ranks of the processes that began, or of the ended processes if they are more.
     began = [
         process.rank for key, process in after.processes.items() if key not in before.processes and _is_new(key, before)
     ]
@@ -206,7 +202,7 @@ def _changes(before: Counters, after: Counters) -> list[int]:
 
 
 def _is_new(key: CounterKey, before: Counters) -> bool:
-    # False if the first reading only missed it.
+    # The first reading might have missed it.
     return key[1] >= before.at_ticks
 
 
