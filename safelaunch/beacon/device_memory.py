@@ -133,7 +133,6 @@ def _frames(frames: Iterable[tuple[str, int, str]]) -> Iterator[dict[str, object
 
 
 def _write_snapshot(path: str, snapshot: dict[str, Any]) -> dict[str, object]:
-    """Writes the snapshot as torch does; without its history if the file would be too large."""
     from pickle import dump
 
     shorter = {**snapshot, "device_traces": [[] for _ in snapshot.get("device_traces", ())]}
@@ -154,8 +153,6 @@ class _TooLargeError(Exception):
 
 
 class _Bounded:
-    """A file that refuses more than ``SNAPSHOT_BYTES``."""
-
     def __init__(self, out: Any) -> None:
         self._out = out
         self._left = SNAPSHOT_BYTES

@@ -55,7 +55,6 @@ class WatchedFunction:
 
 
 def _start_beacon(launch: Mapping[str, str]) -> None:
-    """Starts the beacon in a forked rank, and restores the caller's own PYTHONPATH."""
     run_dir = launch.get("SAFELAUNCH_RUN_DIR", "")
     if not os.path.isdir(run_dir) or module("rank").is_claimed():
         return

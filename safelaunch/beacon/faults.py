@@ -162,7 +162,6 @@ def _frames_of(traceback: TracebackType | None) -> list[dict[str, object]]:
 
 
 def _earlier(value: BaseException) -> list[dict[str, object]]:
-    """Returns the exceptions that led to ``value``, in the order of a traceback."""
     chain: list[tuple[BaseException, bool]] = []
     visited, error = {id(value)}, value
     while len(chain) < MAX_LINKS:

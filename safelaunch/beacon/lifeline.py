@@ -95,7 +95,6 @@ def _is_guarded(run_dir: str) -> bool:
 
 
 def _recorded_members(run_dir: str, what: str) -> list[str]:
-    """Returns the members of the job that the guardians recorded under the keyword ``what``."""
     try:
         with open(os.path.join(run_dir, layout.MEMBERS)) as file:
             lines = [line.rstrip("\n").partition(" ") for line in file]

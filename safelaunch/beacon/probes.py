@@ -217,7 +217,6 @@ def _parameters(model: Any) -> list[tuple[Placement, Any]]:
 
 
 def _units(model: Any) -> dict[str, tuple[str, str, bool]]:
-    """Returns for each module its FSDP unit, its precision, and whether FSDP1 shards it."""
     units: dict[str, tuple[str, str, bool]] = {}
     states: dict[int, tuple[str, str, bool]] = {}  # ``fully_shard`` can make one unit of several modules
     for name, module in model.named_modules(remove_duplicate=False):

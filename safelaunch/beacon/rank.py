@@ -115,7 +115,6 @@ def _torch_optimizer(module: Any) -> None:
 
 
 def _load_probes(base: str, env: Mapping[str, str]) -> None:
-    """Loads the probes of add-ons that the supervisor requested. A failure costs only that probe."""
     names = env.get(layout.PROBES, "")
     if names:
         from . import addon_probes

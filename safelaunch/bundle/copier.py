@@ -151,7 +151,6 @@ def _inside(directory: int, work: "Callable[[], None]") -> None:
 
 
 def _copy(staged: str, parent: int) -> None:
-    """Copies ``staged`` into the working directory, private. Raises OSError if anything is missing."""
     os.chmod(".", 0o700)
     copy_tree(staged, ".")
     if os.getppid() != parent:  # then the staged files disappear, perhaps during the copy
@@ -201,7 +200,6 @@ def _files(root: str) -> "list[str]":
 
 
 def _rename(partial: str, wanted: str) -> str:
-    """Renames to ``wanted``, or to ``wanted-2`` and so on if the name is taken."""
     for number in range(1, 1000):
         final = wanted if number == 1 else f"{wanted}-{number}"
         try:
@@ -222,7 +220,6 @@ def _rename(partial: str, wanted: str) -> str:
 
 
 def _link_latest(name: str) -> str:
-    """Links ``latest`` to the bundle. Returns the problem as a line, or an empty string."""
     if os.path.lexists(LATEST) and not os.path.islink(LATEST) and not _is_set_aside(LATEST):
         return f"{LATEST} is not safelaunch's: there is no link to the newest bundle\n"
     partial = f".latest.{os.getpid()}-{time.time_ns()}"

@@ -78,7 +78,6 @@ class BundleOwner:
 
 
 def owner_under_sudo(environ: Mapping[str, str]) -> BundleOwner | None:
-    """Returns the user that started this process with sudo, if any."""
     uid, gid = environ.get("SUDO_UID", ""), environ.get("SUDO_GID", "")
     if os.geteuid() != 0 or not (uid.isdecimal() and gid.isdecimal() and int(uid)):
         return None
@@ -189,7 +188,6 @@ def _remove_partial(directory: Path, name: str, pid: int) -> None:
 
 
 def _keep_locally(staged: Path, fallback: Path, name: str, problem: str) -> Publication:
-    """Moves the bundle to ``fallback``, or if that fails to a new directory in $TMPDIR."""
     for place in (fallback, None):
         if not staged.is_dir():
             return Publication(staged, "something removed the staged bundle before it could be copied", lost=True)

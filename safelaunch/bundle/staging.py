@@ -111,7 +111,6 @@ class Staging(Sink):
             self.artifacts.append(Artifact("manifest.json", OURS, 0.0, problem))
 
     def _write(self, path: str, content: bytes) -> str:
-        """Writes a file below the root. Returns why that failed, or an empty string."""
         target = self.root / path
         try:
             if not self.root.is_dir():

@@ -59,12 +59,9 @@ def ranks(
     """Collects the evidence of all ``targets`` in parallel; each file, or the reason for its absence, goes to ``sink``.
 
     Args:
-        targets: The ranks.
         looks: The looks so far, oldest first.
         basics: What is known about each rank.
         pages: The directory of progress pages.
-        host: This node's name.
-        sink: Receives the files.
         evidence: Receives each rank's evidence as it arrives. For a late rank, only finished steps contribute.
         ask: False if the ranks are gone or about to end: their worker servers aren't queried.
         patience: Factor for the deadline; 1 on an idle machine.
@@ -133,7 +130,6 @@ def _rank(
     ask: bool,
     by_rank: dict[int, RankEvidence],
 ) -> RankEvidence:
-    """Collects a rank's evidence in steps; ``by_rank`` receives the result of each step."""
     folder = f"ranks/{target.rank}"
     step = FileGroup(gate)
 

@@ -26,7 +26,6 @@ class Excerpts:
         self.read: dict[str, str] = {}
 
     def text(self, path: str) -> str | None:
-        """Returns the excerpt, or None if the file can't be read."""
         if path not in self.read:
             if self._lines is None:  # most verdicts read nothing
                 self._lines = _lines_of(self._evidence)

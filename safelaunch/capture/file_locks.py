@@ -65,7 +65,6 @@ def _blocking_lock(table: str, pid: int, place: tuple[int, int, int]) -> LockRow
 
 
 def _has(pid: int, lock: LockRow) -> bool | None:
-    """True if a descriptor of the process has the lock; None if its descriptors can't be read."""
     try:
         names = os.listdir(f"/proc/{pid}/fdinfo")  # noqa: PTH208
     except OSError:

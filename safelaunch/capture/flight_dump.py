@@ -101,7 +101,6 @@ def to_json(record: FlightRecord) -> bytes:
 
 
 def _entry(entry: Collective, *, timed: bool) -> dict[str, object]:
-    """Formats an entry as c10d does, with the group's name instead of its running number."""
     noticed = entry.started is True and (timed or entry.state == "scheduled")
     return {
         "state": entry.state,
@@ -312,7 +311,6 @@ class _Decoder:
         return numbers
 
     def _counts(self, name: str) -> Sequence[int]:
-        """Returns a column of numbers, with impossible ones replaced by 0."""
         values = packed(self._numbers_in(name))
         ends = (values[0], values[-1]) if isinstance(values, (range, Same)) and values else values
         if min(ends, default=0) >= 0 and max(ends, default=0) < _MAX_COUNT:
@@ -321,7 +319,6 @@ class _Decoder:
         return [value if 0 <= value < _MAX_COUNT else 0 for value in values]
 
     def _threads(self) -> Sequence[int]:
-        """Returns each entry's calling thread; empty in older versions."""
         values = self._values["thread_id"]
         first = values[0] if values else None
         if type(first) is str and values.count(first) == len(values) and (number := _thread(first)) is not None:

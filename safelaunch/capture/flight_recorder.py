@@ -81,7 +81,6 @@ _DumpRead = tuple[Result[bytes], FlightRecord | None, str]
 
 
 def _of_all(answers: Sequence[Result[bytes]], parse: Callable[[bytes], FlightRecord]) -> _DumpRead:
-    """Merges the dumps of all answers; returns a dump, its record, and the reason if there is no record."""
     dumps: list[tuple[Result[bytes], FlightRecord]] = []
     reasons: list[str] = []
     for raw in answers:

@@ -68,7 +68,6 @@ def nvidia_smi_text(*, deadline_s: float = 10.0) -> Result[str]:
 
 
 def query(nvml: Any) -> Gpus:
-    """Returns the driver and GPUs from module ``pynvml``, or the reason for their absence."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

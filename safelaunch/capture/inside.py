@@ -88,7 +88,6 @@ def _with_tids(sample: StackSample, memory: ProcessMemory) -> StackSample:
 
 
 def _answer(server: Path, questions: Questions, until: float) -> tuple[bytes, int]:
-    """Returns the answer's bytes and a descriptor, -1 for none. Raises ``CaptureError``."""
     base = server.with_suffix("")
     own = Path(f"{base}{layout.STACKS_SUFFIX}")
     try:
@@ -116,7 +115,6 @@ def _from_thread(path: Path, questions: Questions, until: float) -> tuple[bytes,
 
 
 def _from_handler(server: Path, path: Path, questions: Questions, until: float) -> tuple[bytes, int]:
-    """Queries the handler, which connects to the socket ``path``."""
     failed: list[CaptureError] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         path.unlink(missing_ok=True)

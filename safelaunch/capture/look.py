@@ -162,7 +162,6 @@ def _noting(rank: RankLook, why: str) -> RankLook:
 
 
 def _with_ends(ranks: dict[int, RankLook], table: Iterable[int], deadline_s: float) -> dict[int, RankLook]:
-    """Adds the other ends of the ranks' pipes and connections, searching the job's own processes first."""
     states = [process.state for rank in ranks.values() for process in rank.processes if process.state is not None]
     own = [state.pid for state in states]
     pids = [*own, *sorted(set(table) - set(own))]

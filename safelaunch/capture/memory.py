@@ -66,7 +66,6 @@ class ProcessMemory:
 
     @cached_property
     def mappings(self) -> list[Mapping]:
-        """File mappings by address. Raises OSError."""
         return [region for region in self.regions if region.path]
 
     def symbols(self, mapping: Mapping, wanted: re.Pattern[bytes], kind: int = FUNCTION) -> tuple[Symbol, ...]:

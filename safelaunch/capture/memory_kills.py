@@ -48,7 +48,6 @@ def count_in(text: str) -> int | None:
 
 
 def kills_of(pid: int, before: KillCounts, now: KillCounts, kernel_log: str) -> MemoryKills:
-    """Returns the evidence that the out-of-memory killer killed process ``pid``."""
     named = re.compile(rf"Killed process {pid}\b|oom-kill:.*\bpid={pid}\b")
     line = next((line for line in reversed(kernel_log.splitlines()) if named.search(line)), "")
     return MemoryKills(line.strip(), _more(before.cgroup, now.cgroup), _more(before.node, now.node))

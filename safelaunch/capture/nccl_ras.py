@@ -50,7 +50,6 @@ def ask(
     """Returns the service's raw answer, or None if no process of ``pids`` has loaded NCCL. Never raises.
 
     Args:
-        pids: The ranks' processes.
         libraries: NCCL versions from Flight Recorder dumps.
         spare: Why a crash of one of the job's processes would do harm; empty if it wouldn't.
     """
@@ -74,7 +73,6 @@ def ask(
 
 
 def _allow(version: Version, spare: str) -> None:
-    """Raises CaptureError if the query might harm the job."""
     name = ".".join(map(str, version))
     if not version:
         raise CaptureError("not queried: NCCL's version is unknown")
@@ -134,7 +132,7 @@ def port_of(address: str) -> int:
 
 
 def _first_answer(addresses: Sequence[tuple[str, int]], until: float) -> tuple[str, str]:
-    """Returns the answer and a note about it. Retries only if no process answered the handshake."""
+    """Retries only if no process answered the handshake."""
     reasons = []
     for number in range(ATTEMPTS):
         address = addresses[number % len(addresses)]
@@ -181,7 +179,6 @@ class _RasConnection:
         return text, note
 
     def _say(self, words: str, until: float) -> str:
-        """Sends one line and returns the reply. Raises OSError."""
         self._send(words, until)
         while (end := self._data.find(b"\n")) < 0:
             if len(self._data) > 4096 or not self._receive(until):

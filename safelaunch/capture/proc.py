@@ -297,7 +297,6 @@ def _full_thread(
 
 
 def _with_target(thread: ThreadState, pid: int, arguments: tuple[int, ...], memory: ProcessMemory) -> ThreadState:
-    """Adds the descriptor or path that the thread's call uses."""
     name, fd = thread.syscall_name, None
     if name in waits.FD_FIRST:
         fd = arguments[0] & 0xFFFFFFFF

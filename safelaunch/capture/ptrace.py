@@ -48,7 +48,6 @@ def tracing_facts(pid: int) -> PtraceFacts:
 
 
 def explain(stderr: str, facts: PtraceFacts) -> CaptureError:
-    """Converts py-spy's error message to cause, remedy and kind of failure."""
     message = stderr.lower()
     if not facts.alive:
         return CaptureError("the process is gone")

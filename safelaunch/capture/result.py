@@ -85,5 +85,4 @@ def left(until: float) -> float:
 
 
 def why(error: CaptureError) -> str:
-    """Returns the reason for a failure and its remedy, on one line."""
     return f"{error.message} ({error.fix})" if error.fix else error.message

@@ -101,7 +101,6 @@ def _query(body: bytes, add: Callable[[bytes, int, int], None], *, every: bool, 
 
 
 def _parts(answer: bytes, add: Callable[[bytes, int, int], None]) -> bool:
-    """Adds each part. Returns True for the last answer. Raises ``OSError`` for a refusal."""
     at = 0
     while at + _HEADER.size <= len(answer):
         size, kind, *_ = _HEADER.unpack_from(answer, at)

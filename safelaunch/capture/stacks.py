@@ -284,7 +284,6 @@ def with_c_frames_of(pid: int, state: ProcessState | None = None, *, deadline_s:
 
 
 def _alive(pid: int, state: ProcessState | None) -> ProcessState:
-    """Returns the current state; raises ``CaptureError`` if the process ended or isn't the one in ``state``."""
     now = proc.read_quick(pid)
     if state is not None and state.start_ticks != now.start_ticks:
         raise CaptureError(f"process {pid} is gone, and another process has its pid")

@@ -77,7 +77,6 @@ class Entries(Sequence[Collective]):
         )
 
     def used(self) -> Mapping[int, Collective]:
-        """Returns the kinds that occur, by number."""
         if not self._used:
             self._used = {number: self.kinds.all[number] for number in sorted(set(self.kind_of))}
         return self._used
@@ -96,11 +95,9 @@ class Entries(Sequence[Collective]):
         )
 
     def positions_of(self, wanted: Callable[[Collective], bool]) -> list[int]:
-        """Returns the positions of the entries of ``wanted`` kinds, oldest first."""
         return positions(self.kind_of, {number for number, kind in self.used().items() if wanted(kind)})
 
     def matching(self, wanted: Callable[[Collective], bool]) -> list[Collective]:
-        """Returns the entries of ``wanted`` kinds, oldest first."""
         return [self[position] for position in self.positions_of(wanted)]
 
     def __len__(self) -> int:

@@ -253,7 +253,6 @@ class Launched(Record, frozen=True):
 
     @property
     def as_typed(self) -> tuple[str, ...]:
-        """Returns the command line that the user typed, or the one that ran if nothing was typed."""
         return ("safelaunch", *self.typed) if self.typed else self.command
 
 
@@ -296,7 +295,6 @@ _OF_THE_MACHINE = frozenset({"system", "kernel", "machine", "python_executable",
 
 
 def software(versions: Mapping[str, str]) -> dict[str, str]:
-    """Returns the versions in ``versions.json`` of Python, torch and related packages."""
     return {name: version for name, version in versions.items() if name not in _OF_THE_MACHINE}
 
 

@@ -123,7 +123,6 @@ def show(text: str, *, color: bool = False, fold: bool = False) -> None:
     """Prints ``text`` on stdout. Raises BrokenPipeError if the pipe has no reader.
 
     Args:
-        text: The text.
         color: Whether its colours stay.
         fold: Whether lines longer than the terminal break between words.
     """
@@ -257,7 +256,6 @@ def _columns() -> int:
 
 
 def _broken(line: str, width: int) -> list[str]:
-    """Breaks a line into prefixed parts. Words stay whole."""
     room = max(width - ECHO, NARROWEST) - len(PREFIX)
     text = line.removeprefix(PREFIX)
     if len(text) <= room or text.startswith(COMMAND):

@@ -44,7 +44,6 @@ def clean_json(text: str) -> str:
 
 
 def json_document(value: object) -> str:
-    """Returns ``value`` as JSON that is safe to print."""
     return clean_json(json.dumps(value, indent=2))
 
 

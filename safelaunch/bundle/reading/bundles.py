@@ -206,7 +206,6 @@ def _nodes(bundle: BundleFolder) -> tuple[NodeEvidence, ...]:
 
 
 def _nccl(bundle: BundleFolder) -> NcclWitness | None:
-    """Returns the answer of NCCL's RAS service, from the node that asked."""
     from safelaunch.capture import nccl_ras
 
     for name in bundle.hosts():

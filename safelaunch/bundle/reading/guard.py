@@ -42,7 +42,6 @@ class LimitExceeded(Unreadable):
 
 
 def limit_process(bounds: ReadLimits) -> None:
-    """Limits this process, beyond its current use."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _lower(resource.RLIMIT_AS, pages * os.sysconf("SC_PAGESIZE") + bounds.memory_bytes)
     _lower(resource.RLIMIT_FSIZE, bounds.file_bytes)

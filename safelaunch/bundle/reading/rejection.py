@@ -23,7 +23,6 @@ GIVE = (
 
 
 def missing_reader() -> str:
-    """Returns a note that an add-on for reading files is missing; otherwise empty."""
     missing = addons.missing("readers")
     return f", and this installation can't read logs: its add-on {missing[0]!r} is missing" if missing else ""
 

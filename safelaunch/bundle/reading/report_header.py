@@ -42,7 +42,6 @@ def about(root: Path, launch: LaunchFacts | None = None, node_files: Mapping[str
 
 
 def about_all(roots: Sequence[Path]) -> ReportHeader:
-    """Returns a header for the bundles of one job's nodes: the first one's launch, and all nodes."""
     each = [about(root) for root in roots]
     if not each:
         return ReportHeader()

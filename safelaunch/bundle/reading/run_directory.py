@@ -78,7 +78,6 @@ def read_run(root: Path, scratch: Path) -> FoundEvidence:
 
 
 def _copy(source_run: RunPaths, copied_run: RunPaths) -> Iterator[str]:
-    """Copies pages, their companions and the agent's events. Yields a message for each skipped file."""
     copied_run.pages.mkdir(parents=True)
     within(source_run.root, source_run.pages)
     names = [source_run.agent_events, source_run.agent_page, *sorted(source_run.pages.iterdir())]
@@ -99,7 +98,7 @@ def _copy(source_run: RunPaths, copied_run: RunPaths) -> Iterator[str]:
 
 
 def _exits(events: list[AgentEvent]) -> dict[int, RankExit]:
-    """Returns ranks' exits, reported by the agent. Ranks in its first report ended before it stopped the others."""
+    """Returns ranks' exits. Ranks in the agent's first report ended before it stopped the others."""
     exits: dict[int, RankExit] = {}
     attempt = max((event.attempt for event in events), default=0)
     for event in events:

@@ -61,7 +61,6 @@ class _Ordinary:
 
 
 def _learned(environment: Mapping[str, str], argv: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yields each secret with the name of its variable or option."""
     words = list(argv)
     pairs = [(name, part) for name, value in environment.items() for part in _under(kind_of(name), value)]
     pairs += [(name, value) for name, value in environment.items() if not is_shown(name) and _is_random(value)]
@@ -88,7 +87,6 @@ _VERSIONED = re.compile(r"[A-Za-z_\-]*[\-=@<>~]{0,2}\d+(?:\.\d+)+")
 
 
 def _under(kind: SecretKind, value: str) -> Iterator[str]:
-    """Yields the secrets in a value that has a name of that kind."""
     bare = value.strip().strip("\"'")
     doubtful: SecretKind = "secret" if kind == "maybe" else kind  # an environment variable's name is enough
     if not kind or is_plain_value(doubtful, bare) or (kind != "password" and _is_path(bare)):

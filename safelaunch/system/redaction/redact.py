@@ -106,7 +106,6 @@ def replaced(text: str, spans: Iterable[Span]) -> str:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Returns the spans in order, with overlapping and touching ones merged."""
     result: list[Span] = []
     for begin, end in sorted(spans):
         if result and begin <= result[-1][1]:
@@ -241,7 +240,6 @@ def _is_of_another_line(option: re.Match[str]) -> bool:
 
 
 def _of_clients(text: str) -> Iterator[Span]:
-    """Yields passwords after one-letter options of known programs."""
     for programs, letter, option in _CLIENTS:
         done = 0
         for client in programs.finditer(text) if f"-{letter}" in text else ():
@@ -326,7 +324,6 @@ def _decoded(escape: str) -> str:
 
 
 def _read(before: Reading, pattern: re.Pattern[str], decode: Callable[[str], str]) -> Reading | None:
-    """Returns ``before`` with every match of ``pattern`` replaced; None without a match."""
     # Unchanged parts (even numbers) and replaced ones (odd numbers) alternate: their starts here and in the source.
     here, offsets, parts = array("q", [0]), array("q", [0]), []
     length = done = 0
