@@ -1,7 +1,7 @@
 """Holds the job's GPU leases, and protects descriptors from scripts that close all of them, as daemons do.
 
 Each rank locks the leases, so that the GPUs stay leased while any rank lives, even without a supervisor. Its forked
-children (DataLoader workers), which hold GPU memory as well, share the lock; programs that it executes don't.
+children (DataLoader workers) also hold GPU memory, and share the lock; programs that it executes don't.
 
 The worker server's C++ threads use its socket by number. If the script closed it, a connection of the script could get
 the same number: both would read from it, and the process would abort at exit.

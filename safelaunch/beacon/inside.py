@@ -59,7 +59,7 @@ def _answer(path: str) -> None:
 
 @log.guarded
 def listen(base: str, words: memoryview) -> None:
-    """Starts a thread that answers on a separate socket, for a torch whose worker server takes no handlers."""
+    """Starts a thread that answers on a separate socket, if torch's worker server takes no handlers."""
     listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     listener.bind(base + layout.STACKS_SUFFIX)
     os.chmod(base + layout.STACKS_SUFFIX, 0o600)

@@ -1,4 +1,4 @@
-"""Starts c10d's worker server: an HTTP server on a unix socket whose C++ threads answer while Python hangs.
+"""Starts c10d's worker server, an HTTP server on a unix socket. Its C++ threads answer while Python hangs.
 
 The server starts before any process group exists. Its object is never destroyed, because destroying it in a forked
 child would shut down the parent's listener and abort the parent.

@@ -1,6 +1,6 @@
 """Collects each rank's evidence, and writes each file as it arrives.
 
-The least intrusive sources come first: those that need nothing from the rank, those without the GIL, then the rest.
+The least intrusive sources come first: sources that need nothing from the rank, sources without the GIL, then the rest.
 """
 
 from __future__ import annotations

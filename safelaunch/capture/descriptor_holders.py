@@ -47,7 +47,7 @@ class _EndOfSearch:
 @dataclass(frozen=True)
 class _Holders:
     by: Mapping[WantedEnds, tuple[OtherEnd, ...]]
-    closed: bool = False  # no unsearched process can have such a descriptor
+    closed: bool = False  # no unsearched process can have a wanted end
     rings: frozenset[int] = frozenset()  # processes that use io_uring
 
     def is_closed(self, end: WantedEnds) -> bool:

@@ -31,8 +31,8 @@ class LockRow:
 def holders(pid: int, fd: int) -> tuple[int, ...]:
     """Returns the processes with the lock for which ``pid`` waits at descriptor ``fd``; empty if unknown.
 
-    First comes the process that took the lock, if it still has it, then those that inherited the open file, each of
-    which can release it. The holder might be ``pid`` itself, if it opened the file twice. Can block on a dead file
+    First comes the process that took the lock, if it still has it, then processes that inherited the open file, because
+    each can release the lock. The holder might be ``pid`` itself, if it opened the file twice. Can block on a dead file
     system, so call it with a deadline.
     """
     try:

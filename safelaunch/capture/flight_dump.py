@@ -167,7 +167,7 @@ _EntryRow = tuple[Any, ...]
 
 
 class _Decoder:
-    """Decodes the entries of one dump, most of which repeat in every iteration of a training loop.
+    """Decodes the entries of one dump. Most of them repeat in every iteration of a training loop.
 
     If a row is known, another iteration might begin there: the following rows are compared in bulk with the rows that
     followed last time, and decoded only if they differ. Comparing is cheap, because c10d's pickler shares the frames'

@@ -101,7 +101,7 @@ def _answer(server: Path, questions: Questions, until: float) -> tuple[bytes, in
 
 
 def _from_thread(path: Path, questions: Questions, until: float) -> tuple[bytes, int]:
-    """Queries the thread that serves stacks in a rank whose torch accepts no handlers."""
+    """Queries the thread that serves stacks if the rank's torch accepts no handlers."""
     if not questions.begin_question():
         raise Unanswered("absent", "the rank is exiting")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

@@ -218,7 +218,7 @@ def name_of_user(user: int) -> str:
 
 
 def processes() -> dict[int, JobProcess]:
-    """Returns this host's processes, except those that don't respond because the kernel holds their memory lock."""
+    """Returns this host's processes, unless they don't respond because the kernel holds their memory lock."""
     pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
     read = gather([partial(_read, pid) for pid in pids], deadline_s=READ_DEADLINE_S)
     return with_spawned({process.pid: process for process in read if process is not None}, is_spawned)

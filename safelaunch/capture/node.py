@@ -89,7 +89,7 @@ def versions(
 
     Args:
         code_roots: The rank's package directories, as its beacon reported them; by default this process's.
-        pid: The rank, whose ``exe`` link names its interpreter.
+        pid: The rank. Its ``exe`` link names its interpreter.
     """
     bounded = partial(within, deadline_s, "versions", lambda: _versions(list(code_roots), pid))
     return attempt("package metadata", bounded)

@@ -189,7 +189,7 @@ def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) ->
 def _details(
     pid: int, letter: str, locks: Sequence[file_locks.LockRow] | None, own: Own
 ) -> tuple[tuple[ThreadState, ...], tuple[str, ...], tuple[FileLock, ...], list[str]]:
-    """Reads threads, command line and file locks, which can block; returns notes as well."""
+    """Reads threads, command line and file locks, which can block. Returns notes, too."""
     notes: list[str] = []
     denied: set[str] = set()
     memory = ProcessMemory(pid, own.memory)

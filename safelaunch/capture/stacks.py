@@ -77,7 +77,7 @@ def find_py_spy(path: str | None = None) -> str:
     """
     if path:
         return path
-    places = (Path(sys.executable).parent, Path(site.getuserbase(), "bin"))  # sudo removes the latter from PATH
+    places = (Path(sys.executable).parent, Path(site.getuserbase(), "bin"))  # sudo removes the user's bin from PATH
     installed = next((str(place / "py-spy") for place in places if os.access(place / "py-spy", os.X_OK)), None)
     program = installed or shutil.which("py-spy")
     if not program:

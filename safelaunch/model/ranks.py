@@ -364,7 +364,7 @@ class NcclLog(Record, frozen=True):
 
 
 class GilTest(Record, frozen=True):
-    """Answers of a rank's worker server to two requests, only one of which needs the GIL.
+    """Answers of a rank's worker server to two requests. Only the second one needs the GIL.
 
     ``ping`` True and ``python`` False: a thread holds the GIL. The Python handler reports the other fields.
     """

@@ -72,9 +72,9 @@ class StoreError(ResourceError):
 class CaptureError(SafelaunchError):
     """A source of evidence failed. ``message`` goes into the manifest; code decides by ``kind``.
 
-    ``absent``: nothing listens. ``timeout``: the deadline passed. ``denied``: no permission. ``not installed``: no such
-    tool. ``outdated``: the tool doesn't support its input. ``no handler``: the worker server lacks one. ``broken``: no
-    usable answer.
+    ``absent``: nothing listens. ``timeout``: the deadline passed. ``denied``: no permission. ``not installed``: the
+    tool is missing. ``outdated``: the tool doesn't support its input. ``no handler``: the worker server lacks one.
+    ``broken``: no usable answer.
     """
 
     def __init__(self, message: str, fix: str = "", kind: Failure = "") -> None:

@@ -250,7 +250,7 @@ def _of_clients(text: str) -> Iterator[Span]:
 
 
 # --- readings: a text as it is, as a terminal shows it, with escapes decoded ------------------------------------------
-# A secret can be written in JSON, ``repr``, a URL or HTML, nested in another such text, or in colours.
+# A secret can be written in JSON, ``repr``, a URL or HTML, nested in another text of this kind, or in colours.
 
 MOST_LAYERS = 3  # JSON in JSON in JSON
 

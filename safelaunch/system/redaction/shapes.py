@@ -188,7 +188,7 @@ _OF_A_SERVICE = re.compile(
     r"(?:.*_)?(?:api|access|auth|refresh|bearer|secret|service|deploy|json|hf|hub|huggingface|github|gitlab|gh|gl|git|slack"
     r"|discord|telegram|openai|anthropic|wandb|npm|pypi|aws|gcp|azure|kube|vault|jwt|csrf|oauth)(?:_.*)?_tokens"
 )
-# Harmless names with such a word (settings of libraries, numbers, locations of sockets).
+# Harmless names with a secret word (settings of libraries, numbers, locations of sockets).
 _HARMLESS = re.compile(
     r"tokenizers?_.*|nccl_.*|secret_santa|(?:.*_)?token_(?:ids?|counts?|types?|type_ids|limit|len|length|budget|index|dim|name|size)"
     r"|(?:pad|eos|bos|unk|mask|sep|cls|image|special|next|last|first|prev|new|stop|start|end|per|decoder_start|current)"
