@@ -1,12 +1,12 @@
-"""Measures what `--check-every` adds to a small training on one CPU core: blocks of steps with and without, in turns.
+"""Measures what `--check-every` adds to a small training on one CPU core, in alternate blocks of steps.
 
     python -m scripts.bench checks [--runs 5] [--rounds 100] [--json FILE]
 
-One process trains three copies of a model in turns, ten steps of each at a time. One copy is checked; the others have
-no hook of the checks, neither at their optimizer nor at a gradient. So each round of blocks tells what the hooks cost
-in every step, what a check costs, slower steps behind it included, and, by the two copies that aren't checked, how well
-this can be told at all. The cost at `--check-every 100` is that of the hooks and a hundredth of a check. Beside it
-stand the time inside the checks' functions, and what the supervisor's comparing costs on another core.
+One process trains three copies of a model alternately, ten steps of each at a time. One copy is checked; the others
+have no hook of the checks, neither at their optimizer nor at a gradient. Each round of blocks therefore shows the cost
+of the hooks in every step, and of a check, including slower steps after it. The two unchecked copies show the precision
+of the measurement. The cost at `--check-every 100` is the hooks' cost and a hundredth of a check's. The table also has
+the time spent inside the checks' functions, and the cost of the supervisor's comparison on another core.
 """
 
 from __future__ import annotations

@@ -49,10 +49,13 @@ EXIT_HUNG = 124
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One hang. Times are seconds of CLOCK_MONOTONIC. ``named``: the verdict names the sleeping rank and no other.
+    """One hang. Times are seconds of CLOCK_MONOTONIC.
 
-    ``whole``: how many ranks have all their files in the bundle. ``word_s``: from the stop to the first early look that
-    was printed, and ``word_named``: it names the sleeping rank alone; None and False without one.
+    Attributes:
+        named: The verdict names the sleeping rank and no other.
+        whole: Number of ranks with all their files in the bundle.
+        word_s: Time from the stop to the first printed early look; None without one.
+        word_named: That early look names the sleeping rank alone.
     """
 
     stopped_s: float
@@ -183,7 +186,6 @@ def _first_word(bundle: Path) -> dict[str, Any] | None:
 
 
 def _bundle(here: Path) -> Path | None:
-    """Returns the published bundle, which has its final name and its last file, or None."""
     found = [path.parent for path in (here / "bundles").glob("[!.]*-hang/manifest.json")]
     return found[0] if found else None
 

@@ -3,7 +3,7 @@
     python -m scripts.bench detect_nodes [--nodes 2,4,8] [--runs 3] [--stall-timeout 3] [--json FILE]
 
 The nodes are supervisors and torchrun agents on this machine. The last rank records the time and sleeps forever. The
-timeline in each node's ``manifest.json`` tells of its suspicion. All times are CLOCK_MONOTONIC.
+timeline in each node's ``manifest.json`` has the time of its suspicion. All times are CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -38,8 +38,12 @@ WAIT_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One hang, in seconds of CLOCK_MONOTONIC. ``suspected_s``: on the first node that did. ``whole``: the bundle of
-    one node holds every rank. ``named``: all verdicts name the sleeping rank and no other.
+    """One hang, in seconds of CLOCK_MONOTONIC.
+
+    Attributes:
+        suspected_s: Time of the first node's suspicion.
+        named: All verdicts name the sleeping rank and no other.
+        whole: One node's bundle holds every rank.
     """
 
     stopped_s: float
@@ -69,7 +73,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
         found += [
             figure(f"{nodes} nodes: from the stop to the suspicion, less the threshold", late, "s", "<= 1.5"),
             figure("  from the suspicion to the merged bundle", merged, "s", "<= 8" if nodes == 2 else ""),
-            figure("  from the end of the first supervisor to that of the last", apart, "s", "<= 15"),
+            figure("  from the end of the first supervisor to the end of the last", apart, "s", "<= 15"),
             figure("  one whole bundle, the sleeping rank alone named by all", [right / len(runs)], "", ">= 1"),
         ]
     return found
@@ -121,12 +125,10 @@ def _follow(jobs: list[subprocess.Popen[bytes]], here: Path, ranks: int) -> Run:
 
 
 def _bundles(here: Path) -> list[Path]:
-    """The published bundles of all nodes."""
     return [path.parent for path in (here / "bundles").glob("*/[!.]*-hang/manifest.json")]
 
 
 def _whole(here: Path, ranks: int) -> Path | None:
-    """The bundle that holds every rank, once it is published."""
     return next((one for one in _bundles(here) if len([*(one / "ranks").glob("*/stack.json")]) == ranks), None)
 
 

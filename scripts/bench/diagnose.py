@@ -84,7 +84,7 @@ def measure_folder(ranks: int, entries: int, rounds: int) -> list[Figure]:
     return [
         figure(f"safelaunch diagnose, {size}: CPU", cpu["safelaunch"], "s"),
         figure("  wall", wall["safelaunch"], "s"),
-        figure("  CPU, by that of unpickling the same files alone", above, "x", "<= 1.5"),
+        figure("  CPU, relative to just unpickling the same files", above, "x", "<= 1.5"),
         figure("  faster than torchfrtrace (wall)", faster, "x", ">= 10"),
         figure("  less CPU than torchfrtrace", cheaper, "x"),
         figure("  peak memory", [row.peak_mb for row in found["safelaunch"]], "MB", "<= 300"),
@@ -104,7 +104,7 @@ def measure_many(ranks: int, entries: int, fault: str, cpu_s_per_rank: float) ->
     return [
         figure(f"safelaunch diagnose, {size}: wall", [spent.wall_s], "s", "<= 60"),
         figure("  CPU", [spent.cpu_s], "s"),
-        figure("  CPU per rank, by that of the smaller folder", [spent.cpu_s / ranks / cpu_s_per_rank], "x"),
+        figure("  CPU per rank, relative to the smaller folder", [spent.cpu_s / ranks / cpu_s_per_rank], "x"),
         figure("  peak memory", [spent.peak_mb], "MB", "<= 1000"),
     ]
 

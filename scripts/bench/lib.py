@@ -138,7 +138,7 @@ def program(name: str) -> str:
     """Returns the path of ``torchrun`` or ``safelaunch`` next to this interpreter. Raises BenchError without one."""
     path = Path(sys.executable).parent / name
     if not path.exists():
-        raise BenchError(f"{name} is not installed beside {sys.executable}")
+        raise BenchError(f"{name} is not installed next to {sys.executable}")
     return os.fspath(path)
 
 
@@ -166,7 +166,7 @@ def run(argv: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, *,
 
 
 def _has_ended(pid: int, timeout_s: float) -> bool:
-    """Waits for a process without polling. ``Popen.wait(timeout)`` polls, which rounds 18 ms up to 31.5."""
+    # ``Popen.wait(timeout)`` polls, which rounds 18 ms up to 31.5.
     descriptor = os.pidfd_open(pid)
     try:
         return bool(select.select([descriptor], [], [], timeout_s)[0])
@@ -228,7 +228,7 @@ def workplace(**files: str) -> Iterator[Path]:
 
 
 def of_nodes(nodes: int, ranks: int) -> list[str]:
-    """torchrun's options of a job of so many nodes on this machine, with ``ranks`` each; the same for all of them."""
+    """Returns torchrun's options for a job of several nodes on this machine, the same for all of them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
     return [f"--nnodes={nodes}", "--rdzv-backend=c10d", endpoint, f"--nproc-per-node={ranks}"]

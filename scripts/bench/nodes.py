@@ -2,12 +2,11 @@
 
     python -m scripts.bench nodes [--nodes 1024] [--ranks 8] [--entries 512] [--idle-s 30] [--json FILE]
 
-The store is torch's own, in a process of its own; the clients are safelaunch's own; one of them, in a process of its
-own, leads. torch's store looks up the name of each client that connects, and serves nobody meanwhile; as root, the
-address here has a name for it, as those of a cluster do. Only the ranks do not exist: every node shows evidence of
-``--ranks`` ranks, each with a stack of two looks and a Flight Recorder. Rank 0 sleeps, all others wait for it in an
-all_reduce. All nodes share this machine's cores, so the time of an incident includes what 1,024 machines would compute
-in parallel.
+The store is torch's, in a separate process. The clients are safelaunch's; one of them, in a separate process, leads.
+torch's store looks up the name of each client that connects, and serves no other client during the lookup. With root,
+this host's address gets a name, as in a cluster. Only the ranks don't exist: every node shows evidence of ``--ranks``
+ranks, each with a stack of two looks and a Flight Recorder. Rank 0 sleeps, and all others wait for it in an all_reduce.
+All nodes share this machine's cores, so the time of an incident includes what 1,024 machines would compute in parallel.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from safelaunch.verdict.diagnose import diagnose
 from scripts.bench.diagnose import make
 from scripts.bench.lib import ROOT, BenchError, Figure, environment, figure, progress, run_bench
 
-PER_PROCESS = 128  # followers that share a process; the leader has one of its own
+PER_PROCESS = 128  # followers that share a process; the leader has a separate one
 MEETING_S = 300.0
 INCIDENT_S = 300.0
 STORE = """
@@ -112,7 +111,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def with_names() -> list[str]:
-    """What a command begins with that finds a name for this host without asking anybody; nothing without root."""
+    """Returns a command prefix under which this host's name resolves without a query; empty without root."""
     if os.geteuid() or not shutil.which("unshare"):
         progress("without root, the store may wait for the name of each client")
         return []

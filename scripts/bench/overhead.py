@@ -201,10 +201,9 @@ def throughput(pairs: int, steps: int) -> list[Figure]:
 
 
 def throughput_of_nodes(pairs: int, steps: int) -> list[Figure]:
-    """The same for 2 nodes of one rank, whose supervisors talk in the agents' store.
+    """Measures the same for 2 nodes of one rank, whose supervisors communicate through the agents' store.
 
-    Each node has a core of its own, as it would elsewhere, and its steps compute: sharing cores, torchrun differs from
-    itself by half.
+    Each node has its own core, and its steps compute: on shared cores, torchrun differs from itself by half.
     """
     cores = sorted(os.sched_getaffinity(0))
     with workplace(train=TRAIN) as here:
@@ -239,7 +238,7 @@ class Rank:
     injected: dict[str, str]
 
     def start(self, beacon: bool, *words: str) -> Took:
-        """Runs a Python script and returns its cost. ``beacon``: whether it must start, else BenchError."""
+        """Runs a Python script and returns its cost. Raises BenchError if the beacon's start contradicts ``beacon``."""
         before = len(list(self.pages.iterdir()))
         (self.here / "result").unlink(missing_ok=True)
         took = run([sys.executable, *words], self.here, self.injected if beacon else self.plain)

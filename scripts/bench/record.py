@@ -1,15 +1,15 @@
-"""Measures what `safelaunch record` costs the run that it samples: its steps with and without, in turns.
+"""Measures what `safelaunch record` costs the run that it samples: its steps with and without recording.
 
     python -m scripts.bench record [--blocks 8] [--window 10] [--ranks 2,1] [--json FILE]
 
-One job trains all the while. A block is four windows of it: sampled, alone, alone, sampled, so that a drift of the
-machine meets both sides. The two windows alone, against each other, show what the measurement can't tell from nothing.
-With one rank a core is free for py-spy; with as many ranks as cores, all that py-spy takes is taken from the job.
+One job trains all the time. A block is four windows of it: sampled, alone, alone, sampled, so that a drift of the
+machine affects both sides. The two windows alone, against each other, show the precision of the measurement. With one
+rank, a core is free for py-spy; with as many ranks as cores, py-spy takes all its time from the job.
 
-Steps are counted in the ranks' progress pages, exact to a step's time stamp. Steps per second need a quiet machine;
-CPU time does not: what a step takes of the ranks' own, and what py-spy and the supervisor use. A job whose ranks wait
-for each other in each step, and that leaves no core free, can lose as much of its steps as they use of one core, if
-they never interrupt two ranks at once.
+Steps are counted in the ranks' progress pages, exact to a step's time stamp. Steps per second need a quiet machine. CPU
+time doesn't: a step's share of the ranks' own, and the time of py-spy and the supervisor. A job whose ranks wait for
+each other in each step, and that leaves no core free, can lose as many of its steps as py-spy and the supervisor use of
+one core, if they never interrupt two ranks at once.
 """
 
 from __future__ import annotations
@@ -69,8 +69,13 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 
 class Window(NamedTuple):
-    """``rate``: steps per second; ``step_cpu_s``: what a step takes of the ranks' CPU; ``cpu``: of py-spy and the
-    supervisor, per cent of all cores; ``others``: the same of what is neither theirs nor the ranks'.
+    """One window.
+
+    Attributes:
+        rate: Steps per second.
+        step_cpu_s: CPU time of the ranks per step.
+        cpu: CPU of py-spy and the supervisor, percent of all cores.
+        others: CPU of everything else, percent of all cores.
     """
 
     rate: float
@@ -104,18 +109,18 @@ class Job:
         return len(steps) == ranks and min(steps) >= 100
 
     def _steps(self) -> tuple[int, float]:
-        """How many there are, and when the last one was, in seconds."""
+        # Two equal reads in a row are consistent.
         while True:
             first, second = self._page.read(), self._page.read()
             if (first.step, first.last_step_ns) == (second.step, second.last_step_ns):
                 return first.step or 0, first.last_step_ns / 1e9
 
     def _read(self) -> tuple[float, float, float]:
-        """CPU seconds: of the supervisor and its helpers that have ended (not of torchrun), the ranks, the machine."""
+        # CPU seconds of the supervisor and its ended helpers (not torchrun), of the ranks, and of the machine.
         return sum(_times(self._supervisor.pid)), sum(sum(_times(pid)[:2]) for pid in self._pids), _busy_s()
 
     def window(self, seconds: float, *, sampled: bool) -> Window:
-        """Steps meanwhile, with or without a recording of that duration."""
+        """Measures the job for this time, with or without a recording."""
         (before, begin_s), used, at_s = self._steps(), self._read(), time.monotonic()
         if sampled:
             self._record(seconds)
@@ -143,13 +148,12 @@ class Job:
 
 
 def _times(pid: int) -> list[float]:
-    """CPU seconds of a process, user and system, and the same of its children that have ended."""
+    # User and system time of a process, then of its ended children.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return [int(one) / TICK for one in fields[11:15]]
 
 
 def _busy_s() -> float:
-    """CPU time of the whole machine, less what is idle."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
@@ -158,9 +162,12 @@ def _busy_s() -> float:
 
 
 class Block(NamedTuple):
-    """``lost``: per cent of the steps; ``dearer``: per cent of CPU that a step takes more. Then the same of nothing.
+    """Two sampled windows against two windows alone, and the latter against each other.
 
-    ``taken``: CPU that py-spy and the supervisor use more, per cent of one core.
+    Attributes:
+        lost: Percent of the steps.
+        dearer: Percent of CPU that a step takes more.
+        taken: CPU that py-spy and the supervisor use more, percent of one core.
     """
 
     lost: float
@@ -188,10 +195,10 @@ def uncertain(values: list[float]) -> str:
 
 
 def of_ranks(ranks: int, options: argparse.Namespace) -> list[Figure]:
-    """The loss of a job of so many ranks, and that of the same job against itself."""
+    """Measures the loss of a job with this many ranks, and of the same job against itself."""
     blocks: list[Block] = []
     windows: list[Window] = []
-    name = f"bench-record-{os.getpid()}-{ranks}"  # another benchmark may run on this machine
+    name = f"bench-record-{os.getpid()}-{ranks}"  # another benchmark might run on this machine
     with workplace(train=TRAIN) as place:
         words = [program("safelaunch"), "--run-name", name, f"--nproc-per-node={ranks}", "train.py"]
         with started(words, place, environment()) as supervisor:

@@ -1,7 +1,7 @@
 """Runs pages of the documentation and pastes the verdicts: ``scripts/build/docs_output.py docs/errors.md ...``.
 
-A block marked ``<!-- verdict -->`` gets the screen of the verdict down to its evidence, and what to do. Pids, hosts and
-paths become those of an example. Look at the difference before you commit it.
+A block marked ``<!-- verdict -->`` gets the screen of the verdict down to its evidence, and the advice. Pids, hosts and
+paths are replaced by examples. Look at the difference before you commit it.
 """
 
 from __future__ import annotations

@@ -133,13 +133,13 @@ def _what_to_do(cause: type[Cause]) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table of Markdown; cells may hold ``|`` and line breaks."""
+    """Returns a Markdown table; cells can contain ``|`` and line breaks."""
     columns = tuple(head)
     return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in (columns, ("---",) * len(columns), *rows))
 
 
 def _cell(text: str) -> str:
-    """A cell that GitHub and MkDocs render alike: in backticks, MkDocs prints the backslash of an escaped ``|``."""
+    # GitHub and MkDocs must render it identically: in backticks, MkDocs prints the backslash of an escaped ``|``.
     code = re.sub(r"`([^`]*\|[^`]*)`", lambda span: f"<code>{html.escape(span[1], quote=False)}</code>", text)
     return " ".join(code.split()).replace("|", "&#124;")
 

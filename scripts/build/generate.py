@@ -118,9 +118,9 @@ def _complete(parser: argparse.ArgumentParser) -> None:
 
 
 def _with_scripts(text: str, shell: str) -> str:
-    """The first word may also be a script, what follows it are mostly files, and a preset may be a file.
+    """Also completes a script as the first word, files after it, and files as presets.
 
-    shtab knows only words or files. bash does that by itself: it completes files where the script has nothing to offer.
+    shtab knows only words or files. bash does that by itself: it completes files if the script offers nothing.
     """
     if shell == "zsh":
         text, one = re.subn(r"(_describe 'safelaunch commands' _commands)\n", r"\1\n  _files\n", text)

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _screen(place: str) -> str:
-    """What a terminal gets of the job, with safelaunch's defaults: it takes a minute."""
+    """Returns what the job prints to a terminal with safelaunch's defaults, which takes a minute."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     command = [sys.executable, "-P", "-m", *COMMAND.split()]

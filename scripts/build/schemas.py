@@ -45,14 +45,14 @@ for document, (module, record, title) in OF_ADDONS.items():
 
 
 def schema_of(document: str) -> dict[str, Any]:
-    """The schema of ``verdict.json``, say. It allows keys that newer versions may add."""
+    """Returns the schema of a document, such as ``verdict.json``. It allows keys that newer versions might add."""
     records, title = DOCUMENTS[document]
     is_list = records[0] is list
     found, definitions = msgspec.json.schema_components(records[is_list:], ref_template="#/$defs/{name}")
     if Verdict in records:
         properties = definitions["Verdict"]["properties"]
         properties["schema"] = {"const": 1}
-        # A list of examples, not of all values: a newer version may know more causes.
+        # A list of examples, not of all values: a newer version might know more causes.
         properties["cause"] = {"type": "string", "examples": sorted(CAUSES)}
     for definition in definitions.values():
         if "description" in definition:
@@ -65,7 +65,7 @@ def schema_of(document: str) -> dict[str, Any]:
 
 
 def meanings(record: str) -> dict[str, str]:
-    """What the fields of a record of ``safelaunch.model.evidence`` mean: the strings below them."""
+    """Returns the meanings of the fields of a record of ``safelaunch.model.evidence``: the strings below them."""
     tree = ast.parse(inspect.getsource(evidence))
     classes = {one.name: one.body for one in tree.body if isinstance(one, ast.ClassDef)}
     return {

@@ -79,7 +79,7 @@ class Copy:
         packages, programs = Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("scripts"))
         own = next((venv / "lib").glob("python*")) / "site-packages"
         for package in packages.iterdir():
-            if package.suffix != ".pth" and not (own / package.name).exists():  # one of those names the repository
+            if package.suffix != ".pth" and not (own / package.name).exists():  # one of them names the repository
                 (own / package.name).symlink_to(package)
         (own / "copy.pth").write_text(f"{self.root}\n")
         for program in programs.iterdir():

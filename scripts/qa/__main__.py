@@ -20,7 +20,7 @@ PYTEST = (sys.executable, "-m", "pytest", "-q")
 
 @dataclass(frozen=True)
 class Qualification:
-    """``minutes``: about how long it takes on 2 cores."""
+    """One program. ``minutes`` is its approximate duration on 2 cores."""
 
     about: str
     minutes: int
@@ -58,10 +58,10 @@ QUALIFICATIONS = {
     "faults-nodes": Qualification("the fault matrix for nodes", 60, script("faults", "--nodes", "--jobs", "3")),
     "attacks": Qualification("attacks by dumps, bundles, secrets, other users, kills", 60, script("attacks")),
     "crowd": Qualification("50 runs compete for 8 GPUs", 2, (sys.executable, "-m", "tests.qa.crowd", "--jobs", "50")),
-    "slurm": Qualification("sweeps on a Slurm of its own", 8, script("slurm")),
+    "slurm": Qualification("sweeps on a private Slurm", 8, script("slurm")),
     "consistency": Qualification("wrong results, planted and absent", 8, script("consistency")),
     "reproductions": Qualification("what `safelaunch reproduce` writes", 30, script("reproductions")),
-    "log-verdicts": Qualification("verdicts from logs alone, beside those of a watched job", 5, script("log_verdicts")),
+    "log-verdicts": Qualification("verdicts from logs alone, compared with a watched job's", 5, script("log_verdicts")),
     "frameworks": Qualification("Lightning, Accelerate, DeepSpeed, Trainer", 7, ("bash", "scripts/qa/frameworks.sh")),
     "compat": Qualification("a smoke set under five versions of torch", 75, script("compat")),
 }

@@ -1,10 +1,10 @@
-"""Runs healthy programs of every kind under safelaunch, which must end none of them and accuse none; prints a table.
+"""Runs healthy programs of every kind under safelaunch, which must end and blame none of them; prints a table.
 
-python -m scripts.qa alive                          # all, by default settings: about an hour on 2 cores
-python -m scripts.qa alive --floor 5 --quiet 12     # the quick form
-python -m scripts.qa alive --explicit 8             # those that work while they are quiet, with --stall-timeout 8
-python -m scripts.qa alive --only one_sleep,a_manager --compare torchrun
-python -m scripts.qa alive --attach                 # under plain torchrun, looked at by safelaunch dump --pid meanwhile
+python -m scripts.qa alive                          # all, by default settings: about an hour on 2 cores python -m
+scripts.qa alive --floor 5 --quiet 12     # the quick form python -m scripts.qa alive --explicit 8             # only
+programs that work while they are quiet, with --stall-timeout 8 python -m scripts.qa alive --only one_sleep,a_manager
+--compare torchrun python -m scripts.qa alive --attach                 # under plain torchrun, while safelaunch dump
+--pid looks at them
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _arguments() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser.add_argument("--compare", choices=("torchrun",), help="run them without watching instead")
     parser.add_argument("--attach", action="store_true", help="attach to jobs of plain torchrun instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save the table")
-    parser.add_argument("--keep", action="store_true", help="keep each job's directory, not only of those gone wrong")
+    parser.add_argument("--keep", action="store_true", help="keep every job's directory, not only failed ones")
     parser.add_argument("--list", action="store_true", help="print the names and exit")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser.add_argument(
@@ -105,7 +105,7 @@ def _chosen(words: argparse.Namespace, parser: argparse.ArgumentParser) -> list[
 
 
 def _libraries(venv: Path, needs: list[str]) -> Path:
-    """Installs what is missing into an environment beside this one, which shares this one's packages."""
+    """Installs missing packages into an environment next to this one, which shares this one's packages."""
     python = venv / "bin" / "python"
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     if not python.exists():

@@ -24,7 +24,7 @@ ROW = "{:<10}  {:>6}  {:>6}  {:>7}  {:>7}"
 
 @dataclass
 class Tally:
-    """The results of one area. ``fallen``: a line for each attack that got through."""
+    """The results of one area. ``fallen`` has a line for each attack that succeeded."""
 
     tried: int = 0
     skipped: dict[str, int] = field(default_factory=dict)

@@ -95,7 +95,7 @@ if not Path(safelaunch.__file__).is_relative_to(Path(sys.prefix, "lib")):
 
 @dataclass
 class Outcome:
-    """One version: what torch offers, and the result of the smoke set. ``problem``: why it could not run."""
+    """One version: what torch offers, and the result of the smoke set. ``problem`` is the reason if it couldn't run."""
 
     version: str
     features: dict[str, str] = field(default_factory=dict)
@@ -208,7 +208,7 @@ def row(outcome: Outcome) -> str:
 def table(outcomes: list[Outcome]) -> list[str]:
     head = [
         "",
-        "| torch | Python | worker server | its Flight Recorder tells of gloo | smoke set |",
+        "| torch | Python | worker server | Flight Recorder of gloo | smoke set |",
         "|---|---|---|---|---|",
     ]
     return [*head, *map(row, outcomes)]

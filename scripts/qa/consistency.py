@@ -33,7 +33,7 @@ LINE = r"wrong result: (.+)|(internal error.*|nothing (?:inconsistent|compared).
 
 @dataclass(frozen=True)
 class Case:
-    """One program. ``expected``: what a line has to say of its fault; empty: it is healthy."""
+    """One program. ``expected`` matches the line that reports its fault; empty for a healthy program."""
 
     kind: str
     ranks: int
@@ -119,12 +119,14 @@ FAULTS = (
     Case("batch-norm", 2, "BatchNorm buffers that drift", r"buffers that should be replicas diverged .*running_mean"),
     Case("restored", 3, "a rank restored to an older state", LATER + r"rank 1 differs from the others", more=True),
     Case("compiled-restored", 3, "the same under torch.compile", LATER + r"rank 1 differs from the others", more=True),
-    Case("ends-apart", 3, "replicas apart at the job's end", LATER + "rank 0 against rank 1 in weight", more=True),
+    Case(
+        "ends-apart", 3, "replicas that differ at the job's end", LATER + "rank 0 against rank 1 in weight", more=True
+    ),
     Case("other-optimizer", 2, "optimizer state loaded on one rank", r"diverged at step 1: rank 0 against", more=True),
-    Case("adapter-flip", 2, "a bit flipped beside an adapter of one rank", LATER + r".* in 3\.weight", more=True),
-    Case("ema-flip", 2, "the same beside an EMA copy with an optimizer", LATER + r".* in 3\.weight", more=True),
+    Case("adapter-flip", 2, "a bit flipped next to an adapter of one rank", LATER + r".* in 3\.weight", more=True),
+    Case("ema-flip", 2, "the same with an EMA copy that has an optimizer", LATER + r".* in 3\.weight", more=True),
     Case("skipped-step", 2, "a step that one rank skips", LATER + "rank 0 against rank 1", more=True),
-    Case("loss", 3, "a loss that goes its own way", r"loss: rank 1 diverged"),
+    Case("loss", 3, "a loss that diverges", r"loss: rank 1 diverged"),
 )
 
 
@@ -196,7 +198,7 @@ def table(cases: Sequence[Case], jobs: int, record: Path | None) -> list[Row]:
 
 
 def _recorded(record: Path | None, commit: str) -> dict[tuple[str, str], Row]:
-    """The rows of ``record`` that are right and of this commit. Those of uncommitted changes never count."""
+    # Rows of uncommitted changes never count.
     if record is None or not record.exists() or commit.endswith("+changes"):
         return {}
     found = [json.loads(line) for line in record.read_text().splitlines()]

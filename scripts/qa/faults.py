@@ -79,7 +79,7 @@ def _rows(words: argparse.Namespace) -> dict[str, Run]:
 
 
 def _outcomes(runs: Mapping[str, Run], jobs: int) -> Iterator[tuple[str, Outcome]]:
-    """Runs ``jobs`` rows at a time, each in a process of its own, and yields them as they end."""
+    """Runs ``jobs`` rows at a time, each in a separate process, and yields them as they end."""
     waiting = list(runs.items())
     running: dict[Connection, _Process] = {}
     try:
@@ -146,7 +146,6 @@ class _Named:
 
 
 def _recorded(record: Path | None) -> dict[str, tuple[str, ...]]:
-    """The newest result of each row."""
     if record is None or not record.exists():
         return {}
     lines = [tuple(json.loads(text)) for text in record.read_text().splitlines()]

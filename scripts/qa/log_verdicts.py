@@ -1,7 +1,6 @@
-"""Runs jobs that end, and prints what their logs alone say beside what safelaunch says that has watched the same job.
+"""Runs jobs that end, and prints the verdict from the log alone next to the verdict of the watched job.
 
-python -m scripts.qa log-verdicts                 # all
-python -m scripts.qa log-verdicts --only raises   # some of them
+python -m scripts.qa log-verdicts                 # all python -m scripts.qa log-verdicts --only raises   # some of them
 """
 
 from __future__ import annotations

@@ -65,9 +65,7 @@ def _show(row: Replay) -> None:
 
 
 def _known(file: Path | None, commit: str) -> dict[str, dict[str, Any]]:
-    """Case → its row of this commit, if ``file`` has one. A replay that differed is run again, and so is a commit's
-    with changes.
-    """
+    # A replay that differed is run again, and so is every case of a commit with changes.
     if file is None or not file.exists() or commit.endswith("+changes"):
         return {}
     rows = json.loads(file.read_text())

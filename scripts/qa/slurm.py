@@ -1,12 +1,12 @@
-"""Runs sweeps of ``colaunch --engine slurm`` on a Slurm of its own, while faults happen, and prints a table.
+"""Runs sweeps of ``colaunch --engine slurm`` on a private Slurm, while faults happen, and prints a table.
 
     python -m scripts.qa slurm                 # all rows, about six minutes; needs root, slurm-wlm and munge
     python -m scripts.qa slurm --only kill     # rows whose names contain a word
     python -m scripts.qa slurm --jobs 3        # so many Slurms at a time (default 2)
     python -m scripts.qa slurm --bench         # 16 jobs of 1 s on 8 GPUs, against plain sbatch
 
-Every job writes a line when it begins, so a job that is lost or runs twice is seen. Exit code 0 if every row is kept,
-or where Slurm is not installed: that is said.
+Every job writes a line when it begins, which reveals a job that is lost or runs twice. Exit code 0 if every row passes,
+or if Slurm isn't installed, which is reported.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ said=$(REAL "$@"); code=$?
 [ -e "$FAULTS/lost" ] && { rm "$FAULTS/lost"; echo "sbatch: error: Socket timed out on send/recv" >&2; exit 1; }
 echo "$said"; exit $code
 """
-# Training on two nodes. On the node zz2, the job "stuck" stops for ever, and "broken" dies: at another line each time.
+# Training on two nodes. On the node zz2, the job "stuck" stops forever, and "broken" dies: at another line each time.
 TRAIN = """\
 import os
 import signal
@@ -112,7 +112,7 @@ class NotHere(Exception):
 
 
 class Row:
-    """One sweep in a directory of its own."""
+    """One sweep in a separate directory."""
 
     def __init__(self, cluster: slurm.Cluster, place: Path, spec: str) -> None:
         self.cluster, self.place = cluster, place
@@ -333,11 +333,11 @@ def scancel_by_somebody(row: Row) -> None:
     row.until(lambda: len(row.ran()) == 4, "four to run")
     job_id = row.ran()["many_x-3"][0].partition(".")[0]
     row.cluster.run(["scancel", job_id])
-    row.until(lambda: "many_x-3: cancelled" in row.said.read_text(), "it to be told")
+    row.until(lambda: "many_x-3: cancelled" in row.said.read_text(), "the report")
     assert row.finish() == 1
     states = row.states()
     assert states == {**dict.fromkeys(NAMES, "succeeded"), "many_x-3": "cancelled", "later": "skipped"}, states
-    assert not list(row.place.glob("safelaunch-sweeps/sweep/jobs/*/bundles/*")), "a bundle accuses somebody"
+    assert not list(row.place.glob("safelaunch-sweeps/sweep/jobs/*/bundles/*")), "a bundle names a rank"
 
 
 def a_needed_job_fails(row: Row) -> None:
@@ -392,7 +392,7 @@ def a_node_is_killed(row: Row) -> None:
 
 def a_node_is_killed_and_requeue_is_off(row: Row) -> None:
     with node_lost(row):
-        row.until(lambda: "many_x-1: failed" in row.said.read_text(), "it to be told")
+        row.until(lambda: "many_x-1: failed" in row.said.read_text(), "the report")
         assert row.finish() == 1
     found = row.outcomes()
     lost = [name for name in NAMES if found[name]["state"] == "failed"]
@@ -403,7 +403,7 @@ def a_node_is_killed_and_requeue_is_off(row: Row) -> None:
 
 def two_nodes(row: Row, jobs: str, options: str = "") -> dict[str, dict[str, Any]]:
     if not row.cluster.named:
-        raise NotHere("nodes cannot have names of their own here (unshare --uts --mount)")
+        raise NotHere("nodes cannot have separate names here (unshare --uts --mount)")
     (row.place / "train.py").write_text(TRAIN)
     (row.place / "sweep.yaml").write_text(PAIR.replace("OPTIONS", options) + jobs)
     row.begin()
@@ -434,7 +434,7 @@ def slurms_time_limit(row: Row) -> None:
     found = row.outcomes()
     assert (found["long"]["state"], found["long"]["cause"]) == ("timed-out", "time limit"), found["long"]
     assert all(found[name]["state"] == "succeeded" for name in NAMES), row.states()
-    assert not list(row.place.glob("safelaunch-sweeps/sweep/jobs/*/bundles/*")), "a bundle accuses somebody"
+    assert not list(row.place.glob("safelaunch-sweeps/sweep/jobs/*/bundles/*")), "a bundle names a rank"
     assert all(len(lines) == 1 for lines in row.ran().values()), row.ran()
 
 
@@ -493,7 +493,7 @@ def two_resumes_at_once(row: Row) -> None:
 
 
 def the_sweep_directory_is_read_only(row: Row) -> None:
-    """While four jobs run and end: nobody can write down how. It can be written again later."""
+    """While four jobs run and end, their outcome can't be written. Later, the directory is writable again."""
     place = row.place / "safelaunch-sweeps"
     place.mkdir()
     try:

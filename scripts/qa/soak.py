@@ -1,9 +1,8 @@
-"""Runs healthy jobs of every rhythm (none may be ended) and frozen ones (none may be missed), and prints a table.
+"""Runs healthy jobs of every rhythm (none must be ended) and frozen ones (none must be missed), and prints a table.
 
-python -m scripts.qa soak                        # everything, three jobs at a time: half an hour on 2 cores
-python -m scripts.qa soak --only healthy --at-once 2
-python -m scripts.qa soak --name "slow disk"     # cases whose name contains this
-python -m scripts.qa soak --nodes 2              # each job on two nodes, in network namespaces (root)
+python -m scripts.qa soak                        # everything, three jobs at a time: half an hour on 2 cores python -m
+scripts.qa soak --only healthy --at-once 2 python -m scripts.qa soak --name "slow disk"     # cases whose name contains
+this python -m scripts.qa soak --nodes 2              # each job on two nodes, in network namespaces (root)
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def main() -> int:
     cases: list[Case] = []
     cases += soak.HEALTHY if words.only != "frozen" else ()
     cases += soak.FROZEN if words.only != "healthy" else ()
-    if words.nodes > 1:  # those of everyday.py share files and ports of one machine
+    if words.nodes > 1:  # the cases of everyday.py share files and ports of one machine
         cases = [case for case in cases if isinstance(case, soak.Frozen) or case.script == soak.SCRIPT]
     part, parts = map(int, words.part.split("/"))
     numbers = [number for number, case in enumerate(cases) if words.name in case.name][part - 1 :: parts]
@@ -85,7 +84,7 @@ def _run(case: Case, number: int, *, nodes: int) -> dict[str, object]:
 
 
 def _wrong(case: Case, scratch: Path, nodes: int, trouble: soak_nodes.Trouble) -> tuple[list[str], list[Result]]:
-    """What went wrong, and the results, one for each node, of a job that froze."""
+    """Returns what went wrong, and the results of a frozen job, one for each node."""
     if nodes > 1:
         return soak_nodes.run(case, scratch, nodes, trouble)
     if isinstance(case, soak.Healthy):

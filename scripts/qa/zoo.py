@@ -1,13 +1,12 @@
 """Runs the hang zoo, every class with every rank as the culprit, and prints the verdicts.
 
-python -m scripts.qa zoo                       # the whole matrix
-python -m scripts.qa zoo --only asleep,gil     # some classes
-python -m scripts.qa zoo --ranks 4 --json zoo.json
-python -m scripts.qa zoo --nodes 2                 # the ranks spread over nodes, in network namespaces (root)
-python -m scripts.qa zoo --first-word          # with nothing configured: how soon is the right rank on the screen?
-python -m scripts.qa zoo --default --culprit 1  # with nothing configured: which classes are proved, and what follows?
-python -m scripts.qa zoo --without-py-spy --culprit 0  # py-spy may not trace: the stacks come from inside the ranks
-python -m scripts.qa zoo --attach --culprit 1      # under plain torchrun: what does safelaunch dump say 20 s later?
+python -m scripts.qa zoo                       # the whole matrix python -m scripts.qa zoo --only asleep,gil     # some
+classes python -m scripts.qa zoo --ranks 4 --json zoo.json python -m scripts.qa zoo --nodes 2                 # the
+ranks spread over nodes, in network namespaces (root) python -m scripts.qa zoo --first-word          # with nothing
+configured: how soon is the right rank on the screen? python -m scripts.qa zoo --default --culprit 1  # with nothing
+configured: which classes are proved, and what follows? python -m scripts.qa zoo --without-py-spy --culprit 0  # py-spy
+is not allowed to trace: the ranks send their stacks python -m scripts.qa zoo --attach --culprit 1      # under plain
+torchrun: what does safelaunch dump say 20 s later?
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def main() -> int:
     print(f"{right} of {len(rows)} right, {time.monotonic() - begin:.0f} s")
     sure = sum(bool(row["wrong"]) and row["confidence"] == "high" for row in rows)
     plain = [row for row in rows if not zoo.BY_NAME[str(row["class"])].recorder]
-    print(f"{sum(not row['wrong'] for row in plain)} of {len(plain)} right where no recorder is needed", end="; ")
+    print(f"{sum(not row['wrong'] for row in plain)} of {len(plain)} right if no recorder is needed", end="; ")
     print(f"{sure} wrong at high, the longest {max((row['seconds'] for row in rows), default=0)} s")
     if words.json:
         Path(words.json).write_text(json.dumps([*rows, *absent], indent=1) + "\n")
@@ -154,7 +153,7 @@ def _by_default(cases: list[tuple[zoo.Specimen, int, int, int]], jobs: int, file
 
 
 def _answer(specimen: zoo.Specimen, culprit: int, world: int) -> dict[str, Any]:
-    """What the watch says of one hang, and when: seconds since the last step."""
+    """Returns the watch's reports about one hang, and their times in seconds since the last step."""
     scratch = Path(tempfile.mkdtemp(prefix="zoo-"))
     row: dict[str, Any] = {"class": specimen.name, "culprit": culprit, "ranks": world, "answer": "none yet"}
     row |= {"word": 0, "bundle": 0, "end": 0, "verdict": "-"}

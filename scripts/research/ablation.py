@@ -36,7 +36,7 @@ ROW = "{:<34}{:>7}{:>9}{:>8}{:>8}{:>8}{:>12}{:>9}"
 
 
 class Case(NamedTuple):
-    """``diagnose``: its verdict by the rules as they are now. ``faulty``: None if unknown."""
+    """One case. ``diagnose`` applies the current rules. ``faulty`` is None if unknown."""
 
     corpus: str
     name: str
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 @dataclass
 class Owned:
-    """What one recogniser took part in. ``changed``: corpus → names of the cases decided otherwise without it."""
+    """The effect of one recognizer. ``changed`` maps a corpus to the cases decided differently without it."""
 
     asked: int = 0
     better: int = 0
@@ -92,7 +92,7 @@ def cases(words: argparse.Namespace) -> Iterator[Case]:
 
 
 def _of_bundle(folder: Path) -> Verdict:
-    """By the rules as they are now, from its evidence: the bundle has the verdict of its time."""
+    # The bundle's own verdict is by the rules of its time.
     found = locate.read(folder)
     return DIAGNOSE.diagnose(found.evidence, read_source=found.read_source)  # type: ignore[no-any-return]
 

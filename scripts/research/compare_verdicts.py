@@ -35,7 +35,12 @@ class CompareError(Exception):
 
 @dataclass(frozen=True)
 class Difference:
-    """One case whose verdicts differ. ``fields``: the values before and after. ``level``: decision, summary or text."""
+    """One case whose verdicts differ.
+
+    Attributes:
+        level: ``decision``, ``summary`` or ``text``.
+        fields: The values before and after.
+    """
 
     corpus: str
     name: str
@@ -45,7 +50,7 @@ class Difference:
 
 @dataclass
 class Tally:
-    """The counts of one corpus. ``different``: level → count."""
+    """The counts of one corpus. ``different`` counts by level."""
 
     compared: int = 0
     different: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("decision", "summary", "text"), 0))
@@ -121,7 +126,7 @@ def make_corpus(before: Path, corpus: Path, words: argparse.Namespace) -> None:
 
 
 def _diagnoses(test: Path) -> bool:
-    """Whether a test file reaches verdicts. Excludes the property tests, which only add more generated jobs."""
+    # Excludes the property tests, which only add more generated jobs.
     text = test.read_text()
     return ("safelaunch.verdict" in text or "safelaunch.diagnose import" in text) and "synthetic import" not in text
 
@@ -141,7 +146,7 @@ def verdicts(checkouts: list[Path], corpus: Path, scratch: Path) -> list[dict[tu
 
 
 def read(file: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """Returns the outcomes by corpus, name and number, because one test may ask for several verdicts."""
+    """Returns the outcomes by corpus, name and number, because one test can ask for several verdicts."""
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
     for number, line in enumerate(file.read_text().splitlines()[1:]):
         outcome = json.loads(line)

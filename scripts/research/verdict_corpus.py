@@ -44,7 +44,7 @@ TRIES = 50
 
 
 class Case(msgspec.Struct, omit_defaults=True):
-    """One job. ``sources``: the source files that its verdict may read."""
+    """One job. ``sources`` are the source files that its verdict can read."""
 
     name: str
     evidence: Any
@@ -234,7 +234,7 @@ def find(name: str, *packages: str) -> Any:
 
 @cache
 def names_of_sentences() -> dict[str, str]:
-    """Returns the names of this version's doubts and advice, by their sentences, which other versions may reword."""
+    """Returns the names of this version's doubts and advice, by their sentences, which other versions can reword."""
     names: dict[str, str] = {}
     numbered: dict[str, str] = {}  # advice that stands only in the table of causes
     package = first_of("verdict", "diagnose")
