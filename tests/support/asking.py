@@ -14,7 +14,7 @@ from tests.support.jobs import Job
 
 
 def asked(job: Job, *words: str, patience_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """``safelaunch WORDS`` by the same user, who has the job's XDG_RUNTIME_DIR."""
+    """Runs ``safelaunch WORDS`` as the job's user, with its XDG_RUNTIME_DIR."""
     with asking(job, *words) as process:
         out, err = process.communicate(timeout=patience_s)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -1,4 +1,4 @@
-"""Takes py-spy away from safelaunch, or breaks it, in an interpreter of its own."""
+"""Removes py-spy from safelaunch, or breaks it, in a separate interpreter."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def flooding(place: Path) -> None:
 
 
 def _script(place: Path, does: str, mode: int = 0o755) -> None:
-    """Replaces py-spy by a script. Processes that have the old file open keep it."""
+    # Processes that have the old file open keep it.
     place.unlink(missing_ok=True)
     place.write_text(f"#!/bin/sh\n{does}\n")
     place.chmod(mode)
 
 
 def without_rights(home: Path) -> tuple[str, ...]:
-    """Returns the words that start safelaunch with a py-spy that may trace nothing."""
+    """Returns the words that start safelaunch with a py-spy that isn't allowed to trace."""
     beside = bare_interpreter(home)
     denied(beside / "py-spy")
     return os.fspath(beside / "python"), "-m", "safelaunch"

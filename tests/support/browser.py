@@ -21,7 +21,7 @@ PATIENCE_S = 60.0
 
 
 def found() -> str | None:
-    """Chromium's program on this machine; None where there is none."""
+    """Returns the path of Chromium on this machine, or None."""
     named = (shutil.which(name) for name in NAMES)
     return next((path for path in (*named, *PLACES) if path and os.access(path, os.X_OK)), None)
 
@@ -152,7 +152,7 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", media="print" if printed else "", features=[scheme])
 
     def value(self, expression: str) -> Any:
-        """What an expression is in the page, awaited; as JSON carries it."""
+        """Returns the value of an expression in the page, awaited, as JSON represents it."""
         told = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in told:
             raise BrowserError(str(told["exceptionDetails"].get("exception", {}).get("description")))

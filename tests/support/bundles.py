@@ -23,7 +23,7 @@ SLEEPER = rank(1, in_user(7, "load"), "sleep", flight=behind())
 
 
 def dump_of(flight: FlightRecord, *, groups: dict[str, list[int]] | None = None) -> dict[str, Any]:
-    """As c10d writes it."""
+    """Returns the dump that c10d would write."""
     return {
         "version": "2.10",
         "entries": [_entry(item) for item in flight.entries],

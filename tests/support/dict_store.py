@@ -7,9 +7,9 @@ from typing import Any
 
 
 class DictStore:
-    """What ``Session`` wants of a store. ``damages``: whether what is read under a key now is damaged.
+    """A store for ``Session``. ``damages`` decides if the value read under a key is damaged.
 
-    Its methods are short, and each is one operation of a dictionary's that threads may share.
+    Its methods are short, and each is one dictionary operation, so threads can share it.
     """
 
     own_address, is_local = "127.0.0.1", False

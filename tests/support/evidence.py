@@ -333,7 +333,7 @@ NEW_GROUP = (Frame(C10D, 5100, "_new_group_with_tag"), Frame(C10D, 5000, "new_gr
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.00 GiB of which 512.00 "
     "MiB is free. Process 4711 has 5.00 GiB memory in use. Including non-PyTorch memory, this process has "
-    "73.50 GiB memory in use. Of the allocated memory 66.00 GiB is allocated by PyTorch, with 46.00 MiB "
+    "73.50 GiB memory in use. Of the allocated memory 66.00 GiB is allocated by PyTorch, with 46.00 MiB "  # english: ok
     "allocated in private pools (e.g., CUDA Graphs), and 6.00 GiB is reserved by PyTorch but unallocated. If "
     "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to "
     "avoid fragmentation."

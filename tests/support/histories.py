@@ -1,5 +1,7 @@
-"""Step histories of healthy jobs, the seconds before each step: generated, each kind in a rhythm of its own, and
-recorded from real jobs (``scripts/research/record_history.py``).
+"""Step histories of healthy jobs: the seconds before each step.
+
+They are generated, each kind with a different rhythm, or recorded from real jobs
+(``scripts/research/record_history.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ TICK_S = 0.25
 
 @dataclass(frozen=True)
 class History:
-    """``gaps``: the time before each step. ``kind`` names the generator."""
+    """The time before each step (``gaps``), and the name of the generator (``kind``)."""
 
     kind: str
     seed: int
@@ -47,7 +49,7 @@ def compiled(dice: random.Random, length: int) -> Iterator[float]:
 
 
 def accumulated(dice: random.Random, length: int) -> Iterator[float]:
-    """Two lengths of step, taken in turns of any pattern."""
+    """Yields steps of two lengths, in any pattern."""
     short, ratio, every = 10 ** dice.uniform(-1, 0.7), dice.uniform(3, 12), dice.randint(2, 16)
     for number in range(length):
         yield short * (ratio if number % every == 0 else 1) * _noise(dice)
@@ -134,7 +136,7 @@ BOUNDS = ThresholdBounds(floor_s=5.0)
 
 @dataclass
 class Replay:
-    """What a watch with this rhythm does to one history. ``suspected``: (step, pause) that exceeded the threshold."""
+    """A watch with this rhythm on one history. ``suspected`` has (step, pause) pairs over the threshold."""
 
     history: History
     known: StepRhythm

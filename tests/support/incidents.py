@@ -81,7 +81,7 @@ def read_source(path: str) -> str | None:
 
 @dataclass(frozen=True)
 class Incident:
-    """What a page is made of. ``verdict``: diagnosed, unless it is given."""
+    """The content of a page. Its ``verdict`` is diagnosed, unless it is given."""
 
     evidence: Evidence
     artifacts: tuple[Artifact, ...] = ()

@@ -35,7 +35,7 @@ SECRETS = {
 }
 SECRET_VALUES = (SECRETS["WANDB_API_KEY"], SECRETS["HF_TOKEN"], "correct-horse-battery")
 PATIENCE_S = 150.0
-GRACE_S = 30.0  # for what ends after safelaunch: on a busy machine, a guardian may wait seconds for its turn
+GRACE_S = 30.0  # for processes that end after safelaunch: on a busy machine, a guardian might wait seconds for its turn
 
 
 @cache
@@ -131,8 +131,11 @@ class Job:
 
     Example: ``with Job(...) as job: job.wait()``
 
-    ``words`` is the whole command line after ``safelaunch``. Leaving the block ends the processes that remain.
-    ``launcher``: another one than safelaunch, which is given no option of safelaunch's.
+    Leaving the block ends the remaining processes.
+
+    Args:
+        words: The whole command line after ``safelaunch``.
+        launcher: A launcher to run instead of safelaunch; it gets none of safelaunch's options.
     """
 
     def __init__(
@@ -208,7 +211,7 @@ class Job:
             time.sleep(every_s)
 
     def wait(self, patience_s: float = PATIENCE_S, *, grace_s: float = GRACE_S) -> Result:
-        """Waits for safelaunch to end and returns the result. ``grace_s``: 0 if the job leaves a process on purpose."""
+        """Waits for safelaunch's end; returns the result. Pass ``grace_s=0`` if the job leaves a process on purpose."""
         self.until(lambda: self.process.poll() is not None, "the end of safelaunch", patience_s)
         took, left = self.seconds, tuple(self.left_behind(grace_s))
         return Result(self.process.returncode, self.stdout, self.stderr, took, self.bundles(), left)
@@ -219,7 +222,7 @@ class Job:
         return time.monotonic() - self.begin_s
 
     def bundles(self) -> tuple[Bundle, ...]:
-        """Those that are published: an empty directory keeps a name until the bundle is moved to it."""
+        """Returns the published bundles: an empty directory reserves a name until the bundle is moved to it."""
         found = self.bundle_dir.glob("[!.]*-*Z-*") if self.bundle_dir.is_dir() else ()
         there = (path for path in sorted(found) if path.is_dir() and not path.is_symlink())
         return tuple(Bundle(path) for path in there if any(path.iterdir()))

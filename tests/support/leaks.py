@@ -92,7 +92,7 @@ def _base64(before: str, padded: bool = True) -> Callable[[str], str]:
 
 @dataclass(frozen=True)
 class Encoding:
-    """A way to write a secret. ``short``: a short secret can be recognised in it."""
+    """A way to write a secret, in which even a ``short`` one can be recognized."""
 
     name: str
     write: Callable[[str], str]
@@ -318,7 +318,7 @@ def write(text: str, scratch: Path) -> Written:
         (EarlyLook(1.0, 7.0, words=f"rank 0 is blocked in I/O at train.py:40 (read on /data/{text})"),),
     )
     looks = Looks((target,), (look, look), env=env)
-    with ExitStack() as patience:  # so many secrets, in so many encodings, take seconds to find: nothing may be late
+    with ExitStack() as patience:  # so many secrets, in so many encodings, take seconds to find; nothing must time out
         for module, name in DEADLINES:
             patience.enter_context(patch.object(module, name, 300.0))
         found = collecting.take_evidence(replace(HANG, asks=False), looks, known, about)

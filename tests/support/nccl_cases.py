@@ -9,7 +9,7 @@ from tests.support.nccl_formats import Format, Op, Recorder, State
 
 
 def ranks(layout: Format, *, timing: bool = True, past: int = 4, world: int = 4) -> list[Recorder]:
-    """Ranks that have completed ``past`` all_reduces of everybody."""
+    """Returns ranks that have completed ``past`` all_reduces together."""
     found = [Recorder(rank, {"0": range(world)}, layout, timing=timing) for rank in range(world)]
     for one in found:
         for _ in range(past):
@@ -19,7 +19,7 @@ def ranks(layout: Format, *, timing: bool = True, past: int = 4, world: int = 4)
 
 @dataclass(frozen=True)
 class Case:
-    """``play``: what the ranks do after four all_reduces of everybody. ``number``: of which collective that is."""
+    """One case: after four all_reduces of all ranks, ``play`` makes the next calls, from collective ``number`` on."""
 
     play: Callable[[list[Recorder]], object]
     cause: str
@@ -59,7 +59,7 @@ def device_behind(recorders: list[Recorder]) -> None:
 
 
 def past_elsewhere(recorders: list[Recorder]) -> None:
-    """Everybody's device is through with it, that of rank 3 is not."""
+    """All devices but rank 3's have completed the collective."""
     all_but(3, recorders, lambda one: one.collective())
     recorders[3].collective(state="started")
 

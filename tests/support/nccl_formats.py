@@ -1,18 +1,17 @@
-"""Writes Flight Recorder dumps of NCCL jobs in the formats of torch 2.5 to 2.13, as ``ProcessGroupNCCL`` records them,
-and in those of torch 2.15's ``nccl2`` and of torchcomms.
+"""Writes Flight Recorder dumps of NCCL jobs in the formats of torch 2.5 to 2.15 and of torchcomms.
 
-A test lists a rank's calls in order, each with its state at the time of the dump. These properties follow the recorder
-and the process group of those versions:
+Torch 2.5 to 2.13 record as ``ProcessGroupNCCL``, torch 2.15 as ``nccl2``. A test lists a rank's calls in order, each
+with its state at the time of the dump. These properties follow the recorder and the process group of each version:
 
 - The numbers. A collective counts ``collective_seq_id``, a send or receive ``p2p_seq_id``, each per group; ``op_id``
   counts all. A batch of sends is one ``p2p_seq_id``, a block of collectives one ``collective_seq_id``. Before 2.6 the
   start of a batch or a block counted one collective, and each collective within a block another one.
-- Members of a batch or a block have no events: ``scheduled`` for ever, never retired. The entry that ends them has the
-  state, no sizes, and ``is_p2p`` False, also after sends. Members of a block are recorded since format 2.7.
-- ``pg_status`` goes by the rank's own number of the group, and its numbers are those of whatever was enqueued last:
-  of sends, too.
-- Starts are known with timing enabled only; else an entry is ``scheduled`` until it is ``completed``.
-- What is retired without being completed has timed out.
+- Members of a batch or a block have no events: they stay ``scheduled`` and are never retired. The entry that ends them
+  has the state, no sizes, and ``is_p2p`` False, also after sends. Members of a block are recorded since format 2.7.
+- ``pg_status`` uses the rank's own number of the group, and has the numbers of the last operation enqueued, sends
+  included.
+- Starts are known only with timing enabled; otherwise, an entry is ``scheduled`` until it is ``completed``.
+- An entry that is retired without being completed has timed out.
 """
 
 from __future__ import annotations
@@ -32,7 +31,12 @@ BEGIN_NS = 1_724_779_239_936_775_119
 
 @dataclass(frozen=True)
 class Format:
-    """One format version. ``blocks``: collectives of a block get entries. ``bumps``: a batch counts a collective."""
+    """One format version.
+
+    Attributes:
+        blocks: Collectives of a block get entries.
+        bumps: A batch counts a collective.
+    """
 
     torch: str
     version: str
@@ -56,7 +60,7 @@ NEWEST = FORMATS[-1]
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of a batch or a block. ``peer``: rank in the group."""
+    """One operation of a batch or a block. ``peer`` is its rank in the group."""
 
     name: str
     size: tuple[int, ...] = (4,)
@@ -66,7 +70,7 @@ class Op:
 
 @dataclass
 class Group:
-    """A process group as one rank counts it. ``number``: the rank's own number, the key in ``pg_status``."""
+    """A process group as one rank counts it. ``number`` is the rank's own, the key in ``pg_status``."""
 
     number: int
     ranks: Sequence[int]
@@ -80,7 +84,7 @@ class Group:
 
 
 class Recorder:
-    """One rank's recorder. ``groups``: name → global ranks, the default group ``0`` first."""
+    """One rank's recorder. ``groups`` maps a name to global ranks, the default group ``0`` first."""
 
     def __init__(
         self, rank: int, groups: Mapping[str, Sequence[int]], layout: Format = NEWEST, *, timing: bool = True
@@ -134,7 +138,7 @@ class Recorder:
     def batch(
         self, ops: Sequence[Op], state: State | None = "completed", *, group: str = "0", line: int = 70
     ) -> Recorder:
-        """Records ``batch_isend_irecv``. ``state`` None: not ended yet."""
+        """Records ``batch_isend_irecv``, which hasn't ended yet if ``state`` is None."""
         mine = self.groups[group]
         mine.transfers += 1
         mine.collectives += self.layout.bumps
@@ -154,9 +158,10 @@ class Recorder:
         line: int = 80,
         kind: str = "",
     ) -> Recorder:
-        """Records collectives under one launch.
+        """Records collectives under one launch, which hasn't ended yet if ``state`` is None.
 
-        ``kind``: ``ALLGATHER`` if one uneven all_gather became several broadcasts. ``state`` None: not ended yet.
+        Args:
+            kind: ``ALLGATHER`` if one uneven all_gather became several broadcasts.
         """
         mine = self.groups[group]
         mine.collectives += 1 + (len(ops) if self.layout.bumps else 0)
@@ -265,14 +270,14 @@ class Recorder:
 
 
 class Hooked(Recorder):
-    """The recorder of one backend as torch 2.15 keeps it: c10d's hooks write it around each call of the process group.
+    """The recorder of one backend in torch 2.15: c10d's hooks write it around each call of the process group.
 
-    - Each send and receive has a number of its own, those of a batch as well. What was coalesced is one call with its
-      own name; nothing marks the end of a batch, and the sends in it are never seen to end.
-    - Starts are never seen; an end is, where the work has succeeded. What timed out stays as it was.
-    - ``pg_status`` counts operations of both kinds, and the rank's own numbers of groups are those of all backends.
-    - ``early``: for a backend that reports no end (one in Python), each entry is retired as it is made, and
-      ``scheduled`` for ever.
+    - Each send and receive has a separate number, in a batch, too. Coalesced calls are one call with its own name;
+      nothing marks the end of a batch, and the end of its sends is never recorded.
+    - Starts are never recorded. An end is recorded if the work succeeded; a call that timed out keeps its state.
+    - ``pg_status`` counts operations of both kinds. The rank numbers its groups across all backends.
+    - ``early``: for a backend that reports no end (one in Python), each entry is retired as it is made, and stays
+      ``scheduled``.
     """
 
     def __init__(
@@ -310,7 +315,7 @@ class Hooked(Recorder):
 
 
 class Pending(Recorder):
-    """Of what is over, its dump holds nothing, as where the watchdog writes the dump of a timeout."""
+    """Its dump holds no completed calls, like the dump that the watchdog writes at a timeout."""
 
     def dump(self, window: int = 2000) -> dict[str, Any]:
         found = super().dump(window)
@@ -318,8 +323,9 @@ class Pending(Recorder):
 
 
 class TorchComms(Recorder):
-    """As torchcomms writes it: one number for all calls of a rank, from 0 on, whatever their group; sends are no
-    different from collectives, except by name.
+    """Dumps as torchcomms writes them.
+
+    One number counts all calls of a rank from 0, in any group. Sends differ from collectives only by name.
     """
 
     def __init__(self, rank: int, groups: Mapping[str, Sequence[int]]) -> None:

@@ -1,7 +1,7 @@
-"""Nodes on one machine: each in a network namespace of its own, with its own host name, around one switch.
+"""Nodes on one machine: each in a separate network namespace, with its own host name, around one switch.
 
-A link can be cut and mended, and one can be slow and lossy from the start: a relay in user space carries its frames,
-because not every kernel has ``tc netem``. Nothing of this is visible outside the namespaces.
+A link can be cut and mended, or be slow and lossy from the start: a relay in user space carries its frames, because not
+every kernel has ``tc netem``. Nothing is visible outside the namespaces.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 @cache
 def cannot() -> str:
-    """Why there can be no such nodes here; empty if there can. Tries it."""
+    """Tries to make such nodes, and returns why it is impossible here; empty if it is possible."""
     if os.getuid():
         return "network namespaces take root"
     missing = [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
@@ -50,9 +50,10 @@ def host(number: int) -> str:
 
 
 def meeting(number: int, port: int, *, static: bool = False) -> list[str]:
-    """torchrun's options with which the agent of this node meets the others, at node 0.
+    """Returns torchrun's options by which this node's agent meets the others, at node 0.
 
-    ``static``: without c10d's rendezvous, which compares wall clocks and numbers the nodes as it likes.
+    Args:
+        static: Without c10d's rendezvous, which compares wall clocks and numbers the nodes arbitrarily.
     """
     if static:
         return [f"--node-rank={number}", f"--master-addr={address(0)}", f"--master-port={port}"]
@@ -64,7 +65,8 @@ class Network:
 
     Example: ``with Network(2, scratch) as network: Popen([*network.enter(0), "torchrun", ...])``
 
-    ``slow``: number → (seconds of delay each way, part of the frames that is lost).
+    Args:
+        slow: Number → (seconds of delay each way, share of lost frames).
     """
 
     def __init__(
@@ -126,9 +128,10 @@ class Network:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
     def enter(self, number: int, *, ahead_s: int = 0) -> list[str]:
-        """Returns what a command line on this node begins with; the process keeps its pid.
+        """Returns a command prefix for this node; the process keeps its pid.
 
-        ``ahead_s``: how much longer than the machine this node has been up, by its clocks.
+        Args:
+            ahead_s: By its clocks, this node has been up this much longer than the machine.
         """
         ahead = ["--time", f"--monotonic={ahead_s}", f"--boottime={ahead_s}"] if ahead_s else []
         script = f'hostname {host(number)} && mount --bind {self._hosts} /etc/hosts && exec "$@"'
@@ -168,7 +171,7 @@ class Network:
 
 
 def _ip(space: str, lines: Sequence[str]) -> None:
-    """Runs these ``ip`` commands in a namespace; raises CalledProcessError at the first that fails."""
+    # Raises CalledProcessError at the first command that fails.
     options = ["-n", space] if space else []
     words = ["ip", *options, "-batch", "-"]
     subprocess.run(words, input="\n".join(lines) + "\n", text=True, capture_output=True, check=True)

@@ -24,14 +24,17 @@ ENV = {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 class TwoNodes:
-    """``with TwoNodes(scratch, own, program, words) as nodes``. torchrun decides which node gets rank 0.
+    """Two nodes of one job: ``with TwoNodes(scratch, own, words) as nodes``. torchrun decides which gets rank 0.
 
-    ``ranks``: ranks per node. ``own``: options of safelaunch and torchrun, the same for both nodes. ``over``: how the
-    agents meet; ``file``: in a file, so that the supervisors have no store in which to talk. ``exec``: the same, and
-    safelaunch knows nothing of torchrun. ``task``: no torchrun; each node is a task of one rank, as srun starts them.
-    ``etcd``: in the etcd at ``endpoint``.
-    ``late``: the second one is not started. ``hosts``: names for the two, in UTS namespaces (needs root).
-    ``bundle_dir``: of both, as on a shared disk.
+    Args:
+        own: Options of safelaunch and torchrun, the same for both nodes.
+        ranks: Ranks per node.
+        over: Where the agents meet. ``file``: in a file, so the supervisors have no store. ``exec``: likewise, and
+            safelaunch doesn't know about torchrun. ``task``: no torchrun; each node is one rank, as under srun.
+            ``etcd``: in the etcd at ``endpoint``.
+        late: The second node isn't started.
+        hosts: Names of the two, in UTS namespaces (needs root).
+        bundle_dir: Directory of both, as on a shared disk.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class TwoNodes:
             job.clean_up()
 
     def page(self) -> LeaderPage:
-        """What the leader of the supervisors says at this moment."""
+        """Returns the current page of the supervisors' leader."""
         if self._store is None:
             self._store = StoreClient(Address("127.0.0.1", self._port))
         prefix = _prefix("none")

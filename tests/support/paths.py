@@ -1,4 +1,4 @@
-"""Where the tests' own files are."""
+"""Paths of the tests' own files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A stand-in for NCCL's RAS service: the same lines on a port of its own, healthy or broken in one way."""
+"""A stand-in for NCCL's RAS service: the same lines on another port, healthy or broken in one way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Fault = Literal[
 
 @dataclass(frozen=True)
 class Process:
-    """``state``: ``answers``, ``left`` (the communicator), ``unresponsive`` or ``dead``."""
+    """One process. Its ``state`` is ``answers``, ``left`` (the communicator), ``unresponsive`` or ``dead``."""
 
     rank: int
     pid: int
@@ -109,7 +109,7 @@ def _words(one: Process) -> str:
 
 @dataclass
 class Service:
-    """Listens until ``close``. ``heard``: every line of every client. ``json`` None: an NCCL that has only text."""
+    """Listens until ``close``, and keeps each client's lines in ``heard``. An old NCCL has no ``json``, only text."""
 
     json: str | None = None
     text: str = ""

@@ -1,6 +1,6 @@
-"""Runs the text of a reproduction with stand-ins for torch and for all that blocks, and tells what each rank calls.
+"""Runs a reproduction with stand-ins for torch and for all blocking calls, and reports each rank's calls.
 
-Every call returns at once, so a rank that would be stuck goes on: what it really does is a beginning of what is told.
+Every call returns at once, so a rank that would be stuck continues: its real calls are the first ones reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Called:
-    """``ranks``: the group's. ``tensors``: all that were given, in lists or alone."""
+    """One call. ``ranks`` are the group's; ``tensors`` are all tensors passed, in lists or alone."""
 
     op: str
     ranks: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Runs as ``safelaunch status --watch`` may find them, for its screen."""
+"""Runs that ``safelaunch status --watch`` might find, for its screen."""
 
 from __future__ import annotations
 

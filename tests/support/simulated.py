@@ -1,12 +1,12 @@
-"""Small jobs that are executed on paper: a simulator of ranks, threads and calls, and what a look at it would show.
+"""Small simulated jobs: a simulator of ranks, threads and calls, and of what a look at it would show.
 
-A collective is numbered where a thread enters it, and may end once all members have entered that number with the same
-operation, size and root; others wait for good. Sends and receives end when the other side is there. They are gloo's,
-which no Flight Recorder holds. Locks, queues, events and joins are Python's. The end of a call is a move of its own: in
-between the call is under way, and its threads wait although nothing is wrong.
+A collective gets its number when a thread enters it, and can end once all members have entered that number with the
+same operation, size and root; others wait forever. Sends and receives end when the other side is there. They are
+gloo's, so no Flight Recorder has them. Locks, queues, events and joins are Python's. The end of a call is a separate
+move: until then, the call is in progress, and its threads wait although nothing is wrong.
 
 A rank can have helpers: processes that share semaphores and pipes with it, and that a timer can end. A signal can run a
-handler of its main thread, a stranger can open a semaphore that has a name, and a library has threads of its own.
+handler of its main thread, a stranger can open a named semaphore, and a library has its own threads.
 """
 
 from __future__ import annotations
@@ -45,12 +45,16 @@ NAMED = "n"  # a semaphore that can be opened by its name; any other one is inhe
 
 @dataclass(frozen=True)
 class Op:
-    """``kind``: call | start | wait | send | recv | lock | unlock | put | get | event | set | join | sleep | exit; and
-    with helpers: shared-wait | shared-set | child (its end) | read (what a helper writes) | tell | hear (what is told).
+    """One operation of a thread.
 
-    ``name``: of the group, lock, queue or event. ``to``: the peer of a send or receive, the thread to be joined, the
-    root of a broadcast, or the helper. ``start`` makes a call and does not wait for it, ``wait`` waits for the newest
-    such call of the thread. ``limited``: the wait has a time limit.
+    ``start`` makes a call and doesn't wait for it; ``wait`` waits for the thread's latest call of this kind.
+
+    Attributes:
+        kind: call | start | wait | send | recv | lock | unlock | put | get | event | set | join | sleep | exit; with
+            helpers: shared-wait | shared-set | child (its end) | read (a helper's output) | tell | hear.
+        name: Name of the group, lock, queue or event.
+        to: Peer of a send or receive, thread to be joined, root of a broadcast, or helper.
+        limited: The wait has a time limit.
     """
 
     kind: str
@@ -63,7 +67,12 @@ class Op:
 
 @dataclass(frozen=True)
 class Helper:
-    """``forked``: it runs no other program than its rank. ``timer``: it ends at some time, whatever it waits for."""
+    """A helper process.
+
+    Attributes:
+        forked: It runs no other program than its rank.
+        timer: It ends at some time, whatever it waits for.
+    """
 
     ops: tuple[Op, ...]
     forked: bool = True
@@ -72,9 +81,13 @@ class Helper:
 
 @dataclass(frozen=True)
 class Program:
-    """``threads``: the operations of each thread, the main one first. ``daemons``: threads that do not outlive it.
+    """A rank's program.
 
-    ``libraries``: threads of a library, which only sleep. ``handler``: SIGTERM sets its event.
+    Attributes:
+        threads: Operations of each thread, the main thread first.
+        daemons: Threads that end with the main thread.
+        libraries: Threads of a library, which only sleep.
+        handler: SIGTERM sets its event.
     """
 
     threads: tuple[tuple[Op, ...], ...]
@@ -85,7 +98,7 @@ class Program:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing about it is out of sight: no program whose timer is not seen, no public name, no handler."""
+        """Returns whether a look shows everything about it: no unseen timer, no public name, no handler."""
         ops = [op for thread in self.threads for op in thread]
         named = any(op.kind == "shared-wait" and op.name == NAMED for op in ops)
         return not self.handler and not named and all(helper.forked and not helper.timer for helper in self.helpers)
@@ -103,7 +116,7 @@ class Entry:
 
 @dataclass
 class Actor:
-    """A thread. ``status``: ready (it will run) | blocked (in its operation) | asleep | done."""
+    """A thread. Its status is ready (it will run), blocked (in its operation), asleep or done."""
 
     rank: int
     index: int
@@ -201,7 +214,7 @@ class Job:
         return found
 
     def may_go_on(self, actor: Actor) -> bool:
-        """Whether a thread that is blocked, in anything but a call, would find now what it waits for."""
+        """Returns whether a blocked thread, unless it is in a call, would now find what it waits for."""
         op = self.op(actor)
         if op is None:  # the end of the main thread, which waits for the others
             return actor.index > 0 or all(self._is_over(actor.rank, n) for n in self._outliving(actor.rank))
@@ -312,8 +325,9 @@ class Job:
                 actor.status = "done"
 
     def play(self, rng: random.Random, steps: int = 1000, slow: frozenset[str] = frozenset()) -> Job:
-        """Makes so many random moves, at most. ``slow``: what ends last: calls (``end``, ``pass``), sleeps (``wake``);
-        where nothing else is left, the job is left so as often as not.
+        """Makes at most ``steps`` random moves; calls (``end``, ``pass``) and sleeps (``wake``) end last if ``slow``.
+
+        If only slow moves are left, it sometimes stops.
         """
         for _ in range(steps):
             moves = self.moves()
@@ -332,7 +346,7 @@ class Job:
         return not self.moves()
 
     def places(self) -> dict[tuple[int, int], tuple[int, str]]:
-        """Of each living thread, where it is: a thread that has moved is elsewhere, or has ended."""
+        """Returns the place of each living thread, which changes when it moves."""
         return {(one.rank, one.index): (one.at, one.status) for one in self.living()}
 
 
@@ -349,9 +363,14 @@ def line_of(actor: Actor) -> int:
 
 @dataclass(frozen=True)
 class Sight:
-    """What the look sees. ``unrecorded``: ranks without a Flight Recorder. ``arguments``: ranks whose calls show whom
-    they name. ``futexes``: ranks on which it is seen whose futex a thread rests in, if that isn't a lock of Python's.
-    ``lines``: entries have frames. ``silent``: ranks whose beacon does not answer.
+    """The facts that a look sees.
+
+    Attributes:
+        unrecorded: Ranks without a Flight Recorder.
+        arguments: Ranks whose calls show their arguments.
+        futexes: Ranks on which the futex of a waiting thread is seen, if it isn't a lock of Python's.
+        lines: Entries have frames.
+        silent: Ranks whose beacon doesn't answer.
     """
 
     unrecorded: frozenset[int] = frozenset()
@@ -396,7 +415,7 @@ def _rank(job_: Job, rank: int, rng: random.Random, sight: Sight) -> RankEvidenc
 
 
 def _sets_timers(program: Program) -> bool:
-    """As the rank's page has it: a helper that runs another program sets its timer unseen."""
+    # On the rank's page: a helper that runs another program sets its timer unseen.
     return any(helper.timer and helper.forked for helper in program.helpers)
 
 
@@ -419,7 +438,6 @@ def _process(job_: Job, actors: list[Actor], rng: random.Random, sight: Sight, r
 
 
 def _tid(actor: Actor) -> int:
-    """A helper's is its pid as well."""
     return 5000 + 10 * actor.rank + actor.index - HELPER if actor.is_helper else pid_of(actor.rank) + actor.index
 
 
@@ -500,7 +518,7 @@ def _thread(job_: Job, actor: Actor, rng: random.Random, sight: Sight) -> list[t
 
 
 def _with_helpers(job_: Job, actor: Actor, op: Op) -> dict[str, object]:
-    """What the kernel shows of a thread that waits for a helper, or of a helper that waits."""
+    """Returns what the kernel shows of a thread that waits for a helper, or of a helper that waits."""
     rank, helpers = pid_of(actor.rank), job_.programs[actor.rank].helpers
     living = [n for n in range(len(helpers)) if not job_._is_over(actor.rank, HELPER + n)]
     if op.kind == "child":

@@ -187,8 +187,8 @@ def things() -> Mapping[str, Callable[[Path], object]]:
         "a dangling link": lambda path: path.symlink_to(path.parent.parent / "new"),
         "a socket": listening,
         "a sparse file": sparse,
-        "a file that nobody may read": lambda path: locked(path, mode=0),
-        "a file that everybody may write": lambda path: locked(path, mode=0o666),
+        "a file without read permission": lambda path: locked(path, mode=0),
+        "a world-writable file": lambda path: locked(path, mode=0o666),
         "an empty file": lambda path: locked(path),
     }
 

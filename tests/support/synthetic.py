@@ -1,9 +1,8 @@
-"""Jobs made on paper: ranks in a grid (data x tensor x pipeline), a schedule of collectives, one fault, and where
-everything comes to rest.
+"""Generates jobs: ranks in a grid (data x tensor x pipeline), a schedule of collectives, and one fault.
 
 A collective completes once all members of its group have entered it under the same number with the same operation and
-size; a send once its receive of the same size is there; a wrong pair waits for ever, as NCCL's does. What a Flight
-Recorder and the stacks would show of that is the evidence.
+size; a send once its receive of the same size is there. A mismatch waits forever, as NCCL's does. The evidence is what
+a Flight Recorder and the stacks would show when everything has come to rest.
 """
 
 from __future__ import annotations
@@ -24,8 +23,11 @@ MODULE_LINE = 100
 
 @dataclass(frozen=True)
 class Call:
-    """One collective as a rank's program makes it, or a send or receive (``peer``: rank in the group); ``line`` of the
-    user's script.
+    """One collective, send or receive in a rank's program.
+
+    Attributes:
+        line: Line of the user's script.
+        peer: Rank in the group.
     """
 
     group: str
@@ -53,7 +55,7 @@ class Layout:
 
     @cache  # noqa: B019 - a layout is a few numbers
     def groups(self) -> dict[str, tuple[int, ...]]:
-        """Name → members, of more than one member; ``0`` is everybody."""
+        """Returns the groups of more than one member by name; ``0`` has all ranks."""
         found: dict[str, list[int]] = {"0": list(range(self.world))}
         for number in range(self.world):
             tensor, rest = number % self.tensor, number // self.tensor
@@ -64,7 +66,7 @@ class Layout:
         return {name: tuple(members) for name, members in found.items() if len(members) > 1}
 
     def of_rank(self, number: int) -> dict[str, str]:
-        """tensor, data, pipeline → this rank's group, where it has one."""
+        """Returns this rank's group, if any, by kind: tensor, data, pipeline."""
         tensor, rest = number % self.tensor, number // self.tensor
         data, stage = rest % self.data, rest // self.data
         names = {"tensor": f"t{data}-{stage}", "data": f"d{tensor}-{stage}", "pipeline": f"p{data}-{tensor}"}
@@ -72,10 +74,13 @@ class Layout:
 
 
 def schedule(layout: Layout, steps: int, layers: int, *, sends: bool = False) -> dict[int, list[Call]]:
-    """Each rank's calls: per step an all_reduce for each layer in its tensor group, gradients in its data group, every
-    second step a check in its pipeline group, every third one of everybody; and a barrier at the end.
+    """Returns each rank's calls.
 
-    ``sends``: stages pass a batch on, forward before the layers and backward behind them.
+    Each step has an all_reduce per layer in the tensor group, and gradients in the data group; every second step has a
+    check in the pipeline group, every third step one of all ranks. A barrier is at the end.
+
+    Args:
+        sends: Stages pass on a batch, forward before the layers and backward after them.
     """
     programs: dict[int, list[Call]] = {}
     for number in range(layout.world):
@@ -104,7 +109,7 @@ def _passed(mine: dict[str, str], peer: int | None, op: str, line: int) -> list[
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind``: stop, skip, extra, swap, shape, op, group; at call number ``index`` of ``rank``."""
+    """A fault of this kind (stop, skip, extra, swap, shape, op, group) at call number ``index`` of ``rank``."""
 
     kind: str
     rank: int
@@ -112,7 +117,7 @@ class Fault:
 
 
 def inject(programs: dict[int, list[Call]], fault: Fault) -> dict[int, list[Call]] | None:
-    """The programs with the fault in them; None where it makes no difference there."""
+    """Returns the programs with the fault; None if it makes no difference there."""
     calls = list(programs[fault.rank])
     here = calls[fault.index]
     if fault.kind == "stop":
@@ -145,11 +150,11 @@ MORE_KINDS = ("retry", "members", "random")
 def plant(
     layout: Layout, programs: dict[int, list[Call]], fault: Fault, dice: random.Random
 ) -> tuple[dict[int, list[Call]], frozenset[int]] | None:
-    """The programs with a fault of ``MORE_KINDS`` in them, and who is at fault; None where it makes no difference.
+    """Returns the programs with a fault of ``MORE_KINDS``, and the ranks at fault; None if it makes no difference.
 
-    ``retry``: the rank makes the calls of a whole round twice. ``members``: it and the others of one of its groups
-    leave out the next call of everybody. ``random``: ranks draw for themselves whether they make a further call of
-    everybody, so nobody in particular is at fault.
+    Kind ``retry``: the rank makes the calls of a whole round twice. Kind ``members``: it and the others of one of its
+    groups leave out the next call of all ranks. Kind ``random``: each rank chooses at random if it makes one more call
+    of all ranks, so no particular rank is at fault.
     """
     calls = programs[fault.rank]
     if fault.kind == "retry":
@@ -184,10 +189,11 @@ SIDE_KINDS = ("side thread", "main thread", "race")
 
 
 def threaded(layout: Layout, kind: str, dice: random.Random) -> tuple[frozenset[int], Evidence]:
-    """A job whose ranks call from a second thread as well, in a group of its own or, in a ``race``, in everybody's.
+    """Returns a job with calls from a second thread, in a separate group or, for a ``race``, in the group of all ranks.
 
-    ``side thread``: one does not come to its next call there, and all main threads wait for theirs to end. ``main
-    thread``: one rank's does not come. ``race``: on some ranks the threads came in another order; nobody is at fault.
+    Kind ``side thread``: one doesn't make its next call, and all main threads wait for theirs to end. Kind ``main
+    thread``: one rank's main thread doesn't. Kind ``race``: on some ranks, the threads came in another order; no rank
+    is at fault.
     """
     world, steps = layout.world, dice.randint(3, 9)
     odd = dice.randrange(world)
@@ -332,11 +338,13 @@ def evidence_of(
     polled: bool = False,
     backend: str = "nccl",
 ) -> Evidence:
-    """What would be captured: stacks, unless the dumps are all there is, and the last ``window(rank)`` entries.
+    """Returns what would be captured: stacks, unless there are only dumps, and the last ``window(rank)`` entries.
 
-    ``frames`` False: as in JSON dumps, entries without them. ``ahead``: how many calls behind the one in which it waits
-    each rank's CPU has queued; nothing tells which of them the device has begun. ``polled``: ranks ask again and again
-    whether their call is over (``is_completed``), and sleep in between.
+    Args:
+        frames: False for entries without frames, as in JSON dumps.
+        ahead: Each rank's CPU has queued this many calls after the one in which it waits; nothing shows how many of
+            them the device has begun.
+        polled: Ranks poll their call (``is_completed``) and sleep between polls.
     """
     groups = layout.groups()
     known: dict[tuple[Call, bool], tuple[Frame, ...]] = {}

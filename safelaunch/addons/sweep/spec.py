@@ -1,7 +1,19 @@
-"""Parses a sweep, from a file (see docs/sweep-file.md) or a grid, and expands it to jobs.
+"""Parses a sweep, from a file or a grid, and expands it to jobs. Errors contain the file and line, or the word.
 
-Errors contain the file and line, or the word. Scalars keep their text (``1e-3`` stays ``1e-3``), because they become
-words of a command line.
+    defaults:                       # for every job below; a job's own keys win (env: variable by variable)
+      command: --nproc-per-node=1 train.py --lr {lr} --seed {seed}
+      gpus: 1
+      preset: hang-debug
+      env: {WANDB_NAME: "{name}"}
+      timeout: 2h                   # also retries, ports, stall-timeout, startup-timeout, max-stall, on-stall
+    matrix:                         # every combination is a job
+      lr: [1e-3, 3e-4]
+      seed: 0..4
+    jobs:                           # optional: several kinds of jobs, each with the parameters that it uses
+      prepare: {command: --no-python bash prepare.sh, gpus: 0}
+      train: {needs: prepare, nodes: 2, slurm: {partition: gpu, time: 120}}   # with --engine slurm
+
+Scalars keep their text as written (``1e-3`` stays ``1e-3``), because they become words of a command line.
 """
 
 from __future__ import annotations
