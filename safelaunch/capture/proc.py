@@ -35,6 +35,7 @@ from safelaunch.system.files import link_of
 
 _MAX_PATH = 4096
 MAX_THREADS = 4096
+_CONSISTENT_TRIES = 3  # readings of a thread that wakes or falls asleep between its state and its system call
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,6 @@ def _full_thread(
     pid: int, tid: int, denied: set[str], resting: Resting, memory: ProcessMemory, own: Own
 ) -> ThreadState:
     task = Path(f"/proc/{pid}/task/{tid}")
-    stat = _thread_stat(pid, tid)
 
     def optional(name: str) -> str:
         try:
@@ -266,7 +266,10 @@ def _full_thread(
             pass
         return ""
 
-    text = optional("syscall")
+    for _ in range(_CONSISTENT_TRIES):
+        stat, text = _thread_stat(pid, tid), optional("syscall")
+        if (text == "running") == (stat.state == "R"):
+            break
     call = parse_syscall(text)
     wchan = optional("wchan")
     number, arguments = call if call else (None, ())
@@ -277,7 +280,7 @@ def _full_thread(
     thread = ThreadState(
         tid=tid,
         name=stat.name,
-        state=stat.state,
+        state="R" if text == "running" and stat.state == "S" else stat.state,
         wchan=own.of("wchan", tid) if wchan in ("", "0") else wchan,
         syscall=number,
         syscall_name=name,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -328,3 +329,24 @@ def test_native_thread_is_attributed_to_its_library(tmp_path: Path) -> None:
             ]
         process.communicate(b"")
     assert [thread.rests_in for thread in threads] == ["libown.so"]
+
+
+def test_sleeping_thread_has_its_system_call_however_often_it_wakes() -> None:
+    script = """
+        import threading, time
+        def wake_often():
+            while True:
+                time.sleep(0.0001)
+        for _ in range(3):
+            threading.Thread(target=wake_often, daemon=True).start()
+        print("ready", flush=True)
+        time.sleep(600)
+        """
+    with subprocess.Popen([sys.executable, "-c", dedent(script)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        try:
+            states = [thread for _ in range(200) for thread in proc.read_process(process.pid).threads]
+        finally:
+            process.kill()
+    assert any(thread.state == "S" and thread.syscall_name for thread in states)
+    assert not [thread for thread in states if thread.state == "S" and thread.syscall is None]
