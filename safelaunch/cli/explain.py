@@ -57,9 +57,10 @@ def explained(name: str, width: int) -> str:
     for title, texts in (
         ("How safelaunch knows:", [cause.evidence]),
         ("Example:", [example]),
+        ("Not to be confused with:", ["\n".join(f"- {other}: {text}" for other, text in cause.unlike)]),
         ("What to do (a verdict lists what fits its case):", ["\n".join(f"- {text}" for text in cause.all_advice())]),
     ):
-        lines += ["", title, *_lines(texts, width)]
+        lines += ["", title, *_lines(texts, width)] if any(texts) else []
     return "\n".join(lines)
 
 

@@ -11,7 +11,8 @@ from safelaunch.cli import main
 from safelaunch.cli.explain import explained, listed
 from safelaunch.verdict.causes import CAUSES
 
-TITLES = ["How safelaunch knows:", "Example:", "What to do (a verdict lists what fits its case):"]
+LOOKALIKES = "Not to be confused with:"
+TITLES = ["How safelaunch knows:", "Example:", LOOKALIKES, "What to do (a verdict lists what fits its case):"]
 
 
 def flat(text: str) -> str:
@@ -23,9 +24,12 @@ def flat(text: str) -> str:
 def test_explain_text_has_meaning_evidence_example_and_advice(name: str, width: int) -> None:
     text = explained(name, width)
     lines = text.splitlines()
-    assert lines[0] == name and [line for line in lines if line in TITLES] == TITLES
-    meaning, evidence, example, advice = re.split("|".join(map(re.escape, TITLES)), text)
-    assert all(len(flat(part)) > 20 for part in (meaning, evidence, example, advice))
+    cause = CAUSES[name]
+    titles = [title for title in TITLES if title != LOOKALIKES or cause.unlike]
+    assert lines[0] == name and [line for line in lines if line in TITLES] == titles
+    meaning, evidence, example, *lookalikes, advice = re.split("|".join(map(re.escape, titles)), text)
+    assert all(len(flat(part)) > 20 for part in (meaning, evidence, example, *lookalikes, advice))
+    assert all(f"- {other}: {difference}" in flat(lookalikes[0]) for other, difference in cause.unlike)
     assert flat(CAUSES[name].evidence) == flat(evidence)
     assert flat(example) in flat(inspect.getdoc(CAUSES[name]) or "")
     assert all(f"- {item.shown}" in flat(advice) for item in CAUSES[name].advice)
