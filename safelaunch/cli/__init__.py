@@ -1,4 +1,4 @@
-"""The command line: one file per subcommand. Only ``main`` prints errors."""
+"""The command line: a file per subcommand. Only ``main`` prints errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safelaunch import addons
 if TYPE_CHECKING:
     from safelaunch.addons.protocols import Command
 
-# The first word selects a subcommand only if it is exactly one of these; otherwise it is torchrun's.
+# The first word is a subcommand only if it is exactly one of these; otherwise it is torchrun's.
 COMMANDS = addons.with_commands(
     {
         "demo": "run a bundled script that hangs, and check its verdict",
@@ -35,7 +35,7 @@ COMMANDS = addons.with_commands(
 
 
 def module_of(command: str) -> Command:
-    """Returns the module with the ``main`` of a subcommand, here or in an add-on."""
+    """Returns a subcommand's module, here or in an add-on."""
     if command in addons.COMMANDS:
         return addons.command(command)
     return cast("Command", import_module(f".{command}", __name__))
@@ -58,20 +58,20 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output is gone: exit as other programs do.
+        # Our output has no reader any more: exit as other programs do.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
 
 
 def _print_whatever_the_encoding() -> None:
-    # The job's text can have characters that the terminal's encoding lacks: show them escaped.
+    # Show characters escaped that the terminal's encoding lacks.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _without_secrets(text: str) -> str:
-    # General rules only: a job's own secrets are known later. Imported on demand.
+    # Only general rules: a job's secrets are known later.
     from safelaunch.system.redaction.redact import redact_text
 
     return redact_text(text)
@@ -80,7 +80,7 @@ def _without_secrets(text: str) -> str:
 def program(module: str = "safelaunch", call: str = "from safelaunch.cli import entry; entry()") -> list[str]:
     """Returns the command that starts another safelaunch, or one of its modules.
 
-    Unlike ``-m``, it keeps the working directory, which might hold any user's modules, off the module path.
+    Unlike ``-m``, it doesn't put the working directory, which might hold any user's modules, on the module path.
 
     Args:
         call: Code for a Python without ``-P``.
@@ -91,7 +91,7 @@ def program(module: str = "safelaunch", call: str = "from safelaunch.cli import 
 
 
 def entry() -> NoReturn:
-    """Runs the console script; exits at once, without the interpreter's slow shutdown."""
+    """Runs the console script, and exits without the interpreter's slow shutdown."""
     _open_standard_streams()
     _import_own()
     try:
@@ -102,27 +102,27 @@ def entry() -> NoReturn:
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):
-            code = code or 1  # our output wasn't read
+            code = code or 1
     _leave_word(code)
     os._exit(code)
 
 
 def _open_standard_streams() -> None:
-    """Opens closed standard streams: otherwise a file of ours would get their number, and the output."""
+    """Opens closed standard streams, because our files would get their numbers and the output."""
     for descriptor, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, mode)  # the lowest free number
+            os.open(os.devnull, mode)
     sys.stdin = sys.stdin or open(0)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
 
 
 def _leave_word(code: int) -> None:
-    """Writes the exit code to a file for a parent such as a sweep, so that it survives a kill of the parent.
+    """Writes the exit code to a file for a parent such as a sweep, even if the parent is killed.
 
-    The variable names the process as well: a run inside the job inherits it.
+    The variable also names the process, because a run inside the job inherits it.
     """
     pid, _, path = os.environ.get("SAFELAUNCH_EXIT_FILE", "").partition(":")
     if pid != str(os.getpid()):
@@ -131,7 +131,7 @@ def _leave_word(code: int) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.write(descriptor, f"{code}\n".encode())
     except OSError:
-        return  # the parent gets it from the process, or reruns the job
+        return  # the parent gets it from us, or reruns the job
 
 
 def _dispatch(words: list[str]) -> int:
@@ -153,7 +153,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run_plain(words: list[str], error: ImportError) -> int:
-    """Replaces this process by torchrun: a broken installation of safelaunch must not keep a job from starting."""
+    """Runs torchrun in this process: a broken installation of safelaunch must not stop a job."""
     from safelaunch.job import torchrun
     from safelaunch.job.argv import split
     from safelaunch.settings.options import OWN_OPTIONS
@@ -173,7 +173,7 @@ _DEPENDENCIES = frozenset({"msgspec", "yaml", "_yaml", "pynvml", "rich", "pygmen
 
 
 class _OwnImports:
-    """Finder for ``sys.meta_path`` that looks for our dependencies only in ``directories``."""
+    """Finds our dependencies in ``directories`` only, for ``sys.meta_path``."""
 
     def __init__(self, directories: Sequence[str]) -> None:
         self._directories = list(directories)
@@ -187,7 +187,7 @@ class _OwnImports:
 
 
 def _import_own() -> None:
-    """Protects our imports from PYTHONPATH, if set, which can shadow an installation. The job's don't change."""
+    """Protects our imports, but not the job's, from modules on PYTHONPATH."""
     if not os.environ.get("PYTHONPATH"):
         return
     site = sys.modules.get("site")

@@ -1,6 +1,6 @@
-"""The Python API for reading evidence: ``safelaunch.diagnose``, and its result's types.
+"""Python API: ``safelaunch.diagnose``, and its result's types.
 
-``safelaunch`` loads this module when one of its names is first used.
+``safelaunch`` loads this module when one of these names is used.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def diagnose(path: str | os.PathLike[str]) -> Verdict:
 
 
 def interpreter(module: str, function: str = "main") -> list[str]:
-    """Returns the command that calls ``function`` of ``module`` in a new interpreter; it reads ``sys.argv``.
+    """Returns the command that calls ``function`` of ``module``, which reads ``sys.argv``, in a new interpreter.
 
-    It imports safelaunch from the same place as this one. That directory comes last on the module path, so that it
-    doesn't shadow the standard library. The working directory, which might hold any user's modules, isn't on it.
+    It imports this safelaunch, whose directory comes last on the module path, so that it shadows nothing. The working
+    directory, which might hold any user's modules, isn't on the path.
     """
     root = os.fspath(Path(__file__).resolve().parents[2])
     code = f"import sys; sys.path[:1] = []; sys.path.append({root!r}); from {module} import {function} as f; f()"

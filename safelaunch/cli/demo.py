@@ -23,8 +23,6 @@ from safelaunch.system.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """A bundled script and its expected verdict."""
-
     name: str
     ranks: int
     cause: str
@@ -44,11 +42,11 @@ DEMOS = {
 }
 STALL_TIMEOUT_S = "3"
 INTERRUPTED = 130
-NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch warns once per rank
+NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # a warning of torch's in each rank
 
 
 def main(argv: list[str]) -> int:
-    """Runs one demo; returns 0 if its verdict is the expected one, 1 if not, 2 for an error in the options."""
+    """Runs a demo; returns 0 for the expected verdict, 1 for another one, 2 for wrong options."""
     words = parser().parse_args(argv)
     demo = DEMOS.get(words.name)
     if demo is None:
@@ -102,7 +100,7 @@ def _bundles(demo: Demo, bundle_dir: str) -> set[Path]:
 
 
 def _run_to_its_end(command: list[str]) -> tuple[int, bool]:
-    """Returns its exit code, and whether the user stopped it. A key of the terminal reaches it, too."""
+    """Returns the exit code, and whether the user stopped the run. A terminal's key reaches it, too."""
     child = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": NO_NUMPY, **os.environ})
     stops: list[int] = []
 
@@ -113,7 +111,7 @@ def _run_to_its_end(command: list[str]) -> tuple[int, bool]:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    signal.signal(signal.SIGQUIT, lambda *_: None)  # after Ctrl-\ the run writes a bundle and continues
+    signal.signal(signal.SIGQUIT, lambda *_: None)  # after Ctrl-\ the run continues
     return child.wait(), bool(stops)
 
 

@@ -27,7 +27,7 @@ from safelaunch.system.console import PREFIX, Display, display, folded, json_tex
 from safelaunch.system.errors import SafelaunchError, UsageError
 from safelaunch.system.printable import clean
 
-if TYPE_CHECKING:  # modules that show something are imported on demand: --json needs none
+if TYPE_CHECKING:  # only for showing something: --json needs none of these
     from safelaunch.report.calls import Selection
 
 REACHED, NOT_ENOUGH = 0, 1
@@ -49,25 +49,21 @@ _Cited = TypeVar("_Cited", Claim, ProofEdge)
 
 @dataclass(frozen=True)
 class _ChildOutput:
-    """Result of the child that reads the evidence."""
-
     code: int
     out: str
     notes: tuple[str, ...] = ()  # for stderr
-    files: Mapping[str, str] = field(default_factory=dict)  # contents of the wanted files
+    files: Mapping[str, str] = field(default_factory=dict)  # wanted files' contents
 
 
 @dataclass(frozen=True)
 class _ShownParts:
-    """The verdict or a table of calls, and which of ``FILES`` to write."""
-
     as_json: bool
     table: Selection | None
     files: tuple[str, ...]
 
 
 def main(argv: list[str]) -> int:
-    """Prints the verdict; returns 0 with a verdict, 1 if the evidence is insufficient, 2 if PATH has none."""
+    """Prints the verdict; returns 0 with a verdict, 1 for insufficient evidence, 2 if PATH has none."""
     words = parser().parse_args(argv)
     called = words.path or [_newest()]
     paths = [Path("/dev/stdin") if argument == "-" else working_directory() / argument for argument in called]
@@ -76,7 +72,7 @@ def main(argv: list[str]) -> int:
         check_targets(path, targets.values())
     wanted = _ShownParts(words.json, _selection(words), tuple(targets))
     collects = gc.isenabled()
-    gc.disable()  # hundreds of dumps are millions of long-lived objects: collecting would double the time
+    gc.disable()  # hundreds of dumps are millions of lasting objects: collecting would double the time
     try:
         shown = " ".join(called)
         path = str(paths[0]) if len(paths) == 1 else shown
@@ -121,7 +117,7 @@ def parser() -> Parser:
 
 
 def _newest() -> str:
-    """Returns the newest bundle of the runs started here. Raises UsageError if there is none."""
+    """Returns the newest bundle of runs started here. Raises UsageError without one."""
     latest = bundle_dir_of((), os.environ, working_directory()) / "latest"
     if not latest.exists():
         place = seen_from_here(os.fspath(latest))
@@ -163,7 +159,7 @@ def _selection(words: argparse.Namespace) -> Selection | None:
 
 
 def _targets(html: str | None, output: str | None) -> dict[str, list[Path]]:
-    """Returns the wanted files, with their destinations."""
+    """Returns the wanted files with their destinations."""
     here = working_directory()
     files_by_name: dict[str, list[Path]] = {}
     if output is not None:
@@ -174,7 +170,7 @@ def _targets(html: str | None, output: str | None) -> dict[str, list[Path]]:
 
 
 def check_targets(path: Path, targets: Iterable[Sequence[Path]]) -> None:
-    """Raises UsageError if a file would go into the evidence or any bundle, which must stay unchanged."""
+    """Raises UsageError if a file would change the evidence or a bundle."""
     from safelaunch.bundle.reading.bundles import is_bundle
 
     evidence = Path(os.path.realpath(path))
@@ -208,9 +204,9 @@ def _write(target: Path, text: str) -> None:
 
 
 def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callable[[FoundEvidence], T]) -> T:
-    """Returns the result of ``work`` for the evidence at ``paths``, computed in a bounded child.
+    """Returns ``work``'s result for the evidence at ``paths``, from a bounded child.
 
-    Import what ``work`` needs beforehand. Raises UsageError if nothing can be read there.
+    Import what ``work`` needs before the call. Raises UsageError if there is nothing to read.
     """
     from safelaunch.bundle.reading import locate
     from safelaunch.bundle.reading.guard import in_child
@@ -224,12 +220,12 @@ def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callab
             return in_child(lambda: work(locate.read_folder(folder, Path(scratch))), locate.bounds_of([folder]))
     except Unreadable as error:
         why = clean(error.message)
-        # After a colon, redaction would take the reason for the value of a setting.
+        # After a colon, redaction would take the reason for a setting's value.
         raise UsageError(f"cannot {command} {clean(called)}. {why[:1].upper()}{why[1:]}.", error.fix) from error
 
 
 def _tell(reading: FoundEvidence, path: str, wanted: _ShownParts) -> _ChildOutput:
-    """Returns, in the child, the verdict on the evidence at ``path``."""
+    """Returns the child's verdict on the evidence at ``path``."""
     from safelaunch.verdict.diagnose import diagnose
 
     if wanted.table is not None and not wanted.files:
@@ -288,7 +284,7 @@ def _as_typed(word: str) -> str:
 
 
 def _calls(reading: FoundEvidence, chosen: Selection, *, as_json: bool) -> _ChildOutput:
-    """Returns the table of calls; exit code 0 if it has any."""
+    """Returns the table of calls; its exit code is 0 if there are any."""
     from safelaunch.report import calls
     from safelaunch.verdict.rank_state import CaseFacts
 
@@ -310,7 +306,6 @@ def _calls(reading: FoundEvidence, chosen: Selection, *, as_json: bool) -> _Chil
 
 
 def _files(verdict: Verdict, reading: FoundEvidence, names: Collection[str]) -> dict[str, str]:
-    """Returns the report and viewers' files."""
     if not names:
         return {}
     from safelaunch.bundle.reading import report_header
@@ -324,7 +319,7 @@ def _files(verdict: Verdict, reading: FoundEvidence, names: Collection[str]) -> 
     facts = CaseFacts.of(reading.evidence, user_source.text_for_stranger)
     made: dict[str, str] = {}
     if HTML in names:
-        elsewhere = replace(about, bundle="")  # without links to the bundle's files
+        elsewhere = replace(about, bundle="")  # without links to other files
         data = page.content(verdict, reading.evidence, facts=facts, said=redactor.said, about=elsewhere)
         made[HTML] = template.render(redactor.tree(data))
     if PERFETTO in names:
@@ -333,7 +328,7 @@ def _files(verdict: Verdict, reading: FoundEvidence, names: Collection[str]) -> 
 
 
 def was_reached(verdict: Verdict) -> bool:
-    """Returns whether the verdict names a rank or node, or certainly finds none at fault."""
+    """Returns whether the verdict names a rank or node, or is certain."""
     return bool(verdict.culprits or verdict.processes_at_fault or verdict.nodes_at_fault) or verdict.confidence != "low"
 
 

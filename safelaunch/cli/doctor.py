@@ -1,4 +1,4 @@
-"""``safelaunch doctor``: checks whether safelaunch can watch jobs here, and shows the fix for each failure.
+"""``safelaunch doctor``: checks whether safelaunch can watch jobs here, and shows fixes.
 
 ``doctor_node`` collects values, ``doctor_rules`` judges them, and ``examine`` runs all.
 """
@@ -62,8 +62,8 @@ class Document(msgspec.Struct, frozen=True):
     schema: Literal[1]
     safelaunch: str
     host: str
-    user: int  # uid for which the checks hold
-    result: CheckResult  # the worst
+    user: int
+    result: CheckResult  # of the worst check
     checks: list[Check]
 
 
@@ -72,7 +72,7 @@ def document(checks: tuple[Check, ...]) -> Document:
 
 
 def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:
-    """Returns a line for each check with its fix below, and a summary. A narrow terminal has details below names."""
+    """Returns a line per check with its fix below, and a summary. On a narrow terminal, details are below names."""
     column = max((len(check.name) for check in checks), default=0)
     indent = 9 + column + 2 if width >= 9 + column + 2 + _LEAST_DETAIL else 11
     lines: list[str] = []
@@ -106,7 +106,7 @@ class DoctorSubject:
 
 
 def examine(environ: Mapping[str, str], uid: int, cwd: Path) -> tuple[Check, ...]:
-    """Runs all checks, in a fixed order. One that can't run becomes a warning. Takes some seconds."""
+    """Runs all checks, in some seconds. One that can't run becomes a warning."""
     torch, problem = None, None
     try:
         torch = torchrun.find(environ)
@@ -198,7 +198,7 @@ def _node(subject: DoctorSubject) -> tuple[Check | None, ...]:
 
 
 def _configuration(subject: DoctorSubject) -> tuple[Check | None, ...]:
-    """Checks a run started here: environment, configuration file, bundle directory."""
+    """Checks the environment, configuration file and bundle directory of a run started here."""
     own = {name: value for name, value in subject.environ.items() if name not in INTERNAL_ENV}
     try:
         version = subject.torch.version if subject.torch is not None else None

@@ -1,4 +1,4 @@
-"""Collects facts for ``doctor_rules`` about this node, reading a stack here, and the jobs' torch."""
+"""Collects ``doctor_rules``' facts about the node, reading a stack, and the jobs' torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NAME_DEADLINE_S = 8.0
 
 
 def disk(path: Path) -> Disk:
-    """Returns the file system of ``path``, or of the nearest existing directory above."""
+    """Returns the file system of ``path``, or of its nearest existing parent."""
 
     def look() -> Disk:
         existing = path
@@ -58,7 +58,7 @@ def disk(path: Path) -> Disk:
 
 
 def kind(path: Path, mounts: str) -> str:
-    """Returns the type of the file system of ``path``, from the text of ``/proc/mounts``."""
+    """Returns the type of ``path``'s file system, by the text of ``/proc/mounts``."""
     best, found = -1, ""
     for line in mounts.splitlines():
         words = line.split()
@@ -71,7 +71,7 @@ def kind(path: Path, mounts: str) -> str:
 
 
 def run_root(root: Path) -> Check:
-    """Checks that a run directory can be created below ``root`` by creating one."""
+    """Checks that a run directory can be created below ``root``."""
     problem = ""
     trial = root / f"doctor-{os.getpid()}"
     try:
@@ -89,7 +89,7 @@ def run_root(root: Path) -> Check:
 def longest_socket(root: Path) -> int:
     """Returns the length in bytes of the longest possible socket path below ``root``.
 
-    It has the kernel's greatest pid, 100 attempts, and tens of thousands of ranks.
+    It has the greatest pid, 100 attempts, and tens of thousands of ranks.
     """
     most = text_of("/proc/sys/kernel/pid_max").strip() or "4194304"
     run = RunPaths(root / f"r{most}-99")
@@ -98,7 +98,6 @@ def longest_socket(root: Path) -> int:
 
 
 def ports() -> Check:
-    """Binds a loopback port, as torchrun's rendezvous does."""
     problem = ""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
@@ -112,7 +111,6 @@ def ports() -> Check:
 
 
 def host_name() -> Check:
-    """Looks up our own host name, as every rank does."""
     host = socket.gethostname()
     begin = time.monotonic()
     addresses: list[str] = []
@@ -149,7 +147,7 @@ FUNCTION = "a_rank_that_waits"
 START_DEADLINE_S = 20.0
 NATIVE_DEADLINE_S = 15.0
 
-# Like the beacon, the child names the process with descendants that can trace it (0: none). It exits with its stdin.
+# Like the beacon, the child names the process whose descendants can trace it (0: none). It exits with stdin.
 PROGRAM = f"""
 import ctypes, sys
 tracer = int(sys.argv[1])
@@ -164,14 +162,14 @@ def {FUNCTION}():
 
 @contextmanager
 def child(python: str, tracer: int) -> Iterator[int]:
-    """Starts a waiting process and yields its pid. Raises CaptureError if it doesn't start."""
+    """Yields the pid of a waiting process. Raises CaptureError if it doesn't start."""
     process = subprocess.Popen(
         [str(Path(python).absolute()), "-c", PROGRAM, str(tracer)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        cwd="/",  # with -c, modules are first looked for in the working directory
+        cwd="/",  # for -c, which imports first from there
     )
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -183,13 +181,13 @@ def child(python: str, tracer: int) -> Iterator[int]:
         try:
             process.wait(2.0)
         except subprocess.TimeoutExpired:
-            process.kill()  # it might never have reached its wait
+            process.kill()
             process.wait()
         process.stdout.close()
 
 
 def attempt(pid: int, *, native: bool = False) -> Trial:
-    """Reads the child's stack once; never raises."""
+    """Reads a stack once. Never raises."""
     result = stacks.dump(
         pid, nonblocking=not native, native=native, deadline_s=NATIVE_DEADLINE_S if native else stacks.DEADLINE_S
     )
@@ -201,7 +199,7 @@ def attempt(pid: int, *, native: bool = False) -> Trial:
 
 
 def trials(python: str) -> tuple[Trial, Trial, Trial]:
-    """Tries a child that allows tracing as a rank does, one that doesn't, and C frames of the first."""
+    """Tries a child that allows tracing, like a rank, one that doesn't, and C frames of the first."""
     try:
         with child(python, os.getpid()) as pid:
             like_a_rank = attempt(pid)
@@ -214,7 +212,7 @@ def trials(python: str) -> tuple[Trial, Trial, Trial]:
 
 
 def py_spy() -> tuple[str, str]:
-    """Returns py-spy's path and version; both empty if it isn't installed."""
+    """Returns py-spy's path and version; empty if missing."""
     try:
         path = stacks.find_py_spy()
         output = command.run([path, "--version"], deadline_s=5.0)
@@ -225,7 +223,7 @@ def py_spy() -> tuple[str, str]:
 
 
 def python_of(python: str) -> tuple[int, int]:
-    """Returns the interpreter's version by its real file's name, else this interpreter's."""
+    """Returns the interpreter's version, by its file's name, else this interpreter's."""
     match = re.fullmatch(r"python(\d+)\.(\d+)\w?", Path(python).resolve().name)
     return (int(match[1]), int(match[2])) if match else sys.version_info[:2]
 
@@ -243,7 +241,7 @@ def rights(environ: Mapping[str, str]) -> Rights:
 
 
 def place(environ: Mapping[str, str], container: bool) -> Container:
-    """Returns the kind of container: each needs a different fix."""
+    """Returns the kind of container, on which fixes depend."""
     if "KUBERNETES_SERVICE_HOST" in environ or Path("/var/run/secrets/kubernetes.io").exists():
         return "kubernetes"
     if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ:
@@ -257,7 +255,7 @@ _ID = re.compile(r"containers/([0-9a-f]{12})[0-9a-f]{52}/(?:userdata/)?(?:hostna
 
 
 def container(place: Container, mounts: str) -> str:
-    """Returns this pod's or container's name for commands outside it: the host name, or an id in ``mounts``.
+    """Returns this container's name for commands outside: the host name, or an id in ``mounts``.
 
     A container in its host's network has the host's name.
 
@@ -274,7 +272,7 @@ def container(place: Container, mounts: str) -> str:
 TORCH_DEADLINE_S = 60.0
 INJECT = Path(beacon.__file__).parent / "inject"
 
-# torch's interpreter, which might lack safelaunch, runs this. The server must never be destroyed, so the process exits
+# Runs in torch's interpreter, which might lack safelaunch. The server must never be destroyed, so the process exits
 # without cleaning up.
 TORCH_PROGRAM = """
 import json, os, shutil, socket, sys, tempfile, time
@@ -323,14 +321,14 @@ os._exit(0)
 
 
 def ask(python: str, environ: Mapping[str, str], *, deadline_s: float = TORCH_DEADLINE_S) -> TorchProbe:
-    """Runs the program in ``python`` with the beacon on its PYTHONPATH; never raises."""
+    """Runs TORCH_PROGRAM in ``python`` with the beacon on its PYTHONPATH. Never raises."""
     own = environ.get("PYTHONPATH")
     entries = [str(Path(entry).absolute()) for entry in own.split(os.pathsep)] if own else []
     path = os.pathsep.join([os.fspath(INJECT), *entries])
     without = [word for name in sorted(INTERNAL_ENV) for word in ("-u", name)]
     argv = ["env", *without, f"PYTHONPATH={path}", str(Path(python).absolute()), "-c", TORCH_PROGRAM, os.fspath(INJECT)]
     try:
-        # With -c, modules are first looked for in the working directory: others must not be able to write there.
+        # With -c, modules come first from the working directory, so it must not be writable by others.
         output = command.run(argv, deadline_s=deadline_s, cwd=Path("/"))
     except CaptureError as error:
         return TorchProbe(problem=error.message)
@@ -340,7 +338,7 @@ def ask(python: str, environ: Mapping[str, str], *, deadline_s: float = TORCH_DE
 
 
 def parse(stdout: bytes, stderr: str, code: int | None) -> TorchProbe:
-    """Returns the document on the last line of output, or the reason for none."""
+    """Returns the document on the last output line, or why it is missing."""
     lines = stdout.splitlines()
     try:
         report: dict[str, Any] = json.loads(lines[-1])

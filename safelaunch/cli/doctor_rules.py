@@ -1,4 +1,4 @@
-"""Judges facts about a node, and gives a fix for each failure."""
+"""Judges facts about a node, and gives fixes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESULTS: tuple[CheckResult, ...] = ("ok", "warning", "failed")
 @dataclass(frozen=True, slots=True)
 class Check:
     name: str
-    # warning: safelaunch works with less evidence, or at a risk to the job; failed: a main function doesn't work
+    # warning: less evidence, or a risk to the job; failed: a main function doesn't work
     result: CheckResult
     detail: str
     fix: str = ""
@@ -73,17 +73,13 @@ _BY_HAND = "run py-spy by hand on any Python process of yours: py-spy dump --pid
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Attempt to read a waiting child's stack."""
-
-    problem: str  # empty: success
+    problem: str
     took_s: float = 0.0
     kind: Failure = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """Settings that decide if this process can trace others."""
-
     yama: int | None  # ptrace_scope; None: off
     capable: bool
     seccomp: int  # 2: a filter
@@ -123,7 +119,7 @@ def py_spy_check(path: str, version: str, python: tuple[int, int]) -> Check:
 
 
 def attach_check(trial: Trial, rights: Rights) -> Check:
-    """Judges the trial on a child that allows tracing, as ranks do with a beacon."""
+    """Judges the trial on a child that allows tracing, as ranks with a beacon do."""
     name = "reading stacks"
     if not trial.problem:
         note = "; you ran this as root: run it again as the user who runs the jobs" if rights.root else ""
@@ -134,7 +130,6 @@ def attach_check(trial: Trial, rights: Rights) -> Check:
 
 
 def remedy(rights: Rights) -> str:
-    """Returns the fix for denied tracing."""
     on_host = "" if rights.place == "host" else "on the host: "
     if rights.yama == 3:
         return (
@@ -144,7 +139,7 @@ def remedy(rights: Rights) -> str:
     if rights.capable and rights.seccomp == 2:
         return _NO_SECCOMP[rights.place]
     if rights.yama in (1, 2) and not rights.capable:
-        # At 2, a rank's permission doesn't help; at 1 it does, but not without a beacon.
+        # At 2, a rank's permission doesn't help. At 1, it helps if there is a beacon.
         relax = f"{on_host}sudo sysctl kernel.yama.ptrace_scope={rights.yama - 1}"
         ways = [relax, _ADD_CAPABILITY[rights.place]]
         return "\nor ".join(ways if rights.place == "host" else ways[::-1])
@@ -157,13 +152,13 @@ def remedy(rights: Rights) -> str:
 
 
 def way_in(rights: Rights, own: str, as_root: str, container: str) -> str:
-    """Returns the command that reads a running job's stacks after the kernel has refused it.
+    """Returns the command that reads a running job's stacks after the kernel refused it.
 
-    A container's running processes can't get the missing capability, but a new one can.
+    A container's processes can't get a missing capability, but a new process can.
 
     Args:
         own: The refused command.
-        as_root: The same as root.
+        as_root: The same for root.
         container: Name of the container, if any.
     """
     if rights.yama == 3 or rights.capable:
@@ -180,7 +175,7 @@ def way_in(rights: Rights, own: str, as_root: str, container: str) -> str:
 
 
 def stranger_check(trial: Trial, rights: Rights) -> Check:
-    """Judges the trial on a child without permission, such as a rank's spawned child or a rank without a beacon."""
+    """Judges the trial on a child without permission, such as a rank's spawned child."""
     name = "reading stacks of spawned children"
     if not trial.problem:
         return ok(name, "works, also for processes without a beacon")
@@ -206,8 +201,6 @@ SLOW_IMPORT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class TorchProbe:
-    """Answer of torch's interpreter."""
-
     problem: str = ""
     python: str = ""
     cuda: str = ""
@@ -216,14 +209,14 @@ class TorchProbe:
     server: bool = False
     register: bool = False
     dump: bool = False
-    handlers: Mapping[str, int] = field(default_factory=dict)  # HTTP status of worker server handlers; 0: no answer
+    handlers: Mapping[str, int] = field(default_factory=dict)  # HTTP status by worker server handler; 0: no answer
     beacon: bool = False  # our sitecustomize ran
     chained: str = ""  # the user's sitecustomize, if any
     isolated: bool = False  # Python ignores its environment
 
 
 def version_check(version: str, package: str, options: int) -> Check:
-    """Checks torch's version. ``options`` is the number of options in torchrun's source; 0: our table is used."""
+    """Checks torch's version. ``options`` counts those in torchrun's source; 0: our table is used."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     where = f"{version or 'of unknown version'}, {package}"
     if numbers and numbers < OLDEST_TORCH:
@@ -247,7 +240,7 @@ def import_check(probe: TorchProbe) -> Check:
 
 
 def server_check(probe: TorchProbe) -> Check | None:
-    """Checks c10d's worker server, which reports on a hung rank. None if torch wasn't imported."""
+    """Checks c10d's worker server, which a hung rank answers through. None if torch wasn't imported."""
     name = "worker server"
     if probe.problem or not probe.distributed:
         return None
@@ -263,7 +256,7 @@ def server_check(probe: TorchProbe) -> Check | None:
 
 
 def recorder_check(probe: TorchProbe) -> Check | None:
-    """Checks the Flight Recorder, c10d's record of the last collectives. None if torch wasn't imported."""
+    """Checks c10d's Flight Recorder of recent collectives. None if torch wasn't imported."""
     name = "Flight Recorder"
     if probe.problem or not probe.distributed or not probe.server:
         return None
@@ -280,7 +273,7 @@ def recorder_check(probe: TorchProbe) -> Check | None:
 
 
 def beacon_check(probe: TorchProbe) -> Check | None:
-    """Checks whether ranks run the sitecustomize that starts the beacon. None if unknown."""
+    """Checks whether ranks run our sitecustomize. None if unknown."""
     name = "beacon"
     if probe.problem:
         return None
@@ -301,7 +294,7 @@ def gpu_check(count: int, missing: str, kind: Failure, cuda: str | None, devices
     """Checks NVML.
 
     Args:
-        missing: Reason, of kind ``kind``, why it returned nothing.
+        missing: Why it returned nothing, of kind ``kind``.
         cuda: torch's CUDA version; empty for a build without, None without torch.
         devices: ``/dev/nvidia*`` exist.
     """
@@ -324,9 +317,9 @@ def gpu_check(count: int, missing: str, kind: Failure, cuda: str | None, devices
 MIB = 1 << 20
 LEAST_ROOM = (
     64 * MIB
-)  # a bundle of 8 ranks has 1-5 MB, more with Flight Recorder dumps; a page and a ring have 72 KB per rank
+)  # a bundle of 8 ranks has 1-5 MB, or more with Flight Recorder dumps; a rank's page and ring have 72 KB
 NO_ROOM = 8 * MIB
-SOCKET_PATH_MAX = 107  # bytes: sun_path of unix(7) without its terminator
+SOCKET_PATH_MAX = 107  # sun_path of unix(7) without its terminator
 LEAST_PORTS = 2000
 NETWORK_DISKS = ("nfs", "nfs4", "lustre", "cifs", "smb3", "gpfs", "beegfs", "ceph", "afs", "9p", "virtiofs", "fuse")
 STATIC_PORT = 29500  # torchrun's default on several nodes
@@ -338,7 +331,7 @@ class Disk:
     total: int = 0
     free: int = 0
     kind: str = ""  # ``ext4``, ``tmpfs``, ``nfs4``, ...
-    problem: str = ""  # why its size is unknown
+    problem: str = ""
 
     @property
     def is_remote(self) -> bool:
@@ -346,7 +339,7 @@ class Disk:
 
 
 def room_check(name: str, disk: Disk, what_for: str) -> Check:
-    """Checks the room in a local directory of safelaunch or the job."""
+    """Checks the room in a local directory."""
     if disk.problem:
         return failed(name, f"{disk.path}: {disk.problem}", f"make it usable: it holds {what_for}")
     detail = f"{size(disk.free)} free of {size(disk.total)} on {disk.path} ({disk.kind})"
@@ -361,7 +354,7 @@ def room_check(name: str, disk: Disk, what_for: str) -> Check:
 
 
 def bundle_check(disk: Disk) -> Check:
-    """Checks the bundle directory. It can be on a network disk, as bundles are copied there once complete."""
+    """Checks the bundle directory. It can be on a network disk: only complete bundles are copied there."""
     name = "bundle directory"
     check = room_check(name, replace(disk, kind="") if disk.is_remote else disk, "bundles")
     if check.result == "ok" and disk.is_remote:
@@ -370,7 +363,7 @@ def bundle_check(disk: Disk) -> Check:
 
 
 def shm_check(disk: Disk, place: Container) -> Check:
-    """Checks ``/dev/shm``, which holds DataLoader workers' batches and NCCL's buffers."""
+    """Checks ``/dev/shm``, for DataLoader workers' batches and NCCL's buffers."""
     more = {
         "docker": "docker run --shm-size=16g ..., or --ipc=host",
         "podman": "podman run --shm-size=16g ..., or --ipc=host",
@@ -385,7 +378,7 @@ def shm_check(disk: Disk, place: Container) -> Check:
 
 
 def run_root_check(disk: Disk, problem: str) -> Check:
-    """Checks the place for run directories. ``problem`` is why none can be created there."""
+    """Checks the run directories' place. ``problem`` is why none can be created."""
     if problem:
         fix = f"it must be yours, mode 0700 (ls -ld {disk.path}): move it away, or set XDG_RUNTIME_DIR"
         return failed("run directory", f"{disk.path}: {problem}, so safelaunch cannot watch jobs", fix)
@@ -393,7 +386,7 @@ def run_root_check(disk: Disk, problem: str) -> Check:
 
 
 def socket_check(root: str, longest: int) -> Check:
-    """Checks that the longest socket path of a run below ``root``, in bytes, isn't too long."""
+    """Checks the longest socket path of a run below ``root``, in bytes."""
     detail = f"at most {longest} of {SOCKET_PATH_MAX} bytes below {root}"
     if longest > SOCKET_PATH_MAX:
         fix = "set XDG_RUNTIME_DIR to a shorter private directory, or unset it (then /tmp/safelaunch-<uid> is used)"
@@ -405,7 +398,7 @@ def port_check(bound: str, low: int, high: int) -> Check:
     """Checks ports.
 
     Args:
-        bound: Why no port of loopback could be bound; empty if one could.
+        bound: Why no port of loopback could be bound, or "".
         low: Start of ip_local_port_range.
         high: Its end.
     """
@@ -426,7 +419,7 @@ def port_check(bound: str, low: int, high: int) -> Check:
 
 
 def hostname_check(host: str, addresses: tuple[str, ...], took_s: float, problem: str) -> Check:
-    """Checks the lookup of the host's own name, which gloo and the rendezvous do at every start."""
+    """Checks the lookup of the own host name, which gloo and the rendezvous need at every start."""
     fix = f"add a line to /etc/hosts: 127.0.1.1 {host}   (with several nodes: the address that the others use)"
     if problem:
         return warning(
@@ -439,7 +432,7 @@ def hostname_check(host: str, addresses: tuple[str, ...], took_s: float, problem
 
 
 def leftover_check(dead: tuple[str, ...], kept: tuple[str, ...], live: int) -> Check:
-    """Checks for dead runs' directories, and bundles that couldn't be written to the requested directory."""
+    """Checks for dead runs' directories, and for bundles that couldn't be written to their directory."""
     detail = f"{live} live run{'s' * (live != 1)}"
     if kept:
         where = kept[0].rpartition("/")[0]

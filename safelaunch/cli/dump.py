@@ -1,4 +1,4 @@
-"""``safelaunch dump``: writes a bundle of a live run, or of a job that safelaunch didn't start; the job continues.
+"""``safelaunch dump``: writes a bundle of a running job, started with or without safelaunch.
 
 Only the bundle's path goes to stdout.
 """
@@ -33,20 +33,18 @@ if TYPE_CHECKING:
     from safelaunch.capture.jobs import FoundJob
     from safelaunch.supervise.publishing import Report
 
-# Two looks (at most 6 s each), the evidence (20 s), and the copy to a slow disk (60 s).
+# Two looks (6 s each), the evidence (20 s), the copy to a slow disk (60 s).
 DUMP_DEADLINE_S = 150.0
 T = TypeVar("T")
 
 
 class Document(DumpAnswer, frozen=True, kw_only=True):
-    """The --json document."""
-
     run: str
     name: str
 
 
 def main(argv: list[str]) -> int:
-    """Prints the bundle's path; returns 0 with a bundle, 1 without, 2 if RUN or PID doesn't name exactly one job."""
+    """Prints the bundle's path; returns 0 with a bundle, 1 without, 2 if RUN or PID isn't exactly one job."""
     words = parser().parse_args(argv)
     if words.pid is not None or words.all:
         return _dump_found(words)
@@ -79,9 +77,9 @@ def parser() -> Parser:
 
 
 def choose(runs: Sequence[Run], word: str | None, command: str = "dump") -> Run:
-    """Returns the run that ``word`` names; without it, the run that was started in this directory.
+    """Returns the run that ``word`` names; without it, the run started in this directory.
 
-    Raises UsageError if several runs match, or none; SafelaunchError if the run can't be reached.
+    Raises UsageError unless exactly one run matches; SafelaunchError if it can't be reached.
     """
     alive = [run for run in runs if run.alive]
     chosen = one_of_each_job(select(alive, word) if word is not None else _of_this_directory(alive))
@@ -101,14 +99,14 @@ def choose(runs: Sequence[Run], word: str | None, command: str = "dump") -> Run:
 
 
 def _of_this_directory(runs: Sequence[Run]) -> Sequence[Run]:
-    # Otherwise, runs in unknown directories.
+    # Otherwise, runs with an unknown directory.
     here = os.fspath(working_directory())
     silent = [run for run in runs if run.status is None]
     return [run for run in runs if run.status is not None and run.status.cwd == here] or silent
 
 
 def answer_of(run: Run, request: ControlRequest, kind: type[T], deadline_s: float, meanwhile: str) -> T:
-    """Returns the supervisor's answer. Raises SafelaunchError if its version is another one.
+    """Returns the supervisor's answer. Raises SafelaunchError for another version.
 
     Args:
         meanwhile: Fate of the request if this process stops waiting.
@@ -165,7 +163,7 @@ def _no_job(words: Namespace, hidden: bool) -> SafelaunchError:
     """Returns the error for a node without a job.
 
     Args:
-        hidden: Some processes' variables are unreadable, which a security module can cause even for root.
+        hidden: Some processes' variables are unreadable, perhaps even for root.
     """
     from safelaunch.cli import doctor_node
 
@@ -185,7 +183,7 @@ def _attach_one_of(job: FoundJob, words: Namespace) -> int:
 
 
 def _with_way_in(error: AccessDenied, words: Namespace) -> AccessDenied:
-    """Adds to the error a command that can read the refused process."""
+    """Adds a command that can read the refused process to the error."""
     from safelaunch.cli import doctor_node, doctor_rules
 
     again = ["dump", *(["--all"] if words.all else ["--pid", str(words.pid)]), *(["--json"] if words.json else [])]
@@ -193,7 +191,7 @@ def _with_way_in(error: AccessDenied, words: Namespace) -> AccessDenied:
     is_usual = place == working_directory() / DEFAULT_BUNDLE_DIR
     # This user's variables and files don't apply to root.
     as_root = commands.as_root([*again, *([] if is_usual else ["--bundle-dir", words.bundle_dir or os.fspath(place)])])
-    own = commands.own([*again, "--bundle-dir", os.fspath(place)])  # for another directory
+    own = commands.own([*again, "--bundle-dir", os.fspath(place)])
     rights = doctor_node.rights(os.environ)
     container = doctor_node.container(rights.place, text_of("/proc/self/mountinfo"))
     way = doctor_rules.way_in(rights, shlex.join(own), shlex.join(as_root), container)
@@ -215,7 +213,7 @@ def _is_watched(job: FoundJob) -> bool:
 
 
 def _run_of(job: FoundJob) -> Run:
-    """Returns the job's live run. Raises SafelaunchError if it is another user's."""
+    """Returns the job's live run. Raises SafelaunchError for another user's."""
     directory = Path(job.env["SAFELAUNCH_RUN_DIR"])
     run = next((run for run in look(our_roots()) if run.directory == directory and run.alive), None)
     if run is None:

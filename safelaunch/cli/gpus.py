@@ -38,7 +38,7 @@ STYLES: dict[State, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A GPU, its state, its holder, and the processes that NVML sees on it."""
+    """A GPU, its state, its holder, and processes on it."""
 
     gpu: LeasableGpu
     state: State
@@ -48,7 +48,6 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Cells in the order of ``COLUMNS``."""
         return (
             self.gpu.label,
             clean(self.gpu.name).removeprefix("NVIDIA ") or "-",
@@ -107,7 +106,7 @@ class LeaseDocument:
     command: str
     since_unix_s: float
     by: str
-    alive: bool  # the supervisor holds it, not only ranks that it left
+    alive: bool  # False if only ranks of a dead run are left
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class ProcessDocument:
     user: str
     command: str
     since_unix_s: float
-    left_over: bool  # its run's supervisor is gone
+    left_over: bool
     memory_bytes: int | None
 
 
@@ -138,7 +137,7 @@ class GpuDocument:
 
 @dataclass(frozen=True)
 class Document:
-    missing: str  # why there are no GPUs
+    missing: str
     gpus: list[GpuDocument]
     waiting: list[LeaseDocument]
 
@@ -172,7 +171,6 @@ def _holder(holder: LeaseHolder) -> LeaseDocument:
 
 
 def waiting_line(waiter: LeaseHolder) -> str:
-    """Returns the line of a job in the queue."""
     command = cut(clean(waiter.command), 60)
     return f"waiting: pid {waiter.pid} ({waiter.user}) since {moment(waiter.since_unix_s)}: {command}"
 
@@ -183,11 +181,11 @@ def _memory(gpu: LeasableGpu) -> str:
     return f"{gpu.memory_used_bytes / (1 << 30):.1f}/{gpu.memory_total_bytes / (1 << 30):.0f} GiB"
 
 
-LEAST = 12  # characters of a command or name
+LEAST = 12  # characters
 
 
 def main(argv: list[str]) -> int:
-    """Prints the GPUs; returns 0, even without GPUs, and 1 if the driver doesn't respond."""
+    """Prints the GPUs; returns 0, or 1 if the driver doesn't respond."""
     words = parser().parse_args(argv)
     gpu_inventory = inventory(os.environ)
     holders, waiting = _leases(gpu_inventory, store_of(os.environ))
@@ -234,7 +232,7 @@ def as_table(table_rows: Sequence[Row]) -> TextTable:
 
 
 def picture(table_rows: Sequence[Row], width: int) -> Any:
-    """Returns a table for a terminal; cuts commands and names, but not numbers and states, to make it fit."""
+    """Returns a table for a terminal. If it is narrow, commands and names are cut."""
     table = as_table(table_rows)
     widths = {name: table.width_of(name) for name in COLUMNS}
     for name in ("command", "name"):

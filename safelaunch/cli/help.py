@@ -1,6 +1,6 @@
-"""``safelaunch --help`` and ``safelaunch help [SUBCOMMAND]``, printed without torch or a parser.
+"""``safelaunch --help`` and ``safelaunch help [SUBCOMMAND]``, without torch or a parser.
 
-``scripts/build/generate.py`` makes the man page and the shells' completions from the same source.
+``scripts/build/generate.py`` makes man page and completions from the same source.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EXAMPLES = {
 
 
 def main(words: list[str]) -> int:
-    """Prints the help of a subcommand or of safelaunch."""
+    """Prints a subcommand's help, or safelaunch's."""
     name = words[0] if words else ""
     if name in ("torchrun", "--help-torchrun"):
         return _torchrun()
@@ -70,12 +70,10 @@ def _torchrun() -> int:
 
 
 def width() -> int:
-    """Returns the terminal's width, at most 100 columns."""
     return min(100, shutil.get_terminal_size((100, 24)).columns)
 
 
 def short_text(width: int) -> str:
-    """Returns safelaunch's description, usage and subcommands."""
     usage = "\n".join(f"{'usage:' if not at else '':<7}{line}" for at, line in enumerate(USAGE))
     return "\n\n".join(
         [
@@ -101,9 +99,9 @@ def text(width: int) -> str:
 
 
 def show_usage() -> int:
-    """Prints a short help on stderr; returns, as torchrun does, the exit code of a command that started nothing.
+    """Prints a short help on stderr; returns the exit code of a command that started nothing.
 
-    Otherwise, a script with an accidentally empty command would take it for a successful job.
+    So a script with an accidentally empty command doesn't take it for a successful job, as with torchrun.
     """
     with suppress(OSError):
         print(f"{short_text(width())}\n\nAll options, exit codes and examples: safelaunch --help", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The subcommands' parser: argparse with safelaunch's error messages, which name near misses."""
+"""The subcommands' parser: argparse with safelaunch's messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         self._after_dashes = after_dashes
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parses as argparse does; the error for an unknown option names the nearest one."""
+        """Parses as argparse does, but names the nearest option for an unknown one."""
         parsed, unknown = super().parse_known_args(args, namespace)
         option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
         if option in self._after_dashes:
@@ -38,10 +38,8 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def format_help(self) -> str:
-        """Wraps the text that argparse keeps as it is."""
         return folded(super().format_help(), min(WIDTH, display(1, os.environ).width))
 
     def error(self, message: str) -> NoReturn:
-        """Raises UsageError, for exit code 2."""
         message = re.sub(r"^unrecognized arguments: (.+)", r"unexpected: \1", message)
         raise UsageError(f"{self.name}: {message}", f"See safelaunch {self.name} --help.")

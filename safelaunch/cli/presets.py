@@ -63,7 +63,6 @@ def parser() -> Parser:
 
 
 def render_table(presets: tuple[Preset, ...]) -> str:
-    """Returns a line for each preset."""
     column = max((len(preset.name) for preset in presets), default=0) + 2
     lines = [f"{preset.name:<{column}}{preset.summary}" for preset in presets]
     lines += ["", "Show one: safelaunch presets show NAME", "Use one: safelaunch --preset NAME ... train.py"]
@@ -71,7 +70,7 @@ def render_table(presets: tuple[Preset, ...]) -> str:
 
 
 def render_preset(chain: tuple[Preset, ...], width: int) -> str:
-    """Returns the last preset of ``chain`` with its parents: description, variables, watchdog settings."""
+    """Returns the text on a preset, the last of ``chain``, with its parents."""
     preset = chain[-1]
     rest = preset.description.removeprefix(preset.summary).strip()
     lines = [preset.name, *wrapped(preset.summary, width, "  ", "  "), *wrapped(rest, width, "  ", "  "), ""]
@@ -106,7 +105,7 @@ def _shown(value: object) -> str:
 
 
 def _settings(chain: tuple[Preset, ...]) -> Mapping[str, EnvSetting]:
-    # Later ones win.
+    # later ones win
     return {setting.name: setting for preset in chain for setting in preset.env}
 
 

@@ -33,7 +33,7 @@ NO_RESTARTS = (
 
 
 def main(words: list[str]) -> int:
-    """Runs one job; returns its exit code, 124 if it hung, 2 for an error in safelaunch's options."""
+    """Runs a job; returns its exit code, 124 if it hung, 2 for wrong safelaunch options."""
     if words == ["--version"]:
         from safelaunch import __version__
 
@@ -66,7 +66,7 @@ def main(words: list[str]) -> int:
 def _settings(
     command: CommandLine, options: Collection[str] | None, environ: Mapping[str, str], torch: TorchInstallation
 ) -> Settings:
-    """Returns the run's settings, and prints surprising ones. Raises UsageError if nothing could be started."""
+    """Returns the run's settings, and prints surprising ones. Raises UsageError if nothing could start."""
     settings = resolve(command.own, environ, working_directory(), lambda: torch.version)
     check(settings)
     why, notes = "", []
@@ -88,7 +88,7 @@ def _settings(
 def understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] | None:
     """Returns torchrun's options in full; None if torchrun will reject one.
 
-    Raises UsageError if a rejected option resembles another option of torchrun or safelaunch.
+    Raises UsageError if a rejected one resembles another option.
     """
     meanings = dict(options_given(command.torchrun, torchrun.KNOWN))
     if not all(meanings.values()):
@@ -103,7 +103,7 @@ def understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] | 
 
 
 def _nearest(option: str, options: Iterable[str]) -> str:
-    # All options have the dashes: compare without them.
+    # Compare without the dashes, which all options have.
     match = nearest(option.lstrip("-"), [name[2:] for name in options if name.startswith("--")], 0.7)
     return f"--{match}" if match else ""
 
@@ -111,7 +111,6 @@ def _nearest(option: str, options: Iterable[str]) -> str:
 def _why_no_script(
     command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: TorchInstallation
 ) -> str:
-    """Returns why there is nothing to run, or ""."""
     if not command.script:
         return "the script is missing (usage: safelaunch [options] script.py [script args...])"
     why = why_missing(command.script, options, environ, torch.python)
@@ -125,11 +124,7 @@ def _why_no_script(
 
 
 def surroundings(environ: dict[str, str], resources_of_job: JobResources, typed: Sequence[str]) -> Surroundings:
-    """Returns the job's resources, the path of its run directory, and other inputs of the plan.
-
-    Args:
-        typed: Words after ``safelaunch``.
-    """
+    """Returns the plan's other inputs: resources, run directory, and ``typed``, the words after ``safelaunch``."""
     run_dir = run_root(environ, os.getuid()) / f"r{os.getpid()}"
     return Surroundings(
         environ,
@@ -145,7 +140,7 @@ def surroundings(environ: dict[str, str], resources_of_job: JobResources, typed:
 def start(
     plan: Plan, resources_of_job: JobResources, again: Callable[[JobResources], tuple[Plan, JobResources]] | None = None
 ) -> int:
-    """Starts the job of ``plan`` and waits for its end; with ``--dry-run`` only prints the plan.
+    """Starts the job of ``plan`` and waits for its end, or with ``--dry-run`` prints the plan.
 
     Args:
         again: See ``supervise.run.run``.

@@ -30,7 +30,7 @@ from .table import ENDLESS, TextTable
 
 REFRESH_S = 1.0
 PLAIN_REFRESH_S = 5.0
-MOST_READ = 64  # bundles to read in search of an ended run's
+MOST_READ = 64  # bundles, in search of an ended run's
 LARGEST_VERDICT = 4 << 20
 NONE_LIVE = "you have no runs on this node"
 _RIGHT = frozenset({"rank", "pid", "step", "rate", "age"})
@@ -72,7 +72,7 @@ def parser() -> Parser:
 
 
 def choose(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
-    """Returns the runs that ``word`` names, with a note if several match. Raises UsageError if none does."""
+    """Returns the runs that ``word`` names, and prints how many. Raises UsageError without any."""
     chosen = select(runs, word)
     if word is not None and not chosen:
         raise UsageError(f"status: no run is called {word!r}.", describe(runs))
@@ -82,7 +82,7 @@ def choose(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
 
 
 class AnsweringRun(RunStatus, frozen=True, kw_only=True):
-    """A run's own description, for --json."""
+    """A run's own answer, for --json."""
 
     directory: str
     alive: bool
@@ -95,8 +95,8 @@ class SilentRun(msgspec.Struct, frozen=True):
     run: str
     supervisor_pid: int | None
     directory: str
-    alive: bool  # of the supervisor
-    problem: str  # why there is no answer
+    alive: bool
+    problem: str  # why it has no answer
 
 
 def document(run: Run) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def document(run: Run) -> dict[str, Any]:
 
 
 def text(runs: Sequence[Run], now_unix_s: float, width: int | None = None) -> str:
-    """Returns all runs as aligned lines, separated by empty lines; breaks no word if the terminal has ``width``."""
+    """Returns all runs as aligned lines. With a ``width``, no word breaks."""
     return "\n\n".join("\n".join(_lines(run, now_unix_s, width)) for run in runs)
 
 
@@ -141,7 +141,6 @@ def _broken(lines: Sequence[str], width: int | None) -> list[str]:
 
 
 def headline(status: RunStatus, now_unix_s: float) -> str:
-    """Returns a line with the run and its state."""
     there = len(status.ranks)
     count = (
         f"{there} rank{'s' * (there != 1)}" if there == status.world_size else f"{there} of {status.world_size} ranks"
@@ -154,7 +153,7 @@ def headline(status: RunStatus, now_unix_s: float) -> str:
 
 
 def details(status: RunStatus) -> list[str]:
-    """Returns command, directory, when safelaunch would suspect a hang, and early looks."""
+    """Returns command, directory, time to a suspicion, and early looks."""
     early = status.early
     return [
         f"{clean(shlex.join(status.command))}  (in {clean(status.cwd)})",
@@ -173,7 +172,7 @@ def details(status: RunStatus) -> list[str]:
 
 
 def _watch(word: str | None) -> int:
-    """Shows the runs until Ctrl-C, or until the requested run has ended; then prints its outcome."""
+    """Shows the runs until Ctrl-C, or until a requested one has ended; then prints its outcome."""
     seen = {run.id: run for run in choose(look(our_roots()), word)}
 
     def again() -> tuple[Run, ...]:
@@ -193,8 +192,6 @@ def _watch(word: str | None) -> int:
 
 
 class _RunVerdict(msgspec.Struct):
-    """Part of a run's verdict."""
-
     outcome: str = ""
     cause: str = ""
     summary: str = ""
@@ -203,7 +200,7 @@ class _RunVerdict(msgspec.Struct):
 
 
 def ending(run: Run) -> list[str]:
-    """Returns how a run ended: outcome, cause and bundle of its newest incident."""
+    """Returns outcome, cause and bundle of an ended run's newest incident."""
     status = run.status
     if status is None:
         return [f"{run.id} has ended"]
@@ -221,7 +218,7 @@ def ending(run: Run) -> list[str]:
 
 
 def _newest_bundle(status: RunStatus) -> tuple[Path, _RunVerdict] | None:
-    """Returns the newest bundle of a run that wasn't requested."""
+    """Returns a run's newest bundle that wasn't requested."""
     begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(status.started_unix_s))
     directory = Path(status.bundle_dir or "/nowhere")
     try:
@@ -254,7 +251,7 @@ def _watch_plain(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
 
 
 def _watch_terminal(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
-    """Shows the runs on an alternate screen; a signal restores the other."""
+    """Shows the runs on an alternate screen, until a signal."""
     from rich.live import Live
 
     encoding = sys.stdout.encoding or "ascii"

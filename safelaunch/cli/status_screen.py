@@ -1,7 +1,6 @@
 """A run's ranks and nodes as cells, and the screen of ``status --watch``: runs in, lines of a given size out.
 
-A screen is small and a job can be large: equal ranks share a line, and conspicuous ones come first. Several runs have
-two lines each.
+The screen is small, so equal ranks share a line, and conspicuous ones come first. Several runs have two lines each.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from safelaunch.system.printable import clean
 
 COLUMNS = ("rank", "pid", "state", "step", "rate", "age", "phase", "note", "signals")
 NODE_COLUMNS = ("node", "ranks", "step", "state", "doing", "note")
-# Ranks that meet in every step seem to differ by up to one, as their pages are read one after the other.
+# Pages are read one after the other, so ranks that meet in every step can seem to differ by one.
 BEHIND_STEPS = 2
-# Share of the threshold: a younger step is normal, as every job has pauses.
+# Share of the threshold: below, a step isn't late, as every job has pauses.
 LATE = 0.5
 
 Mood = Literal["good", "behind", "late", "quiet"]
 CellStyle = Literal["plain", "bold", "dim", "warn", "alarm", "title", "good"]
 
 SPARK_CELLS, SPARK_CELL_S = 24, 5.0
-MANY_RANKS = 8  # from here on, equal ranks share a line
-LEAST_ROWS = 4  # of ranks
+MANY_RANKS = 8  # equal ranks share a line, from here on
+LEAST_ROWS = 4
 _LONGEST_RANKS, _LEAST_DOING = 24, 24
 _COLUMNS = ("ranks", "state", "step", "rate", "age", "rss", "gpu", "doing")
 _RIGHT = frozenset({"step", "rate", "age", "rss", "gpu"})
 _LESS_WANTED = ("rss", "state", "rate", "gpu")
-# rich's names. Bold is visible without colour.
+# rich's names
 _RICH = {"plain": "", "bold": "bold", "dim": "dim", "warn": "bold yellow", "alarm": "bold red", "title": "bold cyan"}
 _STYLES: dict[Mood, CellStyle] = {"good": "plain", "behind": "warn", "late": "alarm", "quiet": "dim"}
 _STATES = {
@@ -52,21 +51,17 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class StatusRow:
-    """Cells of a rank, in the order of ``COLUMNS``."""
-
     cells: tuple[str, ...]
     mood: Mood
     note: str = ""  # why it is conspicuous
 
 
 def rows(status: RunStatus) -> tuple[StatusRow, ...]:
-    """Returns a row for each rank of this node."""
     furthest = max((rank.step for rank in status.ranks if rank.step is not None), default=None)
     return tuple(_row(rank, furthest, status.threshold_s) for rank in sorted(status.ranks, key=lambda item: item.rank))
 
 
 def node_cells(node: NodeStatus) -> tuple[str, ...]:
-    """Returns a node's cells, in the order of ``NODE_COLUMNS``."""
     return (
         clean(node.host),
         clean(node.ranks) or "-",
@@ -99,7 +94,7 @@ def _row(rank: RankStatus, furthest: int | None, threshold_s: float) -> StatusRo
 
 
 def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[Mood, str]:
-    """Returns the lag after the furthest rank in words, or the share of the threshold without a step."""
+    """Returns a rank's lag after the furthest one, or its share of the threshold, in words."""
     if rank.age_s is None or rank.state in ("exited", "paused"):
         return "quiet", ""
     behind = (furthest or 0) - (rank.step or 0) if rank.step is not None else 0
@@ -112,7 +107,7 @@ def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[
 
 
 def told(status: RunStatus) -> str:
-    """Returns the watch's state in words, whether no rank makes a step, and which ranks are behind."""
+    """Returns the watch's state in words, with stalls and stragglers."""
     words = _STATES[status.watch][0] if status.watch in _STATES else clean(status.watch)
     words = f"{'undecided: ' if status.watch == 'undecided' else ''}{words}{_standing(status)}"
     slow = stragglers(status.ranks)
@@ -129,14 +124,14 @@ def stepping(status: RunStatus) -> list[RankStatus]:
 
 
 def standing_s(status: RunStatus) -> float:
-    """Returns seconds since any rank's newest step, if far longer than usual and unannounced; else 0."""
+    """Returns seconds since any rank's newest step, if unusually long and unannounced; else 0."""
     quiet_s = min((rank.age_s for rank in stepping(status) if rank.age_s is not None), default=0.0)
     announced = any(rank.state == "paused" or rank.phase for rank in status.ranks)
     return quiet_s if not announced and is_quiet(quiet_s, status.usual_step_s) else 0.0
 
 
 def _standing(status: RunStatus) -> str:
-    # A job can stall before its threshold expires.
+    # A job can stall before the threshold.
     quiet_s = standing_s(status) if status.watch == "watching" else 0.0
     return f"; no step for {since(quiet_s)} (usual {status.usual_step_s:.2g} s)" if quiet_s else ""
 
@@ -159,8 +154,6 @@ class StatusLine:
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """Characters of the terminal's encoding."""
-
     bars: str = "▁▂▃▄▅▆▇█"  # from no step to the highest rate
     cut: str = "…"
     dot: str = "·"
@@ -172,7 +165,6 @@ ASCII = Glyphs("_.:-=+*#", "~", "-")
 def screen(
     runs: Sequence[Run], now_unix_s: float, width: int, height: int, glyphs: Glyphs = Glyphs()
 ) -> list[StatusLine]:
-    """Returns at most ``height`` lines of at most ``width`` characters."""
     clock = time.strftime("%H:%M:%S", time.localtime(now_unix_s))
     room = max(1, height - 1)
     if not runs:
@@ -186,7 +178,7 @@ def screen(
 
 
 def drawn(lines: Sequence[StatusLine], encoding: str) -> Any:
-    """Returns the lines for rich, with the characters of ``encoding``."""
+    """Returns lines for rich, in characters of ``encoding``."""
     from rich.console import Group
     from rich.text import Text
 
@@ -202,7 +194,7 @@ def fit(text: str, width: int, glyphs: Glyphs) -> str:
 
 
 def _several(runs: Sequence[Run], width: int, room: int, glyphs: Glyphs) -> list[StatusLine]:
-    """Returns two lines for each run, or one, or as many as there is room for; conspicuous runs come first."""
+    """Returns two lines per run, or one, or as many as fit; conspicuous runs come first."""
     short = [_short(run, width, glyphs) for run in runs]
     if sum(map(len, short)) <= room:
         return [line for lines in short for line in lines]
@@ -270,7 +262,7 @@ def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, s
 
 
 def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[StatusLine]:
-    """Returns step, rate and its course, then the quiet time with the usual and allowed ones."""
+    """Returns step, rate and its history; then the quiet time, next to the usual and the allowed one."""
     steps = [rank.step or 0 for rank in stepping(status)]
     if not steps:
         what = "no rank has started yet" if not status.ranks else "no step yet"
@@ -291,7 +283,7 @@ def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[StatusLine]
 
 
 def _pace(status: RunStatus) -> str:
-    # The slowest rank's rate, unless it dates from before the job froze.
+    # The slowest rank's, unless it dates from before the freeze.
     rates = [rank.steps_per_s for rank in stepping(status) if rank.steps_per_s is not None]
     return "0/s" if standing_s(status) else rate(min(rates)) if rates else "-"
 
@@ -302,11 +294,11 @@ def _seconds(value: float) -> str:
 
 
 def course(history: Sequence[tuple[float, int]]) -> list[float | None]:
-    """Returns steps per second over the last two minutes, in equal parts; None before the first known step."""
+    """Returns steps per second over two minutes, in equal parts; None before the first known step."""
     points = sorted((-ago_s, step) for ago_s, step in history)
     if not points:
         return []
-    points.append((0.0, points[-1][1]))  # no step since then
+    points.append((0.0, points[-1][1]))
     edges = [-SPARK_CELL_S * (SPARK_CELLS - number) for number in range(SPARK_CELLS + 1)]
     steps = [_step_at(points, edge) for edge in edges]
     return [
@@ -316,7 +308,7 @@ def course(history: Sequence[tuple[float, int]]) -> list[float | None]:
 
 
 def _step_at(points: Sequence[tuple[float, int]], at_s: float) -> float | None:
-    """Interpolates between known steps; returns None before the first."""
+    """Interpolates between known steps; None before the first."""
     if at_s < points[0][0]:
         return None
     for (begin_s, first), (end_s, last) in pairwise(points):
@@ -327,7 +319,7 @@ def _step_at(points: Sequence[tuple[float, int]], at_s: float) -> float | None:
 
 
 def spark(rates: Sequence[float | None], glyphs: Glyphs) -> str:
-    """Returns a bar for each rate, full for the highest; a blank for an unknown rate, the lowest bar for zero."""
+    """Returns a bar per rate, full for the highest, lowest for zero, blank for an unknown one."""
     most = max((rate for rate in rates if rate), default=0.0)
     top = len(glyphs.bars) - 1
     bars = [
@@ -343,13 +335,12 @@ def _wrapped(text: str, width: int, style: CellStyle = "warn", first: str = "  "
 
 
 def _words(status: RunStatus, width: int) -> list[StatusLine]:
-    # Findings of a lasting early look.
     look = lasting(status.early)
     return _wrapped(look.words, width, "warn" if look.movement == "still" else "dim", "    ") if look else []
 
 
 def lasting(early: Sequence[EarlyLook]) -> EarlyLook | None:
-    """Returns the newest early look, unless its finding is over."""
+    """Returns the newest early look, if the job hasn't moved since."""
     return early[-1] if early and not early[-1].lasted_s else None
 
 
@@ -388,7 +379,7 @@ def _ranks(status: RunStatus, width: int, room: int, glyphs: Glyphs) -> list[Sta
 
 
 def _groups(status: RunStatus, *, fold: bool) -> list[_AlikeRanks]:
-    """Returns the ranks in order. Those that meet in every step are up to a step apart when their pages are read."""
+    """Returns the ranks in order. Those that meet in every step can differ by one."""
     look = lasting(status.early)
     places = (
         {position.rank: place(position.frame) for position in look.places if position.frame is not None}
@@ -438,7 +429,7 @@ def size(value: int) -> str:
 
 
 def _nodes(node_states: Sequence[NodeStatus], width: int, room: int, glyphs: Glyphs) -> list[StatusLine]:
-    """Returns the conspicuous nodes, and a line for all others."""
+    """Returns conspicuous nodes, and a line for the others."""
     strange = [
         node for node in node_states if node.state != "heard" or node.trouble or node.doing not in ("watching", "")
     ]

@@ -1,4 +1,4 @@
-"""The subcommands' tables, for a terminal or as plain text. rich is imported when a table is drawn."""
+"""Tables of the subcommands, for a terminal or as plain text. rich is imported to draw one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ class TextTable:
     columns: tuple[str, ...]
     rows: Sequence[Sequence[str]]
     right: frozenset[str] = frozenset()  # columns of numbers
-    styles: Sequence[str] = ()  # rich's, for each row
-    less_wanted: tuple[str, ...] = ()  # columns to leave out, in this order, after empty ones
+    styles: Sequence[str] = ()  # rich's, by row
+    less_wanted: tuple[str, ...] = ()  # columns to leave out, in this order
 
     def width_of(self, column: str) -> int:
-        """Returns the length of its longest cell."""
         return max(map(len, (column, *(row[self.columns.index(column)] for row in self.rows))))
 
     def without(self, column: str) -> TextTable:
@@ -31,7 +30,7 @@ class TextTable:
         return replace(self, columns=(*self.columns[:at], *self.columns[at + 1 :]), rows=rows)
 
     def fitted(self, width: int, last: int = ENDLESS) -> TextTable:
-        """Returns the table with the columns that fit into ``width``, if the last one needs ``last`` columns."""
+        """Returns the table with the columns that fit into ``width``, if the last one needs ``last``."""
         table = self
         empty = [name for name in self.columns[1:] if {row[self.columns.index(name)] for row in self.rows} <= {"-"}]
         for name in dict.fromkeys(
@@ -44,7 +43,7 @@ class TextTable:
         return table
 
     def drawn(self, *, cut: Mapping[str, int] | None = None) -> Any:
-        """Returns the table for rich, which wraps the last column.
+        """Returns a table for rich, which wraps the last column.
 
         Args:
             cut: Widths of columns to cut off.
@@ -67,7 +66,6 @@ class TextTable:
 
 
 def as_text(drawn: Any, width: int) -> list[str]:
-    """Returns rich's drawing as lines without colour."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)

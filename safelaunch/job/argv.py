@@ -1,8 +1,7 @@
 """Splits a command line into safelaunch's options, torchrun's options, and the script with its arguments.
 
-safelaunch's options can be mixed with torchrun's before the script. They must be spelled exactly, so torchrun's
-abbreviations stay unambiguous. The split needs ``takes_value``, the installed version's table of options
-(``torchrun.options``), to find the script.
+safelaunch's options can be mixed with torchrun's, but must be spelled exactly, so that torchrun's abbreviations stay
+unambiguous. To find the script, the split needs the installed torchrun's options (``torchrun.options``).
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ _NEGATIVE_NUMBER = re.compile(r"^-\d+$|^-\d*\.\d+$")
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    own: tuple[tuple[str, str | None], ...]  # safelaunch's options in order, with their values
-    torchrun: tuple[str, ...]  # torchrun's options
-    script: tuple[str, ...]  # script, module or program and its arguments; empty: none
+    own: tuple[tuple[str, str | None], ...]  # with their values, in order
+    torchrun: tuple[str, ...]
+    script: tuple[str, ...]  # script, module or program with its arguments
     program: str | None = None  # program that ``exec`` starts
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Arguments for torchrun."""
         return self.torchrun + self.script
 
     def has_flag(self, *names: str) -> bool:
@@ -34,7 +32,8 @@ class CommandLine:
     def value_of(self, name: str, *, shortest: str) -> str | None:
         """Returns the last value of torchrun's option ``name`` (``--nproc-per-node``), in any accepted spelling.
 
-        ``shortest`` is its shortest abbreviation in argparse.
+        Args:
+            shortest: Its shortest abbreviation in argparse.
         """
         result = None
         for position, word in enumerate(self.torchrun):
@@ -45,7 +44,7 @@ class CommandLine:
         return result
 
     def with_value(self, name: str, old: str, new: str, *, shortest: str) -> CommandLine:
-        """Returns a copy with ``new`` for each value ``old`` of option ``name``; see ``value_of``."""
+        """Returns a copy with ``new`` for each value ``old`` of option ``name`` (see ``value_of``)."""
         words = list(self.torchrun)
         for position, word in enumerate(words):
             spelling, equals, value = word.partition("=")
@@ -61,8 +60,7 @@ class CommandLine:
 def split(words: Sequence[str], own: Mapping[str, bool | None], takes_value: Mapping[str, bool]) -> CommandLine:
     """Splits ``words`` as argparse would for torchrun, and takes out safelaunch's options.
 
-    Raises UsageError for a safelaunch option without its value or with an unexpected one; torchrun reports other
-    errors.
+    Raises UsageError for a safelaunch option with a missing or unexpected value; torchrun reports other errors.
 
     Args:
         own: Option → True if it takes a value, None if only after an equals sign.
@@ -84,7 +82,7 @@ def split(words: Sequence[str], own: Mapping[str, bool | None], takes_value: Map
                 raise UsageError(f"{name} takes no value, but got {value!r}.", "See safelaunch --help.")
             own_options.append((name, value if equals else None))
         elif word == "--":
-            # For argparse, the next word is positional: the script.
+            # argparse takes the next word as positional: it is the script.
             return CommandLine(tuple(own_options), (*torchrun, "--"), tuple(words[index + 1 :]))
         elif not _is_option(word, takes_value):
             return CommandLine(tuple(own_options), tuple(torchrun), tuple(words[index:]))
@@ -104,7 +102,7 @@ def of_torchrun(command: CommandLine, environ: Mapping[str, str], name: str, sho
 
 
 def is_given(options: Collection[str], environ: Mapping[str, str], name: str, short: str = "") -> bool:
-    """True if torchrun's switch ``name`` is on, by option or PET variable."""
+    """True if torchrun's switch ``name`` is on, by option or by PET variable."""
     variable = "PET_" + name.upper().replace("-", "_")
     switches = {f"--{name}", f"--{name.replace('-', '_')}", short} & set(options)
     return bool(switches) or environ.get(variable, "0").strip() not in ("", "0")
@@ -115,18 +113,17 @@ def is_one_node(command: CommandLine, environ: Mapping[str, str]) -> bool:
 
 
 def restarts(command: CommandLine, environ: Mapping[str, str]) -> bool:
-    """True if torchrun restarts ranks after a failure."""
     return most_restarts(command, environ) > 0
 
 
 def most_restarts(command: CommandLine, environ: Mapping[str, str]) -> int:
-    """Returns how often torchrun restarts the ranks; 0 for an invalid value."""
+    """Returns how often torchrun restarts the ranks; 0 for a value that it rejects."""
     value = of_torchrun(command, environ, "--max-restarts", "--max", "0")
     return int(value) if value.isdecimal() else 0
 
 
 def options_given(words: Sequence[str], takes_value: Mapping[str, bool]) -> list[tuple[str, list[str]]]:
-    """Returns each option among torchrun's ``words`` with its possible meanings, if any."""
+    """Returns each option among torchrun's ``words`` with its possible meanings."""
     options = []
     at = 0
     while at < len(words):
@@ -157,7 +154,7 @@ def _means(word: str, name: str, shortest: str) -> bool:
 
 
 def _is_option(word: str, takes_value: Mapping[str, bool]) -> bool:
-    """Applies argparse's ``_parse_optional`` for a parser without options that look like negative numbers."""
+    """Does what ``_parse_optional`` of argparse does if no option looks like a negative number."""
     if not word.startswith("-") or word == "-":
         return False
     if word[1:2] == "-" and " " not in word:
@@ -165,7 +162,7 @@ def _is_option(word: str, takes_value: Mapping[str, bool]) -> bool:
     if word in takes_value or _matches(word.partition("=")[0], takes_value):
         return True
     if word[:2] in takes_value:
-        return True  # a short option with its value in the same word
+        return True  # a short option with its value
     return not (_NEGATIVE_NUMBER.match(word) or " " in word)
 
 
@@ -178,12 +175,12 @@ def _matches(name: str, takes_value: Mapping[str, bool]) -> list[str]:
 
 
 def _wants_next(word: str, takes_value: Mapping[str, bool]) -> bool:
-    """True if the option ``word`` takes the next word as its value."""
+    """True if option ``word`` takes the next word as its value."""
     if word.startswith("--"):
         name, equals, _ = word.partition("=")
-        # argparse might accept an abbreviation of several options if they agree.
+        # argparse might accept an ambiguous abbreviation if all its meanings agree.
         return not equals and any(takes_value[match] for match in _matches(name, takes_value))
-    # Short options can be joined (-m, -r3, -mr 3); the first with a value takes the rest of the word.
+    # Short options can be joined (-mr 3); the first one with a value takes the rest of the word (-r3).
     for position, letter in enumerate(word[1:], start=2):
         if takes_value.get(f"-{letter}", False):
             return position == len(word)

@@ -1,10 +1,10 @@
-"""A control group for the job (cgroup v2), if one can be created: it knows all of the job's processes.
+"""A control group for the job (cgroup v2), if possible: it knows all of the job's processes.
 
 No process leaves it by forking, by a new session or environment, or by losing its parents, and ``cgroup.kill`` (Linux
 5.14) kills all at once. Root, systemd user sessions and containers with delegated groups can create one.
 
-It changes nothing for the job: it has no controllers, so it neither limits nor shares anything. It is created only if
-our own group sets no limit, because programs that size themselves read their group's limit.
+It has no controllers, so it neither limits nor shares anything. It is created only if our own group has no limit,
+because programs that size themselves read their group's limit.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from safelaunch.system.files import text_of
 
 LIMITS = ("memory.max", "memory.high", "cpu.max", "pids.max", "cpuset.cpus")
 PREFIX = "safelaunch-"
-OLD_S = 60.0  # younger groups might still wait for their job
+OLD_S = 60.0  # younger groups might be waiting for their job
 LEAVES_S = 0.2  # for ended processes to leave the group
 
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """Control group in directory ``path``. Failures are silent, as safelaunch has other ways to find the processes."""
+    """Control group at ``path``. Its methods ignore failures, because safelaunch has other ways to find processes."""
 
     path: Path
 
     def add(self, pid: int) -> bool:
-        """Moves a process, with everything it will start, into it. Takes up to 20 ms."""
+        """Moves a process, with everything it will start, into the group. Takes up to 20 ms."""
         return _write(self.path / "cgroup.procs", str(pid))
 
     def leave(self) -> bool:
-        """Moves this process out of it."""
+        """Moves this process out of the group."""
         return _write(self.path.parent / "cgroup.procs", "0")
 
     def members(self) -> list[int]:
-        """Returns the pids in it and in groups below it."""
+        """Returns the pids in the group and below."""
         lists = [text_of(directory / "cgroup.procs") for directory in self._directories()]
         return [int(pid) for text in lists for pid in text.split() if pid != "0"]
 
     def kill(self) -> None:
-        """Sends SIGKILL to all members at once: none can escape by forking."""
+        """Sends SIGKILL to all members at once, so that none can escape by forking."""
         _write(self.path / "cgroup.kill", "1")
 
     def dissolve(self) -> None:
-        """Removes it; remaining processes move to the parent group."""
+        """Removes the group; remaining processes move to its parent."""
         deadline = time.monotonic() + LEAVES_S
         while True:
             for pid in self.members():
@@ -63,12 +63,11 @@ class ControlGroup:
 
 
 def kill_of(group: ControlGroup | None) -> Callable[[], object]:
-    """Returns a function that kills all of the group, if any."""
     return group.kill if group is not None else lambda: None
 
 
 def create(name: str) -> ControlGroup | None:
-    """Creates a group below our own for the run ``name``; None if that is impossible or would change anything."""
+    """Creates a group below our own for the run ``name``; None if that is impossible, or would change anything."""
     own = _own()
     if own is None or any(_limits(text_of(own / limit)) for limit in LIMITS):
         return None
@@ -84,7 +83,7 @@ def create(name: str) -> ControlGroup | None:
 
 
 def sweep() -> None:
-    """Removes empty groups below our own, left by killed guardians."""
+    """Removes empty groups that killed guardians left."""
     own = _own()
     for group in own.glob(f"{PREFIX}*") if own is not None else ():
         try:
@@ -100,7 +99,7 @@ def _own() -> Path | None:
 
 
 def locate(membership: str, mounts: str) -> Path | None:
-    """Returns our group's directory in the unified hierarchy, if mounted there.
+    """Returns our group's directory in the unified hierarchy, if mounted.
 
     Args:
         membership: Content of ``/proc/self/cgroup``.
@@ -140,4 +139,4 @@ def _remove(directory: Path) -> None:
     try:
         directory.rmdir()
     except OSError:
-        return  # it still has members, or groups of others
+        return  # it has members, or others' groups

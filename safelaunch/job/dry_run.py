@@ -1,4 +1,4 @@
-"""``--dry-run``: the plan as text, with command, variables and their origins, GPUs and timeouts."""
+"""``--dry-run``: the plan as text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from safelaunch.system.console import command_lines
 
 
 def describe(plan: Plan, width: int) -> str:
-    """Formats a plan; the command in lines of at most ``width``."""
-    from safelaunch.system.redaction.job_secrets import secret_values  # not needed to start a job
+    """Formats a plan, with the command in lines of at most ``width``."""
+    from safelaunch.system.redaction.job_secrets import secret_values
     from safelaunch.system.redaction.redactor import Redactor
 
     settings = plan.settings
@@ -56,7 +56,7 @@ def _addon_line(settings: Settings, option: Option) -> str:
 
 
 def _max_stall(settings: Settings) -> str:
-    """Returns the longest time without a step before even a working job is ended."""
+    """Returns the longest time without a step, after which even a working job ends."""
     if settings.effective_max_stall_s is not None:
         return f"{settings.effective_max_stall_s:g} s"
     never = "never: a job is ended only if it is proved dead, or if torch is about to end it"

@@ -46,40 +46,40 @@ from safelaunch.job.process import ProcessId
 from safelaunch.system import procstat
 
 TRIES = 3
-LEAVES_S = 1.0  # for the guardian to exit after its dismissal, or to report the job's end
+LEAVES_S = 1.0  # for the guardian to exit, or to report the job's end
 MEND_EVERY_S = 1.0
 AGENT_EVERY_S = 1.0  # only a stopped guardian fails to report the agent's end
 
 
 class Guardian:
-    """Starts the job through the guardian, receives its end, and replaces a dead guardian."""
+    """Starts the job through the guardian, and replaces a dead guardian."""
 
     def __init__(self, run: RunPaths, leases: Sequence[int], group: ControlGroup | None) -> None:
-        """Takes ``leases``, descriptors that the guardian shares to keep the job's resources and run directory."""
+        """Takes ``leases``: descriptors that keep the job's resources and run directory while the guardian lives."""
         self.pid = 0
         self.group = group
         self._run = run
         self._leases = leases
         self._agent: ProcessId | None = None
         self._status: int | None = None
-        self._is_parent = True  # of the job; False for a replacement
+        self._is_parent = True  # the job's; False for a replacement
         self._commands = self._reports = -1
         self._rest = b""
-        self._members: list[ProcessId] = []  # reported to the guardian
-        self._ended_s: float | None = None  # when this process noticed the agent's end
-        self._agent_due_s = 0.0  # when this process checks the agent
+        self._members: list[ProcessId] = []
+        self._ended_s: float | None = None
+        self._agent_due_s = 0.0
         self._mended_s = 0.0
         self._lines = _lifelines(run)
         self._fork: Callable[[], None] = lambda: None
 
     def fork(self, become: Callable[[], NoReturn], *, at_once: bool) -> None:
-        """Forks the guardian, the future parent of the waiting job. Call it while this process has one thread.
+        """Forks the guardian, the future parent of the job. Call it while this process has one thread.
 
         Raises OSError if the fork fails.
 
         Args:
             become: See ``process.fork``.
-            at_once: The job might start processes in its first milliseconds.
+            at_once: The job might start processes within milliseconds.
         """
         self._fork = lambda: self._fork_once(become, at_once)
         self._fork()
@@ -101,7 +101,7 @@ class Guardian:
         os.close(reports)
 
     def start(self) -> ProcessId:
-        """Starts the waiting job; returns its first process. Raises OSError if it can't start."""
+        """Starts the job; returns its first process. Raises OSError if it can't start."""
         process.become_subreaper()  # to adopt the job if the guardian dies
         for _ in range(TRIES):
             if self._let_go():
@@ -117,7 +117,7 @@ class Guardian:
         return self._agent
 
     def _let_go(self) -> bool:
-        """Releases the job; returns False if the guardian was killed before it started."""
+        """Releases the waiting job; returns False if the guardian was killed before."""
         self._agent = None
         self._rest = b""
         self._write(guarding.GO)
@@ -141,7 +141,7 @@ class Guardian:
         return stat is not None and self._agent.is_alive() and stat.name != guarding.NAME
 
     def ended(self) -> int | None:
-        """Returns the wait status of the job's first process once it has ended. Call it regularly."""
+        """Returns the wait status of the job's first process after its end. Call it regularly."""
         if self._status is None and self._is_parent:
             self._read_reports()
         if self._status is None:
@@ -152,7 +152,7 @@ class Guardian:
 
     @property
     def adopts_orphans(self) -> bool:
-        """True while the first guardian lives; later, this process gets the job's orphans."""
+        """True while the first guardian lives, which gets the job's orphans. After its death, this process does."""
         return self._is_parent
 
     def adopt(self, member: ProcessId) -> None:
@@ -161,11 +161,11 @@ class Guardian:
         self._write(str(member).encode())
 
     def dismiss(self) -> None:
-        """Dismisses the guardian after a normal end; daemons of the job survive."""
+        """Dismisses the guardian after a normal end; the job's daemons survive."""
         self._write(guarding.WELL)
         os.close(self._commands)
         if self.pid and not self._has_gone():  # it is stopped
-            os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the pid is still the guardian's
+            os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
             self._has_gone()
         if self.group is not None:
             self.group.dissolve()
@@ -178,10 +178,10 @@ class Guardian:
                 if line.startswith(b"ended "):
                     self._status = int(line.split()[1])
         except BlockingIOError:
-            return  # no more lines
+            return
 
     def _next_line(self) -> bytes:
-        """Returns a line without newline; empty if the guardian is gone. Raises BlockingIOError if it isn't ready."""
+        """Returns a line; empty if the guardian is gone. Raises BlockingIOError if there is none yet."""
         while b"\n" not in self._rest:
             chunk = os.read(self._reports, 4096)
             if not chunk:
@@ -191,14 +191,14 @@ class Guardian:
         return line
 
     def _look_after(self, now: float) -> None:
-        """Replaces a dead guardian, and kills a stopped one, which doesn't report the agent's end."""
+        """Replaces a dead guardian, and kills a stopped one that doesn't report the agent's end."""
         assert self._agent is not None
         if self.pid and self._is_parent and (self._ended_s or now >= self._agent_due_s):
             self._agent_due_s = now + AGENT_EVERY_S
             if not self._agent.is_alive():
                 self._ended_s = self._ended_s or now
                 if now - self._ended_s > LEAVES_S:
-                    os.kill(self.pid, signal.SIGKILL)  # the agent becomes our child, and we get its status
+                    os.kill(self.pid, signal.SIGKILL)  # the agent becomes our child, whose status we get
         status = process.reap(self.pid) if self.pid else None
         if status is not None:
             if self._is_parent:
@@ -218,7 +218,7 @@ class Guardian:
         say(f"the guardian of this job {how}; starting a new one")
 
     def _mend(self) -> None:
-        """Starts another guardian. It isn't the job's parent, so it needs reports of orphans."""
+        """Starts another guardian. It isn't the job's parent, so orphans must be reported to it."""
         from safelaunch.system.console import say
 
         commands, own_end = os.pipe()
@@ -240,7 +240,7 @@ class Guardian:
             self._write(str(member).encode())
 
     def _has_gone(self) -> bool:
-        """Waits briefly for the guardian's end; returns True if it is gone."""
+        """Returns True if the guardian ends within a short wait."""
         deadline = time.monotonic() + LEAVES_S
         while process.reap(self.pid) is None:
             if time.monotonic() > deadline:
@@ -252,13 +252,13 @@ class Guardian:
         try:
             os.write(self._commands, line + b"\n")
         except OSError:
-            return  # it was killed; the next check replaces it
+            return  # the next check replaces it
 
 
 def _lifelines(run: RunPaths) -> tuple[int, int]:
-    # The kernel notifies readers of a named pipe at once when its holders are dead. Only the supervisor holds ``life``;
-    # every process that would end the job holds ``keepers``. If both are dead, ``rescue`` starts another guardian; the
-    # file is missing after a normal end.
+    # The kernel notifies readers of a named pipe when its holders are dead. Only the supervisor holds ``life``; each
+    # process that would end the job holds ``keepers``. If both are dead, ``rescue`` starts another guardian, unless a
+    # normal end has removed it.
     run.rescue.write_bytes(f"{sys.executable}\0{_code(f'rescue({os.fspath(run.root)!r})')}".encode())
     for path in (run.life, run.keepers):
         os.mkfifo(path, 0o600)
@@ -271,6 +271,6 @@ def _code(call: str) -> str:
 
 
 def _spawn(call: str) -> int:
-    # This process has threads, so a fork isn't safe.
+    # This process has threads, so it can't fork safely.
     env = {**os.environ, layout.GUARDIAN_CODE: _code(call)}
     return os.posix_spawn(sys.executable, [sys.executable, *layout.GUARDIAN_ARGUMENTS], env)

@@ -1,7 +1,7 @@
 """The guardian's code: watches a job, and ends it if the supervisor is killed. See ``guardian``.
 
-The supervisor forks the first guardian, the job's parent. A replacement, or a guardian that a beacon starts after the
-deaths of supervisor and guardian, is a new interpreter. It finds the job by the records in the run directory.
+The supervisor forks the first guardian, the job's parent. Later guardians, which supervisors or beacons start, are new
+interpreters. They find the job by the records in the run directory.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ NAME = "sl-guardian"
 GO, WELL = b"go", b"well"
 GRACE_S = 5.0
 LOOK_EVERY_S = 1.0  # for a guardian that isn't the job's parent
-ORPHANS_EVERY_S = 0.25  # reading its own children is one system call
+ORPHANS_EVERY_S = 0.25  # cheap: one system call for its own children
 CHASE_S = 0.05
-LEAVE_IT = os.WEXITED | os.WNOHANG | os.WNOWAIT  # waitid leaves the process a zombie
-LEAST_IDLE = 500  # idle time per search time: 0.2 % of a core, also on a node with many processes
+LEAVE_IT = os.WEXITED | os.WNOHANG | os.WNOWAIT  # waitid then leaves a zombie
+LEAST_IDLE = 500  # idle time per search time: 0.2 % of a core, even on a node with many processes
 
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """The first guardian's connections to the supervisor."""
+    """Connections of the first guardian to the supervisor."""
 
-    supervisor: int  # its pid
-    commands: int  # pipe from it
-    reports: int  # pipe to it
+    supervisor: int  # pid
+    commands: int  # pipe from the supervisor
+    reports: int  # pipe to the supervisor
     held: tuple[int, ...]  # descriptors to keep open
 
 
 class First:
-    """The job's parent and reaper of its orphans."""
+    """Parent of the job and reaper of its orphans."""
 
     def __init__(self, run: RunPaths, group: ControlGroup | None, post: Post) -> None:
         self._run = run
@@ -72,14 +72,14 @@ class First:
             return
         self._report("started")
         if self._group is not None and not at_once:
-            self._group.add(self._agent.pid)  # a few ms, while the launcher looks for its modules
+            self._group.add(self._agent.pid)  # takes a few ms, while the launcher looks for modules
         _silence()
         if self._stay(*self._settle()):
             process.end_all(self._agent, self._all, grace_s=GRACE_S, kill=self._kill)
             _clean_up(self._run.root, self._group)
 
     def _may_go(self, agent: ProcessId, at_once: bool) -> None:
-        """Waits for the supervisor to release the job. Raises OSError if it was killed."""
+        """Waits until the supervisor releases the job. Raises OSError if it was killed."""
         if at_once and self._group is not None:
             self._group.add(agent.pid)
         self._recorded.add(agent.pid)
@@ -92,7 +92,7 @@ class First:
             raise InterruptedError(errno.EINTR, "the supervisor was killed")
 
     def _settle(self) -> tuple[int, int]:
-        """Closes inherited descriptors; returns a pipe that becomes readable when a child ends."""
+        """Closes inherited descriptors; returns a pipe that gets readable when a child ends."""
         woken, wake = os.pipe()
         os.set_blocking(woken, False)
         os.set_blocking(wake, False)
@@ -105,7 +105,7 @@ class First:
         return commands, woken
 
     def _stay(self, pipe: int, woken: int) -> bool:
-        """Stays until the supervisor dismisses it (False) or is killed (True)."""
+        """Returns False if the supervisor dismisses this guardian, True if it was killed."""
         commands = Commands(pipe)
         look = Every(ORPHANS_EVERY_S, self._note_orphans)
         while True:
@@ -120,7 +120,7 @@ class First:
                 self._helpers.update(message.members)
 
     def _reap(self) -> None:
-        """Reaps children. Reports the agent's end first, so that the supervisor can reap it if we are killed."""
+        """Reaps children. First, reports the agent's end: if we are killed, the supervisor can then reap the agent."""
         assert self._agent is not None
         try:
             if not self._ended and (ended := os.waitid(os.P_PID, self._agent.pid, LEAVE_IT)) is not None:
@@ -151,19 +151,19 @@ class First:
         return helpers | {*process.descendants([os.getpid()])} | members_of(self._group)
 
     def _kill(self) -> None:
-        """Kills the job: at once by its group, else repeatedly, as escaping processes become our children."""
+        """Kills the job, at once by its group or else repeatedly, because escaping processes become our children."""
         if self._group is not None:
             self._group.kill()
         deadline = time.monotonic() + CHASE_S
         while time.monotonic() < deadline and (below := process.children()):
             for pid in below:
-                os.kill(pid, signal.SIGKILL)  # only we reap it, so the pid is still the child's
+                os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still the child's
             self._reap()
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisorMessage:
-    """Dismissal, or members that can't be found from the others."""
+    """Dismissal, or processes of the job that can't be found from others."""
 
     well: bool
     members: list[ProcessId]
@@ -175,7 +175,7 @@ class Commands:
         self._rest = b""
 
     def read(self) -> SupervisorMessage | None:
-        """Reads a waiting message; returns None if the supervisor was killed."""
+        """Reads a message; returns None if the supervisor was killed."""
         chunk = os.read(self.pipe, 65536)
         if not chunk:
             return None
@@ -192,7 +192,7 @@ class Every:
         self._next_s = 0.0
 
     def __call__(self) -> float:
-        """Returns the seconds until the next call."""
+        """Calls ``work`` if it is due; returns the seconds until the next call."""
         begin = now = time.monotonic()
         if begin >= self._next_s:
             self._work()
@@ -208,7 +208,7 @@ def _wait_status(ended: os.waitid_result) -> int:
 
 
 def replace(root: str, descriptors: Sequence[int]) -> NoReturn:
-    """Replaces a dead guardian, in a new interpreter that isn't the job's parent.
+    """Runs a new interpreter in place of a dead guardian; it isn't the job's parent.
 
     Args:
         descriptors: The supervisor's pipe, then the leases.
@@ -232,7 +232,7 @@ def replace(root: str, descriptors: Sequence[int]) -> NoReturn:
 
 
 def rescue(root: str) -> NoReturn:
-    """Ends the job after the deaths of supervisor and guardian, in a new interpreter that a beacon started."""
+    """Ends the job after supervisor and guardian were killed, in an interpreter that a beacon started."""
     starter = process.identify(os.getppid())
     _begin()
     run = RunPaths(Path(root))
@@ -246,16 +246,16 @@ def rescue(root: str) -> NoReturn:
     _note_ourselves(run)
     remains = Remains(run)
     if remains.group is not None and not remains.group.leave():
-        remains.group = None  # to kill it would kill this process first
+        remains.group = None  # killing it would kill this process first
     is_below_agent = os.environ.get(layout.GUARDIAN_STARTER) == layout.AGENT_ROLE
     if remains.group is None and is_below_agent and starter is not None and starter == remains.agent:
-        _end_below(starter, remains)  # before the agent ends, and its orphans get another parent
+        _end_below(starter, remains)  # the agent's end would give its orphans another parent
     _end(run, remains)
 
 
 def _end_below(agent: ProcessId, remains: Remains) -> None:
-    # The agent is now the reaper of its descendants. It is stopped, because it would exit once its ranks have ended,
-    # and their orphans would be lost.
+    # The agent is the reaper of its descendants now. Stop it, because it exits once its ranks have ended, and their
+    # orphans would be lost.
     agent.send(signal.SIGSTOP)
     remains.spare = agent
     process.end_all(None, remains.find, grace_s=GRACE_S)
@@ -282,7 +282,7 @@ def _begin() -> None:
 
 
 def disguise(name: str) -> None:
-    """Changes this process's name and command line, so that a kill of safelaunch by name doesn't hit it.
+    """Changes this process's name and command line, so that killing safelaunch by name spares it.
 
     Overwrites the memory of the arguments, which only /proc still reads.
     """
@@ -297,11 +297,11 @@ def disguise(name: str) -> None:
         with open("/proc/self/comm", "w") as comm:
             comm.write(name)
     except (OSError, ValueError):
-        return  # not permitted: a kill by name hits both
+        return  # not permitted
 
 
 def _silence() -> None:
-    # Don't keep other processes' pipes open.
+    # Other processes' pipes must not stay open.
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -310,7 +310,7 @@ def _silence() -> None:
 
 
 def _keep_only(descriptors: Sequence[int]) -> list[int]:
-    """Closes all descriptors from 3 on except ``descriptors``, renumbered from 3; returns the new numbers."""
+    """Closes all descriptors from 3 on except ``descriptors``, and renumbers these from 3; returns the new numbers."""
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3 + len(descriptors)) for descriptor in descriptors]
     numbers = range(3, 3 + len(descriptors))
     for number, descriptor in zip(numbers, high, strict=True):

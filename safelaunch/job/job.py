@@ -1,4 +1,4 @@
-"""A started job: its processes, signals and end; and safelaunch's exit codes."""
+"""A started job: its processes, signals and end. Also safelaunch's exit codes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ EXIT_GAVE_UP = 125
 GRACE_S = 5.0
 RANK_GRACE_S = 1.0
 NOW_GRACE_S = 2.0  # after a second Ctrl-C
-TWICE_S = 0.3  # two SIGINTs within this time are one: `timeout` sends it to the process and to its group
-HOLD_S = 2.0  # longest delay of a Ctrl-C while evidence is taken
+TWICE_S = 0.3  # two SIGINTs within this time are one: `timeout` signals the process and its group
+HOLD_S = 2.0  # longest delay of Ctrl-C for evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +35,17 @@ class Job:
 
 
 class JobProcesses:
-    """The job's processes; ``agent`` is the first one."""
-
     def __init__(self, agent: ProcessId, guardian: Guardian | None) -> None:
         self.agent = agent
         self._guardian = guardian
         self._orphans: set[ProcessId] = set()
 
     def ended(self) -> int | None:
-        """Returns the agent's wait status once it has ended. Also replaces a dead guardian."""
+        """Returns the agent's wait status after its end. Also replaces a dead guardian."""
         return process.reap(self.agent.pid) if self._guardian is None else self._guardian.ended()
 
     def look_for_orphans(self) -> None:
-        """Adopts the job's orphans after the death of its first guardian, and reports them to the next."""
+        """Adopts orphans after the death of the job's first guardian, and reports them to the next one."""
         if self._guardian is None or self._guardian.adopts_orphans:
             return
         for orphan in process.adopted([self.agent.pid, *self._not_the_jobs()]):
@@ -56,7 +54,7 @@ class JobProcesses:
                 self._guardian.adopt(orphan)
 
     def adopt_helper(self, pid: int) -> None:
-        """Reports one of safelaunch's helper programs, which the guardian ends if we are killed."""
+        """Reports one of safelaunch's programs, which must end if this process is killed."""
         helper = process.identify(pid)
         if helper is not None and self._guardian is not None:
             self._guardian.adopt(helper)
@@ -68,11 +66,11 @@ class JobProcesses:
         return [self._guardian.pid] if self._guardian is not None and self._guardian.pid else []
 
     def all(self) -> tuple[ProcessId, ...]:
-        """Returns all processes of the job: those below the guardian, and those adopted after its death."""
+        """Returns all processes of the job, even those adopted after a guardian's death."""
         return process.descendants([os.getpid(), *self._guardians()], exclude=self._not_the_jobs())
 
     def end_all(self, grace_s: float = GRACE_S) -> tuple[ProcessId, ...]:
-        """Sends SIGTERM, later SIGKILL; returns the processes that can't be killed. Takes seconds."""
+        """Sends SIGTERM, then SIGKILL; returns the processes that can't be killed. Takes seconds."""
         group = self._guardian.group if self._guardian is not None else None
         return process.end_all(self.agent, self.all, grace_s=grace_s, kill=kill_of(group))
 
@@ -80,7 +78,7 @@ class JobProcesses:
         return process.descendants([self.agent.pid])
 
     def end_ranks(self) -> tuple[ProcessId, ...]:
-        """Ends the current processes below the agent, but no restarted ones."""
+        """Ends the agent's current descendants, but not later ones."""
         ranks = self.ranks()
         for rank in ranks:
             rank.send(signal.SIGTERM)
@@ -92,7 +90,7 @@ class JobProcesses:
         return tuple(rank for rank in ranks if rank.is_alive())
 
 
-# Unlike USR1 and USR2, these ask the job to end.
+# unlike USR1 and USR2, these ask the job to end
 STOPPING = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -100,13 +98,13 @@ WAKES = frozenset(int(number) for number in (*FORWARDED, signal.SIGCHLD, signal.
 
 
 class Forwarder:
-    """Waits for a signal or a child's end, and forwards each signal to the job once.
+    r"""Waits for a signal or a child's end, and forwards each signal to the job once.
 
     Args:
-        pid: The job's first process; None: nothing is forwarded, as it receives signals itself.
-        hold: Called at the first SIGINT; returns True if evidence must be taken first. The signal is then sent by
-            ``release``, after ``HOLD_S``, or when the next one arrives.
-        on_quit: Called for Ctrl-\\ instead of ending the job.
+        pid: The job's first process; None if it gets signals itself.
+        hold: Called at the first SIGINT. If it returns True, the signal is sent by ``release``, after ``HOLD_S``, or
+            when the next one arrives.
+        on_quit: Called for Ctrl-\ instead of ending the job.
     """
 
     def __init__(
@@ -118,7 +116,7 @@ class Forwarder:
         self._held: tuple[int, bool] | None = None
         self._held_until_s = 0.0
         self._interrupted_s = 0.0  # time of the first SIGINT
-        self.stops = 0  # requests to stop the job
+        self.stops = 0  # requests
         self.insists = False  # second Ctrl-C
 
     @property
@@ -126,7 +124,7 @@ class Forwarder:
         return self.stops > 0
 
     def note_stop(self) -> None:
-        """Notes a stop request that wasn't a signal to us."""
+        """Notes a stop request that isn't a signal to us."""
         self.stops = max(self.stops, 1)
 
     @property
@@ -135,8 +133,8 @@ class Forwarder:
 
     def wait(self, timeout_s: float) -> None:
         """Returns after ``timeout_s`` seconds, a child's end, or a forwarded signal."""
-        # If sigtimedwait times out and is interrupted (Ctrl-Z, then fg), CPython 3.11 returns an uninitialised siginfo,
-        # and the job would get a signal that no process sent.
+        # CPython 3.11 returns an uninitialised siginfo if sigtimedwait times out and is interrupted (Ctrl-Z, then fg):
+        # the job would get a signal that no process sent.
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
         info = signal.sigwaitinfo(WAKES)
         if info.si_signo in FORWARDED:
@@ -145,7 +143,7 @@ class Forwarder:
             self.release()
 
     def take(self, signum: int, *, by_terminal: bool) -> None:
-        """Handles a signal; ``by_terminal`` means a key."""
+        """Handles a signal. ``by_terminal`` means that a key sent it."""
         if signum == signal.SIGQUIT and by_terminal and self._on_quit is not None and not self.stops:
             self._on_quit()
             return
@@ -175,7 +173,7 @@ class Forwarder:
     def _send(self, signum: int, by_terminal: bool) -> None:
         if self._pid is None:
             return
-        # Under torchrun, the terminal's signals reach the whole foreground group.
+        # Under torchrun, the terminal signals the whole foreground group.
         send = os.killpg if by_terminal else os.kill
         try:
             send(self._pid, signum)

@@ -1,7 +1,7 @@
-"""Checks if the script, module or program for torchrun exists.
+"""Checks if torchrun's script, module or program exists.
 
-Anything that Python or the system might accept passes: a directory or archive with ``__main__.py``, a pipe, standard
-input, a path within an archive, and modules or programs in places known only to the ranks.
+Passes anything that might start: a directory or archive with ``__main__.py``, a pipe, standard input, a path within an
+archive, and modules or programs that only the ranks find.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _MOST_NAMES = 2000
 
 
 def why_missing(script: Sequence[str], options: Collection[str], environ: Mapping[str, str], python: str) -> str:
-    """Returns why the first word of ``script`` can't be started; empty if it can or might.
+    """Returns why the first word of ``script`` can't be started, or "".
 
     Args:
-        options: All options of torchrun.
+        options: Torchrun's options, in full.
         python: Interpreter that torchrun starts.
     """
     word = script[0] if script else ""
     if not word or word.startswith("-"):
-        return ""  # standard input, or an option of Python's
+        return ""  # standard input, or an option for Python
     if is_given(options, environ, "no-python"):
         return _program(word, environ)
     if "PYTHON_EXEC" in environ:
@@ -45,7 +45,7 @@ def _program(word: str, environ: Mapping[str, str]) -> str:
 
 
 def _module(word: str) -> str:
-    """Looks only for the first part of a name: a package can extend its own path."""
+    """Looks for the first part of a name: a package can extend its own path."""
     import importlib.util
 
     name = word.partition(".")[0]
@@ -66,7 +66,7 @@ def _file(word: str) -> str:
     except FileNotFoundError:
         pass
     except (OSError, ValueError):
-        return ""  # in an archive, or unreadable: Python reports which
+        return ""  # in an archive, or unreadable
     else:
         return ""
     if _is_known_to_import_system(word):

@@ -1,4 +1,4 @@
-"""Finds launches that would fail or do something unintended, by command line, environment and script. Pure."""
+"""Finds launches that would fail or do something unintended. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def nodes_never_meet(command: CommandLine, options: Collection[str], environ: Ma
 
 
 def port_to_serve(command: CommandLine, options: Collection[str], environ: Mapping[str, str]) -> int | None:
-    """Returns the port that the user chose for torchrun to serve on this node.
+    """Returns the port, if the user chose it, that torchrun will serve on this node.
 
     Source: ``get_rdzv_endpoint`` in ``torch/distributed/run.py``, and torch's static and c10d rendezvous.
     """
@@ -54,12 +54,12 @@ def port_to_serve(command: CommandLine, options: Collection[str], environ: Mappi
 
 
 def has_no_number_of_processes(command: CommandLine, environ: Mapping[str, str]) -> bool:
-    """True if torchrun starts one process only because there is no number."""
+    """True if torchrun starts a single process because no number was given."""
     return command.program is None and not of_torchrun(command, environ, "--nproc-per-node", "--np", "")
 
 
 def python_script(words: Sequence[str]) -> str:
-    """Returns ``train.py`` for ``python -u train.py``; empty for anything else."""
+    """Returns ``train.py`` for ``python -u train.py``, else ""."""
     program, *rest = words
     if not re.fullmatch(r"python[\d.]*", program.rpartition("/")[2]):
         return ""
@@ -68,10 +68,10 @@ def python_script(words: Sequence[str]) -> str:
 
 
 def misplaced(script: Sequence[str], flags: Collection[str], read: Callable[[], str]) -> list[str]:
-    """Returns safelaunch's ``flags`` after the script that it doesn't clearly read.
+    """Returns safelaunch's ``flags`` that come after the script, if it doesn't clearly read them.
 
     Args:
-        read: Returns the script's source; called only if there are any.
+        read: Returns the script's source; called only if needed.
     """
     words = script[1 : script.index("--")] if "--" in script else script[1:]
     misplaced_flags = sorted({word.partition("=")[0] for word in words} & set(flags))
@@ -80,7 +80,7 @@ def misplaced(script: Sequence[str], flags: Collection[str], read: Callable[[], 
 
 
 def reads_option(source: str, flag: str) -> bool:
-    """True if a script might read this option, by argparse, click or absl, a dataclass or a function's parameters."""
+    """True if a script might read this option: by argparse, click, absl, a dataclass or a function's parameters."""
     name = re.escape(flag[2:]).replace(r"\-", "[-_]")
     if re.search(rf"(?<![\w-])(?:--{name}(?![\w-])|{name} *[:=](?!=)|(?P<quote>[\"']){name}(?P=quote))", source):
         return True
@@ -88,7 +88,7 @@ def reads_option(source: str, flag: str) -> bool:
 
 
 def imported_names(source: str) -> set[str]:
-    """Returns modules that a source might import, relative ones without dots; none if it isn't Python."""
+    """Returns modules that Python source might import, relative ones without dots."""
     names: set[str] = set()
     try:
         nodes = list(ast.walk(ast.parse(source)))
@@ -104,12 +104,12 @@ def imported_names(source: str) -> set[str]:
 
 
 def may_be_a_rank(text: bytes) -> bool:
-    """True if a source is worth parsing."""
+    """True if the source is worth parsing."""
     return b"init_process_group" in text or b"environ" in text
 
 
 def lacks_rank_variables(script: str, source: ast.AST) -> str:
-    """Returns a message if a script needs a rank's variables and doesn't set them itself."""
+    """Returns a message if a script needs a rank's variables but doesn't set them."""
     nodes = list(ast.walk(source))
     read = [node.slice for node in nodes if isinstance(node, ast.Subscript) and _is_read(node)]
     if not (read or any(_takes_variables(node) for node in nodes)):
@@ -142,7 +142,7 @@ def _may_make_ranks(node: ast.AST) -> bool:
 
 
 def lacks_nccl(script: str, source: ast.AST, version: str) -> str:
-    """Returns a message if a script initialises only NCCL and torch lacks it."""
+    """Returns a message if a script initialises NCCL alone, and torch lacks it."""
     calls = [node for node in ast.walk(source) if _is_initialisation(node)]
     if not calls or not all(_backend_of(call) == "nccl" for call in calls):
         return ""

@@ -1,7 +1,7 @@
-"""File names of a run directory, and the life cycle of run directories and unfinished bundles.
+"""Paths in a run directory, and the life cycle of run directories and unfinished bundles.
 
-A run locks its directory (flock) while its supervisor or guardian is alive. The next run removes unlocked directories.
-Pids don't identify runs: containers that share /tmp use the same ones.
+A run locks its directory (flock) while its supervisor or guardian lives; the next run removes unlocked ones. Pids don't
+identify runs, because containers that share /tmp use the same ones.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from safelaunch.beacon import layout
 from safelaunch.beacon.page import start_ticks
 from safelaunch.system.files import try_lock
 
-# A unix socket's path has at most 107 bytes, of which safelaunch needs 38 below the run directory.
+# A unix socket's path has at most 107 bytes: 38 of them come after the run directory.
 LONGEST_RUN_DIR = 64
 TMP = "/tmp"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-ABANDONED_S = 3600.0  # age of a run directory without an owner
-UNFINISHED_S = 60.0  # age of an unlocked bundle
+ABANDONED_S = 3600.0  # age without an owner
+UNFINISHED_S = 60.0  # age without a lock
 LOCK_DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """Run directory: private, short, on a local disk, removed when the run ends."""
+    """A run directory: private, short, on a local disk, removed when the run ends."""
 
     root: Path
-    lock: int = -1  # the supervisor's descriptor; -1 in other processes
+    lock: int = -1  # the supervisor's descriptor, or -1
 
     @property
     def owner(self) -> Path:
-        """Pid and start time of the supervisor, in its pid namespace."""
+        """Supervisor's pid and start time, in its pid namespace."""
         return self.root / "owner"
 
     @property
     def early(self) -> Path:
-        """Early looks' findings, for readers that don't query a supervisor."""
+        """Results of early looks, for other programs."""
         return self.root / "early.json"
 
     @property
     def wrong(self) -> Path:
-        """Monitors' wrong results, for the same readers."""
+        """Wrong results found by monitors, for other programs."""
         return self.root / "wrong.json"
 
     @property
@@ -61,7 +61,7 @@ class RunPaths:
 
     @property
     def flight_recorder(self) -> Path:
-        """Directory for dumps of torch and NCCL, under some presets."""
+        """Directory for dumps of torch and NCCL."""
         return self.root / "flight_recorder"
 
     @property
@@ -74,35 +74,35 @@ class RunPaths:
 
     @property
     def life(self) -> Path:
-        """Pipe that only the supervisor holds open; its readers notice its death."""
+        """Pipe that the supervisor holds open, so that its readers notice its death."""
         return self.root / layout.LIFE
 
     @property
     def keepers(self) -> Path:
-        """Pipe that every process that would end the job holds open."""
+        """Pipe held open by every process that would end the job."""
         return self.root / layout.KEEPERS
 
     @property
     def rescue(self) -> Path:
-        """Interpreter and code with which a beacon starts another guardian."""
+        """Interpreter and code to start another guardian."""
         return self.root / layout.RESCUE
 
     @property
     def members(self) -> Path:
-        """Guardians, the job's first process, its control group and its orphans, for a new guardian."""
+        """Processes and control group of the job, for another guardian."""
         return self.root / layout.MEMBERS
 
     def of_page(self, name: str, suffix: str) -> Path:
-        """Returns a file of the page ``name``: its socket, ring, fault file, ..."""
+        """Returns a file of page ``name``: its socket, ring, fault file, ..."""
         return self.pages / (name + suffix)
 
 
 def run_root(environ: Mapping[str, str], uid: int) -> Path:
-    """Returns the directory of this user's run directories, which might not exist yet.
+    """Returns the directory of this user's run directories; it might not exist.
 
-    ``$XDG_RUNTIME_DIR/safelaunch`` if that is private to this user and short enough for unix sockets, else
-    ``/tmp/safelaunch-<uid>``. If another user has that, ``/tmp/safelaunch-<uid>-<random>``, created at once so that no
-    other user can take it.
+    ``$XDG_RUNTIME_DIR/safelaunch`` if that is private and short enough for unix sockets, else
+    ``/tmp/safelaunch-<uid>``. If another user has that name, creates ``/tmp/safelaunch-<uid>-<random>`` at once, so
+    that it can't be taken as well.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if runtime and len(runtime) + len("/safelaunch") <= LONGEST_RUN_DIR - 20 and is_private(Path(runtime), uid):
@@ -114,7 +114,7 @@ def run_root(environ: Mapping[str, str], uid: int) -> Path:
 
 
 def other_roots(uid: int) -> tuple[Path, ...]:
-    """Returns the ``-<random>`` directories that ``run_root`` created."""
+    """Returns the ``-<random>`` directories from ``run_root``."""
     try:
         with os.scandir(TMP) as entries:
             names = sorted(entry.name for entry in entries if entry.name.startswith(f"safelaunch-{uid}-"))
@@ -143,14 +143,13 @@ def is_private(path: Path, uid: int) -> bool:
 
 
 def may_be_ours(directory: Path) -> bool:
-    """True if ``directory`` is private to this user or doesn't exist."""
     return not directory.exists() or is_private(directory, os.getuid())
 
 
 def create_run(root: Path, pid: int, uid: int) -> RunPaths:
     """Creates and locks ``r<pid>`` below ``root`` (mode 0700). Raises OSError if that is impossible or unsafe.
 
-    A number follows the name if a dead run, or a run in another pid namespace, has it.
+    If a dead run, or one in another pid namespace, has that name, adds a number.
     """
     try:
         root.mkdir(mode=0o700, parents=False)
@@ -165,7 +164,7 @@ def create_run(root: Path, pid: int, uid: int) -> RunPaths:
             continue
         try:
             return _furnish(RunPaths(path, _lock(path)), pid)
-        except OSError:  # no room
+        except OSError:
             from shutil import rmtree
 
             rmtree(path, ignore_errors=True)
@@ -175,7 +174,7 @@ def create_run(root: Path, pid: int, uid: int) -> RunPaths:
 
 def _furnish(run: RunPaths, pid: int) -> RunPaths:
     try:
-        run.owner.write_text(f"{pid} {start_ticks(pid)}\n")  # from now on, other runs remove it if it isn't locked
+        run.owner.write_text(f"{pid} {start_ticks(pid)}\n")  # from now on, other runs can remove it if it isn't locked
         run.pages.mkdir(mode=0o700)
         run.flight_recorder.mkdir(mode=0o700)
     except OSError:
@@ -185,7 +184,7 @@ def _furnish(run: RunPaths, pid: int) -> RunPaths:
 
 
 def _lock(directory: Path) -> int:
-    """Locks a new directory, which another run might be probing; returns the descriptor."""
+    """Locks a new directory, which another run might be testing; returns the descriptor."""
     descriptor = os.open(directory, _DIRECTORY)
     deadline = time.monotonic() + LOCK_DEADLINE_S
     try:
@@ -200,7 +199,7 @@ def _lock(directory: Path) -> int:
 
 
 def is_held(directory: Path) -> bool:
-    """True if a live process in any pid namespace uses the directory, or if that is unknown."""
+    """True if a live process in any pid namespace uses the directory, or might."""
     try:
         descriptor = os.open(directory, _DIRECTORY)
     except FileNotFoundError:
@@ -216,7 +215,6 @@ def is_held(directory: Path) -> bool:
 
 
 def _remove_unless_held(directory: Path) -> bool:
-    """Returns True if it removed the directory."""
     from shutil import rmtree
 
     try:
@@ -235,7 +233,6 @@ def _remove_unless_held(directory: Path) -> bool:
 
 
 def working_directory() -> Path:
-    """Returns the working directory; ``/`` if it was removed."""
     try:
         return Path.cwd()
     except OSError:
@@ -243,15 +240,15 @@ def working_directory() -> Path:
 
 
 def seen_from_here(path: str) -> str:
-    """Shortens a path below the working directory for display."""
+    """Returns a path for display, relative to the working directory if below it."""
     here = working_directory()
     return os.fspath(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def sweep(root: Path) -> int:
-    """Removes unlocked run directories below ``root``; returns how many.
+    """Removes unlocked run directories below ``root``; returns their number.
 
-    One without an owner file might be in creation, so it stays for an hour.
+    Without an owner file, a directory might be new, so it is kept for an hour.
     """
     return sum(
         _remove_unless_held(entry)
@@ -268,22 +265,22 @@ def _is_older(path: Path, seconds: float) -> bool:
 
 
 def local_bundles() -> Path:
-    """Returns the directory for bundles in progress, or that can't be written to the requested directory."""
+    """Returns the directory for bundles in progress, and for those that can't be written elsewhere."""
     return run_root({}, os.getuid()) / "bundles"
 
 
 class Unfinished:
-    """Bundles that a supervisor is assembling, each in a directory that it locks."""
+    """Bundles in progress, each in a locked directory."""
 
     def __init__(self) -> None:
         self._held: dict[Path, int] = {}
 
     def name(self, place: Path, run_dir: Path, outcome: str) -> Path:
-        """Returns the path of a new bundle in ``place``, named by a dot and the run's name."""
+        """Returns a hidden path for a new bundle in ``place``."""
         return place / f".{run_dir.name}-{outcome}-{time.time_ns()}"
 
     def hold(self, directory: Path) -> None:
-        """Locks a directory after each creation, if possible: young directories are safe for a while."""
+        """Locks a directory, if possible; a young one is safe for a while without. Call it after each creation."""
         self.let_go(directory)
         try:
             self._held[directory] = _lock(directory)
@@ -305,13 +302,13 @@ class Unfinished:
 
 
 def discard_unfinished(run_name: str) -> None:
-    """Removes the unfinished bundles of run ``run_name`` (``r4711``) with a killed supervisor."""
+    """Removes unfinished bundles of a killed supervisor (``r4711``)."""
     for entry in local_bundles().glob(f".{run_name}-*"):
         if re.fullmatch(re.escape(f".{run_name}") + r"-[a-z]+-\d+", entry.name):  # not r4711-1 for r4711
             _remove_unless_held(entry)
 
 
 def sweep_unfinished(directory: Path) -> int:
-    """Removes unfinished bundles of killed supervisors in ``directory``; returns how many."""
+    """Removes unfinished bundles of killed supervisors in ``directory``; returns their number."""
     entries = [entry for entry in directory.glob(".r[0-9]*-*-*") if _is_older(entry, UNFINISHED_S)]
     return sum(_remove_unless_held(entry) for entry in entries)

@@ -15,7 +15,7 @@ from safelaunch.job.torchrun import TorchInstallation, launcher
 from safelaunch.settings.options import EnvSetting, Settings
 
 LEASES = "SAFELAUNCH_LEASES"  # paths of files that the beacons lock
-GROUP_TIMEOUT = "SAFELAUNCH_GROUP_TIMEOUT"  # seconds, followed by ! if it applies to all groups
+GROUP_TIMEOUT = "SAFELAUNCH_GROUP_TIMEOUT"  # seconds; a ! after them means all groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class PlanVariable:
     value: str
     origin: str
     why: str
-    kept: bool = False  # the value that the user exported wins
+    kept: bool = False  # the user's exported value wins
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +37,23 @@ class Plan:
     torch: TorchInstallation | None  # None: unknown (exec)
     settings: Settings
     watched: bool
-    script: tuple[str, ...]  # script or command as the user wrote it
-    by_torchrun: bool = True  # False: only the kernel reports how ranks end
-    gpus: str = ""  # in words
-    command: CommandLine | None = None  # torchrun's arguments; None under exec
+    script: tuple[str, ...]  # as the user wrote it
+    by_torchrun: bool = True  # False: only the kernel reports ranks' exits
+    gpus: str = ""
+    command: CommandLine | None = None  # None under exec
     typed: tuple[str, ...] = ()  # all words after ``safelaunch``
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Inputs of a plan besides the command line."""
+    """Inputs of a plan besides its command line."""
 
     environ: Mapping[str, str]
     run_dir: Path
     supervisor_pid: int
-    visible_gpus: str | None = None  # CUDA_VISIBLE_DEVICES; None leaves it unchanged
-    rank_locks: tuple[str, ...] = ()  # files that the beacons lock for the job's leases
-    gpus: str = ""  # in words
+    visible_gpus: str | None = None  # None leaves CUDA_VISIBLE_DEVICES unchanged
+    rank_locks: tuple[str, ...] = ()  # files for the beacons to lock
+    gpus: str = ""
     typed: tuple[str, ...] = ()
 
 
@@ -67,7 +67,7 @@ def build(command: CommandLine, settings: Settings, torch: TorchInstallation, ar
 def build_exec(
     words: tuple[str, ...], program: str, settings: Settings, torch: TorchInstallation | None, around: Surroundings
 ) -> Plan:
-    """Plans a command that starts ranks or is one; ``program`` is the path of ``words[0]``."""
+    """Plans any command; ``program`` is the path of ``words[0]``."""
     name, own = name_of_command(words), {"SAFELAUNCH_MODE": "exec"}
     return replace(_plan((program, *words[1:]), name, settings, torch, around, own), script=words, by_torchrun=False)
 
@@ -82,7 +82,7 @@ def build_beside(
 ) -> Plan:
     """Plans ranks that process ``caller`` (command line ``argv``) starts itself, as torchrun would.
 
-    The caller needs only the differences between the plan's ``env`` and its own.
+    The caller needs the variables of ``env`` that differ from its own.
     """
     own = {"SAFELAUNCH_AGENT_PID": str(caller)}
     plan = _plan(argv, default_name(command), settings, torch, around, own)
@@ -102,9 +102,9 @@ def _plan(
     """Makes a plan.
 
     Args:
-        name: The run's default name.
+        name: Default name of the run.
         own: More variables.
-        restarts_here: torchrun restarts ranks, all on this node.
+        restarts_here: torchrun restarts ranks, and all of them run here.
     """
     applied, env = _environment(settings, around, own or {}, restarts_here)
     return Plan(
@@ -125,7 +125,7 @@ def _plan(
 def _environment(
     settings: Settings, around: Surroundings, own: Mapping[str, str], restarts_here: bool
 ) -> tuple[tuple[PlanVariable, ...], dict[str, str]]:
-    """Returns the variables to set, and the complete environment."""
+    """Returns the variables to set, and the whole environment."""
     applied = _apply(settings.env, around.environ, around.run_dir)
     if around.visible_gpus is not None:
         gpus = PlanVariable(
@@ -164,7 +164,7 @@ def _origin(settings: Settings, option: str) -> str:
 
 
 def _apply(settings: tuple[EnvSetting, ...], environ: Mapping[str, str], run_dir: Path) -> tuple[PlanVariable, ...]:
-    """Returns the variables of presets and configuration with ``{run_dir}`` filled in; exported values win."""
+    """Returns the variables of presets and configuration, with ``{run_dir}`` filled in. Exported values win."""
     applied = []
     for setting in settings:
         kept = setting.name in environ or any(name in environ for name in setting.yields_to)
@@ -175,7 +175,7 @@ def _apply(settings: tuple[EnvSetting, ...], environ: Mapping[str, str], run_dir
 
 
 def injection(environ: Mapping[str, str], run_dir: Path, supervisor_pid: int) -> dict[str, str]:
-    """Returns the variables that start the beacon; SAFELAUNCH_PYTHONPATH keeps PYTHONPATH, even if empty."""
+    """Returns the variables that start the beacon. SAFELAUNCH_PYTHONPATH keeps a PYTHONPATH, even an empty one."""
     inject = os.fspath(Path(__file__).parents[1] / "beacon" / "inject")
     own = environ.get("PYTHONPATH")
     variables = {
@@ -189,7 +189,7 @@ def injection(environ: Mapping[str, str], run_dir: Path, supervisor_pid: int) ->
 
 
 def in_directory(plan: Plan, run_dir: Path) -> Plan:
-    """Changes the run directory: a run in another pid namespace might use the planned one."""
+    """Changes the run directory, as a run in another pid namespace might use the planned one."""
     if run_dir == plan.run_dir:
         return plan
     old, new = os.fspath(plan.run_dir), os.fspath(run_dir)
@@ -204,14 +204,14 @@ def in_directory(plan: Plan, run_dir: Path) -> Plan:
 
 
 def default_name(command: CommandLine) -> str:
-    """Returns the name of the script or module, without directory and suffix."""
+    """Returns the name of script or module, without directory and suffix."""
     script = command.script[0] if command.script else "run"
     stem = script.rpartition(".")[2] if command.has_flag("-m", "--module") else Path(script).stem
     return _file_name(stem)
 
 
 def name_of_command(words: tuple[str, ...]) -> str:
-    """Returns the first word that looks like a file, ``train`` for ``python train.py``, ``run`` for ``bash run.sh``."""
+    """Returns the first word like a file: ``train`` for ``python train.py``, ``run`` for ``bash run.sh``."""
     script = next((word for word in words[1:] if Path(word).suffix in (".py", ".sh")), words[0])
     return _file_name(Path(script).stem)
 

@@ -1,7 +1,7 @@
 """Starts, signals and reaps the job's processes.
 
-Pid *and* start time identify a process. safelaunch never signals a process by name, by environment, or by a pid that
-might have a new owner.
+Pid *and* start time identify a process. safelaunch never signals by name, by environment, or by a pid that might have a
+new owner.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from safelaunch.system import procstat
 
-# Forwarded to torchrun. Not SIGTSTP: Ctrl-Z stops safelaunch.
+# Not SIGTSTP: Ctrl-Z stops safelaunch, as it would stop torchrun.
 FORWARDED = (
     signal.SIGINT,
     signal.SIGQUIT,
@@ -24,26 +24,25 @@ FORWARDED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-SI_KERNEL = 0x80  # siginfo.si_code of the terminal's signals, <signal.h>
+SI_KERNEL = 0x80  # siginfo.si_code of the terminal's signals
 PR_SET_CHILD_SUBREAPER = 36
 ASK_EVERY_S = 0.05
 KILL_EVERY_S = 0.01
-WHOLE = 2048  # bytes of a /proc file that one read certainly returns
+WHOLE = 2048  # bytes of a /proc file that a single read returns
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process, distinct from later ones with the same pid."""
+    """A process; a later one with the same pid differs."""
 
     pid: int
     start_ticks: int
 
     def __str__(self) -> str:
-        """Returns the form for messages between processes."""
         return f"{self.pid} {self.start_ticks}"
 
     def is_alive(self) -> bool:
-        """True if it is running; a zombie isn't."""
+        """False for a zombie."""
         stat = procstat.read(self.pid)
         return stat is not None and stat.start_ticks == self.start_ticks and stat.state not in "ZX"
 
@@ -52,7 +51,7 @@ class ProcessId:
         return stat is not None and stat.start_ticks == self.start_ticks and stat.state in "Tt"
 
     def send(self, signum: int) -> bool:
-        """Returns True if the signal was sent: the pid still belongs to this process."""
+        """Returns whether it sent the signal: the pid must still be this process's."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -60,7 +59,7 @@ class ProcessId:
         except OSError:
             return self._send_by_pid(signum)
         try:
-            # The descriptor pins the pid, so the check holds until the signal is sent.
+            # The descriptor pins the pid, so this holds until the signal is sent.
             if not self.is_alive():
                 return False
             signal.pidfd_send_signal(descriptor, signum)
@@ -71,7 +70,7 @@ class ProcessId:
         return True
 
     def _send_by_pid(self, signum: int) -> bool:
-        """Sends a signal on kernels before 5.3, without pidfd."""
+        """Sends a signal without pidfd, which kernels before 5.3 lack."""
         if not self.is_alive():
             return False
         try:
@@ -82,7 +81,7 @@ class ProcessId:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """Returns the identity of a process or zombie, or None if it is gone."""
+    """Returns the identity of a process, or a zombie; None if it is gone."""
     stat = procstat.read(pid)
     return ProcessId(pid, stat.start_ticks) if stat else None
 
@@ -91,7 +90,7 @@ ProcessTable = Mapping[int, tuple[int, int]]
 
 
 def process_table() -> ProcessTable:
-    """Returns all current processes: pid → (ppid, start_ticks)."""
+    """Returns all processes: pid → (ppid, start_ticks)."""
     pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
     return {pid: (stat.ppid, stat.start_ticks) for pid in pids if (stat := procstat.read(pid)) is not None}
 
@@ -102,8 +101,8 @@ def descendants(
     """Returns every process below ``roots``, parents before children.
 
     Args:
-        exclude: Pids to omit with everything below them.
-        table: An earlier scan; None: scan now.
+        exclude: Pids to leave out, with everything below them.
+        table: A scan, made now if None.
     """
     children: dict[int, list[ProcessId]] = {}
     for pid, (parent, start_ticks) in (process_table() if table is None else table).items():
@@ -120,10 +119,10 @@ def descendants(
 
 
 def block_signals() -> frozenset[signal.Signals]:
-    """Blocks the signals that the supervisor waits for; returns the previous mask, for the job's start.
+    """Blocks the signals that the supervisor waits for; returns the previous mask, for the job.
 
     Call it in the main thread before there are others, which inherit the mask. Under ``nohup``, SIGHUP stays ignored
-    and isn't forwarded: torchrun would handle it and end the job.
+    and isn't forwarded: torchrun would end the job.
     """
     kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD, signal.SIGALRM} - kept)
@@ -133,17 +132,18 @@ def block_signals() -> frozenset[signal.Signals]:
 def start(
     argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int], tell: Callable[[ProcessId], None] | None = None
 ) -> int:
-    """Starts the job's first process in a new session with our standard streams; returns its pid.
+    """Starts the job's first process in a new session; returns its pid. Raises OSError if it can't start.
 
-    Raises OSError if it can't start. See ``fork`` for ``tell``.
+    Args:
+        tell: See ``fork``.
     """
     return fork(lambda: become_job(argv, env, mask), tell).pid
 
 
 def become_job(argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int]) -> NoReturn:
-    """Turns a forked child into the job's first process; resets SIGPIPE and SIGXFSZ, which Python ignores.
+    """Runs the job's first process in a forked child; resets SIGPIPE and SIGXFSZ, which Python ignores.
 
-    Resets SIGINT unless ignored: Python's handler only notes a SIGINT, and the exec would discard the note.
+    Resets SIGINT unless ignored: Python's handler would only note it, and the exec would lose the note.
     """
     os.setsid()
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -151,16 +151,16 @@ def become_job(argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int])
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if "SAFELAUNCH_RUN_DIR" in env:  # for the beacon to recognise the agent
+    if "SAFELAUNCH_RUN_DIR" in env:  # so that the beacon recognises the agent
         env = {**env, "SAFELAUNCH_AGENT_PID": str(os.getpid())}
     os.execve(argv[0], list(argv), env)
 
 
 def fork(become: Callable[[], NoReturn], tell: Callable[[ProcessId], None] | None = None) -> ProcessId:
-    """Forks a child that becomes another program (``become`` calls ``exec``), and returns once it has.
+    """Forks a child in which ``become`` calls ``exec``, and returns after the exec.
 
-    ``tell`` gets the process first: the child waits, and exits if this process is killed or ``tell`` raises, so that
-    every running process is recorded. Raises whatever ``tell`` raises, and OSError if the exec fails. Call it while
+    ``tell`` gets the process first. The child waits for it, and exits if this process is killed or ``tell`` raises, so
+    that every running process is recorded. Raises what ``tell`` raises, and OSError if the exec fails. Call it while
     this process has one thread.
     """
     may_go, go = os.pipe()
@@ -191,7 +191,7 @@ def fork(become: Callable[[], NoReturn], tell: Callable[[ProcessId], None] | Non
 
 
 def _become(become: Callable[[], NoReturn], may_go: int, report: int) -> NoReturn:
-    """Runs ``become`` in the forked child; writes the error number to ``report`` if it fails."""
+    """Runs ``become`` in the forked child. Writes an error number to ``report``."""
     try:
         if os.read(may_go, 1):
             become()
@@ -202,9 +202,9 @@ def _become(become: Callable[[], NoReturn], may_go: int, report: int) -> NoRetur
 
 
 def adopted(keep: Iterable[int]) -> tuple[ProcessId, ...]:
-    """Returns the job's orphans: children neither in ``keep`` nor in our session. Reaps those that have ended.
+    """Returns the job's orphans: children neither in ``keep`` nor in our session. Reaps ended ones.
 
-    Programs that we start (py-spy, copies) share our session; torchrun and everything below it don't.
+    Our own programs (py-spy, copies) share our session; torchrun and everything below it don't.
     """
     kept = set(keep)
     foreign = [pid for pid in _children_in_session(ours=False) if pid not in kept]
@@ -213,7 +213,7 @@ def adopted(keep: Iterable[int]) -> tuple[ProcessId, ...]:
 
 
 def helpers() -> list[int]:
-    """Returns our children in our own session, such as a bundle's copier."""
+    """Returns children in our session, such as a bundle's copier."""
     return _children_in_session(ours=True)
 
 
@@ -230,7 +230,7 @@ def _children_in_session(*, ours: bool) -> list[int]:
 
 
 def children() -> list[int]:
-    """Returns our children from the kernel's list per thread (CONFIG_PROC_CHILDREN), else from all of /proc."""
+    """Returns our children from the kernel's lists (CONFIG_PROC_CHILDREN), else from all of /proc."""
     pids: list[int] = []
     try:
         for thread in os.scandir("/proc/self/task"):
@@ -242,14 +242,14 @@ def children() -> list[int]:
 
 
 class Children:
-    """Children of this single-threaded process, polled by one system call while they don't change."""
+    """Children of this single-threaded process. Polling them costs one system call while they don't change."""
 
     def __init__(self) -> None:
         self._list = -1
         self._last = b""
 
     def new(self) -> list[int]:
-        """Returns all children if any came or went since the last call, else none."""
+        """Returns all children if some came or went since the last call, else none."""
         try:
             if self._list < 0:
                 self._list = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY | os.O_CLOEXEC)
@@ -265,20 +265,19 @@ class Children:
 
 
 def become_subreaper() -> None:
-    """Makes us the parent of orphans below us, even if they have running parents now (Linux 4.11)."""
+    """Makes us the parent of orphans below us, even if their parents still run (Linux 4.11)."""
     try:
-        import _ctypes  # ctypes takes 3 ms and 0.7 MiB, while the job waits
+        import _ctypes  # all of ctypes takes 3 ms and 0.7 MiB, while the job waits
 
         prctl = _ctypes.dlsym(_ctypes.dlopen("", 0), "prctl")
         _ctypes.call_function(prctl, (PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
-    except (ImportError, AttributeError):  # it is private to the standard library
+    except (ImportError, AttributeError):  # private to the standard library
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap(pid: int) -> int | None:
-    """Returns the wait status of child ``pid`` once it has ended."""
     try:
         done, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -287,7 +286,7 @@ def reap(pid: int) -> int | None:
 
 
 def end_as(status: int) -> int:
-    """Returns the exit code for a wait status, or ends this process by the signal that ended the job."""
+    """Returns a job's exit code, or ends this process by the signal that ended the job."""
     if not os.WIFSIGNALED(status):
         return os.waitstatus_to_exitcode(status)
     signum = os.WTERMSIG(status)
@@ -310,11 +309,11 @@ def end_all(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[ProcessId, ...]:
-    """Sends SIGTERM, and SIGKILL after ``grace_s``; returns the processes that are stuck in the kernel (D state).
+    """Sends SIGTERM, and SIGKILL after ``grace_s``; returns processes that are stuck in the kernel (D state).
 
-    The agent gets SIGTERM first, so that torchrun ends its ranks; then the others. ``kill`` kills what it can at once.
-    ``find`` is called until it is empty twice: processes might start in the meantime, and one pass over /proc can miss
-    a process with a parent that is just ending.
+    The agent gets SIGTERM first, so that torchrun ends its ranks; then the rest. ``kill`` kills what it can at once.
+    ``find`` is called until it is empty twice, because processes might start in the meantime, and one pass over /proc
+    can miss a process with an ending parent.
     """
     processes: set[ProcessId] = {agent} if agent is not None else set()
     asked: set[ProcessId] = set()

@@ -1,8 +1,8 @@
 """Finds the remaining processes of a job, for a guardian that isn't their parent.
 
-The run directory records the job's first process, control group, and orphans so far; all others are found from these.
-Pid and start time identify each process. A sign that a stranger might carry isn't enough: the environment counts only
-for an orphan of this user that started after the job.
+The run directory records the job's first process, control group and orphans, from which the others are found. Pid and
+start time identify each. Because a stranger might carry a sign, the environment counts only for an orphan of this user
+that started after the job.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from safelaunch.system.files import text_of
 
 
 def note(run: RunPaths, what: str, value: str) -> None:
-    """Adds a line to the record: ``guardian``, ``agent`` or ``orphan`` with a process, ``group`` with a directory."""
+    """Adds a line to the record: ``guardian``, ``agent`` or ``orphan`` and a process, or ``group`` and a directory."""
     try:
         with open(run.members, "a") as file:
             file.write(f"{what} {value}\n")
     except OSError:
-        return  # the disk is full
+        return
 
 
 class Remains:
-    """Remaining processes of a run's job, except ``spare``."""
+    """Remaining processes of a job, except ``spare``."""
 
     def __init__(self, run: RunPaths) -> None:
-        """Reads the record; without a started job, ``agent`` is None."""
+        """Reads the record. ``agent`` is None if the job didn't start."""
         lines = [line.partition(" ") for line in text_of(run.members).splitlines()]
         listed = {what: parse([value for kind, _, value in lines if kind == what]) for what in ("agent", "orphan")}
         group = next((value for kind, _, value in lines if kind == "group"), None)
-        self.agent = listed["agent"][-1] if listed["agent"] else None  # earlier ones were killed with their guardians
+        self.agent = listed["agent"][-1] if listed["agent"] else None  # earlier ones died with their guardians
         self.group = ControlGroup(Path(group)) if group is not None else None
         self.spare: ProcessId | None = None
         self._run = run
@@ -47,16 +47,16 @@ class Remains:
         self._known.update(members)
 
     def find(self) -> set[ProcessId]:
-        """Returns all live processes: known ones, their descendants and sessions, and marked ones."""
+        """Returns all live processes: known ones, their descendants and sessions, and orphans with the run's mark."""
         roots = self._known | set(parse(_workers(self._run.agent_events))) | members_of(self.group)
         alive = {root for root in roots if root.is_alive()}
         alive |= set(process.descendants((root.pid for root in alive), exclude=[os.getpid()]))
         alive |= set(self._kindred(alive))
-        self._known = {member for member in alive if member.pid != os.getpid()}  # a beacon starts us as its child
+        self._known = {member for member in alive if member.pid != os.getpid()}  # a beacon's child is this process
         return self._known - {self.spare} if self.spare is not None else self._known
 
     def _kindred(self, members: set[ProcessId]) -> Iterable[ProcessId]:
-        """Yields processes in sessions with a live member as leader, and marked orphans."""
+        """Yields processes in sessions of live members, and marked orphans."""
         pids = {member.pid for member in members}
         for entry in list(os.scandir("/proc")):
             if not entry.name.isdigit() or (pid := int(entry.name)) in pids:
@@ -72,7 +72,7 @@ class Remains:
             return False
 
     def _is_marked_orphan(self, stat: procstat.Stat) -> bool:
-        """True for an orphan with the run's mark and the parent that we got when the supervisor died."""
+        """True for an orphan with the run's mark, and the parent that we got when the supervisor died."""
         if self.agent is None or stat.start_ticks < self.agent.start_ticks or stat.ppid not in _reapers(self.agent):
             return False
         try:
@@ -93,7 +93,7 @@ def members_of(group: ControlGroup | None) -> set[ProcessId]:
 
 
 def parse(lines: Iterable[str]) -> list[ProcessId]:
-    """Parses ``pid start_ticks`` lines, and skips others."""
+    """Parses ``pid start_ticks`` lines."""
     processes = []
     for line in lines:
         words = line.split()
@@ -103,7 +103,7 @@ def parse(lines: Iterable[str]) -> list[ProcessId]:
 
 
 def _workers(events: Path) -> list[str]:
-    """Returns all attempts' workers, as the agent recorded them."""
+    """Returns the workers of all attempts, by the agent's events."""
     import json  # late: the first guardian doesn't need it
 
     lines = []
@@ -112,5 +112,5 @@ def _workers(events: Path) -> list[str]:
             event = json.loads(line)
             lines += [f"{pid} {ticks}" for _, pid, ticks in event.get("workers", {}).values()]
         except (ValueError, AttributeError, TypeError):
-            continue  # the line was cut off
+            continue  # cut off
     return lines

@@ -1,7 +1,7 @@
 """The installed torchrun: its interpreter, version and options.
 
-torch is never imported, as that takes over a second and hundreds of megabytes. The option table comes from the source
-of the installed ``torch/distributed/run.py``, which will parse the same words.
+torch isn't imported, which would take over a second and hundreds of megabytes. The options come from the installed
+``torch/distributed/run.py``, which will parse the same words.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ FLAG_ACTIONS = {"check_env", "store_true", "store_false", "store_const", "help",
 class TorchInstallation:
     python: str
     package: Path
-    version: str  # for example 2.13.0+cpu
-    note: str = ""  # why this interpreter is used; empty if no other one is expected
+    version: str  # 2.13.0+cpu
+    note: str = ""  # why this interpreter is used, if another one was expected
 
 
 def find(environ: Mapping[str, str]) -> TorchInstallation:
     """Returns the torch for the user's script: the active environment's, else this interpreter's, else PATH's.
 
-    PATH precedes an environment that pipx or ``uv tool`` made for safelaunch alone. Raises UsageError if there is no
-    torch.
+    PATH precedes an environment that pipx or ``uv tool`` made for safelaunch. Raises UsageError without torch.
     """
     own, is_tool = _torch_on(sys.path), _is_tool()
     at_home = TorchInstallation(sys.executable, own, _version(own)) if own is not None else None
@@ -68,7 +67,7 @@ def _is_ours(python: str) -> bool:
 
 
 def _active(environ: Mapping[str, str], even_base: bool) -> Iterator[tuple[str, str]]:
-    # Conda's ``base`` might be active in every shell, so it isn't the user's choice.
+    # Conda's ``base`` might be active in every shell, without the user's intent.
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         is_chosen = name == "VIRTUAL_ENV" or even_base or environ.get("CONDA_DEFAULT_ENV") != "base"
         if environ.get(name) and is_chosen:
@@ -76,7 +75,7 @@ def _active(environ: Mapping[str, str], even_base: bool) -> Iterator[tuple[str, 
 
 
 def _on_path(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields the interpreters of PATH's first ``torchrun`` and ``python3``."""
+    """Yields the interpreters of the first ``torchrun`` and ``python3`` on PATH."""
     from shutil import which
 
     script, python = (which(name, path=environ.get("PATH")) for name in ("torchrun", "python3"))
@@ -88,14 +87,14 @@ def _on_path(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _torch_on(path: list[str]) -> Path | None:
-    """Returns torch's directory in a plain installation, else by the import system (editable installs)."""
+    """Returns torch's directory in a plain installation, or (editable installs) by the import system."""
     for entry in path:
         package = Path(entry or ".") / "torch"
         if (package / "distributed" / "run.py").is_file() and (package / "version.py").is_file():
             return package
     import importlib.util
 
-    spec = importlib.util.find_spec("torch")  # doesn't import it
+    spec = importlib.util.find_spec("torch")  # without importing it
     if spec is None or spec.origin is None:
         return None
     package = Path(spec.origin).parent
@@ -103,7 +102,7 @@ def _torch_on(path: list[str]) -> Path | None:
 
 
 def _interpreter_of(script: Path) -> str | None:
-    """Returns the interpreter of a console script, even in pip's ``#!/bin/sh`` form for long paths."""
+    """Returns the interpreter of a console script, even of pip's ``#!/bin/sh`` form for long paths."""
     match = re.match(r"#!\s*(?:/bin/sh\n'''exec' \"?([^\"\n]+?)\"? \"\$0\"|([^\n]+))", text_of(script)[:4096])
     if match is None:
         return None
@@ -119,7 +118,7 @@ def _ask_for_torch(python: str) -> Path | None:
 
     code = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin if s else '')"
     try:
-        # With -c, modules are first looked for in the working directory: others must not be able to write there.
+        # With -c, modules come first from the working directory, so it must not be writable by others.
         done = subprocess.run(
             [str(Path(python).absolute()), "-c", code], capture_output=True, text=True, timeout=20, check=False, cwd="/"
         )
@@ -134,7 +133,7 @@ def _version(package: Path) -> str:
 
 
 def has_nccl(package: Path) -> bool:
-    """True for a build for NVIDIA or AMD GPUs, or if ``torch/version.py`` doesn't tell."""
+    """True for a build for NVIDIA or AMD GPUs, or for an unknown one."""
     return _in_version(package, "cuda") != "" or bool(_in_version(package, "hip"))
 
 
@@ -145,9 +144,9 @@ def _in_version(package: Path, name: str) -> str | None:
 
 
 def options(package: Path) -> dict[str, bool]:
-    """Returns every option string of the installed torchrun: True if it takes a value.
+    """Returns the options of the installed torchrun: True if one takes a value.
 
-    Source: ``get_args_parser`` in ``torch/distributed/run.py``; if that can't be parsed, the table of torch 2.13 below.
+    Source: ``get_args_parser`` in ``torch/distributed/run.py``, or the table of torch 2.13 below.
     """
     return _installed_options(package) or dict(KNOWN)
 
@@ -160,12 +159,12 @@ def _installed_options(package: Path) -> dict[str, bool]:
 
 
 def binds_any_port(package: Path) -> bool:
-    """True if a single-node job without a port gets a free one, as in torch 2.13. Older versions use 29500.
+    """True if a single-node job without a port gets a free one, as in torch 2.13; older versions use 29500.
 
     Source: ``run`` in ``torch/distributed/run.py``, which distinguishes a missing port from a given one.
     """
     text = text_of(package / "distributed" / "run.py")
-    return not text or "args.master_port is None" in text  # True for an unreadable version
+    return not text or "args.master_port is None" in text  # True if unreadable
 
 
 class LazyOptions(Mapping[str, bool]):
@@ -184,7 +183,7 @@ class LazyOptions(Mapping[str, bool]):
 
     @property
     def is_certain(self) -> bool:
-        """True if the table is the installed version's, so that torchrun rejects all other options."""
+        """True if torchrun rejects all other options, because the table is its own."""
         return bool(self._installed)
 
     def __getitem__(self, option: str) -> bool:
@@ -198,8 +197,8 @@ class LazyOptions(Mapping[str, bool]):
 
 
 def parse_options(source: str) -> dict[str, bool]:
-    """Returns the option strings that ``get_args_parser`` in ``source`` adds: True if they take a value."""
-    # This function ends at the next statement without indentation.
+    """Returns the options that ``get_args_parser`` in ``source`` adds: True if one takes a value."""
+    # The function ends at the next statement without indentation.
     function = re.search(r"^def get_args_parser\b.*?(?=^[^\s)#]|\Z)", source, re.S | re.M)
     if function is None:
         return {}
@@ -228,10 +227,10 @@ def _takes_value(call: ast.Call) -> bool:
 
 
 def launcher(python: str) -> Path:
-    """Returns the torchrun script installed next to ``python``, else an equivalent one of ours.
+    """Returns the torchrun script next to ``python``, else an equivalent one of ours.
 
-    ``python -m torch.distributed.run`` would put the working directory on the launcher's import path, so that a user's
-    ``queue.py`` replaces the real one, and would call itself ``run.py`` in messages.
+    ``python -m torch.distributed.run`` would import modules such as ``queue`` from the working directory, and call
+    itself ``run.py``.
     """
     installed = Path(python).parent / "torchrun"
     head = text_of(installed)[:4096]

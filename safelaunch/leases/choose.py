@@ -9,7 +9,7 @@ from typing import Literal
 
 from safelaunch.system.errors import ResourceError
 
-MOST_UNUSED_BYTES = 256 << 20  # memory in use on an idle GPU
+MOST_UNUSED_BYTES = 256 << 20  # used by an idle GPU
 
 GpuRanking = int | Literal["all"] | None
 
@@ -17,50 +17,48 @@ GpuRanking = int | Literal["all"] | None
 @dataclass(frozen=True, slots=True)
 class GpuUser:
     pid: int
-    memory_bytes: int | None = None  # None if NVML doesn't report it
+    memory_bytes: int | None = None  # None: NVML doesn't report it
 
 
 @dataclass(frozen=True, slots=True)
 class LeasableGpu:
-    """A GPU or MIG instance, as NVML lists it."""
+    """A GPU or MIG instance."""
 
-    label: str  # the GPU's number, or ``number.instance``
+    label: str  # number of the GPU, or ``number.instance``
     uuid: str
     name: str = ""
-    parent: str = ""  # UUID of an instance's GPU
+    parent: str = ""  # UUID of the instance's GPU
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     processes: tuple[GpuUser, ...] = ()
-    error: str = ""  # of a listed GPU that doesn't respond
+    error: str = ""  # of a GPU that doesn't respond
 
     @property
     def index(self) -> str:
-        """NVML's number of the GPU, or of the instance's GPU."""
+        """NVML's number of the GPU."""
         return self.label.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The node's GPUs; a GPU in MIG mode appears as its instances."""
+    """The node's GPUs. A GPU in MIG mode appears as its instances."""
 
     gpus: tuple[LeasableGpu, ...] = ()
-    missing: str = ""  # reason why ``gpus`` is empty
-    trouble: Literal["", "silent", "garbled"] = ""  # a loaded driver didn't respond in time, or not usably
+    missing: str = ""  # why ``gpus`` is empty
+    trouble: Literal["", "silent", "garbled"] = ""  # of a loaded driver: no answer in time, or an unusable one
 
 
 @dataclass(frozen=True, slots=True)
 class GpuCandidates:
-    """GPUs that a job is allowed to use."""
+    """GPUs for a job to choose from."""
 
     gpus: tuple[LeasableGpu, ...]
-    origin: str = ""  # of the limit; empty: no limit
-    exact: bool = False  # CUDA_VISIBLE_DEVICES limits them, so the job uses all
+    origin: str = ""  # of the limit, if any
+    exact: bool = False  # the job uses all, because CUDA_VISIBLE_DEVICES limits them
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRequest:
-    """Request for ``count`` of ``candidates``."""
-
     candidates: tuple[LeasableGpu, ...]
     count: int
     origin: str  # for messages
@@ -73,9 +71,9 @@ class GpuRequest:
 def pool_of(environ: Mapping[str, str], gpus: Sequence[LeasableGpu]) -> GpuCandidates:
     """Returns the GPUs that the user or the scheduler allows.
 
-    CUDA_VISIBLE_DEVICES takes precedence. Under Slurm, GPU_DEVICE_ORDINAL (the same value), SLURM_STEP_GPUS and
-    SLURM_JOB_GPUS follow; the last two are the node's numbers. If a cgroup hides the other GPUs, NVML numbers the
-    visible ones from 0, and all belong to the job.
+    CUDA_VISIBLE_DEVICES takes precedence, then Slurm's GPU_DEVICE_ORDINAL (the same value), SLURM_STEP_GPUS and
+    SLURM_JOB_GPUS. The last two are the node's numbers. If a cgroup hides other GPUs, NVML numbers the visible ones
+    from 0, and all belong to the job.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -92,7 +90,7 @@ def pool_of(environ: Mapping[str, str], gpus: Sequence[LeasableGpu]) -> GpuCandi
 
 
 def _named(text: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
-    """Returns the GPUs that CUDA_VISIBLE_DEVICES names by number or UUID prefix.
+    """Returns the GPUs in CUDA_VISIBLE_DEVICES, by number or UUID prefix.
 
     As in CUDA, an unknown name ends the list. A GPU in MIG mode stands for its instances.
     """
@@ -114,7 +112,7 @@ def _of_node(text: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
 
 
 def numbers_in(text: str) -> Iterator[int]:
-    """Yields the numbers in ``0,2-4``; skips items with more than 5 digits or anything else."""
+    """Yields the numbers in ``0,2-4``, of at most 5 digits. Skips other items."""
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", word)
         if match:
@@ -122,7 +120,7 @@ def numbers_in(text: str) -> Iterator[int]:
 
 
 def matching(word: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
-    """Returns the GPU or instances with this number (``3``, or ``3.1`` for an instance) or UUID prefix."""
+    """Returns the GPU, or its instances, by number (``3``; ``3.1`` is an instance) or UUID prefix."""
     if re.fullmatch(r"\d+(\.\d+)?", word):
         return tuple(gpu for gpu in gpus if word in (gpu.label, gpu.index))
     if not word.startswith(("GPU-", "MIG-")):
@@ -137,10 +135,10 @@ def matching(word: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
 
 
 def wish_of(request: str | None, ranks: GpuRanking, pool: GpuCandidates, found: Inventory) -> GpuRequest | None:
-    """Returns the GPUs that a job requests, or None if it needs no lease.
+    """Returns the GPUs that a job requests; None if it needs no lease.
 
-    Without a request, the job gets the GPUs in CUDA_VISIBLE_DEVICES, else one per rank, or all if there are fewer GPUs
-    than ranks. Raises ResourceError if the requested GPUs don't exist.
+    By default, these are the GPUs in CUDA_VISIBLE_DEVICES, else one per rank, or all if there are fewer. Raises
+    ResourceError if they don't exist.
 
     Args:
         request: Value of ``--gpus``, except ``none``.
@@ -205,7 +203,7 @@ def _because(pool: GpuCandidates, found: Inventory) -> str:
 def users_of(gpu: LeasableGpu) -> str:
     """Describes the use of an unleased GPU; empty if it is idle.
 
-    Memory beyond the driver's own counts as an invisible process's.
+    Memory beyond the driver's counts as an invisible process's.
     """
     if gpu.error:
         return f"not answering: {gpu.error}"

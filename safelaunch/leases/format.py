@@ -1,4 +1,4 @@
-"""Format of the files in a lease directory, with bounds, as any user can write them. Imported only to read one."""
+"""Format of the files in a lease directory, with bounds, because any user can write them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Thing = Annotated[str, Meta(max_length=256)]
 
 
 class HolderRecord(msgspec.Struct, frozen=True):
-    """A holder's description. Times are in seconds since 1970, up to the year 5138."""
+    """Content of a lock file. Times are seconds since 1970, up to the year 5138."""
 
     pid: Annotated[int, Meta(ge=0, le=1 << 22)]
     start_ticks: Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -27,7 +27,7 @@ class HolderRecord(msgspec.Struct, frozen=True):
 
 
 class SaidTicket(HolderRecord, frozen=True):
-    """A ticket: the waiter, and how many of which things it waits for."""
+    """Content of a ticket: the waiter, and how many of which things it needs."""
 
     candidates: Annotated[list[_Thing], Meta(max_length=MOST_THINGS)]
     count: Annotated[int, Meta(ge=0, le=MOST_THINGS)]
@@ -37,7 +37,7 @@ _AnySaid = TypeVar("_AnySaid", bound=HolderRecord)
 
 
 def read(data: bytes, kind: type[_AnySaid]) -> _AnySaid | None:
-    """Decodes a file's content; returns None if it has another form."""
+    """Decodes a file; returns None if it has another form."""
     try:
         return from_json(data, kind)
     except (msgspec.MsgspecError, ValueError, RecursionError):

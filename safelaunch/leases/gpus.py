@@ -15,26 +15,25 @@ from safelaunch.leases.store import LeaseAttempt, LeaseStore
 from safelaunch.system.errors import InterruptedWait, ResourceError
 
 FRESH_S = 2.0  # greatest age of NVML's answer in a decision
-LATER_S = 30.0  # pause before another question to a driver that didn't answer
+LATER_S = 30.0  # until the next question to a driver that didn't answer
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
     lease: Lease
     gpus: tuple[LeasableGpu, ...]
-    notes: tuple[str, ...] = ()  # for the user
+    notes: tuple[str, ...] = ()
 
     @property
     def visible(self) -> str:
-        """Value of CUDA_VISIBLE_DEVICES for these GPUs."""
         return ",".join(gpu.uuid for gpu in self.gpus)
 
 
 class Survey:
-    """NVML's answer, renewed if a decision needs a newer one.
+    """NVML's answer, renewed when necessary.
 
     Args:
-        query: Returns None before the driver has responded.
+        query: Returns None until the driver responds.
     """
 
     def __init__(self, found: Inventory, query: Callable[[], Inventory | None], clock: Callable[[], float]) -> None:
@@ -44,12 +43,12 @@ class Survey:
         self._old_s = clock() + FRESH_S
 
     def refresh(self) -> bool:
-        """Queries again if the last answer is too old; a failure keeps the old one. Returns False without any."""
+        """Queries again if the answer is too old. A failure keeps it. Returns False without an answer."""
         if self._clock() > self._old_s:
             inventory = self._query()
             if inventory is None:
                 return False
-            # Waiting for a driver that responds late, or not at all, costs 10 s: ask it less often.
+            # A slow driver costs 10 s: ask it less often.
             self._old_s = self._clock() + (FRESH_S if inventory.gpus else LATER_S)
             if inventory.gpus:
                 self.found = inventory
@@ -59,24 +58,23 @@ class Survey:
         self._old_s = float("-inf")
 
     def users(self, gpus: Sequence[LeasableGpu]) -> dict[str, str]:
-        """Returns the use of each used GPU that NVML reports, leased or not, by UUID."""
+        """Returns the use of each GPU in use, leased or not, by UUID."""
         now = {gpu.uuid: gpu for gpu in self.found.gpus}
         used = {gpu.uuid: users_of(now.get(gpu.uuid, gpu)) for gpu in gpus}
         return {uuid: use for uuid, use in used.items() if use}
 
     def seen(self, uuid: str) -> list[User]:
-        """Returns the visible processes on a GPU."""
         pids = [process.pid for gpu in self.found.gpus if gpu.uuid == uuid for process in gpu.processes]
         return [user for pid in pids if (user := look(pid)).command]
 
 
 class LeaseRequest:
-    """A request that is retried until it succeeds or is given up.
+    """A request, retried until it succeeds or is given up.
 
-    All waiters go first, until ``queue`` is called. ``last`` is the result of the last attempt.
+    Until ``queue`` is called, all waiters go first. ``last`` is the last attempt's result.
 
     Args:
-        about: Process that makes the request.
+        about: The process that makes it.
     """
 
     def __init__(self, store: LeaseStore, wish: GpuRequest, about: LeaseHolder, survey: Survey) -> None:
@@ -88,7 +86,7 @@ class LeaseRequest:
         self._ticket: Ticket | None = None
 
     def advance(self) -> Taken | None:
-        """Leases the GPUs if they are free and it is our turn. If NVML decides, asks it again (at most 10 s)."""
+        """Leases the GPUs if they are free and it is our turn. Asks NVML again (at most 10 s) if necessary."""
         wish = self.wish
         leases_let_us = self.last.ahead is None and len(wish.candidates) - len(self.last.held) >= wish.count
         if leases_let_us and not self.survey.refresh():
@@ -104,18 +102,18 @@ class LeaseRequest:
         return Taken(self.last.lease, gpus, notes)
 
     def queue(self) -> None:
-        """Joins the queue. Another wish for the same GPUs keeps its place."""
+        """Joins the queue. Keeps its place for another number of the same GPUs."""
         if self._ticket is None:
             self._ticket = self._store.queue(self._keys, self.wish.count, self.about)
 
     def cancel(self) -> None:
-        """Leaves the queue, as a killed process does."""
+        """Leaves the queue."""
         if self._ticket is not None:
             self._store.leave(self._ticket)
             self._ticket = None
 
     def free(self) -> int | None:
-        """Returns how many GPUs are available now: 0 if another waiter is first, None until the driver responds."""
+        """Returns how many GPUs are free now: 0 if others are first, None until the driver responds."""
         self.last = self._store.attempt(self._keys, lambda held: None, self.about, self._ticket)
         free = [gpu for gpu in self.wish.candidates if gpu.uuid not in self.last.held]
         if self.last.ahead is not None or not free:
@@ -125,7 +123,7 @@ class LeaseRequest:
         return len(free) - len(self.survey.users(free))
 
     def foresee(self) -> tuple[LeasableGpu, ...] | None:
-        """Returns the GPUs that ``advance`` would lease now without other waiters."""
+        """Returns the GPUs to lease now if there were no waiters."""
         chosen = self._pick(self._store.look(self._keys))
         return tuple(gpu for gpu in self.wish.candidates if gpu.uuid in chosen) if chosen is not None else None
 
@@ -135,7 +133,7 @@ class LeaseRequest:
 
     @property
     def _tolerates_unleased_use(self) -> bool:
-        # The user named these GPUs in CUDA_VISIBLE_DEVICES, so unleased use gives only a note.
+        # The user named these GPUs: unleased use gives only a note.
         return self.wish.keep and self.wish.origin.startswith("CUDA_VISIBLE_DEVICES")
 
     def _pick(self, held: Mapping[str, LeaseHolder]) -> list[str] | None:
@@ -149,12 +147,12 @@ class LeaseRequest:
 
 
 def refusal(claim: LeaseRequest) -> str:
-    """Returns the message that the GPUs aren't available, with their holders."""
+    """Returns the message that the GPUs aren't available."""
     return f"{what(claim)}: not available now.\n{table(claim)}"
 
 
 def what(claim: LeaseRequest) -> str:
-    """Returns the request and its source."""
+    """Returns the request in words."""
     wish = claim.wish
     if wish.count == len(wish.candidates):
         which = ", ".join(gpu.label for gpu in wish.candidates)
@@ -163,7 +161,7 @@ def what(claim: LeaseRequest) -> str:
 
 
 def table(claim: LeaseRequest, ours: Collection[int] | None = None) -> str:
-    """Returns one line per GPU: free, its holder, or its unleased users; leaves out GPUs of our jobs (pids)."""
+    """Returns a line per GPU: free, its holder, or its unleased users. Leaves out GPUs of our jobs (pids)."""
     attempt = claim.last
     used = claim.survey.users(claim.wish.candidates)
     lines = []
@@ -185,11 +183,11 @@ def table(claim: LeaseRequest, ours: Collection[int] | None = None) -> str:
 
 
 def _is_one_of(holder: LeaseHolder, ours: Collection[int]) -> bool:
-    # Any user can write our pid: check the file's owner, too.
+    # Any user can write our pid into a file, but not own it as we do.
     return holder.pid in ours and holder.uid == os.getuid()
 
 
-OUR_TURN_S = 0.1  # between attempts of the first in the queue
+OUR_TURN_S = 0.1  # between the first waiter's attempts
 ASK_AGAIN_S = 0.3
 
 
@@ -205,7 +203,7 @@ class Patience:
 def take(claim: LeaseRequest, patience: Patience) -> Taken:
     """Leases the GPUs that ``claim`` requests, all or none. Raises ResourceError if they aren't available in time.
 
-    Waiters are served in order of arrival, and before any request that doesn't wait.
+    Waiters come in order of arrival, before requests that don't wait.
     """
     taken = claim.advance()
     if taken is None and patience.wait:

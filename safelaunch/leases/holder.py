@@ -1,4 +1,4 @@
-"""A holder's description in its lock file, for people; no decision rests on it."""
+"""Description of a holder in its lock file. It is for people: no decision rests on it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ MOST_BYTES = 16384  # even if each character is escaped
 
 @dataclass(frozen=True, slots=True)
 class LeaseHolder:
-    """Process that holds a lease or waits for one. ``pid`` 0 and empty texts mean unknown."""
+    """Process with a lease, or in the queue. ``pid`` 0 and empty texts mean unknown."""
 
     pid: int = 0
     start_ticks: int = 0
     name: str = ""
     command: str = ""
     since_unix_s: float = 0.0
-    uid: int = -1  # owner of the file, from the kernel; the holder wrote the rest
-    by: str = "supervisor"  # or ``waiter``, or ``ranks`` if the supervisor is gone but the job isn't
+    uid: int = -1  # owner of the file; the holder wrote the rest
+    by: str = "supervisor"  # or ``waiter``, or ``ranks`` after their supervisor's end
 
     @property
     def user(self) -> str:
         return name_of(self.uid)
 
     def encode(self, **more: object) -> bytes:
-        """Returns the content of the lock file, with ``more`` fields for people."""
+        """Returns the content of the lock file. ``more`` fields are for people."""
         record = {
             "pid": self.pid,
             "start_ticks": self.start_ticks,
@@ -48,7 +48,7 @@ class LeaseHolder:
 
 
 def decode(data: bytes, uid: int, by: str = "supervisor") -> LeaseHolder:
-    """Returns the holder by a file of user ``uid``; unexpected content gives no pid and no texts."""
+    """Returns the holder in a file of user ``uid``; no pid and no texts if it is unreadable."""
     from safelaunch.leases.format import HolderRecord, read
 
     words = read(data, HolderRecord)
@@ -66,7 +66,6 @@ def _printable(text: str) -> str:
 
 
 def ourselves(name: str, command: str) -> LeaseHolder:
-    """Returns this process as a holder since now."""
     pid = os.getpid()
     stat = procstat.read(pid)
     return LeaseHolder(pid, stat.start_ticks if stat else 0, name, command, time.time(), os.getuid())
@@ -96,7 +95,7 @@ def holder_words(holder: LeaseHolder) -> str:
 
 
 def moment(unix_s: float) -> str:
-    """Returns the local time, with the date unless it is today's."""
+    """Returns the local time, with the date unless it is today."""
     if not unix_s:
         return "?"
     then, now = time.localtime(unix_s), time.localtime()
@@ -109,17 +108,17 @@ def moment(unix_s: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A process on a GPU. Empty fields are invisible from here."""
+    """A process on a GPU. Empty fields are unknown."""
 
     pid: int
     user: str = ""
     command: str = ""
     since_unix_s: float = 0.0
-    left_over: bool = False  # its run has ended
+    left_over: bool = False
 
 
 def look(pid: int) -> User:
-    """Reads /proc about a process; returns only the pid if it is gone or in another pid namespace."""
+    """Reads about a process from /proc; only the pid is known if it is gone or in another pid namespace."""
     stat = procstat.read(pid)
     if stat is None:
         return User(pid)
@@ -135,7 +134,6 @@ def look(pid: int) -> User:
 
 
 def name_of(uid: int) -> str:
-    """Returns the user's name, or its number."""
     import pwd
 
     try:
@@ -152,8 +150,8 @@ def _boot_unix_s() -> float:
 def _is_left_over(process: procstat.Stat) -> bool:
     """Returns whether the supervisor of the process's run is gone.
 
-    Returns False for processes of other users, as their environment is hidden, and in other pid namespaces: the
-    supervisor's pid means another process there.
+    Returns False for other users' processes, whose environment is hidden, and in other pid namespaces, whose pids mean
+    other processes here.
     """
     try:
         if os.readlink(f"/proc/{process.pid}/ns/pid") != os.readlink("/proc/self/ns/pid"):
@@ -167,5 +165,5 @@ def _is_left_over(process: procstat.Stat) -> bool:
     if not re.fullmatch(rb"[0-9]{1,10}", number):
         return False
     supervisor = procstat.read(int(number))
-    # A supervisor is older than its processes; a younger process has taken its pid.
+    # A younger process with the supervisor's pid isn't the supervisor.
     return supervisor is None or supervisor.state in "ZX" or supervisor.start_ticks > process.start_ticks

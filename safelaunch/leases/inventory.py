@@ -1,4 +1,4 @@
-"""The node's GPUs as NVML lists them: memory, processes and MIG instances.
+"""The node's GPUs by NVML: memory, processes and MIG instances.
 
 A broken driver blocks its callers forever, so a separate process asks it: ``python -m safelaunch.leases.inventory``
 prints a JSON document. Without a driver, no process starts.
@@ -24,7 +24,7 @@ _SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
 def has_driver(environ: Mapping[str, str]) -> bool:
-    """Returns whether the driver's files, or its library in LD_LIBRARY_PATH, exist."""
+    """Returns whether the driver's files exist, or its library in LD_LIBRARY_PATH."""
     if any(os.path.exists(path) for path in _SIGNS):
         return True
     folders = environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
@@ -35,7 +35,7 @@ DEADLINE_S = 10.0
 GRACE_S = 0.5
 LONGEST_S = 60.0
 LOOK_EVERY_S = 0.1
-MOST_COUNTED_S = 1.0  # of the time since the last look: this process might have been stopped in between
+MOST_COUNTED_S = 1.0  # per look, because this process might have been stopped
 ASKING = b"asking\n"
 if TYPE_CHECKING:
     import subprocess
@@ -45,7 +45,7 @@ _MOST_INSTANCES = 64
 
 
 def inventory(environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> Inventory:
-    """Asks NVML and waits up to ``deadline_s`` seconds. Never raises."""
+    """Asks NVML, and waits up to ``deadline_s``. Never raises."""
     question = Asking(environ, deadline_s=deadline_s)
     while (answer := question.answer(LOOK_EVERY_S)) is None:
         pass
@@ -53,10 +53,10 @@ def inventory(environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> 
 
 
 class Asking:
-    """A question to NVML that needn't block: call ``answer`` until it returns one; the first call starts it.
+    """A question to NVML. Call ``answer`` until it returns one; the first call starts the question.
 
-    The driver's time starts with ``ASKING``, and excludes the process's own work: while many jobs start, an interpreter
-    takes seconds. ``LONGEST_S`` limits the total.
+    The driver's time starts with ``ASKING``, without the process's own work: an interpreter takes seconds to start
+    while many jobs do. ``LONGEST_S`` limits the total.
     """
 
     def __init__(self, environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> None:
@@ -65,7 +65,7 @@ class Asking:
         self._process: subprocess.Popen[bytes] | None = None
 
     def answer(self, wait_s: float = 0.0) -> Inventory | None:
-        """Returns NVML's answer, or the reason for none; None if it takes longer than ``wait_s`` seconds."""
+        """Returns NVML's answer, or why it failed; None if it takes longer than ``wait_s``."""
         if self._process is None:
             if not has_driver(self._environ):
                 return Inventory(missing="no NVIDIA driver on this node")
@@ -113,7 +113,7 @@ def _ask_elsewhere(environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        cwd=_PACKAGE_ROOT,  # with -m, modules are first looked for in the working directory
+        cwd=_PACKAGE_ROOT,  # for -m, which imports first from there; not the user's
         env=dict(environ),
     )
 
@@ -127,7 +127,7 @@ def _read(answer: bytes) -> Inventory:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the process and waits briefly: while it is stuck in the driver, it doesn't die."""
+    """Kills the process, and waits briefly, because it doesn't die while it is stuck in the driver."""
     import subprocess
 
     if process.stdout is not None:
@@ -136,11 +136,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(GRACE_S)
     except subprocess.TimeoutExpired:
-        process.returncode = -9  # it isn't waited for
+        process.returncode = -9  # not waited for
 
 
 def parse(document: Mapping[str, Any]) -> Inventory:
-    """Converts ``query``'s document. A GPU in MIG mode appears as its instances."""
+    """Converts ``query``'s document. A GPU in MIG mode becomes its instances."""
     gpus: list[LeasableGpu] = []
     for device in document.get("gpus", ()):
         instances = device.get("instances")
@@ -170,7 +170,7 @@ def _record(device: Mapping[str, Any], label: str, parent: str = "") -> Leasable
 
 
 def query(nvml: Any) -> dict[str, Any]:
-    """Returns the GPUs by the module ``pynvml``, or ``{"missing": reason}``.
+    """Returns the GPUs by module ``pynvml``, or ``{"missing": reason}``.
 
     ``gpus``: index, uuid, name, memory_used_bytes, memory_total_bytes, processes (pid, memory_bytes) and, in MIG mode,
     instances with the same fields; or index and error.

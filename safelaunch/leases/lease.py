@@ -1,6 +1,6 @@
-"""Leases in hand: their locks, how to free them, and how to pass them to another process.
+"""Leases: their locks, how to free them, and how to pass them to another process.
 
-A lock belongs to the open file: each process with its descriptor holds it. So a lease that is handed over is held all
+A lock belongs to an open file, so each process with its descriptor holds it. A lease that is handed over is held all
 the time, by the parent, by both, then by the child. It ends when all are dead.
 """
 
@@ -21,15 +21,15 @@ from safelaunch.leases.holder import MAGIC, LeaseHolder, since_now
 
 
 RANKS = ".ranks"
-# Doesn't follow a planted link or block on a planted FIFO.
+# Don't follow a planted link, or block on a planted FIFO.
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _MOST_NAMES = 100
 _FORESEEN = 10
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+_FLOCK = struct.Struct("hhqqi4x")  # of 64-bit Linux: type, whence, start, length, pid
 
 
 def open_to_probe(name: str, directory: int) -> int | None:
-    """Returns a read-only descriptor of any user's regular file, enough to query its locks; else None."""
+    """Returns a read-only descriptor of a regular file, to query its locks."""
     try:
         fd = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=directory)
     except OSError:
@@ -41,10 +41,10 @@ def open_to_probe(name: str, directory: int) -> int | None:
 
 
 def take_own(base: str, directory: int) -> tuple[int, str]:
-    """Locks a file named ``base`` and the user's number; creates it, and the ranks' file next to it.
+    """Locks a file with name ``base`` and our user id; creates it, and the ranks' file next to it.
 
-    Returns the locked descriptor and the name. If the name is taken, by another user's file (only its owner can remove
-    it from a sticky directory), a shared lock or another process of ours, tries the next name. Raises OSError.
+    Returns the locked descriptor and the name. Tries the next name if this one is taken: by another user's file (only
+    its owner can remove it from a sticky directory), a shared lock, or another process of ours. Raises OSError.
     """
     for number in range(_MOST_NAMES):
         # Another user could take all predictable names.
@@ -62,9 +62,9 @@ def take_own(base: str, directory: int) -> tuple[int, str]:
 
 
 def _lock_own(name: str, directory: int) -> int | None:
-    """Returns a locked descriptor of our file ``name``; None if its name or lock is taken."""
+    """Returns a locked descriptor of our file ``name``; None if name or lock is taken."""
     try:
-        # Others can't open it before it is locked.
+        # Others must not open it before it is locked.
         fd = os.open(name, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600, dir_fd=directory)
     except (FileExistsError, IsADirectoryError, PermissionError):
         if _status(name, directory) is None:
@@ -76,7 +76,7 @@ def _lock_own(name: str, directory: int) -> int | None:
         return None  # or another user's file is running (ETXTBSY) or under a kernel lease (EAGAIN)
     try:
         if _is_ours(fd) and try_lock(fd):
-            os.fchmod(fd, 0o644)  # for others to query
+            os.fchmod(fd, 0o644)  # others must be able to query it
             return fd
     except BaseException:
         os.close(fd)
@@ -103,7 +103,7 @@ def _status(name: str, directory: int) -> os.stat_result | None:
 
 
 def try_lock(fd: int) -> bool:
-    """Takes an exclusive lock without waiting; returns whether it did. ``fd`` must be open for writing."""
+    """Takes an exclusive lock, if it is free; returns whether it did. ``fd`` must be open for writing."""
     try:
         _lock(fd, fcntl.F_OFD_SETLK, fcntl.F_WRLCK)
     except (BlockingIOError, PermissionError):
@@ -112,7 +112,7 @@ def try_lock(fd: int) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Releases the lock for all processes that share this open file, and closes it."""
+    """Closes the file, and releases its lock for all processes that share it."""
     try:
         _lock(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
     finally:
@@ -120,7 +120,7 @@ def unlock(fd: int) -> None:
 
 
 def is_locked(name: str, directory: int) -> bool:
-    """Returns whether a process that can write the file holds it or a part of it. Takes no lock."""
+    """Returns whether a process that can write the file locks it, or a part of it. Takes no lock."""
     fd = open_to_probe(name, directory)
     if fd is None:
         return False
@@ -131,7 +131,7 @@ def is_locked(name: str, directory: int) -> bool:
 
 
 def _lock(fd: int, command: int, kind: int) -> int:
-    """Makes a lock call on the whole file; returns the lock type in the kernel's answer."""
+    """Makes a lock call on a file; returns the lock type in the kernel's answer."""
     try:
         answer = fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
     except OSError as error:
@@ -142,13 +142,12 @@ def _lock(fd: int, command: int, kind: int) -> int:
 
 
 def owner_of(name: str, directory: int) -> int:
-    """Returns the user id of a file's owner; -1 if the file is gone."""
     info = _status(name, directory)
     return info.st_uid if info is not None else -1
 
 
 def read_small(name: str, directory: int, limit: int = 4096) -> tuple[bytes, int]:
-    """Returns at most ``limit`` bytes of a regular file, and its owner's user id; ``(b"", -1)`` if unreadable."""
+    """Returns at most ``limit`` bytes of a regular file, and its owner's id; ``(b"", -1)`` if unreadable."""
     fd = open_to_probe(name, directory)
     if fd is None:
         return b"", -1
@@ -161,7 +160,7 @@ def read_small(name: str, directory: int, limit: int = 4096) -> tuple[bytes, int
 
 
 def write_small(fd: int, data: bytes, magic: bytes) -> None:
-    """Replaces the content of one of our files if it begins with ``magic`` and the disk allows it."""
+    """Replaces the content of our file, if it begins with ``magic`` and the disk has room."""
     try:
         if os.pread(fd, len(magic), 0) in (b"", magic):
             os.pwrite(fd, data, 0)
@@ -177,11 +176,11 @@ _OTHER = re.compile(r"[^A-Za-z0-9_-]")
 
 @dataclass
 class Lease:
-    """Things held until ``release``, or until all processes that share the locks are gone."""
+    """Things held until ``release``, or until all processes with the locks are gone."""
 
     locks: dict[str, int]  # thing -> descriptor of the locked file
-    rank_files: tuple[str, ...] = ()  # paths of the files that the ranks' beacons lock
-    sockets: dict[str, int] = field(default_factory=dict)  # port -> socket that keeps other programs away
+    rank_files: tuple[str, ...] = ()  # files for the ranks' beacons to lock
+    sockets: dict[str, int] = field(default_factory=dict)  # port -> socket that keeps it
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -193,22 +192,22 @@ class Lease:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Descriptors of the locks, to share with processes that outlive this one."""
+        """Locks to share with processes that outlive this one."""
         return tuple(self.locks.values())
 
     def add(self, other: Lease) -> None:
-        """Takes over everything that ``other`` holds."""
+        """Takes everything from ``other``."""
         self.locks.update(other.locks)
         self.sockets.update(other.sockets)
         self.rank_files += other.rank_files
         other.locks, other.sockets, other.rank_files = {}, {}, ()
 
     def release(self) -> None:
-        """Frees everything at once, even if a leftover process of the job has a descriptor."""
+        """Frees everything at once, even if another process has inherited a descriptor."""
         self._let_go(unlock)
 
     def forget(self) -> None:
-        """Closes our descriptors; a child that received them still holds them."""
+        """Closes our descriptors; a child with them still holds everything."""
         self._let_go(os.close)
 
     def _let_go(self, end: Callable[[int], object]) -> None:
@@ -218,21 +217,21 @@ class Lease:
             end(self.locks.popitem()[1])
 
     def hand_over(self) -> tuple[dict[str, str], tuple[int, ...]]:
-        """Returns variables and descriptors (``pass_fds``) that make a child safelaunch the holder.
+        """Returns variables and descriptors (``pass_fds``) that pass the lease to a child safelaunch.
 
-        After starting it, call ``forget`` instead of ``release``.
+        After its start, call ``forget`` instead of ``release``.
         """
         descriptors = [*self.locks.items(), *self.sockets.items()]
         return {HANDED_OVER: ",".join(f"{fd}:{key}" for key, fd in descriptors)}, tuple(fd for _, fd in descriptors)
 
     def tell(self, about: LeaseHolder) -> None:
-        """Writes the holder's description into the lock files."""
+        """Describes the holder in the lock files."""
         data = since_now(about).encode()
         for fd in self.descriptors:
             write_small(fd, data, MAGIC)
 
     def touch(self) -> None:
-        """Protects the files from cleaners of /tmp, which remove files that weren't touched for days."""
+        """Protects the files from cleaners of /tmp."""
         for fd in self.descriptors:
             try:
                 os.utime(fd)
@@ -241,9 +240,9 @@ class Lease:
 
 
 def inherited(environ: Mapping[str, str], directory: str) -> Lease | None:
-    """Returns the lease that our parent handed over (``Lease.hand_over``); None without a valid one.
+    """Returns the lease that our parent handed over (``Lease.hand_over``), if valid.
 
-    Only the descriptors count: each must be the file of that thing, locked by us alone.
+    The variables prove nothing: each descriptor must be the file of its thing, locked by us alone.
     """
     lease = Lease({})
     paths = []
@@ -268,7 +267,7 @@ def _holds(fd: int) -> bool:
     try:
         return try_lock(fd)
     except OSError:
-        return False  # not open for writing, so it never locked anything
+        return False  # not open for writing, so never locked
 
 
 def _is_socket(fd: int) -> bool:
@@ -279,7 +278,7 @@ def _is_socket(fd: int) -> bool:
 
 
 def _name_of(fd: int, key: str, directory: str) -> str | None:
-    """Returns the name of the open file ``fd`` if it is our file for ``key``, else None."""
+    """Returns the name of the open file ``fd``, if it is our file for ``key``."""
     try:
         path = os.readlink(f"/proc/self/fd/{fd}")
         info = os.fstat(fd)
@@ -298,5 +297,5 @@ def port_key(port: int) -> str:
 
 
 def base_of(key: str) -> str:
-    """Returns the part of a lease's file name from its key; slashes in old MIG UUIDs become ``_``."""
+    """Returns a key's part of a file name; slashes in old MIG UUIDs become ``_``."""
     return _OTHER.sub("_", key)

@@ -30,12 +30,12 @@ WELL_KNOWN = (29400, 29500)  # torchrun's defaults
 
 
 def take(store: LeaseStore, count: int, about: LeaseHolder) -> Lease:
-    """Leases ``count`` ports, if possible outside the kernel's ephemeral range. Raises ResourceError."""
+    """Leases ``count`` ports, if possible outside the ephemeral range. Raises ResourceError."""
     wanted = {port_key(port): port for port in candidates(text_of(EPHEMERAL), text_of(RESERVED))}
     bound: dict[str, socket.socket] = {}
 
     def pick(held: Mapping[str, LeaseHolder]) -> list[str] | None:
-        """Returns ports that no program uses, leased or not."""
+        """Returns ports that no program uses."""
         _close(bound)
         for key, port in wanted.items():
             if len(bound) == count:
@@ -57,7 +57,7 @@ def take(store: LeaseStore, count: int, about: LeaseHolder) -> Lease:
 
 
 def take_unleased(count: int) -> Lease:
-    """Returns ``count`` free ports if the lease directory is unusable. Raises ResourceError."""
+    """Returns ``count`` free ports without a lease. Raises ResourceError."""
     reserved: dict[int, int] = {}
     for port in candidates(text_of(EPHEMERAL), text_of(RESERVED)):
         if len(reserved) == count:
@@ -82,17 +82,17 @@ def _close(bound: dict[str, socket.socket]) -> None:
 
 
 def bind(port: int) -> socket.socket | None:
-    """Returns a non-listening socket that reserves ``port`` on all addresses; None if another socket has it."""
+    """Returns a socket that reserves ``port`` on all addresses without listening; None if another socket has it."""
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
             probe = socket.socket(family, socket.SOCK_STREAM)
         except OSError:
-            continue  # a kernel without IPv6
+            continue  # no IPv6
         try:
             if family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             probe.bind((address, port))
-            # Not earlier: with the option, bind would ignore another job's reservation.
+            # Set earlier, the option would make bind ignore another job's reservation.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)
             return probe
         except OSError as error:
@@ -104,7 +104,6 @@ def bind(port: int) -> socket.socket | None:
 
 
 def listening() -> set[int]:
-    """Returns the TCP ports that programs listen on."""
     numbers = set()
     for path in TABLES:
         for line in text_of(path).splitlines()[1:]:
@@ -117,7 +116,7 @@ def listening() -> set[int]:
 def candidates(ephemeral: str, reserved: str) -> Iterator[int]:
     """Yields every port that can be leased, the safest first.
 
-    If the ephemeral range covers every port, only the bound socket protects a port.
+    If the ephemeral range covers all ports, only the bound socket protects one.
 
     Args:
         ephemeral: Content of /proc/sys/net/ipv4/ip_local_port_range.

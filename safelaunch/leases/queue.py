@@ -1,4 +1,4 @@
-"""The queue of a lease directory: a locked file per waiting process, in order of arrival."""
+"""Queue of a lease directory: a locked file per waiting process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from safelaunch.leases.format import SaidTicket
 
 PREFIX = "ticket."
-MOST_EACH = 64  # tickets of one user
+MOST_EACH = 64  # per user
 _NAME = re.compile(r"ticket\.[0-9]{20}\.[0-9]{1,10}", re.ASCII)
 _MOST_BYTES = 65536
 
-Odd = Callable[[str, str], None]  # takes an unexpected file's name, and the reason
+Odd = Callable[[str, str], None]  # takes the name of an unexpected file, and why
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Ticket:
     descriptor: int  # locked; -1 after leaving
 
     def tear(self, directory: int) -> None:
-        """Leaves the queue, once; only releases the lock if the directory can't be opened (-1)."""
+        """Leaves the queue. If the directory can't be opened (-1), only releases the lock."""
         if self.descriptor >= 0:
             if directory >= 0:
                 _remove(self.name, directory)
@@ -40,16 +40,16 @@ class Ticket:
 
 
 def draw(candidates: Sequence[str], count: int, about: LeaseHolder, directory: int) -> Ticket:
-    """Joins the end of the queue. CLOCK_MONOTONIC orders tickets; a reboot restarts the clock and the queue."""
+    """Joins the end of the queue. CLOCK_MONOTONIC orders tickets, and a reboot restarts both."""
     name = f"{PREFIX}{time.monotonic_ns():020d}.{os.getpid()}"
-    unfinished = f".{name}"  # until locked: an unlocked ticket counts as given up
+    unfinished = f".{name}"  # an unlocked ticket counts as given up
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(unfinished, flags, 0o600, dir_fd=directory)
     try_lock(fd)
     try:
         os.pwrite(fd, about.encode(candidates=list(candidates), count=count), 0)
     except OSError:
-        pass  # a full disk: this ticket blocks no other
+        pass  # a full disk; this ticket blocks no other
     os.fchmod(fd, 0o644)
     os.rename(unfinished, name, src_dir_fd=directory, dst_dir_fd=directory)
     return Ticket(name, fd)
@@ -60,8 +60,8 @@ def waiters_before(
 ) -> tuple[dict[str, LeaseHolder], LeaseHolder | None]:
     """Returns the waiters that joined before ``ticket`` (None: before now).
 
-    First, the waiter for exactly each of ``candidates``. Second, the first waiter for some of many, if any: it could
-    use any that becomes free, so later ones have to wait.
+    First, by candidate, the waiter for exactly that one. Second, the first waiter for some of many, if any: it could
+    use each that becomes free, so later ones must wait.
     """
     wanted = set(candidates)
     promised: dict[str, LeaseHolder] = {}
@@ -77,7 +77,7 @@ def waiters_before(
 
 
 def waiters(names: Iterable[str], directory: int, odd: Odd) -> Iterator[tuple[str, LeaseHolder, SaidTicket]]:
-    """Yields the waiters in queue order: file name, holder, content of the ticket."""
+    """Yields file name, holder and ticket of the waiters, in order."""
     tickets: Counter[int] = Counter()
     for name in sorted(name for name in names if name.startswith(PREFIX)):
         owner = owner_of(name, directory)
@@ -103,14 +103,14 @@ def _read(name: str, directory: int) -> tuple[LeaseHolder, SaidTicket] | None:
 
 
 def _is_stopped(waiter: LeaseHolder) -> bool:
-    # A stopped waiter (Ctrl-Z) would block all others; it keeps its place. The pid alone doesn't identify it in another
-    # pid namespace.
+    # A stopped waiter (Ctrl-Z) keeps its place, but must not block others. In another pid namespace, the pid would be
+    # another process's.
     stat = procstat.read(waiter.pid) if waiter.pid else None
     return stat is not None and stat.start_ticks == waiter.start_ticks and stat.state in "Tt"
 
 
 def _remove(name: str, directory: int) -> None:
-    # The ticket is abandoned and ours. The sticky bit protects others' tickets, which do no harm.
+    # Our own abandoned ticket. The sticky bit protects others' tickets, which do no harm.
     try:
         os.unlink(name, dir_fd=directory)
     except OSError:

@@ -1,4 +1,4 @@
-"""Leases a job's GPUs and ports before it starts. Without an NVIDIA driver, nothing starts or is imported for GPUs."""
+"""Leases a job's GPUs and ports before it starts. Without an NVIDIA driver, starts and imports nothing for GPUs."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ MASTER_PORT = "--master-port"
 
 @dataclass(frozen=True)
 class JobResources:
-    """GPUs and ports of a job, held until ``release``."""
+    """GPUs and ports of a job, until ``release``."""
 
     command: CommandLine
-    visible_gpus: str | None = None  # CUDA_VISIBLE_DEVICES; None leaves it unchanged
+    visible_gpus: str | None = None  # None leaves CUDA_VISIBLE_DEVICES unchanged
     lease: Lease | None = None
     ports: Lease | None = None
     handed: Lease | None = None  # from the parent process
-    rank_locks: tuple[str, ...] = ()  # paths of files that the ranks' beacons lock
-    note: str = ""  # the GPUs in words, for ``--dry-run``
+    rank_locks: tuple[str, ...] = ()  # files for the ranks' beacons to lock
+    note: str = ""  # GPUs in words, for ``--dry-run``
 
     @property
     def _leases(self) -> tuple[Lease, ...]:
@@ -44,21 +44,20 @@ class JobResources:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Descriptors to keep open while any process of the job is alive."""
+        """Descriptors to hold until the job's last process ends."""
         return tuple(fd for lease in self._leases for fd in lease.descriptors)
 
     def touch(self) -> None:
-        """Protects the lease files from cleaners of /tmp."""
         for lease in self._leases:
             lease.touch()
 
     @property
     def port(self) -> int | None:
-        """The job's master port; None: torchrun chooses."""
+        """Master port; None: torchrun chooses."""
         return self.ports.ports[0] if self.ports is not None else None
 
     def lost_ports(self) -> tuple[int, ...]:
-        """Returns the job's ports that other programs serve. Call it once no process of the job is alive."""
+        """Returns the job's ports that other programs serve, after all of its processes have ended."""
         from safelaunch.leases.ports import listening
 
         if self.ports is None:
@@ -74,7 +73,7 @@ class JobResources:
 def gather(
     command: CommandLine, settings: Settings, environ: Mapping[str, str], torch: TorchInstallation | None
 ) -> JobResources:
-    """Leases what the job needs; with ``--dry-run`` only looks. Raises ResourceError."""
+    """Leases what the job needs, or with ``--dry-run`` only looks. Raises ResourceError."""
     handed = _handed_over(command, settings, environ)
     if handed is not None and set(handed.keys) - handed.sockets.keys():
         resources = JobResources(command, handed=handed, rank_locks=handed.rank_files)
@@ -111,7 +110,7 @@ def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) 
 
 
 def _handed_over(command: CommandLine, settings: Settings, environ: Mapping[str, str]) -> Lease | None:
-    """Returns the lease of the parent process, such as a sweep, which has set CUDA_VISIBLE_DEVICES."""
+    """Returns the lease of the parent, such as a sweep, which has set CUDA_VISIBLE_DEVICES."""
     if not environ.get(HELD):
         return None
     from safelaunch.leases.lease import inherited
@@ -143,7 +142,7 @@ def _may_want_some(ranks: GpuRanking, environ: Mapping[str, str]) -> bool:
 
 
 def _is_inside_a_run(environ: Mapping[str, str]) -> bool:
-    """Returns whether a supervisor is among our ancestors: its lease covers our GPUs. The variable can be stale."""
+    """Returns whether a supervisor is our ancestor, with a lease on our GPUs. The variable alone can be stale."""
     supervisor = environ.get("SAFELAUNCH_SUPERVISOR_PID", "")
     if not (supervisor.isascii() and supervisor.isdigit() and len(supervisor) <= 10):
         return False
@@ -207,7 +206,7 @@ def _leased(plain: JobResources, settings: Settings, environ: Mapping[str, str],
 def _about_one_process(
     command: CommandLine, settings: Settings, wish: GpuRequest, environ: Mapping[str, str]
 ) -> list[str]:
-    """Returns a note if the job gets several GPUs but only one process."""
+    """Returns a note if several GPUs have a single process."""
     count = wish.count if settings.gpus is not None else len(wish.candidates)
     if count < 2 or not has_no_number_of_processes(command, environ):
         return []
@@ -215,7 +214,7 @@ def _about_one_process(
 
 
 def _foreseen(plain: JobResources, claim: LeaseRequest) -> JobResources:
-    """Adds the GPUs that a start would lease now, for --dry-run."""
+    """Adds the GPUs that a start would lease now."""
     wish = claim.wish
     chosen = claim.foresee()
     if chosen is None:
@@ -243,7 +242,7 @@ def _words(gpus: tuple[LeasableGpu, ...], found: Inventory) -> str:
 
 
 def _about(command: CommandLine, settings: Settings) -> LeaseHolder:
-    # Every user can read the lease file: leave secrets out.
+    # Every user can read the lease file, so it has no secrets.
     import shlex
 
     from safelaunch.leases.holder import ourselves
@@ -259,7 +258,7 @@ def _about(command: CommandLine, settings: Settings) -> LeaseHolder:
 def _with_port(
     found: JobResources, settings: Settings, environ: Mapping[str, str], torch: TorchInstallation
 ) -> JobResources:
-    """Replaces ``--master-port auto``, and adds a port if this torchrun would use 29500 for every job."""
+    """Replaces ``--master-port auto``, and adds a port if torchrun would use 29500 for every job."""
     command = found.command
     asked = command.value_of(MASTER_PORT, shortest="--master-p")
     if asked == "auto":
@@ -284,7 +283,7 @@ def _with_port(
 
 
 def with_another_port(given: JobResources, settings: Settings, environ: Mapping[str, str]) -> JobResources:
-    """Replaces the master port. Raises ResourceError if no port is free."""
+    """Replaces the master port. Raises ResourceError."""
     ports = _take_any_port(given, settings, environ)
     command = _with_number(given.command, str(given.port), ports)
     if given.ports is not None:
@@ -304,7 +303,7 @@ def _take_port(found: JobResources, settings: Settings, environ: Mapping[str, st
 
 
 def _take_any_port(found: JobResources, settings: Settings, environ: Mapping[str, str]) -> Lease:
-    """Leases a port, or returns a free one if the lease directory is unusable. Raises ResourceError."""
+    """Leases a port, or without a usable lease directory returns a free one. Raises ResourceError."""
     from safelaunch.leases import ports
 
     try:
@@ -316,7 +315,7 @@ def _take_any_port(found: JobResources, settings: Settings, environ: Mapping[str
 
 
 def _takes_the_common_port(command: CommandLine, environ: Mapping[str, str], torch: TorchInstallation) -> bool:
-    """Returns whether torchrun would bind 29500 because no option names a port; newer versions bind port 0."""
+    """Returns whether torchrun would bind 29500 by default; newer versions bind port 0."""
     from safelaunch.job.torchrun import binds_any_port
 
     if not command.script or not is_one_node(command, environ) or binds_any_port(torch.package):

@@ -1,17 +1,17 @@
 """The leases of a node: kernel locks on files in one directory that all its users share.
 
-To hold a thing (a GPU by its UUID, ``port-20000``), a supervisor locks its user's file ``<thing>.<uid>`` exclusively;
-its guardian shares the lock. The ranks' beacons each lock a byte of ``<thing>.<uid>.ranks``. A thing is free if no
-user's file for it is locked. So the supervisor's death doesn't free a GPU that ranks still use, and the kernel frees it
-once all are gone. Nothing is cleaned up: a file without a lock means nothing.
+To hold a thing (a GPU by its UUID, ``port-20000``), a supervisor locks its user's file ``<thing>.<uid>``; its guardian
+shares the lock. Each rank's beacon locks a byte of ``<thing>.<uid>.ranks``. A thing is free if no user's file for it is
+locked. So a dead supervisor doesn't free a GPU that ranks still use, and the kernel frees it after them. A file without
+a lock means nothing, so nothing is cleaned up.
 
-A process first locks its own file, and then looks for others' files. If two do so at once, at least one sees the other
-and lets go; safety rests on that alone. The gate, a lock on the directory itself for a fraction of a millisecond, makes
-these collisions rare. Any user can keep it shut, so after a second a process continues without it.
+A process first locks its own file, then looks for others' files. If two do so at once, at least one sees the other and
+lets go. Safety rests on that alone. The gate, a lock on the directory for a fraction of a millisecond, makes collisions
+rare. Any user can keep it shut, so after a second a process continues without it.
 
-Any file in the directory might be hostile: unexpected ones are skipped, with one message. Another user can still lease
-unused things, be first in the queue, and remove files from a directory that it owns. If root creates the directory at
-boot, the last is impossible.
+Files in the directory might be hostile: unexpected ones are skipped, with one message. Another user can still lease
+unused things and be first in the queue. If that user created the directory, it can also remove files; root can prevent
+that by creating the directory at boot.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 DIRECTORY = "/tmp/safelaunch-leases"
 VARIABLE = "SAFELAUNCH_LEASE_DIR"
 GATE_DEADLINE_S = 1.0
-SHUT_S = 60.0  # pause before waiting again at a gate that is kept shut
-_TRIES = 20  # to take what another process takes at the same moment
+SHUT_S = 60.0  # before the next wait at a shut gate
+_TRIES = 20  # to take a thing that another process takes at the same moment
 _SHARED = 0o1777
 
 Pick = Callable[[Mapping[str, LeaseHolder]], Sequence[str] | None]
@@ -57,9 +57,9 @@ Pick = Callable[[Mapping[str, LeaseHolder]], Sequence[str] | None]
 @dataclass(frozen=True)
 class LeaseAttempt:
     lease: Lease | None
-    # Without a lease: each candidate's holder, or the waiter for exactly that one (``LeaseHolder.by``) ...
+    # Without a lease: each candidate's holder, or the waiter for it (``LeaseHolder.by``) ...
     held: Mapping[str, LeaseHolder] = field(default_factory=dict)
-    ahead: LeaseHolder | None = None  # ... and the waiter ahead of us for any of them
+    ahead: LeaseHolder | None = None  # ... and the first waiter for any of them
 
 
 class LeaseStore:
@@ -77,8 +77,8 @@ class LeaseStore:
         """Leases what ``pick`` chooses among ``candidates``, all or nothing, if it is our turn.
 
         Args:
-            pick: Gets the candidates' holders, and returns None if too few are left. It runs inside the gate and must
-                be quick.
+            pick: Gets the candidates' holders; returns None if too few are free. It runs inside the gate, so it must be
+                quick.
             ticket: Place in the queue; without one, all waiters go first.
         """
         for _ in range(_TRIES):
@@ -116,19 +116,18 @@ class LeaseStore:
             return _held(keys, os.listdir(directory), directory)
 
     def waiting(self) -> list[LeaseHolder]:
-        """Returns the waiters in queue order. Creates nothing."""
+        """Returns the waiters in order. Creates nothing."""
         if not os.path.isdir(self.directory):
             return []
         with self._gate() as directory:
             return [holder for _, holder, _ in waiters(os.listdir(directory), directory, self._odd)]
 
     def queue(self, candidates: Sequence[str], count: int, about: LeaseHolder) -> Ticket:
-        """Joins the queue for ``count`` of ``candidates``."""
         with self._gate() as directory:
             return draw(candidates, count, about, directory)
 
     def leave(self, ticket: Ticket) -> None:
-        """Leaves the queue, even if the directory is unusable."""
+        """Leaves the queue, even of an unusable directory."""
         try:
             directory = _open_directory(self.directory)
         except StoreError:
@@ -138,7 +137,7 @@ class LeaseStore:
         os.close(directory)
 
     def _take(self, keys: Sequence[str], directory: int) -> Lease | None:
-        """Locks our files for ``keys``; releases them and returns None if others have locked theirs."""
+        """Locks our files for ``keys``; if others are locked, lets go and returns None."""
         lease = Lease({})
         own: list[str] = []
         try:
@@ -157,7 +156,7 @@ class LeaseStore:
         return lease
 
     def _odd(self, name: str, why: str) -> None:
-        # Another user could create thousands of unexpected files, so there is one message.
+        # Another user could create thousands of files: one message for all.
         shown = "".join(char if char.isprintable() else "?" for char in name[:80])
         self._once("odd", f"ignoring files that do not belong in {self.directory}, such as {shown} ({why})")
 
@@ -168,9 +167,9 @@ class LeaseStore:
 
     @contextmanager
     def _gate(self) -> Iterator[int]:
-        """Yields the directory's descriptor, locked unless another process keeps the gate shut.
+        """Yields the directory's descriptor, locked unless the gate is kept shut.
 
-        Ctrl-Z takes effect afterwards, so that no process waits for a stopped one.
+        Ctrl-Z takes effect afterwards, because others would wait for us.
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
         try:
@@ -194,10 +193,10 @@ class LeaseStore:
             except BaseException:
                 os.close(directory)
                 raise
-            os.close(directory)  # it was removed while we waited, so locks in it mean nothing
+            os.close(directory)  # it was removed, so locks in it mean nothing
 
     def _wait_for_our_turn(self, directory: int) -> None:
-        """Waits for the directory's lock, which any user can take and keep."""
+        """Waits for the directory's lock, which any user can keep."""
         deadline = time.monotonic() + GATE_DEADLINE_S
         pause_s = 0.0002
         while not files.try_lock(directory):
@@ -214,7 +213,6 @@ class LeaseStore:
 
 
 def store_of(environ: Mapping[str, str]) -> LeaseStore:
-    """Returns the lease directory of the node, or by the environment."""
     return LeaseStore(environ.get(VARIABLE) or DIRECTORY)
 
 
@@ -224,7 +222,7 @@ def _held(keys: Iterable[str], names: Iterable[str], directory: int) -> dict[str
         files_of.setdefault(name.partition(".")[0], []).append(name)
     held = {}
     for key in keys:
-        # If a supervisor is alive, its ranks don't matter.
+        # A live supervisor's ranks don't matter.
         for name in sorted(files_of.get(base_of(key), ()), key=lambda name: name.endswith(RANKS)):
             if is_locked(name, directory):
                 held[key] = _holder(name, directory)
@@ -233,7 +231,7 @@ def _held(keys: Iterable[str], names: Iterable[str], directory: int) -> dict[str
 
 
 def _holder(name: str, directory: int) -> LeaseHolder:
-    # The supervisor's file describes the owner of the locked file if both have the same owner.
+    # Supervisor's and ranks' file have the same owner, or the description doesn't count.
     by = "ranks" if name.endswith(RANKS) else "supervisor"
     uid = owner_of(name, directory)
     data, writer = read_small(name.removesuffix(RANKS), directory, MOST_BYTES)
@@ -256,7 +254,7 @@ def _open_directory(path: str) -> int:
 
 
 def _open_checked(path: str) -> int:
-    """Opens the directory. Raises PermissionError if users other than its owner or root could remove our files."""
+    """Opens the directory. Raises PermissionError if users besides its owner and root could remove our files."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     while True:
         info = os.fstat(directory)
@@ -266,7 +264,7 @@ def _open_checked(path: str) -> int:
         if time.time() - info.st_ctime > 0.5:
             os.close(directory)
             raise PermissionError(1, f"users cannot share it safely: user {info.st_uid} owns it, with mode {mode:o}")
-        time.sleep(0.01)  # its creator might be about to set its mode
+        time.sleep(0.01)  # its creator might be setting its mode
 
 
 def _is_still(directory: int, path: str) -> bool:

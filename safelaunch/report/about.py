@@ -1,4 +1,4 @@
-"""Facts about a job besides verdict and evidence: its start, its nodes, and early looks."""
+"""Facts about a job besides verdict and evidence: launch, nodes, early looks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class Link(msgspec.Struct, frozen=True):
 
     name: str
     state: str = ""
-    speed: str = ""  # in words, with the MTU
-    errors: str = ""  # of its counters, in words
+    speed: str = ""  # with the MTU
+    errors: str = ""  # from its counters
 
 
 class LaunchFacts(msgspec.Struct, frozen=True):
-    """Part of ``launch.json`` that people ask for first."""
+    """Important part of ``launch.json``."""
 
     run_name: str = ""
     host: str = ""
     user: str = ""
     cwd: str = ""
     started: str = ""
-    command: tuple[str, ...] = ()  # as torchrun
+    command: tuple[str, ...] = ()
     safelaunch: str = ""
     torch: str = ""
     presets: tuple[str, ...] = ()
@@ -34,13 +34,13 @@ class LaunchFacts(msgspec.Struct, frozen=True):
 
     @property
     def as_typed(self) -> tuple[str, ...]:
-        """Returns the command line that the user typed, else the one that ran."""
+        """Returns the typed command line, else the one that ran."""
         return ("safelaunch", *self.typed) if self.typed else self.command
 
 
 @dataclass(frozen=True)
 class NodeSummary:
-    """Content of the files in ``node/<host>/``."""
+    """Content of ``node/<host>/``."""
 
     host: str
     gpus: tuple[Gpu, ...] = ()
@@ -53,15 +53,15 @@ class NodeSummary:
     versions: tuple[tuple[str, str], ...] = ()
     kernel_log: tuple[str, ...] = ()  # last lines
     network: tuple[Link, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()  # the job's variables about communication and devices
+    environment: tuple[tuple[str, str], ...] = ()  # variables about communication and devices
 
 
 @dataclass(frozen=True)
 class ReportHeader:
-    """Facts above the verdict of a report."""
+    """Facts above a report's verdict."""
 
     bundle: str = ""
-    at_unix_s: float = 0.0  # of the evidence; 0: unknown
+    at_unix_s: float = 0.0  # of the evidence
     launch: LaunchFacts = field(default_factory=LaunchFacts)
     nodes: tuple[NodeSummary, ...] = ()
 
@@ -73,7 +73,7 @@ def early_line(look: EarlyLook, before: EarlyLook | None = None, *, part: bool =
     """Returns the line on the screen.
 
     Args:
-        before: Previous look in the same quiet period; its words aren't repeated.
+        before: Previous look in the same quiet time, whose words aren't repeated.
         part: Other nodes have ranks, too.
     """
     content = (look.movement, look.cause, look.places)
@@ -85,6 +85,6 @@ def early_line(look: EarlyLook, before: EarlyLook | None = None, *, part: bool =
 
 
 def in_status(look: EarlyLook) -> str:
-    """Returns the line in ``status`` and in reports, which show the time of the previous look."""
+    """Returns the line in ``status`` and in reports."""
     ended = f" (over after {look.lasted_s:.0f} s)" if look.lasted_s else ""
     return f"quiet for {look.quiet_s:.0f} s{ended}: {look.words}"

@@ -1,6 +1,6 @@
-"""The recorded calls of all ranks as one table, in the order of the ranks' calls.
+"""The recorded calls of all ranks as one table, in order.
 
-A row is one call of a process group; ranks that did the same share a line.
+A row is a call of a process group; ranks that did the same share a line.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from safelaunch.verdict.rank_state import CaseFacts
 
 NOT_CALLED = "not called"
 T = TypeVar("T")
-Slot = tuple[str, bool, int, int]  # group, is it a send or receive, number, index among calls with that number
+Slot = tuple[str, bool, int, int]  # group, is it a send or receive, number, index among calls with this number
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Part of the calls that the table shows."""
-
     ranks: frozenset[int] | None = None  # None: all
     groups: frozenset[str] = frozenset()  # names or descriptions; empty: all
     last: int = 0  # 0: all
@@ -42,7 +40,7 @@ class CallRow:
     slot: Slot
     at_ns: int
     kinds: dict[int, list[int]] = field(default_factory=dict)  # kind of call -> ranks
-    absent: tuple[int, ...] = ()  # members without this call
+    absent: tuple[int, ...] = ()  # members without it
 
 
 @dataclass(frozen=True)
@@ -50,14 +48,14 @@ class CallTable:
     """Selected calls, oldest first."""
 
     rows: tuple[CallRow, ...]
-    kinds: tuple[tuple[Collective, str], ...]  # calls that rows refer to, with their lines
-    unrecorded: tuple[int, ...]  # selected ranks without a Flight Recorder
+    kinds: tuple[tuple[Collective, str], ...]  # calls of the rows, with their lines
+    unrecorded: tuple[int, ...]  # ranks without a Flight Recorder
     groups: tuple[str, ...]
     more: bool  # ``last`` cut some off
 
 
 def table(facts: CaseFacts, chosen: Selection) -> CallTable:
-    """Returns the calls of ``chosen``, oldest first."""
+    """Returns the selected calls, oldest first."""
     wanted = [rank for rank in facts.ranks if chosen.ranks is None or rank in chosen.ranks]
     records = {rank: record for rank in wanted if (record := facts.ranks[rank].evidence.flight_record) is not None}
     rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
@@ -82,19 +80,18 @@ def table(facts: CaseFacts, chosen: Selection) -> CallTable:
 
 @dataclass
 class _CallColumn:
-    """Selected calls of ranks that made the same calls."""
+    """Selected calls, the same on all of ``ranks``."""
 
     slots: list[Slot]
     kinds: list[int]
-    at_ns: list[int]  # of the first of these ranks
-    recorded: int = 0  # number of calls before the cut
+    at_ns: list[int]  # on the first rank
+    recorded: int = 0  # before the cut
     ranks: list[int] = field(default_factory=list)
 
 
 def _columns(
     facts: CaseFacts, rings: Mapping[int, Entries], chosen: Selection, numbers: ItemNumbers[tuple[Collective, str]]
 ) -> list[_CallColumn]:
-    """Returns a column for each set of ranks that made the same calls."""
 
     def number(rank: RankEvidence, call: Collective) -> int:
         frame = called_at(rank, call)
@@ -119,9 +116,9 @@ def _columns(
 
 
 class ByKind(Generic[T]):
-    """Calls ``make`` once for each kind of call, for all ranks.
+    """Calls ``make`` once per kind of call, for all ranks.
 
-    All rings must outlive it, because it identifies their tables of kinds by id.
+    All rings must outlive it, because it tells their tables of kinds apart by id.
     """
 
     def __init__(self, make: Callable[[RankEvidence, Collective], T]) -> None:
@@ -129,7 +126,7 @@ class ByKind(Generic[T]):
         self._known: dict[tuple[int, int, tuple[str, ...]], T] = {}
 
     def of(self, rank: RankEvidence, ring: Entries) -> dict[int, T]:
-        """Returns the results by the numbers of the kinds in this record."""
+        """Returns results by the record's numbers of kinds."""
         made = {}
         for number, call in ring.used().items():
             key = (id(ring.kinds), number, rank.code_roots)
@@ -140,12 +137,12 @@ class ByKind(Generic[T]):
 
 
 def called_at(rank: RankEvidence, call: Collective) -> Frame | None:
-    """Returns the user's line of a recorded call; without a user frame, the innermost frame."""
+    """Returns the user's line of a recorded call, else its innermost frame."""
     return stack_of(rank, call.frames).user_frame or next(iter(call.frames), None)
 
 
 def _slots(ring: Entries, at: Sequence[int], numbers: Sequence[int]) -> list[Slot]:
-    """Returns the slots of a rank's calls; calls that share a number (coalesced ones) get one each."""
+    """Returns the slots of a rank's calls. Coalesced calls, which share a number, get one each."""
     counts = Counter[tuple[str, bool, int]]()
     slots = []
     for n, number in zip(at, numbers, strict=True):
@@ -157,10 +154,10 @@ def _slots(ring: Entries, at: Sequence[int], numbers: Sequence[int]) -> list[Slo
 
 
 def _note_absent(rows: Iterable[CallRow], records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> None:
-    """Notes the group's members with a smaller last collective."""
+    """Notes members of the group whose last collective has a smaller number."""
     last: dict[str, dict[int, int]] = {}
     members: dict[str, set[int]] = {}
-    whole = set()  # ranks with a ring that has lost nothing: they haven't called any group that it lacks
+    whole = set()  # ranks with a ring that lost nothing: groups missing from it weren't called
     for rank, record in records.items():
         ring = rings[rank]
         for group, number in _newest(ring):
@@ -178,7 +175,7 @@ def _note_absent(rows: Iterable[CallRow], records: Mapping[int, FlightRecord], r
 
 
 def _newest(ring: Entries) -> Iterator[tuple[str, int]]:
-    """Yields the number of each group's newest collective."""
+    """Yields each group's newest collective."""
     left = {call.group for call in ring.used().values() if not call.is_p2p}
     for seq, kind in zip(reversed(ring.seqs), reversed(ring.kind_of), strict=True):
         call = ring.kinds.all[kind]
@@ -190,7 +187,7 @@ def _newest(ring: Entries) -> Iterator[tuple[str, int]]:
 
 
 def in_order(columns: Iterable[Sequence[Slot]], at_ns: Mapping[Slot, int]) -> list[Slot]:
-    """Returns all slots in the order of each column; if columns contradict each other, by time."""
+    """Returns all slots in the order of each column, or by time where columns contradict each other."""
     before: dict[Slot, int] = dict.fromkeys(at_ns, 0)
     after: dict[Slot, set[Slot]] = {slot: set() for slot in at_ns}
     for column in columns:
@@ -240,7 +237,7 @@ def _label(call: Collective) -> str:
 
 
 class CallDocument(TypedDict):
-    """One call of ``ranks``. ``number`` is its number in the process group; sends and receives have their own."""
+    """A call of ``ranks``. ``number`` counts in its process group; sends and receives have their own numbers."""
 
     group: str
     description: str
@@ -258,7 +255,6 @@ class CallDocument(TypedDict):
 
 
 def document(shown: CallTable) -> list[CallDocument]:
-    """Returns the table for ``--json``: an object for each line."""
     return [
         {
             "group": row.slot[0],

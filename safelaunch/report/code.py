@@ -1,4 +1,4 @@
-"""The source where ranks diverged: the lines of each side, and the conditions and loops that lead there."""
+"""The source where ranks diverged: lines of each side, and conditions and loops on the way there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safelaunch.verdict.phrases import capital
 from safelaunch.verdict.rank_state import CaseFacts, child_views, user_stack_of, view_of
 
 MOST_SIDES = 6
-MOST_PLACES = 3  # of one side with source: its line and its callers
+MOST_PLACES = 3  # of one side: its line and callers
 BEFORE, AFTER, GAP = 5, 3, 3
 MOST_COLUMNS = 240
 MOST_BESIDE = 3
@@ -28,25 +28,23 @@ class SourceLine:
     text: str
     mark: str = ""  # ``here``: the ranks are at it; ``guard``: ranks can diverge there; ``way``: on the way there
     note: str = ""  # effect of the condition
-    gap: bool = False  # lines before it are left out
+    gap: bool = False  # lines are left out before it
 
 
 @dataclass(frozen=True)
 class FrameWithSource:
     frame: Frame
-    lines: tuple[SourceLine, ...]  # empty if the source can't be read
-    whose: str = ""  # thread or process in words, unless it is at fault
+    lines: tuple[SourceLine, ...]  # empty if unreadable
+    whose: str = ""  # thread or process, unless it is at fault
 
 
 @dataclass(frozen=True)
 class CallSide:
-    """Ranks of one side, and their places."""
-
     ranks: tuple[int, ...]
     culprit: bool
     does: str
     places: tuple[FrameWithSource, ...]  # innermost first
-    callers: tuple[Frame, ...]  # user frames without source
+    callers: tuple[Frame, ...]
 
 
 def sides(facts: CaseFacts, verdict: Verdict, said: Callable[[str], str]) -> list[CallSide]:
@@ -65,7 +63,7 @@ def sides(facts: CaseFacts, verdict: Verdict, said: Callable[[str], str]) -> lis
     awaited_groups = {waits[rank] for rank in named if rank in waits}
 
     def order(item: tuple[tuple[bool, tuple[Frame, ...]], list[int]]) -> tuple[bool, bool, int, int, int]:
-        """Sorts ranks at fault first, then ranks that wait in their group, by its size."""
+        """Sorts ranks at fault first, then ranks that wait in their group."""
         (culprit, _), ranks = item
         members, complete = facts.alignment.members(waits.get(ranks[0]) or "")
         among = len(members) if complete and members & set(named) else len(facts.world)
@@ -82,7 +80,7 @@ def sides(facts: CaseFacts, verdict: Verdict, said: Callable[[str], str]) -> lis
         counted = _steps(facts, ranks) if verdict.cause == "uneven-batches" else []
         does = " ".join([*reasons, *_groups_waited_in(ranks, waits), *_handled(facts, ranks[0]), *counted])
         stacks = [other for (_, other), _ in shown]
-        if stack in stacks[: len(result)]:  # its callers were shown already
+        if stack in stacks[: len(result)]:  # its callers were shown
             places, callers = [reader.place(frame) for frame in stack[:1]], stack[1:]
         else:
             places, callers = reader.places(
@@ -102,7 +100,7 @@ def _steps(facts: CaseFacts, ranks: Sequence[int]) -> list[str]:
 
 
 def _beside(facts: CaseFacts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Frame, str]:
-    """Returns further frames of the rank, with their threads or processes: of the reason, and of the main thread."""
+    """Returns more frames of the rank, with their threads: of the reason, and of the main thread."""
     rank = facts.ranks[culprit.rank].evidence
     view = view_of(rank)
     if view is None or view.sample is None or rank.exception is not None:
@@ -128,7 +126,6 @@ def _beside(facts: CaseFacts, culprit: Culprit, stack: Sequence[Frame]) -> dict[
 
 
 def _reasons(ranks: Sequence[int], named: Mapping[int, Culprit]) -> list[str]:
-    # Equal reasons are given once.
     starts = [f"Rank {rank} " for rank in ranks]
     alike = {named[rank].reason.removeprefix(start) for rank, start in zip(ranks, starts, strict=True)}
     if len(ranks) > 1 and len(alike) == 1 and named[ranks[0]].reason.startswith(starts[0]):
@@ -137,7 +134,7 @@ def _reasons(ranks: Sequence[int], named: Mapping[int, Culprit]) -> list[str]:
 
 
 def _groups_waited_in(ranks: Sequence[int], waits: Mapping[int, str | None]) -> list[str]:
-    """Returns which ranks wait in which group, if ranks at one line wait in several."""
+    """Returns the groups that ranks at one line wait in, if they differ."""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         if waits.get(rank) is not None:
@@ -157,7 +154,7 @@ def _stack(facts: CaseFacts, rank: int) -> tuple[Frame, ...]:
 
 
 def _stack_of_culprit(facts: CaseFacts, culprit: Culprit) -> tuple[Frame, ...]:
-    """Returns the user's frames from the culprit's line outwards; only that line if the rank has left it."""
+    """Returns the user's frames from the culprit's line outwards, or only that line if the rank has left it."""
     evidence = facts.ranks[culprit.rank].evidence
     stack = stack_of(evidence, frames_at_fault(culprit, evidence)).user_frames
     if culprit.frame is None:
@@ -169,7 +166,7 @@ def _stack_of_culprit(facts: CaseFacts, culprit: Culprit) -> tuple[Frame, ...]:
 
 
 def _recorded(facts: CaseFacts, rank: int, frame: Frame | None) -> tuple[Frame, ...]:
-    """Returns the user's frames of the newest recorded call, if possible from the line of ``frame``."""
+    """Returns the user's frames of the newest recorded call, preferably one from ``frame``."""
     evidence = facts.ranks[rank].evidence
     record = evidence.flight_record
     ring = Entries.of(record.entries if record is not None else ())
@@ -208,8 +205,8 @@ class _SourceReader:
     ) -> tuple[list[FrameWithSource], tuple[Frame, ...]]:
         """Returns the frames of a stack with source worth showing, and the other callers.
 
-        A caller is worth showing if ranks can diverge there, if the other sides have other callers there, or if all
-        came by the same lines (``alike``): then the ranks differ in the values that they passed on.
+        A caller is worth showing if ranks can diverge there, if other sides have other callers there, or if all came by
+        the same lines (``alike``), so that the values they passed on differ.
         """
         places: list[FrameWithSource] = []
         callers: list[Frame] = []
@@ -223,7 +220,7 @@ class _SourceReader:
         return places, tuple(callers)
 
     def as_left(self, place: FrameWithSource) -> FrameWithSource:
-        """Returns the place of a rank that has ended: no longer at that line, and outside the loop around it."""
+        """Returns the place of a rank that has left its line and the loop around it."""
         loop = next((step.line for step in way_to(place.frame, self.facts.read_source) if step.loop), None)
         lines = []
         for line in place.lines:
@@ -261,14 +258,14 @@ class _SourceReader:
 
 
 def _went_elsewhere(frame: Frame, other: Sequence[Frame]) -> bool:
-    # In a script's top-level code, ``other`` must have come by another line.
+    # In a script's top-level code, another line counts.
     if frame.function != "<module>":
         return frame not in other
     return frame not in other and any(caller.function == "<module>" for caller in other)
 
 
 def _wanted(source: Sequence[str], here: int, steps: Sequence[Guard], marked: Set[int]) -> list[int]:
-    """Returns the numbers of the lines to show: around ``here`` in its function, and marked ones."""
+    """Returns the numbers of the lines to show: around ``here``, and marked ones."""
     first, last = _function_around(source, here)
     wanted = set(range(max(first, here - BEFORE), min(last, here + AFTER) + 1)) | marked | set(_headed(source, steps))
     for number in sorted(wanted):  # fill small gaps
@@ -280,7 +277,7 @@ def _wanted(source: Sequence[str], here: int, steps: Sequence[Guard], marked: Se
 
 
 def _function_around(source: Sequence[str], here: int) -> tuple[int, int]:
-    """Returns first and last line of the function around line ``here``, by indentation, or of the file."""
+    """Returns first and last line of the function around line ``here``, by indentation."""
     least = _indent(source[here - 1])
     for number in range(here - 1, 0, -1):
         indent = _indent(source[number - 1])
@@ -294,7 +291,7 @@ def _function_around(source: Sequence[str], here: int) -> tuple[int, int]:
 
 
 def _headed(source: Sequence[str], steps: Sequence[Guard]) -> list[int]:
-    """Returns the ``else`` lines of conditions that weren't met, which the ranks took."""
+    """Returns the ``else`` lines that the ranks took."""
     numbers = []
     for step in steps:
         if step.text.startswith("else of "):
@@ -313,7 +310,7 @@ def _indent(line: str) -> int:
 
 
 def _note(facts: CaseFacts, step: Guard) -> str:
-    """Returns ``leads rank 0 here; keeps ranks 1-3 from here`` if the condition depends on the rank."""
+    """Returns ``leads rank 0 here; keeps ranks 1-3 from here`` for a condition on the rank."""
     if step.loop or not step.depends_on_rank:
         return ""
     admitted: dict[bool | None, list[int]] = {}
@@ -328,7 +325,7 @@ def _note(facts: CaseFacts, step: Guard) -> str:
 
 
 def all_frames(evidence: Evidence, verdict: Verdict) -> list[Frame]:
-    """Returns the ranks' outermost user frames, and the lines at fault."""
+    """Returns the ranks' outermost user frames, and lines at fault."""
     frames = {culprit.frame for culprit in verdict.culprits if culprit.frame is not None}
     for rank in evidence.ranks[:64]:
         frames |= set(user_stack_of(rank)[-1:])

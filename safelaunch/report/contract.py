@@ -1,4 +1,4 @@
-"""A job's environment contract: devices of local ranks, and a rank's batch size."""
+"""A job's devices, by local rank, and its batch size."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def _name(gpu: str) -> str:
 
 
 def _why(wrong: list[RankEvidence]) -> str:
-    # The script probably used the global rank as the device instead of the local one.
+    # The script probably chose the device by its global rank.
     mixed_up = all(rank.local_rank not in (-1, rank.rank) for rank in wrong)
     return ": a device is numbered by LOCAL_RANK, not by RANK" if mixed_up else ""
 
 
 def batches(evidence: Evidence) -> str:
-    """Returns ``32 a rank (loader), 512 over 16 data-parallel ranks``, if the DataLoaders are known."""
+    """Returns ``32 a rank (loader), 512 over 16 data-parallel ranks``, if known."""
     fed = {rank.batch for rank in evidence.ranks}
     batch = fed.pop() if len(fed) == 1 else None
     if batch is not None:

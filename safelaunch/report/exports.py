@@ -1,4 +1,4 @@
-"""Evidence for Perfetto and chrome://tracing: ``timeline.perfetto.json`` in Trace Event Format; times are in µs."""
+"""Evidence for Perfetto and chrome://tracing: ``timeline.perfetto.json`` in Trace Event Format, with times in µs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ MOST_CALLS = 500
 
 
 def as_json(document: dict[str, Any]) -> str:
-    """Encodes as ASCII, with one more character escaped."""
     try:
-        data = msgspec.json.encode(document)  # several times as fast as json, without escaping non-ASCII characters
+        data = msgspec.json.encode(document)  # faster than json, but doesn't escape non-ASCII characters
     except UnicodeEncodeError:
         data = b"\xff"
     text = data.decode() if data.isascii() else json.dumps(document, separators=(",", ":"))
@@ -32,10 +31,10 @@ def as_json(document: dict[str, Any]) -> str:
 
 
 def perfetto(facts: CaseFacts, name: str = "") -> dict[str, Any]:
-    """Returns the newest calls of every rank: a process is a rank, a thread of it a process group.
+    """Returns the newest calls of every rank: a process is a rank, a thread is one of its process groups.
 
-    A call lasts until the rank's next call in that group; a last one that isn't completed, until the evidence was
-    collected. Not every backend records times of completion.
+    A call lasts until the rank's next call in that group, and an incomplete last one until the evidence was collected.
+    Not every backend records times of completion.
 
     Times are whole microseconds: Perfetto drops an event that begins a rounding error before its predecessor ends.
     Threads count from 1, because Perfetto takes thread 0 of process 0 for the idle thread.
@@ -62,7 +61,6 @@ def perfetto(facts: CaseFacts, name: str = "") -> dict[str, Any]:
 
 
 def _pattern(rank: RankEvidence, call: Collective) -> tuple[dict[str, Any], dict[str, Any]]:
-    # Fields of all events of one kind of call, and of their arguments.
     place = stack_of(rank, call.frames).user_frame
     arguments: dict[str, Any] = {"call": describe(call), "state": state(call)}
     arguments |= {"at": f"{place.file}:{place.line} {place.function}"} if place is not None else {}
@@ -98,7 +96,7 @@ def _of_rank(
         one, begins = used[ring.kind_of[at]], (ring.created_ns[at] - start) // 1000
         event, arguments = patterns_of[ring.kind_of[at]]
         stops = following.get(one.group, begins if one.completed else (end - start) // 1000)
-        following[one.group] = min(begins, stops)  # two threads might each enqueue a call at the same time
+        following[one.group] = min(begins, stops)  # two threads can each enqueue a call at the same time
         made.append({
             **event,
             "pid": rank.rank,

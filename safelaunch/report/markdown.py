@@ -55,15 +55,15 @@ _STACK_GROUPS = 40
 _MEMORY_FRAMES = 6
 
 
-# A word that Markdown or a tracker could read as markup, except an underscore in the middle of a word.
+# Possible markup for Markdown or a tracker; not an underscore in the middle of a word.
 _MARKUP = re.compile(r"[\\*<~$]|(?<![^\W_])_|_(?![^\W_])|\][(\[:]|&#?\w+;|(?<!\w)[#@]\w")
-_FIRST = re.compile(r"(?:[-+=|#]+|\d{1,9}[.)])$|[>\[]")  # markup only at the start of a paragraph or item
+_FIRST = re.compile(r"(?:[-+=|#]+|\d{1,9}[.)])$|[>\[]")  # at the start of a paragraph or item
 
 
 def md(text: object) -> str:
-    """Returns ``text`` in Markdown: possible markup becomes code, which needs no escapes.
+    """Returns ``text`` in Markdown; possible markup becomes code, which needs no escapes.
 
-    Text that is already marked as code, as in the verdict's sentences, stays as it is.
+    Code in the text, as in the verdict's sentences, stays as it is.
     """
     *parts, last = clean(str(text)).strip().split("`")
     if len(parts) % 2:  # an odd backquote
@@ -79,7 +79,7 @@ def _words(text: str, *, first: bool) -> str:
     """Returns words in Markdown; consecutive ones with markup become one piece of code.
 
     Args:
-        first: The words begin a paragraph.
+        first: They begin a paragraph.
     """
     pieces: list[list[str]] = []
     for number, word in enumerate(text.split(" ")):
@@ -95,7 +95,7 @@ def _words(text: str, *, first: bool) -> str:
 
 
 def in_cell(text: object) -> str:
-    """Returns ``md(text)`` for a table: a bar separates cells even in code."""
+    """Returns ``md(text)`` for a table, without bars."""
     return md(text).replace("|", "¦")
 
 
@@ -114,7 +114,7 @@ def markdown(
     facts: CaseFacts | None = None,
     read_line: ReadLine | None = None,
 ) -> str:
-    """Returns ``report.md``: verdict, culprits with their stacks, ranks, merged stacks, evidence, what is missing.
+    """Returns ``report.md``.
 
     Args:
         facts: Facts of ``evidence``, if known.
@@ -157,7 +157,7 @@ def markdown(
 
 
 def _md_head(verdict: Verdict, evidence: Evidence) -> str:
-    """Returns time, host and job, for a reader with only this file."""
+    """Returns time, host and job, for readers of this file alone."""
     hosts = list(dict.fromkeys(filter(None, (*(rank.host for rank in evidence.ranks), verdict.host))))
     facts = {
         "time": verdict.time.replace("T", " ").replace("Z", " UTC"),
@@ -175,7 +175,7 @@ def _md_list(title: str, items: Sequence[str]) -> str:
 
 
 def _md_culprits(culprits: Sequence[Culprit], evidence: Evidence, read_line: ReadLine | None) -> list[str]:
-    """Returns a section for each rank at fault. A shared stack is in the first one."""
+    """Returns a section per rank at fault. A shared stack is in the first one."""
     sections: list[str] = []
     shown: dict[tuple[str, ...], int] = {}
     for culprit in culprits:

@@ -1,4 +1,4 @@
-"""A job's nodes for the page: equal nodes in one row, and ranks on another rank's GPU."""
+"""A job's nodes for the page, with equal ones in one row; also ranks on another rank's GPU."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class _NodeRow:
     state: str
     culprit: bool
     files: NodeSummary | None
-    notes: tuple[str, ...]  # conspicuous facts, without numbers
+    notes: tuple[str, ...]  # without numbers
 
 
 def nodes(
     facts: CaseFacts, about: ReportHeader, states: Mapping[str, tuple[str, str]], culprits: Collection[int]
 ) -> dict[str, Any]:
-    """Returns ``rows``, one for each class of equal nodes, and ``every`` node.
+    """Returns ``rows``, one per class of equal nodes, and ``every`` node.
 
     Rows with ranks at fault come first, then conspicuous ones.
 
@@ -88,7 +88,7 @@ def _all(
 
 
 def _class_of(node: _NodeRow) -> Hashable:
-    """Returns the same key for nodes that differ only in numbers, except the speed and MTU of their network."""
+    """Returns the same key for nodes that differ only in numbers; the speed and MTU of their network count."""
     state = re.sub(r"\d+", "", node.state)
     if node.files is None:
         return node.culprit, state, node.notes
@@ -194,7 +194,7 @@ def _gpu(gpu: Gpu, names: ItemNumbers[str]) -> list[Any]:
 def misplaced(facts: CaseFacts, about: ReportHeader) -> str:
     """Describes ranks with memory on another GPU than their own, or on another rank's, by NVML.
 
-    For instance ``ranks 0-1 share GPU 0 of node1; rank 1 has memory on GPU 0 and was given GPU 1``.
+    An example is ``ranks 0-1 share GPU 0 of node1; rank 1 has memory on GPU 0 and was given GPU 1``.
     """
     held: dict[tuple[str, int], list[str]] = {}
     for node in about.nodes:

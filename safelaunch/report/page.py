@@ -1,7 +1,7 @@
-"""``report.html``: the picture of an incident in one file that loads nothing.
+"""``report.html``: an incident in one file that loads nothing.
 
-:func:`content` (pure) makes the page's data from verdict and evidence. It folds equal things: for thousands of ranks, a
-page has a few hundred kilobytes. Scripts show names and messages of the job, which are untrusted, as text.
+:func:`content` (pure) makes the page's data. It folds equal things, so that thousands of ranks take a few hundred
+kilobytes. Scripts show the job's names and messages, which are untrusted, as text.
 """
 
 from __future__ import annotations
@@ -125,13 +125,13 @@ def _head(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: ReportH
 
 
 def _first_sentence(text: str) -> str:
-    # The page's title; the rest is below it.
+    # as the title of the page
     match = re.match(r".+?[.](?= [A-Z`])", text)
     return match[0] if match is not None and len(match[0]) > 20 else text
 
 
 def _facts(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: ReportHeader) -> Iterable[tuple[str, str]]:
-    """Yields the facts that people ask for first, as ``(label, value)``."""
+    """Yields ``(label, value)`` of the facts that readers look for first."""
     launch = about.launch
     steps = [
         rank.progress.step for rank in evidence.ranks if rank.progress is not None and rank.progress.step is not None
@@ -170,7 +170,6 @@ def _command(words: Sequence[str]) -> str:
 
 
 def _claims(verdict: Verdict) -> list[list[Any]]:
-    # Each claim once, with all files that show it.
     files_of: dict[str, list[str]] = {}
     for claim in verdict.evidence:
         files_of.setdefault(claim.claim, []).append(claim.file)
@@ -199,7 +198,6 @@ def _side(side: code.CallSide, frames: Frames) -> dict[str, Any]:
 
 
 def _branches(branches: Sequence[StackBranch], frames: Frames, evidence: Evidence) -> list[dict[str, Any]]:
-    """Returns at most ``_MOST_BRANCHES`` branches of the merged stacks, breadth first."""
     roots = next((rank.code_roots for rank in evidence.ranks if rank.code_roots), ())
     made: list[dict[str, Any]] = []
     queue: list[tuple[StackBranch, list[dict[str, Any]]]] = [(branch, made) for branch in branches]

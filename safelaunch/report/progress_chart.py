@@ -1,4 +1,4 @@
-"""Steps of all ranks over time: the rate before the stall, the ranks behind, and the moment when it stopped."""
+"""Chart of all ranks' steps over time: the rate before the stall, ranks behind, and the stall."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FEW = 3
 
 
 def as_page(evidence: Evidence, culprits: Collection[int]) -> dict[str, Any] | None:
-    """Returns a line for each set of ranks that stopped at the same step; None without steps.
+    """Returns a line per set of ranks that stopped at the same step; None without steps.
 
-    Times are seconds before the evidence was collected, on each host's own clock.
+    Times are seconds before the evidence was collected, on each host's clock.
     """
     taken = _taken(evidence)
     stepping = {
@@ -50,12 +50,12 @@ def _taken(evidence: Evidence) -> Mapping[str, float]:
 
 
 def _line(members: list[RankEvidence], culprit: bool, taken: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the line of a set of ranks: the longest history among them."""
+    """Returns the longest history in a set of ranks."""
     longest = max(members, key=lambda rank: len(rank.progress.history) if rank.progress is not None else 0)
     progress = longest.progress
     assert progress is not None
     points = [(at / 1e9, step) for at, step in progress.history]
-    if progress.first_step_ns and len(points) < _FEW:  # a fast job; in a long run, this point would squeeze the rest
+    if progress.first_step_ns and len(points) < _FEW:  # a fast job; in a long run, this point would squeeze the others
         points.append((progress.first_step_ns / 1e9, 1))
     if progress.last_step_ns and (not points or points[-1][1] != progress.step):
         points.append((progress.last_step_ns / 1e9, progress.step or 0))

@@ -1,4 +1,4 @@
-"""A line for each rank: its step, state and activity; ranks that do the same share a row."""
+"""A row for each rank: step, state and activity; ranks that do the same share one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safelaunch.model import Frame
 from safelaunch.report.tables import hosts_word
 from safelaunch.verdict.rank_state import RankFacts, view_of
 
-MOST_ROWS = 60  # above this, ranks that differ only in their step share a row
+MOST_ROWS = 60  # beyond, ranks that differ only in their step share a row
 _OF_ONE_RANK = re.compile(r"\b(pid|worker|process|thread) \d+|\b\d+(?:\.\d+)?(?= s\b)")
 
 
@@ -21,8 +21,8 @@ class RankRow:
     host: str
     pid: int
     step: int | None
-    state: str  # the kernel's letter, and the system call
-    doing: str  # activity or wait, in words
+    state: str  # kernel's letter, and system call
+    doing: str
     frame: Frame | None
 
 
@@ -32,7 +32,7 @@ class Alike:
 
     ranks: tuple[int, ...]
     culprit: bool
-    first: RankRow  # of these ranks
+    first: RankRow
     step: str
     state: str
     doing: str
@@ -50,7 +50,7 @@ def row_of(one: RankFacts) -> RankRow:
 
 
 def alike(rows: Sequence[RankRow], culprits: Collection[int]) -> list[Alike]:
-    """Groups the rows by activity and line, and by step if that makes few groups."""
+    """Groups rows by activity and line, and by step if that makes few groups."""
     folded: list[list[RankRow]] = []
     for by_step in (True, False):
         groups: dict[tuple[object, ...], list[RankRow]] = {}

@@ -1,4 +1,4 @@
-"""A job's ranks, process groups and files for the page, with equal ones folded."""
+"""Ranks, process groups and files for the page, with equal ones folded."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ MOST_CALLS = 5
 
 
 def ranks(facts: CaseFacts, verdict: Verdict, frames: Frames) -> dict[str, Any]:
-    """Returns ``rows``, one for each set of equal ranks, and ``ranks`` with the numbers of their rows.
+    """Returns ``rows``, one per set of equal ranks, and ``ranks`` with their rows' numbers.
 
-    ``logs`` has the end of each rank's output, and ``calls`` its last calls.
+    ``logs`` has the end of ranks' outputs, and ``calls`` their last calls.
     """
     named = {culprit.rank for culprit in verdict.culprits}
     rows: list[dict[str, Any]] = []
@@ -62,7 +62,6 @@ def _row(row: Alike, facts: CaseFacts, frames: Frames) -> dict[str, Any]:
 
 
 def _details(one: RankFacts, frames: Frames) -> dict[str, Any]:
-    """Returns the details of an unfolded rank."""
     evidence = one.evidence
     details = view_of(evidence)
     found: dict[str, Any] = {"host": evidence.host, "pid": evidence.pid, "local": evidence.local_rank}
@@ -111,7 +110,7 @@ def _child(child: View, rank: RankEvidence, frames: Frames) -> list[Any]:
 
 
 def _calls(facts: CaseFacts, rank: int) -> tuple[str, ...]:
-    """Returns its last recorded calls, newest first: ``all_reduce of (4,) Float · #31 of group '0' · pending``."""
+    """Returns the last recorded calls, newest first: ``all_reduce of (4,) Float · #31 of group '0' · pending``."""
     record = facts.ranks[rank].evidence.flight_record
     if record is None or not record.entries:
         return ()
@@ -123,7 +122,7 @@ def _calls(facts: CaseFacts, rank: int) -> tuple[str, ...]:
 
 
 def _add_logs(facts: CaseFacts, every: Sequence[dict[str, Any]], named: set[int]) -> list[tuple[str, ...]]:
-    """Adds the end of ranks' outputs while there is room: ranks at fault first, then one of each row."""
+    """Adds the ends of outputs while there is room: ranks at fault first, then one per row."""
     firsts: set[int] = set()
     order = []
     for item in every:
@@ -149,7 +148,7 @@ def _add_logs(facts: CaseFacts, every: Sequence[dict[str, Any]], named: set[int]
 
 
 def groups(facts: CaseFacts) -> dict[str, Any]:
-    """Returns members and progress of the process groups; groups that ranks wait in come first."""
+    """Returns members and progress of process groups. Groups that ranks wait in come first."""
     alignment = facts.alignment
     waited = {rank.wait.group for rank in facts.ranks.values() if rank.wait is not None}
     names = {group for record in alignment.records.values() for group in (*record.groups, *record.status)}
@@ -183,11 +182,11 @@ def _group(facts: CaseFacts, name: str, waited: bool) -> dict[str, Any]:
     }
 
 
-_RankPosition = tuple[int, int, str]  # numbers of the last call entered and completed (-1: none), and the activity
+_RankPosition = tuple[int, int, str]  # numbers of the last call entered and completed (-1: none), and activity
 
 
 def _standing(facts: CaseFacts, rank: int, name: str) -> _RankPosition:
-    """Returns a rank's progress in a group by its oldest pending call, as the verdict does."""
+    """Returns a rank's progress in a group by its oldest pending call."""
     alignment = facts.alignment
     record = alignment.records.get(rank)
     if record is None:
@@ -200,7 +199,7 @@ def _standing(facts: CaseFacts, rank: int, name: str) -> _RankPosition:
     ended = entry if entry is not None and entry.completed else None
     completed = last if ended is not None else status.last_completed if status is not None else -1
     does = f"waits in {describe(waits)}" if waits is not None else f"completed {describe(ended)}" if ended else ""
-    return last, min(completed, last), does  # NCCL's status counts sends, too
+    return last, min(completed, last), does  # NCCL's status also counts sends
 
 
 def _in_a_call(window: Window | None, waits: Collective) -> _RankPosition:
@@ -212,7 +211,7 @@ def _in_a_call(window: Window | None, waits: Collective) -> _RankPosition:
 
 
 def _members(facts: CaseFacts, name: str) -> tuple[frozenset[int], bool]:
-    # Ranks of a group, and whether they are known: from the records, else from a rank in the group.
+    # From the records, or else from a rank in the group.
     reports, known = facts.alignment.members(name)
     reported = (rank.evidence.gil.groups.get(name, ()) for rank in facts.ranks.values())
     mine = next(filter(None, reported), ())
@@ -220,7 +219,7 @@ def _members(facts: CaseFacts, name: str) -> tuple[frozenset[int], bool]:
 
 
 def files(artifacts: Iterable[Artifact]) -> dict[str, Any]:
-    """Returns the bundle's files. A file that many ranks have is listed once: ``[name, how, ranks, bytes of all]``."""
+    """Returns the bundle's files. One that many ranks have is listed once: ``[name, how, ranks, bytes of all]``."""
     own: list[list[Any]] = []
     shared: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
     missing: dict[tuple[str, str, str], list[int]] = {}

@@ -1,6 +1,6 @@
 """A verdict as one screen on stderr.
 
-The job's text (messages, names, paths, output) is untrusted: control characters never reach the terminal.
+Text of the job is untrusted: control characters never reach the terminal.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SGR: Mapping[TextStyle, str] = {"title": "1;31", "strong": "1", "condition": "3
 class ScreenLine:
     text: str
     style: TextStyle = ""
-    whole: bool = False  # never wrapped, for copying
+    whole: bool = False  # for copying
 
     def shown(self, color: bool) -> str:
         if not color or not self.style:
@@ -74,14 +74,14 @@ def screen(
 ) -> str:
     """Returns the summary for stderr: at most ``MAX_LINES`` lines, each starting with ``safelaunch: ``.
 
-    Lines break only between words. Only long words, paths and commands exceed ``width``. The commands and paths to copy
-    (the next command and, as the last line, the bundle's path after ``place``) are never broken.
+    Lines break between words. Only long words, paths and commands exceed ``width``. The next command and, on the last
+    line, the bundle's path after ``place`` never break, so that users can copy them.
 
     Args:
         page: File in the bundle to open for more, shown above the path with the command that explains the cause.
         read_line: Returns a line of source.
         cwd: Base of the bundle's path if it doesn't fit otherwise.
-        evidence: If given, the error of a rank that lost a peer is shortened to one line.
+        evidence: If given, a lost peer's error is shortened to one line.
     """
     verdict = verdict if evidence is None else _with_lost_peers(verdict, evidence)
     room = max(width - len(PREFIX), 28)
@@ -114,7 +114,7 @@ def screen(
 
 
 def _with_lost_peers(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Shortens messages of ranks that only lost their connection to a peer."""
+    """Shortens messages of ranks that only lost a peer."""
     named = {culprit.rank for culprit in verdict.culprits}
     lost = [rank.rank for rank in evidence.ranks if rank.rank not in named and has_lost_a_peer(rank)]
     texts = {}
@@ -127,8 +127,8 @@ def _with_lost_peers(verdict: Verdict, evidence: Evidence) -> Verdict:
 
 
 _SUMMARY_LINES = 6
-_EVIDENCE_LINES = 3  # left for the evidence by a second piece of advice
-_SPACE = "\0"  # a space without line break; ``clean`` removes it from texts
+_EVIDENCE_LINES = 3  # for the evidence, below a second piece of advice
+_SPACE = "\0"  # a space that never breaks a line
 
 
 def _wrap(text: str, room: int, indent: str = "") -> list[str]:
@@ -137,7 +137,6 @@ def _wrap(text: str, room: int, indent: str = "") -> list[str]:
 
 
 def _cut(lines: list[str], most: int, room: int) -> list[str]:
-    # The last line gets ``…`` if more follow.
     if len(lines) <= most or most <= 0:
         return lines[: max(most, 0)]
     last = lines[most - 1]
@@ -188,7 +187,7 @@ def _files(files: Sequence[str], most: int = 3) -> str:
 
 
 def _claims(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
-    """Returns as many of the first five claims as fit into ``space`` lines. Only the first can be shortened."""
+    """Returns as many of the first five claims as fit into ``space`` lines. Only the first is shortened."""
     picked = _spread(merged_claims(verdict.evidence, clean(verdict.summary)), min(5, space - 1))
     lines: list[str] = []
     for text, files in picked:
@@ -213,7 +212,7 @@ def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[t
 def _tail(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
     """Returns the part below the evidence, in ``space`` lines.
 
-    Advice is never cut; a second piece is included only if it fits.
+    Advice is never cut, and a second piece only included if it fits.
     """
     parts = []
     if proved := proof_words(verdict):
@@ -244,7 +243,7 @@ def _command(step: NextStep | None) -> list[ScreenLine]:
 
 
 def _details(cause: str, page: str, room: int) -> list[ScreenLine]:
-    """Returns the command that explains the cause, and the page in the bundle, on one line if they fit."""
+    """Returns the command that explains the cause, and the page, on one line if they fit."""
     explain = f"safelaunch explain {clean(cause)}"
     details = f"  details: {page} in the bundle"
     together = (f"{details}; {explain}", f"  details: {page}; {explain}") if page else ()
@@ -255,7 +254,7 @@ def _details(cause: str, page: str, room: int) -> list[ScreenLine]:
 
 
 def _place(place: str, path: str, room: int, cwd: str) -> list[ScreenLine]:
-    """Returns the place of the evidence, relative to ``cwd`` or on its own line if the terminal would break it."""
+    """Returns the place of the evidence, relative to ``cwd`` or on its own line if necessary."""
     line = f"{place}: {path}"
     if cwd and len(line) > room:
         short = path.removeprefix(f"{cwd}/")

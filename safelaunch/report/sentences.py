@@ -1,4 +1,4 @@
-"""Sentences and names for the screen, ``report.md`` and the page."""
+"""Sentences for the screen, ``report.md`` and the page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ OUTCOMES = {
 
 
 def is_healthy(verdict: Verdict) -> bool:
-    """Returns whether the job works and nothing is at fault."""
     named = verdict.culprits or verdict.processes_at_fault or verdict.nodes_at_fault
     return verdict.cause == "slow-not-stuck" and not named
 
@@ -48,9 +47,9 @@ _OF_RANK = re.compile(r"rank (\d+): ")
 
 
 def merged_claims(claims: Sequence[Claim], told: str = "") -> list[tuple[str, tuple[str, ...]]]:
-    """Returns each claim once, with all files that show it; equal claims about several ranks become one.
+    """Returns each claim once, with all its files; equal claims about several ranks become one.
 
-    Omits claims quoted verbatim in ``told``.
+    Omits claims quoted in ``told``.
     """
     files_by_text: dict[str, dict[str, tuple[int, ...]]] = {}
     for claim in claims:
@@ -69,7 +68,7 @@ def _of_ranks(text: str, files: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def confidence_words(verdict: Verdict) -> str:
-    """Returns ``confidence: medium``. If the hang is proved, only its cause is in doubt."""
+    """Returns ``confidence: medium``. In a proved hang, only the cause is in doubt."""
     level = verdict.confidence
     return f"proved hang; cause: {level} confidence" if _is_proved(verdict) else f"confidence: {level}"
 
@@ -81,12 +80,12 @@ def confidence_sentence(verdict: Verdict) -> str:
 
 
 def _is_proved(verdict: Verdict) -> bool:
-    # The cause isn't certain.
+    # the cause isn't certain
     return bool(verdict.proof) and verdict.confidence != "high"
 
 
 def now_words(verdict: Verdict) -> str:
-    """Returns what to do about a job that continues although it might be hung; empty for others."""
+    """Returns what to do about a job that continues but might be hung; else ""."""
     if verdict.outcome != "suspect":
         return ""
     name = f" {shlex.quote(clean(verdict.run))}" if verdict.run else ""
@@ -97,7 +96,7 @@ def now_words(verdict: Verdict) -> str:
 
 
 def proof_words(verdict: Verdict) -> str:
-    """Returns why the job can't continue: what the ranks wait for, and that nothing else can provide it."""
+    """Returns why the job can't continue: what ranks wait for, and that nothing else can provide it."""
     waits = [f"{_does(edge.who, 'need')} {edge.why}" for edge in verdict.proof if edge.who.startswith("rank")]
     never = next((edge for edge in verdict.proof if not edge.waits_for), None)
     if never is not None and " of group " in never.who:  # a call whose ranks disagree
@@ -117,7 +116,6 @@ def _does(who: str, verb: str) -> str:
 
 
 def beside_next(verdict: Verdict) -> list[str]:
-    """Returns the suggestions that the next command doesn't carry out."""
     why = verdict.next.why if verdict.next is not None else ""
     carried_out = (why.startswith(text.partition(": `safelaunch ")[0]) for text in verdict.suggestions)
     return [text for text, done in zip(verdict.suggestions, carried_out, strict=True) if not done]
@@ -142,7 +140,6 @@ def sentence(text: str) -> str:
 
 
 def contract_words(evidence: Evidence, facts: CaseFacts) -> str:
-    """Returns world size, mesh, batch and devices, if known."""
     parts = (
         world(evidence.world_size, mesh(facts)),
         f"batch: {batch}" if (batch := batches(evidence)) else "",
@@ -153,7 +150,6 @@ def contract_words(evidence: Evidence, facts: CaseFacts) -> str:
 
 
 def node_state(node: NodeEvidence) -> str:
-    """Returns a node's state in a few words."""
     parts = []
     if node.is_gone:
         parts.append(f"not heard for {node.silent_s:.0f} s" if node.silent_s else "not heard")
@@ -192,5 +188,4 @@ def stalled_words(evidence: Evidence) -> str:
 
 
 def early_lines(evidence: Evidence) -> list[str]:
-    """Returns what early looks saw, and when."""
     return [f"{time.strftime('%H:%M:%S', time.gmtime(look.unix_s))} UTC, {in_status(look)}" for look in evidence.early]

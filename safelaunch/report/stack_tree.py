@@ -1,4 +1,4 @@
-"""Main threads of all ranks as a tree: shared calls, then branches where they diverge."""
+"""The ranks' main threads as a tree of shared frames, with branches where they diverge."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 from safelaunch.model import Frame, format_ranks, rank_words
 
-_DEEPEST = 60  # nested branches; for a runaway recursion, seen at another depth in each rank
+_DEEPEST = 60  # enough for a runaway recursion, at another depth in each rank
 
 
 @dataclass(frozen=True)
 class StackBranch:
-    """Frames that several ranks share, and how their stacks continue. Without frames, the stacks of ``ranks`` end."""
+    """Frames that ranks share, and how their stacks continue. Without frames, their stacks end."""
 
     frames: tuple[Frame, ...]  # outermost first
     ranks: str  # ranges: ``0-2,5``
-    missing: str  # ranks in the parent, but not in this branch; empty if most ranks are here
-    count: int  # number of ``ranks``
+    missing: str  # ranks in the parent, but not here; empty if most ranks are here
+    count: int
     branches: tuple[StackBranch, ...] = ()  # the largest first
 
 
 def stack_tree(stacks: Mapping[int, Sequence[Frame]], everybody: Iterable[int]) -> tuple[StackBranch, ...]:
-    """Returns the branches of all stacks, which have the innermost frame first."""
+    """Returns the tree of all stacks, which have the innermost frame first."""
     groups: dict[tuple[Frame, ...], int] = {}
     for rank, frames in stacks.items():
         key = tuple(frames)
@@ -62,7 +62,7 @@ def _common_end(stacks: Sequence[tuple[Frame, ...]], begin: int) -> int:
 
 
 def tree_lines(branches: Sequence[StackBranch], *, frames: int = 40, lines: int = 240) -> list[str]:
-    """Returns the tree as text. Leaves out the middle of a long run of frames, and the end of a large tree."""
+    """Returns the tree as text, without the middle of a long run of frames and the end of a large tree."""
     made: list[str] = []
     for branch in branches:
         _lines_of(branch, "", frames, made)
@@ -90,7 +90,6 @@ def _who(branch: StackBranch) -> str:
 
 
 def ranges(ranks: int) -> str:
-    """Formats ranks given as bits."""
     found = []
     while ranks:
         lowest = ranks & -ranks

@@ -1,4 +1,4 @@
-"""A job's stacks, grouped, and the stacks of processes at fault."""
+"""A job's stacks, in groups, and stacks of processes at fault."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from safelaunch.stacks.frames import is_ours, own_part
 from safelaunch.verdict.rank_state import CaseFacts, child_views, view_of
 from safelaunch.verdict.thread_view import View
 
-ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) -> line of source, if readable
+ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) -> line of source
 MAX_FRAMES = 40
 
 
 @dataclass(frozen=True)
 class StackGroup:
-    """A stack and its processes."""
-
     who: str  # ``ranks 0-2,5``, ``dataloader workers of rank 1``
     frames: tuple[Frame, ...]  # innermost first
     user_frame: Frame | None
@@ -26,14 +24,14 @@ class StackGroup:
 
 
 def merged_stacks(facts: CaseFacts) -> tuple[StackBranch, ...]:
-    """Returns the main threads of all ranks as a tree; empty if at most one rank was seen."""
+    """Returns all ranks' main threads as a tree; empty for at most one rank."""
     found = {rank: main_frames(one.evidence) for rank, one in facts.ranks.items()}
     mains = {rank: frames for rank, frames in found.items() if frames}
     return stack_tree(mains, {*facts.ranks, *facts.unseen}) if len(mains) > 1 else ()
 
 
 def main_frames(rank: RankEvidence) -> tuple[Frame, ...]:
-    """Returns the frames of a rank's exception, or else of its main thread, innermost first."""
+    """Returns the frames of a rank's exception, else of its main thread, innermost first."""
     if rank.exception is not None and rank.exception.frames:
         return rank.exception.frames
     view = view_of(rank)
@@ -41,14 +39,14 @@ def main_frames(rank: RankEvidence) -> tuple[Frame, ...]:
 
 
 def without_ours(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Removes the frames of the beacon, which waits for the supervisor at the end of a rank."""
+    """Removes the beacon's frames, in which an ending rank waits for the supervisor."""
     return (
         tuple(frame for frame in frames if not is_ours(frame.file)) if any(is_ours(f.file) for f in frames) else frames
     )
 
 
 def stack_groups(facts: CaseFacts) -> tuple[list[StackGroup], set[int]]:
-    """Returns groups of equal stacks, the largest first, ranks before their children; and the ranks without stacks."""
+    """Returns groups of equal stacks, the largest first, ranks before their children; and ranks without stacks."""
     groups: dict[tuple[bool, str, tuple[Frame, ...]], list[tuple[int, View]]] = {}
     for rank, one in facts.ranks.items():
         view = view_of(one.evidence)
@@ -78,7 +76,7 @@ def stack_lines(group: StackGroup) -> list[str]:
 
 
 def culprit_lines(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None) -> list[str]:
-    """Returns the stack of the process at fault, with its user frame marked and its source line."""
+    """Returns the stack of the process at fault, with user frame and source line marked."""
     rank = next((r for r in evidence.ranks if r.rank == culprit.rank), None)
     lines: list[str] = []
     marked = False
@@ -89,7 +87,7 @@ def culprit_lines(culprit: Culprit, evidence: Evidence, read_line: ReadLine | No
         text = read_line(frame.file, frame.line) if read_line and mark else None
         lines += [f"      {text}"] if text else []
     if culprit.frame is not None and not marked:
-        # The line at fault isn't part of the current stack.
+        # The rank has left the line at fault.
         lines = [f"→ {frame_text(culprit.frame)}", *(["", "now in:", *lines] if lines else [])]
     return lines
 
@@ -97,8 +95,8 @@ def culprit_lines(culprit: Culprit, evidence: Evidence, read_line: ReadLine | No
 def frames_at_fault(culprit: Culprit, rank: RankEvidence | None) -> tuple[Frame, ...]:
     """Returns the frames of the exception that ended the process.
 
-    Without one, returns the frames of the thread with the culprit's frame, else of the main thread; for a dead process,
-    the frames that it recorded last.
+    Without one, returns the frames of the thread with the culprit's frame, else of the main thread, as last recorded if
+    the process is dead.
     """
     if rank is None:
         return ()

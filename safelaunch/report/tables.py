@@ -1,4 +1,4 @@
-"""Tables of a page: frames and other items by number; short names of files and hosts."""
+"""Tables of a page: frames and other items by number; short names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ItemNumbers(dict[T, int]):
-    """Numbers items in order of first use. Equal items have the same number."""
+    """Numbers items in order of first use."""
 
     def __missing__(self, item: T) -> int:
         return self.setdefault(item, len(self))
@@ -31,7 +31,6 @@ class Paths:
 
     @classmethod
     def of(cls, evidence: Evidence, cwd: str, frames: Iterable[Frame | None]) -> Paths:
-        """Takes the directories of the job and of its scripts as projects."""
         scripts = {str(PurePosixPath(normal(frame.file)).parent) for frame in frames if frame is not None}
         places = {place for place in (cwd, *scripts) if place.startswith("/") and len(place) > 1}
         return cls(tuple(sorted(places, key=len)))
@@ -50,20 +49,20 @@ class Paths:
 
 @dataclass
 class Frames:
-    """All frames of a page, and all stacks as lists of their numbers."""
+    """All frames of a page, and stacks as lists of their numbers."""
 
     paths: Paths
     stacks: ItemNumbers[tuple[int, ...]] = field(default_factory=ItemNumbers)
     _frames: ItemNumbers[tuple[Frame, bool]] = field(default_factory=ItemNumbers)
 
     def number(self, frame: Frame | None, code_roots: Sequence[str] = ()) -> int:
-        """Returns the frame's number; -1 without a frame."""
+        """Returns the frame's number; -1 without one."""
         if frame is None:
             return -1
         return self._frames[frame, is_pseudo(frame.file) or is_ours(frame.file) or is_library(frame.file, code_roots)]
 
     def stack(self, frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> int:
-        """Returns the number of the stack, which has the innermost frame first."""
+        """Returns the number of a stack, which has the innermost frame first."""
         return self.stacks[tuple(self.number(frame, code_roots) for frame in frames)]
 
     @property
@@ -77,7 +76,7 @@ class Frames:
 
 
 def hosts_word(hosts: Sequence[str]) -> str:
-    """Returns ``node[2-512]``, as Slurm writes hosts."""
+    """Returns ``node[2-512]``, as Slurm does."""
     runs: dict[tuple[str, str, int], list[int]] = {}
     whole = []
     for host in hosts:

@@ -1,4 +1,4 @@
-"""Last calls of every rank, as lanes. Ranks that made the same calls share a lane."""
+"""Last calls of every rank, as lanes. Ranks with the same calls share one."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class _Lane:
     culprit: bool
     kinds: Sequence[int] = ()
     numbers: Sequence[int] = ()
-    orders: Sequence[int] = ()  # positions among all calls of the rank
-    at_ns: Sequence[int] = ()  # of the first of these ranks
+    orders: Sequence[int] = ()  # positions among the rank's calls
+    at_ns: Sequence[int] = ()  # on the first rank
 
 
 def timeline(facts: CaseFacts, culprits: Collection[int], frames: Frames) -> dict[str, Any]:
     """Returns the lanes of all ranks with recorded calls: ranks at fault first, then the largest lanes.
 
-    Kinds are rows; times are microseconds since the oldest shown call. ``part`` is the call at which ranks diverge;
-    ``recorded`` are the ranks with a record; ``mixed``: the ranks at fault wait in several groups.
+    Kinds are rows; times are microseconds since the oldest shown call. At call ``part``, ranks diverge; ``recorded``
+    ranks have a record; ``mixed``: the ranks at fault wait in several groups.
     """
     records = {
         rank: state.evidence.flight_record
@@ -77,7 +77,7 @@ def timeline(facts: CaseFacts, culprits: Collection[int], frames: Frames) -> dic
     order = list(groups)
     start = min((lane.at_ns[0] for lane in lanes if lane.at_ns), default=0)
     newest = max((lane.at_ns[-1] for lane in every if lane.at_ns), default=0)
-    end = newest + int(min(max(facts.evidence.stall_s, 0.0), LONGEST_S) * 1e9)  # when the evidence was collected
+    end = newest + int(min(max(facts.evidence.stall_s, 0.0), LONGEST_S) * 1e9)  # time of the evidence
     part, absent = _parting(facts, labels, culprits)
     return {
         "ops": ops,
@@ -114,7 +114,6 @@ def _lane(lane: _Lane, kinds: Mapping[int, int], start: int, absent: Set[int]) -
 def _lanes(
     facts: CaseFacts, rings: Mapping[int, Entries], culprits: Collection[int], kinds: ByKind[int]
 ) -> list[_Lane]:
-    """Returns a lane for each set of ranks that made the same calls."""
     folded: dict[Hashable, _Lane] = {}
     for rank, ring in rings.items():
         kinds_of = kinds.of(facts.ranks[rank].evidence, ring)
@@ -134,7 +133,7 @@ def _lanes(
 
 
 def _labels(records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> dict[str, str]:
-    """Returns a label for each group. Groups with one purpose (a mesh's data-parallel ones) share a label."""
+    """Returns a label per group. Groups with one purpose (a mesh's data-parallel ones) share a label."""
     described: dict[str, str] = {}
     members: dict[str, int] = {}
     for rank, record in records.items():
@@ -158,10 +157,7 @@ def _labels(records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -
 def _parting(
     facts: CaseFacts, labels: Mapping[str, str], culprits: Collection[int]
 ) -> tuple[tuple[str, int] | None, Set[int]]:
-    """Returns the call at which the ranks diverge, if recorded, and the ranks that never entered it.
-
-    The call is its group's label and its number.
-    """
+    """Returns the call at which ranks diverge, as its group's label and its number, and ranks that never entered it."""
     differs = facts.histories.first_mismatch
     place = _shifted(facts, culprits) or ((differs.group, differs.seq) if differs is not None else None)
     place = place or _not_entered(facts, culprits) or _met(facts, set(culprits))
@@ -174,7 +170,7 @@ def _parting(
 
 
 def _shifted(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int] | None:
-    # An extra or missing call of the ranks at fault, after which the calls agree again.
+    # Extra or missing call of ranks at fault, after which calls agree again.
     for group in _waited_in(facts):
         shift = facts.histories.shift_in(group)
         if shift is not None and shift.agrees_again and set(shift.ranks) & set(culprits):
@@ -207,7 +203,7 @@ def _not_entered(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int]
 
 
 def _met(facts: CaseFacts, culprits: Set[int]) -> tuple[str, int] | None:
-    """Returns the call in which ranks at fault and others wait together, with different arguments."""
+    """Returns the call that ranks at fault and others wait in with different arguments."""
     pending: dict[tuple[str, int], set[int]] = {}
     for rank in facts.ranks:
         for call in facts.alignment.pending(rank):
@@ -217,7 +213,7 @@ def _met(facts: CaseFacts, culprits: Set[int]) -> tuple[str, int] | None:
 
 
 def _waited_in(facts: CaseFacts) -> list[str]:
-    # After a crash, no rank waits: take the groups with pending calls.
+    # After a crash, no rank waits: groups with pending calls count.
     groups = _groups_of(facts, facts.ranks)
     return sorted(groups or {call.group for rank in facts.ranks for call in facts.alignment.pending(rank)})[:64]
 

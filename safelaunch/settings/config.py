@@ -48,7 +48,7 @@ from safelaunch.system.console import say
 from safelaunch.system.errors import PresetError, UsageError
 from safelaunch.system.files import exists, is_file
 
-# Set by safelaunch for the processes it starts, and inherited by a run inside a run.
+# Set by safelaunch, and inherited by a run inside a run.
 INTERNAL_ENV = frozenset(
     {
         "SAFELAUNCH_RUN_DIR",
@@ -65,10 +65,10 @@ INTERNAL_ENV = frozenset(
         "SAFELAUNCH_ALLOCATIONS",
     }
 )
-# The lease directory, for tests and for nodes that don't share /tmp.
+# For tests, and for nodes that don't share /tmp.
 PLACES_ENV = ("SAFELAUNCH_LEASE_DIR",)
-# Set for the commands of --on-bundle and --on-suspect, and inherited by a run that they start. SAFELAUNCH_RUN_NAME is
-# also an option's.
+# Set for --on-bundle's and --on-suspect's commands, and inherited by runs in them. SAFELAUNCH_RUN_NAME is also an
+# option's.
 HOOK_ENV = tuple(
     f"SAFELAUNCH_{word}"
     for word in [
@@ -97,7 +97,7 @@ _Values = dict[str, Sourced]
 
 @dataclass(frozen=True)
 class _File:
-    """Settings of a configuration file; its presets are relative to ``directory``."""
+    """Settings of a configuration file. Presets in it are relative to ``directory``."""
 
     directory: Path
     values: _Values = field(default_factory=dict)
@@ -112,7 +112,7 @@ def resolve(
 ) -> Settings:
     """Returns the settings of a run.
 
-    Raises UsageError (PresetError for a file) that names the place of the wrong value.
+    Raises UsageError (PresetError for a file) with the place of the wrong value.
 
     Args:
         cli: safelaunch's options in order, with their values (None for a switch).
@@ -132,7 +132,7 @@ def resolve(
 
 
 def bundle_dir_of(own: Sequence[tuple[str, str | None]], environ: Mapping[str, str], cwd: Path) -> Path:
-    """Returns the bundle directory of a run with these options; the default if the configuration is broken."""
+    """Returns the bundle directory of a run, or the default if the configuration is broken."""
     try:
         return resolve(own, environ, cwd, lambda: None).bundle_dir
     except UsageError:
@@ -153,7 +153,7 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
 
 
 def _check(values: _Values) -> None:
-    """Raises UsageError for a missing add-on's option, or a --max-stall that would end the job before any suspicion."""
+    """Raises UsageError for an option of a missing add-on, or a --max-stall that ends the job before any suspicion."""
     for option in addon_options(present=False):
         if option.name in values:
             origin = values[option.name].origin
@@ -212,7 +212,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Values:
 
 
 def _shared_files(environ: Mapping[str, str]) -> list[_File]:
-    """Returns the machine's and the user's configuration, if they exist and are trusted."""
+    """Returns the machine's and the user's configuration, if they exist and can be trusted."""
     config_home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or "~", ".config")  # noqa: PTH118
     files = []
     for path in (Path(MACHINE_FILE), Path(config_home).expanduser() / USER_FILE):
@@ -243,7 +243,7 @@ def _file(root: YamlNode, path: Path) -> _File:
 
 
 def _project_root(chosen: Sourced | None, cwd: Path) -> tuple[YamlNode, Path]:
-    """Returns content and path of the project's configuration file, or of ``--config``."""
+    """Returns content and path of the project's file, or of ``--config``."""
     if chosen is not None:
         name = str(chosen.value)
         path = cwd / Path(name).expanduser()
@@ -260,7 +260,7 @@ def _project_root(chosen: Sourced | None, cwd: Path) -> tuple[YamlNode, Path]:
 
 
 def _toml(path: Path, name: str) -> YamlNode:
-    # Only pyproject.toml must have its keys in the table.
+    # Other files than pyproject.toml can have the keys at top level.
     text = decode(read_bytes(path, name), name)
     table = parse_toml_table(text, name, TOML_TABLE)
     whole = table.kind == "nothing" and path.name != PYPROJECT
@@ -271,9 +271,9 @@ def _toml(path: Path, name: str) -> YamlNode:
 
 
 def _found(path: Path, shown: str, only_with: bytes = b"") -> bytes | None:
-    """Returns the content of a file that no option names; None if it is untrusted, or doesn't contain ``only_with``.
+    """Returns the content of a file that no option names; None if untrusted, or without ``only_with``.
 
-    Raises PresetError for a trusted, unreadable file. ``shown`` is its path in messages.
+    Raises PresetError for a trusted file that is unreadable. ``shown`` is its path in messages.
     """
     try:
         link = path.lstat()
@@ -301,13 +301,13 @@ def _owner(path: Path) -> os.stat_result | None:
 
 
 def _why_not_trusted(info: os.stat_result | None) -> str:
-    """Returns which other user, besides root, owns or can write the file, or ""."""
+    """Returns which other user owns the file or can write it, or ""."""
     if info is None:
         return ""
     if info.st_uid not in (0, os.getuid()):
         return f"it belongs to user {info.st_uid}"
     if stat.S_ISLNK(info.st_mode):
-        return ""  # a link has no mode
+        return ""  # links have no mode
     if info.st_mode & stat.S_IWOTH:
         return "every user can write it"
     if info.st_mode & stat.S_IWGRP and not _is_private_group(info.st_gid, info.st_uid):
@@ -316,7 +316,7 @@ def _why_not_trusted(info: os.stat_result | None) -> str:
 
 
 def _is_private_group(gid: int, uid: int) -> bool:
-    """Returns whether it is the user's private group, which many systems create and give umask 002."""
+    """Returns whether it is the user's private group, with which umask 002 is usual."""
     import grp
     import pwd
 

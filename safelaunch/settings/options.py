@@ -1,7 +1,4 @@
-"""safelaunch's options as one table: names, values, help, and subcommands.
-
-Command line, environment, configuration files, presets' ``watchdog`` sections and help texts use it.
-"""
+"""safelaunch's options as one table, for command line, environment, configuration files, presets and help texts."""
 
 from __future__ import annotations
 
@@ -32,13 +29,13 @@ _FALSE = ("0", "false", "no", "off")
 
 
 def parse_seconds(text: str) -> float:
-    """Returns the seconds in ``600``, ``1.5``, ``90s``, ``10m`` or ``2h``; ValueError unless positive and finite."""
+    """Returns the seconds in ``600``, ``1.5``, ``90s``, ``10m`` or ``2h``. ValueError unless positive and finite."""
     return seconds_of(text)
 
 
 class GroupTimeoutSetting(NamedTuple):
     seconds: float
-    everywhere: bool = False  # also for groups with a timeout from the script
+    everywhere: bool = False  # even for groups with a timeout from the script
 
     def __str__(self) -> str:
         return f"{self.seconds:g} s{'!' if self.everywhere else ''}"
@@ -48,20 +45,20 @@ def parse_group_timeout(text: str) -> GroupTimeoutSetting:
     """Parses ``30s``, or ``30s!`` for all groups."""
     text = text.strip()
     seconds = parse_seconds(text.removesuffix("!"))
-    if not 1e-3 <= seconds <= 1e8:  # milliseconds, in a datetime.timedelta
+    if not 1e-3 <= seconds <= 1e8:  # in milliseconds, and for a datetime.timedelta
         raise ValueError(text)
     return GroupTimeoutSetting(seconds, text.endswith("!"))
 
 
 def parse_count(text: str) -> int:
-    """Parses a whole number, or 0, of at most 6 digits."""
+    """Parses a number of at most 6 digits."""
     if not re.fullmatch(r"[0-9]{1,6}", text.strip(), re.ASCII):
         raise ValueError(text)
     return int(text)
 
 
 def parse_stall_timeout(text: str) -> float | None:
-    """Returns seconds, or None for ``auto``."""
+    """Returns None for ``auto``."""
     return None if text.strip() == AUTO else parse_seconds(text)
 
 
@@ -76,7 +73,7 @@ def one_of(words: Sequence[str]) -> Callable[[str], str]:
 
 
 def parse_run_name(text: str) -> str:
-    """Checks a name that is safe in a file name: 1-64 of ``A-Z a-z 0-9 . _ -``, not starting with ``.`` or ``-``."""
+    """Checks a name of 1-64 of ``A-Z a-z 0-9 . _ -``, not starting with ``.`` or ``-``: safe in a file name."""
     if not _RUN_NAME.fullmatch(text):
         raise ValueError(text)
     return text
@@ -85,8 +82,8 @@ def parse_run_name(text: str) -> str:
 def parse_gpus(text: str) -> str:
     """Returns ``all``, ``none``, a count, or ids, without blanks.
 
-    Digits alone are a count. Ids are separated by commas (``0,2``; a single one is ``3,``), or are UUIDs that begin
-    with ``GPU-`` or ``MIG-``. Duplicate ids and a count of 0 are errors.
+    Digits alone are a count. Ids have commas (``0,2`` or ``3,``), or are UUIDs starting with ``GPU-`` or ``MIG-``.
+    Duplicate ids and a count of 0 are errors.
     """
     text = re.sub(r"\s*,\s*", ",", text.strip())
     if text in ("all", "none"):
@@ -110,7 +107,7 @@ def parse_store(text: str) -> str:
 
 
 def parse_flag(text: str) -> bool:
-    """Parses a switch in the environment or in YAML: 1/true/yes/on or 0/false/no/off."""
+    """Parses a switch: 1/true/yes/on or 0/false/no/off."""
     word = text.strip().lower()
     if word not in _TRUE + _FALSE:
         raise ValueError(text)
@@ -118,12 +115,11 @@ def parse_flag(text: str) -> bool:
 
 
 def parse_wait(text: str) -> bool | float:
-    """Parses a switch, or the number of seconds that it is on."""
+    """Parses a switch, or for how many seconds it is on."""
     return parse_flag(text) if text.strip().lower() in _TRUE + _FALSE else parse_seconds(text)
 
 
 def parse_nonblank(text: str) -> str:
-    """Checks a path or a shell command."""
     if not text.strip() or "\0" in text:
         raise ValueError(text)
     return text
@@ -146,9 +142,9 @@ class Option:
     commands: frozenset[str] = frozenset({"run", "exec"})  # that take it
     repeatable: bool = False
     in_file: bool = True
-    value_is_optional: bool = False  # a switch that also accepts ``=VALUE``
-    addon: str = ""  # add-on that implements it; refused without
-    unset: str = ""  # shown by ``--dry-run`` if it has no value; empty: not listed
+    value_is_optional: bool = False  # switch that also accepts ``=VALUE``
+    addon: str = ""  # add-on that implements it
+    unset: str = ""  # shown by ``--dry-run`` without a value; empty: not listed
 
     @property
     def flag(self) -> str:
@@ -157,19 +153,19 @@ class Option:
 
     @property
     def takes_value(self) -> bool | None:
-        """True if it takes a value; None if the value is optional, after an equals sign."""
+        """True if it takes a value; None if only after an equals sign."""
         return None if self.value_is_optional else self.metavar is not None
 
     @property
     def usage(self) -> str:
-        """Flag and value in the help: ``--gpus N``, ``--wait[=DURATION]``."""
+        """Form in the help: ``--gpus N``, ``--wait[=DURATION]``."""
         if self.value_is_optional:
             return f"{self.flag}[={self.metavar}]"
         return f"{self.flag} {self.metavar or ''}".rstrip()
 
     @property
     def attribute(self) -> str:
-        """Field of :class:`Settings` with its value: ``stall_timeout_s``, ``presets``, ``watch``."""
+        """Field of :class:`Settings`: ``stall_timeout_s``, ``presets``, ``watch``."""
         name = self.name.removeprefix("no-").replace("-", "_")
         return f"{name}_s" if self.parse in (parse_seconds, parse_stall_timeout) else name + "s" * self.repeatable
 
@@ -182,16 +178,16 @@ class Option:
         return not self.addon or addons.is_present(self.addon)
 
     def setting(self, value: object) -> object:
-        """Returns the field's value: a switch ``no-...`` turns it off."""
+        """Returns the field's value; a switch ``no-...`` turns it off."""
         return not value if self.name.startswith("no-") else value
 
     @property
     def variable(self) -> str:
-        """Form in the environment: ``SAFELAUNCH_STALL_TIMEOUT``."""
+        """Variable in the environment: ``SAFELAUNCH_STALL_TIMEOUT``."""
         return "SAFELAUNCH_" + self.name.upper().replace("-", "_")
 
     def parse_text(self, text: str, where: str) -> object:
-        """Returns the value of ``text``. Raises UsageError that names its place ``where``."""
+        """Returns the value of ``text``. Raises UsageError with its place ``where``."""
         try:
             return self.parse(text)
         except ValueError:
@@ -199,10 +195,7 @@ class Option:
             raise UsageError(f"{where}: {text!r} is not {self.expects}{hint}") from None
 
     def parse_node(self, node: YamlNode) -> object:
-        """Returns the value in a file: for a repeatable option, a tuple from one value or a list.
-
-        Raises PresetError with file and line.
-        """
+        """Returns the value in a file; several for a repeatable option. Raises PresetError with file and line."""
         where = f"{node.where}: {self.name}"
         try:
             if self.repeatable:
@@ -225,7 +218,7 @@ def _quote_hint(node: YamlNode) -> str:
 _WORDS = {"on-stall": ON_STALL, "on-inconsistent": ON_INCONSISTENT}
 _A_DURATION = "a positive number of seconds (also 90s, 10m, 2h)"
 
-# Metavar, parser and expectation that several options share.
+# metavar, parser and expectation
 _DURATION = ("SECONDS", parse_seconds, _A_DURATION)
 _SWITCH = (None, parse_flag, "1 or 0")
 _COMMAND = ("COMMAND", parse_nonblank, "a command")
@@ -392,7 +385,7 @@ _OTHER = (
     ),
 )
 
-# By subject, in the order of the help and ``docs/options.md``.
+# in the order of the help and ``docs/options.md``
 OPTION_GROUPS: Mapping[str, tuple[Option, ...]] = {
     "Watching": _WATCHING,
     "Bundles": _BUNDLES,
@@ -433,11 +426,11 @@ class EnvSetting:
     value: str  # template, see ``expand``
     why: str
     origin: str  # ``preset hang-debug`` or ``safelaunch.yaml:7``
-    torch: str = ""  # version specifier
-    yields_to: tuple[str, ...] = ()  # variables with the same effect: if one is exported, this one is left out
+    torch: str = ""
+    yields_to: tuple[str, ...] = ()  # left out if one of these, with the same effect, is exported
 
     def expand(self, run_dir: str) -> str:
-        """Returns the value with ``{run_dir}`` replaced, and doubled braces as single ones."""
+        """Returns the value with ``{run_dir}`` and doubled braces replaced."""
         return self.value.format_map({RUN_DIR: run_dir})
 
 
@@ -473,26 +466,25 @@ class Settings:
     cluster_store: str | None = None
     config: str | None = None
     dry_run: bool = False
-    env: tuple[EnvSetting, ...] = ()  # of presets and configuration files; exported variables win
-    idle_presets: tuple[str, ...] = ()  # presets that set nothing for the installed torch
+    env: tuple[EnvSetting, ...] = ()  # of presets and files; exported variables win
+    idle_presets: tuple[str, ...] = ()  # without effect for the installed torch
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, name: str) -> str:
-        """Returns the origin of an option's value."""
         return self.origins.get(name, "default")
 
     def is_explicit(self, name: str) -> bool:
-        """Returns whether anything, even a preset, sets an option."""
+        """True if anything, even a preset, sets the option."""
         return self.origin(name) != "default"
 
     @property
     def effective_stall_timeout_s(self) -> float:
-        """Threshold in seconds; under ``auto``, before the job's rhythm is known."""
+        """Threshold in seconds; under ``auto``, before the rhythm is known."""
         return DEFAULT_STALL_TIMEOUT_S if self.stall_timeout_s is None else self.stall_timeout_s
 
     @property
     def effective_max_stall_s(self) -> float | None:
-        """The given value, else 12 times an explicit stall timeout, else None: no job is ended by default."""
+        """The given value, else 12 times an explicit stall timeout, else None: no job ends by default."""
         if self.max_stall_s is not None:
             return self.max_stall_s
         if self.stall_timeout_s is not None:
@@ -526,7 +518,7 @@ class LaunchOptions(TypedDict, total=False):
     on_suspect: str
     check_every: int
     on_inconsistent: Literal["report", "dump", "stop"]
-    pg_timeout: Seconds  # "10m!": of all groups
+    pg_timeout: Seconds  # "10m!" for all groups
     watch: bool
     bundle_dir: OptionText
     keep_bundles: int
@@ -546,17 +538,17 @@ class LaunchOptions(TypedDict, total=False):
 def options_of(command: str) -> tuple[Option, ...]:
     """Returns the options of a subcommand: ``run``, ``exec``, ``colaunch``, ``demo`` or ``dump``.
 
-    Jobs of a colaunch sweep take the options of ``run`` or ``exec``.
+    Jobs of a colaunch sweep take options of ``run`` or ``exec``.
     """
     return tuple(option for option in OWN_OPTIONS if command in option.commands)
 
 
 def addon_options(*, present: bool = True) -> tuple[Option, ...]:
-    """Returns the options of installed add-ons or, unless ``present``, of missing ones."""
+    """Returns the options of installed add-ons or, unless ``present``, missing ones."""
     return tuple(option for option in OWN_OPTIONS if option.addon and option.is_available == present)
 
 
-# These print something and exit.
+# these print something and exit
 HELP_OPTIONS = {
     "-h, --help": "Print this help.",
     "--help-torchrun": "Print the help of the installed torchrun.",
@@ -579,7 +571,7 @@ def help_text(command: str = "run", width: int = 100) -> str:
 
 
 def entries(rows: Iterable[tuple[str, str]], width: int, column: int = 28) -> str:
-    """Formats names and their meanings in two columns; a name that is too long gets its own line."""
+    """Formats names and meanings in two columns; too long a name gets its own line."""
     lines = []
     for name, text in rows:
         fits = len(name) + 4 <= column
@@ -589,7 +581,6 @@ def entries(rows: Iterable[tuple[str, str]], width: int, column: int = 28) -> st
 
 
 def wrapped(text: str, width: int, indent: str = "  ") -> str:
-    """Returns the text as one wrapped paragraph."""
     import textwrap  # late: only help needs it
 
     return textwrap.fill(

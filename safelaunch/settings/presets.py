@@ -43,7 +43,7 @@ from safelaunch.system.errors import PresetError
 
 # --- one file ---------------------------------------------------------------------------------------------------------
 
-# safelaunch's variables that a preset can set.
+# Variables of safelaunch that a preset can set.
 OF_THE_BEACON = ("SAFELAUNCH_ALLOCATIONS",)
 
 _CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*([0-9]+(?:\.[0-9]+)*)")
@@ -52,10 +52,10 @@ _RELEASE = re.compile(r"[0-9]+(?:\.[0-9]+)*")
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A preset file as written, without the presets it extends.
+    """A preset file without the presets it extends.
 
-    ``shown`` is its path in messages. ``extends`` pairs each name with its ``file:line``. ``watchdog`` has values such
-    as ``stall-timeout`` (seconds).
+    ``shown`` is its path in messages. ``extends`` has names with ``file:line``. ``watchdog`` has values such as
+    ``stall-timeout`` (seconds).
     """
 
     name: str
@@ -72,7 +72,7 @@ class Preset:
 
 
 def read_preset(name: str, path: Path, shown: str) -> Preset:
-    """Reads and checks a preset file. Raises PresetError with file (as ``shown``), line and nearest known name."""
+    """Reads a preset file. Raises PresetError with file (as ``shown``), line and nearest known name."""
     root = read_yaml(path, shown)
     if root.kind == "nothing":
         raise PresetError(f"{root.where}: the file is empty; a preset needs at least a 'description'")
@@ -94,7 +94,7 @@ def read_preset(name: str, path: Path, shown: str) -> Preset:
 
 
 def read_env(node: YamlNode, origin: str, *, reasons: bool) -> tuple[EnvSetting, ...]:
-    """Returns the ``env`` section of a preset, or of a configuration file (``reasons`` False: ``NAME: value``)."""
+    """Returns the ``env`` section of a preset, or of a configuration file (``reasons`` False)."""
     settings = []
     fix = f"safelaunch's own settings go under 'watchdog' ({', '.join(WATCHDOG_KEYS)})"
     for key, value in variables_of(node, fix, OF_THE_BEACON):
@@ -150,7 +150,7 @@ def _env_value(name: str, node: YamlNode) -> str:
 
 
 def version_matches(specifier: str, version: str | None) -> bool:
-    """Returns whether a specifier such as ``>=2.9,<3`` admits a version by its release; None is the newest."""
+    """Returns whether a specifier such as ``>=2.9,<3`` admits a version's release; None is the newest."""
     release = _RELEASE.match(version or "")
     number = _padded(release.group()) if release else (1 << 30,) * 4
     return all(_compare(op, number, _padded(bound)) for op, bound in _clauses(specifier, "torch"))
@@ -198,7 +198,7 @@ class Sourced(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Several presets merged. ``idle`` ones set nothing for this version of torch."""
+    """Merged presets. ``idle`` ones set nothing for this torch."""
 
     env: tuple[EnvSetting, ...] = ()
     watchdog: Mapping[str, Sourced] = field(default_factory=dict)
@@ -206,31 +206,30 @@ class Composition:
 
 
 def find_builtin_dir() -> Path:
-    """Returns the directory of the shipped presets, in the installed package or the source checkout."""
+    """Returns the shipped presets' directory, in the package or the source checkout."""
     package = Path(__file__).resolve().parents[1]
     return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
 
 
 def builtin_names(directory: Path) -> tuple[str, ...]:
-    """Returns the names of a directory's presets, sorted."""
     return tuple(sorted(path.stem for path in directory.glob("*.yaml")))
 
 
 def list_presets() -> tuple[Preset, ...]:
-    """Returns every shipped preset, sorted by name. Raises PresetError for a damaged one."""
+    """Returns every shipped preset, sorted. Raises PresetError for a damaged one."""
     directory = find_builtin_dir()
     paths = [directory / f"{name}.yaml" for name in builtin_names(directory)]
     return tuple(read_preset(path.stem, path, str(path)) for path in paths)
 
 
 def load_presets(refs: Sequence[str], *, cwd: Path, torch_version: str | None, asked_by: str = "") -> Composition:
-    """Reads presets, by name or by path relative to ``cwd``, and composes them: later ones win.
+    """Composes presets, by name or by path relative to ``cwd``: later ones win.
 
-    Leaves out variables for other versions of torch; None counts as the newest. Raises PresetError with file, line and
-    nearest known name.
+    Leaves out variables for other versions of torch; None is the newest. Raises PresetError with file, line and nearest
+    known name.
 
     Args:
-        asked_by: Place of ``refs`` (``safelaunch.yaml:3``), for the message about an unknown name.
+        asked_by: Place of ``refs`` (``safelaunch.yaml:3``), for messages.
     """
     env: dict[str, EnvSetting] = {}
     watchdog: dict[str, Sourced] = {}
@@ -245,7 +244,7 @@ def load_presets(refs: Sequence[str], *, cwd: Path, torch_version: str | None, a
 
 
 def preset_chain(refs: Sequence[str], *, cwd: Path, asked_by: str = "") -> tuple[Preset, ...]:
-    """Returns the presets and all that they extend, in order of application: extended ones first."""
+    """Returns the presets and all that they extend; extended ones come first."""
     walk = _Walk(cwd)
     order: dict[Path, Preset] = {}
     for ref in refs:
@@ -262,15 +261,13 @@ def _apply(order: dict[Path, Preset], expanded: tuple[Preset, ...]) -> None:
 
 
 class _Walk:
-    """Depth-first walk along ``extends`` that reads each file once."""
-
     def __init__(self, cwd: Path) -> None:
         self.cwd = cwd
         self.builtin_dir = find_builtin_dir()
         self.done: dict[Path, tuple[Preset, ...]] = {}
 
     def expand(self, ref: str, base: Path, asked_by: str, ancestors: tuple[Path, ...]) -> tuple[Preset, ...]:
-        """Returns the presets that one extends, then the preset itself. Relative paths start at ``base``."""
+        """Returns a preset after those that it extends. Relative paths start at ``base``."""
         prefix = f"{asked_by}: " if asked_by else ""
         path = self._locate(ref, base, prefix).resolve()
         if path in ancestors:

@@ -1,8 +1,8 @@
-"""Reads YAML and TOML into nodes with file and line, so that every error can name both.
+"""Reads YAML and TOML into nodes with file and line, for messages.
 
-The files are untrusted: their size is limited, tags and aliases are errors, and only text is constructed. A scalar
-keeps its text (``012`` stays ``"012"``, ``1:30`` isn't ninety), because its option or variable decides what it means.
-The parsers are imported only when a file is read.
+The files are untrusted: their size is limited, and tags and aliases are errors. A scalar keeps its text (``012`` stays
+``"012"``, ``1:30`` isn't ninety), because its option or variable decides what it means. Parsers are imported only to
+read a file.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _TAGS: Mapping[str, ValueKind] = {
     "tag:yaml.org,2002:float": "number",
     "tag:yaml.org,2002:bool": "boolean",
     "tag:yaml.org,2002:null": "nothing",
-    # A date stays text.
+    # dates stay text
     "tag:yaml.org,2002:timestamp": "text",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """A value of a file. ``where`` is ``file:line``; ``text`` is a scalar as written (strings unquoted)."""
+    """A value with its place (``where``, ``file:line``). ``text`` is a scalar as written, without quotes."""
 
     where: str
     kind: ValueKind
@@ -57,7 +57,7 @@ class YamlNode:
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """Returns the known name closest to ``word``, if close: a ``likeness`` of 1 is equal."""
+    """Returns the known name that resembles ``word`` most, or "". A ``likeness`` of 1 means equal."""
     import difflib  # late: only errors need it
 
     names = list(known)
@@ -66,7 +66,7 @@ def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns ``; did you mean 'x'?`` with the nearest known name, or "", to append to a message."""
+    """Returns ``; did you mean 'x'?``, or "", to append to a message."""
     match = nearest(word, known)
     return f"; did you mean {match!r}?" if match else ""
 
@@ -74,7 +74,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def known_entries(node: YamlNode, known: Iterable[str], what: str) -> Iterator[tuple[str, YamlNode, YamlNode]]:
     """Yields (key, key node, value node) of a mapping.
 
-    Raises PresetError if ``node`` (``what`` in the message) isn't a mapping, or at its first unknown key.
+    Raises PresetError if ``node`` (``what`` in messages) isn't a mapping, or has an unknown key.
     """
     names = list(known)
     for key, value in mapping_entries(node, what):
@@ -87,14 +87,14 @@ def known_entries(node: YamlNode, known: Iterable[str], what: str) -> Iterator[t
 
 
 def mapping_entries(node: YamlNode, what: str) -> tuple[tuple[YamlNode, YamlNode], ...]:
-    """Returns a mapping's entries. Raises PresetError if ``node`` (``what`` in the message) isn't one."""
+    """Returns a mapping's entries. Raises PresetError if ``node`` (``what`` in messages) isn't one."""
     if node.kind != "mapping":
         raise PresetError(f"{node.where}: {what} must be a mapping, not {node.describe()}")
     return node.entries
 
 
 def text_of(node: YamlNode, what: str) -> str:
-    """Returns the node's text. Raises PresetError if it is blank or not text."""
+    """Returns a node's text. Raises PresetError if it is blank, or not text."""
     if node.kind != "text" or not node.text.strip():
         kind = "empty" if node.kind == "text" else node.describe()
         raise PresetError(f"{node.where}: {what} must be text, not {kind}")
@@ -102,7 +102,7 @@ def text_of(node: YamlNode, what: str) -> str:
 
 
 def texts_of(node: YamlNode, what: str) -> tuple[YamlNode, ...]:
-    """Returns one text, or a list of texts, as nodes. Raises PresetError for anything else."""
+    """Returns a text or a list of texts as nodes. Raises PresetError for anything else."""
     nodes = node.items if node.kind == "list" else (node,)
     for item in nodes:
         text_of(item, what)
@@ -110,7 +110,7 @@ def texts_of(node: YamlNode, what: str) -> tuple[YamlNode, ...]:
 
 
 def scalar(node: YamlNode, what: str) -> str:
-    """Returns a scalar's text as written. Raises PresetError."""
+    """Returns a scalar as written. Raises PresetError."""
     if node.kind in ("text", "number", "boolean"):
         if "\0" in node.text:
             raise PresetError(f"{node.where}: {what}: text cannot contain a NUL character")
@@ -120,9 +120,9 @@ def scalar(node: YamlNode, what: str) -> str:
 
 
 def variables_of(node: YamlNode, fix: str, but: Collection[str] = ()) -> tuple[tuple[YamlNode, YamlNode], ...]:
-    """Returns the entries of an ``env`` section. Raises PresetError for an impossible name of a variable.
+    """Returns the entries of an ``env`` section. Raises PresetError for a name that can't be a variable's.
 
-    safelaunch's own variables are impossible, too, except ``but``; ``fix`` says what to do instead.
+    It also raises for safelaunch's own variables, except ``but``. ``fix`` says what to do instead.
     """
     for key, _ in mapping_entries(node, "env"):
         if not _VARIABLE.fullmatch(key.text):
@@ -146,12 +146,12 @@ def not_boolean(node: YamlNode, name: str) -> YamlNode:
 
 
 def read_bytes(path: Path, name: str) -> bytes:
-    """Returns the content of a regular file of at most 1 MiB. Raises PresetError, with ``name`` for the file."""
+    """Returns the content of a regular file of at most 1 MiB. Raises PresetError with ``name``."""
     return read_with_owner(path, name)[0]
 
 
 def read_with_owner(path: Path, name: str) -> tuple[bytes, os.stat_result]:
-    """Returns the content, as ``read_bytes``, and the status of the open file."""
+    """Returns the content, as ``read_bytes``, and the open file's status."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
@@ -171,7 +171,7 @@ def read_with_owner(path: Path, name: str) -> tuple[bytes, os.stat_result]:
 
 
 def decode(data: bytes, name: str) -> str:
-    """Decodes UTF-8, with or without a byte order mark. Raises PresetError with the line of the first invalid byte."""
+    """Decodes UTF-8, even with a byte order mark. Raises PresetError with the first invalid byte's line."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -180,7 +180,7 @@ def decode(data: bytes, name: str) -> str:
 
 
 def read_yaml(path: Path, name: str) -> YamlNode:
-    """Returns the one document of a YAML file; kind ``nothing`` if it is empty.
+    """Returns the document of a YAML file; kind ``nothing`` if it is empty.
 
     Raises PresetError, with ``name`` and line, for an unreadable file, a syntax error, a duplicate key, an anchor or
     alias, a tag, a key that isn't plain, or too deep nesting.
@@ -189,7 +189,7 @@ def read_yaml(path: Path, name: str) -> YamlNode:
 
 
 def parse_yaml(text: str, name: str) -> YamlNode:
-    """Returns the document in a text, as ``read_yaml``."""
+    """Parses a text as ``read_yaml`` does."""
     import yaml
 
     try:
@@ -206,7 +206,7 @@ def parse_yaml(text: str, name: str) -> YamlNode:
 
 
 class _YamlTree:
-    """Turns composed YAML into nodes; refuses aliases, which are composed nodes that occur again."""
+    """Turns composed YAML into nodes. Refuses aliases: composed nodes that occur again."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -243,12 +243,12 @@ class _YamlTree:
 
 
 def parse_toml_table(text: str, name: str, table: str) -> YamlNode:
-    """Returns a table of a TOML file (``tool.safelaunch``, or "" for the file); kind ``nothing`` if it is absent.
+    """Returns a table of a TOML file (``tool.safelaunch``, or "" for all); kind ``nothing`` if it is absent.
 
-    TOML parsers keep no positions, so its line is the line of the first ``key =`` or sub-table after its header. Raises
-    PresetError for a syntax error.
+    TOML parsers keep no positions, so its line is the first ``key =`` or sub-table after its header. Raises PresetError
+    for a syntax error.
     """
-    # By name, because the oldest supported Python has no tomllib.
+    # By name: the oldest supported Python has no tomllib.
     toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         value: Any = toml.loads(text)

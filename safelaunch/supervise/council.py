@@ -36,8 +36,8 @@ from safelaunch.supervise.watch.progress import Watch
 RoundOutcome = VoteResult | Literal["hang", "alone"]
 
 OPEN_S = 25.0  # for the leader or its successor to open an incident
-SUCCEED_S = 12.0  # for another node to take over from a leader that no longer responds
-LAST_STATUS_S = 3.5  # for another node to succeed a silent leader
+SUCCEED_S = 12.0  # for another node to succeed a silent leader
+LAST_STATUS_S = 3.5  # for other nodes' status; by then, a killed node counts as quiet
 STOP_NOTICE_S = 1.2  # for other nodes to notice a stop, if this node's agent hosts the store
 AGENT_EVERY_S = 2.0
 _NOWHERE = SharedStore(Address("", 0), "", nodes=1)
