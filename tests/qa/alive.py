@@ -30,7 +30,7 @@ SCRIPT = PROGRAMS / "quiet.py"
 MODULES = {"grpcio": "grpc", "pyzmq": "zmq"}  # where a package's module has another name
 LINK = "2mbps"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-LOOKS = 4  # in the quiet spell, of who attaches to a job
+LOOKS = 4  # number of attached dumps in the quiet spell
 WORD = re.compile(r"^safelaunch: quiet for .*?: (.*)\.\.\. watching$", re.MULTILINE)
 ACCUSES = re.compile(r"^safelaunch: .*\bthe job hangs\b.*", re.MULTILINE)
 TORCH_ABORTS_AT_EXIT = "terminate called without an active exception"  # tests/conftest.py
@@ -38,10 +38,14 @@ TORCH_ABORTS_AT_EXIT = "terminate called without an active exception"  # tests/c
 
 @dataclass(frozen=True)
 class How:
-    """``own``: options of safelaunch. ``libraries``: where the packages are that cases need, besides this Python's.
+    """How the cases run.
 
-    ``plain``: under torchrun, without safelaunch. ``attach``: under torchrun itself, and ``safelaunch dump --pid``
-    looks at it now and then. ``nodes``: each in a network namespace, with its part of the ranks.
+    Attributes:
+        own: Options of safelaunch.
+        libraries: Directory of packages that cases need, in addition to this Python's.
+        plain: Under torchrun, without safelaunch.
+        attach: Under torchrun, while ``safelaunch dump --pid`` looks at it repeatedly.
+        nodes: Number of nodes, each in a network namespace with its part of the ranks.
     """
 
     quiet_s: float = 90.0
@@ -54,9 +58,11 @@ class How:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a case. ``wrong``: ``ended``, ``broken``, ``accused`` and why; empty if it was left alone.
+    """The result of a case.
 
-    ``looks``: how many were made by whoever attached to it.
+    Attributes:
+        wrong: ``ended``, ``broken`` or ``accused``, and why; empty if the case was left alone.
+        looks: Number of attached dumps.
     """
 
     name: str
@@ -72,7 +78,7 @@ class Answer:
 
 
 def cannot(case: Case, how: How) -> str:
-    """Why the case cannot run here; empty if it can."""
+    """Returns why the case can't run here; empty if it can."""
     if case.root and os.getuid():
         return "takes root"
     for tool in case.tools:
@@ -130,7 +136,7 @@ def _results(case: Case, scratch: Path, how: How) -> list[Result]:
 
 
 def _launch(case: Case, how: How) -> list[str | Path]:
-    """What stands between ``safelaunch`` (or ``python``, if it is plain) and the script."""
+    """Returns the words between ``safelaunch`` (or ``python``, if it is plain) and the script."""
     torchrun = [f"--nproc-per-node={case.ranks}"]
     if case.launch == "slow-link":
         torchrun += ["--master-addr=127.0.0.1", "--master-port=29511", "--nnodes=1", "--node-rank=0"]
@@ -144,7 +150,7 @@ def _launch(case: Case, how: How) -> list[str | Path]:
 
 
 def _interpreter(case: Case, scratch: Path, how: How, mine: Sequence[str | Path]) -> list[str]:
-    """What starts safelaunch."""
+    """Returns the words that start safelaunch."""
     program = [sys.executable, "-m", "safelaunch"]
     kind, _, does = case.launch.partition(": ")
     if kind == "py-spy":
@@ -160,7 +166,7 @@ def _interpreter(case: Case, scratch: Path, how: How, mine: Sequence[str | Path]
 
 
 def _bare(scratch: Path, does: str) -> Path:
-    """An interpreter with all packages of this one, and beside it a py-spy that is this line of shell."""
+    """Returns an interpreter with all packages of this one, and a py-spy next to it that runs this line of shell."""
     home = scratch / "bare"
     (home / "bin").mkdir(parents=True)
     (home / "bin" / "python").symlink_to(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
@@ -197,7 +203,7 @@ class _outside:
 
 @contextmanager
 def _looking(job: Job, every_s: float) -> Iterator[None]:
-    """Attaches to the job again and again, from the start of its ranks to its end."""
+    """Attaches to the job repeatedly, from the start of its ranks to its end."""
     ended = threading.Event()
     words = [sys.executable, "-m", "safelaunch", "dump", f"--pid={job.process.pid}", f"--bundle-dir={job.bundle_dir}"]
     own = {**os.environ, "XDG_RUNTIME_DIR": os.fspath(job.runtime)}
@@ -235,7 +241,7 @@ def _start_nodes(
 
 
 def _spell_s(scratch: Path) -> float:
-    """Seconds of the longest spell of a rank, by the marks that it left."""
+    # Each rank leaves marks when its spell begins and ends.
     marks = [(path, scratch / path.name.replace("begun", "over")) for path in scratch.glob("begun-*")]
     return max((over.stat().st_mtime - begun.stat().st_mtime for begun, over in marks if over.exists()), default=0.0)
 

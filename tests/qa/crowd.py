@@ -28,7 +28,7 @@ KILLED_EVERY = 5
 
 @dataclass
 class Member:
-    """One safelaunch process. ``doomed``: what SIGKILL hits, and when."""
+    """One safelaunch process. ``doomed`` is the target of SIGKILL, and its time."""
 
     number: int
     gpus: int
@@ -41,7 +41,7 @@ class Member:
 
 @dataclass
 class Outcome:
-    """What went wrong, if anything, and what happened."""
+    """The problems, if any, and what happened."""
 
     problems: list[str] = field(default_factory=list)
     killed: dict[str, int] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class Crowd:
-    """``jobs`` jobs on eight simulated GPUs. ``torchrun``: each runs torchrun with a leased port."""
+    """``jobs`` jobs on eight simulated GPUs. With ``torchrun``, each runs torchrun with a leased port."""
 
     def __init__(self, place: Path, jobs: int, *, torchrun: bool, seed: int, hold_s: float, users: int = 1) -> None:
         self.place = place
@@ -123,7 +123,7 @@ class Crowd:
         return outcome
 
     def _decoy(self) -> subprocess.Popen[bytes]:
-        """Starts an unrelated process with the environment of a job, like a shell started from it."""
+        # An unrelated process with the environment of a job, like a shell started from it.
         first = self.members[0]
         environ = {**self.node.environ, "PATH": os.environ["PATH"], "SAFELAUNCH_SUPERVISOR_PID": str(first.process.pid)}
         environ |= {"SAFELAUNCH_RUN_DIR": f"/tmp/safelaunch-{os.getuid()}/r{first.process.pid}", "RANK": "0"}
@@ -196,7 +196,7 @@ class Crowd:
 
 
 def may_be_two_users() -> bool:
-    """Whether this process can act as another user who can read this installation."""
+    """Returns whether this process can act as another user that can read this installation."""
     if os.getuid() != 0:
         return False
     command = [sys.executable, "-c", "import safelaunch.cli, msgspec, pynvml"]
@@ -247,7 +247,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="crowd") as place:
-        Path(place).chmod(0o1777)  # like /tmp: any of them may create the lease directory
+        Path(place).chmod(0o1777)  # like /tmp: any of them can create the lease directory
         crowd = Crowd(
             Path(place), options.jobs, torchrun=options.torchrun, seed=options.seed, hold_s=0.3, users=options.users
         )

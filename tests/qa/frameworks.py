@@ -21,7 +21,7 @@ _ALONE = {"asleep": "stuck-in-user-code", "fifo": "blocking-io", "loader": "data
 
 @dataclass(frozen=True)
 class Framework:
-    """One framework. ``hangs``: how → cause. ``launcher``: for ``safelaunch exec``; empty: like torchrun."""
+    """One framework. ``hangs`` maps a way to hang to its cause; ``launcher`` is for ``safelaunch exec``."""
 
     name: str
     hangs: dict[str, str]
@@ -90,7 +90,7 @@ def judge_healthy(result: Result) -> list[str]:
 
 
 def judge_hang(framework: Framework, how: str, culprit: int, result: Result) -> list[str]:
-    """Returns what is wrong. If two ranks are in two different collectives, the verdict may name both."""
+    """Returns what is wrong. If two ranks are in two different collectives, the verdict can name both."""
     wrong = [f"exit code {result.code}"] if result.code != EXIT_HUNG else []
     wrong += [f"left behind: {what}" for what in result.leftovers]
     if len(result.bundles) != 1:

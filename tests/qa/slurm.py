@@ -1,7 +1,7 @@
-"""A Slurm of its own for tests: one controller and several nodes on this machine, in a directory, on free ports.
+"""A private Slurm for tests: one controller and several nodes on this machine, in a directory, on free ports.
 
 ``with Cluster(root) as cluster: cluster.run(["srun", ...])``. It needs root and the packages slurm-wlm and munge, and
-touches nothing of a Slurm that may be installed: every path and port is its own.
+touches nothing of an installed Slurm: every path and port is its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ READY_S = 60.0
 
 
 def why_not() -> str:
-    """Why there can be none here; empty if there can."""
+    """Returns why Slurm can't run here; empty if it can."""
     os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
@@ -38,15 +38,17 @@ def why_not() -> str:
 
 
 def can_name() -> bool:
-    """Whether a process may have a host name and mounts of its own, as the nodes of a ``named`` cluster do."""
+    """Returns whether a process can have its own host name and mounts, like the nodes of a ``named`` cluster."""
     return subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True).returncode == 0
 
 
 class Cluster:
-    """``root``: a directory with a short path. As Slurm sorts the ``nodes``, the first has this machine's name.
+    """A Slurm in a directory with a short path. As Slurm sorts the nodes, the first has this machine's name.
 
-    ``gpus``: on each node, such as Slurm sees them: files. ``more``: lines of slurm.conf, which win. ``named``: what
-    runs on a node sees the node's name as its host's.
+    Args:
+        gpus: Number of GPUs on each node, as Slurm sees them: files.
+        more: Lines of slurm.conf, which win.
+        named: Processes on a node see the node's name as its host's.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class Cluster:
         self._controller = self._daemons[-1]
 
     def stop_controller(self) -> None:
-        """As when it is being updated: jobs go on, and nobody answers."""
+        """Stops the controller, as for an update: jobs continue, and requests get no answer."""
         self._controller.terminate()
         self._controller.wait(30)
         self._daemons.remove(self._controller)
@@ -161,7 +163,7 @@ class Cluster:
         self._slurmds[node] = self._daemons[-1]
 
     def kill_node(self, node: str) -> None:
-        """As when a node loses its power: SIGKILL for slurmd and all that it has started, before any can tell."""
+        """Kills slurmd and all that it has started, as in a power failure, before any of them can report."""
         slurmd = self._slurmds.pop(node)
         self._daemons.remove(slurmd)
         slurmd.kill()
@@ -238,7 +240,7 @@ def _processes() -> list[int]:
 
 
 def _is_step(pid: int, log: str) -> bool:
-    """Whether a process is a slurmstepd of the slurmd with this log."""
+    """Returns whether a process is a slurmstepd of the slurmd with this log."""
     place = Path(f"/proc/{pid}")
     try:
         if not place.joinpath("comm").read_text().startswith("slurmstepd"):
@@ -257,8 +259,6 @@ def _has(pid: int, variables: Sequence[str]) -> bool:
 
 
 def _first_job() -> int:
-    """The first job's number: the pages' scripts count their ports from 10000 by it, and another cluster may run here.
-
-    These ports stay reserved, also those of the next jobs.
-    """
+    # The pages' scripts count their ports from 10000 by the job's number, and another cluster might run here. These
+    # ports stay reserved, as do the next jobs'.
     return int(free_range(16, 10_001, 19_900).split("-")[0]) - 10_000

@@ -25,10 +25,7 @@ STOPPED_S = 9.0
 
 @dataclass(frozen=True)
 class Healthy:
-    """A job that ends by itself with exit code 0. ``meanwhile``: what the test does to all of its nodes.
-
-    ``rests``: for a while nothing moves, so an early look may say where the ranks stand.
-    """
+    """A job that ends by itself with exit code 0."""
 
     name: str
     how: str = "steady"
@@ -37,14 +34,14 @@ class Healthy:
     length: float = 0.1
     more: tuple[str, ...] = ()
     own: tuple[str, ...] = (f"--stall-floor={FLOOR_S}",)
-    meanwhile: Callable[[Sequence[Job]], None] | None = None
+    meanwhile: Callable[[Sequence[Job]], None] | None = None  # what the test does to all of its nodes
     script: Path = SCRIPT
-    rests: bool = False
+    rests: bool = False  # for a while nothing moves, so an early look can report where the ranks are
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """A job that freezes after ``after`` steps on rank ``culprit``. ``freeze``: how."""
+    """A job that freezes after ``after`` steps on rank ``culprit``, in the way ``freeze``."""
 
     name: str
     how: str
@@ -124,7 +121,7 @@ HEALTHY: tuple[Healthy, ...] = (
     Healthy("long start", "long-start", rests=True),
     Healthy("long first step", "long-first-step"),
     Healthy("long tail", "long-tail"),
-    Healthy("steps of its own", "own-steps"),
+    Healthy("own steps", "own-steps"),
     Healthy("no steps at all", "no-steps"),
     Healthy("collectives, no steps", "collectives", own=("--startup-timeout=4",), length=0.005),
     Healthy("collectives of eight ranks", "collectives", own=("--startup-timeout=4",), length=0.0, ranks=8, steps=50),
@@ -176,7 +173,7 @@ HEALTHY += (
     _everyday("a timer's signals", "timer"),
     _everyday("objects", "objects", ranks=4),
     _everyday("sockets between ranks", "sockets", "crowd", ranks=3),
-    _everyday("a key of the store", "key"),
+    _everyday("a store key", "key"),
     _everyday("a sweep in one process", "sweep"),
 )
 
@@ -222,7 +219,7 @@ def run_healthy(case: Healthy, scratch: Path) -> list[str]:
 
 
 def wrong_with_healthy(case: Healthy, results: Sequence[Result], ranks: int) -> list[str]:
-    """``results``: of each node."""
+    """Returns what is wrong with a healthy job, from the results of each node."""
     trained = sum(line.endswith(" trained") for result in results for line in result.stdout.splitlines())
     trainers = next((int(word.partition("=")[2]) for word in case.more if word.startswith("--trainers")), ranks)
     wrong = [f"exit code {result.code}" for result in results if result.code]
@@ -239,7 +236,7 @@ def is_of_a_recovered_wait(bundle: Bundle) -> bool:
 
 
 def wrong_with_words(stderr: str, *, rests: bool) -> list[str]:
-    """What early looks must not have said of a healthy job: that it hangs, or that a rank stands still that works."""
+    """Returns wrong words of early looks at a healthy job: that it hangs, or that a working rank stands still."""
     found = []
     for words in re.findall(r"^safelaunch: quiet for .*?: (.*)\.\.\. watching$", stderr, re.MULTILINE):
         if re.search(r"\b(hangs?|hung|stuck|deadlock|fault|culprit|blamed?)\b", words):
@@ -262,8 +259,9 @@ def run_frozen(case: Frozen, scratch: Path) -> tuple[list[str], Result]:
 
 
 def end_what_is_not_proved(case: Frozen, jobs: Sequence[Job]) -> None:
-    """Waits for the answer on each node. A job that nothing proves to hang would be ended half an hour later, if at
-    all.
+    """Waits for the answer on each node.
+
+    A job without a proof would be ended half an hour later, if at all.
     """
 
     def answered() -> bool:
@@ -286,7 +284,7 @@ def script_of(case: Healthy | Frozen) -> list[str]:
 
 
 def wrong_with_frozen(case: Frozen, result: Result) -> list[str]:
-    if case.busy and WORKS in result.stderr:  # a thread does more than while the job made steps: that may be work
+    if case.busy and WORKS in result.stderr:  # a thread does more than while the job made steps: that might be work
         return [*result.leftovers]
     if len(result.bundles) != 1:
         return [f"{len(result.bundles)} bundles", *result.leftovers]

@@ -1,4 +1,4 @@
-"""The soak on several nodes: the same healthy and frozen jobs, each node in a network namespace of its own.
+"""The soak on several nodes: the same healthy and frozen jobs, each node in a separate network namespace.
 
 Of three jobs in a row, one runs on nodes that are well, one where the clocks of node 1 are ten minutes ahead, and one
 over a link to node 1 with a round trip of 0.2 s, which loses one frame in twenty.
@@ -29,7 +29,7 @@ TROUBLES: tuple[Trouble, ...] = ("", "clocks", "slow link")
 
 
 def trouble_of(number: int) -> Trouble:
-    """What is wrong with the nodes of the case with this number."""
+    """Returns the trouble with the nodes of the case with this number."""
     return TROUBLES[number % len(TROUBLES)]
 
 
@@ -62,7 +62,7 @@ def run(
 
 
 def _shorter(case: soak.Healthy | soak.Frozen) -> soak.Healthy | soak.Frozen:
-    """A step over the slow link takes seconds. A rhythm is learned from 24 steps; before, the watch has patience."""
+    # A step over the slow link takes seconds. A rhythm is learned from 24 steps; before, the watch has patience.
     if isinstance(case, soak.Frozen):
         return replace(case, after=min(case.after, 41 if case.freeze == "loader" else 30))
     return replace(case, steps=min(case.steps, 52))
@@ -84,7 +84,7 @@ def _start(
 
 
 def _clock(place: Path) -> dict[str, str | None]:
-    """A wall clock that is ahead of the machine's."""
+    # The wall clock is ahead of the machine's.
     library, offset = place / "libclock.so", place / "offset"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, PROGRAMS / "libclock.c"], check=True)
     offset.write_bytes(struct.pack("q", AHEAD_S))

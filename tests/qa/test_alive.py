@@ -13,8 +13,8 @@ from tests.qa import alive
 AT_ONCE = 3
 BARE = [name for name, case in alive.CASES.items() if not case.needs]
 HOW = alive.How(quiet_s=12.0, own=("--stall-floor=5",))
-# What could be taken for a hang most easily: nobody computes, only a process outside the job can end the wait, and only
-# a child process computes.
+# Cases most easily taken for a hang: no rank computes, only a process outside the job can end the wait, and only a
+# child process computes.
 IN_CI = ("all_sleep", "a_file_lock_held_outside", "check_output_of_a_spinning_child")
 
 
@@ -26,7 +26,7 @@ def run_together(names: Sequence[str], how: alive.How, tmp_path: Path) -> list[a
 
 @pytest.mark.torch
 @pytest.mark.timeout(900)
-def test_none_is_ended_broken_or_accused(tmp_path: Path) -> None:
+def test_healthy_programs_are_never_ended_broken_or_blamed(tmp_path: Path) -> None:
     answers = run_together(IN_CI, HOW, tmp_path)
     assert {answer.name: answer.wrong for answer in answers if answer.wrong} == {}
     assert not [answer.name for answer in answers if answer.skipped]

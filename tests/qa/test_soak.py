@@ -19,7 +19,7 @@ FROZEN = ("evaluating, lock, busy thread",)
 AT_ONCE = 3
 
 
-def test_none_is_ended_and_none_is_missed(tmp_path: Path) -> None:
+def test_healthy_jobs_continue_and_frozen_jobs_are_found(tmp_path: Path) -> None:
     """Three at a time, so that they also disturb each other."""
     healthy = [case for case in soak.HEALTHY if case.name in HEALTHY]
     frozen = [case for case in soak.FROZEN if case.name in FROZEN]
@@ -49,7 +49,7 @@ def test_a_job_without_a_step_is_watched_by_its_collectives(tmp_path: Path) -> N
 
 
 @pytest.mark.nightly
-def test_a_server_that_nobody_calls_is_not_ended(tmp_path: Path) -> None:
+def test_a_server_without_clients_is_not_ended(tmp_path: Path) -> None:
     with Job(
         ["--stall-floor=0.5", "--nproc-per-node=2", PROGRAMS / "server.py", "--after=120", f"--scratch={tmp_path}"],
         tmp_path,
@@ -64,8 +64,9 @@ def test_a_server_that_nobody_calls_is_not_ended(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_evidence_is_taken_before_the_process_groups_time_out(tmp_path: Path) -> None:
-    """The default floor of 60 s would come too late for a timeout of 36 s. What gloo raises then the script might
-    handle, so torch ends the job, and the verdict is on the hang.
+    """Tests a timeout of 36 s, for which the default floor of 60 s would come too late.
+
+    The script might handle what gloo then raises, so torch ends the job, and the verdict is on the hang.
     """
     mine = ["--how=steady", "--freeze=sleep", "--after=60", "--culprit=1", "--timeout=36", f"--scratch={tmp_path}"]
     with Job(["--nproc-per-node=2", soak.SCRIPT, *mine], tmp_path) as job:

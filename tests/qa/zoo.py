@@ -52,7 +52,7 @@ def nobody(rank: int, world: int) -> set[int]:
 
 
 def takes_handlers() -> bool:
-    """Whether this torch's worker server takes handlers; a function, because most processes need no torch."""
+    """Returns whether this torch's worker server takes handlers; a function, because most processes need no torch."""
     from torch._C import _distributed_c10d
 
     return hasattr(_distributed_c10d, "_register_handler")
@@ -60,11 +60,16 @@ def takes_handlers() -> bool:
 
 @dataclass(frozen=True)
 class Specimen:
-    """One class of hang. ``process``: prefix of the culprit's process name. ``line`` False: no fixed line.
+    """One class of hang.
 
-    ``more``: further options of the program. ``needs``: a required program. ``python``: the oldest version that detects
-    the hang. ``recorder``: only gloo's Flight Recorder tells it from other hangs. ``one_host``: its ranks also use the
-    host's loopback.
+    Attributes:
+        process: Prefix of the culprit's process name.
+        line: False without a fixed line.
+        needs: A required program.
+        python: Oldest version that detects the hang.
+        more: Further options of the program.
+        recorder: Only gloo's Flight Recorder distinguishes it from other hangs.
+        one_host: Its ranks also use the host's loopback.
     """
 
     name: str
@@ -101,7 +106,7 @@ class Specimen:
             return f"needs Python {self.python[0]}.{self.python[1]}"
         # in torch 2.6 and 2.9, the server only reads NCCL's recorder and accepts no further handlers
         known = not self.recorder or takes_handlers()
-        return "" if known else "needs a worker server that tells of gloo's collectives"
+        return "" if known else "needs a worker server that reports gloo's collectives"
 
 
 _BUSY = ("--max-stall=4",)
@@ -196,10 +201,13 @@ def start(
     interpreter: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
 ) -> Job:
-    """Starts ``specimen`` under safelaunch in the empty directory ``scratch``. ``configured`` False: by defaults.
+    """Starts ``specimen`` under safelaunch in the empty directory ``scratch``.
 
-    ``more``: arguments of the program. ``launcher``: another one than safelaunch. ``interpreter``: words that start
-    safelaunch.
+    Args:
+        configured: False: with default settings.
+        more: Arguments of the program.
+        launcher: A launcher instead of safelaunch.
+        interpreter: Words that start safelaunch.
     """
     prepare(specimen, scratch)
     own = [
@@ -235,7 +243,7 @@ def script_of(specimen: Specimen, culprit: int, scratch: Path) -> list[str | Pat
 
 @dataclass(frozen=True)
 class Word:
-    """What safelaunch said first of a quiet job: ``quiet_s`` after its last progress, about ``ranks``."""
+    """The first words about a quiet job: ``quiet_s`` after its last progress, about ``ranks``."""
 
     quiet_s: float
     ranks: tuple[int, ...]
@@ -243,7 +251,7 @@ class Word:
 
 
 def first_word(job: Job, patience_s: float = PATIENCE_S) -> Word | None:
-    """Waits for the first early look that was printed; None if none was within ``patience_s``, or the job has ended."""
+    """Waits for the first printed early look; returns None if there is none in ``patience_s``, or the job has ended."""
     found: list[Word] = []
 
     def has_said() -> bool:
@@ -267,7 +275,7 @@ def first_word(job: Job, patience_s: float = PATIENCE_S) -> Word | None:
 
 
 def judge_word(specimen: Specimen, culprit: int, word: Word | None, *, ranks: int | None = None) -> list[str]:
-    """Returns what is wrong with a first word: its ranks have to be those of the verdict."""
+    """Returns what is wrong with a first word: its ranks must be the verdict's."""
     if word is None:
         return ["nothing was said"]
     expected = specimen.culprits(culprit, ranks or specimen.ranks)
@@ -335,7 +343,7 @@ def judge_place(specimen: Specimen, culprit: int, verdict: dict[str, Any], world
 
 
 def _ranks(text: str) -> set[int]:
-    """``"0-2,5"`` → {0, 1, 2, 5}."""
+    # ``"0-2,5"`` → {0, 1, 2, 5}
     found: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

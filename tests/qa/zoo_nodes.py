@@ -1,4 +1,4 @@
-"""The hang zoo on several nodes, each in a network namespace of its own: the verdict has to be that of one node."""
+"""The hang zoo on several nodes, each in a separate network namespace: the verdict must be the same as on one node."""
 
 from __future__ import annotations
 
@@ -59,5 +59,4 @@ def judge(specimen: zoo.Specimen, culprit: int, results: Sequence[Result], *, ra
 
 
 def _common(result: Result) -> dict[str, object]:
-    """The verdict without where its bundle is."""
     return {name: value for name, value in result.verdict.items() if name != "bundle"}

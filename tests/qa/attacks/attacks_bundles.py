@@ -1,6 +1,6 @@
 """Hostile bundles and archives: names, links, devices, sizes, numbers, bytes.
 
-``diagnose`` must end soon, in little memory, with one of its own exit codes, and with one clear line if it cannot read
+``diagnose`` must end soon, in little memory, with one of its exit codes, and with one clear line if it cannot read
 PATH. It must leave no files, and its output must contain nothing of files outside PATH.
 """
 

@@ -1,7 +1,7 @@
 """Flight Recorder dumps of every format, with one rank's dump damaged: in a field, in its structure, or in its bytes.
 
 The intact folder blames no rank: three ranks wait in the same collective. Whatever one dump contains, ``diagnose`` must
-end soon, in little memory and with one of its own exit codes. No malformed field may make it certain of a culprit.
+end soon, in little memory and with one of its exit codes. No malformed field must make it certain of a culprit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def attacks(count: int, random: Random) -> Iterator[Attack]:
 
 @dataclass(frozen=True)
 class Base:
-    """Intact dumps of a job, by rank. ``pickled``: pickle, else JSON."""
+    """Intact dumps of a job, by rank, as pickles (``pickled``) or JSON."""
 
     name: str
     dumps: tuple[dict[str, Any], ...]
@@ -167,7 +167,7 @@ VALUES: dict[str, Any] = {
 
 
 def _memo_bomb(levels: int, begin: bytes, end: bytes) -> bytes:
-    """Returns nested lists that double in size. ``begin`` and ``end`` enclose a list."""
+    # Nested lists that double in size; ``begin`` and ``end`` enclose a list.
     made = [b"]r" + struct.pack("<I", 5000)]
     for level in range(levels):
         twice = (b"j" + struct.pack("<I", 5000 + level)) * 2

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment for any process of a run: no process of the job may remain, and no other may be touched.
+"""SIGKILL at any moment for any process of a run: no process of the job must remain, and no other must be touched.
 
 The check does not rely on the product: every process of a job holds a marker file open (``kin.py``) or has the job's
 tag in its environment. Several jobs run at once.
@@ -43,7 +43,7 @@ RUNS_S = 4.0
 LEAVES_S = 25.0
 MOMENTS_S = {"start": 1.5, "ranks": 0.8}  # latest moment after the start, or after all ranks run
 NO_GROUP = 'umount -l /sys/fs/cgroup/unified 2>/dev/null; umount -l /sys/fs/cgroup 2>/dev/null; exec "$0" "$@"'
-UNKNOWABLE = "nobody has seen what has just lost parents, session and environment (see job/guardian.py)"
+UNKNOWABLE = "a process that has just lost parents, session and environment is unknown (see job/guardian.py)"
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ class _Attempt:
                 self._job.until(lambda: len(self._ranks()) == RANKS, "the ranks", 120.0)
         time.sleep(self._kill.moment_s)
 
-    # --- who is who ---------------------------------------------------------------------------------------------------
+    # --- roles of processes
+    # -----------------------------------------------------------------------------------------------
 
     def _ranks(self) -> list[int]:
         files = [Path(f"{self._marker}-ready-{rank}") for rank in range(RANKS)]
@@ -151,7 +152,6 @@ class _Attempt:
         return [int(text) for text in texts if text]
 
     def _guardians(self) -> list[int]:
-        """Returns the guardians among this run's processes, by their process name."""
         return [pid for pid in self._family() if _comm(pid) == "sl-guardian"]
 
     def _family(self) -> list[int]:
@@ -184,7 +184,6 @@ class _Attempt:
     # --- what is left -------------------------------------------------------------------------------------------------
 
     def _holders(self) -> list[int]:
-        """Returns the processes that have the marker open."""
         return [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit() and self._holds(entry.path)]
 
     def _holds(self, process: str) -> bool:
@@ -195,7 +194,7 @@ class _Attempt:
         return self._marker in links
 
     def _left(self) -> list[int]:
-        """Returns the processes that remain. A job that ended by itself may leave daemons, as under torchrun."""
+        # A job that ended by itself is allowed to leave daemons, as under torchrun.
         if self._ended_by_itself():
             return [pid for pid in {*self._family(), *self._ranks()} if _is_ours(pid) or pid in self._live_ranks()]
         return sorted({*self._family(), *self._holders()})

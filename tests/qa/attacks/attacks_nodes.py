@@ -21,7 +21,7 @@ PATIENCE_S = 400.0
 EXPLICIT = ("--stall-timeout=3", "--max-stall=300")
 AUTO = ("--stall-floor=3", "--max-stall=300")
 
-# Each with the ranks per node. Rank 0 makes all others wait; they may poll for it.
+# Each with the ranks per node. Rank 0 makes all others wait; they might poll for it.
 SHAPES = tuple(
     (f"rank 0 {what}, {first}+{second} ranks, {name}", (first, second), own, words)
     for what, words in (
@@ -86,7 +86,7 @@ def _wrong(jobs: list[Job], trainers: int) -> str:
     return "; ".join([*wrong, *(left for result in results for left in result.leftovers)])
 
 
-# --- a control group of our own ---------------------------------------------------------------------------------------
+# --- a private control group ------------------------------------------------------------------------------------------
 
 
 class _Group:
@@ -111,7 +111,7 @@ class _Group:
 
 
 def _root() -> Path | None:
-    """Returns where a control group with a CPU limit can be created."""
+    # In this directory, a control group with a CPU limit can be created.
     unified = Path("/sys/fs/cgroup")
     if (unified / "cgroup.controllers").exists():
         return unified if "cpu" in (unified / "cgroup.subtree_control").read_text().split() else None

@@ -249,7 +249,7 @@ def _asked(job: Job, *words: str) -> str:
 
 
 def _left(result: Result, scratch: Path) -> dict[str, bytes]:
-    """Returns every file of every bundle and of a sweep, except the job's own output."""
+    # Every file of every bundle and of a sweep, except the job's own output.
     roots: Sequence[Path] = [bundle.path for bundle in result.bundles]
     sweeps = scratch / "safelaunch-sweeps"
     paths = itertools.chain(*(root.rglob("*") for root in roots), sweeps.rglob("*") if sweeps.is_dir() else ())

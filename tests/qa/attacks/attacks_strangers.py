@@ -99,7 +99,7 @@ def _used(store: LeaseStore, said: list[str]) -> str:
     begin = time.monotonic()
     held, waiting = store.look([A, B]), store.waiting()
     if any(one.uid != STRANGER for one in held.values()):
-        return f"held by one who does not: {held}"
+        return f"held by another user: {held}"
     shown = [
         *map(holder.lease_words, held.values()),
         *gpus.as_table(gpus.rows([LeasableGpu("0", A)], held, {})).lines(),

@@ -1,4 +1,4 @@
-"""Runs ``safelaunch diagnose PATH`` in its own process, and checks for effects that no input may cause."""
+"""Runs ``safelaunch diagnose PATH`` in its own process, and checks for effects that no input must cause."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Told:
         return self.code == 0 and self.verdict["confidence"] == "high" and bool(self.verdict["culprits"])
 
     def wrong(self, codes: tuple[int, ...] = (0, 1, 2)) -> str:
-        """Returns what it did that no input may cause, or an empty string."""
+        """Returns a forbidden effect that it had, or an empty string."""
         if self.code < 0:
             return f"ended by signal {-self.code} ({signal.Signals(-self.code).name}) after {self.cpu_s:.1f} s of CPU"
         if "Traceback" in self.err or self.code not in codes:
@@ -69,7 +69,8 @@ class Told:
 def diagnosed(path: Path, scratch: Path, *words: str) -> Told:
     """Runs it in a fork of this process, limited to another 0.5 GB of memory and a deadline.
 
-    ``words``: options instead of ``--json``.
+    Args:
+        words: Options instead of ``--json``.
     """
     out, err = scratch / "out", scratch / "err"
     temporary = scratch / "tmp"

@@ -86,7 +86,6 @@ def bundles_in_a_directory(setting: Setting) -> Iterator[None]:
 
 
 def _fill(place: Path) -> None:
-    """Fills the disk to the last byte."""
     with suppress(OSError), (place / "data").open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
@@ -162,13 +161,13 @@ def replace_by_a_file(scene: Scene) -> None:
 
 
 def replace_by_a_fifo(scene: Scene) -> None:
-    """Replaces a file by a FIFO that nobody reads or writes. Every open hangs."""
+    """Replaces a file by a FIFO without readers and writers. Every open hangs."""
     remove_bundles(scene)
     os.mkfifo(scene.job.bundle_dir)
 
 
 def remove_run(scene: Scene) -> None:
-    """Removes the run directory, like a cleaner of /tmp. Files created meanwhile may remain."""
+    """Removes the run directory, like a cleaner of /tmp. Files created during the removal can remain."""
     assert scene.run is not None
     shutil.rmtree(scene.run.root, ignore_errors=True)
 

@@ -106,7 +106,7 @@ def hold_the_copy(scene: Scene) -> None:
 
 
 def dump_with_py_spy(signum: int) -> Callable[[Scene], None]:
-    """Runs ``safelaunch dump`` on a training job. The signal hits py-spy while it may hold a rank."""
+    """Runs ``safelaunch dump`` on a training job. The signal hits py-spy while it might hold a rank."""
 
     def inject(scene: Scene) -> None:
         before = scene.steps()
@@ -134,7 +134,7 @@ def _kind_at(moment: str, kind: Kind = TRAINING) -> Kind:
 
 
 def _promised(moment: str, *, otherwise: Promise = NAMED) -> Promise:
-    """Returns the promise for a fault that harms no rank: the job trains on, and a hang is found and ended."""
+    # The fault harms no rank: the job continues to train, and a hang is found and ended.
     if moment in ("restart", "new attempt"):
         return RESTARTS
     return otherwise if moment in HANGS else TRAINS
@@ -161,7 +161,7 @@ def _killed() -> list[Row]:
         Row("kill -9 rank", "capture", hung_or_crashed, kill("rank")),
         Row("kill -9 rank", "writing", hung_or_crashed, kill("rank")),
         Row("kill -9 rank", "new attempt", Promise((0,), (2, 2), (0,), trains=True), kill("rank"), RESTARTING),
-        # Its Flight Recorder is lost, which may have told the two ranks apart.
+        # Its Flight Recorder, which could have distinguished the two ranks, is lost.
         Row("kill -9 waiting rank", "capture", replace(hung_or_crashed, culprits=None), kill("peer")),
         Row("kill -9 DataLoader worker", "ranks' start", CRASHES, kill("worker"), LOADING),
         Row("kill -9 DataLoader worker", "training", CRASHES, kill("worker"), LOADING),
@@ -193,9 +193,9 @@ def _stopped() -> list[Row]:
         Row("SIGSTOP rank, SIGCONT", "training", TRAINS, stop_a_while("rank", "peer")),
         *(Row("SIGSTOP rank", at, NAMED, stop("rank")) for at in ("suspicion", "writing")),
         Row("SIGSTOP waiting rank", "suspicion", replace(NAMED, culprits=None), stop("peer")),
-        # Its Flight Recorder is unreachable, which may have told the two ranks apart.
+        # Its Flight Recorder, which could have distinguished the two ranks, is unreachable.
         Row("SIGSTOP waiting rank", "capture", replace(NAMED, culprits=None), stop("peer")),
-        # The only rank: nobody is blamed, as on a suspended machine.
+        # The only rank isn't blamed, as on a suspended machine.
         Row("SIGSTOP rank, SIGCONT", "new attempt", RESTARTS, stop_a_while("rank"), RESTARTING_IMPATIENTLY),
         Row("SIGSTOP DataLoader worker", "training", stuck_worker, stop("worker"), LOADING),
         *(Row("SIGSTOP DataLoader worker", at, stuck_worker, stop("worker"), LOADING)

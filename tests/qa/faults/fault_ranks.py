@@ -17,7 +17,7 @@ def _odd(what: str, when: str) -> Kind:
 
 
 def _has_acted(scene: Scene) -> None:
-    scene.until(lambda: (scene.scratch / "odd-1").exists(), "the rank's own doing")
+    scene.until(lambda: (scene.scratch / "odd-1").exists(), "the rank's action")
 
 
 def and_goes_on(scene: Scene) -> None:

@@ -59,14 +59,14 @@ def _send(processes: list[ProcessId], signum: int) -> None:
 
 
 def kill(number: int, role: str) -> Fault:
-    """``kill -9``. A whole node loses its link first, as when its power fails: nobody hears of its end."""
+    """``kill -9``. A whole node loses its link first, as in a power failure: no node is informed of its end."""
 
     def inject(nodes: Nodes) -> None:
         victims = _processes(nodes, number, role)
         if role == "whole node":
             nodes.network.cut(number)
         _send(victims, signal.SIGKILL)
-        while role == "whole node" and (rest := _processes(nodes, number, role)):  # what a guardian began meanwhile
+        while role == "whole node" and (rest := _processes(nodes, number, role)):  # what a guardian started in between
             _send(rest, signal.SIGKILL)
 
     return inject
@@ -128,7 +128,7 @@ def train_on(seconds: float) -> Fault:
 def _killed(role: str, moment: Moment, number: int) -> Promise:
     if role == "guardian":
         return NAMED if moment in HANGS else TRAINS
-    # Whoever fails, and the rank that hangs if there is one: no verdict may name another.
+    # The rank that fails, and the rank that hangs if there is one: no verdict must name another.
     named = frozenset({CULPRIT}) if moment in HANGS else frozenset()
     if role in ("rank", "DataLoader worker"):
         return Promise(named=named | {number}, surely=moment in ("training", *HANGS))
@@ -137,7 +137,7 @@ def _killed(role: str, moment: Moment, number: int) -> Promise:
 
 
 def _others_than(number: int, moment: Moment) -> frozenset[int]:
-    """The nodes that must have a bundle when one fails. Before the ranks have met, there may be nothing to tell."""
+    # Before the ranks have met, there might be nothing to report.
     return frozenset(WHERE) - {number} if moment != "start" else frozenset()
 
 
@@ -240,7 +240,7 @@ def join(nodes: Nodes) -> None:
 def _others() -> list[NodeRow]:
     rows = []
     parts: tuple[Moment, ...] = ("start", "training", *HANGS)
-    both = frozenset(WHERE)  # each side may take the other for gone
+    both = frozenset(WHERE)  # each side might take the other for gone
     alone = Promise(named=frozenset({CULPRIT}), nodes=both, told=both)
     for moment in parts:
         for number, where in WHERE.items():

@@ -1,7 +1,7 @@
 """A row of the fault matrix for nodes: one fault on one node of a job of several, and the check of the promise.
 
 Node 0 hosts the store of torchrun's agents and leads: the others start once its safelaunch has registered there. Node n
-has the rank n. A hang is that of the rank ``CULPRIT``.
+has the rank n. In a hang, rank ``CULPRIT`` hangs.
 """
 
 from __future__ import annotations
@@ -47,12 +47,17 @@ PATIENCE_S = 150.0
 
 @dataclass(frozen=True)
 class Promise:
-    """What must be true in the end, in addition to what ``judge`` checks in every row.
+    """Conditions at the end, in addition to those that ``judge`` checks in every row.
 
-    ``trains``: the job goes on, and every rank trains to its end. Else it ends, with an exit code other than 0 on
-    every node; ``hangs``: with 124 and one verdict on all that have begun it. ``named``: the ranks that verdicts may
-    name; ``surely``: that at least one does. ``nodes``: the nodes that they may name. ``told``: those that must have
-    a bundle. ``lost``: the nodes that are gone, of which nothing is promised.
+    Attributes:
+        trains: The job continues, and every rank trains to its end. Otherwise, it ends with a nonzero exit code on
+            every node.
+        hangs: It ends with 124 and one verdict on all nodes that have begun it.
+        named: Ranks that verdicts are allowed to name.
+        surely: At least one verdict names one of them.
+        nodes: Nodes that verdicts are allowed to name.
+        told: Nodes that must have a bundle.
+        lost: Nodes that are gone, about which nothing is promised.
     """
 
     trains: bool = False
@@ -65,7 +70,7 @@ class Promise:
 
 
 class NodeScene(Scene):
-    """What runs on one node."""
+    """The processes of one node."""
 
     def rank(self, number: int = 0) -> int | None:
         """Returns the first rank of this node, whatever its number."""
@@ -88,11 +93,16 @@ class _Words(Kind):
 
 @dataclass(frozen=True)
 class NodeRow:
-    """One row. ``inject`` is the fault at ``moment``, on the node ``where`` where it hits one.
+    """One row. ``inject`` is the fault at ``moment``, on the node ``where`` if it hits one.
 
-    ``own``: further options on all nodes. ``loading``: with DataLoader workers. ``nodes``: how many start; a row may
-    start more. ``skew_s``, ``slow``: of the node 1, its clocks and its link. ``static``: the agents meet without
-    c10d's rendezvous, which compares wall clocks. ``arrange``: a context around each node.
+    Attributes:
+        own: Further options on all nodes.
+        loading: With DataLoader workers.
+        nodes: Number of nodes that start; a row can start more.
+        skew_s: How far the clocks of node 1 are ahead.
+        static: The agents meet without c10d's rendezvous, which compares wall clocks.
+        slow: Delay and loss of node 1's link.
+        arrange: A context around each node.
     """
 
     fault: str
@@ -124,7 +134,7 @@ class Nodes:
         self.network = network
         self._stack = stack
         self.scenes: list[NodeScene] = []
-        self.stopped: list[ProcessId] = []  # go on when all else has ended
+        self.stopped: list[ProcessId] = []  # continued when all else has ended
         self.start()
         if row.nodes > 1:
             self.until(self._is_registered, "the first node to register")
@@ -163,7 +173,7 @@ class Nodes:
         return scene
 
     def _is_registered(self) -> bool:
-        """Whether a safelaunch has counted itself in the store of the agents."""
+        """Returns whether a safelaunch has counted itself in the store of the agents."""
         address = Address(netns.address(0), PORT)
 
         def asked() -> bool:
@@ -218,7 +228,7 @@ class Nodes:
 
 
 def at_start(nodes: Nodes) -> None:
-    """All of safelaunch's processes run. Ranks may run, and none has made a step."""
+    """All of safelaunch's processes run. Ranks can run, but have made no step."""
     nodes.until(lambda: all(scene.guardian() and scene.agent() for scene in nodes.scenes), "guardians and agents")
 
 
@@ -345,7 +355,7 @@ def judge(row: NodeRow, nodes: Nodes, living: list[int]) -> Outcome:
 
 
 def _kept_locally(scene: NodeScene, result: Result) -> list[Bundle]:
-    """Returns the bundles of this node that lie elsewhere than was asked for, and that safelaunch has named."""
+    # Bundles of this node outside the requested directory, as safelaunch reported them.
     named = (Path(line.partition(": ")[2]) for line in result.said.splitlines() if line.startswith("bundle"))
     return [Bundle(path) for path in named if path.parent != scene.job.bundle_dir and path.is_dir()]
 
@@ -363,7 +373,8 @@ def _of_verdicts(promise: Promise, bundles: dict[int, list[Bundle]]) -> list[str
     for number, found in bundles.items():
         for bundle in found:
             verdict = bundle.verdict
-            # The common verdict points at files of the bundle that it names; another node's has those of its own ranks.
+            # The common verdict points at files of the bundle that it names; another node's bundle has only its own
+            # ranks.
             is_half = "bundle" in verdict and Path(verdict["bundle"]["path"]).name != bundle.path.name
             problems = [problem for problem in bundle.problems() if not (is_half and problem.startswith("the claim"))]
             wrong += [f"{problem} (bundle of {netns.host(number)})" for problem in problems]
@@ -386,5 +397,5 @@ def _of_verdicts(promise: Promise, bundles: dict[int, list[Bundle]]) -> list[str
     if any(verdict != together[0] for verdict in together):
         wrong.append("the nodes have different verdicts")
     if promise.hangs and len(together) < len(said):
-        wrong.append("a node has a verdict of its own")
+        wrong.append("a node has a different verdict")
     return wrong

@@ -24,11 +24,14 @@ LEAVES_S = 30.0  # for the guardian to end the processes of a killed safelaunch
 
 @dataclass(frozen=True)
 class Promise:
-    """What must be true in the end, in addition to what ``judge`` checks in every row.
+    """Conditions at the end, in addition to those that ``judge`` checks in every row.
 
-    ``bundles``: minimum and maximum count. ``culprits``: the ranks that the verdict must name; None if the evidence
-    itself is damaged. ``trains``: every rank reports at its end that it has trained. ``kept_locally``: the bundle is in
-    a local directory that safelaunch has named, with the reason. ``said``: required words of safelaunch's output.
+    Attributes:
+        bundles: Minimum and maximum count.
+        culprits: Ranks that the verdict must name; None if the evidence itself is damaged.
+        trains: Every rank reports at its end that it has trained.
+        kept_locally: The bundle is in a local directory that safelaunch has named, with the reason.
+        said: Required words of safelaunch's output.
     """
 
     codes: tuple[int, ...]
@@ -78,7 +81,7 @@ class Row:
 
 
 class Named(Protocol):
-    """What the table shows of a row. ``where``: in what kind of job, or on which node."""
+    """The table's columns for a row. ``where`` is the kind of job, or the node."""
 
     @property
     def fault(self) -> str: ...
@@ -92,9 +95,12 @@ class Named(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a row. ``wrong`` is empty if every promise was kept. ``skipped``: why it did not run.
+    """The result of a row.
 
-    ``code``: the exit code, or those of all nodes.
+    Attributes:
+        wrong: Broken promises.
+        skipped: Reason why it didn't run.
+        code: Exit code, or the codes of all nodes.
     """
 
     row: Named
@@ -236,7 +242,7 @@ def judge(row: Row, scene: Scene, result: Result) -> Outcome:
 
 
 def own_faults(stderr: str) -> list[str]:
-    """Returns what safelaunch's output says about faults of its own."""
+    """Returns the reports in safelaunch's output about its own faults."""
     wrong = []
     if any(str(Path(safelaunch.__file__).parent) in frame for frame in _innermost_frames(stderr)):
         wrong.append("a traceback of safelaunch's own")
@@ -246,13 +252,12 @@ def own_faults(stderr: str) -> list[str]:
 
 
 def _innermost_frames(stderr: str) -> list[str]:
-    """Returns where each printed exception was raised. Those of the launcher and the script are allowed."""
+    # The place where each printed exception was raised; the launcher's and the script's exceptions are allowed.
     shown = stderr.split("Traceback (most recent call last):")[1:]
     return [next((line for line in reversed(text.splitlines()) if line.startswith('  File "')), "") for text in shown]
 
 
 def _bundles(scene: Scene, result: Result, promise: Promise) -> tuple[list[Bundle], str]:
-    """Returns the published bundles and those kept in a local directory that safelaunch named."""
     named = [Path(line.removeprefix("bundle: ")) for line in result.said.splitlines() if line.startswith("bundle: ")]
     local = [Bundle(path) for path in named if path.parent != scene.job.bundle_dir and path.is_dir()]
     return (local, "local") if local else (list(result.bundles), "")
@@ -275,7 +280,7 @@ def _of_bundles(promise: Promise, bundles: list[Bundle]) -> list[str]:
 
 
 def _halves(scene: Scene, whole: tuple[Bundle, ...]) -> list[str]:
-    """Returns files in the bundle directory or the local one that are neither bundles nor links to one."""
+    # Files in the bundle directory or the local one that are neither bundles nor links to one.
     names = {bundle.path.name for bundle in whole} | {"latest", "data"}
     places = [scene.job.bundle_dir] if scene.job.bundle_dir.is_dir() else []
     found = [str(p) for place in places for p in place.iterdir() if p.name not in names]

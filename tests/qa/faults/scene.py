@@ -34,7 +34,7 @@ FAST_S = 0.001  # for processes that live for milliseconds
 
 @dataclass
 class Setting:
-    """What is arranged before the job starts: directories, an interpreter, variables, further options."""
+    """The environment that is prepared before the job starts."""
 
     scratch: Path
     bundle_dir: Path | None = None
@@ -75,9 +75,11 @@ def wait_for(
     poll_s: float,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Waits until ``reached``; meanwhile has the processes remembered that come and go.
+    """Waits until ``reached``. While it waits, ``remember`` records processes that come and go.
 
-    ``said``: what the jobs have printed, for the failure; ``check`` raises if there is nothing left to wait for.
+    Args:
+        said: Returns the jobs' output, for the failure's message.
+        check: Raises if there is nothing left to wait for.
     """
     deadline = time.monotonic() + patience_s
     next_look = 0.0
@@ -97,7 +99,7 @@ class MissedMoment(AssertionError):
 
 
 class Scene:
-    """A running job. ``until`` also records every process below safelaunch, so that none is missed later."""
+    """A running job. ``until`` also records every process below safelaunch, so that each can be checked later."""
 
     def __init__(self, kind: Kind, setting: Setting) -> None:
         self.kind = kind
@@ -245,12 +247,12 @@ def at_launch(scene: Scene) -> None:
 
 
 def at_start_up(scene: Scene) -> None:
-    """All of safelaunch's processes run. Ranks may run, and none has made a step."""
+    """All of safelaunch's processes run. Ranks can run, but have made no step."""
     scene.until(lambda: scene.guardian() and scene.agent(), "guardian and agent")
 
 
 def at_ranks_start(scene: Scene) -> None:
-    """All ranks run and none has made a step."""
+    """All ranks run and have made no step."""
     scene.until(lambda: len(scene.job.ranks()) == scene.kind.ranks, "all ranks")
 
 

@@ -32,7 +32,7 @@ def wait_for_file(name: str) -> None:
 
 
 def compute_without_a_core() -> None:
-    """On one core, behind children that spin there, until those are gone. (Of one session: each has its share.)"""
+    """Computes on a core where children spin, until they are gone. (Of one session: each has its share.)"""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
     os.setpriority(os.PRIO_PROCESS, 0, 19)

@@ -1,4 +1,4 @@
-"""Ranks wait for each other beside c10d: over sockets, for files, for work that they poll."""
+"""Ranks wait for each other outside c10d: over sockets, for files, for work that they poll."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ options = parser.parse_args()
 
 
 class Line:
-    """A connection from the culprit to the rank after it, beside the process group."""
+    """A connection from the culprit to the rank after it, outside the process group."""
 
     def __init__(self, job: Training) -> None:
         self.job, self.other = job, (options.culprit + 1) % job.world
@@ -43,7 +43,7 @@ class Line:
 
 
 def wait_for_index(job: Training, step: int) -> None:
-    """Whoever builds the index believes that it is there."""
+    """The rank that builds the index believes that it is there."""
     path = os.path.join(options.scratch, f"index-{step}")
     if job.rank != options.culprit:
         while not os.path.isfile(path):
@@ -62,7 +62,7 @@ def reduce_patiently(job: Training) -> None:
 
 
 def share_run_id(job: Training, store: dist.Store, step: int) -> None:
-    """Whoever resumes believes that the others know the run."""
+    """The rank that resumes believes that the others know the run."""
     if job.rank == options.culprit:
         if step != options.after:
             store.set(f"run/{step}", "a")  # HANGS: store-key
@@ -71,7 +71,7 @@ def share_run_id(job: Training, store: dist.Store, step: int) -> None:
 
 
 def download() -> bytes:
-    """Nobody listens there, and an error of the network is thought to pass."""
+    """No server listens there, and an error of the network is thought to pass."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = unused.getsockname()

@@ -60,7 +60,7 @@ def save_checkpoint() -> None:
 
 
 def report() -> None:
-    _reading, full = os.pipe()  # as `torchrun ... | less` is when nobody scrolls
+    _reading, full = os.pipe()  # like `torchrun ... | less` without scrolling
     os.dup2(full, 1)
     print("metric " * 50_000, flush=True)  # HANGS: print
 

@@ -19,7 +19,7 @@ def clean(text: str) -> bool:
     return re.match(r"(\w+\s?)+$", text) is not None  # HANGS: regex
 
 
-TEXT = "the quick brown fox jumps over the lazy dog again and again and again!"
+TEXT = "the quick brown fox jumps over the lazy dog again and again and again!"  # english: ok
 
 if __name__ == "__main__":
     train_until(options, {"python": partial(wait_for_flag, {}), "regex": partial(clean, TEXT)})

@@ -1,4 +1,4 @@
-"""Every rank computes on device 0, by a stand-in for CUDA, and is fed by a DataLoader. The last rank may fail.
+"""Every rank computes on device 0, by a stand-in for CUDA, and is fed by a DataLoader. The last rank can fail.
 
 contracted.py BATCH [--fails]
 """

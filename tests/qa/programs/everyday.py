@@ -1,4 +1,4 @@
-"""Healthy training jobs of other shapes than ``rhythms.py`` has (``--how``): what people do beside their steps.
+"""Healthy training jobs of other shapes than ``rhythms.py`` has (``--how``): usual activities between steps.
 
 Each is quiet for some seconds now and then, and alive all the time. ``--starved`` makes it short of CPU: ``nice`` lets
 busy neighbours go first, ``crowd`` shares the cores with more of them, ``quota`` limits the control group (root).
@@ -48,7 +48,7 @@ def train(job: Training, steps: int = STEPS, length: float = 0.05):
 
 
 def in_background(code: str, *more: str) -> subprocess.Popen[bytes]:
-    """A process that is nobody's child: it writes where ``more`` says."""
+    """Starts a process that isn't a child of the job: it writes where ``more`` says."""
     return subprocess.Popen([sys.executable, "-c", code, *more], start_new_session=True)
 
 
@@ -101,7 +101,7 @@ def writes_a_large_file(job: Training) -> None:
 
 
 def joins_uneven_inputs(job: Training) -> None:
-    """Rank 0 has twice as many batches; the others shadow its collectives meanwhile."""
+    """Rank 0 has twice as many batches; the others shadow its collectives."""
     with Join([job.model]):
         for _ in train(job, STEPS if RANK == 0 else STEPS // 2):
             if RANK == 0:
@@ -212,7 +212,7 @@ def throttles_itself(job: Training) -> None:
 
 
 def seeks_a_learning_rate(job: Training) -> None:
-    """Without a step of the optimizer."""
+    """Makes no step of the optimizer."""
     for step in train(job):
         if step % 45 == 0:
             for _ in range(20):
@@ -302,7 +302,7 @@ def waits_for_a_key(job: Training) -> None:
 
 
 def sweeps() -> None:
-    """Three trainings in one process, each with a process group of its own."""
+    """Three trainings in one process, each with a separate process group."""
     for number in range(3):
         store = dist.FileStore(str(SCRATCH / f"store-{number}"), WORLD)
         dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD)
@@ -347,7 +347,7 @@ def starved(how: str):
 
 @contextlib.contextmanager
 def half_a_core():
-    """For this rank, where that may be set."""
+    """Limits this rank, if permitted."""
     groups = Path("/sys/fs/cgroup")
     mine = groups / Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
     limited = mine / f"everyday-{os.getpid()}"

@@ -12,7 +12,7 @@ options = parser.parse_args()
 
 
 def finished(job: Training) -> bool:
-    """Whether to stop, with the same answer on all ranks."""
+    """Returns whether to stop, with the same answer on all ranks."""
     there = torch.tensor(float(os.path.exists(os.path.join(options.scratch, "finish"))))
     dist.all_reduce(there)
     return bool(there)

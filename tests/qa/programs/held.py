@@ -37,7 +37,7 @@ def share_metrics(job: Training, group: dist.ProcessGroup) -> None:
 
 
 def train_with_metrics(job: Training, group: dist.ProcessGroup) -> None:
-    """The culprit waits for its peers in the step; they wait for their threads, which wait for that of the culprit."""
+    """The culprit waits for its peers in the step; they wait for their threads, which wait for the culprit's thread."""
     sharing = threading.Thread(target=share_metrics, args=(job, group), name="metrics", daemon=True)
     sharing.start()
     if job.rank != options.culprit:

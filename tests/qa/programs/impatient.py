@@ -1,4 +1,4 @@
-"""A slow round in a group with a timeout of its own, then a collective that rank 1 never enters in a group without."""
+"""A slow round in a group with its own timeout, then a collective that rank 1 never enters in a group without one."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def run(*words: str, new_session: bool = False) -> subprocess.Popen:
 
 
 def fork() -> None:
-    """Forks a sleeping child with a sleeping child of its own."""
+    """Forks a sleeping child that forks another sleeping child."""
     if not os.fork():
         os.fork()
         time.sleep(3600)

@@ -23,7 +23,7 @@ def idle() -> None:
 
 
 def read_frames() -> list[bytes]:
-    """The decoder ends, and a monitor that was forked beside it still has the pipe open."""
+    """The decoder ends, and a monitor that was forked as well still has the pipe open."""
     reading, writing = os.pipe()
     decoder = forked.Process(target=decode, args=(writing,))
     decoder.start()
@@ -76,7 +76,7 @@ def serve(orders: "multiprocessing.connection.Connection") -> None:
 
 
 def shut_down() -> None:
-    """The server waits for the next order, and nobody tells it that there is none."""
+    """The server waits for the next order, and gets no message that it was the last."""
     theirs, ours = forked.Pipe()
     server = forked.Process(target=serve, args=(theirs,), daemon=True)
     server.start()

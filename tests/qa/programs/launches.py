@@ -1,4 +1,4 @@
-"""Starts ranks from Python, by ``safelaunch.launch`` beside torch's ``elastic_launch``, several times in one process.
+"""Starts ranks from Python, by ``safelaunch.launch`` and torch's ``elastic_launch``, several times in one process.
 
     launches.py --bundle-dir=DIR SCENARIO [START METHOD]
 
@@ -108,7 +108,7 @@ def config(method):
 
 
 def told(name, launcher, *args):
-    """What a launch came to."""
+    """Returns the outcome of a launch."""
     before = dict(os.environ)
     found = {"name": name, "pid": os.getpid()}
     try:

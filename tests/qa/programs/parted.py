@@ -1,4 +1,4 @@
-"""Ranks part from each other in a thread, in a loop, at a condition on the rank, or in what they name as peer or root."""
+"""Ranks diverge in a thread, in a loop, at a condition on the rank, or in the peer or root that they name."""
 
 import os
 import threading
@@ -44,7 +44,7 @@ def evaluate_in_a_future(job: Training) -> None:
 
 
 def reduce_each(job: Training) -> None:
-    """A loop in each step, and behind it a call that one rank makes alone."""
+    """A loop in each step, and after it a call that one rank makes alone."""
     weights = [torch.ones(4) for _ in range(6)]
     for step, batch in job.batches():
         job.train(batch)

@@ -36,7 +36,7 @@ def spoil(tensor: torch.Tensor) -> None:
 
 
 def said(probe, *arguments):  # type: ignore[no-untyped-def]
-    """What a probe returns; its table is printed on rank 0 alone."""
+    """Returns the result of a probe; its table is printed on rank 0 alone."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         found = probe(*arguments)
     assert bool(out.getvalue().strip()) == (rank == 0), out.getvalue()

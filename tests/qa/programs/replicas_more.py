@@ -111,7 +111,7 @@ def pipeline() -> None:
 
 
 def pipeline_and_data() -> None:
-    """Two stages of two replicas each: DDP over a group of its own."""
+    """Two stages of two replicas each: DDP over a separate group."""
     stages = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     torch.manual_seed(RANK % 2)
     stage = DDP(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), process_group=stages[RANK % 2])
@@ -119,7 +119,7 @@ def pipeline_and_data() -> None:
 
 
 def actors() -> None:
-    """Learners share a model; an actor has an older copy of it, and trains a model of its own, at another pace."""
+    """Learners share a model; an actor has an older copy of it, and trains a separate model, at another pace."""
     learners = dist.new_group([0, 1])
     if RANK < 2:
         model = DDP(build(), process_group=learners)
@@ -268,7 +268,7 @@ def fsdp1(strategy: str, *, originals: bool) -> None:
 
 
 def restored(model: nn.Module | None = None) -> None:
-    """Rank 1 goes back to an older state, and nobody else does."""
+    """Rank 1 alone goes back to an older state."""
     model = DDP(build()) if model is None else model
     old = copy.deepcopy(model.module.state_dict())
 

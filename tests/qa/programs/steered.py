@@ -36,7 +36,7 @@ def wait_for_licence() -> None:
     time.sleep(86_400)  # HANGS: asleep
 
 
-# --- what a rank may do to itself -------------------------------------------------------------------------------------
+# --- what a rank can do to itself -------------------------------------------------------------------------------------
 
 
 def overwrite(begin: int, end: int) -> None:
@@ -76,7 +76,7 @@ def unsets_its_environment() -> None:
     overwrite(50, 51)
     if options.when == "training":  # before that it says how to meet the others
         os.environ.clear()
-    if (child := os.fork()) == 0:  # that nobody can find by its environment
+    if (child := os.fork()) == 0:  # can't be found by its environment
         os.execve("/bin/sleep", ["sleep", "3604"], {})
     at_the_end.append(lambda: os.kill(child, signal.SIGKILL))
 
@@ -120,7 +120,7 @@ def batches(job: Training):
 
 
 def agreed(name: str) -> bool:
-    """Whether the file exists, with the same answer on all ranks."""
+    """Returns whether the file exists, with the same answer on all ranks."""
     found = torch.tensor(float(there(name)))
     dist.all_reduce(found)
     return bool(found)

@@ -40,7 +40,7 @@ if how == "polite":
         sys.exit(1)
 
     signal.signal(signal.SIGTERM, leave)
-mark("begun")  # from here on, it may be told to end
+mark("begun")  # from here on, a stop request can come
 print("threads", os.environ["OMP_NUM_THREADS"])
 print("visible", os.environ.get("EXTRA"), "gpus", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 for number in range(LINES):

@@ -200,7 +200,7 @@ def _native(spell: Spell, works: int) -> None:
 
 @case(tools=("gcc",))
 def a_native_thread_sleeps(spell: Spell) -> None:
-    """As a client in C++ waits for its own network thread, without the GIL."""
+    """Waits without the GIL, like a client in C++ for its network thread."""
     _native(spell, 0)
 
 

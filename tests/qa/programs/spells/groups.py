@@ -201,7 +201,7 @@ def objects_of_a_late_rank(spell: Spell) -> None:
 
 @case(on="all", ranks=4)
 def a_subgroup_that_rests(spell: Spell) -> None:
-    """Ranks 0 and 1 go on together, 2 and 3 have nothing to do until the end."""
+    """Ranks 0 and 1 continue together, 2 and 3 have nothing to do until the end."""
     import torch
     import torch.distributed as dist
 
@@ -308,7 +308,7 @@ def evaluation_with_collectives(spell: Spell) -> None:
 
 @case(on="all", ranks=3)
 def one_rank_has_finished(spell: Spell) -> None:
-    """It has fewer batches and waits in the last barrier; the others go on in their own group."""
+    """It has fewer batches and waits in the last barrier; the others continue in their own group."""
     import torch
     import torch.distributed as dist
 

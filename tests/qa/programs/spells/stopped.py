@@ -1,4 +1,4 @@
-"""Ranks that somebody stops for a while, output that nobody reads, and tools that do not work."""
+"""Ranks that are stopped for a while, output without a reader, and tools that do not work."""
 
 import logging
 import os
@@ -88,7 +88,7 @@ def a_frozen_control_group(spell: Spell) -> None:
     _trains_on(spell)
 
 
-# --- output that nobody reads -----------------------------------------------------------------------------------------
+# --- output without a reader ------------------------------------------------------------------------------------------
 
 
 def _writes_much() -> None:

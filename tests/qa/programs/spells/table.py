@@ -15,12 +15,17 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Case:
-    """``needs``: packages of the spell. ``works``: it computes, transfers, faults pages or makes children throughout.
+    """One case: a job with a spell.
 
-    ``on``: the ranks with the spell, ``one`` or ``all``; the others step on, and wait. ``at``: ``spell``
-    after 40 steps, ``start`` before the first one, ``whole`` in place of all steps. ``outside``: called in a process
-    that is not of the job, for as long as the job lasts. ``launch``: how the job is started (``alive.py``).
-    ``tools``: programs that it takes; ``root``: it takes root.
+    Attributes:
+        on: Ranks with the spell, ``one`` or ``all``; the others step on, and wait.
+        at: ``spell`` after 40 steps, ``start`` before the first one, ``whole`` in place of all steps.
+        needs: Packages of the spell.
+        tools: Programs that it takes.
+        works: It computes, transfers, faults pages or makes children throughout.
+        root: It takes root.
+        outside: Called in a process outside the job, for as long as the job lasts.
+        launch: How the job is started (``alive.py``).
     """
 
     name: str
@@ -37,12 +42,12 @@ class Case:
     own: tuple[str, ...] = ()
 
     def has_spell(self, rank: int, world: int) -> bool:
-        """Which rank it is depends on the name alone."""
+        """Decides by the name alone which rank it is."""
         return self.on == "all" or rank == zlib.crc32(self.name.encode()) % world
 
     @property
     def talks(self) -> bool:
-        """Whether the process outside and a rank meet at a port of this host."""
+        """Returns whether the process outside and a rank meet at a port of this host."""
         return self.outside is not None and "port" in self.outside.__code__.co_consts
 
 
@@ -78,14 +83,14 @@ class Place:
         (self.scratch / f"{name}.new").replace(self.scratch / name)
 
     def said(self, name: str) -> str:
-        """What was said under this name, once it is."""
+        """Waits until something was said under this name, and returns it."""
         until((self.scratch / name).exists, PATIENCE_S + 2 * self.quiet)
         return (self.scratch / name).read_text()
 
 
 @dataclass
 class Spell(Place):
-    """What a spell knows: the rank, and ``step``, which makes one step together with all others."""
+    """The facts for a spell: the rank, and ``step``, which makes one step together with all others."""
 
     rank: int = 0
     step: Callable[[], None] = lambda: None
@@ -103,12 +108,12 @@ class Spell(Place):
 
     @property
     def port(self) -> int:
-        """Of the server outside."""
+        """Port of the server outside."""
         return int(self.said("port"))
 
 
 class Outside(Place):
-    """What the process outside knows."""
+    """The facts for the process outside."""
 
     def begun(self, number: int = 1) -> list[int]:
         """The pids of the ranks whose spell has begun, once there are ``number`` of them."""

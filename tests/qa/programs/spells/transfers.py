@@ -191,7 +191,7 @@ THROTTLE = (
 
 @case(works=True)
 def a_copy_through_a_throttled_pipe(spell: Spell) -> None:
-    """As scp, rsync or pv do it; the rank waits for the last of the pipeline."""
+    """Copies like scp, rsync or pv; the rank waits for the end of the pipeline."""
     size = int(spell.quiet * 1e6)
     (spell.scratch / "large").write_bytes(bytes(size))
     line = f"'{sys.executable}' -c \"$CODE\" < '{spell.scratch}/large' > '{spell.scratch}/copy'"
@@ -225,7 +225,7 @@ def _sends(outside: Outside, send: Callable[[bytes], object], size: int) -> None
 
 def _sends_on_a_unix_socket(outside: Outside) -> None:
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(f"\0spell-{os.getpid()}")  # a path may be too long
+        server.bind(f"\0spell-{os.getpid()}")  # a path might be too long
         server.listen()
         outside.say("listens", os.getpid())
         connection = server.accept()[0]
@@ -235,7 +235,7 @@ def _sends_on_a_unix_socket(outside: Outside) -> None:
 
 @case(outside=_sends_on_a_unix_socket, works=True)
 def a_selector_and_a_unix_socket(spell: Spell) -> None:
-    """As asyncio and gRPC read from a service on the same machine."""
+    """Reads from a service on the same machine, like asyncio and gRPC."""
     pid = spell.said("listens")
     got, buffer = 0, bytearray(1 << 20)
     with socket.socket(socket.AF_UNIX) as source, selectors.DefaultSelector() as selector:

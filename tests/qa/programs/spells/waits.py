@@ -225,7 +225,7 @@ def a_lock_of_a_computing_thread(spell: Spell) -> None:
 
 @case()
 def a_lock_of_a_thread_that_reads(spell: Spell) -> None:
-    """As a cache that is filled under its lock, from a slow source."""
+    """Waits for a cache that is filled under its lock, from a slow source."""
     lock, held = threading.Lock(), threading.Event()
     ours, theirs = socket.socketpair()
     threading.Timer(spell.quiet, lambda: theirs.send(b"page")).start()
@@ -356,7 +356,7 @@ def asyncio_child(spell: Spell) -> None:
 
 @case()
 def asyncio_in_a_thread(spell: Spell) -> None:
-    """A loop of its own in a thread, asked by the main thread: run_coroutine_threadsafe(...).result()."""
+    """Asks an event loop in another thread: run_coroutine_threadsafe(...).result()."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     asyncio.run_coroutine_threadsafe(asyncio.sleep(spell.quiet), loop).result()
