@@ -17,7 +17,7 @@ from safelaunch.stacks.frames import Stack, is_native, normal, own_part, short
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """Functions in library files, or in folders of them; any function if ``functions`` is empty."""
+    """Functions in library files or folders; any function there if ``functions`` is empty."""
 
     files: tuple[str, ...]
     functions: frozenset[str] = frozenset()
@@ -101,7 +101,7 @@ def makes_store(stack: Stack) -> bool:
 
 
 def passes_objects(stack: Stack) -> bool:
-    """Returns whether it is ``broadcast_object_list`` or similar: one collective for sizes, then one for objects."""
+    """Returns whether a thread broadcasts or gathers objects: one collective for sizes, then one for objects."""
     return any(normal(f.file).endswith(_C10D_FILES[0]) and "_object" in short(f.function) for f in stack.called)
 
 
@@ -174,7 +174,7 @@ def in_distributed(stack: Stack) -> Frame | None:
 
 
 def in_backward(stack: Stack) -> bool:
-    """Returns whether the thread is in C++ under ``backward()``, not in a Python hook."""
+    """Returns whether a thread is in C++ under ``backward()``, not in a Python hook."""
     return _BACKWARD.on(stack.called[:1])
 
 
@@ -215,7 +215,7 @@ class LockWait:
     # Event that ends it. ``work``: a thread or future finishes; ``signal``: a thread sets a queue, event or condition;
     # ``lock``: the holder releases it.
     on: Literal["work", "signal", "lock"] = "lock"
-    own: bool = False  # by the source, the thread itself holds it
+    own: bool = False  # according to the source, the waiting thread itself holds it
     shared: bool = False  # a ``multiprocessing`` lock (its barrier is ``threading.Barrier`` with such a lock)
 
     @property

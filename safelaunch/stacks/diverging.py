@@ -60,7 +60,7 @@ def shared_depth(first: Sequence[Frame], other: Sequence[Frame]) -> int:
 
 
 def below_divergence(first: Sequence[Frame], other: Sequence[Frame]) -> tuple[Sequence[Frame], ...]:
-    """Returns both stacks, outermost first, from the function in which they diverge; empty without one."""
+    """Returns both stacks, outermost first, from the function in which they diverge; empty if there is none."""
     stacks = _below(first, other)
     return stacks if stacks and spot(stacks[0][0])[:2] == spot(stacks[1][0])[:2] else ()
 
@@ -93,7 +93,7 @@ def _conditions_on(stack: Sequence[Frame], callers: Sequence[Frame], read_source
 
 
 def _passed(frame: Frame, into: Frame, names: frozenset[str], read_source: ReadSource) -> Iterator[str]:
-    """Yields the called function's parameters that receive one of ``names``, or a value that is equal on all ranks."""
+    """Yields the called function's parameters that receive one of ``names``, or the same value on all ranks."""
     function = src.scope_at(into, read_source)
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return

@@ -94,7 +94,7 @@ def is_ours(path: str) -> bool:
 
 
 def is_native(frame: Frame) -> bool:
-    """Returns whether it is a C or C++ frame, from a ``--native`` sample or a Flight Recorder with C++ stacks.
+    """Returns whether a frame is C or C++, from a ``--native`` sample or a Flight Recorder with C++ stacks.
 
     Its file is a shared object, a C source, the interpreter or unknown.
     """
@@ -105,7 +105,7 @@ def is_native(frame: Frame) -> bool:
 
 
 def is_library(path: str, code_roots: Sequence[str] = ()) -> bool:
-    """Returns whether it is library code: the standard library, an installed package, torch or a framework from source.
+    """Returns whether a file is library code: standard library, installed packages, or torch or a framework from source.
 
     The path's components and the roots that the rank reported decide. A checkout inside
     ``.../lib/python3.11/site-packages`` counts as installed. An editable install of any other package doesn't: its
@@ -120,7 +120,7 @@ def is_library(path: str, code_roots: Sequence[str] = ()) -> bool:
 
 
 def is_of_framework(path: str) -> bool:
-    """Returns whether it is a package that calls torch or user code, other than torch and the standard library."""
+    """Returns whether a file belongs to a package that calls torch or user code, other than torch itself."""
     path = normal(path)
     return "/torch/" not in path and ("-packages/" in path or _FROM_SOURCE.search(path) is not None)
 

@@ -178,7 +178,7 @@ def _within_expression(value: ast.expr | None) -> Iterator[_Met]:
 
 
 def _inner_block(statement: ast.stmt, line: int) -> Sequence[ast.stmt] | None:
-    """Returns the block of ``statement`` that holds ``line``; None if there is none or another function holds it."""
+    """Returns the block of ``statement`` that holds ``line``; None without one, or if it is in another function."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         return None
     blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]

@@ -18,7 +18,7 @@ class LockTaken:
 
 
 def lock_at(frame: Frame, read_source: ReadSource) -> LockTaken | None:
-    """Returns the lock that the line takes by ``with`` or ``acquire()``; None for none or several."""
+    """Returns the lock that the line takes by ``with`` or ``acquire()``; None unless there is exactly one."""
     scope = src.scope_at(frame, read_source)
     taken = list(_takings(scope))
     here = [name for (line, _), name in taken if line == frame.line]
@@ -40,7 +40,7 @@ class LockHeld:
     frame: Frame
 
     def is_that(self, taken: LockTaken, at: Frame) -> bool:
-        """Returns whether, by name, it can be the lock that another thread takes ``at`` its line.
+        """Returns whether this lock, by its name, can be the lock that another thread takes ``at`` its line.
 
         ``self.lock`` is another lock in another class, and ``lock`` in another file.
         """

@@ -107,7 +107,7 @@ def _computed(node: ast.BinOp, whereabouts: Whereabouts, names: Mapping[str, ast
 
 
 def _named(node: ast.expr, whereabouts: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
-    """Evaluates a name or call that gives the rank, or a name that stands for such an expression."""
+    """Evaluates a name or call that gives the rank, or a name that is defined by one."""
     if isinstance(node, ast.Name) and steps and node.id in names:
         return value_on_rank(names[node.id], whereabouts, names, steps - 1)
     if isinstance(node, ast.Call):

@@ -52,7 +52,7 @@ def _is_of(node: ast.AST, names: Collection[str], scope: ast.AST, asked: frozens
 
 
 def _values(name: str, scope: ast.AST) -> list[ast.expr]:
-    """Returns what the function binds a variable to or adds to its list; empty if that isn't clear."""
+    """Returns the values of a variable, or the items added to its list; empty if the source doesn't determine them."""
     bound, values = 0, list[ast.expr]()
     for part in ast.walk(scope):
         if isinstance(part, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.comprehension)):

@@ -68,7 +68,7 @@ def _is_store(value: ast.expr) -> bool:
 
 
 def _keys(call: ast.Call, functions: frozenset[str], stores: Set[str]) -> Iterator[ast.expr]:
-    """Yields the first argument if this is such a store call; for a list with one key, that key."""
+    """Yields the key of a store call with one of these names: its first argument, or the only item of that list."""
     function = call.func
     if not (isinstance(function, ast.Attribute) and function.attr in functions and call.args):
         return

@@ -51,7 +51,7 @@ _OF_A_RANK = re.compile(rf"^{re.escape(GATHERED)}(\d{{1,9}})\)$", re.MULTILINE)
 
 
 def gathered(message: str) -> dict[int, ParsedTraceback]:
-    """Returns each rank's exception from an error that every rank of the group raises for the ranks that failed."""
+    """Returns each failed rank's exception, from an error that all ranks of the group raise together."""
     _, *parts = _OF_A_RANK.split(message)
     read = ((int(rank), parse(text.splitlines())) for rank, text in zip(parts[::2], parts[1::2], strict=True))
     return {rank: traceback for rank, traceback in read if traceback is not None and traceback.message}

@@ -211,7 +211,7 @@ def _off(sides: tuple[Side, ...]) -> Side:
 
 
 def _not_finite(position: int, since: int, checks: Mapping[int, SeriesCheck], unix_s: float) -> WrongResult | None:
-    """Finds a step with non-finite gradients, and the rank whose sentinel had them first."""
+    """Finds a step with non-finite gradients, and the rank that had them first."""
     bad = {rank: _bad_names(check) for rank, check in checks.items()}
     if not any(bad.values()):
         return None

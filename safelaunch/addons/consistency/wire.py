@@ -64,7 +64,7 @@ def share_of(nodes: int) -> int:
 
 
 def encode(checks: Iterable[SeriesCheck], share: int) -> bytes:
-    """Encodes the latest checks of a node's ranks, except ranks that the job numbers differently.
+    """Encodes the latest checks of a node's ranks, except checks with another rank number than the job's.
 
     If there are too many tensors, neighbors with the same replicas share a fingerprint, and a name made of the first
     and last name.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def flags_of(options: Mapping[str, object]) -> tuple[tuple[str, str | None], ...]:
-    """Converts options to command-line flags and values, whose parser reports unknown and invalid ones.
+    """Converts options to command-line flags and values. The command line's parser reports unknown and invalid ones.
 
     Raises DurationError for an invalid duration.
     """

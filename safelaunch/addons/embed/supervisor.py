@@ -1,4 +1,4 @@
-"""Supervises a job whose ranks the caller of ``safelaunch.launch`` starts.
+"""Supervises the ranks that the caller of ``safelaunch.launch`` starts.
 
 It is a separate process, so it shares neither the GIL nor a crash with the caller. It isn't the parent of the ranks:
 the caller reports them as torchrun's agent does, and it signals only them and their descendants. If the caller is

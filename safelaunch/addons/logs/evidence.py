@@ -172,7 +172,7 @@ def _name_groups(ranks: Mapping[int, SpeakerOutput]) -> None:
 
 
 def _groups(ranks: Mapping[int, SpeakerOutput]) -> dict[str, tuple[int, ...]]:
-    """Returns the members of groups, if all members reported their group rank."""
+    """Returns the members of each group, if all of them reported their group rank."""
     places: dict[str, dict[int, int]] = {}
     for rank, output in ranks.items():
         for name, report in output.groups.items():

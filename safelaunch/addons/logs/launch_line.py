@@ -56,7 +56,7 @@ def launch_of(text: str) -> tuple[str, ...]:
 
 
 def best_launch(current: tuple[str, ...], text: str) -> tuple[str, ...]:
-    """Returns the better of two launches: the first launcher, else the last script (others might prepare data)."""
+    """Returns the better of two launches: the first launcher, else the last script, as others might prepare data."""
     return (launch_of(text) if not current or _is_script(current) else ()) or current
 
 

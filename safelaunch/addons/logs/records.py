@@ -1,4 +1,4 @@
-"""Records what a log reports per speaker, per ended rank, and for the whole job.
+"""Holds the facts in a log: per speaker, per ended rank, and for the whole job.
 
 They keep only what bears on an end, so logs of any size take little memory.
 """
@@ -168,7 +168,7 @@ class LoggedJob:
             self.remarks.setdefault(" ".join(text.split())[:_MOST_REMARK], line.where)
 
     def nodes(self) -> set[Speaker | None]:
-        """Returns speakers for several ranks: launchers, and prefixes with local ranks."""
+        """Returns speakers that stand for several ranks: launchers, and prefixes with local ranks."""
         local = (name.partition(LOCAL)[0] for name in self.outputs if isinstance(name, str) and LOCAL in name)
         speakers = {*self.files, *self.failed_speakers, *(end.reporter for end in self.ends.values()), *local}
         tasks = {name for name in self.outputs if isinstance(name, str) and name.isdigit()}

@@ -42,7 +42,7 @@ class SavedThread:
 
     @property
     def is_main(self) -> bool:
-        """True if it runs the script, by its name or else its outermost frame."""
+        """True if this thread runs the script, by its name or else its outermost frame."""
         python = [frame for frame in self.frames if frame.line]
         return self.name == MAIN or bool(not self.name and python and python[-1].function in _SCRIPTS)
 

@@ -206,5 +206,5 @@ class Crash:
             self.since += from_script
 
     def is_end(self, *, has_failed: bool) -> bool:
-        """Returns whether its process ended there. If only a child crashed, its parent prints more."""
+        """Returns whether the process ended here. If only a child crashed, its parent prints more."""
         return self.since <= (_MOST_SINCE if has_failed else _FEW)

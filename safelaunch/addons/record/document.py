@@ -34,7 +34,7 @@ class RecordDocument(msgspec.Struct, frozen=True):
 
 
 def document(recorded: RecordingReport, run: str, folder: str) -> RecordDocument:
-    """Returns the --json document of a recording of ``run`` whose files are in ``folder``."""
+    """Returns the --json document of a recording of ``run`` with its files in ``folder``."""
     slowness, compared = recorded.slowness, recorded.compared
     ranks = [
         RankDocument(

@@ -26,7 +26,7 @@ MOST_LINES = 8
 
 
 def screen(recorded: RecordingReport, width: int) -> str:
-    """Returns the verdict, the ranks, the lines, and what is missing, in lines of at most ``width``."""
+    """Returns the verdict, the ranks, the lines and the missing evidence, in lines of at most ``width``."""
     slowness, lines = recorded.slowness, list[str]()
     lines += wrapped(clean(slowness.headline), width)
     if slowness.findings and slowness.findings[0].advice:

@@ -1,4 +1,4 @@
-"""Finds what slows a run down, from samples of all ranks.
+"""Finds the causes of a slow run in samples of all ranks.
 
 The rank that others wait for arrives last, so it is the one that waits least in collectives while they wait long. A
 difference counts if it exceeds the scatter of the samples.
@@ -164,7 +164,7 @@ def _longest_wait(times: Sequence[RankTime]) -> CodeLocation | None:
 
 
 def _reason(late: Sequence[RankTime], rest: Sequence[RankTime], difference: float) -> tuple[str, Frame | None, str]:
-    """Returns what late ranks do while the others wait: text, line, and advice."""
+    """Returns the activity of late ranks while the others wait: text, line, and advice."""
     holder = _holder(late)
     if holder is not None and (_holder(rest) is None):
         return f": {_holds(holder)}", holder.frame, OTHER_THREAD

@@ -37,7 +37,7 @@ FoldNode = RankStep | RepeatedItems | RankBranch
 
 
 def merged(programs: Mapping[int, Sequence[Item]]) -> tuple[FoldNode, ...]:
-    """Returns one program that runs each rank's own of ``programs``.
+    """Returns one program that makes each rank run its own program of ``programs``.
 
     No rank returns from its last item, so anything can follow it.
     """

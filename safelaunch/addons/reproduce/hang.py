@@ -44,7 +44,7 @@ class Hang:
     by_calls: frozenset[int] | None = None  # culprits according to calls alone; None if the cause then differs
 
     def names_like(self, other: Hang) -> bool:
-        """Returns whether the culprits are the same, or the calls of neither job distinguish them."""
+        """Returns whether the culprits are the same, or can't be distinguished by the calls of either job."""
         if set(self.culprits) == set(other.culprits):
             return True
         tied = self.by_calls

@@ -403,7 +403,7 @@ class _Roots:
             yield "The root of a hanging call is one that the waiting ranks could be waiting for."
 
     def of_all(self, entry: RecordedEntry) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Returns the root that most ranks in the call name, and the other ranks with their roots."""
+        """Returns the root that most ranks of the call name, and the roots that the other ranks name."""
         if entry.key not in self._found:
             roots = {rank: self._place(rank, entry) for rank in self._there[entry.key]}
             usual, _ = Counter(roots.values()).most_common(1)[0]

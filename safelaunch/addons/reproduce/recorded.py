@@ -123,7 +123,7 @@ def _recording(facts: CaseFacts, group: str) -> list[int]:
 
 
 def _rounds_before(calls: Sequence[RecordedEntry], end: int, rounds: int) -> int:
-    """Returns the begin of the last few complete iterations before ``end``, or of the last few calls if none repeat."""
+    """Returns the index of the last few complete iterations before ``end``, or of the last few calls if none repeat."""
     codes = [(signature(call.entry), call.entry.group, call.entry.frames) for call in calls[:end]]
     for period in range(1, min(_LONGEST_ROUND, end // 2) + 1):
         if codes[end - period : end] == codes[end - 2 * period : end - period]:
@@ -146,7 +146,7 @@ def _first_kept(calls: Sequence[RecordedEntry], begin: int) -> Mapping[MatchKey,
 
 
 def _behind_lost(facts: CaseFacts, rank: int, meeting: MatchKey) -> int:
-    """Returns the first number that ``rank``'s ring can't have lost, in a group without entries in the ring.
+    """Returns the first number that ``rank``'s ring buffer can't have lost, in a group without entries there.
 
     If nothing shows the last call that the rank made in the group, it is the number after everything that has finished.
     """

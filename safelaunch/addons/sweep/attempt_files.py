@@ -110,7 +110,7 @@ class AttemptFiles:
 
 
 def _link(source: Path, path: Path) -> bool:
-    """Returns whether it could link the file to this new name; copies it if the disk has no links."""
+    """Links the file to a new name and returns True, unless the name is taken; copies it if the disk has no links."""
     try:
         os.link(source, path)
     except FileExistsError:

@@ -43,7 +43,7 @@ class Lineup:
         self.running = [job for job in self.running if job.name != name]
 
     def next(self, free: int | None = None) -> str | None:
-        """Returns the next job that fits into ``free`` units (None: all that our own jobs leave)."""
+        """Returns the next job that fits into ``free`` units (None: all units that our jobs don't use)."""
         left = self.capacity - self.used if free is None else min(free, self.capacity - self.used)
         if len(self.running) >= self.at_most:
             return None

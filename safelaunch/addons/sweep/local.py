@@ -75,7 +75,7 @@ class Active:
     below: tuple[ProcessId, ...] = ()  # descendants when it was killed
 
     def lingers(self, now: float) -> bool:
-        """Returns whether a killed supervisor's job has live processes: the guardian ends them, then we do."""
+        """Returns whether a killed supervisor's job still has processes. Ends them if the guardian doesn't."""
         assert self.status is not None
         if not os.WIFSIGNALED(self.status) or not is_held(self.log):
             return False

@@ -33,7 +33,7 @@ class Share:
 
 
 class SharePool(Protocol):
-    """Assigns shares. ``free`` raises StoreError."""
+    """Assigns shares of the node. ``free`` raises StoreError."""
 
     @property
     def capacity(self) -> int:
@@ -152,7 +152,7 @@ class GpuPool:
 
 
 def default_slots(cores: int, units: Sequence[int], at_most: int | None) -> int:
-    """Returns one slot per core, or fewer and larger ones if the jobs can't use that many."""
+    """Returns the number of slots: one per core, or fewer and larger ones if the jobs can't use all."""
     largest_first = sorted(units, reverse=True)[:at_most]
     return max(1, min(cores, sum(largest_first)), *largest_first[:1])
 

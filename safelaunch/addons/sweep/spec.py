@@ -82,7 +82,7 @@ _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class TemplateText:
-    """Text that can contain placeholders; ``{{`` stands for a brace."""
+    """A text with placeholders; ``{{`` stands for a brace."""
 
     text: str
     where: str  # place of its definition: ``sweep.yaml:7``

@@ -50,7 +50,7 @@ class Sweep:
         return all(track.is_final for track in self.tracks.values())
 
     def next(self, free: int | None = None) -> SweepJob | None:
-        """Returns the next job to start with ``free`` available units (None: all that our own jobs leave)."""
+        """Returns the next job to start with ``free`` available units (None: all units that our jobs don't use)."""
         name = self._queue.next(free)
         return self.tracks[name].job if name is not None else None
 
