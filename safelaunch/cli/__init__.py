@@ -153,7 +153,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run_plain(words: list[str], error: ImportError) -> int:
-    """Runs torchrun in this process: a broken installation of safelaunch must not stop a job."""
+    """Replaces this process by torchrun, because a broken installation of safelaunch must not stop a job."""
     from safelaunch.job import torchrun
     from safelaunch.job.argv import split
     from safelaunch.settings.options import OWN_OPTIONS

@@ -27,7 +27,7 @@ from safelaunch.system.console import PREFIX, Display, display, folded, json_tex
 from safelaunch.system.errors import SafelaunchError, UsageError
 from safelaunch.system.printable import clean
 
-if TYPE_CHECKING:  # only for showing something: --json needs none of these
+if TYPE_CHECKING:  # imported on demand, because --json needs none
     from safelaunch.report.calls import Selection
 
 REACHED, NOT_ENOUGH = 0, 1
@@ -328,7 +328,7 @@ def _files(verdict: Verdict, reading: FoundEvidence, names: Collection[str]) -> 
 
 
 def was_reached(verdict: Verdict) -> bool:
-    """Returns whether the verdict names a rank or node, or is certain."""
+    """Returns whether the verdict names a rank or node, or is certain without naming one."""
     return bool(verdict.culprits or verdict.processes_at_fault or verdict.nodes_at_fault) or verdict.confidence != "low"
 
 

@@ -41,7 +41,6 @@ NAME_DEADLINE_S = 8.0
 
 
 def disk(path: Path) -> Disk:
-    """Returns the file system of ``path``, or of its nearest existing parent."""
 
     def look() -> Disk:
         existing = path
@@ -58,7 +57,6 @@ def disk(path: Path) -> Disk:
 
 
 def kind(path: Path, mounts: str) -> str:
-    """Returns the type of ``path``'s file system, by the text of ``/proc/mounts``."""
     best, found = -1, ""
     for line in mounts.splitlines():
         words = line.split()
@@ -212,7 +210,6 @@ def trials(python: str) -> tuple[Trial, Trial, Trial]:
 
 
 def py_spy() -> tuple[str, str]:
-    """Returns py-spy's path and version; empty if missing."""
     try:
         path = stacks.find_py_spy()
         output = command.run([path, "--version"], deadline_s=5.0)

@@ -216,7 +216,7 @@ class TorchProbe:
 
 
 def version_check(version: str, package: str, options: int) -> Check:
-    """Checks torch's version. ``options`` counts those in torchrun's source; 0: our table is used."""
+    """Checks torch's version. ``options`` is the number of options in torchrun's source; 0: our table is used."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     where = f"{version or 'of unknown version'}, {package}"
     if numbers and numbers < OLDEST_TORCH:
@@ -339,7 +339,6 @@ class Disk:
 
 
 def room_check(name: str, disk: Disk, what_for: str) -> Check:
-    """Checks the room in a local directory."""
     if disk.problem:
         return failed(name, f"{disk.path}: {disk.problem}", f"make it usable: it holds {what_for}")
     detail = f"{size(disk.free)} free of {size(disk.total)} on {disk.path} ({disk.kind})"
@@ -363,7 +362,6 @@ def bundle_check(disk: Disk) -> Check:
 
 
 def shm_check(disk: Disk, place: Container) -> Check:
-    """Checks ``/dev/shm``, for DataLoader workers' batches and NCCL's buffers."""
     more = {
         "docker": "docker run --shm-size=16g ..., or --ipc=host",
         "podman": "podman run --shm-size=16g ..., or --ipc=host",
@@ -432,7 +430,6 @@ def hostname_check(host: str, addresses: tuple[str, ...], took_s: float, problem
 
 
 def leftover_check(dead: tuple[str, ...], kept: tuple[str, ...], live: int) -> Check:
-    """Checks for dead runs' directories, and for bundles that couldn't be written to their directory."""
     detail = f"{live} live run{'s' * (live != 1)}"
     if kept:
         where = kept[0].rpartition("/")[0]

@@ -44,13 +44,11 @@ def parser() -> Parser:
 
 
 def listed(width: int) -> str:
-    """Returns every cause with the first sentence of its meaning."""
     rows = ((name, re.split(r"(?<=\.)\s", _meaning(name)[0], maxsplit=1)[0]) for name in CAUSES)
     return f"{entries(rows, width, 27)}\n\nTo explain one: safelaunch explain CAUSE"
 
 
 def explained(name: str, width: int) -> str:
-    """Returns the text on a cause in lines of at most ``width`` columns."""
     cause = CAUSES[name]
     example = " ".join(_parts(name)[1].split())
     lines = [name, *_lines(_meaning(name), width)]

@@ -38,8 +38,6 @@ STYLES: dict[State, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A GPU, its state, its holder, and processes on it."""
-
     gpu: LeasableGpu
     state: State
     holder: LeaseHolder | None
@@ -97,8 +95,6 @@ def _state(gpu: LeasableGpu, holder: LeaseHolder | None, users: Sequence[User], 
 
 @dataclass(frozen=True)
 class LeaseDocument:
-    """Holder of a GPU, or waiter for one."""
-
     pid: int
     user: str
     uid: int
@@ -121,8 +117,6 @@ class ProcessDocument:
 
 @dataclass(frozen=True)
 class GpuDocument:
-    """A GPU or MIG instance."""
-
     gpu: str
     uuid: str
     name: str

@@ -85,7 +85,6 @@ def short_text(width: int) -> str:
 
 
 def text(width: int) -> str:
-    """Returns the output of ``safelaunch --help``."""
     return "\n\n".join(
         [
             short_text(width),
@@ -101,7 +100,7 @@ def text(width: int) -> str:
 def show_usage() -> int:
     """Prints a short help on stderr; returns the exit code of a command that started nothing.
 
-    So a script with an accidentally empty command doesn't take it for a successful job, as with torchrun.
+    As with torchrun, a script with an accidentally empty command must not take that for a successful job.
     """
     with suppress(OSError):
         print(f"{short_text(width())}\n\nAll options, exit codes and examples: safelaunch --help", file=sys.stderr)

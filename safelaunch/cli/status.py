@@ -30,7 +30,7 @@ from .table import ENDLESS, TextTable
 
 REFRESH_S = 1.0
 PLAIN_REFRESH_S = 5.0
-MOST_READ = 64  # bundles, in search of an ended run's
+MOST_READ = 64  # bundles read to find an ended run's
 LARGEST_VERDICT = 4 << 20
 NONE_LIVE = "you have no runs on this node"
 _RIGHT = frozenset({"rank", "pid", "step", "rate", "age"})
@@ -72,7 +72,7 @@ def parser() -> Parser:
 
 
 def choose(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
-    """Returns the runs that ``word`` names, and prints how many. Raises UsageError without any."""
+    """Returns the runs that ``word`` names, with a note about several. Raises UsageError without any."""
     chosen = select(runs, word)
     if word is not None and not chosen:
         raise UsageError(f"status: no run is called {word!r}.", describe(runs))
@@ -251,7 +251,7 @@ def _watch_plain(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
 
 
 def _watch_terminal(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
-    """Shows the runs on an alternate screen, until a signal."""
+    """Shows the runs on an alternate screen; a signal restores the normal one."""
     from rich.live import Live
 
     encoding = sys.stdout.encoding or "ascii"

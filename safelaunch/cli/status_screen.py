@@ -25,7 +25,7 @@ COLUMNS = ("rank", "pid", "state", "step", "rate", "age", "phase", "note", "sign
 NODE_COLUMNS = ("node", "ranks", "step", "state", "doing", "note")
 # Pages are read one after the other, so ranks that meet in every step can seem to differ by one.
 BEHIND_STEPS = 2
-# Share of the threshold: below, a step isn't late, as every job has pauses.
+# Share of the threshold up to which a step isn't late: every job has pauses.
 LATE = 0.5
 
 Mood = Literal["good", "behind", "late", "quiet"]
@@ -107,7 +107,6 @@ def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[
 
 
 def told(status: RunStatus) -> str:
-    """Returns the watch's state in words, with stalls and stragglers."""
     words = _STATES[status.watch][0] if status.watch in _STATES else clean(status.watch)
     words = f"{'undecided: ' if status.watch == 'undecided' else ''}{words}{_standing(status)}"
     slow = stragglers(status.ranks)
@@ -178,7 +177,6 @@ def screen(
 
 
 def drawn(lines: Sequence[StatusLine], encoding: str) -> Any:
-    """Returns lines for rich, in characters of ``encoding``."""
     from rich.console import Group
     from rich.text import Text
 
@@ -308,7 +306,6 @@ def course(history: Sequence[tuple[float, int]]) -> list[float | None]:
 
 
 def _step_at(points: Sequence[tuple[float, int]], at_s: float) -> float | None:
-    """Interpolates between known steps; None before the first."""
     if at_s < points[0][0]:
         return None
     for (begin_s, first), (end_s, last) in pairwise(points):
@@ -379,7 +376,7 @@ def _ranks(status: RunStatus, width: int, room: int, glyphs: Glyphs) -> list[Sta
 
 
 def _groups(status: RunStatus, *, fold: bool) -> list[_AlikeRanks]:
-    """Returns the ranks in order. Those that meet in every step can differ by one."""
+    """Returns equal ranks together, in order. Ranks that meet in every step can seem to differ by one."""
     look = lasting(status.early)
     places = (
         {position.rank: place(position.frame) for position in look.places if position.frame is not None}

@@ -102,7 +102,6 @@ def of_torchrun(command: CommandLine, environ: Mapping[str, str], name: str, sho
 
 
 def is_given(options: Collection[str], environ: Mapping[str, str], name: str, short: str = "") -> bool:
-    """True if torchrun's switch ``name`` is on, by option or by PET variable."""
     variable = "PET_" + name.upper().replace("-", "_")
     switches = {f"--{name}", f"--{name.replace('-', '_')}", short} & set(options)
     return bool(switches) or environ.get(variable, "0").strip() not in ("", "0")

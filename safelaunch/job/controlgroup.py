@@ -34,7 +34,6 @@ class ControlGroup:
         return _write(self.path / "cgroup.procs", str(pid))
 
     def leave(self) -> bool:
-        """Moves this process out of the group."""
         return _write(self.path.parent / "cgroup.procs", "0")
 
     def members(self) -> list[int]:

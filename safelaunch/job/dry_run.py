@@ -12,7 +12,6 @@ from safelaunch.system.console import command_lines
 
 
 def describe(plan: Plan, width: int) -> str:
-    """Formats a plan, with the command in lines of at most ``width``."""
     from safelaunch.system.redaction.job_secrets import secret_values
     from safelaunch.system.redaction.redactor import Redactor
 
@@ -74,7 +73,6 @@ def _group_timeout(settings: Settings) -> str:
 
 
 def _bundles(settings: Settings) -> list[str]:
-    """Returns which bundles are kept, and the command for each."""
     kept = f"the {settings.keep_bundles} newest" if settings.keep_bundles else "all"
     lines = [
         f"  keep           {kept}   ({settings.origin('keep-bundles')})",

@@ -240,7 +240,6 @@ class Guardian:
             self._write(str(member).encode())
 
     def _has_gone(self) -> bool:
-        """Returns True if the guardian ends within a short wait."""
         deadline = time.monotonic() + LEAVES_S
         while process.reap(self.pid) is None:
             if time.monotonic() > deadline:

@@ -36,17 +36,13 @@ LEAST_IDLE = 500  # idle time per search time: 0.2 % of a core, even on a node w
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Connections of the first guardian to the supervisor."""
-
-    supervisor: int  # pid
+    supervisor: int
     commands: int  # pipe from the supervisor
     reports: int  # pipe to the supervisor
     held: tuple[int, ...]  # descriptors to keep open
 
 
 class First:
-    """Parent of the job and reaper of its orphans."""
-
     def __init__(self, run: RunPaths, group: ControlGroup | None, post: Post) -> None:
         self._run = run
         self._group = group

@@ -104,7 +104,6 @@ def imported_names(source: str) -> set[str]:
 
 
 def may_be_a_rank(text: bytes) -> bool:
-    """True if the source is worth parsing."""
     return b"init_process_group" in text or b"environ" in text
 
 

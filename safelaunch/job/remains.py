@@ -52,7 +52,7 @@ class Remains:
         alive = {root for root in roots if root.is_alive()}
         alive |= set(process.descendants((root.pid for root in alive), exclude=[os.getpid()]))
         alive |= set(self._kindred(alive))
-        self._known = {member for member in alive if member.pid != os.getpid()}  # a beacon's child is this process
+        self._known = {member for member in alive if member.pid != os.getpid()}  # a beacon is our parent
         return self._known - {self.spare} if self.spare is not None else self._known
 
     def _kindred(self, members: set[ProcessId]) -> Iterable[ProcessId]:
@@ -93,7 +93,6 @@ def members_of(group: ControlGroup | None) -> set[ProcessId]:
 
 
 def parse(lines: Iterable[str]) -> list[ProcessId]:
-    """Parses ``pid start_ticks`` lines."""
     processes = []
     for line in lines:
         words = line.split()

@@ -22,8 +22,6 @@ class GpuUser:
 
 @dataclass(frozen=True, slots=True)
 class LeasableGpu:
-    """A GPU or MIG instance."""
-
     label: str  # number of the GPU, or ``number.instance``
     uuid: str
     name: str = ""
@@ -50,8 +48,6 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class GpuCandidates:
-    """GPUs for a job to choose from."""
-
     gpus: tuple[LeasableGpu, ...]
     origin: str = ""  # of the limit, if any
     exact: bool = False  # the job uses all, because CUDA_VISIBLE_DEVICES limits them

@@ -107,7 +107,6 @@ class LeaseRequest:
             self._ticket = self._store.queue(self._keys, self.wish.count, self.about)
 
     def cancel(self) -> None:
-        """Leaves the queue."""
         if self._ticket is not None:
             self._store.leave(self._ticket)
             self._ticket = None
@@ -123,7 +122,7 @@ class LeaseRequest:
         return len(free) - len(self.survey.users(free))
 
     def foresee(self) -> tuple[LeasableGpu, ...] | None:
-        """Returns the GPUs to lease now if there were no waiters."""
+        """Returns the GPUs that ``advance`` would lease now without waiters."""
         chosen = self._pick(self._store.look(self._keys))
         return tuple(gpu for gpu in self.wish.candidates if gpu.uuid in chosen) if chosen is not None else None
 
@@ -147,12 +146,10 @@ class LeaseRequest:
 
 
 def refusal(claim: LeaseRequest) -> str:
-    """Returns the message that the GPUs aren't available."""
     return f"{what(claim)}: not available now.\n{table(claim)}"
 
 
 def what(claim: LeaseRequest) -> str:
-    """Returns the request in words."""
     wish = claim.wish
     if wish.count == len(wish.candidates):
         which = ", ".join(gpu.label for gpu in wish.candidates)

@@ -113,7 +113,7 @@ def _ask_elsewhere(environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        cwd=_PACKAGE_ROOT,  # for -m, which imports first from there; not the user's
+        cwd=_PACKAGE_ROOT,  # with -m, modules come first from here, not from the user's directory
         env=dict(environ),
     )
 

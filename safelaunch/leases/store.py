@@ -231,7 +231,7 @@ def _held(keys: Iterable[str], names: Iterable[str], directory: int) -> dict[str
 
 
 def _holder(name: str, directory: int) -> LeaseHolder:
-    # Supervisor's and ranks' file have the same owner, or the description doesn't count.
+    # The supervisor's file describes the holder only if its owner is the locked file's.
     by = "ranks" if name.endswith(RANKS) else "supervisor"
     uid = owner_of(name, directory)
     data, writer = read_small(name.removesuffix(RANKS), directory, MOST_BYTES)

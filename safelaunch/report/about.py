@@ -34,7 +34,6 @@ class LaunchFacts(msgspec.Struct, frozen=True):
 
     @property
     def as_typed(self) -> tuple[str, ...]:
-        """Returns the typed command line, else the one that ran."""
         return ("safelaunch", *self.typed) if self.typed else self.command
 
 
@@ -85,6 +84,5 @@ def early_line(look: EarlyLook, before: EarlyLook | None = None, *, part: bool =
 
 
 def in_status(look: EarlyLook) -> str:
-    """Returns the line in ``status`` and in reports."""
     ended = f" (over after {look.lasted_s:.0f} s)" if look.lasted_s else ""
     return f"quiet for {look.quiet_s:.0f} s{ended}: {look.words}"

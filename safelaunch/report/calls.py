@@ -45,8 +45,6 @@ class CallRow:
 
 @dataclass(frozen=True)
 class CallTable:
-    """Selected calls, oldest first."""
-
     rows: tuple[CallRow, ...]
     kinds: tuple[tuple[Collective, str], ...]  # calls of the rows, with their lines
     unrecorded: tuple[int, ...]  # ranks without a Flight Recorder
@@ -55,7 +53,6 @@ class CallTable:
 
 
 def table(facts: CaseFacts, chosen: Selection) -> CallTable:
-    """Returns the selected calls, oldest first."""
     wanted = [rank for rank in facts.ranks if chosen.ranks is None or rank in chosen.ranks]
     records = {rank: record for rank in wanted if (record := facts.ranks[rank].evidence.flight_record) is not None}
     rings = {rank: Entries.of(record.entries) for rank, record in records.items()}
@@ -85,7 +82,7 @@ class _CallColumn:
     slots: list[Slot]
     kinds: list[int]
     at_ns: list[int]  # on the first rank
-    recorded: int = 0  # before the cut
+    recorded: int = 0  # number of calls before the cut
     ranks: list[int] = field(default_factory=list)
 
 
@@ -175,7 +172,6 @@ def _note_absent(rows: Iterable[CallRow], records: Mapping[int, FlightRecord], r
 
 
 def _newest(ring: Entries) -> Iterator[tuple[str, int]]:
-    """Yields each group's newest collective."""
     left = {call.group for call in ring.used().values() if not call.is_p2p}
     for seq, kind in zip(reversed(ring.seqs), reversed(ring.kind_of), strict=True):
         call = ring.kinds.all[kind]

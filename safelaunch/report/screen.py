@@ -81,7 +81,7 @@ def screen(
         page: File in the bundle to open for more, shown above the path with the command that explains the cause.
         read_line: Returns a line of source.
         cwd: Base of the bundle's path if it doesn't fit otherwise.
-        evidence: If given, a lost peer's error is shortened to one line.
+        evidence: If given, errors of ranks that lost a peer are shortened to one line.
     """
     verdict = verdict if evidence is None else _with_lost_peers(verdict, evidence)
     room = max(width - len(PREFIX), 28)

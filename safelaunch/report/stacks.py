@@ -69,14 +69,12 @@ def frame_text(frame: Frame | None) -> str:
 
 
 def stack_lines(group: StackGroup) -> list[str]:
-    """Returns the stack innermost first, with the user's innermost frame marked."""
     lines = [f"{'→' if f == group.user_frame else ' '} {frame_text(f)}" for f in group.frames[:MAX_FRAMES]]
     left = len(group.frames) - MAX_FRAMES
     return [*lines, f"  ... {left} more"] if left > 0 else lines
 
 
 def culprit_lines(culprit: Culprit, evidence: Evidence, read_line: ReadLine | None) -> list[str]:
-    """Returns the stack of the process at fault, with user frame and source line marked."""
     rank = next((r for r in evidence.ranks if r.rank == culprit.rank), None)
     lines: list[str] = []
     marked = False

@@ -62,7 +62,6 @@ class Frames:
         return self._frames[frame, is_pseudo(frame.file) or is_ours(frame.file) or is_library(frame.file, code_roots)]
 
     def stack(self, frames: Sequence[Frame], code_roots: Sequence[str] = ()) -> int:
-        """Returns the number of a stack, which has the innermost frame first."""
         return self.stacks[tuple(self.number(frame, code_roots) for frame in frames)]
 
     @property

@@ -33,7 +33,7 @@ def render(page: dict[str, Any], script: str | None = None) -> str:
     """Returns the page with ``page`` as its data.
 
     Args:
-        script: Drawing program, after the common functions; None: an incident's.
+        script: Program that draws it after the common functions; None draws an incident.
     """
     code = _part(_COMMON) + (script if script is not None else _part(_SCRIPT))
     data = clean_json(json.dumps(_cleaned(page), ensure_ascii=False, separators=(",", ":")))

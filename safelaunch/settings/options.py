@@ -115,7 +115,7 @@ def parse_flag(text: str) -> bool:
 
 
 def parse_wait(text: str) -> bool | float:
-    """Parses a switch, or for how many seconds it is on."""
+    """Parses a switch, or the number of seconds that it is on."""
     return parse_flag(text) if text.strip().lower() in _TRUE + _FALSE else parse_seconds(text)
 
 
@@ -139,7 +139,7 @@ class Option:
     parse: Callable[[str], object]
     expects: str  # completes "X is not ..."
     help: str
-    commands: frozenset[str] = frozenset({"run", "exec"})  # that take it
+    commands: frozenset[str] = frozenset({"run", "exec"})  # subcommands that take it
     repeatable: bool = False
     in_file: bool = True
     value_is_optional: bool = False  # switch that also accepts ``=VALUE``
@@ -195,7 +195,10 @@ class Option:
             raise UsageError(f"{where}: {text!r} is not {self.expects}{hint}") from None
 
     def parse_node(self, node: YamlNode) -> object:
-        """Returns the value in a file; several for a repeatable option. Raises PresetError with file and line."""
+        """Returns the value in a file.
+
+        A repeatable option takes one value or a list, and gives a tuple. Raises PresetError with file and line.
+        """
         where = f"{node.where}: {self.name}"
         try:
             if self.repeatable:
@@ -562,7 +565,6 @@ ELSEWHERE = (
 
 
 def help_text(command: str = "run", width: int = 100) -> str:
-    """Returns the help on a subcommand's options, by subject."""
     parts = []
     for title, options in OPTION_GROUPS.items():
         rows = [(o.usage, o.help) for o in options if command in o.commands and o.is_available]

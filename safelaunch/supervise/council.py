@@ -112,7 +112,6 @@ class Council:
 
     @property
     def why_alone(self) -> str:
-        """Clause that says why the nodes aren't watched together."""
         view = self._seen
         if view.page is None:
             return view.why
@@ -225,7 +224,7 @@ class Council:
 
     @property
     def queries_nccl(self) -> bool:
-        """True for one node of the job, or a node that is alone."""
+        """True on one node of the job: the leader, or a node that is alone."""
         return self._page is None or self._seen.leads
 
     @property
@@ -271,7 +270,7 @@ class Council:
             asked = self._asked
             return page.result if page.phase == "idle" and page.incident > asked else None
         if page.incident < incident:
-            return "alone"  # of another store
+            return "alone"  # that incident was in another store
         return page.result if page.phase == "idle" else None if page.phase == "looking" else "hang"
 
     @property

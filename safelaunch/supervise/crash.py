@@ -27,7 +27,7 @@ from safelaunch.supervise.watch.progress import Glance
 from safelaunch.supervise.watch.restart import FailureKey, failure_key
 from safelaunch.system.console import say
 
-# Ranks and agent wait for this long, at most 3 s.
+# The part for Flight Recorders of the 3 s that ranks and agent wait, at most.
 FLIGHT_DEADLINE_S = 1.0
 
 EXIT_S = 20.0  # for a rank that raised to exit, and for its launcher to notice
@@ -127,7 +127,6 @@ class CrashCase:
         return self._failure is not None and self._failure.first_exit_known
 
     def advance(self, glance: Glance) -> Report | None:
-        """Makes one step without blocking; returns the report of a finished bundle."""
         if glance.raised:
             self.begin()
         failure = self._failure

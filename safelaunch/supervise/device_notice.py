@@ -15,7 +15,6 @@ DEVICE_PATIENCE_S = 10.0  # between the first steps of the first and the last ra
 
 
 def wrong_devices(noted: Mapping[int, RankContract], local_ranks: Mapping[int, int]) -> str:
-    """Returns a warning about ranks with another device than their local rank's, or ""."""
     wrong = {
         rank: contract.device
         for rank, contract in noted.items()

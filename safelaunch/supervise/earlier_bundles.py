@@ -49,7 +49,7 @@ def with_earlier_bundles(evidence: Evidence, bundle_dir: Path) -> Evidence:
     try:
         earlier = task.result() if task.wait(RECALL_DEADLINE_S) else ()
     except OSError:
-        earlier = ()  # the directory doesn't exist or can't be read
+        earlier = ()
     return msgspec.structs.replace(evidence, earlier=earlier)
 
 

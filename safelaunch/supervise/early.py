@@ -42,15 +42,13 @@ class _EarlyReport:
 
 
 class EarlyLooks:
-    """Looks early at a quiet job. ``advance`` never blocks or raises."""
-
     def __init__(self, job: JobView) -> None:
         self._job = job
         self._watch, self._context = job.watch, job.context
         self._quiet = QuietHistory()
         self._attempt = self._watch.attempt
         self._under_way: Incident[_EarlyReport] | None = None
-        self._spell: tuple[Spell, float] | None = None  # quiet time and its start
+        self._spell: tuple[Spell, float] | None = None
         self._failed = False
         self._kept: tuple[EarlyLook, ...] = ()
 
@@ -180,7 +178,7 @@ class EarlyLooks:
 
 
 def without_the_gil(target: Target, look: Look) -> Target:
-    """Drops questions that need the GIL, if a thread held it: the rank might exit, and waits for the answer."""
+    """Drops questions that need the GIL, if a thread holds it: an unanswered question delays a healthy rank's exit."""
     rank = look.ranks.get(target.rank)
     sample = rank.main.stack.value if rank is not None and rank.main is not None else None
     free = sample is not None and not any(thread.owns_gil for thread in sample.threads)

@@ -27,7 +27,7 @@ NOTICEABLE_BYTES = 256 * MIB  # a CUDA context alone uses that much
 @dataclass(frozen=True, slots=True)
 class Note:
     subject: Hashable
-    """identity: the figures in ``words`` change"""
+    """identity of the note, as the figures in ``words`` change"""
     words: str
     next: str = ""
 

@@ -33,7 +33,7 @@ class Judgement:
     """clause about what might release the ranks, if only that prevents a proof"""
     limits: Limits = UNLIMITED
     group: str = ""
-    """with the first timeout to expire"""
+    """group with the first timeout to expire"""
 
     @property
     def answer(self) -> Answer:
@@ -155,7 +155,6 @@ def all_are_stopped(look: Look) -> bool:
 
 
 def describe_unseen(look: Look, looks: Looks) -> str:
-    """Returns a clause about a process that is stopped or that the look missed, or ""."""
     if looks.counters and looks.counters[-1][1].partial:
         return "not all processes of the job could be read"
     return next((why for target in looks.targets for why in _lacks(target.rank, look.ranks.get(target.rank))), "")

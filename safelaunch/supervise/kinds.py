@@ -16,7 +16,7 @@ class IncidentKind:
     """Evidence to collect for one kind of incident."""
 
     outcome: Outcome
-    """unless the looks show another one"""
+    """outcome of the bundle, unless the looks show another one"""
     looks: int = 2
     look_s: float = LOOK_S
     between_s: float = 1.0

@@ -34,9 +34,9 @@ class _RequestedDump:
     bundle_dir: Path
     clients: list[Client] = field(default_factory=list)
     kind: IncidentKind = DUMP
-    """``ENDED``: no rank is left"""
+    """``ENDED`` if no rank is left"""
     show: Callable[[Report], None] | None = None
-    r"""called here, after Ctrl-\ or for a monitor"""
+    r"""takes the report here, after Ctrl-\ or for a monitor"""
     working: Incident[Report] | None = None
 
     @property
@@ -45,8 +45,6 @@ class _RequestedDump:
 
 
 class ControlServer:
-    """Serves the control socket of one run. ``tick`` never blocks."""
-
     def __init__(self, job: Job, view: JobView) -> None:
         assert job.run is not None
         self._job = job
@@ -106,7 +104,6 @@ class ControlServer:
 
     @property
     def has_unshown_bundle(self) -> bool:
-        """True if a bundle that must be shown here isn't written yet."""
         return any(dump.show is not None for dump in self._dumps)
 
     def _advance_dumps(self) -> None:

@@ -25,7 +25,7 @@ from safelaunch.supervise.kinds import LOOK_S
 
 T = TypeVar("T")
 MOST_PATIENCE = 4.0
-LATE_DEADLINE_S = 12.0  # on a busy machine
+LATE_DEADLINE_S = 12.0
 NATIVE_DEADLINE_S = 10.0  # for libraries of gigabytes on a shared disk
 ENTRIES_DEADLINE_S = 1.5
 _one_at_a_time = threading.Lock()
@@ -40,9 +40,9 @@ class Looks:
     entries: tuple[Mapping[int, int], ...] = ()
     """newest Flight Recorder entry of each rank, for each look"""
     counters: tuple[tuple[Counters, Counters], ...] = ()
-    """work before and after each look, so that the look's own work can be left out"""
+    """work done until the start and until the end of each look, so that the look's own work can be left out"""
     quiet: Counters | None = None
-    """work before a time shortly before the first look"""
+    """work done until shortly before the first look"""
     env: Result[dict[str, str]] | None = None
     """environment of the first rank"""
     resends: bool = False
@@ -144,7 +144,6 @@ def _with_rest(look: Look, before: Counters | None, now: Counters) -> Look:
 
 
 def newest_entries(targets: Sequence[Target]) -> dict[int, int]:
-    """Returns the newest Flight Recorder entry of each rank that responds in time."""
     return ask_each(targets, lambda target: newest_entry(str(target.socket)), deadline_s=ENTRIES_DEADLINE_S)
 
 

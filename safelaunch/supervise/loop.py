@@ -61,9 +61,9 @@ SUSPECT_PATIENCE_S = 5.0
 TOUCH_EVERY_S = 3600.0
 SAME_SIGNAL_S = 1.0  # a rank that fails this shortly before a stop request might have received that request too
 OTHERS_END_S = 2.5  # for other nodes to learn that the job ends, as the store can end with this node
-READ_S = 0.5  # usual part of it
+READ_S = 0.5  # usual time until they have
 QUIET_END_S = 1.5
-SHOWN_AFTER_S = 10.0  # a verdict waits for the job's end, as the last output would push it off the screen
+SHOWN_AFTER_S = 10.0  # a verdict waits this long for the job's end, as the last output would push it off the screen
 LAST_WORDS_S = 60.0  # the same once the ranks have ended: torchrun prints its traceback next
 STOP_S = 60.0  # a job that still runs so long after a stop request is watched again
 RESTART_S = 120.0  # time for torchrun to restart ranks that were ended for a hang
@@ -82,7 +82,7 @@ class Supervisor:
         self,
         job: Job,
         processes: JobProcesses,
-        touch: Callable[[], None] = lambda: None,  # marks the leases as used
+        touch: Callable[[], None] = lambda: None,
         forwarder: Forwarder | None = None,
     ) -> None:
         assert job.run is not None
@@ -115,7 +115,7 @@ class Supervisor:
         self._monitors = Monitors(job, view, actions)
         self._exit_events: dict[int, RankExit] = {}
         self._verdict: _StopReason | None = None
-        self._stop_s = 0.0  # of the request to stop; 0: none
+        self._stop_s = 0.0
         self._unshown: list[Report] = []
         self._shown_at_stop = False
         self._pushed_off: Report | None = None  # that torchrun's last output pushed off the screen

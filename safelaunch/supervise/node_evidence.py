@@ -96,7 +96,7 @@ def _has_link(address: str) -> bool:
                 own = socket.inet_ntoa(fcntl.ioctl(asked, _GET_ADDRESS, request)[20:24])
                 (flags,) = struct.unpack_from("H", fcntl.ioctl(asked, _GET_FLAGS, request), 16)
             except OSError:
-                continue  # no IPv4 address
+                continue
             if own == address:
                 return flags & _UP_AND_RUNNING == _UP_AND_RUNNING
     return is_this_host(address)

@@ -20,7 +20,6 @@ from safelaunch.supervise.job_context import JobContext
 
 
 def collect_node(context: JobContext, sink: Gate, values: dict[str, Any], subject: NodeSubject) -> None:
-    """Collects the node's files in parallel, and the fields of ``NodeFiles`` in ``values``."""
     folder = f"node/{context.host}"
 
     def ask(gate: Gate, name: str, source: Callable[[NodeSubject], Result[Any] | None]) -> None:

@@ -12,15 +12,13 @@ from safelaunch.supervise.watch.stall import Policy
 from safelaunch.system.console import say
 
 BEACON_PATIENCE_S = 20.0
-BEACON_AGAIN_S = 5.0  # between checks of workers without a beacon
+BEACON_AGAIN_S = 5.0
 STEP_PATIENCE_S = 600.0
 RANK_PATIENCE_S = 60.0
-MEETING_PATIENCE_S = 8.0  # for all supervisors to find each other
+MEETING_PATIENCE_S = 8.0
 
 
 class Notices:
-    """Prints each notice once."""
-
     def __init__(
         self,
         watch: Watch,

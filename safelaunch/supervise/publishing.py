@@ -54,7 +54,7 @@ class Report:
     """reason why no stack could be read"""
     action: Action | Literal[""] = ""
     step: int | None = None
-    """agreed by all nodes"""
+    """lowest step of all ranks, agreed by all nodes"""
     repeats: str = ""
     """message about the same failure in an earlier attempt"""
 
@@ -68,13 +68,13 @@ class Agreement:
     name: str = ""
     """name of this node's bundle; empty: the usual one"""
     others: PeerEvidence = field(default_factory=PeerEvidence)
-    """if this node judged for all"""
+    """other nodes' evidence, if this node judged for all"""
     answer: Answer | None = None
-    """if this node judged for all"""
+    """answer for all nodes, if this node judged"""
     action: Action | Literal[""] = ""
     step: int | None = None
     outcome: Outcome | None = None
-    """None: the evidence's"""
+    """None: the evidence's outcome"""
     status: PeerStatus = field(default_factory=PeerStatus)
 
 
@@ -147,7 +147,6 @@ def finish(collected: DraftBundle, agreement: Agreement | None = None) -> Report
 
 
 def show(result: Report, environ: Mapping[str, str], place: str = "bundle") -> None:
-    """Prints the verdict and the bundle's path on stderr."""
     from safelaunch.capture import user_source
     from safelaunch.report import HTML, screen
 

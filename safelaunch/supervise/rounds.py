@@ -87,7 +87,7 @@ class Rounds:
         self._channel = channel
         self._context = context
         self._nodes = nodes
-        self._action: Action = action  # if the job hangs
+        self._action: Action = action  # wanted if the job hangs
         self._past: int | None = None  # number of crashes with a verdict when the ranks started
         self._answered: set[Round] = set()
         self._next_s = 0.0
@@ -219,7 +219,7 @@ class Rounds:
         agreed = self._decide_together(f"crash.{self._past + 1}", own, condense(own()), course)
         status = self._channel.view.status
         if agreed is None or agreed.verdict is None or (self.has_trouble and not agreed.verdict.culprits):
-            return Agreement(status=status)  # or one that lacks this node's failure
+            return Agreement(status=status)  # no verdict, or one without this node's failure
         if self._channel.view.is_local:
             time.sleep(HOSTS_S)
         here = tuple(with_relative_times(evidence, -now) for evidence in agreed.others.evidence)  # by this node's clock

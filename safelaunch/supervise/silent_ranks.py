@@ -17,7 +17,7 @@ AGAIN_S = 30.0
 class _Observation:
     words: str
     at_s: float
-    mark_s: float  # newest progress by then
+    mark_s: float
 
 
 class SilentRanks:

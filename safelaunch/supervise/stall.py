@@ -25,7 +25,7 @@ from safelaunch.system.task import BackgroundTask
 MOST_LOOK_S = 24.0
 REMIND_EVERY_S = 3600.0  # between two messages about a job that makes no step
 LONGEST_S = 600.0  # for a closer look, because a system call might never return
-AGAIN = 1.5  # a quiet time that is so much longer than an earlier one gets another bundle
+AGAIN = 1.5  # a quiet time gets another bundle if it is this many times as long as an earlier one
 
 
 @dataclass
@@ -71,15 +71,15 @@ class StallCase:
         self._suspicion: _Suspicion | None = None
         self._closer: Incident[_LookResult] | None = None
         self._writing: Incident[Report | None] | None = None
-        self._written_of = 0.0  # mark of the stall in the bundle
+        self._written_of = 0.0
         self._suspect_bundle: _Suspect | None = None
         self._refuted: tuple[float, float] | None = None  # (mark, deadline): ignore proofs of this stall until then
         self._waited_s = 0.0  # longest quiet time with a bundle that ended by itself
         self._agreed = False
         self._continues = False  # the job isn't proved dead and has its bundle
-        self.attempt = (0, 0)  # that hangs
-        self._looked_at: tuple[int, int] | None = None  # under suspicion
-        self._last_reported = ""  # condition in the last message
+        self.attempt = (0, 0)  # attempt that hangs
+        self._looked_at: tuple[int, int] | None = None
+        self._last_reported = ""
         self._remind_s = 0.0
         self._look_s = LOOK_S  # grows while processes respond too late
         self._starvation, self._patience = Starvation(), 1.0
@@ -140,7 +140,6 @@ class StallCase:
         return self.take_report(now)
 
     def note_continues(self, report: Report) -> None:
-        """Notes that a hung job isn't ended (``--on-stall dump``)."""
         self._suspect_bundle = _Suspect(self._written_of, report)
 
     def _watch_again(self, now: float) -> None:

@@ -23,7 +23,7 @@ from safelaunch.supervise.watch.quiet import UNKNOWN_S, is_quiet
 
 RATE_OVER_S = 10.0
 SAMPLE_EVERY_S = 2.0
-NEWEST = 64  # points in a status's history
+NEWEST = 64
 SURVEY_S, SURVEY_AGE_S = 1.5, 10.0  # to wait for other nodes' lines; their greatest age
 
 

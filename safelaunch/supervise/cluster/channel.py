@@ -26,7 +26,7 @@ from safelaunch.supervise.cluster.store_host import StoreHost
 IDLE_S, CROWD_IDLE_S = 0.6, 1.2  # longest pause between rounds; with more than CROWD nodes
 BUSY_S, BUSY_NODE_S = 0.15, 0.0008  # pause during an incident, and per node, as the store has other work
 GREETED_S = 0.1  # to connect, per node: a store might wait 5 s for the name of one client in 50
-FIRST_TRIES_S = 2.0  # between attempts to reach a new store
+FIRST_TRIES_S = 2.0
 AGAIN_S = (5.0, 15.0, 30.0, 60.0)
 DRAIN_S = 8.0  # for other nodes' last beats, if their store ends with this node
 

@@ -131,7 +131,7 @@ def unpack_evidence(chunks: list[bytes], shared: SharedColumns | None = None) ->
     """Returns the evidence and files that ``condense`` packed. Raises BadMessage.
 
     Args:
-        shared: Strings of all nodes' evidence, stored once.
+        shared: The same object for all nodes, which keeps their common parts once.
     """
     shared, content = shared or SharedColumns(), parse(unpack(chunks), _Travelling)
     try:

@@ -46,7 +46,7 @@ class PeerView:
     """This node's view of the job's nodes. Without a connection, ``peers`` and ``status`` keep their last values."""
 
     page: LeaderPage | None = None  # None: this node is alone
-    why: str = "no answer yet"  # reason why it is alone
+    why: str = "no answer yet"
     leads: bool = False
     silent_s: float = 0.0  # since the leader's page last changed
     submissions: Mapping[Round, Submissions] = field(default_factory=dict)

@@ -35,7 +35,7 @@ class Leader:
 
     def __init__(self, page: LeaderPage, now: float) -> None:
         self.page = page
-        self._since_s = now  # start of the phase or term
+        self._since_s = now
         self._began: dict[int, tuple[int, int]] | None = None  # each node's attempt when the incident began
 
     def next(self, inputs: LeaderInput, now: float) -> LeaderPage:

@@ -41,7 +41,7 @@ CROWD, CROWD_MEMBERS = 64, 16  # nodes; beyond CROWD, the leader passes on fewer
 MOST_HALVES = 64  # submissions about a crash, for which there is little time
 MOST_DECISIONS = 8
 NEW_AT_ONCE, MOST_QUESTIONS = 64, 64  # slots per store query; queries per round
-OVERWRITES = 3  # per round, of another node's page
+OVERWRITES = 3  # attempts per round to replace another writer's page
 FETCH_S = 2.0  # for evidence in one round, in which a reading leader sends no page
 
 
@@ -60,7 +60,7 @@ class Membership:
         self._liveness = Liveness()
         self._succession = Succession()
         self._unreadable = Liveness()
-        self._unreadable_s: tuple[float, float] | None = None  # of the first and the latest unreadable page in a row
+        self._unreadable_s: tuple[float, float] | None = None
         self._leader: Leader | None = None
         self._page_bytes = b""
         self._slots: set[int] = set()
@@ -78,7 +78,7 @@ class Membership:
         self._submissions: dict[str, dict[int, tuple[Round, list[bytes]]]] = {}
         self._decisions: dict[Round, Decision] = {}
         self._decided: Round = ""
-        self._published: dict[str, tuple[int, bytes]] = {}  # newest edition and value, by topic
+        self._published: dict[str, tuple[int, bytes]] = {}
         self._written = codec.encode(f"m/{self._slot}", self._node)
         self._write(f"m/{self._slot}", self._written)
 
@@ -342,7 +342,6 @@ class Membership:
         return QUIET_S + now - self._quiet_since[slot]
 
     def _read_cards(self, slots: Sequence[int]) -> None:
-        """Reads the cards of these slots; skips a batch if one is missing."""
         for begin in range(0, len(slots), NEW_AT_ONCE):
             batch = slots[begin : begin + NEW_AT_ONCE]
             values = (

@@ -72,19 +72,19 @@ class Beat(Message, frozen=True):
     """A node's report about itself, every half second, without clock times."""
 
     incarnation: _WireName
-    count: _WireCount  # grows with each beat
+    count: _WireCount
     ranks: Annotated[tuple[WireRank, ...], Meta(max_length=4096)] = ()
     world: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
     attempt: tuple[_WireCount, _WireCount] = (0, 0)  # torchrun's restarts, and starts of the workers
     doing: Doing = "watching"
     suspects: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1
     """newest closed incident when this node began to suspect the job"""
-    window_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 2.0  # between two looks
+    window_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 2.0
     at_limit: bool = False  # its time limit is over
     incident: _WireCount = 0  # for ``vote`` and ``agrees``
     vote: Vote = ""
     agrees: bool = False  # it has read the decision
-    trouble: _WireText = ""  # root failure on this node
+    trouble: _WireText = ""
     agent: AgentState = ""  # of torchrun
     step: Annotated[int, Meta(ge=-1, lt=1 << 48)] = -1  # lowest of its ranks; -1 before the first step
     restarting: bool = False
@@ -102,8 +102,8 @@ class Beat(Message, frozen=True):
 
 class LeaderPage(Message, frozen=True):
     leader: _WireCount
-    epoch: _WireCount = 0  # leadership term
-    count: _WireCount = 0  # grows with each page
+    epoch: _WireCount = 0
+    count: _WireCount = 0
     nodes: _WireCount = 1
     covered: bool = False  # the responding nodes have all ranks of the job
     silent: _WireSlots = ()  # not responding for ``SILENT_S``

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from safelaunch.job.argv import CommandLine
 from safelaunch.supervise.cluster.store import Address
 
-C10D_PORT, STATIC_PORT = 29400, 29500  # torchrun's defaults
+C10D_PORT, STATIC_PORT = 29400, 29500
 MOST_HOSTS = 4096
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 

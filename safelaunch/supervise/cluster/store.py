@@ -120,7 +120,6 @@ class StoreClient:
         return self._bytes()
 
     def read(self, key: str, *, deadline_s: float) -> bytes:
-        """Reads a key that exists."""
         self._deadline = time.monotonic() + deadline_s
         self._send(bytes([_GET]) + _key(key))
         return self._bytes()

@@ -33,7 +33,7 @@ class StoreHost:
         self._pid = 0
         self._lifeline = -1
         self._ended = False
-        self._refused = ""  # why the helper didn't start
+        self._refused = ""
 
     @property
     def has_started(self) -> bool:

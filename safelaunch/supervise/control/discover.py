@@ -25,7 +25,7 @@ class Run:
     directory: Path
     supervisor: ProcessId | None  # None: the owner file is missing or unreadable
     status: RunStatus | None = None
-    problem: str = ""  # why there is no answer
+    problem: str = ""
     alive: bool = True  # a process, perhaps in another pid namespace, holds the directory
 
     @property

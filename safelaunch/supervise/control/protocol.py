@@ -78,7 +78,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     threshold_why: str
     ranks: list[RankStatus]
     notes: list[str] = []
-    early: list[EarlyLook] = []  # oldest first
+    early: list[EarlyLook] = []
     wrong_results: list[WrongResult] = msgspec.field(default_factory=list, name=WRONG_RESULTS_KEY)
     nodes: list[NodeStatus] = []
     alone: str = ""  # why ``nodes`` is empty

@@ -57,8 +57,6 @@ class Glance:
 
 
 class Watch:
-    """Watch over one job."""
-
     def __init__(
         self, roster: Roster, policy: stall.Policy, now: float, bounds: rhythm.ThresholdBounds | None = None
     ) -> None:
@@ -77,15 +75,15 @@ class Watch:
         self._step_rhythm = rhythm.StepRhythm()
         self.last_progress: dict[int, Progress] = {}
         self._strides: dict[int, Strides] = {}
-        self.notes: tuple[str, ...] = ()  # what slows this attempt down
+        self.notes: tuple[str, ...] = ()
         self.attempt = (0, 0)  # torchrun's restarts, and starts of the agent's workers
         self._gone: dict[int, float] = {}
         self._damaged: set[int] = set()
         self._gap = (0.0, 0.0)  # end and length of this supervisor's last interruption
         self._pages: dict[int, ProgressPage] = {}
         self._marks: tuple[stall.ProgressMark, ...] = ()
-        self.early: tuple[EarlyLook, ...] = ()  # of this attempt
-        self.wrong_results: tuple[WrongResult, ...] = ()  # of all attempts
+        self.early: tuple[EarlyLook, ...] = ()
+        self.wrong_results: tuple[WrongResult, ...] = ()
 
     def tick(self, now: float) -> Glance:
         """Reads all pages once. Times are seconds of CLOCK_MONOTONIC."""
@@ -304,7 +302,6 @@ class Watch:
         self.state = replace(self.state, status=stall.Status.UNDECIDED, mark_s=mark_s, look_again_s=again_s)
 
     def note_proof(self, mark_s: float) -> None:
-        """Records an early look's proof of a hang that began at ``mark_s``."""
         self.state = replace(self.state, proved_mark_s=mark_s)
 
     def note_work(self, at_s: float) -> None:

@@ -24,13 +24,13 @@ class Pulse:
     """
 
     newest: Mapping[int, int] = field(default_factory=dict)
-    """rank → its newest collective"""
+    """rank → number of its newest collective"""
     seen_s: Mapping[int, float] = field(default_factory=dict)
-    """rank → time when it was first seen (CLOCK_MONOTONIC)"""
+    """rank → time of the look that first found that collective (CLOCK_MONOTONIC)"""
     beats: int = 0
-    """looks with a newer collective"""
+    """number of looks that found a newer collective"""
     longest_s: float = 0.0
-    """between two such looks"""
+    """longest time between two such looks"""
 
     @property
     def last_s(self) -> float | None:
@@ -67,7 +67,7 @@ class PulseLimits:
     """threshold before the loop, and upper limit in it"""
     stall_s: float
     bounds: ThresholdBounds | None
-    """None with --stall-timeout"""
+    """bounds of the learned threshold; None with --stall-timeout"""
 
     @property
     def least_s(self) -> float:

@@ -46,8 +46,6 @@ class EndedSpell:
 
 @dataclass(frozen=True, slots=True)
 class QuietHistory:
-    """A job's current and earlier quiet spells."""
-
     stage: Stage = "start"
     begin_s: float = 0.0
     """start of the current spell; 0: none"""

@@ -14,7 +14,7 @@ class AttemptFailure:
     outcome: str
     cause: str
     step: int | None
-    """lowest of the culprits"""
+    """lowest step of the culprits"""
     places: frozenset[tuple[str, int]]
     """file and line of each culprit"""
 
@@ -38,9 +38,9 @@ class FailureKey:
     outcome: str
     cause: str
     culprits: frozenset[tuple[str, str, str, str, int]]
-    """host, GPU, process, file and line"""
+    """host, GPU, process, file and line of each culprit"""
     raised: frozenset[str]
-    """types of exceptions"""
+    """types of the culprits' exceptions"""
 
 
 def failure_key(verdict: Verdict, evidence: Evidence) -> FailureKey | None:

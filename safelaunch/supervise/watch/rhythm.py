@@ -67,7 +67,7 @@ class StepRhythm(msgspec.Struct, frozen=True):
     last_s: float = 0.0
     """time of the last mark"""
     seen_s: float = 0.0
-    """when it was last the newest"""
+    """when that mark was last seen as the newest"""
     begun_s: float = 0.0
     """time of the first mark"""
     begun_step: int = 0
@@ -84,7 +84,7 @@ class StepRhythm(msgspec.Struct, frozen=True):
 class Threshold:
     seconds: float
     why: str
-    """``2.5 x the longest ordinary step (1.2 s)``"""
+    """reason, such as ``2.5 x the longest ordinary step (1.2 s)``"""
 
     @property
     def facts(self) -> dict[str, float | str]:
