@@ -105,7 +105,7 @@ def is_native(frame: Frame) -> bool:
 
 
 def is_library(path: str, code_roots: Sequence[str] = ()) -> bool:
-    """Returns whether a file is library code: standard library, installed packages, or torch or a framework from source.
+    """Returns whether a file is library code: standard library, installed packages, torch or frameworks from source.
 
     The path's components and the roots that the rank reported decide. A checkout inside
     ``.../lib/python3.11/site-packages`` counts as installed. An editable install of any other package doesn't: its
