@@ -35,7 +35,7 @@ from safelaunch.system.files import link_of
 
 _MAX_PATH = 4096
 MAX_THREADS = 4096
-_CONSISTENT_TRIES = 3  # readings of a thread that wakes or falls asleep between its state and its system call
+_MOST_READINGS = 3  # readings of a thread that wakes or falls asleep between its state and its system call
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ def _full_thread(
             pass
         return ""
 
-    for _ in range(_CONSISTENT_TRIES):
+    for _ in range(_MOST_READINGS):
         stat, text = _thread_stat(pid, tid), optional("syscall")
         if (text == "running") == (stat.state == "R"):
             break

@@ -15,6 +15,7 @@ from safelaunch.job.torchrun import TorchInstallation, launcher
 from safelaunch.settings.options import EnvSetting, Settings
 
 LEASES = "SAFELAUNCH_LEASES"  # paths of files that the beacons lock
+HELD_LEASES = "SAFELAUNCH_HELD"  # descriptors of leases that a sweep hands to a run
 GROUP_TIMEOUT = "SAFELAUNCH_GROUP_TIMEOUT"  # seconds; a ! after them means all groups
 
 
@@ -125,7 +126,6 @@ def _plan(
 def _environment(
     settings: Settings, around: Surroundings, own: Mapping[str, str], restarts_here: bool
 ) -> tuple[tuple[PlanVariable, ...], dict[str, str]]:
-    """Returns the variables to set, and the whole environment."""
     applied = _apply(settings.env, around.environ, around.run_dir)
     if around.visible_gpus is not None:
         gpus = PlanVariable(
@@ -137,7 +137,7 @@ def _environment(
         origin = _origin(settings, "on-stall") if settings.on_stall == "restart" else "--max-restarts"
         why = "each attempt gets its own store: in a shared one, gloo finds the last attempt's ports"
         applied += (PlanVariable(name, "1", origin, why, name in around.environ),)
-    of_another_run = ("SAFELAUNCH_HELD", LEASES, GROUP_TIMEOUT, layout.PROBES)
+    of_another_run = (HELD_LEASES, LEASES, GROUP_TIMEOUT, layout.PROBES)
     env = {name: value for name, value in around.environ.items() if name not in of_another_run}
     env.update({setting.name: setting.value for setting in applied if not setting.kept})
     if settings.watch:

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from safelaunch.job.plan import HELD_LEASES
 from safelaunch.leases.holder import MAGIC, LeaseHolder, since_now
 
 # --- files in a directory that every user can write: other users must not redirect or block us ------------------------
@@ -169,7 +170,6 @@ def write_small(fd: int, data: bytes, magic: bytes) -> None:
         return  # the lock still holds
 
 
-HANDED_OVER = "SAFELAUNCH_HELD"
 PORT = "port-"
 _OTHER = re.compile(r"[^A-Za-z0-9_-]")
 
@@ -222,7 +222,7 @@ class Lease:
         After its start, call ``forget`` instead of ``release``.
         """
         descriptors = [*self.locks.items(), *self.sockets.items()]
-        return {HANDED_OVER: ",".join(f"{fd}:{key}" for key, fd in descriptors)}, tuple(fd for _, fd in descriptors)
+        return {HELD_LEASES: ",".join(f"{fd}:{key}" for key, fd in descriptors)}, tuple(fd for _, fd in descriptors)
 
     def tell(self, about: LeaseHolder) -> None:
         """Describes the holder in the lock files."""
@@ -246,7 +246,7 @@ def inherited(environ: Mapping[str, str], directory: str) -> Lease | None:
     """
     lease = Lease({})
     paths = []
-    for item in filter(None, environ.get(HANDED_OVER, "").split(",")):
+    for item in filter(None, environ.get(HELD_LEASES, "").split(",")):
         number, _, key = item.partition(":")
         fd = int(number) if re.fullmatch(r"[0-9]{1,9}", number) else -1
         if key in lease.locks and _is_socket(fd):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from safelaunch.job.argv import CommandLine, is_one_node
 from safelaunch.job.mistakes import has_no_number_of_processes
-from safelaunch.job.plan import LEASES
+from safelaunch.job.plan import HELD_LEASES, LEASES
 from safelaunch.leases.inventory import has_driver
 from safelaunch.system.console import say
 from safelaunch.system.errors import ResourceError, StoreError, UsageError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from safelaunch.leases.lease import Lease
     from safelaunch.settings.options import Settings
 
-HELD = "SAFELAUNCH_HELD"
 MASTER_PORT = "--master-port"
 
 
@@ -111,7 +110,7 @@ def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) 
 
 def _handed_over(command: CommandLine, settings: Settings, environ: Mapping[str, str]) -> Lease | None:
     """Returns the lease of the parent, such as a sweep, which has set CUDA_VISIBLE_DEVICES."""
-    if not environ.get(HELD):
+    if not environ.get(HELD_LEASES):
         return None
     from safelaunch.leases.lease import inherited
     from safelaunch.leases.store import store_of

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from safelaunch.beacon import descriptors as beacon
+from safelaunch.job.plan import HELD_LEASES
 from safelaunch.leases import store as store_module
 from safelaunch.leases.holder import MAGIC, LeaseHolder, decode, ourselves
-from safelaunch.leases.lease import HANDED_OVER, Lease, inherited
+from safelaunch.leases.lease import Lease, inherited
 from safelaunch.leases.store import LeaseStore
 from safelaunch.system.errors import StoreError
 
@@ -253,7 +254,7 @@ def test_lease_is_not_inherited_without_its_lock(store: LeaseStore, tmp_path: Pa
     same = os.open(Path(store.directory) / f"{A}.{os.getuid()}", os.O_RDWR)  # the file without its lock
     free = os.open(Path(store.directory) / f"{A}.{os.getuid()}.ranks", os.O_RDWR)
     for word in (f"{other}:{A}", f"{same}:{A}", f"{free}:{A}", f"999:{A}", "x", f"{os.dup(lease.descriptors[0])}:{B}"):
-        assert inherited({HANDED_OVER: word}, store.directory) is None, word
+        assert inherited({HELD_LEASES: word}, store.directory) is None, word
     assert A in store.look([A])
     lease.release()
     os.close(other), os.close(same), os.close(free)

@@ -17,8 +17,8 @@ KEY = ("synthetic", "0001: skip, 2x1x1, plain", 1)
 CULPRIT = {"rank": 1, "process": "main", "frame": {"file": "/t.py", "line": 4, "function": "f"}, "reason": "It sleeps."}
 VERDICT: dict[str, Any] = {
     "outcome": "hang", "cause": "busy-loop", "confidence": "high", "summary": "Rank 1 spins.", "culprits": [CULPRIT],
-    "victims": "0", "suggestions": ["Look at it."], "names of suggestions": ["LOOK"], "names of doubts": ["MAY_BE_SLOW"],
-    "proof": [{"who": "rank 0"}],
+    "victims": "0", "suggestions": ["Look at it."], "proof": [{"who": "rank 0"}],
+    "names of suggestions": ["LOOK"], "names of doubts": ["MAY_BE_SLOW"],
 }  # fmt: skip
 
 
