@@ -156,7 +156,7 @@ class Guardian:
         return self._is_parent
 
     def adopt(self, member: ProcessId) -> None:
-        """Reports a process that the guardian can't find."""
+        """Reports a process of the job that the guardian can't find itself."""
         self._members = [*(process_id for process_id in self._members if process_id.is_alive()), member]
         self._write(str(member).encode())
 

@@ -124,7 +124,6 @@ class Forwarder:
         return self.stops > 0
 
     def note_stop(self) -> None:
-        """Notes a stop request that isn't a signal to us."""
         self.stops = max(self.stops, 1)
 
     @property

@@ -33,7 +33,7 @@ WHOLE = 2048  # bytes of a /proc file that a single read returns
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process; a later one with the same pid differs."""
+    """A process, identified by pid and start time."""
 
     pid: int
     start_ticks: int
@@ -42,7 +42,7 @@ class ProcessId:
         return f"{self.pid} {self.start_ticks}"
 
     def is_alive(self) -> bool:
-        """False for a zombie."""
+        """Returns whether the process runs; a zombie doesn't."""
         stat = procstat.read(self.pid)
         return stat is not None and stat.start_ticks == self.start_ticks and stat.state not in "ZX"
 

@@ -35,7 +35,6 @@ def take(store: LeaseStore, count: int, about: LeaseHolder) -> Lease:
     bound: dict[str, socket.socket] = {}
 
     def pick(held: Mapping[str, LeaseHolder]) -> list[str] | None:
-        """Returns ports that no program uses."""
         _close(bound)
         for key, port in wanted.items():
             if len(bound) == count:

@@ -77,7 +77,7 @@ def table(facts: CaseFacts, chosen: Selection) -> CallTable:
 
 @dataclass
 class _CallColumn:
-    """Selected calls, the same on all of ``ranks``."""
+    """Selected calls that all of ``ranks`` made."""
 
     slots: list[Slot]
     kinds: list[int]
@@ -123,7 +123,7 @@ class ByKind(Generic[T]):
         self._known: dict[tuple[int, int, tuple[str, ...]], T] = {}
 
     def of(self, rank: RankEvidence, ring: Entries) -> dict[int, T]:
-        """Returns results by the record's numbers of kinds."""
+        """Returns the results for the kinds of calls in a record."""
         made = {}
         for number, call in ring.used().items():
             key = (id(ring.kinds), number, rank.code_roots)

@@ -95,7 +95,7 @@ def _words(text: str, *, first: bool) -> str:
 
 
 def in_cell(text: object) -> str:
-    """Returns ``md(text)`` for a table, without bars."""
+    """Returns ``md(text)`` for a table cell, without bars."""
     return md(text).replace("|", "¦")
 
 

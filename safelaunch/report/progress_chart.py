@@ -50,7 +50,7 @@ def _taken(evidence: Evidence) -> Mapping[str, float]:
 
 
 def _line(members: list[RankEvidence], culprit: bool, taken: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the longest history in a set of ranks."""
+    """Returns the line of a set of ranks, which is the longest history among them."""
     longest = max(members, key=lambda rank: len(rank.progress.history) if rank.progress is not None else 0)
     progress = longest.progress
     assert progress is not None

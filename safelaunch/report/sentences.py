@@ -161,7 +161,6 @@ def node_state(node: NodeEvidence) -> str:
 
 
 def nccl_lines(witness: NcclWitness | None) -> list[str]:
-    """Returns the answer of NCCL's RAS service in a few lines."""
     if witness is None:
         return []
     everybody = (*witness.processes, *(process for comm in witness.communicators for process in comm.processes))

@@ -58,7 +58,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_stall_timeout(text: str) -> float | None:
-    """Returns None for ``auto``."""
+    """Parses seconds; returns None for ``auto``."""
     return None if text.strip() == AUTO else parse_seconds(text)
 
 

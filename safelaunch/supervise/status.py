@@ -28,8 +28,6 @@ SURVEY_S, SURVEY_AGE_S = 1.5, 10.0  # to wait for other nodes' lines; their grea
 
 
 class StatusRequests:
-    """Answers clients. ``tick`` never blocks."""
-
     def __init__(self, job: Job, view: JobView) -> None:
         self._job = job
         self._watch, self._context, self._council = view.watch, view.context, view.council

@@ -22,7 +22,7 @@ class Liveness:
         self._last_s: float | None = None
 
     def observe(self, counts: Mapping[int, tuple[str, int]], now: float) -> None:
-        """Takes in the incarnation and count of each slot. A new slot counts as alive."""
+        """Processes the incarnation and count of each slot. A new slot counts as alive."""
         gap_s = now - self._last_s if self._last_s is not None else 0.0
         self._last_s = now
         if gap_s > GAP_S:

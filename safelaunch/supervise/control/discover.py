@@ -42,7 +42,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Id with name, ``r4711 (train)``, or with problem."""
+        """Run id and name, ``r4711 (train)``, or run id and problem."""
         return f"{self.id} ({self.name or self.problem})"
 
 

@@ -296,7 +296,6 @@ class Watch:
         return self.state.status is stall.Status.HUNG
 
     def resume(self, mark_s: float, now: float) -> None:
-        """Clears HUNG, because the job continues."""
         present = self.current_stall(now)
         again_s = now + (stall.next_look_after_s(self.policy, present, now) if present is not None else 0.0)
         self.state = replace(self.state, status=stall.Status.UNDECIDED, mark_s=mark_s, look_again_s=again_s)

@@ -51,7 +51,7 @@ class ThresholdBounds:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Long time without a step after ``step``, from ``at_s``."""
+    """Long time without a step, which began after ``step`` at ``at_s``."""
 
     step: int
     at_s: float
@@ -243,7 +243,6 @@ def _rhythm_words(first: Pause, second: Pause, step: int, at_s: float, beats: in
 
 
 def _second_irregular_s(rhythm: StepRhythm, pauses: tuple[Pause, ...]) -> float:
-    """Returns the second longest pause that no other pause explains."""
     irregular = []
     for number, pause in enumerate(pauses):
         before, after = pauses[:number], pauses[number + 1 :]

@@ -149,7 +149,7 @@ def _mark_s(mark: ProgressMark, base_s: float) -> float:
 def tick(
     state: DetectorState, marks: tuple[ProgressMark, ...], policy: Policy, now: float
 ) -> tuple[DetectorState, StallEvent | None]:
-    """Takes in the marks. Emits ``suspect`` (look closer), ``recovered`` or ``clock-restarted``."""
+    """Processes the ranks' marks. Emits ``suspect`` (look closer), ``recovered`` or ``clock-restarted``."""
     if now - state.last_tick_s > CLOCK_GAP_S and state.status is not Status.HUNG:
         return DetectorState(base_s=now, last_tick_s=now), StallEvent("clock-restarted")
     covers = frozenset((m.rank, m.phase_since_s) for m in marks if m.paused or (m.phase and m.phase_timeout_s))
@@ -230,7 +230,7 @@ def next_look_after_s(policy: Policy, stall: Stall, now: float) -> float:
 def conclude(
     state: DetectorState, stall: Stall, condition: JobCondition, policy: Policy, now: float, limits: Limits = UNLIMITED
 ) -> tuple[DetectorState, StallEvent | None]:
-    """Takes in the closer look's result.
+    """Processes the closer look's result.
 
     Emits ``hang``, ``undecided`` (each time), ``recovered`` or ``clock-restarted``; nothing if the clock restarted
     during the look.
