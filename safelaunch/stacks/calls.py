@@ -211,6 +211,8 @@ def leaving(frames: Sequence[Frame], *, cut: bool = False) -> str:
 
 @dataclass(frozen=True)
 class LockWait:
+    """A wait for a lock, thread, future or queue of this process."""
+
     what: str
     # Event that ends it. ``work``: a thread or future finishes; ``signal``: a thread sets a queue, event or condition;
     # ``lock``: the holder releases it.

@@ -40,6 +40,8 @@ _LoopNode = ast.While | ast.For
 
 @dataclass(frozen=True)
 class Poll:
+    """A condition or call that a loop repeats."""
+
     file: str
     line: int
     text: str  # as in the source

@@ -21,6 +21,8 @@ _LEAST = 6  # letters; a shorter text wouldn't identify its statement
 
 @dataclass(frozen=True)
 class WayOut:
+    """A statement after which the code continues elsewhere."""
+
     frame: Frame
     parts: tuple[str, ...]  # literal parts of the printed text, if any
     goes: str  # ``continue``, ``break``, ``return``, or "behind the `try`"

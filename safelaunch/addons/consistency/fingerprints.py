@@ -71,7 +71,7 @@ class Prints:
         return result.index_add_(0, torch.cat(places), torch.cat(sums)) if sums else result
 
     def _sums(self, parts: list[Any], ends: Any) -> Any:
-        """Returns the sum of each part's words, after mixing high bits into low ones and vice versa."""
+        """Returns the sum of each part's words, after mixing their high bits into the low bits, and back."""
         torch = self._torch
         bits = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.int32)
         mixed = bits >> 15

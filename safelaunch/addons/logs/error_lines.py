@@ -111,7 +111,7 @@ class ErrorLines:
             self._end = entry.line
 
     def read_line(self, entry: LogEntry, *, may_report: bool) -> None:
-        """Adds a line that reports an error, if it ``may_report`` one: it has a typical word outside tracebacks."""
+        """Adds the line if it reports an error; it can't (``may_report``) in a traceback or without a typical word."""
         text = entry.text
         match = _EVENT.search(text) if may_report else None
         if match is None or _NO_EVENT.search(text):

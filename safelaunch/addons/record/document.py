@@ -1,4 +1,4 @@
-"""The JSON document of a recording."""
+"""Defines the JSON document of a recording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recording as a web page."""
+"""Shows a recording as a web page."""
 
 from __future__ import annotations
 

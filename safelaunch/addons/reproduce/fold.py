@@ -29,6 +29,8 @@ class RepeatedItems:
 
 @dataclass(frozen=True)
 class RankBranch:
+    """Alternatives for different ranks."""
+
     sides: tuple[tuple[RankSet, tuple[FoldNode, ...]], ...]
     rest: tuple[FoldNode, ...] = ()  # alternative for all other ranks that reach this node; can be empty
 
@@ -131,7 +133,7 @@ def _round_at(codes: Sequence[int], at: int) -> tuple[int, int]:
 
 
 def _ranks_of(node: FoldNode) -> tuple[RankSet, RankSet] | None:
-    """Returns the ranks that execute the node, and those that never reach it; None if these differ within it."""
+    """Returns the ranks that execute the node, and the ranks that never reach it; None if its parts differ in these."""
     if isinstance(node, RankStep):
         return node.ranks, node.beyond
     if isinstance(node, RankBranch):

@@ -187,7 +187,7 @@ class _EntryReader:
         return tuple(sorted(next((ranks for ranks in recorded if ranks), ()) or self._facts.alignment.ranks_of(group)))
 
     def _makers(self) -> dict[str, frozenset[int]]:
-        """Returns the creators of groups that not every rank created: torch numbers groups on each rank."""
+        """Returns the creators of each group that only some ranks created, as each rank numbers its groups itself."""
         made: dict[int, int] = {}
         for rank, rank_facts in self._facts.ranks.items():
             number = rank_facts.evidence.gil.groups_made

@@ -123,7 +123,7 @@ def _recording(facts: CaseFacts, group: str) -> list[int]:
 
 
 def _rounds_before(calls: Sequence[RecordedEntry], end: int, rounds: int) -> int:
-    """Returns the index of the last few complete iterations before ``end``, or of the last few calls if none repeat."""
+    """Returns where the last few complete iterations before ``end`` begin, or the last few calls if none repeat."""
     codes = [(signature(call.entry), call.entry.group, call.entry.frames) for call in calls[:end]]
     for period in range(1, min(_LONGEST_ROUND, end // 2) + 1):
         if codes[end - period : end] == codes[end - 2 * period : end - period]:

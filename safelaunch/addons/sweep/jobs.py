@@ -58,7 +58,7 @@ class SweepJob:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def with_ports(self, numbers: Sequence[object]) -> SweepJob:
-        """Returns a copy with ``numbers`` in place of the marks; for display, they can be names."""
+        """Returns a copy with ``numbers`` in place of the port marks; for display, they can be names."""
 
         def filled(text: str) -> str:
             return _MARK.sub(lambda match: str(numbers[int(match[1])]), text)

@@ -53,7 +53,7 @@ class SharePool(Protocol):
         """Returns a share for ``job``, or None if too few units are free."""
 
     def wait(self, job: SweepJob, ours: Collection[int]) -> str:
-        """Queues ``job`` ahead of later ones; returns lines that list the holders, except processes in ``ours``."""
+        """Queues ``job`` ahead of later requests; returns lines that list the holders, except our own processes."""
 
     def leave(self) -> None:
         """Leaves the queue."""
