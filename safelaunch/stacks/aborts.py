@@ -13,7 +13,7 @@ _NO_ROOM = "there was no memory left to allocate"
 
 @dataclass(frozen=True)
 class Abort:
-    words: str  # message, on one line
+    words: str
     means: str = ""  # explanation, unless the message needs none
 
 

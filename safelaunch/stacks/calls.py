@@ -276,8 +276,6 @@ def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
 
 @dataclass(frozen=True)
 class Awaited:
-    """The ranks, threads and processes that a thread waits for."""
-
     peers: TorchWait | None = None  # c10d call that waits for other ranks; they end it, whatever else is on the stack
     threads: bool = False  # the end of a thread, or torch's threads under ``backward()``
     # Child processes: DataLoader ``workers``; one ``child``'s end; the sender of a ``message``; ``any`` child of a

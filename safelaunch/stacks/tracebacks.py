@@ -17,7 +17,7 @@ _PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} (?:err|out)\| ")  # in ``log_tail.
 class ParsedTraceback:
     frames: tuple[Frame, ...]  # innermost first
     message: str  # last line, with the exception's type
-    thread: str = ""  # thread that the exception ended
+    thread: str = ""  # name of the thread that ended
 
 
 def parse(lines: Iterable[str]) -> ParsedTraceback | None:

@@ -28,7 +28,7 @@ class Comparison:
 
     def __init__(self) -> None:
         self._waiting: dict[str, dict[_RoundPosition, dict[int, SeriesCheck]]] = {}
-        self._members: dict[str, set[int]] = {}  # ranks, by series
+        self._members: dict[str, set[int]] = {}  # ranks by series
         self._equal: dict[str, int] = {}  # last position at which all replicas were equal, by series
         self._finite: dict[str, int] = {}
         self._losses: dict[int, list[tuple[int, float]]] = {}

@@ -55,7 +55,7 @@ class _Shared(Message, frozen=True):
 
 class SharedFindings(Message, frozen=True):
     found: Annotated[tuple[WrongResult, ...], Meta(max_length=MOST_FOUND)] = ()
-    stops: bool = False  # they end the job
+    stops: bool = False  # the findings end the job
     place: Annotated[str, Meta(max_length=4096)] = ""  # path of the bundle
 
 

@@ -22,7 +22,7 @@ class LaunchRequest(msgspec.Struct, frozen=True, tag="request"):
     python: str
     torch_package: str
     torch_version: str
-    pid: int  # caller's pid
+    pid: int
     start_ticks: int
 
 

@@ -70,7 +70,7 @@ class ErrorLine:
     kind: str
     text: str
     line: LogLine
-    last: LogLine  # last similar line
+    last: LogLine
     speaker: Speaker | None
     harmless: bool
     count: int = 1  # number of lines that differ only in their numbers
@@ -156,7 +156,6 @@ class ErrorLines:
         return (head, *(f"  {error.description}" for error in first)) if first else ()
 
     def causes(self) -> list[ErrorLine]:
-        """Returns fatal errors that aren't effects, exceptions first."""
         fatal = [error for error in self.errors() if error.kind == "thread" or not (error.survived or error.is_effect)]
         return sorted(fatal, key=lambda error: error.kind not in ("traceback", "thread"))
 

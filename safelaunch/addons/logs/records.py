@@ -20,7 +20,7 @@ from safelaunch.verdict.exceptions import is_consequence
 
 MOST_WARNINGS = 40
 _MOST_TAIL, _MOST_TRACEBACKS, _MOST_SPEAKERS, _MOST_REMARK = 60, 20, 1 << 16, 300
-UNNAMED, DEFAULT = "", "0"  # names of groups
+UNNAMED, DEFAULT = "", "0"
 
 
 @dataclass
@@ -56,7 +56,7 @@ class SpeakerOutput:
     block_at: LogLine | None = None
     block_root: bool = False
     earlier: list[tuple[OpenTraceback, RankException]] = field(default_factory=list)  # errors before a restart
-    heads: int = 0  # number of tracebacks begun
+    heads: int = 0
     hosts: set[str] = field(default_factory=set)
     steps: dict[str, int] = field(default_factory=dict)  # highest step printed, by the word used for steps
     socket_at: LogLine | None = None
@@ -109,7 +109,7 @@ class RankEnd:
     host: str = ""
     root: bool = False  # first failure that the launcher saw
     reporter: Speaker | None = None  # speaker of the launcher's lines; each node can have a launcher
-    stopped: bool = False  # the launcher stopped it
+    stopped: bool = False
     time: str = ""  # from torchrun's summary
 
 
@@ -133,7 +133,7 @@ class LoggedJob:
     # Speakers whose launcher reports a failed process.
     failed_speakers: set[Speaker | None] = field(default_factory=set)
     absent: set[int] = field(default_factory=set)
-    first_ranks: dict[Speaker | None, int] = field(default_factory=dict)  # first rank of each node
+    first_ranks: dict[Speaker | None, int] = field(default_factory=dict)
     remarks: dict[str, str] = field(default_factory=dict)  # text -> place of its first occurrence
     nccl_places: dict[str, tuple[int, int]] = field(default_factory=dict)  # (size, rank) in the largest communicator
     nccl_failed: LogLine | None = None

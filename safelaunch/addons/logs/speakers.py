@@ -95,7 +95,7 @@ class PrefixParser:
                     if match := pattern.match(text):
                         number = match.groupdict().get("rank")
                         name: Speaker = int(number) if number is not None else match["name"]
-                        if value == 1:  # local rank
+                        if value == 1:
                             name = f"{speaker if isinstance(speaker, str) else ''}{LOCAL}{name}"
                         if (value > worth or speaker is None) and (isinstance(name, str) or name < MAX_RANKS):
                             label = speaker if isinstance(speaker, str) else label

@@ -47,7 +47,7 @@ class OpenTraceback:
     cut: bool = False  # the log lacks its head, or all but its last line
     socket: str = ""  # c10d's preceding report about a socket
     ignored: bool = False
-    is_local: bool = False  # ``rank`` is a local rank
+    is_local: bool = False  # ``rank`` is local to a node
 
     def take(self, text: str, *, timed: bool) -> bool:
         """Adds the next line if it belongs to the traceback, and returns whether it does.

@@ -41,7 +41,7 @@ class Change:
 class StepTimeChange:
     before_s: float  # seconds per step; 0.0 if unknown, so changes are shares
     now_s: float
-    changes: tuple[Change, ...]  # largest first
+    changes: tuple[Change, ...]
     ranks: tuple[int, ...] = ()  # compared ranks, which arrive last; empty: all ranks
 
     @property

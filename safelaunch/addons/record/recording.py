@@ -39,7 +39,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     pid: int
     role: str = "main"
     threads: list[ThreadRecord] = []
-    problem: str = ""  # why samples are missing
+    problem: str = ""
     tells_active: bool = False  # threads on a CPU were sampled, so others were not on one
 
 
@@ -69,7 +69,6 @@ class Recording(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def decode(data: bytes) -> Recording:
-    """Reads ``recording.json``. Raises msgspec.DecodeError."""
     recording = from_json(data, Recording)
     check(recording)
     return recording

@@ -25,8 +25,8 @@ MOST_ROWS = 60
 class RecordingReport:
     recording: Recording
     slowness: Slowness
-    compared: StepTimeChange | None = None  # changes since an earlier recording
-    earlier: str = ""  # name of the earlier recording
+    compared: StepTimeChange | None = None
+    earlier: str = ""
 
 
 def places(times: Sequence[RankTime], *, waits: bool) -> list[tuple[CodeLocation, float, Frame | None, str]]:

@@ -224,7 +224,6 @@ def from_trace(data: bytes) -> Threads:
 
 
 def _close(threads: Threads, stack: list[tuple[str, Frame]], since: int | None, now: int) -> None:
-    """Adds the time since the last event to the open stack."""
     named = next((match for name, _ in stack if (match := _NAMED.fullmatch(name)) is not None), None)
     if named is None or since is None:
         return

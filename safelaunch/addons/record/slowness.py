@@ -57,8 +57,8 @@ class TimeFinding:
 
 @dataclass(frozen=True)
 class Slowness:
-    headline: str  # verdict in one sentence
-    findings: tuple[TimeFinding, ...]  # largest first
+    headline: str
+    findings: tuple[TimeFinding, ...]
     times: tuple[RankTime, ...]
     workers: WorkerTime | None
     missing: tuple[str, ...]

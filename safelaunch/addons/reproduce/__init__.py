@@ -51,7 +51,7 @@ class ScriptOptions:
 class Reproduction:
     text: str
     world_size: int
-    command: str  # runs the script
+    command: str
     hang: Hang
     notes: tuple[str, ...]  # differences from the recording
     replays: bool  # False if no call could be replayed

@@ -53,7 +53,7 @@ def restricted_to(program: Program, kept: Collection[int]) -> Program:
 
 @dataclass(frozen=True)
 class _Renumbering:
-    members: Mapping[str, Sequence[int]]  # members of each group before
+    members: Mapping[str, Sequence[int]]
     number: Mapping[int, int]  # new number of each remaining rank
 
     def ranks(self, group: str) -> tuple[int, ...]:

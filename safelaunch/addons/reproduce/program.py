@@ -30,7 +30,7 @@ class ScriptCall:
     named: bool = True  # False if another peer might have been meant
     tag: int = 0
     waited_for: bool = True  # False if the rank continued before the call had finished
-    site: Frame | None = None  # user's line
+    site: Frame | None = None
     parts: tuple[ScriptCall, ...] = ()
 
 

@@ -12,8 +12,6 @@ from safelaunch.job.job import EXIT_GAVE_UP, EXIT_HUNG
 
 @dataclass(frozen=True, slots=True)
 class RunningAttempt:
-    """An attempt that runs or waits in a scheduler's queue."""
-
     on: str = ""  # its GPUs, slots or nodes
     ports: str = ""  # ranks' master port, then the leased ports
     gpus: tuple[str, ...] = ()

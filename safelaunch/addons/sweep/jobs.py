@@ -76,7 +76,7 @@ class SweepJob:
 @dataclass(frozen=True, slots=True)
 class AttemptOutcome:
     state: JobState
-    exit_code: int | None = None  # as a shell shows it
+    exit_code: int | None = None
     duration_s: float = 0.0
     last_step: int | None = None
     gpus: tuple[str, ...] = ()  # UUIDs, or ``node:number``

@@ -24,7 +24,7 @@ PROGRAM = "safelaunch colaunch"
 @dataclass(frozen=True, slots=True)
 class Share:
     units: tuple[int, ...] = ()
-    label: str = ""  # its units in words
+    label: str = ""
     gpus: tuple[str, ...] = ()
     cores: int = 0  # 0 if cores aren't shared out
     env: Mapping[str, str] = field(default_factory=dict)  # variables that restrict the job to its share

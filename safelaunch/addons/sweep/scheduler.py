@@ -31,7 +31,7 @@ class ListedJob:
     number: str
     stage: Literal["queued", "running", "ended"]
     word: str = ""  # the scheduler's name of the state
-    reason: str = ""  # why it waits
+    reason: str = ""
     nodes: str = ""
     hopeless: bool = False  # ended because a job that it needs didn't succeed
 

@@ -298,7 +298,7 @@ class TerminalScreen:
     def __init__(self, live: Any) -> None:
         self._live = live
         self._next_s = 0.0
-        self.notes: list[str] = []  # not shown yet
+        self.notes: list[str] = []
 
     def note(self, text: str) -> None:
         self.notes.append(text)

@@ -18,7 +18,7 @@ class JobHistory:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    capacity: int  # number of units
+    capacity: int
     at_most: int
     fail_fast: bool = False  # the first job that fails stops the others
     units: Mapping[str, int] = field(default_factory=dict)

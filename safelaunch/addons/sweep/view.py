@@ -38,7 +38,7 @@ class JobStatus:
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     jobs: tuple[JobStatus, ...]
-    stopped: str = ""  # why no more jobs start
+    stopped: str = ""
 
 
 class Screen(Protocol):
