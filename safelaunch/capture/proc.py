@@ -12,7 +12,7 @@ import re
 import struct
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,8 @@ from safelaunch.system.files import link_of
 
 _MAX_PATH = 4096
 MAX_THREADS = 4096
-_MOST_READINGS = 3  # readings of a thread that wakes or falls asleep between its state and its system call
+_MOST_READINGS = 3  # of a thread that is awake, or that wakes or falls asleep between its state and its system call
+_WAKES_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,16 @@ def _details(
     denied: set[str] = set()
     memory = ProcessMemory(pid, own.memory)
     resting = Resting(memory)
-    threads = _threads(pid, lambda pid, tid: _full_thread(pid, tid, denied, resting, memory, own))
+    read = lambda pid, tid: _full_thread(pid, tid, denied, resting, memory, own)  # noqa: E731
+    threads = _threads(pid, read)
+    for _ in range(_MOST_READINGS - 1):
+        # A thread that only wakes briefly, as gloo's loop does, is seen where it rests.
+        awake = {thread.tid for thread in threads if thread.state == "R"} - {pid}
+        if not awake:
+            break
+        time.sleep(_WAKES_S)
+        again = {thread.tid: thread for thread in _threads(pid, read, awake)}
+        threads = tuple(again.get(thread.tid, thread) for thread in threads)
     if denied:
         notes.append(
             f"{', '.join(sorted(denied))} of its threads: permission denied"
@@ -224,9 +234,11 @@ def _locks(
         return ()  # another user's process
 
 
-def _threads(pid: int, read: Callable[[int, int], ThreadState]) -> tuple[ThreadState, ...]:
+def _threads(
+    pid: int, read: Callable[[int, int], ThreadState], only: Iterable[int] | None = None
+) -> tuple[ThreadState, ...]:
     try:
-        tids = sorted(int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir())
+        tids = sorted(only or (int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()))
     except OSError:
         return ()
     threads: list[ThreadState] = []
