@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from safelaunch.supervise.monitors import MonitoredJob
 
 # Subcommand -> (add-on with a module ``command`` that is a ``protocols.Command``, line in the help, previous subcommand
-# in the help).
+# of the core in the help).
 COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "colaunch": ("sweep", "run many jobs, each on its own GPUs or CPU cores", "exec"),
     "record": ("record", "report where a running job spends its time, by rank and line", "dump"),
@@ -60,10 +60,10 @@ def has_command(name: str) -> bool:
 def with_commands(core: Mapping[str, str]) -> dict[str, str]:
     """Returns the help lines of the subcommands of the core and present add-ons."""
     lines = dict(core)
-    for name, (_, line, before) in COMMANDS.items():
+    for name, (_, line, previous) in COMMANDS.items():
         if has_command(name):
             entries = list(lines.items())
-            place = list(lines).index(before) + 1
+            place = list(lines).index(previous) + 1
             lines = dict([*entries[:place], (name, line), *entries[place:]])
     return lines
 

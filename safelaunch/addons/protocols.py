@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from safelaunch.bundle.reading.evidence import FoundEvidence
+    from safelaunch.bundle.reading.evidence import EvidenceSource
     from safelaunch.bundle.reading.guard import ReadLimits
     from safelaunch.cli.parsing import Parser
     from safelaunch.supervise.respond import JobView
@@ -38,10 +38,10 @@ class Reader(Protocol):
     def bounds(self, paths: Sequence[Path]) -> ReadLimits:
         """Returns the limits for the child process in which ``read`` reads these files."""
 
-    def read(self, paths: Sequence[Path]) -> FoundEvidence:
+    def read(self, paths: Sequence[Path]) -> EvidenceSource:
         """Reads files of one job, all of which it claims. Raises Unreadable."""
 
-    def read_folder(self, folder: Path, dumps: FoundEvidence | None) -> FoundEvidence | None:
+    def read_folder(self, folder: Path, dumps: EvidenceSource | None) -> EvidenceSource | None:
         """Adds the evidence in the folder's files to the folder's ``dumps``; None if both are absent."""
 
 

@@ -102,7 +102,7 @@ class Staging(Sink):
         if len(data) > most:
             artifact = _noted(artifact, _cut_note(True, size, most))
             data = cut(data, most, tail=True)
-        return self.made(artifact, self.redactor.said(data.decode("utf-8", "backslashreplace")))
+        return self.made(artifact, self.redactor.job_text(data.decode("utf-8", "backslashreplace")))
 
     def finish(self, manifest: object) -> None:
         """Writes ``manifest.json``, which lists all other files. If that fails, it counts as missing."""

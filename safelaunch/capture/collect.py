@@ -23,7 +23,7 @@ from safelaunch.system.redaction.redactor import Redactor
 
 from .flight_recorder import FlightCapture
 from .last_words import LastWords
-from .look import Look, RankLook, Target, evidence_of
+from .look import Look, RankLook, Target, process_evidence
 
 RANK_DEADLINE_S = 8.0
 RAW_OUTPUT = "contains the job's terminal sequences: read it with less or vim, not with cat"
@@ -85,7 +85,7 @@ def ranks(
 
 
 def _evidence_at_hand(target: Target, looks: Sequence[Look], basics: RankBasics, host: str) -> RankEvidence:
-    main, children = evidence_of(looks, target.rank)
+    main, children = process_evidence(looks, target.rank)
     return RankEvidence(
         rank=target.rank,
         host=host,

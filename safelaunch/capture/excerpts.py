@@ -30,9 +30,9 @@ class Excerpts:
             if self._lines is None:  # most verdicts read nothing
                 self._lines = _lines_of(self._evidence)
             kept = excerpt(text(path) or "", self._lines.get(path, set()))
-            whole = self._redactor.said(kept)
+            whole = self._redactor.job_text(kept)
             if whole.count("\n") != kept.count("\n"):  # a secret of several lines would move the lines after it
-                whole = "\n".join(self._redactor.said(line) for line in kept.split("\n"))
+                whole = "\n".join(self._redactor.job_text(line) for line in kept.split("\n"))
             self.read[path] = whole
         return self.read[path] or None
 

@@ -45,7 +45,7 @@ class JobProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundRank:
+class RunningRank:
     process: JobProcess
     rank: int
     world_size: int
@@ -54,11 +54,11 @@ class FoundRank:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundJob:
+class RunningJob:
     """Part of a job on this host."""
 
     world_size: int
-    ranks: Mapping[int, FoundRank]
+    ranks: Mapping[int, RunningRank]
     agent: int  # pid of the process that started its ranks
     members: Collection[int]  # pids of the ranks and of all processes with their variables
 
@@ -67,7 +67,7 @@ class FoundJob:
         return self.ranks[min(self.ranks)].process.env or {}
 
 
-def jobs_in(table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]) -> tuple[FoundJob, ...]:
+def jobs_in(table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]) -> tuple[RunningJob, ...]:
     """Returns the jobs in a table of processes by pid. Pure.
 
     A rank's process is the topmost one with its number and a true ``runs_torch``. Others are shells and launchers above
@@ -76,7 +76,7 @@ def jobs_in(table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]
     named = {pid: rank for pid, process in table.items() if (rank := _rank_of(process)) is not None}
     # In an srun task, a launcher has the task's variables, and the ranks below it have their own.
     launchers = {above for pid, rank in named.items() if not rank.is_task for above in _above(pid, table)}
-    alike: dict[tuple[object, ...], dict[int, FoundRank]] = {}
+    alike: dict[tuple[object, ...], dict[int, RunningRank]] = {}
     for pid, rank in sorted(named.items()):
         if not (rank.is_task and pid in launchers):
             alike.setdefault(_key(rank), {})[pid] = rank
@@ -84,17 +84,17 @@ def jobs_in(table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]
 
 
 def _jobs_of(
-    members: Mapping[int, FoundRank], table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]
-) -> Iterator[FoundJob]:
+    members: Mapping[int, RunningRank], table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]
+) -> Iterator[RunningJob]:
     """Splits processes with equal job variables into jobs: two processes with one rank belong to different jobs.
 
     For example, the launcher of one job was killed before the next began.
     """
-    by_agent: dict[int, dict[int, list[FoundRank]]] = {}
+    by_agent: dict[int, dict[int, list[RunningRank]]] = {}
     for pid, rank in members.items():
         agent = next(above for above in (*_above(pid, table), 0) if above not in members)
         by_agent.setdefault(agent, {}).setdefault(rank.rank, []).append(rank)
-    jobs: list[tuple[int, dict[int, list[FoundRank]]]] = []
+    jobs: list[tuple[int, dict[int, list[RunningRank]]]] = []
     for agent, ranks in sorted(by_agent.items(), key=lambda item: (-len(item[1]), -item[0])):
         job = next((members_by_rank for _, members_by_rank in jobs if not members_by_rank.keys() & ranks.keys()), None)
         if job is None:
@@ -104,12 +104,12 @@ def _jobs_of(
     for agent, ranks in jobs:
         pids = [rank.process.pid for several in ranks.values() for rank in several]
         chosen = {number: _main_of(several, table, runs_torch) for number, several in sorted(ranks.items())}
-        yield FoundJob(next(iter(chosen.values())).world_size, chosen, agent, frozenset(pids))
+        yield RunningJob(next(iter(chosen.values())).world_size, chosen, agent, frozenset(pids))
 
 
 def _main_of(
-    several: Sequence[FoundRank], table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]
-) -> FoundRank:
+    several: Sequence[RunningRank], table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]
+) -> RunningRank:
     topmost = sorted(several, key=lambda rank: (len(_above(rank.process.pid, table)), rank.process.start_ticks))
     return next((rank for rank in topmost if runs_torch(rank.process.pid)), topmost[0])
 
@@ -131,14 +131,14 @@ def with_spawned(table: Mapping[int, JobProcess], is_spawned: Callable[[int], bo
     }
 
 
-def _rank_of(process: JobProcess) -> FoundRank | None:
+def _rank_of(process: JobProcess) -> RunningRank | None:
     for names in (OF_A_RANK, *TASKS):
         if (numbers := numbers_in(process.env or {}, names)) is not None:
-            return FoundRank(process, *numbers, is_task=names is not OF_A_RANK)
+            return RunningRank(process, *numbers, is_task=names is not OF_A_RANK)
     return None
 
 
-def _key(rank: FoundRank) -> tuple[object, ...]:
+def _key(rank: RunningRank) -> tuple[object, ...]:
     process = rank.process
     env = process.env or {}
     names = _OF_A_JOB if env.get("MASTER_PORT") else _OF_A_STEP
@@ -160,9 +160,10 @@ _STARTERS = 3  # such as a shell script in a scheduler's step
 def job_of(
     pid: int,
     table: Mapping[int, JobProcess],
-    jobs: Sequence[FoundJob],
+    jobs: Sequence[RunningJob],
     describe: Callable[[int], str] = lambda pid: "",
-) -> FoundJob:
+    command: str = "dump",
+) -> RunningJob:
     """Returns the job to which ``pid`` belongs: as a rank, a rank's child, the launcher, or a process that started it.
 
     Never through init or processes of another user. Raises UsageError, or AccessDenied if the process's variables can't
@@ -170,7 +171,7 @@ def job_of(
     """
     process = table.get(pid)
     if process is None:
-        raise UsageError(f"dump: there is no process {pid} on this host.", "Run it where the ranks run.")
+        raise UsageError(f"{command}: there is no process {pid} on this host.", "Run it where the ranks run.")
     for member in (pid, *_above(pid, table)):
         if (job := next((job for job in jobs if member in job.members), None)) is not None:
             return job
@@ -181,24 +182,26 @@ def job_of(
     named = f"process {pid}{f' ({words})' if (words := describe(pid)) else ''}"
     ranks = ", ".join(str(job.ranks[min(job.ranks)].process.pid) for job in started or below)
     if started:
-        raise UsageError(f"dump: {named} started several jobs.", f"Name a rank of one of them: {ranks}; or use --all.")
+        raise UsageError(
+            f"{command}: {named} started several jobs.", f"Name a rank of one of them: {ranks}; or use --all."
+        )
     if below:
         raise UsageError(
-            f"dump: {named} is neither a rank nor a job's launcher.", f"Name a rank of a job below it: {ranks}."
+            f"{command}: {named} is neither a rank nor a job's launcher.", f"Name a rank of a job below it: {ranks}."
         )
     if process.env is None:
         raise AccessDenied(
-            f"dump: cannot read the environment of process {pid}: it belongs to {name_of_user(process.user)}."
+            f"{command}: cannot read the environment of process {pid}: it belongs to {name_of_user(process.user)}."
         )
     tasks = ", ".join(names[0] for names in TASKS)
     raise UsageError(
-        f"dump: {named} isn't part of a distributed job: neither it nor its parents or children set RANK and "
+        f"{command}: {named} isn't part of a distributed job: neither it nor its parents or children set RANK and "
         f"WORLD_SIZE (or {tasks}).",
         "Name a rank, or the launcher.",
     )
 
 
-def _has_started(process: JobProcess, job: FoundJob, table: Mapping[int, JobProcess]) -> bool:
+def _has_started(process: JobProcess, job: RunningJob, table: Mapping[int, JobProcess]) -> bool:
     first = job.ranks[min(job.ranks)].process
     near = [job.agent, *_above(job.agent, table)][: _STARTERS + 1]
     return process.pid in near and process.user == first.user and (process.pid != 1 or job.agent == 1)

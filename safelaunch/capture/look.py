@@ -244,7 +244,7 @@ def _with_polled_lock(state: ProcessState, stack: Result[StackSample]) -> Proces
     return msgspec.structs.replace(state, locks=(*state.locks, lock))
 
 
-def evidence_of(looks: Sequence[Look], rank: int) -> tuple[ProcessEvidence | None, tuple[ProcessEvidence, ...]]:
+def process_evidence(looks: Sequence[Look], rank: int) -> tuple[ProcessEvidence | None, tuple[ProcessEvidence, ...]]:
     mains = [look.ranks[rank].main for look in looks if rank in look.ranks]
     children: dict[int, list[ProcessLook]] = {}
     for look in looks:

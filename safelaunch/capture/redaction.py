@@ -24,7 +24,7 @@ def without_secrets(value: T, redactor: Redactor) -> T:
     The job's own text also loses its short secrets. Names of its files and functions, and safelaunch's text, lose only
     unmistakable ones. Returns the same object if nothing changes.
     """
-    result: T = _cleaned(value, redactor, redactor.said)
+    result: T = _cleaned(value, redactor, redactor.job_text)
     return result
 
 
@@ -37,7 +37,7 @@ def _cleaned(item: Any, redactor: Redactor, clean_text: Callable[[str], str]) ->
         argv = tuple(redactor.argv(item.cmdline))
         item = item if argv == item.cmdline else msgspec.structs.replace(item, cmdline=argv)
     if isinstance(item, Collective):  # the job chooses the names of a group and of an operation
-        item = _with_fields(item, ("description", "op"), redactor.said, msgspec.structs.replace)
+        item = _with_fields(item, ("description", "op"), redactor.job_text, msgspec.structs.replace)
     inside = redactor.text if isinstance(item, _NAMES_AND_OURS) else clean_text
 
     def part(value: Any) -> Any:

@@ -82,7 +82,7 @@ def inodes(pid: int) -> Iterator[int]:
 
 
 def descriptors(pid: int) -> Iterator[tuple[Path, str]]:
-    """Yields a process's descriptors, as paths below ``/proc``, with their targets."""
+    """Yields a process's descriptors, as paths below ``/proc``, with their targets; nothing if it can't be read."""
     try:
         with os.scandir(f"/proc/{pid}/fd") as entries:
             for entry in entries:

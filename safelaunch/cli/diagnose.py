@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from safelaunch.bundle.reading.evidence import FoundEvidence
+from safelaunch.bundle.reading.evidence import EvidenceSource
 from safelaunch.bundle.reading.files import Unreadable
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import seen_from_here, working_directory
@@ -203,7 +203,7 @@ def _write(target: Path, text: str) -> None:
         raise SafelaunchError(f"diagnose: {clean(os.fspath(target))} could not be written: {why}") from error
 
 
-def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callable[[FoundEvidence], T]) -> T:
+def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callable[[EvidenceSource], T]) -> T:
     """Returns ``work``'s result for the evidence at ``paths``, from a bounded child.
 
     Import what ``work`` needs before the call. Raises UsageError if there is nothing to read.
@@ -224,7 +224,7 @@ def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callab
         raise UsageError(f"cannot {command} {clean(called)}. {why[:1].upper()}{why[1:]}.", error.fix) from error
 
 
-def _tell(reading: FoundEvidence, path: str, wanted: _ShownParts) -> _ChildOutput:
+def _tell(reading: EvidenceSource, path: str, wanted: _ShownParts) -> _ChildOutput:
     """Returns the child's verdict on the evidence at ``path``."""
     from safelaunch.verdict.diagnose import diagnose
 
@@ -250,27 +250,27 @@ def _tell(reading: FoundEvidence, path: str, wanted: _ShownParts) -> _ChildOutpu
     )
 
 
-def _unexplained(reading: FoundEvidence, verdict: Verdict) -> list[str]:
+def _unexplained(reading: EvidenceSource, verdict: Verdict) -> list[str]:
     cited = " ".join(claim.file for claim in verdict.evidence)
     uncited = [error for error in reading.errors if error.where not in cited]
     return [f"also in the log: {clean(error.words)}" for error in uncited[:_MOST_OTHERS]]
 
 
-def _closing(reading: FoundEvidence) -> tuple[str, ...]:
+def _closing(reading: EvidenceSource) -> tuple[str, ...]:
     first, *rest = (*reading.remarks, *reading.summary) or ("nothing wrong seen",)
     step = _under_safelaunch(reading)
     may_hang = (_MAY_HANG,) if reading.is_quiet and not reading.remarks else ()
     return (*map(clean, (f"{reading.what}: {first}", *rest)), *may_hang, f"{step.why}: {clean(step.command)}")
 
 
-def _with_next(verdict: Verdict, reading: FoundEvidence) -> Verdict:
+def _with_next(verdict: Verdict, reading: EvidenceSource) -> Verdict:
     if verdict.next is not None or reading.bundles or any(rank.beacon for rank in reading.evidence.ranks):
         return verdict
     may_hang = reading.evidence.printed is None and reading.evidence.outcome == "hang"
     return msgspec.structs.replace(verdict, next=_DUMP if may_hang else _under_safelaunch(reading))
 
 
-def _under_safelaunch(reading: FoundEvidence) -> NextStep:
+def _under_safelaunch(reading: EvidenceSource) -> NextStep:
     from safelaunch.system.redaction.redact import redact_argv
 
     words = redact_argv(reading.launch) or _ANY_LAUNCH
@@ -283,7 +283,7 @@ def _as_typed(word: str) -> str:
     return word if _WITH_VARIABLES.fullmatch(rest) or (name and not rest) else name + shlex.quote(rest)
 
 
-def _calls(reading: FoundEvidence, chosen: Selection, *, as_json: bool) -> _ChildOutput:
+def _calls(reading: EvidenceSource, chosen: Selection, *, as_json: bool) -> _ChildOutput:
     """Returns the table of calls; its exit code is 0 if there are any."""
     from safelaunch.report import calls
     from safelaunch.verdict.rank_state import CaseFacts
@@ -305,7 +305,7 @@ def _calls(reading: FoundEvidence, chosen: Selection, *, as_json: bool) -> _Chil
     return _ChildOutput(code, folded(terminal_safe(table), room()), tuple(notes))
 
 
-def _files(verdict: Verdict, reading: FoundEvidence, names: Collection[str]) -> dict[str, str]:
+def _files(verdict: Verdict, reading: EvidenceSource, names: Collection[str]) -> dict[str, str]:
     if not names:
         return {}
     from safelaunch.bundle.reading import report_header
@@ -320,7 +320,7 @@ def _files(verdict: Verdict, reading: FoundEvidence, names: Collection[str]) -> 
     made: dict[str, str] = {}
     if HTML in names:
         elsewhere = replace(about, bundle="")  # without links to other files
-        data = page.content(verdict, reading.evidence, facts=facts, said=redactor.said, about=elsewhere)
+        data = page.content(verdict, reading.evidence, facts=facts, redact=redactor.job_text, about=elsewhere)
         made[HTML] = template.render(redactor.tree(data))
     if PERFETTO in names:
         made[PERFETTO] = exports.as_json(redactor.tree(exports.perfetto(facts, about.bundle)))
@@ -332,7 +332,7 @@ def was_reached(verdict: Verdict) -> bool:
     return bool(verdict.culprits or verdict.processes_at_fault or verdict.nodes_at_fault) or verdict.confidence != "low"
 
 
-def _pointing_at(verdict: Verdict, reading: FoundEvidence) -> Verdict:
+def _pointing_at(verdict: Verdict, reading: EvidenceSource) -> Verdict:
     claims = tuple(_citing(claim, reading) for claim in verdict.evidence)
     proof = tuple(_citing(edge, reading) for edge in verdict.proof)
     problems = [_utf8(problem) for problem in reading.problems[:_LISTED_PROBLEMS]]
@@ -340,7 +340,7 @@ def _pointing_at(verdict: Verdict, reading: FoundEvidence) -> Verdict:
     return msgspec.structs.replace(verdict, evidence=claims, proof=proof, missing=(*verdict.missing, *problems))
 
 
-def _citing(cited: _Cited, reading: FoundEvidence) -> _Cited:
+def _citing(cited: _Cited, reading: EvidenceSource) -> _Cited:
     return msgspec.structs.replace(cited, file=_utf8(_real_name(cited.file, reading.files)))
 
 
@@ -360,7 +360,7 @@ def _real_name(name: str, files: Mapping[str, str]) -> str:
     return files[longest] + name[len(longest) :] if longest is not None and is_folder else name
 
 
-def _notes(reading: FoundEvidence) -> list[str]:
+def _notes(reading: EvidenceSource) -> list[str]:
     least = "at least " if reading.evidence.world_guessed else ""
     unnamed = len(reading.evidence.labels)
     named = len(reading.evidence.ranks) - unnamed

@@ -30,7 +30,7 @@ from safelaunch.system.files import text_of
 from safelaunch.system.printable import clean
 
 if TYPE_CHECKING:
-    from safelaunch.capture.jobs import FoundJob
+    from safelaunch.capture.jobs import RunningJob
     from safelaunch.supervise.publishing import Report
 
 # Two looks (6 s each), the evidence (20 s), the copy to a slow disk (60 s).
@@ -174,7 +174,7 @@ def _no_job(words: Namespace, hidden: bool) -> SafelaunchError:
     return _with_way_in(AccessDenied(f"{what}\n  {how}\n  Processes of other users were not searched."), words)
 
 
-def _attach_one_of(job: FoundJob, words: Namespace) -> int:
+def _attach_one_of(job: RunningJob, words: Namespace) -> int:
     try:
         return _attach(job, words)
     except SafelaunchError as error:
@@ -203,16 +203,16 @@ def _bundle_dir(words: Namespace) -> Path:
     return here / words.bundle_dir if words.bundle_dir else bundle_dir_of((), os.environ, here)
 
 
-def _pids(job: FoundJob) -> list[int]:
+def _pids(job: RunningJob) -> list[int]:
     return [rank.process.pid for rank in job.ranks.values()]
 
 
-def _is_watched(job: FoundJob) -> bool:
+def _is_watched(job: RunningJob) -> bool:
     directory = job.env.get("SAFELAUNCH_RUN_DIR", "")
     return bool(directory) and is_held(Path(directory))
 
 
-def _run_of(job: FoundJob) -> Run:
+def _run_of(job: RunningJob) -> Run:
     """Returns the job's live run. Raises SafelaunchError for another user's."""
     directory = Path(job.env["SAFELAUNCH_RUN_DIR"])
     run = next((run for run in look(our_roots()) if run.directory == directory and run.alive), None)
@@ -224,7 +224,7 @@ def _run_of(job: FoundJob) -> Run:
     return run
 
 
-def _attach(job: FoundJob, words: Namespace) -> int:
+def _attach(job: RunningJob, words: Namespace) -> int:
     from safelaunch.capture import user_source
     from safelaunch.supervise.attach import attach
 

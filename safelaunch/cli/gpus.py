@@ -95,6 +95,8 @@ def _state(gpu: LeasableGpu, holder: LeaseHolder | None, users: Sequence[User], 
 
 @dataclass(frozen=True)
 class LeaseDocument:
+    """The holder of a GPU, or a waiter for one."""
+
     pid: int
     user: str
     uid: int
@@ -107,6 +109,8 @@ class LeaseDocument:
 
 @dataclass(frozen=True)
 class ProcessDocument:
+    """A process that uses a GPU."""
+
     pid: int
     user: str
     command: str
@@ -117,6 +121,8 @@ class ProcessDocument:
 
 @dataclass(frozen=True)
 class GpuDocument:
+    """A GPU, or a MIG instance of one."""
+
     gpu: str
     uuid: str
     name: str

@@ -55,10 +55,9 @@ def decode(data: bytes, uid: int, by: str = "supervisor") -> LeaseHolder:
     return LeaseHolder(uid=uid, by=by) if words is None else of_record(words, uid, by)
 
 
-def of_record(said: HolderRecord, uid: int, by: str) -> LeaseHolder:
-    return LeaseHolder(
-        said.pid, said.start_ticks, _printable(said.name), _printable(said.command), said.since_unix_s, uid, by
-    )
+def of_record(record: HolderRecord, uid: int, by: str) -> LeaseHolder:
+    name, command = _printable(record.name), _printable(record.command)
+    return LeaseHolder(record.pid, record.start_ticks, name, command, record.since_unix_s, uid, by)
 
 
 def _printable(text: str) -> str:

@@ -464,7 +464,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     run: str = ""
     """the run's name; this and the next fields are empty if they aren't known, as from a plain folder of dumps"""
     host: str = ""
-    """the host on which the verdict was reached"""
+    """the host on which the job was started"""
     time: str = ""
     """when the evidence was collected: UTC, ISO 8601"""
     world_size: int = 0
@@ -474,7 +474,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     command: tuple[str, ...] = ()
     """the job's command line as it was typed, without secrets"""
 
-    def on_record(self, evidence: Evidence) -> Verdict:
+    def with_job(self, evidence: Evidence) -> Verdict:
         """Returns the verdict with the fields that identify the job and the moment."""
         launched = evidence.launched or Launched()
         known = {"torch": launched.torch, "safelaunch": launched.safelaunch}

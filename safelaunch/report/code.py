@@ -47,11 +47,11 @@ class CallSide:
     callers: tuple[Frame, ...]
 
 
-def sides(facts: CaseFacts, verdict: Verdict, said: Callable[[str], str]) -> list[CallSide]:
+def sides(facts: CaseFacts, verdict: Verdict, redact: Callable[[str], str]) -> list[CallSide]:
     """Returns the sides: ranks at fault first, then ranks that wait in the same group, the largest side first.
 
     Args:
-        said: Removes secrets from a line of source.
+        redact: Removes secrets from a line of source.
     """
     named = {culprit.rank: culprit for culprit in verdict.culprits}
     grouped: dict[tuple[bool, tuple[Frame, ...]], list[int]] = {}
@@ -73,7 +73,7 @@ def sides(facts: CaseFacts, verdict: Verdict, said: Callable[[str], str]) -> lis
     at_fault = [item for item in ordered if item[0][0]][: MOST_SIDES - 2]
     waiting = [item for item in ordered if not item[0][0]][: MOST_SIDES - len(at_fault)]
     shown = [*at_fault, *waiting]
-    reader = _SourceReader(facts, said)
+    reader = _SourceReader(facts, redact)
     result: list[CallSide] = []
     for (culprit, stack), ranks in shown:
         reasons = _reasons(ranks, named) if culprit else [_does(facts, ranks)]
@@ -198,7 +198,7 @@ def _handled(facts: CaseFacts, rank: int) -> list[str]:
 @dataclass(frozen=True)
 class _SourceReader:
     facts: CaseFacts
-    said: Callable[[str], str]
+    redact: Callable[[str], str]
 
     def places(
         self, stack: Sequence[Frame], elsewhere: Sequence[Sequence[Frame]], alike: bool
@@ -252,7 +252,7 @@ class _SourceReader:
                 mark, note = ("guard" if marked[number].depends_on_rank else "way"), _note(self.facts, marked[number])
             if number == here:
                 mark = "here"
-            shown = self.said(source[number - 1].expandtabs(4).rstrip())[:MOST_COLUMNS]
+            shown = self.redact(source[number - 1].expandtabs(4).rstrip())[:MOST_COLUMNS]
             made.append(SourceLine(number, shown, mark, note, gap=bool(made) and made[-1].number != number - 1))
         return made
 

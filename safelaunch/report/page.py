@@ -53,14 +53,14 @@ def content(
     *,
     facts: CaseFacts | None = None,
     read_source: ReadSource | None = None,
-    said: Callable[[str], str] = str,
+    redact: Callable[[str], str] = str,
     about: ReportHeader | None = None,
 ) -> dict[str, Any]:
     """Returns the page's data for JSON.
 
     Args:
         facts: Facts of ``evidence`` with the source, if known.
-        said: Removes secrets from a line of source.
+        redact: Removes secrets from a line of source.
     """
     about = about or ReportHeader()
     facts = facts or CaseFacts.of(evidence, read_source)
@@ -73,7 +73,7 @@ def content(
     return {
         "schema": 1,
         "head": _head(verdict, facts, evidence, about),
-        "code": [_side(side, frames) for side in code.sides(facts, verdict, said)],
+        "code": [_side(side, frames) for side in code.sides(facts, verdict, redact)],
         "timeline": timeline.timeline(facts, culprits, frames),
         "steps": as_page(evidence, culprits),
         "tree": _branches(merged_stacks(facts), frames, evidence),

@@ -11,7 +11,7 @@ from pathlib import Path
 from safelaunch import __version__
 from safelaunch.bundle.publication import owner_under_sudo
 from safelaunch.capture import collect, ptrace, stacks
-from safelaunch.capture.jobs import SERVER, FoundJob, command_of, name_of_user, packages_of
+from safelaunch.capture.jobs import SERVER, RunningJob, command_of, name_of_user, packages_of
 from safelaunch.capture.look import Target
 from safelaunch.capture.rank_output import ends_of_files
 from safelaunch.capture.result import Result
@@ -34,7 +34,7 @@ from safelaunch.verdict.rhythm import MIN_STALL_S
 NO_OUTPUT: Result[str] = Result(None, "standard output", 0.0, missing="it goes to no file that is this rank's alone")
 
 
-def attach(job: FoundJob, bundle_dir: Path) -> Report:
+def attach(job: RunningJob, bundle_dir: Path) -> Report:
     """Writes the bundle of ``job``, which continues.
 
     Raises AccessDenied if no stack can be read, and SafelaunchError without py-spy.
@@ -69,7 +69,7 @@ def attach(job: FoundJob, bundle_dir: Path) -> Report:
         common = _joined(result for ranks, several in outputs.items() if len(ranks) > 1 for result in several)
         if common.value is not None:
             collected.staging.add(
-                common.artifact(f"node/{context.host}/output.log"), context.redactor.said(common.value)
+                common.artifact(f"node/{context.host}/output.log"), context.redactor.job_text(common.value)
             )
         return publishing.finish(collected)
     except BaseException:
@@ -92,7 +92,7 @@ def _joined(results: Iterable[Result[str]]) -> Result[str]:
     return several[0] if several else NO_OUTPUT
 
 
-def _targets(job: FoundJob) -> list[Target]:
+def _targets(job: RunningJob) -> list[Target]:
     targets = []
     for rank, job_rank in job.ranks.items():
         server = Path((job_rank.process.env or {}).get(SERVER, ""))
@@ -120,7 +120,7 @@ def _is_denied(looks: Looks) -> bool:
     return any(main is not None and main.stack.kind == "denied" for main in mains)
 
 
-def _context(job: FoundJob, bundle_dir: Path) -> JobContext:
+def _context(job: RunningJob, bundle_dir: Path) -> JobContext:
     first = job.ranks[min(job.ranks)].process
     argv, cwd = command_of(first.pid) or ("job",), _working_directory(first.pid)
     command = command_of(job.agent) or ("job",) if "TORCHELASTIC_RUN_ID" in job.env else argv

@@ -190,7 +190,7 @@ class Council:
             channel.beat,
             store=self._store,
             port=self._port if probing else None,
-            agent_error=self._context.redactor.said(self._watch.roster.agent_error),
+            agent_error=self._context.redactor.job_text(self._watch.roster.agent_error),
             missed_s=self._watch.missed_s(time.monotonic()),
         )
 

@@ -113,7 +113,7 @@ class CrashCase:
             self._rounds.reset()
         elif event.event == "failing":
             failure = self.begin()
-            failure.error = failure.error or self._job.context.redactor.said(event.error)
+            failure.error = failure.error or self._job.context.redactor.job_text(event.error)
             failure.first_exit_known = True
             failure.due_s = time.monotonic() + CLOSE_S
         elif event.event == "closed" and not self._first_exit_known and any(event.exits.values()):
@@ -195,7 +195,7 @@ class CrashCase:
         exceptions = {rank.rank: rank.exception for rank in local.ranks if rank.exception is not None}
         text = own_failure(context.host, exits, exceptions)
         if text:
-            self._rounds.report_trouble(context.redactor.said(text))
+            self._rounds.report_trouble(context.redactor.job_text(text))
         return self._rounds.decide_crash(local)
 
     def _snapshot(self, failure: _FailedAttempt, answers: Mapping[int, ServerReply]) -> JobSnapshot:
@@ -211,7 +211,7 @@ class CrashCase:
         collected = collecting.take_evidence(CRASH, looks, self._snapshot(failure, answers), context)
         why_not = ""
         if whole:
-            error = context.redactor.said(unreadable_script(collected.evidence.ranks))
+            error = context.redactor.job_text(unreadable_script(collected.evidence.ranks))
             why_not = f"Python can't read the code: {error}. No bundle, because none of it ran" if error else ""
         else:
             collected = collected.with_facts(stall_s=failure.quiet_s, nodes=self._job.council.nodes())

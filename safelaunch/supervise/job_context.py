@@ -65,8 +65,8 @@ def job_context(job: Job) -> JobContext:
         launch=_launch(job, redactor),
         redactor=redactor,
         keeping=Retention(settings.keep_bundles),
-        notifier=Notifier(settings.on_bundle, report=lambda text: say(redactor.said(text))),
-        suspects=Notifier(settings.on_suspect, option="--on-suspect", report=lambda text: say(redactor.said(text))),
+        notifier=Notifier(settings.on_bundle, report=lambda text: say(redactor.job_text(text))),
+        suspects=Notifier(settings.on_suspect, option="--on-suspect", report=lambda text: say(redactor.job_text(text))),
         script=tuple(plan.script),
         attempts=1 + (most_restarts(plan.command, plan.env) if plan.command is not None else 0),
     )
@@ -108,13 +108,13 @@ def _launch(job: Job, redactor: Redactor) -> dict[str, object]:
             "pg_timeout": str(settings.pg_timeout or ""),
             "early_look": settings.early_look,
             **{option.attribute: getattr(settings, option.attribute) for option in addon_options()},
-            "on_suspect": redactor.said(settings.on_suspect or ""),
+            "on_suspect": redactor.job_text(settings.on_suspect or ""),
             "origins": dict(settings.origins),
         },
         "bundles": {
             "directory": os.fspath(settings.bundle_dir),
             "keep": settings.keep_bundles,
-            "on_bundle": redactor.said(settings.on_bundle or ""),
+            "on_bundle": redactor.job_text(settings.on_bundle or ""),
         },
     }
 

@@ -225,7 +225,7 @@ def _verdict(evidence: Evidence, source: Excerpts) -> Verdict:
             ruled_out=(),
             missing=("the diagnosis",),
             suggestions=("Run 'safelaunch diagnose' on the bundle with a newer safelaunch, and report this error.",),
-        ).on_record(evidence)
+        ).with_job(evidence)
 
 
 def _finish(

@@ -35,7 +35,7 @@ def add_reports(
     from safelaunch.verdict.device_mesh import mesh
     from safelaunch.verdict.rank_state import CaseFacts
 
-    redact = redactor.said
+    redact = redactor.job_text
 
     def read_line(path: str, number: int) -> str | None:
         line = user_source.line(path, number)
@@ -50,7 +50,7 @@ def add_reports(
 
     def html() -> str:
         return template.render(
-            page.content(verdict, evidence, staging.settle(), facts=facts(), said=redact, about=about())
+            page.content(verdict, evidence, staging.settle(), facts=facts(), redact=redact, about=about())
         )
 
     def perfetto() -> str:

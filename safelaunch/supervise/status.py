@@ -142,11 +142,11 @@ class StatusRequests:
             step=progress.step,
             steps_per_s=self._rate(rank, progress, now),
             age_s=round(self._watch.age_s(progress, now), 3),
-            phase=self._context.redactor.said(progress.phase),
+            phase=self._context.redactor.job_text(progress.phase),
             signals=", ".join(signals),
             rss_bytes=rss_bytes(progress.pid),
             gpu_bytes=self._gpu_memory.of(progress.pid),
-            doing=self._context.redactor.said(self._silent_ranks.words(rank, self._watch.mark_s(progress))),
+            doing=self._context.redactor.job_text(self._silent_ranks.words(rank, self._watch.mark_s(progress))),
         )
 
     def _rate(self, rank: int, progress: Progress, now: float) -> float | None:

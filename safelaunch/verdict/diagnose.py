@@ -61,7 +61,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
         return verdict_on_ranks
     verdict = with_gpus(_verdict(case, finding, ruled_out), evidence)
     verdict = without_invented_ranks(case, finding, verdict) if evidence.labels else verdict
-    return with_repeats(verdict, evidence).on_record(evidence)
+    return with_repeats(verdict, evidence).with_job(evidence)
 
 
 def _verdict_on_known_ranks(evidence: Evidence, finding: Finding, read_source: ReadSource | None) -> Verdict | None:

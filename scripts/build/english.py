@@ -110,8 +110,8 @@ _ADJECTIVES = (
     "oldest|retired|said|seen|silent|stopped|told|unknown|unseen|used"
 )
 PATTERNS = (
-    _pattern("who", rf"(?i){_NO_PERSON}\b(?:who|whom|whoever|somebody|nobody|everybody)\b"),
-    _pattern("who", r"(?i)\b(?:no one|someone|everyone)\b(?! of)", EVERYWHERE - {PAGE}),
+    _pattern("who for a thing", rf"(?i){_NO_PERSON}\b(?:who|whom|whoever|somebody|nobody|everybody)\b"),
+    _pattern("who for a thing", r"(?i)\b(?:no one|someone|everyone)\b(?! of)", EVERYWHERE - {PAGE}),
     _pattern("where for if", rf"{_NO_PLACE}[,;(–—] ?where\b"),
     _pattern("where for if", r"\b(?:None|[Ee]mpty|[Zz]ero|0|False|True) where\b"),
     _pattern("where for if", rf"{_CLAUSE}Where\b[^.?!\n:]*,"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from safelaunch.capture.jobs import FoundJob, JobProcess, is_spawned, job_of, jobs_in, with_spawned
+from safelaunch.capture.jobs import JobProcess, RunningJob, is_spawned, job_of, jobs_in, with_spawned
 from safelaunch.system.errors import AccessDenied, UsageError
 
 TORCHRUN, SHELL = 100, 50
@@ -31,11 +31,11 @@ def process(pid: int, ppid: int, env: Mapping[str, str] | None = None, **more: A
     return JobProcess(pid, ppid, start_ticks=pid, env={} if env is None else env, **more)
 
 
-def found(processes: Mapping[int, JobProcess], torch: set[int] | None = None) -> tuple[FoundJob, ...]:
+def found(processes: Mapping[int, JobProcess], torch: set[int] | None = None) -> tuple[RunningJob, ...]:
     return jobs_in(processes, lambda pid: torch is None or pid in torch)
 
 
-def pids(job: FoundJob) -> dict[int, int]:
+def pids(job: RunningJob) -> dict[int, int]:
     return {rank: rank_process.process.pid for rank, rank_process in job.ranks.items()}
 
 

@@ -45,7 +45,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
 
 
 def refused(pids: tuple[int, ...], looked_at: list[int]) -> Callable[..., Any]:
-    def attach(job: jobs.FoundJob, bundle_dir: Path) -> Any:
+    def attach(job: jobs.RunningJob, bundle_dir: Path) -> Any:
         (pid,) = job.members
         looked_at.append(pid)
         raise AccessDenied(BY_YAMA if pid in pids else f"dump: {pid} is refused for another reason.")

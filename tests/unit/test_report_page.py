@@ -340,7 +340,7 @@ def test_reports_of_plain_dumps_omit_empty_columns() -> None:
 def test_page_redacts_source_lines() -> None:
     incident = incidents.hang(2)
     redact = lambda text: text.replace("all_reduce", "REDACTED")  # noqa: E731
-    made = page.content(incident.verdict, incident.evidence, read_source=incidents.read_source, said=redact)
+    made = page.content(incident.verdict, incident.evidence, read_source=incidents.read_source, redact=redact)
     assert "dist.REDACTED(loss)" in marked(made["code"][1], "here")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.capture.counters import Counters, CpuTime, ProcessCounters
-from safelaunch.capture.jobs import FoundJob, FoundRank, JobProcess
+from safelaunch.capture.jobs import JobProcess, RunningJob, RunningRank
 from safelaunch.capture.look import Look, ProcessLook, RankLook, Target
 from safelaunch.capture.result import Result
 from safelaunch.model import Frame, ProcessState, StackSample, Thread, ThreadState
@@ -99,7 +99,7 @@ def test_dump_without_py_spy_fails_with_the_install_command(tmp_path: Path, monk
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setattr(site, "getuserbase", lambda: "/nowhere")
     monkeypatch.setenv("PATH", "/nowhere")
-    job = FoundJob(1, {0: FoundRank(JobProcess(os.getpid(), 1), 0, 1, 0)}, 1, {os.getpid()})
+    job = RunningJob(1, {0: RunningRank(JobProcess(os.getpid(), 1), 0, 1, 0)}, 1, {os.getpid()})
     with pytest.raises(SafelaunchError) as caught:
         attach(job, tmp_path)
     assert "py-spy is not installed" in caught.value.message

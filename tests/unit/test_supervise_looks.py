@@ -16,7 +16,7 @@ from msgspec import structs
 
 from safelaunch.capture import file_locks, inside, look, proc, stacks
 from safelaunch.capture.counters import Counters, CpuTime, ProcessCounters
-from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, evidence_of, with_c_frames
+from safelaunch.capture.look import Look, ProcessLook, RankLook, Target, process_evidence, with_c_frames
 from safelaunch.capture.result import Result
 from safelaunch.job.process import ProcessId
 from safelaunch.model import Frame, ProcessState, StackSample
@@ -72,7 +72,7 @@ def test_c_frames_are_read_first_for_distinct_stacks(monkeypatch: pytest.MonkeyP
     natives = {number for number, main in mains.items() if main and main.stack.value and main.stack.value.native}
     assert natives == {0, 4}
     assert mains[1] is not None and mains[1].stack.note == "without the C frames: no answer in time"
-    main, _ = evidence_of([last, found], 1)
+    main, _ = process_evidence([last, found], 1)
     assert main is not None and len(main.stacks) == len(main.states) == 1
 
 
@@ -163,7 +163,7 @@ def test_late_process_is_looked_at_again_with_more_time(monkeypatch: pytest.Monk
     found = with_late_processes(looks)
     assert asked == [1] and not found.is_late
     assert with_late_processes(found) is found
-    main, _ = evidence_of(found.taken, 1)
+    main, _ = process_evidence(found.taken, 1)
     assert main is not None and len(main.stacks) == 1
 
 

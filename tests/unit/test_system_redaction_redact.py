@@ -366,7 +366,7 @@ SHORT = Redactor(("1234", "hunter2", "train", "20260101"))
     ],
 )
 def test_short_secret_is_redacted_as_whole_word_in_job_text(text: str, expected: str) -> None:
-    assert SHORT.said(text) == expected
+    assert SHORT.job_text(text) == expected
     assert SHORT.text(text) == text, "what we put together ourselves is full of numbers and words"
 
 
@@ -383,7 +383,7 @@ def test_short_secret_is_redacted_as_whole_word_in_job_text(text: str, expected:
     ],
 )
 def test_short_secret_inside_other_words_stays(text: str) -> None:
-    assert SHORT.said(text) == text
+    assert SHORT.job_text(text) == text
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -468,7 +468,7 @@ def test_redaction_time_is_linear_for_long_lines(unit: str) -> None:
 @pytest.mark.parametrize("words", (["--db", "u5:pwInUrl99@hosty"], ["--dest=root:pwInUrl99@10.0.0.5:/data"]))
 def test_password_next_to_user_in_argument_is_redacted(words: list[str]) -> None:
     redactor = Redactor(secret_values({}, words))
-    assert "pwInUrl99" not in redactor.said("connecting with pwInUrl99")
+    assert "pwInUrl99" not in redactor.job_text("connecting with pwInUrl99")
 
 
 @pytest.mark.parametrize(
@@ -482,7 +482,7 @@ def test_password_next_to_user_in_argument_is_redacted(words: list[str]) -> None
 )
 def test_short_secret_next_to_punctuation_is_redacted(text: str, expected: str) -> None:
     redactor = Redactor(secret_values({"A_PASSWORD": "hunter2", "A_PIN": "1234", "B_PASSWORD": "main"}, []))
-    assert redactor.said(text) == expected
+    assert redactor.job_text(text) == expected
 
 
 @pytest.mark.parametrize("text", ["Cookie: sid=abc123; b=c", "session=ab12cd34ef56", "signature: 9f86d081884c7d659a2f"])
@@ -517,7 +517,7 @@ def test_each_secret_in_compound_value_is_redacted(name: str, value: str, parts:
     for words in ({name: value}, {}), ({}, [f"--{name}={value}"]):
         redactor = Redactor(secret_values(*words))
         for part in parts:
-            assert redactor.said(f"it is {part} now") == f"it is {REDACTED} now"
+            assert redactor.job_text(f"it is {part} now") == f"it is {REDACTED} now"
 
 
 @pytest.mark.parametrize(
@@ -541,16 +541,16 @@ def test_secret_contained_in_path_is_redacted() -> None:
     assert left_out(environment, ["--api-key", "exp-token-99bb2"], places) == ("--api-key", "A_TOKEN", "B_TOKEN")
     assert secret_values({"RUNS": "/data/aB3/xY7zQ9mN1kL5pR2"}, [], ["/data/aB3/xY7zQ9mN1kL5pR2/here"]) == ()
     redactor = Redactor(secret_values(environment, [], places))
-    assert redactor.said("at /home/me/runs/mytoken-88aa1/x") == f"at /home/me/runs/my{REDACTED}/x"
+    assert redactor.job_text("at /home/me/runs/mytoken-88aa1/x") == f"at /home/me/runs/my{REDACTED}/x"
 
 
 @pytest.mark.parametrize("password", ["root", "train", "loss", "error", "Train"])
 def test_common_word_password_is_redacted_only_in_context(password: str) -> None:
     redactor = Redactor(secret_values({"DB_PASSWORD": password}, []))
     for text in (f"{password}: 0.5", f"[{password}] {password} is 3", f"user {password} did {password}"):
-        assert redactor.said(text) == text
+        assert redactor.job_text(text) == text
     for text in ("the password is {}", "token '{}'", "me:{}@db", "DB_PASSWORD={}", "--password {}"):
-        assert password not in redactor.said(text.format(password)).replace("[redacted]", "")
+        assert password not in redactor.job_text(text.format(password)).replace("[redacted]", "")
 
 
 @pytest.mark.parametrize(
@@ -566,7 +566,7 @@ def test_common_word_password_is_redacted_only_in_context(password: str) -> None
 )
 def test_truncated_secret_is_redacted(value: str, text: str, expected: str | None) -> None:
     redactor = Redactor((value,))
-    shown = redactor.said(text)
+    shown = redactor.job_text(text)
     if expected is not None:
         assert shown == expected
     elif "://" in value:

@@ -13,7 +13,7 @@ from safelaunch.addons.logs.assignment import RankAssignment
 from safelaunch.addons.logs.calls import uneven_steps
 from safelaunch.addons.logs.collector import ReportCollector
 from safelaunch.addons.logs.records import DEFAULT, UNNAMED, LoggedJob, RankEnd, SpeakerOutput, was_terminated
-from safelaunch.bundle.reading.evidence import FoundEvidence, ReportedError
+from safelaunch.bundle.reading.evidence import EvidenceSource, ReportedError
 from safelaunch.capture.last_words import parse_fatal
 from safelaunch.model import (
     UNKNOWN_SIZES,
@@ -34,7 +34,7 @@ from safelaunch.verdict.exits import BAD_OPTIONS, FAULT_SIGNALS
 
 def log_evidence(
     collector: ReportCollector, names: Sequence[str], count: int, *, may_be_caught: bool = False
-) -> FoundEvidence:
+) -> EvidenceSource:
     """Returns the evidence in the output of a job.
 
     Args:
@@ -56,7 +56,7 @@ def log_evidence(
     failed = bool(steps) or (ends and any(map(_has_trouble, ranks)))
     remarks, warned = _remarks(job, ranks, failed=failed)
     what = f"{'a log' if len(names) == 1 else f'{len(names)} logs'} of {count} lines{warned}"
-    result = FoundEvidence(
+    result = EvidenceSource(
         what,
         Evidence("crash", max(world, 1), ()),
         remarks=remarks,

@@ -12,7 +12,7 @@ from safelaunch.addons.logs.foreign_texts import reject_foreign_texts
 from safelaunch.addons.logs.lines import is_log, logs_in
 from safelaunch.addons.logs.reader import read_logs
 from safelaunch.addons.logs.stacks import SavedStacks
-from safelaunch.bundle.reading.evidence import FoundEvidence
+from safelaunch.bundle.reading.evidence import EvidenceSource
 from safelaunch.bundle.reading.guard import ReadLimits
 from safelaunch.model import RankEvidence
 
@@ -30,10 +30,10 @@ class Texts:
         size = sum(path.stat().st_size for path in paths)
         return ReadLimits(_LOG_BYTES, cpu_s=30 + (size >> 22))
 
-    def read(self, paths: Sequence[Path]) -> FoundEvidence:
+    def read(self, paths: Sequence[Path]) -> EvidenceSource:
         return _read_texts(paths)
 
-    def read_folder(self, folder: Path, dumps: FoundEvidence | None) -> FoundEvidence | None:
+    def read_folder(self, folder: Path, dumps: EvidenceSource | None) -> EvidenceSource | None:
         texts = logs_in(folder)
         if dumps is None:
             return _read_texts(texts, folder) if texts else None
@@ -45,7 +45,7 @@ class Texts:
         return result if stacks is None else _with_stacks(result, stacks)
 
 
-def _read_texts(paths: Sequence[Path], root: Path | None = None) -> FoundEvidence:
+def _read_texts(paths: Sequence[Path], root: Path | None = None) -> EvidenceSource:
     saved = SavedStacks.of(paths, root)
     logs = [path for path in paths if path not in saved.whole]
     if not logs and (stacks_only := saved.evidence()) is not None:
@@ -60,8 +60,8 @@ def _read_texts(paths: Sequence[Path], root: Path | None = None) -> FoundEvidenc
 
 
 def _join(
-    first: FoundEvidence, second: FoundEvidence, merge_rank: Callable[[RankEvidence, RankEvidence], RankEvidence]
-) -> FoundEvidence:
+    first: EvidenceSource, second: EvidenceSource, merge_rank: Callable[[RankEvidence, RankEvidence], RankEvidence]
+) -> EvidenceSource:
     """Merges evidence about the same job. ``merge_rank`` merges a rank that both have."""
     ranks = {rank.rank: rank for rank in first.evidence.ranks if rank.rank not in first.evidence.labels}
     for rank in second.evidence.ranks:
@@ -88,5 +88,5 @@ def _join(
     return replace(first, what=what, evidence=evidence, problems=problems, files=files)
 
 
-def _with_stacks(logs: FoundEvidence, stacks: FoundEvidence) -> FoundEvidence:
+def _with_stacks(logs: EvidenceSource, stacks: EvidenceSource) -> EvidenceSource:
     return _join(logs, stacks, lambda rank, stack: structs.replace(rank, main=stack.main, pid=rank.pid or stack.pid))

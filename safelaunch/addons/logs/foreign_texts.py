@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from safelaunch.addons.logs.lines import looks_like_output, read_lines
-from safelaunch.bundle.reading.evidence import FoundEvidence
+from safelaunch.bundle.reading.evidence import EvidenceSource
 from safelaunch.bundle.reading.files import STDIN, Unreadable
 from safelaunch.bundle.reading.rejection import GIVE, holds_nothing
 
@@ -29,7 +29,7 @@ _KINDS = {
 _PROSE = re.compile(r"[-*#>\s]*(?:[^\W\d_][\w'’-]*[.,;:!?)]* +\(?){4,}[^\W\d_][\w'’-]*[.,;:!?)]*")
 
 
-def reject_foreign_texts(paths: Sequence[Path], root: Path | None, printed: FoundEvidence) -> None:
+def reject_foreign_texts(paths: Sequence[Path], root: Path | None, printed: EvidenceSource) -> None:
     """Raises Unreadable if no job printed these texts."""
     kinds = dict.fromkeys(map(_kind_of, paths))
     they_are = "it is" if len(paths) == 1 and root is None else "they are" if root is None else "its logs are"

@@ -19,11 +19,11 @@ from safelaunch.addons.logs.speakers import (
     join_wrapped,
     speakers_by_file,
 )
-from safelaunch.bundle.reading.evidence import FoundEvidence
+from safelaunch.bundle.reading.evidence import EvidenceSource
 from safelaunch.bundle.reading.files import Unreadable, cannot_be_read
 
 
-def read_logs(paths: Sequence[Path], root: Path | None = None) -> FoundEvidence:
+def read_logs(paths: Sequence[Path], root: Path | None = None) -> EvidenceSource:
     """Returns the evidence in log files, without ranks if they report no end. Raises Unreadable.
 
     Args:

@@ -19,7 +19,7 @@ from msgspec import structs
 from safelaunch.addons.logs.lines import GZIP
 from safelaunch.addons.logs.speakers import speakers_by_file
 from safelaunch.addons.logs.stack_texts import MAIN, SavedProcess, processes_in
-from safelaunch.bundle.reading.evidence import FoundEvidence, evidence_of
+from safelaunch.bundle.reading.evidence import EvidenceSource, evidence_on
 from safelaunch.bundle.reading.files import Unreadable, read_limited
 from safelaunch.model import Frame, ProcessEvidence, RankEvidence, StackSample, Thread
 from safelaunch.stacks import calls
@@ -98,7 +98,7 @@ class SavedStacks:
             stack.kind = stack.kind if any(frame.line for frame in stack.frames) else NATIVE
         return cls(tuple(stacks.values()), frozenset(whole))
 
-    def evidence(self, *, only_named: bool = False) -> FoundEvidence | None:
+    def evidence(self, *, only_named: bool = False) -> EvidenceSource | None:
         """Returns the evidence, if any. ``only_named`` omits processes without a rank."""
         return _stack_evidence(self.processes, only_named=only_named) if self.processes else None
 
@@ -106,7 +106,7 @@ class SavedStacks:
 _MOSTLY = 0.5
 
 
-def _stack_evidence(stacks: Sequence[_ProcessStack], *, only_named: bool) -> FoundEvidence | None:
+def _stack_evidence(stacks: Sequence[_ProcessStack], *, only_named: bool) -> EvidenceSource | None:
     ranks, left_out = _ranks_among(stacks)
     world = _world(stacks)
     _assign_ranks(ranks)
@@ -121,7 +121,7 @@ def _stack_evidence(stacks: Sequence[_ProcessStack], *, only_named: bool) -> Fou
     every = {**{rank.rank: rank for rank in ranks if rank.rank is not None}, **labels}
     if not every and only_named:
         return None
-    evidence = evidence_of("hang", (_evidence(rank, stack) for rank, stack in every.items()), world)
+    evidence = evidence_on("hang", (_evidence(rank, stack) for rank, stack in every.items()), world)
     evidence = structs.replace(
         evidence,
         labels=dict(zip(labels, _labels(without), strict=True)),
@@ -130,7 +130,7 @@ def _stack_evidence(stacks: Sequence[_ProcessStack], *, only_named: bool) -> Fou
     files = {f"ranks/{rank}/stack.txt": stack.file for rank, stack in every.items()}
     what = f"stacks of {len(every)} processes" if every else "saved stacks"
     what = what if len(every) != 1 else "the stack of one process"
-    return FoundEvidence(what, evidence, files=files, remarks=tuple(_remarks(left_out)))
+    return EvidenceSource(what, evidence, files=files, remarks=tuple(_remarks(left_out)))
 
 
 def _evidence(rank: int, stack: _ProcessStack) -> RankEvidence:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from safelaunch.addons.reproduce import Extent, Reproduction, ScriptOptions, compare_run, reproduction_of
-from safelaunch.bundle.reading.evidence import FoundEvidence
+from safelaunch.bundle.reading.evidence import EvidenceSource
 from safelaunch.cli import program
 from safelaunch.cli.parsing import Parser
 from safelaunch.job.paths import working_directory
@@ -87,7 +87,7 @@ def _from(called: str, options: ScriptOptions) -> Reproduction:
     from safelaunch.capture.user_source import text_for_stranger
     from safelaunch.cli.diagnose import read_in_child
 
-    def work(evidence: FoundEvidence) -> Reproduction:
+    def work(evidence: EvidenceSource) -> Reproduction:
         return reproduction_of(evidence.evidence, options, text_for_stranger)
 
     return read_in_child([working_directory() / called], called, "reproduce", work)

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from safelaunch.bundle.reading.dumps import parse_some
-from safelaunch.bundle.reading.evidence import FoundEvidence, evidence_of
+from safelaunch.bundle.reading.evidence import EvidenceSource, evidence_on
 from safelaunch.bundle.reading.files import LINK, Unreadable, read_limited, within
 from safelaunch.bundle.reading.parallel import parse_all
 from safelaunch.capture.flight_dump import MAX_RANKS
@@ -140,7 +140,7 @@ def complete_bundle(roots: Sequence[Path]) -> Path | None:
     return whole[0] if len(whole) == len(same) == 1 else None
 
 
-def read_bundle(root: Path) -> FoundEvidence:
+def read_bundle(root: Path) -> EvidenceSource:
     """Returns a bundle's evidence. Never raises because of the bundle's contents."""
     within(root, root / "ranks")
     bundle = BundleFolder(root)
@@ -160,7 +160,7 @@ def read_bundle(root: Path) -> FoundEvidence:
     if not job.world_size and verdict.outcome is not None:
         outcome = verdict.outcome  # older versions don't have it in the manifest
     evidence = msgspec.structs.replace(
-        evidence_of(outcome, ranks, max([0, *sizes])),
+        evidence_on(outcome, ranks, max([0, *sizes])),
         stall_s=manifest.watch.stalled_s,
         threshold_s=manifest.watch.threshold_s,
         threshold_why=manifest.watch.why,
@@ -181,7 +181,7 @@ def read_bundle(root: Path) -> FoundEvidence:
         earlier=manifest.earlier,
     )
     source = bundle.json(SOURCE_FILE, dict[str, str])
-    return FoundEvidence("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken, source=source)
+    return EvidenceSource("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken, source=source)
 
 
 def _versions(bundle: BundleFolder, host: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safelaunch.bundle.reading.evidence import FoundEvidence, evidence_of
+from safelaunch.bundle.reading.evidence import EvidenceSource, evidence_on
 from safelaunch.bundle.reading.files import Unreadable, read_limited, within
 from safelaunch.bundle.reading.parallel import parse_all
 from safelaunch.capture import flight_dump, flight_records
@@ -25,7 +25,7 @@ _NAME = re.compile(
 )
 
 
-def read_dumps(folder: Path, root: Path) -> FoundEvidence | None:
+def read_dumps(folder: Path, root: Path) -> EvidenceSource | None:
     """Returns the dumps in ``folder``, which is below ``root``; None without dumps.
 
     Other files are skipped silently, but unreadable ones with a dump's name are problems.
@@ -56,9 +56,9 @@ def read_dumps(folder: Path, root: Path) -> FoundEvidence | None:
     ranks = [
         RankEvidence(rank=rank, host="", pid=0, flight_record=record, beacon=False) for rank, record in records.items()
     ]
-    evidence = evidence_of("hang", ranks, _world(records, [_rank_of(name) for name in unreadable]))
+    evidence = evidence_on("hang", ranks, _world(records, [_rank_of(name) for name in unreadable]))
     sources = {f"ranks/{rank}/flight_recorder.json": name for rank, name in files.items()}
-    return FoundEvidence(f"{len(records)} Flight Recorder dumps", evidence, tuple(problems), sources)
+    return EvidenceSource(f"{len(records)} Flight Recorder dumps", evidence, tuple(problems), sources)
 
 
 def _real(path: Path, root: Path) -> Path:

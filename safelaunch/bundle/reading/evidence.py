@@ -18,7 +18,7 @@ class ReportedError:
 
 
 @dataclass(frozen=True)
-class FoundEvidence:
+class EvidenceSource:
     what: str
     """kind of evidence, as text (``a bundle``)"""
 
@@ -66,7 +66,7 @@ class FoundEvidence:
         return user_source.text_for_stranger(path)
 
 
-def evidence_of(outcome: Outcome, ranks: Iterable[RankEvidence], world: int = 0) -> Evidence:
+def evidence_on(outcome: Outcome, ranks: Iterable[RankEvidence], world: int = 0) -> Evidence:
     """Returns evidence about these ranks. The job has ``world`` ranks, or more if the ranks' numbers show it."""
     by_rank = {rank.rank: rank for rank in ranks}
     world = max([world, *(rank + 1 for rank in by_rank)])

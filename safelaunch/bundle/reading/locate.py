@@ -15,7 +15,7 @@ from safelaunch import addons
 from safelaunch.bundle.reading.archive import CHUNK_BYTES, MAX_DEPTH, MAX_UNPACKED_FILES, unpack
 from safelaunch.bundle.reading.bundles import complete_bundle, is_bundle, read_bundle
 from safelaunch.bundle.reading.dumps import read_dumps
-from safelaunch.bundle.reading.evidence import FoundEvidence
+from safelaunch.bundle.reading.evidence import EvidenceSource
 from safelaunch.bundle.reading.files import MAX_FILE_BYTES, STDIN, Unreadable, cannot_be_read, within
 from safelaunch.bundle.reading.guard import ReadLimits, in_child
 from safelaunch.bundle.reading.merging import merge
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MOST_OF_STDIN = 4 << 30
 
 
-def read(path: Path) -> FoundEvidence:
+def read(path: Path) -> EvidenceSource:
     """Returns the evidence at a path. Raises Unreadable if there is none.
 
     It can be a bundle or its ``.tar.gz``, a folder of bundles from several nodes, a run directory, or a folder of
@@ -109,7 +109,7 @@ def _bytes_of(entry: os.DirEntry[str]) -> int:
         return 0  # it is gone
 
 
-def read_folder(folder: Path, scratch: Path) -> FoundEvidence:
+def read_folder(folder: Path, scratch: Path) -> EvidenceSource:
     """Returns the evidence in a path from ``folder_of``. Raises Unreadable."""
     try:
         return _read_folder(folder, scratch) if folder.is_dir() else read_files([folder])
@@ -117,7 +117,7 @@ def read_folder(folder: Path, scratch: Path) -> FoundEvidence:
         raise cannot_be_read(error) from error
 
 
-def read_files(paths: Sequence[Path]) -> FoundEvidence:
+def read_files(paths: Sequence[Path]) -> EvidenceSource:
     """Returns the evidence in files of one job. Raises Unreadable."""
     reader = _reader_of(*paths)
     if reader is None:
@@ -125,7 +125,7 @@ def read_files(paths: Sequence[Path]) -> FoundEvidence:
     return reader.read(paths)
 
 
-def _read_folder(folder: Path, scratch: Path) -> FoundEvidence:
+def _read_folder(folder: Path, scratch: Path) -> EvidenceSource:
     if is_bundle(folder):
         return replace(read_bundle(folder), bundles=(folder,))
     if is_run_directory(folder):
@@ -151,10 +151,10 @@ def _read_folder(folder: Path, scratch: Path) -> FoundEvidence:
     return dumps
 
 
-def _dumps_in(folder: Path) -> FoundEvidence | None:
+def _dumps_in(folder: Path) -> EvidenceSource | None:
     dumps = read_dumps(folder, folder)
     if dumps is None and is_dir(folder / "flight_recorder"):
         dumps = read_dumps(within(folder, folder / "flight_recorder"), folder)
         files = {name: f"flight_recorder/{file}" for name, file in dumps.files.items()} if dumps is not None else {}
-        dumps = FoundEvidence(dumps.what, dumps.evidence, dumps.problems, files) if dumps is not None else None
+        dumps = EvidenceSource(dumps.what, dumps.evidence, dumps.problems, files) if dumps is not None else None
     return dumps

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from safelaunch.bundle.reading.evidence import FoundEvidence
+from safelaunch.bundle.reading.evidence import EvidenceSource
 from safelaunch.bundle.reading.files import Unreadable
 from safelaunch.model import (
     WRONG_RESULTS_FILE,
@@ -21,7 +21,7 @@ from safelaunch.verdict.rhythm import is_foreign_job
 APART_S = 120.0  # tolerance for clocks of different nodes
 
 
-def merge(bundles: Sequence[FoundEvidence], names: Sequence[str]) -> FoundEvidence:
+def merge(bundles: Sequence[EvidenceSource], names: Sequence[str]) -> EvidenceSource:
     """Merges the bundles of one job's nodes, in directories ``names``.
 
     Raises Unreadable if they belong to different jobs (a rank is in two bundles, or world sizes differ), or to
@@ -75,10 +75,10 @@ def merge(bundles: Sequence[FoundEvidence], names: Sequence[str]) -> FoundEviden
     files |= {WRONG_RESULTS_FILE: f"{with_wrong_results}/{WRONG_RESULTS_FILE}"} if with_wrong_results else {}
     files |= {witness.file: f"{asked}/{witness.file}"} if witness is not None else {}
     files |= {f"ranks/{number}/": f"{name}/ranks/{number}/" for number, name in bundle_of_rank.items()}
-    return FoundEvidence(f"{len(bundles)} bundles of one job", evidence, tuple(problems), files)
+    return EvidenceSource(f"{len(bundles)} bundles of one job", evidence, tuple(problems), files)
 
 
-def _check_same_incident(bundles: Sequence[FoundEvidence], names: Sequence[str]) -> None:
+def _check_same_incident(bundles: Sequence[EvidenceSource], names: Sequence[str]) -> None:
     """Raises Unreadable if one node made progress after another wrote its bundle.
 
     Without step counts this is unknown, because nodes can be dumped one after the other.
@@ -103,7 +103,7 @@ _ANSWERS: tuple[Answer, ...] = ("dead", "alive", "unseen", "unknown")  # a proof
 _WORST: tuple[Outcome, ...] = ("crash", "hang", "suspect")
 
 
-def _hung_ranks(bundles: Sequence[FoundEvidence]) -> tuple[int, ...]:
+def _hung_ranks(bundles: Sequence[EvidenceSource]) -> tuple[int, ...]:
     # Ranks in the bundles of a hang, if the other bundles' failures are only lost connections.
     failed = [rank for bundle in bundles if bundle.evidence.outcome == "crash" for rank in bundle.evidence.ranks]
     if not failed or not any(map(has_lost_a_peer, failed)) or any(map(failed_by_itself, failed)):

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from safelaunch.beacon import layout
 from safelaunch.bundle.reading.dumps import read_dumps
-from safelaunch.bundle.reading.evidence import FoundEvidence, evidence_of
+from safelaunch.bundle.reading.evidence import EvidenceSource, evidence_on
 from safelaunch.bundle.reading.files import Unreadable, read_limited, within
 from safelaunch.capture.flight_dump import MAX_RANKS
 from safelaunch.capture.sink import Sink
@@ -33,7 +33,7 @@ MOST_OF_A_PAGE = 2 << 20
 MAX_PAGES_BYTES = 1 << 30
 
 
-def read_run(root: Path, scratch: Path) -> FoundEvidence:
+def read_run(root: Path, scratch: Path) -> EvidenceSource:
     """Returns the evidence that a run's latest attempt left: pages, exceptions, output, dumps of torch and NCCL.
 
     Readers for live runs trust the files, map them, and open them for writing, so the files are first copied to the
@@ -67,14 +67,14 @@ def read_run(root: Path, scratch: Path) -> FoundEvidence:
         ranks.append(structs.replace(rank, flight_record=records.get(number) or rank.flight_record))
     worlds = [rank.progress.world_size for rank in ranks if rank.progress is not None]
     outcome: Outcome = "crash" if any(code.returncode for code in exits.values()) else "hang"
-    evidence = evidence_of(outcome, ranks, max([0, *(size for size in worlds if size <= MAX_RANKS)]))
+    evidence = evidence_on(outcome, ranks, max([0, *(size for size in worlds if size <= MAX_RANKS)]))
     files = {f"ranks/{number}/progress.json": f"pages/{page.name}" for number, page in pages.items()} | {
         f"ranks/{number}/exception.json": f"pages/{page.name}{layout.EXCEPTION_SUFFIX}"
         for number, page in pages.items()
     }
     if dumps is not None:
         files |= {name: f"flight_recorder/{file}" for name, file in dumps.files.items()}
-    return FoundEvidence("a run directory", evidence, tuple(problems), files)
+    return EvidenceSource("a run directory", evidence, tuple(problems), files)
 
 
 def _copy(source_run: RunPaths, copied_run: RunPaths) -> Iterator[str]:

@@ -40,6 +40,8 @@ class ControlRequest(msgspec.Struct, frozen=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True):
+    """A rank as its run sees it."""
+
     rank: int
     pid: int
     state: str
@@ -54,6 +56,8 @@ class RankStatus(msgspec.Struct, frozen=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
+    """A node of a job with several nodes, by its own report."""
+
     host: str
     ranks: str
     step: int | None = None  # lowest of its ranks

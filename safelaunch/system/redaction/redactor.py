@@ -72,7 +72,7 @@ class Redactor:
         """Removes secrets from safelaunch's own text."""
         return self._without_secrets(text, short=False)
 
-    def said(self, text: str) -> str:
+    def job_text(self, text: str) -> str:
         """Removes secrets from the job's own text, including short ones."""
         return self._without_secrets(text, short=True)
 
@@ -90,7 +90,7 @@ class Redactor:
         return replaced(text, self._secrets_in(text, by_rule, short=short)) if text else text
 
     def argv(self, words: Iterable[str]) -> list[str]:
-        return [self.said(word) for word in redact_argv(words)]
+        return [self.job_text(word) for word in redact_argv(words)]
 
     def markup(self, text: str) -> str:
         """Removes secrets from a report of cleaned parts, in which a search for assignments would do damage."""
@@ -158,7 +158,7 @@ class Redactor:
             return self._encoded(data, json.loads, lambda value: json.dumps(value).encode())
         if b"\0" not in data:
             try:
-                return self.said(data.decode("utf-8")).encode("utf-8")
+                return self.job_text(data.decode("utf-8")).encode("utf-8")
             except UnicodeDecodeError:
                 pass
         return self._overwritten(data)
@@ -166,7 +166,7 @@ class Redactor:
     def _encoded(self, data: bytes, load: Callable[[bytes], Any], dump: Callable[[Any], bytes]) -> bytes:
         try:
             value = load(data)
-            cleaned = _walk(value, self.said, {})
+            cleaned = _walk(value, self.job_text, {})
             # The data can contain more than the value: after its end, or pushed and discarded.
             if cleaned is value and not self._certain(data):
                 return data

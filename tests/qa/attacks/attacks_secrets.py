@@ -121,7 +121,7 @@ def _drawn(seed: int, _: Path) -> str:
     redactor = Redactor(secret_values({name: secret}, []))
     for encoding in leaks.ENCODINGS:
         said = f"it is {encoding.write(secret)} now"
-        for text in (redactor.said(said), redactor.text(said)):
+        for text in (redactor.job_text(said), redactor.text(said)):
             if leaks.leaks(text.encode(), {"secret": secret}):
                 return f"{name}={secret!r}, {encoding.name}: {text!r}"
     return ""
@@ -164,7 +164,7 @@ def _cut_off(seed: int, _: Path) -> str:
     at = random.randint(8, len(secret) - 8)
     redactor = Redactor(secret_values({"A_SECRET": secret}, []))
     for said, part in ((f"it is {secret[:at]}", secret[:at]), (f"{secret[at:]} it was", secret[at:])):
-        if part in redactor.said(said):
+        if part in redactor.job_text(said):
             return f"{said!r} of {secret!r}"
     return ""
 
@@ -177,7 +177,7 @@ def _plain(seed: int, _: Path) -> str:
         secret_values({"DOOR_PIN_CODE": number, "DB_PASSWORD": "train", "HF_TOKEN": "hf_" + "aB3" * 10}, [])
     )
     text = "\n".join(random.sample(PLAIN, 5)).replace("{n}", number)
-    return "" if redactor.said(text) == text else f"{text!r}: {redactor.said(text)!r}"
+    return "" if redactor.job_text(text) == text else f"{text!r}: {redactor.job_text(text)!r}"
 
 
 def _long(seed: int, _: Path) -> str:
@@ -199,9 +199,9 @@ def _long(seed: int, _: Path) -> str:
     text = (unit * (MEGABYTE // len(unit) + 1))[:MEGABYTE]
     redactor = Redactor(secret_values(leaks.ENVIRONMENT, []))
     begin = time.process_time()
-    redactor.said(text[: MEGABYTE // 4])
+    redactor.job_text(text[: MEGABYTE // 4])
     quarter_s = time.process_time() - begin
-    redactor.said(text)
+    redactor.job_text(text)
     took_s = time.process_time() - begin - quarter_s
     return f"{took_s:.1f} s, {took_s / quarter_s:.1f} times a quarter of it: {unit!r}" if took_s > 8 * quarter_s else ""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from safelaunch.bundle.reading import locate
-from safelaunch.bundle.reading.evidence import FoundEvidence
+from safelaunch.bundle.reading.evidence import EvidenceSource
 from safelaunch.bundle.reading.files import Unreadable
 from safelaunch.verdict.diagnose import diagnose
 from tests.support.paths import DATA
@@ -68,7 +68,7 @@ def threads_of_three(between: str = "") -> str:
     return "".join(f"{line.removeprefix('@')}\n" for line in lines if not line.startswith(("Process ", "Python v")))
 
 
-def told(found: FoundEvidence) -> tuple[str, list[tuple[int, int]]]:
+def told(found: EvidenceSource) -> tuple[str, list[tuple[int, int]]]:
     verdict = diagnose(found.evidence)
     return verdict.cause, [(one.rank, one.frame.line) for one in verdict.culprits if one.frame is not None]
 
